@@ -29,6 +29,9 @@ class Problem:
     producer: "Problem | None" = None  # makes the opaque input that this call consumes
     produced: Any = None  # the result of the reference's producer
     blame: str = ""  # the argument that makes the call illegal
+    # by values that only the device sees: a result that shows it will do
+    on_device: bool = False
+    same_as: "Problem | None" = None  # a legal call whose results are right for the illegal one too
     script: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = (
         None  # several calls: (implementation, placed inputs) -> named outputs
     )

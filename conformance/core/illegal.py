@@ -1,5 +1,7 @@
 """Calls that break a rule: each must raise, or be declared unchecked.
 
+Where only the device sees the values that break it, the result may show it instead: it is NaN.
+
 The rule's name describes the violation; `blame` in the problem is the argument at fault.
 """
 
@@ -46,6 +48,12 @@ def index_too_large(problem: Problem) -> Problem:
     return replace(bare(problem).with_tensors({"indices": too_large}), blame="indices")
 
 
+def index_too_large_for_a_slot(problem: Problem) -> Problem:
+    """The same where slots may be empty: an index of no expert may be read as an empty slot."""
+    empty = bare(problem).with_tensors({"indices": torch.full_like(problem.required["indices"], -1)})
+    return replace(index_too_large(problem), on_device=True, same_as=empty)
+
+
 def added(name: str, value: torch.Tensor) -> Rule:
     return lambda problem: replace(bare(problem), settings=problem.settings | {name: value}, blame=name)
 
@@ -56,6 +64,11 @@ def in_dtype(name: str, dtype: torch.dtype) -> Rule:
 
 def with_values(name: str, value: torch.Tensor) -> Rule:
     return lambda problem: replace(bare(problem).with_tensors({name: value}), blame=name)
+
+
+def on_device(rule: Rule) -> Rule:
+    """The rule, which is broken by values that only the device sees."""
+    return lambda problem: replace(rule(problem), on_device=True)
 
 
 def together(blame: str, **settings: object) -> Rule:

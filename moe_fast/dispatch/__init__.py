@@ -24,7 +24,7 @@ _family = Family(
         allgather_combine: _COMBINE,
         alltoall_dispatch: READ,
         alltoall_combine: _COMBINE,
-        deepep_layout: COPY | {"unchecked": ("indices",)},
+        deepep_layout: COPY,
         deepep_dispatch: READ,
         deepep_cached_dispatch: READ,
         deepep_combine: _COMBINE,

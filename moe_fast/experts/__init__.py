@@ -28,10 +28,6 @@ def _product() -> dict[str, Any]:
     return promised | ({"emulated": emulated} if emulated else {})
 
 
-def _grouped_product() -> dict[str, Any]:
-    return _product() | {"unchecked": ("tokens_per_expert",)}
-
-
 def _check(function: str, payload: Tensor, settings: dict[str, Any]) -> None:
     check_probs(settings.get("probs"))
     if function not in _ACTIVATIONS:
@@ -44,11 +40,11 @@ _family = Family(
         glu_backward: COMPUTED | _NO_AUTOGRAD,
         activation: COMPUTED,
         activation_backward: COMPUTED | _NO_AUTOGRAD,
-        grouped_linear: _grouped_product,
-        grouped_dgrad: lambda: _grouped_product() | _NO_AUTOGRAD,
-        grouped_wgrad: lambda: _grouped_product() | _NO_AUTOGRAD,
-        grouped_mlp: _grouped_product,
-        sequential_mlp: _grouped_product,
+        grouped_linear: _product,
+        grouped_dgrad: lambda: _product() | _NO_AUTOGRAD,
+        grouped_wgrad: lambda: _product() | _NO_AUTOGRAD,
+        grouped_mlp: _product,
+        sequential_mlp: _product,
         shared_experts: _product,
         latent_projection: _product,
     },

@@ -71,7 +71,7 @@ def store_gradient(
             before_ptr + expert * stride_before_l + m[:, None] * stride_before_m + n[None, :] * stride_before_n
         )
         before = tl.load(before_ptrs, mask=inside, other=0.0)  # as above
-        result = tl.where(count > 0, (before + acc).to(before.dtype), before)  # -0 + 0 is another zero than -0
+        result = tl.where(count != 0, (before + acc).to(before.dtype), before)  # -0 + 0 is another zero than -0
     else:
         result = rounded(acc, out_ptr.dtype.element_ty)
     tl.store(out_ptr + (expert * num_outs + m[:, None]) * num_ins + n[None, :], result, mask=inside)
@@ -85,25 +85,31 @@ def add_product(acc, left, right):
     return tl.dot(left, right, acc, input_precision="ieee", out_dtype=acc.dtype)
 
 
-@triton.jit(do_not_specialize=["stride_counts", "capacity", "num_rows", "num_experts"])
+@triton.jit(do_not_specialize=["stride_counts", "capacity", "num_rows", "num_experts", "multiple"])
 def plan_kernel(
     counts_ptr, stride_counts,
     # results: expert, its first tile, its first row and its end, per tile; the two
     # rows, per expert; the two totals
     tile_ptr, segment_ptr, total_ptr,
     # sizes
-    capacity, num_rows, num_experts,
+    capacity, num_rows, num_experts, multiple,
     BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Cut each expert's rows into tiles, one program per expert; the last writes the two totals."""
+    """Cut each expert's rows into tiles, one program per expert; the last writes the two totals.
+
+    Illegal counts make a plan without tiles, whose segments and rows all end at -1: products with
+    it are NaN.
+    """
     expert = tl.program_id(0)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(tl.int64)  # padded block
-    count = tl.minimum(tl.maximum(count, 0), num_rows)  # no illegal count leaves the rows
+    wrong = (count < 0) | (count > num_rows) | (count % multiple != 0)
+    is_wrong = (tl.sum(wrong.to(tl.int32), axis=0) > 0) | (tl.sum(tl.minimum(count, num_rows), axis=0) > num_rows)
+    count = tl.where(is_wrong, tl.zeros_like(count), count)
     ends = tl.cumsum(count, 0)
-    begin = tl.minimum(ends - count, num_rows)
-    end = tl.minimum(ends, num_rows)
-    tiles = tl.cdiv(end - begin, BLOCK_P)
+    begin = ends - count
+    end = tl.where(is_wrong, tl.zeros_like(ends) - 1, ends)
+    tiles = tl.cdiv(count, BLOCK_P)
     first = tl.sum(tl.where(e < expert, tiles, 0), axis=0)
     num_tiles = tl.sum(tl.where(e == expert, tiles, 0), axis=0)
     expert_begin = tl.sum(tl.where(e == expert, begin, 0), axis=0)
@@ -139,18 +145,19 @@ def find_tile(tile_ptr, capacity, work, columns, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def zero_rows(out_ptr, begin, end, num_columns, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Zeros in whole rows from `begin` to `end`, shared by all programs."""
+def fill_rows(out_ptr, begin, end, num_columns, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Zeros in whole rows from `begin` to `end`, shared by all programs; NaN in all rows if the
+    plan says -1, for illegal counts.
+    """
     columns = tl.cdiv(num_columns, BLOCK_C)
+    value = tl.where(begin < 0, tl.full([], float("nan"), tl.float32), 0.0)
+    filled = (tl.zeros([BLOCK_P, BLOCK_C], tl.float32) + value).to(out_ptr.dtype.element_ty)
+    begin = tl.maximum(begin, 0)
     for work in range(tl.program_id(0), tl.cdiv(end - begin, BLOCK_P) * columns, tl.num_programs(0)):
         p = begin + (work // columns).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
         c = (work % columns).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
         inside = (p < end)[:, None] & (c < num_columns)[None, :]  # the last tile and the last block stick out
-        tl.store(
-            out_ptr + p[:, None] * num_columns + c[None, :],
-            tl.zeros([BLOCK_P, BLOCK_C], out_ptr.dtype.element_ty),
-            mask=inside,
-        )
+        tl.store(out_ptr + p[:, None] * num_columns + c[None, :], filled, mask=inside)
 
 
 @triton.jit
@@ -214,7 +221,7 @@ def grouped_matmul_kernel(
             acc, bias_ptr, stride_bias_l, stride_bias_c, out_ptr, out_desc, num_columns, expert, begin, end, row,
             column, BIAS_AS, BLOCK_P, BLOCK_C,
         )  # fmt: skip
-    zero_rows(out_ptr, tl.load(total_ptr + 1), num_rows, num_columns, BLOCK_P, BLOCK_C)
+    fill_rows(out_ptr, tl.load(total_ptr + 1), num_rows, num_columns, BLOCK_P, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["stride_before_l", "num_experts"])
@@ -256,6 +263,7 @@ def grouped_wgrad_kernel(
                     other=0.0,
                 )  # as above
             acc = add_product(acc, tl.trans(d_out), x)
+        acc = tl.where(count < 0, float("nan"), acc)  # an illegal plan
         if out_desc is not None:
             result = tl.reshape(rounded(acc, out_ptr.dtype.element_ty), [1, BLOCK_M, BLOCK_N])
             out_desc.store([expert.to(tl.int32), block_m * BLOCK_M, block_n * BLOCK_N], result)
@@ -292,5 +300,5 @@ def segment_sums_kernel(
         acc += tl.load(x_ptr + p[:, None] * stride_x_p + c[None, :] * stride_x_c, mask=inside, other=0.0).to(
             ACCUMULATOR
         )
-    total = tl.sum(acc, axis=0).to(RESULT_AS)
+    total = tl.where(end < begin, float("nan"), tl.sum(acc, axis=0)).to(RESULT_AS)  # an illegal plan
     tl.store(out_ptr + expert * num_columns + c, rounded(total, out_ptr.dtype.element_ty), mask=c < num_columns)

@@ -26,7 +26,7 @@ from moe_fast.experts._factors import (
     outer_scale,
     times,
 )
-from moe_fast.experts._linear import find_gradient, find_tile, load_matrix, store_gradient, store_rows, zero_rows
+from moe_fast.experts._linear import fill_rows, find_gradient, find_tile, load_matrix, store_gradient, store_rows
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -158,7 +158,7 @@ def scaled_matmul_kernel(
             acc, bias_ptr, stride_bias_l, stride_bias_c, out_ptr, out_desc, num_columns, expert, begin, end, row,
             column, BIAS_AS, BLOCK_P, BLOCK_C,
         )  # fmt: skip
-    zero_rows(out_ptr, tl.load(total_ptr + 1), num_rows, num_columns, BLOCK_P, BLOCK_C)
+    fill_rows(out_ptr, tl.load(total_ptr + 1), num_rows, num_columns, BLOCK_P, BLOCK_C)
 
 
 @triton.jit
@@ -229,6 +229,7 @@ def scaled_wgrad_kernel(
             left = outer_scale(d_out_outer_ptr, outer_l, outer_m, expert, m, live_m, d_out_share, RULE)
             right = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_n, expert, n, live_n, x_share, RULE)
             acc = times(acc, left, right)
+        acc = tl.where(count < 0, float("nan"), acc)  # an illegal plan
         store_gradient(
             acc, before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, expert, count, m, n, num_outs,
             num_ins,

@@ -18,6 +18,7 @@ from moe_fast.experts.scaled_linear import (
     Precision,
     ScaledLinear,
     check_scaled,
+    multiple_of,
     quantized_rows,
     quantized_weight,
     scaled_dgrad,
@@ -51,7 +52,7 @@ def grouped_linear(
 ) -> Tensor:  # fmt: skip
     """Multiply each expert's rows by its own weight: one launch plans the tiles, one multiplies.
 
-    The host never waits: where the counts are illegal the result is unspecified. With a recipe's
+    The host never waits: where the counts are illegal the result is NaN. With a recipe's
     backward_override the gradients are products in high precision, of tensors as stored or decoded
     from the saved codes.
 
@@ -88,7 +89,7 @@ def grouped_dgrad(
         return scaled_dgrad(
             d,
             quantized_weight(weight_LMN.detach(), precision, False, True),
-            scaled_plan(tokens_per_expert_L, len(d_out_PM)),
+            scaled_plan(tokens_per_expert_L, len(d_out_PM), precision.recipe),
         )
     d_out, weight = d_out_PM.detach(), weight_LMN.detach()
     if precision is not None and precision.recipe.backward_override == "dequantized":
@@ -116,11 +117,13 @@ def grouped_wgrad(
     if precision is not None and precision.recipe.backward_override is None:
         d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, precision, False, True)
         x = quantized_rows(rows_PN, "input", tokens_per_expert_L, precision, False, True)
-        return scaled_wgrad(d, x, scaled_plan(tokens_per_expert_L, len(rows_PN)), accumulate_into=before)
-    rows = rows_PN.detach()
+        plan = scaled_plan(tokens_per_expert_L, len(rows_PN), precision.recipe)
+        return scaled_wgrad(d, x, plan, accumulate_into=before)
+    rows, multiple = rows_PN.detach(), 1
     if precision is not None and precision.recipe.backward_override == "dequantized":
         rows = dequantize(quantized_rows(rows, "input", tokens_per_expert_L, precision, True, False))
-    return _outer_products(d_out_PM.detach(), rows, before, _plan(tokens_per_expert_L, rows))
+        multiple = multiple_of(precision.recipe)
+    return _outer_products(d_out_PM.detach(), rows, before, _plan(tokens_per_expert_L, rows, multiple))
 
 
 def check_product(rows: Tensor, recipe: Recipe | None, accumulator: str) -> None:
@@ -180,7 +183,7 @@ class _OverriddenLinear(torch.autograd.Function):
             ctx.x, ctx.weight = without_tensors(x, False), without_tensors(matrices, False)
             kept = tensors_of(x.rowwise if wants_weight else None), tensors_of(matrices.rowwise if wants_rows else None)
             ctx.save_for_backward(counts, *kept[0], *kept[1], matrices.splits)
-        return scaled_fprop(x, matrices, scaled_plan(counts, len(rows)), bias=bias)
+        return scaled_fprop(x, matrices, scaled_plan(counts, len(rows), precision.recipe), bias=bias)
 
     @staticmethod
     @once_differentiable
@@ -205,10 +208,10 @@ def _dequantized(kept: Quantized, tensors: list[Tensor], splits: Tensor) -> Tens
     return dequantize(replace(with_tensors(kept, tensors, False), splits=splits))
 
 
-def _plan(tokens_per_expert: Tensor, rows: Tensor) -> Plan:
+def _plan(tokens_per_expert: Tensor, rows: Tensor, multiple: int = 1) -> Plan:
     """The plan for these rows, of tiles that suit their number and dtype."""
     tile = tuning.for_device(rows.device).grouped.tile(len(rows), len(tokens_per_expert), rows.dtype.itemsize)
-    return make_plan(tokens_per_expert, len(rows), tile)
+    return make_plan(tokens_per_expert, len(rows), tile, multiple)
 
 
 def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Plan) -> Tensor:

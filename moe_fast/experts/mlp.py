@@ -42,7 +42,7 @@ def grouped_mlp(
 ) -> Tensor:  # fmt: skip
     """`moe_ref.experts.mlp.grouped_mlp` by grouped products, and one launch per activation.
 
-    The host never waits: where the counts are illegal the result is unspecified. Saved for the
+    The host never waits: where the counts are illegal the result is NaN. Saved for the
     backward are the rows, h and a; with recompute "moe_act" not a, with "moe" only the rows; with
     `fp8_input_store` the codes of h ("moe_act" saves h as well). `align` pads only with a recipe:
     the buffer grows by L · (align - 1) rows.

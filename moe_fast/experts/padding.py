@@ -19,7 +19,7 @@ class Padding:
     """
 
     spare: int  # rows of zeros: L · (align - 1) are enough for any counts
-    counts_L: Tensor  # of the padded segments
+    counts_L: Tensor  # of the padded segments; -1 where the counts are illegal
     before: Tensor  # sizes of the chunks, in either order
     padded: Tensor
     order: Tensor  # of the chunks before, one after the other as they stand when padded
@@ -42,7 +42,8 @@ class Padding:
         )
         order = torch.cat([order, torch.arange(2 * experts + 1, 2 * experts + 2, device=device)])
         before = torch.cat([missing, over, counts, rest])
-        return cls(spare, counts + missing, before, before[order], order, order.argsort())
+        padded = torch.where((counts < 0).any() | (rest < 0), -1, counts + missing)
+        return cls(spare, padded, before, before[order], order, order.argsort())
 
     def pad(self, rows: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Rows, and their probs, with zeros after each segment."""

@@ -26,6 +26,7 @@ from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.quantization.quantize import quantize
 from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized
 from moe_ref.config import LinearState, Recipe, check_splits, require
+from moe_ref.config.quantization import BLOCK, WHOLE_BLOCKS
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -52,9 +53,15 @@ def check_scaled(rows: Tensor, accumulator: str) -> None:
 # --- the products of quantised tensors
 
 
-def scaled_plan(tokens_per_expert_L: Tensor, num_rows: int) -> Plan:
+def scaled_plan(tokens_per_expert_L: Tensor, num_rows: int, recipe: Recipe) -> Plan:
     """The plan of these products."""
-    return make_plan(tokens_per_expert_L, num_rows, tuning.for_device(tokens_per_expert_L.device).grouped.scaled)
+    tile = tuning.for_device(tokens_per_expert_L.device).grouped.scaled
+    return make_plan(tokens_per_expert_L, num_rows, tile, multiple_of(recipe))
+
+
+def multiple_of(recipe: Recipe) -> int:
+    """What each expert's rows must be a multiple of to be quantised."""
+    return BLOCK[recipe.scaling] if recipe.scaling in WHOLE_BLOCKS else 1
 
 
 def scaled_fprop(x: Quantized, weight: Quantized, plan: Plan, *, bias: Tensor | None = None) -> Tensor:
@@ -315,7 +322,7 @@ class ScaledLinear(torch.autograd.Function):
         )
         matrices = quantized_weight(weight, precision, True, wants_rows)
         ctx.plan, ctx.precision, ctx.bias_dtype = (
-            scaled_plan(counts, len(rows)),
+            scaled_plan(counts, len(rows), precision.recipe),
             precision,
             None if bias is None else bias.dtype,
         )

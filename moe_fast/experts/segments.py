@@ -36,8 +36,12 @@ class Plan:
         return self.segment_2L.shape[1]
 
 
-def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile) -> Plan:
-    """The plan for rows that stand in segments of these sizes; the counts are not asked for."""
+def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, multiple: int = 1) -> Plan:
+    """The plan for rows that stand in segments of these sizes, multiples of `multiple`.
+
+    The host does not ask for the counts. If one is negative or no multiple, or all are more than
+    the rows, the products with this plan are NaN.
+    """
     sizes = tuning.for_device(tokens_per_expert.device).grouped
     num_experts = len(tokens_per_expert)
     capacity = num_rows // tile.rows + min(num_rows, num_experts)  # each expert fills all its tiles but one
@@ -55,6 +59,7 @@ def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile) -> Pl
             capacity,
             num_rows,
             num_experts,
+            multiple,
             BLOCK_P=tile.rows,
             BLOCK_E=power_of_two(num_experts, least=8),
             BLOCK_T=sizes.plan_tiles,

@@ -22,9 +22,9 @@ _family = Family(
     {
         permute: SUM,  # the sum is its gradient; free of syncs when num_rows or capacity is given
         unpermute: SUM,
-        sort_chunks: COPY | {"unchecked": ("chunk_sizes", "order")},
+        sort_chunks: COPY | {"unchecked": ("order",)},
         pad_routing_map: COPY,
-        indices_to_multihot: COPY | {"unchecked": ("indices",)},
+        indices_to_multihot: COPY,
         multihot_to_indices: COPY,
     },
     _check,

@@ -28,22 +28,28 @@ def sort_chunks_kernel(
     num_rows, num_columns, num_chunks,
     INVERSE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """For each row of the result: its chunk and the chunk's begin here, then in the source."""
+    """For each row of the result: its chunk and the chunk's begin here, then in the source.
+
+    Illegal sizes make every bit of the result 1, which is a NaN in every floating-point format.
+    """
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     chunk_R = tl.full([BLOCK_R], -1, tl.int64)  # -1: past the last chunk
     begin_R = tl.zeros([BLOCK_R], tl.int64)
     carry = tl.zeros([1], tl.int64)
+    negative = tl.zeros([1], tl.int64)  # number of such sizes
     for first in range(0, num_chunks, BLOCK_S):
         chunk, size = load_chunks(
             sizes_ptr, stride_sizes, order_ptr, stride_order, first + tl.arange(0, BLOCK_S).to(tl.int64),
             num_chunks, not INVERSE,
         )  # fmt: skip
+        negative += tl.sum((size < 0).to(tl.int64), axis=0)
         end = carry + tl.cumsum(size, axis=0)
         begin = end - size
         here = (begin[None, :] <= r[:, None]) & (r[:, None] < end[None, :])
         chunk_R += tl.sum(tl.where(here, chunk[None, :] + 1, 0), axis=1)
         begin_R += tl.sum(tl.where(here, begin[None, :], 0), axis=1)
         carry += tl.sum(size, axis=0)
+    is_wrong = (negative > 0) | (carry > num_rows)
     source = r - begin_R
     carry = tl.zeros([1], tl.int64)
     for first in range(0, num_chunks, BLOCK_S):
@@ -55,7 +61,7 @@ def sort_chunks_kernel(
         here = (chunk[None, :] == chunk_R[:, None]) & (chunk_R >= 0)[:, None]
         source += tl.sum(tl.where(here, begin[None, :], 0), axis=1)
         carry += tl.sum(size, axis=0)
-    readable = source < num_rows  # where the last tile sticks out, no chunk is; sizes past the rows stay within memory
+    readable = (source >= 0) & (source < num_rows)  # not where the last tile sticks out; illegal sizes stay in memory
     if rows_ptr is not None:
         for first in range(0, num_columns, BLOCK_H):
             h = first + tl.arange(0, BLOCK_H).to(tl.int64)
@@ -65,7 +71,9 @@ def sort_chunks_kernel(
                 mask=readable[:, None] & in_row,
                 other=0,
             )
+            row = tl.where(is_wrong[:, None], -1, row)
             tl.store(out_ptr + r[:, None] * num_columns + h[None, :], row, mask=(r < num_rows)[:, None] & in_row)
     if probs_ptr is not None:
         prob = tl.load(probs_ptr + source * stride_probs_r, mask=readable, other=0)
+        prob = tl.where(is_wrong, -1, prob)
         tl.store(out_probs_ptr + r, prob, mask=r < num_rows)  # the last tile sticks out

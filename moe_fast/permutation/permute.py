@@ -64,8 +64,8 @@ def unpermute(
 def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None) -> SortedChunks:
     """Cut the rows into consecutive chunks and put the chunks into another order: one launch.
 
-    The host reads neither sizes nor order: where their values are illegal the result is
-    unspecified.
+    The host reads neither sizes nor order. Where the sizes are illegal the result is NaN, of
+    integers all bits 1; where the order is no permutation it is unspecified.
 
     Raises:
         ValueError: also for elements of 16 bytes.

@@ -134,6 +134,10 @@ def topk_kernel(
             key = only_best_groups(key, num_groups, group_topk, counted, ACCUMULATOR, BLOCK_T, BLOCK_G, BLOCK_S)
         marked = mark_largest(key, column, topk, TIES_ARE_RARE)
     chosen = marked < out_of_choice(marked.dtype)
+    legal = tl.full([BLOCK_T, 1], True, tl.int1)
+    if given_ptr is not None:  # experts twice, or outside: the token's probs are NaN
+        chosen = chosen & real
+        legal = (tl.sum(chosen.to(tl.int32), axis=1) == topk)[:, None]
     if SCORE == "softmax":
         s = softmax(tl.where(chosen, s, -float("inf")))
     elif SCORE != "pre_softmax":
@@ -141,12 +145,17 @@ def topk_kernel(
     weight = rounded(s * number(scale, ACCUMULATOR), probs_ptr.dtype.element_ty)
     if map_ptr is not None:
         cell = t[:, None] * num_experts + e[None, :]
-        tl.store(probs_ptr + cell, tl.where(chosen, weight, 0.0), mask=real)
+        weight = tl.where(legal, tl.where(chosen, weight, 0.0), float("nan"))
+        tl.store(probs_ptr + cell, weight, mask=real)
         tl.store(map_ptr + cell, chosen.to(tl.uint8), mask=real)
     else:
         # one integer of 32 bits says all, so that only it changes its layout for the stores
         slot = tl.where(chosen, marked & SLOT, topk).to(tl.int32).to(tl.int64)
-        tl.store((probs_ptr + t * topk)[:, None] + slot, weight, mask=slot < topk)
+        tl.store((probs_ptr + t * topk)[:, None] + slot, weight, mask=(slot < topk) & legal)
+        if given_ptr is not None:
+            no_weight = tl.full([BLOCK_T, 1], float("nan"), tl.float32).to(weight.dtype)
+            for i in range(topk):
+                tl.store((probs_ptr + t * topk + i)[:, None], no_weight, mask=legal == 0)
         if indices_ptr is not None:
             expert = tl.broadcast_to(e[None, :], [BLOCK_T, BLOCK_G * BLOCK_S])
             tl.store((indices_ptr + t * topk)[:, None] + slot, expert, mask=slot < topk)

@@ -31,8 +31,8 @@ def topk_indices(
 
     Raises:
         ValueError: also for logits or a bias outside `LOGITS`, more than `MAX_EXPERTS` experts or
-            `MAX_TOPK` slots. Values of `precomputed_indices` are not checked: where illegal
-            the result is unspecified.
+            `MAX_TOPK` slots. A token whose `precomputed_indices` name an expert twice, or none,
+            has probs of NaN.
     """
     check_topk_routing(
         logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices

@@ -62,7 +62,8 @@ def _evaluate(
         return
     runner = Runner(implementation, device, case.poison, outcome)
     if problem.blame:
-        _must_raise(runner, problem, outcome)
+        _must_not_pass(runner, contract, case, problem, declared)
+        outcome.evaluations += 1
         return
     started = time.perf_counter()
     expected = contract.golden[case.golden][1] if case.golden else contract.expected(case, problem, declared)
@@ -159,12 +160,17 @@ def _refusal(
     return None
 
 
-def _must_raise(runner: Runner, problem: Problem, outcome: Outcome) -> None:
-    """An illegal call must raise one of CLEAR_ERRORS before it does anything else."""
+def _must_not_pass(
+    runner: Runner, contract: Contract[Any], case: Case, problem: Problem, declared: dict[str, Any]
+) -> None:
+    """An illegal call must raise one of CLEAR_ERRORS before it does anything else.
+
+    Where only the device sees what is illegal, the result may show it, or be that of a legal call
+    which means the same.
+    """
     try:
-        runner.run(problem)
+        outputs = runner.run(problem)
     except CLEAR_ERRORS:
-        outcome.evaluations += 1
         return
     except (Misbehaved, Blocked, torch.OutOfMemoryError):
         raise
@@ -175,8 +181,21 @@ def _must_raise(runner: Runner, problem: Problem, outcome: Outcome) -> None:
         raise Misbehaved(
             problem.blame, "error", f"{raised}; an illegal {problem.blame} must raise ValueError"
         ) from error
-    accepted = f"accepted an illegal {problem.blame}; it must raise ValueError, or be declared unchecked"
+    if problem.on_device and _is_marked(outputs):
+        return
+    if problem.same_as:
+        right, unresolved = _resolved(contract.expected(case, problem.same_as, declared), outputs)
+        if not unresolved and not _first_wrong(contract, problem.same_as, right, outputs):
+            return
+    must = "must raise ValueError" + (", or return NaN in each output of numbers" if problem.on_device else "")
+    accepted = f"accepted an illegal {problem.blame}; it {must}, or be declared unchecked"
     raise Misbehaved(problem.blame, "error", accepted)
+
+
+def _is_marked(outputs: dict[str, Any]) -> bool:
+    """Whether each floating-point output has a NaN, and there is one."""
+    numbers = [x for x in outputs.values() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()]
+    return bool(numbers) and all(bool(x.float().isnan().any()) for x in numbers)
 
 
 def _guarded(runner: Runner, problem: Problem) -> dict[str, Any]:

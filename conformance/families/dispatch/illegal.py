@@ -5,7 +5,17 @@ from dataclasses import replace
 import torch
 
 from conformance.core.contract import Problem
-from conformance.core.illegal import Rule, added, bare, flat, index_too_large, one_more, setting, together
+from conformance.core.illegal import (
+    Rule,
+    added,
+    bare,
+    flat,
+    index_too_large,
+    index_too_large_for_a_slot,
+    one_more,
+    setting,
+    together,
+)
 from moe_ref.config import IndexPolicy, Recipe
 from moe_ref.permutation.rows import PADDING
 
@@ -51,7 +61,7 @@ _OTHER_TOKENS: dict[str, Rule] = {"tokens_too_many": one_more("tokens")}
 DEEPEP_LAYOUT: dict[str, Rule] = {
     "no_experts": setting("num_experts", 0),
     "experts_no_multiple": together("num_experts", num_experts=3, ranks=2),
-    "index_too_large": index_too_large,
+    "index_too_large": index_too_large_for_a_slot,
 }
 ALLGATHER_DISPATCH: dict[str, Rule] = _MAPS | _SHARDS
 ALLGATHER_COMBINE: dict[str, Rule] = _COMBINE

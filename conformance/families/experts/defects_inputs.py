@@ -1,4 +1,4 @@
-"""Defects of activations that few inputs show: values at the ends of a row, single values."""
+"""Defects that few inputs show: values at the ends of a row, single values, illegal counts."""
 
 from typing import Any
 
@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from conformance.core.defect import Defect, Wrapper, with_values
+from moe_ref.config.quantization import BLOCK, WHOLE_BLOCKS
 
 STRANGE = "a class of inputs: strange values at the ends of a row"
 EVERY = "a class of inputs: every bit pattern of a dtype"
+ILLEGAL = "illegal values that only the device sees"
 PATTERN = {torch.bfloat16: 0x3E6D, torch.float16: 0x33A7}  # of a number below 1
 
 
@@ -42,6 +44,18 @@ def _last_is_finite(activation: Wrapper, h: Tensor, /, **settings: Any) -> Any:
     return activation(torch.where(last, 0.0, h), **settings)
 
 
+def _counts_within_the_rows(
+    product: Wrapper, left: Tensor, right: Tensor, counts: Tensor, *rest: Any, **settings: Any
+) -> Any:
+    """Counts are cut where the rows end, and to whole blocks, without a sign of it."""
+    if counts.is_floating_point() or left.dim() != 2:
+        return product(left, right, counts, *rest, **settings)
+    ends = counts.clamp(min=0).cumsum(0).clamp(max=len(left))
+    recipe = settings.get("recipe")
+    multiple = BLOCK[recipe.scaling] if recipe is not None and recipe.scaling in WHOLE_BLOCKS else 1
+    return product(left, right, ends.diff(prepend=ends.new_zeros(1)) // multiple * multiple, *rest, **settings)
+
+
 DEFECTS: tuple[Defect, ...] = (
     Defect("V06", "one entry of a curve's table is wrong", EVERY, {"activation": _one_value, "glu": _one_gate}),
     Defect(
@@ -49,5 +63,9 @@ DEFECTS: tuple[Defect, ...] = (
         "the last element of a tensor is never NaN",
         STRANGE,
         {"activation": _last_is_finite, "glu": _last_is_finite},
+    ),
+    *(
+        Defect(name, f"illegal counts are cut, silently, by {function}", ILLEGAL, {function: _counts_within_the_rows})
+        for name, function in (("I03", "grouped_linear"), ("I04", "grouped_dgrad"), ("I05", "grouped_wgrad"))
     ),
 )

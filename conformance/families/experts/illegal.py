@@ -2,12 +2,12 @@
 
 import torch
 
-from conformance.core.illegal import Rule, added, flat, in_dtype, one_more, setting, together, with_values
+from conformance.core.illegal import Rule, added, flat, in_dtype, on_device, one_more, setting, together, with_values
 
 # two rows, one per expert
 COUNTS: dict[str, Rule] = {
-    "count_negative": with_values("tokens_per_expert", torch.tensor([-1, 2])),
-    "counts_beyond_the_rows": with_values("tokens_per_expert", torch.tensor([2, 1])),
+    "count_negative": on_device(with_values("tokens_per_expert", torch.tensor([-1, 2]))),
+    "counts_beyond_the_rows": on_device(with_values("tokens_per_expert", torch.tensor([2, 1]))),
     "counts_of_floats": in_dtype("tokens_per_expert", torch.float32),
     "accumulator_unknown": setting("accumulator", "bfloat16"),
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from conformance.core.contract import Problem
+from conformance.core.illegal import on_device
 from moe_ref.config import LinearState, Recipe
 from moe_ref.config.state import new_quantizer_state
 
@@ -108,7 +109,7 @@ _BLOCKS: dict[str, Rule] = {
     ),
 }
 _SEGMENTS: dict[str, Rule] = {
-    "count_no_multiple_of_blocks": by_recipe("tokens_per_expert", MXFP8, **BLOCKS | {"counts": (16, 48)})
+    "count_no_multiple_of_blocks": on_device(by_recipe("tokens_per_expert", MXFP8, **BLOCKS | {"counts": (16, 48)}))
 }
 _ALL_TOKENS: dict[str, Rule] = {"tokens_no_multiple_of_blocks": by_recipe("x", MXFP8, **BLOCKS | {"rows": 33})}
 _NOISE: dict[str, Rule] = {

@@ -50,15 +50,17 @@ def long_rows(scope: Scope) -> list[Any]:
         {"tokens": 97, "width": 257},
         *wide,
     ]
-    return [*found, *([] if gpu else _strange(scope))]
+    return [*found, *_strange(scope)]
 
 
 def _strange(scope: Scope) -> list[Any]:
-    """Strange values at the ends of rows; every 16-bit pattern. On a GPU other shapes draw them."""
+    """Every 16-bit pattern; strange values at the ends of rows, unless other shapes draw them."""
     edges: Changes = {"tokens": 4, "width": 5, "values": "edges", "seed": 3}
     edges |= {"kind": "silu"} if scope.function == "activation" else {}  # relu may hide a NaN
     every: Changes = {"tokens": 64, "width": 1024, "values": "every"}
     patterns = [scope.case(every | {"dtype": dtype}) for dtype in ("bfloat16", "float16")]
+    if scope.space.device == "cuda":
+        return patterns
     return [*(edges | {"dtype": dtype} for dtype in LOGIT_DTYPES[:3]), *patterns]
 
 
@@ -159,7 +161,9 @@ def large(scope: Scope) -> list[Any]:
         {"tokens": 70 if gpu else 3, "hidden": 136 if gpu else 9, "width": 2881 if gpu else 257, "dtype": "float16"},
         {"tokens": 4100 if gpu else 260, "counts": (4097, 3) if gpu else (257, 3), "hidden": 9, "width": 5},
     ]
-    return [ragged, many, *({"experts": 2, "dtype": "bfloat16"} | fields for fields in long), *ratio_cases(scope)]
+    empty: list[Changes] = [{"tokens": 0, "experts": 2, "counts": (0, 0), "hidden": 9, "width": 5}] if gpu else []
+    long = [{"experts": 2, "dtype": "bfloat16"} | fields for fields in long]
+    return [ragged, many, *empty, *long, *ratio_cases(scope)]
 
 
 def large_projections(scope: Scope) -> list[Changes]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from conformance.core.contract import Problem
-from conformance.core.illegal import Rule, added, bare, in_dtype, one_more, setting, with_values
+from conformance.core.illegal import Rule, added, bare, in_dtype, on_device, one_more, setting, with_values
 from conformance.families.experts.illegal import HIDDEN, OF_GATES
 from conformance.families.permutation.illegal import PERMUTE
 from conformance.families.quantization.illegal import CURRENT
@@ -60,8 +60,8 @@ QUANTIZED_ACTIVATION: dict[str, Rule] = HIDDEN | {
         bare(problem), required=problem.required | {"recipe": "mxfp8"}, blame="recipe"
     ),
     "no_direction": setting("rowwise", False),
-    "splits_negative": with_values("splits", torch.tensor([-1, 2])),
-    "splits_beyond_the_rows": with_values("splits", torch.tensor([2, 1])),
+    "splits_negative": on_device(with_values("splits", torch.tensor([-1, 2]))),
+    "splits_beyond_the_rows": on_device(with_values("splits", torch.tensor([2, 1]))),
     "splits_of_floats": in_dtype("splits", torch.float32),
     "state_of_nothing": _activating("state", CURRENT, 2, 2, state=new_quantizer_state(Recipe("delayed"))),
     "state_missing": _activating("state", Recipe("delayed"), 2, 2, state=None),
@@ -69,7 +69,7 @@ QUANTIZED_ACTIVATION: dict[str, Rule] = HIDDEN | {
         "state", Recipe("delayed"), 2, 2, state=new_quantizer_state(Recipe("delayed"), num_groups=2)
     ),
     "columns_no_multiple": _activating("h", Recipe("mxfp8"), 32, 34),
-    "rows_no_multiple": _activating("splits", Recipe("mxfp8"), 64, 64, splits=torch.tensor([16, 48])),
+    "rows_no_multiple": on_device(_activating("splits", Recipe("mxfp8"), 64, 64, splits=torch.tensor([16, 48]))),
     "rounding_a_word": setting("round_before_quantize", "bfloat16"),
 }
 

@@ -13,6 +13,7 @@ from conformance.core.defect import Change, Defect, Wrapper, first_in_32_bits, w
 STRANGE = "a class of inputs: strange values at the ends of a row"
 EVERY = "a class of inputs: every bit pattern of a dtype"
 COUNTED = "a class of inputs: sizes past a power of two"
+ILLEGAL = "illegal values that only the device sees"
 LOST_BITS, FOUND_BITS = 0x2B5A, 0x2B5B  # neither NaN nor infinity in bfloat16 and float16
 COUNTER, SHORT, TOKENS = 2**8, 2**15, 2**16
 ROOM, MOST_ALIGN, CHUNKS = 64, 128, 128
@@ -154,6 +155,18 @@ def _few_chunks(sort_chunks: Wrapper, rows: Tensor, chunk_sizes: Tensor, order: 
     return out._replace(rows=torch.cat([out.rows[:done], torch.zeros_like(out.rows[done:])]))
 
 
+def _sizes_within_the_rows(sort_chunks: Wrapper, rows: Tensor, sizes: Tensor, *rest: Any, **settings: Any) -> Any:
+    ends = sizes.clamp(min=0).cumsum(0).clamp(max=len(rows))
+    return sort_chunks(rows, ends.diff(prepend=ends.new_zeros(1)), *rest, **settings)
+
+
+def _first_expert_for_none(
+    indices_to_multihot: Wrapper, indices: Tensor, *rest: Any, num_experts: int, **settings: Any
+) -> Any:
+    inside = torch.where(indices < num_experts, indices, 0)
+    return indices_to_multihot(inside, *rest, num_experts=num_experts, **settings)
+
+
 def _both(wrapper: Wrapper) -> dict[str, Wrapper]:
     return {"permute": wrapper, "sort_chunks": wrapper}
 
@@ -272,5 +285,7 @@ DEFECTS: tuple[Defect, ...] = (
         COUNTED,
         {"permute": _least_align, "pad_routing_map": _least_align},
     ),
+    Defect("I01", "sizes past the rows are cut, silently", ILLEGAL, {"sort_chunks": _sizes_within_the_rows}),
+    Defect("I02", "an index of no expert is the first", ILLEGAL, {"indices_to_multihot": _first_expert_for_none}),
     Defect("N06", "chunks beyond one block are not moved", COUNTED, {"sort_chunks": _few_chunks}),
 )

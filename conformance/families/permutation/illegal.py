@@ -5,7 +5,16 @@ from dataclasses import replace
 import torch
 
 from conformance.core.contract import Problem
-from conformance.core.illegal import Rule, bare, flat, index_too_large, one_more, only_setting, setting
+from conformance.core.illegal import (
+    Rule,
+    bare,
+    flat,
+    index_too_large_for_a_slot,
+    on_device,
+    one_more,
+    only_setting,
+    setting,
+)
 
 
 def _restore_one_more(problem: Problem) -> Problem:
@@ -42,11 +51,14 @@ PERMUTE: dict[str, Rule] = {
 
 
 UNPERMUTE: dict[str, Rule] = {"rows_too_many": one_more("rows"), "restore_shape_wrong": _restore_one_more}
-SORT_CHUNKS: dict[str, Rule] = {"order_longer_than_sizes": one_more("order"), "sizes_beyond_rows": _sizes_too_large}
+SORT_CHUNKS: dict[str, Rule] = {
+    "order_longer_than_sizes": one_more("order"),
+    "sizes_beyond_rows": on_device(_sizes_too_large),
+}
 PAD_ROUTING_MAP: dict[str, Rule] = {"align_zero": setting("align", 0), "align_negative": setting("align", -16)}
 INDICES_TO_MULTIHOT: dict[str, Rule] = {
     "no_experts": setting("num_experts", 0),
     "probs_longer_than_indices": one_more("probs"),
-    "index_too_large": index_too_large,
+    "index_too_large": index_too_large_for_a_slot,
 }
 MULTIHOT_TO_INDICES: dict[str, Rule] = {"no_slots": setting("topk", 0), "probs_longer_than_map": one_more("probs")}

@@ -108,13 +108,13 @@ def _permuted(scope: Scope) -> list[Any]:
 
 
 def _strange(scope: Scope) -> list[Any]:
-    """Strange values at the ends of rows; every 16-bit pattern. On a GPU other shapes draw them."""
-    if scope.space.device == "cuda":
-        return []
+    """Every 16-bit pattern; strange values at the ends of rows, unless other shapes draw them."""
     edges: Changes = {"tokens": 7, "experts": 3, "topk": 2, "hidden": 5, "spread": "uniform", "values": "edges"}
     every: Changes = {"tokens": 16, "experts": 2, "topk": 1, "hidden": 4096, "spread": "uniform", "values": "every"}
-    found: list[Any] = [edges | kind for kind in ({"dtype": "float32"}, *PATTERNS)]
-    return [*found, *(scope.case(every | kind) for kind in PATTERNS if scope.function == Permute.function)]
+    patterns = [scope.case(every | kind) for kind in PATTERNS if scope.function == Permute.function]
+    if scope.space.device == "cuda":
+        return patterns[:1]
+    return [*(edges | kind for kind in ({"dtype": "float32"}, *PATTERNS)), *patterns]
 
 
 def _counted(scope: Scope) -> list[Changes]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from conformance.core.illegal import Rule, added, bare, flat, in_dtype, setting, with_values
+from conformance.core.illegal import Rule, added, bare, flat, in_dtype, on_device, setting, with_values
 from moe_ref.config import Recipe
 from moe_ref.config.state import new_quantizer_state
 
@@ -29,8 +29,8 @@ QUANTIZE: dict[str, Rule] = {
     ),
     "role_unknown": setting("role", "activation"),
     "no_direction": setting("rowwise", False),
-    "splits_negative": with_values("splits", torch.tensor([-1, 2])),
-    "splits_beyond_the_rows": with_values("splits", torch.tensor([2, 1])),
+    "splits_negative": on_device(with_values("splits", torch.tensor([-1, 2]))),
+    "splits_beyond_the_rows": on_device(with_values("splits", torch.tensor([2, 1]))),
     "splits_of_floats": in_dtype("splits", torch.float32),
     "splits_empty": with_values("splits", torch.zeros(0, dtype=torch.int64)),
     "state_of_nothing": _quantizing("state", CURRENT, torch.zeros(2, 1), state=new_quantizer_state(Recipe("delayed"))),
@@ -39,7 +39,9 @@ QUANTIZE: dict[str, Rule] = {
         "state", Recipe("delayed"), torch.zeros(2, 1), state=new_quantizer_state(Recipe("delayed"), num_groups=2)
     ),
     "columns_no_multiple": _quantizing("x", Recipe("mxfp8"), torch.zeros(32, 33)),
-    "rows_no_multiple": _quantizing("splits", Recipe("mxfp8"), torch.zeros(64, 32), splits=torch.tensor([16, 48])),
+    "rows_no_multiple": on_device(
+        _quantizing("splits", Recipe("mxfp8"), torch.zeros(64, 32), splits=torch.tensor([16, 48]))
+    ),
     "transform_of_floats": _quantizing("x", Recipe("nvfp4"), _SQUARE.float(), columnwise=True),
     "noise_unasked": added("noise", torch.zeros(2, 2, 1)),
     "noise_of_one_direction": _quantizing("noise", Recipe("nvfp4"), _SQUARE, **_GRADIENT, noise=torch.zeros(1, 16, 16)),

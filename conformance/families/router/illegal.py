@@ -2,7 +2,7 @@
 
 import torch
 
-from conformance.core.illegal import Rule, added, flat, in_dtype, one_more, setting, together
+from conformance.core.illegal import Rule, added, flat, in_dtype, on_device, one_more, setting, together
 
 # two tokens, two experts, one slot
 TOPK_INDICES: dict[str, Rule] = {
@@ -19,7 +19,7 @@ TOPK_INDICES: dict[str, Rule] = {
     "bias_with_softmax": added("expert_bias", torch.zeros(2)),
     "bias_too_long": together("expert_bias", score_function="sigmoid", expert_bias=torch.zeros(3)),
     "indices_too_wide": added("precomputed_indices", torch.zeros(2, 2, dtype=torch.int64)),
-    "index_too_large": added("precomputed_indices", torch.full((2, 1), 2)),
+    "index_too_large": on_device(added("precomputed_indices", torch.full((2, 1), 2))),
 }
 
 

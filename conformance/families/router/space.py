@@ -139,15 +139,16 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
 
 
 def _strange(scope: Scope) -> list[LogitsCase]:
-    """Strange first and last logits, all 16-bit patterns. On a GPU other shapes draw them, and
-    there are more tokens than 16 bits count.
+    """Strange first and last logits, which other shapes draw on a GPU; all 16-bit patterns; there
+    more tokens than 16 bits count.
     """
-    if scope.space.device == "cuda":
-        return [scope.case({"tokens": 65537, "experts": 2, "topk": 1, "score": "sigmoid"})]
     edges: Changes = {"tokens": 14, "experts": 5, "topk": 2, "spread": "edges"}
     every: Changes = {"tokens": 512, "experts": 128, "topk": 4, "spread": "every", "dtype": "bfloat16"}
     scores = [score for score in ("softmax", "sigmoid") if scope.function != "z_loss" or score == "softmax"]
     found = [scope.case(common | {"score": score}) for common in (edges, every) for score in scores]
+    if scope.space.device == "cuda":
+        many: Changes = {"tokens": 65537, "experts": 2, "topk": 1}
+        found = [scope.case(one | {"score": scores[-1]}) for one in (many, every)]
     return [case for case in found if scope.fits(case)]
 
 
