@@ -285,10 +285,11 @@ def quantized(x: Operands, counts: Tensor, scaling: str) -> Operands:
 
 
 def scaled_versions(q: Operands, counts: Tensor, num_rows: int) -> dict[str, Call]:
+    recipe = q.rows_PN.recipe
     return {
-        "forward": lambda: scaled_fprop(q.rows_PN, q.weight_LMN, scaled_plan(counts, num_rows)),
-        "dgrad": lambda: scaled_dgrad(q.d_out_PM, q.weight_LMN, scaled_plan(counts, num_rows)),
-        "wgrad": lambda: scaled_wgrad(q.d_out_PM, q.rows_PN, scaled_plan(counts, num_rows)),
+        "forward": lambda: scaled_fprop(q.rows_PN, q.weight_LMN, scaled_plan(counts, num_rows, recipe)),
+        "dgrad": lambda: scaled_dgrad(q.d_out_PM, q.weight_LMN, scaled_plan(counts, num_rows, recipe)),
+        "wgrad": lambda: scaled_wgrad(q.d_out_PM, q.rows_PN, scaled_plan(counts, num_rows, recipe)),
     }
 
 

@@ -46,7 +46,7 @@ def glu_and_quantize(
     """`glu`, quantised as the input of the next linear layer; saved for the backward are h and the
     probs.
 
-    The host never waits: where the values of `splits` are illegal the result is unspecified.
+    The host never waits: illegal values of `splits` show as in `quantize`.
 
     Raises:
         ValueError: also for probs of other dtypes than `PROBS`.

@@ -8,7 +8,7 @@ from moe_ref.config.state import new_quantizer_state
 
 _family = Family(
     {
-        quantize: COMPUTED | {"unchecked": ("splits",)},
+        quantize: COMPUTED,
         codes: COPY,
         scales: READ,
         amax: READ,

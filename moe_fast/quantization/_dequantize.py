@@ -6,7 +6,7 @@ import triton.language as tl
 from moe_fast.launch._rounding import rounded
 from moe_fast.quantization._formats import decoded, power_of_two
 from moe_fast.quantization._nvfp4 import global_amax
-from moe_fast.quantization._tiles import place_of_tile, spread
+from moe_fast.quantization._tiles import are_wrong, place_of_tile, spread
 
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
@@ -22,15 +22,17 @@ def dequantize_kernel(
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """code · scale, rounded once more; 0 past the last group. RULE "group": one scale per group,
-    else per block.
+    """code · scale, rounded once more; 0 past the last group, and NaN for illegal splits.
 
+    RULE "group": one scale per group, else per block.
     RULE "nvfp4": the scale is d · A · (1/LARGEST), LARGEST = 6 · the largest d, A one amax per PER.
     """
     tile = tl.program_id(0) // parts
     group, first, _, owned, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G
     )
+    MULTIPLE: tl.constexpr = 32 if RULE == "mxfp8" else 16 if RULE == "nvfp4" else 1  # of a group's rows
+    wrong = are_wrong(splits_ptr, stride_splits, num_rows, num_groups, MULTIPLE, BLOCK_G)
     row = first + tl.arange(0, BLOCK_M)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
@@ -56,4 +58,5 @@ def dequantize_kernel(
                 stored = decoded(stored, "e4m3") * whole * (1 / LARGEST)
             scale = spread(stored, BLOCK_R, BLOCK_C)
         value = tl.where((row < owned)[:, None], value * scale, 0.0)
+        value = tl.where(wrong, float("nan"), value)
         tl.store(out_ptr + place, rounded(value, out_ptr.dtype.element_ty), mask=inside)

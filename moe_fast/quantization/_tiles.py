@@ -12,6 +12,19 @@ from moe_fast.quantization._formats import as_float32
 
 
 @triton.jit
+def are_wrong(splits_ptr, stride_splits, num_rows, num_groups, MULTIPLE: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Whether a split is negative or no multiple, or all are more than the rows."""
+    wrong = tl.full([], False, tl.int1)
+    if splits_ptr is not None:
+        g = tl.arange(0, BLOCK_G)
+        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # padded block
+        each = (sizes < 0) | (sizes > num_rows) | (sizes % MULTIPLE != 0)
+        most = tl.minimum(sizes, num_rows)
+        wrong = (tl.sum(each.to(tl.int32), axis=0) > 0) | (tl.sum(most, axis=0) > num_rows)
+    return wrong
+
+
+@triton.jit
 def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr):
     """(group, first row, end of the group) of a tile; group `num_groups` is the rest of x."""
     if splits_ptr is None:
@@ -22,7 +35,7 @@ def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M
     else:
         g = tl.arange(0, BLOCK_G)
         sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # padded block
-        sizes = tl.maximum(sizes, 0)  # unchecked; illegal sizes stay within memory
+        sizes = tl.maximum(sizes, 0)  # illegal sizes stay within memory; readers show them
         sizes = tl.where(g == num_groups, tl.maximum(num_rows - tl.sum(sizes), 0), sizes)
         tiles = (sizes + (BLOCK_M - 1)) // BLOCK_M
         before = tl.cumsum(tiles, 0) <= tile

@@ -38,7 +38,8 @@ def quantize(
     """Quantise each group of rows by itself, bit by bit as the reference.
 
     One launch per call; current scaling and NVFP4 have one before it for the maximum of each group.
-    The host never waits: where the values of `splits` are illegal the result is unspecified.
+    The host never waits: where the values of `splits` are illegal, `dequantize` gives NaN, and
+    `scales` and `amax` raise, or are NaN if they need no host wait.
     float64 is rounded to float32 first.
     """
     check_quantize(x_MN, recipe, role, splits, rowwise, columnwise, state, noise)

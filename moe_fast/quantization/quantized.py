@@ -14,7 +14,7 @@ from moe_fast.launch.backend import casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.quantization import _hadamard as hadamard
 from moe_fast.quantization._dequantize import dequantize_kernel
-from moe_ref.config import Recipe, require
+from moe_ref.config import Recipe, check_splits, require
 from moe_ref.config.quantization import SCALE_LAYOUTS
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -96,7 +96,8 @@ def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "com
     require(layout in SCALE_LAYOUTS, "layout", repr(layout), f"one of {', '.join(SCALE_LAYOUTS)}")
     form = quantized.form(columnwise)
     if form.block is None:
-        return form.scale if layout == "compact" else tuple(form.scale.split(1))
+        scale = _shown(form.scale, quantized, form)
+        return scale if layout == "compact" else tuple(scale.split(1))
     counts, whole = _compact(quantized, form, form.scale, columnwise)
     if layout == "compact":
         return whole
@@ -118,8 +119,22 @@ def _compact(quantized: Quantized, form: Form, blocks: Tensor, columnwise: bool)
 
 
 def _sizes(quantized: Quantized, form: Form) -> list[int]:
-    """Rows of each group; waits for the device."""
-    return [len(form.codes_MN)] if quantized.splits is None else quantized.splits.tolist()
+    """Rows of each group; waits for the device, and raises `ValueError` for illegal splits."""
+    num_rows = len(form.codes_MN)
+    if quantized.splits is None:
+        return [num_rows]
+    sizes: list[int] = quantized.splits.tolist()
+    check_splits(sizes, num_rows, quantized.recipe)
+    return sizes
+
+
+def _shown(values_G: Tensor, quantized: Quantized, form: Form) -> Tensor:
+    """One value per group, or NaN where the splits are illegal; does not wait for the device."""
+    splits = quantized.splits
+    if splits is None:
+        return values_G
+    wrong = (splits < 0).any() | (splits > len(form.codes_MN)).any() | (splits.sum() > len(form.codes_MN))
+    return torch.where(wrong, torch.nan, values_G)
 
 
 def _for_gemm(scale: Tensor, scaling: str, turned: bool) -> Tensor:
@@ -153,7 +168,9 @@ def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
     )
     if form.per == "row":
         return form.amax[: sum(_sizes(quantized, form))]
-    if form.per == "column" or form.amax.dim() == 1:
+    if form.amax.dim() == 1:
+        return _shown(form.amax, quantized, form)
+    if form.per == "column":
         return form.amax
     return _compact(quantized, form, form.amax, columnwise)[1].float()
 

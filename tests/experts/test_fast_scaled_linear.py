@@ -140,7 +140,7 @@ def test_an_overridden_backward_quantises_nothing_and_keeps_codes_or_what_was_gi
 def test_products_take_what_is_quantised_already():
     recipe = RECIPES["block"]
     x, weight, bias, counts, d_out = problem([32, 0, 64], 160, 96, rows=96)
-    how, plan = scaled.Precision(recipe, None, None), scaled.scaled_plan(counts, 96)
+    how, plan = scaled.Precision(recipe, None, None), scaled.scaled_plan(counts, 96, recipe)
     x8, d8 = (
         scaled.quantized_rows(tensor, role, counts, how, True, True)
         for tensor, role in ((x, "input"), (d_out, "grad_output"))

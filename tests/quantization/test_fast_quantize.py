@@ -261,3 +261,31 @@ def test_an_illegal_call_raises_what_the_reference_raises(x, name, settings):
 def test_a_state_where_none_belongs_raises():
     assert_same_error("new_quantizer_state", RECIPES["block"], num_groups=0)
     assert_same_error("update_scales", QuantizerState(torch.zeros(1, 3), torch.ones(1)), RECIPES["block"])
+
+
+def read_or_refused(reader: str, quantized: Any) -> Tensor | None:
+    """What the reader returns; None if it raises ValueError about the splits."""
+    try:
+        return getattr(moe_fast, reader)(quantized)
+    except ValueError as error:
+        assert str(error).startswith("splits is ")
+        return None
+
+
+@pytest.mark.parametrize("splits", [[-32, 64], [64, 32], [2**40, 0], [2**62, 2**62]], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_illegal_splits_show_in_every_reader(name, splits):
+    recipe, x = RECIPES[name], normal(64, 64, dtype=BF16)
+    state = moe_fast.new_quantizer_state(recipe, num_groups=2)
+    quantized = moe_fast.quantize(x, recipe, splits=torch.tensor(splits), state=state).quantized
+    assert moe_fast.dequantize(quantized).isnan().all()
+    for reader in ("scales", "amax"):
+        read = read_or_refused(reader, quantized)
+        assert read is None or read.isnan().all(), reader
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith(("mxfp8", "nvfp4"))])
+def test_a_group_that_is_no_multiple_of_a_block_shows(name):
+    quantized = moe_fast.quantize(normal(64, 64, dtype=BF16), RECIPES[name], splits=torch.tensor([24, 40])).quantized
+    assert moe_fast.dequantize(quantized).isnan().all()
+    assert read_or_refused("scales", quantized) is None
