@@ -1,0 +1,130 @@
+"""Each kernel compiles for a GPU, also on a machine without one, where all others interpret it.
+
+What the interpreter accepts and the compiler refuses is otherwise found only on a GPU.
+"""
+
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from conformance.catalogue import FAMILIES, NAMES
+from conformance.core.case import Case
+from conformance.core.contract import Contract
+from conformance.core.ranks import ranks_of
+from conformance.engine.child.evaluate import evaluate
+from conformance.interface import load
+from tests.common.fast import interpreted
+from tests.common.launches import Constant, Launch
+
+ROOT = Path(__file__).parents[1]
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.bool: "i1",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+def described(argument: Any) -> Any:
+    """The argument as the compiler sees it: its type, without its value."""
+    if isinstance(argument, Tensor):
+        return f"*{TYPES[argument.dtype]}"
+    if isinstance(argument, tuple):
+        parts = map(described, argument)
+        return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
+    if isinstance(argument, (bool, float)):
+        return "i1" if isinstance(argument, bool) else "fp32"
+    return Constant(None) if argument is None else "i64" if abs(argument) >= 2**31 else "i32"
+
+
+def constant(argument: Any) -> Constant:
+    value = getattr(argument, "value", argument)
+    is_dtype = isinstance(value, triton.language.dtype)
+    return Constant(value.name if is_dtype else value, is_dtype)
+
+
+def launch_of(function: Any, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Launch:
+    parameters = inspect.signature(function).parameters
+    given = dict(zip(parameters, arguments, strict=False)) | settings
+    constants = {name for name, parameter in parameters.items() if "constexpr" in str(parameter.annotation)}
+    found = {name: constant(given[name]) if name in constants else described(given[name]) for name in parameters}
+    if "FACTOR" in found:  # of codes: the interpreter multiplies them in float32, a matrix unit as bfloat16
+        found["FACTOR"] = Constant("bf16", True)
+    options = {name: settings[name] for name in OPTIONS if name in settings and name not in parameters}
+    return Launch(function.__module__, function.__name__, found, options)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launch]:
+    """The first launch of each kernel from now on."""
+    found: dict[str, Launch] = {}
+    run = InterpretedFunction.run
+
+    def recorded(self: Any, *arguments: Any, **settings: Any) -> Any:
+        if self.fn.__name__ not in found:
+            found[self.fn.__name__] = launch_of(self.fn, arguments, settings)
+        return run(self, *arguments, **settings)
+
+    monkeypatch.setattr(InterpretedFunction, "run", recorded)
+    return found
+
+
+def golden_cases(contract: Contract[Any]) -> Iterator[Case]:
+    cases = [Case.family[contract.function](function=contract.function, golden=name) for name in contract.golden]
+    yield from (case for case in cases if not ranks_of(contract, case))
+
+
+def failures(chosen: list[Launch], folder: Path) -> str:
+    """What a process says in which these launches are compiled."""
+    path = folder / "launches"
+    path.write_bytes(pickle.dumps(chosen))
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.common.compile_kernels", str(path)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 or done.stdout, done.stderr[-2000:]
+    return done.stdout
+
+
+@interpreted
+@pytest.mark.parametrize("family", [name for name in NAMES if name != "dispatch"])
+def test_each_kernel_of_a_family_compiles_for_a_gpu(family, launches, tmp_path):
+    implementation = load("moe_fast")
+    for contract in FAMILIES[NAMES.index(family)].contracts:
+        if implementation.offers(contract.function):
+            for case in golden_cases(contract):
+                evaluate(case, implementation)
+    own = [launch for launch in launches.values() if launch.module.startswith(f"moe_fast.{family}.")]
+    assert own
+    assert failures(own, tmp_path) == ""
+
+
+@triton.jit
+def three_kernel(x_ptr, SIZE: triton.language.constexpr):
+    triton.language.store(x_ptr + triton.language.arange(0, SIZE), 0.0)
+
+
+@interpreted
+@pytest.mark.parametrize(("size", "refused"), [(3, True), (4, False)])
+def test_a_kernel_that_the_compiler_refuses_is_found(size, refused, tmp_path):
+    launch = Launch(__name__, "three_kernel", {"x_ptr": "*fp32", "SIZE": Constant(size)}, {})
+    assert ("three_kernel does not compile" in failures([launch], tmp_path)) == refused
