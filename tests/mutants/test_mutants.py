@@ -18,6 +18,7 @@ LISTED = {
     *("G01", "G03", "G04", "G12", "G21", "J01", "H02", "H04", "H04s", "Q08", "K01", "T01", "T02", "T03", "T04", "T05"),
     *(f"V{number:02}" for number in range(1, 11)),
     *(f"N{number:02}" for number in range(1, 12)),
+    *(f"I{number:02}" for number in range(1, 6)),
     *(f"C{number:02}" for number in range(1, 27)),
 }
 LARGE = {"N02", "N03"}  # need more rows than an interpreter can run
