@@ -41,7 +41,7 @@ def test_every_listed_defect_is_planted_and_killed_by_a_value_or_a_law(monkeypat
     assert (results["D02"].way, results["D02"].check) == ("law", "history")
     raising = {name: result.check for name, result in results.items() if result.check.startswith("raises")}
     # the others accept every legal call: none is killed by the way it is planted
-    # but that a group is not the given one shows at the first exchange, and a lost queue at a replay
+    # but that a group is not the given one shows at the first exchange, a lost queue at a replay
     assert raising == {
         **dict.fromkeys(("R04", "E04"), "raises RuntimeError"),
         **dict.fromkeys(("C24", "C25", "U40"), "raises ValueError"),

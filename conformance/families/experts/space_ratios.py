@@ -15,8 +15,15 @@ SHORT: dict[str, dict[str, Any]] = {  # a contraction of a few terms, 64 columns
     "grouped_wgrad": {"tokens": 40, "experts": 2, "counts": (21, 19), "hidden": 64, "width": 40},
 }
 LEAST: dict[str, Any] = {  # experts of one row, some below the least amax of a recipe
-    "scaling": "current", "variant": 2, "values": "rows", "dtype": "bfloat16",
-    "tokens": 9, "experts": 9, "counts": (1,) * 9, "hidden": 20, "width": 20,
+    "scaling": "current",
+    "variant": 2,
+    "values": "rows",
+    "dtype": "bfloat16",
+    "tokens": 9,
+    "experts": 9,
+    "counts": (1,) * 9,
+    "hidden": 20,
+    "width": 20,
 }
 SHORT_BLOCKS: dict[str, dict[str, Any]] = {  # the same in sixteens
     "grouped_linear": {"tokens": 5, "experts": 2, "counts": (3, 2), "hidden": 2, "width": 4},

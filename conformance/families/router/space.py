@@ -129,8 +129,7 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
         # all experts chosen
         {"tokens": 3, "experts": 8, "topk": 8, "spread": "equal"},
         {"tokens": 65, "experts": 4, "topk": 2, "spread": "ties", "seed": 3},
-        # more experts to choose than have a finite logit
-        {"tokens": 5, "experts": 8, "topk": 6, "spread": "minus_inf"},
+        {"tokens": 5, "experts": 8, "topk": 6, "spread": "minus_inf"},  # fewer finite logits than slots
     ]
     if scope.accepts("num_groups") and scope.accepts("group_topk"):
         fields.append({"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5})
@@ -352,11 +351,8 @@ GATE = Shapes(
     always=_gated,
 )
 JITTER = Shapes(drawn=states, affordable=near, covered={"tokens": 9, "hidden": 11}, always=_special)
-ATTACH_LOSS = replace(
-    JITTER,
-    covered={"tokens": 5, "hidden": 11},
-    always=lambda scope: [*_special(scope), {"tokens": 3, "hidden": 5, "scale": 2049, "dtype": "bfloat16"}],
-)
+FINE_SCALE: Changes = {"tokens": 3, "hidden": 5, "scale": 2049, "dtype": "bfloat16"}
+ATTACH_LOSS = replace(JITTER, covered={"tokens": 5, "hidden": 11}, always=lambda scope: [*_special(scope), FINE_SCALE])
 SINKHORN_ROUTING = Shapes(
     drawn=plans,
     affordable=convergent,
