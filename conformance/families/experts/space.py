@@ -50,6 +50,8 @@ def long_rows(scope: Scope) -> list[Any]:
         {"tokens": 97, "width": 257},
         *wide,
     ]
+    if scope.accepts("interleave"):
+        found.append({"tokens": 3, "width": 64, "interleave": 32})  # two blocks of the widest
     return [*found, *_strange(scope)]
 
 
@@ -159,6 +161,8 @@ def large(scope: Scope) -> list[Any]:
     long: list[Changes] = [  # over columns, features and tokens: several steps of a kernel's loop, and one more
         {"tokens": 70 if gpu else 3, "hidden": 7168 if gpu else 513, "width": 136 if gpu else 9, "tail": 2},
         {"tokens": 70 if gpu else 3, "hidden": 136 if gpu else 9, "width": 2881 if gpu else 257, "dtype": "float16"},
+        # exactly a tile's rows, and one more; two steps of a loop
+        {"tokens": 257, "counts": (128, 129), "hidden": 130, "width": 130},
         {"tokens": 4100 if gpu else 260, "counts": (4097, 3) if gpu else (257, 3), "hidden": 9, "width": 5},
     ]
     empty: list[Changes] = [{"tokens": 0, "experts": 2, "counts": (0, 0), "hidden": 9, "width": 5}] if gpu else []
@@ -171,6 +175,7 @@ def large_projections(scope: Scope) -> list[Changes]:
     gpu = scope.space.device == "cuda"
     return [
         {"tokens": 129, "hidden": 65, "width": 33},
+        {"tokens": 3, "hidden": 130, "width": 9, "dtype": "bfloat16"},
         {"tokens": 70 if gpu else 3, "hidden": 7168 if gpu else 513, "width": 136 if gpu else 9, "dtype": "bfloat16"},
         {"tokens": 4097 if gpu else 257, "hidden": 9, "width": 5, "dtype": "float16"},
     ]

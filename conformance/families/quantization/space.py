@@ -153,10 +153,12 @@ def strange(scope: Scope) -> list[Any]:
 
 
 def random_cases(scope: Scope) -> list[QuantizeCase]:
-    """Gradients with noise drawn by the implementation, in both directions."""
+    """Gradients with noise of the implementation, in each direction; with given noise, in both."""
     common: Changes = {"scaling": "nvfp4", "role": "grad_output", "repeats": LEAST_REPEATS // 2, "hidden": 2}
     common |= {"steps": "quantize+quantize", "dtype": "bfloat16"}
     kinds = [common | {"direction": direction} for direction in DIRECTIONS[:2]]
+    given: Changes = {"scaling": "nvfp4", "role": "grad_output", "direction": "both", "dtype": "bfloat16"}
+    kinds.append(given | {"tokens": 2, "hidden": 2})  # noise that differs between the directions
     return [scope.case(kind) for kind in kinds if accepted(scope, kind)]
 
 
