@@ -82,9 +82,8 @@ def _interleaved(trial: Trial) -> Finding | None:
     finding = trial.repeats("interleaved", outputs)
     if finding:
         return replace(finding, message=f"with another call before its backward, it {finding.message}")
-    right = trial.reference(found[1], found[0])
-    finding = trial.judged("interleaved", right, others)
-    if not finding or trial.judged("interleaved", right, trial.run(found[1])):  # wrong by itself
+    finding = trial.judged("interleaved", trial.reference(found[1], found[0]), others)
+    if not finding:
         return None
     return replace(finding, message=f"with another call's backward before its own, it {finding.message}")
 

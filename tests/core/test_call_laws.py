@@ -8,6 +8,7 @@ import torch
 import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.core import call_defects as calls
+from conformance.engine.run.blame import blamed
 from tests.common.suite import outcome_of, wrapped
 from tests.core.call_twins import CALL_TWINS, FORWARD_GLU
 from tests.core.law_twins import FORWARD, GLU, JITTER, LINEAR
@@ -63,12 +64,14 @@ def test_a_backward_that_refuses_to_run_twice_is_accepted():
     assert outcome_of(replace(GLU, law="accumulated"), wrapped("glu", once)).status == "PASS"
 
 
-def test_a_call_that_is_wrong_by_itself_is_not_put_down_to_the_call_before():
+def test_a_failure_of_two_calls_is_put_down_to_the_one_that_is_wrong_by_itself():
     first = CONTRACTS["glu"].problem(GLU).required["h"]
 
     def wrong_elsewhere(original, h, **settings):
         out = original(h, **settings)
         return out if torch.equal(h.detach(), first) else out * 2
 
-    outcome = outcome_of(replace(GLU, law="interleaved"), wrapped("glu", wrong_elsewhere))
-    assert outcome.status == "PASS", outcome
+    implementation, case = wrapped("glu", wrong_elsewhere), replace(GLU, law="interleaved")
+    other, alone = blamed(case, outcome_of(case, implementation), lambda case: outcome_of(case, implementation))
+    assert (other.law, alone.status, alone.finding["check"]) == ("", "FAIL", "bound"), alone
+    assert outcome_of(replace(GLU, law=""), implementation).status == "PASS"

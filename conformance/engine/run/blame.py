@@ -4,18 +4,20 @@ from collections.abc import Callable
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
-from conformance.core.universal_laws import HISTORY, neighbours
+from conformance.core.universal_laws import HISTORY, INTERLEAVED, neighbours
 from conformance.engine.child.runner import Outcome
+
+OF_TWO_CALLS = (HISTORY.name, INTERLEAVED.name)
 
 
 def blamed(case: Case, outcome: Outcome, fresh: Callable[[Case], Outcome]) -> tuple[Case, Outcome]:
-    """The call right after the case, if it fails without it; else the case.
+    """The other call of the law, if it fails without this one; else the case.
 
     Args:
         outcome: the failure of the case.
         fresh: runs a case in a process that has run nothing before.
     """
-    if not outcome.finding or outcome.finding["check"] != HISTORY.name:
+    if not outcome.finding or outcome.finding["check"] not in OF_TWO_CALLS:
         return case, outcome
     for neighbour in neighbours(CONTRACTS[case.function], case):
         alone = fresh(neighbour)
