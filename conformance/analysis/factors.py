@@ -87,11 +87,12 @@ class ProductPrecision:
         )
         form = quantization.quantized.form(operand.columnwise)
         sources = form.source_MN[: int(counts.sum())].detach().split(counts.tolist())
-        quantizer = self._quantizer(form.scheme, x_PN.dtype)
-        return [
-            self._factor(_decoded(quantizer, group, turned(x, form.columnwise)), quantizer, operand)
-            for group, x in zip(form.groups, sources, strict=True)
-        ]
+        one = self._quantizer(form.scheme, x_PN.dtype)
+        factors = []
+        for group, x, own in zip(form.groups, sources, self._noises(one.scheme, counts, operand), strict=True):
+            quantizer = replace(one, noise=own)
+            factors.append(self._factor(_decoded(quantizer, group, turned(x, form.columnwise)), quantizer, operand))
+        return factors
 
     def inexact_rows(self, x: Running, counts: Tensor, role: str, gemm: str, dtype: torch.dtype) -> list[Factor]:
         """Each expert's rows of an operand with error bounds, stored in `dtype`."""
@@ -105,16 +106,12 @@ class ProductPrecision:
             return [Factor(part) for part in parts]
         columnwise = operand.columnwise
         one = self._quantizer(scheme(self.settings["recipe"], role, columnwise=columnwise), dtype)
-        state, noise = self.settings.get("state"), self.settings.get("noise")
-        noises = noise[int(columnwise)].split(counts.tolist()) if one.scheme.stochastic and noise is not None else None
+        state, noises = self.settings.get("state"), self._noises(one.scheme, counts, operand)
         factors = []
         for g, part in enumerate(parts):
             part = part.each(lambda y: turned(y, columnwise))
-            quantizer = replace(
-                one,
-                given=None if state is None else getattr(state, role).scale[g],
-                noise=None if noises is None else turned(noises[g], columnwise),
-            )
+            given = None if state is None else getattr(state, role).scale[g]
+            quantizer = replace(one, given=given, noise=noises[g])
             decoded = quantizer.values(transformed(part) if one.scheme.hadamard else part)
             factors.append(self._factor(decoded, quantizer, operand))
         return factors
@@ -130,6 +127,14 @@ class ProductPrecision:
             return None
         operand = next(operand for operand in operands(gemm, self.recipe) if operand.role == role)
         return None if operand.kept == "stored" else operand
+
+    def _noises(self, scheme: Scheme, counts: Tensor, operand: Operand) -> list[Tensor | None]:
+        """Each expert's given noise, in the form's orientation; None: nearest rounding."""
+        noise = self.settings.get("noise")
+        if noise is None or not scheme.stochastic:
+            return [None for _ in counts]
+        own = noise[int(operand.columnwise)][: int(counts.sum())].split(counts.tolist())
+        return [turned(part, operand.columnwise) for part in own]
 
     def _quantizer(self, scheme: Scheme, dtype: torch.dtype) -> Quantizer:
         return Quantizer(scheme, dtype, reciprocal=self.reciprocal and may_be_others(scheme))
@@ -160,9 +165,9 @@ def _decoded(quantizer: Quantizer, group: Scaled, source: Tensor) -> Decoded:
 
 
 def may_be_others(scheme: Scheme) -> bool:
-    """Whether reciprocals may change a code: not with powers of two, 4over6 or noise."""
+    """Whether reciprocals may change a code: not with powers of two or 4over6."""
     recipe = scheme.recipe
-    return not (recipe.power_of_two_scales or recipe.scaling == "mxfp8" or scheme.four_over_six or scheme.stochastic)
+    return not (recipe.power_of_two_scales or recipe.scaling == "mxfp8" or scheme.four_over_six)
 
 
 def dequantised(values: Interval, dtype: torch.dtype, reciprocal: bool) -> Interval:

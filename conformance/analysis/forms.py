@@ -7,8 +7,9 @@
 
 For an exact input each output has one right value: with `scale_arithmetic` "division", the default,
 the reference's. With "reciprocal" and scales other than powers of two, a scale may be two roundings
-off on either side, and a code near a midpoint the adjacent one (`judge.codes`). 4over6 depends on a
-sum of errors, and given noise on the last bit, so both are always exact.
+off on either side, and a code near a midpoint the adjacent one (`judge.codes`); with given noise,
+the code of any value within the roundings is right. 4over6 depends on a sum of errors, so it is
+always exact.
 
 If the implementation draws its noise itself, a code is one of two with known probabilities: some
 rows are repeated and quantised several times, and each copy of an element is one draw.
@@ -58,7 +59,7 @@ class QuantizedForm:
     input: Interval | None = None
     dtype: torch.dtype | None = None  # the input's rounding; None: the source's
     given_scale: Tensor | None = None  # [G], of delayed scaling, if the call has the state
-    noise_MN: Tensor | None = None  # rounding noise, for an inexact input
+    noise_MN: Tensor | None = None  # given rounding noise
     repeated: int = 0  # repeated rows, where the implementation draws its noise
     others: tuple[str, ...] = ()  # outputs with the codes of other calls
 
@@ -204,8 +205,10 @@ class QuantizedForm:
 
     def _exact_codes(self, outputs: Outputs) -> Resolved:
         """The codes nearest to the input over the returned scales."""
-        if not self.repeated and (self.form.scheme.stochastic or not self.loose):
+        if not self.repeated and not self.loose:
             return Exact(self._any_nan(self._right("codes"), outputs), "integers")
+        if self.noise_MN is not None:
+            return self._codes(outputs)
         parts = zip(self._quantizers(), self._inputs(), self.returned(outputs), strict=True)
         scaled = self._whole([q.product(x.low, q.of_group(group)) for q, x, group in parts])
         if self.repeated:

@@ -37,7 +37,16 @@ from moe_ref.config import Recipe
 from moe_ref.config.quantization import OVERRIDES
 from moe_ref.quantization.recipes import scheme
 from tests.common.suite import WITH_UNSUPPORTED, assert_accepted, failures, outcome_of, statuses
-from tests.honest.low_precision import Way, by_codes, make, never_promoted, of_fourteen_bits
+from tests.honest.low_precision import (
+    Part,
+    Source,
+    Way,
+    by_codes,
+    by_reciprocals,
+    make,
+    never_promoted,
+    of_fourteen_bits,
+)
 from tests.honest.wrong_products import (
     across_experts,
     by_override,
@@ -85,6 +94,24 @@ def low_cases(function: str) -> list[Any]:
 def test_honest_products_are_accepted(name, function):
     implementation = load("moe_ref" if name == "reference" else f"tests.honest.low_precision:{name}")
     assert_accepted(low_cases(function), implementation, statuses=WITH_UNSUPPORTED)
+
+
+# one block's scale is near a midpoint of E4M3, and its codes are rounded by given noise
+FLIPPED = GroupedCase(
+    function="grouped_wgrad", scaling="nvfp4", dtype="bfloat16", tokens=2, experts=2, hidden=3, counts=(0, 2), seed=667
+)
+
+
+def test_a_scale_that_reciprocals_moved_is_accepted_with_noise():
+    assert_accepted([FLIPPED], load("tests.honest.low_precision:Reciprocal"), statuses=("PASS",))
+    assert outcome_of(FLIPPED, make(Way(parts=by_reciprocals))).status == "FAIL"  # not declared
+    wrong = make(Way(parts=half_up, declared=(("scale_arithmetic", "reciprocal"),)))
+    assert outcome_of(FLIPPED, wrong).status == "FAIL"
+
+
+def half_up(source: Source) -> list[Part]:
+    half = None if source.noise is None else torch.full_like(source.noise, 0.5)
+    return by_reciprocals(source._replace(noise=half))
 
 
 # ---- what is wrong in one place

@@ -103,6 +103,20 @@ def test_a_declared_reciprocal_excuses_no_more_than_its_roundings(change):
     assert outcome_of(CURRENT, changed(change, scale_arithmetic="reciprocal")).status == "FAIL"
 
 
+# values and seeds where a reciprocal moves a block's scale to the adjacent code
+FLIPPED = [("rows", 5), ("rows", 17), ("wide", 13), ("wide", 29)]
+
+
+@pytest.mark.parametrize(("values", "seed"), FLIPPED)
+def test_noise_is_judged_by_the_scales_that_reciprocals_gave(values, seed):
+    case = replace(NVFP4, values=values, seed=seed, direction="both", tokens=6, counts=(4, 0, 2), dtype="bfloat16")
+    assert outcome_of(case, quantizers.Multiplies).status == "PASS"
+    assert outcome_of(case, undeclared(quantizers.Multiplies)).status == "FAIL"
+    for wrong in (forgets_the_noise, swaps_the_noise):
+        declared = {"declares": lambda function: {"scale_arithmetic": "reciprocal"}}
+        assert outcome_of(case, reference(quantize=wrong, **declared)).status == "FAIL"
+
+
 def reads_padding(x, recipe, *, splits, **settings):
     more = torch.cat([splits[:-1], (len(x) - splits[:-1].sum())[None]])
     return moe_ref.quantize(x, recipe, splits=more, **settings)

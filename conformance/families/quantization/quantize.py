@@ -188,7 +188,10 @@ class Quantize(Contract[QuantizeCase]):
                 names = {
                     name: f"{prefix}{name}{suffix}" for name in ("amax", "scales", "codes", "values", "scales.gemm")
                 }
-                expected = QuantizedForm(form, names, out, reciprocal)
+                noise = (
+                    problem.settings["noise"][int(columnwise)] if form.scheme.stochastic and not case.repeats else None
+                )
+                expected = QuantizedForm(form, names, out, reciprocal, noise_MN=noise)
                 if case.repeats:
                     others = tuple(f"{other}codes{suffix}" for other in seen if other != prefix)
                     expected = replace(expected, repeated=case.tokens * case.unit, others=others)
