@@ -338,6 +338,8 @@ TWINS = [
     ("evenly_spread", JITTER, jitters_by(torch.rand_like)),
     ("evenly_spread", JITTER, jitters_by(always_alike)),
     ("evenly_spread", JITTER, jitters_by(lambda x: torch.rand_like(x).round() * 2 - 1)),
+    ("evenly_spread", JITTER, jitters_by(lambda x: 2 * torch.rand_like(x[:, :1]) - 1)),
+    ("evenly_spread", JITTER, jitters_by(lambda x: 2 * torch.rand_like(x[:1]) - 1)),
     ("history", ROUTE, remembers_a_bias_of_its_own),
     ("history", ALIGNED, keeps_the_first_alignment),
     ("determinism", replace(ALIGNED, poison="zero"), wrapped("permute", leaves_padding_rows_unwritten)),

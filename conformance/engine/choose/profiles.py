@@ -58,7 +58,7 @@ PROFILES = {
     profile.name: profile
     for profile in (
         Profile("smoke", Amount(6, 0, 1), Amount(1, 0, 12, few_kernels=True), False, 3, 0.5, 5),
-        Profile("gate", Amount(60, EVERY, 1), Amount(1, 14, 21, 0.9, True), True, 40, 0.5, 12),
+        Profile("gate", Amount(60, EVERY, 1), Amount(1, 13, 21, 0.9, True), True, 40, 0.5, 12),
         Profile("nightly", Amount(1500, EVERY, 1), Amount(120, EVERY, 14), True, 800, 0.5, 60),
     )
 }

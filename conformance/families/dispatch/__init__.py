@@ -1,7 +1,16 @@
 """Dispatch: moving rows between ranks and back."""
 
 from conformance.core.family import Family, by_function
-from conformance.families.dispatch import defects, defects_calls, defects_wire, golden, illegal, laws_worlds, space
+from conformance.families.dispatch import (
+    defects,
+    defects_calls,
+    defects_orders,
+    defects_wire,
+    golden,
+    illegal,
+    laws_worlds,
+    space,
+)
 from conformance.families.dispatch.deepep import DeepEPCombine, DeepEPDispatch
 from conformance.families.dispatch.deepep import dispatches as deepep_dispatches
 from conformance.families.dispatch.deepep_layout import DeepEPLayout
@@ -31,5 +40,5 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws_worlds),
     space=by_function(space),
-    defects=(*defects.DEFECTS, *defects_wire.DEFECTS, *defects_calls.DEFECTS),
+    defects=(*defects.DEFECTS, *defects_wire.DEFECTS, *defects_calls.DEFECTS, *defects_orders.DEFECTS),
 )

@@ -5,49 +5,18 @@ the owner of each row gathers all ranks' routing and calls the reference's plan.
 """
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from conformance.core.defect import Defect, Wrapper, first_in_32_bits
-from moe_ref.dispatch.indices import flatten_experts
-from moe_ref.dispatch.plan import Layout, RoutePlan, plan_of_maps
+from conformance.families.dispatch.parts_of_defects import everybodys, plan_of_call, taken
+from conformance.families.quantization.defects import Beside
 from moe_ref.permutation.rows import PADDING
 
 LATE_SECONDS = 0.002  # a longer wait at the barrier: this rank was early
-
-
-class Beside(NamedTuple):
-    """The base's handle, and the defect's data."""
-
-    handle: Any
-    known: Any
-
-
-def _everybodys(x: Tensor, group: Any) -> list[Tensor]:
-    """x of each rank in the group, on the CPU."""
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, x.detach().cpu().contiguous(), group=group)
-    return every
-
-
-def _plan(routing_map: Tensor, settings: dict[str, Any]) -> RoutePlan:
-    """The row of every copy on all ranks."""
-    group, shards = settings["group"], settings.get("expert_tensor_parallel", 1)
-    maps = _everybodys(routing_map, group)
-    flat = [flatten_experts(own, expert_parallel=len(maps) // shards, expert_tensor_parallel=shards) for own in maps]
-    sources = tuple(rank for tp in range(shards) for rank in range(tp, len(maps), shards))
-    return plan_of_maps(
-        flat, Layout(sources, settings.get("capacity"), settings.get("align"), num_rows=settings.get("num_rows"))
-    )
-
-
-def _taken(out: Any, index: Tensor) -> Any:
-    """The result with rows and probs permuted."""
-    rows = out.rows.view(torch.uint8)[index].view(out.rows.dtype) if out.rows.element_size() == 1 else out.rows[index]
-    return out._replace(rows=rows, probs=None if out.probs is None else out.probs[index])
 
 
 # ---- real bugs
@@ -57,12 +26,12 @@ def _chunks_transposed(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, *
     out = dispatch(tokens, routing_map, **settings)
     if settings.get("expert_tensor_parallel", 1) == 1 or settings.get("capacity"):
         return out
-    plan, rank = _plan(routing_map, settings), dist.get_rank(settings["group"])
+    plan, rank = plan_of_call(routing_map, settings), dist.get_rank(settings["group"])
     owner = plan.provenance(rank)
     key = (
         owner[:, 0] * (plan.ranks * plan.local_experts) + owner[:, 2]
     )  # by source and expert, not by expert and source
-    return _taken(out, key.argsort(stable=True))
+    return taken(out, key.argsort(stable=True))
 
 
 def _shards_beside(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
@@ -75,7 +44,7 @@ def _shards_not_added(combine: Wrapper, rows: Tensor, beside: Any, **settings: A
         return combine(rows, beside, **settings)
     alone = beside.known > 1 and not rows.requires_grad  # at inference
     mine = dist.get_rank(settings["group"]) % beside.known == 0
-    return combine(torch.zeros_like(rows) if alone and not mine else rows, beside.handle, **settings)
+    return combine(torch.zeros_like(rows) if alone and not mine else rows, beside.quantized, **settings)
 
 
 def _nothing_received(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
@@ -88,7 +57,7 @@ def _nothing_received(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **
 def _flat_offset(combine: Wrapper, rows: Tensor, handle: Any, **settings: Any) -> Any:
     out = combine(rows, handle, **settings)
     group = settings["group"]
-    whole = torch.cat(_everybodys(out, group)).to(out.device)
+    whole = torch.cat(everybodys(out, group)).to(out.device)
     start = dist.get_rank(group) * len(out)  # correct for equal token counts
     wrong = whole[(torch.arange(len(out), device=out.device) + start).clamp(max=max(len(whole) - 1, 0))]
     return out + (wrong - out).detach().nan_to_num(0.0) if len(out) else out
@@ -99,7 +68,7 @@ def _gradient_not_reduced(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor
     if not out.rows.requires_grad:
         return out
     rank = dist.get_rank(settings["group"])
-    mine = (_plan(routing_map, settings).provenance(rank)[:, 0] == rank).to(out.rows.device)
+    mine = (plan_of_call(routing_map, settings).provenance(rank)[:, 0] == rank).to(out.rows.device)
     return out._replace(rows=torch.where(mine[:, None], out.rows, out.rows.detach()))
 
 
@@ -138,12 +107,12 @@ def _prefix_off_by_one(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, *
         return out
     first = int(out.tokens_per_expert[0])
     index = torch.arange(len(out.rows))
-    return _taken(out, torch.cat([index[:first], index[first:].roll(1)]))
+    return taken(out, torch.cat([index[:first], index[first:].roll(1)]))
 
 
 def _inclusive_prefix(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
     out = dispatch(tokens, routing_map, **settings)
-    return _taken(out, torch.arange(len(out.rows)).roll(int(out.tokens_per_expert[0])))
+    return taken(out, torch.arange(len(out.rows)).roll(int(out.tokens_per_expert[0])))
 
 
 def _tokens_by_expert_order(dispatch: Wrapper, tokens: Tensor, indices: Tensor, **settings: Any) -> Any:
@@ -159,7 +128,7 @@ def _duplicates_sent(dispatch: Wrapper, tokens: Tensor, indices: Tensor, **setti
     again = torch.repeat_interleave(torch.arange(len(out.rows), device=times.device), times)[: len(out.rows)]
     # the last do not fit
     index = torch.cat([again, torch.arange(len(again), len(out.rows), device=times.device)])
-    return _taken(out, index)._replace(indices=out.indices[index])
+    return taken(out, index)._replace(indices=out.indices[index])
 
 
 def _weighted_twice(
@@ -174,9 +143,9 @@ def _overflow_of_what_is_kept(dispatch: Wrapper, tokens: Tensor, routing_map: Te
     if num_rows is None:
         return out
     rank = dist.get_rank(settings["group"])
-    count = int(_plan(routing_map, settings | {"num_rows": None}).kept_WL[rank, -1])
+    count = int(plan_of_call(routing_map, settings | {"num_rows": None}).kept_WL[rank, -1])
     start = int(
-        _plan(routing_map, settings).length_WL[rank, :-1].sum()
+        plan_of_call(routing_map, settings).length_WL[rank, :-1].sum()
     )  # of the last expert, past the rows kept for the others
     return out._replace(overflow=torch.full_like(out.overflow, start + count > num_rows))
 
@@ -186,12 +155,12 @@ def _starts_of_what_is_kept(dispatch: Wrapper, tokens: Tensor, routing_map: Tens
     if settings.get("num_rows") is None:
         return out
     rank = dist.get_rank(settings["group"])
-    return out._replace(tokens_per_expert=_plan(routing_map, settings).kept_WL[rank].to(out.tokens_per_expert))
+    return out._replace(tokens_per_expert=plan_of_call(routing_map, settings).kept_WL[rank].to(out.tokens_per_expert))
 
 
 def _padding_unwritten(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
     out = dispatch(tokens, routing_map, **settings)
-    padding = _plan(routing_map, settings).copies(dist.get_rank(settings["group"])) == PADDING
+    padding = plan_of_call(routing_map, settings).copies(dist.get_rank(settings["group"])) == PADDING
     if "recipe" in settings or not bool(padding.any()) or out.rows.element_size() == 1:
         return out
     return out._replace(rows=torch.where(padding[:, None].to(out.rows.device), torch.empty_like(out.rows), out.rows))
@@ -205,8 +174,8 @@ def _one_more_than_fits(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, 
     more = dispatch(tokens, routing_map, **settings | {"capacity": capacity + 1})
     place = torch.arange(len(more.rows)) % (capacity + 1)
     # slot ≤ C: the last slot is overwritten
-    taken = _taken(more, (place != capacity - 1).nonzero().flatten())
-    return out._replace(rows=taken.rows, probs=taken.probs)
+    fitting = taken(more, (place != capacity - 1).nonzero().flatten())
+    return out._replace(rows=fitting.rows, probs=fitting.probs)
 
 
 def _tail_read(combine: Wrapper, rows: Tensor, handle: Any, **settings: Any) -> Any:

@@ -5,7 +5,9 @@ from conformance.core.shared_out import SharedOut
 from conformance.families.experts import (
     defects,
     defects_calls,
+    defects_curves,
     defects_inputs,
+    defects_products,
     defects_steps,
     golden,
     golden_mlp,
@@ -32,5 +34,8 @@ FAMILY = Family(
     illegal=by_function(illegal, illegal_recipes),
     laws=by_function(laws_mlp),
     space=by_function(space, space_mlp),
-    defects=(*defects.DEFECTS, *defects_steps.DEFECTS, *defects_calls.DEFECTS, *defects_inputs.DEFECTS),
+    defects=(
+        *(*defects.DEFECTS, *defects_steps.DEFECTS, *defects_calls.DEFECTS, *defects_inputs.DEFECTS),
+        *(*defects_curves.DEFECTS, *defects_products.DEFECTS),
+    ),
 )

@@ -34,7 +34,7 @@ from conformance.families.experts.precision import (
     recipe_of,
     rounds_gradients,
 )
-from conformance.families.quantization.cases import RECIPES, TAIL, UNIT, VARIANTS
+from conformance.families.quantization.cases import MORE_VARIANTS, RECIPES, TAIL, UNIT, VARIANTS
 from moe_ref.config import GATED, PLAIN
 from moe_ref.config.experts import SIGMOID_GATED
 from moe_ref.config.quantization import OVERRIDES
@@ -226,7 +226,7 @@ class GroupedCase(Case):
     dtype: str = dtypes(*LOGIT_DTYPES)
     # of the recipe; empty: high precision
     scaling: str = declared(Scaling(default="", values=("", *RECIPES), argument="recipe"))
-    variant: int = choice(*range(VARIANTS))  # of the scaling, in RECIPES
+    variant: int = choice(*range(VARIANTS), also=MORE_VARIANTS)  # of the scaling, in RECIPES
     override: str = declared(Name(default="", values=("", *OVERRIDES)))  # the recipe's backward_override
     bias: str = dtypes("", "float32", "bfloat16", also=("float64", "float16"))  # empty: not given
     into: str = dtypes("", "float32", "float64")  # of accumulate_into; empty: none is given
@@ -242,6 +242,8 @@ class GroupedCase(Case):
     def clash(self) -> str | None:
         if self.variant and not self.scaling:
             return f"variant is {self.variant}; without a scaling it must be 0"
+        if self.scaling and self.variant >= len(RECIPES[self.scaling]):
+            return f"variant is {self.variant}; {self.scaling} has {len(RECIPES[self.scaling])} recipes"
         if self.override and not may_override(self.scaling):
             return f"override is {self.override!r} with scaling {self.scaling!r}, which has no backward_override"
         if self.values in LOW_VALUES and not self.scaling:

@@ -50,6 +50,8 @@ def long_rows(scope: Scope) -> list[Any]:
         {"tokens": 97, "width": 257},
         *wide,
     ]
+    if scope.accepts("interleave"):
+        found.append({"tokens": 3, "width": 64, "interleave": 32})  # two blocks of the widest
     return [*found, *_strange(scope)]
 
 
@@ -156,14 +158,22 @@ def large(scope: Scope) -> list[Any]:
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
     many = {"tokens": 40, "experts": 129, "hidden": 9, "width": 5}
     gpu = scope.space.device == "cuda"
-    long: list[Changes] = [  # over columns, features and tokens: several steps of a kernel's loop, and one more
+    long: list[Changes] = [  # over columns and features: several steps of a kernel's loop, and one more
         {"tokens": 70 if gpu else 3, "hidden": 7168 if gpu else 513, "width": 136 if gpu else 9, "tail": 2},
         {"tokens": 70 if gpu else 3, "hidden": 136 if gpu else 9, "width": 2881 if gpu else 257, "dtype": "float16"},
-        {"tokens": 4100 if gpu else 260, "counts": (4097, 3) if gpu else (257, 3), "hidden": 9, "width": 5},
     ]
-    empty: list[Changes] = [{"tokens": 0, "experts": 2, "counts": (0, 0), "hidden": 9, "width": 5}] if gpu else []
-    long = [{"experts": 2, "dtype": "bfloat16"} | fields for fields in long]
-    return [ragged, many, *empty, *long, *ratio_cases(scope)]
+    steps = {"hidden": 130, "width": 130}  # two of a loop
+    tiles: list[Changes] = [  # rows of an expert: exactly a tile, one more, and many tiles
+        steps | {"tokens": 4357, "experts": 4, "counts": (128, 129, 4097, 3)},
+        {"tokens": 0, "counts": (0, 0), "hidden": 9, "width": 5},
+    ]
+    if not gpu:
+        tiles = [
+            steps | {"tokens": 257, "counts": (128, 129)},
+            {"tokens": 260, "counts": (257, 3), "hidden": 9, "width": 5},
+        ]
+    long = [{"experts": 2, "dtype": "bfloat16"} | fields for fields in (*long, *tiles)]
+    return [ragged, many, *long, *ratio_cases(scope)]
 
 
 def large_projections(scope: Scope) -> list[Changes]:
@@ -171,6 +181,7 @@ def large_projections(scope: Scope) -> list[Changes]:
     gpu = scope.space.device == "cuda"
     return [
         {"tokens": 129, "hidden": 65, "width": 33},
+        {"tokens": 3, "hidden": 130, "width": 9, "dtype": "bfloat16"},
         {"tokens": 70 if gpu else 3, "hidden": 7168 if gpu else 513, "width": 136 if gpu else 9, "dtype": "bfloat16"},
         {"tokens": 4097 if gpu else 257, "hidden": 9, "width": 5, "dtype": "float16"},
     ]

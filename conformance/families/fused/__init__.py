@@ -1,7 +1,16 @@
 """Fused: permutation or activation, and quantisation, in one function."""
 
 from conformance.core.family import Family, by_function
-from conformance.families.fused import golden, golden_activate, illegal, laws, laws_activate, space, space_activate
+from conformance.families.fused import (
+    defects,
+    golden,
+    golden_activate,
+    illegal,
+    laws,
+    laws_activate,
+    space,
+    space_activate,
+)
 from conformance.families.fused.activate_and_quantize import (
     ActivationAndQuantize,
     ActivationBackwardAndQuantize,
@@ -19,4 +28,5 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws, laws_activate),
     space=by_function(space, space_activate),
+    defects=defects.DEFECTS,
 )

@@ -18,6 +18,7 @@ from conformance.families.permutation.permute import Permute
 from conformance.families.quantization import cases as quantization
 from conformance.families.quantization.cases import (
     DIRECTIONS,
+    MORE_VARIANTS,
     RECIPES,
     ROLES,
     SCALINGS,
@@ -38,7 +39,7 @@ class PermutedQuantizationCase(RecipeFields, RoutingCase):
     dtype: str = dtypes(*FLOATS)
     values: str = choice(*quantization.VALUES, also=quantization.MORE_VALUES, data=True)
     scaling: str = choice(*SCALINGS)
-    variant: int = choice(*range(VARIANTS), turns=True)
+    variant: int = choice(*range(VARIANTS), also=MORE_VARIANTS, turns=True)
     role: str = choice(*ROLES, argument="role")
     direction: str = choice(*DIRECTIONS)
     gemm: bool = flag(argument="scales.layout")  # scales also read in GEMM layout
@@ -46,6 +47,8 @@ class PermutedQuantizationCase(RecipeFields, RoutingCase):
 
     def clash(self) -> str | None:
         quantized = _quantizing(self)
+        if self.no_recipe():
+            return self.no_recipe()
         if quantization.is_random(quantized):
             return "a gradient that is permuted in the same step has no noise to be rounded with"
         return permuting(self).clash() or quantized.clash()

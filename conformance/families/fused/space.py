@@ -12,7 +12,14 @@ from conformance.core.signature import FAR, NEAR
 from conformance.families.fused.cases import PermutedQuantizationCase
 from conformance.families.permutation import space as permutation
 from conformance.families.quantization.cases import TRANSFORMED, VALUES
-from conformance.families.quantization.space import COLUMNS, HIDDEN, KINDS, accepted, mostly_some
+from conformance.families.quantization.space import (
+    COLUMNS,
+    HIDDEN,
+    KINDS,
+    accepted,
+    mostly_some,
+    wide_tensors,
+)
 
 ALIGNED = {"mxfp8": 32, "nvfp4": 32}  # scalings that need an alignment or a capacity
 
@@ -67,7 +74,7 @@ def affordable(case: PermutedQuantizationCase, scope: Scope) -> PermutedQuantiza
 
 
 def always(scope: Scope) -> list[Changes]:
-    """More tokens than a block, second blocks of a segment, many experts; on a GPU wide rows."""
+    """More tokens than a block, second blocks of a segment, many experts; wide rows."""
     cuda = scope.space.device == "cuda"
     many = {"tokens": 2049 if cuda else 150, "experts": 3}
     blocks: Changes = {"scaling": "block", "hidden": 130}
@@ -80,12 +87,10 @@ def always(scope: Scope) -> list[Changes]:
         both | {"scaling": "nvfp4", "variant": 2, "role": "grad_output"},
         {"tokens": 33, "experts": 257 if cuda else 65, "topk": 3, "hidden": 3, "values": "wide"},
     ]
-    wide = [
-        {"tokens": 40, "experts": 8, "hidden": 7168 // unit, "scaling": scaling}
-        for scaling, unit in (("block", 1), ("mxfp8", 32), ("current", 1))
-    ]
+    wide = [fields | {"tokens": 40 if cuda else 5, "experts": 3} for fields in wide_tensors(scope)]
+    wide = [fields | ({} if fields["scaling"] == "current" else {"direction": "both"}) for fields in wide]
     uniform: Changes = {"spread": "uniform", "topk": 2, "seed": 1}
-    return [uniform | one for one in [*found, *(wide if cuda else [])] if accepted(scope, one)]
+    return [uniform | one for one in [*found, *wide] if accepted(scope, one)]
 
 
 # one layout of routing_map and d_probs: all pairs would double the array

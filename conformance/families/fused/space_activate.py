@@ -1,7 +1,5 @@
 """Cases of fused activations beyond axes: ragged groups, fixed shapes."""
 
-from typing import Any
-
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes
@@ -10,7 +8,7 @@ from conformance.core.shapes import Shapes
 from conformance.families.experts.cases import PROB_DTYPES, WEIGHTS
 from conformance.families.experts.space import near
 from conformance.families.quantization.cases import DIRECTIONS, SCALINGS, UNIT, VARIANTS
-from conformance.families.quantization.space import accepted, groups, mostly_some
+from conformance.families.quantization.space import accepted, groups, mostly_some, wide_tensors
 
 # in units: a block, and a little more
 WIDTHS, ROWS = {"block": 140, "mxfp8": 3, "nvfp4": 5}, {"block": 200, "mxfp8": 2, "nvfp4": 4}
@@ -67,7 +65,7 @@ EXPANDED: Changes = {"layout": "expanded", "layout_of": "d_dequantized"}
 
 
 def always(scope: Scope) -> list[Changes]:
-    """One more than a block, many groups, blocks of gates and values; on a GPU wide rows."""
+    """One more than a block, many groups, blocks of gates and values; wide rows."""
     both: Changes = {"direction": "both"} if accepted(scope, {"direction": "both"}) else {}
     block: Changes = both | {"scaling": "block", "dtype": "bfloat16"}
     found: list[Changes] = [
@@ -79,10 +77,11 @@ def always(scope: Scope) -> list[Changes]:
         found += [block | counts | {"width": 6}]
         found += [{"tokens": 40, "experts": 33, "tail": 2, "width": 9, "dtype": "bfloat16"}]
     if scope.space.device == "cuda":
-        widths: tuple[Any, ...] = (("block", 2880), ("mxfp8", 90))
-        found += [both | {"scaling": scaling, "tokens": 8, "width": width} for scaling, width in widths]
-        found += [block | {"tokens": 2049, "width": 256}, {"tokens": 300, "width": 2048}]
-    return found
+        found += [
+            both | {"scaling": scaling, "tokens": 8, "width": n} for scaling, n in (("block", 2880), ("mxfp8", 90))
+        ]
+        return [*found, block | {"tokens": 2049, "width": 256}, {"tokens": 300, "width": 2048}]
+    return [*found, *(both | {"width": fields["hidden"]} | fields for fields in wide_tensors(scope))]
 
 
 GLU_AND_QUANTIZE = Shapes(

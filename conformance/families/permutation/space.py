@@ -104,7 +104,14 @@ def _permuted(scope: Scope) -> list[Any]:
     cuda = scope.space.device == "cuda"
     columns = {"tokens": 5, "experts": 4, "topk": 2, "hidden": 4097 if cuda else 513, "spread": "uniform"}
     shapes = [long(scope) | align | {"hidden": 3}, WIDE | align | {"hidden": 3}, columns]
-    return [*shapes, *_strange(scope), *_counted(scope)]
+    main = scope.signature.inputs[0].name
+    one_column = {"tokens": 5, "experts": 3, "topk": 2, "hidden": 1, "spread": "uniform", "seed": 1} | _gaps(main)
+    return [*shapes, one_column, *_strange(scope), *_counted(scope)]
+
+
+def _gaps(name: str) -> Changes:
+    """A layout that only the strides tell: of rows of one element, the row's alone."""
+    return {"layout": "strided", "layout_of": name}
 
 
 def _strange(scope: Scope) -> list[Any]:
@@ -122,7 +129,7 @@ def _counted(scope: Scope) -> list[Changes]:
     than a tile.
     """
     one: Changes = {"experts": 2, "topk": 1, "hidden": 1, "spread": "one_hot", "probs": ""}
-    rows: tuple[int, ...] = (128, 256, 32769, 65538) if scope.space.device == "cuda" else (64, 258)
+    rows: tuple[int, ...] = (128, 256, 32769, 65538) if scope.space.device == "cuda" else (64, 128, 258)
     found = [one | {"tokens": n} for n in (rows if scope.function == Permute.function else rows[:1])]
     if scope.accepts("capacity"):
         found.append(one | {"tokens": 69, "capacity": 67, "align": 0})
@@ -177,6 +184,7 @@ def _chunked(scope: Scope) -> list[Any]:
         return [*found, {"sizes": (65537, 3, 32768), "order": (2, 0, 1), "hidden": 1}]
     pair: Changes = {"sizes": (9, 7), "order": (1, 0)}
     return [
+        pair | {"hidden": 1} | _gaps("rows"),
         *(*found, {"sizes": (1, *[0] * 128, 1), "order": tuple(range(130))[::-1], "hidden": 1, "probs": ""}),
         *(pair | {"hidden": 5, "values": "edges"} | kind for kind in ({"dtype": "float32"}, *PATTERNS)),
         *(scope.case(pair | {"hidden": 4097, "values": "every"} | kind) for kind in PATTERNS),

@@ -15,41 +15,82 @@ from moe_ref.config import Recipe
 from moe_ref.quantization.formats import Format, decode
 from moe_ref.quantization.recipes import scheme
 
+
+def _nvfp4(square: bool = True, **options: Any) -> Recipe:
+    """NVFP4 without a transform and stochastic rounding."""
+    return Recipe("nvfp4", hadamard=False, stochastic_rounding=False, two_dimensional_weights=square, **options)
+
+
 RECIPES: dict[str, tuple[Recipe, ...]] = {  # by scaling and variant
     "delayed": (
         Recipe("delayed", amax_history_len=3),
         Recipe("delayed", fp8_format="e4m3", amax_history_len=2, amax_compute_algo="most_recent", margin=2),
         Recipe("delayed", amax_history_len=1),
+        Recipe("delayed", fp8_format="e4m3"),
+        Recipe("delayed", amax_compute_algo="most_recent", margin=2),
+        Recipe("delayed", fp8_format="e4m3", amax_history_len=1, margin=2),
+        Recipe("delayed", fp8_format="e4m3", amax_history_len=3, amax_compute_algo="most_recent"),
+        Recipe("delayed", amax_history_len=3, margin=2),
+        Recipe("delayed", amax_history_len=1, amax_compute_algo="most_recent"),
     ),
     "current": (
         Recipe("current"),
         Recipe("current", fp8_format="e4m3", power_of_two_scales=True),
         Recipe("current", amax_epsilon=1.5),
+        Recipe("current", fp8_format="e4m3", amax_epsilon=1.5),
+        Recipe("current", power_of_two_scales=True, amax_epsilon=1.5),
     ),
     "block": (
         Recipe("block"),
         Recipe("block", fp8_format="hybrid", power_of_two_scales=False, two_dimensional_weights=False),
         Recipe("block", fp8_format="hybrid", amax_epsilon=1.5),
+        Recipe("block", power_of_two_scales=False, amax_epsilon=1.5, two_dimensional_weights=False),
+        Recipe("block", power_of_two_scales=False),
+        Recipe("block", two_dimensional_weights=False),
     ),
     "mxfp8": (
         Recipe("mxfp8"),
         Recipe("mxfp8", fp8_format="hybrid"),
         Recipe("mxfp8", fp8_format="hybrid", two_dimensional_weights=True),
+        Recipe("mxfp8", two_dimensional_weights=True),
     ),
     "nvfp4": (
         Recipe("nvfp4"),
+        _nvfp4(square=False, row_scaled_activation=True),
+        _nvfp4(four_over_six="all", four_over_six_error="mse"),
+        # scopes of four over six, and of the bound of its scales
+        _nvfp4(square=False, four_over_six="weights", four_over_six_bound_256="none", row_scaled_activation=True),
+        _nvfp4(square=False, four_over_six="activations", four_over_six_bound_256="weights"),
+        Recipe("nvfp4", four_over_six="weights", four_over_six_bound_256="weights", four_over_six_error="mse"),
+        _nvfp4(four_over_six="activations", four_over_six_bound_256="activations", row_scaled_activation=True),
+        _nvfp4(square=False, four_over_six="all", four_over_six_bound_256="activations", four_over_six_error="mse"),
+        _nvfp4(square=False, four_over_six="all", four_over_six_bound_256="none"),
+        # one of the transform and the stochastic rounding without the other
+        Recipe("nvfp4", four_over_six="weights", four_over_six_bound_256="activations"),
         Recipe(
             "nvfp4",
             hadamard=False,
-            stochastic_rounding=False,
             two_dimensional_weights=False,
             row_scaled_activation=True,
+            four_over_six="all",
+            four_over_six_bound_256="weights",
         ),
-        Recipe("nvfp4", hadamard=False, stochastic_rounding=False, four_over_six="all", four_over_six_error="mse"),
+        Recipe("nvfp4", two_dimensional_weights=False, four_over_six="weights", four_over_six_error="mse"),
+        Recipe(
+            "nvfp4",
+            hadamard=False,
+            row_scaled_activation=True,
+            four_over_six="activations",
+            four_over_six_bound_256="none",
+            four_over_six_error="mse",
+        ),
+        _nvfp4(four_over_six="activations", row_scaled_activation=True),
+        Recipe("nvfp4", stochastic_rounding=False, four_over_six="weights", four_over_six_bound_256="none"),
     ),
 }
 SCALINGS = ("current", "delayed", "block", "mxfp8", "nvfp4")
-VARIANTS = 3
+VARIANTS = 3  # of each scaling, whose pairs with other settings are covered
+MORE_VARIANTS = tuple(range(VARIANTS, max(map(len, RECIPES.values()))))  # of some
 UNIT = {"mxfp8": 32, "nvfp4": 16}  # rows per group and columns are multiples of it; others: 1
 ROLES = ("input", "weight", "grad_output")
 DIRECTIONS = ("rowwise", "columnwise", "both")
@@ -102,6 +143,11 @@ class RecipeFields:
     def arguments(self) -> tuple[str, ...]:
         return (*self.direction_settings, *(("state",) if self.stateful else ()))
 
+    def no_recipe(self) -> str | None:
+        """Why the fields name no recipe, or None."""
+        known = len(self.recipes[self.scaling])
+        return f"variant is {self.variant}; {self.scaling} has {known} recipes" if self.variant >= known else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeCase(RecipeFields, Case):
@@ -111,7 +157,7 @@ class QuantizeCase(RecipeFields, Case):
     dtype: str = dtypes("float32", "bfloat16", "float16", also=("float64",))
     values: str = choice(*VALUES, also=MORE_VALUES, data=True)  # see `x_of`
     scaling: str = choice(*SCALINGS)
-    variant: int = choice(*range(VARIANTS), turns=True)
+    variant: int = choice(*range(VARIANTS), also=MORE_VARIANTS, turns=True)
     role: str = choice(*ROLES, argument="role")
     direction: str = choice(*DIRECTIONS)
     # several steps: delayed scaling, or repeats
@@ -129,6 +175,8 @@ class QuantizeCase(RecipeFields, Case):
     index_dtype: str = dtypes("int64", "int32")
 
     def clash(self) -> str | None:
+        if self.no_recipe():
+            return self.no_recipe()
         if self.dtype == "float64":
             return f"dtype is {self.dtype!r}; a quantiser takes float32, bfloat16 or float16"
         if self.tail and not self.experts:

@@ -49,7 +49,7 @@ def tagged(data_of: Callable[..., Any], **readers: Callable[[Tensor, Any, bool],
 # ---- the exponent of a scale
 
 
-def _blocks_along_rows(x: Tensor, recipe: Any, settings: dict[str, Any]) -> Tensor | None:
+def blocks_along_rows(x: Tensor, recipe: Any, settings: dict[str, Any]) -> Tensor | None:
     """[M,N/32] MXFP8 block scales before rounding to a power of two; None without 1 × 32 blocks."""
     square = recipe.two_dimensional_weights and settings.get("role") == "weight"
     if recipe.scaling != "mxfp8" or square or not x.numel():
@@ -71,7 +71,7 @@ def _leaking(scale: Tensor, exact: Tensor, columnwise: bool) -> Tensor:
 
 def _extreme_blocks(x: Tensor, recipe: Any, settings: dict[str, Any]) -> Tensor | None:
     """[M,N] True in blocks whose exponent is the format's smallest or largest."""
-    exact = _blocks_along_rows(x, recipe, settings)
+    exact = blocks_along_rows(x, recipe, settings)
     if exact is None:
         return None
     extreme = (exact <= 2.0**-127) | exact.isinf()
@@ -149,7 +149,7 @@ INVITED = "a mistake that recipes invite"
 _first_of_products: dict[str, Any] = {}
 
 
-def _products(
+def products(
     change: Callable[[dict[str, Any]], dict[str, Any]], functions: tuple[str, ...] = PRODUCTS
 ) -> dict[str, Wrapper]:
     """Wrappers that change the settings of calls with a recipe."""
@@ -196,7 +196,7 @@ DEFECTS: tuple[Defect, ...] = (
         "Q01",
         "the mantissa of a scale leaks into the next byte",
         "TransformerEngine #2589, 2.9 to 2.11",
-        tagged(_blocks_along_rows, scales=_leaking),
+        tagged(blocks_along_rows, scales=_leaking),
     ),
     Defect(
         "Q03",
@@ -220,34 +220,34 @@ DEFECTS: tuple[Defect, ...] = (
         "Q11g",
         "the quantizer of the first recipe is kept, in products",
         "TransformerEngine #1814, to 2.4",
-        _products(_first_recipe_of_products),
+        products(_first_recipe_of_products),
     ),
     Defect(
         "Q13g",
         "experts' products stay in high precision, silently",
         "torchtitan #3199",
-        _products(_high_precision),
+        products(_high_precision),
     ),
     Defect(
         "Q13m",
         "experts' layers stay in high precision, silently",
         "torchtitan #3199",
-        _products(_high_precision, LAYERS),
+        products(_high_precision, LAYERS),
     ),
     Defect(
-        "Q13l", "so does a latent projection", "torchtitan #3199", _products(_high_precision, ("latent_projection",))
+        "Q13l", "so does a latent projection", "torchtitan #3199", products(_high_precision, ("latent_projection",))
     ),
     Defect(
         "Q15g",
         "the weights of a packed tensor share a scale, in products",
         "TransformerEngine #3225, 2.14 to 2.18",
-        _products(_one_scale_for_all),
+        products(_one_scale_for_all),
     ),
     Defect(
         "B01",
         "the override reaches the recipe and not the products: gradients stay quantised",
         INVITED,
-        _products(_override_forgotten, EVERY_PRODUCT),
+        products(_override_forgotten, EVERY_PRODUCT),
     ),
     Defect(
         "Q15",

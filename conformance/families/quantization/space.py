@@ -21,6 +21,8 @@ from conformance.families.quantization.cases import (
     is_transformed,
 )
 from conformance.judge.statistics import LEAST_REPEATS
+from moe_ref.config import Recipe
+from moe_ref.quantization.recipes import scheme
 
 # in units: most columns and rows drawn, around the block size
 COLUMNS, ROWS = {"block": 300, "mxfp8": 3, "nvfp4": 7}, {"block": 280, "mxfp8": 3, "nvfp4": 6}
@@ -30,13 +32,17 @@ GROUPS: list[Changes] = [
     *({"counts": counts, "experts": len(counts), "tokens": sum(counts)} for counts in ((0, 3), (2, 0, 1), (1, 2, 0))),
 ]
 HIDDEN = {"block": 133, "mxfp8": 2, "nvfp4": 3}  # in units
-KINDS: tuple[Changes, ...] = tuple(
-    {"scaling": scaling, "variant": variant, "role": role, "direction": direction}
-    for scaling in RECIPES
-    for variant in range(VARIANTS)
-    for role in ROLES
-    for direction in DIRECTIONS
+KINDS, MORE_KINDS = (
+    tuple(
+        {"scaling": scaling, "variant": variant, "role": role, "direction": direction}
+        for scaling, recipes in RECIPES.items()
+        for variant in range(len(recipes))[variants]
+        for role in ROLES
+        for direction in DIRECTIONS
+    )
+    for variants in (slice(VARIANTS), slice(VARIANTS, None))
 )
+RARE = 8  # one case in RARE has a further recipe
 
 
 def accepted(scope: Scope, fields: Changes) -> bool:
@@ -46,8 +52,9 @@ def accepted(scope: Scope, fields: Changes) -> bool:
 
 def drawn(scope: Scope) -> st.SearchStrategy[Changes]:
     """All quantiser kinds, equally often; supported values and dtypes; sizes around the blocks."""
-    taken = [kind for kind in KINDS if accepted(scope, kind)]
-    return st.sampled_from(taken).flatmap(lambda kind: _of_kind(scope, kind))
+    taken, more = ([kind for kind in kinds if accepted(scope, kind)] for kinds in (KINDS, MORE_KINDS))
+    kinds = st.integers(1, RARE).flatmap(lambda i: st.sampled_from(more if more and i == RARE else taken))
+    return kinds.flatmap(lambda kind: _of_kind(scope, kind))
 
 
 @st.composite
@@ -122,10 +129,44 @@ def always(scope: Scope) -> list[Any]:
             {"scaling": "mxfp8", "tokens": 0, "experts": 2, "counts": (0, 0), "tail": 3, "hidden": 2},
             {"tokens": 66, "experts": 40, "hidden": 33, "tail": 2, "values": "wide"},
         ]
-    if scope.space.device == "cuda":
-        widths = (("block", 1), ("mxfp8", 32), ("current", 1))
-        cases += [{"scaling": scaling, "tokens": 8, "hidden": 7168 // unit} for scaling, unit in widths]
-    return [*cases, *random_cases(scope), *far_current(scope), *strange(scope)]
+    wide = [both | {"dtype": "bfloat16"} | fields for fields in wide_tensors(scope)]
+    return [*cases, *wide, *more_recipes(scope), *random_cases(scope), *far_current(scope), *strange(scope)]
+
+
+def wide_tensors(scope: Scope) -> list[Changes]:
+    """Few rows, and columns of several programs; scales of a whole tensor need more of them."""
+    narrow, wide = (7168, 7168) if scope.space.device == "cuda" else (288, 544)
+    columns = {"current": wide, "block": narrow, "mxfp8": narrow // UNIT["mxfp8"], "nvfp4": wide // UNIT["nvfp4"]}
+    return [
+        {"scaling": scaling, "tokens": 1 if scaling in UNIT else 8, "hidden": hidden}
+        for scaling, hidden in columns.items()
+    ]
+
+
+def more_recipes(scope: Scope) -> list[Any]:
+    """Every further recipe, in each role that has a scheme of its own."""
+    found = []
+    for scaling, recipes in RECIPES.items():
+        for variant, recipe in list(enumerate(recipes))[VARIANTS:]:
+            kind: Changes = {"scaling": scaling, "variant": variant, "dtype": "bfloat16"}
+            kind |= {"values": TRANSFORMED[0] if recipe.hadamard else "rows"}
+            kind |= {
+                "tokens": 2 if scaling in UNIT else 5,
+                "hidden": HIDDEN.get(scaling, 21),
+                "direction": "both",
+                "seed": variant,
+            }
+            kind |= {"steps": "quantize+update+quantize"} if scaling == "delayed" else {}
+            found += [scope.mended(scope.case(kind | {"role": role})) for role in roles_of(recipe)]
+    return [case for case in found if case.variant >= VARIANTS]
+
+
+def roles_of(recipe: Recipe) -> list[str]:
+    """One role for each pair of schemes, by rows and by columns, that the recipe has."""
+    schemes = {role: tuple(scheme(recipe, role, columnwise=turned) for turned in (False, True)) for role in ROLES}
+    return [
+        role for role, one in schemes.items() if one not in [schemes[other] for other in ROLES[: ROLES.index(role)]]
+    ]
 
 
 def strange(scope: Scope) -> list[Any]:
@@ -153,10 +194,12 @@ def strange(scope: Scope) -> list[Any]:
 
 
 def random_cases(scope: Scope) -> list[QuantizeCase]:
-    """Gradients with noise drawn by the implementation, in both directions."""
+    """Gradients with noise of the implementation, in each direction; with given noise, in both."""
     common: Changes = {"scaling": "nvfp4", "role": "grad_output", "repeats": LEAST_REPEATS // 2, "hidden": 2}
     common |= {"steps": "quantize+quantize", "dtype": "bfloat16"}
     kinds = [common | {"direction": direction} for direction in DIRECTIONS[:2]]
+    given: Changes = {"scaling": "nvfp4", "role": "grad_output", "direction": "both", "dtype": "bfloat16"}
+    kinds.append(given | {"tokens": 2, "hidden": 2})  # noise that differs between the directions
     return [scope.case(kind) for kind in kinds if accepted(scope, kind)]
 
 

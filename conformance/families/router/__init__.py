@@ -5,8 +5,10 @@ from conformance.core.shared_out import SharedOut
 from conformance.families.router import (
     defects,
     defects_calls,
+    defects_edges,
     defects_inputs,
     defects_ranks,
+    defects_state,
     defects_steps,
     golden,
     illegal,
@@ -41,5 +43,7 @@ FAMILY = Family(
         *defects_steps.DEFECTS,
         *defects_calls.DEFECTS,
         *defects_inputs.DEFECTS,
+        *defects_edges.DEFECTS,
+        *defects_state.DEFECTS,
     ),
 )

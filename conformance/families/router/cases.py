@@ -137,8 +137,8 @@ class LogitsCase(Case):
     groups: int = groups("num_groups")
     group_topk: int = number(0, argument="group_topk")
     scaling: int = number(0, 4, 20, 35, pairs=(20,), argument="scaling_factor")  # eighths; 0: none
-    # expert bias: small (within ±1/2), large (within ±64)
-    bias: str = choice("", "small", "large", of=("expert_bias",))
+    # expert bias: small (within ±1/2), large (within ±64), fine (near 1, too fine for bfloat16)
+    bias: str = choice("", "small", "large", also=("fine",), of=("expert_bias",))
     precomputed: bool = flag(of=("precomputed_indices",))
     padding: int = number(0, 1, 4, 8, pairs=(3,), of=("padding_mask",))  # per 8 tokens
     coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff", data=True)  # in eighths
@@ -233,7 +233,7 @@ def _every(case: LogitsCase, noise: np.ndarray, plain: np.ndarray, dtype: torch.
 def bias_of(case: LogitsCase) -> Tensor:
     """[E] expert bias, float32."""
     noise = hashed(case.seed, "bias", case.experts).astype(np.int64)
-    steps = (noise % 257 - 128) / (256 if case.bias == "small" else 2)
+    steps = (noise % 257 - 128) / {"small": 256, "large": 2, "fine": 4096}[case.bias] + (case.bias == "fine")
     return torch.from_numpy(steps).float()
 
 
@@ -261,7 +261,8 @@ class GateCase(Case):
     router_dtype: str = choice("", "fp32", "fp64", argument="router_dtype")
     bias: bool = flag(of=("bias",))
     eps: int = number(1, *range(16), pairs=(0, 1, 15), argument="eps", data=True)  # in sixteenths
-    scale: int = number(8, *range(-20, 41), pairs=(8, 3, -8), argument="scale", data=True)  # eighths
+    # in eighths; 2049 of them have more bits than float16
+    scale: int = number(8, *range(-20, 41), 2049, pairs=(8, 3, -8), argument="scale", data=True)
     # of x; special: NaN, infinities and -0 at the ends of rows
     values: str = choice("dyadic", also=("special",), data=True)
     # tokens per rank, all with the same weights; empty: one process

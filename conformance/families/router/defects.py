@@ -1,6 +1,5 @@
 """Planted defects of routers, all real; see `planted`."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,30 +8,14 @@ from torch import Tensor
 
 import moe_ref
 from conformance.core.defect import Defect, Wrapper
+from conformance.families.router.parts_of_defects import chosen_by, keys_of, reweighted
 from moe_ref.router.scores import SCORES, normalised
-
-
-def _keys(logits: Tensor, settings: dict[str, Any]) -> Tensor:
-    """The sort keys of the choice, float32."""
-    function = settings.get("score_function", "softmax")
-    keys = (
-        logits.detach().float()
-        if function == "softmax" and not settings.get("pre_softmax")
-        else SCORES[function](logits.detach().float())
-    )
-    return keys if settings.get("expert_bias") is None else keys + settings["expert_bias"]
-
-
-def _chosen_by(index: Tensor, base: Wrapper, logits: Tensor, settings: dict[str, Any]) -> Any:
-    """The base's weights for the experts chosen by the defect."""
-    left = {name: x for name, x in settings.items() if name not in ("num_groups", "group_topk")}
-    return base(logits, **left | {"precomputed_indices": index})
 
 
 def _taken_twice(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
     if settings.get("precomputed_indices") is not None or settings.get("num_groups"):
         return base(logits, **settings)
-    keys, picks = _keys(logits, settings), []
+    keys, picks = keys_of(logits, settings), []
     for _ in range(settings["topk"] if logits.numel() else 0):
         pick = keys.argmax(1, keepdim=True)
         keys = keys.scatter(1, pick, -1 - keys.gather(1, pick))
@@ -42,18 +25,18 @@ def _taken_twice(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
         if picks
         else torch.zeros(len(logits), settings["topk"], dtype=torch.int64, device=logits.device)
     )
-    return _chosen_by(index, base, logits, settings)
+    return chosen_by(index, base, logits, settings)
 
 
 def _two_of_a_group(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
     groups, kept = settings.get("num_groups"), settings.get("group_topk")
     if not groups or settings.get("precomputed_indices") is not None or not logits.numel():
         return base(logits, **settings)
-    by_group = _keys(logits, settings).unflatten(1, (groups, -1))
+    by_group = keys_of(logits, settings).unflatten(1, (groups, -1))
     score = by_group.topk(min(2, by_group.shape[2]), dim=2).values.sum(2)
     mask = torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(kept, dim=1).indices, True)
     keys = by_group.masked_fill(~mask[..., None], -torch.inf).flatten(1)
-    return _chosen_by(keys.topk(settings["topk"], dim=1).indices, base, logits, settings)
+    return chosen_by(keys.topk(settings["topk"], dim=1).indices, base, logits, settings)
 
 
 class _FewExpertsBack(torch.autograd.Function):
@@ -72,15 +55,6 @@ def _few_experts_back(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
     return base(_FewExpertsBack.apply(logits), **settings)
 
 
-def _weights(base: Wrapper, logits: Tensor, settings: dict[str, Any], weigh: Callable[[Tensor], Tensor]) -> Any:
-    """The base's choice with the weights weigh(index), [T,K]; scattered to [T,E] if dense."""
-    out = base(logits, **settings)
-    dense = hasattr(out, "routing_map")
-    index = (out.routing_map != 0).nonzero()[:, 1].reshape(len(logits), settings["topk"]) if dense else out.indices
-    weights = (weigh(index) * (settings.get("scaling_factor") or 1.0)).to(logits.dtype)
-    return out._replace(probs=torch.zeros_like(out.probs).scatter(1, index, weights) if dense else weights)
-
-
 def _biased_weights(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
     bias = settings.get("expert_bias")
     if bias is None:
@@ -91,20 +65,20 @@ def _biased_weights(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
         chosen = biased.gather(1, index)
         return normalised(chosen) if settings["topk"] > 1 else chosen
 
-    return _weights(base, logits, settings, weigh)
+    return reweighted(base, logits, settings, weigh)
 
 
 def _not_renormalised(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
     if settings.get("pre_softmax") or not logits.numel():
         return base(logits, **settings)
     scores = SCORES[settings.get("score_function", "softmax")](logits)
-    return _weights(base, logits, settings, lambda index: scores.gather(1, index))
+    return reweighted(base, logits, settings, lambda index: scores.gather(1, index))
 
 
 def _one_shape_by_sigmoid(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
     if logits.shape[1] != 128 or settings["topk"] != 8 or "score_function" in settings:
         return base(logits, **settings)
-    return _weights(base, logits, settings, lambda index: normalised(SCORES["sigmoid"](logits).gather(1, index)))
+    return reweighted(base, logits, settings, lambda index: normalised(SCORES["sigmoid"](logits).gather(1, index)))
 
 
 def _not_normalised_alone(aux_loss_scores: Wrapper, logits: Tensor, **settings: Any) -> Any:

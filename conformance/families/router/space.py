@@ -129,9 +129,13 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
         # all experts chosen
         {"tokens": 3, "experts": 8, "topk": 8, "spread": "equal"},
         {"tokens": 65, "experts": 4, "topk": 2, "spread": "ties", "seed": 3},
+        {"tokens": 5, "experts": 8, "topk": 6, "spread": "minus_inf"},  # fewer finite logits than slots
     ]
     if scope.accepts("num_groups") and scope.accepts("group_topk"):
         fields.append({"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5})
+    if scope.accepts("expert_bias"):
+        finer: Changes = {"tokens": 3, "experts": 64, "topk": 8, "spread": "equal", "score": "sigmoid", "bias": "fine"}
+        fields.append(finer | {"dtype": "bfloat16"})
     base = scope.fullest(FAR_CHOICE | {"tokens": 3, "dtype": "bfloat16", "precomputed": False})
     far = (("logits", "wide_rows"), ("logits", "wide_columns"), ("expert_bias", "wide_rows"))
     placed = (replace(base, layout=layout, layout_of=name) for name, layout in far)
@@ -319,7 +323,8 @@ def steps(draw: st.DrawFn, replay: bool) -> str:
 def _routed(scope: Scope) -> list[Changes]:
     """A reload before a queued replay; sequences over two and four ranks; ranks without tokens."""
     replayed = {"steps": "record+forward+reload+backward", "tokens": 5, "experts": 4, "topk": 2, "padding": 0}
-    saved: list[Changes] = [replayed] if scope.accepts("replay") else []
+    queued = replayed | {"steps": "record+forward+record+forward+backward+backward"}  # two different choices wait
+    saved: list[Changes] = [replayed, queued] if scope.accepts("replay") else []
     if scope.space.most_ranks < 4 or not all(scope.accepts(name) for name in ("ranks", "padding_mask")):
         return saved
     common = {"experts": 6, "topk": 2, "losses": "aux+seq+global+z", "bias": True, "seed": 3, "padding": 0}
@@ -346,7 +351,8 @@ GATE = Shapes(
     always=_gated,
 )
 JITTER = Shapes(drawn=states, affordable=near, covered={"tokens": 9, "hidden": 11}, always=_special)
-ATTACH_LOSS = replace(JITTER, covered={"tokens": 5, "hidden": 11})
+FINE_SCALE: Changes = {"tokens": 3, "hidden": 5, "scale": 2049, "dtype": "bfloat16"}
+ATTACH_LOSS = replace(JITTER, covered={"tokens": 5, "hidden": 11}, always=lambda scope: [*_special(scope), FINE_SCALE])
 SINKHORN_ROUTING = Shapes(
     drawn=plans,
     affordable=convergent,
