@@ -55,7 +55,7 @@ class Kept:
         return new
 
     def distilled(self) -> list[Case]:
-        """Few cases that reach everything seen: in turn the one that adds most, then the shortest."""
+        """Few cases that reach everything seen: each adds most to those before it."""
         left, out = set(self.seen), []
         while left:
             best = max(self.reached, key=lambda case: (len(self.reached[case] & left), -len(case.text), case.text))
