@@ -9,15 +9,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from conformance.cli import main
 from conformance.core.space import Space
+from conformance.engine.child.reached import reached
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.options import Options
 from conformance.engine.run import corpus
 from conformance.engine.run.fuzz import Search, Searched
 from conformance.engine.run.kept import Kept
+from conformance.interface import load
+from conformance.judge import Bounded
 
 FUNCTION = "permute"
 SCOPE = scope_of(FUNCTION, Space())
@@ -103,6 +107,26 @@ def test_a_kept_case_that_did_not_run_stays(tmp_path):
     corpus.save(tmp_path, case, {})
     Kept.read(tmp_path, FUNCTION).save({})
     assert Kept.read(tmp_path, FUNCTION).seeds == [case]
+
+
+def test_the_used_share_of_a_bound_is_that_of_the_worst_element():
+    one, bound = torch.ones(3, dtype=torch.float64), torch.tensor([0.5, 0.25, 0.0], dtype=torch.float64)
+    right = Bounded(one, bound, torch.float32, torch.float32)
+    assert right.used(torch.tensor([1.25, 1.1875, 1.0])) == 0.75
+    assert right.used(torch.ones(3)) == 0
+
+
+def test_the_lines_of_the_branch_that_a_case_takes_are_reached(tmp_path, monkeypatch):
+    (tmp_path / "branching.py").write_text("def permute(x):\n    if x:\n        return 1\n    return 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    implementation, (case,) = load("branching"), drawn(SCOPE.drawn(), 1, 1)
+    seen = []
+    for argument, wanted in ((1, True), (0, True), (1, False)):
+        with reached(implementation, case, wanted) as lines:
+            implementation.namespace.permute(argument)
+        seen.append(lines)
+    both = {"branching.py:2"}
+    assert seen == [both | {"branching.py:3"}, both | {"branching.py:4"}, set()]
 
 
 IMPLEMENTATIONS = {
