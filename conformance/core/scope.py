@@ -186,6 +186,20 @@ class Scope:
 
         return drawn()
 
+    def near(self, cases: list[Any]) -> st.SearchStrategy[Any]:
+        """One of the cases with other values of one to three axes, mended; any valid law."""
+        axes = st.lists(st.sampled_from(self.axes), min_size=1, max_size=3)
+
+        @st.composite
+        def changed(draw: st.DrawFn) -> Any:
+            case = draw(st.sampled_from(cases))
+            for axis in draw(axes):
+                other = _changed(case, draw(axis.drawn(self.signature)))
+                case = self.mended(self.contract.shapes.affordable(other, self)) if other else case
+            return replace(case, law=draw(st.sampled_from(self.laws(case))))
+
+        return changed()
+
     def covering(self) -> Covered:
         """The covering array of all axes; its cases get the laws in turn."""
         return self.array(self.contract.shapes.covered, self.contract.shapes.together(self))

@@ -56,6 +56,14 @@ class Bounded(Resolved):
             fine = np.where(odd, (right == got) | (np.isnan(right) & np.isnan(got)), fine)
         return None if fine.all() else ~fine
 
+    def used(self, observed: Tensor) -> float:
+        """The largest finite error over its bound, where that is neither 0 nor infinite."""
+        got, right, bound = observed.detach().double().numpy(), self.value.numpy(), self.bound.numpy()
+        with np.errstate(all="ignore"):
+            ratio = np.abs(got - right) / bound
+        counts = np.isfinite(ratio) & (bound > 0) & np.isfinite(bound)
+        return float(ratio[counts].max(initial=0))
+
     def moved(self, corrupt: Tensor) -> bool:
         before, after = self.honest.double().numpy(), corrupt.double().numpy()
         with np.errstate(invalid="ignore"):  # `honest` is rounded, up to one bound away

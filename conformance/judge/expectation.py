@@ -72,6 +72,10 @@ class Resolved(Expectation):
     def moved(self, corrupt: Tensor) -> bool:
         """Whether `corrupt` is not `honest`, by arithmetic independent of `wrong`."""
 
+    def used(self, observed: Tensor) -> float:
+        """The largest error of a right `observed` in units of its bound; 0 without a bound."""
+        return 0.0
+
     def first(self, rows: int) -> "Resolved":
         """The expectation cropped to its first rows."""
         fields = {name: getattr(self, name) for name in self.by_row}

@@ -6,6 +6,8 @@ from typing import Any
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import case_from
+from conformance.engine.options import Options
+from conformance.engine.run.fuzz import Searched
 from conformance.engine.run.verdict import UNCHANGED, UNTOUCHED, Verdict
 from conformance.interface import DEFAULTS
 
@@ -146,6 +148,18 @@ def failure_lines(failure: dict[str, Any], implementation: str) -> list[str]:
         *([f"  {'not reduced':<{INDENT - 2}} further: {failure['error']}"] if failure.get("error") else []),
         f"  {'replay':<{INDENT - 2}} moe-conformance replay {failure['id']} --impl {implementation}",
     ]
+
+
+def search_lines(searched: Searched, options: Options) -> list[str]:
+    """What a search found: its failures, and per function the cases kept."""
+    out = []
+    for failure in searched.failures:
+        out += [*failure_lines(failure.record(), options.implementation), ""]
+    for name, kept in searched.kept.items():
+        error = f"largest error {searched.best.get(name, 0.0):.3g} of its bound"
+        out.append(f"{name:<{INDENT}} {error} · {kept} cases kept in {options.corpus}/fuzz/{name}")
+    ended = f" · ended by {searched.ended_by}" if searched.ended_by else ""
+    return [*out, f"{len(searched.failures)} distinct failures · {searched.cases} cases{ended}"]
 
 
 def picture(case: Any) -> str:

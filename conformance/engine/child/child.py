@@ -28,6 +28,7 @@ from conformance.engine.child import interpreting, poison
 from conformance.engine.child.compiling import Compiler
 from conformance.engine.child.evaluate import device_is_lost, evaluate
 from conformance.engine.child.isolation import at_most, isolate
+from conformance.engine.child.reached import reached
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.plan import Draw
 from conformance.engine.options import ChildOptions
@@ -89,11 +90,11 @@ def answer_all(
             for case in work:
                 rank = context_of(case) if context_of else None
                 started = time.monotonic()
-                with _traced(options.trace) as calls:
-                    outcome = _answer(case, implementation, device, rank)
+                with _traced(options.trace) as calls, reached(implementation, case, options.scores) as lines:
+                    outcome = _answer(case, implementation, device, rank, options.scores)
                 if os.getpid() != process:
                     os._exit(0)  # a copy of the process that the implementation has forked
-                outcome.calls = sorted(calls)
+                outcome.calls, outcome.lines = sorted(calls), sorted(lines)
                 outcome.kernels = compiler.take()
                 outcome.seconds = time.monotonic() - started
                 connection.send(("outcome", asdict(outcome), rank.seen if rank else []))
@@ -130,9 +131,9 @@ def _traced(package: str) -> Iterator[set[str]]:
         sys.setprofile(None)
 
 
-def _answer(case: Case, implementation: Implementation, device: str, rank: RankContext | None) -> Outcome:
+def _answer(case: Case, implementation: Implementation, device: str, rank: RankContext | None, scores: bool) -> Outcome:
     try:
-        outcome = evaluate(case, implementation, device, rank)
+        outcome = evaluate(case, implementation, device, rank, scores)
         if rank and rank.ranks > 1:
             _add_transport(outcome, case.function, implementation, rank)
         return outcome

@@ -28,12 +28,20 @@ class Inapplicable(Exception):
 
 
 def evaluate(
-    case: Case, implementation: Implementation, device: str = "cpu", rank: RankContext | None = None
+    case: Case,
+    implementation: Implementation,
+    device: str = "cpu",
+    rank: RankContext | None = None,
+    scores: bool = False,
 ) -> Outcome:
-    """Judge one case, or one rank's part of it: values, then its law, then the controls."""
+    """Judge one case, or one rank's part of it: values, then its law, then the controls.
+
+    Args:
+        scores: also measure `Outcome.used` of right outputs.
+    """
     outcome = Outcome("PASS")
     try:
-        _evaluate(case, implementation, device, outcome, rank)
+        _evaluate(case, implementation, device, outcome, rank, scores)
     except Misbehaved as wrong:
         _fail(outcome, wrong.finding)
     except Blocked as blocked:
@@ -48,7 +56,7 @@ def _fail(outcome: Outcome, finding: Finding) -> None:
 
 
 def _evaluate(
-    case: Case, implementation: Implementation, device: str, outcome: Outcome, rank: RankContext | None
+    case: Case, implementation: Implementation, device: str, outcome: Outcome, rank: RankContext | None, scores: bool
 ) -> None:
     contract = AtRank(CONTRACTS[case.function], rank) if rank else CONTRACTS[case.function]  # type: ignore[arg-type]
     problem = contract.problem(case)
@@ -82,6 +90,9 @@ def _evaluate(
         raise unresolved
     if finding:
         _fail(outcome, finding)
+    elif scores:
+        present = {name: x for name, x in right.items() if isinstance(outputs.get(name), torch.Tensor)}
+        outcome.used = max((x.used(outputs[name]) for name, x in present.items()), default=0.0)
     if rank and not rank.agree(not finding):  # all ranks check the law, or none does
         return
     if finding:

@@ -34,6 +34,8 @@ class Outcome:
     seconds: from the start of the case to its outcome
     kernels: names of the kernel specialisations that were compiled or loaded for it
     calls: the implementation's Python functions that it ran, as "file:function", if traced
+    used: the largest error in units of its bound, and `lines`, the lines of the implementation's
+        Python code that ran, as "file:line", if the child gives scores
     transport: how several ranks reached each other; shares_gpu: whether on fewer GPUs than ranks
     """
 
@@ -46,6 +48,8 @@ class Outcome:
     evaluations: int = 0
     kernels: list[str] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    used: float = 0.0
+    lines: list[str] = field(default_factory=list)
     transport: str = ""
     shares_gpu: bool = False
 
