@@ -84,11 +84,13 @@ def _parser() -> ArgumentParser:
     ):
         one_case = _add(verbs, name, verb, text, "--impl", "--device", "--corpus", "--case-seconds")
         one_case.add_argument("case", help="the case's id, its file, or its JSON text")
-    chosen = ("--impl", "--device", "--jobs", "--corpus", "--case-seconds", "--run-seed")
+    chosen = ("--impl", "--device", "--jobs", "--corpus", "--case-seconds", "--waivers")
     searching = _add(verbs, "fuzz", fuzz, "search for failing cases for some minutes", *chosen)
     text = "functions to search, separated by commas (default: all that are offered, in equal shares of the time)"
     searching.add_argument("--function", default="", help=text)
     searching.add_argument("--minutes", type=float, default=5.0, help="time of the search (default: 5)")
+    text = "seed of the search (default: 0)"
+    searching.add_argument("--seed", "--run-seed", dest="run_seed", type=int, default=0, metavar="N", help=text)
     _add(verbs, "list", list_, "list the functions, their laws, illegal calls and golden cases")
     _add(verbs, "doctor", doctor, "say what this machine has and whether the suite works on it")
     _add(verbs, "check-adapter", check_adapter, "say what a namespace offers and what is missing", "--impl", "--device")

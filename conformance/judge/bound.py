@@ -56,13 +56,18 @@ class Bounded(Resolved):
             fine = np.where(odd, (right == got) | (np.isnan(right) & np.isnan(got)), fine)
         return None if fine.all() else ~fine
 
-    def used(self, observed: Tensor) -> float:
-        """The largest finite error over its bound, where that is neither 0 nor infinite."""
+    def scores(self, observed: Tensor) -> dict[str, float]:
+        """The largest error beyond the correctly rounded result's, over what the bound leaves.
+
+        (|y - y*| - r) / (bound - r) with r = |round(y*) - y*|: 0 for a correctly rounded result.
+        The error itself says little, because rounding alone nearly reaches the bound.
+        """
         got, right, bound = observed.detach().double().numpy(), self.value.numpy(), self.bound.numpy()
         with np.errstate(all="ignore"):
-            ratio = np.abs(got - right) / bound
-        counts = np.isfinite(ratio) & (bound > 0) & np.isfinite(bound)
-        return float(ratio[counts].max(initial=0))
+            rounding = np.abs(self.honest.double().numpy() - right)
+            share = (np.abs(got - right) - rounding) / (bound - rounding)
+        counts = np.isfinite(share) & (bound > rounding) & np.isfinite(bound)
+        return {"error": float(share[counts].max(initial=0))}
 
     def moved(self, corrupt: Tensor) -> bool:
         before, after = self.honest.double().numpy(), corrupt.double().numpy()

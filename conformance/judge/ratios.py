@@ -107,9 +107,10 @@ class RowWise(Bounded):
         wrong[worst.index] = True
         return wrong
 
-    def used(self, observed: Tensor) -> float:
-        """The largest share of the bound or of a ratio's limit."""
-        return max([super().used(observed), *(self._share(measure) for measure in self.measures(observed))])
+    def scores(self, observed: Tensor) -> dict[str, float]:
+        """Also the largest ratio's share of its limit."""
+        ratio = max((self._share(measure) for measure in self.measures(observed)), default=0.0)
+        return super().scores(observed) | {"ratio": ratio}
 
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
         worst = self.excess(observed)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,15 +14,17 @@ import torch
 
 from conformance.cli import main
 from conformance.core.space import Space
-from conformance.engine.child.reached import reached
+from conformance.engine.child.reached import CALLS, Reached
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.options import Options
 from conformance.engine.run import corpus
-from conformance.engine.run.fuzz import Search, Searched
 from conformance.engine.run.kept import Kept
+from conformance.engine.run.rarity import Rarity
+from conformance.engine.run.search import Search, Searched
 from conformance.interface import load
-from conformance.judge import Bounded
+from conformance.judge import Bounded, RowWise
+from conformance.judge.ratios import row_wise
 
 FUNCTION = "permute"
 SCOPE = scope_of(FUNCTION, Space())
@@ -48,15 +51,14 @@ def nested(case):
 
 def search_with(answer, folder, seed=0):
     options = Options("nobody", corpus=str(folder), seed=seed)
-    session = SimpleNamespace(options=options, space=Space(), pool=SimpleNamespace(answer=answer))
+    session = SimpleNamespace(options=options, space=Space(), pool=SimpleNamespace(answer=answer), waivers=[])
     return Search(session, [FUNCTION], 3600, Searched())
 
 
 def rounds(search, most):
     """The number of cases until something fails; None if nothing does."""
-    kept = search.kept[FUNCTION]
     for turn in range(most):
-        search._round(SCOPE, kept, run_seed(FUNCTION, search.session.options.seed, turn), search.ends)
+        search.climb(SCOPE, search.kept[FUNCTION], run_seed(FUNCTION, search.session.options.seed, turn), search.ends)
         if search.failed:
             return search.searched.cases
     return None
@@ -65,7 +67,7 @@ def rounds(search, most):
 def test_a_fault_behind_nested_branches_is_found_more_often_than_by_as_many_plain_draws(tmp_path):
     plain = 0
     for seed in (0, 1):
-        cases = rounds(search_with(nested, tmp_path, seed), most=10)
+        cases = rounds(search_with(nested, tmp_path, seed), most=40)
         assert cases is not None
         draws = drawn(SCOPE.drawn(), run_seed(FUNCTION, seed), cases)
         plain += any(depth(case) == len(GATES) for case in draws)
@@ -76,11 +78,39 @@ def test_without_a_fault_the_same_search_finds_nothing(tmp_path):
     assert rounds(search_with(lambda case: Outcome("PASS", lines=["launcher.py:1"]), tmp_path), most=1) is None
 
 
+def height(case):
+    """The score of a case, large where three of its numbers are."""
+    return case.seed / 999 * min(case.hidden, 128) / 128 * min(case.tokens, 128) / 128
+
+
+def climbed(score, folder):
+    """The largest score of this name."""
+    search = search_with(lambda case: Outcome("PASS", scores={score: height(case)}), folder)
+    rounds(search, most=6)
+    return search.searched.best[FUNCTION][score]
+
+
 def test_hypothesis_climbs_towards_the_largest_error(tmp_path):
-    search = search_with(lambda case: Outcome("PASS", used=case.hidden / 10_000), tmp_path)
-    rounds(search, most=2)
-    plain = drawn(SCOPE.drawn(), run_seed(FUNCTION, 0), search.searched.cases)
-    assert search.searched.best[FUNCTION] >= max(case.hidden for case in plain) / 10_000
+    assert climbed("error", tmp_path) > climbed("no target", tmp_path)
+
+
+def test_rare_cases_have_more_combinations_of_values_than_as_many_plain_draws():
+    cases = drawn(SCOPE.drawn(), 1, 60)
+    rare, plain, last = Rarity(), Rarity(), Rarity()
+    chosen = rare.rarest(cases, 20)
+    for case in cases[:20]:
+        plain.add(case)
+    assert len(set(chosen)) == 20
+    assert sum(map(rare.new, cases)) < sum(map(plain.new, cases)) < sum(map(last.new, cases))
+
+
+def test_a_value_that_never_came_makes_a_case_rare_and_its_seed_does_not():
+    seen = Rarity()
+    case = SCOPE.case({"hidden": 4})
+    seen.add(case)
+    assert (seen.new(case), seen.new(replace(case, seed=9))) == (0, 0)
+    assert seen.new(replace(case, dtype="bfloat16")) > 0
+    assert seen.new(replace(case, law="history")) > 0
 
 
 def test_a_seed_repeats_a_search(tmp_path):
@@ -109,24 +139,49 @@ def test_a_kept_case_that_did_not_run_stays(tmp_path):
     assert Kept.read(tmp_path, FUNCTION).seeds == [case]
 
 
-def test_the_used_share_of_a_bound_is_that_of_the_worst_element():
+def test_the_error_of_a_bound_is_that_of_the_worst_element_beyond_its_rounding():
     one, bound = torch.ones(3, dtype=torch.float64), torch.tensor([0.5, 0.25, 0.0], dtype=torch.float64)
     right = Bounded(one, bound, torch.float32, torch.float32)
-    assert right.used(torch.tensor([1.25, 1.1875, 1.0])) == 0.75
-    assert right.used(torch.ones(3)) == 0
+    assert right.scores(torch.tensor([1.25, 1.1875, 1.0])) == {"error": 0.75}
+    assert right.scores(torch.ones(3)) == {"error": 0}
+    # 1 + 2⁻⁹ lies between two numbers of bfloat16: the nearest has no error beyond its rounding
+    between = Bounded(one + 2.0**-9, bound, torch.bfloat16, torch.float32)
+    assert between.scores(torch.ones(3, dtype=torch.bfloat16)) == {"error": 0}
+    assert between.scores(torch.ones(3, dtype=torch.bfloat16) + 2.0**-7)["error"] > 0
+
+
+def test_the_ratio_of_a_contraction_is_the_largest_share_of_a_limit():
+    value = torch.linspace(1, 2, 8192, dtype=torch.float64).reshape(64, 128)
+    bounded = Bounded(value, value * 1e-3, torch.float32, torch.float32)
+    right = row_wise(bounded, value.float(), value, 128)
+    assert isinstance(right, RowWise)
+    honest, worse = (right.scores((value * factor).float())["ratio"] for factor in (1, 1 + 1e-5))
+    assert honest < 1 < worse
 
 
 def test_the_lines_of_the_branch_that_a_case_takes_are_reached(tmp_path, monkeypatch):
     (tmp_path / "branching.py").write_text("def permute(x):\n    if x:\n        return 1\n    return 2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    implementation, (case,) = load("branching"), drawn(SCOPE.drawn(), 1, 1)
-    seen = []
-    for argument, wanted in ((1, True), (0, True), (1, False)):
-        with reached(implementation, case, wanted) as lines:
+    implementation, seen = load("branching"), []
+    for argument, function in ((1, "permute"), (0, "permute"), (1, "unknown")):
+        reached = Reached(implementation, function)
+        with reached.recording():
             implementation.namespace.permute(argument)
-        seen.append(lines)
+        implementation.namespace.permute(1 - argument)  # not recorded
+        seen.append(reached.lines)
     both = {"branching.py:2"}
     assert seen == [both | {"branching.py:3"}, both | {"branching.py:4"}, set()]
+
+
+def test_only_the_first_calls_of_a_function_are_traced(tmp_path, monkeypatch):
+    (tmp_path / "rarely.py").write_text("def permute(x):\n    if x:\n        return 1\n    return 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    implementation = load("rarely")
+    reached = Reached(implementation, "permute")
+    with reached.recording():
+        for i in range(CALLS + 1):
+            implementation.namespace.permute(i == CALLS)
+    assert reached.lines == {"rarely.py:2", "rarely.py:4"}
 
 
 IMPLEMENTATIONS = {

@@ -28,7 +28,6 @@ from conformance.engine.child import interpreting, poison
 from conformance.engine.child.compiling import Compiler
 from conformance.engine.child.evaluate import device_is_lost, evaluate
 from conformance.engine.child.isolation import at_most, isolate
-from conformance.engine.child.reached import reached
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.plan import Draw
 from conformance.engine.options import ChildOptions
@@ -90,11 +89,11 @@ def answer_all(
             for case in work:
                 rank = context_of(case) if context_of else None
                 started = time.monotonic()
-                with _traced(options.trace) as calls, reached(implementation, case, options.scores) as lines:
+                with _traced(options.trace) as calls:
                     outcome = _answer(case, implementation, device, rank, options.scores)
                 if os.getpid() != process:
                     os._exit(0)  # a copy of the process that the implementation has forked
-                outcome.calls, outcome.lines = sorted(calls), sorted(lines)
+                outcome.calls = sorted(calls)
                 outcome.kernels = compiler.take()
                 outcome.seconds = time.monotonic() - started
                 connection.send(("outcome", asdict(outcome), rank.seen if rank else []))

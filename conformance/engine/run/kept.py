@@ -1,7 +1,6 @@
-"""The interesting cases of a fuzz: those that reached something first, as files.
+"""The interesting cases of a search: those that reached something first, as files.
 
-What a case reaches: lines of the implementation, kernels, and steps of the largest error relative
-to its bound.
+What a case reaches: lines of the implementation, kernels, and steps of its scores.
 """
 
 from dataclasses import dataclass, field
@@ -12,12 +11,13 @@ from conformance.core.case import Case
 from conformance.engine.child.runner import Outcome
 from conformance.engine.run import corpus
 
-STEPS = 16  # of an error from 0 to its bound
+STEPS = 16  # of a score from 0 to 1
 
 
 def features(outcome: Outcome) -> frozenset[str]:
     """What the case reached."""
-    steps = (f"error {step}/{STEPS}" for step in range(1, int(STEPS * min(outcome.used, 1.0)) + 1))
+    reached = {name: int(STEPS * min(score, 1.0)) for name, score in outcome.scores.items()}
+    steps = (f"{name} {step}" for name, most in reached.items() for step in range(1, most + 1))
     return frozenset([*outcome.lines, *(f"kernel {name}" for name in outcome.kernels), *steps])
 
 
@@ -43,6 +43,11 @@ class Kept:
             CaseError: a file is no case of the function.
         """
         return cls(folder, [case for case in corpus.read_folder(folder) if case.function == function])
+
+    @property
+    def lines(self) -> int:
+        """The number of lines and kernels that were reached."""
+        return sum(":" in name or name.startswith("kernel ") for name in self.seen)
 
     def add(self, case: Case, outcome: Outcome) -> int:
         """Keep the case if it reached something new; returns how much."""

@@ -129,7 +129,7 @@ class Session:
         # first, while the children's server imports torch
         self.corpus = corpus.read_folder(corpus.COMMITTED)
         if Path(self.options.corpus).resolve() != corpus.DEFAULT.resolve():
-            self.corpus += corpus.read_folder(Path(self.options.corpus))
+            self.corpus += corpus.read_all(Path(self.options.corpus))
         self.description = self.pool.start()
         self.space = Space.of(self.description)
         self.ledger.write("implementation", **self.description)
