@@ -28,11 +28,11 @@ BATCH = 50
 NEVER = 10**9  # seconds
 
 
-class Found(Exception):
-    """A case failed."""
+class Found(KeyboardInterrupt):
+    """A case failed. Passes through hypothesis, as `Exhausted` does."""
 
 
-class Exhausted(Exception):
+class Exhausted(KeyboardInterrupt):
     """The number of cases is used up."""
 
 
