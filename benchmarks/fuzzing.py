@@ -42,6 +42,9 @@ class Counted:
     def __init__(self, implementation: str, most: int) -> None:
         self.implementation, self.most, self.cases = load(implementation), most, 0
 
+    def run(self, cases: list[Case]) -> list[tuple[Case, Outcome]]:
+        return [(case, self.answer(case)) for case in cases]
+
     def answer(self, case: Case) -> Outcome:
         if self.cases == self.most:
             raise Exhausted

@@ -187,15 +187,18 @@ class Scope:
         return drawn()
 
     def near(self, cases: list[Any]) -> st.SearchStrategy[Any]:
-        """One of the cases with other values of one to three axes, mended; any valid law."""
-        axes = st.lists(st.sampled_from(self.axes), min_size=1, max_size=3)
+        """One of the cases with one to three fields of a drawn case, mended; any valid law.
+
+        Some fields, as a size that another one limits, are drawn with the others alone.
+        """
+        names = st.lists(st.sampled_from([axis.name for axis in self.axes]), min_size=1, max_size=3)
 
         @st.composite
         def changed(draw: st.DrawFn) -> Any:
-            case = draw(st.sampled_from(cases))
-            for axis in draw(axes):
-                other = _changed(case, draw(axis.drawn(self.signature)))
-                case = self.mended(self.contract.shapes.affordable(other, self)) if other else case
+            case, other, chosen = draw(st.sampled_from(cases)), draw(self.drawn()), draw(names)
+            chosen += ["layout_of"] if "layout" in chosen else []
+            mixed = _changed(case, {name: getattr(other, name) for name in chosen})
+            case = self.mended(self.contract.shapes.affordable(mixed, self)) if mixed else case
             return replace(case, law=draw(st.sampled_from(self.laws(case))))
 
         return changed()

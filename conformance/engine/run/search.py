@@ -28,7 +28,7 @@ from conformance.engine.run.reduction import Key, failure_key
 from conformance.engine.run.session import FAILING, Failure, Session
 
 RARE, OF = 150, 450  # cases of a round, and the drawn cases of which they are the rarest
-PARTS = 15  # in which they are drawn
+PARTS = 30  # in which they are drawn and run
 CLIMBED = 50  # cases of a round; hypothesis climbs in the second half
 SEQUENCES, STEPS = 20, 8  # of a round, and their most steps
 TARGETS = ("error", "ratio", "lines")
@@ -145,8 +145,10 @@ class Search:
         source = st.one_of(scope.drawn(), scope.drawn(), scope.near(self.shapes(scope)))
         for part in range(PARTS):  # drawing takes time, too
             cases = drawn(source, run_seed("rare", seed, part), OF // PARTS)
-            for case in self.rarity.rarest([case for case in cases if case not in self.outcomes], RARE // PARTS):
-                self.judged(case, ends)
+            chosen = self.rarity.rarest([case for case in cases if case not in self.outcomes], RARE // PARTS)
+            outcomes = dict(self.session.pool.run(chosen))  # on all children
+            for case in chosen:
+                self._note(case, outcomes[case])
             if time.monotonic() > ends:
                 raise TimeIsUp
 
@@ -201,16 +203,20 @@ class Search:
         if case in self.outcomes:
             return self.outcomes[case]
         outcome = self.session.pool.answer(case)
+        self._note(case, outcome)
+        return outcome
+
+    def _note(self, case: Case, outcome: Outcome) -> None:
+        """Remember the outcome, and the first case of each failure."""
         self.outcomes[case] = outcome
         self.rarity.add(case)
         failing = outcome.status in FAILING
         waived = failing and any(waiver.covers(case, outcome) for waiver in self.session.waivers)
         if failing and not waived:
-            if not self.failed:
-                self.progress.failure(case, outcome)
             self.failed.setdefault(failure_key(case, outcome), (case, outcome))
+            if not self.progress.failures:
+                self.progress.failure(case, outcome)
         self._count(case, outcome, failing, waived)
-        return outcome
 
     def _count(self, case: Case, outcome: Outcome, failing: bool, waived: bool) -> None:
         """Add the case to what was found, and show it."""
