@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import hypothesis
 import pytest
 import torch
 
@@ -81,20 +82,15 @@ def test_without_a_fault_the_same_search_finds_nothing(tmp_path):
     assert rounds(search_with(lambda case: Outcome("PASS", lines=["launcher.py:1"]), tmp_path), most=1) is None
 
 
-def height(case):
-    """The score of a case, large where three of its numbers are."""
-    return case.seed / 999 * min(case.hidden, 128) / 128 * min(case.tokens, 128) / 128
-
-
-def climbed(score, folder):
-    """The largest score of this name."""
-    search = search_with(lambda case: Outcome("PASS", scores={score: height(case)}), folder)
-    rounds(search, most=6)
-    return search.searched.best[FUNCTION][score]
-
-
-def test_hypothesis_climbs_towards_the_largest_error(tmp_path):
-    assert climbed("error", tmp_path) > climbed("no target", tmp_path)
+def test_the_climb_has_the_scores_and_the_lines_as_targets_and_no_other_score(tmp_path, monkeypatch):
+    targets = {}
+    monkeypatch.setattr(hypothesis, "target", lambda value, label: targets.setdefault(label, value))
+    scores = {"error": 0.25, "ratio": 0.5, "other": 0.75}
+    rounds(search_with(lambda case: Outcome("PASS", scores=scores, lines=["a.py:1", "a.py:2"]), tmp_path), most=1)
+    assert targets == {"error": 0.25, "ratio": 0.5, "lines": 2.0}
+    targets.clear()
+    rounds(search_with(lambda case: Outcome("PASS"), tmp_path), most=1)
+    assert targets == {"lines": 0.0}
 
 
 def test_rare_cases_have_more_combinations_of_values_than_as_many_plain_draws():
