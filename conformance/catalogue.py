@@ -6,6 +6,7 @@ from typing import Any
 
 from conformance.core.contract import Contract
 from conformance.core.family import Family
+from conformance.core.machine import Machine
 from conformance.core.ranks import Collective
 
 NAMES = ("router", "permutation", "quantization", "fused", "experts", "dispatch")
@@ -16,6 +17,7 @@ MODULES = (
 )
 FAMILIES: tuple[Family, ...] = tuple(import_module(module).FAMILY for module in MODULES)
 CONTRACTS: dict[str, Contract[Any]] = {}
+MACHINES: dict[str, type[Machine]] = {name: m for family in FAMILIES for name, m in family.machines.items()}
 
 for _family in FAMILIES:
     for _contract in _family.contracts:

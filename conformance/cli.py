@@ -3,6 +3,7 @@ thing each.
 """
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     from conformance.engine.run import interrupt
 
-    with interrupt.noted() if given.verb is run else interrupt.raised():
+    with interrupt.noted() if given.verb in (run, fuzz) else interrupt.raised():
         return _checked(given)
 
 
@@ -83,6 +84,13 @@ def _parser() -> ArgumentParser:
     ):
         one_case = _add(verbs, name, verb, text, "--impl", "--device", "--corpus", "--case-seconds")
         one_case.add_argument("case", help="the case's id, its file, or its JSON text")
+    chosen = ("--impl", "--device", "--jobs", "--corpus", "--case-seconds", "--waivers")
+    searching = _add(verbs, "fuzz", fuzz, "search for failing cases for some minutes", *chosen)
+    text = "functions to search, separated by commas (default: all that are offered, in equal shares of the time)"
+    searching.add_argument("--function", default="", help=text)
+    searching.add_argument("--minutes", type=float, default=5.0, help="time of the search (default: 5)")
+    text = "seed of the search (default: 0)"
+    searching.add_argument("--seed", "--run-seed", dest="run_seed", type=int, default=0, metavar="N", help=text)
     _add(verbs, "list", list_, "list the functions, their laws, illegal calls and golden cases")
     _add(verbs, "doctor", doctor, "say what this machine has and whether the suite works on it")
     _add(verbs, "check-adapter", check_adapter, "say what a namespace offers and what is missing", "--impl", "--device")
@@ -126,6 +134,23 @@ def run(given: Namespace) -> int:
         write(verdict, path)
     print("\n".join([*lines(verdict), *annotations(verdict)]))
     return verdict.exit_code
+
+
+def fuzz(given: Namespace) -> int:
+    """Exit code 0 if nothing was found, 1 with the smallest case of each failure."""
+    from conformance.engine.child import server
+    from conformance.interface import UsageError
+
+    options, minutes = Options.parsed(given), given.minutes
+    if not 0 < minutes < math.inf:
+        raise UsageError(f"--minutes is {minutes}; it must be above 0")
+    server.start()
+    from conformance.engine.run.fuzz import fuzz as search
+    from conformance.report.terminal import search_lines
+
+    searched = search(options, [name.strip() for name in given.function.split(",") if name.strip()], minutes)
+    print("\n".join(search_lines(searched, options)))
+    return searched.exit_code
 
 
 def replay(given: Namespace) -> int:

@@ -8,12 +8,13 @@ from typing import Any
 from conformance.core.contract import Contract
 from conformance.core.defect import Defect
 from conformance.core.law import Law
+from conformance.core.machine import Machine
 from conformance.core.shapes import Shapes
 
 
 @dataclass(frozen=True)
 class Family:
-    """Contracts, and by function: golden cases, illegal calls, laws and shapes."""
+    """Contracts, and by function: golden cases, illegal calls, laws, shapes and machines."""
 
     contracts: tuple[Contract[Any], ...]
     golden: Mapping[str, Mapping[str, Any]]  # name -> (problem, expected); lists with one per rank
@@ -21,6 +22,7 @@ class Family:
     laws: Mapping[str, tuple[Law, ...]]
     space: Mapping[str, Shapes] = field(default_factory=dict)
     defects: tuple[Defect, ...] = ()
+    machines: Mapping[str, type[Machine]] = field(default_factory=dict)  # of functions with several calls
 
 
 def by_function(*modules: ModuleType) -> dict[str, Any]:

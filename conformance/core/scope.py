@@ -186,6 +186,23 @@ class Scope:
 
         return drawn()
 
+    def near(self, cases: list[Any]) -> st.SearchStrategy[Any]:
+        """One of the cases with one to three fields of a drawn case, mended; any valid law.
+
+        Some fields, as a size that another one limits, are drawn with the others alone.
+        """
+        names = st.lists(st.sampled_from([axis.name for axis in self.axes]), min_size=1, max_size=3)
+
+        @st.composite
+        def changed(draw: st.DrawFn) -> Any:
+            case, other, chosen = draw(st.sampled_from(cases)), draw(self.drawn()), draw(names)
+            chosen += ["layout_of"] if "layout" in chosen else []
+            mixed = _changed(case, {name: getattr(other, name) for name in chosen})
+            case = self.mended(self.contract.shapes.affordable(mixed, self)) if mixed else case
+            return replace(case, law=draw(st.sampled_from(self.laws(case))))
+
+        return changed()
+
     def covering(self) -> Covered:
         """The covering array of all axes; its cases get the laws in turn."""
         return self.array(self.contract.shapes.covered, self.contract.shapes.together(self))

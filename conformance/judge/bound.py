@@ -56,6 +56,19 @@ class Bounded(Resolved):
             fine = np.where(odd, (right == got) | (np.isnan(right) & np.isnan(got)), fine)
         return None if fine.all() else ~fine
 
+    def scores(self, observed: Tensor) -> dict[str, float]:
+        """The largest error beyond the correctly rounded result's, over what the bound leaves.
+
+        (|y - y*| - r) / (bound - r) with r = |round(y*) - y*|: 0 for a correctly rounded result.
+        The error itself says little, because rounding alone nearly reaches the bound.
+        """
+        got, right, bound = observed.detach().double().numpy(), self.value.numpy(), self.bound.numpy()
+        with np.errstate(all="ignore"):
+            rounding = np.abs(self.honest.double().numpy() - right)
+            share = (np.abs(got - right) - rounding) / (bound - rounding)
+        counts = np.isfinite(share) & (bound > rounding) & np.isfinite(bound)
+        return {"error": float(share[counts].max(initial=0))}
+
     def moved(self, corrupt: Tensor) -> bool:
         before, after = self.honest.double().numpy(), corrupt.double().numpy()
         with np.errstate(invalid="ignore"):  # `honest` is rounded, up to one bound away

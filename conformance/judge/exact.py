@@ -55,7 +55,7 @@ class Exact(Resolved):
 
     def moved(self, corrupt: Tensor) -> bool:
         if self.kind != "values":
-            return bool((self.value.contiguous().view(torch.uint8) != corrupt.contiguous().view(torch.uint8)).any())
+            return bool((bits(self.value) != bits(corrupt)).any())
         before, after = self.value.double().numpy(), corrupt.double().numpy()  # where -0 is 0
         return bool(((before != after) & ~(np.isnan(before) & np.isnan(after))).any())
 

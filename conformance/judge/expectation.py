@@ -72,6 +72,13 @@ class Resolved(Expectation):
     def moved(self, corrupt: Tensor) -> bool:
         """Whether `corrupt` is not `honest`, by arithmetic independent of `wrong`."""
 
+    def scores(self, observed: Tensor) -> dict[str, float]:
+        """How near a right `observed` is to a wrong one, by kind of error; 1 is wrong.
+
+        Empty where a value is either right or wrong.
+        """
+        return {}
+
     def first(self, rows: int) -> "Resolved":
         """The expectation cropped to its first rows."""
         fields = {name: getattr(self, name) for name in self.by_row}

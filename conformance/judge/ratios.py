@@ -107,6 +107,11 @@ class RowWise(Bounded):
         wrong[worst.index] = True
         return wrong
 
+    def scores(self, observed: Tensor) -> dict[str, float]:
+        """Also the largest ratio's share of its limit."""
+        ratio = max((self._share(measure) for measure in self.measures(observed)), default=0.0)
+        return super().scores(observed) | {"ratio": ratio}
+
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
         worst = self.excess(observed)
         assert worst is not None

@@ -33,6 +33,7 @@ TRACED = 8
 TRACED_SECONDS = 600.0  # time limit of a traced case
 AFTER_A_CRASH = 60  # cases tried after a crash, in search of a wrong value
 HANGS = 2  # a mutant is abandoned after this many
+MOST_ON_A_CPU = 2**20  # the largest size or setting of a GPU's case that a CPU also runs in time
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,8 @@ def _passed(implementation: str, seed: int, jobs: int, function: str, trace: boo
             ]
             for name in offered
         }
+        if here.device == "cpu":
+            cases = _without_huge(cases)
         if not trace:
             _require_sound(implementation, (case for group in cases.values() for case in group[:SOUND]), pool)
             return [PassedCase(case, 0.0, frozenset()) for group in cases.values() for case in group]
@@ -203,6 +206,19 @@ def _without_laws_of(device: str, case: Case) -> Case:
     """The case, without a law that another device cannot check."""
     law = CONTRACTS[case.function].laws.get(case.law)
     return replace(case, law="") if law and law.device not in ("", device) else case
+
+
+def _without_huge(cases: dict[str, list[Case]]) -> dict[str, list[Case]]:
+    """The cases, without those of a GPU that a CPU cannot run in the time of a case; says which."""
+    huge = [case for group in cases.values() for case in group if _largest(case) > MOST_ON_A_CPU]
+    for case in huge:
+        print(f"left out: a case of {_largest(case):,} rows takes a CPU minutes: {case.text}")
+    return {name: [case for case in group if case not in huge] for name, group in cases.items()}
+
+
+def _largest(case: Case) -> int:
+    """The largest number among the sizes and settings of the case."""
+    return max((value for value in case.record().values() if isinstance(value, int)), default=0)
 
 
 def _require_sound(implementation: str, cases: Iterable[Case], pool: Pool) -> list[tuple[Case, Outcome]]:

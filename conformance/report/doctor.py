@@ -56,11 +56,13 @@ def _children() -> Iterator[tuple[bool, str]]:
         with Pool(ChildOptions("moe_ref")) as pool:
             pool.start()
             seconds = time.monotonic() - started
-            status = pool.run_alone(case).status
-            yield status == "PASS", f"a child starts in {seconds:.2f} s and finds the reference right: {status}"
+            outcome = pool.run_alone(case)
+            found = outcome.status if outcome.status == "PASS" else f"{outcome.status} {outcome.reason}"
+            yield outcome.status == "PASS", f"a child starts in {seconds:.2f} s and finds the reference right: {found}"
         with Pool(ChildOptions("conformance.engine.child.crashing")) as pool:
             pool.start()
-            status = pool.run_alone(case).status
-            yield status == "CRASH", f"a kernel that kills its process is noticed: {status}"
+            outcome = pool.run_alone(case)
+            found = outcome.status if outcome.status == "CRASH" else f"{outcome.status} {outcome.reason}"
+            yield outcome.status == "CRASH", f"a kernel that kills its process is noticed: {found}"
     except UsageError as error:
         yield False, str(error)

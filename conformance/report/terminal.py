@@ -6,6 +6,9 @@ from typing import Any
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import case_from
+from conformance.engine.options import Options
+from conformance.engine.run.corpus import REACHED
+from conformance.engine.run.search import Searched
 from conformance.engine.run.verdict import UNCHANGED, UNTOUCHED, Verdict
 from conformance.interface import DEFAULTS
 
@@ -146,6 +149,20 @@ def failure_lines(failure: dict[str, Any], implementation: str) -> list[str]:
         *([f"  {'not reduced':<{INDENT - 2}} further: {failure['error']}"] if failure.get("error") else []),
         f"  {'replay':<{INDENT - 2}} moe-conformance replay {failure['id']} --impl {implementation}",
     ]
+
+
+def search_lines(searched: Searched, options: Options) -> list[str]:
+    """What a search found: its failures, and per function the cases kept."""
+    out = []
+    for failure in searched.failures:
+        out += [*failure_lines(failure.record(), options.implementation), ""]
+    for name, kept in searched.kept.items():
+        scores = " ".join(f"{kind} {score:.2f}" for kind, score in searched.best.get(name, {}).items())
+        reached = f"{searched.lines.get(name, 0)} lines and kernels · {kept} cases kept"
+        out.append(f"{name:<{INDENT}} {scores or 'no scores'} · {reached} in {options.corpus}/{REACHED}/{name}")
+    counts = f"{searched.cases} cases, {searched.judged} judged · {searched.waived} waived"
+    ended = f" · ended by {searched.ended_by}" if searched.ended_by else ""
+    return [*out, f"{len(searched.failures)} distinct failures · {counts}{ended}"]
 
 
 def picture(case: Any) -> str:

@@ -178,6 +178,18 @@ TWINS: list[tuple[str, DispatchCase, str, dict[str, Wrapper]]] = [  # law, case,
         for name in ("alltoall", "deepep")
     ),
     (
+        "sequence",
+        two_ranks("alltoall_dispatch", journey="send+back+first"),
+        "2.tokens",
+        {"alltoall_combine": right_once_per_handle()},
+    ),
+    (
+        "sequence",
+        two_ranks("deepep_dispatch", journey="send+again"),
+        "1.rows",
+        {"deepep_cached_dispatch": lambda right, *arguments, **settings: turned(right(*arguments, **settings))},
+    ),
+    (
         "graph_capture",
         two_ranks("alltoall_dispatch", capacity=2, counts=(4, 3)),
         "overflow",

@@ -40,6 +40,12 @@ def test_the_same_bits_are_right():
         assert check_of(Exact(x), x.clone()) == "right"
 
 
+def test_a_control_of_a_scalar_is_told_from_the_right_one():
+    for x in (torch.tensor(3), torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(True)):
+        assert (Exact(x).moved(torch.zeros_like(x)), Exact(x).moved(x.clone())) == (True, False)
+        assert controls.check("steps", Exact(x)) == 1
+
+
 def test_memory_layout_and_autograd_do_not_matter():
     assert check_of(Exact(FLOATS), FLOATS.mT.contiguous().mT) == "right"
     assert check_of(Exact(FLOATS), FLOATS.clone().requires_grad_()) == "right"

@@ -55,6 +55,15 @@ def test_a_defect_of_many_rows_is_killed_by_the_cases_of_a_gpu(name):
     assert (result.way, result.function) == ("value", "permute")
 
 
+def test_a_case_that_a_cpu_cannot_run_in_time_is_left_out_and_named(capsys):
+    results = score_mutants("moe_ref", "planted", only="N05", function="permute", one_gpu=True)
+    printed = capsys.readouterr().out
+    assert [result.way for result in results] == ["value"]
+    assert "left out: a case of 16,777,216 rows" in printed and '"align":16777216' in printed
+    score_mutants("moe_ref", "planted", only="D02", function="pad_routing_map")
+    assert "left out" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("function", ["indices_to_multihot", "pad_routing_map"])
 def test_a_sample_of_automatic_mutants_is_killed_and_each_survivor_is_explained(function):
     results = score_mutants("moe_fast", "automatic", sample=6, function=function)

@@ -216,6 +216,14 @@ def test_cases_in_the_corpus_run_first(call, place):
     assert (code, json.loads((place / "out.json").read_text())["functions"]["permute"]["counts"]) == (1, {"FAIL": 1})
 
 
+def test_cases_that_a_search_has_kept_run_with_the_corpus(call, place):
+    reached = RoutingCase(function="permute", tokens=3, experts=3, hidden=5, routing=(4, 4, 4), dtype="float16")
+    corpus.save(place / "kept" / corpus.REACHED / "permute", reached, {})
+    for implementation, counts in (("good", (0, {"PASS": 1})), ("wrong", (1, {"FAIL": 1}))):
+        code, _, _ = call(*smoke(implementation, "--corpus", "kept", *only("corpus"), "--report", "out.json"))
+        assert (code, json.loads((place / "out.json").read_text())["functions"]["permute"]["counts"]) == counts
+
+
 def test_the_committed_corpus_is_part_of_every_run(call, place, monkeypatch):
     monkeypatch.setattr(corpus, "COMMITTED", place / "committed")
     corpus.save(place / "committed", RoutingCase(function="permute", tokens=2, experts=3, routing=(4, 4)), {})

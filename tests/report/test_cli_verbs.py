@@ -26,7 +26,7 @@ def test_list_names_every_function_and_profile(call):
 
 def test_doctor_finds_this_machine_fit(call):
     code, out, _ = call("doctor")
-    assert code == 0
+    assert code == 0, out
     assert "finds the reference right: PASS" in out
     assert "a kernel that kills its process is noticed: CRASH" in out
     assert "FAIL" not in out

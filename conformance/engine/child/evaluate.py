@@ -13,6 +13,7 @@ from conformance.core.case import Case
 from conformance.core.contract import Contract, Problem
 from conformance.core.law import Trial
 from conformance.core.ranks import AtRank, RankContext
+from conformance.engine.child.reached import Reached
 from conformance.engine.child.runner import Blocked, Misbehaved, Outcome, Runner
 from conformance.interface import Implementation
 from conformance.judge import Expectation, Finding, Resolved, controls, judge
@@ -28,18 +29,27 @@ class Inapplicable(Exception):
 
 
 def evaluate(
-    case: Case, implementation: Implementation, device: str = "cpu", rank: RankContext | None = None
+    case: Case,
+    implementation: Implementation,
+    device: str = "cpu",
+    rank: RankContext | None = None,
+    scores: bool = False,
 ) -> Outcome:
-    """Judge one case, or one rank's part of it: values, then its law, then the controls."""
-    outcome = Outcome("PASS")
+    """Judge one case, or one rank's part of it: values, then its law, then the controls.
+
+    Args:
+        scores: also measure `Outcome.scores` of right outputs, and `Outcome.lines`.
+    """
+    outcome, reached = Outcome("PASS"), Reached(implementation, case.function) if scores else None
     try:
-        _evaluate(case, implementation, device, outcome, rank)
+        _evaluate(case, implementation, device, outcome, rank, reached)
     except Misbehaved as wrong:
         _fail(outcome, wrong.finding)
     except Blocked as blocked:
         outcome.status, outcome.reason = "BLOCKED", str(blocked)
     except (torch.OutOfMemoryError, MemoryError) as error:
         outcome.status, outcome.reason = "OOM", described(error)
+    outcome.lines = sorted(reached.lines) if reached else []
     return outcome
 
 
@@ -48,7 +58,12 @@ def _fail(outcome: Outcome, finding: Finding) -> None:
 
 
 def _evaluate(
-    case: Case, implementation: Implementation, device: str, outcome: Outcome, rank: RankContext | None
+    case: Case,
+    implementation: Implementation,
+    device: str,
+    outcome: Outcome,
+    rank: RankContext | None,
+    reached: Reached | None,
 ) -> None:
     contract = AtRank(CONTRACTS[case.function], rank) if rank else CONTRACTS[case.function]  # type: ignore[arg-type]
     problem = contract.problem(case)
@@ -61,6 +76,8 @@ def _evaluate(
     if refusal:
         return
     runner = Runner(implementation, device, case.poison, outcome)
+    if reached:
+        runner.recording = reached.recording
     if problem.blame:
         _must_not_pass(runner, contract, case, problem, declared)
         outcome.evaluations += 1
@@ -82,6 +99,8 @@ def _evaluate(
         raise unresolved
     if finding:
         _fail(outcome, finding)
+    elif reached:
+        outcome.scores = _scores(right, outputs)
     if rank and not rank.agree(not finding):  # all ranks check the law, or none does
         return
     if finding:
@@ -110,6 +129,16 @@ def _resolved(
         except Exception as error:
             first = first or error
     return right, first
+
+
+def _scores(right: dict[str, Resolved], outputs: dict[str, Any]) -> dict[str, float]:
+    """The largest score of each kind over right outputs."""
+    found: dict[str, float] = {}
+    for name, expectation in right.items():
+        observed = outputs.get(name)
+        for kind, score in expectation.scores(observed).items() if isinstance(observed, torch.Tensor) else ():
+            found[kind] = max(found.get(kind, 0.0), score)
+    return found
 
 
 def _first_wrong(

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,9 @@ class Outcome:
     seconds: from the start of the case to its outcome
     kernels: names of the kernel specialisations that were compiled or loaded for it
     calls: the implementation's Python functions that it ran, as "file:function", if traced
+    scores: how near its right outputs are to wrong ones, by kind of error (1 is wrong), and
+        `lines`, the lines of the implementation's Python code that ran, as "file:line": both if the
+        child gives scores
     transport: how several ranks reached each other; shares_gpu: whether on fewer GPUs than ranks
     """
 
@@ -46,6 +50,8 @@ class Outcome:
     evaluations: int = 0
     kernels: list[str] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    scores: dict[str, float] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
     transport: str = ""
     shares_gpu: bool = False
 
@@ -109,6 +115,7 @@ class Runner:
     device: str
     poison: str
     outcome: Outcome
+    recording: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around calls
     changed: str = ""  # an input or cotangent that the last run's (first) call changed
 
     def run(
@@ -194,7 +201,7 @@ class Runner:
         """
         before, changed = Modes(generators=not _may_draw(problem)), ""
         try:
-            with Poison(poison or self.poison) as memory, Addresses(memory) as addresses:
+            with Poison(poison or self.poison) as memory, Addresses(memory) as addresses, self.recording():
                 yield
         except ModeChanged as error:
             raise Misbehaved("call", "state", str(error)) from error

@@ -15,6 +15,7 @@ from conformance.engine.choose.draw import scope_of
 
 COMMITTED = Path(__file__).parents[2] / "corpus"
 DEFAULT = Path(".moe-conformance")
+REACHED = "fuzz"  # folder of a search's interesting cases, a folder for each function
 
 
 def read_case(path: Path) -> Case:
@@ -71,6 +72,12 @@ def checked(case: Case) -> Case:
 def read_folder(folder: Path) -> list[Case]:
     """All cases in a folder, by file name; empty if the folder does not exist."""
     return [read_case(path) for path in sorted(folder.glob("*.json"))]
+
+
+def read_all(folder: Path) -> list[Case]:
+    """All cases in a folder, failing ones first, then those that a search has kept below it."""
+    kept = (read_folder(place) for place in sorted((folder / REACHED).glob("*")))
+    return [*read_folder(folder), *(case for cases in kept for case in cases)]
 
 
 def save(folder: Path, case: Case, finding: dict[str, Any]) -> Path:

@@ -5,6 +5,7 @@ the first one with the same failure. Wrong values, crashes and hangs share the l
 attempt runs in a child.
 """
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +18,18 @@ from conformance.interface import UsageError
 from conformance.texts import described
 
 Key = tuple[str, str, str, str]
+NUMBERED = r"(?<![^.])\d+(?![^.])"  # a part of a name between dots
 
 
 def failure_key(case: Case, outcome: Outcome) -> Key:
-    """The identity of a failure: function, output, check and status."""
+    """The identity of a failure: function, output, check and status.
+
+    Outputs of a sequence of calls are numbered (`3.probs`): the number is left out, because in a
+    shorter sequence it is another one.
+    """
     finding = outcome.finding or {}
-    return case.function, finding.get("output", ""), finding.get("check", ""), outcome.status
+    output = re.sub(NUMBERED, "#", finding.get("output", ""))
+    return case.function, output, finding.get("check", ""), outcome.status
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,9 @@ class Session:
         UsageError: a file of waivers or a baseline cannot be used.
     """
 
-    def __init__(self, options: Options, folder: Path, worker: str = "main", progress: bool = False) -> None:
+    def __init__(
+        self, options: Options, folder: Path, worker: str = "main", progress: bool = False, scores: bool = False
+    ) -> None:
         self.options, self.started = options, time.monotonic()
         self.profile: Profile = PROFILES[options.profile]
         part, parts = options.part
@@ -110,7 +112,8 @@ class Session:
         self.since = Since()
         self.inquiry: Inquiry | None = None
         self.ledger = Ledger(folder, worker)
-        self.pool = Pool(options.child, options.jobs or default_jobs(options.device), options.case_seconds)
+        child = replace(options.child, scores=scores)
+        self.pool = Pool(child, options.jobs or default_jobs(options.device), options.case_seconds)
         self.known: set[Key] = set()
         self.progress = Progress() if progress else None
 
@@ -126,7 +129,7 @@ class Session:
         # first, while the children's server imports torch
         self.corpus = corpus.read_folder(corpus.COMMITTED)
         if Path(self.options.corpus).resolve() != corpus.DEFAULT.resolve():
-            self.corpus += corpus.read_folder(Path(self.options.corpus))
+            self.corpus += corpus.read_all(Path(self.options.corpus))
         self.description = self.pool.start()
         self.space = Space.of(self.description)
         self.ledger.write("implementation", **self.description)
@@ -222,7 +225,7 @@ class Session:
             return self._smallest_of(failed, plan)
         except (KeyboardInterrupt, Lost):  # failures that are not reduced yet are reported as they are
             for place, case, outcome in failed.values():
-                self._keep(Failure(case, outcome, plan[place[0]].label, 0, False))
+                self.keep(Failure(case, outcome, plan[place[0]].label, 0, False))
             raise
 
     def _smallest_of(self, failed: Failed, plan: list[Section]) -> list[Failure]:
@@ -231,7 +234,7 @@ class Session:
         for key in sorted(failed, key=lambda key: _priority(*failed[key])):
             place, case, outcome = failed[key]
             if key not in self.known:
-                failures.append(self._smallest(key, case, outcome, plan[place[0]]))
+                failures.append(self.smallest(key, case, outcome, plan[place[0]].label))
             del failed[key]
         return [failure for failure in failures if failure]
 
@@ -265,7 +268,12 @@ class Session:
         )
         self.ledger.write(kind, **content)
 
-    def _smallest(self, key: Key, case: Case, outcome: Outcome, section: Section) -> Failure | None:
+    def smallest(self, key: Key, case: Case, outcome: Outcome, found_in: str) -> Failure | None:
+        """Confirm, reduce, save and record a failure; None: it is one that is known.
+
+        Args:
+            found_in: the label of the part of the run that found it.
+        """
         # one that cannot be reduced leaves the search open to the other sections
         if not _literal(case):
             self.known.add(key)
@@ -282,8 +290,8 @@ class Session:
             attempts, error = reduced.attempts, reduced.error
             if failure_key(reduced.case, again) == failure_key(case, outcome):  # not by chance, or by earlier calls
                 case, outcome, smallest = reduced.case, again, reduced.finished
-        failure = Failure(case, outcome, section.label, attempts, smallest, error)
-        self._keep(failure)
+        failure = Failure(case, outcome, found_in, attempts, smallest, error)
+        self.keep(failure)
         return failure
 
     def _confirmed(self, case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
@@ -308,7 +316,7 @@ class Session:
         self._record("request", case, outcome)
         return outcome
 
-    def _keep(self, failure: Failure) -> None:
+    def keep(self, failure: Failure) -> None:
         """Save the case and record the failure."""
         outcome = failure.outcome
         finding = {

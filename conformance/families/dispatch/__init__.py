@@ -9,6 +9,7 @@ from conformance.families.dispatch import (
     golden,
     illegal,
     laws_worlds,
+    machine,
     space,
 )
 from conformance.families.dispatch.deepep import DeepEPCombine, DeepEPDispatch
@@ -40,5 +41,6 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws_worlds),
     space=by_function(space),
+    machines=by_function(machine),
     defects=(*defects.DEFECTS, *defects_wire.DEFECTS, *defects_calls.DEFECTS, *defects_orders.DEFECTS),
 )

@@ -14,6 +14,7 @@ from conformance.core.axes import (
     Choice,
     Number,
     Size,
+    Words,
     blocks,
     choice,
     declared,
@@ -38,6 +39,8 @@ MOST_RANKS = 8
 MAPPED = ("allgather", "alltoall", "hybridep")
 DISPATCHERS = ("allgather", "alltoall", "deepep", "deepep_low_latency", "hybridep")
 CACHED = ("deepep_cached_dispatch", "hybridep_cached_dispatch")
+# a dispatch; a combine through the newest handle, and through the first; a cached dispatch
+JOURNEY = ("send", "back", "first", "again", "wider")
 ARGUMENTS = {  # of a dispatch, by field
     "alltoall": {"capacity": "capacity"},
     "hybridep": {"align": "align", "slack": "num_rows", "fp8": "recipe"},
@@ -156,6 +159,29 @@ class Slots(Table):
         return {self.name: self.default}
 
 
+@dataclass(kw_only=True)
+class Journey(Words):
+    """Calls in a legal order: a dispatch first, cached ones where the dispatcher has them."""
+
+    def live(self, signature: Signature) -> bool:
+        return False  # only the machine of handles sets it
+
+    def wrong(self, value: Any) -> str:
+        return "" if value == self.default else super().wrong(value)
+
+    def smaller(self, case: Any) -> Iterator[Changes]:
+        if getattr(case, self.name):
+            yield from super().smaller(case)
+
+    def fits(self, case: Any) -> str | None:
+        words = [word for word in getattr(case, self.name).split("+") if word]
+        if words and words[0] != "send":
+            return f"{self.name} must begin with send"
+        if {"again", "wider"} & set(words) and f"{case.dispatcher}_cached_dispatch" not in CACHED:
+            return f"{self.name} has a cached dispatch, which {case.dispatcher} has not"
+        return None
+
+
 def setting(default: int | None, *values: int, pairs: tuple[int, ...]) -> Any:
     return declared(Setting(default=default, values=(default, *values), pairs=pairs))
 
@@ -207,6 +233,7 @@ class DispatchCase(Case):
     slack: int | None = setting(None, *range(-3, 4), pairs=(2, 3))
     scales: int = setting(0, 1, 3, pairs=(3,))  # columns of the tokens' scales
     biases: int = number(0, 1, 2, pairs=(1, 2), of=("biases",))
+    journey: str = declared(Journey(default="", known=JOURNEY))  # calls of the law `sequence`; empty: none
 
     @property
     def ranks(self) -> int:

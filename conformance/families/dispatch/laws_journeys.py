@@ -111,11 +111,11 @@ def _in_flight(trial: Trial) -> Finding | None:
         case = cases.get(mark, plain)
         sent = calls.get(mark, calls[" a"])
         every = together(sent)
-        right = {"rows": _rows_right(case, every[rank])}
+        right = {"rows": rows_right(case, every[rank])}
         own = {name.removesuffix(mark): x for name, x in outputs.items() if name.endswith(mark)}
         if mark != " again" and case.dtype in FLOATS:
             rows = [out.rows.flatten(0, -2) for out in every]
-            kind, tree = tree_of(case, rows[0].dtype, trial.declared, _reduce(case, rows[0].dtype))
+            kind, tree = tree_of(case, rows[0].dtype, trial.declared, reduce_dtype(case, rows[0].dtype))
             right["tokens back"] = sum_of_rows(case, rows, row_tokens_of([out.handle for out in every]), kind, tree)[
                 rank
             ]
@@ -125,12 +125,12 @@ def _in_flight(trial: Trial) -> Finding | None:
     return None
 
 
-def _reduce(case: DispatchCase, dtype: torch.dtype) -> torch.dtype:
+def reduce_dtype(case: DispatchCase, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the cross-rank sum, if a choice."""
     return getattr(torch, case.probs) if case.probs else torch.promote_types(dtype, torch.float32)
 
 
-def _rows_right(case: DispatchCase, out: Any) -> Expectation:
+def rows_right(case: DispatchCase, out: Any) -> Expectation:
     if case.dispatcher == "deepep_low_latency":
         return dispatch_slabs.judged(out)["rows"]
     said = (

@@ -12,7 +12,7 @@ from conformance.core import universal_laws as universal
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, same
 from conformance.core.ranks import AtRank
-from conformance.families.dispatch import laws, laws_journeys
+from conformance.families.dispatch import laws, laws_journeys, laws_sequences
 from conformance.families.dispatch.cases import MAPPED, DispatchCase, indices_of, slots_of
 from conformance.families.dispatch.dispatcher import free_behind, together
 from conformance.families.dispatch.laws import fits, has_room, is_fine
@@ -306,7 +306,7 @@ FUSED = Law("fused", _fused, is_fine)
 
 _RANKS = (
     *(universal.HISTORY, laws.DETERMINISM, laws.BUFFER_REUSE, laws.LATE_PRODUCER, laws.HOST_SYNC, laws.GRAPH_CAPTURE),
-    *(laws_journeys.IN_FLIGHT, laws_journeys.DENSE),
+    *(laws_journeys.IN_FLIGHT, laws_journeys.DENSE, laws_sequences.SEQUENCE),
 )
 _WORLDS = (*_RANKS, CONCATENATION, REFINEMENT)
 

@@ -1,7 +1,16 @@
 """Low precision: formats, recipes, quantisers."""
 
 from conformance.core.family import Family, by_function
-from conformance.families.quantization import defects, defects_edges, defects_inputs, golden, illegal, laws, space
+from conformance.families.quantization import (
+    defects,
+    defects_edges,
+    defects_inputs,
+    golden,
+    illegal,
+    laws,
+    machine,
+    space,
+)
 from conformance.families.quantization.quantize import Quantize
 
 FAMILY = Family(
@@ -10,5 +19,6 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws),
     space=by_function(space),
+    machines=by_function(machine),
     defects=defects.DEFECTS + defects_inputs.DEFECTS + defects_edges.DEFECTS,
 )

@@ -13,6 +13,7 @@ from conformance.families.router import (
     golden,
     illegal,
     laws,
+    machine,
     space,
 )
 from conformance.families.router.balancing import (
@@ -37,6 +38,7 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws),
     space=by_function(space),
+    machines=by_function(machine),
     defects=(
         *defects.DEFECTS,
         *defects_ranks.DEFECTS,

@@ -1,0 +1,71 @@
+"""Chooses, of many drawn cases, those whose combinations of field values have not run yet.
+
+A draw takes each field by itself, so that a fault that needs three rare values waits long for them.
+A case is rare if it has many triples of values that no case before it had.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from conformance.core.axes import Seed, Size, size_class
+from conformance.core.case import Case, axes_of
+
+TRIPLE = 3
+SLOTS = 2**24  # of the table of triples; two that share a slot count as one
+
+
+class Rarity:
+    """The triples of values of the cases so far."""
+
+    def __init__(self) -> None:
+        self._seen = np.zeros(SLOTS, dtype=bool)
+
+    def new(self, case: Case) -> int:
+        """The number of triples that no case has had."""
+        return int((~self._seen[_triples(case)]).sum())
+
+    def add(self, case: Case) -> None:
+        self._seen[_triples(case)] = True
+
+    def rarest(self, cases: Sequence[Case], count: int) -> list[Case]:
+        """`count` of the cases, each with the most new triples after those before it; adds them."""
+        left = {case: _triples(case) for case in cases}
+        chosen: list[Case] = []
+        while left and len(chosen) < count:
+            best = max(left, key=lambda case: int((~self._seen[left[case]]).sum()))
+            self._seen[left.pop(best)] = True
+            chosen.append(best)
+        return chosen
+
+
+def _triples(case: Case) -> np.ndarray:
+    """The slots of the case's triples."""
+    words = np.array([crc32(word.encode()) for word in values(case)], dtype=np.uint64)
+    first, second, third = _places(len(words))
+    mixed: np.ndarray = (words[first] * np.uint64(1_000_003) + words[second]) * np.uint64(1_000_003) + words[third]
+    return (mixed >> np.uint64(20)) % np.uint64(SLOTS)
+
+
+@cache
+def _places(count: int) -> np.ndarray:
+    return np.array(list(combinations(range(count), TRIPLE)), dtype=np.int64).reshape(-1, TRIPLE).T
+
+
+def values(case: Case) -> list[str]:
+    """The values of the case's axes and its law, sizes by class; seeds are left out."""
+    axes = [axis for axis in axes_of(type(case)).values() if not isinstance(axis, Seed)]
+    return [
+        f"law={case.law}",
+        *(f"{axis.name}={_class(getattr(case, axis.name), isinstance(axis, Size))}" for axis in axes),
+    ]
+
+
+def _class(value: Any, is_size: bool) -> Any:
+    if isinstance(value, tuple):
+        return len(value).bit_length()
+    return size_class(value) if is_size else value

@@ -1,0 +1,234 @@
+"""The search of functions for failing cases, one function after another.
+
+Rounds follow each other until the time of a function is up. A round has three parts: drawn cases
+with rare combinations of values; cases drawn by hypothesis, from changes of the kept cases too,
+which climb towards the targets; and sequences of calls, if the function has a machine. Every round
+is seeded, so only the time limit and the names of compiled kernels make two searches differ.
+"""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from conformance.catalogue import MACHINES
+from conformance.core.case import Case
+from conformance.core.machine import run_machine
+from conformance.core.scope import Scope
+from conformance.engine.child.runner import Outcome
+from conformance.engine.choose.draw import drawn, run_seed, scope_of
+from conformance.engine.run.corpus import REACHED
+from conformance.engine.run.kept import Kept
+from conformance.engine.run.progress import Progress
+from conformance.engine.run.rarity import Rarity
+from conformance.engine.run.reduction import Key, failure_key
+from conformance.engine.run.session import FAILING, Failure, Session
+
+RARE, OF = 150, 450  # cases of a round, and the drawn cases of which they are the rarest
+PARTS = 30  # in which they are drawn and run
+CLIMBED = 50  # cases of a round; hypothesis climbs in the second half
+SEQUENCES, STEPS = 20, 8  # of a round, and their most steps
+TARGETS = ("error", "ratio", "lines")
+
+
+class TimeIsUp(KeyboardInterrupt):
+    """Passes through hypothesis, which takes an Exception for a failure of the test."""
+
+
+@dataclass
+class Searched:
+    """What a search has found."""
+
+    failures: list[Failure] = field(default_factory=list)
+    cases: int = 0
+    judged: int = 0  # of these cases, those that passed or failed
+    waived: int = 0
+    kept: dict[str, int] = field(default_factory=dict)  # cases kept, by function
+    best: dict[str, dict[str, float]] = field(default_factory=dict)  # the largest scores, by function
+    lines: dict[str, int] = field(default_factory=dict)  # lines and kernels reached, by function
+    ended_by: str = ""  # a signal or the loss of the device; empty: the time was up
+
+    @property
+    def exit_code(self) -> int:
+        """As of a run: 3 error of the suite, 1 found, 4 interrupted or nothing judged, else 0."""
+        if any(failure.outcome.status == "ERROR" for failure in self.failures):
+            return 3
+        if self.failures:
+            return 1
+        return 4 if self.ended_by or not self.judged else 0
+
+
+class SearchProgress(Progress):
+    """The live line of a search."""
+
+    def __init__(self, ends: float, searched: Searched) -> None:
+        self.ends, self.searched = ends, searched
+        self.function, self.lines, self.new, self.distinct = "", 0, 0, 0
+        super().__init__()
+
+    def line(self) -> str:
+        now = time.monotonic()
+        scores = self.searched.best.get(self.function, {})
+        parts = [
+            f"{max(self.ends - now, 0):.0f} s left",
+            f"{self.done} cases",
+            f"{self.done / max(now - self.started, 1e-9):.0f} cases per second",
+            " ".join([self.function, *(f"{name} {score:.2f}" for name, score in scores.items())]),
+            f"{self.lines} lines and kernels ({self.new} new)",
+            f"{self.distinct} distinct failures",
+        ]
+        return " · ".join(parts)
+
+
+class Search:
+    """The search of several functions."""
+
+    def __init__(self, session: Session, functions: list[str], seconds: float, searched: Searched) -> None:
+        self.session, self.searched = session, searched
+        self.ends = time.monotonic() + seconds
+        root = Path(session.options.corpus) / REACHED
+        self.kept = {function: Kept.read(root / function, function) for function in functions}
+        self.targets = TARGETS
+        self.outcomes: dict[Case, Outcome] = {}  # of the function that is searched
+        self.rarity = Rarity()  # of its cases
+        self._shapes: dict[str, list[Case]] = {}
+        self.failed: dict[Key, tuple[Case, Outcome]] = {}
+        self.progress = SearchProgress(self.ends, searched)
+
+    def run(self) -> None:
+        """Search, then find the smallest case of each failure."""
+        for index, function in enumerate(self.kept):
+            now = time.monotonic()
+            self._function(function, now + (self.ends - now) / (len(self.kept) - index))
+        for key in list(self.failed):
+            case, outcome = self.failed[key]
+            failure = self.session.smallest(key, case, outcome, f"fuzz-{case.function}")
+            del self.failed[key]
+            if failure:
+                self.searched.failures.append(failure)
+
+    def end(self) -> None:
+        """Write what is kept, also failures that could not be reduced."""
+        self.progress.end()
+        for case, outcome in self.failed.values():
+            failure = Failure(case, outcome, f"fuzz-{case.function}", 0, False)
+            self.session.keep(failure)
+            self.searched.failures.append(failure)
+        finding = {"implementation": self.session.options.implementation, "status": "interesting"}
+        for function, kept in self.kept.items():
+            self.searched.kept[function] = kept.save(finding)
+            self.searched.lines[function] = kept.lines
+
+    def _function(self, function: str, ends: float) -> None:
+        self.outcomes, self.rarity = {}, Rarity()
+        self.progress.function = function
+        kept, scope = self.kept[function], scope_of(function, self.session.space)
+        turn = 0
+        try:
+            for case in kept.seeds:
+                self.judged(case, ends)
+            self.progress.new = 0
+            while True:
+                seed = run_seed(function, self.session.options.seed, turn)
+                self.rare(scope, seed, ends)
+                self.climb(scope, kept, seed, ends)
+                self.sequences(scope, seed, ends)
+                turn += 1
+        except TimeIsUp:
+            return
+
+    def rare(self, scope: Scope, seed: int, ends: float) -> None:
+        """The rarest of many cases: drawn ones, and changes of the shapes that a run always has."""
+        source = st.one_of(scope.drawn(), scope.drawn(), scope.near(self.shapes(scope)))
+        for part in range(PARTS):  # drawing takes time, too
+            cases = drawn(source, run_seed("rare", seed, part), OF // PARTS)
+            chosen = self.rarity.rarest([case for case in cases if case not in self.outcomes], RARE // PARTS)
+            outcomes = dict(self.session.pool.run(chosen))  # on all children
+            for case in chosen:
+                self._note(case, outcomes[case])
+            if time.monotonic() > ends:
+                raise TimeIsUp
+
+    def shapes(self, scope: Scope) -> list[Case]:
+        """The shapes that always run, made once."""
+        if scope.function not in self._shapes:
+            self._shapes = {scope.function: scope.always() or [scope.case({})]}
+        return self._shapes[scope.function]
+
+    def climb(self, scope: Scope, kept: Kept, seed: int, ends: float) -> None:
+        """One run of hypothesis, over drawn cases and changed cases of those kept so far."""
+        cases = scope.drawn()
+        interesting = kept.distilled()
+        if interesting:
+            cases = st.one_of(cases, scope.near(interesting))
+        plain = settings(
+            max_examples=CLIMBED,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.target),
+            suppress_health_check=list(HealthCheck),
+        )
+
+        @hypothesis.seed(seed)
+        @plain
+        @given(cases)
+        def climbed(case: Case) -> None:
+            outcome = self.judged(case, ends)
+            scores = outcome.scores | {"lines": float(len(outcome.lines))}
+            for label in self.targets:
+                if label in scores:
+                    hypothesis.target(scores[label], label=label)
+
+        climbed()
+        if time.monotonic() > ends:
+            raise TimeIsUp
+
+    def sequences(self, scope: Scope, seed: int, ends: float) -> None:
+        """Steps of the function's machine, if it has one; a failing sequence goes on."""
+
+        def noted(case: Case) -> Outcome:
+            self.judged(case, ends)
+            return Outcome("PASS")
+
+        if scope.function in MACHINES:
+            run_machine(MACHINES[scope.function], scope, noted, SEQUENCES, STEPS, seed)
+
+    def judged(self, case: Case, ends: float) -> Outcome:
+        """The outcome of a case, which runs once."""
+        if time.monotonic() > ends:
+            raise TimeIsUp
+        if case in self.outcomes:
+            return self.outcomes[case]
+        outcome = self.session.pool.answer(case)
+        self._note(case, outcome)
+        return outcome
+
+    def _note(self, case: Case, outcome: Outcome) -> None:
+        """Remember the outcome, and the first case of each failure."""
+        self.outcomes[case] = outcome
+        self.rarity.add(case)
+        failing = outcome.status in FAILING
+        waived = failing and any(waiver.covers(case, outcome) for waiver in self.session.waivers)
+        if failing and not waived:
+            self.failed.setdefault(failure_key(case, outcome), (case, outcome))
+            if not self.progress.failures:
+                self.progress.failure(case, outcome)
+        self._count(case, outcome, failing, waived)
+
+    def _count(self, case: Case, outcome: Outcome, failing: bool, waived: bool) -> None:
+        """Add the case to what was found, and show it."""
+        best, kept = self.searched.best.setdefault(case.function, {}), self.kept[case.function]
+        self.searched.cases += 1
+        self.searched.judged += outcome.status == "PASS" or failing
+        self.searched.waived += waived
+        if not failing:
+            before = kept.lines
+            kept.add(case, outcome)
+            self.progress.new += kept.lines - before
+        for name, score in outcome.scores.items():
+            best[name] = max(best.get(name, 0.0), score)
+        self.progress.lines, self.progress.distinct = kept.lines, len(self.failed)
+        self.progress.case(outcome, failing and not waived)

@@ -1,0 +1,41 @@
+"""The machine of route: sequences are legal, right implementations pass, lost state is found."""
+
+import pytest
+
+from conformance.core.space import Space
+from conformance.engine.child.runner import Outcome
+from conformance.engine.choose.draw import drawn, scope_of
+from tests.common.fast import interpreted
+from tests.common.machines import cases_of, judge_of, smallest
+
+FAILED = ("FAIL", "CRASH", "HANG", "ERROR")
+SCOPE = scope_of("route", Space())
+
+
+def test_every_sequence_is_legal_and_replays_are_frequent():
+    cases = [case for case, _ in cases_of("route", lambda case: Outcome("PASS"), 40, 8)]
+    assert {SCOPE.refused(case) for case in cases} == {None}
+    plain = drawn(SCOPE.drawn(), 0, len(cases))
+    assert sum("backward" in case.steps for case in cases) > sum("backward" in case.steps for case in plain)
+
+
+@pytest.mark.parametrize("implementation", ["moe_ref", pytest.param("moe_fast", marks=interpreted)])
+def test_a_right_router_passes_every_sequence(implementation):
+    judged = cases_of("route", judge_of(implementation), 5, 6)
+    assert {outcome.status for _, outcome in judged}.isdisjoint(FAILED)
+    assert sum(outcome.status == "PASS" for _, outcome in judged) > 10
+
+
+@pytest.mark.parametrize(
+    ("defect", "steps"),
+    [
+        ("U36", "record+forward+record+forward+backward"),  # the newest replay first
+        ("U37", "record+forward"),  # the global loss counts the last micro-batch
+        ("U38", "record+frozen"),  # counters stay after a frozen batch
+        ("U40", "record+forward+reload+record+forward+backward"),  # queued replays are not saved
+    ],
+)
+def test_a_router_that_loses_state_is_found_and_shrinks_to_a_short_sequence(defect, steps):
+    case = smallest("route", judge_of(f"conformance.mutants.planted:{defect}.moe_ref"), 40, 8)
+    assert len(case.steps.split("+")) <= len(steps.split("+")), case.steps
+    assert case.tokens <= 2
