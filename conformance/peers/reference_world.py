@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ref
+from conformance.peers.reference_layer import one_rank_layer
 from moe_ref.quantization.quantize import Quantized
 from moe_ref.quantization.recipes import Scaled
 
@@ -40,11 +41,13 @@ COLLECTIVES = tuple(
 
 def declares(function: str) -> dict[str, Any]:
     """The collectives are bit-equal on every run."""
-    return {"deterministic": True} if function in COLLECTIVES else {}
+    return {"deterministic": True} if function in (*COLLECTIVES, "moe_layer") else {}
 
 
 def __getattr__(name: str) -> Any:
-    """A collective, or the reference's attribute of that name."""
+    """A collective, the layer, or the reference's attribute of that name."""
+    if name == "moe_layer":
+        return one_rank_layer(_Played.apply)
     return collective(name) if name in COLLECTIVES else getattr(moe_ref, name)
 
 
