@@ -8,7 +8,7 @@ from conformance.core.contract import Contract
 from conformance.core.family import Family
 from conformance.core.ranks import Collective
 
-NAMES = ("router", "permutation", "quantization", "fused", "experts", "dispatch")
+NAMES = ("router", "permutation", "quantization", "fused", "experts", "dispatch", "layer")
 # one module per family, in the order of a verdict; the environment may add more, comma-separated
 MODULES = (
     *(f"conformance.families.{name}" for name in NAMES),

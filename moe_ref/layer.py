@@ -68,7 +68,7 @@ def moe_layer(
     ranks = [*zip(x, parameters, strict=True)]
 
     logits = [gate(x_TH, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype) for x_TH, p in ranks]
-    routed = _route(logits, config, states, training=training, batch_size=batch_size)
+    routed = route_together(logits, config, states, training=training, batch_size=batch_size)
 
     tokens = [_projected(x_TH, p.latent_down) for x_TH, p in ranks]
     dispatched, combine = DISPATCH[config.dispatcher](tokens, routed)
@@ -97,7 +97,7 @@ def _shared(x_TH: Tensor, p: LayerParameters, config: LayerConfig) -> Tensor:
     return shared_experts(x_TH, *weights, gate_weight=p.shared_gate_weight, **config.shared_experts)
 
 
-def _route(
+def route_together(
     logits: PerRank[Tensor], config: LayerConfig, states: PerRank[RouterState], **settings: Any
 ) -> list[RouteOutput]:
     """`route` on all ranks at once, which share the batch."""

@@ -1,6 +1,6 @@
-"""The reference's layer as one rank calls it."""
+"""The reference's layer as one rank calls it, with its state: `moe_ref.layer`, judged."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
@@ -10,47 +10,49 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import moe_ref
+from conformance.peers.reference_world import Played
+from moe_ref import new_state as new_state
+from moe_ref import state_from as state_from
+from moe_ref import state_tensors as state_tensors
 from moe_ref.config import LayerConfig, LayerOutput, LayerParameters, RouterState
 
 
-def one_rank_layer(played: Callable[..., tuple[Tensor, ...]]) -> Callable[..., LayerOutput]:
-    """`moe_layer` of one rank; `played` gathers all ranks' tensors, plays the reference, and has
-    its gradients.
-    """
-    whole = moe_ref.moe_layer
+def declares(function: str) -> dict[str, Any]:
+    """Bit-equal on every run."""
+    return {"deterministic": True}
 
-    @wraps(whole)
-    def moe_layer(
-        x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, *, state: RouterState,
-        training: bool = True, batch_size: int = 1, group: Any = None,
-    ) -> LayerOutput:  # fmt: skip
-        settings = {"training": training and torch.is_grad_enabled(), "batch_size": batch_size}
-        leaves, form = pytree.tree_flatten((x_TH, parameters, state))
 
-        def play(every: Sequence[Sequence[Any]]) -> list[LayerOutput]:
-            own = [pytree.tree_unflatten(rank, form) for rank in every]
-            x, p, states = ([given[i] for given in own] for i in range(3))
-            return _by_rank(whole(x, p, config, states=states, **settings))
+@wraps(moe_ref.moe_layer)
+def moe_layer(
+    x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, *, state: RouterState,
+    training: bool = True, batch_size: int = 1, group: Any = None,
+) -> LayerOutput:  # fmt: skip
+    """The reference on all ranks of the group, and this rank's part of its results."""
+    settings = {"training": training and torch.is_grad_enabled(), "batch_size": batch_size}
+    leaves, form = pytree.tree_flatten((x_TH, parameters, state))
 
-        if group is None:
-            return play([leaves])[0]
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        results: list[LayerOutput] = []
+    def play(every: Sequence[Sequence[Any]]) -> list[LayerOutput]:
+        ranks = [pytree.tree_unflatten(list(own), form) for own in every]
+        x, p, states = ([given[i] for given in ranks] for i in range(3))
+        return _by_rank(moe_ref.moe_layer(x, p, config, states=states, **settings))
 
-        def play_tensors(every: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], list[LayerOutput]]:
-            filled = [_put(leaves, places, tensors) for tensors in every]
-            outputs = play(filled)
-            return [[x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)] for out in outputs], outputs
+    if group is None:
+        return play([leaves])[0]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-        tensors = played(group, play_tensors, results, *(leaves[i] for i in places))
-        fields, form_of_results = pytree.tree_flatten(results[0][dist.get_rank(group)])
-        at = [i for i, field in enumerate(fields) if isinstance(field, Tensor)]
-        out: LayerOutput = pytree.tree_unflatten(_put(fields, at, tensors), form_of_results)
-        return out
+    def play_tensors(every: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], list[LayerOutput]]:
+        outputs = play([_put(leaves, places, tensors) for tensors in every])
+        return [[x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)] for out in outputs], outputs
 
-    # the reference's annotations are of lists; parameters are read off this signature
-    del moe_layer.__wrapped__  # type: ignore[attr-defined]
-    return moe_layer
+    given: list[list[LayerOutput]] = []
+    tensors = Played.apply(group, play_tensors, given, *(leaves[i] for i in places))
+    fields, form_of_results = pytree.tree_flatten(given[0][dist.get_rank(group)])
+    at = [i for i, field in enumerate(fields) if isinstance(field, Tensor)]
+    out: LayerOutput = pytree.tree_unflatten(_put(fields, at, tensors), form_of_results)
+    return out
+
+
+del moe_layer.__wrapped__  # the signature is this function's, not of lists over ranks
 
 
 def _by_rank(out: LayerOutput) -> list[LayerOutput]:

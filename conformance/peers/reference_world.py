@@ -7,6 +7,7 @@ and their gradients are right: runs of `moe_ref` use it, and dispatcher defects 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ref
-from conformance.peers.reference_layer import one_rank_layer
 from moe_ref.quantization.quantize import Quantized
 from moe_ref.quantization.recipes import Scaled
 
@@ -47,7 +47,7 @@ def declares(function: str) -> dict[str, Any]:
 def __getattr__(name: str) -> Any:
     """A collective, the layer, or the reference's attribute of that name."""
     if name == "moe_layer":
-        return one_rank_layer(_Played.apply)
+        return import_module("conformance.peers.reference_layer").moe_layer
     return collective(name) if name in COLLECTIVES else getattr(moe_ref, name)
 
 
@@ -69,7 +69,7 @@ def collective(name: str) -> Callable[..., Any]:
             results = whole(**_arguments(given, fields, every))
             return [_tensors(result) for result in results], results
 
-        tensors = _Played.apply(group, play, out, *tensors)
+        tensors = Played.apply(group, play, out, *tensors)
         return _with_tensors(out[0], list(tensors), dist.get_rank(group))
 
     call.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
@@ -150,7 +150,7 @@ def _unpacked(dtype: torch.dtype, shape: torch.Size, content: bytes) -> Tensor:
     )
 
 
-class _Played(torch.autograd.Function):
+class Played(torch.autograd.Function):
     """This rank's output tensors; the backward runs the reference's on all ranks' cotangents."""
 
     @staticmethod
