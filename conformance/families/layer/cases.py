@@ -13,6 +13,7 @@ from torch import Tensor
 from conformance.core.axes import choice, declared, dtypes, flag, number, size, words
 from conformance.core.case import Case
 from conformance.core.shared_out import counts
+from conformance.core.signature import FAR
 from conformance.core.tensors import BITS, DTYPES, hashed, payload
 from conformance.families.experts.cases import Name
 from conformance.families.experts.cases_mlp import fc1_columns, weight_of
@@ -88,6 +89,8 @@ class LayerCase(Case):
         return not self.counts
 
     def clash(self) -> str | None:
+        if self.layout in FAR:
+            return "the stages have cases of far inputs"
         if self.counts and self.layout != "contiguous":
             return "ranks have contiguous inputs"
         if self.experts % self.world:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import moe_ref
 from conformance.analysis.mlp_stages import final_bound
-from conformance.core.contract import Problem, accumulator_of
+from conformance.core.contract import Opaque, Problem, accumulator_of
 from conformance.core.ranks import RankContext, Ranked
 from conformance.core.signature import Input, Output, Signature
 from conformance.families.layer.cases import (
@@ -54,6 +54,7 @@ SIGNATURE = Signature(
     ],
     outputs=[Output("output", "TH", of="x"), *(Output(name) for name in ("probs", "routing_map", "losses", "state"))],
     settings=("training", "batch_size", "group"),
+    required=("parameters", "state"),
 )
 
 
@@ -80,6 +81,7 @@ class MoeLayer(Ranked[LayerCase]):
         wanted = self.signature.wanted(case)
         settings: dict[str, Any] = {"training": False} if case.evaluation else {}
         settings |= {"batch_size": case.sequences} if case.sequences > 1 else {}
+        settings |= {"group": Opaque("group")} if case.counts else {}
         cotangents = shares(case, cotangent_of(case)) if self.signature.cotangents(case) else []
         calls = []
         for rank, x in enumerate(shares(case, tokens_of(case, parameters, expert_bias))):

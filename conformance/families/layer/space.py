@@ -1,7 +1,5 @@
 """Spaces of layers: a router, experts and their options, in one process or over ranks."""
 
-from dataclasses import replace
-
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes
@@ -9,6 +7,7 @@ from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
 from conformance.families.layer.cases import KIND, LayerCase
+from conformance.families.layer.layer import SIGNATURE
 from conformance.families.router.cases import SCORES
 from conformance.families.router.cases_route import KINDS
 from moe_ref.config import DISPATCHERS
@@ -17,6 +16,7 @@ RANKED_ONE_IN = 5  # one process per rank
 RECIPES = ("", "", "", "", "current", "block", "mxfp8")
 ALIGNED = {"": (0,), "mxfp8": (32,)}  # other recipes: any
 MOST_RANKS = 3
+GRADIENTS = ("", "x+router_weight")
 
 
 @st.composite
@@ -54,7 +54,8 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
         fields |= {"groups": 2, "group_topk": draw(st.sampled_from((1, 2) if topk <= experts // 2 else (2,)))}
     if counts:
         fields |= {"layout": "contiguous", "layout_of": ""}
-    return fields
+    every = scope.signature.all_gradients(scope.case(fields))
+    return fields | {"grads": draw(st.sampled_from((*("",) * 3, *(every,) * 6, *every.split("+"), *GRADIENTS)))}
 
 
 @st.composite
@@ -75,12 +76,11 @@ PRODUCTS: tuple[Changes, ...] = (
     {},
     {"recipe": "current", "align": 16},
     {"recipe": "block"},
-    {"recipe": "mxfp8", "align": 32, "hidden": 1, "width": 1, "latent": 0, "shared": 1},
+    {"recipe": "mxfp8", "align": 32, "hidden": 1, "width": 1},
 )
 SHARED: tuple[Changes, ...] = ({}, {"shared": 2}, {"shared": 3, "gate": True})
 # the layouts of other weights are drawn
 LAYOUTS = (("contiguous", ""), ("transposed", "x"), ("strided", "fc1_weight"), ("shifted", "d_output"))
-GRADIENTS = ("", "x+router_weight")
 SIZES: Changes = {"tokens": 7, "hidden": 5, "width": 6, "experts": 4, "topk": 2}
 # every dispatcher over ranks, one of them without tokens
 WORLDS: tuple[Changes, ...] = (
@@ -99,9 +99,13 @@ WORLDS: tuple[Changes, ...] = (
 )
 
 
+def everything(case: LayerCase) -> str:
+    """The gradients of all parameters that the case gives."""
+    return SIGNATURE.all_gradients(case)
+
+
 def together(scope: Scope) -> dict[str, list[Changes]]:
     """Options that exclude each other as one axis; ranks have cases of their own."""
-    every = LayerCase(function=scope.function, **SIZES, shared=2, gate=True, latent=3, router_bias=True)
     return {
         "router": [*ROUTERS],
         "room": [*ROOMS],
@@ -113,7 +117,7 @@ def together(scope: Scope) -> dict[str, list[Changes]]:
         "layout": [{"layout": layout, "layout_of": name} for layout, name in LAYOUTS],
         "losses": [{"losses": losses} for losses in ("", "z", "+".join(KINDS))],
         "evaluation": [{"evaluation": False}],
-        "grads": [{"grads": grads} for grads in (*GRADIENTS, scope.signature.all_gradients(every))],
+        "grads": [{"grads": grads} for grads in (*GRADIENTS, everything)],
         "sequences": [{"sequences": 1}],
     }
 
@@ -131,18 +135,11 @@ def always(scope: Scope) -> list[Changes]:
     return [large, large | {"dtype": "bfloat16"}, *batched, *evaluated, *(worlds_ if scope.accepts("group") else [])]
 
 
-def near(case: LayerCase, scope: Scope) -> LayerCase:
-    """The case without a far layout; far layouts have separate cases."""
-    return replace(case, layout="contiguous", layout_of="") if case.layout.startswith("wide") else case
-
-
 MOE_LAYER = Shapes(
     drawn=layers,
-    affordable=near,
     covered=SIZES,
     together=together,
     always=always,
-    far={"latent": 0, "shared": 0},
     illegal={"tokens": 2, "experts": 2, "latent": 1, "shared": 1},
     weight=0.35,
 )
