@@ -76,8 +76,8 @@ PRODUCTS: tuple[Changes, ...] = (
     {},
     {"recipe": "current", "align": 16},
     {"recipe": "block"},
-    {"recipe": "mxfp8", "align": 32, "hidden": 1, "width": 1},
 )
+BLOCKS: Changes = {"recipe": "mxfp8", "align": 32, "hidden": 1, "width": 1, "dtype": "bfloat16"}
 SHARED: tuple[Changes, ...] = ({}, {"shared": 2}, {"shared": 3, "gate": True})
 # the layouts of other weights are drawn
 LAYOUTS = (("contiguous", ""), ("transposed", "x"), ("strided", "fc1_weight"), ("shifted", "d_output"))
@@ -132,7 +132,8 @@ def always(scope: Scope) -> list[Changes]:
     plain = SIZES | {"tokens": 6, "losses": "aux+seq+z", "bias": True}
     batched = [plain | {"sequences": 2}] if scope.accepts("batch_size") else []
     evaluated = [plain | {"evaluation": True}] if scope.accepts("training") else []
-    return [large, large | {"dtype": "bfloat16"}, *batched, *evaluated, *(worlds_ if scope.accepts("group") else [])]
+    blocks = SIZES | BLOCKS
+    return [large | {"dtype": "bfloat16"}, blocks, *batched, *evaluated, *(worlds_ if scope.accepts("group") else [])]
 
 
 MOE_LAYER = Shapes(
@@ -141,5 +142,5 @@ MOE_LAYER = Shapes(
     together=together,
     always=always,
     illegal={"tokens": 2, "experts": 2, "latent": 1, "shared": 1},
-    weight=0.35,
+    weight=0.25,
 )
