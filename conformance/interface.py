@@ -33,6 +33,7 @@ from torch import Tensor
 from conformance.modes import Modes
 from conformance.texts import described, one_line, shown
 
+ONE_RANK = {"moe_ref": "conformance.peers.reference_world", "moe_ref.layer": "conformance.peers.reference_layer"}
 FLAG = (True, False)
 NAMES, WORDS = "a tuple of str", "text"
 
@@ -218,8 +219,8 @@ def _printable(value: Any) -> Any:
 
 
 def imported(module_name: str) -> Any:
-    """The module; for `moe_ref`, whose collectives take all ranks' inputs, its one-rank adapter."""
-    return importlib.import_module("conformance.peers.reference_world" if module_name == "moe_ref" else module_name)
+    """The module; for the reference's functions of all ranks, their one-rank adapter."""
+    return importlib.import_module(ONE_RANK.get(module_name, module_name))
 
 
 def load(name: str) -> Implementation:

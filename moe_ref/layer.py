@@ -42,11 +42,12 @@ from moe_ref.router.route import route
 
 def moe_layer(
     x: PerRank[Tensor],
-    parameters: LayerParameters,
+    parameters: PerRank[LayerParameters],
     config: LayerConfig,
     *,
     states: PerRank[RouterState],
     training: bool = True,
+    batch_size: int = 1,
 ) -> LayerOutput:
     """One forward of the layer on all ranks.
 
@@ -54,8 +55,9 @@ def moe_layer(
 
     Args:
         x: [T_r,H] of each rank, floating point.
+        parameters: each rank's, with its own experts; `split_experts` cuts those of a whole layer.
         states: each rank's router state, from `new_state` or the step before.
-        training: as in `route`.
+        training, batch_size: as in `route`.
 
     Rounding: by the functions of the stages; the last sum to the dtype of x.
 
@@ -63,32 +65,40 @@ def moe_layer(
         ValueError: see `moe_ref.config.check_layer`; also from the stages.
     """
     check_layer(x, parameters, config, states)
-    p, world = parameters, len(x)
-    local = config.router.num_experts // world
+    ranks = [*zip(x, parameters, strict=True)]
 
-    logits = [gate(x_TH, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype) for x_TH in x]
-    routed = _route(logits, config, states, training)
+    logits = [gate(x_TH, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype) for x_TH, p in ranks]
+    routed = route_together(logits, config, states, training=training, batch_size=batch_size)
 
-    tokens = x if p.latent_down is None else [latent_projection(x_TH, p.latent_down) for x_TH in x]
+    tokens = [_projected(x_TH, p.latent_down) for x_TH, p in ranks]
     dispatched, combine = DISPATCH[config.dispatcher](tokens, routed)
-    expert_rows = []
-    for rank, part in enumerate(dispatched):
-        experts = slice(rank * local, (rank + 1) * local)
-        weights = (p.fc1_weight[experts], p.fc2_weight[experts])
-        expert_rows.append(grouped_mlp(part.rows, part.tokens_per_expert, *weights, probs=part.probs, **config.experts))
+    expert_rows = [
+        grouped_mlp(part.rows, part.tokens_per_expert, p.fc1_weight, p.fc2_weight, probs=part.probs, **config.experts)
+        for part, p in zip(dispatched, parameters, strict=True)
+    ]
     combined = combine(expert_rows)
-    output = combined if p.latent_up is None else [latent_projection(y_TN, p.latent_up) for y_TN in combined]
+    output = [_projected(y_TN, p.latent_up) for y_TN, p in zip(combined, parameters, strict=True)]
 
     shared = None
-    if p.shared_fc1_weight is not None and p.shared_fc2_weight is not None:
-        weights, gate_weight = (p.shared_fc1_weight, p.shared_fc2_weight), p.shared_gate_weight
-        shared = [shared_experts(x_TH, *weights, gate_weight=gate_weight, **config.shared_experts) for x_TH in x]
+    if parameters[0].shared_fc1_weight is not None:
+        shared = [_shared(x_TH, p, config) for x_TH, p in ranks]
         output = [y_TH + shared_TH for y_TH, shared_TH in zip(output, shared, strict=True)]
     return LayerOutput(logits, routed, dispatched, expert_rows, combined, shared, output)
 
 
-def _route(
-    logits: PerRank[Tensor], config: LayerConfig, states: PerRank[RouterState], training: bool
+def _projected(x_TN: Tensor, weight_MN: Tensor | None) -> Tensor:
+    """Into the latent space or out of it; x without one."""
+    return x_TN if weight_MN is None else latent_projection(x_TN, weight_MN)
+
+
+def _shared(x_TH: Tensor, p: LayerParameters, config: LayerConfig) -> Tensor:
+    assert p.shared_fc1_weight is not None and p.shared_fc2_weight is not None
+    weights = (p.shared_fc1_weight, p.shared_fc2_weight)
+    return shared_experts(x_TH, *weights, gate_weight=p.shared_gate_weight, **config.shared_experts)
+
+
+def route_together(
+    logits: PerRank[Tensor], config: LayerConfig, states: PerRank[RouterState], **settings: Any
 ) -> list[RouteOutput]:
     """`route` on all ranks at once, which share the batch."""
     records, world = torch.is_grad_enabled(), range(len(logits))
@@ -96,7 +106,7 @@ def _route(
     def run(rank: int, over: Callable[[Sequence[int]], Callable[[Tensor], Tensor]]) -> RouteOutput:
         ranks = RouterRanks(tp_dp_cp=RankGroup(len(world), over(world)))
         with torch.set_grad_enabled(records):
-            return route(logits[rank], config.router, state=states[rank], training=training, ranks=ranks)
+            return route(logits[rank], config.router, state=states[rank], ranks=ranks, **settings)
 
     return play(len(world), run)
 

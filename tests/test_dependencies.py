@@ -17,7 +17,7 @@ USES = {  # top-level packages besides the standard library
     "conformance": {"conformance", "moe_ref", "torch", "numpy", "hypothesis", "pytest", "libcst", "rich"},
     "conformance/peers": {"conformance", "moe_ref", "torch", "megatron", "transformer_engine"},
 }
-FORBIDDEN_NAME = re.compile(r"moe_fast([.:][\w.:]*)?|conformance\.peers\.(?!reference_world)[\w.:]+")
+FORBIDDEN_NAME = re.compile(r"moe_fast([.:][\w.:]*)?|conformance\.peers\.(?!reference_(?:world|layer)$)[\w.:]+")
 
 
 def package_of(path: Path) -> str:

@@ -96,11 +96,11 @@ def clamp_vjp(g: Running, x: Running, least: float, most: float) -> Running:
 class Call:
     """The inputs of one call: the finite rows inside segments."""
 
-    rows_PH: Tensor
+    rows_PH: Tensor | Running  # Running: with errors, its dtype the stored one; probs likewise
     counts_L: Tensor
     fc1_weight: Tensor
     fc2_weight: Tensor
-    probs: Tensor | None
+    probs: Tensor | Running | None
     fc1_bias: Tensor | None
     fc2_bias: Tensor | None
     settings: Mapping[str, Any]
@@ -139,7 +139,7 @@ class Call:
         """x W_eᵀ + b_e: the bias is one more column times 1, added first or last."""
         products = []
         for e, rows in enumerate(expert_slices(self.counts_L)):
-            left, right = _rows(x, rows), Running.of(weights[e], self.sums)
+            left, right = x[rows], Running.of(weights[e], self.sums)
             if bias_LM is not None:
                 ones, bias = (
                     torch.ones(len(left.value), 1, dtype=torch.float64),
@@ -154,9 +154,7 @@ class Call:
 
     def outer(self, left: Running, right: Running) -> Contraction:
         """Σ over each expert's rows of leftᵀ right."""
-        products = [
-            Product.of(_transposed(left, rows), _transposed(right, rows)) for rows in expert_slices(self.counts_L)
-        ]
+        products = [Product.of(left[rows].mT, right[rows].mT) for rows in expert_slices(self.counts_L)]
         return self._contracted(products, left.dtype, stack=True)
 
     def _contracted(self, products: list[Product], dtype: torch.dtype, stack: bool = False) -> Contraction:
@@ -172,10 +170,7 @@ class Call:
                 torch.zeros(len(x.value), 1, dtype=torch.float64),
                 x.dtype,
             )
-        sums = [
-            contracted(_transposed(weights, rows), _transposed(x, rows), accumulator)
-            for rows in expert_slices(self.counts_L)
-        ]
+        sums = [contracted(weights[rows].mT, x[rows].mT, accumulator) for rows in expert_slices(self.counts_L)]
         return Running.joined(sums)
 
 
@@ -263,11 +258,3 @@ def backward(stages: Forward, g: Running) -> Backward:
 def final_bound(x: Running, dtype: torch.dtype, unspecified: Tensor) -> Bounded:
     """The bound of x after its final rounding to `dtype`."""
     return x.before_final_rounding(dtype).bounded(dtype, None, unspecified.expand(x.value.shape))
-
-
-def _rows(x: Running, rows: slice) -> Running:
-    return Running(x.value[rows], x.error[rows], x.dtype)
-
-
-def _transposed(x: Running, rows: slice) -> Running:
-    return Running(x.value[rows].mT, x.error[rows].mT, x.dtype)

@@ -15,8 +15,8 @@ result that is exactly zero by its operands stays zero.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Union
+from dataclasses import dataclass, replace
+from typing import Any, Union
 
 import torch
 from torch import Tensor
@@ -38,12 +38,26 @@ class Running:
     dtype: torch.dtype  # of the computation
 
     @classmethod
-    def of(cls, x: Tensor, dtype: torch.dtype) -> "Running":
-        """x as stored; rounded on input if wider than `dtype`."""
+    def of(cls, x: Union[Tensor, "Running"], dtype: torch.dtype) -> "Running":
+        """x as stored, errors included; rounded on input if wider than `dtype`."""
+        if isinstance(x, Running):
+            wider = ROUNDOFF[x.dtype] < ROUNDOFF[dtype]
+            return replace(x.with_rounding(dtype) if wider else x, dtype=dtype)
         value = x.detach().double()
         wider = ROUNDOFF.get(x.dtype, 0.0) < ROUNDOFF[dtype] and x.is_floating_point()
         error = value.abs() * ROUNDOFF[dtype] if wider else torch.zeros_like(value)
         return cls(value, torch.where(value.isfinite(), error, 0.0), dtype)
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __getitem__(self, index: Any) -> "Running":
+        return Running(self.value[index], self.error[index], self.dtype)
+
+    @property
+    def mT(self) -> "Running":
+        """Transposed."""
+        return Running(self.value.mT, self.error.mT, self.dtype)
 
     @classmethod
     def joined(cls, parts: list["Running"], stack: bool = False) -> "Running":

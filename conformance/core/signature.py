@@ -54,7 +54,7 @@ class Signature:
     inputs: Sequence[Input]
     outputs: Sequence[Output]
     settings: tuple[str, ...] = ()  # optional keyword arguments, of the function or of its producer
-    required: tuple[str, ...] = ()  # keyword arguments that every call has
+    required: tuple[str, ...] = ()  # keyword arguments, or records of inputs, that every call has
     producer: str = ""  # the function that makes this one's opaque argument, and takes the settings
     made_from: tuple[Input, ...] = ()  # the producer's inputs
     linear: tuple[str, str] = ("", "")  # (input, output) of the linear map
@@ -90,7 +90,7 @@ class Signature:
     @cached_property
     def optional(self) -> tuple[str, ...]:
         """Keyword arguments that an implementation may lack."""
-        inputs = dict.fromkeys(x.argument for x in self.inputs if x.optional)
+        inputs = dict.fromkeys(x.argument for x in self.inputs if x.optional and x.argument not in self.required)
         return (*inputs, *(() if self.producer else self.settings))
 
     @cached_property

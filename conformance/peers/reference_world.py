@@ -7,6 +7,7 @@ and their gradients are right: runs of `moe_ref` use it, and dispatcher defects 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -40,11 +41,13 @@ COLLECTIVES = tuple(
 
 def declares(function: str) -> dict[str, Any]:
     """The collectives are bit-equal on every run."""
-    return {"deterministic": True} if function in COLLECTIVES else {}
+    return {"deterministic": True} if function in (*COLLECTIVES, "moe_layer") else {}
 
 
 def __getattr__(name: str) -> Any:
-    """A collective, or the reference's attribute of that name."""
+    """A collective, the layer, or the reference's attribute of that name."""
+    if name == "moe_layer":
+        return import_module("conformance.peers.reference_layer").moe_layer
     return collective(name) if name in COLLECTIVES else getattr(moe_ref, name)
 
 
@@ -66,7 +69,7 @@ def collective(name: str) -> Callable[..., Any]:
             results = whole(**_arguments(given, fields, every))
             return [_tensors(result) for result in results], results
 
-        tensors = _Played.apply(group, play, out, *tensors)
+        tensors = Played.apply(group, play, out, *tensors)
         return _with_tensors(out[0], list(tensors), dist.get_rank(group))
 
     call.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
@@ -147,7 +150,7 @@ def _unpacked(dtype: torch.dtype, shape: torch.Size, content: bytes) -> Tensor:
     )
 
 
-class _Played(torch.autograd.Function):
+class Played(torch.autograd.Function):
     """This rank's output tensors; the backward runs the reference's on all ranks' cotangents."""
 
     @staticmethod

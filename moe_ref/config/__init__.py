@@ -50,7 +50,15 @@ from moe_ref.config.experts import (
     check_shared_experts,
 )
 from moe_ref.config.fused import PermutedQuantization, check_permute_and_quantize
-from moe_ref.config.layer import DISPATCHERS, LayerConfig, LayerOutput, LayerParameters, check_layer
+from moe_ref.config.layer import (
+    DISPATCHERS,
+    LayerConfig,
+    LayerOutput,
+    LayerParameters,
+    check_layer,
+    check_parameters,
+    split_experts,
+)
 from moe_ref.config.megatron.settings import MoEConfig
 from moe_ref.config.megatron.stages import (
     layer_config,
@@ -196,6 +204,7 @@ __all__ = [
     "check_multihot",
     "check_padding_mask",
     "check_pairs",
+    "check_parameters",
     "check_permute",
     "check_permute_and_quantize",
     "check_precision",
@@ -228,4 +237,5 @@ __all__ = [
     "recipe_of",
     "require",
     "router_config",
+    "split_experts",
 ]

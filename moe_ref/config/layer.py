@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_ref.config.dispatch import PerRank, check_expert_split, check_tokens
 from moe_ref.config.quantization import Recipe
-from moe_ref.config.router import RouteOutput, RouterConfig, RouterState
+from moe_ref.config.router import RouterConfig, RouterState
 from moe_ref.config.rules import require
 
 DISPATCHERS = ("allgather", "alltoall", "deepep", "hybridep")
@@ -55,13 +55,13 @@ class LayerConfig:
 
 
 class LayerParameters(NamedTuple):
-    """The parameters of a layer, the experts of all ranks together; N is the latent width, or H
-    without one.
+    """The parameters of one rank, with its L = E/W experts; N is the latent width, or H without
+    one.
     """
 
     router_weight: Tensor  # [E,H]
-    fc1_weight: Tensor  # [E,2F,N] for a gated kind, [E,F,N] for others
-    fc2_weight: Tensor  # [E,N,F]
+    fc1_weight: Tensor  # [L,2F,N] for a gated kind, [L,F,N] for others
+    fc2_weight: Tensor  # [L,N,F]
     router_bias: Tensor | None = None  # [E]
     latent_down: Tensor | None = None  # [N,H]; None: tokens travel as they are
     latent_up: Tensor | None = None  # [H,N]
@@ -71,28 +71,49 @@ class LayerParameters(NamedTuple):
 
 
 class LayerOutput(NamedTuple):
-    """Every intermediate of a layer, in the order of the pipeline; one entry per rank."""
+    """Every intermediate of a layer, in the order of the pipeline; of the reference, one entry per
+    rank.
+    """
 
-    logits: PerRank[Tensor]  # [T,E]
-    routed: PerRank[RouteOutput]
-    dispatched: PerRank[Any]  # rows, probs and tokens_per_expert of the rank's own experts
-    expert_rows: PerRank[Tensor]  # [P,N]
-    combined: PerRank[Tensor]  # [T,N]
-    shared: PerRank[Tensor] | None  # [T,H]; None without shared experts
-    output: PerRank[Tensor]  # [T,H]
+    logits: Any  # [T,E]
+    routed: Any  # a RouteOutput
+    dispatched: Any  # rows, probs and tokens_per_expert of the rank's own experts
+    expert_rows: Any  # [P,N]
+    combined: Any  # [T,N]
+    shared: Any  # [T,H]; None without shared experts
+    output: Any  # [T,H]
+
+
+def split_experts(parameters: LayerParameters, ranks: int) -> list[LayerParameters]:
+    """Each rank's parameters: its share of the experts of a whole layer, and all others.
+
+    Raises:
+        ValueError: see `check_expert_split`.
+    """
+    check_expert_split(len(parameters.fc1_weight), ranks)
+    weights = (parameters.fc1_weight.chunk(ranks), parameters.fc2_weight.chunk(ranks))
+    return [parameters._replace(fc1_weight=fc1, fc2_weight=fc2) for fc1, fc2 in zip(*weights, strict=True)]
 
 
 def check_layer(
-    x: PerRank[Tensor], parameters: LayerParameters, config: LayerConfig, states: PerRank[RouterState]
+    x: PerRank[Tensor], parameters: PerRank[LayerParameters], config: LayerConfig, states: PerRank[RouterState]
 ) -> None:
     """The rules of `moe_layer` that no stage has."""
     check_tokens(x)
     check_expert_split(config.router.num_experts, len(x))
-    shape = tuple(parameters.fc1_weight.shape)
-    require(shape[:1] == (config.router.num_experts,), "fc1_weight", f"of shape {shape}", "of the router's experts")
-    require(len(states) == len(x), "states", f"a list of {len(states)}", f"a list of {len(x)}, an entry per rank")
+    for name, given in (("parameters", parameters), ("states", states)):
+        require(len(given) == len(x), name, f"a list of {len(given)}", f"a list of {len(x)}, an entry per rank")
+    for own in parameters:
+        check_parameters(own, config, len(x))
+    stateful = config.recipe is not None and config.recipe.scaling == "delayed"
+    require(not stateful, "recipe", "of delayed scaling", "one without a state")
+
+
+def check_parameters(parameters: LayerParameters, config: LayerConfig, ranks: int) -> None:
+    """The rank's share of the experts, and pairs of weights."""
+    shape, local = tuple(parameters.fc1_weight.shape), config.router.num_experts // ranks
+    right = f"of {local} experts, {config.router.num_experts} over {ranks} ranks"
+    require(shape[:1] == (local,), "fc1_weight", f"of shape {shape}", right)
     for pair in (("latent_down", "latent_up"), ("shared_fc1_weight", "shared_fc2_weight")):
         given = [getattr(parameters, name) is not None for name in pair]
         require(given[0] == given[1], pair[1], "given" if given[1] else "None", f"given together with {pair[0]}")
-    stateful = config.recipe is not None and config.recipe.scaling == "delayed"
-    require(not stateful, "recipe", "of delayed scaling", "one without a state")

@@ -27,7 +27,7 @@ BACK_AND_QUANTIZED = ("glu_backward_and_quantize", "activation_backward_and_quan
 ACTIVATED_AND_QUANTIZED = ("glu_and_quantize", "activation_and_quantize", *BACK_AND_QUANTIZED)
 GROUPED = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 MLPS = ("grouped_mlp", "sequential_mlp")
-STEPPED = ("route",)  # made of the other functions: its inputs lie as they come
+STEPPED = ("route", "moe_layer")  # made of the other functions: their inputs never lie far
 
 
 @functools.cache

@@ -18,7 +18,6 @@ from tests.engine.drawn_cases import (
     GROUPED,
     MLPS,
     QUANTIZED,
-    STEPPED,
     WIDE,
 )
 
@@ -95,7 +94,7 @@ DTYPES_OF = {
     **dict.fromkeys((*CHOOSE, "aux_loss_scores", "load_balancing_loss", "z_loss", *ELEMENTWISE), LOGIT_DTYPES),
     **dict.fromkeys((*GROUPED, *MLPS, "shared_experts", "latent_projection"), LOGIT_DTYPES),
     **dict.fromkeys(("pad_routing_map", "update_expert_bias", "deepep_layout"), ()),
-    "route": ("float32", "bfloat16"),
+    **dict.fromkeys(("route", "moe_layer"), ("float32", "bfloat16")),
     **{name: MOVED_DTYPES if name.endswith("dispatch") else DTYPES for name in COLLECTIVES},
 }
 ONE_GRADIENT = (
@@ -143,6 +142,7 @@ GRADS_OF = {
     ),
     "latent_projection": ("x", "weight", "bias", "x+weight", "x+weight+bias"),
     "shared_experts": ("x", "x+fc1_weight+fc2_weight", "x+fc1_weight+fc2_weight+gate_weight"),
+    "moe_layer": ("x", "x+router_weight", "x+router_weight+fc1_weight+fc2_weight"),
 }
 EXPANDED = (
     "permute",
@@ -163,7 +163,7 @@ EXPANDED += (
     *(name for name in ACTIVATED_AND_QUANTIZED if name not in BACK_AND_QUANTIZED),
 )
 # two vectors; none
-LAYOUTS_OF = {"update_expert_bias": ("strided", "wide_rows")} | dict.fromkeys(STEPPED, ())
+LAYOUTS_OF = {"update_expert_bias": ("strided", "wide_rows")} | {"route": (), "moe_layer": LAYOUTS}
 LAYOUTS_OF["deepep_low_latency_combine"] = (*LAYOUTS, *FAR)
 LAYOUTS_OF |= dict.fromkeys((*GROUPED, *QUANTIZED, *MLPS), (*LAYOUTS, *FAR, "expanded"))
 

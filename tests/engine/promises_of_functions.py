@@ -46,6 +46,7 @@ from tests.engine.promises import (
     each,
     expected,
 )
+from tests.engine.promises_of_layer import LAYER
 
 ACTIVATED = {
     "no rows": lambda c: c.tokens == 0,
@@ -349,4 +350,5 @@ PROMISES = {
     | each("score", "softmax", "softmax_pre", "sigmoid", "sqrtsoftplus")
     | each("policy", "probs", "position")
     | each("pad", False, True),
+    "moe_layer": LAYER,
 }

@@ -17,6 +17,7 @@ from moe_ref.config import (
     RouterConfig,
     layer_config,
     quantization_alignment,
+    split_experts,
 )
 
 HIDDEN, LATENT, WIDTH, EXPERTS = 6, 4, 3, 4
@@ -71,7 +72,7 @@ def config(dispatcher: str = "alltoall", **router) -> LayerConfig:
 
 def run(x: Tensor, counts: tuple[int, ...], p: LayerParameters, how: LayerConfig, **settings):
     states = [moe_ref.new_state(how.router) for _ in counts]
-    return moe_ref.moe_layer(x.split(counts), p, how, states=states, **settings)
+    return moe_ref.moe_layer(x.split(counts), split_experts(p, len(counts)), how, states=states, **settings)
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
@@ -183,7 +184,7 @@ def test_an_illegal_configuration_is_refused(changed, named):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"fc1_weight": random(2, 6, LATENT)}, "fc1_weight is of shape"),
+        ({"fc1_weight": random(2, 6, LATENT), "fc2_weight": random(2, LATENT, 3)}, "fc1_weight is of shape"),
         ({"latent_up": None}, "latent_up is None"),
         ({"shared_fc1_weight": None}, "shared_fc2_weight is given"),
     ],

@@ -1,21 +1,14 @@
-"""shared_experts: output and every gradient, the gate's too, by running error analysis.
-
-    z = xgᵀ    s = σ(z)    out = y·s
-    d_y = d_out·s    d_s = Σ d_out·y    d_z = d_s σ(1 - σ)    d_x = … + d_z g
-
-each rounded to the dtype of x, except σ in the backward. The gate is always in high precision.
-"""
+"""shared_experts: output and every gradient, the gate's too, by running error analysis."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from conformance.analysis.curves import sigmoid
-from conformance.analysis.mlp_stages import Call, backward, forward
-from conformance.analysis.running import Running, contracted
+from conformance.analysis.mlp_stages import Call
+from conformance.analysis.running import Running
+from conformance.analysis.shared_stages import shared_backward, shared_forward
 from conformance.core.contract import Contract, Problem, computed_in
 from conformance.core.signature import Input, Output, Signature
 from conformance.families.experts.activations import activation_settings
@@ -82,37 +75,18 @@ class SharedExperts(Contract[SharedCase]):
         judged = Judged(
             call, len(x), count, lost, in_reference(shared_experts, problem), len(x) + sum(fc1_weight.shape)
         )
-        ahead = forward(call)
-        if gate is None:
-            right = {"out": judged.by_row("out", ahead.out, x.dtype, ahead.y)}
-        else:
-            score, y = self.score(call, gate), call.kept(ahead.out, dtype)
-            seen = call.kept(score, dtype)
-            product = replace(ahead.y, magnitude=ahead.y.magnitude * score.value)
-            right = {"out": judged.by_row("out", y * seen, x.dtype, product)}
+        ahead = shared_forward(call, gate)
+        right = {"out": judged.by_row("out", ahead.out, x.dtype, ahead.product)}
         if not problem.wanted:
             return right
-        g = Running.of(problem.cotangents["out"], dtype)
-        back = backward(ahead, g if gate is None else call.kept(g * seen, dtype))
-        d_x = back.rows
-        if gate is not None:
-            d_score = call.kept((g * y).sum(1), dtype)
-            d_z = call.kept(d_score * score * (score.constant(1.0) - score), dtype)
-            d_x = call.kept(d_x, dtype) + call.kept(d_z * Running.of(gate, dtype), dtype)
-            d_gate = contracted(_turned(d_z), _turned(ahead.x), call.accumulator)
+        back = shared_backward(ahead, Running.of(problem.cotangents["out"], dtype))
         gradients: dict[str, Callable[[], Expectation]] = {
-            "x": lambda: judged.by_row("d_x", d_x, x.dtype, back.row_product),
-            "fc1_weight": lambda: _of_one(judged.by_expert("d_fc1_weight", back.fc1_weight()[0], x.dtype)),
-            "fc2_weight": lambda: _of_one(judged.by_expert("d_fc2_weight", back.fc2_weight()[0], x.dtype)),
-            "gate_weight": lambda: judged.by_expert("d_gate_weight", d_gate, x.dtype),
+            "x": lambda: judged.by_row("d_x", back.x, x.dtype, back.mlp.row_product),
+            "fc1_weight": lambda: _of_one(judged.by_expert("d_fc1_weight", back.mlp.fc1_weight()[0], x.dtype)),
+            "fc2_weight": lambda: _of_one(judged.by_expert("d_fc2_weight", back.mlp.fc2_weight()[0], x.dtype)),
+            "gate_weight": lambda: judged.by_expert("d_gate_weight", _known(back.gate_weight), x.dtype),
         }
         return right | {f"d_{name}": gradients[name]() for name in problem.wanted}
-
-    @staticmethod
-    def score(call: Call, gate: Tensor) -> Running:
-        """σ, not rounded, of a z that is."""
-        z = contracted(Running.of(call.rows_PH, call.sums), Running.of(gate, call.sums), call.accumulator)
-        return sigmoid(call.kept(z, call.sums))
 
 
 def _of_one(right: Expectation) -> Expectation:
@@ -121,5 +95,6 @@ def _of_one(right: Expectation) -> Expectation:
     return replace(right, value=right.value[0], bound=right.bound[0])
 
 
-def _turned(x: Running) -> Running:
-    return Running(x.value.mT, x.error.mT, x.dtype)
+def _known(x: Running | None) -> Running:
+    assert x is not None
+    return x

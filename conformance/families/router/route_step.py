@@ -109,28 +109,42 @@ class Step:
         right: dict[str, Expectation] = {f"{i}.routing_map": Exact(self.kept, "integers")}
         if self.config.pad_to_capacity:
             del right[f"{i}.routing_map"]  # any unrouted tokens may be fillers
-        stays = self.kept & self.chosen
         right[f"{i}.losses"] = Exact(self.out[f"{i}.losses"], "integers")  # which losses are given
-        right[f"{i}.probs"] = self.p.masked(stays).bounded(self.logits.dtype, self.out[f"{i}.probs"].detach())
-        slope = Running(torch.zeros_like(self.x.value), torch.zeros_like(self.x.value), self.dtype)
-        if self.cotangent is not None:
-            slope = gradient(self.logits, self.chosen, torch.where(stays, self.cotangent, 0), self.settings, self.dtype)
-        # autograd's partial gradients and their sums are rounded to the logits' dtype
-        rounded = torch.zeros_like(slope.value)
-        if self.learns:
-            for name, (loss, by_logits) in self._losses().items():
-                right[f"{i}.{name}"] = Running(loss.value.reshape(()), loss.error.reshape(()), self.dtype).bounded(
-                    torch.float32, self.out[f"{i}.{name}"]
-                )
-                slope = slope + by_logits
-                rounded = rounded + by_logits.value.abs() + slope.value.abs()
+        right[f"{i}.probs"] = self.p.masked(self.stays).bounded(self.logits.dtype, self.out[f"{i}.probs"].detach())
+        for name, (loss, _) in self.losses.items():
+            right[f"{i}.{name}"] = Running(loss.value.reshape(()), loss.error.reshape(()), self.dtype).bounded(
+                torch.float32, self.out[f"{i}.{name}"]
+            )
         if gradient_value is not None:
+            slope, partial = self.slope(self.cotangent)
             bound = slope.bounded(self.logits.dtype, gradient_value)
-            right[f"d_logits.{i}"] = replace(bound, bound=bound.bound + 2 * ROUNDOFF[self.logits.dtype] * rounded)
+            right[f"d_logits.{i}"] = replace(bound, bound=bound.bound + partial)
         return right
 
-    def _losses(self) -> dict[str, tuple[Running, Running]]:
-        """Each loss and its contribution to dlogits."""
+    @property
+    def stays(self) -> Tensor:
+        """[T,E] the chosen experts that the capacity keeps."""
+        return self.kept & self.chosen
+
+    def slope(self, cotangent: Tensor | Running | None) -> tuple[Running, Tensor]:
+        """dlogits of a cotangent of the probs and of the losses, before it is rounded; and the
+        roundings of autograd's partial gradients and of their sums to the logits' dtype.
+        """
+        slope = Running(torch.zeros_like(self.x.value), torch.zeros_like(self.x.value), self.dtype)
+        if cotangent is not None:
+            kept = Running.of(cotangent, self.dtype).masked(self.stays)
+            slope = gradient(self.logits, self.chosen, kept, self.settings, self.dtype)
+        rounded = torch.zeros_like(slope.value)
+        for _, by_logits in self.losses.values():
+            slope = slope + by_logits
+            rounded = rounded + by_logits.value.abs() + slope.value.abs()
+        return slope, 2 * ROUNDOFF[self.logits.dtype] * rounded
+
+    @cached_property
+    def losses(self) -> dict[str, tuple[Running, Running]]:
+        """Each loss and its contribution to dlogits; none where nothing is learnt."""
+        if not self.learns:
+            return {}
         config, case = self.config, self.case
         valid = float(self.valid.sum())
         scale, of_all = case.scale / 8, _valid(self.sequence) if config.loss_per_token else 1.0

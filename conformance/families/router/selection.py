@@ -91,7 +91,9 @@ def weights(logits: Tensor, chosen: Tensor, settings: Settings, dtype: torch.dty
     return p, p if factor is None else p * factor
 
 
-def gradient(logits: Tensor, chosen: Tensor, cotangent: Tensor, settings: Settings, dtype: torch.dtype) -> Running:
+def gradient(
+    logits: Tensor, chosen: Tensor, cotangent: Tensor | Running, settings: Settings, dtype: torch.dtype
+) -> Running:
     """[T,E] dlogits in closed form.
 
     softmax over S or all E:  p (g - Σ g p)

@@ -1,0 +1,242 @@
+"""Cases of the layer, and the tensors made from them.
+
+Every logit is exact in the router's dtype, and the keys of the choice have gaps. So an honest
+router has one map, whatever the order of its sums, and all that follows can be bounded given it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from conformance.core.axes import choice, declared, dtypes, flag, number, size, words
+from conformance.core.case import Case
+from conformance.core.shared_out import counts
+from conformance.core.signature import FAR
+from conformance.core.tensors import BITS, DTYPES, hashed, payload
+from conformance.families.experts.cases import Name
+from conformance.families.experts.cases_mlp import fc1_columns, weight_of
+from conformance.families.experts.precision import recipe_of
+from conformance.families.quantization.cases import UNIT
+from conformance.families.router.cases import SCORES, Scores, experts, groups, slots
+from conformance.families.router.cases_route import KINDS, RouteCase, Sharing, Tokens, config_of
+from moe_ref.config import DISPATCHERS, LayerConfig, RouterConfig
+from moe_ref.router.scores import SCORES as FUNCTIONS
+from moe_ref.router.selection import topk_routing
+
+SIGNIFICAND = 24  # bits of an exact sum
+CANDIDATES = 24  # rows tried for each token
+ROUTER_FIELDS = (
+    *("experts", "topk", "sequences", "score", "groups", "group_topk", "scaling", "bias", "losses", "coeff"),
+    *("capacity", "pad", "policy"),
+)
+KIND = ("", "squared_relu", "geglu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCase(Case):
+    """A layer, its tokens, and the ranks that share its experts. Widths are in UNITs."""
+
+    tokens: int = declared(Tokens(default=2, letter="T"))
+    hidden: int = size("H", at_least=1, more=1)
+    width: int = size("F", at_least=1, more=1)
+    latent: int = number(0, 1, 3, 5, pairs=(3,))  # 0: none
+    shared: int = number(0, 1, 2, 4, pairs=(2,))  # width of the shared experts; 0: none
+    gate: bool = flag()  # of the shared experts
+    experts: int = experts(default=2, doubles=True)
+    topk: int = slots(spare=0)
+    sequences: int = declared(Sharing(default=1, at_least=1, divides="tokens", pairs=(1, 2), argument="batch_size"))
+    dtype: str = dtypes("float32", "bfloat16")
+    router_dtype: str = choice("", "fp32")
+    router_bias: bool = flag()
+    score: str = declared(Scores(default="sigmoid", values=("sigmoid", *SCORES[:2], SCORES[3])))
+    groups: int = groups()
+    group_topk: int = number(0)
+    scaling: int = number(0, 20)  # of the weights, in eighths
+    bias: bool = flag()  # whether the expert bias is on
+    losses: str = words("", *KINDS, repeat=False, of=("", *KINDS, "+".join(KINDS)))
+    coeff: int = number(4, *range(1, 21), data=True)  # of each loss, in eighths
+    capacity: int = number(0, *range(1, 9))  # capacity factor in quarters; 0: none
+    pad: bool = flag()
+    policy: str = choice("probs", "position")
+    kind: str = declared(Name(default="", values=KIND))
+    on_input: bool = flag()
+    recipe: str = choice("", "current", "block", "mxfp8")  # scaling of the experts' products
+    align: int = number(0, 16, 32, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
+    dispatcher: str = choice(*DISPATCHERS)
+    evaluation: bool = flag(argument="training")
+    counts: tuple[int, ...] = counts()  # tokens per rank; empty: one process
+
+    variant: ClassVar[int] = 0
+    override: ClassVar[str] = ""
+
+    @property
+    def unit(self) -> int:
+        return UNIT.get(self.recipe, 1)
+
+    @property
+    def logit_dtype(self) -> str:
+        return "float32" if self.router_dtype else self.dtype
+
+    @property
+    def world(self) -> int:
+        return max(len(self.counts), 1)
+
+    @property
+    def sized(self) -> bool:
+        """One rank knows a bound on its rows; ranks count what arrives."""
+        return not self.counts
+
+    def clash(self) -> str | None:
+        if self.layout in FAR:
+            return "the stages have cases of far inputs"
+        if self.counts and self.layout != "contiguous":
+            return "ranks have contiguous inputs"
+        if self.experts % self.world:
+            return f"experts is {self.experts}; ranks, {self.world}, must divide it"
+        if any(count % self.sequences for count in self.counts):
+            return f"counts is {self.counts}: sequences must divide each count"
+        if not self.tokens and not self.counts:
+            return "one process needs tokens"
+        if self.gate and not self.shared:
+            return "gate is the shared experts', and there are none"
+        if self.router_bias and self.logit_dtype != "float32":
+            return "with a bias, narrow logits may be rounded twice"
+        if self.recipe and self.pad:
+            return "rows that fill a capacity may be any tokens, and have part in a scale"
+        if (self.recipe == "mxfp8") != (self.align == UNIT["mxfp8"]) or (self.align and not self.recipe):
+            return "a recipe may pad rows; mxfp8 must, to 32"
+        return route_case(self).clash()
+
+    def arguments(self) -> tuple[str, ...]:
+        return ("group",) if self.counts else ()
+
+
+def route_case(case: LayerCase) -> RouteCase:
+    """The case's router."""
+    return RouteCase(function="route", tokens=1, dtype=case.logit_dtype, **{f: getattr(case, f) for f in ROUTER_FIELDS})
+
+
+def config_of_layer(case: LayerCase) -> LayerConfig:
+    return LayerConfig(
+        router=config_of(route_case(case)),
+        router_dtype=case.router_dtype or None,
+        dispatcher=case.dispatcher,
+        kind=case.kind or "swiglu",
+        probs_on_input=case.on_input,
+        align=case.align or None,
+        recipe=recipe_of(Scaled(case)),
+    )
+
+
+class Scaled:
+    """The case as the experts' products read it: `scaling` is the recipe's."""
+
+    def __init__(self, case: LayerCase, width: int | None = None, experts: int | None = None) -> None:
+        self.case, self.scaling, self.kind = case, case.recipe, case.kind
+        self.width, self.experts = width or case.width, experts or case.experts
+        self.unit, self.variant, self.override = case.unit, case.variant, case.override
+        self.dtype, self.seed = case.dtype, case.seed
+
+
+def parameters_of(case: LayerCase) -> dict[str, Tensor]:
+    """All parameters of the layer by name, in the order of LayerParameters."""
+    hidden, width = case.hidden * case.unit, case.width * case.unit
+    inner = case.latent * case.unit or hidden
+    every = Scaled(case)
+    found = {
+        "router_weight": router_weight_of(case),
+        "fc1_weight": weight_of(every, "fc1_weight", fc1_columns(every), inner),
+        "fc2_weight": weight_of(every, "fc2_weight", inner, width),
+    }
+    if case.router_bias:
+        found["router_bias"] = torch.from_numpy(hashed(case.seed, "router_bias", case.experts) % 17 / 16 - 0.5).to(
+            DTYPES[case.dtype]
+        )
+    one = Scaled(case, experts=1)
+    if case.latent:
+        found["latent_down"] = weight_of(one, "latent_down", inner, hidden)[0]
+        found["latent_up"] = weight_of(one, "latent_up", hidden, inner)[0]
+    if case.shared:
+        shared = Scaled(case, width=case.shared, experts=1)
+        found["shared_fc1_weight"] = weight_of(shared, "shared_fc1_weight", fc1_columns(shared), hidden)[0]
+        found["shared_fc2_weight"] = weight_of(shared, "shared_fc2_weight", hidden, case.shared * case.unit)[0]
+    if case.gate:
+        found["shared_gate_weight"] = weight_of(one, "shared_gate_weight", 1, hidden)[0]
+    return found
+
+
+def router_weight_of(case: LayerCase) -> Tensor:
+    """[E,H] integers of few bits over a power of two: sums over H of products with x are exact."""
+    hidden = case.hidden * case.unit
+    room = SIGNIFICAND - BITS[DTYPES[case.dtype]] - 1 - (hidden - 1).bit_length()
+    most = 2 ** min(max(room, 1), 3) - 1
+    number = hashed(case.seed, "router_weight", case.experts * hidden) % (2 * most + 1) - float(most)
+    scale = 2.0 ** -(most.bit_length() - 1 + (hidden - 1).bit_length() // 2)
+    return torch.from_numpy(number * scale).to(DTYPES[case.dtype]).reshape(case.experts, hidden)
+
+
+def expert_bias_of(case: LayerCase) -> Tensor:
+    """[E] float32, distinct multiples of 1/64 within ±1/4."""
+    place = hashed(case.seed, "expert_bias", case.experts).argsort(kind="stable")
+    return torch.from_numpy((place % 32 - 16) / 64).float()
+
+
+def logits_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The exact logits, rounded once to the router's dtype."""
+    logits = x.double() @ weight.double().T
+    return (logits if bias is None else logits + bias.double()).to(dtype)
+
+
+def tokens_of(case: LayerCase, parameters: dict[str, Tensor], expert_bias: Tensor) -> Tensor:
+    """[T,H] of all ranks: for each token the candidate whose choices have the widest margin."""
+    shape = (case.tokens, case.hidden * case.unit)
+    tried = torch.stack([payload(case.seed, f"x {i}", shape, case.dtype) for i in range(CANDIDATES)])
+    weight, bias = parameters["router_weight"], parameters.get("router_bias")
+    logits = logits_of_rows(tried.flatten(0, 1), weight, bias, DTYPES[case.logit_dtype])
+    gap = margins(logits.double(), config_of(route_case(case)), expert_bias).reshape(CANDIDATES, case.tokens)
+    best = gap.argmax(0) if case.tokens else torch.zeros(0, dtype=torch.int64)
+    return tried[best, torch.arange(case.tokens)].contiguous()
+
+
+def margins(logits: Tensor, config: RouterConfig, expert_bias: Tensor) -> Tensor:
+    """[N] the least difference of scores that would change a choice: of the map, or of a loss."""
+    early = config.score_function != "softmax" or config.pre_softmax
+    score = FUNCTIONS[config.score_function](logits) if early else logits
+    keys = score + expert_bias.double() if config.expert_bias else score
+    gap = torch.minimum(_gap(score, config.topk), _gap(keys, config.topk))
+    if config.num_groups and config.group_topk:
+        by_group = keys.unflatten(1, (config.num_groups, -1))
+        best = by_group.sort(dim=2, descending=True).values[..., : config.topk // config.group_topk].sum(2)
+        settings: dict[str, Any] = {name: x for name, x in config.selection.items() if x is not None}
+        settings |= {"expert_bias": expert_bias.double()} if config.expert_bias else {}
+        chosen = topk_routing(logits, **settings).routing_map
+        held = best >= best.sort(dim=1, descending=True).values[:, config.group_topk - 1 : config.group_topk]
+        others = held[..., None].expand_as(by_group).reshape(keys.shape) & ~chosen
+        least = torch.where(chosen, keys, torch.inf).amin(1) - torch.where(others, keys, -torch.inf).amax(1)
+        gap = torch.minimum(gap, torch.minimum(_gap(best, config.group_topk), least))
+    return gap
+
+
+def _gap(keys: Tensor, count: int) -> Tensor:
+    """The count-th largest key minus the next one; infinite where all are chosen."""
+    if count >= keys.shape[1]:
+        return torch.full((len(keys),), torch.inf, dtype=keys.dtype)
+    order = keys.sort(dim=1, descending=True).values
+    return order[:, count - 1] - order[:, count]
+
+
+def shares(case: LayerCase, x: Tensor) -> list[Tensor]:
+    """Each rank's rows."""
+    return [part.clone() for part in x.split(list(case.counts))] if case.counts else [x]
+
+
+def local(x: Tensor, rank: int, world: int) -> Tensor:
+    """The rank's experts."""
+    return x.chunk(world)[rank].clone() if world > 1 else x
+
+
+def cotangent_of(case: LayerCase) -> Tensor:
+    """[T,H] of all ranks."""
+    return payload(case.seed, "d_output", (case.tokens, case.hidden * case.unit), case.dtype)

@@ -1,0 +1,52 @@
+"""Layers computed by hand."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.core.contract import Problem
+from conformance.core.literals import Golden, exactly, floats
+from conformance.families.layer.layer import layer_call
+from conformance.judge import Exact
+from moe_ref.config import LayerConfig, RouterConfig
+
+# two experts, both chosen: equal logits, so p = ½ each; f(h) = max(h, 0)
+_BOTH = RouterConfig(num_experts=2, topk=2)
+_WEIGHTS = {
+    "router_weight": floats([1], [1]),
+    "fc1_weight": floats([[1]], [[2]]),
+    "fc2_weight": floats([[3]], [[1]]),
+}
+_SHARED = {"shared_fc1_weight": floats([1]), "shared_fc2_weight": floats([1])}
+_LATENT = {"latent_down": floats([2]), "latent_up": floats([-1])}
+
+
+def _layer(config: LayerConfig, wanted: tuple[str, ...] = (), **parameters: Tensor) -> Problem:
+    required = {"x": floats([2], [-1]), **_WEIGHTS, **parameters}
+    return layer_call(required, config, {}, wanted, {"output": floats([1], [1])} if wanted else {})
+
+
+def _config(**settings: Any) -> LayerConfig:
+    return LayerConfig(router=_BOTH, kind="relu", **settings)
+
+
+_MAP = Exact(torch.ones(2, 2, dtype=torch.bool), "integers")
+MOE_LAYER: Golden = {
+    "two_experts_and_a_shared_one": (  # ½·3·2 + ½·1·4 + 2 = 7; nothing of a negative token passes a relu
+        _layer(_config(), ("x", "fc1_weight", "fc2_weight", "shared_fc1_weight", "shared_fc2_weight"), **_SHARED),
+        {
+            "output": exactly(floats([7], [0])),
+            "routing_map": _MAP,
+            "d_x": exactly(floats([3.5], [0])),  # ½·3·1 + ½·1·2 + 1·1; the weights are constant: equal logits
+            "d_fc1_weight": exactly(floats([[3]], [[1]])),  # ½·3·2, ½·1·2
+            "d_fc2_weight": exactly(floats([[1]], [[2]])),  # ½·2, ½·4
+            "d_shared_fc1_weight": exactly(floats([2])),
+            "d_shared_fc2_weight": exactly(floats([2])),
+        },
+    ),
+    "in_a_latent_space": (  # down: 4, -2;  ½·3·4 + ½·1·8 = 10;  up: -10; the shared expert sees 2
+        _layer(_config(), (), **_SHARED, **_LATENT),
+        {"output": exactly(floats([-8], [0])), "routing_map": _MAP},
+    ),
+}

@@ -1,0 +1,146 @@
+"""Spaces of layers: a router, experts and their options, in one process or over ranks."""
+
+from hypothesis import strategies as st
+
+from conformance.core.axes import Changes
+from conformance.core.scope import Scope
+from conformance.core.shapes import Shapes
+from conformance.core.shared_out import worlds
+from conformance.families.layer.cases import KIND, LayerCase
+from conformance.families.layer.layer import SIGNATURE
+from conformance.families.router.cases import SCORES
+from conformance.families.router.cases_route import KINDS
+from moe_ref.config import DISPATCHERS
+
+RANKED_ONE_IN = 5  # one process per rank
+RECIPES = ("", "", "", "", "current", "block", "mxfp8")
+ALIGNED = {"": (0,), "mxfp8": (32,)}  # other recipes: any
+MOST_RANKS = 3
+GRADIENTS = ("", "x+router_weight")
+
+
+@st.composite
+def layers(draw: st.DrawFn, scope: Scope) -> Changes:
+    """Sizes, a router that fits, and ranks that divide the experts."""
+    recipe = draw(st.sampled_from(RECIPES))
+    wide = recipe == "mxfp8"
+    sequences = draw(st.sampled_from((1, 1, 2))) if scope.accepts("batch_size") else 1
+    counts = draw(ranks(scope, sequences))
+    held = draw(st.integers(1, 4))
+    experts = held * max(len(counts), 1)
+    topk = draw(st.integers(1, min(experts, 4)))
+    score = draw(st.sampled_from(SCORES[1:] if topk == 1 else SCORES))
+    fields: Changes = {
+        "counts": counts,
+        "tokens": sum(counts) if counts else draw(st.integers(1, 12 // sequences)) * sequences,
+        "hidden": draw(st.integers(1, 2 if wide else 12)),
+        "width": draw(st.integers(1, 2 if wide else 9)),
+        "latent": draw(st.sampled_from((0, 0, 1) if wide else (0, 0, 1, 3, 5))),
+        "shared": draw(st.sampled_from((0, 1) if wide else (0, 1, 2, 4))),
+        "experts": experts,
+        "topk": topk,
+        "score": score,
+        "bias": not score.startswith("softmax") and draw(st.booleans()),
+        "recipe": recipe,
+        "align": draw(st.sampled_from(ALIGNED.get(recipe, (0, 16, 32)))),
+        "kind": draw(st.sampled_from(KIND)),
+        "dispatcher": draw(st.sampled_from(DISPATCHERS)),
+        "sequences": sequences,
+        "groups": 0,
+        "group_topk": 0,
+    }
+    fields["gate"] = bool(fields["shared"]) and draw(st.booleans())
+    if experts % 2 == 0 and topk % 2 == 0 and experts >= 4 and draw(st.booleans()):
+        fields |= {"groups": 2, "group_topk": draw(st.sampled_from((1, 2) if topk <= experts // 2 else (2,)))}
+    if counts:
+        fields |= {"layout": "contiguous", "layout_of": ""}
+    every = scope.signature.all_gradients(scope.case(fields))
+    return fields | {"grads": draw(st.sampled_from((*("",) * 3, *(every,) * 6, *every.split("+"), *GRADIENTS)))}
+
+
+@st.composite
+def ranks(draw: st.DrawFn, scope: Scope, sequences: int) -> tuple[int, ...]:
+    """Tokens per rank of some cases; empty: one process."""
+    alone = not scope.accepts("group") or scope.space.most_ranks < 2 or draw(st.integers(1, RANKED_ONE_IN)) > 1
+    return () if alone else draw(worlds(scope.space, sequences))[:MOST_RANKS]
+
+
+ROUTERS: tuple[Changes, ...] = (
+    {"score": "sigmoid", "bias": True},
+    {"score": "softmax"},
+    {"score": "softmax_pre", "groups": 2, "group_topk": 1},
+    {"score": "sqrtsoftplus", "bias": True, "groups": 2, "group_topk": 2, "scaling": 20},
+)
+ROOMS: tuple[Changes, ...] = ({}, {"capacity": 3}, {"capacity": 3, "pad": True}, {"capacity": 2, "policy": "position"})
+PRODUCTS: tuple[Changes, ...] = (
+    {},
+    {"recipe": "current", "align": 16},
+    {"recipe": "block"},
+)
+BLOCKS: Changes = {"recipe": "mxfp8", "align": 32, "hidden": 1, "width": 1, "dtype": "bfloat16"}
+SHARED: tuple[Changes, ...] = ({}, {"shared": 2}, {"shared": 3, "gate": True})
+# the layouts of other weights are drawn
+LAYOUTS = (("contiguous", ""), ("transposed", "x"), ("strided", "fc1_weight"), ("shifted", "d_output"))
+SIZES: Changes = {"tokens": 7, "hidden": 5, "width": 6, "experts": 4, "topk": 2}
+# every dispatcher over ranks, one of them without tokens
+WORLDS: tuple[Changes, ...] = (
+    {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "shared": 2, "latent": 3},
+    {"counts": (3, 0, 4), "experts": 6, "dispatcher": "allgather", "losses": "aux+global", "shared": 2},
+    {
+        "counts": (2, 4),
+        "experts": 4,
+        "dispatcher": "deepep",
+        "dtype": "bfloat16",
+        "capacity": 3,
+        "router_dtype": "fp32",
+    },
+    {"counts": (3, 4), "experts": 4, "dispatcher": "hybridep", "capacity": 3, "pad": True, "bias": True},
+    {"counts": (5,), "experts": 3, "dispatcher": "deepep"},
+)
+
+
+def everything(case: LayerCase) -> str:
+    """The gradients of all parameters that the case gives."""
+    return SIGNATURE.all_gradients(case)
+
+
+def together(scope: Scope) -> dict[str, list[Changes]]:
+    """Options that exclude each other as one axis; ranks have cases of their own."""
+    return {
+        "router": [*ROUTERS],
+        "room": [*ROOMS],
+        "products": [*PRODUCTS],
+        "sharing": [*SHARED],
+        "latent": [{"latent": latent} for latent in (0, 3)],
+        "dispatcher": [{"dispatcher": DISPATCHERS[0]}],
+        "counts": [{"counts": ()}],
+        "layout": [{"layout": layout, "layout_of": name} for layout, name in LAYOUTS],
+        "losses": [{"losses": losses} for losses in ("", "z", "+".join(KINDS))],
+        "evaluation": [{"evaluation": False}],
+        "grads": [{"grads": grads} for grads in (*GRADIENTS, everything)],
+        "sequences": [{"sequences": 1}],
+    }
+
+
+def always(scope: Scope) -> list[Changes]:
+    """Worlds; one above a power of two, with more experts than rows of some."""
+    gpu = scope.space.device == "cuda"
+    size = 129 if gpu else 33
+    large: Changes = {"tokens": size, "hidden": 65 if gpu else 17, "width": 33 if gpu else 9, "experts": 8, "topk": 3}
+    ranked = [SIZES | world for world in WORLDS if len(world["counts"]) <= scope.space.most_ranks]
+    worlds_ = [{**world, "tokens": sum(world["counts"]), "topk": 2} for world in ranked]
+    plain = SIZES | {"tokens": 6, "losses": "aux+seq+z", "bias": True}
+    batched = [plain | {"sequences": 2}] if scope.accepts("batch_size") else []
+    evaluated = [plain | {"evaluation": True}] if scope.accepts("training") else []
+    blocks = SIZES | BLOCKS
+    return [large | {"dtype": "bfloat16"}, blocks, *batched, *evaluated, *(worlds_ if scope.accepts("group") else [])]
+
+
+MOE_LAYER = Shapes(
+    drawn=layers,
+    covered=SIZES,
+    together=together,
+    always=always,
+    illegal={"tokens": 2, "experts": 2, "latent": 1, "shared": 1},
+    weight=0.25,
+)

@@ -1,0 +1,141 @@
+"""The layer of one rank: gate, route, dispatch, experts, combine, with shared experts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_fast.dispatch.allgather import allgather_combine, allgather_dispatch
+from moe_fast.dispatch.alltoall import alltoall_combine, alltoall_dispatch
+from moe_fast.dispatch.deepep import deepep_combine, deepep_dispatch
+from moe_fast.dispatch.exchange import counts_of_all
+from moe_fast.dispatch.hybridep import hybridep_combine, hybridep_dispatch
+from moe_fast.experts.mlp import grouped_mlp, latent_projection
+from moe_fast.experts.shared import shared_experts
+from moe_fast.permutation.permute import permute, unpermute
+from moe_fast.permutation.routing_map import indices_to_multihot, multihot_to_indices
+from moe_fast.router.gating import gate
+from moe_fast.router.route import route
+from moe_ref.config import (
+    LayerConfig,
+    LayerOutput,
+    LayerParameters,
+    RankGroup,
+    RouteOutput,
+    RouterConfig,
+    RouterRanks,
+    RouterState,
+    check_layer,
+)
+from moe_ref.config.router import expert_capacity
+
+Combine = Callable[[Tensor], Tensor]
+
+
+def moe_layer(
+    x_TH: Tensor, parameters: LayerParameters, config: LayerConfig,
+    *, state: RouterState, training: bool = True, batch_size: int = 1, group: Any = None,
+) -> LayerOutput:  # fmt: skip
+    """One forward of the layer on this rank, with its L = E/W experts.
+
+    Args:
+        group: the process group whose ranks share the experts. None: this rank has all of them,
+            `dispatcher` has no effect, no collective runs, and the host never waits. Otherwise the
+            dispatcher's host waits for its counts.
+
+    Raises:
+        ValueError: also as the functions of the stages.
+    """
+    ranks = 1 if group is None else dist.get_world_size(group)
+    check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks)
+    p = parameters
+    logits = gate(x_TH, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype)
+    batch = RouterRanks() if group is None else RouterRanks(tp_dp_cp=RankGroup(ranks, lambda x: sum_over(x, group)))
+    routed = route(logits, config.router, state=state, training=training, batch_size=batch_size, ranks=batch)
+
+    tokens = x_TH if p.latent_down is None else latent_projection(x_TH, p.latent_down)
+    if group is None:
+        dispatched, combine = _on_one_rank(tokens, routed, config.router)
+    else:
+        dispatched, combine = DISPATCH[config.dispatcher](tokens, routed, config.router, group)
+    weights = (p.fc1_weight, p.fc2_weight)
+    rows = grouped_mlp(
+        dispatched.rows, dispatched.tokens_per_expert, *weights, probs=dispatched.probs, **config.experts
+    )
+    combined = combine(rows)
+    output = combined if p.latent_up is None else latent_projection(combined, p.latent_up)
+
+    shared = None
+    if p.shared_fc1_weight is not None and p.shared_fc2_weight is not None:
+        weights, gate_weight = (p.shared_fc1_weight, p.shared_fc2_weight), p.shared_gate_weight
+        shared = shared_experts(x_TH, *weights, gate_weight=gate_weight, **config.shared_experts)
+        output = output + shared
+    return LayerOutput(logits, routed, dispatched, rows, combined, shared, output)
+
+
+def sum_over(x_N: Tensor, group: Any) -> Tensor:
+    """The sum of integers over the ranks, the same on all."""
+    return counts_of_all(x_N, group).sum(0)
+
+
+# ---- dispatch: tokens to rows of experts, and the function that brings rows back
+
+
+def _on_one_rank(tokens: Tensor, routed: RouteOutput, router: RouterConfig) -> tuple[Any, Combine]:
+    """All experts are here: the dispatchers move no row, and have one sum."""
+    most = _most_rows(len(tokens), router)
+    permuted = permute(tokens, routed.routing_map, probs=routed.probs, num_rows=most)
+    return permuted, lambda rows: unpermute(rows, permuted.row_map, restore_shape=(len(tokens), tokens.shape[1]))
+
+
+def _most_rows(tokens: int, router: RouterConfig) -> int:
+    """A bound on the routed copies that needs no counts; exact without a capacity."""
+    copies = tokens * router.topk
+    if router.capacity_factor is None:
+        return copies
+    sizes = {"num_experts": router.num_experts, "topk": router.topk}
+    room = min(expert_capacity(tokens, capacity_factor=router.capacity_factor, **sizes), tokens) * router.num_experts
+    return room if router.pad_to_capacity else min(copies, room)
+
+
+def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callable[..., tuple[Any, Combine]]:
+    """A dispatcher that reads the routing map."""
+
+    def run(tokens: Tensor, routed: RouteOutput, router: RouterConfig, group: Any) -> tuple[Any, Combine]:
+        sent = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group)
+
+        def back(rows: Tensor) -> Tensor:
+            result = combine(rows, sent.handle, group=group)
+            tokens_TN: Tensor = getattr(result, "tokens", result)
+            return tokens_TN
+
+        return sent, back
+
+    return run
+
+
+def _by_index(tokens: Tensor, routed: RouteOutput, router: RouterConfig, group: Any) -> tuple[Any, Combine]:
+    """DeepEP: tokens travel in index form, and each rank permutes the tokens it received."""
+    experts = router.num_experts
+    slots = experts if router.pad_to_capacity else router.topk
+    listed = multihot_to_indices(routed.routing_map, routed.probs, topk=slots)
+    sent = deepep_dispatch(tokens, listed.indices, num_experts=experts, probs=listed.probs, group=group)
+    assert sent.probs is not None
+    local = experts // dist.get_world_size(group)
+    own = indices_to_multihot(sent.indices, sent.probs, num_experts=local)
+    permuted = permute(sent.rows, own.routing_map, probs=own.probs)
+
+    def combine(rows: Tensor) -> Tensor:
+        sums = unpermute(rows, permuted.row_map, restore_shape=(len(sent.rows), sent.rows.shape[1]))
+        return deepep_combine(sums, sent.handle, group=group).tokens
+
+    return permuted, combine
+
+
+DISPATCH = {
+    "allgather": _by_map(allgather_dispatch, allgather_combine),
+    "alltoall": _by_map(alltoall_dispatch, alltoall_combine),
+    "hybridep": _by_map(hybridep_dispatch, hybridep_combine),
+    "deepep": _by_index,
+}

@@ -1,0 +1,167 @@
+"""The layer as a module, with the names, shapes and initialisation of Megatron's `MoELayer`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_fast.layer.layer import moe_layer, sum_over
+from moe_fast.layer.weights import GroupedWeight
+from moe_fast.router.route import finish_batch
+from moe_ref.config import (
+    GATED,
+    LayerConfig,
+    LayerOutput,
+    LayerParameters,
+    RankGroup,
+    RouterConfig,
+    RouterLosses,
+    RouterRanks,
+    RouterState,
+    check_expert_split,
+)
+from moe_ref.config.state import new_state
+
+INIT_STD = 0.02
+
+
+class Router(nn.Module):
+    """The router's weight [E,H] and its state. Only `expert_bias` is saved, as in Megatron.
+
+    The state keeps its dtypes when the module is cast: a bfloat16 counter stops at 256.
+    """
+
+    def __init__(self, config: RouterConfig, hidden: int, **tensor: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden, **tensor))
+        names = new_state(config, tensor.get("device"))._asdict()
+        for name, x in names.items():
+            if isinstance(x, Tensor):
+                self.register_buffer(name, x, persistent=name == "expert_bias" and config.expert_bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        before = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, x in before.items():
+            setattr(self, name, x.to(getattr(self, name).device))
+        return self
+
+    @property
+    def state(self) -> RouterState:
+        tensors = {name: getattr(self, name) for name in RouterState._fields if name != "replay_queue"}
+        return RouterState(**tensors, replay_queue=())
+
+    def keep(self, state: RouterState) -> None:
+        """Make `state` the state of the next step."""
+        for name in RouterState._fields:
+            if name != "replay_queue":
+                setattr(self, name, getattr(state, name).detach())
+
+
+class Experts(nn.Module):
+    """The two grouped linear layers of this rank's experts."""
+
+    def __init__(self, experts: int, columns: int, width: int, into: int, packed: bool, **tensor: Any) -> None:
+        super().__init__()
+        self.linear_fc1 = GroupedWeight(experts, columns, into, packed=packed, **tensor)
+        self.linear_fc2 = GroupedWeight(experts, into, width, packed=packed, **tensor)
+
+
+class SharedExperts(nn.Module):
+    """The MLP of all tokens, and its gate."""
+
+    def __init__(self, columns: int, width: int, hidden: int, gate: bool, **tensor: Any) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(hidden, columns, bias=False, **tensor)
+        self.linear_fc2 = nn.Linear(width, hidden, bias=False, **tensor)
+        self.gate_weight = nn.Parameter(torch.empty(1, hidden, **tensor)) if gate else None
+
+
+class MoELayer(nn.Module):
+    """`moe_layer` with its parameters and the router's state.
+
+    Args:
+        config: the layer's settings; `layer_config` makes them from Megatron's options.
+        hidden, width: H and F; every rank holds E/W experts.
+        latent: the width of tokens on their way to experts, or None for H.
+        shared_width, shared_gate: F of the shared experts, None for none; whether they have a gate.
+        packed: save each grouped weight as one tensor [L,out,in], else as weight0 …; both load.
+        group: the process group whose ranks share the experts; None: this rank has all.
+
+    Parameters are normal with deviation `init_std`; ranks draw different experts if their
+    generators differ. All others must be equal on all ranks, which the caller sees to, as for any
+    data-parallel parameter; `expert_parameters` names those that must not be averaged.
+    """
+
+    def __init__(
+        self, config: LayerConfig, hidden: int, width: int, *, latent: int | None = None,
+        shared_width: int | None = None, shared_gate: bool = False, packed: bool = True, group: Any = None,
+        init_std: float = INIT_STD, device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        ranks = 1 if group is None else dist.get_world_size(group)
+        check_expert_split(config.router.num_experts, ranks)
+        tensor: dict[str, Any] = {"device": device, "dtype": dtype}
+        halves = 2 if config.kind in GATED else 1
+        self.config, self.group, self.losses = config, group, RouterLosses()
+        self.router = Router(config.router, hidden, **tensor)
+        local = config.router.num_experts // ranks
+        self.experts = Experts(local, halves * width, width, latent or hidden, packed, **tensor)
+        self.fc1_latent_proj = self.fc2_latent_proj = self.shared_experts = None
+        if latent is not None:
+            self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False, **tensor)
+            self.fc2_latent_proj = nn.Linear(latent, hidden, bias=False, **tensor)
+        if shared_width is not None:
+            columns = halves * shared_width
+            self.shared_experts = SharedExperts(columns, shared_width, hidden, shared_gate, **tensor)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=init_std)
+
+    @property
+    def layer_parameters(self) -> LayerParameters:
+        """The parameters as `moe_layer` takes them."""
+        down, up, shared = self.fc1_latent_proj, self.fc2_latent_proj, self.shared_experts
+        return LayerParameters(
+            router_weight=self.router.weight,
+            fc1_weight=self.experts.linear_fc1.weight,
+            fc2_weight=self.experts.linear_fc2.weight,
+            latent_down=None if down is None else down.weight,
+            latent_up=None if up is None else up.weight,
+            shared_fc1_weight=None if shared is None else shared.linear_fc1.weight,
+            shared_fc2_weight=None if shared is None else shared.linear_fc2.weight,
+            shared_gate_weight=None if shared is None else shared.gate_weight,
+        )
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """The parameters of this rank alone."""
+        return [*self.experts.parameters()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output, in the shape of x: [T,H], or [S,B,H] with B sequences.
+
+        `losses` then holds the router's losses of this call, detached: they are attached to the
+        output, whose backward adds their gradients.
+        """
+        batch_size = x.shape[1] if x.dim() == 3 else 1
+        out: LayerOutput = moe_layer(
+            x.reshape(-1, x.shape[-1]), self.layer_parameters, self.config,
+            state=self.router.state, training=self.training, batch_size=batch_size, group=self.group,
+        )  # fmt: skip
+        self.router.keep(out.routed.state)
+        self.losses = out.routed.losses
+        output: Tensor = out.output.reshape(x.shape)
+        return output
+
+    @torch.no_grad()
+    def finish_batch(self, *, frozen: bool = False) -> None:
+        """End a global batch: the expert bias takes its step, and the counters restart."""
+        group = self.group
+        ranks = RouterRanks() if group is None else _ranks(group)
+        self.router.keep(finish_batch(self.router.state, self.config.router, frozen=frozen, ranks=ranks))
+
+
+def _ranks(group: Any) -> RouterRanks:
+    return RouterRanks(tp_dp_cp=RankGroup(dist.get_world_size(group), lambda x: sum_over(x, group)))

@@ -1,0 +1,35 @@
+"""What the draws of moe_layer must reach."""
+
+from conformance.families.layer.cases import KIND
+from conformance.families.router.cases_route import LOSSES
+from moe_ref.config import DISPATCHERS
+from tests.engine.promises import each
+
+LAYER = {
+    "several sequences": lambda c: c.sequences > 1,
+    "all losses at once": lambda c: len(c.losses.split("+")) == len(LOSSES),
+    "a capacity": lambda c: c.capacity > 0,
+    "one group kept": lambda c: c.group_topk == 1,
+    "several groups kept": lambda c: c.group_topk > 1,
+    "one expert": lambda c: c.experts == 1,
+    "all experts for every token": lambda c: c.topk == c.experts > 1,
+    "experts over ranks": lambda c: len(c.counts) > 1,
+    "a rank without tokens": lambda c: 0 in c.counts and any(c.counts),
+    "a latent width": lambda c: c.latent > 0,
+    "a latent width over ranks": lambda c: c.latent > 0 and len(c.counts) > 1,
+    "shared experts over ranks": lambda c: c.shared > 0 and len(c.counts) > 1,
+    "a recipe over ranks": lambda c: c.recipe and len(c.counts) > 1,
+    "a global loss over ranks": lambda c: "global" in c.losses and len(c.counts) > 1,
+    "a capacity over ranks": lambda c: c.capacity and len(c.counts) > 1,
+    "a router wider than the tokens": lambda c: c.dtype == "bfloat16" and c.router_dtype == "fp32",
+    "no shared experts": lambda c: not c.shared,
+}
+LAYER |= {f"{name} over ranks": lambda c, name=name: len(c.counts) > 1 and c.dispatcher == name for name in DISPATCHERS}
+for field, values in {
+    "kind": KIND,
+    "recipe": ("", "current", "block", "mxfp8"),
+    "score": ("softmax", "softmax_pre", "sigmoid", "sqrtsoftplus"),
+    "policy": ("probs", "position"),
+    **dict.fromkeys(("gate", "router_bias", "bias", "pad", "on_input", "evaluation"), (False, True)),
+}.items():
+    LAYER |= each(field, *values)

@@ -1,0 +1,155 @@
+"""`moe_fast.layer` on one rank: the reference's results, a module that learns, and its files."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import moe_fast
+import moe_ref
+from moe_fast import MoELayer
+from moe_ref.config import DISPATCHERS, LayerConfig, Recipe, RouterConfig
+from tests.common.fast import interpreted, normal, record_reads
+
+pytestmark = interpreted
+HIDDEN, WIDTH, EXPERTS = 8, 6, 4
+EVERYTHING = {"latent": 4, "shared_width": 4, "shared_gate": True}
+
+
+def config(dispatcher: str = "alltoall", recipe: Recipe | None = None, **router) -> LayerConfig:
+    settings = {"num_experts": EXPERTS, "topk": 2, "score_function": "sigmoid"} | router
+    align = 16 if recipe else None
+    return LayerConfig(router=RouterConfig(**settings), dispatcher=dispatcher, recipe=recipe, align=align)
+
+
+def layer(how: LayerConfig | None = None, seed: int = 0, **options) -> MoELayer:
+    torch.manual_seed(seed)
+    return MoELayer(how or config(), HIDDEN, WIDTH, init_std=0.5, **options)
+
+
+def reference(module: MoELayer, x: Tensor):
+    states = [moe_ref.new_state(module.config.router)]
+    return moe_ref.moe_layer([x], [module.layer_parameters], module.config, states=states)
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *map(config, DISPATCHERS),
+        config(capacity_factor=0.5),
+        config(capacity_factor=0.5, pad_to_capacity=True),
+        config(aux_loss_coeff=0.5, z_loss_coeff=0.25, expert_bias=True),
+        config(score_function="softmax", num_groups=2, group_topk=1),
+    ],
+    ids=str,
+)
+def test_the_layer_is_the_references_forward_and_backward(how, options):
+    module, x = layer(how, **options), normal(7, HIDDEN).requires_grad_()
+    leaves, cotangent = [x, *module.parameters()], normal(7, HIDDEN, seed=1)
+    wanted, out = reference(module, x).output[0], module(x)
+    assert_close(out, wanted)
+    for got, right in zip(*(torch.autograd.grad(y, leaves, cotangent) for y in (out, wanted)), strict=True):
+        assert_close(got, right)
+
+
+def test_the_layer_quantises_as_the_reference():
+    module, x = layer(config(recipe=Recipe("current"))), normal(7, HIDDEN)
+    plain = layer()
+    assert_close(module(x), reference(module, x).output[0])
+    assert not torch.allclose(module(x), plain(x))
+
+
+@pytest.mark.parametrize(
+    "router",
+    [{}, {"capacity_factor": 0.5}, {"capacity_factor": 3.0, "pad_to_capacity": True}, {"aux_loss_coeff": 0.5}],
+    ids=str,
+)
+def test_no_stage_of_one_rank_waits_for_the_device(router, monkeypatch):
+    module, x = layer(config(expert_bias=True, **router), **EVERYTHING), normal(7, HIDDEN).requires_grad_()
+    seen = record_reads(monkeypatch)
+    module(x).sum().backward()
+    assert seen == []
+    moe_fast.permute(x, torch.ones(7, EXPERTS, dtype=torch.bool))  # its number of rows is not given
+    assert len(seen) == 1
+
+
+def test_a_sequence_first_input_keeps_its_shape_and_an_empty_one_has_no_rows():
+    module, x = layer(), normal(6, HIDDEN)
+    assert_close(module(x.reshape(3, 2, HIDDEN)), module(x).reshape(3, 2, HIDDEN))
+    assert module(x[:0]).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_learns_a_linear_map(dtype):
+    how = config(aux_loss_coeff=1e-3, expert_bias=True)
+    module = layer(how, dtype=dtype, shared_width=4)
+    x, matrix = normal(24, HIDDEN, dtype=dtype), normal(HIDDEN, HIDDEN, seed=1, dtype=dtype) / HIDDEN**0.5
+    optimizer, losses = torch.optim.Adam(module.parameters(), lr=0.02), []
+    for _ in range(12):
+        loss = (module(x) - x @ matrix).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        module.finish_batch()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in module.parameters())
+    assert module.router.expert_bias.any() and module.losses.aux_loss is not None
+
+
+def test_the_state_counts_in_training_alone_and_keeps_its_dtypes():
+    module, x = layer(config(expert_bias=True)).bfloat16(), normal(6, HIDDEN, dtype=torch.bfloat16)
+    module(x)
+    assert module.router.tokens_per_expert.sum() == 12
+    module.eval()(x)
+    with torch.no_grad():
+        module.train()(x)
+    assert module.router.tokens_per_expert.sum() == 12
+    module.finish_batch()
+    assert not module.router.tokens_per_expert.any()
+    assert module.router.expert_bias.dtype == torch.float32
+    assert module.router.tokens_per_expert.dtype == torch.int64
+
+
+NAMES = ["router.weight", "router.expert_bias", "experts.linear_fc1.weight", "experts.linear_fc2.weight"]
+NAMES += ["fc1_latent_proj.weight", "fc2_latent_proj.weight"]
+NAMES += [f"shared_experts.{name}" for name in ("gate_weight", "linear_fc1.weight", "linear_fc2.weight")]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_saved_layer_has_megatrons_names_and_loads_into_both_forms(packed):
+    module = layer(config(expert_bias=True), packed=packed, **EVERYTHING)
+    saved = module.state_dict()
+    grouped = [name for name in NAMES if "experts.linear" in name and "shared" not in name]
+    by_expert = [f"{name}{i}" for name in grouped for i in range(EXPERTS)]
+    assert set(saved) == set(NAMES) - {*(() if packed else grouped)} | {*(() if packed else by_expert)}
+    shapes = {"experts.linear_fc1.weight": (2 * WIDTH, 4), "experts.linear_fc2.weight": (4, WIDTH)}
+    for name, shape in shapes.items():
+        assert tuple(saved[name if packed else f"{name}0"].shape) == ((EXPERTS, *shape) if packed else shape)
+    for other in (True, False):
+        loaded = layer(config(expert_bias=True), seed=1, packed=other, **EVERYTHING)
+        assert not torch.equal(loaded.experts.linear_fc1.weight, module.experts.linear_fc1.weight)
+        loaded.load_state_dict(saved)
+        assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True))
+
+
+def test_a_missing_expert_is_named():
+    saved = layer(packed=False).state_dict()
+    del saved["experts.linear_fc1.weight2"]
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*experts.linear_fc1.weight"):
+        layer().load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("how", "x", "reason"),
+    [
+        (config(sinkhorn=True, score_function="softmax", topk=1), torch.zeros(2, HIDDEN), "sinkhorn"),
+        (config(), torch.zeros(2, HIDDEN, dtype=torch.complex64), "dtype"),
+        (config(), torch.zeros(2, HIDDEN), None),
+    ],
+    ids=["sinkhorn", "complex", "supported"],
+)
+def test_what_has_no_kernel_is_declared(how, x, reason):
+    told = moe_fast.supports("moe_layer", x=x, parameters=layer().layer_parameters, config=how)
+    assert (reason in told) if reason else told is None

@@ -1,0 +1,163 @@
+"""The layer's contract: its values are the reference's, its bounds are narrow, its cases decide."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import moe_ref
+from conformance.catalogue import CONTRACTS
+from conformance.core.space import Space
+from conformance.engine.choose.draw import drawn, strategy
+from conformance.families.layer.cases import (
+    LayerCase,
+    config_of_layer,
+    expert_bias_of,
+    logits_of_rows,
+    margins,
+    parameters_of,
+    router_weight_of,
+    tokens_of,
+)
+from conformance.interface import load
+from moe_ref.config import LayerParameters, split_experts
+from tests.common.suite import outcome_of
+
+LAYER = CONTRACTS["moe_layer"]
+SMALL = {"tokens": 7, "hidden": 6, "width": 5, "experts": 4, "topk": 2}
+RANKED = ["allgather", "alltoall", "deepep", "hybridep"]
+
+
+def case(**fields) -> LayerCase:
+    one = LayerCase(function="moe_layer", **SMALL | fields)
+    assert LAYER.signature.fits(one) is None
+    return one
+
+
+def with_gradients(one: LayerCase) -> LayerCase:
+    return replace(one, grads=LAYER.signature.all_gradients(one))
+
+
+def some_cases(count: int, seed: int = 3, ranks: int = 1) -> list[LayerCase]:
+    return [one for one in drawn(strategy("moe_layer", Space(ranks=ranks)), seed, count) if not one.golden]
+
+
+def in_float64(one: LayerCase) -> dict[str, Tensor]:
+    """The reference's output and gradients of all ranks, by the float64 values of the inputs."""
+    parameters, config, bias = parameters_of(one), config_of_layer(one), expert_bias_of(one)
+    x = tokens_of(one, parameters, bias)
+    leaves = {name: y.double().requires_grad_() for name, y in ({"x": x} | parameters).items()}
+    counts = list(one.counts) or [one.tokens]
+    p = LayerParameters(**{name: y for name, y in leaves.items() if name != "x"})
+    state = moe_ref.new_state(config.router)._replace(**({"expert_bias": bias} if one.bias else {}))
+    settings = {"training": not one.evaluation, "batch_size": one.sequences}
+    ranks = len(counts)
+    out = moe_ref.moe_layer(
+        leaves["x"].split(counts), split_experts(p, ranks), config, states=[state] * ranks, **settings
+    )
+    output = torch.cat(list(out.output))
+    cotangents = torch.cat([call.cotangents["output"] for call in LAYER.calls(one)]).double()
+    gradients = torch.autograd.grad(output, list(leaves.values()), cotangents, allow_unused=True)
+    named = {f"d_{name}": g for name, g in zip(leaves, gradients, strict=True) if g is not None}
+    return {"output": output.detach()} | named
+
+
+@pytest.mark.parametrize("counts", [(), (4, 3), (3, 0, 4)], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"latent": 3, "shared": 2, "gate": True, "router_bias": True},
+        {"losses": "aux+seq+global+z", "bias": True, "dispatcher": "allgather"},
+        {"capacity": 2, "kind": "geglu", "score": "softmax", "dispatcher": "deepep"},
+        {"on_input": True, "groups": 2, "group_topk": 1, "dispatcher": "hybridep", "kind": "squared_relu"},
+    ],
+    ids=str,
+)
+def test_the_expected_values_are_the_references_in_float64(fields, counts):
+    one = with_gradients(case(**fields, counts=counts, experts=6 if len(counts) == 3 else 4))
+    right = LAYER.right(one, LAYER.calls(one), {})
+    whole = in_float64(one)
+    for name, wanted in whole.items():
+        parts = [rank[name].value for rank in right]
+        per_rank = name in ("output", "d_x", "d_fc1_weight", "d_fc2_weight")
+        assert_close(torch.cat(parts) if per_rank else sum(parts), wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_the_bounds_of_float32_are_some_units_in_the_last_place_and_no_output_is_unchecked():
+    for one in some_cases(25):
+        one = with_gradients(replace(one, dtype="float32", recipe="", align=0, law=""))
+        right = LAYER.expected(one, LAYER.problem(one), {})
+        for name in ("output", "d_fc1_weight", "d_fc2_weight") if right else ():
+            bound, size = right[name].bound, right[name].value.abs()
+            assert bound.isfinite().all()
+            assert bound.median() <= 2**-10 * max(float(size.median()), 2**-10)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("hidden", [1, 6, 64, 512])
+def test_logits_are_exact_in_any_order(hidden, dtype):
+    one = case(hidden=hidden, dtype=dtype, tokens=9)
+    weight, x = router_weight_of(one), tokens_of(one, parameters_of(one), expert_bias_of(one))
+    right = logits_of_rows(x, weight, None, torch.float64)
+    assert weight.any()
+    for order in (torch.arange(hidden), torch.arange(hidden).flip(0), torch.randperm(hidden)):
+        sums = torch.zeros(right.shape)
+        for h in order.tolist():
+            sums = sums + x[:, h : h + 1].float() * weight[None, :, h].float()
+        assert torch.equal(sums.double(), right)
+
+
+def test_cases_seldom_have_choices_that_rounding_decides():
+    cases = some_cases(150, seed=5)
+    open_ = [one for one in cases if not LAYER.expected(one, LAYER.problem(one), {})]
+    assert len(open_) <= 0.03 * len(cases)
+
+
+def test_a_margin_is_the_least_difference_that_changes_a_choice():
+    config = config_of_layer(case(score="softmax")).router
+    logits = torch.tensor([[3.0, 2.0, 1.5, 0.0], [1.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
+    assert margins(logits, config, torch.zeros(4)).tolist() == [0.5, 0.0]
+    biased = config_of_layer(case(bias=True)).router
+    assert margins(torch.zeros(1, 4).double(), biased, torch.tensor([0.3, 0.2, 0.1, 0.0])).tolist() == [0.0]
+    grouped = config_of_layer(case(score="softmax", groups=2, group_topk=1)).router
+    # groups {0, 1} and {2, 3}: best pairs 5 and 4.5; in the group nothing is left to choose
+    assert margins(torch.tensor([[3.0, 2.0, 4.5, 0.0]]).double(), grouped, torch.zeros(4)).tolist() == [0.5]
+
+
+def namespace(**others) -> SimpleNamespace:
+    right = load("moe_ref").namespace
+    names = ("moe_layer", "new_state", "state_tensors", "state_from")
+    return SimpleNamespace(**{name: getattr(right, name) for name in names} | others)
+
+
+def test_a_layer_in_float64_is_accepted_where_logits_are_exact():
+    right = load("moe_ref").namespace.moe_layer
+
+    def wide(x, parameters, config, **settings):
+        wider = LayerParameters(*(None if y is None else y.double() for y in parameters))
+        out = right(x.double(), wider, config, **settings)
+        routed = out.routed._replace(probs=out.routed.probs.float())
+        losses = {name: loss.float() for name, loss in out.routed.losses._asdict().items() if loss is not None}
+        routed = routed._replace(losses=routed.losses._replace(**losses))
+        return out._replace(output=out.output.float(), routed=routed)
+
+    for one in some_cases(20, seed=8):
+        plain = replace(one, dtype="float32", recipe="", align=0, law="", layout="contiguous", layout_of="")
+        outcome = outcome_of(plain, namespace(moe_layer=wide))
+        assert outcome.status in ("PASS", "UNINFORMATIVE"), (plain.text, outcome.finding)
+
+
+@pytest.mark.parametrize("fields", [{}, {"latent": 3, "shared": 2}, {"dtype": "bfloat16"}], ids=str)
+def test_one_expert_that_is_an_eighth_too_large_is_found(fields):
+    right = load("moe_ref").namespace.moe_layer
+
+    def wrong(x, parameters, config, **settings):
+        scale = torch.ones(len(parameters.fc2_weight), 1, 1, dtype=x.dtype)
+        scale[0] = 1.125 if x.dtype == torch.float32 else 2
+        return right(x, parameters._replace(fc2_weight=parameters.fc2_weight * scale), config, **settings)
+
+    assert outcome_of(case(**fields), namespace()).status == "PASS"
+    assert outcome_of(case(**fields), namespace(moe_layer=wrong)).status == "FAIL"
