@@ -158,7 +158,7 @@ def asked(transport, status="PASS"):
         patch.setattr(child, "evaluate", lambda *_: outcome)
         case = CONTRACTS["permute"].case_type(function="permute")
         implementation = Implementation(SimpleNamespace(transport=transport))
-        return child._answer(case, implementation, "cpu", RankContext(0, 2))
+        return child._answer(case, implementation, "cpu", RankContext(0, 2), scores=False)
 
 
 def test_a_transport_is_text():
