@@ -12,8 +12,9 @@ from conformance.core.shared_out_laws import ONE_PROCESS
 from conformance.engine.child.evaluate import evaluate
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.experts.laws import ordinary
+from conformance.families.layer.cases import LayerCase
 from conformance.families.permutation.cases import RoutingCase
-from conformance.interface import Implementation
+from conformance.interface import Implementation, load
 from tests.common.suite import outcome_of, wrapped
 from tests.core.call_twins import CALL_TWINS
 from tests.core.law_twins import (
@@ -246,11 +247,15 @@ CALLS = [
 ]
 
 
+LAYER = LayerCase(function="moe_layer", tokens=7, hidden=6, width=5, experts=4, topk=2)
+CALLS += [LAYER, replace(LAYER, grads="x+router_weight+fc1_weight+fc2_weight")]
+
+
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: f"{case.function}-{case.id}")
 def test_the_reference_keeps_every_law(case):
     for law in ON_A_CPU[case.function]:
         if law.applies(case):
-            outcome = outcome_of(replace(case, law=law.name), moe_ref)
+            outcome = outcome_of(replace(case, law=law.name), load("moe_ref").namespace)
             assert outcome.status in ("PASS", "UNINFORMATIVE"), (law.name, outcome)
 
 

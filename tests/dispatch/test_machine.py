@@ -8,12 +8,16 @@ import pytest
 from conformance.core.case import CaseError, case_from
 from conformance.core.space import Space
 from conformance.engine.choose.draw import drawn, scope_of
+from conformance.engine.choose.plan import Section
+from conformance.engine.choose.plan import cases_of as cases_of_section
+from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.reduction import reduce
 from tests.common.fast import interpreted
 from tests.common.machines import cases_of
 
+DISPATCHES = ("allgather_dispatch", "alltoall_dispatch", "deepep_dispatch", "hybridep_dispatch")
 REFERENCE = "conformance.peers.reference_world"
 
 
@@ -27,7 +31,7 @@ def started(implementation: str) -> Iterator[Pool]:
 @pytest.mark.parametrize(
     ("function", "implementation"),
     [
-        *((f"{name}_dispatch", REFERENCE) for name in ("allgather", "alltoall", "deepep", "hybridep")),
+        *((name, REFERENCE) for name in DISPATCHES),
         pytest.param("hybridep_dispatch", "moe_fast", marks=interpreted),
         pytest.param("deepep_dispatch", "moe_fast", marks=interpreted),
     ],
@@ -58,9 +62,12 @@ def test_a_handle_that_goes_wrong_is_found_and_shrinks_to_a_short_sequence(defec
     assert len(shortest.journey.split("+")) <= most, shortest.text
 
 
-def test_no_drawn_case_is_a_sequence():
-    scope = scope_of("alltoall_dispatch", Space())
-    assert {case.journey for case in [*drawn(scope.drawn(), 0, 30), *scope.covering().cases, *scope.always()]} == {""}
+@pytest.mark.parametrize("function", DISPATCHES)
+def test_one_chosen_case_is_a_sequence_and_no_drawn_one(function):
+    scope = scope_of(function, Space())
+    assert {case.journey for case in drawn(scope.drawn(), 0, 30)} == {""}
+    chosen = cases_of_section(Section("covering", function), PROFILES["gate"], Space(ranks=2), 0)
+    assert {case.law for case in chosen if case.journey} == {"sequence"}
 
 
 @pytest.mark.parametrize(

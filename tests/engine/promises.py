@@ -5,6 +5,7 @@ import torch
 from conformance.catalogue import CONTRACTS
 from conformance.core.space import DTYPES, LAYOUTS, LOGIT_DTYPES, MAP_DTYPES, MOVED_DTYPES, POISONS
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
+from conformance.families.dispatch.laws_sequences import SEQUENCE
 from conformance.families.permutation.cases import SPREADS, indices, routed
 from conformance.families.router.cases import logits_of, map_of, padding_of
 from conformance.families.router.cases_route import LOSSES, STEPS
@@ -168,11 +169,15 @@ LAYOUTS_OF["deepep_low_latency_combine"] = (*LAYOUTS, *FAR)
 LAYOUTS_OF |= dict.fromkeys((*GROUPED, *QUANTIZED, *MLPS), (*LAYOUTS, *FAR, "expanded"))
 
 
+def laws_of_draws(function: str) -> list[str]:
+    """Laws of any device; sequences of calls are chosen, or grown by a machine, and never drawn."""
+    return [law.name for law in CONTRACTS[function].laws.values() if not law.device and law is not SEQUENCE]
+
+
 def everywhere(function: str) -> dict:
     """What every function's draws must reach: laws, poisons, layouts, dtypes, gradients."""
-    laws = [law.name for law in CONTRACTS[function].laws.values() if not law.device]
     layouts = LAYOUTS_OF.get(function, (*LAYOUTS, *WIDE, *(("expanded",) if function in EXPANDED else ())))
-    found = {f"law {law}": lambda c, law=law: c.law == law for law in laws}
+    found = {f"law {law}": lambda c, law=law: c.law == law for law in laws_of_draws(function)}
     found |= {f"poison {poison}": lambda c, poison=poison: c.poison == poison for poison in POISONS}
     found |= {f"layout {layout}": lambda c, layout=layout: c.layout == layout for layout in layouts}
     found |= {f"dtype {dtype}": lambda c, dtype=dtype: c.dtype == dtype for dtype in DTYPES_OF.get(function, DTYPES)}

@@ -13,7 +13,7 @@ from conformance.engine.choose.draw import drawn, far_cases, run_seed, strategy
 from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
 from tests.engine.drawn_cases import FUNCTIONS, STEPPED, draws
-from tests.engine.promises import everywhere
+from tests.engine.promises import everywhere, laws_of_draws
 from tests.engine.promises_of_functions import PROMISES
 
 
@@ -39,9 +39,7 @@ def test_draws_that_are_held_back_are_missed(function):
         **({} if function in STEPPED else {"layout": "contiguous", "layout_of": ""}),
     )
     assert "poison max" in unreached(function, [plain])
-    assert {f"law {law.name}" for law in CONTRACTS[function].laws.values() if not law.device} <= set(
-        unreached(function, [plain])
-    )
+    assert {f"law {law}" for law in laws_of_draws(function)} <= set(unreached(function, [plain]))
 
 
 # ---- what they depend on

@@ -25,6 +25,10 @@ ROOMS: dict[str, list[Changes]] = {
 }
 # settings that fix all sizes
 SIZED = {"alltoall": {"capacity": 2}, "deepep": {"slack": 2}, "hybridep": {"slack": -1}}
+SEQUENCES = {  # the calls of a case of the law `sequence`; the machine of handles grows others
+    **dict.fromkeys(("allgather_dispatch", "alltoall_dispatch"), "send+send+first+back+first"),
+    **dict.fromkeys(("deepep_dispatch", "hybridep_dispatch"), "send+again+send+first+wider+back"),
+}
 
 
 def dispatcher_of(scope: Scope) -> str:
@@ -173,7 +177,11 @@ def law_cases(scope: Scope, others: list[Case]) -> list[Case]:
     counts = (3, 2)[: scope.space.ranks]
     some: Changes = {"counts": counts, "local_experts": 2, "topk": 2, "hidden": 3, "values": "integers", "seed": 1}
     plain = scope.mended(scope.case(some | {"probs": "float32"}))
-    changes: tuple[Changes, ...] = ({}, SIZED.get(plain.dispatcher, {}), {"grads": scope.signature.gradients[0]})
+    sequence = {"journey": SEQUENCES.get(scope.function, "")}
+    changes: tuple[Changes, ...] = (
+        *({}, SIZED.get(plain.dispatcher, {})),
+        *({"grads": scope.signature.gradients[0]}, sequence),
+    )
     asked = {
         case.law
         for case in others
