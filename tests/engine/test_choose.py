@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
 from conformance.engine.choose.draw import drawn, far_cases, run_seed, strategy
 from conformance.engine.choose.plan import Section, cases_of
