@@ -26,9 +26,12 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import date
 from functools import partial
+from itertools import repeat
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -37,7 +40,7 @@ from torch import Tensor
 
 from conformance.judge import bound
 from conformance.judge import ratios as ratio_rules
-from conformance.judge.bound import HOPPER_FP8, Accumulator, contraction_bound, sum_bound
+from conformance.judge.bound import HOPPER_FP8, Accumulator, accumulating, contraction_bound
 from conformance.judge.ratios import CALIBRATION, Limits, RowWise, row_wise
 from tests.judge.tolerance_experiment import ORDERS, REGIMES, Kernel, contraction, layer, truth
 from tests.judge.tolerance_fp8 import BlockKernel, ScaledFirst, block_truth, blocks
@@ -48,6 +51,7 @@ ALPHA, CASES = 1e-6, 100_000
 EULER, VARIANCE = 0.5772156649015329, math.pi**2 / 6  # of the standard Gumbel distribution
 # rows, terms, columns
 SHAPES = ((256, 512, 64), (64, 96, 256), (2048, 256, 4), (8192, 128, 1), (32, 2048, 160), (128, 33, 128))
+LONG_SHAPES = ((64, 2048, 64), (64, 16384, 64), (64, 65536, 64))  # of 16 bits into float32
 SCALED_SHAPES = ((128, 64, 64), (128, 480, 64), (64, 2048, 64), (64, 7168, 64))  # FP8: 16 | each
 WHOLE_PRODUCT = "one product"
 
@@ -70,23 +74,49 @@ def products(device: str, dtype: torch.dtype, shape: tuple[int, int, int], runs:
         b = torch.from_numpy(source.standard_normal((columns, terms)) / terms**0.5).to(dtype)
         expected = expected_product(a, b, contraction(a.float(), b.float(), WHOLE_PRODUCT).to(dtype))
         order = variants[run % len(variants)]
-        yield order, ratios(expected, product(a.to(device), b.to(device), order, source).cpu())
+        yield order, ratios(expected, product(a.to(device), b.to(device), order, source, dtype).cpu())
+
+
+def long_products(
+    device: str, dtype: torch.dtype, shape: tuple[int, int, int], one_sign: bool, runs: int
+) -> Iterator[Run]:
+    """Factors of 16 bits, a float32 result, many terms: the truncation of a matrix unit shows."""
+    variants = ["blocks of 32", "split 4", "one by one", "native"]
+    rows, terms, columns = shape
+    for run in range(runs * len(variants)):
+        source = np.random.default_rng(run)
+        a, b = (torch.from_numpy(signed(source, n, terms, one_sign)).to(dtype) for n in (rows, columns))
+        expected = expected_product(a, b, contraction(a.float(), b.float(), WHOLE_PRODUCT))
+        order = variants[run % len(variants)]
+        yield order, ratios(expected, product(a.to(device), b.to(device), order, source, torch.float32).cpu())
+
+
+def signed(source: np.random.Generator, rows: int, terms: int, one_sign: bool) -> np.ndarray:
+    """Normal numbers; of one sign, the errors of truncated terms add up."""
+    x = source.standard_normal((rows, terms))
+    return np.abs(x) if one_sign else x
 
 
 def expected_product(a_MK: Tensor, b_NK: Tensor, reference_MN: Tensor) -> RowWise:
-    left, right = a_MK.double(), b_NK.double().T
-    magnitude = left.abs() @ right.abs()
-    bounded = sum_bound(left @ right, magnitude, a_MK.shape[1], a_MK.dtype, torch.float32)
-    return ratio_judged(row_wise(bounded, reference_MN, magnitude, a_MK.shape[1], limits=Limits(**LEAST)))
+    left, right, terms = a_MK.double(), b_NK.double().T, a_MK.shape[1]
+    magnitude, accumulator = left.abs() @ right.abs(), accumulating(torch.float32, a_MK.dtype)
+    bounded = contraction_bound(left @ right, magnitude, terms, reference_MN.dtype, accumulator)
+    return ratio_judged(
+        row_wise(bounded, reference_MN, magnitude, terms, accumulator=accumulator, limits=Limits(**LEAST))
+    )
 
 
-def product(a_MK: Tensor, b_NK: Tensor, order: str, source: np.random.Generator) -> Tensor:
-    if order == "native":
+def product(a_MK: Tensor, b_NK: Tensor, order: str, source: np.random.Generator, dtype: torch.dtype) -> Tensor:
+    if order == "native" and dtype == a_MK.dtype:
         return a_MK @ b_NK.T
+    if order == "native" and a_MK.is_cuda:
+        return torch.mm(a_MK, b_NK.T, out_dtype=dtype)
+    if order == "native":
+        return a_MK.to(dtype) @ b_NK.T.to(dtype)
     if order == "shuffled":
         places = torch.from_numpy(source.permutation(a_MK.shape[1])).to(a_MK.device)
-        return contraction(a_MK[:, places].float(), b_NK[:, places].float(), "blocks of 32").to(a_MK.dtype)
-    return contraction(a_MK.float(), b_NK.float(), order).to(a_MK.dtype)
+        return contraction(a_MK[:, places].float(), b_NK[:, places].float(), "blocks of 32").to(dtype)
+    return contraction(a_MK.float(), b_NK.float(), order).to(dtype)
 
 
 def grouped(device: str, dtype: torch.dtype, runs: int) -> Iterator[Run]:
@@ -104,7 +134,7 @@ def grouped(device: str, dtype: torch.dtype, runs: int) -> Iterator[Run]:
             yield f"{terms} terms", ratios(expected_product(a[rows], b[expert], reference), result[rows])
 
 
-def scaled_products(device: str, shape: tuple[int, int, int], runs: int) -> Iterator[Run]:
+def scaled_products(device: str, shape: tuple[int, int, int], one_sign: bool, runs: int) -> Iterator[Run]:
     """One contraction of E4M3 codes with one scale per factor, by torch and in several orders.
 
     use_fast_accum stays False: True never promotes, which exceeds HOPPER_FP8 from 128 terms on.
@@ -115,7 +145,7 @@ def scaled_products(device: str, shape: tuple[int, int, int], runs: int) -> Iter
     for run in range(runs * len(variants)):
         source = np.random.default_rng(run)
         scale = np.exp2(source.integers(-3, 4, (rows, 1))) if run // len(variants) % 3 == 0 else 1.0
-        numbers = source.standard_normal((rows, terms)) * scale, source.standard_normal((columns, terms))
+        numbers = signed(source, rows, terms, one_sign) * scale, signed(source, columns, terms, one_sign)
         (a, scale_a), (b, scale_b) = (scaled_codes(torch.from_numpy(x).float()) for x in numbers)
         variant, (order, dtype) = list(variants.items())[run % len(variants)]
         expected = expected_scaled_product(a, b, scale_a * scale_b, dtype)
@@ -182,6 +212,13 @@ def kinds(device: str) -> dict[str, Callable[[int], Iterator[Run]]]:
         for name, dtype in names.items()
         for shape in SHAPES
     }
+    signs = {"": False, ", one sign": True}
+    out |= {
+        f"{name} {'×'.join(map(str, shape))} into fp32{sign}": partial(long_products, device, names[name], shape, one)
+        for name in ("bf16", "fp16")
+        for shape in LONG_SHAPES
+        for sign, one in signs.items()
+    }
     if device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -190,7 +227,9 @@ def kinds(device: str) -> dict[str, Callable[[int], Iterator[Run]]]:
             out["bf16 grouped"] = partial(grouped, device, torch.bfloat16)
         if torch.cuda.get_device_capability()[0] == 9:  # HOPPER_FP8 models this one only
             out |= {
-                f"fp8 {'×'.join(map(str, shape))}": partial(scaled_products, device, shape) for shape in SCALED_SHAPES
+                f"fp8 {'×'.join(map(str, shape))}{sign}": partial(scaled_products, device, shape, one)
+                for shape in SCALED_SHAPES
+                for sign, one in signs.items()
             }
         return out  # the other two are always emulated on the CPU
     return out | {"bf16 experts": experts, "fp8 blocks": block_scaled}
@@ -256,16 +295,10 @@ def digest(record: dict[str, Any]) -> str:
 
 
 def measured(device: str, runs: int) -> dict[str, Any]:
-    """The calibration of this machine."""
-    maxima = {}
-    for kind, draw in kinds(device).items():
-        drawn = list(draw(runs))
-        maxima[kind] = {rule: worst_variant(rule, drawn) for rule in LEAST}
-        shown = ", ".join(
-            f"{rule} {moments['largest']:.4g} (needs {limit_of(moments, ALPHA, CASES):.4g})"
-            for rule, moments in maxima[kind].items()
-        )
-        print(f"{kind}: worst variants of {len(drawn)} runs: {shown}", flush=True)
+    """The calibration of this machine: one kind of contraction per process."""
+    names = list(kinds(device))
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:
+        maxima = dict(zip(names, processes.map(maxima_of, names, repeat(device), repeat(runs)), strict=True))
     return {
         "hardware": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {cpu_name()}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
@@ -274,6 +307,19 @@ def measured(device: str, runs: int) -> dict[str, Any]:
         "judged_with": judged_with(),
         "maxima": maxima,
     }
+
+
+def maxima_of(kind: str, device: str, runs: int) -> dict[str, Any]:
+    """The worst variant of one kind of contraction, per rule."""
+    torch.set_num_threads(1)  # the products are small
+    drawn = list(kinds(device)[kind](runs))
+    maxima = {rule: worst_variant(rule, drawn) for rule in LEAST}
+    shown = ", ".join(
+        f"{rule} {moments['largest']:.4g} (needs {limit_of(moments, ALPHA, CASES):.4g})"
+        for rule, moments in maxima.items()
+    )
+    print(f"{kind}: worst variants of {len(drawn)} runs: {shown}", flush=True)
+    return maxima
 
 
 def cpu_name() -> str:
@@ -291,10 +337,10 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=24, help="runs per variant and kind of contraction")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the products are small
     calibration = measured(options.device, options.runs)
     before = json.loads(CALIBRATION.read_text())["calibrations"] if CALIBRATION.exists() else []
-    calibrations = [other for other in before if other["hardware"] != calibration["hardware"]] + [calibration]
+    others = [other for other in before if other["hardware"] != calibration["hardware"]]
+    calibrations = [*others, calibration]
     record: dict[str, Any] = {"alpha": ALPHA, "cases": CASES, "least": LEAST, "calibrations": calibrations}
     record["limits"] = limits_of(record)
     record["digest"] = digest(record)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conformance.analysis.quantizer import Decoded, Quantizer, transformed
 from conformance.analysis.running import Running
-from conformance.judge.bound import FLOAT32, ROUNDOFF, Accumulator
+from conformance.judge.bound import FLOAT32, MATRIX_UNIT, ROUNDOFF, Accumulator
 from conformance.judge.ranges import Interval
 from moe_ref.config import Operand, Recipe
 from moe_ref.quantization.quantize import quantize, turned
@@ -55,7 +55,7 @@ class ProductPrecision:
     @property
     def sums(self) -> Accumulator:
         """The accumulator of sums other than products of codes."""
-        return FLOAT32 if self.accumulator.block else self.accumulator
+        return MATRIX_UNIT if self.accumulator.block else self.accumulator
 
     @property
     def roundings(self) -> int:

@@ -24,7 +24,7 @@ from conformance.analysis.mlp_layers import LowLayer
 from conformance.analysis.products import Product, expert_slices, experts_of_rows
 from conformance.analysis.running import Running, contracted
 from conformance.judge import Bounded
-from conformance.judge.bound import Accumulator
+from conformance.judge.bound import Accumulator, accumulating
 from moe_ref.config import PLAIN
 
 Contraction = tuple[Running, Product]
@@ -111,7 +111,7 @@ class Call:
 
     @property
     def accumulator(self) -> Accumulator:
-        return Accumulator(unit=torch.finfo(self.sums).eps / 2)
+        return accumulating(self.sums, self.rows_PH.dtype if self.low is None else torch.float8_e4m3fn)
 
     def of_rows(self, x_L: Tensor) -> Tensor:
         """The entry of each row's expert."""

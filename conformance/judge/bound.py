@@ -121,6 +121,8 @@ class Accumulator:
     block: int | None = None
     # typical error in units: 1/√3 if uniform; 1 where n does not count every rounding
     spread: float = 1.0
+    # error towards zero in units per product, where products are truncated before they are added
+    drift: float = 0.0
 
     def worst(self, terms: int) -> float:
         """γ: the worst error of a sum of `terms` products, relative to Σ|terms|."""
@@ -131,10 +133,15 @@ class Accumulator:
         """α: √n·u·spread, the size of n independent errors relative to a sum without cancellation.
 
         A sequential float32 sum reaches a third of α. A matrix unit reaches α where one product
-        outweighs the others, which are truncated at its last place.
+        outweighs the others, which are truncated at its last place. Errors of truncation have one
+        sign, so they add up to n·u·drift.
         """
         in_block, promoted = self._steps(terms)
-        return math.hypot(math.sqrt(in_block) * self.unit * self.spread, math.sqrt(promoted) * ROUNDOFF[torch.float32])
+        return math.hypot(
+            math.sqrt(in_block) * self.unit * self.spread,
+            in_block * self.unit * self.drift,
+            math.sqrt(promoted) * ROUNDOFF[torch.float32],
+        )
 
     def _steps(self, terms: int) -> tuple[int, int]:
         """Products per block, and roundings of the sum of blocks (one addition, two scalings)."""
@@ -143,8 +150,16 @@ class Accumulator:
 
 
 FLOAT32 = Accumulator()
+# float32 sums of products of 16 or 8 bits; positive products reach n·u/9 on Hopper
+MATRIX_UNIT = Accumulator(drift=1 / 8)
 # 14 bits, truncated; promoted every 128 products: DeepSeek-V3 report, 3.3.2
 HOPPER_FP8 = Accumulator(unit=2.0**-13, block=128, spread=3**-0.5)
+
+
+def accumulating(sums: torch.dtype, factors: torch.dtype) -> Accumulator:
+    """The accumulator of products of two numbers of dtype `factors` that are added in `sums`."""
+    on_matrix_unit = sums == torch.float32 and factors.itemsize <= 2
+    return MATRIX_UNIT if on_matrix_unit else Accumulator(unit=ROUNDOFF[sums])
 
 
 def contraction_bound(

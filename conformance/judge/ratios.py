@@ -228,7 +228,8 @@ class RowWise(Bounded):
     def _bias(self, got: Errors, reference: Errors) -> list[Measure]:
         """Per group, the mean error away from zero, and upwards, over its allowance.
 
-        Allowance: slack + noise + standard errors + the reference's mean error. At a tie the
+        Allowance: slack + noise + standard errors + the reference's mean error. The noise α is at
+        most α/u ulps, because an ulp is u to 2u of its number. At a tie the
         accumulator's last bit decides, for all elements of a regular input in the same way: ties
         count with the reference's error.
         """
@@ -247,7 +248,7 @@ class RowWise(Bounded):
             for direction, towards in (("away from zero", sign[members]), ("upwards", torch.ones(()))):
                 mean, spread = _mean_and_error(ulps_JM[members] * towards)
                 usual, _ = _mean_and_error(reference.ulps_JM[members] * towards)
-                allowed = SLACK + DEVIATIONS * spread + abs(usual) + self.noise / (2 * ROUNDOFF[self.dtype])
+                allowed = SLACK + DEVIATIONS * spread + abs(usual) + self.noise / ROUNDOFF[self.dtype]
                 where = "" if self.groups is None else f"group {group}: "
                 place = f"{where}a mean error of {mean:.3g} ulp {direction},"
                 first = int(members[0])

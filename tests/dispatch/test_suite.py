@@ -27,6 +27,7 @@ from conformance.families.dispatch.cases import (
 )
 from conformance.families.dispatch.dispatcher import together
 from conformance.families.dispatch.low_latency import COUNT, judged, order_of
+from conformance.families.dispatch.space import SEQUENCES
 from conformance.families.dispatch.trees import Tree, flat, tree_bound
 from conformance.judge import judge
 
@@ -69,6 +70,7 @@ def test_the_reference_keeps_every_law(function, world):
     some = [
         plain(function, values="integers"),
         plain(function, values="integers", counts=(2, 2), grads=main_of(function)),
+        plain(function, values="integers", journey=SEQUENCES.get(function, "")),
     ]
     laws = [law for law in CONTRACTS[function].laws.values() if not law.device]
     asked = [(law.name, replace(case, law=law.name)) for law in laws for case in some if law.applies(case)]

@@ -26,11 +26,11 @@ from conformance.families.experts.precision import (
     fits,
     state_tensors,
 )
-from conformance.families.experts.space_recipes import FACTORS
+from conformance.families.experts.space_recipes import FACTORS, SCOPED
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from conformance.interface import Implementation, load
 from conformance.judge import Bounded
-from conformance.judge.bound import FLOAT32, HOPPER_FP8
+from conformance.judge.bound import HOPPER_FP8, MATRIX_UNIT, Accumulator
 from conformance.judge.ranges import Interval
 from conformance.judge.ratios import RowWise
 from moe_ref.config import Recipe
@@ -237,7 +237,7 @@ def test_an_overridden_gradient_is_added_in_float32_whatever_is_declared_of_fp8(
     for way, right in ((Way(), "PASS"), (Way(overridden=of_fourteen_bits), "FAIL")):
         assert outcome_of(case, declaring(way, accumulator="hopper_fp8")).status == right
     how = precision_of_case(case, {"accumulator": "hopper_fp8"})
-    assert (how.of("fprop"), how.of("wgrad").accumulator, how.of("wgrad").roundings) == (how, FLOAT32, 0)
+    assert (how.of("fprop"), how.of("wgrad").accumulator, how.of("wgrad").roundings) == (how, MATRIX_UNIT, 0)
 
 
 def test_sums_of_14_bits_of_mxfp8_are_wrong_whatever_is_declared_of_fp8():
@@ -249,11 +249,12 @@ def test_sums_of_14_bits_of_mxfp8_are_wrong_whatever_is_declared_of_fp8():
 
 def test_mxfp8_nvfp4_and_high_precision_are_added_in_float32_whatever_is_declared_of_fp8():
     declared = {"accumulator": "hopper_fp8"}
-    assert precision_of_case(replace(WGRAD, **SMALL), declared).accumulator == FLOAT32
-    assert precision_of_case(replace(WGRAD, **FOUR), declared).accumulator == FLOAT32
-    assert precision_of_case(replace(WGRAD, scaling="", values="dyadic"), declared).accumulator == FLOAT32
+    high = replace(WGRAD, scaling="", values="dyadic", dtype="bfloat16")
+    for case in (replace(WGRAD, **SMALL), replace(WGRAD, **FOUR), high):
+        assert precision_of_case(case, declared).accumulator == MATRIX_UNIT
+    assert precision_of_case(replace(high, dtype="float32"), declared).accumulator == Accumulator()
     assert precision_of_case(WGRAD, declared).accumulator == HOPPER_FP8
-    assert precision_of_case(WGRAD, declared).sums == FLOAT32  # of a bias, and of accumulation
+    assert precision_of_case(WGRAD, declared).sums == MATRIX_UNIT  # of a bias, and of accumulation
 
 
 def precision_of_case(case: GroupedCase, declared: dict[str, Any]) -> ProductPrecision:
@@ -387,7 +388,10 @@ def test_the_gate_has_every_recipe_with_every_kind_of_values_and_of_segments(fun
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_gate_of_an_interpreter_has_every_recipe_and_every_value_once(function):
     cases = scope_of(function, Space()).more([])
-    assert {(case.scaling, case.variant) for case in cases if not case.override} == RECIPE_NAMES
+    assert {(case.scaling, case.variant) for case in cases if not case.override} == {
+        *RECIPE_NAMES,
+        (SCOPED["scaling"], SCOPED["variant"]),
+    }
     assert {case.values for case in cases} == {*GROUPED_VALUES, *LOW_VALUES}
     assert {case.dtype for case in cases} == set(LOGIT_DTYPES)
     assert {case.poison for case in cases} == {"nan", "max", "zero"}

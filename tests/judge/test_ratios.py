@@ -9,7 +9,15 @@ from torch import Tensor
 
 from conformance.analysis.running import Running, contracted
 from conformance.judge import Bounded, RowWise, controls, judge
-from conformance.judge.bound import FLOAT32, HOPPER_FP8, Accumulator, contraction_bound, sum_bound
+from conformance.judge.bound import (
+    FLOAT32,
+    HOPPER_FP8,
+    MATRIX_UNIT,
+    Accumulator,
+    accumulating,
+    contraction_bound,
+    sum_bound,
+)
 from conformance.judge.ratios import Limits, row_wise
 from tests.judge.ratio_helpers import COLUMNS, TERMS, expected_of, operands, product
 from tests.judge.tolerance_experiment import ORDERS, contraction, rounded, truncated
@@ -253,6 +261,53 @@ def test_products_that_one_outweighs_may_be_cut_off_where_that_is_declared(decla
         assert (
             max(measure.ratio for measure in expected.measures(got)) > 0.5
         )  # the noise that is forgiven is not far above what is seen
+
+
+LONG = 2048  # terms
+FACTORS_OF_16_BITS = [torch.bfloat16, torch.float16]
+
+
+def long_product(dtype: torch.dtype, accumulator: Accumulator) -> tuple[Tensor, Tensor, RowWise]:
+    """Positive factors of 16 bits, and their float32 product under an accumulator."""
+    a, b = (x.abs() for x in operands(0, 64, LONG, 64, dtype))
+    value = a.double() @ b.double().T
+    bounded = contraction_bound(value, value, LONG, torch.float32, accumulator)
+    expected = row_wise(bounded, (a.float() @ b.float().T), value, LONG, accumulator=accumulator)
+    assert isinstance(expected, RowWise)
+    return a, b, expected
+
+
+def truncated_sum(a: Tensor, b: Tensor, bits: int = 26) -> Tensor:
+    """16 products at a time, cut off `bits` bits below the largest, as a matrix unit adds them.
+
+    26 bits give the errors measured on Hopper: 94 roundoffs for bf16, 213 for fp16.
+    """
+    total = torch.zeros(len(a), len(b))
+    for k in range(0, LONG, 16):
+        terms = (a[:, k : k + 16, None].double() * b[:, k : k + 16].T.double()).float()
+        total = fourteen_bits(total, terms, bits)
+    return total
+
+
+@pytest.mark.parametrize("dtype", FACTORS_OF_16_BITS, ids=str)
+@pytest.mark.parametrize(("accumulator", "accepted"), [(MATRIX_UNIT, True), (FLOAT32, False)], ids=["unit", "float32"])
+def test_long_sums_of_one_sign_may_be_truncated_by_a_matrix_unit_alone(dtype, accumulator, accepted):
+    a, b, expected = long_product(dtype, accumulator)
+    assert (judge("d_weight", expected, truncated_sum(a, b)) is None) == accepted
+
+
+@pytest.mark.parametrize("dtype", FACTORS_OF_16_BITS, ids=str)
+@pytest.mark.parametrize("bits", [21, 11], ids=["21 bits", "tf32"])
+def test_sums_of_fewer_bits_than_float32_are_found_under_a_matrix_unit(dtype, bits):
+    a, b, expected = long_product(dtype, MATRIX_UNIT)
+    assert judge("d_weight", expected, truncated_sum(a, b, bits)) is not None
+
+
+def test_a_matrix_unit_adds_products_of_16_bits_and_less_in_float32():
+    assert {accumulating(torch.float32, kind) for kind in (*FACTORS_OF_16_BITS, torch.float8_e4m3fn)} == {MATRIX_UNIT}
+    assert accumulating(torch.float32, torch.float32) == FLOAT32
+    assert accumulating(torch.bfloat16, torch.bfloat16) == Accumulator(unit=2.0**-8)
+    assert MATRIX_UNIT.worst(LONG) == FLOAT32.worst(LONG)
 
 
 def test_the_bound_of_a_contraction_is_that_of_a_sum():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import calibrate
 from conformance.judge import Codes, bound, controls, judge, ratios
-from conformance.judge.bound import HOPPER_FP8, Accumulator
+from conformance.judge.bound import HOPPER_FP8, MATRIX_UNIT, Accumulator
 from conformance.judge.codes import RECIPROCAL, code_values
 from conformance.judge.ratios import CALIBRATION, Limits, calibrated
 from conformance.judge.statistics import Stochastic, binomial_quantile, bonferroni, chi_square_range, improbable
@@ -87,6 +87,7 @@ def test_a_rule_that_was_changed_in_the_record_alone_is_noticed(record, name, va
         ("HOPPER_FP8", dataclasses.replace(HOPPER_FP8, block=None)),
         ("HOPPER_FP8", dataclasses.replace(HOPPER_FP8, spread=1.0)),
         ("FLOAT32", Accumulator(unit=2.0**-23)),
+        ("MATRIX_UNIT", dataclasses.replace(MATRIX_UNIT, drift=0.25)),
     ],
 )
 def test_a_number_of_the_judge_that_was_changed_without_a_calibration_is_noticed(record, monkeypatch, name, value):
@@ -104,8 +105,17 @@ def test_a_number_that_was_changed_in_the_record_too_is_noticed(record):
     assert not sound(record)
 
 
+def test_long_products_into_float32_are_calibrated_with_both_signs():
+    names = {name for name in calibrate.kinds("cpu") if "into fp32" in name}
+    assert len(names) == 2 * 2 * len(calibrate.LONG_SHAPES)
+    for one_sign in (False, True):
+        drawn = list(calibrate.long_products("cpu", torch.float16, (64, 256, 64), one_sign, 2))
+        assert {variant for variant, _ in drawn} == {"blocks of 32", "split 4", "one by one", "native"}
+        assert all(ratio <= calibrate.LEAST[rule] for _, ratios in drawn for rule, ratio in ratios.items())
+
+
 def test_products_of_eight_bits_are_calibrated_by_the_accumulator_that_may_be_declared():
-    drawn = list(calibrate.scaled_products("cpu", (128, 64, 64), 2))
+    drawn = list(calibrate.scaled_products("cpu", (128, 64, 64), False, 2))
     assert {variant for variant, _ in drawn} == {"native, fp32", "native, bf16", *ORDERS}
     assert all(ratio <= calibrate.LEAST[rule] for _, ratios in drawn for rule, ratio in ratios.items())
 

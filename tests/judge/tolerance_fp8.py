@@ -128,13 +128,15 @@ class Hopper(BlockKernel):
         return total_RN + inside_RN * scale_RN
 
 
-def fourteen_bits(total_RN: Tensor, terms_RKN: Tensor) -> Tensor:
+def fourteen_bits(total_RN: Tensor, terms_RKN: Tensor, bits: int = 14) -> Tensor:
     """total + Σ_k terms, all cut off 14 bits below the largest of them, as one instruction of a
-    Hopper matrix unit adds them.
+    Hopper matrix unit adds them; products of factors of 16 bits are cut off after 26 bits.
     """
     largest_RN = torch.maximum(total_RN.abs(), terms_RKN.abs().amax(1))
-    quantum_RN = torch.exp2(torch.frexp(largest_RN).exponent.double() - 14)
-    return ((total_RN / quantum_RN).trunc() + (terms_RKN / quantum_RN[:, None]).trunc().sum(1)).mul(quantum_RN).float()
+    quantum_RN = torch.exp2(torch.frexp(largest_RN).exponent.double() - bits)
+    total = ((total_RN / quantum_RN).trunc() + (terms_RKN / quantum_RN[:, None]).trunc().sum(1)).mul(quantum_RN)
+    kept = total.float()
+    return torch.where(kept.abs() > total.abs(), torch.nextafter(kept, torch.zeros(())), kept)  # towards zero
 
 
 class NeverPromoted(BlockKernel):

@@ -20,7 +20,7 @@ from conformance.families.experts.precision import (
     state_tensors,
 )
 from conformance.judge import Bounded, Expectation
-from conformance.judge.bound import HOPPER_FP8, ROUNDOFF, Accumulator
+from conformance.judge.bound import HOPPER_FP8, ROUNDOFF, Accumulator, accumulating
 from moe_ref.experts.linear import grouped_dgrad, grouped_linear, grouped_wgrad
 
 BY_FP8 = (
@@ -39,12 +39,13 @@ def precision_of(problem: Problem, declared: Mapping[str, Any], *tensors: Tensor
     )
     recipe = settings.get("recipe")
     if settings.get("accumulator") == "float64":
-        accumulator = Accumulator(unit=ROUNDOFF[torch.float64])
+        sums = accumulating(torch.float64, tensors[0].dtype)
     elif recipe is not None and recipe.scaling in BY_FP8 and declared.get("accumulator") == "hopper_fp8":
-        accumulator = HOPPER_FP8
+        sums = HOPPER_FP8
     else:
-        accumulator = Accumulator(unit=ROUNDOFF[computed_in(declared, *tensors)])
-    return ProductPrecision(accumulator, declared.get("scale_arithmetic") == "reciprocal", settings)
+        factors = tensors[0].dtype if recipe is None else torch.float8_e4m3fn
+        sums = accumulating(computed_in(declared, *tensors), factors)
+    return ProductPrecision(sums, declared.get("scale_arithmetic") == "reciprocal", settings)
 
 
 def product_signature(inputs: list[Input], output: Output, *settings: str, linear: str) -> Signature:

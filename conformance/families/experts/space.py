@@ -14,7 +14,7 @@ from conformance.families.experts.cases import COUNTS, GROUPED_VALUES
 from conformance.families.experts.cases import PROB_DTYPES as PROB_DTYPES
 from conformance.families.experts.precision import LOW_VALUES, fits, may_override
 from conformance.families.experts.space_ratios import ratio_cases
-from conformance.families.experts.space_recipes import CONTIGUOUS, by_recipe
+from conformance.families.experts.space_recipes import CONTIGUOUS, LEAST, by_recipe
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from moe_ref.config.quantization import OVERRIDES
 
@@ -154,7 +154,9 @@ def segments(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def large(scope: Scope) -> list[Any]:
-    """One above a power of two: the last block is nearly empty; long sums of 16-bit values."""
+    """One above a power of two: the last block is nearly empty; long sums of 16-bit values; experts
+    below the least amax of a recipe.
+    """
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
     many = {"tokens": 40, "experts": 129, "hidden": 9, "width": 5}
     gpu = scope.space.device == "cuda"
@@ -173,7 +175,7 @@ def large(scope: Scope) -> list[Any]:
             {"tokens": 260, "counts": (257, 3), "hidden": 9, "width": 5},
         ]
     long = [{"experts": 2, "dtype": "bfloat16"} | fields for fields in (*long, *tiles)]
-    return [ragged, many, *long, *ratio_cases(scope)]
+    return [ragged, many, *long, *ratio_cases(scope), *filter(scope.fits, [scope.case(LEAST)])]
 
 
 def large_projections(scope: Scope) -> list[Changes]:

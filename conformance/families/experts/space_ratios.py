@@ -14,17 +14,6 @@ SHORT: dict[str, dict[str, Any]] = {  # a contraction of a few terms, 64 columns
     "grouped_dgrad": UNEVEN | {"hidden": 64, "width": 33},
     "grouped_wgrad": {"tokens": 40, "experts": 2, "counts": (21, 19), "hidden": 64, "width": 40},
 }
-LEAST: dict[str, Any] = {  # experts of one row, some below the least amax of a recipe
-    "scaling": "current",
-    "variant": 2,
-    "values": "rows",
-    "dtype": "bfloat16",
-    "tokens": 9,
-    "experts": 9,
-    "counts": (1,) * 9,
-    "hidden": 20,
-    "width": 20,
-}
 SHORT_BLOCKS: dict[str, dict[str, Any]] = {  # the same in sixteens
     "grouped_linear": {"tokens": 5, "experts": 2, "counts": (3, 2), "hidden": 2, "width": 4},
     "grouped_dgrad": {"tokens": 5, "experts": 2, "counts": (3, 2), "hidden": 4, "width": 2},
@@ -33,10 +22,10 @@ SHORT_BLOCKS: dict[str, dict[str, Any]] = {  # the same in sixteens
 
 
 def ratio_cases(scope: Scope) -> list[Any]:
-    """High precision; one scale per tensor, per block of 128 and of 16; below a least amax."""
+    """High precision; one scale per tensor, per block of 128 and of 16."""
     short, blocks = ({"dtype": "bfloat16"} | sizes[scope.function] for sizes in (SHORT, SHORT_BLOCKS))
     found = [scope.case(short)]
     for scaling, sizes in (("current", short), ("block", short), ("nvfp4", blocks)):
         variants = [scope.case(sizes | {"scaling": scaling, "variant": variant}) for variant in range(2)]
         found += list(filter(scope.fits, variants))[:1]
-    return [*found, *filter(scope.fits, [scope.case(LEAST)])]
+    return found
