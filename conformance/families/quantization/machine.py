@@ -16,6 +16,13 @@ class QuantizeMachine(Machine):
 
     @precondition(lambda self: self.words)
     @rule()
+    def train(self) -> None:
+        """As training does: without this rule few histories hold more than one amax."""
+        self.step("update")
+        self.step("quantize")
+
+    @precondition(lambda self: self.words)
+    @rule()
     def update(self) -> None:
         self.step("update")
 
