@@ -1,4 +1,4 @@
-"""Plots a run: busy processes and compiled kernels over time.
+"""Plots a run: busy processes and compiled kernels over time. Prints what each function costs.
 
     python -m benchmarks.gate_timeline --impl moe_fast --out docs/results/gate-timeline.svg
 
@@ -8,6 +8,7 @@ Idle processes, and kernels per case, are what a slow gate has too many of. Need
 import argparse
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from conformance.engine.options import Options
 from conformance.engine.run.ledger import entries
 from conformance.engine.run.session import judge_with
 from conformance.report.terminal import lines
+
+SHOWN = 25  # sections, and cases
 
 
 def curves(outcomes: list[dict[str, Any]], step: float = 1.0) -> tuple[list[float], list[float], list[int], list[int]]:
@@ -35,6 +38,33 @@ def curves(outcomes: list[dict[str, Any]], step: float = 1.0) -> tuple[list[floa
         cases.append(place)
         kernels.append(len(known))
     return times, busy, cases, kernels
+
+
+def costs(outcomes: list[dict[str, Any]]) -> list[str]:
+    """Per function cases, seconds of its processes and kernels that no other function needs; per
+    section of the plan the slowest ones; the slowest cases.
+    """
+    users: dict[str, set[str]] = {}
+    for line in outcomes:
+        for kernel in line["kernels"]:
+            users.setdefault(kernel, set()).add(line["function"])
+    rows = []
+    for name in dict.fromkeys(line["function"] for line in outcomes):
+        own = [line for line in outcomes if line["function"] == name]
+        kernels = {kernel for line in own for kernel in line["kernels"]}
+        alone = sum(users[kernel] == {name} for kernel in kernels)
+        seconds = sum(line["seconds"] for line in own)
+        rows.append((seconds, f"{name:<32} {len(own):5} {seconds:8.1f} {len(kernels):5} {alone:5}"))
+    sections = Counter()
+    for line in outcomes:
+        sections[line["section"]] += line["seconds"]
+    slowest = sorted(outcomes, key=lambda line: -line["seconds"])[:SHOWN]
+    return [
+        f"{'function':<32} {'cases':>5} {'seconds':>8} {'kernels':>5} alone",
+        *(text for _, text in sorted(rows, reverse=True)),
+        *(f"{seconds:8.1f} s {label}" for label, seconds in sections.most_common(SHOWN)),
+        *(f"{line['seconds']:8.2f} s {line['section']} {line['id']} {line['changed']}" for line in slowest),
+    ]
 
 
 def plot(outcomes: list[dict[str, Any]], title: str, path: Path) -> None:
@@ -63,7 +93,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         verdict = judge_with(Options(given.impl, profile=given.profile, device=given.device), Path(folder))
         outcomes = [line for line in entries(Path(folder)) if line["kind"] == "outcome"]
-    print("\n".join(lines(verdict)))
+    print("\n".join([*lines(verdict), "", *costs(outcomes)]))
     summary = f"{verdict.cases} cases, {verdict.kernels_compiled} kernels, {verdict.seconds:.0f} s"
     plot(outcomes, f"{given.impl}, {given.profile}, {verdict.device}: {summary}", given.out)
     return verdict.exit_code
