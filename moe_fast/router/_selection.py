@@ -151,14 +151,20 @@ def topk_kernel(
     else:
         # one integer of 32 bits says all, so that only it changes its layout for the stores
         slot = tl.where(chosen, marked & SLOT, topk).to(tl.int32).to(tl.int64)
-        tl.store((probs_ptr + t * topk)[:, None] + slot, weight, mask=(slot < topk) & legal)
-        if given_ptr is not None:
-            no_weight = tl.full([BLOCK_T, 1], float("nan"), tl.float32).to(weight.dtype)
-            for i in range(topk):
-                tl.store((probs_ptr + t * topk + i)[:, None], no_weight, mask=legal == 0)
-        if indices_ptr is not None:
-            expert = tl.broadcast_to(e[None, :], [BLOCK_T, BLOCK_G * BLOCK_S])
-            tl.store((indices_ptr + t * topk)[:, None] + slot, expert, mask=slot < topk)
+        store_slots(probs_ptr, indices_ptr, t, e, slot, weight, legal, topk, given_ptr is not None)
+
+
+@triton.jit
+def store_slots(probs_ptr, indices_ptr, t, e, slot, weight, legal, topk, MAY_BE_ILLEGAL: tl.constexpr):
+    """Each chosen expert's probability, and its index, in its slot; NaN for an illegal token."""
+    tl.store((probs_ptr + t * topk)[:, None] + slot, weight, mask=(slot < topk) & legal)
+    if MAY_BE_ILLEGAL:
+        no_weight = tl.full([weight.shape[0], 1], float("nan"), tl.float32).to(weight.dtype)
+        for i in range(topk):
+            tl.store((probs_ptr + t * topk + i)[:, None], no_weight, mask=legal == 0)
+    if indices_ptr is not None:
+        expert = tl.broadcast_to(e[None, :], weight.shape)
+        tl.store((indices_ptr + t * topk)[:, None] + slot, expert, mask=slot < topk)
 
 
 @triton.jit(
