@@ -68,7 +68,7 @@ class Options:
     )
     shard: str = _flag("--shard", "i/n: run the i-th of n parts (from 1)", "")
     report: Sequence[str] = _flag(
-        "--report", "write the verdict to this file: .json, .xml (junit) or .md", (), action="append", default=[]
+        "--report", "write the verdict to this file: .json, .xml (junit), .md or .html", (), action="append", default=[]
     )
 
     def __post_init__(self) -> None:
@@ -89,6 +89,11 @@ class Options:
         """(i, n): the run has sections i, i + n, i + 2n, … of the plan, from 0."""
         part, parts = self.shard.split("/") if self.shard else (1, 1)
         return int(part) - 1, int(parts)
+
+    @property
+    def covered(self) -> bool:
+        """Whether a report shows what the cases covered."""
+        return any(path.endswith(".html") for path in self.report)
 
     @property
     def child(self) -> ChildOptions:

@@ -1,4 +1,4 @@
-"""The verdict as terminal output, and as files by extension: .json, .xml (junit) or .md."""
+"""The verdict as terminal output, and as files by extension: .json, .xml (junit), .md or .html."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,14 @@ from pathlib import Path
 from conformance.engine.run.verdict import Verdict
 from conformance.interface import UsageError
 from conformance.report.files import junit, markdown
+from conformance.report.page import page
 
-WRITERS = {".json": lambda verdict: json.dumps(verdict.record(), indent=1) + "\n", ".xml": junit, ".md": markdown}
+WRITERS = {
+    ".json": lambda verdict: json.dumps(verdict.record(), indent=1) + "\n",
+    ".xml": junit,
+    ".md": markdown,
+    ".html": page,
+}
 
 
 def check_path(path: str) -> Path:

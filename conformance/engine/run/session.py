@@ -21,6 +21,7 @@ from conformance.engine.options import Options
 from conformance.engine.run import corpus, interrupt
 from conformance.engine.run.agenda import REQUESTS, Agenda
 from conformance.engine.run.blame import blamed
+from conformance.engine.run.coverage import settings_of
 from conformance.engine.run.ledger import Ledger
 from conformance.engine.run.pool import Lost, Pool
 from conformance.engine.run.progress import Progress
@@ -250,7 +251,13 @@ class Session:
         waiver = next(covering, None)
         status = "WAIVED" if waiver else outcome.status
         changed = [field.name for field in fields(case) if getattr(case, field.name) != getattr(first, field.name)]
-        more = {"section": section.label, "status": status, "waiver": waiver.name if waiver else "", "changed": changed}
+        more: dict[str, Any] = {
+            "section": section.label,
+            "status": status,
+            "waiver": waiver.name if waiver else "",
+            "changed": changed,
+        }
+        more |= {"settings": settings_of(case)} if self.options.covered else {}
         self._record("outcome", case, outcome, **more)
         if self.progress:
             self.progress.case(outcome, status in FAILING)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from conformance.catalogue import CONTRACTS
 from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import Options
+from conformance.engine.run.coverage import coverage
 from conformance.engine.run.interrupt import TIME_LIMIT
 from conformance.engine.run.ledger import entries
 from conformance.interface import UsageError
@@ -89,6 +90,7 @@ class Verdict:
     ended_by: str = ""  # a signal, the time limit, …; empty: the run ended by itself
     since: str = ""  # the report or revision whose unchanged functions were not judged
     footprints: dict[str, Any] = field(default_factory=dict)  # see `conformance.engine.footprint`
+    coverage: dict[str, Any] = field(default_factory=dict)  # for a page: see `conformance.engine.run.coverage`
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -134,6 +136,7 @@ def assemble(
     out.evaluations = sum(line["evaluations"] for line in outcomes)
     out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
     out.seconds_reference = sum(line["seconds_reference"] for line in outcomes)
+    out.coverage = coverage(outcomes, INFORMATIVE, WRONG) if options.covered else {}
     out.kernels_compiled = len({name for line in outcomes for name in line["kernels"]})
     errors = _errors(lines, outcomes) + ([] if interrupted else _lost(lines, outcomes))
     waiving = {line["waiver"] for line in outcomes}
