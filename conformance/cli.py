@@ -16,7 +16,7 @@ from typing import Any
 
 from conformance.engine.options import Options, flags
 
-USAGE, HARNESS, TOO_LITTLE = 2, 3, 4
+USAGE, HARNESS, TOO_LITTLE, REGRESSION = 2, 3, 4, 5
 CODES = {
     "PASS": 0,
     "UNINFORMATIVE": 4,
@@ -91,6 +91,9 @@ def _parser() -> ArgumentParser:
     searching.add_argument("--minutes", type=float, default=5.0, help="time of the search (default: 5)")
     text = "seed of the search (default: 0)"
     searching.add_argument("--seed", "--run-seed", dest="run_seed", type=int, default=0, metavar="N", help=text)
+    two = _add(verbs, "compare", compare, "show what differs between two JSON reports")
+    two.add_argument("old", help="the earlier report")
+    two.add_argument("new", help="the later one")
     _add(verbs, "list", list_, "list the functions, their laws, illegal calls and golden cases")
     _add(verbs, "doctor", doctor, "say what this machine has and whether the suite works on it")
     _add(verbs, "check-adapter", check_adapter, "say what a namespace offers and what is missing", "--impl", "--device")
@@ -198,6 +201,17 @@ def minimize(given: Namespace) -> int:
     print("\n".join(failure_lines(failure.record(), options.implementation)))
     print(f"saved as {path} after {reduced.attempts} attempts")
     return 1
+
+
+def compare(given: Namespace) -> int:
+    """Exit code 0 if nothing became worse, else 5."""
+    from conformance.engine.run.verdict import read_baseline
+    from conformance.report.compare import compared
+
+    reports = [read_baseline(Path(path), "compare") for path in (given.old, given.new)]
+    lines, worse = compared(*reports)
+    print("\n".join(lines))
+    return REGRESSION if worse else 0
 
 
 def list_(given: Namespace) -> int:

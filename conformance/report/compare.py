@@ -1,0 +1,86 @@
+"""Two reports side by side: what became worse, what became better, and what it costs."""
+
+from typing import Any
+
+from conformance.core.case import case_from
+from conformance.engine.run.verdict import effective
+from conformance.report.terminal import picture
+
+DRIFT = 1.25  # of seconds or cases: smaller changes are noise
+Report = dict[str, Any]
+
+
+def compared(old: Report, new: Report) -> tuple[list[str], bool]:
+    """The differences as lines, and whether anything became worse.
+
+    Worse are a new failure, and a function that was conformant and is not. A failure is the same if
+    its function, output, check and status are.
+    """
+    worse = _statuses(old, new) + [f"new        {_failure(x)}" for x in _only(new, old)]
+    better = [f"fixed      {_failure(x)}" for x in _only(old, new)]
+    lines = [f"{old['verdict']} → {new['verdict']}   {old['implementation']} → {new['implementation']}"]
+    differing = [
+        f"other {name}: {old.get(name)} → {new.get(name)}"
+        for name in ("profile", "seed", "device", "versions")
+        if old.get(name) != new.get(name)
+    ]
+    lines += [*differing, "", *worse, *better, *_drift(old, new)]
+    return lines, bool(worse)
+
+
+def _statuses(old: Report, new: Report) -> list[str]:
+    """Functions that were conformant in the old report and are not in the new one."""
+    before, after = ({k: effective(v) for k, v in report["functions"].items()} for report in (old, new))
+    return [
+        f"worse      {name} was conformant and is {after.get(name, {}).get('status', 'not offered')}"
+        for name, function in before.items()
+        if function.get("status") == "conformant" and after.get(name, {}).get("status") != "conformant"
+    ]
+
+
+def _only(report: Report, other: Report) -> list[dict[str, Any]]:
+    known = {_kind(failure) for failure in other["failures"]}
+    return [failure for failure in report["failures"] if _kind(failure) not in known]
+
+
+def _kind(failure: dict[str, Any]) -> tuple[Any, ...]:
+    finding = failure["finding"] or {}
+    return failure["function"], finding.get("output"), finding.get("check"), failure["status"]
+
+
+def _failure(failure: dict[str, Any]) -> str:
+    finding = failure["finding"]
+    text = f"{finding['output']} [{finding['check']}] {finding['message']}" if finding else failure["reason"]
+    return f"{failure['function']}: {failure['status']} {text} ({picture(case_from(failure['case']))})"
+
+
+def _drift(old: Report, new: Report) -> list[str]:
+    """Changes of cases, of the share that is declared unsupported, of time and kernels."""
+    out = [f"run        {old['cases']} → {new['cases']} cases, {old['seconds']:.0f} → {new['seconds']:.0f} s"]
+    if old["kernels_compiled"] or new["kernels_compiled"]:
+        out[0] += f", {old['kernels_compiled']} → {new['kernels_compiled']} kernels"
+    for name in new["functions"]:
+        before, after = (effective(report["functions"].get(name, {})) for report in (old, new))
+        if not before.get("cases") or not after.get("cases"):
+            continue
+        parts = []
+        if _differs(before["cases"], after["cases"]):
+            parts.append(f"{before['cases']} → {after['cases']} cases")
+        shares = [f["counts"].get("DECLARED_UNSUPPORTED", 0) / f["cases"] for f in (before, after)]
+        if abs(shares[0] - shares[1]) > 0.02:
+            parts.append(f"{shares[0]:.0%} → {shares[1]:.0%} declared unsupported")
+        costs = [report.get("coverage", {}).get(name) for report in (old, new)]
+        if all(costs) and _differs(*(cost["seconds"] for cost in costs)):
+            parts.append(f"{costs[0]['seconds']:.1f} → {costs[1]['seconds']:.1f} s")
+        lost = sorted(_values(costs[0]) - _values(costs[1])) if all(costs) else []
+        parts += [f"no longer covered: {', '.join(lost)}"] if lost else []
+        out += [f"{name:<10} {'; '.join(parts)}"] if parts else []
+    return out
+
+
+def _differs(old: float, new: float) -> bool:
+    return max(old, new) > DRIFT * max(min(old, new), 1e-9) and abs(old - new) > 1
+
+
+def _values(covered: dict[str, Any]) -> set[str]:
+    return {f"{field}={value}" for field, values in covered["fields"].items() for value in values}
