@@ -1,10 +1,13 @@
 """The suite as a pytest plugin: one item per section of the plan, one session per worker.
 
-    pytest --pyargs conformance --impl my_kernels.moe --profile gate -n 4
+    pytest --pyargs conformance -p conformance.plugin --moe-impl my_kernels.moe -n 4
 
-`moe-conformance run` is the same run without pytest. Without `--impl` the plugin does nothing.
+`moe-conformance run` is the same run without pytest. A pytest run has the plugin only if it asks
+for it: the package adds nothing to the runs of other projects. Every option begins with `--moe-`.
+Without `--moe-impl` the plugin does nothing.
 """
 
+import re
 import signal
 import tempfile
 from dataclasses import replace
@@ -23,11 +26,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("moe-conformance")
     for flag, arguments in flags():
         if flag != "--seconds":  # pytest's items have no common end
-            group.addoption(flag, **arguments)
+            group.addoption(_own(flag), **arguments)
+
+
+def _own(text: str) -> str:
+    """The text with the command's flags renamed to the plugin's."""
+    names = "|".join(flag.removeprefix("--") for flag, _ in flags())
+    return re.sub(rf"(?<![\w-])--(?=({names})(?![\w-]))", "--moe-", text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--impl"):
+    if config.getoption("--moe-impl"):
         config.pluginmanager.register(Run(config), "moe-conformance-run")
 
 
@@ -58,7 +67,7 @@ class Run:
         if not self.worker:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            options = Options.parsed(self.config.option)
+            options = Options.parsed(self.config.option, "moe_")
             self.reports = [check_path(path) for path in options.report]
             if self.worker and not options.jobs:
                 options = replace(options, jobs=1)
@@ -68,7 +77,7 @@ class Run:
             if controller:
                 self.session.close()
         except (UsageError, CaseError) as error:
-            raise UsageExit(str(error), returncode=2) from None
+            raise UsageExit(_own(str(error)), returncode=2) from None
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "section" in metafunc.fixturenames:

@@ -1,6 +1,7 @@
 """The options of a run, and of a child process.
 
-The flags of the command and of the pytest plugin are the fields of `Options`.
+The flags of the command are the fields of `Options`. The flags of the pytest plugin are the same
+with the prefix `--moe-`.
 """
 
 import math
@@ -95,9 +96,14 @@ class Options:
         return ChildOptions(self.implementation, self.device)
 
     @classmethod
-    def parsed(cls, given: Namespace) -> "Options":
-        """The options parsed by argparse or pytest; an absent flag keeps its default."""
-        named = {option.name: option.metadata["flag"].removeprefix("--").replace("-", "_") for option in fields(cls)}
+    def parsed(cls, given: Namespace, prefix: str = "") -> "Options":
+        """The options parsed by argparse or pytest; an absent flag keeps its default.
+
+        Args:
+            prefix: of the names in `given`, such as `moe_`.
+        """
+        flags = {option.name: option.metadata["flag"].removeprefix("--") for option in fields(cls)}
+        named = {name: prefix + flag.replace("-", "_") for name, flag in flags.items()}
         return cls(**{name: getattr(given, dest) for name, dest in named.items() if hasattr(given, dest)})
 
 
