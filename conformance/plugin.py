@@ -61,14 +61,12 @@ class Run:
         from conformance.core.case import CaseError
         from conformance.engine.run.session import Session
         from conformance.interface import UsageError
-        from conformance.report import check_path
 
         controller = not self.worker and bool(self.config.getoption("numprocesses", None))
         if not self.worker:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             options = Options.parsed(self.config.option, "moe_")
-            self.reports = [check_path(path) for path in options.report]
             if self.worker and not options.jobs:
                 options = replace(options, jobs=1)
             folder = self.folder / "controller" if controller else self.folder
@@ -100,7 +98,7 @@ class Run:
         whole = self.session.options.part == (0, 1) and not self.config.getoption("-k")
         interrupted = "a signal" if session.exitstatus == pytest.ExitCode.INTERRUPTED else ""
         self.verdict = self.session.verdict(self.folder, whole, interrupted)
-        for path in self.reports:
+        for path in self.session.options.report:
             write(self.verdict, path)
         session.exitstatus = self.verdict.exit_code
         self.ledgers.cleanup()

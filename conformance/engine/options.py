@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from conformance.usage import UsageError, check_report
+
 
 def _require(condition: bool, sentence: str) -> None:
     if not condition:
-        # imports torch: deferred, so that other pytest runs start fast
-        from conformance.interface import UsageError
-
         raise UsageError(sentence)
 
 
@@ -84,6 +83,10 @@ class Options:
         )
         number = f"--shard is {self.shard!r}; the first number must be from 1 to the second"
         _require(0 <= self.part[0] < self.part[1], number)
+        for path in self.report:
+            check_report(path)
+        for flag, file in (("--waivers", self.waivers), ("--baseline", self.baseline)):
+            _require(not file or Path(file).exists(), f"{flag} {file}: there is no such file")
 
     @property
     def part(self) -> tuple[int, int]:
