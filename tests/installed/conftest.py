@@ -18,16 +18,21 @@ def pip(*arguments: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from a copy of the source."""
+def source(tmp_path_factory) -> Path:
+    """A copy of the source, in which a build may write."""
     if not all(map(find_spec, ("pip", "setuptools"))):
         pytest.skip("pip and setuptools build the wheel")
     source = tmp_path_factory.mktemp("source")
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, source)
-    for name in (*PACKAGES, "docs"):
+    for name in (*PACKAGES, "docs", "tests", "benchmarks"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return source
+
+
+@pytest.fixture(scope="session")
+def wheel(source) -> Path:
     pip("wheel", "--no-deps", "--no-build-isolation", "-w", str(source / "wheels"), str(source))
     (built,) = (source / "wheels").iterdir()
     return built
