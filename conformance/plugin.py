@@ -95,9 +95,11 @@ class Run:
         failed_inside = session.exitstatus == pytest.ExitCode.INTERNAL_ERROR  # exit code 3
         if not self.ledgers or failed_inside or not any(self.folder.glob("*.jsonl")):
             return
-        whole = self.session.options.part == (0, 1) and not self.config.getoption("-k")
+        parts, selected = self.session.options.part[1], self.config.getoption("-k")
         interrupted = "a signal" if session.exitstatus == pytest.ExitCode.INTERRUPTED else ""
-        self.verdict = self.session.verdict(self.folder, whole, interrupted)
+        self.verdict = self.session.verdict(
+            self.folder, parts == 1 and not selected, interrupted, parts > 1 and not selected
+        )
         for path in self.session.options.report:
             write(self.verdict, path)
         session.exitstatus = self.verdict.exit_code

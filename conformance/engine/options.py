@@ -66,7 +66,7 @@ class Options:
     since: str = _flag(
         "--since", "an earlier JSON report, or a git revision: judge only functions that changed since", ""
     )
-    shard: str = _flag("--shard", "i/n: run the i-th of n parts (from 1)", "")
+    shard: str = _flag("--shard", "i/n: run the i-th of n parts (from 1); an empty part is no failure", "")
     report: Sequence[str] = _flag(
         "--report", "write the verdict to this file: .json, .xml (junit) or .md", (), action="append", default=[]
     )
