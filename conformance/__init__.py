@@ -8,3 +8,14 @@ from: cases, contracts, laws. `judge` compares, `analysis` bounds honest results
 cases, runs each in a child process that may crash or hang, reduces failures and adds up the
 verdict; `report` prints it. `cli` calls the run, `plugin` shows it as pytest items.
 """
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """`__version__`, of the installed package."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version("moe-conformance")

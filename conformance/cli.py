@@ -8,13 +8,14 @@ import os
 import sys
 import tempfile
 import traceback
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from conformance.engine.options import Options, flags
+from conformance.usage import UsageError, check_module
 
 USAGE, HARNESS, TOO_LITTLE, REGRESSION = 2, 3, 4, 5
 CODES = {
@@ -29,16 +30,33 @@ CODES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code (see `conformance.engine.run.verdict`)."""
     given = _parser().parse_args(arguments)
+    try:
+        _check(given)
+    except UsageError as error:
+        print(f"moe-conformance: {error}", file=sys.stderr)
+        return USAGE
     from conformance.engine.run import interrupt
 
     with interrupt.noted() if given.verb in (run, fuzz) else interrupt.raised():
         return _checked(given)
 
 
+def _check(given: Namespace) -> None:
+    """Find errors of the user before torch is imported, which takes seconds.
+
+    Raises:
+        UsageError: an illegal value.
+    """
+    if "impl" in given:
+        Options.parsed(given)
+        check_module(given.impl)
+    if not 0 < getattr(given, "minutes", 1) < math.inf:
+        raise UsageError(f"--minutes is {given.minutes}; it must be above 0")
+
+
 def _checked(given: Namespace) -> int:
     """Run the verb; an error becomes a message and an exit code."""
     from conformance.core.case import CaseError
-    from conformance.interface import UsageError
 
     try:
         return _verb(given)
@@ -59,7 +77,6 @@ def _checked(given: Namespace) -> int:
 def _verb(given: Namespace) -> int:
     """Run the verb; as another rank than 0 of a world under torchrun, lend this rank to rank 0."""
     from conformance.engine.world.joined import joined, lend_rank
-    from conformance.interface import UsageError
 
     world = joined()
     if world and given.verb not in (run, replay, minimize):
@@ -69,12 +86,23 @@ def _verb(given: Namespace) -> int:
     return given.verb(given)
 
 
+class _Version(Action):
+    """Prints the version, which is looked up only then."""
+
+    def __call__(self, parser: ArgumentParser, *_: Any) -> None:
+        from conformance import __version__
+
+        print(f"moe-conformance {__version__}")
+        parser.exit()
+
+
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="moe-conformance",
         allow_abbrev=False,
         description="Compare an implementation of the Mixture-of-Experts pipeline with the reference.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version of the package")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     every = [flag for flag, _ in flags()]
     _add(verbs, "run", run, "judge an implementation; ends with a verdict", *every)
@@ -127,13 +155,12 @@ def run(given: Namespace) -> int:
 
     server.start()
     from conformance.engine.run.session import judge
-    from conformance.report import check_path, write
+    from conformance.report import write
     from conformance.report.terminal import annotations, lines
 
     options = Options.parsed(given)
-    reports = [check_path(path) for path in options.report]
     verdict = judge(options)
-    for path in reports:
+    for path in options.report:
         write(verdict, path)
     print("\n".join([*lines(verdict), *annotations(verdict)]))
     return verdict.exit_code
@@ -142,15 +169,12 @@ def run(given: Namespace) -> int:
 def fuzz(given: Namespace) -> int:
     """Exit code 0 if nothing was found, 1 with the smallest case of each failure."""
     from conformance.engine.child import server
-    from conformance.interface import UsageError
 
-    options, minutes = Options.parsed(given), given.minutes
-    if not 0 < minutes < math.inf:
-        raise UsageError(f"--minutes is {minutes}; it must be above 0")
     server.start()
     from conformance.engine.run.fuzz import fuzz as search
     from conformance.report.terminal import search_lines
 
+    options, minutes = Options.parsed(given), given.minutes
     searched = search(options, [name.strip() for name in given.function.split(",") if name.strip()], minutes)
     print("\n".join(search_lines(searched, options)))
     return searched.exit_code

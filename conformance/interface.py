@@ -32,6 +32,8 @@ from torch import Tensor
 
 from conformance.modes import Modes
 from conformance.texts import described, one_line, shown
+from conformance.usage import UsageError as UsageError
+from conformance.usage import check_module, missing_module
 
 ONE_RANK = {"moe_ref": "conformance.peers.reference_world", "moe_ref.layer": "conformance.peers.reference_layer"}
 FLAG = (True, False)
@@ -77,10 +79,6 @@ VOCABULARY = {
     "omits": Term("outputs that are not returned", NAMES),
 }
 DEFAULTS = {"accumulator": "float32", "differentiable": True, "noncontiguous": True}
-
-
-class UsageError(Exception):
-    """Unusable user input; the message is one clear sentence."""
 
 
 class ModeChanged(Exception):
@@ -230,17 +228,13 @@ def load(name: str) -> Implementation:
         UsageError: it cannot be imported, raises while it is, or has no such attribute.
     """
     module_name, _, attribute = name.partition(":")
-    if module_name.endswith(".py") or "/" in module_name:
-        right = module_name.removesuffix(".py").strip("./").replace("/", ".")
-        raise UsageError(f"--impl {name}: give the module's name, not its file: {right}")
+    check_module(name)
     try:
         namespace: Any = imported(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f"{missing}."):
-            raise UsageError(
-                f"--impl {name}: there is no module {missing!r}, installed, on PYTHONPATH or in {os.getcwd()}"
-            ) from None
+            raise UsageError(missing_module(name, missing)) from None
         if missing.startswith(f"{module_name}.") or missing.rpartition(".")[0] == "":
             raise UsageError(
                 f"--impl {name}: it imports {missing!r}, which does not exist ({_raised_at(error)})"

@@ -1,10 +1,13 @@
 """The suite as a pytest plugin: one item per section of the plan, one session per worker.
 
-    pytest --pyargs conformance --impl my_kernels.moe --profile gate -n 4
+    pytest --pyargs conformance -p conformance.plugin --moe-impl my_kernels.moe -n 4
 
-`moe-conformance run` is the same run without pytest. Without `--impl` the plugin does nothing.
+`moe-conformance run` is the same run without pytest. A pytest run has the plugin only if it asks
+for it: the package adds nothing to the runs of other projects. Every option begins with `--moe-`.
+Without `--moe-impl` the plugin does nothing.
 """
 
+import re
 import signal
 import tempfile
 from dataclasses import replace
@@ -23,11 +26,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("moe-conformance")
     for flag, arguments in flags():
         if flag != "--seconds":  # pytest's items have no common end
-            group.addoption(flag, **arguments)
+            group.addoption(_own(flag), **arguments)
+
+
+def _own(text: str) -> str:
+    """The text with the command's flags renamed to the plugin's."""
+    names = "|".join(flag.removeprefix("--") for flag, _ in flags())
+    return re.sub(rf"(?<![\w-])--(?=({names})(?![\w-]))", "--moe-", text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--impl"):
+    if config.getoption("--moe-impl"):
         config.pluginmanager.register(Run(config), "moe-conformance-run")
 
 
@@ -52,14 +61,12 @@ class Run:
         from conformance.core.case import CaseError
         from conformance.engine.run.session import Session
         from conformance.interface import UsageError
-        from conformance.report import check_path
 
         controller = not self.worker and bool(self.config.getoption("numprocesses", None))
         if not self.worker:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            options = Options.parsed(self.config.option)
-            self.reports = [check_path(path) for path in options.report]
+            options = Options.parsed(self.config.option, "moe_")
             if self.worker and not options.jobs:
                 options = replace(options, jobs=1)
             folder = self.folder / "controller" if controller else self.folder
@@ -68,7 +75,7 @@ class Run:
             if controller:
                 self.session.close()
         except (UsageError, CaseError) as error:
-            raise UsageExit(str(error), returncode=2) from None
+            raise UsageExit(_own(str(error)), returncode=2) from None
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "section" in metafunc.fixturenames:
@@ -88,10 +95,12 @@ class Run:
         failed_inside = session.exitstatus == pytest.ExitCode.INTERNAL_ERROR  # exit code 3
         if not self.ledgers or failed_inside or not any(self.folder.glob("*.jsonl")):
             return
-        whole = self.session.options.part == (0, 1) and not self.config.getoption("-k")
+        parts, selected = self.session.options.part[1], self.config.getoption("-k")
         interrupted = "a signal" if session.exitstatus == pytest.ExitCode.INTERRUPTED else ""
-        self.verdict = self.session.verdict(self.folder, whole, interrupted)
-        for path in self.reports:
+        self.verdict = self.session.verdict(
+            self.folder, parts == 1 and not selected, interrupted, parts > 1 and not selected
+        )
+        for path in self.session.options.report:
             write(self.verdict, path)
         session.exitstatus = self.verdict.exit_code
         self.ledgers.cleanup()

@@ -7,10 +7,12 @@ from conformance.engine.run.session import Session
 from conformance.report.terminal import failure_lines
 
 
-@pytest.fixture
-def section() -> Section:
-    """Replaced by the sections of the plan under `--impl`."""
-    pytest.skip("no --impl was given: there is nothing to judge")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Without a session, which gives the sections, the collection ends with one sentence."""
+    plugins = metafunc.config.pluginmanager
+    if not plugins.has_plugin("moe-conformance-run"):
+        plugin = "" if plugins.has_plugin("conformance.plugin") else "-p conformance.plugin "
+        raise pytest.Collector.CollectError(f"moe-conformance has nothing to judge: add {plugin}--moe-impl NAMESPACE")
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The options of a run, and of a child process.
 
-The flags of the command and of the pytest plugin are the fields of `Options`.
+The flags of the command are the fields of `Options`. The flags of the pytest plugin are the same
+with the prefix `--moe-`.
 """
 
 import math
@@ -11,12 +12,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from conformance.usage import UsageError, check_report
+
 
 def _require(condition: bool, sentence: str) -> None:
     if not condition:
-        # imports torch: deferred, so that other pytest runs start fast
-        from conformance.interface import UsageError
-
         raise UsageError(sentence)
 
 
@@ -66,7 +66,7 @@ class Options:
     since: str = _flag(
         "--since", "an earlier JSON report, or a git revision: judge only functions that changed since", ""
     )
-    shard: str = _flag("--shard", "i/n: run the i-th of n parts (from 1)", "")
+    shard: str = _flag("--shard", "i/n: run the i-th of n parts (from 1); an empty part is no failure", "")
     report: Sequence[str] = _flag(
         "--report", "write the verdict to this file: .json, .xml (junit), .md or .html", (), action="append", default=[]
     )
@@ -83,6 +83,10 @@ class Options:
         )
         number = f"--shard is {self.shard!r}; the first number must be from 1 to the second"
         _require(0 <= self.part[0] < self.part[1], number)
+        for path in self.report:
+            check_report(path)
+        for flag, file in (("--waivers", self.waivers), ("--baseline", self.baseline)):
+            _require(not file or Path(file).exists(), f"{flag} {file}: there is no such file")
 
     @property
     def part(self) -> tuple[int, int]:
@@ -100,9 +104,14 @@ class Options:
         return ChildOptions(self.implementation, self.device)
 
     @classmethod
-    def parsed(cls, given: Namespace) -> "Options":
-        """The options parsed by argparse or pytest; an absent flag keeps its default."""
-        named = {option.name: option.metadata["flag"].removeprefix("--").replace("-", "_") for option in fields(cls)}
+    def parsed(cls, given: Namespace, prefix: str = "") -> "Options":
+        """The options parsed by argparse or pytest; an absent flag keeps its default.
+
+        Args:
+            prefix: of the names in `given`, such as `moe_`.
+        """
+        flags = {option.name: option.metadata["flag"].removeprefix("--") for option in fields(cls)}
+        named = {name: prefix + flag.replace("-", "_") for name, flag in flags.items()}
         return cls(**{name: getattr(given, dest) for name, dest in named.items() if hasattr(given, dest)})
 
 

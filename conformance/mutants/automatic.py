@@ -123,9 +123,9 @@ def _locate(implementation: str) -> tuple[Path, Path]:
     """
     top_name, *inner = implementation.partition(":")[0].split(".")
     # the children's search order
-    spec = PathFinder.find_spec(top_name, [os.getcwd()])
-    if top_name and (spec is None or spec.loader is None):
-        spec = importlib.util.find_spec(top_name)
+    spec = importlib.util.find_spec(top_name) if top_name else None
+    if spec is None or spec.loader is None:
+        spec = PathFinder.find_spec(top_name, [os.getcwd()])
     location = spec and (next(iter(spec.submodule_search_locations or ()), None) or spec.origin)
     top = Path(location or "/").absolute()
     named = top.joinpath(*inner)

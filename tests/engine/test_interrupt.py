@@ -92,7 +92,7 @@ def test_a_signal_at_any_time_before_the_verdict_is_in_the_verdict(monkeypatch, 
             if here == place:
                 os.kill(os.getpid(), number)
 
-        def verdict(self, folder, whole, interrupted):
+        def verdict(self, folder, whole, interrupted, may_be_empty):
             return interrupted
 
     monkeypatch.setattr(session, "Session", Quick)

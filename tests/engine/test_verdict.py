@@ -98,6 +98,20 @@ def test_a_part_of_a_run_is_not_asked_for_the_minimum(book):
     assert book.section("drawn-permute-0", "permute", "PASS").verdict(whole=False).exit_code == 0
 
 
+def test_a_shard_to_which_no_case_fell_is_neither_a_failure_nor_a_success(book, tmp_path):
+    verdict = book.verdict(whole=False, may_be_empty=True)
+    assert (verdict.exit_code, verdict.verdict) == (0, "EMPTY SHARD")
+    assert {function.status for function in verdict.functions.values()} == {"not run"}
+    assert "EMPTY SHARD   0 functions" in "\n".join(lines(verdict))
+    assert book.verdict(whole=False, may_be_empty=True, interrupted="SIGTERM").exit_code == 4
+
+
+def test_other_runs_without_a_case_are_too_little(book, tmp_path):
+    assert (book.verdict(whole=False).exit_code, book.verdict(whole=False).verdict) == (4, "TOO LITTLE TESTED")
+    nothing = Book(tmp_path / "nothing", **{name: {"offered": False} for name in CONTRACTS})
+    assert nothing.verdict(whole=False, may_be_empty=True).exit_code == 4
+
+
 def test_a_function_of_which_a_part_of_a_run_has_no_case_is_not_called_conformant(book):
     verdict = book.section("drawn-permute-0", "permute", "PASS").verdict(whole=False)
     assert [verdict.functions[name].status for name in ("permute", "unpermute")] == ["conformant", "not run"]

@@ -9,8 +9,9 @@ from conformance.catalogue import CONTRACTS
 from conformance.engine.run.verdict import Verdict
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import UsageError
-from conformance.report import check_path, write
+from conformance.report import WRITERS, write
 from conformance.report.terminal import annotations, lines
+from conformance.usage import REPORTS, check_report
 from tests.engine.verdict_helpers import ENOUGH, ROWS_WRONG, SMALL, Book
 
 
@@ -184,14 +185,15 @@ def test_the_markdown_report_has_a_table_and_a_section_for_each_failure(book, tm
 @pytest.mark.parametrize("path", ["out.html", "out", "missing/out.json"])
 def test_a_report_that_cannot_be_written_is_a_usage_error(tmp_path, path):
     with pytest.raises(UsageError, match=str(path)):
-        check_path(str(tmp_path / path))
-    assert check_path(str(tmp_path / "out.json")) == tmp_path / "out.json"
+        check_report(str(tmp_path / path))
+    check_report(str(tmp_path / "out.json"))
+    assert tuple(WRITERS) == REPORTS
 
 
 def test_a_folder_is_no_report(tmp_path):
     (tmp_path / "out.json").mkdir()
     with pytest.raises(UsageError, match=r"out\.json"):
-        check_path(str(tmp_path / "out.json"))
+        check_report(str(tmp_path / "out.json"))
 
 
 def test_the_screen_shows_the_smallest_case_and_its_replay(book):

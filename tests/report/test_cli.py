@@ -13,8 +13,8 @@ from tests.report.cli_helpers import smoke
 
 
 def only(label: str) -> tuple[str, str]:
-    """The shard that is this section."""
-    labels = [section.label for section in sections()]
+    """The shard that is this section of a smoke run of permute."""
+    labels = ["corpus", "fixed-permute", "drawn-permute"]
     return "--shard", f"{labels.index(label) + 1}/{len(labels)}"
 
 
@@ -204,6 +204,19 @@ def test_shards_run_every_section_once(call, place):
     assert sum(first.values()) > 0 < sum(second.values())
     assert {name: first[name] + second[name] for name in both} == both
     assert len({section.label for section in sections()}) == 1 + 3 * len(CONTRACTS)
+
+
+def test_shards_of_one_function_are_no_failures(call, place):
+    counts = {}
+    for shard in ("1/2", "2/2", "4/4", ""):
+        code, out, _ = call(*smoke("good", "--shard", shard, "--report", "out.json"))
+        assert code == 0, out
+        report = json.loads((place / "out.json").read_text())
+        counts[shard] = report["cases"]
+        assert report["verdict"] == ("EMPTY SHARD" if shard == "4/4" else "CONFORMANT")
+        assert report["functions"]["permute"]["status"] == ("not run" if shard == "4/4" else "conformant")
+    assert counts["1/2"] > 0 < counts["2/2"] and not counts["4/4"]
+    assert counts["1/2"] + counts["2/2"] == counts[""]
 
 
 def test_cases_in_the_corpus_run_first(call, place):

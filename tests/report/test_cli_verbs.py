@@ -16,6 +16,12 @@ from conformance.catalogue import CONTRACTS
 from conformance.engine.choose.profiles import PROFILES
 from tests.report.cli_helpers import smoke
 
+SUITE = ("pytest", "-p", "no:cacheprovider", "-p", "conformance.plugin", "--pyargs", "conformance")
+
+
+def smoke_items(implementation: str, *more: str) -> tuple[str, ...]:
+    return ("--moe-impl", implementation, "--moe-profile", "smoke", *more)
+
 
 def test_list_names_every_function_and_profile(call):
     code, out, _ = call("list")
@@ -86,8 +92,9 @@ def nobody_left(group: int, place: Path) -> bool:
 
 
 def test_pytest_with_two_workers_runs_the_same_suite(call, place):
-    suite = ("pytest", "-p", "no:cacheprovider", "-n", "2", "--pyargs", "conformance", "--profile", "smoke", "--impl")
-    processes = {name: spawn(*suite, name, "--report", f"{name}.json") for name in ("two", "nobody")}
+    processes = {
+        name: spawn(*SUITE, "-n", "2", *smoke_items(name, "--moe-report", f"{name}.json")) for name in ("two", "nobody")
+    }
     told = {name: process.communicate() for name, process in processes.items()}
     assert processes["two"].returncode == 0, told["two"]
     assert "CONFORMANT   2 functions" in told["two"][0]
@@ -97,24 +104,44 @@ def test_pytest_with_two_workers_runs_the_same_suite(call, place):
         name: function["cases"] for name, function in alone.items()
     }
     assert processes["nobody"].returncode == 2
-    assert "there is no module 'nobody'" in "".join(told["nobody"])
+    assert "--moe-impl nobody: there is no module 'nobody'" in "".join(told["nobody"])
     assert "Traceback" not in "".join(told["nobody"])
 
 
-def test_pytest_without_an_implementation_judges_nothing(place):
-    process = spawn("pytest", "-p", "no:cacheprovider", "--pyargs", "conformance")
+@pytest.mark.parametrize("plugin", ["conformance.plugin", "no:conformance.plugin"])
+def test_pytest_without_a_session_ends_with_one_sentence_on_what_is_missing(place, plugin):
+    process = spawn("pytest", "-q", "-p", "no:cacheprovider", "-p", plugin, "--pyargs", "conformance")
     out, err = process.communicate()
-    assert (process.returncode, "skipped" in out) == (0, True), err
+    missing = "--moe-impl NAMESPACE" if plugin == "conformance.plugin" else "-p conformance.plugin --moe-impl NAMESPACE"
+    assert process.returncode == 2, out + err
+    assert f"moe-conformance has nothing to judge: add {missing}\n" in out
+    assert "fixture" not in out and "Traceback" not in out + err
+
+
+HOST_CONFTEST = """
+def pytest_addoption(parser):
+    parser.addoption("--device")
+    parser.addoption("--profile", action="store_true")
+"""
+
+
+@pytest.mark.parametrize("more", [(), ("-p", "conformance.plugin")], ids=["alone", "with the plugin"])
+def test_another_project_keeps_its_own_pytest_options(place, more):
+    (place / "conftest.py").write_text(HOST_CONFTEST)
+    (place / "test_host.py").write_text("def test(pytestconfig):\n    assert pytestconfig.getoption('device') == 'x'\n")
+    process = spawn("pytest", "-p", "no:cacheprovider", *more, "--device", "x", "--profile", "test_host.py")
+    out, err = process.communicate()
+    assert (process.returncode, "1 passed" in out) == (0, True), out + err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize(
-    "front",
-    [("conformance", "run"), ("pytest", "-p", "no:cacheprovider", "--pyargs", "conformance")],
-    ids=lambda x: x[0],
+    "front", [("conformance", *smoke("sleeping")), (*SUITE, *smoke_items("sleeping"))], ids=lambda x: x[0]
 )
 def test_an_interrupted_run_reports_what_was_judged_and_leaves_nothing_running(place, front, number):
-    process = spawn(*front, *smoke("sleeping", "--case-seconds", "100", "--jobs", "2", "--report", "out.json")[1:])
+    prefix = "--moe-" if front[0] == "pytest" else "--"
+    given = {"case-seconds": "100", "jobs": "2", "report": "out.json"}
+    process = spawn(*front, *(word for name, value in given.items() for word in (prefix + name, value)))
     with ended(process, place):
         process.send_signal(number)
         out, err = process.communicate(timeout=60)

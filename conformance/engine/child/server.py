@@ -4,7 +4,14 @@ import os
 from multiprocessing import forkserver, get_context
 from typing import Any
 
-PRELOADED = ["torch", "torch.fx.experimental.symbolic_shapes", "conformance.engine.child.child"]
+from conformance.engine.child.environment import same_modules
+
+PRELOADED = [
+    "conformance.engine.child.environment",
+    "torch",
+    "torch.fx.experimental.symbolic_shapes",
+    "conformance.engine.child.child",
+]
 # some hosts hang with multicast
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 
@@ -15,5 +22,6 @@ def start() -> Any:
         os.environ.setdefault(name, value)  # before torch starts in any child
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
+    with same_modules():
+        forkserver.ensure_running()
     return context

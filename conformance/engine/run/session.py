@@ -65,7 +65,7 @@ def judge_with(options: Options, ledgers: Path) -> Verdict:
             interrupted = f"the loss of the device ({error})"
     # a signal also counts that came after the last case, while the children were ended
     interrupted = interrupted or interrupt.reason()
-    return session.verdict(ledgers, whole=options.part == (0, 1), interrupted=interrupted)
+    return session.verdict(ledgers, options.part == (0, 1), interrupted, options.part[1] > 1)
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,7 @@ class Session:
     ) -> None:
         self.options, self.started = options, time.monotonic()
         self.profile: Profile = PROFILES[options.profile]
-        part, parts = options.part
-        self.plan = sections()[part::parts]
+        self.plan: list[Section] = []  # from `start`
         today = datetime.date.today()
         self.waivers: list[Waiver] = read_waivers(Path(options.waivers), today) if options.waivers else []
         self.baseline = read_baseline(Path(options.baseline)) if options.baseline else None
@@ -135,7 +134,9 @@ class Session:
         self.space = Space.of(self.description)
         self.ledger.write("implementation", **self.description)
         self.since = self._since(self.inquiry) if self.inquiry else Since()
-        self.plan = [section for section in self.plan if section.function not in self.since.unchanged]
+        part, parts = self.options.part
+        mine = [section for section in sections() if self._has_cases(section)][part::parts]
+        self.plan = [section for section in mine if section.function not in self.since.unchanged]
         self.corpus = [case for case in self.corpus if case.function not in self.since.unchanged]
 
     def _needs_footprints(self) -> bool:
@@ -167,11 +168,12 @@ class Session:
         if self.progress:
             self.progress.end()
 
-    def verdict(self, folder: Path, whole: bool, interrupted: str) -> Verdict:
+    def verdict(self, folder: Path, whole: bool, interrupted: str, may_be_empty: bool = False) -> Verdict:
         """The verdict from the ledgers of all workers."""
         seconds, unchanged = time.monotonic() - self.started, self.since.unchanged
         waivers = [waiver.name for waiver in self.waivers if waiver.function not in unchanged]
-        return assemble(folder, self.options, seconds, waivers, self.baseline, whole, interrupted, self.since)
+        more = self.baseline, whole, interrupted, self.since, may_be_empty
+        return assemble(folder, self.options, seconds, waivers, *more)
 
     def problem(self, place: str, error: BaseException | str) -> None:
         """Record an error of the suite, which is no verdict on the implementation."""
@@ -180,6 +182,12 @@ class Session:
 
     def _offered(self, function: str) -> bool:
         return bool(self.description["functions"][function]["offered"])
+
+    def _has_cases(self, section: Section) -> bool:
+        """Whether cases may fall to the section: the others would leave parts of a run empty."""
+        if section.kind == "covering" and not self.profile.amount(self.space).rows:
+            return False
+        return section.kind == "corpus" or self._offered(section.function)
 
     def run(self) -> list[Failure]:
         """Run the whole plan from one queue, then find the smallest case of every new failure.
@@ -211,7 +219,7 @@ class Session:
         for section in plan:
             if section.kind == "corpus":
                 schedule(section, [[case] for case in self.corpus if self._offered(case.function)])
-            elif self._offered(section.function):
+            else:
                 agenda.add(Draw(section, self.profile, self.space, self.options.seed), REQUESTS)
         failed: Failed = {}
         try:

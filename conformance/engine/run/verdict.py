@@ -25,6 +25,7 @@ ONE_GPU = "judged on one GPU only"
 SEVERAL = 8  # cases, for a mean
 SPECIALISING = 0.1  # kernels per change
 UNCHANGED = "unchanged since"  # an earlier report, or a revision
+EMPTY = "EMPTY SHARD"  # no case fell to this part of the run; says nothing of the other parts
 UNTOUCHED = ("not run", "not offered", UNCHANGED)  # statuses without a verdict
 WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
 
@@ -105,6 +106,7 @@ def assemble(
     whole: bool = True,
     interrupted: str = "",
     since: Marker | None = None,
+    may_be_empty: bool = False,
 ) -> Verdict:
     """The verdict of a run whose ledgers are in `folder`.
 
@@ -115,6 +117,7 @@ def assemble(
         interrupted: what ended the run early: missing results are then not lost. A function is
             conformant only with its minimum of cases.
         since: results of an earlier run, and footprints, which the verdict of a complete run keeps.
+        may_be_empty: whether the run is a shard, to which no case may fall.
     """
     lines = list(entries(folder))
     outcomes = [line for line in lines if line["kind"] == "outcome"]
@@ -147,7 +150,7 @@ def assemble(
     ]
     unchanged = any(function.status == UNCHANGED for function in out.functions.values())
     shortfalls = [text for name, function in out.functions.items() for text in _shortfalls(name, function, rules)]
-    shortfalls = _shortfalls_of_run(out, shortfalls, unchanged, bool(rules))
+    shortfalls = _shortfalls_of_run(out, shortfalls, unchanged or may_be_empty, bool(rules))
     regressions = _regressions(out, baseline) if baseline else []
     differs = any(f.status in ("differs", "blocked") for f in out.functions.values())
     out.problems = errors + shortfalls + regressions
@@ -158,17 +161,18 @@ def assemble(
     return out
 
 
-def _shortfalls_of_run(out: Verdict, shortfalls: list[str], unchanged: bool, is_judged: bool) -> list[str]:
+def _shortfalls_of_run(out: Verdict, shortfalls: list[str], may_be_empty: bool, is_judged: bool) -> list[str]:
     """The functions' shortfalls, with what the run as a whole lacks.
 
     Args:
+        may_be_empty: whether a run without a case lacks nothing.
         is_judged: whether each function's minimum of cases was asked for.
     """
     if out.ended_by and (shortfalls or not is_judged):
         return [f"{out.ended_by} ended the run after {out.cases} cases", *shortfalls]
     if all(function.status == "not offered" for function in out.functions.values()):
         return [*shortfalls, f"{out.implementation} offers none of {', '.join(CONTRACTS)}"]
-    if out.cases == 0 and not unchanged:
+    if out.cases == 0 and not may_be_empty:
         return [*shortfalls, "no case was run: this part of the run is empty"]
     return shortfalls
 
@@ -176,7 +180,9 @@ def _shortfalls_of_run(out: Verdict, shortfalls: list[str], unchanged: bool, is_
 def _name(verdict: Verdict, interrupted: str, unchanged: bool) -> str:
     if interrupted and verdict.exit_code == 4:
         return "INTERRUPTED"
-    return "UNCHANGED" if unchanged and not verdict.cases and not verdict.exit_code else NAMES[verdict.exit_code]
+    if not verdict.cases and not verdict.exit_code:
+        return "UNCHANGED" if unchanged else EMPTY
+    return NAMES[verdict.exit_code]
 
 
 def effective(function: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,38 @@
+"""The search path of the process from which children fork: the one of this program.
+
+Multiprocessing starts that process as `python -c`, which looks for modules in the working directory
+first. So it starts with the program's `sys.path` in its environment. The first module that it
+imports is this one, which restores the environment.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+KEPT = "MOE_CONFORMANCE_ENVIRONMENT"  # the program's values of the variables below
+
+
+@contextlib.contextmanager
+def same_modules() -> Iterator[None]:
+    """A process that starts inside the block imports what this process would."""
+    folders = [str(folder) or os.getcwd() for folder in sys.path]
+    changed = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(folders)}
+    kept = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed | {KEPT: json.dumps(kept)})
+    try:
+        yield
+    finally:
+        _restore()
+
+
+def _restore() -> None:
+    for name, value in json.loads(os.environ.pop(KEPT, "{}")).items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+_restore()

@@ -1,0 +1,55 @@
+"""Errors of the user, found before torch is imported."""
+
+import importlib.machinery
+import importlib.util
+import os
+from pathlib import Path
+
+REPORTS = (".json", ".xml", ".md")
+
+
+class UsageError(Exception):
+    """Unusable user input; the message is one clear sentence."""
+
+
+def check_module(name: str) -> None:
+    """Check what can be told of `--impl` without importing anything.
+
+    Raises:
+        UsageError: a file's name, or a package or module that does not exist.
+    """
+    module_name = name.partition(":")[0]
+    if module_name.endswith(".py") or "/" in module_name:
+        right = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise UsageError(f"--impl {name}: give the module's name, not its file: {right}")
+    top = module_name.partition(".")[0]
+    if top and not _exists(top):
+        raise UsageError(missing_module(name, top))
+
+
+def check_report(path: str) -> None:
+    """Check that a report can be written to this file.
+
+    Raises:
+        UsageError: an unknown ending, or no such folder.
+    """
+    target = Path(path)
+    if target.suffix not in REPORTS:
+        raise UsageError(f"--report {path}: the ending must be one of {', '.join(REPORTS)}")
+    if not target.absolute().parent.is_dir():
+        raise UsageError(f"--report {path}: there is no folder {target.absolute().parent}")
+    if target.is_dir():
+        raise UsageError(f"--report {path}: is a folder")
+
+
+def missing_module(name: str, missing: str) -> str:
+    return f"--impl {name}: there is no module {missing!r}, installed, on PYTHONPATH or in {os.getcwd()}"
+
+
+def _exists(top: str) -> bool:
+    """Whether a child process could find the package or module; True if that is not known."""
+    try:
+        here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
+        return (importlib.util.find_spec(top) or here) is not None
+    except Exception:
+        return True

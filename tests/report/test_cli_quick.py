@@ -1,0 +1,65 @@
+"""Help, the version and errors of the user come before torch is imported."""
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+import conformance
+from tests.report.cli_helpers import smoke
+
+CALL = """
+import sys
+from conformance.cli import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as left:
+    code = left.code
+print("code", code, "torch" in sys.modules)
+"""
+VERBS = ("run", "fuzz", "replay", "minimize", "check-adapter", "mutants", "list", "doctor")
+QUICK = [
+    ((), 2, "VERB"),
+    (("--help",), 0, "Compare an implementation"),
+    *(((verb, "--help"), 0, f"usage: moe-conformance {verb}") for verb in VERBS),
+    (("--version",), 0, f"moe-conformance {conformance.__version__}\n"),
+    (("fly",), 2, "invalid choice: 'fly'"),
+    (("run",), 2, "--impl"),
+    (smoke("moe_ref", "--bad"), 2, "unrecognized arguments: --bad"),
+    (smoke("nobody"), 2, "there is no module 'nobody'"),
+    (smoke("nobody.inside:x"), 2, "there is no module 'nobody'"),
+    (smoke("good.py"), 2, "give the module's name, not its file: good"),
+    (smoke(""), 2, "--impl is empty"),
+    (smoke("moe_ref", "--profile", "huge"), 2, "invalid choice: 'huge'"),
+    (smoke("moe_ref", "--shard", "3/2"), 2, "--shard is '3/2'"),
+    (smoke("moe_ref", "--jobs", "-1"), 2, "--jobs is -1"),
+    (smoke("moe_ref", "--report", "out.pdf"), 2, "--report out.pdf: the ending must be one of .json, .xml, .md"),
+    (smoke("moe_ref", "--waivers", "missing.toml"), 2, "--waivers missing.toml: there is no such file"),
+    (smoke("moe_ref", "--baseline", "missing.json"), 2, "--baseline missing.json: there is no such file"),
+    (("fuzz", "--impl", "moe_ref", "--minutes", "0"), 2, "--minutes is 0.0; it must be above 0"),
+    (("replay", "{}", "--impl", "nobody"), 2, "there is no module 'nobody'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "sentence"), QUICK, ids=lambda x: "")
+def test_torch_is_not_imported(place, arguments, code, sentence):
+    done = subprocess.run([sys.executable, "-c", CALL, *arguments], capture_output=True, text=True, timeout=60)
+    assert sentence in done.stdout + done.stderr
+    assert done.stdout.endswith(f"code {code} False\n"), done.stderr
+
+
+def test_a_module_of_the_working_directory_is_not_called_missing(place):
+    (place / "package").mkdir()
+    (place / "package" / "kernels.py").write_text("x = 1\n")
+    lines = (
+        "from conformance.usage import check_module as c; c('good'); c('good:permute'); c('package.kernels'); c('sys')"
+    )
+    program = f"import sys; sys.path.remove(''); {lines}"  # as the console script
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_version_is_the_installed_packages():
+    assert conformance.__version__ == importlib.metadata.version("moe-conformance")
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = conformance.nothing
