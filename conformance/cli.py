@@ -148,7 +148,7 @@ def fuzz(given: Namespace) -> int:
     from conformance.engine.run.fuzz import fuzz as search
     from conformance.report.terminal import search_lines
 
-    searched = search(options, [name.strip() for name in given.function.split(",") if name.strip()], minutes)
+    searched = search(options, minutes)
     print("\n".join(search_lines(searched, options)))
     return searched.exit_code
 

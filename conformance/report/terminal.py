@@ -9,7 +9,7 @@ from conformance.core.case import case_from
 from conformance.engine.options import Options
 from conformance.engine.run.corpus import REACHED
 from conformance.engine.run.search import Searched
-from conformance.engine.run.verdict import UNCHANGED, UNTOUCHED, Verdict
+from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, Verdict
 from conformance.interface import DEFAULTS
 
 INDENT = 19  # columns of the name
@@ -111,13 +111,14 @@ def _summary(verdict: Verdict) -> str:
         f"{verdict.cases} cases in {verdict.seconds:.0f} s{ended(verdict)}",
         f"{total['WAIVED']} waived",
         *([f"{untouched['not run']} functions not run"] if untouched["not run"] else []),
-        f"{untouched['not offered']} functions not offered",
+        f"{untouched[NOT_CHOSEN]} functions not chosen" if verdict.chosen else "",
+        f"{untouched['not offered']} functions not offered" if not verdict.chosen else "",
         f"{total['DECLARED_UNSUPPORTED'] / max(verdict.cases, 1):.1%} declared unsupported",
         f"{total['UNINFORMATIVE'] / max(verdict.cases, 1):.1%} uninformative",
     ]
     if verdict.kernels_compiled:
         parts.append(f"{verdict.kernels_compiled} kernels compiled")
-    return " · ".join(parts)
+    return " · ".join(filter(None, parts))
 
 
 def ended(verdict: Verdict) -> str:

@@ -30,6 +30,9 @@ BAD = [
     (smoke(""), "--impl is empty"),
     (("run",), "--impl"),
     (("run", "--impl", "moe_ref", "--profile", "huge"), "invalid choice: 'huge'"),
+    (smoke("moe_ref", "--function", "premute"), "--function is 'premute'; known are gate, "),
+    (smoke("two", "--function", "permute,gate"), "--function gate is not offered by two, which offers permute, unperm"),
+    (smoke("moe_ref", "--function", ","), "--function is ','; it must be names of functions"),
     (smoke("moe_ref", "--shard", "3/2"), "--shard is '3/2'"),
     (smoke("moe_ref", "--shard", "0/2"), "--shard is '0/2'"),
     (smoke("moe_ref", "--shard", "half"), "--shard is 'half'; it must be i/n"),
@@ -104,6 +107,41 @@ def test_a_stale_waiver_is_an_error_of_the_harness(call):
 
 
 # ---- run
+
+
+def test_only_chosen_functions_are_judged(call, place):
+    """`two` has a right `unpermute`, which needs the row map of the function that is not chosen."""
+    code, out, _ = call(*smoke("two", "--function", "unpermute", "--report", "out.json"))
+    report = json.loads((place / "out.json").read_text())
+    assert (code, report["chosen"], report["functions"]["permute"]["cases"]) == (0, ["unpermute"], 0)
+    assert {name for name, f in report["functions"].items() if f["status"] != "not chosen"} == {"unpermute"}
+    assert f"CONFORMANT   1 functions · {report['cases']} cases" in out
+    assert f"{len(CONTRACTS) - 1} functions not chosen" in out
+
+
+def test_a_wrong_function_fails_where_it_is_chosen_only(call, place):
+    (place / "both.py").write_text((place / "wrong.py").read_text() + "\npad_routing_map = moe_ref.pad_routing_map\n")
+    assert call(*smoke("both", "--function", "pad_routing_map"))[0] == 0
+    assert call(*smoke("both", "--function", "permute"))[0] == 1
+
+
+def test_a_baseline_compares_what_both_runs_chose(call):
+    assert call(*smoke("two", "--report", "both.json"))[0] == 0
+    assert call(*smoke("good", "--function", "permute", "--baseline", "both.json", "--report", "one.json"))[0] == 0
+    assert call(*smoke("two", "--baseline", "one.json"))[0] == 0
+    assert call(*smoke("good", "--baseline", "both.json"))[0] == 5
+
+
+def test_since_a_report_of_other_functions_judges_what_that_run_left_out(call, place):
+    assert call(*smoke("two", "--function", "permute", "--report", "one.json"))[0] == 0
+    code, _, _ = call(*smoke("two", "--since", "one.json", "--report", "all.json"))
+    functions = json.loads((place / "all.json").read_text())["functions"]
+    assert (code, functions["permute"]["status"]) == (0, "unchanged since")
+    assert (functions["unpermute"]["status"], functions["unpermute"]["reason"]) == (
+        "conformant",
+        "not chosen in one.json",
+    )
+    assert call(*smoke("two", "--since", "all.json", "--function", "permute"))[0] == 0
 
 
 def test_the_reference_conforms_and_the_report_says_so(call, place):

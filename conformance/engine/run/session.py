@@ -29,6 +29,7 @@ from conformance.engine.run.revision import Inquiry, footprints_at
 from conformance.engine.run.since import Since, since_report, since_revision, under
 from conformance.engine.run.verdict import Verdict, assemble, read_baseline
 from conformance.engine.run.waivers import Waiver, read_waivers
+from conformance.interface import UsageError
 
 FAILING = ("FAIL", "CRASH", "HANG", "OOM", "ERROR")
 
@@ -94,7 +95,7 @@ class Session:
     """One worker's part of a run: sweeps sections on a pool of children and writes the ledger.
 
     Raises:
-        UsageError: a file of waivers or a baseline cannot be used.
+        UsageError: a file of waivers or a baseline cannot be used, or a chosen function is unknown.
     """
 
     def __init__(
@@ -102,6 +103,9 @@ class Session:
     ) -> None:
         self.options, self.started = options, time.monotonic()
         self.profile: Profile = PROFILES[options.profile]
+        for name in options.functions:
+            if name not in CONTRACTS:
+                raise UsageError(f"--function is {name!r}; known are {', '.join(CONTRACTS)}")
         part, parts = options.part
         self.plan = sections()[part::parts]
         today = datetime.date.today()
@@ -121,7 +125,7 @@ class Session:
         """Read the corpus and start the children.
 
         Raises:
-            UsageError: the implementation cannot be used.
+            UsageError: the implementation cannot be used, or does not offer a chosen function.
             CaseError: a file of the corpus is no case.
         """
         with interrupt.deferred():
@@ -132,10 +136,12 @@ class Session:
             self.corpus += corpus.read_all(Path(self.options.corpus))
         self.description = self.pool.start()
         self.space = Space.of(self.description)
+        self.functions = chosen_functions(self.options, self.description)
         self.ledger.write("implementation", **self.description)
         self.since = self._since(self.inquiry) if self.inquiry else Since()
-        self.plan = [section for section in self.plan if section.function not in self.since.unchanged]
-        self.corpus = [case for case in self.corpus if case.function not in self.since.unchanged]
+        judged = {name for name in self.functions if name not in self.since.unchanged}
+        self.plan = [section for section in self.plan if not section.function or section.function in judged]
+        self.corpus = [case for case in self.corpus if case.function in judged]
 
     def _needs_footprints(self) -> bool:
         return bool(self.options.since) or any(Path(path).suffix == ".json" for path in self.options.report)
@@ -168,8 +174,9 @@ class Session:
 
     def verdict(self, folder: Path, whole: bool, interrupted: str) -> Verdict:
         """The verdict from the ledgers of all workers."""
-        seconds, unchanged = time.monotonic() - self.started, self.since.unchanged
-        waivers = [waiver.name for waiver in self.waivers if waiver.function not in unchanged]
+        seconds, left_out = time.monotonic() - self.started, {*self.since.unchanged}
+        left_out |= {name for name in CONTRACTS if self.options.functions and name not in self.options.functions}
+        waivers = [waiver.name for waiver in self.waivers if waiver.function not in left_out]
         return assemble(folder, self.options, seconds, waivers, self.baseline, whole, interrupted, self.since)
 
     def problem(self, place: str, error: BaseException | str) -> None:
@@ -332,6 +339,20 @@ class Session:
         except OSError as error:  # the failure is reported all the same
             path = f"not saved: {error}"
         self.ledger.write("failure", file=path, **failure.record())
+
+
+def chosen_functions(options: Options, description: dict[str, Any]) -> list[str]:
+    """The functions of --function, in the suite's order; without it all.
+
+    Raises:
+        UsageError: one is not offered.
+    """
+    offered = [name for name in CONTRACTS if description["functions"][name]["offered"]]
+    for name in options.functions:
+        if name not in offered:
+            told = f"--function {name} is not offered by {options.implementation}"
+            raise UsageError(f"{told}, which offers {', '.join(offered) or 'no function that can be judged'}")
+    return [name for name in CONTRACTS if not options.functions or name in options.functions]
 
 
 def default_jobs(device: str) -> int:

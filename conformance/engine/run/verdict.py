@@ -24,7 +24,8 @@ ONE_GPU = "judged on one GPU only"
 SEVERAL = 8  # cases, for a mean
 SPECIALISING = 0.1  # kernels per change
 UNCHANGED = "unchanged since"  # an earlier report, or a revision
-UNTOUCHED = ("not run", "not offered", UNCHANGED)  # statuses without a verdict
+NOT_CHOSEN = "not chosen"  # by --function
+UNTOUCHED = ("not run", "not offered", NOT_CHOSEN, UNCHANGED)  # statuses without a verdict
 WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
 
 
@@ -40,7 +41,7 @@ class FunctionVerdict:
     """The verdict on one function.
 
     status: conformant, differs, blocked, not judged, too little tested, not run (in a part of a
-    run), not offered, or unchanged since the report or revision of `Verdict.since`
+    run), not offered, not chosen, or unchanged since the report or revision of `Verdict.since`
     reason: why it was judged all the same, in a run with `--since`
     earlier: of an unchanged function, its record in the report where it was judged
     transports: the informative cases of several ranks, counted by how the ranks reached each other
@@ -87,6 +88,7 @@ class Verdict:
     seconds_reference: float = 0.0
     kernels_compiled: int = 0
     ended_by: str = ""  # a signal, the time limit, …; empty: the run ended by itself
+    chosen: list[str] = field(default_factory=list)  # the functions of --function; empty: all
     since: str = ""  # the report or revision whose unchanged functions were not judged
     footprints: dict[str, Any] = field(default_factory=dict)  # see `conformance.engine.footprint`
 
@@ -122,7 +124,7 @@ def assemble(
         *("", 0, options.implementation, options.profile, options.seed, seconds),
         *(len(outcomes), described["device_name"], described["versions"]),
     )
-    out.ended_by = interrupted
+    out.ended_by, out.chosen = interrupted, list(options.functions)
     rules = PROFILES[options.profile] if whole and interrupted in ("", TIME_LIMIT) else None
     for name in CONTRACTS:
         offer = described["functions"].get(name, {})
@@ -130,6 +132,7 @@ def assemble(
         out.functions[name] = _function(name, offer, own, rules, bool(interrupted) and not rules)
     if since:
         since.mark(out)
+    _leave_out(out)
     out.failures = _distinct([line for line in lines if line["kind"] == "failure" and line["status"] != "ERROR"])
     out.evaluations = sum(line["evaluations"] for line in outcomes)
     out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
@@ -153,6 +156,13 @@ def assemble(
     if since and whole and not interrupted and not errors:
         since.keep(out)
     return out
+
+
+def _leave_out(out: Verdict) -> None:
+    """Mark the functions that were not chosen, whatever else is known of them."""
+    for name in out.functions:
+        if out.chosen and name not in out.chosen:
+            out.functions[name] = FunctionVerdict(NOT_CHOSEN)
 
 
 def _shortfalls_of_run(out: Verdict, shortfalls: list[str], unchanged: bool, is_judged: bool) -> list[str]:
@@ -238,7 +248,7 @@ def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
 
 def _shortfalls(name: str, function: FunctionVerdict, rules: Profile | None) -> list[str]:
     """Why the function was tested too little; empty if not offered or without a minimum."""
-    if function.status in ("not offered", UNCHANGED) or rules is None:
+    if function.status in ("not offered", NOT_CHOSEN, UNCHANGED) or rules is None:
         return []
     out = []
     informative = sum(function.counts.get(status, 0) for status in INFORMATIVE)
@@ -287,11 +297,16 @@ def _size(failure: dict[str, Any]) -> tuple[bool, int]:
 
 
 def _regressions(now: Verdict, before: dict[str, Any]) -> list[str]:
-    """Results that are worse than in the earlier report, as sentences."""
+    """Results that are worse than in the earlier report, as sentences.
+
+    Only functions that both runs chose are compared.
+    """
     out = []
     for name, record in before.get("functions", {}).items():
         old = effective(record) or {"status": "not offered"}
         new = now.functions.get(name)
+        if old["status"] == NOT_CHOSEN or (new and new.status == NOT_CHOSEN):
+            continue
         if new is None or (old["status"] == "conformant" and new.status == "not offered"):
             out.append(f"{name} was conformant in the baseline and is not offered any more")
             continue
