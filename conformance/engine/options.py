@@ -46,6 +46,7 @@ class Options:
 
     implementation: str = _flag("--impl", "the namespace to judge: package.module or package.module:attribute", "")
     function: str = _flag("--function", "judge only these functions, separated by commas", "")
+    where: str = _flag("--where", "judge only cases that match, as 'dtype=bfloat16 and align in (16, 32)'", "")
     profile: str = _flag("--profile", "how much to test", "gate", choices=("smoke", "gate", "nightly"))
     device: str = _flag("--device", "where to run the implementation", "auto", choices=("auto", "cpu", "cuda"))
     seed: int = _flag("--run-seed", "seed of the drawn cases", 0, type=int)

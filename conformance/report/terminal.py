@@ -111,8 +111,8 @@ def _summary(verdict: Verdict) -> str:
         f"{verdict.cases} cases in {verdict.seconds:.0f} s{ended(verdict)}",
         f"{total['WAIVED']} waived",
         *([f"{untouched['not run']} functions not run"] if untouched["not run"] else []),
-        f"{untouched[NOT_CHOSEN]} functions not chosen" if verdict.chosen else "",
-        f"{untouched['not offered']} functions not offered" if not verdict.chosen else "",
+        f"{untouched[NOT_CHOSEN]} functions not chosen" if untouched[NOT_CHOSEN] else "",
+        "" if untouched[NOT_CHOSEN] else f"{untouched['not offered']} functions not offered",
         f"{total['DECLARED_UNSUPPORTED'] / max(verdict.cases, 1):.1%} declared unsupported",
         f"{total['UNINFORMATIVE'] / max(verdict.cases, 1):.1%} uninformative",
     ]

@@ -32,6 +32,9 @@ BAD = [
     (("run", "--impl", "moe_ref", "--profile", "huge"), "invalid choice: 'huge'"),
     (smoke("moe_ref", "--function", "premute"), "--function is 'premute'; known are gate, "),
     (smoke("two", "--function", "permute,gate"), "--function gate is not offered by two, which offers permute, unperm"),
+    (smoke("two", "--where", "colour=1"), "--where: no case has the field 'colour'; the fields are function, golden, "),
+    (smoke("two", "--where", "dtype=float17"), "--where: dtype is 'float17'; it must be one of float32, "),
+    (smoke("two", "--where", "dtype bfloat16"), "is no term; a predicate is field=value, field!=value, "),
     (smoke("moe_ref", "--function", ","), "--function is ','; it must be names of functions"),
     (smoke("moe_ref", "--shard", "3/2"), "--shard is '3/2'"),
     (smoke("moe_ref", "--shard", "0/2"), "--shard is '0/2'"),
@@ -130,6 +133,30 @@ def test_a_baseline_compares_what_both_runs_chose(call):
     assert call(*smoke("good", "--function", "permute", "--baseline", "both.json", "--report", "one.json"))[0] == 0
     assert call(*smoke("two", "--baseline", "one.json"))[0] == 0
     assert call(*smoke("good", "--baseline", "both.json"))[0] == 5
+
+
+def test_only_matching_cases_are_judged(call, place):
+    """`wrong` mixes up the rows of the third expert."""
+    assert call(*smoke("wrong"))[0] == 1
+    code, out, _ = call(*smoke("wrong", "--where", "experts<3 and dtype=bfloat16", "--report", "few.json"))
+    report = json.loads((place / "few.json").read_text())
+    assert (code, report["where"]) == (0, "experts<3 and dtype=bfloat16")
+    assert "CONFORMANT (where experts<3 and dtype=bfloat16)" in out
+    code, out, err = call(*smoke("wrong", "--baseline", "few.json"))
+    assert (code, "was judged with --where 'experts<3 and dtype=bfloat16', this run with ''" in err) == (2, True)
+
+
+def test_the_smallest_case_matches_too(call, place):
+    assert call(*smoke("wrong", "--where", "experts>=7 and dtype=bfloat16", "--report", "out.json"))[0] == 1
+    cases = [failure["case"] for failure in json.loads((place / "out.json").read_text())["failures"]]
+    assert cases
+    assert all(case["experts"] >= 7 and case["dtype"] == "bfloat16" for case in cases)
+
+
+def test_too_few_matching_cases_are_too_little(call):
+    code, out, _ = call(*smoke("two", "--where", "golden!=''"))
+    assert (code, "TOO LITTLE TESTED" in out) == (4, True)
+    assert re.search(r"permute: \d informative cases where golden!=''; the profile smoke asks for 9", out)
 
 
 def test_since_a_report_of_other_functions_judges_what_that_run_left_out(call, place):

@@ -49,7 +49,7 @@ def _offered(session: Session) -> list[str]:
         UsageError: there is none.
     """
     known = session.description["functions"]
-    offered = [function for function in session.functions if known[function]["offered"]]
+    offered = [function for function in session.choice.functions if known[function]["offered"]]
     if not offered:
         raise UsageError(f"{session.options.implementation} offers no function that can be judged")
     return offered

@@ -21,6 +21,7 @@ from conformance.engine.options import Options
 from conformance.engine.run import corpus, interrupt
 from conformance.engine.run.agenda import REQUESTS, Agenda
 from conformance.engine.run.blame import blamed
+from conformance.engine.run.choice import Choice, asked, must_compare
 from conformance.engine.run.ledger import Ledger
 from conformance.engine.run.pool import Lost, Pool
 from conformance.engine.run.progress import Progress
@@ -29,7 +30,6 @@ from conformance.engine.run.revision import Inquiry, footprints_at
 from conformance.engine.run.since import Since, since_report, since_revision, under
 from conformance.engine.run.verdict import Verdict, assemble, read_baseline
 from conformance.engine.run.waivers import Waiver, read_waivers
-from conformance.interface import UsageError
 
 FAILING = ("FAIL", "CRASH", "HANG", "OOM", "ERROR")
 
@@ -95,7 +95,7 @@ class Session:
     """One worker's part of a run: sweeps sections on a pool of children and writes the ledger.
 
     Raises:
-        UsageError: a file of waivers or a baseline cannot be used, or a chosen function is unknown.
+        UsageError: a file of waivers or a baseline cannot be used, or an option is wrong.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class Session:
     ) -> None:
         self.options, self.started = options, time.monotonic()
         self.profile: Profile = PROFILES[options.profile]
-        for name in options.functions:
-            if name not in CONTRACTS:
-                raise UsageError(f"--function is {name!r}; known are {', '.join(CONTRACTS)}")
+        asked(options)
         part, parts = options.part
         self.plan = sections()[part::parts]
         today = datetime.date.today()
         self.waivers: list[Waiver] = read_waivers(Path(options.waivers), today) if options.waivers else []
         self.baseline = read_baseline(Path(options.baseline)) if options.baseline else None
+        if self.baseline:
+            must_compare(self.baseline, options)
         is_report = options.since.endswith(".json") or Path(options.since).is_file()
         self.earlier = read_baseline(Path(options.since), "--since") if is_report else None
         self.since = Since()
@@ -125,7 +125,7 @@ class Session:
         """Read the corpus and start the children.
 
         Raises:
-            UsageError: the implementation cannot be used, or does not offer a chosen function.
+            UsageError: the implementation cannot be used, or does not offer what is asked for.
             CaseError: a file of the corpus is no case.
         """
         with interrupt.deferred():
@@ -136,12 +136,12 @@ class Session:
             self.corpus += corpus.read_all(Path(self.options.corpus))
         self.description = self.pool.start()
         self.space = Space.of(self.description)
-        self.functions = chosen_functions(self.options, self.description)
-        self.ledger.write("implementation", **self.description)
+        self.choice = Choice.of(self.options, self.description)
+        self.ledger.write("implementation", **self.description, judged=self.choice.functions)
         self.since = self._since(self.inquiry) if self.inquiry else Since()
-        judged = {name for name in self.functions if name not in self.since.unchanged}
+        judged = {name for name in self.choice.functions if name not in self.since.unchanged}
         self.plan = [section for section in self.plan if not section.function or section.function in judged]
-        self.corpus = [case for case in self.corpus if case.function in judged]
+        self.corpus = [case for case in self.corpus if case.function in judged and self.choice.holds(case)]
 
     def _needs_footprints(self) -> bool:
         return bool(self.options.since) or any(Path(path).suffix == ".json" for path in self.options.report)
@@ -175,8 +175,9 @@ class Session:
     def verdict(self, folder: Path, whole: bool, interrupted: str) -> Verdict:
         """The verdict from the ledgers of all workers."""
         seconds, left_out = time.monotonic() - self.started, {*self.since.unchanged}
-        left_out |= {name for name in CONTRACTS if self.options.functions and name not in self.options.functions}
-        waivers = [waiver.name for waiver in self.waivers if waiver.function not in left_out]
+        left_out |= {*CONTRACTS} - {*self.choice.functions}
+        # what a waiver covers may not match --where: none is stale then
+        waivers = [waiver.name for waiver in self.waivers if waiver.function not in left_out and not self.options.where]
         return assemble(folder, self.options, seconds, waivers, self.baseline, whole, interrupted, self.since)
 
     def problem(self, place: str, error: BaseException | str) -> None:
@@ -218,7 +219,8 @@ class Session:
             if section.kind == "corpus":
                 schedule(section, [[case] for case in self.corpus if self._offered(case.function)])
             elif self._offered(section.function):
-                agenda.add(Draw(section, self.profile, self.space, self.options.seed), REQUESTS)
+                where = self.choice.where[section.function]
+                agenda.add(Draw(section, self.profile, self.space, self.options.seed, where), REQUESTS)
         failed: Failed = {}
         try:
             for work, answer in self.pool.work(agenda):
@@ -285,7 +287,7 @@ class Session:
         if not _literal(case):
             self.known.add(key)
         case, outcome = self._confirmed(case, outcome)
-        case, outcome = blamed(case, outcome, lambda other: self._attempt(other, fresh=True))
+        case, outcome = blamed(case, outcome, lambda other: self._inside(other, fresh=True))
         if outcome.status != "FLAKY" and failure_key(case, outcome) != key and failure_key(case, outcome) in self.known:
             return None  # in a fresh process it fails like another one, which is reported already
         if not _literal(case):
@@ -316,7 +318,11 @@ class Session:
 
     def attempt(self, case: Case) -> Outcome:
         """One try of a reduction: in a running child, unless earlier calls matter."""
-        return self._attempt(case, fresh=case.law == "history")
+        return self._inside(case, fresh=case.law == "history")
+
+    def _inside(self, case: Case, fresh: bool) -> Outcome:
+        """The outcome of a case that is judged; another one does not run."""
+        return self._attempt(case, fresh) if self.choice.holds(case) else Outcome("NOT_RUN", reason="outside")
 
     def _attempt(self, case: Case, fresh: bool) -> Outcome:
         outcome = self.pool.run_alone(case) if fresh else self.pool.answer(case)
@@ -339,20 +345,6 @@ class Session:
         except OSError as error:  # the failure is reported all the same
             path = f"not saved: {error}"
         self.ledger.write("failure", file=path, **failure.record())
-
-
-def chosen_functions(options: Options, description: dict[str, Any]) -> list[str]:
-    """The functions of --function, in the suite's order; without it all.
-
-    Raises:
-        UsageError: one is not offered.
-    """
-    offered = [name for name in CONTRACTS if description["functions"][name]["offered"]]
-    for name in options.functions:
-        if name not in offered:
-            told = f"--function {name} is not offered by {options.implementation}"
-            raise UsageError(f"{told}, which offers {', '.join(offered) or 'no function that can be judged'}")
-    return [name for name in CONTRACTS if not options.functions or name in options.functions]
 
 
 def default_jobs(device: str) -> int:

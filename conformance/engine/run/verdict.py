@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from conformance.catalogue import CONTRACTS
+from conformance.core.where import parsed
 from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import Options
 from conformance.engine.run.interrupt import TIME_LIMIT
@@ -24,7 +25,7 @@ ONE_GPU = "judged on one GPU only"
 SEVERAL = 8  # cases, for a mean
 SPECIALISING = 0.1  # kernels per change
 UNCHANGED = "unchanged since"  # an earlier report, or a revision
-NOT_CHOSEN = "not chosen"  # by --function
+NOT_CHOSEN = "not chosen"  # by --function, or no case can match --where
 UNTOUCHED = ("not run", "not offered", NOT_CHOSEN, UNCHANGED)  # statuses without a verdict
 WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
 
@@ -89,6 +90,7 @@ class Verdict:
     kernels_compiled: int = 0
     ended_by: str = ""  # a signal, the time limit, …; empty: the run ended by itself
     chosen: list[str] = field(default_factory=list)  # the functions of --function; empty: all
+    where: str = ""  # the predicate of --where, in canonical form
     since: str = ""  # the report or revision whose unchanged functions were not judged
     footprints: dict[str, Any] = field(default_factory=dict)  # see `conformance.engine.footprint`
 
@@ -125,6 +127,7 @@ def assemble(
         *(len(outcomes), described["device_name"], described["versions"]),
     )
     out.ended_by, out.chosen = interrupted, list(options.functions)
+    out.where = parsed(options.where, "--where").text
     rules = PROFILES[options.profile] if whole and interrupted in ("", TIME_LIMIT) else None
     for name in CONTRACTS:
         offer = described["functions"].get(name, {})
@@ -132,7 +135,7 @@ def assemble(
         out.functions[name] = _function(name, offer, own, rules, bool(interrupted) and not rules)
     if since:
         since.mark(out)
-    _leave_out(out)
+    _leave_out(out, described.get("judged", list(CONTRACTS)))
     out.failures = _distinct([line for line in lines if line["kind"] == "failure" and line["status"] != "ERROR"])
     out.evaluations = sum(line["evaluations"] for line in outcomes)
     out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
@@ -146,7 +149,8 @@ def assemble(
         if rules and not interrupted and name not in waiving
     ]
     unchanged = any(function.status == UNCHANGED for function in out.functions.values())
-    shortfalls = [text for name, function in out.functions.items() for text in _shortfalls(name, function, rules)]
+    inside = f" where {out.where}" if out.where else ""
+    shortfalls = [x for name, function in out.functions.items() for x in _shortfalls(name, function, rules, inside)]
     shortfalls = _shortfalls_of_run(out, shortfalls, unchanged, bool(rules))
     regressions = _regressions(out, baseline) if baseline else []
     differs = any(f.status in ("differs", "blocked") for f in out.functions.values())
@@ -158,10 +162,10 @@ def assemble(
     return out
 
 
-def _leave_out(out: Verdict) -> None:
+def _leave_out(out: Verdict, judged: list[str]) -> None:
     """Mark the functions that were not chosen, whatever else is known of them."""
     for name in out.functions:
-        if out.chosen and name not in out.chosen:
+        if name not in judged:
             out.functions[name] = FunctionVerdict(NOT_CHOSEN)
 
 
@@ -183,7 +187,10 @@ def _shortfalls_of_run(out: Verdict, shortfalls: list[str], unchanged: bool, is_
 def _name(verdict: Verdict, interrupted: str, unchanged: bool) -> str:
     if interrupted and verdict.exit_code == 4:
         return "INTERRUPTED"
-    return "UNCHANGED" if unchanged and not verdict.cases and not verdict.exit_code else NAMES[verdict.exit_code]
+    if unchanged and not verdict.cases and not verdict.exit_code:
+        return "UNCHANGED"
+    limit = f" (where {verdict.where})" if verdict.where and not verdict.exit_code else ""
+    return NAMES[verdict.exit_code] + limit
 
 
 def effective(function: dict[str, Any]) -> dict[str, Any]:
@@ -246,15 +253,19 @@ def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
     return out
 
 
-def _shortfalls(name: str, function: FunctionVerdict, rules: Profile | None) -> list[str]:
-    """Why the function was tested too little; empty if not offered or without a minimum."""
+def _shortfalls(name: str, function: FunctionVerdict, rules: Profile | None, inside: str = "") -> list[str]:
+    """Why the function was tested too little; empty if not offered or without a minimum.
+
+    Args:
+        inside: the cases that were run, if not all.
+    """
     if function.status in ("not offered", NOT_CHOSEN, UNCHANGED) or rules is None:
         return []
     out = []
     informative = sum(function.counts.get(status, 0) for status in INFORMATIVE)
     asked = f"the profile {rules.name}"
     if informative < rules.minimum(name):
-        out.append(f"{name}: {informative} informative cases; {asked} asks for {rules.minimum(name)}")
+        out.append(f"{name}: {informative} informative cases{inside}; {asked} asks for {rules.minimum(name)}")
     share = function.unsupported
     if share > rules.unsupported:
         out.append(f"{name}: {share:.0%} of the cases are declared unsupported; {asked} allows {rules.unsupported:.0%}")
