@@ -3,7 +3,10 @@
     moe-conformance run --impl my_kernels.moe          a module
     moe-conformance run --impl my_kernels.moe:Fused    a class, object or namespace in a module
 
-The namespace may also offer three functions:
+The namespace may also say what it is for, and offer three functions:
+
+    scope = "scaling=mxfp8"                            a predicate of `conformance.core.where`, or a
+                                                       dict of them by function
 
     supports(function, **arguments) -> None | reason   gets meta tensors: shapes, dtypes, settings
     declares(function) -> dict                         the guarantees, in terms of VOCABULARY
@@ -188,6 +191,20 @@ class Implementation:
         """
         named = getattr(self.namespace, "transport", None)
         return _text(named(function, group), "text") if callable(named) else ""
+
+    @property
+    def scopes(self) -> dict[str, str]:
+        """The predicates of `scope` by function; a text for every function is under "".
+
+        Raises:
+            UsageError: it is neither text nor a dict of texts.
+        """
+        scope = getattr(self.namespace, "scope", "")
+        by_function = scope if isinstance(scope, dict) else {"": scope}
+        if not all(isinstance(text, str) for pair in by_function.items() for text in pair):
+            told = "it must be a predicate such as 'dtype=bfloat16', or a dict of them by function"
+            raise UsageError(f"{self.name} has scope = {shown(scope)}; {told}")
+        return {function: one_line(text) for function, text in by_function.items() if text.strip()}
 
     def call(self, function: str, *args: Any, **settings: Any) -> Any:
         """The function's result.

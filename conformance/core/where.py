@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from typing import Any
 
+from conformance.core.axes import Size
 from conformance.core.case import Case, axes_of
 from conformance.core.contract import Contract
 from conformance.core.scope import Scope
@@ -164,13 +165,25 @@ class Where:
             if term.operator in ("=", "in") and term.name in scope.live and not term.true_of(case):
                 changes[term.name] = decoded(source.choice(term.values), fields[term.name])
         try:
-            other = scope.mended(replace(case, **changes))
+            other = self._smaller(scope, scope.mended(replace(case, **changes)), case)
         except ValueError:
             return None
         laws = scope.cheap_laws(other) if scope.space.few_kernels else scope.laws(other)
         if other.law and other.law not in laws:
             other = replace(other, law=source.choice(laws))
         return other if self.holds(other) else None
+
+    def _smaller(self, scope: Scope, moved: Any, case: Any) -> Any:
+        """The moved case, with fewer units where a unit has become larger."""
+        named = {term.name for term in self.terms}
+        sizes = [axis for axis in scope.axes if isinstance(axis, Size) and axis.name not in named]
+        while sizes and moved.is_large and moved.unit > case.unit:
+            longest = max(sizes, key=lambda axis: getattr(moved, axis.name))
+            length = getattr(moved, longest.name)
+            if length // 2 < max(longest.at_least, 1):
+                break
+            moved = scope.mended(replace(moved, **{longest.name: length // 2}))
+        return moved
 
 
 EVERYWHERE = Where()

@@ -21,7 +21,7 @@ def lines(verdict: Verdict) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
     origin = f"{verdict.device} · profile {verdict.profile} · seed {verdict.seed}"
     out = [f"moe-conformance · impl {verdict.implementation} · {versions} · {origin}"]
-    out += _declarations(verdict) + _transports(verdict)
+    out += scope_lines(verdict) + _declarations(verdict) + _transports(verdict)
     out += ["", f"{verdict.verdict}   {_summary(verdict)}", "", *_specialised(verdict)]
     for failure in verdict.failures:
         if not _echo(failure, verdict):
@@ -49,6 +49,15 @@ def lines(verdict: Verdict) -> list[str]:
         out += textwrap.wrap(text, WIDTH, subsequent_indent=" " * (INDENT + 1))
     out += [f"{'!':<{INDENT}} {problem}" for problem in verdict.problems]
     return out
+
+
+def scope_lines(verdict: Verdict) -> list[str]:
+    """What judged functions are for, if it is not everything, one line per scope."""
+    groups: dict[str, list[str]] = {}
+    for name, function in verdict.functions.items():
+        if function.scope and function.status not in UNTOUCHED:
+            groups.setdefault(function.scope, []).append(name)
+    return [f"scope: {', '.join(names)}: only cases where {scope}" for scope, names in groups.items()]
 
 
 def in_words(status: str, verdict: Verdict) -> str:

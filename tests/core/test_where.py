@@ -89,6 +89,15 @@ def test_a_narrow_predicate_still_has_its_number_of_drawn_cases(text):
     assert all(where.holds(case) and scope.fits(case) and case.law in scope.laws(case) for case in cases)
 
 
+def test_a_case_that_is_moved_to_larger_units_has_fewer():
+    """Sizes of MXFP8 are in units of 32, of most other scalings in elements."""
+    scope, where = scope_of("quantize", Space()), parsed("scaling=mxfp8", "--where")
+    case = scope.case({"tokens": 151, "hidden": 190, "experts": 2, "counts": (89, 62)})
+    moved = where.steered(scope, case, random.Random(0))
+    assert (moved.scaling, moved.is_large, scope.fits(moved)) == ("mxfp8", False, True)
+    assert replace(case, scaling="mxfp8", counts=()).is_large
+
+
 def test_without_steering_few_drawn_cases_match():
     where = parsed("dtype=bfloat16 and align=32", "--where")
     cases = cases_of(Section("drawn", "permute"), PROFILES["gate"], Space(), 0)

@@ -159,6 +159,52 @@ def test_too_few_matching_cases_are_too_little(call):
     assert re.search(r"permute: \d informative cases where golden!=''; the profile smoke asks for 9", out)
 
 
+def test_a_specialist_is_conformant_within_its_scope(call, place):
+    code, out, _ = call(*smoke("specialist", "--report", "out.json"))
+    functions = json.loads((place / "out.json").read_text())["functions"]
+    assert (code, functions["quantize"]["counts"].get("DECLARED_UNSUPPORTED")) == (0, None)
+    assert {name: functions[name]["scope"] for name in ("quantize", "permute")} == {
+        "quantize": "scaling=mxfp8",
+        "permute": "",
+    }
+    head, verdict = out.split("\n\n")[:2]
+    assert "scope: quantize: only cases where scaling=mxfp8" in head
+    assert verdict.startswith("CONFORMANT (within scope)   2 functions")
+    code, out, _ = call("check-adapter", "--impl", "specialist")
+    assert (code, "scope scaling=mxfp8: other cases are left out" in out) == (0, True)
+
+
+def test_the_same_functions_without_the_scope_differ(call, place):
+    text = (place / "specialist.py").read_text()
+    (place / "general.py").write_text(text.replace('scope = "scaling=mxfp8"', ""))
+    assert call(*smoke("general", "--function", "quantize"))[0] == 1
+    (place / "wide.py").write_text(text.replace("mxfp8", "block", 1))
+    assert call(*smoke("wide", "--function", "quantize"))[0] == 1
+
+
+def test_a_scope_that_shrinks_is_a_regression(call, place):
+    assert call(*smoke("two", "--function", "permute", "--report", "all.json"))[0] == 0
+    (place / "two.py").write_text("from moe_ref import permute\nscope = {'permute': 'dtype=float32'}\n")
+    code, out, _ = call(*smoke("two", "--baseline", "all.json"))
+    assert (code, "permute has the scope 'dtype=float32', '' in the baseline" in out) == (5, True)
+
+
+@pytest.mark.parametrize(
+    ("scope", "sentence"),
+    [
+        ("3", "has scope = 3; it must be a predicate such as 'dtype=bfloat16', or a dict of them by function"),
+        ("'colour=1'", "has scope: no case has the field 'colour'; the fields are"),
+        ("'dtype'", "has scope: 'dtype': 'dtype' is no term"),
+        ("{'premute': 'align=3'}", "has scope for premute; known are gate"),
+        ("{'permute': 'dtype=float17'}", "has scope: dtype is 'float17'; it must be one of"),
+    ],
+)
+def test_a_scope_that_is_none_ends_in_one_sentence(call, place, scope, sentence):
+    (place / "scoped.py").write_text(f"from moe_ref import permute\nscope = {scope}\n")
+    code, _, err = call("check-adapter", "--impl", "scoped")
+    assert (code, f"scoped {sentence}" in err) == (2, True)
+
+
 def test_since_a_report_of_other_functions_judges_what_that_run_left_out(call, place):
     assert call(*smoke("two", "--function", "permute", "--report", "one.json"))[0] == 0
     code, _, _ = call(*smoke("two", "--since", "one.json", "--report", "all.json"))

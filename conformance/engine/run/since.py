@@ -76,6 +76,7 @@ def under(
         name: parts
         | {f"{name} (kept cases)": digest(*sorted(kept.get(name, [])))}
         | {f"{name} (waivers)": digest(*sorted(waived.get(name, [])))}
+        | {f"{name} (scope)": digest(description.get("functions", {}).get(name, {}).get("scope", ""))}
         for name, parts in footprints.functions.items()
     }
     return Footprints(footprints.conditions | conditions, functions)

@@ -47,6 +47,7 @@ class FunctionVerdict:
     earlier: of an unchanged function, its record in the report where it was judged
     transports: the informative cases of several ranks, counted by how the ranks reached each other
     note: a limit of the verdict
+    scope: the predicate of what the namespace says the function is for; other cases did not run
     """
 
     status: str
@@ -56,6 +57,7 @@ class FunctionVerdict:
     declares: dict[str, Any] = field(default_factory=dict)
     transports: dict[str, int] = field(default_factory=dict)
     note: str = ""
+    scope: str = ""
     # kernels that a change of a field compiles on average, of fields that are taken for data
     specialised_by: dict[str, float] = field(default_factory=dict)
     reason: str = ""
@@ -149,8 +151,7 @@ def assemble(
         if rules and not interrupted and name not in waiving
     ]
     unchanged = any(function.status == UNCHANGED for function in out.functions.values())
-    inside = f" where {out.where}" if out.where else ""
-    shortfalls = [x for name, function in out.functions.items() for x in _shortfalls(name, function, rules, inside)]
+    shortfalls = [x for name, function in out.functions.items() for x in _shortfalls(name, function, rules, out.where)]
     shortfalls = _shortfalls_of_run(out, shortfalls, unchanged, bool(rules))
     regressions = _regressions(out, baseline) if baseline else []
     differs = any(f.status in ("differs", "blocked") for f in out.functions.values())
@@ -189,8 +190,10 @@ def _name(verdict: Verdict, interrupted: str, unchanged: bool) -> str:
         return "INTERRUPTED"
     if unchanged and not verdict.cases and not verdict.exit_code:
         return "UNCHANGED"
-    limit = f" (where {verdict.where})" if verdict.where and not verdict.exit_code else ""
-    return NAMES[verdict.exit_code] + limit
+    judged = (f for f in verdict.functions.values() if f.status not in UNTOUCHED)
+    limits = ["within scope"] if any(function.scope for function in judged) else []
+    limits += [f"where {verdict.where}"] if verdict.where else []
+    return NAMES[verdict.exit_code] + (f" ({', '.join(limits)})" if limits and not verdict.exit_code else "")
 
 
 def effective(function: dict[str, Any]) -> dict[str, Any]:
@@ -226,6 +229,7 @@ def _function(
     out.transports = dict(sorted(Counter(line["transport"] for line in ranked).items()))
     out.note = ONE_GPU if ranked and all(line["shares_gpu"] for line in ranked) else ""
     out.specialised_by = _specialising(outcomes)
+    out.scope = offer.get("scope", "")
     if not offer.get("offered"):
         out.status, out.without = "not offered", []
     elif counts["ERROR"]:
@@ -253,14 +257,16 @@ def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
     return out
 
 
-def _shortfalls(name: str, function: FunctionVerdict, rules: Profile | None, inside: str = "") -> list[str]:
+def _shortfalls(name: str, function: FunctionVerdict, rules: Profile | None, where: str = "") -> list[str]:
     """Why the function was tested too little; empty if not offered or without a minimum.
 
     Args:
-        inside: the cases that were run, if not all.
+        where: the predicate of --where.
     """
     if function.status in ("not offered", NOT_CHOSEN, UNCHANGED) or rules is None:
         return []
+    inside = " and ".join(filter(None, (function.scope, where)))
+    inside = f" where {inside}" if inside else ""
     out = []
     informative = sum(function.counts.get(status, 0) for status in INFORMATIVE)
     asked = f"the profile {rules.name}"
@@ -323,6 +329,8 @@ def _regressions(now: Verdict, before: dict[str, Any]) -> list[str]:
             continue
         if old["status"] == "not offered":
             continue
+        if new.scope != old.get("scope", ""):
+            out.append(f"{name} has the scope {new.scope!r}, {old.get('scope', '')!r} in the baseline")
         if removed := sorted(set(new.without) - set(old["without"])):
             out.append(f"{name} no longer accepts {', '.join(removed)}")
         share = old["counts"].get("DECLARED_UNSUPPORTED", 0) / max(old["cases"], 1)
