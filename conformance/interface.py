@@ -207,7 +207,7 @@ class Implementation:
         return {function: one_line(text) for function, text in by_function.items() if text.strip()}
 
     def call(self, function: str, *args: Any, **settings: Any) -> Any:
-        """The function's result.
+        """The function's result, with None for outputs that it is declared to omit and lacks.
 
         Raises:
             ModeChanged: the call has changed a mode of the process, which is set back.
@@ -219,7 +219,28 @@ class Implementation:
             changed = before.restore()
         if changed:
             raise ModeChanged(f"returned with another {changed} than before the call")
+        declared = self._declared.get(function)
+        return _completed(result, declared.get("omits", ())) if isinstance(declared, dict) else result
+
+
+class _Completed:
+    """A result with more fields."""
+
+    def __init__(self, result: Any, more: dict[str, Any]) -> None:
+        self._result, self._more = result, more
+
+    def __getattr__(self, name: str) -> Any:
+        return self._more[name] if name in self._more else getattr(self._result, name)
+
+
+def _completed(result: Any, omitted: tuple[str, ...]) -> Any:
+    """The result with None for omitted fields; a plain tuple, whose values have no names, as is."""
+    if isinstance(result, Tensor) or (isinstance(result, (tuple, list)) and not hasattr(result, "_fields")):
         return result
+    if isinstance(result, dict):
+        return dict.fromkeys(omitted) | result
+    lacking = {name: None for name in omitted if not hasattr(result, name)}
+    return _Completed(result, lacking) if lacking else result
 
 
 def _text(answer: Any, wanted: str) -> str:
