@@ -174,8 +174,8 @@ def fuzz(given: Namespace) -> int:
     from conformance.engine.run.fuzz import fuzz as search
     from conformance.report.terminal import search_lines
 
-    options, minutes = Options.parsed(given), given.minutes
-    searched = search(options, [name.strip() for name in given.function.split(",") if name.strip()], minutes)
+    options = Options.parsed(given)
+    searched = search(options, given.minutes)
     print("\n".join(search_lines(searched, options)))
     return searched.exit_code
 

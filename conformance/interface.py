@@ -3,7 +3,10 @@
     moe-conformance run --impl my_kernels.moe          a module
     moe-conformance run --impl my_kernels.moe:Fused    a class, object or namespace in a module
 
-The namespace may also offer three functions:
+The namespace may also say what it is for, and offer three functions:
+
+    scope = "scaling=mxfp8"                            a predicate of `conformance.core.where`, or a
+                                                       dict of them by function
 
     supports(function, **arguments) -> None | reason   gets meta tensors: shapes, dtypes, settings
     declares(function) -> dict                         the guarantees, in terms of VOCABULARY
@@ -187,8 +190,22 @@ class Implementation:
         named = getattr(self.namespace, "transport", None)
         return _text(named(function, group), "text") if callable(named) else ""
 
+    @property
+    def scopes(self) -> dict[str, str]:
+        """The predicates of `scope` by function; a text for every function is under "".
+
+        Raises:
+            UsageError: it is neither text nor a dict of texts.
+        """
+        scope = getattr(self.namespace, "scope", "")
+        by_function = scope if isinstance(scope, dict) else {"": scope}
+        if not all(isinstance(text, str) for pair in by_function.items() for text in pair):
+            told = "it must be a predicate such as 'dtype=bfloat16', or a dict of them by function"
+            raise UsageError(f"{self.name} has scope = {shown(scope)}; {told}")
+        return {function: one_line(text) for function, text in by_function.items() if text.strip()}
+
     def call(self, function: str, *args: Any, **settings: Any) -> Any:
-        """The function's result.
+        """The function's result, with None for outputs that it is declared to omit and lacks.
 
         Raises:
             ModeChanged: the call has changed a mode of the process, which is set back.
@@ -200,7 +217,28 @@ class Implementation:
             changed = before.restore()
         if changed:
             raise ModeChanged(f"returned with another {changed} than before the call")
+        declared = self._declared.get(function)
+        return _completed(result, declared.get("omits", ())) if isinstance(declared, dict) else result
+
+
+class _Completed:
+    """A result with more fields."""
+
+    def __init__(self, result: Any, more: dict[str, Any]) -> None:
+        self._result, self._more = result, more
+
+    def __getattr__(self, name: str) -> Any:
+        return self._more[name] if name in self._more else getattr(self._result, name)
+
+
+def _completed(result: Any, omitted: tuple[str, ...]) -> Any:
+    """The result with None for omitted fields; a plain tuple, whose values have no names, as is."""
+    if isinstance(result, Tensor) or (isinstance(result, (tuple, list)) and not hasattr(result, "_fields")):
         return result
+    if isinstance(result, dict):
+        return dict.fromkeys(omitted) | result
+    lacking = {name: None for name in omitted if not hasattr(result, name)}
+    return _Completed(result, lacking) if lacking else result
 
 
 def _text(answer: Any, wanted: str) -> str:

@@ -37,6 +37,10 @@ class Trial:
         self.cost.seconds_reference += time.perf_counter() - started
         return expected
 
+    def inside(self, case: Any) -> bool:
+        """Whether another case is one that the namespace is for."""
+        return bool(self.extras.get("inside", lambda case: True)(case))
+
     def judged(self, law: str, expected: dict[str, Expectation], outputs: Outputs) -> Finding | None:
         """The finding of the first wrong output, or None."""
         for name, expectation in expected.items():

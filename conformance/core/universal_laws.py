@@ -23,7 +23,7 @@ def _history(trial: Trial) -> Finding | None:
     """Another case right after this one, with other settings and sizes where supported."""
     for other in neighbours(trial.contract, trial.case):
         problem = trial.contract.problem(other)
-        if not trial.extras["refusal"](problem):
+        if trial.inside(other) and not trial.extras["refusal"](problem):
             finding = trial.judged("history", trial.reference(problem, other), trial.run(problem))
             return replace(finding, message=f"after another case it {finding.message}") if finding else None
     return None

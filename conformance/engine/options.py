@@ -45,6 +45,8 @@ class Options:
     """
 
     implementation: str = _flag("--impl", "the namespace to judge: package.module or package.module:attribute", "")
+    function: str = _flag("--function", "judge only these functions, separated by commas", "")
+    where: str = _flag("--where", "judge only cases that match, as 'dtype=bfloat16 and align in (16, 32)'", "")
     profile: str = _flag("--profile", "how much to test", "gate", choices=("smoke", "gate", "nightly"))
     device: str = _flag("--device", "where to run the implementation", "auto", choices=("auto", "cpu", "cuda"))
     seed: int = _flag("--run-seed", "seed of the drawn cases", 0, type=int)
@@ -81,12 +83,19 @@ class Options:
         _require(
             bool(re.fullmatch(r"(\d+/\d+)?", self.shard)), f"--shard is {self.shard!r}; it must be i/n, such as 2/4"
         )
+        named = not self.function or bool(self.functions)
+        _require(named, f"--function is {self.function!r}; it must be names of functions, separated by commas")
         number = f"--shard is {self.shard!r}; the first number must be from 1 to the second"
         _require(0 <= self.part[0] < self.part[1], number)
         for path in self.report:
             check_report(path)
         for flag, file in (("--waivers", self.waivers), ("--baseline", self.baseline)):
             _require(not file or Path(file).exists(), f"{flag} {file}: there is no such file")
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The named functions; empty: all."""
+        return tuple(dict.fromkeys(name for part in self.function.split(",") if (name := part.strip())))
 
     @property
     def part(self) -> tuple[int, int]:

@@ -22,6 +22,8 @@ def described(description: dict[str, Any]) -> tuple[int, str]:
         lines.append(f"  ok   {name}")
         if function["without"]:
             lines.append(f"         without {', '.join(function['without'])}: cases that need them are left out")
+        if function.get("scope"):
+            lines.append(f"         scope {function['scope']}: other cases are left out")
         lines += [f"         declares {key} = {value}" for key, value in function["declares"].items()]
     offered = [name for name in CONTRACTS if functions[name]["offered"]]
     hint = "" if offered else " Name a function like one of these, at the top of the namespace."

@@ -9,7 +9,7 @@ from conformance.core.case import case_from
 from conformance.engine.options import Options
 from conformance.engine.run.corpus import REACHED
 from conformance.engine.run.search import Searched
-from conformance.engine.run.verdict import UNCHANGED, UNTOUCHED, Verdict
+from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, Verdict
 from conformance.interface import DEFAULTS
 
 INDENT = 19  # columns of the name
@@ -21,7 +21,7 @@ def lines(verdict: Verdict) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
     origin = f"{verdict.device} · profile {verdict.profile} · seed {verdict.seed}"
     out = [f"moe-conformance · impl {verdict.implementation} · {versions} · {origin}"]
-    out += _declarations(verdict) + _transports(verdict)
+    out += scope_lines(verdict) + _declarations(verdict) + _transports(verdict)
     out += ["", f"{verdict.verdict}   {_summary(verdict)}", "", *_specialised(verdict)]
     for failure in verdict.failures:
         if not _echo(failure, verdict):
@@ -49,6 +49,15 @@ def lines(verdict: Verdict) -> list[str]:
         out += textwrap.wrap(text, WIDTH, subsequent_indent=" " * (INDENT + 1))
     out += [f"{'!':<{INDENT}} {problem}" for problem in verdict.problems]
     return out
+
+
+def scope_lines(verdict: Verdict) -> list[str]:
+    """What judged functions are for, if it is not everything, one line per scope."""
+    groups: dict[str, list[str]] = {}
+    for name, function in verdict.functions.items():
+        if function.scope and function.status not in UNTOUCHED:
+            groups.setdefault(function.scope, []).append(name)
+    return [f"scope: {', '.join(names)}: only cases where {scope}" for scope, names in groups.items()]
 
 
 def in_words(status: str, verdict: Verdict) -> str:
@@ -111,13 +120,14 @@ def _summary(verdict: Verdict) -> str:
         f"{verdict.cases} cases in {verdict.seconds:.0f} s{ended(verdict)}",
         f"{total['WAIVED']} waived",
         *([f"{untouched['not run']} functions not run"] if untouched["not run"] else []),
-        f"{untouched['not offered']} functions not offered",
+        f"{untouched[NOT_CHOSEN]} functions not chosen" if untouched[NOT_CHOSEN] else "",
+        "" if untouched[NOT_CHOSEN] else f"{untouched['not offered']} functions not offered",
         f"{total['DECLARED_UNSUPPORTED'] / max(verdict.cases, 1):.1%} declared unsupported",
         f"{total['UNINFORMATIVE'] / max(verdict.cases, 1):.1%} uninformative",
     ]
     if verdict.kernels_compiled:
         parts.append(f"{verdict.kernels_compiled} kernels compiled")
-    return " · ".join(parts)
+    return " · ".join(filter(None, parts))
 
 
 def ended(verdict: Verdict) -> str:

@@ -19,6 +19,7 @@ from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.options import Options
 from conformance.engine.run import corpus
+from conformance.engine.run.choice import Choice
 from conformance.engine.run.kept import Kept
 from conformance.engine.run.rarity import Rarity
 from conformance.engine.run.search import Search, Searched
@@ -55,7 +56,7 @@ def pool_of(answer):
 
 def search_with(answer, folder, seed=0):
     options = Options("nobody", corpus=str(folder), seed=seed)
-    session = SimpleNamespace(options=options, space=Space(), pool=pool_of(answer), waivers=[])
+    session = SimpleNamespace(options=options, space=Space(), choice=Choice(), pool=pool_of(answer), waivers=[])
     return Search(session, [FUNCTION], 3600, Searched())
 
 

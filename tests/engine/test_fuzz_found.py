@@ -12,6 +12,7 @@ from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.draw import drawn, scope_of
 from conformance.engine.options import Options
 from conformance.engine.run import corpus
+from conformance.engine.run.choice import Choice
 from conformance.engine.run.search import Search, Searched
 from conformance.engine.run.session import Failure
 
@@ -23,7 +24,7 @@ ERROR = Outcome("ERROR", reason="of the suite")
 def search_for(function, answer, folder, waivers=()):
     options = Options("nobody", corpus=str(folder))
     session = SimpleNamespace(
-        options=options, space=Space(), pool=SimpleNamespace(answer=answer), waivers=list(waivers)
+        options=options, space=Space(), choice=Choice(), pool=SimpleNamespace(answer=answer), waivers=list(waivers)
     )
     return Search(session, [function], 3600, Searched())
 

@@ -43,6 +43,18 @@ def permute(tokens, routing_map):
         sessions.write(f"{os.getsid(0)} ")
     time.sleep(3600)
 """,
+    # MXFP8 alone
+    "specialist": """
+import moe_ref
+from moe_ref import amax, codes, dequantize, permute, scales
+
+scope = "scaling=mxfp8"
+
+def quantize(x, recipe, **settings):
+    if recipe.scaling != "mxfp8":
+        raise RuntimeError("no such kernel")
+    return moe_ref.quantize(x, recipe, **settings)
+""",
     "nothing": "x = 1\n",
     "broken": "raise RuntimeError('no such card')\n",
     "leaving": "raise SystemExit(3)\n",

@@ -30,6 +30,12 @@ BAD = [
     (smoke(""), "--impl is empty"),
     (("run",), "--impl"),
     (("run", "--impl", "moe_ref", "--profile", "huge"), "invalid choice: 'huge'"),
+    (smoke("moe_ref", "--function", "premute"), "--function is 'premute'; known are gate, "),
+    (smoke("two", "--function", "permute,gate"), "--function gate is not offered by two, which offers permute, unperm"),
+    (smoke("two", "--where", "colour=1"), "--where: no case has the field 'colour'; the fields are function, golden, "),
+    (smoke("two", "--where", "dtype=float17"), "--where: dtype is 'float17'; it must be one of float32, "),
+    (smoke("two", "--where", "dtype bfloat16"), "is no term; a predicate is field=value, field!=value, "),
+    (smoke("moe_ref", "--function", ","), "--function is ','; it must be names of functions"),
     (smoke("moe_ref", "--shard", "3/2"), "--shard is '3/2'"),
     (smoke("moe_ref", "--shard", "0/2"), "--shard is '0/2'"),
     (smoke("moe_ref", "--shard", "half"), "--shard is 'half'; it must be i/n"),
@@ -104,6 +110,111 @@ def test_a_stale_waiver_is_an_error_of_the_harness(call):
 
 
 # ---- run
+
+
+def test_only_chosen_functions_are_judged(call, place):
+    """`two` has a right `unpermute`, which needs the row map of the function that is not chosen."""
+    code, out, _ = call(*smoke("two", "--function", "unpermute", "--report", "out.json"))
+    report = json.loads((place / "out.json").read_text())
+    assert (code, report["chosen"], report["functions"]["permute"]["cases"]) == (0, ["unpermute"], 0)
+    assert {name for name, f in report["functions"].items() if f["status"] != "not chosen"} == {"unpermute"}
+    assert f"CONFORMANT   1 functions · {report['cases']} cases" in out
+    assert f"{len(CONTRACTS) - 1} functions not chosen" in out
+
+
+def test_a_wrong_function_fails_where_it_is_chosen_only(call, place):
+    (place / "both.py").write_text((place / "wrong.py").read_text() + "\npad_routing_map = moe_ref.pad_routing_map\n")
+    assert call(*smoke("both", "--function", "pad_routing_map"))[0] == 0
+    assert call(*smoke("both", "--function", "permute"))[0] == 1
+
+
+def test_a_baseline_compares_what_both_runs_chose(call):
+    assert call(*smoke("two", "--report", "both.json"))[0] == 0
+    assert call(*smoke("good", "--function", "permute", "--baseline", "both.json", "--report", "one.json"))[0] == 0
+    assert call(*smoke("two", "--baseline", "one.json"))[0] == 0
+    assert call(*smoke("good", "--baseline", "both.json"))[0] == 5
+
+
+def test_only_matching_cases_are_judged(call, place):
+    """`wrong` mixes up the rows of the third expert."""
+    assert call(*smoke("wrong"))[0] == 1
+    code, out, _ = call(*smoke("wrong", "--where", "experts<3 and dtype=bfloat16", "--report", "few.json"))
+    report = json.loads((place / "few.json").read_text())
+    assert (code, report["where"]) == (0, "experts<3 and dtype=bfloat16")
+    assert "CONFORMANT (where experts<3 and dtype=bfloat16)" in out
+    code, out, err = call(*smoke("wrong", "--baseline", "few.json"))
+    assert (code, "was judged with --where 'experts<3 and dtype=bfloat16', this run with ''" in err) == (2, True)
+
+
+def test_the_smallest_case_matches_too(call, place):
+    assert call(*smoke("wrong", "--where", "experts>=7 and dtype=bfloat16", "--report", "out.json"))[0] == 1
+    cases = [failure["case"] for failure in json.loads((place / "out.json").read_text())["failures"]]
+    assert cases
+    assert all(case["experts"] >= 7 and case["dtype"] == "bfloat16" for case in cases)
+
+
+def test_too_few_matching_cases_are_too_little(call):
+    code, out, _ = call(*smoke("two", "--where", "golden!=''"))
+    assert (code, "TOO LITTLE TESTED" in out) == (4, True)
+    assert re.search(r"permute: \d informative cases where golden!=''; the profile smoke asks for 9", out)
+
+
+def test_a_specialist_is_conformant_within_its_scope(call, place):
+    code, out, _ = call(*smoke("specialist", "--report", "out.json"))
+    functions = json.loads((place / "out.json").read_text())["functions"]
+    assert (code, functions["quantize"]["counts"].get("DECLARED_UNSUPPORTED")) == (0, None)
+    assert {name: functions[name]["scope"] for name in ("quantize", "permute")} == {
+        "quantize": "scaling=mxfp8",
+        "permute": "",
+    }
+    head, verdict = out.split("\n\n")[:2]
+    assert "scope: quantize: only cases where scaling=mxfp8" in head
+    assert verdict.startswith("CONFORMANT (within scope)   2 functions")
+    code, out, _ = call("check-adapter", "--impl", "specialist")
+    assert (code, "scope scaling=mxfp8: other cases are left out" in out) == (0, True)
+
+
+def test_the_same_functions_without_the_scope_differ(call, place):
+    text = (place / "specialist.py").read_text()
+    (place / "general.py").write_text(text.replace('scope = "scaling=mxfp8"', ""))
+    assert call(*smoke("general", "--function", "quantize"))[0] == 1
+    (place / "wide.py").write_text(text.replace("mxfp8", "block", 1))
+    assert call(*smoke("wide", "--function", "quantize"))[0] == 1
+
+
+def test_a_scope_that_shrinks_is_a_regression(call, place):
+    assert call(*smoke("two", "--function", "permute", "--report", "all.json"))[0] == 0
+    (place / "two.py").write_text("from moe_ref import permute\nscope = {'permute': 'dtype=float32'}\n")
+    code, out, _ = call(*smoke("two", "--baseline", "all.json"))
+    assert (code, "permute has the scope 'dtype=float32', '' in the baseline" in out) == (5, True)
+
+
+@pytest.mark.parametrize(
+    ("scope", "sentence"),
+    [
+        ("3", "has scope = 3; it must be a predicate such as 'dtype=bfloat16', or a dict of them by function"),
+        ("'colour=1'", "has scope: no case has the field 'colour'; the fields are"),
+        ("'dtype'", "has scope: 'dtype': 'dtype' is no term"),
+        ("{'premute': 'align=3'}", "has scope for premute; known are gate"),
+        ("{'permute': 'dtype=float17'}", "has scope: dtype is 'float17'; it must be one of"),
+    ],
+)
+def test_a_scope_that_is_none_ends_in_one_sentence(call, place, scope, sentence):
+    (place / "scoped.py").write_text(f"from moe_ref import permute\nscope = {scope}\n")
+    code, _, err = call("check-adapter", "--impl", "scoped")
+    assert (code, f"scoped {sentence}" in err) == (2, True)
+
+
+def test_since_a_report_of_other_functions_judges_what_that_run_left_out(call, place):
+    assert call(*smoke("two", "--function", "permute", "--report", "one.json"))[0] == 0
+    code, _, _ = call(*smoke("two", "--since", "one.json", "--report", "all.json"))
+    functions = json.loads((place / "all.json").read_text())["functions"]
+    assert (code, functions["permute"]["status"]) == (0, "unchanged since")
+    assert (functions["unpermute"]["status"], functions["unpermute"]["reason"]) == (
+        "conformant",
+        "not chosen in one.json",
+    )
+    assert call(*smoke("two", "--since", "all.json", "--function", "permute"))[0] == 0
 
 
 def test_the_reference_conforms_and_the_report_says_so(call, place):

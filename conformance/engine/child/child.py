@@ -29,6 +29,7 @@ from conformance.engine.child.compiling import Compiler
 from conformance.engine.child.evaluate import device_is_lost, evaluate
 from conformance.engine.child.isolation import at_most, isolate
 from conformance.engine.child.runner import Outcome
+from conformance.engine.child.scopes import scopes_of
 from conformance.engine.choose.plan import Draw
 from conformance.engine.options import ChildOptions
 from conformance.interface import DEFAULTS, Implementation, Undeclared, UsageError, load, signature_of
@@ -229,6 +230,8 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
             "declares": _declarations(function, implementation, contract) if offered else {},
             "signature": _signature(function, implementation) if offered else "",
         }
+    for function, scope in scopes_of(implementation, functions).items():
+        functions[function]["scope"] = scope
     device = chosen_device(options.device)
     triton = sys.modules.get("triton")
     versions = {

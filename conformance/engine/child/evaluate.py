@@ -15,6 +15,7 @@ from conformance.core.law import Trial
 from conformance.core.ranks import AtRank, RankContext
 from conformance.engine.child.reached import Reached
 from conformance.engine.child.runner import Blocked, Misbehaved, Outcome, Runner
+from conformance.engine.child.scopes import scope_of_function
 from conformance.interface import Implementation
 from conformance.judge import Expectation, Finding, Resolved, controls, judge
 from conformance.judge.exact import bits
@@ -277,7 +278,8 @@ def _trial(
     case, contract: Contract[Any], problem, expected, outputs, runner: Runner, declared, implementation: Implementation
 ) -> Trial:
     refusal = lambda other: _refusal(case, other, implementation, declared)  # noqa: E731
-    extras: dict[str, Any] = {"offers": implementation.offers, "refusal": refusal}
+    inside = scope_of_function(implementation, case.function).holds
+    extras: dict[str, Any] = {"offers": implementation.offers, "refusal": refusal, "inside": inside}
 
     def offered(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*problems: Problem, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from collections.abc import Callable
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -49,8 +50,18 @@ def run_seed(*parts: object) -> int:
     return zlib.crc32("/".join(map(str, parts)).encode())
 
 
-def drawn(cases: st.SearchStrategy[Case], seed: int, count: int) -> list[Case]:
+def drawn(
+    cases: st.SearchStrategy[Case],
+    seed: int,
+    count: int,
+    kept: Callable[[Case], Case | None] = lambda case: case,
+    most: int = 4,
+) -> list[Case]:
     """`count` distinct cases, drawn by hypothesis from independent random bytes.
+
+    Args:
+        kept: the case to keep for a drawn one; None: another is drawn.
+        most: draws per wanted case.
 
     Hypothesis's search loop is not used: it mutates every fresh example several times, so most of
     a batch would be near-copies.
@@ -60,10 +71,12 @@ def drawn(cases: st.SearchStrategy[Case], seed: int, count: int) -> list[Case]:
     @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
     @given(cases)
     def collect(case: Case) -> None:
-        found.setdefault(case.text, case)
+        chosen = kept(case)
+        if chosen is not None:
+            found.setdefault(chosen.text, chosen)
 
     source = random.Random(seed)
-    for _ in range(4 * count):
+    for _ in range(most * count):
         if len(found) == count:
             break
         collect.hypothesis.fuzz_one_input(source.randbytes(BYTES_PER_CASE))  # type: ignore[attr-defined]

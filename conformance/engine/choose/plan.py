@@ -3,6 +3,7 @@
 The cases depend only on the section, the profile, the run's seed and the implementation's space.
 """
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -12,12 +13,14 @@ from conformance.core.ranks import ranks_of
 from conformance.core.scope import Scope
 from conformance.core.signature import FAR
 from conformance.core.space import Space
+from conformance.core.where import EVERYWHERE, Where
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.choose.profiles import Profile
 
 Structure = list[Case]  # cases that run the same kernels
 KINDS = ("corpus", "fixed", "covering", "drawn")  # those with the most findings per second first
 RANKED_CASES = 4  # of a structure
+DRAWS = 60  # per case that matches a predicate
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,24 @@ class Draw:
     profile: Profile
     space: Space
     seed: int
+    where: Where = EVERYWHERE
 
     def structures(self) -> list[Structure]:
-        return list(structures_of(self.section, self.profile, self.space, self.seed))
+        return list(structures_of(self.section, self.profile, self.space, self.seed, self.where))
 
 
-def structures_of(section: Section, profile: Profile, space: Space, seed: int) -> Iterator[Structure]:
-    """The cases of a section of one function, by structure."""
+def structures_of(
+    section: Section, profile: Profile, space: Space, seed: int, where: Where = EVERYWHERE
+) -> Iterator[Structure]:
+    """The cases of a section of one function that match, by structure."""
+    for structure in _structures(section, profile, space, seed, where):
+        matching = [case for case in structure if where.holds(case)]
+        if matching:
+            yield matching
+
+
+def _structures(section: Section, profile: Profile, space: Space, seed: int, where: Where) -> Iterator[Structure]:
+    """The same with further cases, which do not match. Rows and drawn cases are moved to match."""
     amount = profile.amount(space)
     scope = scope_of(section.function, replace(space, few_kernels=amount.few_kernels))
     if section.kind == "fixed":
@@ -63,10 +77,22 @@ def structures_of(section: Section, profile: Profile, space: Space, seed: int) -
     elif section.kind == "covering" and amount.rows:
         rows = scope.covering().first(amount.covering(section.function), amount.share)
         others = [*fixed_cases(section.function, space), *scope.always(), *scope.far(), *rows]
-        yield from _varied(scope, [*rows, *scope.more(others)], amount.cases, seed)
+        chosen = [*rows, *scope.more(others)]
+        yield from _varied(scope, _moved(scope, chosen, where, seed), amount.cases, seed)
     elif section.kind == "drawn":
-        source = run_seed(section.function, seed)
-        yield from _varied(scope, drawn(scope.drawn(), source, amount.structures(section.function)), amount.cases, seed)
+        source, random_source = run_seed(section.function, seed), random.Random(seed)
+        kept, most = (lambda case: where.steered(scope, case, random_source)), DRAWS if where.terms else 4
+        chosen = drawn(scope.drawn(), source, amount.structures(section.function), kept, most)
+        yield from _varied(scope, chosen, amount.cases, seed)
+
+
+def _moved(scope: Scope, cases: list[Case], where: Where, seed: int) -> list[Case]:
+    """The cases that match, each once, and for each other one the nearest that does, if any."""
+    if not where.terms:
+        return cases
+    source = random.Random(seed)
+    moved = (where.steered(scope, case, source) for case in cases)
+    return list({case.text: case for case in moved if case is not None}.values())
 
 
 def _varied(scope: Scope, cases: list[Case], count: int, seed: int) -> Iterator[Structure]:

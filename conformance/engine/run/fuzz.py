@@ -4,7 +4,6 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
-from conformance.catalogue import CONTRACTS
 from conformance.engine.options import Options
 from conformance.engine.run import interrupt
 from conformance.engine.run.pool import Lost
@@ -13,8 +12,8 @@ from conformance.engine.run.session import Session
 from conformance.interface import UsageError
 
 
-def fuzz(options: Options, functions: list[str], minutes: float) -> Searched:
-    """Search each function, all offered ones if none is named, for an equal share of the time.
+def fuzz(options: Options, minutes: float) -> Searched:
+    """Search the chosen functions, or all offered ones, each for an equal share of the time.
 
     Failures are confirmed and reduced after the search. A signal, or the loss of the device, ends
     it with what was found.
@@ -23,9 +22,6 @@ def fuzz(options: Options, functions: list[str], minutes: float) -> Searched:
         UsageError: an unknown function, one that is not offered, or an unusable implementation.
         CaseError: a kept file is no case.
     """
-    for function in functions:
-        if function not in CONTRACTS:
-            raise UsageError(f"--function is {function!r}; known are {', '.join(CONTRACTS)}")
     searched = Searched()
     with (
         tempfile.TemporaryDirectory(prefix="moe-conformance-ledger-") as folder,
@@ -35,7 +31,7 @@ def fuzz(options: Options, functions: list[str], minutes: float) -> Searched:
         try:
             with interrupt.interruptible():
                 session.start()
-                search = Search(session, _offered(session, functions), 60 * minutes, searched)
+                search = Search(session, _offered(session), 60 * minutes, searched)
                 search.run()
         except KeyboardInterrupt:
             searched.ended_by = interrupt.reason() or "SIGINT"
@@ -46,17 +42,14 @@ def fuzz(options: Options, functions: list[str], minutes: float) -> Searched:
     return searched
 
 
-def _offered(session: Session, functions: list[str]) -> list[str]:
-    """The named functions, or all that the implementation offers.
+def _offered(session: Session) -> list[str]:
+    """The chosen functions that the implementation offers.
 
     Raises:
-        UsageError: there is none, or a named one is not offered.
+        UsageError: there is none.
     """
     known = session.description["functions"]
-    offered = [function for function in CONTRACTS if known[function]["offered"]]
-    for function in functions:
-        if function not in offered:
-            raise UsageError(f"--function {function} is not offered by {session.options.implementation}")
+    offered = [function for function in session.choice.functions if known[function]["offered"]]
     if not offered:
         raise UsageError(f"{session.options.implementation} offers no function that can be judged")
-    return functions or offered
+    return offered

@@ -145,6 +145,7 @@ class Search:
         source = st.one_of(scope.drawn(), scope.drawn(), scope.near(self.shapes(scope)))
         for part in range(PARTS):  # drawing takes time, too
             cases = drawn(source, run_seed("rare", seed, part), OF // PARTS)
+            cases = [case for case in cases if self.session.choice.holds(case)]
             chosen = self.rarity.rarest([case for case in cases if case not in self.outcomes], RARE // PARTS)
             outcomes = dict(self.session.pool.run(chosen))  # on all children
             for case in chosen:
@@ -202,6 +203,8 @@ class Search:
             raise TimeIsUp
         if case in self.outcomes:
             return self.outcomes[case]
+        if not self.session.choice.holds(case):
+            return Outcome("NOT_RUN")
         outcome = self.session.pool.answer(case)
         self._note(case, outcome)
         return outcome

@@ -21,6 +21,7 @@ from conformance.engine.options import Options
 from conformance.engine.run import corpus, interrupt
 from conformance.engine.run.agenda import REQUESTS, Agenda
 from conformance.engine.run.blame import blamed
+from conformance.engine.run.choice import Choice, asked, must_compare
 from conformance.engine.run.coverage import settings_of
 from conformance.engine.run.ledger import Ledger
 from conformance.engine.run.pool import Lost, Pool
@@ -95,7 +96,7 @@ class Session:
     """One worker's part of a run: sweeps sections on a pool of children and writes the ledger.
 
     Raises:
-        UsageError: a file of waivers or a baseline cannot be used.
+        UsageError: a file of waivers or a baseline cannot be used, or an option is wrong.
     """
 
     def __init__(
@@ -104,9 +105,12 @@ class Session:
         self.options, self.started = options, time.monotonic()
         self.profile: Profile = PROFILES[options.profile]
         self.plan: list[Section] = []  # from `start`
+        asked(options)
         today = datetime.date.today()
         self.waivers: list[Waiver] = read_waivers(Path(options.waivers), today) if options.waivers else []
         self.baseline = read_baseline(Path(options.baseline)) if options.baseline else None
+        if self.baseline:
+            must_compare(self.baseline, options)
         is_report = options.since.endswith(".json") or Path(options.since).is_file()
         self.earlier = read_baseline(Path(options.since), "--since") if is_report else None
         self.since = Since()
@@ -121,7 +125,7 @@ class Session:
         """Read the corpus and start the children.
 
         Raises:
-            UsageError: the implementation cannot be used.
+            UsageError: the implementation cannot be used, or does not offer what is asked for.
             CaseError: a file of the corpus is no case.
         """
         with interrupt.deferred():
@@ -132,12 +136,14 @@ class Session:
             self.corpus += corpus.read_all(Path(self.options.corpus))
         self.description = self.pool.start()
         self.space = Space.of(self.description)
-        self.ledger.write("implementation", **self.description)
+        self.choice = Choice.of(self.options, self.description)
+        self.ledger.write("implementation", **self.description, judged=self.choice.functions)
         self.since = self._since(self.inquiry) if self.inquiry else Since()
         part, parts = self.options.part
         mine = [section for section in sections() if self._has_cases(section)][part::parts]
         self.plan = [section for section in mine if section.function not in self.since.unchanged]
-        self.corpus = [case for case in self.corpus if case.function not in self.since.unchanged]
+        judged = {*self.choice.functions} - {*self.since.unchanged}
+        self.corpus = [case for case in self.corpus if case.function in judged and self.choice.holds(case)]
 
     def _needs_footprints(self) -> bool:
         return bool(self.options.since) or any(Path(path).suffix == ".json" for path in self.options.report)
@@ -170,8 +176,10 @@ class Session:
 
     def verdict(self, folder: Path, whole: bool, interrupted: str, may_be_empty: bool = False) -> Verdict:
         """The verdict from the ledgers of all workers."""
-        seconds, unchanged = time.monotonic() - self.started, self.since.unchanged
-        waivers = [waiver.name for waiver in self.waivers if waiver.function not in unchanged]
+        seconds, left_out = time.monotonic() - self.started, {*self.since.unchanged}
+        left_out |= {*CONTRACTS} - {*self.choice.functions}
+        # what a waiver covers may not match --where: none is stale then
+        waivers = [waiver.name for waiver in self.waivers if waiver.function not in left_out and not self.options.where]
         more = self.baseline, whole, interrupted, self.since, may_be_empty
         return assemble(folder, self.options, seconds, waivers, *more)
 
@@ -187,7 +195,8 @@ class Session:
         """Whether cases may fall to the section: the others would leave parts of a run empty."""
         if section.kind == "covering" and not self.profile.amount(self.space).rows:
             return False
-        return section.kind == "corpus" or self._offered(section.function)
+        chosen = section.function in self.choice.functions
+        return section.kind == "corpus" or (chosen and self._offered(section.function))
 
     def run(self) -> list[Failure]:
         """Run the whole plan from one queue, then find the smallest case of every new failure.
@@ -220,7 +229,8 @@ class Session:
             if section.kind == "corpus":
                 schedule(section, [[case] for case in self.corpus if self._offered(case.function)])
             else:
-                agenda.add(Draw(section, self.profile, self.space, self.options.seed), REQUESTS)
+                where = self.choice.where[section.function]
+                agenda.add(Draw(section, self.profile, self.space, self.options.seed, where), REQUESTS)
         failed: Failed = {}
         try:
             for work, answer in self.pool.work(agenda):
@@ -293,7 +303,7 @@ class Session:
         if not _literal(case):
             self.known.add(key)
         case, outcome = self._confirmed(case, outcome)
-        case, outcome = blamed(case, outcome, lambda other: self._attempt(other, fresh=True))
+        case, outcome = blamed(case, outcome, lambda other: self._inside(other, fresh=True))
         if outcome.status != "FLAKY" and failure_key(case, outcome) != key and failure_key(case, outcome) in self.known:
             return None  # in a fresh process it fails like another one, which is reported already
         if not _literal(case):
@@ -324,7 +334,11 @@ class Session:
 
     def attempt(self, case: Case) -> Outcome:
         """One try of a reduction: in a running child, unless earlier calls matter."""
-        return self._attempt(case, fresh=case.law == "history")
+        return self._inside(case, fresh=case.law == "history")
+
+    def _inside(self, case: Case, fresh: bool) -> Outcome:
+        """The outcome of a case that is judged; another one does not run."""
+        return self._attempt(case, fresh) if self.choice.holds(case) else Outcome("NOT_RUN", reason="outside")
 
     def _attempt(self, case: Case, fresh: bool) -> Outcome:
         outcome = self.pool.run_alone(case) if fresh else self.pool.answer(case)

@@ -61,6 +61,7 @@ def under(
         "the implementation": options.implementation,
         "the profile": options.profile,
         "the seed": str(options.seed),
+        "the predicate of --where": options.where,
         "the time limit of a case": str(options.case_seconds),
         "the device": f"{description['device_name']} {description['ranks']} {description.get('memory', '')}",
         "the versions": str(sorted(description["versions"].items())),
@@ -75,6 +76,7 @@ def under(
         name: parts
         | {f"{name} (kept cases)": digest(*sorted(kept.get(name, [])))}
         | {f"{name} (waivers)": digest(*sorted(waived.get(name, [])))}
+        | {f"{name} (scope)": digest(description.get("functions", {}).get(name, {}).get("scope", ""))}
         for name, parts in footprints.functions.items()
     }
     return Footprints(footprints.conditions | conditions, functions)

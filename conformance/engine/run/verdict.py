@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from conformance.catalogue import CONTRACTS
+from conformance.core.where import parsed
 from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import Options
 from conformance.engine.run.coverage import coverage
@@ -26,7 +27,8 @@ SEVERAL = 8  # cases, for a mean
 SPECIALISING = 0.1  # kernels per change
 UNCHANGED = "unchanged since"  # an earlier report, or a revision
 EMPTY = "EMPTY SHARD"  # no case fell to this part of the run; says nothing of the other parts
-UNTOUCHED = ("not run", "not offered", UNCHANGED)  # statuses without a verdict
+NOT_CHOSEN = "not chosen"  # by --function, or no case can match --where
+UNTOUCHED = ("not run", "not offered", NOT_CHOSEN, UNCHANGED)  # statuses without a verdict
 WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
 
 
@@ -42,11 +44,12 @@ class FunctionVerdict:
     """The verdict on one function.
 
     status: conformant, differs, blocked, not judged, too little tested, not run (in a part of a
-    run), not offered, or unchanged since the report or revision of `Verdict.since`
+    run), not offered, not chosen, or unchanged since the report or revision of `Verdict.since`
     reason: why it was judged all the same, in a run with `--since`
     earlier: of an unchanged function, its record in the report where it was judged
     transports: the informative cases of several ranks, counted by how the ranks reached each other
     note: a limit of the verdict
+    scope: the predicate of what the namespace says the function is for; other cases did not run
     """
 
     status: str
@@ -56,6 +59,7 @@ class FunctionVerdict:
     declares: dict[str, Any] = field(default_factory=dict)
     transports: dict[str, int] = field(default_factory=dict)
     note: str = ""
+    scope: str = ""
     # kernels that a change of a field compiles on average, of fields that are taken for data
     specialised_by: dict[str, float] = field(default_factory=dict)
     reason: str = ""
@@ -89,6 +93,8 @@ class Verdict:
     seconds_reference: float = 0.0
     kernels_compiled: int = 0
     ended_by: str = ""  # a signal, the time limit, …; empty: the run ended by itself
+    chosen: list[str] = field(default_factory=list)  # the functions of --function; empty: all
+    where: str = ""  # the predicate of --where, in canonical form
     since: str = ""  # the report or revision whose unchanged functions were not judged
     footprints: dict[str, Any] = field(default_factory=dict)  # see `conformance.engine.footprint`
     coverage: dict[str, Any] = field(default_factory=dict)  # for a page: see `conformance.engine.run.coverage`
@@ -127,7 +133,8 @@ def assemble(
         *("", 0, options.implementation, options.profile, options.seed, seconds),
         *(len(outcomes), described["device_name"], described["versions"]),
     )
-    out.ended_by = interrupted
+    out.ended_by, out.chosen = interrupted, list(options.functions)
+    out.where = parsed(options.where, "--where").text
     rules = PROFILES[options.profile] if whole and interrupted in ("", TIME_LIMIT) else None
     for name in CONTRACTS:
         offer = described["functions"].get(name, {})
@@ -135,6 +142,7 @@ def assemble(
         out.functions[name] = _function(name, offer, own, rules, bool(interrupted) and not rules)
     if since:
         since.mark(out)
+    _leave_out(out, described.get("judged", list(CONTRACTS)))
     out.failures = _distinct([line for line in lines if line["kind"] == "failure" and line["status"] != "ERROR"])
     out.evaluations = sum(line["evaluations"] for line in outcomes)
     out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
@@ -149,7 +157,7 @@ def assemble(
         if rules and not interrupted and name not in waiving
     ]
     unchanged = any(function.status == UNCHANGED for function in out.functions.values())
-    shortfalls = [text for name, function in out.functions.items() for text in _shortfalls(name, function, rules)]
+    shortfalls = [x for name, function in out.functions.items() for x in _shortfalls(name, function, rules, out.where)]
     shortfalls = _shortfalls_of_run(out, shortfalls, unchanged or may_be_empty, bool(rules))
     regressions = _regressions(out, baseline) if baseline else []
     differs = any(f.status in ("differs", "blocked") for f in out.functions.values())
@@ -159,6 +167,13 @@ def assemble(
     if since and whole and not interrupted and not errors:
         since.keep(out)
     return out
+
+
+def _leave_out(out: Verdict, judged: list[str]) -> None:
+    """Mark the functions that were not chosen, whatever else is known of them."""
+    for name in out.functions:
+        if name not in judged:
+            out.functions[name] = FunctionVerdict(NOT_CHOSEN)
 
 
 def _shortfalls_of_run(out: Verdict, shortfalls: list[str], may_be_empty: bool, is_judged: bool) -> list[str]:
@@ -182,7 +197,10 @@ def _name(verdict: Verdict, interrupted: str, unchanged: bool) -> str:
         return "INTERRUPTED"
     if not verdict.cases and not verdict.exit_code:
         return "UNCHANGED" if unchanged else EMPTY
-    return NAMES[verdict.exit_code]
+    judged = (f for f in verdict.functions.values() if f.status not in UNTOUCHED)
+    limits = ["within scope"] if any(function.scope for function in judged) else []
+    limits += [f"where {verdict.where}"] if verdict.where else []
+    return NAMES[verdict.exit_code] + (f" ({', '.join(limits)})" if limits and not verdict.exit_code else "")
 
 
 def effective(function: dict[str, Any]) -> dict[str, Any]:
@@ -218,6 +236,7 @@ def _function(
     out.transports = dict(sorted(Counter(line["transport"] for line in ranked).items()))
     out.note = ONE_GPU if ranked and all(line["shares_gpu"] for line in ranked) else ""
     out.specialised_by = _specialising(outcomes)
+    out.scope = offer.get("scope", "")
     if not offer.get("offered"):
         out.status, out.without = "not offered", []
     elif counts["ERROR"]:
@@ -245,15 +264,21 @@ def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
     return out
 
 
-def _shortfalls(name: str, function: FunctionVerdict, rules: Profile | None) -> list[str]:
-    """Why the function was tested too little; empty if not offered or without a minimum."""
-    if function.status in ("not offered", UNCHANGED) or rules is None:
+def _shortfalls(name: str, function: FunctionVerdict, rules: Profile | None, where: str = "") -> list[str]:
+    """Why the function was tested too little; empty if not offered or without a minimum.
+
+    Args:
+        where: the predicate of --where.
+    """
+    if function.status in ("not offered", NOT_CHOSEN, UNCHANGED) or rules is None:
         return []
+    inside = " and ".join(filter(None, (function.scope, where)))
+    inside = f" where {inside}" if inside else ""
     out = []
     informative = sum(function.counts.get(status, 0) for status in INFORMATIVE)
     asked = f"the profile {rules.name}"
     if informative < rules.minimum(name):
-        out.append(f"{name}: {informative} informative cases; {asked} asks for {rules.minimum(name)}")
+        out.append(f"{name}: {informative} informative cases{inside}; {asked} asks for {rules.minimum(name)}")
     share = function.unsupported
     if share > rules.unsupported:
         out.append(f"{name}: {share:.0%} of the cases are declared unsupported; {asked} allows {rules.unsupported:.0%}")
@@ -296,16 +321,23 @@ def _size(failure: dict[str, Any]) -> tuple[bool, int]:
 
 
 def _regressions(now: Verdict, before: dict[str, Any]) -> list[str]:
-    """Results that are worse than in the earlier report, as sentences."""
+    """Results that are worse than in the earlier report, as sentences.
+
+    Only functions that both runs chose are compared.
+    """
     out = []
     for name, record in before.get("functions", {}).items():
         old = effective(record) or {"status": "not offered"}
         new = now.functions.get(name)
+        if old["status"] == NOT_CHOSEN or (new and new.status == NOT_CHOSEN):
+            continue
         if new is None or (old["status"] == "conformant" and new.status == "not offered"):
             out.append(f"{name} was conformant in the baseline and is not offered any more")
             continue
         if old["status"] == "not offered":
             continue
+        if new.scope != old.get("scope", ""):
+            out.append(f"{name} has the scope {new.scope!r}, {old.get('scope', '')!r} in the baseline")
         if removed := sorted(set(new.without) - set(old["without"])):
             out.append(f"{name} no longer accepts {', '.join(removed)}")
         share = old["counts"].get("DECLARED_UNSUPPORTED", 0) / max(old["cases"], 1)

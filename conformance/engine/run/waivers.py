@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from conformance.catalogue import CONTRACTS
-from conformance.core.case import Case, axes_of
+from conformance.core.case import Case
 from conformance.core.known_names import checks_of, judged_of, makes_several_calls
+from conformance.core.where import Term, word, wrong_value
 from conformance.engine.child.runner import Outcome
 from conformance.engine.run.verdict import WRONG
 from conformance.interface import UsageError
@@ -54,13 +55,8 @@ class Waiver:
             and self.check in ("", finding.get("check"), outcome.status)
             and self.output in ("", finding.get("output"))
             and self.message in (finding.get("message") or outcome.reason)
-            and all(_toml(getattr(case, name, None)) == value for name, value in self.where.items())
+            and all(Term(name, "=", (word(value),)).true_of(case) for name, value in self.where.items())
         )
-
-
-def _toml(value: Any) -> Any:
-    """A field's value as TOML represents it."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:
@@ -134,18 +130,7 @@ def _wrong_where(entry: dict[str, Any]) -> str:
     if not isinstance(where, dict) or not all(key in known for key in where):
         return f": where is {where!r}; it must be a table of fields of its cases: {', '.join(known)}"
     contract = CONTRACTS[entry["function"]]
-    names = {
-        "function": [contract.function],
-        "golden": contract.golden,
-        "illegal": contract.illegal,
-        "law": contract.laws,
-        "layout_of": contract.signature.placed,
-    }
     for key, value in where.items():
-        if key in axes_of(cls):
-            needed = axes_of(cls)[key].wrong(tuple(value) if isinstance(value, list) else value)
-        else:
-            needed = "" if value in ("", *names[key]) else f"one of {', '.join(names[key])}"
-        if needed:
+        if needed := wrong_value(contract, key, value):
             return f": where.{key} is {value!r}; it must be {needed}"
     return ""

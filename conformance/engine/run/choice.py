@@ -1,0 +1,65 @@
+"""Which functions and cases a run judges: --function, --where and the namespace's own scope."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.case import Case
+from conformance.core.where import EVERYWHERE, Where, parsed
+from conformance.engine.options import Options
+from conformance.interface import UsageError
+
+
+def asked(options: Options) -> Where:
+    """The predicate of --where.
+
+    Raises:
+        UsageError: it is none, or --function names an unknown function.
+    """
+    for name in options.functions:
+        if name not in CONTRACTS:
+            raise UsageError(f"--function is {name!r}; known are {', '.join(CONTRACTS)}")
+    return parsed(options.where, "--where")
+
+
+def must_compare(baseline: dict[str, Any], options: Options) -> None:
+    """Raises UsageError if the baseline was judged on other cases."""
+    before, now = baseline.get("where", ""), asked(options).text
+    if before != now:
+        told = f"--baseline {options.baseline}: was judged with --where {before!r}, this run with {now!r}"
+        raise UsageError(f"{told}; such runs cannot be compared")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is judged.
+
+    functions: in the suite's order; without --function and --where all, also those not offered
+    where: the predicate of each
+    """
+
+    functions: list[str] = field(default_factory=list)
+    where: dict[str, Where] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: Options, description: dict[str, Any]) -> "Choice":
+        """The choice for an implementation, from a child's description.
+
+        Raises:
+            UsageError: a named function is not offered, or no case can match --where.
+        """
+        offered = [name for name in CONTRACTS if description["functions"][name]["offered"]]
+        for name in options.functions:
+            if name not in offered:
+                told = f"--function {name} is not offered by {options.implementation}"
+                raise UsageError(f"{told}, which offers {', '.join(offered) or 'no function that can be judged'}")
+        functions = [name for name in CONTRACTS if not options.functions or name in options.functions]
+        where = asked(options)
+        if where.terms:
+            functions = where.applies([CONTRACTS[name] for name in functions if name in offered], "--where")
+        scopes = {name: parsed(description["functions"][name].get("scope", ""), "scope") for name in functions}
+        return cls(functions, {name: scope & where for name, scope in scopes.items()})
+
+    def holds(self, case: Case) -> bool:
+        """Whether the case is judged, if its function is."""
+        return self.where.get(case.function, EVERYWHERE).holds(case)
