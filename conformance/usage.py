@@ -5,7 +5,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-REPORTS = (".json", ".xml", ".md")
+REPORTS = (".json", ".xml", ".md", ".html")
 
 
 class UsageError(Exception):

@@ -182,7 +182,7 @@ def test_the_markdown_report_has_a_table_and_a_section_for_each_failure(book, tm
     assert f"moe-conformance replay {SMALL.id} --impl my_kernels.moe" in text
 
 
-@pytest.mark.parametrize("path", ["out.html", "out", "missing/out.json"])
+@pytest.mark.parametrize("path", ["out.txt", "out", "missing/out.json"])
 def test_a_report_that_cannot_be_written_is_a_usage_error(tmp_path, path):
     with pytest.raises(UsageError, match=str(path)):
         check_report(str(tmp_path / path))
