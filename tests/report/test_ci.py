@@ -17,10 +17,10 @@ from conformance.engine.options import flags
 RECIPES = Path(__file__).parents[2] / "docs" / "ci"
 # stands for the command: writes its kernel, its folder, its arguments, then waits or ends
 COMMAND = """#!/usr/bin/env bash
+trap 'echo INTERRUPTED > verdict.md; exit 4' TERM
 echo "$TRITON_CACHE_DIR" >> folders; echo "$@" >> arguments
 [ -e "$TRITON_CACHE_DIR/abc/kernel.cubin" ] && echo warm >> found || echo cold >> found
 mkdir -p "$TRITON_CACHE_DIR/abc"; echo code > "$TRITON_CACHE_DIR/abc/kernel.cubin"
-trap 'echo INTERRUPTED > verdict.md; exit 4' TERM
 for _ in $(seq "${TURNS:-0}"); do sleep 0.1; done
 echo CONFORMANT > verdict.md
 exit "${CODE:-0}"
