@@ -23,9 +23,12 @@ def lines(verdict: Verdict) -> list[str]:
     out = [f"moe-conformance · impl {verdict.implementation} · {versions} · {origin}"]
     out += scope_lines(verdict) + _declarations(verdict) + _transports(verdict)
     out += ["", f"{verdict.verdict}   {_summary(verdict)}", "", *_specialised(verdict)]
-    for failure in verdict.failures:
+    width = _column(verdict)
+    for failure in sorted(verdict.failures, key=damage):
         if not _echo(failure, verdict):
-            out += [*failure_lines(failure, verdict.implementation), ""]
+            shown = failure_lines(failure, verdict.implementation, width)
+            hint = way_out(failure, verdict.functions[failure["function"]].declares)
+            out += [*shown, *([f"  {'way out':<{width - 2}} {hint}"] if hint else []), ""]
     for name in verdict.functions:
         echoes = {
             failure["finding"]["check"]
@@ -34,7 +37,7 @@ def lines(verdict: Verdict) -> list[str]:
         }
         if echoes:
             broken = f"the law{'s' * (len(echoes) > 1)} {', '.join(sorted(echoes))}"
-            out += [f"{name:<{INDENT}} also breaks {broken} (cases in the report)", ""]
+            out += [f"{name:<{width}} also breaks {broken} (cases in the report)", ""]
     differ = {failure["function"] for failure in verdict.failures}
     for name, function in verdict.functions.items():
         if name not in differ and function.status not in UNTOUCHED:
@@ -42,13 +45,50 @@ def lines(verdict: Verdict) -> list[str]:
             note = f", {function.note}" if function.note else ""
             detail = f" · {function.cases} cases{without}{note}" if function.cases else ""
             detail += f" · {function.reason}" if function.reason else ""
-            out.append(f"{name:<{INDENT}} {function.status}{detail}")
+            out.append(f"{name:<{width}} {function.status}{detail}")
     for status in UNTOUCHED:
-        names = ", ".join(name for name, function in verdict.functions.items() if function.status == status)
-        text = f"{in_words(status, verdict):<{INDENT}} {names}" if names else ""
-        out += textwrap.wrap(text, WIDTH, subsequent_indent=" " * (INDENT + 1))
-    out += [f"{'!':<{INDENT}} {problem}" for problem in verdict.problems]
+        names = [name for name, function in verdict.functions.items() if function.status == status]
+        text = f"{in_words(status, verdict):<{width}} {', '.join(names)}" if names else ""
+        wrapped = textwrap.wrap(text, WIDTH, subsequent_indent=" " * (width + 1))
+        is_cut = status in ("not offered", NOT_CHOSEN) and len(wrapped) > 1
+        out += [_cut(status, names, width)] if is_cut else wrapped
+    out += [f"{'!':<{width}} {problem}" for problem in verdict.problems]
     return out
+
+
+def _column(verdict: Verdict) -> int:
+    """The width of the column of names: of the longest judged one, at least INDENT."""
+    return max([INDENT, *(len(name) for name, f in verdict.functions.items() if f.status not in UNTOUCHED)])
+
+
+def _cut(status: str, names: list[str], width: int) -> str:
+    """As many of the names as one line has room for, and the number of the others."""
+    end = ", … (and 00 more)"
+    shown = textwrap.shorten(", ".join(names), WIDTH - width - len(end), placeholder="").rstrip(", ")
+    return f"{status:<{width}} {shown}, … (and {len(names) - shown.count(',') - 1} more)"
+
+
+def damage(failure: dict[str, Any]) -> int:
+    """The order of failures: crashes, wrong results, then sums, roundings, and laws."""
+    check = (failure["finding"] or {}).get("check", "")
+    if failure["status"] in ("CRASH", "HANG", "OOM"):
+        return 0
+    if check in CONTRACTS[failure["function"]].laws:
+        return 4
+    return {"bound": 2, "ratio": 3, "code": 3, "random": 3}.get(check, 1)
+
+
+def way_out(failure: dict[str, Any], declares: dict[str, Any]) -> str:
+    """What to declare if the difference is how the kernel rounds; empty: nothing helps."""
+    finding = failure["finding"] or {}
+    if finding.get("check") not in ("bound", "ratio"):
+        return ""
+    scales = "scale" in finding["output"]
+    key, value = ("scale_arithmetic", "reciprocal") if scales else ("accumulator", "storage")
+    if declares.get(key, DEFAULTS.get(key)) == value:
+        return ""
+    reason = "if a scale is a product with a reciprocal" if scales else "if sums are in the dtype of the tensors"
+    return f'{reason}, declare it: declares("{failure["function"]}") -> {{"{key}": "{value}"}}'
 
 
 def scope_lines(verdict: Verdict) -> list[str]:
@@ -145,7 +185,7 @@ def _specialised(verdict: Verdict) -> list[str]:
     return [f"kernels compiled per change of data: {'; '.join(f'{k}: {v}' for k, v in named.items())}"] if named else []
 
 
-def failure_lines(failure: dict[str, Any], implementation: str) -> list[str]:
+def failure_lines(failure: dict[str, Any], implementation: str, width: int = INDENT) -> list[str]:
     """One failure: the finding, the smallest case, and the command that replays it."""
     finding, status = failure["finding"], failure["status"]
     text = f"{status}: {failure['reason']}"
@@ -154,10 +194,10 @@ def failure_lines(failure: dict[str, Any], implementation: str) -> list[str]:
         text = text if status == "FAIL" else f"{status}: {text} ({failure['reason']})"
     size = "smallest case" if failure["smallest"] else "failing case"
     return [
-        f"{failure['function']:<{INDENT}} {text}",
-        f"  {size:<{INDENT - 2}} {picture(case_from(failure['case']))}",
-        *([f"  {'not reduced':<{INDENT - 2}} further: {failure['error']}"] if failure.get("error") else []),
-        f"  {'replay':<{INDENT - 2}} moe-conformance replay {failure['id']} --impl {implementation}",
+        f"{failure['function']:<{width}} {text}",
+        f"  {size:<{width - 2}} {picture(case_from(failure['case']))}",
+        *([f"  {'not reduced':<{width - 2}} further: {failure['error']}"] if failure.get("error") else []),
+        f"  {'replay':<{width - 2}} moe-conformance replay {failure['id']} --impl {implementation}",
     ]
 
 

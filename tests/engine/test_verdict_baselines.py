@@ -18,7 +18,7 @@ from tests.engine.verdict_helpers import ENOUGH, ROWS_WRONG, SMALL, Book
 def test_a_failure_whose_reduction_was_ended_by_an_error_says_so(book):
     book.all_pass("permute").section("drawn-permute-0", "permute", "FAIL", *["PASS"] * ENOUGH)
     book.failure("FAIL", ROWS_WRONG, smallest=False, error="KeyError: 'x'")
-    assert "not reduced       further: KeyError: 'x'" in "\n".join(lines(book.verdict()))
+    assert "not reduced further: KeyError: 'x'" in " ".join(" ".join(lines(book.verdict())).split())
 
 
 def differing(book: Book) -> Verdict:
@@ -209,6 +209,48 @@ def test_a_search_that_did_not_end_does_not_call_its_case_the_smallest(book):
     shown = " ".join(" ".join(lines(book.verdict())).split())
     assert "failing case T=2" in shown
     assert "smallest case" not in shown
+
+
+BOUND = {"output": "rows", "check": "bound", "message": "[0] is 2; it must be within 0.1 of 1", "index": [0]}
+
+
+def shown_failures(book: Book, *statuses: tuple[str, dict | None]) -> str:
+    book.all_pass("permute").section("drawn-permute-0", "permute", *(status for status, _ in statuses))
+    for status, finding in statuses:
+        book.failure(status, finding, reason="" if finding else "SIGSEGV")
+    return "\n".join(lines(book.verdict()))
+
+
+def test_the_most_damaging_failure_is_shown_first(book):
+    law = ROWS_WRONG | {"check": "split"}
+    ratio = BOUND | {"check": "ratio", "output": "probs"}
+    text = shown_failures(book, ("FAIL", law), ("FAIL", ratio), ("FAIL", BOUND), ("FAIL", ROWS_WRONG), ("CRASH", None))
+    words = ("CRASH: SIGSEGV", "[exact]", "[bound]", "[ratio]", "also breaks the law split")
+    assert sorted(words, key=text.index) == list(words)
+
+
+def test_a_sum_that_is_wrong_says_what_may_be_declared(book, tmp_path):
+    hint = 'declare it: declares("permute") -> {"accumulator": "storage"}'
+    assert hint in shown_failures(book, ("FAIL", BOUND))
+    declaring = Book(tmp_path / "declaring", permute={"declares": {"accumulator": "storage"}})
+    assert hint not in shown_failures(declaring, ("FAIL", BOUND))
+    assert hint not in shown_failures(Book(tmp_path / "exact"), ("FAIL", ROWS_WRONG))
+
+
+def test_long_names_keep_the_table_and_the_others_have_one_line(tmp_path):
+    long = "activation_backward_and_quantize"
+    offered = {name: {"offered": name in ("permute", long)} for name in CONTRACTS}
+    book = Book(tmp_path, **offered)
+    for name in ("permute", long):
+        book.section(f"drawn-{name}-0", name, *["PASS"] * ENOUGH)
+    shown = lines(book.verdict())
+    (short,) = [line for line in shown if line.startswith("permute ")]
+    (other,) = [line for line in shown if line.startswith(long)]
+    (rest,) = [line for line in shown if line.startswith("not offered")]
+    assert short.index("conformant") == other.index("conformant") == rest.index("gate") == len(long) + 1
+    listed = rest[len(long) :].partition(", …")[0].count(",") + 1
+    assert rest.endswith(f"… (and {len(CONTRACTS) - 2 - listed} more)")
+    assert len(rest) <= 160
 
 
 def test_a_crash_is_shown_with_its_place(book):

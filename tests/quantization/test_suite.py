@@ -2,6 +2,7 @@
 is found where it was made.
 """
 
+import functools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -200,6 +201,10 @@ def test_what_pads_the_scales_of_a_matrix_product_may_be_anything():
     assert outcome_of(case, reference(scales=padded_with(77))).status == "PASS"
     without = reference(scales=lambda q, *, columnwise=False: moe_ref.scales(q, columnwise=columnwise))
     assert outcome_of(case, without).status == "PASS"  # the layout is listed as not offered
+    wrapper = functools.wraps(moe_ref.scales)(lambda q, *, columnwise=False: moe_ref.scales(q, columnwise=columnwise))
+    assert outcome_of(case, reference(scales=wrapper)).status == "PASS"  # what it wraps has the layout, it has not
+    any_keyword = functools.wraps(moe_ref.scales)(lambda *x, **form: moe_ref.scales(*x, **form))
+    assert outcome_of(case, reference(scales=any_keyword)).status == "PASS"
     none = reference(scales=lambda q, **form: moe_ref.scales(q, **form) if "layout" not in form else ())
     assert outcome_of(case, none).status == "FAIL"
     assert (
