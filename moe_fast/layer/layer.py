@@ -36,6 +36,7 @@ Combine = Callable[[Tensor], Tensor]
 def moe_layer(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig,
     *, state: RouterState, training: bool = True, batch_size: int = 1, group: Any = None,
+    recompute: str | None = None,
 ) -> LayerOutput:  # fmt: skip
     """One forward of the layer on this rank, with its L = E/W experts.
 
@@ -43,6 +44,8 @@ def moe_layer(
         group: the process group whose ranks share the experts. None: this rank has all of them,
             `dispatcher` has no effect, no collective runs, and the host never waits. Otherwise the
             dispatcher's host waits for its counts.
+        recompute: as in `grouped_mlp`, of the routed experts alone. The result holds every
+            intermediate; `MoELayer` computes the whole layer again.
 
     Raises:
         ValueError: also as the functions of the stages.
@@ -60,9 +63,8 @@ def moe_layer(
     else:
         dispatched, combine = DISPATCH[config.dispatcher](tokens, routed, config.router, group)
     weights = (p.fc1_weight, p.fc2_weight)
-    rows = grouped_mlp(
-        dispatched.rows, dispatched.tokens_per_expert, *weights, probs=dispatched.probs, **config.experts
-    )
+    settings = config.experts | {"probs": dispatched.probs, "recompute": recompute}
+    rows = grouped_mlp(dispatched.rows, dispatched.tokens_per_expert, *weights, **settings)
     combined = combine(rows)
     output = combined if p.latent_up is None else latent_projection(combined, p.latent_up)
 
