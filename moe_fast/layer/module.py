@@ -148,15 +148,21 @@ class MoELayer(nn.Module):
         """The parameters of this rank alone."""
         return [*self.experts.parameters()]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """The layer's output, in the shape of x: [T,H], or [S,B,H] with B sequences.
+
+        The mask is [T] or [S,B], True for padding.
 
         `losses` then holds the router's losses of this call, detached: they are attached to the
         output, whose backward adds their gradients.
         """
         batch_size = x.shape[1] if x.dim() == 3 else 1
         run = partial(self._results, state=self.router.state, training=self.training, batch_size=batch_size)
-        inputs = (x.reshape(-1, x.shape[-1]), *self.layer_parameters)
+        if padding_mask is not None:
+            right = tuple(x.shape[:-1])
+            require(padding_mask.shape == right, "padding_mask", f"of shape {tuple(padding_mask.shape)}", f"of {right}")
+            padding_mask = padding_mask.reshape(-1)
+        inputs = (x.reshape(-1, x.shape[-1]), padding_mask, *self.layer_parameters)
         if self.recompute == "moe":
             # a rank that stopped before its last collective would let the others wait
             with set_checkpoint_early_stop(self.group is None):
@@ -168,11 +174,11 @@ class MoELayer(nn.Module):
         return output.reshape(x.shape)
 
     def _results(
-        self, x_TH: Tensor, *parameters: Tensor | None, **settings: Any
+        self, x_TH: Tensor, padding_mask: Tensor | None, *parameters: Tensor | None, **settings: Any
     ) -> tuple[Tensor, RouterState, RouterLosses]:
         """A function of its arguments alone: it may run again without counting a token twice."""
         recompute = self.recompute if self.recompute == "moe_act" else None
-        settings |= {"group": self.group, "recompute": recompute}
+        settings |= {"group": self.group, "recompute": recompute, "padding_mask": padding_mask}
         out = moe_layer(x_TH, LayerParameters(*parameters), self.config, **settings)  # type: ignore[arg-type]
         return out.output, out.routed.state, out.routed.losses
 
