@@ -48,6 +48,7 @@ def moe_layer(
     states: PerRank[RouterState],
     training: bool = True,
     batch_size: int = 1,
+    padding_mask: PerRank[Tensor] | None = None,
 ) -> LayerOutput:
     """One forward of the layer on all ranks.
 
@@ -58,17 +59,20 @@ def moe_layer(
         parameters: each rank's, with its own experts; `split_experts` cuts those of a whole layer.
         states: each rank's router state, from `new_state` or the step before.
         training, batch_size: as in `route`.
+        padding_mask: [T_r] of each rank, True for padding, which goes to no expert and counts
+            nowhere; but it competes for a capacity. Its output is the shared experts'.
 
     Rounding: by the functions of the stages; the last sum to the dtype of x.
 
     Raises:
         ValueError: see `moe_ref.config.check_layer`; also from the stages.
     """
-    check_layer(x, parameters, config, states)
+    check_layer(x, parameters, config, states, padding_mask)
     ranks = [*zip(x, parameters, strict=True)]
 
     logits = [gate(x_TH, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype) for x_TH, p in ranks]
-    routed = route_together(logits, config, states, training=training, batch_size=batch_size)
+    settings = {"training": training, "batch_size": batch_size}
+    routed = route_together(logits, config, states, padding_mask=padding_mask, **settings)
 
     tokens = [_projected(x_TH, p.latent_down) for x_TH, p in ranks]
     dispatched, combine = DISPATCH[config.dispatcher](tokens, routed)
@@ -98,17 +102,34 @@ def _shared(x_TH: Tensor, p: LayerParameters, config: LayerConfig) -> Tensor:
 
 
 def route_together(
-    logits: PerRank[Tensor], config: LayerConfig, states: PerRank[RouterState], **settings: Any
+    logits: PerRank[Tensor],
+    config: LayerConfig,
+    states: PerRank[RouterState],
+    *,
+    padding_mask: PerRank[Tensor] | None = None,
+    **settings: Any,
 ) -> list[RouteOutput]:
-    """`route` on all ranks at once, which share the batch."""
+    """`route` on all ranks at once, which share the batch; padding then leaves the map."""
+    masks = [None] * len(logits) if padding_mask is None else padding_mask
     records, world = torch.is_grad_enabled(), range(len(logits))
 
     def run(rank: int, over: Callable[[Sequence[int]], Callable[[Tensor], Tensor]]) -> RouteOutput:
         ranks = RouterRanks(tp_dp_cp=RankGroup(len(world), over(world)))
         with torch.set_grad_enabled(records):
-            return route(logits[rank], config.router, state=states[rank], ranks=ranks, **settings)
+            options = settings | {"padding_mask": masks[rank]}
+            routed = route(logits[rank], config.router, state=states[rank], ranks=ranks, **options)
+            return without_padding(routed, masks[rank])
 
     return play(len(world), run)
+
+
+def without_padding(routed: RouteOutput, padding_mask: Tensor | None) -> RouteOutput:
+    """No expert and probs of 0 for padding."""
+    if padding_mask is None:
+        return routed
+    token_T1 = (padding_mask == 0)[:, None]
+    probs_TE = torch.where(token_T1, routed.probs, 0)
+    return routed._replace(probs=probs_TE, routing_map=routed.routing_map & token_T1)
 
 
 # ---- dispatch: tokens to rows of experts, and the function that brings rows back

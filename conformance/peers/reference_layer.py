@@ -26,15 +26,17 @@ def declares(function: str) -> dict[str, Any]:
 def moe_layer(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, *, state: RouterState,
     training: bool = True, batch_size: int = 1, group: Any = None,
+    padding_mask: Tensor | None = None,
 ) -> LayerOutput:  # fmt: skip
     """The reference on all ranks of the group, and this rank's part of its results."""
     settings = {"training": training and torch.is_grad_enabled(), "batch_size": batch_size}
-    leaves, form = pytree.tree_flatten((x_TH, parameters, state))
+    leaves, form = pytree.tree_flatten((x_TH, parameters, state, padding_mask))
 
     def play(every: Sequence[Sequence[Any]]) -> list[LayerOutput]:
         ranks = [pytree.tree_unflatten(list(own), form) for own in every]
-        x, p, states = ([given[i] for given in ranks] for i in range(3))
-        return _by_rank(moe_ref.moe_layer(x, p, config, states=states, **settings))
+        x, p, states, masks = ([given[i] for given in ranks] for i in range(4))
+        mask = None if padding_mask is None else masks
+        return _by_rank(moe_ref.moe_layer(x, p, config, states=states, padding_mask=mask, **settings))
 
     if group is None:
         return play([leaves])[0]

@@ -4,7 +4,7 @@ times probabilities, and a bias weighted like its row.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from moe_ref.config import (
     check_splits,
     require,
 )
+
+X = TypeVar("X")
 
 
 def grouped_mlp(
@@ -128,9 +130,9 @@ def chosen_activation(
     return partial(activation, kind=kind, round_before_probs=round_before_probs)
 
 
-def run_again(run: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+def run_again(run: Callable[..., X], *inputs: Tensor | None) -> X:
     """run(*inputs), saving only the inputs: the backward runs it again. Nothing in it is random."""
-    out: Tensor = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+    out: X = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -36,6 +37,7 @@ Combine = Callable[[Tensor], Tensor]
 def moe_layer(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig,
     *, state: RouterState, training: bool = True, batch_size: int = 1, group: Any = None,
+    padding_mask: Tensor | None = None, recompute: str | None = None,
 ) -> LayerOutput:  # fmt: skip
     """One forward of the layer on this rank, with its L = E/W experts.
 
@@ -43,16 +45,20 @@ def moe_layer(
         group: the process group whose ranks share the experts. None: this rank has all of them,
             `dispatcher` has no effect, no collective runs, and the host never waits. Otherwise the
             dispatcher's host waits for its counts.
+        recompute: as in `grouped_mlp`, of the routed experts alone. The result holds every
+            intermediate; `MoELayer` computes the whole layer again.
 
     Raises:
         ValueError: also as the functions of the stages.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
-    check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks)
+    masks = None if padding_mask is None else [padding_mask] * ranks
+    check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks, masks)
     p = parameters
     logits = gate(x_TH, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype)
     batch = RouterRanks() if group is None else RouterRanks(tp_dp_cp=RankGroup(ranks, lambda x: sum_over(x, group)))
-    routed = route(logits, config.router, state=state, training=training, batch_size=batch_size, ranks=batch)
+    options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask, "ranks": batch}
+    routed = without_padding(route(logits, config.router, state=state, **options), padding_mask)  # type: ignore[arg-type]
 
     tokens = x_TH if p.latent_down is None else latent_projection(x_TH, p.latent_down)
     if group is None:
@@ -60,9 +66,8 @@ def moe_layer(
     else:
         dispatched, combine = DISPATCH[config.dispatcher](tokens, routed, config.router, group)
     weights = (p.fc1_weight, p.fc2_weight)
-    rows = grouped_mlp(
-        dispatched.rows, dispatched.tokens_per_expert, *weights, probs=dispatched.probs, **config.experts
-    )
+    settings = config.experts | {"probs": dispatched.probs, "recompute": recompute}
+    rows = grouped_mlp(dispatched.rows, dispatched.tokens_per_expert, *weights, **settings)
     combined = combine(rows)
     output = combined if p.latent_up is None else latent_projection(combined, p.latent_up)
 
@@ -72,6 +77,15 @@ def moe_layer(
         shared = shared_experts(x_TH, *weights, gate_weight=gate_weight, **config.shared_experts)
         output = output + shared
     return LayerOutput(logits, routed, dispatched, rows, combined, shared, output)
+
+
+def without_padding(routed: RouteOutput, padding_mask: Tensor | None) -> RouteOutput:
+    """No expert and probs of 0 for padding."""
+    if padding_mask is None:
+        return routed
+    token_T1 = (padding_mask == 0)[:, None]
+    probs_TE = torch.where(token_T1, routed.probs, 0)
+    return routed._replace(probs=probs_TE, routing_map=routed.routing_map & token_T1)
 
 
 def sum_over(x_N: Tensor, group: Any) -> Tensor:

@@ -1,19 +1,22 @@
 """The layer as a module, with the names, shapes and initialisation of Megatron's `MoELayer`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from moe_fast.experts.mlp import run_again
 from moe_fast.layer.layer import moe_layer, sum_over
 from moe_fast.layer.weights import GroupedWeight
 from moe_fast.router.route import finish_batch
 from moe_ref.config import (
     GATED,
+    RECOMPUTED,
     LayerConfig,
-    LayerOutput,
     LayerParameters,
     RankGroup,
     RouterConfig,
@@ -21,6 +24,7 @@ from moe_ref.config import (
     RouterRanks,
     RouterState,
     check_expert_split,
+    require,
 )
 from moe_ref.config.state import new_state
 
@@ -90,6 +94,8 @@ class MoELayer(nn.Module):
         shared_width, shared_gate: F of the shared experts, None for none; whether they have a gate.
         packed: save each grouped weight as one tensor [L,out,in], else as weight0 …; both load.
         group: the process group whose ranks share the experts; None: this rank has all.
+        recompute: what is not saved for the backward, which computes it again: "moe_act" the
+            output of the routed experts' activation, "moe" the whole layer; None: all is saved.
 
     Parameters are normal with deviation `init_std`; ranks draw different experts if their
     generators differ. All others must be equal on all ranks, which the caller sees to, as for any
@@ -99,14 +105,17 @@ class MoELayer(nn.Module):
     def __init__(
         self, config: LayerConfig, hidden: int, width: int, *, latent: int | None = None,
         shared_width: int | None = None, shared_gate: bool = False, packed: bool = True, group: Any = None,
-        init_std: float = INIT_STD, device: Any = None, dtype: torch.dtype | None = None,
+        recompute: str | None = None, init_std: float = INIT_STD, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         ranks = 1 if group is None else dist.get_world_size(group)
         check_expert_split(config.router.num_experts, ranks)
+        known = f"None or one of {', '.join(RECOMPUTED)}"
+        require(recompute is None or recompute in RECOMPUTED, "recompute", repr(recompute), known)
         tensor: dict[str, Any] = {"device": device, "dtype": dtype}
         halves = 2 if config.kind in GATED else 1
         self.config, self.group, self.losses = config, group, RouterLosses()
+        self.recompute = recompute
         self.router = Router(config.router, hidden, **tensor)
         local = config.router.num_experts // ranks
         self.experts = Experts(local, halves * width, width, latent or hidden, packed, **tensor)
@@ -139,21 +148,39 @@ class MoELayer(nn.Module):
         """The parameters of this rank alone."""
         return [*self.experts.parameters()]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """The layer's output, in the shape of x: [T,H], or [S,B,H] with B sequences.
+
+        The mask is [T] or [S,B], True for padding.
 
         `losses` then holds the router's losses of this call, detached: they are attached to the
         output, whose backward adds their gradients.
         """
         batch_size = x.shape[1] if x.dim() == 3 else 1
-        out: LayerOutput = moe_layer(
-            x.reshape(-1, x.shape[-1]), self.layer_parameters, self.config,
-            state=self.router.state, training=self.training, batch_size=batch_size, group=self.group,
-        )  # fmt: skip
-        self.router.keep(out.routed.state)
-        self.losses = out.routed.losses
-        output: Tensor = out.output.reshape(x.shape)
-        return output
+        run = partial(self._results, state=self.router.state, training=self.training, batch_size=batch_size)
+        if padding_mask is not None:
+            right = tuple(x.shape[:-1])
+            require(padding_mask.shape == right, "padding_mask", f"of shape {tuple(padding_mask.shape)}", f"of {right}")
+            padding_mask = padding_mask.reshape(-1)
+        inputs = (x.reshape(-1, x.shape[-1]), padding_mask, *self.layer_parameters)
+        if self.recompute == "moe":
+            # a rank that stopped before its last collective would let the others wait
+            with set_checkpoint_early_stop(self.group is None):
+                output, state, losses = run_again(run, *inputs)
+        else:
+            output, state, losses = run(*inputs)
+        self.router.keep(state)
+        self.losses = losses
+        return output.reshape(x.shape)
+
+    def _results(
+        self, x_TH: Tensor, padding_mask: Tensor | None, *parameters: Tensor | None, **settings: Any
+    ) -> tuple[Tensor, RouterState, RouterLosses]:
+        """A function of its arguments alone: it may run again without counting a token twice."""
+        recompute = self.recompute if self.recompute == "moe_act" else None
+        settings |= {"group": self.group, "recompute": recompute, "padding_mask": padding_mask}
+        out = moe_layer(x_TH, LayerParameters(*parameters), self.config, **settings)  # type: ignore[arg-type]
+        return out.output, out.routed.state, out.routed.losses
 
     @torch.no_grad()
     def finish_batch(self, *, frozen: bool = False) -> None:

@@ -103,7 +103,8 @@ class _Permute(torch.autograd.Function):
         ctx: Any, tokens: Tensor, probs: Tensor | None, lists: RowMap, row_map: RowMap
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.row_map = row_map
+        tensors, ctx.numbers = row_map.parts()
+        ctx.save_for_backward(*tensors)
         rows, row_probs = move_to_rows(tokens, probs, lists, row_map.slots_TE)
         constant = [
             output
@@ -120,7 +121,7 @@ class _Permute(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         drows = drows if ctx.needs_input_grad[0] else None
         drow_probs = drow_probs if ctx.needs_input_grad[1] else None
-        return *sum_rows(drows, None, drow_probs, ctx.row_map), None, None
+        return *sum_rows(drows, None, drow_probs, RowMap(*ctx.saved_tensors, *ctx.numbers)), None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -128,9 +129,9 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, probs: Tensor | None, row_map: RowMap) -> Tensor:
-        ctx.row_map = row_map
+        tensors, ctx.numbers = row_map.parts()
         ctx.merging = probs is not None
-        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, probs)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, probs, *tensors)
         out, _ = sum_rows(rows, probs, None, row_map)
         assert out is not None
         return out
@@ -138,11 +139,12 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        rows, probs = ctx.saved_tensors
+        rows, probs, *tensors = ctx.saved_tensors
+        row_map = RowMap(*tensors, *ctx.numbers)
         if not ctx.merging:
-            drows, _ = move_to_rows(dout, None, ctx.row_map)
+            drows, _ = move_to_rows(dout, None, row_map)
             return drows, None, None
-        return *merge_backward(dout, rows, probs, ctx.row_map, ctx.needs_input_grad[0]), None
+        return *merge_backward(dout, rows, probs, row_map, ctx.needs_input_grad[0]), None
 
 
 class _SortChunks(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """The launches of the walk over the routing map, and its results for the other kernels."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from moe_fast.permutation import _row_map as kernels
 from moe_fast.permutation._permute import RowMapPointers
 
 UNBOUNDED = 1 << 62  # more rows than any buffer has
+NUM_TENSORS = 4  # the first fields of a `RowMap`
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class RowMap:
         """`pointers`, the strides of the bases, and `tokens_per_block`, as kernels take bases."""
         stride_b, stride_e = (0, 0) if self.base_BE is None else self.base_BE.stride()
         return self.pointers(), stride_b, stride_e, self.tokens_per_block
+
+    def parts(self) -> tuple[list[Any], list[Any]]:
+        """The tensors, which a graph saves and a checkpoint drops, and the numbers."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return values[:NUM_TENSORS], values[NUM_TENSORS:]
 
     def sizes(self, hidden: int) -> tuple[int, int, int, int]:
         """The sizes that every kernel takes."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_ref.config.dispatch import PerRank, check_expert_split, check_tokens
 from moe_ref.config.quantization import Recipe
-from moe_ref.config.router import RouterConfig, RouterState
+from moe_ref.config.router import RouterConfig, RouterState, check_padding_mask
 from moe_ref.config.rules import require
 
 DISPATCHERS = ("allgather", "alltoall", "deepep", "hybridep")
@@ -96,15 +96,19 @@ def split_experts(parameters: LayerParameters, ranks: int) -> list[LayerParamete
 
 
 def check_layer(
-    x: PerRank[Tensor], parameters: PerRank[LayerParameters], config: LayerConfig, states: PerRank[RouterState]
-) -> None:
+    x: PerRank[Tensor], parameters: PerRank[LayerParameters], config: LayerConfig, states: PerRank[RouterState],
+    padding_mask: PerRank[Tensor] | None = None,
+) -> None:  # fmt: skip
     """The rules of `moe_layer` that no stage has."""
     check_tokens(x)
     check_expert_split(config.router.num_experts, len(x))
-    for name, given in (("parameters", parameters), ("states", states)):
+    masks = x if padding_mask is None else padding_mask
+    for name, given in (("parameters", parameters), ("states", states), ("padding_mask", masks)):
         require(len(given) == len(x), name, f"a list of {len(given)}", f"a list of {len(x)}, an entry per rank")
     for own in parameters:
         check_parameters(own, config, len(x))
+    for own_mask, own_x in zip(padding_mask or (), x, strict=False):
+        check_padding_mask(own_mask, len(own_x))
     stateful = config.recipe is not None and config.recipe.scaling == "delayed"
     require(not stateful, "recipe", "of delayed scaling", "one without a state")
 

@@ -23,6 +23,8 @@ LAYER = {
     "a capacity over ranks": lambda c: c.capacity and len(c.counts) > 1,
     "a router wider than the tokens": lambda c: c.dtype == "bfloat16" and c.router_dtype == "fp32",
     "no shared experts": lambda c: not c.shared,
+    "padding": lambda c: c.padding > 0,
+    "padding over ranks": lambda c: c.padding > 0 and len(c.counts) > 1,
 }
 LAYER |= {f"{name} over ranks": lambda c, name=name: len(c.counts) > 1 and c.dispatcher == name for name in DISPATCHERS}
 for field, values in {

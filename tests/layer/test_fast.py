@@ -67,11 +67,32 @@ def test_the_layer_quantises_as_the_reference():
 )
 def test_no_stage_of_one_rank_waits_for_the_device(router, monkeypatch):
     module, x = layer(config(expert_bias=True, **router), **EVERYTHING), normal(7, HIDDEN).requires_grad_()
+    mask = torch.arange(7) > 4
     seen = record_reads(monkeypatch)
     module(x).sum().backward()
+    module(x, mask).sum().backward()
     assert seen == []
     moe_fast.permute(x, torch.ones(7, EXPERTS, dtype=torch.bool))  # its number of rows is not given
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("recompute", [None, "moe"])
+def test_padding_has_the_shared_output_alone_and_the_mask_has_the_inputs_shape(recompute):
+    losses = {"aux_loss_coeff": 0.5, "seq_aux_loss_coeff": 0.5, "expert_bias": True}
+    module, x = layer(config(**losses), shared_width=4, recompute=recompute), normal(6, HIDDEN).requires_grad_()
+    mask = torch.tensor([[False, False], [False, True], [True, True]])
+    out = module(x.reshape(3, 2, HIDDEN), mask).reshape(6, HIDDEN)
+    options = {"batch_size": 2, "padding_mask": [mask.reshape(-1)]}
+    states = [moe_ref.new_state(module.config.router)]
+    right = moe_ref.moe_layer([x], [module.layer_parameters], module.config, states=states, **options)
+    assert_close(out, right.output[0])
+    assert_close(out[mask.reshape(-1)], right.shared[0][mask.reshape(-1)])
+    assert module.router.tokens_per_expert.sum() == 2 * 3
+    leaves, cotangent = [x, *module.parameters()], normal(6, HIDDEN, seed=1)
+    for got, wanted in zip(*(torch.autograd.grad(y, leaves, cotangent) for y in (out, right.output[0])), strict=True):
+        assert_close(got, wanted)
+    with pytest.raises(ValueError, match="padding_mask is of shape"):
+        module(x, mask)
 
 
 def test_a_sequence_first_input_keeps_its_shape_and_an_empty_one_has_no_rows():

@@ -129,6 +129,29 @@ def test_tokens_over_the_capacity_are_dropped_and_padding_adds_nothing(dispatche
     assert_close(out.output[0][~idle], dense(x, p, topk=1)[~idle] * scale[:, None])
 
 
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_padding_changes_nothing_of_other_tokens_and_has_the_shared_output(dispatcher):
+    p, x = parameters(), random(10, HIDDEN, seed=10)
+    how = config(dispatcher, expert_bias=True, aux_loss_coeff=0.5, z_loss_coeff=0.5)
+    mask = torch.arange(10) % 3 == 1
+    out = run(x, (10,), p, how, padding_mask=[mask])
+    alone = run(x[~mask], (7,), p, how)
+    assert_close(out.output[0][~mask], alone.output[0])
+    assert_close(out.output[0][mask], out.shared[0][mask])
+    assert torch.equal(out.dispatched[0].tokens_per_expert, alone.dispatched[0].tokens_per_expert)
+    assert torch.equal(out.routed[0].state.tokens_per_expert, alone.routed[0].state.tokens_per_expert)
+    for name in ("aux_loss", "z_loss"):
+        assert_close(getattr(out.routed[0].losses, name), getattr(alone.routed[0].losses, name))
+    shares = run(x, TOKENS, p, how, padding_mask=mask.split(TOKENS))
+    assert_close(torch.cat(shares.output), out.output[0])
+
+
+def test_a_mask_of_other_tokens_or_ranks_is_refused():
+    for mask in ([torch.zeros(3, dtype=torch.bool)], [torch.zeros(4, dtype=torch.bool)] * 2):
+        with pytest.raises(ValueError, match="padding_mask is"):
+            run(random(4, HIDDEN), (4,), parameters(), config(), padding_mask=mask)
+
+
 def test_the_global_loss_counts_the_tokens_of_all_ranks_and_evaluation_leaves_no_trace():
     p, x = parameters(), random(10, HIDDEN, seed=10)
     how = config(global_aux_loss_coeff=0.5, expert_bias=True)

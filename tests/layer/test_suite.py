@@ -18,6 +18,7 @@ from conformance.families.layer.cases import (
     expert_bias_of,
     logits_of_rows,
     margins,
+    padding_of,
     parameters_of,
     router_weight_of,
     tokens_of,
@@ -54,6 +55,7 @@ def in_float64(one: LayerCase) -> dict[str, Tensor]:
     p = LayerParameters(**{name: y for name, y in leaves.items() if name != "x"})
     state = moe_ref.new_state(config.router)._replace(**({"expert_bias": bias} if one.bias else {}))
     settings = {"training": not one.evaluation, "batch_size": one.sequences}
+    settings |= {"padding_mask": padding_of(one).split(counts)} if one.padding else {}
     ranks = len(counts)
     out = moe_ref.moe_layer(
         leaves["x"].split(counts), split_experts(p, ranks), config, states=[state] * ranks, **settings
@@ -72,6 +74,7 @@ def in_float64(one: LayerCase) -> dict[str, Tensor]:
         {"latent": 3, "shared": 2, "gate": True, "router_bias": True},
         {"losses": "aux+seq+global+z", "bias": True, "dispatcher": "allgather"},
         {"capacity": 2, "kind": "geglu", "score": "softmax", "dispatcher": "deepep"},
+        {"padding": 3, "losses": "aux+seq+global+z", "bias": True, "capacity": 2, "pad": True, "shared": 2},
         {"on_input": True, "groups": 2, "group_topk": 1, "dispatcher": "hybridep", "kind": "squared_relu"},
     ],
     ids=str,

@@ -66,6 +66,7 @@ class LayerCase(Case):
     align: int = number(0, 16, 32, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
     dispatcher: str = choice(*DISPATCHERS)
     evaluation: bool = flag(argument="training")
+    padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # tokens that are padding, per 8
     counts: tuple[int, ...] = counts()  # tokens per rank; empty: one process
 
     variant: ClassVar[int] = 0
@@ -225,6 +226,11 @@ def _gap(keys: Tensor, count: int) -> Tensor:
         return torch.full((len(keys),), torch.inf, dtype=keys.dtype)
     order = keys.sort(dim=1, descending=True).values
     return order[:, count - 1] - order[:, count]
+
+
+def padding_of(case: LayerCase) -> Tensor:
+    """[T] bool of all ranks, True for padding."""
+    return torch.from_numpy(hashed(case.seed, "padding", case.tokens) % 8 < case.padding)
 
 
 def shares(case: LayerCase, x: Tensor) -> list[Tensor]:

@@ -151,6 +151,32 @@ def _dropped_tokens_pass(layer: Wrapper, x: Tensor, *rest: Any, **settings: Any)
     return out._replace(output=torch.where(out.routed.routing_map.any(1)[:, None], out.output, out.output + x))
 
 
+# ---- padding
+
+
+def _mask_of(meaning: Callable[[Tensor], Tensor]) -> Wrapper:
+    """The layer with another meaning of the mask."""
+
+    def planted(layer: Wrapper, *arguments: Any, padding_mask: Tensor | None = None, **settings: Any) -> Any:
+        mask = None if padding_mask is None else meaning(padding_mask)
+        return layer(*arguments, padding_mask=mask, **settings)
+
+    return planted
+
+
+def _padding_routed(without_padding: Stage, routed: Any, padding_mask: Tensor | None) -> Any:
+    return routed
+
+
+def _padding_counted(route: Stage, *arguments: Any, **settings: Any) -> Any:
+    return route(*arguments, **settings | {"padding_mask": None})
+
+
+def _no_output_of_padding(layer: Wrapper, *arguments: Any, **settings: Any) -> Any:
+    out, mask = layer(*arguments, **settings), settings.get("padding_mask")
+    return out if mask is None else out._replace(output=out.output * ~mask[:, None])
+
+
 # ---- dispatch
 
 
@@ -220,6 +246,10 @@ _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("dropped tokens pass by", _dropped_tokens_pass),
     ("a rank has the columns of another rank", _columns_of_another_rank),
     ("combine has the handle of the call before", _handle_of_another_call),
+    ("padding goes to experts", in_stages(without_padding=_padding_routed)),
+    ("padding counts in the losses", in_stages(route=_padding_counted)),
+    ("the mask marks tokens, not padding", _mask_of(torch.logical_not)),
+    ("padding has no output of the shared experts", _no_output_of_padding),
 )
 DEFECTS = tuple(
     Defect(f"ML{number:02}", title, ORIGIN, {"moe_layer": wrapper})

@@ -22,9 +22,12 @@ _SHARED = {"shared_fc1_weight": floats([1]), "shared_fc2_weight": floats([1])}
 _LATENT = {"latent_down": floats([2]), "latent_up": floats([-1])}
 
 
-def _layer(config: LayerConfig, wanted: tuple[str, ...] = (), **parameters: Tensor) -> Problem:
+def _layer(
+    config: LayerConfig, wanted: tuple[str, ...] = (), padding_mask: Tensor | None = None, **parameters: Tensor
+) -> Problem:
     required = {"x": floats([2], [-1]), **_WEIGHTS, **parameters}
-    return layer_call(required, config, {}, wanted, {"output": floats([1], [1])} if wanted else {})
+    settings = {} if padding_mask is None else {"padding_mask": padding_mask}
+    return layer_call(required, config, settings, wanted, {"output": floats([1], [1])} if wanted else {})
 
 
 def _config(**settings: Any) -> LayerConfig:
@@ -48,5 +51,14 @@ MOE_LAYER: Golden = {
     "in_a_latent_space": (  # down: 4, -2;  ½·3·4 + ½·1·8 = 10;  up: -10; the shared expert sees 2
         _layer(_config(), (), **_SHARED, **_LATENT),
         {"output": exactly(floats([-8], [0])), "routing_map": _MAP},
+    ),
+    "padding_has_the_shared_expert_alone": (  # of a token of 2 the first case's 7 are 2
+        _layer(_config(), ("x", "fc1_weight"), torch.tensor([True, False]), **_SHARED),
+        {
+            "output": exactly(floats([2], [0])),
+            "routing_map": Exact(torch.tensor([[False, False], [True, True]]), "integers"),
+            "d_x": exactly(floats([1], [0])),
+            "d_fc1_weight": exactly(floats([[0]], [[0]])),
+        },
     ),
 }

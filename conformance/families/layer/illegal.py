@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import torch
+
 from conformance.core.contract import Problem
-from conformance.core.illegal import Rule, bare
+from conformance.core.illegal import Rule, added, bare
 
 
 def _without(name: str) -> Rule:
@@ -25,4 +27,5 @@ MOE_LAYER: dict[str, Rule] = {
     "an_expert_without_weights": _experts_missing,
     "into_a_latent_space_alone": _without("latent_up"),
     "half_of_the_shared_experts": _without("shared_fc2_weight"),
+    "mask_too_long": added("padding_mask", torch.zeros(3, dtype=torch.bool)),
 }

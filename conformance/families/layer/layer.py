@@ -22,6 +22,7 @@ from conformance.families.layer.cases import (
     expert_bias_of,
     local,
     logits_of_rows,
+    padding_of,
     parameters_of,
     route_case,
     shares,
@@ -51,6 +52,7 @@ SIGNATURE = Signature(
         Input("shared_fc2_weight", "HS", optional="shared", gradient=True, part_of="parameters"),
         Input("shared_gate_weight", "OH", optional="gate", gradient=True, part_of="parameters"),
         Input("expert_bias", "E", ("float32",), field="", optional="bias", part_of="state"),
+        Input("padding_mask", "T", ("bool",), field="", optional="padding"),
     ],
     outputs=[Output("output", "TH", of="x"), *(Output(name) for name in ("probs", "routing_map", "losses", "state"))],
     settings=("training", "batch_size", "group"),
@@ -89,7 +91,8 @@ class MoeLayer(Ranked[LayerCase]):
                 name: local(y, rank, case.world) if name in OF_EXPERTS else y.clone() for name, y in parameters.items()
             }
             required = {"x": x, **own} | ({"expert_bias": expert_bias.clone()} if case.bias else {})
-            calls.append(layer_call(required, config, settings, wanted, {"output": cotangents[rank]} if wanted else {}))
+            given = settings | ({"padding_mask": shares(case, padding_of(case))[rank]} if case.padding else {})
+            calls.append(layer_call(required, config, given, wanted, {"output": cotangents[rank]} if wanted else {}))
         return [replace(call, layouts={case.layout_of: case.layout}) for call in calls]
 
     def expected(self, case: LayerCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
@@ -145,7 +148,7 @@ def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         tensors = implementation.call("state_tensors", state)
         state = implementation.call("state_from", tensors | {"expert_bias": given["expert_bias"].clone()})
     parameters = LayerParameters(**{name: given[name] for name in LayerParameters._fields if name in given})
-    settings = {name: given[name] for name in SIGNATURE.settings if name in given}
+    settings = {name: given[name] for name in (*SIGNATURE.settings, "padding_mask") if name in given}
     result = implementation.call("moe_layer", given["x"], parameters, config, state=state, **settings)
     found = named_outputs(result, ("output", "routed"))
     routed = named_outputs(found["routed"], ("probs", "routing_map", "losses", "state"))
@@ -173,16 +176,17 @@ def steps_of(
         s._replace(expert_bias=own.get("expert_bias", s.expert_bias)) for s, own in zip(states, given, strict=True)
     ]
     training = calls[0].settings.get("training", True)
+    masks = [call.settings.get("padding_mask") for call in calls]
+    options = {"training": training, "batch_size": case.sequences}
+    options |= {} if masks[0] is None else {"padding_mask": masks}
     with torch.enable_grad():
-        routed = route_together(
-            [x.double() for x in logits], config, states, training=training, batch_size=case.sequences
-        )
+        routed = route_together([x.double() for x in logits], config, states, **options)
     steps = []
-    for x, state, out in zip(logits, states, routed, strict=True):
+    for x, state, out, mask in zip(logits, states, routed, masks, strict=True):
         named = {f"0.{name}": loss for name, loss in out.losses._asdict().items() if loss is not None}
         named |= {"0.probs": out.probs, "0.routing_map": out.routing_map}
         named["0.losses"] = torch.tensor([getattr(out.losses, name) is not None for name in LOSSES])
-        one = Problem("route", {"logits.0": x})
+        one = Problem("route", {"logits.0": x}, {} if mask is None else {"padding_mask": mask})
         kind, sums = "train" if training else "eval", accumulator_of(declared, dtype)
         steps.append(Step(route_case(case), config.router, one, 0, kind, state, named, None, sums))
     for step in steps:

@@ -96,6 +96,7 @@ WORLDS: tuple[Changes, ...] = (
     },
     {"counts": (3, 4), "experts": 4, "dispatcher": "hybridep", "capacity": 3, "pad": True, "bias": True},
     {"counts": (5,), "experts": 3, "dispatcher": "deepep"},
+    {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3},
 )
 
 
