@@ -133,8 +133,7 @@ def assemble(
         *("", 0, options.implementation, options.profile, options.seed, seconds),
         *(len(outcomes), described["device_name"], described["versions"]),
     )
-    out.ended_by, out.chosen = interrupted, list(options.functions)
-    out.where = parsed(options.where, "--where").text
+    out.ended_by, out.chosen, out.where = interrupted, list(options.functions), parsed(options.where, "--where").text
     rules = PROFILES[options.profile] if whole and interrupted in ("", TIME_LIMIT) else None
     for name in CONTRACTS:
         offer = described["functions"].get(name, {})
