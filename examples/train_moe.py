@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 2 examples/train_moe.py    # ranks share 
 """
 
 import argparse
+import gc
 import os
 
 import torch
@@ -18,8 +19,7 @@ if not GPU:
 from moe_fast import MoELayer  # noqa: E402
 from moe_ref.config import LayerConfig, RouterConfig  # noqa: E402
 
-# on a GPU, and in the interpreter
-SIZES = {"steps": (300, 20), "words": (512, 16), "dialects": (16, 4), "length": (64, 8), "batch": (64, 8)}
+SIZES = {"steps": (300, 20), "words": (512, 16), "dialects": (16, 4), "length": (64, 8), "batch": (64, 8)}  # GPU, CPU
 SIZES |= {"blocks": (2, 2), "hidden": (256, 16), "width": (256, 16), "experts": (16, 4), "topk": (2, 2)}
 
 
@@ -57,8 +57,8 @@ def average_gradients(model: Model, group: dist.ProcessGroup) -> None:
 def sentences(o: argparse.Namespace, noise: torch.Generator) -> tuple[Tensor, Tensor]:
     """Words [S+1,B], and the dialect of each of the B sentences."""
     orders = [torch.randperm(o.words, generator=torch.Generator().manual_seed(d)) for d in range(o.dialects)]
-    dialects_B = torch.randint(o.dialects, (o.batch,), generator=noise)
-    words = [torch.randint(o.words, (o.batch,), generator=noise)]
+    dialects_B, first_B = (torch.randint(n, (o.batch,), generator=noise) for n in (o.dialects, o.words))
+    words = [first_B]
     for _ in range(o.length):
         words.append(torch.stack(orders)[dialects_B, words[-1]])
     return torch.stack(words), dialects_B
@@ -71,6 +71,7 @@ def train(o: argparse.Namespace, device: torch.device, group: dist.ProcessGroup 
     for parameter in model.parameters_of_all_ranks() if group else ():
         dist.broadcast(parameter.data, 0, group=group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.08 / o.hidden**0.5, weight_decay=0.01)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, total_iters=o.steps)
     for step in range(o.steps):
         words, dialects = (x.to(device) for x in sentences(o, noise))
         loss = nn.functional.cross_entropy(model(words[:-1], dialects).flatten(0, 1), words[1:].flatten())
@@ -79,6 +80,7 @@ def train(o: argparse.Namespace, device: torch.device, group: dist.ProcessGroup 
         if group:
             average_gradients(model, group)
         optimizer.step()
+        decay.step()
         for layer in model.layers:
             layer.finish_batch()  # the expert bias takes its step
         if rank == 0:
@@ -91,10 +93,11 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=int, default=large if GPU else small)
     parser.add_argument("--recompute", choices=["moe_act", "moe"])
     device, by_torchrun = torch.device("cuda" if GPU else "cpu"), "RANK" in os.environ
-    if GPU:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if GPU else -1)  # -1: does nothing
     if by_torchrun:
         dist.init_process_group("nccl" if GPU else "gloo")
     train(parser.parse_args(), device, dist.group.WORLD if by_torchrun else None)
     if by_torchrun:
+        gc.collect()  # layers hold the group, whose threads must end before Python does
+        dist.barrier()
         dist.destroy_process_group()
