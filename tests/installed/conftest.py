@@ -26,7 +26,7 @@ def source(tmp_path_factory) -> Path:
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, source)
-    for name in (*PACKAGES, "docs", "tests", "benchmarks"):
+    for name in (*PACKAGES, "docs", "tests", "benchmarks", "examples"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     return source
 

@@ -9,30 +9,36 @@ import contextlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 
 KEPT = "MOE_CONFORMANCE_ENVIRONMENT"  # the program's values of the variables below
 
 
+_one_at_a_time = threading.Lock()  # a second thread would keep the first one's values
+
+
 @contextlib.contextmanager
 def same_modules() -> Iterator[None]:
     """A process that starts inside the block imports what this process would."""
-    folders = [str(folder) or os.getcwd() for folder in sys.path]
-    changed = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(folders)}
-    kept = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed | {KEPT: json.dumps(kept)})
-    try:
-        yield
-    finally:
-        _restore()
+    with _one_at_a_time:
+        folders = [str(folder) or os.getcwd() for folder in sys.path]
+        changed = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(folders)}
+        kept = {name: os.environ.get(name) for name in changed}
+        os.environ.update(changed | {KEPT: json.dumps(kept)})
+        try:
+            yield
+        finally:
+            os.environ.pop(KEPT, None)
+            _restore(kept)
 
 
-def _restore() -> None:
-    for name, value in json.loads(os.environ.pop(KEPT, "{}")).items():
+def _restore(kept: dict[str, str | None]) -> None:
+    for name, value in kept.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
 
 
-_restore()
+_restore(json.loads(os.environ.pop(KEPT, "{}")))
