@@ -119,6 +119,8 @@ def _parser() -> ArgumentParser:
     searching.add_argument("--minutes", type=float, default=5.0, help="time of the search (default: 5)")
     text = "seed of the search (default: 0)"
     searching.add_argument("--seed", "--run-seed", dest="run_seed", type=int, default=0, metavar="N", help=text)
+    shards = _add(verbs, "merge", merge, "make one verdict of the JSON reports of all shards", "--report")
+    shards.add_argument("reports", nargs="+", metavar="REPORT", help="a report of each shard")
     two = _add(verbs, "compare", compare, "show what differs between two JSON reports")
     two.add_argument("old", help="the earlier report")
     two.add_argument("new", help="the later one")
@@ -225,6 +227,23 @@ def minimize(given: Namespace) -> int:
     print("\n".join(failure_lines(failure.record(), options.implementation)))
     print(f"saved as {path} after {reduced.attempts} attempts")
     return 1
+
+
+def merge(given: Namespace) -> int:
+    """The exit code of the whole run."""
+    from conformance.engine.run.merging import merge as merged
+    from conformance.engine.run.verdict import read_baseline
+    from conformance.report import write
+    from conformance.report.terminal import annotations, lines
+    from conformance.usage import check_report
+
+    for path in given.report:
+        check_report(path)
+    verdict = merged([read_baseline(Path(path), "merge") for path in given.reports])
+    for path in given.report:
+        write(verdict, path)
+    print("\n".join([*lines(verdict), *annotations(verdict)]))
+    return verdict.exit_code
 
 
 def compare(given: Namespace) -> int:

@@ -95,6 +95,7 @@ class Verdict:
     ended_by: str = ""  # a signal, the time limit, …; empty: the run ended by itself
     chosen: list[str] = field(default_factory=list)  # the functions of --function; empty: all
     where: str = ""  # the predicate of --where, in canonical form
+    shard: str = ""  # of --shard: i/n
     since: str = ""  # the report or revision whose unchanged functions were not judged
     footprints: dict[str, Any] = field(default_factory=dict)  # see `conformance.engine.footprint`
     coverage: dict[str, Any] = field(default_factory=dict)  # for a page: see `conformance.engine.run.coverage`
@@ -133,6 +134,7 @@ def assemble(
         *("", 0, options.implementation, options.profile, options.seed, seconds),
         *(len(outcomes), described["device_name"], described["versions"]),
     )
+    out.shard = options.shard
     out.ended_by, out.chosen, out.where = interrupted, list(options.functions), parsed(options.where, "--where").text
     rules = PROFILES[options.profile] if whole and interrupted in ("", TIME_LIMIT) else None
     for name in CONTRACTS:
@@ -142,7 +144,7 @@ def assemble(
     if since:
         since.mark(out)
     _leave_out(out, described.get("judged", list(CONTRACTS)))
-    out.failures = _distinct([line for line in lines if line["kind"] == "failure" and line["status"] != "ERROR"])
+    out.failures = distinct([line for line in lines if line["kind"] == "failure" and line["status"] != "ERROR"])
     out.evaluations = sum(line["evaluations"] for line in outcomes)
     out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
     out.seconds_reference = sum(line["seconds_reference"] for line in outcomes)
@@ -156,13 +158,15 @@ def assemble(
         if rules and not interrupted and name not in waiving
     ]
     unchanged = any(function.status == UNCHANGED for function in out.functions.values())
-    shortfalls = [x for name, function in out.functions.items() for x in _shortfalls(name, function, rules, out.where)]
+    shortfalls = [
+        x for name, function in out.functions.items() for x in shortfalls_of(name, function, rules, out.where)
+    ]
     shortfalls = _shortfalls_of_run(out, shortfalls, unchanged or may_be_empty, bool(rules))
     regressions = _regressions(out, baseline) if baseline else []
     differs = any(f.status in ("differs", "blocked") for f in out.functions.values())
     out.problems = errors + shortfalls + regressions
     out.exit_code = 3 if errors else 1 if differs else 4 if shortfalls else 5 if regressions else 0
-    out.verdict = _name(out, interrupted, unchanged)
+    out.verdict = named(out, interrupted, unchanged)
     if since and whole and not interrupted and not errors:
         since.keep(out)
     return out
@@ -191,7 +195,7 @@ def _shortfalls_of_run(out: Verdict, shortfalls: list[str], may_be_empty: bool, 
     return shortfalls
 
 
-def _name(verdict: Verdict, interrupted: str, unchanged: bool) -> str:
+def named(verdict: Verdict, interrupted: str, unchanged: bool) -> str:
     if interrupted and verdict.exit_code == 4:
         return "INTERRUPTED"
     if not verdict.cases and not verdict.exit_code:
@@ -238,17 +242,23 @@ def _function(
     out.scope = offer.get("scope", "")
     if not offer.get("offered"):
         out.status, out.without = "not offered", []
-    elif counts["ERROR"]:
-        out.status = "not judged"
-    elif any(counts[status] for status in WRONG if status != "BLOCKED"):
-        out.status = "differs"
-    elif counts["BLOCKED"]:
-        out.status = "blocked"
-    elif _shortfalls(name, out, rules) or (counts and cut):
-        out.status = "too little tested"
     else:
-        out.status = "conformant" if counts else "not run"
+        out.status = status_of(name, out, rules, cut)
     return out
+
+
+def status_of(name: str, function: FunctionVerdict, rules: Profile | None, cut: bool) -> str:
+    """The status of an offered function from its counts; `cut`: some of its cases did not run."""
+    counts = Counter(function.counts)
+    if counts["ERROR"]:
+        return "not judged"
+    if any(counts[status] for status in WRONG if status != "BLOCKED"):
+        return "differs"
+    if counts["BLOCKED"]:
+        return "blocked"
+    if shortfalls_of(name, function, rules) or (counts and cut):
+        return "too little tested"
+    return "conformant" if counts else "not run"
 
 
 def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
@@ -263,7 +273,7 @@ def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
     return out
 
 
-def _shortfalls(name: str, function: FunctionVerdict, rules: Profile | None, where: str = "") -> list[str]:
+def shortfalls_of(name: str, function: FunctionVerdict, rules: Profile | None, where: str = "") -> list[str]:
     """Why the function was tested too little; empty if not offered or without a minimum.
 
     Args:
@@ -301,7 +311,7 @@ def _lost(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[s
     ]
 
 
-def _distinct(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def distinct(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One failure per function, output, check and status: the smallest of all workers."""
     best: dict[tuple, dict[str, Any]] = {}
     for failure in failures:

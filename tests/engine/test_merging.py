@@ -1,0 +1,98 @@
+"""`merge`: the verdict of all shards is the verdict of the whole run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conformance.cli import main
+from conformance.engine.options import Options
+from conformance.engine.run.merging import merge
+from conformance.engine.run.session import judge_with
+from conformance.interface import UsageError
+
+SHARDS = ("1/2", "2/2")
+DEFECT = "conformance.mutants.planted:P21.moe_ref.permutation"
+
+
+def reports_of(folder: Path, implementation: str, shards=SHARDS, **options) -> list[dict]:
+    """The JSON report of each shard, as a file holds it; "" is the whole run."""
+    found = []
+    for shard in shards:
+        place = folder / (shard.replace("/", "_") or "whole")
+        wanted = Options(implementation, profile="smoke", device="cpu", jobs=1, corpus=str(folder / "corpus"))
+        verdict = judge_with(replace(wanted, shard=shard, **options), place)
+        found.append(json.loads(json.dumps(verdict.record())))
+    return found
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory) -> list[dict]:
+    return reports_of(tmp_path_factory.mktemp("parts"), "moe_ref.permutation")
+
+
+def test_the_shards_together_are_the_whole_run(parts, tmp_path):
+    (whole,) = reports_of(tmp_path, "moe_ref.permutation", [""])
+    merged = merge(parts).record()
+    for name in ("verdict", "exit_code", "cases", "problems", "failures", "versions", "device"):
+        assert merged[name] == whole[name], name
+    for name, function in whole["functions"].items():
+        assert {k: merged["functions"][name][k] for k in ("status", "cases", "counts", "note")} == {
+            k: function[k] for k in ("status", "cases", "counts", "note")
+        }
+    assert merge([parts[1], parts[0], parts[1]]).record() == merge(parts).record()  # in any order, one twice
+
+
+def test_a_failure_of_one_shard_is_one_of_the_run(tmp_path):
+    merged = merge(reports_of(tmp_path, DEFECT))
+    assert (merged.verdict, merged.exit_code) == ("NOT CONFORMANT", 1)
+    assert {failure["function"] for failure in merged.failures} == {"permute"}
+    assert merged.functions["permute"].status == "differs" and merged.functions["unpermute"].status == "conformant"
+
+
+def test_too_few_cases_of_all_shards_are_too_few(parts):
+    few = json.loads(json.dumps(parts))
+    for part in few:
+        part["functions"]["permute"] |= {"counts": {"UNINFORMATIVE": 3}, "cases": 3}
+    merged = merge(few)
+    assert (merged.exit_code, merged.functions["permute"].status) == (4, "too little tested")
+    assert "permute: 0 informative cases" in merged.problems[0]
+
+
+def test_an_interrupted_shard_interrupts_the_run(parts):
+    cut = [parts[0], parts[1] | {"ended_by": "SIGTERM", "exit_code": 4, "verdict": "INTERRUPTED"}]
+    merged = merge(cut)
+    assert (merged.verdict, merged.exit_code) == ("INTERRUPTED", 4)
+    assert merged.problems[0] == "SIGTERM ended a shard"
+
+
+def test_an_error_of_a_shard_is_one_of_the_run(parts):
+    merged = merge([parts[0], parts[1] | {"exit_code": 3, "problems": ["a result is lost"]}])
+    assert (merged.exit_code, merged.problems) == (3, ["a result is lost"])
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"seed": 5}, "the reports differ in seed: 0 and 5"),
+        ({"versions": {"torch": "1"}}, "the reports differ in versions"),
+        ({"shard": "1/2"}, "there is no report of the shard 2/2"),
+        ({"shard": ""}, "is not of a shard"),
+    ],
+)
+def test_reports_of_other_runs_are_refused(parts, change, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        merge([parts[0], parts[1] | change])
+
+
+def test_the_command_has_the_exit_code_of_the_run_and_writes_its_report(parts, tmp_path, capsys):
+    paths = [tmp_path / f"{i}.json" for i in range(2)]
+    for path, part in zip(paths, parts, strict=True):
+        path.write_text(json.dumps(part))
+    out = tmp_path / "verdict.json"
+    assert main(["merge", *map(str, paths), "--report", str(out)]) == 0
+    assert "CONFORMANT   6 functions" in capsys.readouterr().out
+    assert json.loads(out.read_text())["cases"] == sum(part["cases"] for part in parts)
+    assert main(["merge", str(paths[0])]) == 2
+    assert "there is no report of the shard 2/2" in capsys.readouterr().err
