@@ -77,6 +77,7 @@ def test_an_error_of_a_shard_is_one_of_the_run(parts):
     [
         ({"seed": 5}, "the reports differ in seed: 0 and 5"),
         ({"versions": {"torch": "1"}}, "the reports differ in versions"),
+        ({"device": "NVIDIA H200"}, "the reports differ in device: CPU and NVIDIA H200"),
         ({"shard": "1/2"}, "there is no report of the shard 2/2"),
         ({"shard": ""}, "is not of a shard"),
     ],

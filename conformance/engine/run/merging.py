@@ -17,7 +17,7 @@ from conformance.engine.run.verdict import (
 )
 from conformance.interface import UsageError
 
-SAME = ("implementation", "profile", "seed", "versions", "chosen", "where", "since")
+SAME = ("implementation", "device", "profile", "seed", "versions", "chosen", "where", "since")
 KEPT = ("not offered", NOT_CHOSEN, UNCHANGED)  # statuses that no case decides
 
 Report = dict[str, Any]
@@ -34,8 +34,9 @@ def merge(reports: list[Report]) -> Verdict:
     parts = _parts(reports)
     first = parts[0]
     out = Verdict("", 0, first["implementation"], first["profile"], first["seed"], 0.0, 0)
-    out.device = ", ".join(dict.fromkeys(part["device"] for part in parts))
-    out.versions, out.chosen, out.where, out.since = (first[name] for name in ("versions", "chosen", "where", "since"))
+    out.device, out.versions, out.chosen, out.where, out.since = (
+        first[name] for name in ("device", "versions", "chosen", "where", "since")
+    )
     out.seconds = max(part["seconds"] for part in parts)
     for name in ("cases", "evaluations", "seconds_implementation", "seconds_reference", "kernels_compiled"):
         setattr(out, name, sum(part[name] for part in parts))
