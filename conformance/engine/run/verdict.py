@@ -130,12 +130,8 @@ def assemble(
     outcomes = [line for line in lines if line["kind"] == "outcome"]
     nothing: dict[str, Any] = {"functions": {}, "device_name": "", "versions": {}}
     described = next((line for line in lines if line["kind"] == "implementation"), nothing)
-    out = Verdict(
-        *("", 0, options.implementation, options.profile, options.seed, seconds),
-        *(len(outcomes), described["device_name"], described["versions"]),
-    )
-    out.shard = options.shard
-    out.ended_by, out.chosen, out.where = interrupted, list(options.functions), parsed(options.where, "--where").text
+    out = _facts(lines, outcomes, described, options, seconds)
+    out.ended_by = interrupted
     rules = PROFILES[options.profile] if whole and interrupted in ("", TIME_LIMIT) else None
     for name in CONTRACTS:
         offer = described["functions"].get(name, {})
@@ -144,12 +140,6 @@ def assemble(
     if since:
         since.mark(out)
     _leave_out(out, described.get("judged", list(CONTRACTS)))
-    out.failures = distinct([line for line in lines if line["kind"] == "failure" and line["status"] != "ERROR"])
-    out.evaluations = sum(line["evaluations"] for line in outcomes)
-    out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
-    out.seconds_reference = sum(line["seconds_reference"] for line in outcomes)
-    out.coverage = coverage(outcomes, INFORMATIVE, WRONG) if options.covered else {}
-    out.kernels_compiled = len({name for line in outcomes for name in line["kernels"]})
     errors = _errors(lines, outcomes) + ([] if interrupted else _lost(lines, outcomes))
     waiving = {line["waiver"] for line in outcomes}
     errors += [
@@ -169,6 +159,28 @@ def assemble(
     out.verdict = named(out, interrupted, unchanged)
     if since and whole and not interrupted and not errors:
         since.keep(out)
+    return out
+
+
+def _facts(
+    lines: list[dict[str, Any]],
+    outcomes: list[dict[str, Any]],
+    described: dict[str, Any],
+    options: Options,
+    seconds: float,
+) -> Verdict:
+    """What ran, with what, and what failed; no judgement yet."""
+    out = Verdict(
+        *("", 0, options.implementation, options.profile, options.seed, seconds),
+        *(len(outcomes), described["device_name"], described["versions"]),
+    )
+    out.shard, out.chosen, out.where = options.shard, list(options.functions), parsed(options.where, "--where").text
+    out.failures = distinct([line for line in lines if line["kind"] == "failure" and line["status"] != "ERROR"])
+    out.evaluations = sum(line["evaluations"] for line in outcomes)
+    out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
+    out.seconds_reference = sum(line["seconds_reference"] for line in outcomes)
+    out.coverage = coverage(outcomes, INFORMATIVE, WRONG) if options.covered else {}
+    out.kernels_compiled = len({name for line in outcomes for name in line["kernels"]})
     return out
 
 
