@@ -89,7 +89,7 @@ def add_product(acc, left, right):
 def plan_kernel(
     counts_ptr, stride_counts,
     # results: expert, its first tile, its first row and its end, per tile; the two
-    # rows, per expert; the two totals
+    # rows and the first tile, per expert; the two totals
     tile_ptr, segment_ptr, total_ptr,
     # sizes
     capacity, num_rows, num_experts, multiple,
@@ -124,6 +124,7 @@ def plan_kernel(
         tl.store(entry + 3 * capacity, tl.zeros_like(t) + expert_end, mask=valid)
     tl.store(segment_ptr + expert, expert_begin)
     tl.store(segment_ptr + num_experts + expert, expert_end)
+    tl.store(segment_ptr + 2 * num_experts + expert, first)
     if expert == num_experts - 1:
         tl.store(total_ptr, first + num_tiles)
         tl.store(total_ptr + 1, expert_end)

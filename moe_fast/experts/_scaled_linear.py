@@ -172,15 +172,6 @@ def load_turned(ptr, stride, desc, first_row, row, live, place, BLOCK_P: tl.cons
     return codes
 
 
-@triton.jit
-def tiles_of_experts(segment_ptr, num_experts, BLOCK_L: tl.constexpr):
-    """The number of TILEs of each expert's rows."""
-    expert = tl.arange(0, BLOCK_L)
-    real = expert < num_experts  # the block is a power of two
-    ends = tl.load(segment_ptr + num_experts + expert, mask=real, other=0)
-    return tl.cdiv(ends - tl.load(segment_ptr + expert, mask=real, other=0), TILE)
-
-
 @triton.jit(do_not_specialize=["stride_before_l", "num_experts", "d_out_share", "x_share"])
 def scaled_wgrad_kernel(
     # the gradient of the output, transposed: codes; block scales along the rows; factors of sums
@@ -195,15 +186,13 @@ def scaled_wgrad_kernel(
     segment_ptr, num_experts, num_outs, num_ins,
     RULE: tl.constexpr, D_OUT_FORMAT: tl.constexpr, X_FORMAT: tl.constexpr, FACTOR: tl.constexpr,
     SCALED_BY_HARDWARE: tl.constexpr, SHARED_P: tl.constexpr,  # rows that share a scale
-    BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p], added to before[e] if there is one."""
     blocks_m, blocks_n = tl.cdiv(num_outs, BLOCK_M), tl.cdiv(num_ins, BLOCK_N)
-    experts = tl.arange(0, BLOCK_L)
-    tiles = tiles_of_experts(segment_ptr, num_experts, BLOCK_L)
     for work in range(tl.program_id(0), num_experts * blocks_m * blocks_n, tl.num_programs(0)):
         block_m, block_n, expert, begin, end = find_gradient(segment_ptr, num_experts, work, blocks_m, blocks_n)
-        tile = tl.sum(tl.where(experts < expert, tiles, 0))  # the first of the expert's
+        tile = tl.load(segment_ptr + 2 * num_experts + expert)  # of TILE rows, the first of the expert's
         m = block_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         n = block_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         live_m, live_n = m < num_outs, n < num_ins  # the last blocks stick out

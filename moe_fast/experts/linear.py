@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _linear as kernels
+from moe_fast.experts import hopper
 from moe_fast.experts.scaled_linear import (
     Precision,
     ScaledLinear,
@@ -31,7 +32,7 @@ from moe_fast.experts.scaled_linear import (
 )
 from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import check_device, launch_on, strided
+from moe_fast.launch.backend import check_device, is_hopper, launch_on, strided
 from moe_fast.launch.tuning import GroupedTile, ceil_div
 from moe_fast.quantization.quantized import Quantized, dequantize
 from moe_ref.config import (
@@ -258,6 +259,9 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None
     if out.numel() == 0:
         return out
     described = have_descriptors(d_out, rows)
+    if described and before_LMN is None and have_descriptors(out) and is_hopper(rows.device):
+        hopper.outer_products(d_out, rows, plan, out)
+        return out
     # a sum in float32 leaves no room for a tile of it
     out_described = described and before_LMN is None and have_descriptors(out)
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
@@ -270,7 +274,7 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None
             expert_slices(d_out, [tile.depth, tile.rows]) if described else None,
             expert_slices(rows, [tile.depth, tile.columns]) if described else None,
             TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns]) if out_described else None,
-            plan.segment_2L,
+            plan.segment_3L,
             *shape,
             ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,
             **tile.blocks("M", "N", "P"),

@@ -18,16 +18,18 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _scaled_linear as kernels
+from moe_fast.experts import hopper
 from moe_fast.experts._factors import TILE_ROWS
 from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
-from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, launch_on, strided
-from moe_fast.launch.tuning import ceil_div, power_of_two
+from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, launch_on, strided
+from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization.quantize import quantize
 from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized
 from moe_ref.config import LinearState, Recipe, check_splits, require
 from moe_ref.config.quantization import BLOCK, WHOLE_BLOCKS
 
+HOPPER_BLOCKS = (((1, 128), (128, 128)), ((128, 1), (128, 1)))  # rows times matrices; the weight's gradient
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -101,6 +103,10 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
     tile = sizes.scaled if unit.rule in ("group", "amax") else sizes.decoded
     codes = [_as_factor(_turned(form.codes_MN, plan), q, unit) for q, form in ((d_out, left), (x, right))]
     described = have_descriptors(*codes)
+    blocks = (left.block, right.block)
+    if described and accumulate_into is None and have_descriptors(out) and _on_hopper(unit, device, blocks):
+        hopper.scaled_wgrad(codes[0], _blocks(left), codes[1], _blocks(right), plan, out)
+        return out
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
     with launch_on(out):
         kernels.scaled_wgrad_kernel[(programs(pieces, device),)](
@@ -116,7 +122,7 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
             out,
             *((TensorDescriptor.from_tensor(codes[0], [tile.rows, tile.depth]) if described else None),),
             *((TensorDescriptor.from_tensor(codes[1], [tile.columns, tile.depth]) if described else None),),
-            plan.segment_2L,
+            plan.segment_3L,
             *shape,
             RULE=unit.rule,
             D_OUT_FORMAT=d_out.format,
@@ -124,7 +130,6 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
             FACTOR=unit.factor,
             SCALED_BY_HARDWARE=unit.scales,
             SHARED_P=1 if right.block is None else right.block[0],
-            BLOCK_L=power_of_two(plan.num_experts),
             **tile.blocks("M", "N", "P"),
         )
     return out
@@ -169,6 +174,10 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
     tile = sizes.scaled if unit.rule in ("group", "amax") else sizes.decoded
     codes, matrices = _as_factor(form.codes_MN, x, unit), _as_factor(weight.codes_LCD, weight.quantized, unit)
     described = have_descriptors(codes, matrices)
+    if described and have_descriptors(out) and _on_hopper(unit, device, (form.block, weight.form.block)):
+        cut = plan.cut(hopper.rows_of_tile(num_rows, plan.num_experts))
+        hopper.scaled_matmul(codes, _blocks(form), matrices, weight.blocks, strided(bias_LC, 2), cut, out)
+        return out
     with launch_on(out):
         kernels.scaled_matmul_kernel[(programs(plan.capacity * ceil_div(num_columns, tile.columns), device),)](
             codes,
@@ -243,6 +252,11 @@ def _unit(x: Quantized, device: torch.device) -> Unit:
     if rule in ("group", "amax"):
         return Unit(rule, None if casts_in_hardware(device) else tl.bfloat16, False)
     return Unit(rule, tl.float32 if x.dtype == torch.float32 else tl.bfloat16, scales_in_hardware(device))
+
+
+def _on_hopper(unit: Unit, device: torch.device, blocks: tuple[Any, Any]) -> bool:
+    """Whether `hopper` multiplies FP8 codes with scales of these blocks."""
+    return is_hopper(device) and unit.rule == "amax" and unit.factor is None and blocks in HOPPER_BLOCKS
 
 
 @cache

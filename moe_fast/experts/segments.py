@@ -1,6 +1,6 @@
 """The plan of the tiles of segments, descriptors that end with a segment, and segment sums."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import triton.language as tl
@@ -23,8 +23,12 @@ class Plan:
 
     tile: GroupedTile
     tile_4C: Tensor  # int64: expert, its first tile, its first row and its end, for each tile
-    segment_2L: Tensor  # int64: the two rows, for each expert
+    segment_3L: Tensor  # int64: the two rows and the first tile, for each expert
     total_2: Tensor  # int64: how many tiles, and rows in them
+    counts_L: Tensor  # as given: the rows of each expert
+    num_rows: int
+    multiple: int = 1
+    others: dict[int, "Plan"] = field(default_factory=dict, repr=False)  # by the rows of their tiles
 
     @property
     def capacity(self) -> int:
@@ -33,7 +37,16 @@ class Plan:
 
     @property
     def num_experts(self) -> int:
-        return self.segment_2L.shape[1]
+        return self.segment_3L.shape[1]
+
+    def cut(self, rows: int) -> "Plan":
+        """The plan of the same segments in tiles of that many rows; it is made once."""
+        if rows == self.tile.rows:
+            return self
+        if rows not in self.others:
+            tile = replace(self.tile, rows=rows)
+            self.others[rows] = make_plan(self.counts_L, self.num_rows, tile, self.multiple)
+        return self.others[rows]
 
 
 def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, multiple: int = 1) -> Plan:
@@ -48,7 +61,7 @@ def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, multi
     device = tokens_per_expert.device
     # up to the total by plan_kernel; no kernel reads more
     tiles = torch.empty((4, capacity), dtype=torch.int64, device=device)
-    bounds = torch.empty((2, num_experts), dtype=torch.int64, device=device)  # by plan_kernel: one program per expert
+    bounds = torch.empty((3, num_experts), dtype=torch.int64, device=device)  # by plan_kernel: one program per expert
     total = torch.empty(2, dtype=torch.int64, device=device)  # by its last program
     with launch_on(tokens_per_expert):
         kernels.plan_kernel[(num_experts,)](
@@ -65,7 +78,7 @@ def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, multi
             BLOCK_T=sizes.plan_tiles,
             num_warps=4,
         )
-    return Plan(tile, tiles, bounds, total)
+    return Plan(tile, tiles, bounds, total, tokens_per_expert, num_rows, multiple)
 
 
 def segment_sums(rows_PC: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
@@ -79,7 +92,7 @@ def segment_sums(rows_PC: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
         kernels.segment_sums_kernel[(plan.num_experts * ceil_div(num_columns, tile.columns),)](
             *strided(rows, 2),
             out,
-            plan.segment_2L,
+            plan.segment_3L,
             plan.num_experts,
             num_columns,
             ACCUMULATOR=tl.float64 if rows.dtype == torch.float64 else tl.float32,

@@ -1,0 +1,134 @@
+"""The weight's gradient on NVIDIA's Hopper, in Gluon: one warp loads tiles into a ring of stages,
+the others multiply them.
+
+A stage is `ready` when its bytes have arrived, and `free` when all its readers have read it. A tile
+of the result leaves through shared memory, while the next one is summed. Sums have the order of
+`_linear`, and so the same bits. Letters are those of that module.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from moe_fast.experts._linear import SEGMENT_ROWS
+
+# Triton 3.9 has other names
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+SEGMENT = gl.constexpr(SEGMENT_ROWS)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+@gluon.jit
+def new_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """(ready, free) of a ring."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=READERS)
+    fence_async_shared()
+    return ready, free
+
+
+@gluon.jit
+def find_gradient(plan, work, BAND: gl.constexpr):
+    """(block of outputs, block of inputs, expert, its first row, its number of rows).
+
+    Programs that run together have few blocks of outputs and of inputs: bands of BAND of the one.
+    """
+    segment_ptr, num_experts, blocks_m, blocks_n = plan
+    expert = work // (blocks_m * blocks_n)
+    place = work % (blocks_m * blocks_n)
+    first = place // (BAND * blocks_n) * BAND
+    height = gl.minimum(blocks_m - first, BAND)
+    place -= first * blocks_n
+    begin, end = gl.load(segment_ptr + expert), gl.load(segment_ptr + num_experts + expert)
+    return first + place % height, place // height, expert, begin.to(gl.int32), (end - begin).to(gl.int32)
+
+
+@gluon.jit
+def load_outer(
+    operands, ring, plan, STAGES: gl.constexpr, BAND: gl.constexpr, BLOCK_P: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Rows of an expert, BLOCK_P at a time; 0 past its last."""
+    d_out_desc, x_desc = operands
+    left, right, ready, free = ring
+    num_pieces = plan[1] * plan[2] * plan[3]
+    step = gl.to_tensor(0)
+    for work in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
+        block_m, block_n, _expert, begin, count = find_gradient(plan, work, BAND)
+        for first in range(0, count, BLOCK_P):
+            stage = step % STAGES
+            mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(ready.index(stage), BLOCK_P * (BLOCK_M + BLOCK_N) * 2)
+            place = SEGMENT - count + first
+            at_m, at_n = block_m * BLOCK_M, block_n * BLOCK_N
+            load_tile(d_out_desc, [SEGMENT, begin + count, place, at_m], ready.index(stage), left.index(stage))
+            load_tile(x_desc, [SEGMENT, begin + count, place, at_n], ready.index(stage), right.index(stage))
+            step += 1
+
+
+@gluon.jit
+def multiply_outer(
+    out_desc, buffer, ring, plan, STAGES: gl.constexpr, BAND: gl.constexpr, BLOCK_P: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """A tile of an expert's gradient after another; NaN of an illegal plan."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    left, right, ready, free = ring
+    num_pieces = plan[1] * plan[2] * plan[3]
+    step = gl.to_tensor(0)
+    for work in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
+        block_m, block_n, expert, _begin, count = find_gradient(plan, work, BAND)
+        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+        for first in range(0, count, BLOCK_P):
+            stage = step % STAGES
+            mbarrier.wait(ready.index(stage), step // STAGES & 1)
+            d_out = left.index(stage).reshape([BLOCK_P, BLOCK_M]).permute((1, 0))
+            x = right.index(stage).reshape([BLOCK_P, BLOCK_N])
+            acc = warpgroup_mma(d_out, x, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=first > 0)  # the step before has ended
+            step += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=count > 0)
+        acc = gl.where(count < 0, float("nan"), acc)
+        tma.store_wait(0)
+        buffer.reshape([BLOCK_M, BLOCK_N]).store(acc.to(out_desc.dtype))
+        fence_async_shared()
+        store_tile(out_desc, [expert, block_m * BLOCK_M, block_n * BLOCK_N], buffer)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_experts"])
+def outer_products_kernel(
+    # rows: the gradient of the output, and the input; the result
+    d_out_desc, x_desc, out_desc,
+    # plan and sizes
+    segment_ptr, num_experts, num_outs, num_ins,
+    STAGES: gl.constexpr, BAND: gl.constexpr, BLOCK_P: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p]; no other row is read."""
+    left = gl.allocate_shared_memory(d_out_desc.dtype, [STAGES, 1, 1, BLOCK_P, BLOCK_M], d_out_desc.layout)
+    right = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 1, 1, BLOCK_P, BLOCK_N], x_desc.layout)
+    buffer = gl.allocate_shared_memory(out_desc.dtype, [1, BLOCK_M, BLOCK_N], out_desc.layout)
+    ready, free = new_barriers(STAGES, 1)
+    ring = (left, right, ready, free)
+    plan = (segment_ptr, num_experts, gl.cdiv(num_outs, BLOCK_M), gl.cdiv(num_ins, BLOCK_N))
+    gl.warp_specialize(
+        [
+            (multiply_outer, (out_desc, buffer, ring, plan, STAGES, BAND, BLOCK_P, BLOCK_M, BLOCK_N, num_warps)),
+            (load_outer, ((d_out_desc, x_desc), ring, plan, STAGES, BAND, BLOCK_P, BLOCK_M, BLOCK_N)),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )

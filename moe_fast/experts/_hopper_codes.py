@@ -1,0 +1,286 @@
+"""Products of FP8 codes on NVIDIA's Hopper, in Gluon, with scales of blocks of 128 codes.
+
+128 products are summed by the matrix unit, and scaled onto the sum in float32. One warp loads tiles
+into a ring of stages, as in `_hopper`; groups of four warps multiply, so that one scales while
+another one multiplies. The results have the bits of `_scaled_linear`, and its letters.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from moe_fast.experts._hopper import PRODUCER_REGISTERS, SEGMENT, find_gradient, load_tile, new_barriers, store_tile
+
+HEIGHT = gl.constexpr(64)  # rows of a group
+CODES = gl.constexpr(128)  # codes of a step; columns of a tile
+FIRST, SECOND, THIRD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # groups
+PAIR = gl.constexpr(2)  # groups
+
+
+@gluon.jit
+def find_tile(tile_ptr, capacity, work, columns, BLOCK_P: gl.constexpr):
+    """As in `_linear`: expert, its first row, its end, the tile's first row and its column."""
+    entry = tile_ptr + work // columns
+    expert, first = gl.load(entry).to(gl.int32), gl.load(entry + capacity).to(gl.int32)
+    begin, end = gl.load(entry + 2 * capacity).to(gl.int32), gl.load(entry + 3 * capacity).to(gl.int32)
+    place = work - first * columns
+    tiles = gl.cdiv(end - begin, BLOCK_P)
+    return expert, begin, end, begin + place % tiles * BLOCK_P, place // tiles
+
+
+@gluon.jit
+def load_scales(left_ptrs, live_left, right_ptrs, live_right):
+    """Scales of the rows, and of the columns: their own, or one of all."""
+    left = gl.load(left_ptrs, mask=live_left, other=0.0)
+    right = gl.load(right_ptrs) if live_right is None else gl.load(right_ptrs, mask=live_right, other=0.0)
+    return left, right
+
+
+@gluon.jit
+def sum_of_codes(
+    ring, step, steps, left_ptrs, stride_left, live_left, right_ptrs, stride_right, live_right,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """(sum of `steps` scaled products of codes for the rows of a group, the next step of the ring).
+
+    Scales are loaded a step ahead.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CODES, 32])
+    left, right, ready, free = ring
+    acc = gl.zeros([HEIGHT, CODES], gl.float32, layout)
+    zeros = gl.zeros([HEIGHT, CODES], gl.float32, layout)
+    row, column = load_scales(left_ptrs, live_left & (steps > 0), right_ptrs, live_right)
+    for done in range(steps):
+        stage = step % STAGES
+        ahead = gl.minimum(done + 1, steps - 1).to(gl.int64)
+        mbarrier.wait(ready.index(stage), step // STAGES & 1)
+        codes = right.index(stage).reshape([CODES, CODES]).permute((1, 0))
+        part = warpgroup_mma(left.index(stage * GROUPS + GROUP), codes, zeros, use_acc=False, is_async=True)
+        next_row, next_column = load_scales(
+            left_ptrs + ahead * stride_left, live_left, right_ptrs + ahead * stride_right, live_right
+        )
+        part = warpgroup_mma_wait(0, deps=(part,))
+        mbarrier.arrive(free.index(stage))
+        if live_right is None:
+            acc += part * (row * column)[:, None]
+        else:
+            acc += part * (row[:, None] * column[None, :])
+        row, column = next_row, next_column
+        step += 1
+    return acc, step
+
+
+@gluon.jit
+def load_codes(operands, ring, plan, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """Rows and their expert's matrix, CODES deep; the next expert's rows are not stored."""
+    x_desc, weight_desc = operands
+    left, right, ready, free = ring
+    tile_ptr, total_ptr, capacity, columns, depth = plan
+    step = gl.to_tensor(0)
+    for work in range(gl.program_id(0), gl.load(total_ptr).to(gl.int32) * columns, gl.num_programs(0)):
+        expert, _begin, _end, row, column = find_tile(tile_ptr, capacity, work, columns, GROUPS * HEIGHT)
+        for first in range(0, depth, CODES):
+            stage = step % STAGES
+            mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(ready.index(stage), (GROUPS * HEIGHT + CODES) * CODES)
+            load_tile(weight_desc, [expert, column * CODES, first], ready.index(stage), right.index(stage))
+            for group in gl.static_range(GROUPS):
+                rows = left.index(stage * GROUPS + group)
+                load_tile(x_desc, [row + group * HEIGHT, first], ready.index(stage), rows)
+            step += 1
+
+
+@gluon.jit
+def multiply_codes(
+    out_desc, buffer, ring, plan, scales, bias, GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr
+):
+    """The group's rows of a tile after another, stored up to the end of their expert's."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CODES, 32])
+    tile_ptr, total_ptr, capacity, columns, depth = plan
+    x_scale_ptr, stride_x_p, stride_x_d, weight_scale_ptr, stride_weight_l, stride_weight_c, stride_weight_d = scales
+    bias_ptr, stride_bias_l, stride_bias_c, num_columns = bias
+    step = gl.to_tensor(0)
+    for work in range(gl.program_id(0), gl.load(total_ptr).to(gl.int32) * columns, gl.num_programs(0)):
+        expert, _begin, end, row, column = find_tile(tile_ptr, capacity, work, columns, GROUPS * HEIGHT)
+        row += GROUP * HEIGHT
+        p = row + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout))
+        expert_offset = expert.to(gl.int64)
+        acc, step = sum_of_codes(
+            ring, step, gl.cdiv(depth, CODES),
+            x_scale_ptr + p.to(gl.int64) * stride_x_p, stride_x_d, p < end,
+            weight_scale_ptr + expert_offset * stride_weight_l + column * stride_weight_c, stride_weight_d, None,
+            GROUP, GROUPS, STAGES,
+        )  # fmt: skip
+        if bias_ptr is not None:
+            c = column * CODES + gl.arange(0, CODES, layout=gl.SliceLayout(0, layout))
+            values = gl.load(bias_ptr + expert_offset * stride_bias_l + c * stride_bias_c, c < num_columns, other=0.0)
+            acc += values.to(gl.float32)[None, :]
+        tma.store_wait(0)
+        own = buffer.index(GROUP)
+        own.reshape([HEIGHT, CODES]).store(acc.to(out_desc.dtype))
+        fence_async_shared()
+        place = SEGMENT - end + row  # `end - begin` rows are stored at most
+        store_tile(out_desc, [SEGMENT, end, place, column * CODES], own)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def fill_rows(out_ptr, begin, num_rows, num_columns, num_warps: gl.constexpr):
+    """Zeros in the rows from `begin` on; NaN in all rows if `begin` is -1, for illegal counts."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
+    value = gl.where(begin < 0, float("nan"), 0.0)
+    begin = gl.maximum(begin, 0)
+    columns = gl.cdiv(num_columns, CODES)
+    filled = (gl.zeros([HEIGHT, CODES], gl.float32, layout) + value).to(out_ptr.dtype.element_ty)
+    for work in range(gl.program_id(0), gl.cdiv(num_rows - begin, HEIGHT) * columns, gl.num_programs(0)):
+        p = begin + work // columns * HEIGHT + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout))
+        c = work % columns * CODES + gl.arange(0, CODES, layout=gl.SliceLayout(0, layout))
+        inside = (p < num_rows)[:, None] & (c < num_columns)[None, :]
+        gl.store(out_ptr + p.to(gl.int64)[:, None] * num_columns + c[None, :], filled, mask=inside)
+
+
+@gluon.jit(do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows"])
+def scaled_matmul_kernel(
+    # codes of the rows, of a matrix for each expert; the result, a descriptor of its segments
+    x_desc, weight_desc, out_ptr, out_desc,
+    # scales, of 128 codes of a row and of 128 · 128 of a matrix
+    x_scale_ptr, stride_x_p, stride_x_d, weight_scale_ptr, stride_weight_l, stride_weight_c, stride_weight_d,
+    bias_ptr, stride_bias_l, stride_bias_c,
+    # plan and sizes
+    tile_ptr, total_ptr, capacity, num_rows, num_columns, depth,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
+    left = gl.allocate_shared_memory(x_desc.dtype, [STAGES * GROUPS, HEIGHT, CODES], x_desc.layout)
+    right = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, 1, CODES, CODES], weight_desc.layout)
+    buffer = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, 1, HEIGHT, CODES], out_desc.layout)
+    ready, free = new_barriers(STAGES, GROUPS)
+    ring = (left, right, ready, free)
+    plan = (tile_ptr, total_ptr, capacity, gl.cdiv(num_columns, CODES), depth)
+    scales = (
+        x_scale_ptr, stride_x_p, stride_x_d, weight_scale_ptr, stride_weight_l, stride_weight_c, stride_weight_d,
+    )  # fmt: skip
+    bias = (bias_ptr, stride_bias_l, stride_bias_c, num_columns)
+    fill_rows(out_ptr, gl.load(total_ptr + 1).to(gl.int32), num_rows, num_columns, num_warps)
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (multiply_codes, (out_desc, buffer, ring, plan, scales, bias, FIRST, GROUPS, STAGES)),
+                (multiply_codes, (out_desc, buffer, ring, plan, scales, bias, SECOND, GROUPS, STAGES)),
+                (multiply_codes, (out_desc, buffer, ring, plan, scales, bias, THIRD, GROUPS, STAGES)),
+                (load_codes, ((x_desc, weight_desc), ring, plan, GROUPS, STAGES)),
+            ],
+            [4, 4, 1],
+            [160, 160, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply_codes, (out_desc, buffer, ring, plan, scales, bias, FIRST, GROUPS, STAGES)),
+                (multiply_codes, (out_desc, buffer, ring, plan, scales, bias, SECOND, GROUPS, STAGES)),
+                (load_codes, ((x_desc, weight_desc), ring, plan, GROUPS, STAGES)),
+            ],
+            [4, 1],
+            [232, PRODUCER_REGISTERS],
+        )
+
+
+# --- the weight's gradient, of codes that were turned, each expert's from a tile of CODES on
+
+
+@gluon.jit
+def find_turned(plan, work, BAND: gl.constexpr):
+    """(block of outputs, block of inputs, expert, its first tile, its tiles; -1: illegal)."""
+    segment_ptr, num_experts = plan[0], plan[1]
+    block_m, block_n, expert, _begin, count = find_gradient(plan, work, BAND)
+    tile = gl.load(segment_ptr + 2 * num_experts + expert).to(gl.int32)
+    return block_m, block_n, expert, tile, gl.where(count < 0, -1, gl.cdiv(count, CODES))
+
+
+@gluon.jit
+def load_turned(operands, ring, plan, BAND: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """Columns of both factors, CODES rows of the expert at a time."""
+    d_out_desc, x_desc = operands
+    left, right, ready, free = ring
+    num_pieces = plan[1] * plan[2] * plan[3]
+    step = gl.to_tensor(0)
+    for work in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
+        block_m, block_n, _expert, tile, steps = find_turned(plan, work, BAND)
+        for done in range(steps):
+            stage, first = step % STAGES, (tile + done) * CODES
+            mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(ready.index(stage), (GROUPS * HEIGHT + CODES) * CODES)
+            load_tile(x_desc, [block_n * CODES, first], ready.index(stage), right.index(stage))
+            for group in gl.static_range(GROUPS):
+                m = (block_m * GROUPS + group) * HEIGHT
+                columns = left.index(stage * GROUPS + group)
+                load_tile(d_out_desc, [m, first], ready.index(stage), columns)
+            step += 1
+
+
+@gluon.jit
+def multiply_turned(
+    out_desc, buffer, ring, plan, scales, BAND: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The group's outputs of a tile of an expert's gradient after another."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CODES, 32])
+    num_pieces = plan[1] * plan[2] * plan[3]
+    d_out_scale_ptr, stride_d_out_p, stride_d_out_m, x_scale_ptr, stride_x_p, stride_x_n, num_outs, num_ins = scales
+    step = gl.to_tensor(0)
+    for work in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
+        block_m, block_n, expert, tile, steps = find_turned(plan, work, BAND)
+        m = (block_m * GROUPS + GROUP) * HEIGHT + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout))
+        n = block_n * CODES + gl.arange(0, CODES, layout=gl.SliceLayout(0, layout))
+        first = tile.to(gl.int64)
+        acc, step = sum_of_codes(
+            ring, step, steps,
+            d_out_scale_ptr + first * stride_d_out_p + m * stride_d_out_m, stride_d_out_p, m < num_outs,
+            x_scale_ptr + first * stride_x_p + n * stride_x_n, stride_x_p, (n < num_ins) & (steps > 0),
+            GROUP, GROUPS, STAGES,
+        )  # fmt: skip
+        acc = gl.where(steps < 0, float("nan"), acc)
+        tma.store_wait(0)
+        own = buffer.index(GROUP)
+        own.reshape([HEIGHT, CODES]).store(acc.to(out_desc.dtype))
+        fence_async_shared()
+        at_m = (block_m * GROUPS + GROUP) * HEIGHT
+        store_tile(out_desc, [expert, at_m, block_n * CODES], own)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_experts"])
+def scaled_wgrad_kernel(
+    # turned codes, of the gradient of the output and of the input; the result
+    d_out_desc, x_desc, out_desc,
+    # scales, of 128 codes of a column
+    d_out_scale_ptr, stride_d_out_p, stride_d_out_m, x_scale_ptr, stride_x_p, stride_x_n,
+    # plan and sizes
+    segment_ptr, num_experts, num_outs, num_ins,
+    BAND: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p]."""
+    left = gl.allocate_shared_memory(d_out_desc.dtype, [STAGES * 2, HEIGHT, CODES], d_out_desc.layout)
+    right = gl.allocate_shared_memory(x_desc.dtype, [STAGES, CODES, CODES], x_desc.layout)
+    buffer = gl.allocate_shared_memory(out_desc.dtype, [2, 1, HEIGHT, CODES], out_desc.layout)
+    ready, free = new_barriers(STAGES, 2)
+    ring = (left, right, ready, free)
+    plan = (segment_ptr, num_experts, gl.cdiv(num_outs, 2 * HEIGHT), gl.cdiv(num_ins, CODES))
+    scales = (
+        d_out_scale_ptr, stride_d_out_p, stride_d_out_m, x_scale_ptr, stride_x_p, stride_x_n, num_outs, num_ins,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (multiply_turned, (out_desc, buffer, ring, plan, scales, BAND, FIRST, PAIR, STAGES)),
+            (multiply_turned, (out_desc, buffer, ring, plan, scales, BAND, SECOND, PAIR, STAGES)),
+            (load_turned, ((d_out_desc, x_desc), ring, plan, BAND, PAIR, STAGES)),
+        ],
+        [4, 1],
+        [232, PRODUCER_REGISTERS],
+    )

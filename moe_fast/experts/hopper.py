@@ -1,0 +1,115 @@
+"""Launches of the products for NVIDIA's Hopper, and what they can multiply."""
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moe_fast.experts import _hopper, _hopper_codes
+from moe_fast.experts._linear import SEGMENT_ROWS
+from moe_fast.experts.segments import DESCRIBED_SIZE, Plan, programs
+from moe_fast.launch.backend import launch_on
+from moe_fast.launch.tuning import ceil_div
+
+# Measured on an H200 (docs/results/low-precision-h200.md). A ring's stages and the tile that leaves
+# fill the shared memory.
+OUTER = {"STAGES": 3, "BLOCK_P": 64, "BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8}
+BAND = 8  # blocks of outputs that share blocks of inputs in the L2
+HEIGHT = _hopper_codes.HEIGHT.value
+CODES = _hopper_codes.CODES.value
+STAGES = {3: 4, 2: 5}  # by groups
+LARGE = 384  # rows of an expert, on average: three groups then waste few rows of their tiles
+
+
+def outer_products(d_out_PM: Tensor, rows_PN: Tensor, plan: Plan, out_LMN: Tensor) -> None:
+    """out[e] = Σ over e's rows p of d_out[p]ᵀ · rows[p], for operands that have descriptors."""
+    deep, high, wide = (OUTER[f"BLOCK_{letter}"] for letter in "PMN")
+    experts, num_outs, num_ins = out_LMN.shape
+    pieces = experts * ceil_div(num_outs, high) * ceil_div(num_ins, wide)
+    with launch_on(out_LMN):
+        _hopper.outer_products_kernel[(programs(pieces, out_LMN.device),)](
+            segments_of(d_out_PM, [deep, high]),
+            segments_of(rows_PN, [deep, wide]),
+            described(out_LMN, [1, high, wide]),
+            plan.segment_3L,
+            experts,
+            num_outs,
+            num_ins,
+            BAND=BAND,
+            **OUTER,
+        )
+
+
+def rows_of_tile(num_rows: int, num_experts: int) -> int:
+    """How many rows a tile of codes has: 64 for each group."""
+    return HEIGHT * (3 if num_rows >= LARGE * num_experts else 2)
+
+
+def scaled_matmul(
+    codes_PD: Tensor, scales: tuple[Any, ...], matrices_LCD: Tensor, matrix_scales: tuple[Any, ...],
+    bias: tuple[Any, ...], plan: Plan, out_PC: Tensor,
+) -> None:  # fmt: skip
+    """out[p] = x[p] · weight[e] + bias[e] for operands and a result that have descriptors.
+
+    Args:
+        scales, matrix_scales, bias: each a tensor, or none, and its strides.
+        plan: of tiles of `rows_of_tile`.
+    """
+    groups, columns = plan.tile.rows // HEIGHT, ceil_div(out_PC.shape[1], CODES)
+    with launch_on(out_PC):
+        _hopper_codes.scaled_matmul_kernel[(programs(plan.capacity * columns, out_PC.device),)](
+            described(codes_PD, [HEIGHT, CODES]),
+            described(matrices_LCD, [1, CODES, CODES]),
+            out_PC,
+            segments_of(out_PC, [HEIGHT, CODES]),
+            *scales,
+            *matrix_scales,
+            *bias,
+            plan.tile_4C,
+            plan.total_2,
+            plan.capacity,
+            *out_PC.shape,
+            codes_PD.shape[1],
+            GROUPS=groups,
+            STAGES=STAGES[groups],
+            num_warps=4,
+        )
+
+
+def scaled_wgrad(
+    d_out_MP: Tensor, d_out_scales: tuple[Any, ...], x_NP: Tensor, x_scales: tuple[Any, ...], plan: Plan,
+    out_LMN: Tensor,
+) -> None:  # fmt: skip
+    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p], for turned codes that have descriptors."""
+    experts, num_outs, num_ins = out_LMN.shape
+    pieces = experts * ceil_div(num_outs, 2 * HEIGHT) * ceil_div(num_ins, CODES)
+    with launch_on(out_LMN):
+        _hopper_codes.scaled_wgrad_kernel[(programs(pieces, out_LMN.device),)](
+            described(d_out_MP, [HEIGHT, CODES]),
+            described(x_NP, [CODES, CODES]),
+            described(out_LMN, [1, HEIGHT, CODES]),
+            *d_out_scales,
+            *x_scales,
+            plan.segment_3L,
+            experts,
+            num_outs,
+            num_ins,
+            BAND=BAND,
+            STAGES=STAGES[2],
+            num_warps=4,
+        )
+
+
+def described(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """A descriptor of the tensor; tiles lie in shared memory as the matrix unit reads them."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.itemsize, rank=len(block))
+    return TensorDescriptor.from_tensor(x, block, layout)
+
+
+def segments_of(rows_PC: Tensor, block: list[int]) -> TensorDescriptor:
+    """As `expert_slices`: a descriptor of rows that ends where an expert's rows end."""
+    stride, num_columns = rows_PC.stride(0), rows_PC.shape[1]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * rows_PC.itemsize, rank=4)
+    shape = [DESCRIBED_SIZE, DESCRIBED_SIZE, SEGMENT_ROWS, num_columns]
+    return TensorDescriptor(rows_PC, shape, [2**34 - stride, stride, stride, 1], [1, 1, *block], layout)

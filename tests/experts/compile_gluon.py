@@ -1,0 +1,44 @@
+"""Compile a Gluon kernel: `TRITON_INTERPRET=0 python -m tests.experts.compile_gluon JSON`.
+
+Prints the bytes of shared memory, the number of matrix products, and whether registers spill.
+"""
+
+import importlib
+import json
+import sys
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compile
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+POINTERS = {"segment_ptr": "*i64", "tile_ptr": "*i64", "total_ptr": "*i64", "out_ptr": "*bf16"}
+
+
+def tile(dtype: str, block: list[int]) -> str:
+    """The type of a descriptor."""
+    layout = gl.NVMMASharedLayout(128, 16 if dtype == "bf16" else 8, len(block))
+    return f"tensordesc<{dtype}{block},{layout!r}>"
+
+
+def main(module: str, kernel: str, tiles: dict[str, Any], constants: dict[str, Any], bias: str | None) -> None:
+    function = getattr(importlib.import_module(f"moe_fast.experts.{module}"), kernel)
+    names = function.arg_names
+    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names}
+    types |= {name: kind for name, kind in POINTERS.items() if name in names}
+    types |= {name: tile(*of) for name, of in tiles.items()}
+    if "bias_ptr" in names:
+        types |= {"bias_ptr": bias or "constexpr"}
+        constants |= {} if bias else {"bias_ptr": None}
+    known = {name: value for name, value in constants.items() if name in names}
+    types |= dict.fromkeys(known, "constexpr")
+    indices = {(names.index(name),): value for name, value in known.items()}
+    source = GluonASTSource(function, types, indices, {})
+    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": constants["num_warps"]})
+    ptx = built.asm["ptx"]
+    print(built.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count(".local"))
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

@@ -1,0 +1,50 @@
+"""The products for Hopper compile without one; on a Hopper the gate judges their results."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHARED_BYTES = 227 * 1024  # of a program
+MATMUL = {
+    "x_desc": ("fp8e4nv", [64, 128]),
+    "weight_desc": ("fp8e4nv", [1, 128, 128]),
+    "out_desc": ("bf16", [1, 1, 64, 128]),
+}
+TURNED = {"d_out_desc": ("fp8e5", [64, 128]), "x_desc": ("fp8e4nv", [128, 128]), "out_desc": ("bf16", [1, 64, 128])}
+WGRAD = {
+    "d_out_desc": ("bf16", [1, 1, 64, 128]),
+    "x_desc": ("bf16", [1, 1, 64, 256]),
+    "out_desc": ("bf16", [1, 128, 256]),
+}
+
+
+def compiled(module: str, kernel: str, tiles: dict, bias: str | None = None, **constants: int) -> tuple[int, ...]:
+    """Bytes of shared memory, products of the matrix unit, registers spilled."""
+    request = {"module": module, "kernel": kernel, "tiles": tiles, "constants": constants, "bias": bias}
+    command = [sys.executable, "-m", "tests.experts.compile_gluon", json.dumps(request)]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return tuple(map(int, run.stdout.split()))
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize("bias", [None, "*bf16"])
+def test_products_of_codes_compile(groups, bias):
+    constants = {"GROUPS": groups, "STAGES": {3: 4, 2: 5}[groups], "num_warps": 4}
+    shared, products, spilled = compiled("_hopper_codes", "scaled_matmul_kernel", MATMUL, bias, **constants)
+    assert shared <= SHARED_BYTES and products == 4 * groups and spilled == 0
+
+
+def test_the_weights_gradient_compiles():
+    constants = {"STAGES": 3, "BAND": 8, "BLOCK_P": 64, "BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8}
+    shared, products, spilled = compiled("_hopper", "outer_products_kernel", WGRAD, **constants)
+    assert shared <= SHARED_BYTES and products == 4 and spilled == 0
+    constants = {"STAGES": 5, "BAND": 8, "num_warps": 4}
+    shared, products, spilled = compiled("_hopper_codes", "scaled_wgrad_kernel", TURNED, **constants)
+    assert shared <= SHARED_BYTES and products == 8 and spilled == 0
