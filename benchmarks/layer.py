@@ -1,0 +1,211 @@
+"""Time the whole layer on one GPU, and say which kernels its time goes to.
+
+    PYTHONPATH=. python3 -m benchmarks.layer [--shapes qwen3] [--tokens 8192] [--profile] [--quick]
+
+`moe_fast.moe_layer` with L local experts that all tokens choose from, from the gate to the combined
+output, forward and with its backward, in bf16 and with FP8 recipes. The peer is the same layer in
+stock torch (index_select, `torch._grouped_mm`, SwiGLU, index_add), compared with it first. TFLOP/s
+are those of the experts' products: 6·M·H·F forward, 18·M·H·F with the backward, M = T · topk.
+
+Times are of bursts: power sets the clock, so only ratios within one run are meaningful. Host time
+is that of the launches into an empty queue. Saved is the memory that a forward keeps for its
+backward, without its output; the minimum of bf16 is 2·T·H + 4·M·F bytes, without h after the
+activation.
+
+`--profile` lists the kernels of a forward and backward: launches, µs, share.
+"""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import moe_fast
+from benchmarks.common import BF16, DEVICE, SHAPES, Shape, bursts, parse, table
+from moe_ref.config import LayerConfig, LayerParameters, Recipe, RouterConfig
+from moe_ref.config.state import new_state
+
+MODELS = ("mixtral-8x7b", "dsv3-ep8", "qwen3-30b", "gptoss-120b")
+TINY = {"tiny": Shape(128, 8, 2, 128)}
+RECIPES = {"bf16": None, "FP8 block": Recipe("block"), "FP8 current": Recipe("current")}
+HOST_CALLS = 20
+
+
+class Layer(NamedTuple):
+    """The parameters, the config of each recipe, and an input with its cotangent."""
+
+    shape: Shape
+    parameters: LayerParameters
+    x_TH: Tensor
+    d_out_TH: Tensor
+
+    def config(self, recipe: Recipe | None) -> LayerConfig:
+        router = RouterConfig(num_experts=self.shape.experts, topk=self.shape.topk)
+        # also for gpt-oss, whose clamped and interleaved SwiGLU has the same products and bytes
+        return LayerConfig(router=router, recipe=recipe)
+
+    @property
+    def flops(self) -> float:
+        return 6.0 * len(self.x_TH) * self.shape.topk * self.shape.hidden * self.shape.width
+
+    @property
+    def least_saved(self) -> float:
+        tokens, shape = len(self.x_TH), self.shape
+        return BF16 * tokens * (shape.hidden + 2 * shape.topk * shape.width)
+
+
+def make_layer(shape: Shape, tokens: int) -> Layer:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def normal(*size: int, std: float = 1.0) -> Tensor:
+        return torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_(std=std, generator=generator)
+
+    hidden, experts, _, width = shape
+    parameters = LayerParameters(
+        router_weight=normal(experts, hidden, std=hidden**-0.5),
+        fc1_weight=normal(experts, 2 * width, hidden, std=hidden**-0.5),
+        fc2_weight=normal(experts, hidden, width, std=width**-0.5),
+    )
+    for parameter in parameters[:3]:
+        parameter.requires_grad_()
+    return Layer(shape, parameters, normal(tokens, hidden).requires_grad_(), normal(tokens, hidden))
+
+
+def fast(layer: Layer, recipe: Recipe | None) -> Tensor:
+    config = layer.config(recipe)
+    state = new_state(config.router, layer.x_TH.device)
+    return moe_fast.moe_layer(layer.x_TH, layer.parameters, config, state=state).output
+
+
+def stock(layer: Layer) -> Tensor:
+    """The layer in torch, as one would write it without other libraries."""
+    x, p, topk = layer.x_TH, layer.parameters, layer.shape.topk
+    logits = x.float() @ p.router_weight.float().t()
+    chosen, experts = logits.topk(topk)
+    order = experts.flatten().argsort(stable=True)
+    tokens = order // topk
+    offsets = torch.bincount(experts.flatten(), minlength=layer.shape.experts).cumsum(0).to(torch.int32)
+    h = torch._grouped_mm(x.index_select(0, tokens), p.fc1_weight.transpose(1, 2), offs=offsets)
+    u, v = h.chunk(2, dim=1)
+    a = torch.nn.functional.silu(u) * v * chosen.softmax(-1).flatten()[order][:, None].to(x.dtype)
+    y = torch._grouped_mm(a, p.fc2_weight.transpose(1, 2), offs=offsets)
+    return torch.zeros_like(x).index_add(0, tokens, y)
+
+
+def step(layer: Layer, forward: Callable[[], Tensor]) -> None:
+    """Forward and backward; the gradients are dropped."""
+    inputs = [layer.x_TH, *layer.parameters[:3]]
+    torch.autograd.grad(forward(), inputs, layer.d_out_TH, allow_unused=True)
+
+
+def versions(layer: Layer) -> dict[str, Callable[[], Tensor]]:
+    made: dict[str, Callable[[], Tensor]] = {name: partial(fast, layer, recipe) for name, recipe in RECIPES.items()}
+    return made | {"stock torch": partial(stock, layer)}
+
+
+def check(layer: Layer) -> None:
+    """The layers agree, each within the rounding of its dtypes.
+
+    Raises:
+        AssertionError: a relative error of the norm is larger.
+    """
+    right = fast(layer, None).detach().float()
+    for name, recipe in RECIPES.items():
+        error = (fast(layer, recipe).detach().float() - right).norm() / right.norm()
+        assert error < 0.1, (name, float(error))
+    if DEVICE == "cuda":
+        error = (stock(layer).detach().float() - right).norm() / right.norm()
+        assert error < 0.02, float(error)
+
+
+def saved_bytes(forward: Callable[[], Tensor]) -> int:
+    """The memory that a forward keeps, without its output."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = forward()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated() - before - out.numel() * out.itemsize
+
+
+def host_us(call: Callable[[], object]) -> float:
+    """Host time of a call whose launches never wait for a full queue."""
+    times = []
+    for _ in range(HOST_CALLS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    return statistics.median(times) * 1e6
+
+
+def kernels(call: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
+    """(launches, µs) of each kernel of a call."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    launches: Counter[str] = Counter()
+    us: Counter[str] = Counter()
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.name.split("(")[0].split("<")[0].removeprefix("void ")[:60]
+            launches[name] += 1
+            us[name] += event.device_time  # type: ignore[assignment]
+    return launches, us
+
+
+def report(name: str, layer: Layer, options: Any) -> None:
+    made = versions(layer)
+    forward = bursts(made, options.blocks, 1)
+    whole = bursts({title: partial(step, layer, call) for title, call in made.items()}, options.blocks, 1)
+    lines = []
+    for title, call in made.items():
+        saved = saved_bytes(call)
+        lines.append(
+            [
+                *(
+                    name,
+                    title,
+                    f"{layer.flops / forward[title] / 1e6:.0f}",
+                    f"{forward['stock torch'] / forward[title]:.2f}",
+                ),
+                *(f"{3 * layer.flops / whole[title] / 1e6:.0f}", f"{whole['stock torch'] / whole[title]:.2f}"),
+                *(f"{saved / 2**30:.2f}", f"{saved / layer.least_saved:.2f}"),
+                *(f"{host_us(call):.0f}", str(sum(kernels(call)[0].values()))),
+                str(sum(kernels(partial(step, layer, call))[0].values())),
+            ]
+        )
+    heads = ["shape", "layer", "forward", "÷ stock", "with backward", "÷ stock", "saved GiB", "÷ least", "host µs"]
+    print(table("", [*heads, "launches", "with backward"], lines), flush=True)
+    for title in ("bf16", "FP8 block") if options.profile else ():
+        launches, us = kernels(partial(step, layer, made[title]))
+        total = sum(us.values())
+        parts = [[k, str(launches[k]), f"{t:.0f}", f"{t / total:.1%}"] for k, t in us.most_common() if t > total / 200]
+        print(table(f"{name}, {title}: {total:.0f} µs of kernels", ["kernel", "launches", "µs", "share"], parts))
+
+
+def main() -> None:
+    shapes = {name: SHAPES[name] for name in MODELS}
+    flags: dict[str, dict[str, Any]] = {"--profile": {"action": "store_true", "help": "list the kernels"}}
+    options = parse(__doc__, shapes, TINY, blocks=4, flags=flags)
+    if not options.quick:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, T = {options.tokens}; TFLOP/s")
+    for name, shape in options.shapes.items():
+        layer = make_layer(shape, options.tokens)
+        check(layer)
+        if options.quick:
+            step(layer, partial(fast, layer, None))
+            print(f"{name}: checked")
+        else:
+            report(name, layer, options)
+
+
+if __name__ == "__main__":
+    main()
