@@ -7,10 +7,10 @@ output, forward and with its backward, in bf16 and with FP8 recipes. The peer is
 stock torch (index_select, `torch._grouped_mm`, SwiGLU, index_add), compared with it first. TFLOP/s
 are those of the experts' products: 6·M·H·F forward, 18·M·H·F with the backward, M = T · topk.
 
-Times are of bursts: power sets the clock, so only ratios within one run are meaningful. Host time
-is that of the launches into an empty queue. Saved is the memory that a forward keeps for its
-backward, without its output; the minimum of bf16 is 2·T·H + 4·M·F bytes, without h after the
-activation.
+Times are of replays of CUDA graphs, in bursts: power sets the clock, so only ratios within one run
+are meaningful. Host time is that of a forward launched from Python, into an empty queue. Saved is
+the memory that a forward keeps for its backward, without its output; the minimum of bf16 is
+2·T·H + 4·M·F bytes, without h after the activation.
 
 `--profile` lists the kernels of a forward and backward: launches, µs, share.
 """
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import moe_fast
-from benchmarks.common import BF16, DEVICE, SHAPES, Shape, bursts, parse, table
+from benchmarks.common import BF16, DEVICE, SHAPES, Shape, bursts, captured, parse, table
 from moe_ref.config import LayerConfig, LayerParameters, Recipe, RouterConfig
 from moe_ref.config.state import new_state
 
@@ -85,22 +85,28 @@ def fast(layer: Layer, recipe: Recipe | None) -> Tensor:
 def stock(layer: Layer) -> Tensor:
     """The layer in torch, as one would write it without other libraries."""
     x, p, topk = layer.x_TH, layer.parameters, layer.shape.topk
-    logits = x.float() @ p.router_weight.float().t()
+    logits = x @ p.router_weight.t()
     chosen, experts = logits.topk(topk)
     order = experts.flatten().argsort(stable=True)
     tokens = order // topk
-    offsets = torch.bincount(experts.flatten(), minlength=layer.shape.experts).cumsum(0).to(torch.int32)
+    ends = torch.arange(1, layer.shape.experts + 1, device=x.device)
+    offsets = torch.searchsorted(experts.flatten()[order], ends).to(torch.int32)  # bincount waits for the device
     h = torch._grouped_mm(x.index_select(0, tokens), p.fc1_weight.transpose(1, 2), offs=offsets)
     u, v = h.chunk(2, dim=1)
-    a = torch.nn.functional.silu(u) * v * chosen.softmax(-1).flatten()[order][:, None].to(x.dtype)
+    a = torch.nn.functional.silu(u) * v * chosen.float().softmax(-1).flatten()[order][:, None].to(x.dtype)
     y = torch._grouped_mm(a, p.fc2_weight.transpose(1, 2), offs=offsets)
     return torch.zeros_like(x).index_add(0, tokens, y)
 
 
-def step(layer: Layer, forward: Callable[[], Tensor]) -> None:
-    """Forward and backward; the gradients are dropped."""
+def ahead(layer: Layer, forward: Callable[[], Tensor]) -> list[Tensor]:
+    """The forward of a step."""
+    return [forward().detach()]
+
+
+def step(layer: Layer, forward: Callable[[], Tensor]) -> list[Tensor]:
+    """Forward and backward: the gradients."""
     inputs = [layer.x_TH, *layer.parameters[:3]]
-    torch.autograd.grad(forward(), inputs, layer.d_out_TH, allow_unused=True)
+    return list(torch.autograd.grad(forward(), inputs, layer.d_out_TH))
 
 
 def versions(layer: Layer) -> dict[str, Callable[[], Tensor]]:
@@ -163,8 +169,10 @@ def kernels(call: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
 
 def report(name: str, layer: Layer, options: Any) -> None:
     made = versions(layer)
-    forward = bursts(made, options.blocks, 1)
-    whole = bursts({title: partial(step, layer, call) for title, call in made.items()}, options.blocks, 1)
+    forward, whole = (
+        bursts({title: captured(partial(call, layer, f))[0].replay for title, f in made.items()}, options.blocks, 1)
+        for call in (ahead, step)
+    )
     lines = []
     for title, call in made.items():
         saved = saved_bytes(call)
