@@ -136,7 +136,7 @@ def launch() -> None:
 
 alive = partial(alive_bytes, afterwards=launch)
 ACTIVATION = ROWS * WIDTH * 4
-PLANS = 1536  # some integers per expert and tile, and the losses; less than the row map
+PLANS = 1792  # some integers per expert and tile, and the losses; less than the row map
 
 
 def keeps_no_activation() -> None:
