@@ -110,16 +110,16 @@ def multiply_codes(
         expert, _begin, end, row, column = find_tile(tile_ptr, capacity, work, columns, GROUPS * HEIGHT)
         row += GROUP * HEIGHT
         p = row + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout))
-        expert_offset = expert.to(gl.int64)
+        expert, column_offset = expert.to(gl.int64), column.to(gl.int64)
         acc, step = sum_of_codes(
             ring, step, gl.cdiv(depth, CODES),
             x_scale_ptr + p.to(gl.int64) * stride_x_p, stride_x_d, p < end,
-            weight_scale_ptr + expert_offset * stride_weight_l + column * stride_weight_c, stride_weight_d, None,
+            weight_scale_ptr + expert * stride_weight_l + column_offset * stride_weight_c, stride_weight_d, None,
             GROUP, GROUPS, STAGES,
         )  # fmt: skip
         if bias_ptr is not None:
-            c = column * CODES + gl.arange(0, CODES, layout=gl.SliceLayout(0, layout))
-            values = gl.load(bias_ptr + expert_offset * stride_bias_l + c * stride_bias_c, c < num_columns, other=0.0)
+            c = column_offset * CODES + gl.arange(0, CODES, layout=gl.SliceLayout(0, layout))
+            values = gl.load(bias_ptr + expert * stride_bias_l + c * stride_bias_c, c < num_columns, other=0.0)
             acc += values.to(gl.float32)[None, :]
         tma.store_wait(0)
         own = buffer.index(GROUP)
@@ -236,8 +236,8 @@ def multiply_turned(
     step = gl.to_tensor(0)
     for work in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
         block_m, block_n, expert, tile, steps = find_turned(plan, work, BAND)
-        m = (block_m * GROUPS + GROUP) * HEIGHT + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout))
-        n = block_n * CODES + gl.arange(0, CODES, layout=gl.SliceLayout(0, layout))
+        m = ((block_m * GROUPS + GROUP) * HEIGHT + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout))).to(gl.int64)
+        n = (block_n * CODES + gl.arange(0, CODES, layout=gl.SliceLayout(0, layout))).to(gl.int64)
         first = tile.to(gl.int64)
         acc, step = sum_of_codes(
             ring, step, steps,

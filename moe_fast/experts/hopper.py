@@ -13,7 +13,7 @@ from moe_fast.launch.backend import launch_on
 from moe_fast.launch.tuning import ceil_div
 
 # Measured on an H200 (docs/results/low-precision-h200.md). A ring's stages and the tile that leaves
-# fill the shared memory.
+# share 227 KiB.
 OUTER = {"STAGES": 3, "BLOCK_P": 64, "BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8}
 BAND = 8  # blocks of outputs that share blocks of inputs in the L2
 HEIGHT = _hopper_codes.HEIGHT.value

@@ -146,19 +146,20 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor) -> Tensor:
-        ctx.plan = _plan(tokens_per_expert, rows)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        plan = _plan(tokens_per_expert, rows)
+        ctx.plan, ctx.bias_dtype = plan.without_tensors(), None if bias is None else bias.dtype
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(rows if wants_weight else None, weight if wants_rows else None)
-        return _multiply(rows, weight.transpose(1, 2), bias, ctx.plan)
+        ctx.save_for_backward(rows if wants_weight else None, weight if wants_rows else None, *plan.tensors)
+        return _multiply(rows, weight.transpose(1, 2), bias, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        rows, weight = ctx.saved_tensors
-        d_rows = None if weight is None else _multiply(d_out, weight, None, ctx.plan)
-        d_weight = None if rows is None else _outer_products(d_out, rows, None, ctx.plan)
-        d_bias = segment_sums(d_out, ctx.bias_dtype, ctx.plan) if ctx.needs_input_grad[2] else None
+        rows, weight, *tensors = ctx.saved_tensors
+        plan = ctx.plan.with_tensors(tensors)
+        d_rows = None if weight is None else _multiply(d_out, weight, None, plan)
+        d_weight = None if rows is None else _outer_products(d_out, rows, None, plan)
+        d_bias = segment_sums(d_out, ctx.bias_dtype, plan) if ctx.needs_input_grad[2] else None
         return d_rows, d_weight, d_bias, None
 
 
