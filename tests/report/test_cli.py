@@ -32,6 +32,7 @@ BAD = [
     (("run", "--impl", "moe_ref", "--profile", "huge"), "invalid choice: 'huge'"),
     (smoke("moe_ref", "--function", "premute"), "--function is 'premute'; known are gate, "),
     (smoke("two", "--function", "permute,gate"), "--function gate is not offered by two, which offers permute, unperm"),
+    (smoke("two", "--function", "gate", "--function", "permute"), "--function gate is not offered by two, which off"),
     (smoke("two", "--where", "colour=1"), "--where: no case has the field 'colour'; the fields are function, golden, "),
     (smoke("two", "--where", "dtype=float17"), "--where: dtype is 'float17'; it must be one of float32, "),
     (smoke("two", "--where", "dtype bfloat16"), "is no term; a predicate is field=value, field!=value, "),
