@@ -1,0 +1,66 @@
+"""Behaviour that no signature shows, found by calls on a few numbers."""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_fast.te.features import Features
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Probes:
+    """Answers of one Transformer Engine; each is asked once, when it is first needed."""
+
+    def __init__(self, features: Features) -> None:
+        self.features = features
+
+    def _permuted(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Two tokens of one expert."""
+        chosen = torch.ones((2, 1), dtype=torch.bool, device=tokens.device)
+        permute = self.features.get("permute_with_probs")
+        return permute(inp=tokens, probs=probs, routing_map=chosen, num_out_tokens=2)
+
+    @cached_property
+    def zero_prob_rows(self) -> str:
+        """`"zero"` if a routed token of probability 0 becomes a row of zeros, else `"copied"`."""
+        if not self.features["permute_with_probs"]:
+            return "copied"
+        probs = torch.tensor([[0.0], [1.0]], device=_device())
+        rows, _, _ = self._permuted(torch.ones((2, 16), device=_device()), probs)
+        return "copied" if bool(rows[0].any()) else "zero"
+
+    @cached_property
+    def probs_gradient_alone(self) -> bool:
+        """Whether probs get a gradient where the tokens want none."""
+        if not self.features["permute_with_probs"]:
+            return True
+        probs = torch.ones((2, 1), device=_device(), requires_grad=True)
+        with torch.enable_grad():
+            _, row_probs, _ = self._permuted(torch.ones((2, 16), device=_device()), probs)
+            if not row_probs.requires_grad:
+                return False
+            (d_probs,) = torch.autograd.grad(row_probs.sum(), probs, allow_unused=True)
+        return d_probs is not None and bool(d_probs.all())
+
+    @cached_property
+    def rows_past_the_chunks(self) -> bool:
+        """Whether `sort_chunks` keeps rows past the last chunk in their place."""
+        if not self.features["sort_chunks"]:
+            return False
+        sizes, order = torch.tensor([[1, 1], [1, 0]], device=_device())
+        kept = []
+        for last in (3.0, -5.25):  # what is never written holds one of them by chance, not both
+            rows = torch.tensor([1.0, 2.0, last], device=_device())[:, None].repeat(1, 16)
+            out = self.features.get("sort_chunks")(inp=rows, split_sizes=sizes, sorted_index=order)
+            kept.append(bool((out[2] == last).all()))
+        return all(kept)
+
+    @property
+    def answers(self) -> dict[str, Any]:
+        """All answers by name."""
+        return {name: getattr(self, name) for name, x in vars(Probes).items() if isinstance(x, cached_property)}

@@ -1,0 +1,26 @@
+"""The path that each call took through Transformer Engine."""
+
+
+class Unavailable(Exception):
+    """Transformer Engine cannot do this call, or would do it wrongly; the message says why."""
+
+
+class Trace:
+    """The steps of calls, in order."""
+
+    def __init__(self) -> None:
+        self.path: dict[str, str] = {}  # of each function's last call
+        self._steps: list[str] = []
+
+    def begin(self) -> None:
+        """A call starts."""
+        self._steps = []
+
+    def step(self, name: str) -> None:
+        """The call takes this step next."""
+        self._steps.append(name)
+
+    def end(self, function: str, gates: dict[str, str]) -> None:
+        """The call is over: its path is its steps, and the environment variables that are set."""
+        own = [f"{name}={value}" for name, value in gates.items()]
+        self.path[function] = ", then ".join(self._steps) + (f" [{', '.join(own)}]" if own else "")
