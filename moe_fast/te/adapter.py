@@ -6,11 +6,13 @@ from typing import Any
 
 from moe_fast.te import padding
 from moe_fast.te.features import Features
+from moe_fast.te.part import Part
 from moe_fast.te.permutation import Permutation
 from moe_fast.te.probes import Probes
+from moe_fast.te.router import Router
 from moe_fast.te.trace import Trace, Unavailable
 
-PARTS = (Permutation,)
+PARTS: tuple[type[Part], ...] = (Permutation, Router)
 
 
 class Adapter:
@@ -29,7 +31,7 @@ class Adapter:
         self._part: dict[str, Any] = {}
         for kind in PARTS:
             part = kind(self.features, self.probes, self._trace, complete=ours is not None)
-            for function in part.functions:
+            for function in part.needs:
                 self._offer(part, function)
 
     def _offer(self, part: Any, function: str) -> None:
@@ -44,7 +46,7 @@ class Adapter:
     @property
     def offered(self) -> list[str]:
         """The functions that this adapter offers."""
-        return [function for kind in PARTS for function in kind.functions if hasattr(self, function)]
+        return [function for kind in PARTS for function in kind.needs if hasattr(self, function)]
 
     @property
     def path(self) -> dict[str, str]:
@@ -54,7 +56,7 @@ class Adapter:
     def supports(self, function: str, **arguments: Any) -> str | None:
         """The answer of Transformer Engine alone, or of ours for what it cannot do."""
         payload = next(iter(arguments.values()), None)
-        reason = self._part[function].supports(function, payload) if function in self._part else ""
+        reason = self._part[function].supports(function, payload, arguments) if function in self._part else ""
         if reason is None or self.ours is None:
             return reason
         answer: str | None = self.ours.supports(function, **arguments) if hasattr(self.ours, "supports") else None
@@ -85,7 +87,7 @@ class Adapter:
         def call(*args: Any, **settings: Any) -> Any:
             given = {name: x for name, x in settings.items() if x is not None}
             try:
-                if reason := missing or part.supports(function, args[0]):
+                if reason := missing or part.supports(function, args[0], given):
                     raise Unavailable(reason)
                 if lacking := sorted({*given} - {*taken}):
                     raise Unavailable(f"it has no {', '.join(lacking)}")

@@ -52,6 +52,27 @@ TABLE = (
     ),
     Feature("padding", "pytorch.Fp8Padding", ("num_gemms", "align_size"), "pad by an index"),
     Feature("unpadding", "pytorch.Fp8Unpadding", ("num_gemms", "align_size"), "unpad by an index"),
+    Feature(
+        "fused_topk",
+        "pytorch.router.fused_topk_with_score_function",
+        (
+            *("logits", "topk", "use_pre_softmax", "num_groups", "group_topk"),
+            *("scaling_factor", "score_function", "expert_bias"),
+        ),
+        "our topk_routing",
+    ),
+    Feature(
+        "fused_scores",
+        "pytorch.router.fused_compute_score_for_moe_aux_loss",
+        ("logits", "topk", "score_function"),
+        "our aux_loss_scores",
+    ),
+    Feature(
+        "fused_aux_loss",
+        "pytorch.router.fused_moe_aux_loss",
+        ("probs", "tokens_per_expert", "total_num_tokens", "num_experts", "topk", "coeff"),
+        "our load_balancing_loss",
+    ),
 )
 FEATURES = {feature.name: feature for feature in TABLE}
 
@@ -125,8 +146,9 @@ class Features:
 
     @property
     def gates(self) -> dict[str, str]:
-        """The environment variables of GATES that are set, with their values."""
-        return {x.variable: os.environ[x.variable] for x in GATES if x.variable in os.environ and found(self.te, x.of)}
+        """The environment variables of GATES that are set, and the symbols that they concern."""
+        present = [x for x in GATES if x.variable in os.environ and found(self.te, x.of)]
+        return {f"{x.variable}={os.environ[x.variable]}": x.of.rpartition(".")[2] for x in present}
 
     @cached_property
     def unknown(self) -> dict[str, list[str]]:
@@ -140,4 +162,4 @@ class Features:
     def report(self) -> list[str]:
         """A line per missing feature, with the path taken instead, and per gate that is set."""
         lacking = [f"{x.symbol}({', '.join(x.passes)}): missing; {x.fallback}" for x in TABLE if not self[x.name]]
-        return lacking + [f"{name}={value}" for name, value in self.gates.items()]
+        return [*lacking, *self.gates]

@@ -6,18 +6,15 @@ transformer_engine.pytorch. Transformer Engine checks neither maps nor counts, a
 bounds where they disagree; so the rules of `moe_ref.config` are checked here, and the host counts.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_fast.te import padding
-from moe_fast.te.features import Features
-from moe_fast.te.probes import Probes
-from moe_fast.te.trace import Trace, Unavailable
+from moe_fast.te.part import Part
+from moe_fast.te.trace import Unavailable
 from moe_ref.config import Permuted, SortedChunks, check_permute, check_sort_chunks, check_unpermute
-
-MOVED = (torch.float32, torch.bfloat16, torch.float16)  # its documented dtypes of plain tensors
 
 
 class RowMap(NamedTuple):
@@ -31,29 +28,14 @@ class RowMap(NamedTuple):
     pad_offsets: Tensor | None  # as `moe_permute_and_pad_with_probs` returned them
 
 
-class Permutation:
-    """Functions of moe_ref.permutation. Each call leaves its path in the trace.
+class Permutation(Part):
+    """Functions of moe_ref.permutation."""
 
-    With `complete`, a call that Transformer Engine cannot do or does wrongly raises `Unavailable`,
-    and a fallback mends what a release lacks; otherwise its results and errors pass unchanged.
-    """
-
-    functions = ("permute", "unpermute", "sort_chunks")
-
-    def __init__(self, features: Features, probes: Probes, trace: Trace, complete: bool) -> None:
-        self.features, self.probes, self.trace, self.complete = features, probes, trace, complete
-
-    def missing(self, function: str) -> str | None:
-        """Why the function has no path through this Transformer Engine, or None."""
-        needed = {"permute": ("permute", "unpermute"), "unpermute": ("permute", "unpermute")}
-        lacking = [name for name in needed.get(function, (function,)) if not self.features[name]]
-        return f"Transformer Engine lacks {', '.join(lacking)}" if lacking else None
-
-    def supports(self, function: str, payload: Any) -> str | None:
-        """The reason that Transformer Engine has no kernel for the payload's dtype, or None."""
-        if isinstance(payload, Tensor) and payload.dtype not in MOVED:
-            return f"{function} of {str(payload.dtype).removeprefix('torch.')} rows"
-        return None
+    needs: ClassVar = {
+        "permute": ("permute", "unpermute"),
+        "unpermute": ("permute", "unpermute"),
+        "sort_chunks": ("sort_chunks",),
+    }
 
     def declares(self, function: str) -> dict[str, Any]:
         """In terms of the conformance suite's vocabulary."""

@@ -60,6 +60,35 @@ class Probes:
             kept.append(bool((out[2] == last).all()))
         return all(kept)
 
+    def _scores(self, score_function: str, topk: int, dtype: torch.dtype) -> Tensor:
+        """The scores of two tokens and four experts."""
+        logits = torch.tensor([[0.5, 1.0, 2.0, -1.0]] * 2, dtype=dtype, device=_device())
+        scores = self.features.get("fused_scores")(logits=logits, topk=topk, score_function=score_function)[1]
+        assert isinstance(scores, Tensor)
+        return scores
+
+    @cached_property
+    def float32_scores(self) -> bool:
+        """Whether the router computes 16-bit logits in float32; before, in the logits' dtype."""
+        return self.features["fused_scores"] and self._scores("softmax", 2, torch.bfloat16).dtype == torch.float32
+
+    @cached_property
+    def sqrtsoftplus(self) -> bool:
+        """Whether the router has this score function."""
+        try:
+            return self.features["fused_scores"] and bool(
+                self._scores("sqrtsoftplus", 2, torch.float32).isfinite().all()
+            )
+        except Exception:
+            return False  # it refuses the word in its own way
+
+    @cached_property
+    def normalises_one(self) -> bool:
+        """Whether scores for the balancing loss sum to 1 also where topk is 1."""
+        return (
+            self.features["fused_scores"] and abs(float(self._scores("sigmoid", 1, torch.float32)[0].sum()) - 1) < 0.01
+        )
+
     @property
     def answers(self) -> dict[str, Any]:
         """All answers by name."""

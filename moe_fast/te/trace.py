@@ -21,6 +21,6 @@ class Trace:
         self._steps.append(name)
 
     def end(self, function: str, gates: dict[str, str]) -> None:
-        """The call is over: its path is its steps, and the environment variables that are set."""
-        own = [f"{name}={value}" for name, value in gates.items()]
+        """The call is over: its path is its steps, and the variables that concern one of them."""
+        own = [variable for variable, symbol in gates.items() if symbol in self._steps]
         self.path[function] = ", then ".join(self._steps) + (f" [{', '.join(own)}]" if own else "")

@@ -19,6 +19,7 @@ from conformance.peers.te_standin import padding
 from conformance.peers.te_standin.matrix import BUCKETS as BUCKETS
 from conformance.peers.te_standin.matrix import behaviour_of, parameters_of
 from conformance.peers.te_standin.permutation import Permutation
+from conformance.peers.te_standin.router import Router
 
 RENAMED = {"indices": "routing_map"}  # older names of arguments
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -37,12 +38,14 @@ def standin(bucket: str, without: Collection[str] = (), changed: Mapping[str, st
     every = parameters_of(version, rocm) | dict(changed)
     calls: list[str] = []
     te = SimpleNamespace(__version__=".".join(map(str, version)), pytorch=SimpleNamespace())
-    te.behaviour, te.calls, te.symbols = behaviour, calls, {*every} - {*without}
-    makers = (Permutation(behaviour), padding)
+    te.behaviour, te.calls, te.symbols = behaviour, calls, {symbol.rpartition(".")[2] for symbol in every} - {*without}
+    te.pytorch.router = SimpleNamespace()
+    makers = (Permutation(behaviour), Router(behaviour), padding)
     for symbol, text in every.items():
-        if symbol in te.symbols:
-            body = next(getattr(maker, symbol) for maker in makers if hasattr(maker, symbol))
-            setattr(te.pytorch, symbol, signed(symbol, body, text, calls))
+        if symbol.rpartition(".")[2] in te.symbols:
+            module, _, name = symbol.rpartition(".")
+            body = next(getattr(maker, name) for maker in makers if hasattr(maker, name))
+            setattr(getattr(te.pytorch, module) if module else te.pytorch, name, signed(name, body, text, calls))
     return te
 
 

@@ -20,6 +20,7 @@ class Row:
     rocm: bool = False  # only in the fork for ROCm
 
 
+_TOPK = "logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias"
 _CHUNKS = "split_sizes, sorted_index"
 _PERMUTE_AND_PAD = "inp, probs, routing_map, tokens_per_expert, align_size"
 
@@ -47,6 +48,15 @@ SYMBOLS = (
     Row("Fp8Padding", (2, 3), "num_gemms, align_size=None"),
     Row("Fp8Unpadding", (1, 11), "num_gemms"),
     Row("Fp8Unpadding", (2, 3), "num_gemms, align_size=None"),
+    Row("router.fused_topk_with_score_function", (2, 6), _TOPK),
+    Row("router.fused_topk_with_score_function", (2, 17), f"{_TOPK}, routing_map_format='bytemap'"),
+    Row("router.fused_topk_with_score_function", (2, 18), f"{_TOPK}, routing_map_format='bytemap', topk_indices=None"),
+    Row("router.fused_compute_score_for_moe_aux_loss", (2, 6), "logits, topk, score_function"),
+    Row(
+        "router.fused_moe_aux_loss",
+        (2, 6),
+        "probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff",
+    ),
 )
 
 BEHAVIOUR: dict[str, Version] = {
@@ -55,6 +65,12 @@ BEHAVIOUR: dict[str, Version] = {
     "keeps_tail": (2, 13),  # rows past the last chunk stay in their place
     "asserts_rows": (2, 15),  # a mask permute of no row raises
     "probs_gradient_alone": (2, 15),  # probs have a gradient where inp wants none
+    "float32_router": (2, 13),  # computes 16-bit logits in float32; before in their dtype
+    "sqrtsoftplus": (2, 13),  # the score function exists
+    "normalises_one": (2, 14),  # scores for the balancing loss sum to 1 also where topk is 1
+    "radix": (2, 15),  # 16 experts or more are chosen by another algorithm
+    "checks_groups": (2, 17),  # refuses more experts of a group than it has
+    "tensor_total": (2, 18),  # total_num_tokens may be a tensor
     "typed_empty_maps": (2, 19),  # of no tokens: int32 [0, 2E+1]; before float32 [0]
 }
 
