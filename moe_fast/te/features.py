@@ -14,6 +14,7 @@ from typing import Any
 
 _MASK = ("inp", "routing_map", "num_out_tokens", "map_type")
 _MERGED = ("inp", "row_id_map", "merging_probs", "restore_shape", "map_type")
+_SPLITS = ("inp", "m_splits")
 _CHUNKS = ("split_sizes", "sorted_index")
 
 
@@ -25,6 +26,7 @@ class Feature:
     symbol: str  # a dotted path below transformer_engine
     passes: tuple[str, ...]
     fallback: str
+    takes_tensor: str = ""  # a parameter whose annotation must name a tensor
 
 
 TABLE = (
@@ -73,6 +75,34 @@ TABLE = (
         ("probs", "tokens_per_expert", "total_num_tokens", "num_experts", "topk", "coeff"),
         "our load_balancing_loss",
     ),
+    Feature(
+        "grouped_linear",
+        "pytorch.GroupedLinear",
+        ("num_gemms", "in_features", "out_features", "bias", "params_dtype", "device"),
+        "our grouped_linear",
+    ),
+    Feature("splits", "pytorch.GroupedLinear.forward", _SPLITS, "our grouped_linear"),
+    Feature(
+        "tensor_splits",
+        "pytorch.GroupedLinear.forward",
+        _SPLITS,
+        "a list of splits on the host",
+        takes_tensor="m_splits",
+    ),
+    Feature(
+        "splits_on_device",
+        "pytorch.GroupedLinear.forward",
+        (*_SPLITS, "m_splits_tensor"),
+        "the list alone (the parameter is ROCm's)",
+    ),
+    Feature("scaled_swiglu", "pytorch.ops.ScaledSwiGLU", ("glu_interleave_size",), "our glu"),
+    Feature(
+        "scaled_clamped_geglu",
+        "pytorch.ops.ScaledClampedQGeGLU",
+        ("glu_interleave_size", "limit", "alpha"),
+        "our glu",
+    ),
+    Feature("scaled_srelu", "pytorch.ops.ScaledSReLU", (), "our activation"),
 )
 FEATURES = {feature.name: feature for feature in TABLE}
 
@@ -84,10 +114,16 @@ class Gate:
     variable: str
     of: str  # the symbol whose kernels it changes
     effect: str
+    feature: str = ""  # only releases with this feature read it
 
 
 GATES = (
-    Gate("NVTE_USE_GROUPED_GEMM_TRITON", "pytorch.GroupedLinear", "ROCm: Triton's grouped GEMM, without FP8"),
+    Gate(
+        "NVTE_USE_GROUPED_GEMM_TRITON",
+        "pytorch.GroupedLinear",
+        "ROCm: Triton's grouped GEMM, without FP8",
+        feature="splits_on_device",
+    ),
     Gate("NVTE_USE_CUTLASS_GROUPED_GEMM", "pytorch.GroupedLinear", "Hopper: CUTLASS, 16-bit, without bias"),
     Gate(
         "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "pytorch.GroupedLinear", "2.17 to 2.18: splits stay on the device"
@@ -115,7 +151,7 @@ def parameters(function: Any) -> Mapping[str, inspect.Parameter] | None:
     return named
 
 
-def usable(function: Any, passes: tuple[str, ...]) -> bool:
+def usable(function: Any, passes: tuple[str, ...], takes_tensor: str = "") -> bool:
     """Whether the function takes these keywords, and requires no others."""
     named = parameters(function) if callable(function) else None
     if named is None:
@@ -123,6 +159,8 @@ def usable(function: Any, passes: tuple[str, ...]) -> bool:
     open_ended = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     required = {name for name, p in named.items() if p.default is p.empty and p.kind not in open_ended}
     by_name = {name for name, p in named.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if takes_tensor and "Tensor" not in str(named.get(takes_tensor, "")):
+        return False
     return set(passes) <= by_name and required <= set(passes)
 
 
@@ -135,7 +173,7 @@ class Features:
     @cached_property
     def present(self) -> dict[str, bool]:
         """Each feature's name, and whether it is there."""
-        return {x.name: usable(found(self.te, x.symbol), x.passes) for x in TABLE}
+        return {x.name: usable(found(self.te, x.symbol), x.passes, x.takes_tensor) for x in TABLE}
 
     def __getitem__(self, name: str) -> bool:
         return self.present[name]
@@ -147,7 +185,8 @@ class Features:
     @property
     def gates(self) -> dict[str, str]:
         """The environment variables of GATES that are set, and the symbols that they concern."""
-        present = [x for x in GATES if x.variable in os.environ and found(self.te, x.of)]
+        read = [x for x in GATES if not x.feature or self[x.feature]]
+        present = [x for x in read if x.variable in os.environ and found(self.te, x.of)]
         return {f"{x.variable}={os.environ[x.variable]}": x.of.rpartition(".")[2] for x in present}
 
     @cached_property

@@ -11,6 +11,11 @@ from moe_fast.te.trace import Trace
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # Transformer Engine's documented ones of plain tensors
 
 
+def named(x: torch.Tensor) -> str:
+    """The name of the dtype."""
+    return str(x.dtype).removeprefix("torch.")
+
+
 class Part:
     """Functions of one family. Each call leaves its steps in the trace.
 
@@ -35,7 +40,7 @@ class Part:
             payload: the call's first argument.
         """
         if isinstance(payload, torch.Tensor) and payload.dtype not in DTYPES:
-            return f"{function} of {str(payload.dtype).removeprefix('torch.')}"
+            return f"{function} of {named(payload)}"
         return None
 
     def declares(self, function: str) -> dict[str, Any]:

@@ -13,6 +13,22 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def grouped_module(
+    features: Features, num_experts: int, hidden: int, width: int, bias: bool, dtype: torch.dtype
+) -> torch.nn.Module:
+    """A grouped linear layer whose parameters hold no memory: each call brings its own."""
+    make = features.get("grouped_linear")
+    module: torch.nn.Module = make(
+        num_gemms=num_experts,
+        in_features=hidden,
+        out_features=width,
+        bias=bias,
+        params_dtype=dtype,
+        device="meta",
+    )
+    return module
+
+
 class Probes:
     """Answers of one Transformer Engine; each is asked once, when it is first needed."""
 
@@ -88,6 +104,31 @@ class Probes:
         return (
             self.features["fused_scores"] and abs(float(self._scores("sigmoid", 1, torch.float32)[0].sum()) - 1) < 0.01
         )
+
+    @cached_property
+    def rounds_once(self) -> bool:
+        """Whether a scaled activation rounds only after the product with its scale."""
+        if not self.features["scaled_swiglu"]:
+            return False
+        h = torch.tensor([[1.0] * 16 + [1 + i / 64 for i in range(16)]], dtype=torch.bfloat16, device=_device())
+        scale = torch.tensor([0.7109375], dtype=torch.bfloat16, device=_device())
+        out = self.features.get("scaled_swiglu")(glu_interleave_size=None)(h, scale)
+        gate, value = h.float().chunk(2, dim=1)
+        return bool((out == (torch.nn.functional.silu(gate) * value * scale.float()).bfloat16()).all())
+
+    @cached_property
+    def bias_gradient_alone(self) -> bool:
+        """Whether a grouped linear layer's bias gets a gradient where nothing else wants one."""
+        if not self.features["grouped_linear"]:
+            return True
+        ones = torch.ones((16, 16), dtype=torch.bfloat16, device=_device())
+        bias = ones[0].clone().requires_grad_()
+        module = grouped_module(self.features, 1, 16, 16, True, ones.dtype)
+        with torch.enable_grad():
+            named = {"weight0": ones, "bias0": bias}
+            out = torch.func.functional_call(module, named, (), {"inp": ones, "m_splits": [16]})
+            (d_bias,) = torch.autograd.grad(out.sum(), bias, allow_unused=True)
+        return d_bias is not None and bool(d_bias.all())
 
     @property
     def answers(self) -> dict[str, Any]:

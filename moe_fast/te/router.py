@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_fast.te.part import Part
+from moe_fast.te.part import Part, named
 from moe_fast.te.trace import Unavailable
 from moe_ref.config import (
     AuxScores,
@@ -45,7 +45,7 @@ class Router(Part):
             return f"{function} of topk {settings['topk']} in {kept} groups of {payload.shape[1] // groups} experts"
         bias = settings.get("expert_bias")
         if bias is not None and bias.dtype != torch.float32:
-            return f"expert_bias of {str(bias.dtype).removeprefix('torch.')}"
+            return f"expert_bias of {named(bias)}"
         return super().supports(function, payload, settings)
 
     def declares(self, function: str) -> dict[str, Any]:

@@ -22,5 +22,6 @@ class Trace:
 
     def end(self, function: str, gates: dict[str, str]) -> None:
         """The call is over: its path is its steps, and the variables that concern one of them."""
-        own = [variable for variable, symbol in gates.items() if symbol in self._steps]
+        symbols = {step.split()[0] for step in self._steps}
+        own = [variable for variable, symbol in gates.items() if symbol in symbols]
         self.path[function] = ", then ".join(self._steps) + (f" [{', '.join(own)}]" if own else "")

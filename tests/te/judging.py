@@ -15,7 +15,7 @@ from conformance.interface import Implementation
 from moe_fast.te import Adapter
 
 NOTHING_WRONG = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
-MOST = 25  # cases of a function that are covering, and that are drawn
+MOST = 15  # cases of a function that are covering, and that are drawn
 
 
 class Checked:

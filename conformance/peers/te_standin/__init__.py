@@ -16,6 +16,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from conformance.peers.te_standin import padding
+from conformance.peers.te_standin.experts import Experts, signature_from
 from conformance.peers.te_standin.matrix import BUCKETS as BUCKETS
 from conformance.peers.te_standin.matrix import behaviour_of, parameters_of
 from conformance.peers.te_standin.permutation import Permutation
@@ -39,8 +40,8 @@ def standin(bucket: str, without: Collection[str] = (), changed: Mapping[str, st
     calls: list[str] = []
     te = SimpleNamespace(__version__=".".join(map(str, version)), pytorch=SimpleNamespace())
     te.behaviour, te.calls, te.symbols = behaviour, calls, {symbol.rpartition(".")[2] for symbol in every} - {*without}
-    te.pytorch.router = SimpleNamespace()
-    makers = (Permutation(behaviour), Router(behaviour), padding)
+    te.pytorch.router, te.pytorch.ops = SimpleNamespace(), SimpleNamespace()
+    makers = (Permutation(behaviour), Router(behaviour), Experts(behaviour, every["GroupedLinear.forward"]), padding)
     for symbol, text in every.items():
         if symbol.rpartition(".")[2] in te.symbols:
             module, _, name = symbol.rpartition(".")
@@ -51,7 +52,7 @@ def standin(bucket: str, without: Collection[str] = (), changed: Mapping[str, st
 
 def signed(symbol: str, body: Callable[..., Any], text: str, calls: list[str]) -> Callable[..., Any]:
     """The function or class `body`, with these parameters alone; a call is added to `calls`."""
-    signature = inspect.signature(eval(f"lambda {text}: None"))
+    signature = signature_from(text)
     taken = inspect.signature(body).parameters
 
     @functools.wraps(body, updated=())

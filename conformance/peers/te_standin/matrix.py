@@ -21,6 +21,8 @@ class Row:
 
 
 _TOPK = "logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias"
+_GROUPED = "num_gemms, in_features, out_features, bias=True, params_dtype=None, device='cuda'"
+_FORWARD = "inp: Tensor, m_splits: list[int], is_first_microbatch=None"
 _CHUNKS = "split_sizes, sorted_index"
 _PERMUTE_AND_PAD = "inp, probs, routing_map, tokens_per_expert, align_size"
 
@@ -48,6 +50,25 @@ SYMBOLS = (
     Row("Fp8Padding", (2, 3), "num_gemms, align_size=None"),
     Row("Fp8Unpadding", (1, 11), "num_gemms"),
     Row("Fp8Unpadding", (2, 3), "num_gemms, align_size=None"),
+    Row("GroupedLinear", (1, 11), _GROUPED),
+    Row("GroupedLinear", (2, 3), f"{_GROUPED}, delay_wgrad_compute=False"),
+    Row("GroupedLinear", (2, 6), f"{_GROUPED}, delay_wgrad_compute=False, save_original_input=False"),
+    Row("GroupedLinear.forward", (1, 11), _FORWARD),
+    Row("GroupedLinear.forward", (2, 1), f"{_FORWARD}, m_splits_tensor=None", rocm=True),
+    Row("GroupedLinear.forward", (2, 17), _FORWARD.replace("list[int]", "list[int] | Tensor")),
+    Row(
+        "GroupedLinear.forward",
+        (2, 18),
+        _FORWARD.replace("list[int]", "list[int] | Tensor") + ", out=None, dgrad_out=None",
+    ),
+    Row("ops.ScaledSwiGLU", (2, 13), "glu_interleave_size=None"),
+    Row("ops.ScaledClampedQGeGLU", (2, 15), "glu_interleave_size=None, limit=7.0, alpha=1.702"),
+    Row(
+        "ops.ScaledClampedQGeGLU",
+        (2, 17),
+        "glu_interleave_size=None, limit=7.0, alpha=1.702, glu_linear_offset=1.0",
+    ),
+    Row("ops.ScaledSReLU", (2, 17), ""),
     Row("router.fused_topk_with_score_function", (2, 6), _TOPK),
     Row("router.fused_topk_with_score_function", (2, 17), f"{_TOPK}, routing_map_format='bytemap'"),
     Row("router.fused_topk_with_score_function", (2, 18), f"{_TOPK}, routing_map_format='bytemap', topk_indices=None"),
@@ -59,6 +80,7 @@ SYMBOLS = (
     ),
 )
 
+NEVER = (99, 0)
 BEHAVIOUR: dict[str, Version] = {
     "wide_row_id_map": (2, 6),  # int32 [N, 2E+1], sums by descending expert; before int64 [E, N], ascending
     "zero_prob_rows": (2, 6),  # a routed token of probability 0 becomes a row of zeros
@@ -70,8 +92,11 @@ BEHAVIOUR: dict[str, Version] = {
     "normalises_one": (2, 14),  # scores for the balancing loss sum to 1 also where topk is 1
     "radix": (2, 15),  # 16 experts or more are chosen by another algorithm
     "checks_groups": (2, 17),  # refuses more experts of a group than it has
+    "tensor_splits": (2, 17),  # a grouped linear layer takes its splits as a tensor
     "tensor_total": (2, 18),  # total_num_tokens may be a tensor
+    "rounds_once": (2, 19),  # a scaled activation rounds after the product with its scale alone
     "typed_empty_maps": (2, 19),  # of no tokens: int32 [0, 2E+1]; before float32 [0]
+    "bias_gradient_alone": NEVER,  # a bias has a gradient where nothing else wants one; seen in 2.20.2
 }
 
 BUCKETS: dict[str, tuple[Version, bool]] = {  # a release of each, and whether it is ROCm's
