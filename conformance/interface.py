@@ -70,6 +70,7 @@ VOCABULARY = {
     "emulated": Term("scalings whose GEMMs run on a unit for wider numbers; printed, not tested", NAMES),
     "reduction_order": Term("printed, not tested", WORDS),
     "tie_rule": Term("which of equal keys is chosen; absent: any", ("lowest_index",)),
+    "zero_prob_rows": Term("permuted rows whose probability is 0; their gradient is a copy's", ("copied", "zero")),
     "scale_arithmetic": Term(
         "of scales other than powers of two; reciprocal: rounded once more", ("division", "reciprocal")
     ),

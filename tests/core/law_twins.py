@@ -316,6 +316,7 @@ SPOILT = [  # law, case, corruption of a right result, condition on the call (te
     ("expert_relabelling", FORWARD, no_rows, lambda x, kw: not x[1][:, 0].any()),
     ("split", FORWARD, no_rows, lambda x, kw: len(x[0]) % 2),
     ("padding_independence", ALIGNED, no_rows, lambda x, kw: "align" not in kw),
+    ("zero_prob_rows", replace(FORWARD, probs="float32"), no_rows, lambda x, kw: (kw["probs"] == 0).any()),
     ("round_trip", CHUNKS, no_rows, lambda x, kw: not x[1][0]),
     ("row_reversal", TO_MULTIHOT, no_probs, lambda x, kw: (x[0][0] == -1).all()),
     ("row_reversal", LAYOUT, to_no_rank, lambda x, kw: (x[0][0] == -1).all()),

@@ -36,6 +36,7 @@ WRONG = {
     "emulated": "mxfp8",
     "reduction_order": 3,
     "tie_rule": "any_order",
+    "zero_prob_rows": "dropped",
     "scale_arithmetic": None,
     "deterministic": "yes",
     "differentiable": 1,

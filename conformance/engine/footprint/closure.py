@@ -23,6 +23,7 @@ from conformance.engine.footprint.names import (
     Scope,
     constants,
     global_loads,
+    is_readable,
     stored,
 )
 from conformance.engine.footprint.sources import (
@@ -135,6 +136,8 @@ class Closure(Expressions):
         """The text of a function, class, module or wrapper, which `part` then uses, or None."""
         if value is ABSENT:
             return ABSENT
+        if not is_readable(value):
+            return None
         if isinstance(value, MethodType):
             owner = value.__self__
             first = owner if isinstance(owner, type) or self.is_followed(type(owner)) else None

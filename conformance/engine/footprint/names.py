@@ -63,6 +63,19 @@ class Scope:
         return Named(getattr(builtins, name)) if hasattr(builtins, name) else None
 
 
+def attribute(value: Any, name: str, default: Any = None) -> Any:
+    """An attribute of any object, some of which raise more than AttributeError."""
+    try:
+        return getattr(value, name, default)
+    except Exception:
+        return default
+
+
+def is_readable(value: Any) -> bool:
+    """Whether the object answers for its class, as `isinstance` asks it."""
+    return attribute(value, "__class__") is not None
+
+
 def _attribute(owner: Named, name: str) -> Named | None:
     """An attribute of a module, or a stored attribute or method of an instance."""
     value = owner.value
@@ -79,7 +92,7 @@ def _attribute(owner: Named, name: str) -> Named | None:
     if isinstance(value, type) or type(value).__module__ == "builtins":
         return None
     found = inspect.getattr_static(value, name, ABSENT)
-    if name in getattr(value, "__dict__", {}):
+    if name in attribute(value, "__dict__", {}):
         dotted = f"{owner.dotted}.{name}"
         return Named(found, owner.label and f"{owner.label}.{name}", owner.home, dotted)
     return Named(MethodType(found, value)) if isinstance(found, FunctionType) else None

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from conformance.engine.footprint.names import Named, Scope
+from conformance.engine.footprint.names import Named, Scope, attribute
 from conformance.engine.footprint.sources import FUNCTIONS, executed
 
 ENVIRONMENT = ("environ", "getenv")
@@ -15,9 +15,9 @@ DERIVED |= {"__match_args__"}
 
 def is_generated(name: str, value: Any) -> bool:
     """Whether Python or `dataclass` made an attribute of a class, from the class's source."""
-    code = getattr(value, "__code__", None)
+    code = attribute(value, "__code__")
     is_slot = type(value).__name__ in ("getset_descriptor", "member_descriptor", "_tuplegetter")
-    wrapped = getattr(value, "__wrapped__", None)  # a dataclass's __repr__
+    wrapped = attribute(value, "__wrapped__")  # a dataclass's __repr__
     return (
         is_slot
         or name in DERIVED
@@ -25,7 +25,7 @@ def is_generated(name: str, value: Any) -> bool:
         or (
             name.startswith("__")
             and any(
-                str(getattr(c, "co_filename", "")).startswith("<") for c in (code, getattr(wrapped, "__code__", None))
+                str(attribute(c, "co_filename", "")).startswith("<") for c in (code, attribute(wrapped, "__code__"))
             )
         )
     )
@@ -41,7 +41,7 @@ def is_filled(cell: Any) -> bool:
 
 def own_attribute(value: Any, name: str) -> Any:
     """An attribute that the instance itself holds."""
-    return inspect.getattr_static(value, name, None) if name in getattr(value, "__dict__", {}) else None
+    return inspect.getattr_static(value, name, None) if name in attribute(value, "__dict__", {}) else None
 
 
 def is_environment(node: Any) -> bool:

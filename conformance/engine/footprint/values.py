@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from conformance.engine.footprint.names import attribute, is_readable
+
 ATOMS = (type(None), bool, int, float, complex, bytes, type(...), type(NotImplemented), range)
 SEQUENCES = (tuple, list, deque)
 SETS = (set, frozenset)
@@ -50,7 +52,7 @@ class Values:
         if id(value) in outer:
             return f"outer {len(outer) - outer.index(id(value))}"
         self.left -= 1
-        if self.left < 0:
+        if self.left < 0 or not is_readable(value):
             return self._opaque(value, part)
         inner = (*outer, id(value))
         write: Callable[[Any], str] = lambda x: self._form(x, part, inner)  # noqa: E731
@@ -85,7 +87,7 @@ class Values:
         try:
             reduced = copyreg.dispatch_table[cls](value) if cls in copyreg.dispatch_table else value.__reduce_ex__(2)
         except Exception:
-            own = getattr(value, "__dict__", None)
+            own = attribute(value, "__dict__")
             return (
                 f"{name}({write(dict(own))})"
                 if own and not str(name).startswith("external")
@@ -111,7 +113,7 @@ class Values:
         elif isinstance(value, (dict, MappingProxyType)) and depth:
             for pair in list(value.items()):
                 self.callables(pair, part, depth - 1)
-        elif isinstance(value, (FunctionType, MethodType, type)) or callable(getattr(value, "fn", None)):
+        elif isinstance(value, (FunctionType, MethodType, type)) or callable(attribute(value, "fn")):
             self.follower.reference(value, part, [])
         elif type(value).__name__ == "partial" and depth:
             self.callables((value.func, value.args, value.keywords), part, depth - 1)

@@ -81,7 +81,8 @@ class Permute(Contract[RoutingCase]):
 
     def expected(self, case: RoutingCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         out = self._reference(problem)
-        right: dict[str, Expectation] = {"rows": Exact(out.rows)}
+        zeroed = declared.get("zero_prob_rows") == "zero" and out.probs is not None
+        right: dict[str, Expectation] = {"rows": Exact(without_zero_probs(out.rows, out.probs) if zeroed else out.rows)}
         if out.probs is not None:
             right["probs"] = Exact(out.probs)
         right["tokens_per_expert"] = Exact(out.tokens_per_expert, "integers")
@@ -119,6 +120,9 @@ class Permute(Contract[RoutingCase]):
         ]
         token, expert = int(row_map.token_P[index[0]]), int(row_map.expert_P[index[0]])
         first = int((row_map.expert_P == expert).nonzero()[0])
+        probs = problem.settings.get("probs")
+        if token in same and probs is not None and probs[token, expert] == 0:
+            return None  # a copy where zeros are declared
         place = f"row {index[0]} (expert {expert}, place {index[0] - first} of its segment)"
         wrong = [] if token == PADDING else np.flatnonzero(bits(row) != bits(tokens[token])).tolist()
         if wrong and 2 * len(wrong) < len(row):
@@ -134,6 +138,11 @@ class Permute(Contract[RoutingCase]):
         )
         right = "has a padding row of zeros there" if token == PADDING else f"puts token {token} there"
         return f"{place} {holds}; the reference {right}"
+
+
+def without_zero_probs(rows: Tensor, probs: Tensor) -> Tensor:
+    """The rows, zeros where their probability is 0 or -0."""
+    return torch.where((probs == 0)[:, None], 0, rows.view(torch.uint8)).view(rows.dtype)
 
 
 def _start(row: Tensor) -> str:

@@ -106,5 +106,41 @@ def test_code_in_a_value_is_followed(edit, before, tmp_path):
     assert list(changes(before, after)) == [function]
 
 
+RAISING = """
+from kit import deep
+
+
+class Unready:
+    def __getattr__(self, name): raise RuntimeError("models should inherit from a base")
+
+
+class Silent:
+    def __getattribute__(self, name): raise RuntimeError("no attribute")
+
+
+class Model:
+    validator = Unready()
+    serializer = Silent()
+    def member(self): return deep.member()
+
+
+UNREADY, SILENT, TABLE = Unready(), Silent(), [Unready(), Silent()]
+
+
+def gate(*a): return Model().member(), UNREADY.fn, SILENT, TABLE
+def jitter(*a): return deep.late()
+def z_loss(*a): return a
+"""
+
+
+def test_objects_whose_attributes_raise_are_walked_over_and_the_code_around_them_is_followed(tmp_path):
+    files = FILES | {"parts.py": RAISING}
+    before = footprints_in(write(tmp_path / "before", **files))
+    again = footprints_in(write(tmp_path / "again", **files))
+    after = footprints_in(write(tmp_path / "after", **files | {"deep.py": DEEP.replace("0  # member", "1")}))
+    assert changes(before, again) == {}
+    assert list(changes(before, after)) == ["gate"]
+
+
 def test_locks_loggers_and_paths_are_equal_in_every_copy(before, tmp_path):
     assert changes(before, footprints_in(write(tmp_path, **FILES))) == {}

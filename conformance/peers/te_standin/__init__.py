@@ -1,0 +1,67 @@
+"""Stand-ins for Transformer Engine, one for each release, computed by the reference.
+
+    te = standin("2.12")                       a release of that bucket
+    te = standin("2.20", without=("moe_permute_and_pad_with_probs",))
+    te = standin("2.20", changed={"moe_unpermute": "inp, row_id_map, merging_probs=None, new=0"})
+
+Names, parameters and behaviour follow `matrix`; no module imports Transformer Engine. `te.calls`
+lists the symbols called, in order, `te.symbols` are those that it has, and `te.behaviour` the rows
+of `matrix.BEHAVIOUR`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+from conformance.peers.te_standin import padding
+from conformance.peers.te_standin.experts import Experts, signature_from
+from conformance.peers.te_standin.matrix import BUCKETS as BUCKETS
+from conformance.peers.te_standin.matrix import behaviour_of, parameters_of
+from conformance.peers.te_standin.permutation import Permutation
+from conformance.peers.te_standin.router import Router
+
+RENAMED = {"indices": "routing_map"}  # older names of arguments
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def standin(bucket: str, without: Collection[str] = (), changed: Mapping[str, str] = NOTHING) -> Any:
+    """A namespace like the module `transformer_engine` of a release.
+
+    Args:
+        bucket: a key of `matrix.BUCKETS`.
+        without: symbols that are left out.
+        changed: parameters by symbol, in place of the release's. New ones are accepted and unused.
+    """
+    version, rocm = BUCKETS[bucket]
+    behaviour = SimpleNamespace(**behaviour_of(version))
+    every = parameters_of(version, rocm) | dict(changed)
+    calls: list[str] = []
+    te = SimpleNamespace(__version__=".".join(map(str, version)), pytorch=SimpleNamespace())
+    te.behaviour, te.calls, te.symbols = behaviour, calls, {symbol.rpartition(".")[2] for symbol in every} - {*without}
+    te.pytorch.router, te.pytorch.ops = SimpleNamespace(), SimpleNamespace()
+    makers = (Permutation(behaviour), Router(behaviour), Experts(behaviour, every["GroupedLinear.forward"]), padding)
+    for symbol, text in every.items():
+        if symbol.rpartition(".")[2] in te.symbols:
+            module, _, name = symbol.rpartition(".")
+            body = next(getattr(maker, name) for maker in makers if hasattr(maker, name))
+            setattr(getattr(te.pytorch, module) if module else te.pytorch, name, signed(name, body, text, calls))
+    return te
+
+
+def signed(symbol: str, body: Callable[..., Any], text: str, calls: list[str]) -> Callable[..., Any]:
+    """The function or class `body`, with these parameters alone; a call is added to `calls`."""
+    signature = signature_from(text)
+    taken = inspect.signature(body).parameters
+
+    @functools.wraps(body, updated=())
+    def call(*args: Any, **settings: Any) -> Any:
+        bound = signature.bind(*args, **settings)
+        bound.apply_defaults()
+        calls.append(symbol)
+        named = {RENAMED.get(name, name): value for name, value in bound.arguments.items()}
+        return body(**{name: value for name, value in named.items() if name in taken})
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,92 @@
+"""Transformer Engine's grouped linear layer and scaled activations, computed by the reference."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import moe_ref
+
+
+def signature_from(text: str) -> inspect.Signature:
+    """The signature with these parameters, written as in Python; annotations stay text."""
+    named: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\ndef function({text}): ...", named)
+    return inspect.signature(named["function"])
+
+
+class GroupedLinear(nn.Module):
+    """y_i = x_i W_eᵀ + b_e: `weight0`, `bias0`, … and splits that sum to the rows."""
+
+    def __init__(
+        self, behaviour: SimpleNamespace, parameters: str, shape: tuple[int, int, int], bias: bool, **placed: Any
+    ) -> None:
+        super().__init__()
+        self.behaviour, self.parameters_of_forward = behaviour, signature_from(parameters)
+        self.num_gemms, hidden, width = shape
+        for e in range(self.num_gemms):
+            self.register_parameter(f"weight{e}", nn.Parameter(torch.empty((width, hidden), **placed)))
+            if bias:
+                self.register_parameter(f"bias{e}", nn.Parameter(torch.empty(width, **placed)))
+        self.has_bias = bias
+
+    def forward(self, *args: Any, **settings: Any) -> Tensor:
+        """[rows, out] in the dtype of the rows."""
+        given = self.parameters_of_forward.bind(*args, **settings).arguments
+        inp, splits = given["inp"], given["m_splits"]
+        if not isinstance(splits, list) and not self.behaviour.tensor_splits:
+            raise TypeError(f"m_splits is a {type(splits).__name__}; it must be a list")
+        counts = torch.as_tensor(splits, device=inp.device)
+        if int(counts.sum()) != len(inp):
+            raise ValueError(f"m_splits sum to {int(counts.sum())}; inp has {len(inp)} rows")
+        weight = torch.stack([getattr(self, f"weight{e}") for e in range(self.num_gemms)])
+        if not self.has_bias:
+            return moe_ref.grouped_linear(inp, weight, counts)
+        bias = torch.stack([getattr(self, f"bias{e}") for e in range(self.num_gemms)])
+        if inp.requires_grad or weight.requires_grad or self.behaviour.bias_gradient_alone:
+            return moe_ref.grouped_linear(inp, weight, counts, bias=bias)
+        return moe_ref.grouped_linear(inp, weight, counts, bias=bias.detach()) + 0 * bias.sum()
+
+
+class _Scaled:
+    """An operation of two inputs: the tensor, and a scale per row, rounded to its dtype first."""
+
+    def __init__(self, function: Any, **settings: Any) -> None:
+        self.function, self.settings = function, settings
+
+    def __call__(self, x: Tensor, scales: Tensor) -> Tensor:
+        out: Tensor = self.function(x, probs=scales.to(x.dtype), **self.settings)
+        return out
+
+
+class Experts:
+    """The modules of one release, with the newest names of their arguments."""
+
+    def __init__(self, behaviour: SimpleNamespace, forward: str) -> None:
+        self.behaviour, self.forward_parameters = behaviour, forward
+        self.twice = {"round_before_probs": not behaviour.rounds_once}
+
+    def GroupedLinear(
+        self, num_gemms: int, in_features: int, out_features: int, bias: bool, params_dtype: Any, device: Any
+    ) -> GroupedLinear:
+        """The module."""
+        shape = (num_gemms, in_features, out_features)
+        return GroupedLinear(self.behaviour, self.forward_parameters, shape, bias, dtype=params_dtype, device=device)
+
+    def forward(self) -> None:
+        """Shows the parameters of `GroupedLinear.forward`; modules have their own."""
+
+    def ScaledSwiGLU(self, glu_interleave_size: int | None) -> _Scaled:
+        """(a σ(a) b) · scale."""
+        return _Scaled(moe_ref.glu, interleave=glu_interleave_size, **self.twice)
+
+    def ScaledClampedQGeGLU(self, glu_interleave_size: int | None, limit: float, alpha: float) -> _Scaled:
+        """min(a, limit) σ(alpha a) (clamp(b, ±limit) + 1) · scale."""
+        gate = {"kind": "quick_geglu", "offset": 1.0, "clamp": limit, "alpha": alpha}
+        return _Scaled(moe_ref.glu, interleave=glu_interleave_size, **gate, **self.twice)
+
+    def ScaledSReLU(self) -> _Scaled:
+        """relu(x)² · scale."""
+        return _Scaled(moe_ref.activation, kind="squared_relu", **self.twice)

@@ -1,0 +1,42 @@
+"""Transformer Engine's padding modules: each expert's rows to a multiple, by host lists."""
+
+import torch
+from torch import Tensor, nn
+
+
+class _Module(nn.Module):
+    """The alignment is kept from the constructor, or 16."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        self.num_gemms, self.align_size = num_gemms, align_size or 16
+
+    def padded(self, m_splits: list[int]) -> list[int]:
+        if not isinstance(m_splits, list) or len(m_splits) != self.num_gemms:
+            raise ValueError(f"m_splits is {m_splits}; it must be a list of {self.num_gemms} integers")
+        return [-(-count // self.align_size) * self.align_size for count in m_splits]
+
+
+class Fp8Padding(_Module):
+    """Rows of zeros after each expert's rows."""
+
+    def forward(self, inp: Tensor, m_splits: list[int]) -> tuple[Tensor, list[int]]:
+        """(rows with padding, their number by expert)."""
+        padded = self.padded(m_splits)
+        if padded == m_splits:
+            return inp, padded
+        chunks = inp.view(-1, inp.shape[-1]).split(m_splits)
+        more = [inp.new_zeros((n - len(x), inp.shape[-1])) for n, x in zip(padded, chunks, strict=True)]
+        return torch.cat([x for pair in zip(chunks, more, strict=True) for x in pair]), padded
+
+
+class Fp8Unpadding(_Module):
+    """The inverse."""
+
+    def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:
+        """Rows without padding; `m_splits` are the numbers without padding."""
+        padded = self.padded(m_splits)
+        if padded == m_splits:
+            return inp
+        chunks = inp.view(-1, inp.shape[-1]).split(padded)
+        return torch.cat([x[:n] for x, n in zip(chunks, m_splits, strict=True)])

@@ -1,0 +1,111 @@
+"""The interface of `moe_ref` through a Transformer Engine: an implementation like any other."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from moe_fast.te import padding
+from moe_fast.te.experts import Experts
+from moe_fast.te.features import Features
+from moe_fast.te.part import Part
+from moe_fast.te.permutation import Permutation
+from moe_fast.te.probes import Probes
+from moe_fast.te.router import Router
+from moe_fast.te.trace import Trace, Unavailable
+
+PARTS: tuple[type[Part], ...] = (Permutation, Router, Experts)
+
+
+class Adapter:
+    """Functions of `moe_ref` through `te`; each call reports its path in `path`.
+
+    Args:
+        te: the module `transformer_engine`, or one with the same names.
+        ours: an implementation for what `te` lacks: whole functions, settings, dtypes, and calls
+            that it does wrongly. None: `te` alone, its results and errors unchanged.
+    """
+
+    def __init__(self, te: Any, ours: Any = None) -> None:
+        self.features = Features(te)
+        self.ours, self._trace = ours, Trace()
+        self.probes = Probes(self.features)
+        self._part: dict[str, Any] = {}
+        for kind in PARTS:
+            part = kind(self.features, self.probes, self._trace, complete=ours is not None)
+            for function in part.needs:
+                self._offer(part, function)
+
+    def _offer(self, part: Any, function: str) -> None:
+        missing = part.missing(function)
+        if missing is None:
+            self._part[function] = part
+        if self.ours is not None:
+            setattr(self, function, self._completed(part, function, missing))
+        elif missing is None:
+            setattr(self, function, self._traced(function, getattr(part, function)))
+
+    @property
+    def offered(self) -> list[str]:
+        """The functions that this adapter offers."""
+        return [function for kind in PARTS for function in kind.needs if hasattr(self, function)]
+
+    @property
+    def path(self) -> dict[str, str]:
+        """The steps of each function's last call."""
+        return self._trace.path
+
+    def supports(self, function: str, **arguments: Any) -> str | None:
+        """The answer of Transformer Engine alone, or of ours for what it cannot do."""
+        payload = next(iter(arguments.values()), None)
+        reason = self._part[function].supports(function, payload, arguments) if function in self._part else ""
+        if reason is None or self.ours is None:
+            return reason
+        answer: str | None = self.ours.supports(function, **arguments) if hasattr(self.ours, "supports") else None
+        return answer
+
+    def declares(self, function: str) -> dict[str, Any]:
+        """What Transformer Engine does in its own way; ours alone declares what ours alone does."""
+        if function in self._part:
+            return dict(self._part[function].declares(function))
+        answer: dict[str, Any] = self.ours.declares(function) if hasattr(self.ours, "declares") else {}
+        return answer
+
+    def _traced(self, function: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(*args: Any, **settings: Any) -> Any:
+            self._trace.begin()
+            try:
+                return call(*args, **settings)
+            finally:
+                self._trace.end(function, self.features.gates)
+
+        return _signed(traced, call)
+
+    def _completed(self, part: Any, function: str, missing: str | None) -> Callable[..., Any]:
+        """The function through `te` where it can, else ours; with the signature of ours."""
+        own, through = getattr(self.ours, function), getattr(part, function)
+        taken = inspect.signature(through).parameters
+
+        def call(*args: Any, **settings: Any) -> Any:
+            given = {name: x for name, x in settings.items() if x is not None}
+            try:
+                if reason := missing or part.supports(function, args[0], given):
+                    raise Unavailable(reason)
+                if lacking := sorted({*given} - {*taken}):
+                    raise Unavailable(f"it has no {', '.join(lacking)}")
+                return through(*args, **given)
+            except Unavailable as reason:
+                self._trace.step(f"ours: {reason}")
+                return self._as_declared(function, own(*args, **settings), settings)
+
+        return _signed(self._traced(function, call), own)
+
+    def _as_declared(self, function: str, result: Any, settings: dict[str, Any]) -> Any:
+        """Rows of probability 0 as Transformer Engine writes them."""
+        if function != "permute" or settings.get("probs") is None or self.probes.zero_prob_rows == "copied":
+            return result
+        return result._replace(rows=padding.zero_rows(result.rows, result.probs))
+
+
+def _signed(function: Callable[..., Any], like: Callable[..., Any]) -> Callable[..., Any]:
+    function.__signature__ = inspect.signature(like)  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,134 @@
+"""The experts through Transformer Engine: the grouped linear layer and scaled activations.
+
+`GroupedLinear` of transformer_engine.pytorch, in high precision, and `ScaledSwiGLU`,
+`ScaledClampedQGeGLU` and `ScaledSReLU` of transformer_engine.pytorch.ops.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_fast.te.part import Part, named
+from moe_fast.te.probes import grouped_module
+from moe_fast.te.trace import Unavailable
+from moe_ref.config import check_activation, check_count_values, check_glu, check_grouped_linear
+
+OFFSET = 1.0  # of ScaledClampedQGeGLU, in every release
+
+
+class Experts(Part):
+    """Functions of moe_ref.experts."""
+
+    needs: ClassVar = {
+        "grouped_linear": ("grouped_linear", "splits"),
+        "glu": ("scaled_swiglu",),
+        "activation": ("scaled_srelu",),
+    }
+
+    def supports(self, function: str, payload: Any, settings: dict[str, Any]) -> str | None:
+        """The documented dtypes, and the activations that exist with a scale per row."""
+        reason = super().supports(function, payload, settings)
+        if reason or function == "grouped_linear":
+            return reason or self._bias(payload, settings.get("bias"))
+        probs = settings.get("probs")
+        if probs is None:
+            return f"{function} without probs"
+        if probs.dtype != payload.dtype:
+            return f"{function} of {named(payload)} by probs of {named(probs)}: it rounds them to the former"
+        if payload.dtype != torch.float32 and settings.get("round_before_probs", False) == self.probes.rounds_once:
+            return f"{function} with round_before_probs {not self.probes.rounds_once}, otherwise"
+        return self._kind(function, settings)
+
+    @staticmethod
+    def _bias(rows: Any, bias: Tensor | None) -> str | None:
+        if bias is None or bias.dtype == rows.dtype:
+            return None
+        return f"grouped_linear of {named(rows)} with a bias of {named(bias)}"
+
+    def _kind(self, function: str, settings: dict[str, Any]) -> str | None:
+        """Why the activation does not exist, or None."""
+        kind, offset = settings.get("kind", "swiglu" if function == "glu" else "silu"), settings.get("offset", 0.0)
+        bound, alpha = settings.get("clamp"), settings.get("alpha")
+        there = {
+            "swiglu": offset == 0 and bound is None and alpha is None,
+            "quick_geglu": offset == OFFSET and bound is not None and self.features["scaled_clamped_geglu"],
+            "squared_relu": True,
+        }.get(kind, False)
+        return None if there else f"{function} of kind {kind}, offset {offset}, clamp {bound}, alpha {alpha}"
+
+    def declares(self, function: str) -> dict[str, Any]:
+        """Alone, counts that do not sum to the rows are not checked here."""
+        return {"unchecked": ("tokens_per_expert",)} if function == "grouped_linear" and not self.complete else {}
+
+    def grouped_linear(
+        self, rows: Tensor, weight: Tensor, tokens_per_expert: Tensor, *, bias: Tensor | None = None
+    ) -> Tensor:
+        """`moe_ref.grouped_linear` without a recipe. A module is made for the call."""
+        check_grouped_linear(rows, weight, tokens_per_expert, bias)
+        used = len(rows)
+        if self.complete:
+            counts = tokens_per_expert.tolist()
+            check_count_values(counts, used)
+            used = sum(counts)
+            if 0 in (used, *weight.shape):
+                raise Unavailable("no row or no column")
+        num_experts, width, hidden = weight.shape
+        inp = self._wanting_gradient(rows[:used], weight, bias)
+        module = grouped_module(self.features, num_experts, hidden, width, bias is not None, rows.dtype)
+        named = {f"weight{e}": x for e, x in enumerate(weight.unbind(0))}
+        named |= {} if bias is None else {f"bias{e}": x for e, x in enumerate(bias.unbind(0))}
+        out: Tensor = torch.func.functional_call(module, named, (), {"inp": inp, **self._splits(tokens_per_expert)})
+        return out if used == len(rows) else torch.cat([out, out.new_zeros((len(rows) - used, width))])
+
+    def _wanting_gradient(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Rows that require a gradient, where a release gives a bias none without."""
+        alone = bias is not None and bias.requires_grad and not (rows.requires_grad or weight.requires_grad)
+        if self.complete and alone and torch.is_grad_enabled() and not self.probes.bias_gradient_alone:
+            self.trace.step("rows made to require a gradient")
+            return rows.detach().requires_grad_()
+        return rows
+
+    def _splits(self, tokens_per_expert: Tensor) -> dict[str, Any]:
+        """Rows by expert, on the device where the release takes them there."""
+        if self.features["tensor_splits"]:
+            self.trace.step("GroupedLinear with a tensor of splits")
+            return {"m_splits": tokens_per_expert}
+        if self.features["splits_on_device"]:
+            self.trace.step("GroupedLinear with a list and a tensor of splits")
+            return {"m_splits": tokens_per_expert.tolist(), "m_splits_tensor": tokens_per_expert.int()}
+        self.trace.step("GroupedLinear with a list of splits")
+        return {"m_splits": tokens_per_expert.tolist()}
+
+    def glu(
+        self, h: Tensor, *, probs: Tensor | None = None, kind: str = "swiglu", offset: float = 0.0,
+        clamp: float | None = None, alpha: float | None = None, interleave: int | None = None,
+        round_before_probs: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """`moe_ref.glu` of kind swiglu, or quick_geglu with offset 1 and a clamp."""
+        check_glu(h, probs, kind, offset, clamp, alpha, interleave)
+        self._nonempty(h)
+        if kind == "swiglu":
+            self.trace.step("ScaledSwiGLU")
+            operation = self.features.get("scaled_swiglu")(glu_interleave_size=interleave)
+        else:
+            self.trace.step("ScaledClampedQGeGLU")
+            slope = {} if alpha is None else {"alpha": alpha}
+            make = self.features.get("scaled_clamped_geglu")
+            operation = make(glu_interleave_size=interleave, limit=clamp, **slope)
+        out: Tensor = operation(h, probs)
+        return out
+
+    def activation(
+        self, h: Tensor, *, probs: Tensor | None = None, kind: str = "silu", round_before_probs: bool = False
+    ) -> Tensor:
+        """`moe_ref.activation` of kind squared_relu."""
+        check_activation(h, probs, kind)
+        self._nonempty(h)
+        self.trace.step("ScaledSReLU")
+        out: Tensor = self.features.get("scaled_srelu")()(h, probs)
+        return out
+
+    def _nonempty(self, h: Tensor) -> None:
+        if self.complete and h.numel() == 0:
+            raise Unavailable("no row or no column")

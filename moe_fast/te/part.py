@@ -1,0 +1,48 @@
+"""A part of the interface through Transformer Engine: the functions of one family."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from moe_fast.te.features import Features
+from moe_fast.te.probes import Probes
+from moe_fast.te.trace import Trace
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # Transformer Engine's documented ones of plain tensors
+
+
+def named(x: torch.Tensor) -> str:
+    """The name of the dtype."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+class Part:
+    """Functions of one family. Each call leaves its steps in the trace.
+
+    With `complete`, a call that Transformer Engine cannot do or does wrongly raises `Unavailable`,
+    and a fallback mends what a release lacks; otherwise its results and errors pass unchanged.
+    """
+
+    needs: ClassVar[dict[str, tuple[str, ...]]]  # features without which a function has no path, by function
+
+    def __init__(self, features: Features, probes: Probes, trace: Trace, complete: bool) -> None:
+        self.features, self.probes, self.trace, self.complete = features, probes, trace, complete
+
+    def missing(self, function: str) -> str | None:
+        """Why the function has no path through this Transformer Engine, or None."""
+        lacking = [name for name in self.needs[function] if not self.features[name]]
+        return f"Transformer Engine lacks {', '.join(lacking)}" if lacking else None
+
+    def supports(self, function: str, payload: Any, settings: dict[str, Any]) -> str | None:
+        """Why Transformer Engine has no kernel for these dtypes, shapes and settings, or None.
+
+        Args:
+            payload: the call's first argument.
+        """
+        if isinstance(payload, torch.Tensor) and payload.dtype not in DTYPES:
+            return f"{function} of {named(payload)}"
+        return None
+
+    def declares(self, function: str) -> dict[str, Any]:
+        """In terms of the conformance suite's vocabulary."""
+        return {}

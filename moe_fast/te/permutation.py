@@ -1,0 +1,172 @@
+"""Permutation through Transformer Engine: permute, unpermute and sort_chunks under our names.
+
+Mask maps alone: `moe_permute`, `moe_permute_with_probs`, `moe_permute_and_pad_with_probs`,
+`moe_unpermute`, `moe_sort_chunks_by_index` and `moe_sort_chunks_by_index_with_probs` of
+transformer_engine.pytorch. Transformer Engine checks neither maps nor counts, and writes out of
+bounds where they disagree; so the rules of `moe_ref.config` are checked here, and the host counts.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_fast.te import padding
+from moe_fast.te.part import Part
+from moe_fast.te.trace import Unavailable
+from moe_ref.config import Permuted, SortedChunks, check_permute, check_sort_chunks, check_unpermute
+
+
+class RowMap(NamedTuple):
+    """What `unpermute` needs of the call to `permute`."""
+
+    row_id_map: Tensor  # as Transformer Engine returned it
+    num_tokens: int
+    num_experts: int
+    num_rows: int  # P
+    cut: padding.Segments | None  # None without `align`
+    pad_offsets: Tensor | None  # as `moe_permute_and_pad_with_probs` returned them
+
+
+class Permutation(Part):
+    """Functions of moe_ref.permutation."""
+
+    needs: ClassVar = {
+        "permute": ("permute", "unpermute"),
+        "unpermute": ("permute", "unpermute"),
+        "sort_chunks": ("sort_chunks",),
+    }
+
+    def declares(self, function: str) -> dict[str, Any]:
+        """In terms of the conformance suite's vocabulary."""
+        if function == "permute":
+            return {"zero_prob_rows": self.probes.zero_prob_rows}
+        return {"unchecked": ("chunk_sizes", "order")} if function == "sort_chunks" else {}
+
+    def permute(
+        self, tokens: Tensor, routing_map: Tensor, *, probs: Tensor | None = None, align: int | None = None
+    ) -> Permuted:
+        """`moe_ref.permute` without `capacity` and `num_rows`: mask maps have neither.
+
+        Returns:
+            `overflow` is None: nothing is dropped. `pad_offsets` of None from Transformer Engine,
+            where no expert needs padding, are zeros.
+        """
+        check_permute(tokens, routing_map, probs, align, None, None)
+        cut = padding.segments(routing_map, align or 1)
+        if self.complete and cut.num_rows * tokens.shape[1] == 0:
+            raise Unavailable("no row or no column")  # it asserts, or unpermute loses the tokens
+        tokens = self._wanting_gradient(tokens, probs)
+        if align is not None and probs is not None and self.features["permute_and_pad"]:
+            return self._permute_and_pad(tokens, routing_map, probs, cut)
+        rows, row_probs, row_id_map = self._plain(tokens, routing_map, probs, cut.num_rows)
+        num_tokens, num_experts = routing_map.shape
+        row_map = RowMap(row_id_map, num_tokens, num_experts, cut.num_padded, None if align is None else cut, None)
+        if align is not None:
+            rows, row_probs = self._padded(rows, row_probs, cut)
+        counts = cut.counts if align is None else cut.padded
+        offsets = None if align is None else cut.pad_offsets
+        return Permuted(rows, row_probs, row_map, counts, offsets, None)  # type: ignore[arg-type]
+
+    def _wanting_gradient(self, tokens: Tensor, probs: Tensor | None) -> Tensor:
+        """Tokens that require a gradient, where a release gives probs none without."""
+        alone = probs is not None and probs.requires_grad and torch.is_grad_enabled() and not tokens.requires_grad
+        if self.complete and alone and not self.probes.probs_gradient_alone:
+            self.trace.step("tokens made to require a gradient")
+            return tokens.detach().requires_grad_()
+        return tokens
+
+    def _permute_and_pad(self, tokens: Tensor, routing_map: Tensor, probs: Tensor, cut: padding.Segments) -> Permuted:
+        self.trace.step("moe_permute_and_pad_with_probs")
+        rows, row_probs, row_id_map, offsets, padded = self.features.get("permute_and_pad")(
+            inp=tokens, probs=probs, routing_map=routing_map, tokens_per_expert=cut.counts, align_size=cut.align
+        )
+        num_tokens, num_experts = routing_map.shape
+        row_map = RowMap(row_id_map, num_tokens, num_experts, len(rows), cut, offsets)
+        offsets = torch.zeros_like(cut.counts) if offsets is None else offsets
+        return Permuted(rows, row_probs, row_map, padded, offsets, None)  # type: ignore[arg-type]
+
+    def _plain(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor | None, num_rows: int
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Rows, their probs and the row_id_map, without padding."""
+        settings = {"routing_map": routing_map, "num_out_tokens": num_rows}
+        if probs is not None and self.features["permute_with_probs"]:
+            self.trace.step("moe_permute_with_probs")
+            return self.features.get("permute_with_probs")(inp=tokens, probs=probs, **settings)
+        self.trace.step("moe_permute")
+        rows, row_id_map = self.features.get("permute")(inp=tokens, map_type="mask", **settings)
+        if probs is None:
+            return rows, None, row_id_map
+        self.trace.step("probs by an index")
+        expert_R, token_R = (routing_map != 0).T.nonzero(as_tuple=True)
+        return rows, probs[token_R, expert_R], row_id_map
+
+    def _padded(self, rows: Tensor, probs: Tensor | None, cut: padding.Segments) -> tuple[Tensor, Tensor | None]:
+        if self.features["padding"]:
+            self.trace.step("Fp8Padding")
+            rows, _ = self.features.get("padding")(len(cut.host_counts), align_size=cut.align)(rows, cut.host_counts)
+        else:
+            self.trace.step("pad by an index")
+            rows = padding.pad(rows, cut)
+        return rows, None if probs is None else padding.pad(probs, cut)
+
+    def unpermute(
+        self,
+        rows: Tensor,
+        row_map: RowMap,
+        *,
+        restore_shape: tuple[int, int] | None = None,
+        probs: Tensor | None = None,
+    ) -> Tensor:
+        """`moe_ref.unpermute`."""
+        if not isinstance(row_map, RowMap):
+            raise Unavailable("the row map is ours")
+        tokens, experts = row_map.num_tokens, row_map.num_experts
+        check_unpermute(rows, row_map.num_rows, tokens, experts, restore_shape, probs)
+        merging: dict[str, Any] = {} if probs is None else {"merging_probs": probs}
+        cut, offsets = row_map.cut, row_map.pad_offsets
+        if cut is not None and row_map.num_rows > cut.num_rows:
+            if self.features["unpermute_pad_offsets"]:
+                merging["pad_offsets"] = cut.pad_offsets if offsets is None else offsets
+            else:
+                rows = self._unpadded(rows, cut)
+        self.trace.step("moe_unpermute with pad_offsets" if "pad_offsets" in merging else "moe_unpermute")
+        return self.features.get("unpermute")(
+            inp=rows,
+            row_id_map=row_map.row_id_map,
+            restore_shape=torch.Size((tokens, rows.shape[1])),
+            map_type="mask",
+            **merging,
+        )
+
+    def _unpadded(self, rows: Tensor, cut: padding.Segments) -> Tensor:
+        if self.features["unpadding"]:
+            self.trace.step("Fp8Unpadding")
+            return self.features.get("unpadding")(len(cut.host_counts), align_size=cut.align)(rows, cut.host_counts)
+        self.trace.step("unpad by an index")
+        return padding.unpad(rows, cut)
+
+    def sort_chunks(
+        self, rows: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None
+    ) -> SortedChunks:
+        """`moe_ref.sort_chunks`; neither sizes nor order are checked."""
+        check_sort_chunks(rows, chunk_sizes, order, probs)
+        if self.complete and rows.numel() == 0:
+            raise Unavailable("no row or no column")
+        if self.complete and not self.probes.rows_past_the_chunks:
+            self.trace.step("the rows past the chunks as one chunk")
+            rest = len(rows) - chunk_sizes.sum()
+            chunk_sizes = torch.cat([chunk_sizes, rest[None].to(chunk_sizes.dtype)])
+            order = torch.cat([order, order.new_tensor([len(order)])])
+        settings = {"split_sizes": chunk_sizes, "sorted_index": order}
+        if probs is not None and self.features["sort_chunks_with_probs"]:
+            self.trace.step("moe_sort_chunks_by_index_with_probs")
+            return SortedChunks(*self.features.get("sort_chunks_with_probs")(inp=rows, probs=probs, **settings))
+        self.trace.step("moe_sort_chunks_by_index")
+        sort = self.features.get("sort_chunks")
+        out = sort(inp=rows, **settings)
+        if probs is None:
+            return SortedChunks(out, None)
+        self.trace.step("probs as rows of one column")
+        return SortedChunks(out, sort(inp=probs[:, None], **settings)[:, 0])

@@ -1,0 +1,27 @@
+"""The path that each call took through Transformer Engine."""
+
+
+class Unavailable(Exception):
+    """Transformer Engine cannot do this call, or would do it wrongly; the message says why."""
+
+
+class Trace:
+    """The steps of calls, in order."""
+
+    def __init__(self) -> None:
+        self.path: dict[str, str] = {}  # of each function's last call
+        self._steps: list[str] = []
+
+    def begin(self) -> None:
+        """A call starts."""
+        self._steps = []
+
+    def step(self, name: str) -> None:
+        """The call takes this step next."""
+        self._steps.append(name)
+
+    def end(self, function: str, gates: dict[str, str]) -> None:
+        """The call is over: its path is its steps, and the variables that concern one of them."""
+        symbols = {step.split()[0] for step in self._steps}
+        own = [variable for variable, symbol in gates.items() if symbol in symbols]
+        self.path[function] = ", then ".join(self._steps) + (f" [{', '.join(own)}]" if own else "")

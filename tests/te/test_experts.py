@@ -1,0 +1,124 @@
+"""Grouped linear layers and scaled activations through every release of Transformer Engine."""
+
+import pytest
+import torch
+
+import moe_ref
+from conformance.peers.te_standin import standin
+from moe_fast.te import Adapter
+from tests.te.judging import Checked, judged, wrong
+
+FUNCTIONS = ("grouped_linear", "glu", "activation")
+COUNTS = torch.tensor([2, 0, 3])
+
+
+def number(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("bucket", ["2.12", "2.20", "rocm"])
+def test_a_release_completed_by_the_reference_is_conformant(bucket):
+    te = standin(bucket)
+    outcomes = judged(Checked(te, Adapter(te, ours=moe_ref)), FUNCTIONS, most=5)
+    assert not wrong(outcomes)
+    assert {case.function for case, outcome in outcomes if outcome.status == "PASS"} == {*FUNCTIONS}
+
+
+def test_alone_a_release_fails_where_rows_follow_the_last_segment_and_where_no_side_is_left():
+    te = standin("2.20")
+    outcomes = judged(Checked(te, Adapter(te)), ["grouped_linear"], most=10)
+    found = [case for case, outcome in outcomes if outcome.status == "FAIL"]
+    assert found and all(case.golden or case.tail for case in found)
+    assert sum(outcome.status == "PASS" for _, outcome in outcomes) > 8
+
+
+@pytest.mark.parametrize(
+    ("bucket", "variables", "path"),
+    [
+        ("1.11", (), "GroupedLinear with a list of splits"),
+        ("2.15", (), "GroupedLinear with a tensor of splits"),
+        ("2.12", ("NVTE_USE_GROUPED_GEMM_TRITON",), "GroupedLinear with a list of splits"),
+        ("rocm", (), "GroupedLinear with a list and a tensor of splits"),
+        (
+            "rocm",
+            ("NVTE_USE_GROUPED_GEMM_TRITON",),
+            "GroupedLinear with a list and a tensor of splits [NVTE_USE_GROUPED_GEMM_TRITON=1]",
+        ),
+        (
+            "2.20",
+            ("NVTE_USE_CUTLASS_GROUPED_GEMM",),
+            "GroupedLinear with a tensor of splits [NVTE_USE_CUTLASS_GROUPED_GEMM=1]",
+        ),
+    ],
+)
+def test_splits_go_to_the_device_where_the_release_takes_them_there(monkeypatch, bucket, variables, path):
+    for variable in variables:
+        monkeypatch.setenv(variable, "1")
+    adapter = Adapter(standin(bucket), ours=moe_ref)
+    out = adapter.grouped_linear(number(5, 4), number(3, 6, 4, seed=1), COUNTS)
+    assert adapter.path["grouped_linear"] == path
+    assert torch.equal(out, moe_ref.grouped_linear(number(5, 4), number(3, 6, 4, seed=1), COUNTS))
+
+
+def test_a_release_whose_splits_have_no_annotation_gets_the_list():
+    te = standin("2.20", changed={"GroupedLinear.forward": "inp, m_splits, is_first_microbatch=None"})
+    adapter = Adapter(te)
+    adapter.grouped_linear(number(5, 4), number(3, 6, 4, seed=1), COUNTS)
+    assert adapter.path["grouped_linear"] == "GroupedLinear with a list of splits"
+
+
+def test_a_bias_alone_gets_its_gradient():
+    rows, weight, bias = number(5, 4), number(3, 6, 4, seed=1), number(3, 6, seed=2).requires_grad_()
+    gradients = {}
+    for name, adapter in {"alone": Adapter(standin("2.20")), "completed": Adapter(standin("2.20"), moe_ref)}.items():
+        out = adapter.grouped_linear(rows, weight, COUNTS, bias=bias)
+        gradients[name] = torch.autograd.grad(out.sum(), bias)[0]
+    assert not gradients["alone"].any()
+    assert torch.equal(gradients["completed"], COUNTS[:, None].expand(3, 6).float())
+
+
+@pytest.mark.parametrize(("bucket", "twice"), [("2.12", True), ("2.15", True), ("2.19", False), ("2.20", False)])
+def test_a_scaled_activation_is_used_for_the_rounding_that_it_has(bucket, twice):
+    adapter = Adapter(standin(bucket), ours=moe_ref)
+    h, probs = number(64, 32, dtype=torch.bfloat16), number(64, seed=3, dtype=torch.bfloat16)
+    assert adapter.probes.rounds_once is not twice
+    outputs = {}
+    for before in (False, True):
+        outputs[before] = adapter.glu(h, probs=probs, round_before_probs=before)
+        assert adapter.path["glu"].startswith("ScaledSwiGLU" if before == twice else "ours: glu with round_before")
+    assert not torch.equal(outputs[False], outputs[True])
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ({}, "ScaledSwiGLU"),
+        ({"interleave": 4}, "ScaledSwiGLU"),
+        ({"kind": "quick_geglu", "offset": 1.0, "clamp": 7.0}, "ScaledClampedQGeGLU"),
+        ({"kind": "quick_geglu", "offset": 1.0, "clamp": 0.5, "alpha": 2.0}, "ScaledClampedQGeGLU"),
+        ({"kind": "quick_geglu", "clamp": 7.0}, "ours: glu of kind quick_geglu, offset 0.0, clamp 7.0, alpha None"),
+        ({"clamp": 7.0}, "ours: glu of kind swiglu, offset 0.0, clamp 7.0, alpha None"),
+        ({"kind": "reglu"}, "ours: glu of kind reglu, offset 0.0, clamp None, alpha None"),
+        ({"probs": None}, "ours: glu without probs"),
+        ({"probs": number(6).double()}, "ours: glu of float32 by probs of float64: it rounds them to the former"),
+    ],
+)
+def test_each_kind_takes_its_operation_or_ours(settings, path):
+    adapter = Adapter(standin("2.20"), ours=moe_ref)
+    h, settings = number(6, 16), {"probs": number(6, seed=4), **settings}
+    assert torch.equal(adapter.glu(h, **settings), moe_ref.glu(h, **settings))
+    assert adapter.path["glu"] == path
+
+
+def test_squared_relu_is_there_since_2_17():
+    h, probs = number(6, 16), number(6, seed=4)
+    for bucket, path in {"2.12": "ours: Transformer Engine lacks scaled_srelu", "2.15": "ScaledSReLU"}.items():
+        adapter = Adapter(standin(bucket), ours=moe_ref)
+        out = adapter.activation(h, probs=probs, kind="squared_relu")
+        assert (
+            adapter.path["activation"],
+            torch.equal(out, moe_ref.activation(h, probs=probs, kind="squared_relu")),
+        ) == (
+            path,
+            True,
+        )

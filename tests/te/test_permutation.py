@@ -1,0 +1,145 @@
+"""Permutation through every release of Transformer Engine: right, by the path that it claims."""
+
+from itertools import product
+
+import pytest
+import torch
+
+import moe_ref
+from conformance.families.permutation.cases import routed
+from conformance.peers.te_standin import BUCKETS, standin
+from conformance.peers.te_standin.permutation import Permutation as Kernels
+from moe_fast.te import Adapter
+from moe_fast.te.permutation import Permutation
+from tests.te.judging import Checked, judged, symbols_of, wrong
+
+FUNCTIONS = ("permute", "unpermute", "sort_chunks")
+FUSED = "moe_permute_and_pad_with_probs"
+MAP = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 1], [0, 0, 0], [1, 0, 1]], dtype=torch.bool)
+
+
+def number(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def round_trip(adapter, with_probs=True, align=4):
+    """Outputs and gradients of permute and unpermute, and the paths."""
+    tokens, probs = number(5, 3), number(5, 3, seed=1)
+    given = {"probs": probs} if with_probs else {}
+    permuted = adapter.permute(tokens, MAP, **given, **({} if align is None else {"align": align}))
+    out = adapter.unpermute(permuted.rows, permuted.row_map, restore_shape=(5, 3), **given)
+    loss = out.square().sum() + (permuted.probs.square().sum() if with_probs else 0)
+    gradients = torch.autograd.grad(loss, [tokens, probs] if with_probs else [tokens])
+    outputs = [permuted.rows, permuted.probs, permuted.tokens_per_expert, permuted.pad_offsets, out, *gradients]
+    return [x for x in outputs if x is not None], [adapter.path["permute"], adapter.path["unpermute"]]
+
+
+@pytest.mark.parametrize("bucket", [name for name in BUCKETS if name != "1.11"])
+def test_every_release_completed_by_the_reference_is_conformant(bucket):
+    te = standin(bucket)
+    outcomes = judged(Checked(te, Adapter(te, ours=moe_ref)), FUNCTIONS)
+    assert not wrong(outcomes)
+    assert {case.function for case, outcome in outcomes if outcome.status == "PASS"} == {*FUNCTIONS}
+    assert sum(outcome.status == "PASS" for _, outcome in outcomes) > 25
+
+
+def test_a_release_with_index_maps_alone_is_our_implementation():
+    adapter = Adapter(standin("1.11"), ours=moe_ref)
+    assert round_trip(adapter)[1] == ["ours: Transformer Engine lacks permute, unpermute"] * 2
+    assert Adapter(standin("1.11")).offered == ["grouped_linear"]
+
+
+def test_alone_the_newest_release_fails_only_where_nothing_is_routed_or_a_side_is_empty():
+    te = standin("2.20")
+    outcomes = judged(Checked(te, Adapter(te)), FUNCTIONS, most=25)
+    empty = [case for case, outcome in outcomes if outcome.status in ("FAIL", "BLOCKED") and not case.golden]
+    assert empty and all(case.hidden == 0 or not routed(case).any() for case in empty)
+    assert sum(outcome.status == "PASS" for _, outcome in outcomes) > 20
+
+
+def test_a_path_that_did_not_run_is_found(monkeypatch):
+    te = standin("2.6")
+    checked = Checked(te, Adapter(te, ours=moe_ref))
+    monkeypatch.setattr(Permutation, "_unpadded", lambda self, rows, cut: self.trace.step("Fp8Unpadding") or rows)
+    found = wrong(judged(checked, ["unpermute"]))
+    assert any("claims ['Fp8Unpadding', 'moe_unpermute'], ran ['moe_unpermute']" in text for text in found)
+
+
+@pytest.mark.parametrize(("with_probs", "align"), list(product([True, False], [None, 1, 4, 16])))
+def test_all_releases_agree_with_the_reference(with_probs, align):
+    reference = Adapter(standin("1.11"), ours=moe_ref)
+    right = round_trip(reference, with_probs, align)[0]
+    for bucket in BUCKETS:
+        outputs, paths = round_trip(Adapter(standin(bucket), ours=moe_ref), with_probs, align)
+        assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(outputs, right, strict=True)), (bucket, paths)
+
+
+@pytest.mark.parametrize(
+    ("without", "paths"),
+    [
+        ((), [FUSED, "moe_unpermute with pad_offsets"]),
+        ((FUSED,), ["moe_permute_with_probs, then Fp8Padding", "moe_unpermute with pad_offsets"]),
+        ((FUSED, "Fp8Padding"), ["moe_permute_with_probs, then pad by an index", "moe_unpermute with pad_offsets"]),
+        (
+            (FUSED, "Fp8Padding", "moe_permute_with_probs"),
+            ["moe_permute, then probs by an index, then pad by an index", "moe_unpermute with pad_offsets"],
+        ),
+    ],
+)
+def test_every_fallback_gives_the_bits_of_the_fused_kernel(without, paths):
+    fused = round_trip(Adapter(standin("2.20")))[0]
+    outputs, taken = round_trip(Adapter(standin("2.20", without=without)))
+    assert taken == paths
+    assert all(torch.equal(x, y) for x, y in zip(outputs, fused, strict=True))
+
+
+@pytest.mark.parametrize(("without", "step"), [((), "Fp8Unpadding"), (("Fp8Unpadding",), "unpad by an index")])
+def test_rows_are_unpadded_where_unpermute_takes_no_offsets(without, step):
+    merged = "inp, row_id_map, merging_probs=None, restore_shape=None, map_type='mask'"
+    te = standin("2.20", without=without, changed={"moe_unpermute": merged})
+    outputs, paths = round_trip(Adapter(te))
+    assert paths == [FUSED, f"{step}, then moe_unpermute"]
+    assert all(torch.equal(x, y) for x, y in zip(outputs, round_trip(Adapter(standin("2.20")))[0], strict=True))
+
+
+def test_an_unknown_release_is_probed_and_reported_and_nothing_is_guessed():
+    changed = {
+        "moe_unpermute": "inp, row_id_map, merging_probs=None, restore_shape=None, map_type='mask', order='any'",
+        FUSED: "inp, probs, routing_map, tokens_per_expert, align_size, layout",  # what `layout` is, no one knows
+    }
+    adapter = Adapter(te := standin("2.20", changed=changed))
+    outputs, paths = round_trip(adapter)
+    assert paths == ["moe_permute_with_probs, then Fp8Padding", "Fp8Unpadding, then moe_unpermute"]
+    assert all(torch.equal(x, y) for x, y in zip(outputs, round_trip(Adapter(standin("2.20")))[0], strict=True))
+    assert adapter.features.unknown["pytorch.moe_unpermute"] == ["order", "probs"][:1]
+    assert adapter.features.unknown[f"pytorch.{FUSED}"] == ["layout"]
+    assert [line.partition("(")[0] for line in adapter.features.report()][:2] == [
+        f"pytorch.{FUSED}",
+        "pytorch.moe_unpermute",
+    ]
+    assert symbols_of(paths[0], te) == ["moe_permute_with_probs", "Fp8Padding"]
+
+
+def test_probs_alone_get_a_gradient_from_releases_that_have_none():
+    for bucket, given in (("2.12", False), ("2.15", True)):
+        probs = number(5, 3)
+        te = standin(bucket)
+        rows = te.pytorch.moe_permute_with_probs(number(5, 3).detach(), probs, MAP, 7)[1]
+        gradient = torch.autograd.grad(rows.sum(), probs, allow_unused=True)[0]
+        assert (gradient is not None) == given
+        permuted = Adapter(te, ours=moe_ref).permute(number(5, 3).detach(), MAP, probs=probs)
+        assert torch.equal(torch.autograd.grad(permuted.probs.sum(), probs)[0], MAP.float())
+
+
+class CopiedRows(Kernels):
+    """A kernel that copies rows of probability 0 at bf16 alone."""
+
+    def moe_permute_with_probs(self, inp, probs, routing_map, num_out_tokens):
+        tiny = probs.abs().detach() < 1e-3
+        return super().moe_permute_with_probs(inp, torch.where(tiny, 0, probs), routing_map, num_out_tokens)
+
+
+def test_a_release_that_zeroes_other_rows_is_not_conformant():
+    te = standin("2.20")
+    te.pytorch.moe_permute_with_probs = CopiedRows(te.behaviour).moe_permute_with_probs
+    assert wrong(judged(Adapter(te, ours=moe_ref), ["permute"]))
