@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from conformance.engine.options import Options, flags
+from conformance.engine.options import Options, flags, split_names
 from conformance.usage import UsageError, check_module
 
 USAGE, HARNESS, TOO_LITTLE, REGRESSION = 2, 3, 4, 5
@@ -127,6 +127,10 @@ def _parser() -> ArgumentParser:
     _add(verbs, "list", list_, "list the functions, their laws, illegal calls and golden cases")
     _add(verbs, "doctor", doctor, "say what this machine has and whether the suite works on it")
     _add(verbs, "check-adapter", check_adapter, "say what a namespace offers and what is missing", "--impl", "--device")
+    new = _add(verbs, "new-adapter", new_adapter, "write the start of an adapter, NAME.py, in this folder")
+    new.add_argument("name", metavar="NAME", help="the module's name, such as my_adapter")
+    text = "functions to write stubs of, separated by commas (default: a whole example)"
+    new.add_argument("--function", default="", help=text)
     text = "plant defects and count how many the suite finds"
     planted = _add(verbs, "mutants", mutants, text, "--impl", "--run-seed", "--jobs")
     kinds = "listed defects, those made from the implementation's source, or both"
@@ -305,6 +309,15 @@ def check_adapter(given: Namespace) -> int:
         offered, text = described(pool.start())
     print(text)
     return 0 if offered else TOO_LITTLE
+
+
+def new_adapter(given: Namespace) -> int:
+    """Write a file to fill in."""
+    from conformance.report.new_adapter import write_adapter
+
+    path = write_adapter(given.name, split_names(given.function))
+    print(f"wrote {path}; call your kernels in it, then: moe-conformance check-adapter --impl {path.stem}")
+    return 0
 
 
 def mutants(given: Namespace) -> int:

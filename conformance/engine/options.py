@@ -33,6 +33,11 @@ class _Joined(Action):
         setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
+def split_names(text: str) -> tuple[str, ...]:
+    """Names separated by commas, each once."""
+    return tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+
+
 @dataclass(frozen=True)
 class ChildOptions:
     """The options of a child process."""
@@ -103,7 +108,7 @@ class Options:
     @property
     def functions(self) -> tuple[str, ...]:
         """The named functions; empty: all."""
-        return tuple(dict.fromkeys(name for part in self.function.split(",") if (name := part.strip())))
+        return split_names(self.function)
 
     @property
     def part(self) -> tuple[int, int]:
