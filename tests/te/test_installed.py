@@ -2,13 +2,20 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
 import moe_fast
+from conformance.core.space import Space
+from conformance.engine.choose.plan import cases_of, sections
+from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.options import ChildOptions
+from conformance.engine.run.pool import Pool
 from conformance.interface import Implementation
 from conformance.peers.te_standin import standin
 from moe_fast.te.package import installed
+from tests.te.judging import NOTHING_WRONG
 
 PEER, OURS = "conformance.peers.transformer_engine", "moe_fast.te.installed"
 MODULES = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.router")
@@ -66,6 +73,19 @@ def test_completed_by_ours_every_function_of_the_adapter_has_every_setting(with_
     assert implementation.lacks("permute", {"align": 1, "capacity": 1, "num_rows": 1}) == []
     assert implementation.lacks("topk_routing", {"precomputed_indices": None}) == []
     assert adapter.ours is moe_fast
+
+
+def test_a_child_process_judges_an_adapter_like_any_implementation():
+    with Pool(
+        ChildOptions("tests.te.adapted:completed", device="cpu", search=(str(Path(__file__).parents[2]),))
+    ) as pool:
+        description = pool.start()
+        space = Space.of(description)
+        section = next(x for x in sections() if (x.kind, x.function) == ("fixed", "permute"))
+        outcomes = [outcome for _, outcome in pool.run(cases_of(section, PROFILES["smoke"], space, 0))]
+    assert description["functions"]["permute"]["declares"]["zero_prob_rows"] == "zero"
+    statuses = [outcome.status for outcome in outcomes]
+    assert statuses.count("PASS") > 8 and {*statuses} <= {*NOTHING_WRONG}
 
 
 def test_a_release_without_a_submodule_is_loaded_all_the_same(with_package):
