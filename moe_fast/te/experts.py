@@ -74,20 +74,22 @@ class Experts(Part):
             if 0 in (used, *weight.shape):
                 raise Unavailable("no row or no column")
         num_experts, width, hidden = weight.shape
-        inp = self._wanting_gradient(rows[:used], weight, bias)
+        weight = self._wanting_gradient(weight, bias)
         module = grouped_module(self.features, num_experts, hidden, width, bias is not None, rows.dtype)
         named = {f"weight{e}": x for e, x in enumerate(weight.unbind(0))}
         named |= {} if bias is None else {f"bias{e}": x for e, x in enumerate(bias.unbind(0))}
-        out: Tensor = torch.func.functional_call(module, named, (), {"inp": inp, **self._splits(tokens_per_expert)})
+        out: Tensor = torch.func.functional_call(
+            module, named, (), {"inp": rows[:used], **self._splits(tokens_per_expert)}
+        )
         return out if used == len(rows) else torch.cat([out, out.new_zeros((len(rows) - used, width))])
 
-    def _wanting_gradient(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Rows that require a gradient, where a release gives a bias none without."""
-        alone = bias is not None and bias.requires_grad and not (rows.requires_grad or weight.requires_grad)
+    def _wanting_gradient(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A weight that requires a gradient, where a release gives a bias none without."""
+        alone = bias is not None and bias.requires_grad and not weight.requires_grad
         if self.complete and alone and torch.is_grad_enabled() and not self.probes.bias_gradient_alone:
-            self.trace.step("rows made to require a gradient")
-            return rows.detach().requires_grad_()
-        return rows
+            self.trace.step("weight made to require a gradient")
+            return weight.detach().requires_grad_()
+        return weight
 
     def _splits(self, tokens_per_expert: Tensor) -> dict[str, Any]:
         """Rows by expert, on the device where the release takes them there."""

@@ -114,11 +114,13 @@ class Probes:
         scale = torch.tensor([0.7109375], dtype=torch.bfloat16, device=_device())
         out = self.features.get("scaled_swiglu")(glu_interleave_size=None)(h, scale)
         gate, value = h.float().chunk(2, dim=1)
-        return bool((out == (torch.nn.functional.silu(gate) * value * scale.float()).bfloat16()).all())
+        act = torch.nn.functional.silu(gate) * value
+        once, twice = (act * scale.float()).bfloat16(), (act.bfloat16().float() * scale.float()).bfloat16()
+        return int((out == once).sum()) > int((out == twice).sum())
 
     @cached_property
     def bias_gradient_alone(self) -> bool:
-        """Whether a grouped linear layer's bias gets a gradient where nothing else wants one."""
+        """Whether a grouped linear layer's bias gets a gradient where the weight wants none."""
         if not self.features["grouped_linear"]:
             return True
         ones = torch.ones((16, 16), dtype=torch.bfloat16, device=_device())

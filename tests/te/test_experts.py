@@ -67,8 +67,8 @@ def test_a_release_whose_splits_have_no_annotation_gets_the_list():
     assert adapter.path["grouped_linear"] == "GroupedLinear with a list of splits"
 
 
-def test_a_bias_alone_gets_its_gradient():
-    rows, weight, bias = number(5, 4), number(3, 6, 4, seed=1), number(3, 6, seed=2).requires_grad_()
+def test_a_bias_gets_its_gradient_where_the_weight_wants_none():
+    rows, weight, bias = number(5, 4).requires_grad_(), number(3, 6, 4, seed=1), number(3, 6, seed=2).requires_grad_()
     gradients = {}
     for name, adapter in {"alone": Adapter(standin("2.20")), "completed": Adapter(standin("2.20"), moe_ref)}.items():
         out = adapter.grouped_linear(rows, weight, COUNTS, bias=bias)

@@ -22,6 +22,8 @@ class Row:
 
 _TOPK = "logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias"
 _GROUPED = "num_gemms, in_features, out_features, bias=True, params_dtype=None, device='cuda'"
+_SINGLE = "delay_wgrad_compute=False, save_original_input=False, single_grouped_weight=False, single_grouped_bias=False"
+_RECOMPUTE = "activation_recompute_in_mlp=False"
 _FORWARD = "inp: Tensor, m_splits: list[int], is_first_microbatch=None"
 _CHUNKS = "split_sizes, sorted_index"
 _PERMUTE_AND_PAD = "inp, probs, routing_map, tokens_per_expert, align_size"
@@ -53,6 +55,8 @@ SYMBOLS = (
     Row("GroupedLinear", (1, 11), _GROUPED),
     Row("GroupedLinear", (2, 3), f"{_GROUPED}, delay_wgrad_compute=False"),
     Row("GroupedLinear", (2, 6), f"{_GROUPED}, delay_wgrad_compute=False, save_original_input=False"),
+    Row("GroupedLinear", (2, 14), f"{_GROUPED}, {_SINGLE}"),
+    Row("GroupedLinear", (2, 19), f"{_GROUPED}, {_SINGLE}, use_grouped_tensor=None"),
     Row("GroupedLinear.forward", (1, 11), _FORWARD),
     Row("GroupedLinear.forward", (2, 1), f"{_FORWARD}, m_splits_tensor=None", rocm=True),
     Row("GroupedLinear.forward", (2, 17), _FORWARD.replace("list[int]", "list[int] | Tensor")),
@@ -62,17 +66,29 @@ SYMBOLS = (
         _FORWARD.replace("list[int]", "list[int] | Tensor") + ", out=None, dgrad_out=None",
     ),
     Row("ops.ScaledSwiGLU", (2, 13), "glu_interleave_size=None"),
-    Row("ops.ScaledClampedQGeGLU", (2, 15), "glu_interleave_size=None, limit=7.0, alpha=1.702"),
+    Row("ops.ScaledSwiGLU", (2, 17), f"glu_interleave_size=None, *, {_RECOMPUTE}"),
+    Row("ops.ScaledClampedQGeGLU", (2, 15), "glu_interleave_size=None, *, limit=7.0, alpha=1.702"),
     Row(
         "ops.ScaledClampedQGeGLU",
         (2, 17),
-        "glu_interleave_size=None, limit=7.0, alpha=1.702, glu_linear_offset=1.0",
+        f"glu_interleave_size=None, *, {_RECOMPUTE}, limit=7.0, alpha=1.702, glu_linear_offset=1.0",
     ),
-    Row("ops.ScaledSReLU", (2, 17), ""),
+    Row("ops.ScaledSReLU", (2, 17), f"*, {_RECOMPUTE}"),
     Row("router.fused_topk_with_score_function", (2, 6), _TOPK),
     Row("router.fused_topk_with_score_function", (2, 17), f"{_TOPK}, routing_map_format='bytemap'"),
     Row("router.fused_topk_with_score_function", (2, 18), f"{_TOPK}, routing_map_format='bytemap', topk_indices=None"),
+    Row(
+        "router.fused_topk_with_score_function",
+        (2, 20),
+        f"{_TOPK}, routing_map_format='bytemap', topk_indices=None, "
+        "qb_histogram=None, qb_bin_bounds=None, qb_histogram_mode=None",
+    ),
     Row("router.fused_compute_score_for_moe_aux_loss", (2, 6), "logits, topk, score_function"),
+    Row(
+        "router.fused_compute_score_for_moe_aux_loss",
+        (2, 17),
+        "logits, topk, score_function, routing_map_format='bytemap'",
+    ),
     Row(
         "router.fused_moe_aux_loss",
         (2, 6),
@@ -96,7 +112,7 @@ BEHAVIOUR: dict[str, Version] = {
     "tensor_total": (2, 18),  # total_num_tokens may be a tensor
     "rounds_once": (2, 19),  # a scaled activation rounds after the product with its scale alone
     "typed_empty_maps": (2, 19),  # of no tokens: int32 [0, 2E+1]; before float32 [0]
-    "bias_gradient_alone": NEVER,  # a bias has a gradient where nothing else wants one; seen in 2.20.2
+    "bias_gradient_alone": NEVER,  # a bias has a gradient where the weight wants none; seen in 2.20.2
 }
 
 BUCKETS: dict[str, tuple[Version, bool]] = {  # a release of each, and whether it is ROCm's
