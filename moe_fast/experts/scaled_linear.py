@@ -105,7 +105,7 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
     described = have_descriptors(*codes)
     blocks = (left.block, right.block)
     if described and accumulate_into is None and have_descriptors(out) and _on_hopper(unit, device, blocks):
-        hopper.scaled_wgrad(codes[0], _blocks(left), codes[1], _blocks(right), plan, out)
+        hopper.scaled_wgrad(codes[0], left.scale, codes[1], right.scale, plan, out)
         return out
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
     with launch_on(out):
