@@ -1,6 +1,7 @@
 """Permutation through every release of Transformer Engine: right, by the path that it claims."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,17 +25,17 @@ def number(*shape, seed=0):
 
 def round_trip(adapter, with_probs=True, align=4):
     """Outputs and gradients of permute and unpermute, and the paths."""
-    tokens, probs = number(5, 3), number(5, 3, seed=1)
+    tokens, probs = number(5, 16), number(5, 3, seed=1)
     given = {"probs": probs} if with_probs else {}
     permuted = adapter.permute(tokens, MAP, **given, **({} if align is None else {"align": align}))
-    out = adapter.unpermute(permuted.rows, permuted.row_map, restore_shape=(5, 3), **given)
+    out = adapter.unpermute(permuted.rows, permuted.row_map, restore_shape=(5, 16), **given)
     loss = out.square().sum() + (permuted.probs.square().sum() if with_probs else 0)
     gradients = torch.autograd.grad(loss, [tokens, probs] if with_probs else [tokens])
     outputs = [permuted.rows, permuted.probs, permuted.tokens_per_expert, permuted.pad_offsets, out, *gradients]
     return [x for x in outputs if x is not None], [adapter.path["permute"], adapter.path["unpermute"]]
 
 
-@pytest.mark.parametrize("bucket", [name for name in BUCKETS if name != "1.11"])
+@pytest.mark.parametrize("bucket", BUCKETS)
 def test_every_release_completed_by_the_reference_is_conformant(bucket):
     te = standin(bucket)
     outcomes = judged(Checked(te, Adapter(te, ours=moe_ref)), FUNCTIONS)
@@ -43,10 +44,24 @@ def test_every_release_completed_by_the_reference_is_conformant(bucket):
     assert sum(outcome.status == "PASS" for _, outcome in outcomes) > 25
 
 
-def test_a_release_with_index_maps_alone_is_our_implementation():
+def test_a_release_without_routing_maps_gets_lists_of_experts():
     adapter = Adapter(standin("1.11"), ours=moe_ref)
-    assert round_trip(adapter)[1] == ["ours: Transformer Engine lacks permute, unpermute"] * 2
-    assert Adapter(standin("1.11")).offered == ["grouped_linear"]
+    outputs, paths = round_trip(adapter)
+    assert paths == [
+        "moe_permute of indices, then probs by an index, then pad by an index",
+        "unpad by an index, then moe_unpermute of indices",
+    ]
+    right = round_trip(moe_ref_adapter())[0]
+    assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(outputs, right, strict=True))
+    narrow = adapter.permute(number(5, 3), MAP)
+    assert adapter.path["permute"] == "ours: permute of 3 columns of float32: no whole 16 bytes"
+    assert torch.equal(narrow.rows, moe_ref.permute(number(5, 3), MAP).rows)
+    assert Adapter(standin("1.11")).offered == ["permute", "unpermute", "grouped_linear"]
+
+
+def moe_ref_adapter():
+    """An adapter of nothing: all is ours."""
+    return Adapter(SimpleNamespace(), ours=moe_ref)
 
 
 def test_alone_the_newest_release_fails_only_where_nothing_is_routed_or_a_side_is_empty():
@@ -67,8 +82,7 @@ def test_a_path_that_did_not_run_is_found(monkeypatch):
 
 @pytest.mark.parametrize(("with_probs", "align"), list(product([True, False], [None, 1, 4, 16])))
 def test_all_releases_agree_with_the_reference(with_probs, align):
-    reference = Adapter(standin("1.11"), ours=moe_ref)
-    right = round_trip(reference, with_probs, align)[0]
+    right = round_trip(moe_ref_adapter(), with_probs, align)[0]
     for bucket in BUCKETS:
         outputs, paths = round_trip(Adapter(standin(bucket), ours=moe_ref), with_probs, align)
         assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(outputs, right, strict=True)), (bucket, paths)
@@ -127,8 +141,11 @@ def test_probs_alone_get_a_gradient_from_releases_that_have_none():
         rows = te.pytorch.moe_permute_with_probs(number(5, 3).detach(), probs, MAP, 7)[1]
         gradient = torch.autograd.grad(rows.sum(), probs, allow_unused=True)[0]
         assert (gradient is not None) == given
-        permuted = Adapter(te, ours=moe_ref).permute(number(5, 3).detach(), MAP, probs=probs)
+        adapter = Adapter(te, ours=moe_ref)
+        permuted = adapter.permute(number(5, 3).detach(), MAP, probs=probs)
         assert torch.equal(torch.autograd.grad(permuted.probs.sum(), probs)[0], MAP.float())
+        out = adapter.unpermute(torch.ones(7, 3), permuted.row_map, probs=probs)
+        assert torch.equal(torch.autograd.grad(out.sum(), probs)[0], 3 * MAP.float())
 
 
 class CopiedRows(Kernels):
