@@ -28,3 +28,9 @@ def in_slots(indices: Tensor, probs: Tensor | None, num_experts: int) -> Tensor:
     if probs is None:
         return real.float()
     return torch.where(real, probs.gather(1, indices.clamp(max=num_experts - 1).long()), 0).float()
+
+
+def in_vectors(x: Tensor) -> Tensor:
+    """Contiguous rows with columns of zeros up to a whole number of vectors."""
+    missing = -(x.shape[1] * x.element_size()) % VECTOR // x.element_size()
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_fast.te import padding
-from moe_fast.te.indices import MOST_SLOTS, VECTOR, in_slots, slots_of
+from moe_fast.te.indices import MOST_SLOTS, VECTOR, in_slots, in_vectors, slots_of
 from moe_fast.te.part import Part, named
 from moe_fast.te.trace import Unavailable
 from moe_ref.config import Permuted, SortedChunks, check_permute, check_sort_chunks, check_unpermute
@@ -56,8 +56,8 @@ class Permutation(Part):
 
     def supports(self, function: str, payload: Any, settings: dict[str, Any]) -> str | None:
         """The documented dtypes; by lists of experts, rows of whole vectors."""
-        ragged = function != "sort_chunks" and isinstance(payload, Tensor) and self.by_indices
-        if ragged and payload.shape[1] * payload.element_size() % VECTOR:
+        alone = function != "sort_chunks" and self.by_indices and not self.complete
+        if alone and isinstance(payload, Tensor) and payload.shape[1] * payload.element_size() % VECTOR:
             return f"{function} of {payload.shape[1]} columns of {named(payload)}: no whole {VECTOR} bytes"
         return super().supports(function, payload, settings)
 
@@ -101,20 +101,17 @@ class Permutation(Part):
     def _permute_by_indices(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor | None, align: int | None, cut: padding.Segments
     ) -> Permuted:
-        """The kernels read contiguous rows, whatever the strides are."""
+        """The kernels read contiguous rows of whole vectors, whatever strides and columns are."""
         indices = slots_of(routing_map)
-        if self.complete:
-            tokens = tokens.contiguous()
-            if indices.shape[1] > MOST_SLOTS:
-                raise Unavailable(f"a token has {indices.shape[1]} experts")
+        if self.complete and indices.shape[1] > MOST_SLOTS:
+            raise Unavailable(f"a token has {indices.shape[1]} experts")
+        inp = in_vectors(tokens) if self.complete else tokens
         self.trace.step("moe_permute of indices")
-        rows, row_id_map = self.features.get("permute_indices")(
-            inp=tokens, indices=indices, num_out_tokens=cut.num_rows
-        )
-        row_map = _row_map(row_id_map, routing_map, cut.num_padded, None if align is None else cut)._replace(
-            indices=indices
-        )
-        return self._finished(rows, self._probs_by_index(routing_map, probs), row_map, cut)
+        permute = self.features.get("permute_indices")
+        rows, row_id_map = permute(inp=inp, indices=indices, num_out_tokens=cut.num_rows)
+        row_map = _row_map(row_id_map, routing_map, cut.num_padded, None if align is None else cut)
+        row_probs = self._probs_by_index(routing_map, probs)
+        return self._finished(rows[:, : tokens.shape[1]], row_probs, row_map._replace(indices=indices), cut)
 
     def _probs_by_index(self, routing_map: Tensor, probs: Tensor | None) -> Tensor | None:
         if probs is None:
@@ -196,11 +193,11 @@ class Permutation(Part):
     def _unpermute_by_indices(self, rows: Tensor, row_map: RowMap, indices: Tensor, probs: Tensor | None) -> Tensor:
         if row_map.cut is not None and row_map.num_rows > row_map.cut.num_rows:
             rows = self._unpadded(rows, row_map.cut)
-        rows = rows.contiguous() if self.complete else rows
+        inp = in_vectors(rows) if self.complete else rows
         self.trace.step("moe_unpermute of indices")
         merging = in_slots(indices, probs, row_map.num_experts)
-        out: Tensor = self.features.get("unpermute_indices")(inp=rows, row_id_map=row_map.row_id_map, probs=merging)
-        return out
+        out: Tensor = self.features.get("unpermute_indices")(inp=inp, row_id_map=row_map.row_id_map, probs=merging)
+        return out[:, : rows.shape[1]]
 
     def _unpadded(self, rows: Tensor, cut: padding.Segments) -> Tensor:
         if self.features["unpadding"]:

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import moe_ref
-from conformance.families.permutation.cases import routed
+from conformance.engine.child.evaluate import evaluate
+from conformance.families.permutation.cases import RoutingCase, routed
+from conformance.interface import Implementation
 from conformance.peers.te_standin import BUCKETS, standin
 from conformance.peers.te_standin.permutation import Permutation as Kernels
 from moe_fast.te import Adapter
@@ -53,10 +55,10 @@ def test_a_release_without_routing_maps_gets_lists_of_experts():
     ]
     right = round_trip(moe_ref_adapter())[0]
     assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(outputs, right, strict=True))
-    narrow = adapter.permute(number(5, 3), MAP)
-    assert adapter.path["permute"] == "ours: permute of 3 columns of float32: no whole 16 bytes"
-    assert torch.equal(narrow.rows, moe_ref.permute(number(5, 3), MAP).rows)
-    assert Adapter(standin("1.11")).offered == ["permute", "unpermute", "grouped_linear"]
+    alone = Adapter(standin("1.11"))
+    assert alone.offered == ["permute", "unpermute", "grouped_linear"]
+    narrow = alone.supports("permute", tokens=number(5, 3), routing_map=MAP)
+    assert narrow == "permute of 3 columns of float32: no whole 16 bytes"
 
 
 def moe_ref_adapter():
@@ -160,3 +162,20 @@ def test_a_release_that_zeroes_other_rows_is_not_conformant():
     te = standin("2.20")
     te.pytorch.moe_permute_with_probs = CopiedRows(te.behaviour).moe_permute_with_probs
     assert wrong(judged(Adapter(te, ours=moe_ref), ["permute"]))
+
+
+@pytest.mark.parametrize("bucket", ["1.11", "2.1", "2.20"])
+@pytest.mark.parametrize(("dtype", "probs"), [("float32", ""), ("bfloat16", "float32"), ("float16", "float16")])
+def test_rows_of_whole_vectors_go_through_every_release(bucket, dtype, probs):
+    adapter = Adapter(te := standin(bucket), ours=moe_ref)
+    checked = Implementation(Checked(te, adapter), bucket)
+    for function, align, spread in product(("permute", "unpermute"), (0, 4), ("ragged", "skewed", "middle_empty")):
+        payload = "tokens" if function == "permute" else "rows"
+        shape = {"tokens": 7, "experts": 5, "topk": 3, "hidden": 16, "spread": spread, "align": align, "seed": align}
+        case = RoutingCase(
+            function=function, dtype=dtype, probs=probs, grads=f"{payload}+probs" if probs else payload, **shape
+        )
+        outcome = evaluate(case, checked, "cpu")
+        assert outcome.status == "PASS", (case.text, outcome.finding)
+        assert not adapter.path[function].startswith("ours")
+        assert ("indices" in adapter.path[function]) == (bucket == "1.11")
