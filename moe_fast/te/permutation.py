@@ -211,8 +211,8 @@ class Permutation(Part):
     ) -> SortedChunks:
         """`moe_ref.sort_chunks`; neither sizes nor order are checked."""
         check_sort_chunks(rows, chunk_sizes, order, probs)
-        if self.complete and rows.numel() == 0:
-            raise Unavailable("no row or no column")
+        if self.complete and 0 in (*rows.shape, len(order)):
+            raise Unavailable("no row, no column or no chunk")
         if self.complete and not self.probes.rows_past_the_chunks:
             self.trace.step("the rows past the chunks as one chunk")
             rest = len(rows) - chunk_sizes.sum()

@@ -1,5 +1,6 @@
 """Permutation through every release of Transformer Engine: right, by the path that it claims."""
 
+import threading
 from itertools import product
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from conformance.peers.te_standin import BUCKETS, standin
 from conformance.peers.te_standin.permutation import Permutation as Kernels
 from moe_fast.te import Adapter
 from moe_fast.te.permutation import Permutation
+from moe_fast.te.trace import Trace
 from tests.te.judging import Checked, judged, symbols_of, wrong
 
 FUNCTIONS = ("permute", "unpermute", "sort_chunks")
@@ -66,11 +68,16 @@ def moe_ref_adapter():
     return Adapter(SimpleNamespace(), ours=moe_ref)
 
 
+def is_empty(case):
+    """No column, no chunk, or nothing routed."""
+    return case.hidden == 0 or (not case.sizes if case.function == "sort_chunks" else not routed(case).any())
+
+
 def test_alone_the_newest_release_fails_only_where_nothing_is_routed_or_a_side_is_empty():
     te = standin("2.20")
     outcomes = judged(Checked(te, Adapter(te)), FUNCTIONS, most=25)
     empty = [case for case, outcome in outcomes if outcome.status in ("FAIL", "BLOCKED") and not case.golden]
-    assert empty and all(case.hidden == 0 or not routed(case).any() for case in empty)
+    assert empty and all(is_empty(case) for case in empty)
     assert sum(outcome.status == "PASS" for _, outcome in outcomes) > 20
 
 
@@ -148,6 +155,26 @@ def test_probs_alone_get_a_gradient_from_releases_that_have_none():
         assert torch.equal(torch.autograd.grad(permuted.probs.sum(), probs)[0], MAP.float())
         out = adapter.unpermute(torch.ones(7, 3), permuted.row_map, probs=probs)
         assert torch.equal(torch.autograd.grad(out.sum(), probs)[0], 3 * MAP.float())
+
+
+def test_rows_without_a_chunk_are_ours():
+    nothing = torch.zeros(0, dtype=torch.int64)
+    adapter = Adapter(standin("2.20"), ours=moe_ref)
+    assert torch.equal(adapter.sort_chunks(number(2, 3), nothing, nothing).rows, number(2, 3))
+    assert adapter.path["sort_chunks"] == "ours: no row, no column or no chunk"
+    with pytest.raises(ValueError, match="split_sizes is empty"):
+        Adapter(standin("2.20")).sort_chunks(number(2, 3), nothing, nothing)
+
+
+def test_each_thread_has_the_steps_of_its_own_call():
+    trace = Trace()
+    trace.begin()
+    trace.step("moe_permute")
+    other = threading.Thread(target=lambda: (trace.begin(), trace.step("ours"), trace.end("glu", {})))
+    other.start()
+    other.join()
+    trace.end("permute", {})
+    assert trace.path == {"glu": "ours", "permute": "moe_permute"}
 
 
 class CopiedRows(Kernels):

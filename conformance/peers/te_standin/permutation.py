@@ -213,6 +213,10 @@ class Permutation:
         return self._sorted(inp, probs, split_sizes, sorted_index)
 
     def _sorted(self, inp: Tensor, probs: Tensor | None, sizes: Tensor, order: Tensor) -> Any:
+        if inp.numel() == 0:
+            return inp.clone(), None if probs is None else probs.clone()
+        if len(sizes) == 0:
+            raise ValueError("split_sizes is empty; a kernel's range must have an end above its start")
         rows, row_probs = moe_ref.sort_chunks(inp, sizes, order, probs=probs)
         total = int(sizes.sum())
         if total < len(inp) and not self.behaviour.keeps_tail:  # its places are undefined
