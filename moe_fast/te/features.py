@@ -27,10 +27,25 @@ class Feature:
     passes: tuple[str, ...]
     fallback: str
     takes_tensor: str = ""  # a parameter whose annotation must name a tensor
+    needless_with: str = ""  # a feature that does the same
 
 
 TABLE = (
     Feature("permute", "pytorch.moe_permute", _MASK, "our permute"),
+    Feature(
+        "permute_indices",
+        "pytorch.moe_permute",
+        ("inp", "indices", "num_out_tokens"),
+        "our permute",
+        needless_with="permute",
+    ),
+    Feature(
+        "unpermute_indices",
+        "pytorch.moe_unpermute",
+        ("inp", "row_id_map", "probs"),
+        "our unpermute",
+        needless_with="unpermute",
+    ),
     Feature(
         "permute_with_probs",
         "pytorch.moe_permute_with_probs",
@@ -94,6 +109,7 @@ TABLE = (
         "pytorch.GroupedLinear.forward",
         (*_SPLITS, "m_splits_tensor"),
         "the list alone (the parameter is ROCm's)",
+        needless_with="tensor_splits",
     ),
     Feature("scaled_swiglu", "pytorch.ops.ScaledSwiGLU", ("glu_interleave_size",), "our glu"),
     Feature(
@@ -200,5 +216,6 @@ class Features:
 
     def report(self) -> list[str]:
         """A line per missing feature, with the path taken instead, and per gate that is set."""
-        lacking = [f"{x.symbol}({', '.join(x.passes)}): missing; {x.fallback}" for x in TABLE if not self[x.name]]
+        wanted = [x for x in TABLE if not (x.needless_with and self[x.needless_with])]
+        lacking = [f"{x.symbol}({', '.join(x.passes)}): missing; {x.fallback}" for x in wanted if not self[x.name]]
         return [*lacking, *self.gates]

@@ -1,9 +1,10 @@
 """Permutation through Transformer Engine: permute, unpermute and sort_chunks under our names.
 
-Mask maps alone: `moe_permute`, `moe_permute_with_probs`, `moe_permute_and_pad_with_probs`,
-`moe_unpermute`, `moe_sort_chunks_by_index` and `moe_sort_chunks_by_index_with_probs` of
-transformer_engine.pytorch. Transformer Engine checks neither maps nor counts, and writes out of
-bounds where they disagree; so the rules of `moe_ref.config` are checked here, and the host counts.
+`moe_permute`, `moe_permute_with_probs`, `moe_permute_and_pad_with_probs`, `moe_unpermute`,
+`moe_sort_chunks_by_index` and `moe_sort_chunks_by_index_with_probs` of transformer_engine.pytorch,
+by routing maps, or by lists of experts before 2.1. Transformer Engine checks neither maps nor
+counts, and writes out of bounds where they disagree; so the rules of `moe_ref.config` are checked
+here, and the host counts.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_fast.te import padding
-from moe_fast.te.part import Part
+from moe_fast.te.indices import MOST_SLOTS, VECTOR, in_slots, in_vectors, slots_of
+from moe_fast.te.part import Part, named
 from moe_fast.te.trace import Unavailable
 from moe_ref.config import Permuted, SortedChunks, check_permute, check_sort_chunks, check_unpermute
 
@@ -25,7 +27,13 @@ class RowMap(NamedTuple):
     num_experts: int
     num_rows: int  # P
     cut: padding.Segments | None  # None without `align`
-    pad_offsets: Tensor | None  # as `moe_permute_and_pad_with_probs` returned them
+    pad_offsets: Tensor | None = None  # as `moe_permute_and_pad_with_probs` returned them
+    indices: Tensor | None = None  # [N,K] each token's experts, where the release takes no routing maps
+
+
+def _row_map(row_id_map: Tensor, routing_map: Tensor, num_rows: int, cut: padding.Segments | None) -> RowMap:
+    num_tokens, num_experts = routing_map.shape
+    return RowMap(row_id_map, num_tokens, num_experts, num_rows, cut)
 
 
 class Permutation(Part):
@@ -37,11 +45,29 @@ class Permutation(Part):
         "sort_chunks": ("sort_chunks",),
     }
 
+    @property
+    def by_indices(self) -> bool:
+        """Whether the release permutes by lists of experts, and not by routing maps."""
+        return self.features["permute_indices"] and self.features["unpermute_indices"]
+
+    def missing(self, function: str) -> str | None:
+        """Why the function has no path through this Transformer Engine, or None."""
+        return None if function in ("permute", "unpermute") and self.by_indices else super().missing(function)
+
+    def supports(self, function: str, payload: Any, settings: dict[str, Any]) -> str | None:
+        """The documented dtypes; by lists of experts, rows of whole vectors."""
+        alone = function != "sort_chunks" and self.by_indices and not self.complete
+        if alone and isinstance(payload, Tensor) and payload.shape[1] * payload.element_size() % VECTOR:
+            return f"{function} of {payload.shape[1]} columns of {named(payload)}: no whole {VECTOR} bytes"
+        return super().supports(function, payload, settings)
+
     def declares(self, function: str) -> dict[str, Any]:
         """In terms of the conformance suite's vocabulary."""
-        if function == "permute":
-            return {"zero_prob_rows": self.probes.zero_prob_rows}
-        return {"unchecked": ("chunk_sizes", "order")} if function == "sort_chunks" else {}
+        if function == "sort_chunks":
+            return {"unchecked": ("chunk_sizes", "order")}
+        policy = {"zero_prob_rows": self.probes.zero_prob_rows} if function == "permute" else {}
+        sums = {"accumulator": "storage", "noncontiguous": self.complete} if self.by_indices else {}
+        return policy | sums
 
     def permute(
         self, tokens: Tensor, routing_map: Tensor, *, probs: Tensor | None = None, align: int | None = None
@@ -56,33 +82,58 @@ class Permutation(Part):
         cut = padding.segments(routing_map, align or 1)
         if self.complete and cut.num_rows * tokens.shape[1] == 0:
             raise Unavailable("no row or no column")  # it asserts, or unpermute loses the tokens
+        if self.by_indices:
+            return self._permute_by_indices(tokens, routing_map, probs, align, cut)
         tokens = self._wanting_gradient(tokens, probs)
         if align is not None and probs is not None and self.features["permute_and_pad"]:
             return self._permute_and_pad(tokens, routing_map, probs, cut)
         rows, row_probs, row_id_map = self._plain(tokens, routing_map, probs, cut.num_rows)
-        num_tokens, num_experts = routing_map.shape
-        row_map = RowMap(row_id_map, num_tokens, num_experts, cut.num_padded, None if align is None else cut, None)
-        if align is not None:
-            rows, row_probs = self._padded(rows, row_probs, cut)
-        counts = cut.counts if align is None else cut.padded
-        offsets = None if align is None else cut.pad_offsets
-        return Permuted(rows, row_probs, row_map, counts, offsets, None)  # type: ignore[arg-type]
+        row_map = _row_map(row_id_map, routing_map, cut.num_padded, None if align is None else cut)
+        return self._finished(rows, row_probs, row_map, cut)
 
-    def _wanting_gradient(self, tokens: Tensor, probs: Tensor | None) -> Tensor:
-        """Tokens that require a gradient, where a release gives probs none without."""
-        alone = probs is not None and probs.requires_grad and torch.is_grad_enabled() and not tokens.requires_grad
+    def _finished(self, rows: Tensor, probs: Tensor | None, row_map: RowMap, cut: padding.Segments) -> Permuted:
+        """The result, padded if the row map has segments."""
+        if row_map.cut is None:
+            return Permuted(rows, probs, row_map, cut.counts, None, None)  # type: ignore[arg-type]
+        rows, probs = self._padded(rows, probs, cut)
+        return Permuted(rows, probs, row_map, cut.padded, cut.pad_offsets, None)  # type: ignore[arg-type]
+
+    def _permute_by_indices(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor | None, align: int | None, cut: padding.Segments
+    ) -> Permuted:
+        """The kernels read contiguous rows of whole vectors, whatever strides and columns are."""
+        indices = slots_of(routing_map)
+        if self.complete and indices.shape[1] > MOST_SLOTS:
+            raise Unavailable(f"a token has {indices.shape[1]} experts")
+        inp = in_vectors(tokens) if self.complete else tokens
+        self.trace.step("moe_permute of indices")
+        permute = self.features.get("permute_indices")
+        rows, row_id_map = permute(inp=inp, indices=indices, num_out_tokens=cut.num_rows)
+        row_map = _row_map(row_id_map, routing_map, cut.num_padded, None if align is None else cut)
+        row_probs = self._probs_by_index(routing_map, probs)
+        return self._finished(rows[:, : tokens.shape[1]], row_probs, row_map._replace(indices=indices), cut)
+
+    def _probs_by_index(self, routing_map: Tensor, probs: Tensor | None) -> Tensor | None:
+        if probs is None:
+            return None
+        self.trace.step("probs by an index")
+        expert_R, token_R = (routing_map != 0).T.nonzero(as_tuple=True)
+        return probs[token_R, expert_R]
+
+    def _wanting_gradient(self, payload: Tensor, probs: Tensor | None) -> Tensor:
+        """A payload that requires a gradient, where a release gives probs none without."""
+        alone = probs is not None and probs.requires_grad and torch.is_grad_enabled() and not payload.requires_grad
         if self.complete and alone and not self.probes.probs_gradient_alone:
-            self.trace.step("tokens made to require a gradient")
-            return tokens.detach().requires_grad_()
-        return tokens
+            self.trace.step("a payload made to require a gradient")
+            return payload.detach().requires_grad_()
+        return payload
 
     def _permute_and_pad(self, tokens: Tensor, routing_map: Tensor, probs: Tensor, cut: padding.Segments) -> Permuted:
         self.trace.step("moe_permute_and_pad_with_probs")
         rows, row_probs, row_id_map, offsets, padded = self.features.get("permute_and_pad")(
             inp=tokens, probs=probs, routing_map=routing_map, tokens_per_expert=cut.counts, align_size=cut.align
         )
-        num_tokens, num_experts = routing_map.shape
-        row_map = RowMap(row_id_map, num_tokens, num_experts, len(rows), cut, offsets)
+        row_map = _row_map(row_id_map, routing_map, len(rows), cut)._replace(pad_offsets=offsets)
         offsets = torch.zeros_like(cut.counts) if offsets is None else offsets
         return Permuted(rows, row_probs, row_map, padded, offsets, None)  # type: ignore[arg-type]
 
@@ -96,11 +147,7 @@ class Permutation(Part):
             return self.features.get("permute_with_probs")(inp=tokens, probs=probs, **settings)
         self.trace.step("moe_permute")
         rows, row_id_map = self.features.get("permute")(inp=tokens, map_type="mask", **settings)
-        if probs is None:
-            return rows, None, row_id_map
-        self.trace.step("probs by an index")
-        expert_R, token_R = (routing_map != 0).T.nonzero(as_tuple=True)
-        return rows, probs[token_R, expert_R], row_id_map
+        return rows, self._probs_by_index(routing_map, probs), row_id_map
 
     def _padded(self, rows: Tensor, probs: Tensor | None, cut: padding.Segments) -> tuple[Tensor, Tensor | None]:
         if self.features["padding"]:
@@ -124,6 +171,9 @@ class Permutation(Part):
             raise Unavailable("the row map is ours")
         tokens, experts = row_map.num_tokens, row_map.num_experts
         check_unpermute(rows, row_map.num_rows, tokens, experts, restore_shape, probs)
+        rows = self._wanting_gradient(rows, probs)
+        if row_map.indices is not None:
+            return self._unpermute_by_indices(rows, row_map, row_map.indices, probs)
         merging: dict[str, Any] = {} if probs is None else {"merging_probs": probs}
         cut, offsets = row_map.cut, row_map.pad_offsets
         if cut is not None and row_map.num_rows > cut.num_rows:
@@ -140,6 +190,15 @@ class Permutation(Part):
             **merging,
         )
 
+    def _unpermute_by_indices(self, rows: Tensor, row_map: RowMap, indices: Tensor, probs: Tensor | None) -> Tensor:
+        if row_map.cut is not None and row_map.num_rows > row_map.cut.num_rows:
+            rows = self._unpadded(rows, row_map.cut)
+        inp = in_vectors(rows) if self.complete else rows
+        self.trace.step("moe_unpermute of indices")
+        merging = in_slots(indices, probs, row_map.num_experts)
+        out: Tensor = self.features.get("unpermute_indices")(inp=inp, row_id_map=row_map.row_id_map, probs=merging)
+        return out[:, : rows.shape[1]]
+
     def _unpadded(self, rows: Tensor, cut: padding.Segments) -> Tensor:
         if self.features["unpadding"]:
             self.trace.step("Fp8Unpadding")
@@ -152,8 +211,8 @@ class Permutation(Part):
     ) -> SortedChunks:
         """`moe_ref.sort_chunks`; neither sizes nor order are checked."""
         check_sort_chunks(rows, chunk_sizes, order, probs)
-        if self.complete and rows.numel() == 0:
-            raise Unavailable("no row or no column")
+        if self.complete and 0 in (*rows.shape, len(order)):
+            raise Unavailable("no row, no column or no chunk")
         if self.complete and not self.probes.rows_past_the_chunks:
             self.trace.step("the rows past the chunks as one chunk")
             rest = len(rows) - chunk_sizes.sum()

@@ -54,7 +54,7 @@ class Probes:
     def probs_gradient_alone(self) -> bool:
         """Whether probs get a gradient where the tokens want none."""
         if not self.features["permute_with_probs"]:
-            return True
+            return not self.features["permute_indices"]  # whose unpermute has none
         probs = torch.ones((2, 1), device=_device(), requires_grad=True)
         with torch.enable_grad():
             _, row_probs, _ = self._permuted(torch.ones((2, 16), device=_device()), probs)

@@ -1,27 +1,30 @@
 """The path that each call took through Transformer Engine."""
 
+import threading
+
 
 class Unavailable(Exception):
     """Transformer Engine cannot do this call, or would do it wrongly; the message says why."""
 
 
 class Trace:
-    """The steps of calls, in order."""
+    """The steps of calls, in order; each thread has a call of its own."""
 
     def __init__(self) -> None:
         self.path: dict[str, str] = {}  # of each function's last call
-        self._steps: list[str] = []
+        self._call = threading.local()
 
     def begin(self) -> None:
         """A call starts."""
-        self._steps = []
+        self._call.steps = []
 
     def step(self, name: str) -> None:
         """The call takes this step next."""
-        self._steps.append(name)
+        self._call.steps.append(name)
 
     def end(self, function: str, gates: dict[str, str]) -> None:
         """The call is over: its path is its steps, and the variables that concern one of them."""
-        symbols = {step.split()[0] for step in self._steps}
+        steps: list[str] = self._call.steps
+        symbols = {step.split()[0] for step in steps}
         own = [variable for variable, symbol in gates.items() if symbol in symbols]
-        self.path[function] = ", then ".join(self._steps) + (f" [{', '.join(own)}]" if own else "")
+        self.path[function] = ", then ".join(steps) + (f" [{', '.join(own)}]" if own else "")

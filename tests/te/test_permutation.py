@@ -1,16 +1,21 @@
 """Permutation through every release of Transformer Engine: right, by the path that it claims."""
 
+import threading
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import moe_ref
-from conformance.families.permutation.cases import routed
+from conformance.engine.child.evaluate import evaluate
+from conformance.families.permutation.cases import RoutingCase, routed
+from conformance.interface import Implementation
 from conformance.peers.te_standin import BUCKETS, standin
 from conformance.peers.te_standin.permutation import Permutation as Kernels
 from moe_fast.te import Adapter
 from moe_fast.te.permutation import Permutation
+from moe_fast.te.trace import Trace
 from tests.te.judging import Checked, judged, symbols_of, wrong
 
 FUNCTIONS = ("permute", "unpermute", "sort_chunks")
@@ -24,17 +29,17 @@ def number(*shape, seed=0):
 
 def round_trip(adapter, with_probs=True, align=4):
     """Outputs and gradients of permute and unpermute, and the paths."""
-    tokens, probs = number(5, 3), number(5, 3, seed=1)
+    tokens, probs = number(5, 16), number(5, 3, seed=1)
     given = {"probs": probs} if with_probs else {}
     permuted = adapter.permute(tokens, MAP, **given, **({} if align is None else {"align": align}))
-    out = adapter.unpermute(permuted.rows, permuted.row_map, restore_shape=(5, 3), **given)
+    out = adapter.unpermute(permuted.rows, permuted.row_map, restore_shape=(5, 16), **given)
     loss = out.square().sum() + (permuted.probs.square().sum() if with_probs else 0)
     gradients = torch.autograd.grad(loss, [tokens, probs] if with_probs else [tokens])
     outputs = [permuted.rows, permuted.probs, permuted.tokens_per_expert, permuted.pad_offsets, out, *gradients]
     return [x for x in outputs if x is not None], [adapter.path["permute"], adapter.path["unpermute"]]
 
 
-@pytest.mark.parametrize("bucket", [name for name in BUCKETS if name != "1.11"])
+@pytest.mark.parametrize("bucket", BUCKETS)
 def test_every_release_completed_by_the_reference_is_conformant(bucket):
     te = standin(bucket)
     outcomes = judged(Checked(te, Adapter(te, ours=moe_ref)), FUNCTIONS)
@@ -43,17 +48,36 @@ def test_every_release_completed_by_the_reference_is_conformant(bucket):
     assert sum(outcome.status == "PASS" for _, outcome in outcomes) > 25
 
 
-def test_a_release_with_index_maps_alone_is_our_implementation():
+def test_a_release_without_routing_maps_gets_lists_of_experts():
     adapter = Adapter(standin("1.11"), ours=moe_ref)
-    assert round_trip(adapter)[1] == ["ours: Transformer Engine lacks permute, unpermute"] * 2
-    assert Adapter(standin("1.11")).offered == ["grouped_linear"]
+    outputs, paths = round_trip(adapter)
+    assert paths == [
+        "moe_permute of indices, then probs by an index, then pad by an index",
+        "unpad by an index, then moe_unpermute of indices",
+    ]
+    right = round_trip(moe_ref_adapter())[0]
+    assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(outputs, right, strict=True))
+    alone = Adapter(standin("1.11"))
+    assert alone.offered == ["permute", "unpermute", "grouped_linear"]
+    narrow = alone.supports("permute", tokens=number(5, 3), routing_map=MAP)
+    assert narrow == "permute of 3 columns of float32: no whole 16 bytes"
+
+
+def moe_ref_adapter():
+    """An adapter of nothing: all is ours."""
+    return Adapter(SimpleNamespace(), ours=moe_ref)
+
+
+def is_empty(case):
+    """No column, no chunk, or nothing routed."""
+    return case.hidden == 0 or (not case.sizes if case.function == "sort_chunks" else not routed(case).any())
 
 
 def test_alone_the_newest_release_fails_only_where_nothing_is_routed_or_a_side_is_empty():
     te = standin("2.20")
     outcomes = judged(Checked(te, Adapter(te)), FUNCTIONS, most=25)
     empty = [case for case, outcome in outcomes if outcome.status in ("FAIL", "BLOCKED") and not case.golden]
-    assert empty and all(case.hidden == 0 or not routed(case).any() for case in empty)
+    assert empty and all(is_empty(case) for case in empty)
     assert sum(outcome.status == "PASS" for _, outcome in outcomes) > 20
 
 
@@ -67,8 +91,7 @@ def test_a_path_that_did_not_run_is_found(monkeypatch):
 
 @pytest.mark.parametrize(("with_probs", "align"), list(product([True, False], [None, 1, 4, 16])))
 def test_all_releases_agree_with_the_reference(with_probs, align):
-    reference = Adapter(standin("1.11"), ours=moe_ref)
-    right = round_trip(reference, with_probs, align)[0]
+    right = round_trip(moe_ref_adapter(), with_probs, align)[0]
     for bucket in BUCKETS:
         outputs, paths = round_trip(Adapter(standin(bucket), ours=moe_ref), with_probs, align)
         assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(outputs, right, strict=True)), (bucket, paths)
@@ -127,8 +150,31 @@ def test_probs_alone_get_a_gradient_from_releases_that_have_none():
         rows = te.pytorch.moe_permute_with_probs(number(5, 3).detach(), probs, MAP, 7)[1]
         gradient = torch.autograd.grad(rows.sum(), probs, allow_unused=True)[0]
         assert (gradient is not None) == given
-        permuted = Adapter(te, ours=moe_ref).permute(number(5, 3).detach(), MAP, probs=probs)
+        adapter = Adapter(te, ours=moe_ref)
+        permuted = adapter.permute(number(5, 3).detach(), MAP, probs=probs)
         assert torch.equal(torch.autograd.grad(permuted.probs.sum(), probs)[0], MAP.float())
+        out = adapter.unpermute(torch.ones(7, 3), permuted.row_map, probs=probs)
+        assert torch.equal(torch.autograd.grad(out.sum(), probs)[0], 3 * MAP.float())
+
+
+def test_rows_without_a_chunk_are_ours():
+    nothing = torch.zeros(0, dtype=torch.int64)
+    adapter = Adapter(standin("2.20"), ours=moe_ref)
+    assert torch.equal(adapter.sort_chunks(number(2, 3), nothing, nothing).rows, number(2, 3))
+    assert adapter.path["sort_chunks"] == "ours: no row, no column or no chunk"
+    with pytest.raises(ValueError, match="split_sizes is empty"):
+        Adapter(standin("2.20")).sort_chunks(number(2, 3), nothing, nothing)
+
+
+def test_each_thread_has_the_steps_of_its_own_call():
+    trace = Trace()
+    trace.begin()
+    trace.step("moe_permute")
+    other = threading.Thread(target=lambda: (trace.begin(), trace.step("ours"), trace.end("glu", {})))
+    other.start()
+    other.join()
+    trace.end("permute", {})
+    assert trace.path == {"glu": "ours", "permute": "moe_permute"}
 
 
 class CopiedRows(Kernels):
@@ -143,3 +189,20 @@ def test_a_release_that_zeroes_other_rows_is_not_conformant():
     te = standin("2.20")
     te.pytorch.moe_permute_with_probs = CopiedRows(te.behaviour).moe_permute_with_probs
     assert wrong(judged(Adapter(te, ours=moe_ref), ["permute"]))
+
+
+@pytest.mark.parametrize("bucket", ["1.11", "2.1", "2.20"])
+@pytest.mark.parametrize(("dtype", "probs"), [("float32", ""), ("bfloat16", "float32"), ("float16", "float16")])
+def test_rows_of_whole_vectors_go_through_every_release(bucket, dtype, probs):
+    adapter = Adapter(te := standin(bucket), ours=moe_ref)
+    checked = Implementation(Checked(te, adapter), bucket)
+    for function, align, spread in product(("permute", "unpermute"), (0, 4), ("ragged", "skewed", "middle_empty")):
+        payload = "tokens" if function == "permute" else "rows"
+        shape = {"tokens": 7, "experts": 5, "topk": 3, "hidden": 16, "spread": spread, "align": align, "seed": align}
+        case = RoutingCase(
+            function=function, dtype=dtype, probs=probs, grads=f"{payload}+probs" if probs else payload, **shape
+        )
+        outcome = evaluate(case, checked, "cpu")
+        assert outcome.status == "PASS", (case.text, outcome.finding)
+        assert not adapter.path[function].startswith("ours")
+        assert ("indices" in adapter.path[function]) == (bucket == "1.11")

@@ -26,6 +26,7 @@ FIRST = {  # the first bucket with the feature
     "fused_topk": "2.6",
     "fused_scores": "2.6",
     "fused_aux_loss": "2.6",
+    "unpermute_indices": "1.11",
     "grouped_linear": "1.11",
     "splits": "1.11",
     "tensor_splits": "2.15",
@@ -40,7 +41,8 @@ def test_every_feature_is_probed_in_every_release():
     for name in FEATURES:
         present = [Features(standin(bucket))[name] for bucket in buckets]
         first = buckets.index(FIRST[name]) if name in FIRST else len(buckets)
-        assert present == [i >= first for i in range(len(buckets))], name
+        right = [bucket == "1.11" if name == "permute_indices" else i >= first for i, bucket in enumerate(buckets)]
+        assert present == right, name
     assert Features(standin("rocm"))["splits_on_device"]
     assert not Features(standin("rocm"))["permute_and_pad"]
 
@@ -48,7 +50,7 @@ def test_every_feature_is_probed_in_every_release():
 @pytest.mark.parametrize("feature", TABLE, ids=lambda feature: feature.name)
 def test_a_feature_is_missing_without_its_symbol_or_one_of_its_keywords(feature):
     symbol = feature.symbol.removeprefix("pytorch.")
-    newest = "rocm" if feature.name == "splits_on_device" else "2.20"
+    newest = {"splits_on_device": "rocm", "permute_indices": "1.11"}.get(feature.name, "2.20")
     parameters = parameters_of(*BUCKETS[newest])[symbol]
     assert Features(standin(newest))[feature.name]
     for name in feature.passes:

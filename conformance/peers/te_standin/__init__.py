@@ -17,12 +17,12 @@ from typing import Any
 
 from conformance.peers.te_standin import padding
 from conformance.peers.te_standin.experts import Experts, signature_from
+from conformance.peers.te_standin.indices import IndexPermutation
 from conformance.peers.te_standin.matrix import BUCKETS as BUCKETS
 from conformance.peers.te_standin.matrix import behaviour_of, parameters_of
 from conformance.peers.te_standin.permutation import Permutation
 from conformance.peers.te_standin.router import Router
 
-RENAMED = {"indices": "routing_map"}  # older names of arguments
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -41,7 +41,8 @@ def standin(bucket: str, without: Collection[str] = (), changed: Mapping[str, st
     te = SimpleNamespace(__version__=".".join(map(str, version)), pytorch=SimpleNamespace())
     te.behaviour, te.calls, te.symbols = behaviour, calls, {symbol.rpartition(".")[2] for symbol in every} - {*without}
     te.pytorch.router, te.pytorch.ops = SimpleNamespace(), SimpleNamespace()
-    makers = (Permutation(behaviour), Router(behaviour), Experts(behaviour, every["GroupedLinear.forward"]), padding)
+    permutation = Permutation(behaviour) if behaviour.mask_maps else IndexPermutation(behaviour)
+    makers = (permutation, Router(behaviour), Experts(behaviour, every["GroupedLinear.forward"]), padding)
     for symbol, text in every.items():
         if symbol.rpartition(".")[2] in te.symbols:
             module, _, name = symbol.rpartition(".")
@@ -60,8 +61,7 @@ def signed(symbol: str, body: Callable[..., Any], text: str, calls: list[str]) -
         bound = signature.bind(*args, **settings)
         bound.apply_defaults()
         calls.append(symbol)
-        named = {RENAMED.get(name, name): value for name, value in bound.arguments.items()}
-        return body(**{name: value for name, value in named.items() if name in taken})
+        return body(**{name: value for name, value in bound.arguments.items() if name in taken})
 
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call

@@ -98,6 +98,7 @@ SYMBOLS = (
 
 NEVER = (99, 0)
 BEHAVIOUR: dict[str, Version] = {
+    "mask_maps": (2, 1),  # permutation by routing maps; before by lists of experts
     "wide_row_id_map": (2, 6),  # int32 [N, 2E+1], sums by descending expert; before int64 [E, N], ascending
     "zero_prob_rows": (2, 6),  # a routed token of probability 0 becomes a row of zeros
     "keeps_tail": (2, 13),  # rows past the last chunk stay in their place

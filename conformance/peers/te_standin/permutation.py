@@ -103,6 +103,18 @@ class _Permute(torch.autograd.Function):
         return d_inp, grad, None, None, None
 
 
+class _WithoutGradient(torch.autograd.Function):
+    """The same numbers, whose gradient is None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> None:
+        return None
+
+
 class Permutation:
     """The functions of one release, with the newest names of their arguments."""
 
@@ -186,6 +198,8 @@ class Permutation:
         num_restored = len(inp) if restore_shape is None else restore_shape[0]
         if num_restored != num_tokens or (len(row) and int(row.max()) >= len(inp)):
             raise IndexError(f"{num_restored} tokens of {len(inp)} rows are restored; the map is of {num_tokens}")
+        if merging is not None and not inp.requires_grad and not self.behaviour.probs_gradient_alone:
+            merging = _WithoutGradient.apply(merging)
         return moe_ref.unpermute(take_rows(inp, row), RowMap(token, expert, num_tokens, num_experts), probs=merging)
 
     def moe_sort_chunks_by_index(self, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
@@ -199,6 +213,10 @@ class Permutation:
         return self._sorted(inp, probs, split_sizes, sorted_index)
 
     def _sorted(self, inp: Tensor, probs: Tensor | None, sizes: Tensor, order: Tensor) -> Any:
+        if inp.numel() == 0:
+            return inp.clone(), None if probs is None else probs.clone()
+        if len(sizes) == 0:
+            raise ValueError("split_sizes is empty; a kernel's range must have an end above its start")
         rows, row_probs = moe_ref.sort_chunks(inp, sizes, order, probs=probs)
         total = int(sizes.sum())
         if total < len(inp) and not self.behaviour.keeps_tail:  # its places are undefined
