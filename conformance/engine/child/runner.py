@@ -13,6 +13,7 @@ from torch import Tensor
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.contract import Opaque, Problem
+from conformance.core.double_backward import second_derivatives
 from conformance.core.tensors import laid_out
 from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.poison import Poison
@@ -91,6 +92,7 @@ MANNERS: dict[str, Callable[[Callable[[], Outputs]], Outputs]] = {
     "thread": _in_another_thread,
     "inference": _in_inference_mode,
     "accumulated": lambda call: call(),  # gradients of views, added to a `.grad`: see `Runner._call`
+    "twice": lambda call: call(),  # second derivatives only: see `Runner._call`
 }
 
 
@@ -298,9 +300,11 @@ class Runner:
         return outputs
 
     def _call(self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None, manner: str = "") -> Outputs:
-        """The outputs, and the gradients of the wanted inputs."""
+        """The outputs, and the gradients of the wanted inputs; or their second derivatives."""
         if manner != "accumulated":
             outputs = self._forward(problem, placed, opaque)
+            if manner == "twice":
+                return self._second_derivatives(problem, placed, outputs)
             return outputs | self._gradients(problem, placed, outputs)
         views = {name: placed[name].view_as(placed[name]) for name in problem.wanted}
         outputs = self._forward(problem, placed | views, opaque)
@@ -357,6 +361,10 @@ class Runner:
             gradients = torch.autograd.grad(attached, inputs, cotangents, allow_unused=True)
         triples = zip(problem.wanted, inputs, gradients, strict=True)
         return {f"d_{name}": torch.zeros_like(x) if g is None else g for name, x, g in triples}
+
+    def _second_derivatives(self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs) -> Outputs:
+        inputs = {name: placed[name] for name in problem.wanted}
+        return second_derivatives(outputs, inputs, {name: placed[f"d_{name}"] for name in problem.cotangents})
 
     def _accumulated(self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs) -> dict[str, Tensor]:
         """Gradients added to a `.grad` of zeros; of the second backward, unless that is refused."""
