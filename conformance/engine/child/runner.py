@@ -169,7 +169,7 @@ class Runner:
             outputs = self._finished(problem, outputs)
             self.outcome.seconds_implementation += time.perf_counter() - started
         self.changed = _changed(replay or problem, placed)
-        return self._read(outputs)
+        return self._read(outputs, problem)
 
     def run_both(self, first: Problem, second: Problem, *, reuse: bool = False) -> tuple[Outputs, Outputs]:
         """Both calls before the backward of either; read when all is done.
@@ -192,7 +192,7 @@ class Runner:
                 for problem, inputs, outputs in calls
             ]
         self.changed = "" if reuse else _changed(first, places[0])
-        return self._read(results[0]), self._read(results[1])
+        return self._read(results[0], first), self._read(results[1], second)
 
     @contextlib.contextmanager
     def _watched(self, problem: Problem, poison: str = "") -> Iterator[None]:
@@ -223,17 +223,18 @@ class Runner:
             torch.cuda.synchronize()
         return problem.read(self.implementation, outputs) if problem.read else outputs
 
-    def _read(self, outputs: Outputs) -> Outputs:
-        """The outputs, tensors on the host.
+    def _read(self, outputs: Outputs, problem: Problem) -> Outputs:
+        """The outputs, tensors on the host; one that is a negated input may be negated too.
 
         Raises:
             Misbehaved: a tensor cannot be read.
         """
         out = dict(outputs)
+        negated = "negated" in problem.layouts.values()
         for name, x in outputs.items():
             if isinstance(x, Tensor):
                 try:
-                    out[name] = read(x, self.device)
+                    out[name] = read(x, self.device, negated)
                 except Unreadable as error:
                     raise Misbehaved(name, "tensor", str(error)) from error
         return out
@@ -287,7 +288,7 @@ class Runner:
         try:
             result = self.implementation.call(producer.function, *arguments, **settings)
             outputs = named_outputs(result, CONTRACTS[producer.function].outputs)
-            observed = self._read(outputs)
+            observed = self._read(outputs, producer)
         except Misbehaved as error:
             raise Blocked(f"{producer.function} is wrong here: {error.finding.output} {error}") from error
         except Exception as error:
