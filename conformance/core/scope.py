@@ -266,10 +266,20 @@ class Scope:
         return self.contract.shapes.more(self, others)
 
     def always(self) -> list[Any]:
-        """The family's shapes, with all optional inputs and gradients; laws in turn."""
+        """The family's shapes, with all optional inputs and gradients; laws and layouts in turn."""
         given = self.contract.shapes.always(self)
         shapes = [self.fullest(one) for one in given if not isinstance(one, Case)]
-        return [*self.lawful(shapes), *(one for one in given if isinstance(one, Case))]
+        return [*self.lawful(self.negated(shapes)), *(one for one in given if isinstance(one, Case))]
+
+    def negated(self, cases: list[Any]) -> list[Any]:
+        """The cases, each of the first ones with another tensor in the layout `negated`."""
+        found, left = [], list(self.signature.placed)
+        for case in cases:
+            placed = [replace(case, layout="negated", layout_of=name) for name in left if case.layout == "contiguous"]
+            chosen = next(filter(self.fits, placed), case)
+            left = [name for name in left if name != chosen.layout_of]
+            found.append(chosen)
+        return found
 
     def fullest(self, fields: Changes) -> Any:
         """A case with these fields, and all optional inputs and gradients of the implementation."""

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _scaled_linear as kernels
@@ -22,6 +21,7 @@ from moe_fast.experts import hopper
 from moe_fast.experts._factors import TILE_ROWS
 from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization.quantize import quantize
