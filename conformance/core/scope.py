@@ -275,7 +275,7 @@ class Scope:
         """The cases, each of the first ones with another tensor in the layout `negated`."""
         found, left = [], list(self.signature.placed)
         for case in cases:
-            placed = [replace(case, layout="negated", layout_of=name) for name in left if case.layout == "contiguous"]
+            placed = [case.changed(layout="negated", layout_of=name) for name in left if case.layout == "contiguous"]
             chosen = next(filter(self.fits, placed), case)
             left = [name for name in left if name != chosen.layout_of]
             found.append(chosen)
