@@ -49,12 +49,8 @@ def every_case(function: str) -> list[Case]:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_case_is_legal_and_survives_json(function):
-    contract = CONTRACTS[function]
     for case in every_case(function):
-        assert checked(case_from(json.loads(case.text))) == case
-        problem = contract.problem(case)
-        if not case.illegal and not case.golden:
-            contract.expected(case, problem, {})
+        assert checked(case_from(json.loads(case.text))) == case  # the reference computes it
         assert case.law in ("", *scope_of(case.function, Space()).laws(case))
 
 

@@ -69,10 +69,10 @@ def test_literal_cases_are_not_reduced(function):
 @pytest.mark.parametrize("function", CONTRACTS)
 def test_only_legal_cases_are_tried(function):
     contract = CONTRACTS[function]
-    small = [case for case in drawn(strategy(function, Space()), 5, 25) if work(case) < 2000]
-    for case in small:
+    small = [case for case in drawn(strategy(function, Space()), 5, 20) if work(case) < 2000]
+    for turn, case in enumerate(small):
         candidates = list(scope_of(case.function, Space()).smaller(case))
-        for simpler in candidates[:: len(candidates) // 20 + 1]:
+        for simpler in candidates[turn % 8 :: len(candidates) // 8 + 1]:
             problem = contract.problem(simpler)
             assert set(problem.wanted) <= set(problem.tensors)
             contract.expected(simpler, problem, {})

@@ -164,10 +164,15 @@ def edited(file: str, old: str, new: str) -> dict[str, str]:
 
 def footprints_in(folder: Path, implementation: str = "kit") -> Footprints:
     """The footprints in a new process, as in a run: other tests leave objects in this one."""
+    return footprints_in_each([folder], implementation)[0]
+
+
+def footprints_in_each(folders: list[Path], implementation: str = "kit") -> list[Footprints]:
+    """The footprints of the package in every folder, in one new process: most code is read once."""
     context = server.start()
     pipe, child_pipe = context.Pipe()
     with plain_main():
-        process = context.Process(target=_send, args=(child_pipe, dict(os.environ), folder, implementation))
+        process = context.Process(target=_send, args=(child_pipe, dict(os.environ), folders, implementation))
         process.start()
     child_pipe.close()
     result = pipe.recv()
@@ -175,10 +180,10 @@ def footprints_in(folder: Path, implementation: str = "kit") -> Footprints:
     return result
 
 
-def _send(connection: Connection, environment: dict[str, str], folder: Path, implementation: str) -> None:
+def _send(connection: Connection, environment: dict[str, str], folders: list[Path], implementation: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    connection.send(footprints_here(folder, implementation))
+    connection.send([footprints_here(folder, implementation) for folder in folders])
 
 
 def footprints_here(folder: Path, implementation: str = "kit") -> Footprints:

@@ -3,7 +3,7 @@
 import pytest
 
 from conformance.engine.footprint.footprint import Footprints
-from tests.engine.footprint.kit import changes, footprints_in, write
+from tests.engine.footprint.kit import changes, footprints_in, footprints_in_each, write
 
 CODE = '''
 import abc, collections, enum, functools, logging, pathlib, re, threading, typing
@@ -95,15 +95,18 @@ EDITS = {name: (function, f"0  # {name}", "1") for function, names in REACHED.it
 
 
 @pytest.fixture(scope="module")
-def before(tmp_path_factory) -> Footprints:
-    return footprints_in(write(tmp_path_factory.mktemp("before"), **FILES))
+def found(tmp_path_factory) -> dict[str, Footprints]:
+    """Before, and after each edit alone."""
+    folder = tmp_path_factory.mktemp("values")
+    edited = {name: FILES | {"deep.py": DEEP.replace(old, new)} for name, (_, old, new) in EDITS.items()}
+    texts = {"before": FILES} | edited
+    folders = [write(folder / str(index), **files) for index, files in enumerate(texts.values())]
+    return dict(zip(texts, footprints_in_each(folders), strict=True))
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_code_in_a_value_is_followed(edit, before, tmp_path):
-    function, old, new = EDITS[edit]
-    after = footprints_in(write(tmp_path, **FILES | {"deep.py": DEEP.replace(old, new)}))
-    assert list(changes(before, after)) == [function]
+def test_code_in_a_value_is_followed(edit, found):
+    assert list(changes(found["before"], found[edit])) == [EDITS[edit][0]]
 
 
 RAISING = """
@@ -142,5 +145,5 @@ def test_objects_whose_attributes_raise_are_walked_over_and_the_code_around_them
     assert list(changes(before, after)) == ["gate"]
 
 
-def test_locks_loggers_and_paths_are_equal_in_every_copy(before, tmp_path):
-    assert changes(before, footprints_in(write(tmp_path, **FILES))) == {}
+def test_locks_loggers_and_paths_are_equal_in_every_copy(found, tmp_path):
+    assert changes(found["before"], footprints_in(write(tmp_path, **FILES))) == {}
