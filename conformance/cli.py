@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from conformance.engine.options import Options, flags
+from conformance.engine.options import Options, flags, split_names
 from conformance.usage import UsageError, check_module
 
 USAGE, HARNESS, TOO_LITTLE, REGRESSION = 2, 3, 4, 5
@@ -127,8 +127,10 @@ def _parser() -> ArgumentParser:
     _add(verbs, "list", list_, "list the functions, their laws, illegal calls and golden cases")
     _add(verbs, "doctor", doctor, "say what this machine has and whether the suite works on it")
     _add(verbs, "check-adapter", check_adapter, "say what a namespace offers and what is missing", "--impl", "--device")
-    new = _add(verbs, "new-adapter", new_adapter, "write NAME.py, an adapter that is conformant as it stands")
-    new.add_argument("name", metavar="NAME", help="the module's name, such as my_kernels")
+    new = _add(verbs, "new-adapter", new_adapter, "write the start of an adapter, NAME.py, in this folder")
+    new.add_argument("name", metavar="NAME", help="the module's name, such as my_adapter")
+    text = "functions to write stubs of, separated by commas (default: a whole example)"
+    new.add_argument("--function", default="", help=text)
     text = "plant defects and count how many the suite finds"
     planted = _add(verbs, "mutants", mutants, text, "--impl", "--run-seed", "--jobs")
     kinds = "listed defects, those made from the implementation's source, or both"
@@ -310,21 +312,11 @@ def check_adapter(given: Namespace) -> int:
 
 
 def new_adapter(given: Namespace) -> int:
-    """Write a copy of the template into the working directory; exit code 0.
+    """Write a file to fill in."""
+    from conformance.report.new_adapter import write_adapter
 
-    Raises:
-        UsageError: the name is no module's, or the file exists.
-    """
-    if not given.name.isidentifier():
-        raise UsageError(f"new-adapter {given.name!r}: the name must be a module's, such as my_kernels")
-    path = Path(f"{given.name}.py")
-    template = Path(__file__).parent / "peers" / "template.py"
-    try:
-        with path.open("x") as file:
-            file.write(template.read_text())
-    except FileExistsError:
-        raise UsageError(f"new-adapter {given.name}: {path} exists; choose another name, or remove it") from None
-    print(f"{path} calls plain torch. Call your kernels there, then: moe-conformance run --impl {given.name}")
+    path = write_adapter(given.name, split_names(given.function))
+    print(f"wrote {path}; call your kernels in it, then: moe-conformance check-adapter --impl {path.stem}")
     return 0
 
 

@@ -332,7 +332,8 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
         forward(*args, **settings) -> (outputs, saved)   outputs: a tensor or a tuple; saved: any
         backward(saved, *cotangents) -> gradients        one per positional argument, or None
 
-    The cotangent of an unused output is None.
+    The cotangent of an unused output is None. A backward with `create_graph=True` raises
+    `RuntimeError`: the gradients would not depend on what was saved.
     """
 
     class Bare(torch.autograd.Function):
@@ -346,6 +347,8 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
 
         @staticmethod
         def backward(ctx, *cotangents):
+            if torch.is_grad_enabled():
+                raise RuntimeError("gradients of bare kernels have no derivative")
             gradients = backward(ctx.kept, *cotangents)
             return (None, *(gradients if isinstance(gradients, tuple) else (gradients,)))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from conformance.core.defect import Wrapper
 
@@ -31,9 +32,8 @@ class _Recomputed(torch.autograd.Function):
         return None, None, *torch.autograd.grad(out, inputs, cotangent, allow_unused=True)
 
 
-def backward_of_the_last_forward() -> Any:
-    """The tensors for backward are kept by the module: those of its last forward."""
-    kept: dict[str, Any] = {}
+def _recomputing(operator: type[_Recomputed], kept: dict[str, Any]) -> Wrapper:
+    """The function as one operator, which keeps its inputs in `kept`."""
 
     def wrapper(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
         given = dict(enumerate(inputs)) | settings
@@ -45,9 +45,30 @@ def backward_of_the_last_forward() -> Any:
 
         if not taken or not torch.is_grad_enabled():
             return function(*inputs, **settings)
-        return _Recomputed.apply(call, kept, *(given[key] for key in taken))
+        return operator.apply(call, kept, *(given[key] for key in taken))
 
     return wrapper
+
+
+def backward_of_the_last_forward() -> Wrapper:
+    """The tensors for backward are kept by the module: those of its last forward."""
+    return _recomputing(_Recomputed, {})
+
+
+class _Once(_Recomputed):
+    """The same; a second derivative is refused, by torch, where a cotangent requires grad."""
+
+    backward = staticmethod(once_differentiable(_Recomputed.backward))  # type: ignore[assignment]
+
+
+def drops_the_second_derivative(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
+    """The backward computes from detached inputs, even where its result is to be differentiated."""
+    return _recomputing(_Recomputed, {})(function, *inputs, **settings)
+
+
+def refuses_only_where_a_cotangent_requires_grad(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
+    """The cotangent of a sum does not: then the second derivative is dropped."""
+    return _recomputing(_Once, {})(function, *inputs, **settings)
 
 
 class _Emptied(torch.autograd.Function):

@@ -8,7 +8,7 @@ defaults omitted). Its id is the first 12 hex digits of the SHA-256 of this JSON
 import hashlib
 import json
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from conformance.core.axes import Axis, Size, choice, declared, seed
 from conformance.core.signature_axes import Gradients, Layout, Unused
@@ -41,14 +41,30 @@ class Case:
     family: ClassVar[dict[str, type["Case"]]] = {}  # class by function
 
     def __post_init__(self) -> None:
-        for axis in axes_of(type(self)).values():
-            value = getattr(self, axis.name)
-            if value is not axis.default and (needed := axis.wrong(value)):
-                raise ValueError(f"{axis.name} is {value!r}; it must be {needed}")
+        self._check(self.__dict__)
+
+    def _check(self, changes: dict[str, Any]) -> None:
+        axes = axes_of(type(self))
+        for name, value in changes.items():
+            axis = axes.get(name)
+            if axis and value is not axis.default and (needed := axis.wrong(value)):
+                raise ValueError(f"{name} is {value!r}; it must be {needed}")
+
+    def changed(self, **changes: Any) -> Self:
+        """The case with other fields, as by `dataclasses.replace`, which checks all fields again.
+
+        Raises:
+            ValueError: a value that its axis does not have.
+        """
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **changes)
+        assert len(other.__dict__) == len(self.__dict__), f"{changes}: not all are fields of {type(self).__name__}"
+        other._check(changes)
+        return other
 
     def apart(self) -> str | None:
         """The conflict between fields of one axis, or None."""
-        return next(filter(None, (axis.fits(self) for axis in axes_of(type(self)).values())), None)
+        return next(filter(None, (axis.fits(self) for axis in _related_axes(type(self)))), None)
 
     def clash(self) -> str | None:
         """The conflict between fields, beyond the axes and the signature, or None."""
@@ -101,6 +117,7 @@ class Case:
 
 
 _AXES: dict[Any, dict[str, Axis]] = {}
+_RELATED: dict[Any, list[Axis]] = {}
 
 
 def axes_of(cls: type[Case]) -> dict[str, Axis]:
@@ -110,6 +127,13 @@ def axes_of(cls: type[Case]) -> dict[str, Axis]:
         declared = sorted((field for field in fields(cls) if "axis" in field.metadata), key=lambda f: f.name in common)
         _AXES[cls] = {field.name: replace(field.metadata["axis"], name=field.name) for field in declared}
     return _AXES[cls]
+
+
+def _related_axes(cls: type[Case]) -> list[Axis]:
+    """The axes whose values depend on other fields."""
+    if cls not in _RELATED:
+        _RELATED[cls] = [axis for axis in axes_of(cls).values() if type(axis).fits is not Axis.fits]
+    return _RELATED[cls]
 
 
 def case_from(record: Any) -> Case:

@@ -5,7 +5,7 @@ All families share it: random cases, covering arrays, far addresses, the walk to
 
 import random
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -100,14 +100,18 @@ class Scope:
 
     def case(self, fields: Changes) -> Any:
         """The case with the live ones of these fields; it need not fit."""
-        used = {name: value for name, value in fields.items() if name in self.live}
-        return self.contract.case_type(function=self.function, **used)
+        return self._default.changed(**{name: value for name, value in fields.items() if name in self.live})
+
+    @cached_property
+    def _default(self) -> Any:
+        return self.contract.case_type(function=self.function)
 
     def mended(self, case: Any) -> Any:
         """The nearest case that fits: a value that conflicts with earlier fields is replaced."""
         if self.fits(case):
             return case
-        kept = type(case)(**{name: getattr(case, name) for name in ("function", "law", "golden", "illegal")})
+        names = ("function", "law", "golden", "illegal")
+        kept = self._default.changed(**{name: getattr(case, name) for name in names})
         for axis in axes_of(type(case)).values():
             candidates = (_changed(kept, changes) for changes in axis.nearest(case, kept))
             kept = next((other for other in candidates if other and self.fits(other)), kept)
@@ -131,7 +135,7 @@ class Scope:
         changes: Changes = {"golden": "", "law": ""}
         for axis in self.axes:
             changes |= axis.other(case)
-        return self.mended(replace(case, **changes))
+        return self.mended(case.changed(**changes))
 
     def alike(self, case: Any, other: Any) -> bool:
         """Whether both cases run the same compiled kernels."""
@@ -154,7 +158,7 @@ class Scope:
                 break
             some = [axis for axis in self.axes if not isinstance(axis, Size) and source.random() < 0.7]
             other = self._varied(case, source.choice((case, resized)), some, source)
-            other = replace(other, law=source.choice(self.cheap_laws(other)))
+            other = other.changed(law=source.choice(self.cheap_laws(other)))
             found.setdefault(other.text, other)
         return list(found.values())
 
@@ -182,7 +186,7 @@ class Scope:
                     fields = fields | draw(changes)
             case = self.mended(self.contract.shapes.affordable(self.case(fields), self))
             laws = self.cheap_laws(case) if self.space.few_kernels else self.laws(case)
-            return replace(case, law=draw(st.sampled_from(laws)))
+            return case.changed(law=draw(st.sampled_from(laws)))
 
         return drawn()
 
@@ -199,7 +203,7 @@ class Scope:
             chosen += ["layout_of"] if "layout" in chosen else []
             mixed = _changed(case, {name: getattr(other, name) for name in chosen})
             case = self.mended(self.contract.shapes.affordable(mixed, self)) if mixed else case
-            return replace(case, law=draw(st.sampled_from(self.laws(case))))
+            return case.changed(law=draw(st.sampled_from(self.laws(case))))
 
         return changed()
 
@@ -255,17 +259,27 @@ class Scope:
         changes = base | {name: value for values in row.values() for name, value in dict(values).items()}
         late = {name: value for name, value in changes.items() if callable(value)}
         case = self.case({name: value for name, value in changes.items() if name not in late})
-        return replace(case, **{name: value(case) for name, value in late.items()}) if late else case
+        return case.changed(**{name: value(case) for name, value in late.items()}) if late else case
 
     def more(self, others: list[Case]) -> list[Case]:
         """The family's cases that run with the covering array."""
         return self.contract.shapes.more(self, others)
 
     def always(self) -> list[Any]:
-        """The family's shapes, with all optional inputs and gradients; laws in turn."""
+        """The family's shapes, with all optional inputs and gradients; laws and layouts in turn."""
         given = self.contract.shapes.always(self)
         shapes = [self.fullest(one) for one in given if not isinstance(one, Case)]
-        return [*self.lawful(shapes), *(one for one in given if isinstance(one, Case))]
+        return [*self.lawful(self.negated(shapes)), *(one for one in given if isinstance(one, Case))]
+
+    def negated(self, cases: list[Any]) -> list[Any]:
+        """The cases, each of the first ones with another tensor in the layout `negated`."""
+        found, left = [], list(self.signature.placed)
+        for case in cases:
+            placed = [case.changed(layout="negated", layout_of=name) for name in left if case.layout == "contiguous"]
+            chosen = next(filter(self.fits, placed), case)
+            left = [name for name in left if name != chosen.layout_of]
+            found.append(chosen)
+        return found
 
     def fullest(self, fields: Changes) -> Any:
         """A case with these fields, and all optional inputs and gradients of the implementation."""
@@ -276,7 +290,7 @@ class Scope:
                 values = (changes[x.optional] for changes in known[x.optional].covered(self.signature))
                 given[x.optional] = next((value for value in values if value), known[x.optional].default)
         case = self.mended(self.case(given | fields))
-        return self.mended(replace(case, grads=self.signature.all_gradients(case)))
+        return self.mended(case.changed(grads=self.signature.all_gradients(case)))
 
     def far(self) -> list[Any]:
         """Sizes 3, narrow dtypes: each input and cotangent far in each of its dimensions.
@@ -291,7 +305,7 @@ class Scope:
                 given = [value for value in axis.allowed(self.signature, axis.values) if value]
                 fields[axis.name] = min(given, key=lambda name: getattr(torch, name).itemsize, default=axis.default)
         base = self.fullest(fields | self.contract.shapes.far)
-        placed = [replace(base, layout=layout, layout_of=name) for name, layout in self.signature.layouts(far=True)]
+        placed = [base.changed(layout=layout, layout_of=name) for name, layout in self.signature.layouts(far=True)]
         fitting = [case for case in placed if self.fits(case)]
         return fitting[::2] if self.space.few_kernels else fitting
 
@@ -303,13 +317,13 @@ class Scope:
             laws = self.cheap_laws(case) if self.space.few_kernels else self.laws(case)
             law = next((name for name in self.laws(case) if name in rare), laws[index % len(laws)])
             rare.discard(law)
-            found.append(replace(case, law=law))
+            found.append(case.changed(law=law))
         return found
 
 
 def _changed(case: Any, changes: Changes) -> Any:
     """The case with other fields; None if a value is illegal."""
     try:
-        return replace(case, **changes)
+        return case.changed(**changes)
     except ValueError:
         return None

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from conformance.core.tensors import STRANGE
+
 NEAR = ("transposed", "strided", "shifted")
 FAR = ("wide_rows", "wide_columns", "wide_depth")  # by dimension
-LAYOUTS = ("contiguous", *NEAR, "expanded", *FAR)
+LAYOUTS = ("contiguous", *NEAR, "negated", "expanded", *FAR)
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that have a gradient
 
@@ -116,6 +118,16 @@ class Signature:
             if self.names[name].expands if name in self.names else len(dims) > 1 and name not in made:
                 yield name, "expanded"
 
+    def negatable(self, case: Any) -> Iterator[str]:
+        """Inputs and cotangents of the case that torch can negate; not where NaNs are moved."""
+        if getattr(case, "values", "") in STRANGE:
+            return
+        for x in (*self.made_from, *self.inputs):
+            if x.given(case) and x.dtype(case) in FLOATS:
+                yield x.name
+        of = {out.name: self.names[out.of] for out in self.outputs if out.of}
+        yield from (f"d_{name}" for name in self.cotangents(case) if of[name].dtype(case) in FLOATS)
+
     # ---- of one case
 
     def wanted(self, case: Any) -> tuple[str, ...]:
@@ -147,6 +159,8 @@ class Signature:
             given = {x.name for x in self.every_input if x.given(case)}
             given |= {f"d_{name}" for name in self.cotangents(case)}
             dims = self.placed.get(case.layout_of, "")
+            if case.layout == "negated" and case.layout_of not in self.negatable(case):
+                return f"layout is 'negated', but {case.layout_of!r} is no tensor that torch can negate, bit by bit"
             if case.layout in FAR[len(dims) :]:
                 return f"layout is {case.layout!r}, but {case.layout_of!r} has {len(dims)} dimensions"
             if case.layout_of not in given:

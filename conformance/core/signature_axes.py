@@ -71,6 +71,7 @@ class Layout(Axis):
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         """Contiguous with probability above ½."""
         near, far = ([self.placed(x, of) for of, x in signature.layouts(far)] for far in (False, True))
+        near += [self.placed("negated", of) for of in signature.placed]
         return st.sampled_from([self.placed()] * (2 * len(near) + 3) + near + far)
 
     def covered(self, signature: Signature) -> list[Changes]:

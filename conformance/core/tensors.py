@@ -125,9 +125,10 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
     Layouts: `contiguous` · `transposed`, the last two dimensions swapped (a vector: `strided`) ·
     `strided`, gaps in every dimension · `shifted`, one element into its storage, so that no vector
-    load is aligned · `expanded`, stride 0 in the first dimension: the first entry repeats, the
-    values change · `wide_rows`, `wide_columns`, `wide_depth`, the first and last entry of the
-    first, second or third dimension more than 2³¹ elements apart.
+    load is aligned · `negated`, the negative values under a minus that torch leaves pending ·
+    `expanded`, stride 0 in the first dimension: the first entry repeats, the values change ·
+    `wide_rows`, `wide_columns`, `wide_depth`, the first and last entry of the first, second or
+    third dimension more than 2³¹ elements apart.
     """
     if layout == "expanded":
         return x[:1].expand(x.shape) if x.shape[0] else x
@@ -138,6 +139,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         return _in_storage(x, strides, 0, sizes)
     if layout == "shifted":
         return _in_storage(x, list(x.stride()), 1, x.shape)
+    if layout == "negated":
+        return torch._neg_view(-x)
     if layout in WIDE_LAYOUTS:
         dim = min(WIDE_LAYOUTS.index(layout), x.dim() - 1)
         strides = list(x.stride())

@@ -6,7 +6,7 @@ with the prefix `--moe-`.
 
 import math
 import re
-from argparse import Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -23,6 +23,19 @@ def _require(condition: bool, sentence: str) -> None:
 def _flag(flag: str, text: str, value: Any, **arguments: Any) -> Any:
     """A field with its default, its flag, and the other arguments of `add_argument`."""
     return field(default=value, metadata={"flag": flag, "arguments": {"help": text, "default": value, **arguments}})
+
+
+class _Joined(Action):
+    """A flag that is given twice means both lists."""
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Names separated by commas, each once."""
+    return tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
 
 
 @dataclass(frozen=True)
@@ -45,7 +58,7 @@ class Options:
     """
 
     implementation: str = _flag("--impl", "the namespace to judge: package.module or package.module:attribute", "")
-    function: str = _flag("--function", "judge only these functions, separated by commas", "")
+    function: str = _flag("--function", "judge only these functions, separated by commas", "", action=_Joined)
     where: str = _flag("--where", "judge only cases that match, as 'dtype=bfloat16 and align in (16, 32)'", "")
     profile: str = _flag("--profile", "how much to test", "gate", choices=("smoke", "gate", "nightly"))
     device: str = _flag("--device", "where to run the implementation", "auto", choices=("auto", "cpu", "cuda"))
@@ -95,7 +108,7 @@ class Options:
     @property
     def functions(self) -> tuple[str, ...]:
         """The named functions; empty: all."""
-        return tuple(dict.fromkeys(name for part in self.function.split(",") if (name := part.strip())))
+        return split_names(self.function)
 
     @property
     def part(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from conformance.core.case import case_from
 from conformance.engine.options import Options
 from conformance.engine.run.corpus import REACHED
 from conformance.engine.run.search import Searched
-from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, Verdict
+from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
 from conformance.interface import DEFAULTS
 
 INDENT = 19  # columns of the name
@@ -243,10 +243,16 @@ def picture(case: Any) -> str:
 
 
 def annotations(verdict: Verdict) -> list[str]:
-    """Annotations for GitHub Actions; empty elsewhere."""
+    """Annotations for GitHub Actions, at the lines of the failing functions; empty elsewhere."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
     return [
-        f"::error title={f['function']} differs::{' %0A'.join(failure_lines(f, verdict.implementation))}"
+        f"::error {_line_of(verdict.functions.get(f['function']))}title={f['function']} differs::"
+        f"{' %0A'.join(failure_lines(f, verdict.implementation))}"
         for f in verdict.failures
     ]
+
+
+def _line_of(function: FunctionVerdict | None) -> str:
+    file, _, line = function.place.rpartition(":") if function else ("", "", "")
+    return f"file={file},line={line}," if file else ""

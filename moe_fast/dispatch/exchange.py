@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from moe_fast.launch.autograd import once_differentiable
 from moe_ref.config import require
 
 

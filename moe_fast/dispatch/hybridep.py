@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.deduplicated import Sent, add_ranks, check_resent, send_once
 from moe_fast.dispatch.exchange import check_combined, check_handle, exchanged, size_and_rank
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.permutation.permute import permute, sum_rows, unpermute
 from moe_ref.config import (
     Combined,

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_fast.dispatch.exchange import Exchange, check_handle, counts_of_all, exchange_of, exchanged, size_and_rank
 from moe_fast.dispatch.indices import EMPTY, apply_index_policy
+from moe_fast.launch.autograd import once_differentiable
 from moe_ref.config import (
     FP8_BLOCK,
     IndexPolicy,

@@ -19,8 +19,8 @@ from moe_fast.experts._hopper import PRODUCER_REGISTERS, SEGMENT, find_gradient,
 
 HEIGHT = gl.constexpr(64)  # rows of a group
 CODES = gl.constexpr(128)  # codes of a step; columns of a tile
+SCALE_BYTES = gl.constexpr(4)
 FIRST, SECOND, THIRD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # groups
-PAIR = gl.constexpr(2)  # groups
 
 
 @gluon.jit
@@ -35,42 +35,30 @@ def find_tile(tile_ptr, capacity, work, columns, BLOCK_P: gl.constexpr):
 
 
 @gluon.jit
-def load_scales(left_ptrs, live_left, right_ptrs, live_right):
-    """Scales of the rows, and of the columns: their own, or one of all."""
-    left = gl.load(left_ptrs, mask=live_left, other=0.0)
-    right = gl.load(right_ptrs) if live_right is None else gl.load(right_ptrs, mask=live_right, other=0.0)
-    return left, right
-
-
-@gluon.jit
 def sum_of_codes(
-    ring, step, steps, left_ptrs, stride_left, live_left, right_ptrs, stride_right, live_right,
+    ring, step, steps, row_ptrs, stride_row, live, column_ptr, stride_column,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """(sum of `steps` scaled products of codes for the rows of a group, the next step of the ring).
 
-    Scales are loaded a step ahead.
+    Scales of the rows, and the one of all columns, are loaded a step ahead.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CODES, 32])
     left, right, ready, free = ring
     acc = gl.zeros([HEIGHT, CODES], gl.float32, layout)
     zeros = gl.zeros([HEIGHT, CODES], gl.float32, layout)
-    row, column = load_scales(left_ptrs, live_left & (steps > 0), right_ptrs, live_right)
+    row, column = gl.load(row_ptrs, mask=live & (steps > 0), other=0.0), gl.load(column_ptr)
     for done in range(steps):
         stage = step % STAGES
         ahead = gl.minimum(done + 1, steps - 1).to(gl.int64)
         mbarrier.wait(ready.index(stage), step // STAGES & 1)
         codes = right.index(stage).reshape([CODES, CODES]).permute((1, 0))
         part = warpgroup_mma(left.index(stage * GROUPS + GROUP), codes, zeros, use_acc=False, is_async=True)
-        next_row, next_column = load_scales(
-            left_ptrs + ahead * stride_left, live_left, right_ptrs + ahead * stride_right, live_right
-        )
+        next_row = gl.load(row_ptrs + ahead * stride_row, mask=live, other=0.0)
+        next_column = gl.load(column_ptr + ahead * stride_column)
         part = warpgroup_mma_wait(0, deps=(part,))
         mbarrier.arrive(free.index(stage))
-        if live_right is None:
-            acc += part * (row * column)[:, None]
-        else:
-            acc += part * (row[:, None] * column[None, :])
+        acc += part * (row * column)[:, None]
         row, column = next_row, next_column
         step += 1
     return acc, step
@@ -110,16 +98,16 @@ def multiply_codes(
         expert, _begin, end, row, column = find_tile(tile_ptr, capacity, work, columns, GROUPS * HEIGHT)
         row += GROUP * HEIGHT
         p = row + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout))
-        expert_offset = expert.to(gl.int64)
+        expert, column_offset = expert.to(gl.int64), column.to(gl.int64)
         acc, step = sum_of_codes(
             ring, step, gl.cdiv(depth, CODES),
             x_scale_ptr + p.to(gl.int64) * stride_x_p, stride_x_d, p < end,
-            weight_scale_ptr + expert_offset * stride_weight_l + column * stride_weight_c, stride_weight_d, None,
+            weight_scale_ptr + expert * stride_weight_l + column_offset * stride_weight_c, stride_weight_d,
             GROUP, GROUPS, STAGES,
         )  # fmt: skip
         if bias_ptr is not None:
-            c = column * CODES + gl.arange(0, CODES, layout=gl.SliceLayout(0, layout))
-            values = gl.load(bias_ptr + expert_offset * stride_bias_l + c * stride_bias_c, c < num_columns, other=0.0)
+            c = column_offset * CODES + gl.arange(0, CODES, layout=gl.SliceLayout(0, layout))
+            values = gl.load(bias_ptr + expert * stride_bias_l + c * stride_bias_c, c < num_columns, other=0.0)
             acc += values.to(gl.float32)[None, :]
         tma.store_wait(0)
         own = buffer.index(GROUP)
@@ -205,82 +193,87 @@ def find_turned(plan, work, BAND: gl.constexpr):
 
 @gluon.jit
 def load_turned(operands, ring, plan, BAND: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
-    """Columns of both factors, CODES rows of the expert at a time."""
-    d_out_desc, x_desc = operands
-    left, right, ready, free = ring
+    """Columns of both factors, CODES rows of the expert at a time, and their scales."""
+    d_out_desc, d_out_scale_desc, x_desc, x_scale_desc = operands
+    left, left_scales, right, right_scales, ready, free = ring
     num_pieces = plan[1] * plan[2] * plan[3]
     step = gl.to_tensor(0)
     for work in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
         block_m, block_n, _expert, tile, steps = find_turned(plan, work, BAND)
         for done in range(steps):
             stage, first = step % STAGES, (tile + done) * CODES
+            arrived, n = ready.index(stage), block_n * CODES
             mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(ready.index(stage), (GROUPS * HEIGHT + CODES) * CODES)
-            load_tile(x_desc, [block_n * CODES, first], ready.index(stage), right.index(stage))
+            mbarrier.expect(arrived, (GROUPS * HEIGHT + CODES) * (CODES + SCALE_BYTES))
+            load_tile(x_desc, [n, first], arrived, right.index(stage))
+            load_tile(x_scale_desc, [tile + done, n], arrived, right_scales.index(stage))
             for group in gl.static_range(GROUPS):
-                m = (block_m * GROUPS + group) * HEIGHT
-                columns = left.index(stage * GROUPS + group)
-                load_tile(d_out_desc, [m, first], ready.index(stage), columns)
+                m, own = (block_m * GROUPS + group) * HEIGHT, stage * GROUPS + group
+                load_tile(d_out_desc, [m, first], arrived, left.index(own))
+                load_tile(d_out_scale_desc, [tile + done, m], arrived, left_scales.index(own))
             step += 1
 
 
 @gluon.jit
 def multiply_turned(
-    out_desc, buffer, ring, plan, scales, BAND: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """The group's outputs of a tile of an expert's gradient after another."""
+    out_desc, buffer, ring, plan, BAND: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr
+):
+    """A tile of an expert's gradient after another; NaN of an illegal plan."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CODES, 32])
+    left, left_scales, right, right_scales, ready, free = ring
     num_pieces = plan[1] * plan[2] * plan[3]
-    d_out_scale_ptr, stride_d_out_p, stride_d_out_m, x_scale_ptr, stride_x_p, stride_x_n, num_outs, num_ins = scales
     step = gl.to_tensor(0)
+    zeros = gl.zeros([HEIGHT, CODES], gl.float32, layout)
     for work in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
-        block_m, block_n, expert, tile, steps = find_turned(plan, work, BAND)
-        m = (block_m * GROUPS + GROUP) * HEIGHT + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout))
-        n = block_n * CODES + gl.arange(0, CODES, layout=gl.SliceLayout(0, layout))
-        first = tile.to(gl.int64)
-        acc, step = sum_of_codes(
-            ring, step, steps,
-            d_out_scale_ptr + first * stride_d_out_p + m * stride_d_out_m, stride_d_out_p, m < num_outs,
-            x_scale_ptr + first * stride_x_p + n * stride_x_n, stride_x_p, (n < num_ins) & (steps > 0),
-            GROUP, GROUPS, STAGES,
-        )  # fmt: skip
+        block_m, block_n, expert, _tile, steps = find_turned(plan, work, BAND)
+        acc = gl.zeros([HEIGHT, CODES], gl.float32, layout)
+        for _ in range(steps):
+            stage = step % STAGES
+            own = stage * GROUPS + GROUP
+            mbarrier.wait(ready.index(stage), step // STAGES & 1)
+            codes = right.index(stage).permute((1, 0))
+            part = warpgroup_mma(left.index(own), codes, zeros, use_acc=False, is_async=True)
+            row = left_scales.index(own).reshape([HEIGHT]).load(gl.SliceLayout(1, layout))
+            part = warpgroup_mma_wait(0, deps=(part,))
+            column = right_scales.index(stage).reshape([CODES]).load(gl.SliceLayout(0, layout))
+            acc += part * (row[:, None] * column[None, :])
+            mbarrier.arrive(free.index(stage))
+            step += 1
         acc = gl.where(steps < 0, float("nan"), acc)
         tma.store_wait(0)
-        own = buffer.index(GROUP)
-        own.reshape([HEIGHT, CODES]).store(acc.to(out_desc.dtype))
+        mine = buffer.index(GROUP)
+        mine.reshape([HEIGHT, CODES]).store(acc.to(out_desc.dtype))
         fence_async_shared()
-        at_m = (block_m * GROUPS + GROUP) * HEIGHT
-        store_tile(out_desc, [expert, at_m, block_n * CODES], own)
+        store_tile(out_desc, [expert, (block_m * GROUPS + GROUP) * HEIGHT, block_n * CODES], mine)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_experts"])
 def scaled_wgrad_kernel(
-    # turned codes, of the gradient of the output and of the input; the result
-    d_out_desc, x_desc, out_desc,
-    # scales, of 128 codes of a column
-    d_out_scale_ptr, stride_d_out_p, stride_d_out_m, x_scale_ptr, stride_x_p, stride_x_n,
+    # turned codes and their scales, of the gradient of the output and of the input; the result
+    d_out_desc, d_out_scale_desc, x_desc, x_scale_desc, out_desc,
     # plan and sizes
     segment_ptr, num_experts, num_outs, num_ins,
     BAND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p]."""
-    left = gl.allocate_shared_memory(d_out_desc.dtype, [STAGES * 2, HEIGHT, CODES], d_out_desc.layout)
+    GROUPS: gl.constexpr = 3
+    left = gl.allocate_shared_memory(d_out_desc.dtype, [STAGES * GROUPS, HEIGHT, CODES], d_out_desc.layout)
+    left_scales = gl.allocate_shared_memory(gl.float32, [STAGES * GROUPS, 1, HEIGHT], d_out_scale_desc.layout)
     right = gl.allocate_shared_memory(x_desc.dtype, [STAGES, CODES, CODES], x_desc.layout)
-    buffer = gl.allocate_shared_memory(out_desc.dtype, [2, 1, HEIGHT, CODES], out_desc.layout)
-    ready, free = new_barriers(STAGES, 2)
-    ring = (left, right, ready, free)
-    plan = (segment_ptr, num_experts, gl.cdiv(num_outs, 2 * HEIGHT), gl.cdiv(num_ins, CODES))
-    scales = (
-        d_out_scale_ptr, stride_d_out_p, stride_d_out_m, x_scale_ptr, stride_x_p, stride_x_n, num_outs, num_ins,
-    )  # fmt: skip
+    right_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CODES], x_scale_desc.layout)
+    buffer = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, HEIGHT, CODES], out_desc.layout)
+    ready, free = new_barriers(STAGES, GROUPS)
+    ring = (left, left_scales, right, right_scales, ready, free)
+    plan = (segment_ptr, num_experts, gl.cdiv(num_outs, GROUPS * HEIGHT), gl.cdiv(num_ins, CODES))
+    operands = (d_out_desc, d_out_scale_desc, x_desc, x_scale_desc)
     gl.warp_specialize(
         [
-            (multiply_turned, (out_desc, buffer, ring, plan, scales, BAND, FIRST, PAIR, STAGES)),
-            (multiply_turned, (out_desc, buffer, ring, plan, scales, BAND, SECOND, PAIR, STAGES)),
-            (load_turned, ((d_out_desc, x_desc), ring, plan, BAND, PAIR, STAGES)),
+            (multiply_turned, (out_desc, buffer, ring, plan, BAND, FIRST, GROUPS, STAGES)),
+            (multiply_turned, (out_desc, buffer, ring, plan, BAND, SECOND, GROUPS, STAGES)),
+            (multiply_turned, (out_desc, buffer, ring, plan, BAND, THIRD, GROUPS, STAGES)),
+            (load_turned, (operands, ring, plan, BAND, GROUPS, STAGES)),
         ],
-        [4, 1],
-        [232, PRODUCER_REGISTERS],
+        [4, 4, 1],
+        [160, 160, PRODUCER_REGISTERS],
     )

@@ -13,7 +13,7 @@ from moe_fast.launch.backend import launch_on
 from moe_fast.launch.tuning import ceil_div
 
 # Measured on an H200 (docs/results/low-precision-h200.md). A ring's stages and the tile that leaves
-# fill the shared memory.
+# share 227 KiB.
 OUTER = {"STAGES": 3, "BLOCK_P": 64, "BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8}
 BAND = 8  # blocks of outputs that share blocks of inputs in the L2
 HEIGHT = _hopper_codes.HEIGHT.value
@@ -78,32 +78,33 @@ def scaled_matmul(
 
 
 def scaled_wgrad(
-    d_out_MP: Tensor, d_out_scales: tuple[Any, ...], x_NP: Tensor, x_scales: tuple[Any, ...], plan: Plan,
-    out_LMN: Tensor,
-) -> None:  # fmt: skip
-    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p], for turned codes that have descriptors."""
+    d_out_MP: Tensor, d_out_scale: Tensor, x_NP: Tensor, x_scale: Tensor, plan: Plan, out_LMN: Tensor
+) -> None:
+    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p], for turned codes and for scales that have
+    descriptors."""
     experts, num_outs, num_ins = out_LMN.shape
-    pieces = experts * ceil_div(num_outs, 2 * HEIGHT) * ceil_div(num_ins, CODES)
+    pieces = experts * ceil_div(num_outs, 3 * HEIGHT) * ceil_div(num_ins, CODES)
     with launch_on(out_LMN):
         _hopper_codes.scaled_wgrad_kernel[(programs(pieces, out_LMN.device),)](
             described(d_out_MP, [HEIGHT, CODES]),
+            described(d_out_scale, [1, HEIGHT], swizzled=0),
             described(x_NP, [CODES, CODES]),
+            described(x_scale, [1, CODES], swizzled=0),
             described(out_LMN, [1, HEIGHT, CODES]),
-            *d_out_scales,
-            *x_scales,
             plan.segment_3L,
             experts,
             num_outs,
             num_ins,
             BAND=BAND,
-            STAGES=STAGES[2],
+            STAGES=STAGES[3],
             num_warps=4,
         )
 
 
-def described(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """A descriptor of the tensor; tiles lie in shared memory as the matrix unit reads them."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.itemsize, rank=len(block))
+def described(x: Tensor, block: list[int], swizzled: int = 128) -> TensorDescriptor:
+    """A descriptor of the tensor; tiles lie in shared memory as the matrix unit reads them, or in
+    lines."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=8 * x.itemsize, rank=len(block))
     return TensorDescriptor.from_tensor(x, block, layout)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _linear as kernels
@@ -32,6 +31,7 @@ from moe_fast.experts.scaled_linear import (
 )
 from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import check_device, is_hopper, launch_on, strided
 from moe_fast.launch.tuning import GroupedTile, ceil_div
 from moe_fast.quantization.quantized import Quantized, dequantize
@@ -146,19 +146,20 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor) -> Tensor:
-        ctx.plan = _plan(tokens_per_expert, rows)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        plan = _plan(tokens_per_expert, rows)
+        ctx.plan, ctx.bias_dtype = plan.without_tensors(), None if bias is None else bias.dtype
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(rows if wants_weight else None, weight if wants_rows else None)
-        return _multiply(rows, weight.transpose(1, 2), bias, ctx.plan)
+        ctx.save_for_backward(rows if wants_weight else None, weight if wants_rows else None, *plan.tensors)
+        return _multiply(rows, weight.transpose(1, 2), bias, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        rows, weight = ctx.saved_tensors
-        d_rows = None if weight is None else _multiply(d_out, weight, None, ctx.plan)
-        d_weight = None if rows is None else _outer_products(d_out, rows, None, ctx.plan)
-        d_bias = segment_sums(d_out, ctx.bias_dtype, ctx.plan) if ctx.needs_input_grad[2] else None
+        rows, weight, *tensors = ctx.saved_tensors
+        plan = ctx.plan.with_tensors(tensors)
+        d_rows = None if weight is None else _multiply(d_out, weight, None, plan)
+        d_weight = None if rows is None else _outer_products(d_out, rows, None, plan)
+        d_bias = segment_sums(d_out, ctx.bias_dtype, plan) if ctx.needs_input_grad[2] else None
         return d_rows, d_weight, d_bias, None
 
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _scaled_linear as kernels
@@ -22,6 +21,7 @@ from moe_fast.experts import hopper
 from moe_fast.experts._factors import TILE_ROWS
 from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization.quantize import quantize
@@ -105,7 +105,7 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
     described = have_descriptors(*codes)
     blocks = (left.block, right.block)
     if described and accumulate_into is None and have_descriptors(out) and _on_hopper(unit, device, blocks):
-        hopper.scaled_wgrad(codes[0], _blocks(left), codes[1], _blocks(right), plan, out)
+        hopper.scaled_wgrad(codes[0], left.scale, codes[1], right.scale, plan, out)
         return out
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
     with launch_on(out):
@@ -175,7 +175,8 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
     codes, matrices = _as_factor(form.codes_MN, x, unit), _as_factor(weight.codes_LCD, weight.quantized, unit)
     described = have_descriptors(codes, matrices)
     if described and have_descriptors(out) and _on_hopper(unit, device, (form.block, weight.form.block)):
-        cut = plan.cut(hopper.rows_of_tile(num_rows, plan.num_experts))
+        assert x.splits is not None
+        cut = plan.cut(hopper.rows_of_tile(num_rows, plan.num_experts), x.splits)
         hopper.scaled_matmul(codes, _blocks(form), matrices, weight.blocks, strided(bias_LC, 2), cut, out)
         return out
     with launch_on(out):
@@ -335,26 +336,30 @@ class ScaledLinear(torch.autograd.Function):
             rows, "input", counts, precision, True, wants_weight and _has_columns(precision.recipe, rows.dtype)
         )
         matrices = quantized_weight(weight, precision, True, wants_rows)
+        plan = scaled_plan(counts, len(rows), precision.recipe)
+        out = scaled_fprop(x, matrices, plan, bias=bias)
         ctx.plan, ctx.precision, ctx.bias_dtype = (
-            scaled_plan(counts, len(rows), precision.recipe),
+            plan.without_tensors(),
             precision,
             None if bias is None else bias.dtype,
         )
         ctx.x, ctx.weight = without_tensors(x, True), without_tensors(matrices, True)
-        ctx.save_for_backward(counts, *tensors_of(x.columnwise), *tensors_of(matrices.columnwise))
-        return scaled_fprop(x, matrices, ctx.plan, bias=bias)
+        saved = *tensors_of(x.columnwise), *tensors_of(matrices.columnwise)
+        ctx.save_for_backward(counts, *saved, *plan.tensors)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         counts, *tensors = ctx.saved_tensors
+        plan = ctx.plan.with_tensors(tensors[6:])
         wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         d_rows = d_weight = None
         if wants_rows or wants_weight:
             d = quantized_rows(d_out, "grad_output", counts, ctx.precision, wants_rows, wants_weight)
-            d_rows = scaled_dgrad(d, with_tensors(ctx.weight, tensors[3:], True), ctx.plan) if wants_rows else None
-            d_weight = scaled_wgrad(d, with_tensors(ctx.x, tensors[:3], True), ctx.plan) if wants_weight else None
-        d_bias = segment_sums(d_out, ctx.bias_dtype, ctx.plan) if wants_bias else None
+            d_rows = scaled_dgrad(d, with_tensors(ctx.weight, tensors[3:6], True), plan) if wants_rows else None
+            d_weight = scaled_wgrad(d, with_tensors(ctx.x, tensors[:3], True), plan) if wants_weight else None
+        d_bias = segment_sums(d_out, ctx.bias_dtype, plan) if wants_bias else None
         return d_rows, d_weight, d_bias, None, None
 
 

@@ -1,5 +1,6 @@
 """The plan of the tiles of segments, descriptors that end with a segment, and segment sums."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,7 +26,6 @@ class Plan:
     tile_4C: Tensor  # int64: expert, its first tile, its first row and its end, for each tile
     segment_3L: Tensor  # int64: the two rows and the first tile, for each expert
     total_2: Tensor  # int64: how many tiles, and rows in them
-    counts_L: Tensor  # as given: the rows of each expert
     num_rows: int
     multiple: int = 1
     others: dict[int, "Plan"] = field(default_factory=dict, repr=False)  # by the rows of their tiles
@@ -39,14 +39,33 @@ class Plan:
     def num_experts(self) -> int:
         return self.segment_3L.shape[1]
 
-    def cut(self, rows: int) -> "Plan":
+    def cut(self, rows: int, tokens_per_expert: Tensor) -> "Plan":
         """The plan of the same segments in tiles of that many rows; it is made once."""
         if rows == self.tile.rows:
             return self
         if rows not in self.others:
             tile = replace(self.tile, rows=rows)
-            self.others[rows] = make_plan(self.counts_L, self.num_rows, tile, self.multiple)
+            self.others[rows] = make_plan(tokens_per_expert, self.num_rows, tile, self.multiple)
         return self.others[rows]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its tensors, and those of its other cuts, for autograd to save."""
+        others = (tensor for plan in self.others.values() for tensor in plan.tensors)
+        return self.tile_4C, self.segment_3L, self.total_2, *others
+
+    def without_tensors(self) -> "Plan":
+        """What a node of autograd may keep: a tensor there would outlive its checkpoint."""
+        others = {rows: plan.without_tensors() for rows, plan in self.others.items()}
+        nothing = torch.empty(0)
+        return replace(self, tile_4C=nothing, segment_3L=nothing, total_2=nothing, others=others)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "Plan":
+        """The inverse of `without_tensors`, of `tensors`."""
+        tile, segment, total, *rest = tensors
+        triples = zip(rest[::3], rest[1::3], rest[2::3], strict=True)  # other cuts have no cuts of their own
+        others = {r: plan.with_tensors(three) for (r, plan), three in zip(self.others.items(), triples, strict=True)}
+        return replace(self, tile_4C=tile, segment_3L=segment, total_2=total, others=others)
 
 
 def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, multiple: int = 1) -> Plan:
@@ -78,7 +97,7 @@ def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, multi
             BLOCK_T=sizes.plan_tiles,
             num_warps=4,
         )
-    return Plan(tile, tiles, bounds, total, tokens_per_expert, num_rows, multiple)
+    return Plan(tile, tiles, bounds, total, num_rows, multiple)
 
 
 def segment_sums(rows_PC: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_fast.experts import _weighting as kernels
 from moe_fast.experts.linear import check_product
 from moe_fast.experts.mlp import chosen_activation, linear, run_again
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import check_device, launch_on, strided
 from moe_fast.launch.tuning import ceil_div
 from moe_ref.config import LinearState, Recipe, check_pairs, check_shared_experts

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_fast.experts import _weighting as kernels
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_fast.experts import _activations as activation_kernels
 from moe_fast.experts.activations import Settings, backward_of, constants_of
@@ -20,6 +19,7 @@ from moe_fast.fused import _activate_and_quantize as kernels
 from moe_fast.fused.activation_source import Forms, Source, source_of
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import launch_on, strided
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization.quantize import empty_form, form_arguments, quantize

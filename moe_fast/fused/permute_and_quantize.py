@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_fast.fused import _permute_and_quantize as kernels
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import bits, check_device, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation.permute import permute, sum_rows

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_fast.launch import tuning
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import bits, check_device, integers, launch_on, strided
 from moe_fast.permutation import _routing_map as kernels
 from moe_fast.permutation import _row_map as map_kernels

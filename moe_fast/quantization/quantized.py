@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.quantization import _hadamard as hadamard
@@ -227,6 +228,7 @@ class _StraightThrough(torch.autograd.Function):
         return _dequantize(quantized, form)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_value: Tensor) -> tuple[Tensor, None, None]:
         return _hadamard_adjoint(d_value) if ctx.transformed else d_value, None, None
 

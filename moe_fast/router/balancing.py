@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import integers, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _balancing as kernels
@@ -169,7 +169,7 @@ class _BalancingLoss(torch.autograd.Function):
         if num_rows:
             with launch_on(dloss):
                 kernels.balance_backward_kernel[(ceil_div(num_rows, tile.tokens), ceil_div(num_columns, tile.columns))](
-                    dloss,
+                    dloss.resolve_neg(),
                     factor,
                     *strided(count, 1),
                     dscores,
@@ -207,7 +207,7 @@ class _ZLoss(torch.autograd.Function):
         if grid[0]:
             with launch_on(logits):
                 kernels.z_loss_backward_kernel[grid](
-                    dloss, factor, *strided(logits), *_padding(padding), dlogits, *logits.shape, **sizes
+                    dloss.resolve_neg(), factor, *strided(logits), *_padding(padding), dlogits, *logits.shape, **sizes
                 )
         return dlogits, None, None
 

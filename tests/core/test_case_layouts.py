@@ -1,5 +1,7 @@
 """Memory layouts of a case's tensors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,6 +24,24 @@ def test_layouts_keep_the_values(x, layout):
     assert placed.dtype == x.dtype
     assert placed.shape == x.shape
     assert (bits(placed) == bits(x)).all()
+
+
+@pytest.mark.parametrize(
+    "x", [X, X[:, 0].clone(), X[:0], X.to(torch.bfloat16)], ids=lambda x: f"{x.dtype}{list(x.shape)}"
+)
+def test_a_negated_layout_is_a_pending_minus_over_the_negative_values(x):
+    placed = laid_out(x, "negated")
+    assert placed.is_neg() and torch.equal(placed, x)
+    memory = torch.empty(0, dtype=x.dtype).set_(placed.untyped_storage(), 0, x.shape, x.stride())
+    assert torch.equal(memory, -x)
+
+
+def test_a_tensor_is_negated_only_where_a_minus_changes_one_bit_of_each_value():
+    legal = RoutingCase(function="permute", tokens=4, experts=2, layout="negated", layout_of="tokens", probs="float32")
+    signature = CONTRACTS["permute"].signature
+    assert signature.fits(legal) is None and signature.fits(replace(legal, layout_of="probs")) is None
+    for other in ({"layout_of": "routing_map"}, {"dtype": "float8_e4m3fn"}, {"values": "special"}):
+        assert "no tensor that torch can negate" in signature.fits(replace(legal, **other))
 
 
 def test_layouts_have_the_strides_they_promise():

@@ -249,6 +249,9 @@ CALLS = [
 
 LAYER = LayerCase(function="moe_layer", tokens=7, hidden=6, width=5, experts=4, topk=2)
 CALLS += [LAYER, replace(LAYER, grads="x+router_weight+fc1_weight+fc2_weight")]
+CALLS += [replace(case, grads="probs") for case in (TO_MULTIHOT, TO_INDICES)]
+CALLS += [replace(case, grads="logits") for case in (Z, SINKHORN)]
+CALLS += [replace(GATE, grads="x+weight"), replace(ATTACH, grads="x+loss"), replace(LOSS, grads="scores")]
 
 
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: f"{case.function}-{case.id}")

@@ -17,6 +17,7 @@ DRAWS = {
     "sort_chunks": 500,
     "topk_indices": 500,
     "topk_routing": 500,
+    "aux_loss_scores": 500,
     "quantize": 700,
     "permute_and_quantize": 700,
 }

@@ -18,7 +18,8 @@ POINTERS = {"segment_ptr": "*i64", "tile_ptr": "*i64", "total_ptr": "*i64", "out
 
 def tile(dtype: str, block: list[int]) -> str:
     """The type of a descriptor."""
-    layout = gl.NVMMASharedLayout(128, 16 if dtype == "bf16" else 8, len(block))
+    bits, swizzled = {"bf16": (16, 128), "fp32": (32, 0)}.get(dtype, (8, 128))
+    layout = gl.NVMMASharedLayout(swizzled, bits, len(block))
     return f"tensordesc<{dtype}{block},{layout!r}>"
 
 

@@ -157,7 +157,20 @@ def test_the_plan_lists_every_tile_of_every_expert(counts, small_blocks):
         tiles += [[e, firsts[e], end - count, end]] * -(-count // 8)
     assert plan.total_2.tolist() == [len(tiles), sum(counts)] and len(tiles) <= plan.capacity
     assert plan.tile_4C[:, : len(tiles)].t().tolist() == tiles
-    assert plan.segment_2L.t().tolist() == [[end - count, end] for count, end in zip(counts, ends, strict=True)]
+    segments = [[end - count, end, first] for count, end, first in zip(counts, ends, firsts, strict=True)]
+    assert plan.segment_3L.t().tolist() == segments
+
+
+def test_a_plan_gets_back_the_tensors_that_autograd_saves():
+    counts = torch.tensor([5, 0, 9])
+    plan = module._plan(counts, torch.zeros(14, 1))
+    cuts = [plan.cut(rows, counts) for rows in (2, 4)]
+    bare = plan.without_tensors()
+    assert not any(tensor.numel() for tensor in bare.tensors) and len(plan.tensors) == 9
+    assert plan.tensors[3:] == (*cuts[0].tensors, *cuts[1].tensors)
+    back = bare.with_tensors(plan.tensors)
+    assert all(a is b for a, b in zip(back.tensors, plan.tensors, strict=True))
+    assert back.cut(4, counts).total_2 is cuts[1].total_2 and back.cut(4, counts).tile.rows == 4
 
 
 def test_experts_with_few_rows_have_small_tiles():

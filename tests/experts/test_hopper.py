@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_fast.experts.hopper import BAND, OUTER, STAGES
+
 ROOT = Path(__file__).parents[2]
 SHARED_BYTES = 227 * 1024  # of a program
 MATMUL = {
@@ -15,7 +17,13 @@ MATMUL = {
     "weight_desc": ("fp8e4nv", [1, 128, 128]),
     "out_desc": ("bf16", [1, 1, 64, 128]),
 }
-TURNED = {"d_out_desc": ("fp8e5", [64, 128]), "x_desc": ("fp8e4nv", [128, 128]), "out_desc": ("bf16", [1, 64, 128])}
+TURNED = {
+    "d_out_desc": ("fp8e5", [64, 128]),
+    "d_out_scale_desc": ("fp32", [1, 64]),
+    "x_desc": ("fp8e4nv", [128, 128]),
+    "x_scale_desc": ("fp32", [1, 128]),
+    "out_desc": ("bf16", [1, 64, 128]),
+}
 WGRAD = {
     "d_out_desc": ("bf16", [1, 1, 64, 128]),
     "x_desc": ("bf16", [1, 1, 64, 256]),
@@ -36,15 +44,19 @@ def compiled(module: str, kernel: str, tiles: dict, bias: str | None = None, **c
 @pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize("bias", [None, "*bf16"])
 def test_products_of_codes_compile(groups, bias):
-    constants = {"GROUPS": groups, "STAGES": {3: 4, 2: 5}[groups], "num_warps": 4}
+    constants = {"GROUPS": groups, "STAGES": STAGES[groups], "num_warps": 4}
     shared, products, spilled = compiled("_hopper_codes", "scaled_matmul_kernel", MATMUL, bias, **constants)
     assert shared <= SHARED_BYTES and products == 4 * groups and spilled == 0
 
 
+def test_one_stage_more_is_too_many_for_three_groups():
+    constants = {"GROUPS": 3, "STAGES": STAGES[3] + 1, "num_warps": 4}
+    assert compiled("_hopper_codes", "scaled_matmul_kernel", MATMUL, None, **constants)[0] > SHARED_BYTES
+
+
 def test_the_weights_gradient_compiles():
-    constants = {"STAGES": 3, "BAND": 8, "BLOCK_P": 64, "BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8}
-    shared, products, spilled = compiled("_hopper", "outer_products_kernel", WGRAD, **constants)
+    shared, products, spilled = compiled("_hopper", "outer_products_kernel", WGRAD, BAND=BAND, **OUTER)
     assert shared <= SHARED_BYTES and products == 4 and spilled == 0
-    constants = {"STAGES": 5, "BAND": 8, "num_warps": 4}
+    constants = {"STAGES": STAGES[3], "BAND": BAND, "num_warps": 4}
     shared, products, spilled = compiled("_hopper_codes", "scaled_wgrad_kernel", TURNED, **constants)
-    assert shared <= SHARED_BYTES and products == 8 and spilled == 0
+    assert shared <= SHARED_BYTES and products == 12 and spilled == 0

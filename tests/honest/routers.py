@@ -125,6 +125,8 @@ class Closed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
+        if torch.is_grad_enabled():
+            raise RuntimeError("differentiable once: parts of the saved tensors have no graph")
         x, index, score, s, p = ctx.saved_tensors
         function, pre, scale, how, normalise = ctx.settings
         g = g * scale

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import moe_fast
 from moe_fast import MoELayer
 from moe_fast.experts import mlp
+from moe_fast.experts.segments import Plan
 from moe_fast.permutation.row_map import RowMap
 from moe_fast.router.route import route
 from moe_ref.config import DISPATCHERS, LayerConfig, Recipe, RouteOutput, RouterConfig, RouterState
@@ -136,7 +137,7 @@ def launch() -> None:
 
 alive = partial(alive_bytes, afterwards=launch)
 ACTIVATION = ROWS * WIDTH * 4
-PLANS = 1792  # some integers per expert and tile, and the losses; less than the row map
+LEFT = 96  # the losses and what they are summed from
 
 
 def keeps_no_activation() -> None:
@@ -146,7 +147,7 @@ def keeps_no_activation() -> None:
 
 def keeps_nothing(**options) -> None:
     assert kept(saved_bytes, "moe", **options) == 0
-    assert kept(alive, "moe", **options) <= PLANS
+    assert kept(alive, "moe", **options) <= LEFT
 
 
 @pytest.mark.parametrize("recipe", [None, Recipe("current")], ids=str)
@@ -176,6 +177,12 @@ def test_a_row_map_that_a_node_keeps_is_found(monkeypatch):
     nodes, right = [], RowMap.parts
     monkeypatch.setattr(RowMap, "parts", lambda self: nodes.append(self) or right(self))
     assert kept(saved_bytes, "moe") == 0
+    with pytest.raises(AssertionError):
+        keeps_nothing()
+
+
+def test_a_plan_that_a_node_keeps_is_found(monkeypatch):
+    monkeypatch.setattr(Plan, "without_tensors", lambda self: self)
     with pytest.raises(AssertionError):
         keeps_nothing()
 

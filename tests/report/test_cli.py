@@ -32,6 +32,7 @@ BAD = [
     (("run", "--impl", "moe_ref", "--profile", "huge"), "invalid choice: 'huge'"),
     (smoke("moe_ref", "--function", "premute"), "--function is 'premute'; known are gate, "),
     (smoke("two", "--function", "permute,gate"), "--function gate is not offered by two, which offers permute, unperm"),
+    (smoke("two", "--function", "gate", "--function", "permute"), "--function gate is not offered by two, which off"),
     (smoke("two", "--where", "colour=1"), "--where: no case has the field 'colour'; the fields are function, golden, "),
     (smoke("two", "--where", "dtype=float17"), "--where: dtype is 'float17'; it must be one of float32, "),
     (smoke("two", "--where", "dtype bfloat16"), "is no term; a predicate is field=value, field!=value, "),
@@ -251,7 +252,7 @@ def test_what_the_baseline_offers_must_still_be_offered(call):
     assert (code, "unpermute was conformant in the baseline and is not offered any more" in out) == (5, True)
 
 
-def test_a_wrong_permute_is_found_replayed_and_minimized(call, place):
+def test_a_wrong_permute_is_found_replayed_and_minimized(call, place, monkeypatch):
     code, out, _ = call(*smoke("wrong"))
     assert code == 1
     assert "NOT CONFORMANT   1 of 1 functions differ" in out
@@ -264,7 +265,10 @@ def test_a_wrong_permute_is_found_replayed_and_minimized(call, place):
 
     code, out, _ = call("replay", identity, "--impl", "wrong")
     assert (code, "FAIL: rows [exact]" in out) == (1, True)
-    code, out, _ = call("replay", identity, "--impl", "moe_ref")
+    (place / "below").mkdir()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.chdir(place / "below")
+        code, out, _ = call("replay", identity, "--impl", "moe_ref")
     assert (code, "PASS" in out) == (0, True)
 
     large = RoutingCase(
@@ -360,7 +364,9 @@ def test_github_gets_annotations(call, monkeypatch):
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     code, out, _ = call(*smoke("wrong", *only("drawn-permute")))
     assert code == 1
-    assert [line for line in out.splitlines() if line.startswith("::error title=permute differs::")]
+    assert [
+        line for line in out.splitlines() if line.startswith("::error file=wrong.py,line=5,title=permute differs::")
+    ]
 
 
 # ---- the other verbs

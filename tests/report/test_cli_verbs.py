@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import conformance
 from conformance.catalogue import CONTRACTS
 from conformance.engine.choose.profiles import PROFILES
 from tests.report.cli_helpers import smoke
@@ -52,27 +51,6 @@ def test_check_adapter_says_what_is_offered(call):
     assert "unpermute takes results of this namespace's own permute, which is missing" in out
     code, out, _ = call("check-adapter", "--impl", "nothing")
     assert (code, f"0 of {len(CONTRACTS)} functions can be judged" in out) == (4, True)
-
-
-def test_a_new_adapter_is_the_template_and_is_never_written_over(call, place):
-    code, out, _ = call("new-adapter", "my_kernels")
-    assert (code, out.startswith("my_kernels.py calls plain torch.")) == (0, True)
-    template = Path(conformance.__file__).parent / "peers" / "template.py"
-    assert (place / "my_kernels.py").read_text() == template.read_text()
-    code, out, _ = call("check-adapter", "--impl", "my_kernels")
-    assert (code, f"1 of {len(CONTRACTS)} functions" in out) == (0, True)
-    (place / "my_kernels.py").write_text("mine = 1\n")
-    code, _, err = call("new-adapter", "my_kernels")
-    assert (code, "my_kernels.py exists; choose another name" in err) == (2, True)
-    assert (place / "my_kernels.py").read_text() == "mine = 1\n"
-
-
-@pytest.mark.parametrize("name", ["", "my-kernels", "a/b", "../up", "x.py"])
-def test_a_new_adapter_has_the_name_of_a_module(call, place, name):
-    before = sorted(place.rglob("*"))
-    code, _, err = call("new-adapter", name)
-    assert (code, "the name must be a module's, such as my_kernels" in err) == (2, True)
-    assert sorted(place.rglob("*")) == before
 
 
 def test_replay_tells_a_case_that_says_nothing(call):

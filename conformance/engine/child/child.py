@@ -6,6 +6,7 @@ lists of cases, and receives ("outcome", an Outcome's fields, digests of the inp
 
 import contextlib
 import gc
+import inspect
 import os
 import re
 import sys
@@ -187,6 +188,16 @@ def _signature(function: str, implementation: Implementation) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", f"{function}{text}")
 
 
+def _place(function: str, implementation: Implementation) -> str:
+    """Where the function is defined, as "file:line" below the working directory; else empty."""
+    try:
+        code = inspect.unwrap(getattr(implementation.namespace, function)).__code__
+        file = os.path.relpath(code.co_filename)
+    except Exception:  # a builtin, a callable object, another drive
+        return ""
+    return "" if file.startswith(os.pardir) else f"{file}:{code.co_firstlineno}"
+
+
 def _declarations(function: str, implementation: Implementation, contract: Contract[Any]) -> dict[str, Any]:
     """The function's declarations, or the defaults where `declares` raises: its cases then fail.
 
@@ -229,6 +240,7 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
             else list(contract.optional),
             "declares": _declarations(function, implementation, contract) if offered else {},
             "signature": _signature(function, implementation) if offered else "",
+            "place": _place(function, implementation) if offered else "",
         }
     for function, scope in scopes_of(implementation, functions).items():
         functions[function]["scope"] = scope

@@ -11,14 +11,18 @@ class Unreadable(Exception):
     """A returned tensor is no plain tensor; the message says what it is."""
 
 
-def read(x: Tensor, device: str) -> Tensor:
+def read(x: Tensor, device: str, negated: bool) -> Tensor:
     """The values of a tensor returned by a call on this device, on the host.
+
+    Args:
+        negated: an input was, so that the tensor may be.
 
     Raises:
         Unreadable: it is no plain tensor, or on another device.
     """
     try:
         with torch._C.DisableTorchFunctionSubclass():
+            x = x.resolve_neg() if negated else x
             odd = _kind(x) or _place(x, device)
         if not odd:
             host = x.detach().cpu()
@@ -43,7 +47,11 @@ def is_changed(x: Tensor, master: Tensor) -> bool:
     x = x.detach()
     if x.shape != master.shape or x.dtype != master.dtype or is_freed(x):
         return True
-    return bool((bits(master) != bits(x.cpu())).any())
+    host = x.cpu().resolve_neg()
+    other = bits(master) != bits(host)
+    if x.is_neg():  # torch's minus keeps a NaN, but not its bits
+        other &= ~(master.isnan() & host.isnan()).numpy()
+    return bool(other.any())
 
 
 def _kind(x: Tensor) -> str:

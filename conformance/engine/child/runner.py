@@ -13,6 +13,7 @@ from torch import Tensor
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.contract import Opaque, Problem
+from conformance.core.double_backward import second_derivatives
 from conformance.core.tensors import laid_out
 from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.poison import Poison
@@ -91,6 +92,7 @@ MANNERS: dict[str, Callable[[Callable[[], Outputs]], Outputs]] = {
     "thread": _in_another_thread,
     "inference": _in_inference_mode,
     "accumulated": lambda call: call(),  # gradients of views, added to a `.grad`: see `Runner._call`
+    "twice": lambda call: call(),  # second derivatives only: see `Runner._call`
 }
 
 
@@ -167,7 +169,7 @@ class Runner:
             outputs = self._finished(problem, outputs)
             self.outcome.seconds_implementation += time.perf_counter() - started
         self.changed = _changed(replay or problem, placed)
-        return self._read(outputs)
+        return self._read(outputs, problem)
 
     def run_both(self, first: Problem, second: Problem, *, reuse: bool = False) -> tuple[Outputs, Outputs]:
         """Both calls before the backward of either; read when all is done.
@@ -190,7 +192,7 @@ class Runner:
                 for problem, inputs, outputs in calls
             ]
         self.changed = "" if reuse else _changed(first, places[0])
-        return self._read(results[0]), self._read(results[1])
+        return self._read(results[0], first), self._read(results[1], second)
 
     @contextlib.contextmanager
     def _watched(self, problem: Problem, poison: str = "") -> Iterator[None]:
@@ -221,17 +223,18 @@ class Runner:
             torch.cuda.synchronize()
         return problem.read(self.implementation, outputs) if problem.read else outputs
 
-    def _read(self, outputs: Outputs) -> Outputs:
-        """The outputs, tensors on the host.
+    def _read(self, outputs: Outputs, problem: Problem) -> Outputs:
+        """The outputs, tensors on the host; one that is a negated input may be negated too.
 
         Raises:
             Misbehaved: a tensor cannot be read.
         """
         out = dict(outputs)
+        negated = "negated" in problem.layouts.values()
         for name, x in outputs.items():
             if isinstance(x, Tensor):
                 try:
-                    out[name] = read(x, self.device)
+                    out[name] = read(x, self.device, negated)
                 except Unreadable as error:
                     raise Misbehaved(name, "tensor", str(error)) from error
         return out
@@ -285,7 +288,7 @@ class Runner:
         try:
             result = self.implementation.call(producer.function, *arguments, **settings)
             outputs = named_outputs(result, CONTRACTS[producer.function].outputs)
-            observed = self._read(outputs)
+            observed = self._read(outputs, producer)
         except Misbehaved as error:
             raise Blocked(f"{producer.function} is wrong here: {error.finding.output} {error}") from error
         except Exception as error:
@@ -298,9 +301,11 @@ class Runner:
         return outputs
 
     def _call(self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None, manner: str = "") -> Outputs:
-        """The outputs, and the gradients of the wanted inputs."""
+        """The outputs, and the gradients of the wanted inputs; or their second derivatives."""
         if manner != "accumulated":
             outputs = self._forward(problem, placed, opaque)
+            if manner == "twice":
+                return self._second_derivatives(problem, placed, outputs)
             return outputs | self._gradients(problem, placed, outputs)
         views = {name: placed[name].view_as(placed[name]) for name in problem.wanted}
         outputs = self._forward(problem, placed | views, opaque)
@@ -357,6 +362,10 @@ class Runner:
             gradients = torch.autograd.grad(attached, inputs, cotangents, allow_unused=True)
         triples = zip(problem.wanted, inputs, gradients, strict=True)
         return {f"d_{name}": torch.zeros_like(x) if g is None else g for name, x, g in triples}
+
+    def _second_derivatives(self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs) -> Outputs:
+        inputs = {name: placed[name] for name in problem.wanted}
+        return second_derivatives(outputs, inputs, {name: placed[f"d_{name}"] for name in problem.cotangents})
 
     def _accumulated(self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs) -> dict[str, Tensor]:
         """Gradients added to a `.grad` of zeros; of the second backward, unless that is refused."""

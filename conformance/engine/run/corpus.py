@@ -101,8 +101,9 @@ def find(name: str, folder: Path) -> Case:
             raise CaseError(f"the case text is not JSON: {error}") from None
     if name.endswith(".json"):
         return read_case(Path(name))
-    for root in (folder, COMMITTED):
+    above = [parent / folder for parent in Path.cwd().parents]  # none but `folder` if it is absolute
+    for root in (folder, *above, COMMITTED):
         if (root / f"{name}.json").exists():
             return read_case(root / f"{name}.json")
     hint = "give its file, its id, or its JSON text"
-    raise CaseError(f"there is no case {name!r} in {folder} or in the committed corpus; {hint}")
+    raise CaseError(f"there is no case {name!r} in {folder}, here or above, or in the committed corpus; {hint}")

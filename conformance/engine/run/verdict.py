@@ -60,6 +60,7 @@ class FunctionVerdict:
     transports: dict[str, int] = field(default_factory=dict)
     note: str = ""
     scope: str = ""
+    place: str = ""  # where the implementation defines it, as file:line
     # kernels that a change of a field compiles on average, of fields that are taken for data
     specialised_by: dict[str, float] = field(default_factory=dict)
     reason: str = ""
@@ -251,7 +252,7 @@ def _function(
     out.transports = dict(sorted(Counter(line["transport"] for line in ranked).items()))
     out.note = ONE_GPU if ranked and all(line["shares_gpu"] for line in ranked) else ""
     out.specialised_by = _specialising(outcomes)
-    out.scope = offer.get("scope", "")
+    out.scope, out.place = offer.get("scope", ""), offer.get("place", "")
     if not offer.get("offered"):
         out.status, out.without = "not offered", []
     else:

@@ -46,8 +46,6 @@ INFINITE, NO_INFINITY = (
     (torch.nan, torch.inf, -torch.inf),
     (torch.nan,) * 3,
 )  # an infinity in one row of NVFP4 makes the whole expert undefined
-LAYOUTS = ("contiguous", "transposed", "strided", "shifted", "expanded", "wide_rows", "wide_columns", "wide_depth")
-
 
 VALUES = ("dyadic", "rows", "bounds", "saturated", "special")
 WEIGHTS = ("plain", "zeros", "signed")

@@ -7,6 +7,7 @@ import torch
 
 from conformance.core import row_laws
 from conformance.core import universal_laws as universal
+from conformance.core.double_backward import DOUBLE_BACKWARD
 from conformance.core.law import Law, Trial, plain, upside_down
 from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
 from conformance.families.experts import laws as experts
@@ -112,10 +113,10 @@ TOKEN_REVERSAL = replace(row_laws.TOKEN_REVERSAL, applies=lambda case: plain(cas
 
 _ELEMENTWISE = (
     *(*universal.EVERYWHERE, *universal.STATIC, row_laws.TOKEN_REVERSAL, row_laws.BATCH_CONCAT),
-    *(experts.NEIGHBOUR_INDEPENDENCE, experts.SCALING, experts.COTANGENT_SCALING),
+    *(experts.NEIGHBOUR_INDEPENDENCE, experts.SCALING, experts.COTANGENT_SCALING, DOUBLE_BACKWARD),
 )
 _PRODUCT = (
-    *(*universal.CALLS, experts.BUFFER_REUSE),
+    *(*universal.CALLS, DOUBLE_BACKWARD, experts.BUFFER_REUSE),
     *(universal.LATE_PRODUCER, universal.HOST_SYNC, experts.GRAPH_CAPTURE),
 )
 _SEGMENTS = (experts.NEIGHBOUR_INDEPENDENCE, experts.PADDING_INDEPENDENCE, experts.EXPERT_RELABELLING)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from conformance.core import universal_laws as universal
 from conformance.core.contract import Problem
+from conformance.core.double_backward import DOUBLE_BACKWARD
 from conformance.core.law import Law, Trial, same, upside_down
 from conformance.core.tensors import STRANGE
 from conformance.families.permutation.cases import RoutingCase
@@ -233,10 +234,10 @@ _EVERY = (*universal.EVERYWHERE, *universal.STATIC)
 PERMUTE = (
     *_EVERY,
     *(TOKEN_PERMUTATION, EXPERT_RELABELLING, SPLIT, PADDING_INDEPENDENCE, NEIGHBOUR_INDEPENDENCE),
-    *(replace(ADJOINTNESS, check=_adjointness_of_permute), SCALING, ZERO_PROB_ROWS),
+    *(replace(ADJOINTNESS, check=_adjointness_of_permute), SCALING, DOUBLE_BACKWARD, ZERO_PROB_ROWS),
 )
-UNPERMUTE = (*_EVERY, universal.HANDLE_AGAIN, GARBAGE_INDEPENDENCE, ADJOINTNESS, SCALING)
-SORT_CHUNKS = (*_EVERY, NEIGHBOUR_INDEPENDENCE, ROUND_TRIP, ADJOINTNESS, SCALING)
+UNPERMUTE = (*_EVERY, universal.HANDLE_AGAIN, GARBAGE_INDEPENDENCE, ADJOINTNESS, SCALING, DOUBLE_BACKWARD)
+SORT_CHUNKS = (*_EVERY, NEIGHBOUR_INDEPENDENCE, ROUND_TRIP, ADJOINTNESS, SCALING, DOUBLE_BACKWARD)
 PAD_ROUTING_MAP = (*_EVERY, IDEMPOTENCE, COLUMN_RELABELLING)
-INDICES_TO_MULTIHOT = (*_EVERY, ROW_REVERSAL, universal.SCALING)
-MULTIHOT_TO_INDICES = (*_EVERY, ROW_REVERSAL, universal.SCALING)
+INDICES_TO_MULTIHOT = (*_EVERY, ROW_REVERSAL, universal.SCALING, DOUBLE_BACKWARD)
+MULTIHOT_TO_INDICES = (*_EVERY, ROW_REVERSAL, universal.SCALING, DOUBLE_BACKWARD)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from conformance.core import universal_laws as universal
 from conformance.core.contract import Problem
+from conformance.core.double_backward import DOUBLE_BACKWARD
 from conformance.core.law import Law, Trial, plain
 from conformance.core.row_laws import BATCH_CONCAT, TOKEN_REVERSAL, any_of_equals
 from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
@@ -172,21 +173,22 @@ _EVERY = (*universal.EVERYWHERE, *universal.STATIC)
 _CHOICE = (TOKEN_REVERSAL, EXPERT_RELABELLING, BATCH_CONCAT, SHIFT)
 GATE = (
     *SHARED_OUT,
-    *of_one_process(*universal.EVERYWHERE[2:], *universal.STATIC, TOKEN_REVERSAL, BATCH_CONCAT),
+    *of_one_process(*universal.EVERYWHERE[2:], *universal.STATIC, DOUBLE_BACKWARD, TOKEN_REVERSAL, BATCH_CONCAT),
 )
 JITTER = (*_EVERY, EVENLY_SPREAD)
-TOPK_ROUTING = (*_EVERY, *_CHOICE, REPLAY)
+TOPK_ROUTING = (*_EVERY, DOUBLE_BACKWARD, *_CHOICE, REPLAY)
 # the result of indices may be the given ones
 _OWN_RESULTS = replace(
     universal.BUFFER_REUSE, applies=lambda case: universal.BUFFER_REUSE.applies(case) and not case.precomputed
 )
 TOPK_INDICES = tuple(_OWN_RESULTS if law is universal.BUFFER_REUSE else law for law in TOPK_ROUTING)
-SINKHORN_ROUTING = (*universal.EVERYWHERE, EXPERT_RELABELLING)
-DROP_TOKENS = (*_EVERY, EXPERT_RELABELLING, universal.SCALING)
-AUX_LOSS_SCORES = (*_EVERY, *_CHOICE, PADDING_TOKENS)
-LOAD_BALANCING_LOSS = (*_EVERY, SHARES, universal.SCALING)
-Z_LOSS = (*_EVERY, TOKEN_REVERSAL, EXPERT_RELABELLING, PADDING_TOKENS)
-ATTACH_LOSS = (*universal.CALLS, universal.LATE_PRODUCER, *universal.STATIC, universal.SCALING)  # may return x itself
+SINKHORN_ROUTING = (*universal.EVERYWHERE, DOUBLE_BACKWARD, EXPERT_RELABELLING)
+DROP_TOKENS = (*_EVERY, DOUBLE_BACKWARD, EXPERT_RELABELLING, universal.SCALING)
+AUX_LOSS_SCORES = (*_EVERY, DOUBLE_BACKWARD, *_CHOICE, PADDING_TOKENS)
+LOAD_BALANCING_LOSS = (*_EVERY, DOUBLE_BACKWARD, SHARES, universal.SCALING)
+Z_LOSS = (*_EVERY, DOUBLE_BACKWARD, TOKEN_REVERSAL, EXPERT_RELABELLING, PADDING_TOKENS)
+# may return x itself
+ATTACH_LOSS = (*universal.CALLS, universal.LATE_PRODUCER, *universal.STATIC, universal.SCALING, DOUBLE_BACKWARD)
 UPDATE_EXPERT_BIAS = (*_EVERY, EXPERT_RELABELLING)
 # without gradients a router is not trained: its steps say which ones compute them
 _TRAINED = tuple(law for law in universal.CALLS[2:] if law is not universal.INFERENCE_MODE)

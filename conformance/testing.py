@@ -1,0 +1,124 @@
+"""Checks for a project's own tests: `assert_conforms`, and `conforms` for hypothesis tests.
+
+They judge in the process of the test, by values, gradients, laws and memory, as the gate does. What
+crashes or hangs that process ends the tests with it: `moe-conformance run` has child processes.
+Without a GPU, Triton kernels need TRITON_INTERPRET=1 before triton is imported.
+"""
+
+import functools
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import given, reject
+
+from conformance.core.case import Case, case_from
+from conformance.engine.child import interpreting, poison
+from conformance.engine.child.child import chosen_device
+from conformance.engine.child.evaluate import evaluate
+from conformance.engine.child.runner import Outcome
+from conformance.engine.run import corpus
+from conformance.engine.run.blame import blamed
+from conformance.interface import Implementation, load
+from conformance.report.terminal import picture
+from conformance.strategies import cases, check_function
+from conformance.usage import UsageError
+
+RIGHT = ("PASS", "UNINFORMATIVE")
+UNSUPPORTED = "DECLARED_UNSUPPORTED"
+
+
+def assert_conforms(
+    implementation: Any, function: str, case: Case | dict[str, Any] | str | None = None, *, device: str = "auto"
+) -> None:
+    """Judge one call of `function`.
+
+    Args:
+        implementation: a namespace that offers it, or the name of one, as of `--impl`.
+        case: a case, its fields, or as in `replay` its id, file or JSON text; None: the smallest.
+        device: auto, cpu or cuda.
+
+    Raises:
+        AssertionError: the call is wrong; the message has the finding and the case.
+        unittest.SkipTest: the implementation declares the call unsupported.
+        UsageError: the function is unknown, not offered, or called by ranks together.
+        CaseError: the case is none of the function's.
+    """
+    namespace = _offering(implementation, function)
+    chosen = _case_of(function, case)
+    outcome = _judged(namespace, chosen, device)
+    if outcome.status == UNSUPPORTED:
+        raise unittest.SkipTest(f"{namespace.name} does not support this call of {function}: {outcome.reason}")
+
+
+def conforms(
+    function: str, implementation: Any, *, where: str = "", device: str = "auto"
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A hypothesis test of `function`: drawn cases are judged, then the test gets each as `case`.
+
+        @hypothesis.settings(max_examples=200)
+        @conforms("permute", my_kernels, where="dtype=bfloat16")
+        def test_permute(case):
+            ...  # what else shall hold
+
+    A failing case is shrunk by hypothesis and kept in its database.
+
+    Args:
+        implementation, device: as in `assert_conforms`.
+        where: as in `strategies.cases`.
+
+    Raises:
+        UsageError: as in `assert_conforms` and `strategies.cases`.
+    """
+    namespace = _offering(implementation, function)
+    drawn = cases(function, implementation=namespace, where=where, device=chosen_device(device))
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def judged(*args: Any, case: Case, **others: Any) -> None:
+            if _judged(namespace, case, device).status == UNSUPPORTED:
+                reject()
+            test(*args, case=case, **others)
+
+        tested: Callable[..., None] = given(case=drawn)(judged)
+        return tested
+
+    return decorate
+
+
+def _offering(implementation: Any, function: str) -> Implementation:
+    check_function(function)
+    if isinstance(implementation, str):
+        implementation = load(implementation)
+    if not isinstance(implementation, Implementation):
+        implementation = Implementation(implementation, getattr(implementation, "__name__", "the implementation"))
+    if not implementation.offers(function):
+        raise UsageError(f"{implementation.name} does not offer {function}")
+    poison.install()
+    interpreting.install()
+    return implementation
+
+
+def _case_of(function: str, given: Case | dict[str, Any] | str | None) -> Case:
+    """The case that was given; it must be one of the function's."""
+    if isinstance(given, str):
+        given = corpus.find(given, corpus.DEFAULT)
+    case = given if isinstance(given, Case) else corpus.checked(case_from({"function": function} | (given or {})))
+    if case.function != function:
+        raise UsageError(f"the case is one of {case.function}; it must be one of {function}")
+    return case
+
+
+def _judged(implementation: Implementation, case: Case, device: str) -> Outcome:
+    place = chosen_device(device)
+    case, outcome = blamed(
+        case, evaluate(case, implementation, place), lambda other: evaluate(other, implementation, place)
+    )
+    found = outcome.finding
+    if outcome.status not in (*RIGHT, UNSUPPORTED):
+        told = f"{found['output']} [{found['check']}] {found['message']}" if found else outcome.reason
+        replay = f"moe-conformance replay '{case.text}' --impl {implementation.name}"
+        raise AssertionError(
+            f"{case.function}: {outcome.status}: {told}\n  case    {picture(case)}\n  replay  {replay}"
+        )
+    return outcome
