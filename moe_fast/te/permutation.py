@@ -171,6 +171,8 @@ class Permutation(Part):
             raise Unavailable("the row map is ours")
         tokens, experts = row_map.num_tokens, row_map.num_experts
         check_unpermute(rows, row_map.num_rows, tokens, experts, restore_shape, probs)
+        if self.complete and rows.shape[1] == 0:
+            return self._no_columns(rows, tokens, probs)
         rows = self._wanting_gradient(rows, probs)
         if row_map.indices is not None:
             return self._unpermute_by_indices(rows, row_map, row_map.indices, probs)
@@ -189,6 +191,12 @@ class Permutation(Part):
             map_type="mask",
             **merging,
         )
+
+    def _no_columns(self, rows: Tensor, num_tokens: int, probs: Tensor | None) -> Tensor:
+        """[N,0], with gradients of zeros; Transformer Engine returns the rows."""
+        self.trace.step("no column")
+        out = rows.index_select(0, torch.zeros(num_tokens, dtype=torch.int64, device=rows.device))
+        return out if probs is None else out + 0 * probs.sum().to(rows.dtype)
 
     def _unpermute_by_indices(self, rows: Tensor, row_map: RowMap, indices: Tensor, probs: Tensor | None) -> Tensor:
         if row_map.cut is not None and row_map.num_rows > row_map.cut.num_rows:
@@ -218,6 +226,8 @@ class Permutation(Part):
             rest = len(rows) - chunk_sizes.sum()
             chunk_sizes = torch.cat([chunk_sizes, rest[None].to(chunk_sizes.dtype)])
             order = torch.cat([order, order.new_tensor([len(order)])])
+        if self.complete:  # the kernels do not ask for their strides
+            chunk_sizes, order = chunk_sizes.contiguous(), order.contiguous()
         settings = {"split_sizes": chunk_sizes, "sorted_index": order}
         if probs is not None and self.features["sort_chunks_with_probs"]:
             self.trace.step("moe_sort_chunks_by_index_with_probs")

@@ -12,11 +12,19 @@ import moe_fast
 import moe_ref
 from moe_fast.launch.autograd import once_differentiable
 from tests.common.suite import outcome_of, wrapped
-from tests.core.law_twins import GLU, LINEAR, SPREAD_TOPK
+from tests.core.law_twins import GLU, LINEAR, PERMUTE, SPREAD_TOPK
 
 X = torch.ones(2, requires_grad=True)
 COUNTS, MAP = torch.tensor([2, 0, 1]), torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 1]]).bool()
-DIFFERENTIATED = {"_Gate", "_AttachLoss", "_Place", "_Refused"}  # their backwards are torch's operations
+DIFFERENTIATED = {
+    "_Gate",
+    "_AttachLoss",
+    "_Place",
+    "_Refused",
+    "_Pad",
+    "_Unpad",
+    "_ZeroRows",
+}  # their backwards are torch's operations
 
 
 def numbers(*shape, start=0):
@@ -76,6 +84,15 @@ def test_another_choice_among_equals_is_not_judged_by_the_reference_s_derivative
         return out._replace(probs=out.probs.flip(1), routing_map=out.routing_map.flip(1))
 
     assert outcome_of(tied, wrapped("topk_routing", last_of_equals)).status in ("PASS", "UNINFORMATIVE")
+
+
+def test_a_flag_that_is_none_is_no_other_choice():
+    case = replace(PERMUTE, probs="float32", grads="tokens+probs", law="double_backward")
+
+    def flagless(original, *args, **settings):
+        return original(*args, **settings)._replace(overflow=None)
+
+    assert outcome_of(case, wrapped("permute", flagless)).status == "PASS"
 
 
 class Square(torch.autograd.Function):

@@ -17,15 +17,13 @@ from conformance.peers.te_standin import standin
 from moe_fast.te.package import installed
 from tests.te.judging import NOTHING_WRONG
 
-PEER, OURS = "conformance.peers.transformer_engine", "moe_fast.te.installed"
+PEER = "conformance.peers.transformer_engine"
 MODULES = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.router")
 
 
 @pytest.fixture
 def without_package(monkeypatch):
-    for name in [
-        name for name in sys.modules if name.partition(".")[0] == "transformer_engine" or name in (PEER, OURS)
-    ]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine" or name == PEER]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
 
@@ -36,16 +34,14 @@ def with_package(without_package, monkeypatch):
     for name, module in zip(MODULES, (te, te.pytorch, te.pytorch.router), strict=True):
         monkeypatch.setitem(sys.modules, name, module)
     yield te
-    for name in (PEER, OURS):
-        sys.modules.pop(name, None)
+    sys.modules.pop(PEER, None)
 
 
-@pytest.mark.parametrize("module", [PEER, OURS])
-def test_a_missing_package_is_one_sentence_that_says_what_to_install(without_package, module):
+def test_a_missing_package_is_one_sentence_that_says_what_to_install(without_package):
     with pytest.raises(
         ImportError, match=r"^transformer_engine cannot be imported .*pip install 'moe-conformance\[te\]'"
     ):
-        importlib.import_module(module)
+        importlib.import_module(PEER)
 
 
 def test_a_package_whose_libraries_fail_is_named(without_package, monkeypatch):
@@ -61,15 +57,15 @@ def test_the_peer_offers_what_the_package_has_and_nothing_else(with_package):
     peer = importlib.import_module(PEER)
     implementation = Implementation(peer, PEER)
     offered = [name for name in moe_fast.__all__ if implementation.offers(name)]
-    assert sorted(offered) == sorted(["declares", "supports", *peer._adapter.offered])
+    assert sorted(offered) == sorted(["declares", "supports", *peer.alone.offered])
     assert implementation.declares("permute")["zero_prob_rows"] == "zero"
     assert implementation.lacks("permute", {"align": 1, "capacity": 1, "num_rows": 1}) == ["capacity", "num_rows"]
     assert "tie_rule" not in implementation.declares("topk_routing")
 
 
 def test_completed_by_ours_every_function_of_the_adapter_has_every_setting(with_package):
-    adapter = importlib.import_module(OURS).adapter
-    implementation = Implementation(adapter, OURS)
+    adapter = importlib.import_module(PEER).completed
+    implementation = Implementation(adapter, f"{PEER}:completed")
     assert implementation.lacks("permute", {"align": 1, "capacity": 1, "num_rows": 1}) == []
     assert implementation.lacks("topk_routing", {"precomputed_indices": None}) == []
     assert adapter.ours is moe_fast

@@ -166,6 +166,30 @@ def test_rows_without_a_chunk_are_ours():
         Adapter(standin("2.20")).sort_chunks(number(2, 3), nothing, nothing)
 
 
+@pytest.mark.parametrize("bucket", ["1.11", "2.20"])
+def test_rows_without_a_column_become_tokens_without_a_column(bucket):
+    adapter = Adapter(standin(bucket), ours=moe_ref)
+    row_map = adapter.permute(number(5, 3), MAP).row_map
+    rows, probs = number(7, 0), torch.where(MAP, 0.5, torch.nan).requires_grad_()
+    out = adapter.unpermute(rows, row_map, probs=probs)
+    assert (out.shape, adapter.path["unpermute"]) == ((5, 0), "no column")
+    d_rows, d_probs = torch.autograd.grad(out.sum(), [rows, probs])
+    assert d_rows.shape == (7, 0) and not d_probs.any()
+
+
+def test_sizes_and_order_of_chunks_are_given_without_strides():
+    te, seen = standin("2.20"), []
+    te.pytorch.moe_sort_chunks_by_index = lambda inp, split_sizes, sorted_index: (
+        seen.append((split_sizes.is_contiguous(), sorted_index.is_contiguous())) or inp
+    )
+    sizes, order = torch.tensor([[1, 0], [1, 1]]).unbind(1)
+    for adapter in (Adapter(te), Adapter(te, ours=moe_ref)):
+        assert adapter.probes.rows_past_the_chunks is True
+        seen.clear()
+        adapter.sort_chunks(number(2, 3), sizes, order)
+        assert seen == [(adapter.ours is not None,) * 2]
+
+
 def test_each_thread_has_the_steps_of_its_own_call():
     trace = Trace()
     trace.begin()

@@ -142,7 +142,8 @@ class Permute(Contract[RoutingCase]):
 
 def without_zero_probs(rows: Tensor, probs: Tensor) -> Tensor:
     """The rows, zeros where their probability is 0 or -0."""
-    return torch.where((probs == 0)[:, None], 0, rows.view(torch.uint8)).view(rows.dtype)
+    raw = rows.view(torch.uint8) if rows.element_size() == 1 else rows  # fp8 cannot be filled on every torch
+    return raw.masked_fill((probs == 0)[:, None], 0).view(rows.dtype)
 
 
 def _start(row: Tensor) -> str:
