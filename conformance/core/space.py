@@ -13,7 +13,7 @@ LOGIT_DTYPES = (*DTYPES, "float64")
 MOVED_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e5m2", "uint8")
 POISONS = ("nan", "max", "zero")
 LAYOUTS = ("contiguous", "transposed", "strided", "shifted")
-ALIGNMENTS = (1, 2, 3, 4, 8, 16, 32, 128)
+ALIGNMENTS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
 MAP_DTYPES = ("bool", "uint8", "int32", "int64")
 
 

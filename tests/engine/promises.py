@@ -202,8 +202,22 @@ def each(field: str, *values) -> dict:
     return {f"{field} {value!r}": lambda c, value=value: getattr(c, field) == value for value in values}
 
 
+BLOCKS = each("align", 64, 128, 256)  # of the products that take the rows
+WITH_ROOM |= BLOCKS
+
+
 def steps(case):
     return case.steps.split("+")
+
+
+def waiting(case):
+    """The most choices of different records that wait for their replay at once."""
+    queue, most, number = [], 0, 0
+    for step in steps(case):
+        number += step == "record"
+        queue = [*queue, number] if step == "forward" else queue[1:] if step == "backward" else queue
+        most = max(most, len(set(queue)))
+    return most
 
 
 SHAPED = {
@@ -273,6 +287,7 @@ ROUTES = {f"the step {step}": lambda c, step=step: step in steps(c) for step in 
     "all losses at once": lambda c: len(c.losses.split("+")) == len(LOSSES),
     "a step after a global batch": lambda c: "finish" in steps(c)[1:-1],
     "two replays in a queue": lambda c: "forward+forward" in c.steps,
+    "three different replays in a queue": lambda c: waiting(c) > 2,
     "several sequences": lambda c: c.sequences > 1,
     "padding": lambda c: c.padding > 0,
     "a capacity": lambda c: c.capacity > 0,

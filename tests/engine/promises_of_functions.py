@@ -27,6 +27,7 @@ from moe_ref.config import GATED as GATED_KINDS
 from moe_ref.config import PLAIN as PLAIN_KINDS
 from tests.engine.drawn_cases import ACTIVATED_AND_QUANTIZED, CHOOSE, MLPS
 from tests.engine.promises import (
+    BLOCKS,
     CHOICES,
     CHUNKED,
     DROPS,
@@ -115,6 +116,7 @@ LAYERED |= (
 LAYERED |= {
     "one bias": lambda c: bool(c.bias1) != bool(c.bias2),
     "padding": lambda c: c.align > 1 and c.tokens % c.align,
+    "padding to a block": lambda c: c.align in (64, 256),
     "no probs": lambda c: not c.probs,
 }
 OF_ALL = (
@@ -238,8 +240,9 @@ IN_WORLDS |= each("values", "dyadic", "integers", "wide", "special")
 OF_DISPATCHERS = {
     "allgather": each("shards", 1, 2, 3, 4) | each("map_dtype", *MAP_DTYPES),
     "alltoall": each("shards", 1, 2, 3, 4) | each("capacity", 0, 1, 5) | each("map_dtype", *MAP_DTYPES),
-    "hybridep": each("align", 0, 16, 128) | each("slack", None, -3, 0, 3) | each("map_dtype", *MAP_DTYPES),
+    "hybridep": each("align", 0, 16) | BLOCKS | each("slack", None, -3, 0, 3) | each("map_dtype", *MAP_DTYPES),
     "deepep": each("align", 0, 8)
+    | BLOCKS
     | each("slack", None, 0, 3)
     | each("repeats", "", "count each", "last slot")
     | each("scales", 0, 3),
@@ -267,6 +270,7 @@ PROMISES = {
     "unpermute": ROUTED | SPREAD | WITH_ROOM | VALUES | PROBS,
     "sort_chunks": CHUNKED | VALUES | PROBS,
     "pad_routing_map": ROUTED
+    | BLOCKS
     | SPREAD
     | {
         "a multiple out of reach": lambda c: expected(c, "unreached").any(),

@@ -44,7 +44,13 @@ def test_the_gate_has_every_recipe_with_every_kind_of_values_and_of_segments(fun
     assert {(case.scaling, counts_of(case)[0] == 0) for case in cases} == {
         (scaling, first) for scaling in RECIPES for first in (True, False)
     }
-    assert len([case for case in cases if case.layout.startswith("wide")]) == 2 * len(FACTORS[function])
+    far = [case for case in cases if case.layout.startswith("wide")]
+    biases = [case for case in far if case.layout_of == "bias"]
+    assert len(far) - len(biases) == 2 * len(FACTORS[function])
+    assert {case.layout for case in biases} == (
+        {"wide_rows", "wide_columns"} if function == "grouped_linear" else set()
+    )
+    assert all(case.hidden % 16 == case.width % 16 == 0 for case in biases)  # the sizes of a matrix unit
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -61,11 +67,11 @@ def test_the_gate_of_an_interpreter_has_every_recipe_and_every_value_once(functi
     assert {case.index_dtype for case in cases} == {"int64", "int32"}
     factors = scope_of(function, Space()).signature.gradients[:2]
     assert {case.grads for case in cases} >= {"", *factors, "+".join(factors)}
-    assert {case.bias for case in cases} == {"", "float32"} or function != "grouped_linear"
+    assert {case.bias for case in cases} == {"", "float32", "bfloat16"} or function != "grouped_linear"
     assert {case.into for case in cases} == {"", "float32", "float64"} or function != "grouped_wgrad"
     section = next(s for s in sections() if (s.kind, s.function) == ("covering", function))
     assert set(cases) <= set(cases_of(section, PROFILES["gate"], Space(), 0))
-    assert len(cases) < 22
+    assert len(cases) < 23
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

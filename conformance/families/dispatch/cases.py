@@ -26,6 +26,7 @@ from conformance.core.axes import (
 from conformance.core.case import Case
 from conformance.core.lists import Parts, Table
 from conformance.core.signature import Signature
+from conformance.core.space import ALIGNMENTS
 from conformance.core.tensors import BITS, DTYPES, hashed, payload, probabilities
 from moe_ref.config import FP8_BLOCK
 
@@ -227,7 +228,7 @@ class DispatchCase(Case):
     # policy for slots of probability 0
     drop_zeros: bool = choice(False, also=(True,), argument="policy")
     values: str = choice("dyadic", "integers", "special", also=("wide",), data=True)
-    align: int = setting(0, 1, 2, 3, 4, 8, 16, 32, 128, pairs=(4, 2))
+    align: int = setting(0, *ALIGNMENTS, pairs=(4, 2))
     capacity: int = setting(0, 1, 2, 5, pairs=(2, 3))
     # buffer rows beyond the fullest rank's need, in units of align
     slack: int | None = setting(None, *range(-3, 4), pairs=(2, 3))

@@ -98,7 +98,7 @@ class MlpCase(LayersCase):
     on_input: bool = flag(argument="probs_on_input")
     bias1: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: not given
     bias2: str = dtypes("", *PROB_DTYPES, also=("float16",))
-    align: int = number(0, 1, 3, 8, 16, 32, pairs=(4, 32), argument="align")  # 0: not given
+    align: int = number(0, 1, 3, 8, 16, 32, 64, 256, pairs=(4, 32), argument="align")  # 0: not given
     recompute: str = declared(Name(default="", values=("", *RECOMPUTED), argument="recompute"))
     index_dtype: str = dtypes("int64", "int32")
 

@@ -34,7 +34,7 @@ _DTYPES = {
     for scaling in ("", *RECIPES)
 }
 _PROBS, _BIASES = st.sampled_from(("", *PROB_DTYPES, "float32")), st.sampled_from(("", "", *PROB_DTYPES))
-_WEIGHTS, _ALIGNMENTS = st.sampled_from(WEIGHTS), st.sampled_from((0, 0, 0, 1, 3, 8, 16))
+_WEIGHTS, _ALIGNMENTS = st.sampled_from(WEIGHTS), st.sampled_from((0, 0, 0, 1, 3, 8, 16, 64, 256))
 _OVERRIDES = st.sampled_from((*OVERRIDES, *("",) * 4))
 
 

@@ -19,6 +19,8 @@ LOW_ROWS = {"delayed": 9, "current": 9, "block": 45}  # others: 1 unit
 # columns in and out: more than one block along each contraction
 LOW_SIZES = {"block": (133, 130), "mxfp8": (3, 2), "nvfp4": (5, 6)}
 FAR: Changes = {"scaling": "current", "tokens": 3, "experts": 2, "hidden": 3, "width": 3, "dtype": "bfloat16"}
+# rows of codes that a matrix unit takes in whole blocks
+FAR_BIAS = FAR | {"bias": "bfloat16", "hidden": 32, "width": 16}
 PLACED = {  # every factor and cotangent once
     "grouped_linear": (("transposed", "rows"), ("strided", "weight"), ("transposed", "d_out"), ("expanded", "d_out")),
     "grouped_dgrad": (("transposed", "weight"), ("strided", "d_out"), ("expanded", "d_out")),
@@ -105,8 +107,10 @@ def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
         real = [scope.mended(scope.case(shape | {"grads": grads})) for shape in REAL]
         cases += [case for case, shape in zip(real, REAL, strict=True) if case.scaling == shape["scaling"]]
     cases = [replace(case, seed=index) for index, case in enumerate(cases)]
-    placed = [(name, layout) for name in FACTORS[scope.function] for layout in FAR_LAYOUTS[: 1 + gpu]]
-    far = [scope.case(FAR | {"grads": grads, "layout": layout, "layout_of": name}) for name, layout in placed]
+    placed = [(name, layout, FAR) for name in FACTORS[scope.function] for layout in FAR_LAYOUTS[: 1 + gpu]]
+    dims = scope.signature.placed.get("bias", "")
+    placed += [("bias", layout, FAR_BIAS) for layout in FAR_LAYOUTS[: len(dims)][-1 - gpu :]]
+    far = [scope.case(fields | {"grads": grads, "layout": layout, "layout_of": of}) for of, layout, fields in placed]
     return [*scope.lawful(cases), *filter(scope.fits, map(scope.mended, far))]
 
 

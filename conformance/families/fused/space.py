@@ -59,7 +59,10 @@ def room(draw: st.DrawFn, scope: Scope, kind: Changes, tokens: int, experts: int
     """Buffer rows, in units: exact, aligned, by capacity, or given."""
     unit = ALIGNED.get(kind["scaling"], 1)
     none: Changes = {"align": 0, "capacity": 0, "slack": None}
-    rooms: list[Changes] = [none, none | {"align": draw(st.sampled_from((1, 2, 5, 128 // unit)))}]
+    rooms: list[Changes] = [
+        none,
+        none | {"align": draw(st.sampled_from((1, 2, 5, *(n // unit for n in (64, 128, 256)))))},
+    ]
     rooms += [room | {"slack": draw(st.integers(-3, 4))} for room in rooms]
     if experts <= 64:
         rooms.append(none | {"capacity": draw(st.integers(1, max(min(tokens // unit + 2, 40), 1)))})

@@ -63,7 +63,7 @@ class LayerCase(Case):
     kind: str = declared(Name(default="", values=KIND))
     on_input: bool = flag()
     recipe: str = choice("", "current", "block", "mxfp8")  # scaling of the experts' products
-    align: int = number(0, 16, 32, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
+    align: int = number(0, 16, 32, 64, 256, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
     dispatcher: str = choice(*DISPATCHERS)
     evaluation: bool = flag(argument="training")
     padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # tokens that are padding, per 8

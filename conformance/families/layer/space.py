@@ -42,7 +42,7 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
         "score": score,
         "bias": not score.startswith("softmax") and draw(st.booleans()),
         "recipe": recipe,
-        "align": draw(st.sampled_from(ALIGNED.get(recipe, (0, 16, 32)))),
+        "align": draw(st.sampled_from(ALIGNED.get(recipe, (0, 16, 64, 256)))),
         "kind": draw(st.sampled_from(KIND)),
         "dispatcher": draw(st.sampled_from(DISPATCHERS)),
         "sequences": sequences,

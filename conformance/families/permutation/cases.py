@@ -9,6 +9,7 @@ from torch import Tensor
 from conformance.core.axes import choice, dtypes, flag, number, size
 from conformance.core.case import Case
 from conformance.core.lists import bitmasks, order, parts, table
+from conformance.core.space import ALIGNMENTS
 from conformance.core.tensors import STRANGE, hashed
 from moe_ref.permutation.routing_map import EMPTY
 
@@ -38,7 +39,7 @@ class RoutingCase(Case):
     probs: str = dtypes("", *PROBS, also=("float16", "float64"))  # empty: none
     zero_probs: bool = flag(of=("probs",), data=True)
     values: str = choice("dyadic", "wide", "special", also=STRANGE[1:], of=("tokens", "rows"), data=True)
-    align: int = number(0, 1, 2, 3, 4, 8, 16, 32, 128, pairs=(1, 2, 5, 16), argument="align")
+    align: int = number(0, *ALIGNMENTS, pairs=(1, 2, 5, 16), argument="align")
     capacity: int = number(0, *range(1, 41), pairs=(3, 2), argument="capacity")
     # num_rows less the rows needed, in units of align
     slack: int | None = number(None, *range(-4, 5), pairs=(-2, 3), argument="num_rows")

@@ -91,7 +91,8 @@ def affordable(case: RoutingCase, scope: Scope) -> RoutingCase:
         case = replace(case, layout="contiguous", layout_of="")
     if case.tokens * case.hidden > 20_000:
         case = replace(case, map_dtype="bool")
-    if case.tokens >= 200 and case.align > 16:
+    many = case.tokens >= 200 or case.experts * case.hidden > 8_000
+    if many and case.align > 16:
         case = replace(case, align=16)
     # a filled capacity gives the first tokens a row per expert: slow when interpreted
     filled = case.experts > 64 and scope.space.device == "cpu"

@@ -13,9 +13,8 @@ from conformance.core.shared_out import worlds
 from conformance.families.router.cases import COUNTED, MORE_SPREADS, SCORES, SPREADS, LogitsCase
 from conformance.families.router.cases_route import KINDS
 
-REAL_ROUTERS = (  # experts and top-k of real models
-    *((8, 2), (60, 4), (64, 6), (72, 3), (128, 4), (128, 8), (256, 8), (384, 8), (512, 10)),
-)
+# experts and top-k of real models
+REAL_ROUTERS = ((8, 2), (60, 4), (64, 6), (72, 3), (128, 4), (128, 8), (256, 8), (384, 8), (512, 10))
 SINKHORN_SPREADS = ("distinct", "ties", "near", "negative", "equal")
 # experts and top-k
 EDGES = ((1, 1), (31, 4), (32, 32), (33, 3), (65, 16), (1023, 8), (1024, 8), (2048, 4))
@@ -307,24 +306,25 @@ def shared_route(draw: st.DrawFn, scope: Scope, fields: Changes) -> Changes:
 
 @st.composite
 def steps(draw: st.DrawFn, replay: bool) -> str:
-    """Steps in a legal order."""
-    out, recorded, queued = ["record" if replay and draw(st.booleans()) else "train"], 0, 0
-    recorded += out[0] == "record"
+    """Steps in a legal order; some with three or four choices that wait, as in a pipeline."""
+    if replay and draw(st.integers(0, 7)) == 0:
+        return "record+forward+" * (number := draw(st.integers(3, 4))) + "reload" + "+backward" * number
+    out, queued = ["record" if replay and draw(st.booleans()) else "train"], 0
+    recorded = int(out[0] == "record")
     for _ in range(draw(st.integers(0, 7))):
         choices = ["train", "train", "finish", "reload", "eval", "nograd", "frozen"]
         choices += ["record"] * replay + ["forward"] * bool(recorded) * 2 + ["backward"] * bool(queued) * 2
         step = draw(st.sampled_from(choices))
-        recorded += step == "record"
-        queued += (step == "forward") - (step == "backward")
+        recorded, queued = recorded + (step == "record"), queued + (step == "forward") - (step == "backward")
         out.append(step)
     return "+".join(out)
 
 
 def _routed(scope: Scope) -> list[Changes]:
-    """A reload before a queued replay; sequences over two and four ranks; ranks without tokens."""
-    replayed = {"steps": "record+forward+reload+backward", "tokens": 5, "experts": 4, "topk": 2, "padding": 0}
-    queued = replayed | {"steps": "record+forward+record+forward+backward+backward"}  # two different choices wait
-    saved: list[Changes] = [replayed, queued] if scope.accepts("replay") else []
+    """A reload before three queued replays; sequences over two and four ranks; empty ranks."""
+    queued = "record+forward+" * 3 + "reload" + "+backward" * 3
+    replayed: Changes = {"steps": queued, "tokens": 5, "experts": 4, "topk": 2, "padding": 0}
+    saved = [replayed] if scope.accepts("replay") else []
     if scope.space.most_ranks < 4 or not all(scope.accepts(name) for name in ("ranks", "padding_mask")):
         return saved
     common = {"experts": 6, "topk": 2, "losses": "aux+seq+global+z", "bias": True, "seed": 3, "padding": 0}
