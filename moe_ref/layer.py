@@ -76,10 +76,7 @@ def moe_layer(
 
     tokens = [_projected(x_TH, p.latent_down) for x_TH, p in ranks]
     dispatched, combine = DISPATCH[config.dispatcher](tokens, routed)
-    expert_rows = [
-        grouped_mlp(part.rows, part.tokens_per_expert, p.fc1_weight, p.fc2_weight, probs=part.probs, **config.experts)
-        for part, p in zip(dispatched, parameters, strict=True)
-    ]
+    expert_rows = [_routed_experts(part, p, config) for part, p in zip(dispatched, parameters, strict=True)]
     combined = combine(expert_rows)
     output = [_projected(y_TN, p.latent_up) for y_TN, p in zip(combined, parameters, strict=True)]
 
@@ -93,6 +90,12 @@ def moe_layer(
 def _projected(x_TN: Tensor, weight_MN: Tensor | None) -> Tensor:
     """Into the latent space or out of it; x without one."""
     return x_TN if weight_MN is None else latent_projection(x_TN, weight_MN)
+
+
+def _routed_experts(part: Any, p: LayerParameters, config: LayerConfig) -> Tensor:
+    """The experts of one rank, over its dispatched rows."""
+    given = {"probs": part.probs, "fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias}
+    return grouped_mlp(part.rows, part.tokens_per_expert, p.fc1_weight, p.fc2_weight, **given, **config.experts)
 
 
 def _shared(x_TH: Tensor, p: LayerParameters, config: LayerConfig) -> Tensor:

@@ -66,7 +66,8 @@ def moe_layer(
     else:
         dispatched, combine = DISPATCH[config.dispatcher](tokens, routed, config.router, group)
     weights = (p.fc1_weight, p.fc2_weight)
-    settings = config.experts | {"probs": dispatched.probs, "recompute": recompute}
+    biases = {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias}
+    settings = config.experts | biases | {"probs": dispatched.probs, "recompute": recompute}
     rows = grouped_mlp(dispatched.rows, dispatched.tokens_per_expert, *weights, **settings)
     combined = combine(rows)
     output = combined if p.latent_up is None else latent_projection(combined, p.latent_up)

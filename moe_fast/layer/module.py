@@ -11,7 +11,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from moe_fast.experts.mlp import run_again
 from moe_fast.layer.layer import moe_layer, sum_over
-from moe_fast.layer.weights import GroupedWeight
+from moe_fast.layer.weights import GroupedLinear
 from moe_fast.router.route import finish_batch
 from moe_ref.config import (
     GATED,
@@ -68,10 +68,10 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The two grouped linear layers of this rank's experts."""
 
-    def __init__(self, experts: int, columns: int, width: int, into: int, packed: bool, **tensor: Any) -> None:
+    def __init__(self, experts: int, columns: int, width: int, into: int, **options: Any) -> None:
         super().__init__()
-        self.linear_fc1 = GroupedWeight(experts, columns, into, packed=packed, **tensor)
-        self.linear_fc2 = GroupedWeight(experts, into, width, packed=packed, **tensor)
+        self.linear_fc1 = GroupedLinear(experts, columns, into, **options)
+        self.linear_fc2 = GroupedLinear(experts, into, width, **options)
 
 
 class SharedExperts(nn.Module):
@@ -92,20 +92,22 @@ class MoELayer(nn.Module):
         hidden, width: H and F; every rank holds E/W experts.
         latent: the width of tokens on their way to experts, or None for H.
         shared_width, shared_gate: F of the shared experts, None for none; whether they have a gate.
+        bias: whether the routed experts' layers have biases, as by Megatron's `add_bias_linear`.
         packed: save each grouped weight as one tensor [L,out,in], else as weight0 …; both load.
         group: the process group whose ranks share the experts; None: this rank has all.
         recompute: what is not saved for the backward, which computes it again: "moe_act" the
             output of the routed experts' activation, "moe" the whole layer; None: all is saved.
 
-    Parameters are normal with deviation `init_std`; ranks draw different experts if their
+    Weights are normal with deviation `init_std`, biases 0; ranks draw different experts if their
     generators differ. All others must be equal on all ranks, which the caller sees to, as for any
     data-parallel parameter; `expert_parameters` names those that must not be averaged.
     """
 
     def __init__(
         self, config: LayerConfig, hidden: int, width: int, *, latent: int | None = None,
-        shared_width: int | None = None, shared_gate: bool = False, packed: bool = True, group: Any = None,
-        recompute: str | None = None, init_std: float = INIT_STD, device: Any = None, dtype: torch.dtype | None = None,
+        shared_width: int | None = None, shared_gate: bool = False, bias: bool = False, packed: bool = True,
+        group: Any = None, recompute: str | None = None, init_std: float = INIT_STD, device: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         ranks = 1 if group is None else dist.get_world_size(group)
@@ -118,7 +120,7 @@ class MoELayer(nn.Module):
         self.recompute = recompute
         self.router = Router(config.router, hidden, **tensor)
         local = config.router.num_experts // ranks
-        self.experts = Experts(local, halves * width, width, latent or hidden, packed, **tensor)
+        self.experts = Experts(local, halves * width, width, latent or hidden, bias=bias, packed=packed, **tensor)
         self.fc1_latent_proj = self.fc2_latent_proj = self.shared_experts = None
         if latent is not None:
             self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False, **tensor)
@@ -126,8 +128,8 @@ class MoELayer(nn.Module):
         if shared_width is not None:
             columns = halves * shared_width
             self.shared_experts = SharedExperts(columns, shared_width, hidden, shared_gate, **tensor)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=init_std)
+        for name, parameter in self.named_parameters():
+            nn.init.normal_(parameter, std=0.0 if name.endswith("bias") else init_std)
 
     @property
     def layer_parameters(self) -> LayerParameters:
@@ -142,6 +144,8 @@ class MoELayer(nn.Module):
             shared_fc1_weight=None if shared is None else shared.linear_fc1.weight,
             shared_fc2_weight=None if shared is None else shared.linear_fc2.weight,
             shared_gate_weight=None if shared is None else shared.gate_weight,
+            fc1_bias=self.experts.linear_fc1.bias,
+            fc2_bias=self.experts.linear_fc2.bias,
         )
 
     def expert_parameters(self) -> list[nn.Parameter]:

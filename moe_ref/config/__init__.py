@@ -52,6 +52,7 @@ from moe_ref.config.experts import (
 from moe_ref.config.fused import PermutedQuantization, check_permute_and_quantize
 from moe_ref.config.layer import (
     DISPATCHERS,
+    OF_EXPERTS,
     LayerConfig,
     LayerOutput,
     LayerParameters,
@@ -133,6 +134,7 @@ __all__ = [
     "GATED",
     "GEMMS",
     "MAX_EXPERTS",
+    "OF_EXPERTS",
     "PLAIN",
     "RECOMPUTED",
     "REPLAYS",

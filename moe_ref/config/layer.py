@@ -11,6 +11,7 @@ from moe_ref.config.router import RouterConfig, RouterState, check_padding_mask
 from moe_ref.config.rules import require
 
 DISPATCHERS = ("allgather", "alltoall", "deepep", "hybridep")
+OF_EXPERTS = ("fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")  # parameters that differ between ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,8 @@ class LayerParameters(NamedTuple):
     shared_fc1_weight: Tensor | None = None  # [2F,H] or [F,H]; None: no shared experts
     shared_fc2_weight: Tensor | None = None  # [H,F]
     shared_gate_weight: Tensor | None = None  # [1,H]
+    fc1_bias: Tensor | None = None  # [L,2F] or [L,F]
+    fc2_bias: Tensor | None = None  # [L,N], weighted like its row
 
 
 class LayerOutput(NamedTuple):
@@ -91,8 +94,8 @@ def split_experts(parameters: LayerParameters, ranks: int) -> list[LayerParamete
         ValueError: see `check_expert_split`.
     """
     check_expert_split(len(parameters.fc1_weight), ranks)
-    weights = (parameters.fc1_weight.chunk(ranks), parameters.fc2_weight.chunk(ranks))
-    return [parameters._replace(fc1_weight=fc1, fc2_weight=fc2) for fc1, fc2 in zip(*weights, strict=True)]
+    given = {name: x.chunk(ranks) for name in OF_EXPERTS if (x := getattr(parameters, name)) is not None}
+    return [parameters._replace(**{name: x[rank] for name, x in given.items()}) for rank in range(ranks)]
 
 
 def check_layer(

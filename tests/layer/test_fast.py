@@ -13,7 +13,7 @@ from tests.common.fast import interpreted, normal, record_reads
 
 pytestmark = interpreted
 HIDDEN, WIDTH, EXPERTS = 8, 6, 4
-EVERYTHING = {"latent": 4, "shared_width": 4, "shared_gate": True}
+EVERYTHING = {"latent": 4, "shared_width": 4, "shared_gate": True, "bias": True}
 
 
 def config(dispatcher: str = "alltoall", recipe: Recipe | None = None, **router) -> LayerConfig:
@@ -24,7 +24,12 @@ def config(dispatcher: str = "alltoall", recipe: Recipe | None = None, **router)
 
 def layer(how: LayerConfig | None = None, seed: int = 0, **options) -> MoELayer:
     torch.manual_seed(seed)
-    return MoELayer(how or config(), HIDDEN, WIDTH, init_std=0.5, **options)
+    module = MoELayer(how or config(), HIDDEN, WIDTH, init_std=0.5, **options)
+    for name, x in module.named_parameters():
+        if name.endswith("bias"):
+            assert not x.any()
+            torch.nn.init.normal_(x)
+    return module
 
 
 def reference(module: MoELayer, x: Tensor):
@@ -134,7 +139,7 @@ def test_the_state_counts_in_training_alone_and_keeps_its_dtypes():
 
 
 NAMES = ["router.weight", "router.expert_bias", "experts.linear_fc1.weight", "experts.linear_fc2.weight"]
-NAMES += ["fc1_latent_proj.weight", "fc2_latent_proj.weight"]
+NAMES += ["experts.linear_fc1.bias", "experts.linear_fc2.bias", "fc1_latent_proj.weight", "fc2_latent_proj.weight"]
 NAMES += [f"shared_experts.{name}" for name in ("gate_weight", "linear_fc1.weight", "linear_fc2.weight")]
 
 
@@ -146,6 +151,7 @@ def test_a_saved_layer_has_megatrons_names_and_loads_into_both_forms(packed):
     by_expert = [f"{name}{i}" for name in grouped for i in range(EXPERTS)]
     assert set(saved) == set(NAMES) - {*(() if packed else grouped)} | {*(() if packed else by_expert)}
     shapes = {"experts.linear_fc1.weight": (2 * WIDTH, 4), "experts.linear_fc2.weight": (4, WIDTH)}
+    shapes |= {"experts.linear_fc1.bias": (2 * WIDTH,), "experts.linear_fc2.bias": (4,)}
     for name, shape in shapes.items():
         assert tuple(saved[name if packed else f"{name}0"].shape) == ((EXPERTS, *shape) if packed else shape)
     for other in (True, False):

@@ -26,7 +26,7 @@ layers, module = (importlib.import_module(f"moe_fast.layer.{name}") for name in 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOPK = 64, 8, 16, 4, 2
 ROWS = TOKENS * TOPK
 LOSSES = {"expert_bias": True, "aux_loss_coeff": 0.5, "global_aux_loss_coeff": 0.25, "z_loss_coeff": 0.25}
-EVERYTHING = {"latent": 4, "shared_width": 4, "shared_gate": True}
+EVERYTHING = {"latent": 4, "shared_width": 4, "shared_gate": True, "bias": True}
 
 
 def layer(

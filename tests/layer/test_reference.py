@@ -28,7 +28,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def parameters(latent: bool = True, shared: bool = True) -> LayerParameters:
+def parameters(latent: bool = True, shared: bool = True, biases: bool = False) -> LayerParameters:
     width = LATENT if latent else HIDDEN
     tensors = {
         "router_weight": random(EXPERTS, HIDDEN, seed=1),
@@ -41,12 +41,14 @@ def parameters(latent: bool = True, shared: bool = True) -> LayerParameters:
     if shared:
         tensors |= {"shared_fc1_weight": random(4, HIDDEN, seed=7), "shared_fc2_weight": random(HIDDEN, 2, seed=8)}
         tensors |= {"shared_gate_weight": random(1, HIDDEN, seed=9)}
+    if biases:
+        tensors |= {"fc1_bias": random(EXPERTS, 2 * WIDTH, seed=12), "fc2_bias": random(EXPERTS, width, seed=13)}
     return LayerParameters(**{name: x.requires_grad_() for name, x in tensors.items()})
 
 
-def swiglu(x: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-    gate, value = (fc1 @ x).chunk(2)
-    return fc2 @ (gate * gate.sigmoid() * value)
+def swiglu(x: Tensor, fc1: Tensor, fc2: Tensor, b1: Tensor | float = 0.0, b2: Tensor | float = 0.0) -> Tensor:
+    gate, value = (fc1 @ x + b1).chunk(2)
+    return fc2 @ (gate * gate.sigmoid() * value) + b2
 
 
 def dense(x: Tensor, p: LayerParameters, topk: int) -> Tensor:
@@ -57,7 +59,9 @@ def dense(x: Tensor, p: LayerParameters, topk: int) -> Tensor:
         chosen = score.argsort(descending=True)[:topk].tolist()
         total = sum(score[e] for e in chosen)
         inner = x_H if p.latent_down is None else p.latent_down @ x_H
-        y = sum(score[e] / total * swiglu(inner, p.fc1_weight[e], p.fc2_weight[e]) for e in chosen)
+        biases = [] if p.fc1_bias is None else [p.fc1_bias, p.fc2_bias]
+        of_experts = [p.fc1_weight, p.fc2_weight, *biases]
+        y = sum(score[e] / total * swiglu(inner, *(x[e] for x in of_experts)) for e in chosen)
         y = y if p.latent_up is None else p.latent_up @ y
         if p.shared_fc1_weight is not None:
             y = y + swiglu(x_H, p.shared_fc1_weight, p.shared_fc2_weight) * (p.shared_gate_weight[0] @ x_H).sigmoid()
@@ -79,7 +83,7 @@ def run(x: Tensor, counts: tuple[int, ...], p: LayerParameters, how: LayerConfig
 @pytest.mark.parametrize("counts", [(10,), (7, 3), TOKENS], ids=str)
 @pytest.mark.parametrize(("latent", "shared"), [*itertools.product([False, True], repeat=2)])
 def test_a_layer_is_the_dense_computation_forward_and_backward(dispatcher, counts, latent, shared):
-    p = parameters(latent, shared)
+    p = parameters(latent, shared, biases=latent)
     x = random(10, HIDDEN, seed=10).requires_grad_()
     out = torch.cat(list(run(x, counts, p, config(dispatcher)).output))
     right = dense(x, p, topk=2)

@@ -24,7 +24,7 @@ from conformance.families.layer.cases import (
     tokens_of,
 )
 from conformance.interface import load
-from moe_ref.config import LayerParameters, split_experts
+from moe_ref.config import OF_EXPERTS, LayerParameters, split_experts
 from tests.common.suite import outcome_of
 
 LAYER = CONTRACTS["moe_layer"]
@@ -71,7 +71,7 @@ def in_float64(one: LayerCase) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"latent": 3, "shared": 2, "gate": True, "router_bias": True},
+        {"latent": 3, "shared": 2, "gate": True, "router_bias": True, "fc1_bias": True, "fc2_bias": True},
         {"losses": "aux+seq+global+z", "bias": True, "dispatcher": "allgather"},
         {"capacity": 2, "kind": "geglu", "score": "softmax", "dispatcher": "deepep"},
         {"padding": 3, "losses": "aux+seq+global+z", "bias": True, "capacity": 2, "pad": True, "shared": 2},
@@ -85,7 +85,7 @@ def test_the_expected_values_are_the_references_in_float64(fields, counts):
     whole = in_float64(one)
     for name, wanted in whole.items():
         parts = [rank[name].value for rank in right]
-        per_rank = name in ("output", "d_x", "d_fc1_weight", "d_fc2_weight")
+        per_rank = name.removeprefix("d_") in ("output", "x", *OF_EXPERTS)
         assert_close(torch.cat(parts) if per_rank else sum(parts), wanted, rtol=1e-9, atol=1e-9)
 
 

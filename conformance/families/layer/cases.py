@@ -67,6 +67,8 @@ class LayerCase(Case):
     dispatcher: str = choice(*DISPATCHERS)
     evaluation: bool = flag(argument="training")
     padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # tokens that are padding, per 8
+    fc1_bias: bool = flag()
+    fc2_bias: bool = flag()
     counts: tuple[int, ...] = counts()  # tokens per rank; empty: one process
 
     variant: ClassVar[int] = 0
@@ -106,6 +108,8 @@ class LayerCase(Case):
             return "with a bias, narrow logits may be rounded twice"
         if self.recipe and self.pad:
             return "rows that fill a capacity may be any tokens, and have part in a scale"
+        if self.on_input and self.pad and (self.fc1_bias or self.fc2_bias):
+            return "rows that fill a capacity may be any tokens, and have a bias without a weight"
         if (self.recipe == "mxfp8") != (self.align == UNIT["mxfp8"]) or (self.align and not self.recipe):
             return "a recipe may pad rows; mxfp8 must, to 32"
         return route_case(self).clash()
@@ -151,6 +155,8 @@ def parameters_of(case: LayerCase) -> dict[str, Tensor]:
         "fc1_weight": weight_of(every, "fc1_weight", fc1_columns(every), inner),
         "fc2_weight": weight_of(every, "fc2_weight", inner, width),
     }
+    for name, given, columns in (("fc1_bias", case.fc1_bias, fc1_columns(every)), ("fc2_bias", case.fc2_bias, inner)):
+        found |= {name: payload(case.seed, name, (case.experts, columns), case.dtype)} if given else {}
     if case.router_bias:
         found["router_bias"] = torch.from_numpy(hashed(case.seed, "router_bias", case.experts) % 17 / 16 - 0.5).to(
             DTYPES[case.dtype]

@@ -76,6 +76,23 @@ def _swapped_fc2(layer: Wrapper, x: Tensor, p: LayerParameters, *rest: Any, **se
     return layer(x, p._replace(fc2_weight=p.fc2_weight.flip(0)), *rest, **settings)
 
 
+def _bias_unweighted(mlp: Stage, *rows: Any, fc2_bias: Tensor | None, **settings: Any) -> Any:
+    """The second bias is added to each row as a plain linear layer adds it."""
+    out = mlp(*rows, fc2_bias=None, **settings)
+    if fc2_bias is None:
+        return out
+    counts_L = torch.cat([rows[1], (len(out) - rows[1].sum())[None]])
+    return out + torch.cat([fc2_bias, 0 * fc2_bias[:1]]).repeat_interleave(counts_L, 0)
+
+
+def _bias_of_next_expert(mlp: Stage, *rows: Any, fc1_bias: Tensor | None, **settings: Any) -> Any:
+    return mlp(*rows, fc1_bias=None if fc1_bias is None else fc1_bias.roll(1, 0), **settings)
+
+
+def _bias_learns_nothing(mlp: Stage, *rows: Any, fc2_bias: Tensor | None, **settings: Any) -> Any:
+    return mlp(*rows, fc2_bias=None if fc2_bias is None else fc2_bias.detach(), **settings)
+
+
 def _padded_counts(mlp: Stage, rows: Tensor, counts: Tensor, *weights: Any, **settings: Any) -> Any:
     """Counts are rounded up a second time, for rows that are not padded."""
     align = settings.get("align")
@@ -250,6 +267,9 @@ _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("padding counts in the losses", in_stages(route=_padding_counted)),
     ("the mask marks tokens, not padding", _mask_of(torch.logical_not)),
     ("padding has no output of the shared experts", _no_output_of_padding),
+    ("the second bias is not weighted", in_stages(grouped_mlp=_bias_unweighted)),
+    ("the first bias is the expert's before", in_stages(grouped_mlp=_bias_of_next_expert)),
+    ("the second bias learns nothing", in_stages(grouped_mlp=_bias_learns_nothing)),
 )
 DEFECTS = tuple(
     Defect(f"ML{number:02}", title, ORIGIN, {"moe_layer": wrapper})

@@ -19,6 +19,7 @@ _WEIGHTS = {
     "fc2_weight": floats([[3]], [[1]]),
 }
 _SHARED = {"shared_fc1_weight": floats([1]), "shared_fc2_weight": floats([1])}
+_BIASES = {"fc1_bias": floats([1], [1]), "fc2_bias": floats([4], [2])}
 _LATENT = {"latent_down": floats([2]), "latent_up": floats([-1])}
 
 
@@ -46,6 +47,16 @@ MOE_LAYER: Golden = {
             "d_fc2_weight": exactly(floats([[1]], [[2]])),  # ½·2, ½·4
             "d_shared_fc1_weight": exactly(floats([2])),
             "d_shared_fc2_weight": exactly(floats([2])),
+        },
+    ),
+    "biases_of_experts": (  # h = 2 + 1 and 4 + 1, of the second token 0 and -1;  ½(3·3 + 4) + ½(1·5 + 2); ½(4 + 2)
+        _layer(_config(), ("x", *_BIASES), **_BIASES),
+        {
+            "output": exactly(floats([10], [3])),
+            "routing_map": _MAP,
+            "d_x": exactly(floats([2.5], [0])),  # ½·3·1 + ½·1·2
+            "d_fc1_bias": exactly(floats([1.5], [0.5])),
+            "d_fc2_bias": exactly(floats([1], [1])),  # ½ of each of two tokens
         },
     ),
     "in_a_latent_space": (  # down: 4, -2;  ½·3·4 + ½·1·8 = 10;  up: -10; the shared expert sees 2

@@ -23,8 +23,15 @@ def _experts_missing(problem: Problem) -> Problem:
     return replace(bare(problem).with_tensors(fewer), blame="parameters")
 
 
+def _bias_missing(problem: Problem) -> Problem:
+    """A bias for one expert fewer."""
+    missing = {"fc2_bias": problem.required["fc2_weight"][1:, :, 0].clone()}
+    return replace(bare(problem), required=bare(problem).required | missing, blame="parameters")
+
+
 MOE_LAYER: dict[str, Rule] = {
     "an_expert_without_weights": _experts_missing,
+    "an_expert_without_a_bias": _bias_missing,
     "into_a_latent_space_alone": _without("latent_up"),
     "half_of_the_shared_experts": _without("shared_fc2_weight"),
     "mask_too_long": added("padding_mask", torch.zeros(3, dtype=torch.bool)),

@@ -34,11 +34,10 @@ from conformance.families.router.cases_route import LOSSES
 from conformance.families.router.route_step import Step
 from conformance.interface import named_outputs
 from conformance.judge import Exact, Expectation
-from moe_ref.config import LayerConfig, LayerParameters, RouteOutput
+from moe_ref.config import OF_EXPERTS, LayerConfig, LayerParameters, RouteOutput
 from moe_ref.layer import route_together
 
 STATE = ("expert_bias", "tokens_per_expert", "global_tokens_per_expert", "global_steps")  # compared
-OF_EXPERTS = ("fc1_weight", "fc2_weight")  # differ between ranks
 SIGNATURE = Signature(
     inputs=[
         Input("x", "TH", gradient=True),
@@ -46,6 +45,8 @@ SIGNATURE = Signature(
         Input("router_bias", "E", optional="router_bias", gradient=True, part_of="parameters"),
         Input("fc1_weight", "EGN", gradient=True, part_of="parameters"),
         Input("fc2_weight", "ENF", gradient=True, part_of="parameters"),
+        Input("fc1_bias", "EG", optional="fc1_bias", gradient=True, part_of="parameters"),
+        Input("fc2_bias", "EN", optional="fc2_bias", gradient=True, part_of="parameters"),
         Input("latent_down", "NH", optional="latent", gradient=True, part_of="parameters"),
         Input("latent_up", "HN", optional="latent", gradient=True, part_of="parameters"),
         Input("shared_fc1_weight", "SH", optional="shared", gradient=True, part_of="parameters"),

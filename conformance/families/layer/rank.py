@@ -65,6 +65,8 @@ class Rank:
             "router_bias": lambda: self.of_router(layer.product(self.d_logits.mT, torch.ones(1, len(self.x))))[:, 0],
             "fc1_weight": lambda: experts.fc1_weight()[0][local],
             "fc2_weight": lambda: experts.fc2_weight()[0][local],
+            "fc1_bias": lambda: experts.fc1_bias[local],
+            "fc2_bias": lambda: experts.fc2_bias[local],
             "latent_down": lambda: layer.product(d_tokens.mT, self.x.mT),
             "latent_up": lambda: layer.product(d_routed.mT, layer.combined[part].mT),
             "shared_fc1_weight": lambda: self.d_shared.mlp.fc1_weight()[0][0],

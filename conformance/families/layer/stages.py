@@ -78,8 +78,8 @@ class Layer:
     def call(self, rows: Running | Tensor, counts_L: Tensor, weights: tuple[Tensor, Tensor], **more: Any) -> Call:
         """A call of expert MLPs."""
         settings = {name: x for name, x in more.pop("settings").items() if x}
-        probs = more.pop("probs", None)
-        return Call(rows, counts_L, *weights, probs, None, None, settings, *(self.sums,) * 3, **more)
+        probs, bias1, bias2 = (more.pop(name, None) for name in ("probs", "fc1_bias", "fc2_bias"))
+        return Call(rows, counts_L, *weights, probs, bias1, bias2, settings, *(self.sums,) * 3, **more)
 
     # ---- routed tokens
 
@@ -115,10 +115,11 @@ class Layer:
         p = Running.joined([step.p.before_final_rounding(self.logit_dtype) for step in self.steps])
         probs = self.stored(p, self.logit_dtype)[token_P, expert_P]
         counts_L = self.padding.counts_L
+        biases = {name: self.all_ranks(name) for name in ("fc1_bias", "fc2_bias") if name in self.parameters}
         call = self.call(
             padded(self.padding, self.tokens[token_P]), counts_L,
             (self.all_ranks("fc1_weight"), self.all_ranks("fc2_weight")),
-            probs=padded(self.padding, probs), settings=self.config.experts,
+            probs=padded(self.padding, probs), settings=self.config.experts, **biases,
         )  # fmt: skip
         recipe = self.config.recipe
         if recipe is None:
