@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from conformance.core.defect import Wrapper
 
 CALLS = "a mistake that an operator with state invites"
+SECOND = "a mistake that second derivatives invite"
 
 
 class _Recomputed(torch.autograd.Function):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.core.defect import Change
+from conformance.core.defect import Change, Wrapper, with_values
 
 
 class _Replaced(torch.autograd.Function):
@@ -47,6 +47,24 @@ def read_as_contiguous(x: Tensor, start: int | None = None) -> Tensor:
     inside = address < length
     out = torch.where(inside, flat[torch.where(inside, address, 0)], torch.zeros((), dtype=raw.dtype, device=x.device))
     return out.view(x.dtype).reshape(x.shape)
+
+
+NEGATED = "a class of inputs: lazily negated views"
+
+
+def _memory(x: Any) -> Any:
+    return with_values(x, torch.neg) if isinstance(x, Tensor) and x.is_neg() else x
+
+
+def reads_no_pending_minus(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
+    """Inputs are read from memory, without the minus that torch has left pending."""
+    return function(*map(_memory, inputs), **{name: _memory(x) for name, x in settings.items()})
+
+
+def reads_no_pending_minus_of_a_cotangent(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
+    """The backward reads the cotangent's memory."""
+    out = function(*inputs, **settings)
+    return with_backward(out, out.detach(), lambda g: -g if g.is_neg() else g) if out.requires_grad else out
 
 
 class _Value(torch.autograd.Function):

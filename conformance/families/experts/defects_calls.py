@@ -1,7 +1,19 @@
 """Defects of how calls of the experts follow one another."""
 
+from typing import Any
+
 from conformance.core import call_defects as calls
-from conformance.core.defect import Defect
+from conformance.core.defect import Defect, Wrapper, int32_view, with_values
+from conformance.core.gradient_defects import NEGATED, reads_no_pending_minus
+
+
+def _short_bias_by_recipe(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
+    bias = settings.get("bias")
+    short = (
+        settings | {"bias": with_values(bias, lambda _: int32_view(bias.detach()))} if bias is not None else settings
+    )
+    return function(*inputs, **(short if settings.get("recipe") else settings))
+
 
 DEFECTS: tuple[Defect, ...] = (
     Defect(
@@ -39,5 +51,21 @@ DEFECTS: tuple[Defect, ...] = (
         {"grouped_linear": calls.changes_the_cotangent},
     ),
     Defect("C09", "a factor cached by address", calls.CALLS, {"glu": calls.cached_by_address()}),
+    Defect("C27", "gradients lack their own derivatives", calls.SECOND, {"glu": calls.drops_the_second_derivative}),
+    Defect(
+        "C28",
+        "a second derivative is refused only where a cotangent requires grad",
+        calls.SECOND,
+        {"grouped_linear": calls.refuses_only_where_a_cotangent_requires_grad},
+    ),
+    Defect(
+        "Y42", "a pending minus is not read", NEGATED, dict.fromkeys(("glu", "grouped_linear"), reads_no_pending_minus)
+    ),
+    Defect(
+        "Y43",
+        "32-bit row · stride of a bias, in products by a recipe",
+        "a mistake that 32-bit addresses invite",
+        dict.fromkeys(("grouped_linear", "latent_projection"), _short_bias_by_recipe),
+    ),
     Defect("C10", "the default dtype is left changed", calls.CALLS, {"grouped_wgrad": calls.leaves_another_dtype}),
 )

@@ -6,8 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.core.call_defects import SECOND, drops_the_second_derivative
 from conformance.core.defect import Change, Defect, Wrapper, with_values
-from conformance.core.gradient_defects import read_as_contiguous, rounded_to, with_backward, with_gradient
+from conformance.core.gradient_defects import (
+    NEGATED,
+    read_as_contiguous,
+    reads_no_pending_minus,
+    rounded_to,
+    with_backward,
+    with_gradient,
+)
 from conformance.families.permutation.permute import Permute
 
 EDGE = "a mistake that sizes at the edge of a block invite"
@@ -231,6 +239,10 @@ def _block_of_an_empty_expert(pad: Wrapper, routing_map: Tensor, *, align: int) 
     return out._replace(routing_map=found)
 
 
+def _no_block_of_64(pad: Wrapper, routing_map: Tensor, *, align: int) -> Any:
+    return pad(routing_map, align=32 if align == 64 else align)
+
+
 BOTH = (Permute.function, "unpermute")
 DEFECTS: tuple[Defect, ...] = (
     Defect("X01", "room beyond the tokens repeats the last one", EDGE, {BOTH[0]: _moved(_past_the_tokens, "capacity")}),
@@ -277,4 +289,9 @@ DEFECTS: tuple[Defect, ...] = (
         {"multihot_to_indices": _more_slots_than_experts},
     ),
     Defect("X24", "an empty expert is padded to a block", EMPTY, {"pad_routing_map": _block_of_an_empty_expert}),
+    Defect(
+        "X25", "a pending minus is not read", NEGATED, dict.fromkeys((*BOTH, "sort_chunks"), reads_no_pending_minus)
+    ),
+    Defect("X26", "an alignment of 64 is that of 32", EDGE, {"pad_routing_map": _no_block_of_64}),
+    Defect("C29", "gradients lack their own derivatives", SECOND, {BOTH[1]: drops_the_second_derivative}),
 )

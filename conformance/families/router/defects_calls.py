@@ -2,8 +2,24 @@
 
 from conformance.core import call_defects as calls
 from conformance.core.defect import Defect
+from conformance.core.gradient_defects import (
+    NEGATED,
+    reads_no_pending_minus,
+    reads_no_pending_minus_of_a_cotangent,
+)
 
+LOSSES = ("z_loss", "load_balancing_loss")
 DEFECTS: tuple[Defect, ...] = (
+    Defect("C30", "gradients lack their own derivatives", calls.SECOND, {"z_loss": calls.drops_the_second_derivative}),
+    Defect(
+        "U44", "a pending minus is not read", NEGATED, dict.fromkeys(("topk_routing", "gate"), reads_no_pending_minus)
+    ),
+    Defect(
+        "U45",
+        "a cotangent's pending minus is not read",
+        NEGATED,
+        dict.fromkeys(LOSSES, reads_no_pending_minus_of_a_cotangent),
+    ),
     Defect("C18", "the global generator is advanced", calls.CALLS, {"topk_routing": calls.draws_from_the_generator}),
     Defect(
         "C19",

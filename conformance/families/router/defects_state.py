@@ -76,6 +76,24 @@ def _added_in_place(route: Wrapper, logits: Tensor, config: Any, **settings: Any
     return out._replace(state=out.state._replace(tokens_per_expert=before))
 
 
+def _two_slots(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
+    """A third choice that waits is written over the first."""
+    out = route(logits, config, **settings)
+    queue = out.state.replay_queue
+    if settings.get("replay") != "forward" or len(queue) < 3:
+        return out
+    return out._replace(state=out.state._replace(replay_queue=(queue[-1], *queue[1:])))
+
+
+def _second_after_third(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
+    """Of three and more choices that wait, the last two are swapped."""
+    out = route(logits, config, **settings)
+    queue = out.state.replay_queue
+    if settings.get("replay") != "forward" or len(queue) < 3:
+        return out
+    return out._replace(state=out.state._replace(replay_queue=(*queue[:-2], queue[-1], queue[-2])))
+
+
 _counters: dict[int, Tensor] = {}
 DEFECTS: tuple[Defect, ...] = (
     Defect("U34", "padding counts for the expert bias", STATE, {"route": _padding_counted}),
@@ -91,4 +109,6 @@ DEFECTS: tuple[Defect, ...] = (
         STATE,
         {"new_state": _buffers_shared, "route": _added_in_place},
     ),
+    Defect("U42", "a third replay that waits is written over the first", STATE, {"route": _two_slots}),
+    Defect("U43", "a third replay that waits is taken before the second", STATE, {"route": _second_after_third}),
 )
