@@ -11,7 +11,7 @@ class Unreadable(Exception):
     """A returned tensor is no plain tensor; the message says what it is."""
 
 
-def read(x: Tensor, device: str, negated: bool) -> Tensor:
+def read(x: Tensor, device: str, negated: bool = False) -> Tensor:
     """The values of a tensor returned by a call on this device, on the host.
 
     Args:
