@@ -1,6 +1,6 @@
 """The layer: the whole pipeline on one screen, with every intermediate.
 
-    x ── gate ── route ──────────────┐ probs, map
+    x ── jitter ── gate ── route ────┐ probs, map
     x ── latent down ── dispatch ────┴── grouped_mlp ── combine ── latent up ── + ── output
     x ── shared_experts ─────────────────────────────────────────────────────────┘
 
@@ -36,7 +36,7 @@ from moe_ref.experts.mlp import grouped_mlp, latent_projection
 from moe_ref.experts.shared import shared_experts
 from moe_ref.permutation.permute import permute, unpermute
 from moe_ref.permutation.routing_map import indices_to_multihot, multihot_to_indices
-from moe_ref.router.gating import gate
+from moe_ref.router.gating import gate, jitter
 from moe_ref.router.route import route
 
 
@@ -49,6 +49,7 @@ def moe_layer(
     training: bool = True,
     batch_size: int = 1,
     padding_mask: PerRank[Tensor] | None = None,
+    noise: PerRank[Tensor] | None = None,
 ) -> LayerOutput:
     """One forward of the layer on all ranks.
 
@@ -61,16 +62,22 @@ def moe_layer(
         training, batch_size: as in `route`.
         padding_mask: [T_r] of each rank, True for padding, which goes to no expert and counts
             nowhere; but it competes for a capacity. Its output is the shared experts'.
+        noise: [T_r,H] of each rank, from 0 to 1, in the dtype of x: the jitter's factor is
+            1 - eps + 2 · eps · noise. None: drawn.
 
     Rounding: by the functions of the stages; the last sum to the dtype of x.
 
     Raises:
         ValueError: see `moe_ref.config.check_layer`; also from the stages.
     """
-    check_layer(x, parameters, config, states, padding_mask)
+    check_layer(x, parameters, config, states, padding_mask, noise)
     ranks = [*zip(x, parameters, strict=True)]
+    inputs = [jittered(x_TH, config, None if noise is None else noise[rank]) for rank, x_TH in enumerate(x)]
 
-    logits = [gate(x_TH, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype) for x_TH, p in ranks]
+    logits = [
+        gate(x_TH, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype)
+        for x_TH, p in zip(inputs, parameters, strict=True)
+    ]
     settings = {"training": training, "batch_size": batch_size}
     routed = route_together(logits, config, states, padding_mask=padding_mask, **settings)
 
@@ -85,6 +92,14 @@ def moe_layer(
         shared = [_shared(x_TH, p, config) for x_TH, p in ranks]
         output = [y_TH + shared_TH for y_TH, shared_TH in zip(output, shared, strict=True)]
     return LayerOutput(logits, routed, dispatched, expert_rows, combined, shared, output)
+
+
+def jittered(x_TH: Tensor, config: LayerConfig, noise_TH: Tensor | None) -> Tensor:
+    """The router's input: `jitter` of x, by the given noise or one that it draws; x without eps."""
+    eps = config.jitter_eps
+    if eps is None:
+        return x_TH
+    return jitter(x_TH, eps=eps) if noise_TH is None else x_TH * (1 - eps + 2 * eps * noise_TH)
 
 
 def _projected(x_TN: Tensor, weight_MN: Tensor | None) -> Tensor:

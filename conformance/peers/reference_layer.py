@@ -26,17 +26,18 @@ def declares(function: str) -> dict[str, Any]:
 def moe_layer(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, *, state: RouterState,
     training: bool = True, batch_size: int = 1, group: Any = None,
-    padding_mask: Tensor | None = None,
+    padding_mask: Tensor | None = None, noise: Tensor | None = None,
 ) -> LayerOutput:  # fmt: skip
     """The reference on all ranks of the group, and this rank's part of its results."""
     settings = {"training": training and torch.is_grad_enabled(), "batch_size": batch_size}
-    leaves, form = pytree.tree_flatten((x_TH, parameters, state, padding_mask))
+    leaves, form = pytree.tree_flatten((x_TH, parameters, state, padding_mask, noise))
 
     def play(every: Sequence[Sequence[Any]]) -> list[LayerOutput]:
         ranks = [pytree.tree_unflatten(list(own), form) for own in every]
-        x, p, states, masks = ([given[i] for given in ranks] for i in range(4))
-        mask = None if padding_mask is None else masks
-        return _by_rank(moe_ref.moe_layer(x, p, config, states=states, padding_mask=mask, **settings))
+        x, p, states, *others = ([given[i] for given in ranks] for i in range(5))
+        mask, noises = (None if given[0] is None else given for given in others)
+        options = settings | {"padding_mask": mask, "noise": noises}
+        return _by_rank(moe_ref.moe_layer(x, p, config, states=states, **options))
 
     if group is None:
         return play([leaves])[0]

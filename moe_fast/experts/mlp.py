@@ -130,9 +130,11 @@ def chosen_activation(
     return partial(activation, kind=kind, round_before_probs=round_before_probs)
 
 
-def run_again(run: Callable[..., X], *inputs: Tensor | None) -> X:
-    """run(*inputs), saving only the inputs: the backward runs it again. Nothing in it is random."""
-    out: X = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+def run_again(run: Callable[..., X], *inputs: Tensor | None, random: bool = False) -> X:
+    """run(*inputs), saving only the inputs: the backward runs it again. If it is random, the states
+    of torch's generators are saved too, and it draws the same numbers.
+    """
+    out: X = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=random)
     return out
 
 

@@ -16,7 +16,7 @@ from moe_fast.experts.mlp import grouped_mlp, latent_projection
 from moe_fast.experts.shared import shared_experts
 from moe_fast.permutation.permute import permute, unpermute
 from moe_fast.permutation.routing_map import indices_to_multihot, multihot_to_indices
-from moe_fast.router.gating import gate
+from moe_fast.router.gating import gate, jitter
 from moe_fast.router.route import route
 from moe_ref.config import (
     LayerConfig,
@@ -37,7 +37,7 @@ Combine = Callable[[Tensor], Tensor]
 def moe_layer(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig,
     *, state: RouterState, training: bool = True, batch_size: int = 1, group: Any = None,
-    padding_mask: Tensor | None = None, recompute: str | None = None,
+    padding_mask: Tensor | None = None, noise: Tensor | None = None, recompute: str | None = None,
 ) -> LayerOutput:  # fmt: skip
     """One forward of the layer on this rank, with its L = E/W experts.
 
@@ -52,10 +52,10 @@ def moe_layer(
         ValueError: also as the functions of the stages.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
-    masks = None if padding_mask is None else [padding_mask] * ranks
-    check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks, masks)
+    masks, noises = (None if given is None else [given] * ranks for given in (padding_mask, noise))
+    check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks, masks, noises)
     p = parameters
-    logits = gate(x_TH, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype)
+    logits = gate(jittered(x_TH, config, noise), p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype)
     batch = RouterRanks() if group is None else RouterRanks(tp_dp_cp=RankGroup(ranks, lambda x: sum_over(x, group)))
     options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask, "ranks": batch}
     routed = without_padding(route(logits, config.router, state=state, **options), padding_mask)  # type: ignore[arg-type]
@@ -78,6 +78,15 @@ def moe_layer(
         shared = shared_experts(x_TH, *weights, gate_weight=gate_weight, **config.shared_experts)
         output = output + shared
     return LayerOutput(logits, routed, dispatched, rows, combined, shared, output)
+
+
+def jittered(x_TH: Tensor, config: LayerConfig, noise_TH: Tensor | None) -> Tensor:
+    """x times the factors of the noise, given or drawn; x without jitter."""
+    if config.jitter_eps is None:
+        return x_TH
+    if noise_TH is None:
+        return jitter(x_TH, eps=config.jitter_eps)
+    return x_TH * (1 - config.jitter_eps + 2 * config.jitter_eps * noise_TH)
 
 
 def without_padding(routed: RouteOutput, padding_mask: Tensor | None) -> RouteOutput:

@@ -170,7 +170,7 @@ class MoELayer(nn.Module):
         if self.recompute == "moe":
             # a rank that stopped before its last collective would let the others wait
             with set_checkpoint_early_stop(self.group is None):
-                output, state, losses = run_again(run, *inputs)
+                output, state, losses = run_again(run, *inputs, random=self.config.jitter_eps is not None)
         else:
             output, state, losses = run(*inputs)
         self.router.keep(state)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_ref.config.dispatch import PerRank, check_expert_split, check_tokens
 from moe_ref.config.quantization import Recipe
-from moe_ref.config.router import RouterConfig, RouterState, check_padding_mask
+from moe_ref.config.router import RouterConfig, RouterState, check_jitter, check_padding_mask
 from moe_ref.config.rules import require
 
 DISPATCHERS = ("allgather", "alltoall", "deepep", "hybridep")
@@ -19,11 +19,12 @@ class LayerConfig:
     """The settings of a layer; `layer_config` makes one of Megatron's options.
 
     Raises:
-        ValueError: an unknown dispatcher.
+        ValueError: an unknown dispatcher; see `check_jitter`.
     """
 
     router: RouterConfig
     router_dtype: str | None = None
+    jitter_eps: float | None = None  # of the router's input, see `jitter`; in evaluation too
     dispatcher: str = "alltoall"
     kind: str = "swiglu"  # the activation, with its settings: see `grouped_mlp`
     offset: float = 0.0
@@ -38,6 +39,8 @@ class LayerConfig:
     def __post_init__(self) -> None:
         known = self.dispatcher in DISPATCHERS
         require(known, "dispatcher", repr(self.dispatcher), f"one of {', '.join(DISPATCHERS)}")
+        if self.jitter_eps is not None:
+            check_jitter(self.jitter_eps)
 
     @property
     def experts(self) -> dict[str, Any]:
@@ -100,18 +103,23 @@ def split_experts(parameters: LayerParameters, ranks: int) -> list[LayerParamete
 
 def check_layer(
     x: PerRank[Tensor], parameters: PerRank[LayerParameters], config: LayerConfig, states: PerRank[RouterState],
-    padding_mask: PerRank[Tensor] | None = None,
+    padding_mask: PerRank[Tensor] | None = None, noise: PerRank[Tensor] | None = None,
 ) -> None:  # fmt: skip
     """The rules of `moe_layer` that no stage has."""
     check_tokens(x)
     check_expert_split(config.router.num_experts, len(x))
-    masks = x if padding_mask is None else padding_mask
-    for name, given in (("parameters", parameters), ("states", states), ("padding_mask", masks)):
+    for name, given in (
+        ("parameters", parameters), ("states", states), ("padding_mask", padding_mask or x), ("noise", noise or x)
+    ):  # fmt: skip
         require(len(given) == len(x), name, f"a list of {len(given)}", f"a list of {len(x)}, an entry per rank")
     for own in parameters:
         check_parameters(own, config, len(x))
     for own_mask, own_x in zip(padding_mask or (), x, strict=False):
         check_padding_mask(own_mask, len(own_x))
+    for own_noise, own_x in zip(noise or (), x, strict=False):
+        wanted = "None: there is no jitter" if config.jitter_eps is None else f"of {tuple(own_x.shape)}"
+        right = config.jitter_eps is not None and own_noise.shape == own_x.shape
+        require(right, "noise", f"of shape {tuple(own_noise.shape)}", wanted)
     stateful = config.recipe is not None and config.recipe.scaling == "delayed"
     require(not stateful, "recipe", "of delayed scaling", "one without a state")
 

@@ -24,6 +24,7 @@ LAYER = {
     "a router wider than the tokens": lambda c: c.dtype == "bfloat16" and c.router_dtype == "fp32",
     "no shared experts": lambda c: not c.shared,
     "both biases over ranks": lambda c: c.fc1_bias and c.fc2_bias and len(c.counts) > 1,
+    "jitter over ranks": lambda c: c.jitter and len(c.counts) > 1,
     "padding": lambda c: c.padding > 0,
     "padding over ranks": lambda c: c.padding > 0 and len(c.counts) > 1,
 }
@@ -34,6 +35,6 @@ for field, values in {
     "score": ("softmax", "softmax_pre", "sigmoid", "sqrtsoftplus"),
     "policy": ("probs", "position"),
     **dict.fromkeys(("gate", "router_bias", "bias", "pad", "on_input", "evaluation"), (False, True)),
-    **dict.fromkeys(("fc1_bias", "fc2_bias"), (False, True)),
+    **dict.fromkeys(("fc1_bias", "fc2_bias", "jitter"), (False, True)),
 }.items():
     LAYER |= each(field, *values)

@@ -1,5 +1,7 @@
 """`moe_fast.layer` on one rank: the reference's results, a module that learns, and its files."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -63,6 +65,22 @@ def test_the_layer_quantises_as_the_reference():
     plain = layer()
     assert_close(module(x), reference(module, x).output[0])
     assert not torch.allclose(module(x), plain(x))
+
+
+def test_the_jitter_is_the_references_of_the_same_noise():
+    how = replace(config(), jitter_eps=0.25)
+    module, x = layer(how), normal(7, HIDDEN)
+    states = [moe_ref.new_state(how.router)]
+    noise = torch.rand_like(x)
+    wanted = moe_ref.moe_layer([x], [module.layer_parameters], how, states=states, noise=[noise])
+    out = moe_fast.moe_layer(x, module.layer_parameters, how, state=states[0], noise=noise)
+    assert_close(out.logits, wanted.logits[0])
+    assert_close(out.output, wanted.output[0])
+    torch.manual_seed(5)
+    seen = moe_fast.jitter(x, eps=0.25)
+    torch.manual_seed(5)
+    drawn = moe_fast.moe_layer(x, module.layer_parameters, how, state=states[0])
+    assert_close(drawn.logits, moe_fast.gate(seen, module.router.weight))
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ def layer(
 ) -> MoELayer:
     torch.manual_seed(seed)
     router = RouterConfig(num_experts=EXPERTS, topk=TOPK, score_function="sigmoid", **LOSSES)
-    align = 16 if recipe else None
-    config = LayerConfig(router=router, recipe=recipe, align=align, dispatcher=dispatcher)
+    align, eps = 16 if recipe else None, options.pop("jitter_eps", None)
+    config = LayerConfig(router=router, recipe=recipe, align=align, dispatcher=dispatcher, jitter_eps=eps)
     return MoELayer(config, HIDDEN, WIDTH, init_std=0.5, recompute=recompute, **options)
 
 
@@ -58,6 +58,21 @@ def trained(module: MoELayer, tokens: int = 7) -> list[Tensor]:
 def test_no_bit_changes(recompute, options):
     pairs = zip(trained(layer(None, **options)), trained(layer(recompute, **options)), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def jittered_runs_agree() -> None:
+    for recompute in ("moe_act", "moe"):
+        plain, again = (trained(layer(how, jitter_eps=0.25)) for how in (None, recompute))
+        assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_the_second_forward_draws_the_noise_of_the_first(monkeypatch):
+    jittered_runs_agree()
+    assert not torch.equal(trained(layer(None, jitter_eps=0.25))[0], trained(layer(None))[0])
+    right = module.run_again
+    monkeypatch.setattr(module, "run_again", lambda run, *inputs, random: right(run, *inputs))
+    with pytest.raises(AssertionError):
+        jittered_runs_agree()
 
 
 def of_ranks(group: Any, rank: int) -> int:
@@ -188,7 +203,7 @@ def test_a_plan_that_a_node_keeps_is_found(monkeypatch):
 
 
 def test_a_layer_that_keeps_its_rows_is_found(monkeypatch):
-    monkeypatch.setattr(module, "run_again", lambda run, *inputs: run(*inputs))
+    monkeypatch.setattr(module, "run_again", lambda run, *inputs, random: run(*inputs))
     with pytest.raises(AssertionError):
         keeps_nothing()
 

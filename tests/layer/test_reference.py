@@ -179,6 +179,24 @@ def test_a_recipe_quantises_the_experts_products_and_nothing_else():
     assert 1e-4 < ratio < 0.2
 
 
+def test_the_router_alone_sees_the_jitter_whose_noise_is_given_or_drawn():
+    p, x = parameters(latent=False, shared=False), random(10, HIDDEN, seed=10)
+    how = LayerConfig(router=config().router, jitter_eps=0.25)
+    torch.manual_seed(3)
+    drawn = run(x, (10,), p, how)
+    torch.manual_seed(3)
+    noise = torch.rand_like(x)
+    given = run(x, (10,), p, how, noise=[noise])
+    assert_close(given.logits[0], drawn.logits[0])
+    assert_close(given.logits[0], moe_ref.gate(x * (0.75 + 0.5 * noise), p.router_weight, bias=p.router_bias))
+    routing_map = given.routed[0].routing_map
+    assert torch.equal(given.dispatched[0].rows, moe_ref.permute(x, routing_map).rows)
+    with pytest.raises(ValueError, match="noise is of shape"):
+        run(x, (10,), p, config(), noise=[noise])
+    with pytest.raises(ValueError, match="noise is of shape"):
+        run(x, (10,), p, how, noise=[noise[1:]])
+
+
 MEGATRON = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": WIDTH, "add_bias_linear": False}
 
 

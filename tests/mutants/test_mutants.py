@@ -27,7 +27,7 @@ LISTED = {
     *(f"Z{number:02}" for number in range(1, 25) if number != 13),
     *(f"O{number:02}" for number in range(1, 15)),
     *(f"M{number:02}" for number in range(1, 21) if number != 10),
-    *(f"ML{number:02}" for number in range(1, 28)),
+    *(f"ML{number:02}" for number in range(1, 31)),
 }
 LARGE = {"N02", "N03"}  # need more rows than an interpreter can run
 

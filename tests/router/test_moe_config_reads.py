@@ -118,9 +118,10 @@ def test_every_option_is_read_or_given_by_the_call_or_without_effect_on_results(
     assert sum(map(len, kinds)) == len(fields(MoEConfig))
 
 
-def test_a_layer_has_no_jitter():
-    with pytest.raises(ValueError, match=r"moe_input_jitter_eps is 0\.5; it must be None"):
-        layer_config(config(moe_input_jitter_eps=0.5))
+def test_a_layer_has_the_jitter():
+    assert layer_config(config(moe_input_jitter_eps=0.5)).jitter_eps == 0.5
+    with pytest.raises(ValueError, match=r"eps is 1\.5"):
+        layer_config(config(moe_input_jitter_eps=1.5))
 
 
 # Any config

@@ -69,6 +69,7 @@ class LayerCase(Case):
     padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # tokens that are padding, per 8
     fc1_bias: bool = flag()
     fc2_bias: bool = flag()
+    jitter: bool = flag()  # whether the router's input has it: factors are ½ and 1
     counts: tuple[int, ...] = counts()  # tokens per rank; empty: one process
 
     variant: ClassVar[int] = 0
@@ -127,6 +128,7 @@ def config_of_layer(case: LayerCase) -> LayerConfig:
     return LayerConfig(
         router=config_of(route_case(case)),
         router_dtype=case.router_dtype or None,
+        jitter_eps=0.5 if case.jitter else None,
         dispatcher=case.dispatcher,
         kind=case.kind or "swiglu",
         probs_on_input=case.on_input,
@@ -177,7 +179,7 @@ def parameters_of(case: LayerCase) -> dict[str, Tensor]:
 def router_weight_of(case: LayerCase) -> Tensor:
     """[E,H] integers of few bits over a power of two: sums over H of products with x are exact."""
     hidden = case.hidden * case.unit
-    room = SIGNIFICAND - BITS[DTYPES[case.dtype]] - 1 - (hidden - 1).bit_length()
+    room = SIGNIFICAND - BITS[DTYPES[case.dtype]] - 1 - (hidden - 1).bit_length() - case.jitter
     most = 2 ** min(max(room, 1), 3) - 1
     number = hashed(case.seed, "router_weight", case.experts * hidden) % (2 * most + 1) - float(most)
     scale = 2.0 ** -(most.bit_length() - 1 + (hidden - 1).bit_length() // 2)
@@ -201,7 +203,8 @@ def tokens_of(case: LayerCase, parameters: dict[str, Tensor], expert_bias: Tenso
     shape = (case.tokens, case.hidden * case.unit)
     tried = torch.stack([payload(case.seed, f"x {i}", shape, case.dtype) for i in range(CANDIDATES)])
     weight, bias = parameters["router_weight"], parameters.get("router_bias")
-    logits = logits_of_rows(tried.flatten(0, 1), weight, bias, DTYPES[case.logit_dtype])
+    seen = tried * factors_of(case, noise_of(case))
+    logits = logits_of_rows(seen.flatten(0, 1), weight, bias, DTYPES[case.logit_dtype])
     gap = margins(logits.double(), config_of(route_case(case)), expert_bias).reshape(CANDIDATES, case.tokens)
     best = gap.argmax(0) if case.tokens else torch.zeros(0, dtype=torch.int64)
     return tried[best, torch.arange(case.tokens)].contiguous()
@@ -232,6 +235,19 @@ def _gap(keys: Tensor, count: int) -> Tensor:
         return torch.full((len(keys),), torch.inf, dtype=keys.dtype)
     order = keys.sort(dim=1, descending=True).values
     return order[:, count - 1] - order[:, count]
+
+
+def noise_of(case: LayerCase) -> Tensor:
+    """[T,H] of all ranks: 0 and ½, so that with eps = ½ every product is exact."""
+    shape = (case.tokens, case.hidden * case.unit)
+    return (
+        torch.from_numpy(hashed(case.seed, "noise", shape[0] * shape[1]) % 2 / 2).to(DTYPES[case.dtype]).reshape(shape)
+    )
+
+
+def factors_of(case: LayerCase, noise: Tensor) -> Tensor:
+    """The factors of the router's input; ones without jitter."""
+    return 0.5 + noise if case.jitter else torch.ones_like(noise)
 
 
 def padding_of(case: LayerCase) -> Tensor:

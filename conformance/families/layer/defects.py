@@ -168,6 +168,22 @@ def _dropped_tokens_pass(layer: Wrapper, x: Tensor, *rest: Any, **settings: Any)
     return out._replace(output=torch.where(out.routed.routing_map.any(1)[:, None], out.output, out.output + x))
 
 
+# ---- jitter
+
+
+def _jitter_of_experts(layer: Wrapper, x: Tensor, p: Any, config: LayerConfig, **settings: Any) -> Any:
+    """The experts see the router's input."""
+    noise, eps = settings.get("noise"), config.jitter_eps
+    if noise is None or eps is None:
+        return layer(x, p, config, **settings)
+    rest = {name: given for name, given in settings.items() if name != "noise"}
+    return layer(x * (1 - eps + 2 * eps * noise), p, replace(config, jitter_eps=None), **rest)
+
+
+def _factors_not_in_backward(jittered: Stage, x: Tensor, *rest: Any) -> Any:
+    return x + (jittered(x, *rest) - x).detach()
+
+
 # ---- padding
 
 
@@ -270,6 +286,9 @@ _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("the second bias is not weighted", in_stages(grouped_mlp=_bias_unweighted)),
     ("the first bias is the expert's before", in_stages(grouped_mlp=_bias_of_next_expert)),
     ("the second bias learns nothing", in_stages(grouped_mlp=_bias_learns_nothing)),
+    ("experts see the jittered input", _jitter_of_experts),
+    ("the gradient of x has no factor of the jitter", in_stages(jittered=_factors_not_in_backward)),
+    ("the router's input has no jitter", in_stages(jittered=lambda right, x, *rest: x)),
 )
 DEFECTS = tuple(
     Defect(f"ML{number:02}", title, ORIGIN, {"moe_layer": wrapper})

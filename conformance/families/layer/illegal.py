@@ -34,5 +34,6 @@ MOE_LAYER: dict[str, Rule] = {
     "an_expert_without_a_bias": _bias_missing,
     "into_a_latent_space_alone": _without("latent_up"),
     "half_of_the_shared_experts": _without("shared_fc2_weight"),
+    "noise_without_jitter": added("noise", torch.zeros(2, 1)),
     "mask_too_long": added("padding_mask", torch.zeros(3, dtype=torch.bool)),
 }

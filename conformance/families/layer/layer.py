@@ -20,8 +20,10 @@ from conformance.families.layer.cases import (
     config_of_layer,
     cotangent_of,
     expert_bias_of,
+    factors_of,
     local,
     logits_of_rows,
+    noise_of,
     padding_of,
     parameters_of,
     route_case,
@@ -54,6 +56,7 @@ SIGNATURE = Signature(
         Input("shared_gate_weight", "OH", optional="gate", gradient=True, part_of="parameters"),
         Input("expert_bias", "E", ("float32",), field="", optional="bias", part_of="state"),
         Input("padding_mask", "T", ("bool",), field="", optional="padding"),
+        Input("noise", "TH", optional="jitter"),
     ],
     outputs=[Output("output", "TH", of="x"), *(Output(name) for name in ("probs", "routing_map", "losses", "state"))],
     settings=("training", "batch_size", "group"),
@@ -93,6 +96,7 @@ class MoeLayer(Ranked[LayerCase]):
             }
             required = {"x": x, **own} | ({"expert_bias": expert_bias.clone()} if case.bias else {})
             given = settings | ({"padding_mask": shares(case, padding_of(case))[rank]} if case.padding else {})
+            given |= {"noise": shares(case, noise_of(case))[rank]} if case.jitter else {}
             calls.append(layer_call(required, config, given, wanted, {"output": cotangents[rank]} if wanted else {}))
         return [replace(call, layouts={case.layout_of: case.layout}) for call in calls]
 
@@ -115,7 +119,8 @@ class MoeLayer(Ranked[LayerCase]):
         steps, routed = steps_of(case, config, calls, declared)
         if any(step.ambiguous for step in steps):
             return {}
-        own = Rank(Layer(calls, steps, config, declared), rank)
+        factors = factors_of(case, calls[rank].settings.get("noise", torch.zeros_like(calls[rank].required["x"])))
+        own = Rank(Layer(calls, steps, config, declared), rank, factors)
         no, dtype = torch.zeros((), dtype=torch.bool), calls[0].required["x"].dtype
         right: dict[str, Expectation] = {"output": final_bound(own.output, dtype, no)}
         right |= {name.partition(".")[2]: one for name, one in steps[rank].expectations(None).items()}
@@ -149,7 +154,7 @@ def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         tensors = implementation.call("state_tensors", state)
         state = implementation.call("state_from", tensors | {"expert_bias": given["expert_bias"].clone()})
     parameters = LayerParameters(**{name: given[name] for name in LayerParameters._fields if name in given})
-    settings = {name: given[name] for name in (*SIGNATURE.settings, "padding_mask") if name in given}
+    settings = {name: given[name] for name in (*SIGNATURE.settings, "padding_mask", "noise") if name in given}
     result = implementation.call("moe_layer", given["x"], parameters, config, state=state, **settings)
     found = named_outputs(result, ("output", "routed"))
     routed = named_outputs(found["routed"], ("probs", "routing_map", "losses", "state"))
@@ -171,7 +176,14 @@ def steps_of(
     """Each rank's routing of its exact logits, with bounds, and the reference's in float64."""
     given = [call.required for call in calls]
     dtype = torch.float32 if config.router_dtype == "fp32" else given[0]["x"].dtype
-    logits = [logits_of_rows(own["x"], own["router_weight"], own.get("router_bias"), dtype) for own in given]
+    seen = [
+        call.required["x"] * factors_of(case, call.settings["noise"]) if case.jitter else call.required["x"]
+        for call in calls
+    ]
+    logits = [
+        logits_of_rows(x, own["router_weight"], own.get("router_bias"), dtype)
+        for x, own in zip(seen, given, strict=True)
+    ]
     states = [moe_ref.new_state(config.router) for _ in given]
     states = [
         s._replace(expert_bias=own.get("expert_bias", s.expert_bias)) for s, own in zip(states, given, strict=True)

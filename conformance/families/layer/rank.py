@@ -18,6 +18,15 @@ class Rank:
 
     layer: Layer
     rank: int
+    factors: Tensor  # [T,H] of the router's input, powers of two
+
+    @property
+    def seen(self) -> Running:
+        """The router's input."""
+        return self.jittered(self.x)
+
+    def jittered(self, x: Running) -> Running:
+        return Running(x.value * self.factors, x.error * self.factors, x.dtype)
 
     @property
     def x(self) -> Running:
@@ -61,7 +70,7 @@ class Rank:
         d_tokens, d_routed = layer.d_tokens[part], layer.d_routed[part]
         return {
             "x": self.d_x,
-            "router_weight": lambda: self.of_router(layer.product(self.d_logits.mT, self.x.mT)),
+            "router_weight": lambda: self.of_router(layer.product(self.d_logits.mT, self.seen.mT)),
             "router_bias": lambda: self.of_router(layer.product(self.d_logits.mT, torch.ones(1, len(self.x))))[:, 0],
             "fc1_weight": lambda: experts.fc1_weight()[0][local],
             "fc2_weight": lambda: experts.fc2_weight()[0][local],
@@ -80,7 +89,7 @@ class Rank:
         d_tokens = layer.d_tokens[layer.parts[self.rank]]
         down = p.get("latent_down")
         parts = [
-            self.of_router(layer.product(self.d_logits, p["router_weight"].mT)),
+            self.jittered(layer.stored(self.of_router(layer.product(self.d_logits, p["router_weight"].mT)))),
             d_tokens if down is None else layer.product(d_tokens, down.mT),
             *([] if self.shared is None else [self.d_shared.x]),
         ]

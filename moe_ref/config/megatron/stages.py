@@ -73,8 +73,8 @@ def layer_config(config: MoEConfig) -> LayerConfig:
     """The settings of `moe_layer`.
 
     Raises:
-        ValueError: an activation without a gated form, jitter; or see `router_config` and
-            `recipe_of`.
+        ValueError: an activation without a gated form; or see `router_config`, `recipe_of` and
+            `check_jitter`.
     """
     gated, name = config.gated_linear_unit, config.activation_func
     require(
@@ -83,12 +83,11 @@ def layer_config(config: MoEConfig) -> LayerConfig:
         f"{name!r} with gated_linear_unit",
         f"one of {', '.join(GATED_FORM)}",
     )
-    eps = config.moe_input_jitter_eps
-    require(eps is None, "moe_input_jitter_eps", eps, "None: the layer draws no random numbers; see `jitter`")
     flex = config.moe_token_dispatcher_type == "flex"
     return LayerConfig(
         router=router_config(config),
         router_dtype=config.moe_router_dtype,
+        jitter_eps=config.moe_input_jitter_eps,
         dispatcher=config.moe_flex_dispatcher_backend if flex else config.moe_token_dispatcher_type,
         kind=GATED_FORM[name] if gated else name,
         offset=config.glu_linear_offset if gated else 0.0,
