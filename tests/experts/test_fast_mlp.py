@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import moe_fast
+from moe_fast.experts import linear
 from tests.common.fast import interpreted, normal
 
 pytestmark = interpreted
@@ -64,9 +65,18 @@ def kept(recompute) -> int:
     return sum(size for place, size in storages.items() if place not in given)
 
 
-@pytest.mark.parametrize(("recompute", "size"), [(None, 64 * (32 + 16) * 2), ("moe_act", 64 * 32 * 2), ("moe", 0)])
-def test_no_more_is_kept_than_h_and_the_activation_and_less_with_recomputation(recompute, size):
-    assert kept(recompute) == size
+def plan_bytes() -> int:
+    """Of the plan of a product, some integers per expert and tile."""
+    plan = linear._plan(torch.tensor([30, 34]), torch.zeros(64, 1, dtype=torch.bfloat16))
+    return sum(tensor.nbytes for tensor in plan.tensors)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "size", "plans"), [(None, 64 * (32 + 16) * 2, 2), ("moe_act", 64 * 32 * 2, 1), ("moe", 0, 0)]
+)
+def test_no_more_is_kept_than_h_the_activation_and_plans_and_less_with_recomputation(recompute, size, plans):
+    assert kept(recompute) == size + plans * plan_bytes()
+    assert plan_bytes() < 256
 
 
 @pytest.mark.parametrize("name", ["state", "noise"])
