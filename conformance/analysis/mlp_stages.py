@@ -180,6 +180,7 @@ class Forward:
 
     call: Call
     x: Running  # input of fc1
+    first: Product  # of fc1
     act: Activated  # of h as kept
     a: Running
     y: Product
@@ -198,7 +199,8 @@ def forward(call: Call) -> Forward:
     elif call.probs is not None:
         p, p_bias = (Running.of(call.probs[:, None], dtype) for dtype in (call.wide, call.widest))
     computed = call.sums if p is None else call.wide  # without probs their dtype is irrelevant
-    h = call.kept(call.fprop(0, x)[0], computed)
+    h, first = call.fprop(0, x)
+    h = call.kept(h, computed)
     act = activated(h, call.settings)
     back = activated_as_kept(h, call.settings) if call.settings.get("fp8_input_store") else act
     if early and p is not None:
@@ -208,7 +210,7 @@ def forward(call: Call) -> Forward:
     if call.fc2_bias is not None:
         bias = Running.of(call.of_rows(call.fc2_bias), call.widest)
         out = call.kept(out, call.widest) + (bias if p_bias is None else bias * p_bias)
-    return Forward(call, x, back, a, y, out, p, p_bias)
+    return Forward(call, x, first, back, a, y, out, p, p_bias)
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,7 @@ class Backward:
 
     rows: Running
     row_product: Product | None  # None: h may be kept as codes other than the reference's
+    d_a: Product  # fc2's dgrad
     fc1_weight: Callable[[], Contraction]
     fc2_weight: Callable[[], Contraction]
     fc1_bias: Running
@@ -228,7 +231,8 @@ def backward(stages: Forward, g: Running) -> Backward:
     """The backward stages from a cotangent of the output."""
     call, p = stages.call, stages.p
     g = replace(g, dtype=call.sums)
-    d_a = call.kept(call.dgrad(1, g)[0], stages.act.value.dtype)
+    d_a, d_a_product = call.dgrad(1, g)
+    d_a = call.kept(d_a, stages.act.value.dtype)
     d_act = d_a if p is None else d_a * p
     if call.settings.get("round_before_probs") and p is not None:
         d_act = call.kept(d_act, d_a.dtype)
@@ -247,6 +251,7 @@ def backward(stages: Forward, g: Running) -> Backward:
     return Backward(
         d_rows,
         None if call.settings.get("fp8_input_store") else row_product,
+        d_a_product,
         partial(call.wgrad, 0, d_h, stages.x),
         partial(call.wgrad, 1, g, stages.a),
         call.summed(d_h, None),

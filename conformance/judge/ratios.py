@@ -6,11 +6,14 @@ compared to those of ŷ_ref, the reference with the recipe's rounding points. Wi
 ‖d_t‖ / ‖y*_t‖, s_t the row's scale (the larger of its rms and the rms of a random walk of its
 terms), u the output's roundoff and α the accumulator's typical error √n·u_acc:
 
-    row       max_t r_t(ŷ) / max(r_t(ŷ_ref), u/2 + α)                         one wrong row
-    element   max_ti |d_ti| / max(s_t, |y*_ti|) over that of ŷ_ref or u + 4α  one wrong element
-    rms       √mean_t r_t(ŷ)² / √(mean_t r_t(ŷ_ref)² + α²)                    precision lost overall
-    bias      |mean of d in ulps| per group, away from zero or upwards,       not round-to-nearest
+    row       max_t r_t(ŷ) / max(r_t(ŷ_ref), u/2 + α + ε_t)                    one wrong row
+    element   max_ti |d_ti| / max(s_t, |y*_ti|) over ŷ_ref's or u + 4α + ε_t   one wrong element
+    rms       √mean_t r_t(ŷ)² / √(mean_t r_t(ŷ_ref)² + α² + ε_t²)              precision lost
+    bias      |mean of d in ulps| per group, away from zero or upwards,        not round-to-nearest
               over its allowance
+
+ε_t is the error that a row typically inherits from earlier stages, relative to ‖y*_t‖ (0 for one
+contraction): a gate's error is in all elements of its row, so no number of them averages it out.
 
 Each is at most its calibrated limit; a result better than ŷ_ref is right. The bound alone judges
 outputs of fewer than 4096 elements, and rows that cancel, contain zeros, NaN or infinities, or lie
@@ -89,10 +92,11 @@ class RowWise(Bounded):
     noise: float  # α above
     # integers, value's shape without its last dimension (1-D: its shape): rows that share a bias
     groups: Tensor | None = None
+    inherited: Tensor | None = None  # float64, typical errors of earlier stages; None: none
     limits: Limits = field(default_factory=calibrated)
 
     check: ClassVar[str] = "ratio"
-    by_row: ClassVar[tuple[str, ...]] = ("value", "bound", "reference", "magnitude", "groups")
+    by_row: ClassVar[tuple[str, ...]] = ("value", "bound", "reference", "magnitude", "groups", "inherited")
 
     @property
     def stages(self) -> tuple[Resolved, ...]:
@@ -132,6 +136,7 @@ class RowWise(Bounded):
         kind = torch.finfo(self.dtype)
         norm, walk = right.norm(dim=1), magnitude.norm(dim=1) / math.sqrt(self.terms)
         ordinary = right.isfinite().all(1) & bound.isfinite().all(1) & reference.isfinite().all(1)
+        ordinary &= _rows(self.magnitude if self.inherited is None else self.inherited).isfinite().all(1)
         small = norm / math.sqrt(right.shape[1]) < NORMAL * kind.tiny
         return (ordinary & (norm > 0) & (norm >= CANCELS * walk) & ~small).nonzero().flatten()
 
@@ -197,9 +202,16 @@ class RowWise(Bounded):
         total = torch.zeros(count, dtype=torch.float64).index_add(0, self._pools, row_J.square())
         return (total / torch.bincount(self._pools)).sqrt()
 
+    @cached_property
+    def _inherited_J(self) -> Tensor:
+        """ε_t."""
+        right = _rows(self.value).double()[self.judged]
+        error = torch.zeros_like(right) if self.inherited is None else _rows(self.inherited)[self.judged]
+        return error.norm(dim=1) / right.norm(dim=1)
+
     def _worst_row(self, got: Errors, reference: Errors) -> Measure:
-        floor = ROUNDOFF[self.dtype] / 2 + self.noise
-        ratio = self._pooled(got.row_J) / self._pooled(reference.row_J).clamp(min=floor)
+        floor = self._pooled(ROUNDOFF[self.dtype] / 2 + self.noise + self._inherited_J)
+        ratio = self._pooled(got.row_J) / torch.maximum(self._pooled(reference.row_J), floor)
         pool = int(ratio.argmax())
         members = (self._pools == pool).nonzero().flatten()
         row = int(members[got.row_J[members].argmax()])
@@ -211,16 +223,16 @@ class RowWise(Bounded):
         )
 
     def _worst_element(self, got: Errors, reference: Errors) -> Measure:
-        floor = ROUNDOFF[self.dtype] + PEAK * self.noise
-        flat = int(got.element_JM.argmax())
-        row, column = divmod(flat, got.element_JM.shape[1])
-        ratio = float(got.element_JM[row, column]) / max(float(reference.element_JM.max()), floor)
+        floor_J = ROUNDOFF[self.dtype] + PEAK * self.noise + self._inherited_J
+        ratio_JM = got.element_JM / floor_J.clamp(min=float(reference.element_JM.max()))[:, None]
+        row, column = divmod(int(ratio_JM.argmax()), ratio_JM.shape[1])
         index = (*self._place(row), column)[: self.value.dim()]
-        return Measure("element", ratio, index, f"element {list(index)}: error")
+        return Measure("element", float(ratio_JM[row, column]), index, f"element {list(index)}: error")
 
     def _rms(self, got: Errors, reference: Errors) -> Measure:
         worst = int(got.row_J.argmax())
-        ratio = float((got.row_J.square().mean() / (reference.row_J.square().mean() + self.noise**2)).sqrt())
+        usual = reference.row_J.square() + self.noise**2 + self._inherited_J.square()
+        ratio = float((got.row_J.square().mean() / usual.mean()).sqrt())
         return Measure(
             "rms", ratio, (*self._place(worst), *self._column(got, worst)), f"all {len(got.row_J)} rows together: error"
         )
@@ -278,6 +290,7 @@ def row_wise(
     *,
     accumulator: Accumulator = FLOAT32,
     groups: Tensor | None = None,
+    inherited: Tensor | None = None,
     limits: Limits | None = None,
 ) -> RowWise | Bounded:
     """A contraction's expectation: `bounded`, with ratios where they apply.
@@ -289,6 +302,7 @@ def row_wise(
         terms: products per element.
         accumulator: as declared; its typical error is allowed on top of the reference's.
         groups: rows that share a bias (the expert of each row); None: all.
+        inherited: float64, the value's typical errors that earlier stages cause; None: none.
         limits: None: the calibrated limits.
     """
     if bounded.value.numel() < LEAST_ELEMENTS or reference.dtype != bounded.dtype:
@@ -304,6 +318,7 @@ def row_wise(
         terms,
         noise,
         groups,
+        inherited,
         limits or calibrated(),
     )
     return whole if whole.applies else bounded

@@ -31,14 +31,22 @@ class Judged:
     def lost_experts(self) -> Tensor:
         return torch.stack([lost.any() for lost in self.lost.split(self.counts_L.tolist())])
 
-    def by_row(self, name: str, x: Running, dtype: torch.dtype, product: Product | None = None) -> Expectation:
-        """One value per row; the tail is zero."""
+    def by_row(
+        self,
+        name: str,
+        x: Running,
+        dtype: torch.dtype,
+        product: Product | None = None,
+        inherited: Callable[[], Tensor] | None = None,
+    ) -> Expectation:
+        """One value per row; the tail is zero. A product has ratios, and inherited errors."""
         right = final_bound(x, dtype, self.lost.reshape(-1, *[1] * (x.value.dim() - 1)))
         missing = torch.zeros((self.rows - len(self.lost), *x.value.shape[1:]), dtype=torch.float64)
         right = replace(right, value=torch.cat([right.value, missing]), bound=torch.cat([right.bound, missing]))
-        if product is None or self.call.low is not None:
+        if product is None or inherited is None or not self.has_ratios(right):
             return right
-        return self.compared(name, right, torch.cat([product.magnitude, missing]), product.terms)
+        errors = torch.cat([inherited(), missing])
+        return self.compared(name, right, torch.cat([product.magnitude, missing]), product.terms, errors)
 
     def by_expert(
         self,
@@ -46,21 +54,22 @@ class Judged:
         x: Running,
         dtype: torch.dtype,
         product: Product | None = None,
+        inherited: Callable[[], Tensor] | None = None,
         unspecified: Tensor | None = None,
     ) -> Expectation:
         """One value per expert, summed over its rows."""
         lost = self.lost_experts if unspecified is None else unspecified
         right = final_bound(x, dtype, lost.reshape(-1, *[1] * (x.value.dim() - 1)))
-        return (
-            right
-            if product is None or self.call.low is not None
-            else self.compared(name, right, product.magnitude, product.terms)
-        )
-
-    def compared(self, name: str, right: Bounded, magnitude: Tensor, terms: int) -> Expectation:
-        """Also by error ratios, if the output is large enough; the noise covers all stages."""
-        if right.value.numel() < LEAST_ELEMENTS or right.dtype == torch.float64:
+        if product is None or inherited is None or not self.has_ratios(right):
             return right
+        return self.compared(name, right, product.magnitude, product.terms, inherited())
+
+    def has_ratios(self, right: Bounded) -> bool:
+        """Whether an output is large enough for error ratios, and in high precision."""
+        return self.call.low is None and right.value.numel() >= LEAST_ELEMENTS and right.dtype != torch.float64
+
+    def compared(self, name: str, right: Bounded, magnitude: Tensor, terms: int, inherited: Tensor) -> Expectation:
+        """Also by error ratios; the noise covers all stages."""
         shape = right.value.shape[:-1]
         groups = (
             experts_of_rows(self.counts_L, shape[0])
@@ -69,7 +78,15 @@ class Judged:
         )
         every = max(terms, 1) + self.terms
         walk = magnitude * (every / max(terms, 1)) ** 0.5
-        return row_wise(right, self.reference()[name], walk, every, accumulator=self.call.accumulator, groups=groups)
+        return row_wise(
+            right,
+            self.reference()[name],
+            walk,
+            every,
+            accumulator=self.call.accumulator,
+            groups=groups,
+            inherited=inherited,
+        )
 
 
 def in_reference(function: Callable[..., Tensor], problem: Problem) -> Callable[[], Mapping[str, Tensor]]:

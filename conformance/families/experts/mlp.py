@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from conformance.analysis.mlp_inherited import Inherited
 from conformance.analysis.mlp_stages import Call, backward, forward
 from conformance.analysis.running import Running
 from conformance.core.contract import Contract, Problem, computed_in
@@ -101,26 +102,34 @@ class GroupedMlp(Contract[MlpCase]):
             int(counts.max()) + sum(fc1_weight.shape[1:]),
         )
         ahead = forward(call)
-        right = {"out": judged.by_row("out", padding.trim(ahead.out), rows.dtype, ahead.y)}
+        inherited = Inherited(ahead)
+        right = {"out": judged.by_row("out", padding.trim(ahead.out), rows.dtype, ahead.y, inherited.out)}
         if not problem.wanted:
             return right
-        back = backward(ahead, Running.of(padding.pad(problem.cotangents["out"][:total]), call.sums))
+        d_out = Running.of(padding.pad(problem.cotangents["out"][:total]), call.sums)
+        back = backward(ahead, d_out)
         unspoilt = (
             torch.zeros(len(counts), dtype=torch.bool)
             if p is None or settings.get("probs_on_input")
             else judged.lost_experts
         )
         gradients: dict[str, Callable[[], Expectation]] = {
-            "rows": lambda: judged.by_row("d_rows", padding.trim(back.rows), rows.dtype, back.row_product),
+            "rows": lambda: judged.by_row(
+                "d_rows", padding.trim(back.rows), rows.dtype, back.row_product, lambda: inherited.rows(back)
+            ),
             "probs": lambda: judged.by_row("d_probs", padding.trim(_flat(back.probs)), settings["probs"].dtype),
             # no ratio: errors within a row of d_h are correlated
             "fc1_weight": lambda: judged.by_expert("d_fc1_weight", back.fc1_weight()[0], rows.dtype),
             "fc2_weight": lambda: judged.by_expert(
-                "d_fc2_weight", (second := back.fc2_weight())[0], rows.dtype, second[1]
+                "d_fc2_weight",
+                (second := back.fc2_weight())[0],
+                rows.dtype,
+                second[1],
+                lambda: inherited.fc2_weight(d_out),
             ),
             "fc1_bias": lambda: judged.by_expert("d_fc1_bias", back.fc1_bias, settings["fc1_bias"].dtype),
             "fc2_bias": lambda: judged.by_expert(
-                "d_fc2_bias", back.fc2_bias, settings["fc2_bias"].dtype, None, unspoilt
+                "d_fc2_bias", back.fc2_bias, settings["fc2_bias"].dtype, unspecified=unspoilt
             ),
         }
         return right | {f"d_{name}": gradients[name]() for name in problem.wanted}

@@ -76,12 +76,12 @@ class SharedExperts(Contract[SharedCase]):
             call, len(x), count, lost, in_reference(shared_experts, problem), len(x) + sum(fc1_weight.shape)
         )
         ahead = shared_forward(call, gate)
-        right = {"out": judged.by_row("out", ahead.out, x.dtype, ahead.product)}
+        right = {"out": judged.by_row("out", ahead.out, x.dtype, ahead.product, ahead.inherited)}
         if not problem.wanted:
             return right
         back = shared_backward(ahead, Running.of(problem.cotangents["out"], dtype))
         gradients: dict[str, Callable[[], Expectation]] = {
-            "x": lambda: judged.by_row("d_x", back.x, x.dtype, back.mlp.row_product),
+            "x": lambda: judged.by_row("d_x", back.x, x.dtype, back.mlp.row_product, back.inherited),
             "fc1_weight": lambda: _of_one(judged.by_expert("d_fc1_weight", back.mlp.fc1_weight()[0], x.dtype)),
             "fc2_weight": lambda: _of_one(judged.by_expert("d_fc2_weight", back.mlp.fc2_weight()[0], x.dtype)),
             "gate_weight": lambda: judged.by_expert("d_gate_weight", _known(back.gate_weight), x.dtype),
