@@ -107,31 +107,7 @@ class GroupedMlp(Contract[MlpCase]):
         if not problem.wanted:
             return right
         d_out = Running.of(padding.pad(problem.cotangents["out"][:total]), call.sums)
-        back = backward(ahead, d_out)
-        unspoilt = (
-            torch.zeros(len(counts), dtype=torch.bool)
-            if p is None or settings.get("probs_on_input")
-            else judged.lost_experts
-        )
-        gradients: dict[str, Callable[[], Expectation]] = {
-            "rows": lambda: judged.by_row(
-                "d_rows", padding.trim(back.rows), rows.dtype, back.row_product, lambda: inherited.rows(back)
-            ),
-            "probs": lambda: judged.by_row("d_probs", padding.trim(_flat(back.probs)), settings["probs"].dtype),
-            # no ratio: errors within a row of d_h are correlated
-            "fc1_weight": lambda: judged.by_expert("d_fc1_weight", back.fc1_weight()[0], rows.dtype),
-            "fc2_weight": lambda: judged.by_expert(
-                "d_fc2_weight",
-                (second := back.fc2_weight())[0],
-                rows.dtype,
-                second[1],
-                lambda: inherited.fc2_weight(d_out),
-            ),
-            "fc1_bias": lambda: judged.by_expert("d_fc1_bias", back.fc1_bias, settings["fc1_bias"].dtype),
-            "fc2_bias": lambda: judged.by_expert(
-                "d_fc2_bias", back.fc2_bias, settings["fc2_bias"].dtype, unspecified=unspoilt
-            ),
-        }
+        gradients = _gradients(problem, judged, padding, inherited, d_out)
         return right | {f"d_{name}": gradients[name]() for name in problem.wanted}
 
 
@@ -145,3 +121,28 @@ class SequentialMlp(GroupedMlp):
 def _flat(x: Running | None) -> Running:
     assert x is not None
     return Running(x.value[:, 0], x.error[:, 0], x.dtype)
+
+
+def _gradients(
+    problem: Problem, judged: Judged, padding: Padding, inherited: Inherited, d_out: Running
+) -> dict[str, Callable[[], Expectation]]:
+    """The expectation of each gradient."""
+    back, settings = backward(inherited.stages, d_out), problem.settings
+    dtype, probs = problem.required["rows"].dtype, settings.get("probs")
+    every = torch.zeros(len(judged.counts_L), dtype=torch.bool)
+    unspoilt = every if probs is None or settings.get("probs_on_input") else judged.lost_experts
+    return {
+        "rows": lambda: judged.by_row(
+            "d_rows", padding.trim(back.rows), dtype, back.row_product, lambda: inherited.rows(back)
+        ),
+        "probs": lambda: judged.by_row("d_probs", padding.trim(_flat(back.probs)), settings["probs"].dtype),
+        # no ratio: errors within a row of d_h are correlated
+        "fc1_weight": lambda: judged.by_expert("d_fc1_weight", back.fc1_weight()[0], dtype),
+        "fc2_weight": lambda: judged.by_expert(
+            "d_fc2_weight", (second := back.fc2_weight())[0], dtype, second[1], lambda: inherited.fc2_weight(d_out)
+        ),
+        "fc1_bias": lambda: judged.by_expert("d_fc1_bias", back.fc1_bias, settings["fc1_bias"].dtype),
+        "fc2_bias": lambda: judged.by_expert(
+            "d_fc2_bias", back.fc2_bias, settings["fc2_bias"].dtype, unspecified=unspoilt
+        ),
+    }
