@@ -18,6 +18,7 @@ DRAWS = {
     "topk_indices": 500,
     "topk_routing": 500,
     "aux_loss_scores": 500,
+    "route": 700,
     "quantize": 700,
     "permute_and_quantize": 700,
 }

@@ -81,6 +81,7 @@ class RouteCase(Case):
     rate: int = number(16, *range(1, 41), data=True)  # bias update rate in 1024ths
     losses: str = words("", *KINDS, repeat=False, of=("", *KINDS, "+".join(KINDS)))
     coeff: int = number(4, *range(1, 21), data=True)  # of each loss, in eighths
+    divisor: int = number(1, 2, 3, 4, pairs=(3,), data=True)  # loss_divisor
     capacity: int = number(0, *range(1, 9))  # capacity factor in quarters; 0: none
     pad: bool = flag()
     policy: str = choice("probs", "position")
@@ -100,6 +101,8 @@ class RouteCase(Case):
             return "softmax excludes an expert bias; over one chosen expert it is constant"
         if self.capacity and self.dtype != "float32":
             return "a capacity needs float32: other dtypes have too many equal keys"
+        if self.divisor > 1 and not self.losses:
+            return "a divisor needs losses"
         if (self.pad or self.policy != "probs") and not self.capacity:
             return "pad and policy need a capacity"
         if self.counts and (len(self.counts) % self.ranks or any(count % self.sequences for count in self.counts)):
@@ -141,6 +144,7 @@ def config_of(case: RouteCase) -> RouterConfig:
         global_aux_loss_coeff=coeffs.get("global", 0.0),
         z_loss_coeff=coeffs.get("z", 0.0),
         loss_per_token=case.per_token,
+        loss_divisor=case.divisor,
     )
 
 

@@ -1,5 +1,6 @@
 """Defects of a router's state over several steps; see `planted`."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from conformance.core.defect import Defect, Wrapper
 
+REPEATED = "a mistake that repeated layers invite"
 STATE = "a mistake that state over several steps invites"
 
 
@@ -94,6 +96,16 @@ def _second_after_third(route: Wrapper, logits: Tensor, config: Any, **settings:
     return out._replace(state=out.state._replace(replay_queue=(*queue[:-2], queue[-1], queue[-2])))
 
 
+def _undivided(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
+    """The losses of a repeated layer count in full at each of its calls."""
+    return route(logits, replace(config, loss_divisor=1), **settings)
+
+
+def _z_loss_undivided(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
+    coeff = config.z_loss_coeff * config.loss_divisor
+    return route(logits, replace(config, z_loss_coeff=coeff), **settings)
+
+
 _counters: dict[int, Tensor] = {}
 DEFECTS: tuple[Defect, ...] = (
     Defect("U34", "padding counts for the expert bias", STATE, {"route": _padding_counted}),
@@ -111,4 +123,6 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect("U42", "a third replay that waits is written over the first", STATE, {"route": _two_slots}),
     Defect("U43", "a third replay that waits is taken before the second", STATE, {"route": _second_after_third}),
+    Defect("U46", "losses of a repeated layer are not divided by its calls", REPEATED, {"route": _undivided}),
+    Defect("U47", "the z-loss of a repeated layer is not divided", REPEATED, {"route": _z_loss_undivided}),
 )
