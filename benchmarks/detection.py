@@ -1,7 +1,10 @@
 """Which check finds which class of planted defects: docs/detection.md from a report of mutants.
 
 moe-conformance mutants --impl moe_ref --report report.json
-python -m benchmarks.detection report.json > docs/detection.md
+moe-conformance mutants --impl moe_ref --only N02 --function permute --one-gpu --report N02.json
+python -m benchmarks.detection report.json N02.json > docs/detection.md
+
+Of a defect in several reports the last one counts: N02 and N03 show on cases of a GPU only.
 """
 
 import json
@@ -19,7 +22,11 @@ the defects, and those with the number of a change or an issue are *public code*
 defect's first kill, so the table tells what finds it first, not all that would.
 
     moe-conformance mutants --impl moe_ref --report report.json
-    python -m benchmarks.detection report.json > docs/detection.md
+    moe-conformance mutants --impl moe_ref --only N02 --function permute --one-gpu --report N02.json
+    moe-conformance mutants --impl moe_ref --only N03 --function permute --one-gpu --report N03.json
+    python -m benchmarks.detection report.json N02.json N03.json > docs/detection.md
+
+N02 and N03 need a GPU's cases, which `--one-gpu` also runs on a CPU.
 """
 
 
@@ -62,7 +69,12 @@ def _by_law(found: list[dict[str, Any]]) -> list[str]:
     return [f"- `{law}`: {', '.join(names)}" for law, names in sorted(by_law.items())]
 
 
+def joined(reports: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The results of all reports; of a defect in several, the last."""
+    return list({result["mutant"]: result for report in reports for result in report}.values())
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("give one file, that of --report")
-    print(document(json.loads(Path(sys.argv[1]).read_text())), end="")
+    if not sys.argv[1:]:
+        sys.exit("give the files of --report")
+    print(document(joined(json.loads(Path(path).read_text()) for path in sys.argv[1:])), end="")

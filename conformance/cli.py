@@ -132,7 +132,7 @@ def _parser() -> ArgumentParser:
     text = "functions to write stubs of, separated by commas (default: a whole example)"
     new.add_argument("--function", default="", help=text)
     text = "plant defects and count how many the suite finds"
-    planted = _add(verbs, "mutants", mutants, text, "--impl", "--run-seed", "--jobs")
+    planted = _add(verbs, "mutants", mutants, text, "--impl", "--run-seed", "--jobs", "--report")
     kinds = "listed defects, those made from the implementation's source, or both"
     planted.add_argument("--kind", choices=("planted", "automatic", "all"), default="planted", help=kinds)
     planted.add_argument("--sample", type=int, default=0, help="number of automatic ones, spread over all of them")
@@ -142,7 +142,6 @@ def _parser() -> ArgumentParser:
     planted.add_argument("--only", default="", help="only mutants whose name contains this")
     text = "use the cases of a gate on one GPU; on a CPU without the laws that need a GPU"
     planted.add_argument("--one-gpu", action="store_true", help=text)
-    planted.add_argument("--report", default="", help="write the results to this .json file")
     return parser
 
 
@@ -326,13 +325,15 @@ def mutants(given: Namespace) -> int:
     from conformance.mutants.score import score_mutants
 
     options = Options.parsed(given)
+    if other := [path for path in options.report if Path(path).suffix != ".json"]:
+        raise UsageError(f"--report {other[0]}: the report of mutants is a .json file")
     jobs = options.jobs or default_jobs("cpu")
     results = score_mutants(
         *(options.implementation, given.kind, options.seed, jobs, given.sample, given.only, given.function),
         one_gpu=given.one_gpu,
     )
-    if given.report:
-        Path(given.report).write_text(json.dumps([result.record() for result in results], indent=1) + "\n")
+    for path in options.report:
+        Path(path).write_text(json.dumps([result.record() for result in results], indent=1) + "\n")
     return 0 if all(result.killed for result in results) else 1
 
 

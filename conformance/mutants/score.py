@@ -272,7 +272,7 @@ def _try(mutant: Mutant, passed: list[PassedCase]) -> Result:
                 for case, outcome in pool.run(_order(mutant, passed)):
                     count += 1
                     way = _kill(case, outcome)
-                    if way == "value" and not mutant.copy and pool.run_alone(case).status == "PASS":
+                    if way == "value" and not mutant.copy and count > 1 and pool.run_alone(case).status == "PASS":
                         # only after other cases
                         way, outcome = "law", replace(outcome, finding={"check": "history"})
                     if way in ("value", "law"):

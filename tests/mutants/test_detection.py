@@ -1,6 +1,6 @@
 """The document of what finds which defects tells what its report holds."""
 
-from benchmarks.detection import document
+from benchmarks.detection import document, joined
 
 
 def result(mutant, origin, way="value", check="exact", case="{}"):
@@ -44,3 +44,9 @@ def test_survivors_are_counted_and_named():
     assert "5 of 6 defects are killed" in text
     assert text.endswith("## Not killed\n\n- N02: a title [a class of inputs: sizes]\n")
     assert "## Not killed" not in document(REPORT[:-1])
+
+
+def test_of_a_defect_in_two_reports_the_last_counts():
+    missed, found = result("N02", "a class of inputs: sizes", "survived"), result("N02", "a class of inputs: sizes")
+    assert joined([[missed, REPORT[0]], [found]]) == [found, REPORT[0]]
+    assert joined([[found], [missed]]) == [missed]

@@ -1,9 +1,12 @@
 """The suite finds every planted defect and a sample of the automatic mutants."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from benchmarks.detection import document
+from conformance import cli
 from conformance.interface import UsageError
 from conformance.mutants.planted import DEFECTS
 from conformance.mutants.score import score_mutants
@@ -73,6 +76,15 @@ def test_a_sample_of_automatic_mutants_is_killed_and_each_survivor_is_explained(
     assert len(results) == 6
     assert len(survivors) < 4
     assert [result.line for result in survivors if f"`{result.title}`" not in explained] == []
+
+
+def test_the_command_writes_the_report_that_the_table_of_classes_is_made_of(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    chosen = ("--impl", "moe_ref", "--only", "P01", "--function", "permute")
+    assert cli.main(["mutants", *chosen, "--report", str(report)]) == 0
+    assert "1 of 1 defects are killed" in document(json.loads(report.read_text()))
+    assert cli.main(["mutants", *chosen, "--report", str(tmp_path / "report.md")]) == cli.USAGE
+    assert "the report of mutants is a .json file" in capsys.readouterr().err
 
 
 def test_nothing_is_learned_from_mutants_of_a_wrong_implementation():
