@@ -57,8 +57,8 @@ def conforms(
     """A hypothesis test of `function`: drawn cases are judged, then the test gets each as `case`.
 
         @hypothesis.settings(max_examples=200)
-        @conforms("permute", my_kernels, where="dtype=bfloat16")
-        def test_permute(case):
+        @conforms("glu", my_kernels, where="dtype=bfloat16")
+        def test_glu(case):
             ...  # what else shall hold
 
     A failing case is shrunk by hypothesis and kept in its database.
