@@ -1,6 +1,7 @@
 # make conform   judge moe_fast by the gate, on the GPU when there is one, else in Triton's CPU interpreter
 # make test      run the project's own tests
 # make lint      ruff, mypy and the import laws
+# make docs      build the documentation site into site/; a broken link is an error
 # make bench     cost of the harness per case; on a GPU also the speed of moe_fast
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 IMPL   ?= moe_fast
 
-.PHONY: conform test lint bench setup
+.PHONY: conform test lint docs bench setup
 .DEFAULT_GOAL := conform
 
 setup: $(VENV)/.ready
@@ -22,7 +23,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 	else \
 		$(PYTHON) -m venv $(VENV) && $(BIN)/pip install -q torch==2.13.0; \
 	fi
-	$(BIN)/pip install -q -e '.[fast,xdist,mutants,dev]'
+	$(BIN)/pip install -q -e '.[fast,xdist,mutants,docs,dev]'
 	$(BIN)/pip install -q --no-deps 'megatron-core==0.16.1' || echo 'megatron-core cannot be installed here: it is not judged'
 	touch $@
 
@@ -34,6 +35,9 @@ test: lint
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check -q . && $(BIN)/mypy && $(BIN)/lint-imports
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 bench: setup
 	$(BIN)/python -m benchmarks.harness

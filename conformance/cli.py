@@ -29,7 +29,7 @@ CODES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code (see `conformance.engine.run.verdict`)."""
-    given = _parser().parse_args(arguments)
+    given = parser().parse_args(arguments)
     try:
         _check(given)
     except UsageError as error:
@@ -96,7 +96,7 @@ class _Version(Action):
         parser.exit()
 
 
-def _parser() -> ArgumentParser:
+def parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="moe-conformance",
         allow_abbrev=False,
