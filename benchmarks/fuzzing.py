@@ -49,7 +49,7 @@ class Counted:
         if self.cases == self.most:
             raise Exhausted
         self.cases += 1
-        outcome = evaluate(case, self.implementation, scores=True)
+        outcome = evaluate(case, self.implementation, scores=True, lines=True)
         if outcome.status == "FAIL":
             raise Found
         return outcome

@@ -45,7 +45,8 @@ class ChildOptions:
     implementation: str
     device: str = "auto"  # auto, cpu or cuda
     trace: str = ""  # a package's folder, or a file: record the functions that a case runs in it
-    scores: bool = False  # add to an outcome how near its case came to failing, and the lines it ran
+    scores: bool = False  # add to an outcome how near its case came to failing
+    lines: bool = False  # add to an outcome the lines of the implementation that its case ran
     search: tuple[str, ...] = ()  # folders prepended to sys.path, such as a mutant's copy
 
 

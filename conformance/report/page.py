@@ -11,6 +11,8 @@ from conformance.report.terminal import ended, in_words, picture
 
 CELL = 14  # pixels of a cell of a routing map
 MOST_TOKENS, MOST_EXPERTS = 64, 64  # of a drawn routing map
+NOTHING: dict[str, Any] = {"fields": {}, "seconds": 0.0, "kernels": 0, "scores": {}}  # covered
+HIGH = 24  # pixels of a histogram
 escape = html.escape
 
 
@@ -32,8 +34,10 @@ def page(verdict: Verdict) -> str:
         *(_failure(failure, verdict) for failure in verdict.failures),
         "<h2>Functions and settings</h2>",
         "<p>A square is a value of a setting; the darker, the more cases were judged with it. Red: "
-        "some were wrong. A click on a function shows pairs of settings.</p>",
-        "<table><thead><tr><th>function<th>verdict<th>cases<th>seconds<th>kernels<th>settings</thead><tbody>",
+        "some were wrong. A click on a function shows pairs of settings. Errors: the passing cases by "
+        "their largest error, from that of a correctly rounded result (left) to the limit (right), "
+        "higher for twice as many.</p>",
+        "<table><thead><tr><th>function<th>verdict<th>cases<th>seconds<th>kernels<th>errors<th>settings</thead><tbody>",
         *(_row(name, function, verdict) for name, function in judged.items()),
         "</tbody></table>",
         *_untouched(verdict),
@@ -52,7 +56,7 @@ def page(verdict: Verdict) -> str:
 
 def _row(name: str, function: FunctionVerdict, verdict: Verdict) -> str:
     """A function: its verdict, its costs, and a square per value of each setting."""
-    covered: dict[str, Any] = verdict.coverage.get(name, {"fields": {}, "seconds": 0.0, "kernels": 0})
+    covered: dict[str, Any] = verdict.coverage.get(name, NOTHING)
     strips = "".join(_strip(field, values) for field, values in covered["fields"].items())
     status = ", ".join(filter(None, (function.status, function.note, function.reason)))
     kind = "good" if function.status == "conformant" else "bad"
@@ -60,8 +64,22 @@ def _row(name: str, function: FunctionVerdict, verdict: Verdict) -> str:
     return (
         f'<tr class="{kind}" data-function="{escape(name)}"><td><button>{escape(name)}</button>'
         f'<td>{escape(status)}<td class="n" title="{escape(counts)}">{function.cases:,}'
-        f'<td class="n">{covered["seconds"]:.1f}<td class="n">{covered["kernels"]}<td>{strips}'
+        f'<td class="n">{covered["seconds"]:.1f}<td class="n">{covered["kernels"]}'
+        f"<td>{''.join(_histogram(kind, bins) for kind, bins in covered['scores'].items())}<td>{strips}"
     )
+
+
+def _histogram(kind: str, bins: list[int]) -> str:
+    """The cases by their score, from correctly rounded at the left to the limit at the right."""
+    most, width = max(bins), 5
+    bars = "".join(
+        f'<rect x="{i * width}" y="{HIGH * (1 - _depth(cases, most)):.1f}" width="{width - 1}" height="{HIGH}">'
+        f"<title>{kind} {i / len(bins):.2f} to {(i + 1) / len(bins):.2f} of the limit: {cases} cases</title></rect>"
+        for i, cases in enumerate(bins)
+        if cases
+    )
+    size = f'width="{width * len(bins)}" height="{HIGH}"'
+    return f'<figure class="scores"><figcaption>{escape(kind)}</figcaption><svg {size} role="img">{bars}</svg></figure>'
 
 
 def _strip(field: str, values: dict[str, list[int]]) -> str:

@@ -19,7 +19,7 @@ from conformance.report.page import page, routing_map
 CASE = RoutingCase(function="permute", tokens=3, experts=2, hidden=5, routing=(0b01, 0b11, 0b10), align=16)
 
 
-COSTS = {"seconds": 0.0, "kernels": 0}
+COSTS = {"seconds": 0.0, "kernels": 0, "scores": {}}
 
 
 def line(case: RoutingCase, status: str = "PASS", kernels: tuple[str, ...] = ("a",)) -> dict:
@@ -29,6 +29,7 @@ def line(case: RoutingCase, status: str = "PASS", kernels: tuple[str, ...] = ("a
         "settings": settings_of(case),
         "seconds": 0.25,
         "kernels": list(kernels),
+        "scores": {},
     }
 
 
@@ -75,6 +76,15 @@ def test_a_kernel_of_two_cases_is_one():
     assert (found["kernels"], found["seconds"]) == (2, 0.5)
 
 
+def test_passing_cases_are_counted_by_how_near_they_come_to_the_limit():
+    near, far, none = (line(CASE) | {"scores": scores} for scores in ({"error": 0.97}, {"error": 0.0}, {}))
+    beyond = line(CASE) | {"scores": {"error": 1.0, "ratio": 0.52}}
+    found = covered(near, far, none, beyond)["scores"]
+    assert found == {"error": [1, *[0] * 18, 2], "ratio": [*[0] * 10, 1, *[0] * 9]}
+    text = page(verdict_of(coverage={"permute": {"fields": {}, "pairs": {}, **COSTS, "scores": found}}))
+    assert "error 0.95 to 1.00 of the limit: 2 cases" in text and text.count("<figcaption>") == 2
+
+
 # ---- the page
 
 
@@ -114,4 +124,5 @@ def test_a_run_keeps_settings_for_a_page_alone(tmp_path: Path):
         verdict = judge_with(replace(options, corpus=str(tmp_path / "corpus")), folder)
         outcomes = [entry for entry in entries(folder) if entry["kind"] == "outcome"]
         assert all(("settings" in entry) == kept for entry in outcomes) and len(outcomes) == verdict.cases
+        assert any(entry.get("scores") for entry in outcomes) == kept
         assert set(verdict.coverage) == ({entry["function"] for entry in outcomes} if kept else set())

@@ -92,7 +92,7 @@ def answer_all(
                 rank = context_of(case) if context_of else None
                 started = time.monotonic()
                 with _traced(options.trace) as calls:
-                    outcome = _answer(case, implementation, device, rank, options.scores)
+                    outcome = _answer(case, implementation, device, rank, options)
                 if os.getpid() != process:
                     os._exit(0)  # a copy of the process that the implementation has forked
                 outcome.calls = sorted(calls)
@@ -132,9 +132,11 @@ def _traced(package: str) -> Iterator[set[str]]:
         sys.setprofile(None)
 
 
-def _answer(case: Case, implementation: Implementation, device: str, rank: RankContext | None, scores: bool) -> Outcome:
+def _answer(
+    case: Case, implementation: Implementation, device: str, rank: RankContext | None, options: ChildOptions
+) -> Outcome:
     try:
-        outcome = evaluate(case, implementation, device, rank, scores)
+        outcome = evaluate(case, implementation, device, rank, scores=options.scores, lines=options.lines)
         if rank and rank.ranks > 1:
             _add_transport(outcome, case.function, implementation, rank)
         return outcome

@@ -34,16 +34,18 @@ def evaluate(
     implementation: Implementation,
     device: str = "cpu",
     rank: RankContext | None = None,
+    *,
     scores: bool = False,
+    lines: bool = False,
 ) -> Outcome:
     """Judge one case, or one rank's part of it: values, then its law, then the controls.
 
     Args:
-        scores: also measure `Outcome.scores` of right outputs, and `Outcome.lines`.
+        scores, lines: also measure `Outcome.scores` of right outputs, and `Outcome.lines`.
     """
-    outcome, reached = Outcome("PASS"), Reached(implementation, case.function) if scores else None
+    outcome, reached = Outcome("PASS"), Reached(implementation, case.function) if lines else None
     try:
-        _evaluate(case, implementation, device, outcome, rank, reached)
+        _evaluate(case, implementation, device, outcome, rank, reached, scores)
     except Misbehaved as wrong:
         _fail(outcome, wrong.finding)
     except Blocked as blocked:
@@ -65,6 +67,7 @@ def _evaluate(
     outcome: Outcome,
     rank: RankContext | None,
     reached: Reached | None,
+    scores: bool,
 ) -> None:
     contract = AtRank(CONTRACTS[case.function], rank) if rank else CONTRACTS[case.function]  # type: ignore[arg-type]
     problem = contract.problem(case)
@@ -100,7 +103,7 @@ def _evaluate(
         raise unresolved
     if finding:
         _fail(outcome, finding)
-    elif reached:
+    elif scores:
         outcome.scores = _scores(right, outputs)
     if rank and not rank.agree(not finding):  # all ranks check the law, or none does
         return

@@ -37,8 +37,8 @@ class Outcome:
     kernels: names of the kernel specialisations that were compiled or loaded for it
     calls: the implementation's Python functions that it ran, as "file:function", if traced
     scores: how near its right outputs are to wrong ones, by kind of error (1 is wrong), and
-        `lines`, the lines of the implementation's Python code that ran, as "file:line": both if the
-        child gives scores
+        `lines`, the lines of the implementation's Python code that ran, as "file:line": each if the
+        child's options ask for it
     transport: how several ranks reached each other; shares_gpu: whether on fewer GPUs than ranks
     """
 

@@ -1,4 +1,6 @@
-"""What the cases of a run covered: values of each field, pairs of values, time and kernels."""
+"""What the cases of a run covered: values of each field, pairs of values, time, kernels, and how
+near right results came to wrong ones.
+"""
 
 from collections.abc import Iterable
 from functools import cache
@@ -13,8 +15,9 @@ from conformance.core.space import Space
 
 NO_SETTINGS = ("seed", "golden", "illegal")
 MOST_VALUES = 10  # of a field whose pairs are shown
+BINS = 20  # of a histogram of scores, from 0 to 1
 
-Counts = list[int]  # cases that were judged, and wrong ones
+Counts = list[int]  # cases that were judged, and wrong ones; or of each bin
 
 
 @cache
@@ -43,10 +46,11 @@ def _text(value: Any) -> str:
 def coverage(
     outcomes: Iterable[dict[str, Any]], judged: tuple[str, ...], wrong: tuple[str, ...]
 ) -> dict[str, dict[str, Any]]:
-    """By function the judged cases of each value, and of each pair but of sizes; seconds, kernels.
+    """By function the judged cases of each value, and of each pair but of sizes; seconds, kernels;
+    the passing cases by their scores, in BINS from 0 (correctly rounded) to 1 (the limit).
 
     Args:
-        outcomes: lines of a ledger that have the settings of their cases.
+        outcomes: lines of a ledger that have the settings and scores of their cases.
         judged, wrong: statuses of a case that was judged, and of one that is wrong.
     """
     functions: dict[str, list[dict[str, Any]]] = {}
@@ -73,7 +77,18 @@ def _of_function(lines: list[dict[str, Any]], judged: tuple[str, ...], wrong: tu
         "pairs": pairs,
         "seconds": round(sum(line["seconds"] for line in lines), 2),
         "kernels": len({kernel for line in lines for kernel in line["kernels"]}),
+        "scores": _histograms(line["scores"] for line in informative),
     }
+
+
+def _histograms(scores: Iterable[dict[str, float]]) -> dict[str, Counts]:
+    """The cases of each bin, by kind of score."""
+    found: dict[str, Counts] = {}
+    for of_case in scores:
+        for kind, score in of_case.items():
+            bins = found.setdefault(kind, [0] * BINS)
+            bins[min(int(max(score, 0.0) * BINS), BINS - 1)] += 1
+    return found
 
 
 def _count(counts: dict[str, Counts], value: str, is_wrong: bool) -> None:

@@ -25,7 +25,7 @@ def fuzz(options: Options, minutes: float) -> Searched:
     searched = Searched()
     with (
         tempfile.TemporaryDirectory(prefix="moe-conformance-ledger-") as folder,
-        closing(Session(options, Path(folder), scores=True)) as session,
+        closing(Session(options, Path(folder), search=True)) as session,
     ):
         search = None
         try:

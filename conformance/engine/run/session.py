@@ -100,7 +100,7 @@ class Session:
     """
 
     def __init__(
-        self, options: Options, folder: Path, worker: str = "main", progress: bool = False, scores: bool = False
+        self, options: Options, folder: Path, worker: str = "main", progress: bool = False, search: bool = False
     ) -> None:
         self.options, self.started = options, time.monotonic()
         self.profile: Profile = PROFILES[options.profile]
@@ -116,7 +116,7 @@ class Session:
         self.since = Since()
         self.inquiry: Inquiry | None = None
         self.ledger = Ledger(folder, worker)
-        child = replace(options.child, scores=scores)
+        child = replace(options.child, scores=search or options.covered, lines=search)
         self.pool = Pool(child, options.jobs or default_jobs(options.device), options.case_seconds)
         self.known: set[Key] = set()
         self.progress = Progress() if progress else None
@@ -275,7 +275,7 @@ class Session:
             "waiver": waiver.name if waiver else "",
             "changed": changed,
         }
-        more |= {"settings": settings_of(case)} if self.options.covered else {}
+        more |= {"settings": settings_of(case), "scores": outcome.scores} if self.options.covered else {}
         self._record("outcome", case, outcome, **more)
         if self.progress:
             self.progress.case(outcome, status in FAILING)
