@@ -7,6 +7,7 @@ from conformance.engine.run.verdict import effective
 from conformance.report.terminal import picture
 
 DRIFT = 1.25  # of seconds or cases: smaller changes are noise
+NEARER = 2  # bins of a histogram of scores, likewise
 Report = dict[str, Any]
 
 
@@ -74,8 +75,24 @@ def _drift(old: Report, new: Report) -> list[str]:
             parts.append(f"{costs[0]['seconds']:.1f} → {costs[1]['seconds']:.1f} s")
         lost = sorted(_values(costs[0]) - _values(costs[1])) if all(costs) else []
         parts += [f"no longer covered: {', '.join(lost)}"] if lost else []
+        parts += _errors(*costs) if all(costs) else []
         out += [f"{name:<10} {'; '.join(parts)}"] if parts else []
     return out
+
+
+def _errors(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Kinds of errors whose largest has moved, as shares of the limit."""
+    out = []
+    for kind, bins in new.get("scores", {}).items():
+        before, after = (_most(x.get("scores", {}).get(kind, [])) for x in (old, new))
+        if before and abs(after - before) >= NEARER:
+            out.append(f"largest {kind} {before / len(bins):.2f} → {after / len(bins):.2f} of its limit")
+    return out
+
+
+def _most(bins: list[int]) -> int:
+    """The upper end of the last bin with a case; 0 without one."""
+    return max((i + 1 for i, cases in enumerate(bins) if cases), default=0)
 
 
 def _differs(old: float, new: float) -> bool:

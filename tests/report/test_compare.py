@@ -81,6 +81,17 @@ def test_drift_is_shown_and_is_not_worse():
     )
 
 
+def test_an_error_that_comes_nearer_to_its_limit_is_shown():
+    def scored(*bins: int, kind: str = "error") -> dict:
+        covered = OLD["coverage"]["permute"] | {"scores": {kind: [int(i in bins) for i in range(20)]}}
+        return changed(coverage={"permute": covered})
+
+    assert "largest error 0.25 → 0.90 of its limit" in text_of(scored(0, 4), scored(1, 17))[0]
+    assert "largest" not in text_of(scored(0, 4), scored(2, 5))[0]
+    assert "largest" not in text_of(scored(4), scored(17, kind="ratio"))[0]
+    assert "largest" not in text_of(OLD, scored(17))[0]
+
+
 def test_the_command_ends_with_5_if_anything_became_worse(tmp_path, capsys):
     paths = [tmp_path / "old.json", tmp_path / "new.json"]
     for path, report in zip(paths, (OLD, changed(failures=[FAILURE])), strict=True):
