@@ -23,7 +23,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 	else \
 		$(PYTHON) -m venv $(VENV) && $(BIN)/pip install -q torch==2.13.0; \
 	fi
-	$(BIN)/pip install -q -e '.[fast,xdist,mutants,docs,dev]'
+	$(BIN)/pip install -q -e '.[fast,xdist,mutants,docs,cluster,dev]'
 	$(BIN)/pip install -q --no-deps 'megatron-core==0.16.1' || echo 'megatron-core cannot be installed here: it is not judged'
 	touch $@
 

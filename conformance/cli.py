@@ -105,7 +105,9 @@ def parser() -> ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of the package")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     every = [flag for flag, _ in flags()]
-    _add(verbs, "run", run, "judge an implementation; ends with a verdict", *every)
+    judging = _add(verbs, "run", run, "judge an implementation; ends with a verdict", *every)
+    text = "judge on the workers of a Ray cluster: its address, auto (one that runs here, or a new one), or local"
+    judging.add_argument("--cluster", default="", metavar="ADDRESS", help=text)
     for name, verb, text in (
         ("replay", replay, "run one case and say what it does"),
         ("minimize", minimize, "find the smallest case that fails like this one"),
@@ -159,12 +161,13 @@ def run(given: Namespace) -> int:
     from conformance.engine.child import server
 
     server.start()
+    from conformance.engine.run.cluster import judge_on
     from conformance.engine.run.session import judge
     from conformance.report import write
     from conformance.report.terminal import annotations, lines
 
     options = Options.parsed(given)
-    verdict = judge(options)
+    verdict = judge_on(options, given.cluster) if given.cluster else judge(options)
     for path in options.report:
         write(verdict, path)
     print("\n".join([*lines(verdict), *annotations(verdict)]))

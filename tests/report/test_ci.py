@@ -154,3 +154,22 @@ def test_a_flag_that_does_not_exist_is_noticed():
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_the_scripts_have_no_known_mistakes():
     subprocess.run(["shellcheck", *map(str, RECIPES.glob("*.sh"))], check=True)
+
+
+def test_a_job_of_a_slurm_array_judges_its_shard_and_the_second_job_merges(tmp_path):
+    place = tmp_path / ".venv-conformance/bin/moe-conformance"
+    place.parent.mkdir(parents=True)
+    place.write_text('#!/usr/bin/env bash\necho "$@"\nexit 1\n')
+    place.chmod(0o755)
+    (tmp_path / "shard-1.json").touch()
+    (tmp_path / "shard-2.json").touch()
+    task = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "8"}
+    told = []
+    for environment in (task, {}):
+        done = subprocess.run(
+            [str(RECIPES / "slurm.sh")], cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True
+        )
+        told.append(done.stdout.strip())
+        assert done.returncode == 1  # the verdict is not lost
+    assert told[0].endswith("--shard 2/8 --report shard-2.json")
+    assert told[1].startswith("merge shard-1.json shard-2.json --report verdict.json")

@@ -23,15 +23,18 @@ KEPT = ("not offered", NOT_CHOSEN, UNCHANGED)  # statuses that no case decides
 Report = dict[str, Any]
 
 
-def merge(reports: list[Report]) -> Verdict:
+def merge(reports: list[Report], ended_by: str = "") -> Verdict:
     """One verdict, with the minimum of cases that a whole run needs.
 
     A shard that is given twice counts once, as its later report has it.
 
+    Args:
+        ended_by: what ended the run before all shards had run; empty: nothing.
+
     Raises:
         UsageError: reports of different runs, or a shard that is missing.
     """
-    parts = _parts(reports)
+    parts = _parts(reports, bool(ended_by))
     first = parts[0]
     out = Verdict("", 0, first["implementation"], first["profile"], first["seed"], 0.0, 0)
     out.device, out.versions, out.chosen, out.where, out.since = (
@@ -41,7 +44,8 @@ def merge(reports: list[Report]) -> Verdict:
     for name in ("cases", "evaluations", "seconds_implementation", "seconds_reference", "kernels_compiled"):
         setattr(out, name, sum(part[name] for part in parts))
     out.coverage = _sum([part.get("coverage", {}) for part in parts])
-    out.ended_by = "; ".join(dict.fromkeys(part["ended_by"] for part in parts if part["ended_by"]))
+    reasons = [ended_by, *(part["ended_by"] for part in parts)]
+    out.ended_by = "; ".join(dict.fromkeys(filter(None, reasons)))
     rules = None if out.ended_by else PROFILES[out.profile]
     for name in CONTRACTS:
         own = [FunctionVerdict(**part["functions"][name]) for part in parts if name in part["functions"]]
@@ -50,7 +54,7 @@ def merge(reports: list[Report]) -> Verdict:
     return _judged(out, parts, rules)
 
 
-def _parts(reports: list[Report]) -> list[Report]:
+def _parts(reports: list[Report], cut: bool) -> list[Report]:
     """The report of each shard, in order."""
     by_shard: dict[str, Report] = {}
     for report in reports:
@@ -62,9 +66,10 @@ def _parts(reports: list[Report]) -> list[Report]:
                 raise UsageError(f"the reports differ in {name}: {reports[0].get(name)} and {report.get(name)}")
     count = {shard.split("/")[1] for shard in by_shard}
     wanted = [f"{i + 1}/{n}" for n in count for i in range(int(n))]
-    if missing := [shard for shard in wanted if shard not in by_shard]:
+    missing = [shard for shard in wanted if shard not in by_shard]
+    if missing and not cut:
         raise UsageError(f"there is no report of the shard {', '.join(missing)}")
-    return [by_shard[shard] for shard in wanted]
+    return [by_shard[shard] for shard in wanted if shard in by_shard]
 
 
 def _joined(name: str, parts: list[FunctionVerdict], rules: Profile | None, cut: bool) -> FunctionVerdict:

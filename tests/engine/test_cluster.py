@@ -1,0 +1,102 @@
+"""A run on a cluster has the verdict of one machine, also when a worker is lost in the middle."""
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from conformance.engine.options import Options
+from conformance.engine.run import cluster
+from conformance.engine.run.cluster import command, judge_on, workers_of
+from conformance.engine.run.session import judge
+from conformance.interface import UsageError
+
+DEFECT = "conformance.mutants.planted:P21.moe_ref.permutation"
+WORKERS = 4
+
+
+def options(folder: Path, **more) -> Options:
+    return Options(DEFECT, profile="smoke", device="cpu", jobs=1, corpus=str(folder), function="permute", **more)
+
+
+def workers_at_work() -> list[int]:
+    """The processes of Ray that run a shard."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if (place / "cmdline").read_bytes().startswith(b"ray::run_shard"):
+                found.append(int(place.name))
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def kill_one(killed: list[int]) -> None:
+    ends_at = time.monotonic() + 60
+    while not killed and time.monotonic() < ends_at:
+        for process in workers_at_work()[:1]:
+            os.kill(process, signal.SIGKILL)
+            killed.append(process)
+        time.sleep(0.1)
+
+
+def test_four_workers_of_which_one_is_lost_give_the_verdict_of_one_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray, "init", functools.partial(ray.init, num_cpus=WORKERS))
+    monkeypatch.setattr(cluster, "SHARDS", 1)
+    killed, said = [], []
+    killer = threading.Thread(target=kill_one, args=(killed,))
+    killer.start()
+    spread = judge_on(options(tmp_path / "spread"), "local", said.append)
+    killer.join()
+    alone = judge(options(tmp_path / "alone"))
+    assert len(killed) == 1 and said[0] == f"{WORKERS} shards on {WORKERS} workers" and len(said) == 1 + WORKERS
+    for name in ("verdict", "exit_code", "cases", "problems"):
+        assert getattr(spread, name) == getattr(alone, name), name
+    assert spread.verdict == "NOT CONFORMANT"
+    assert spread.functions["permute"].counts == alone.functions["permute"].counts
+    assert {x["id"] for x in spread.failures} >= {x["id"] for x in alone.failures}
+    assert {path.stem for path in (tmp_path / "spread").glob("*.json")} >= {x["id"] for x in spread.failures}
+
+
+def test_a_shard_gets_the_options_of_the_run(tmp_path):
+    given = options(tmp_path, seed=3, where="align=16", seconds=9.0, report=["x.json"])
+    wanted = ["--impl", DEFECT, "--where", "align=16", "--run-seed", "3", "--corpus", str(tmp_path), "--shard", "2/8"]
+    asked = command(given, "2/8")
+    assert asked[0] == "run" and "--report" not in asked and "--seconds" not in asked
+    assert all(word in asked for word in wanted)
+
+
+@pytest.mark.parametrize("more", [{"shard": "1/2"}, {"baseline": __file__}])
+def test_options_of_one_machine_are_refused(tmp_path, more):
+    with pytest.raises(UsageError, match="neither --shard nor --baseline"):
+        judge_on(options(tmp_path, **more), "local")
+
+
+def test_without_ray_the_way_out_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match=r"moe-conformance\[cluster\]"):
+        judge_on(options(tmp_path), "local")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "more", "found"),
+    [
+        ([{"CPU": 64.0, "GPU": 8.0}, {"CPU": 8.0}], {"device": "auto"}, (8, {"num_gpus": 1})),
+        ([{"CPU": 64.0}, {"CPU": 3.0}], {"device": "auto", "jobs": 0}, (33, {"num_cpus": 2})),
+        ([{"CPU": 64.0, "GPU": 8.0}], {"device": "cpu", "jobs": 8}, (8, {"num_cpus": 8})),
+        ([{"CPU": 1.0}, {"CPU": 3.0}], {"device": "cpu", "jobs": 4}, (1, {"num_cpus": 3})),
+    ],
+)
+def test_a_worker_is_a_gpu_or_the_cores_of_a_run(nodes, more, found):
+    assert workers_of(nodes, Options(DEFECT, **more)) == found
+
+
+def test_a_gpu_that_no_node_has_is_an_error():
+    with pytest.raises(UsageError, match="no node of the cluster has a GPU"):
+        workers_of([{"CPU": 4.0}], Options(DEFECT, device="cuda"))
