@@ -12,7 +12,6 @@ An operator takes (tensors, symbolic numbers, the rest of the call as text) and 
 import functools
 import io
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -26,16 +25,16 @@ R = TypeVar("R")
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=type[torch.autograd.Function])
 SCHEMA = "(Tensor[] tensors, SymInt[] numbers, str call) -> Tensor[]"
+# attributes of the mode of tensors without memory: an operator runs in it; what the last returned
+INSIDE, RESULT = "_moe_fast_inside", "_moe_fast_result"
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _mode = torch._C._get_dispatch_mode
 
 
-class _Local(threading.local):
-    inside = False  # whether an operator's implementation without memory runs
-    result: tuple[str, list[torch.SymInt]] | None = None  # what it returned, without its tensors
-
-
-_local = _Local()
+def _outside(function: Callable[P, R], *reached: Callable[..., Any]) -> Callable[P, R]:
+    """Says to the suite's footprints what the function reaches outside of a compiled graph."""
+    function.__eager__ = reached  # type: ignore[attr-defined]
+    return function
 
 
 def traceable(function: Callable[P, R]) -> Callable[P, R]:
@@ -55,7 +54,7 @@ def traceable(function: Callable[P, R]) -> Callable[P, R]:
             return traced
         return function(*args, **kwargs)
 
-    return call
+    return _outside(call, function)
 
 
 def record(cls: C) -> C:
@@ -71,7 +70,8 @@ def has_memory() -> bool:
 
 def tracing() -> bool:
     """Whether operators are recorded in place of their launches."""
-    return _mode(_FAKE) is not None and not _local.inside
+    mode = _mode(_FAKE)
+    return mode is not None and not getattr(mode, INSIDE, False)
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     if has_memory():
         launcher: Callable[..., Any] = kernel[grid]
         return launcher
-    if not _local.inside:
+    if tracing():
         raise RuntimeError(f"{kernel.__name__} is traced outside an operator")
     return _nothing
 
@@ -110,13 +110,14 @@ def _operator(function: Callable[P, R], name: str) -> Callable[P, R]:
 
     @registered.register_fake
     def _(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor]:
-        _local.inside = True
+        mode = _mode(_FAKE)
+        setattr(mode, INSIDE, True)
         try:
             args, kwargs = _loaded(call, tensors, numbers)
             result = _Dumped(function(*args, **kwargs), tensors)
         finally:
-            _local.inside = False
-        _local.result = result.text, result.numbers
+            setattr(mode, INSIDE, False)
+        setattr(mode, RESULT, (result.text, result.numbers))
         return result.tensors
 
     @functools.wraps(function)
@@ -126,12 +127,11 @@ def _operator(function: Callable[P, R], name: str) -> Callable[P, R]:
         given = _Dumped((args, kwargs), [])
         with torch.no_grad():
             tensors = registered(given.tensors, given.numbers, given.text)
-        assert _local.result is not None
-        (text, numbers), _local.result = _local.result, None
+        text, numbers = getattr(_mode(_FAKE), RESULT)
         result: R = _loaded(text, tensors, numbers, given.tensors)
         return result
 
-    return call
+    return _outside(call, function, tracing)
 
 
 class _Dumped(pickle.Pickler):
@@ -234,5 +234,11 @@ def as_operators(function: F) -> F:
         ctx.traced.saved_tensors = ctx.saved_tensors
         return backward_operator(ctx.traced, *cotangents)
 
+    _outside(either_forward, forward, tracing)
+    _outside(either_backward, backward, tracing)
     function.forward, function.backward = staticmethod(either_forward), staticmethod(either_backward)  # type: ignore
     return function
+
+
+for _decorator in (traceable, operator, _operator, as_operators):
+    _outside(_decorator)
