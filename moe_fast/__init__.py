@@ -12,8 +12,9 @@ precision; `mlp` and `shared` combine them. `fused` quantises in the launch of t
 `dispatch` brings rows to other ranks. `layer` joins the stages, as a function and as a module.
 
 A file without an underscore launches; `_name.py` next to it holds its kernels. `launch` holds what
-all launches share, block sizes among them. `te` offers these functions through Transformer Engine,
-and its functions through these.
+all launches share: block sizes, and the operators that `torch.compile` sees; `compiled` has each
+function in a graph of its own, for the suite. `te` offers these functions through Transformer
+Engine, and its functions through these.
 """
 
 from moe_fast.launch import backend as backend  # first: it chooses the interpreter before any kernel is decorated

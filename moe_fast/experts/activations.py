@@ -11,6 +11,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator, number_bits
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, strided
+from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div
 from moe_ref.config import ActivationGradients, check_activation, check_cotangent, check_glu, check_input_store, require
 
@@ -55,8 +56,10 @@ class Settings:
         """Where gates and values stand in h, by the kernels' name."""
         if not self.gated:
             return "single"
-        # a gate and its only value are a pair
-        return {self.width(h): "halves", 1: "pairs"}.get(self.between(h), "blocks")
+        between = self.between(h)
+        if between == 1:
+            return "pairs"  # also a gate and its only value
+        return "halves" if between == self.width(h) else "blocks"
 
     def numbers(self) -> tuple[int, int, int]:
         """offset, clamp and α."""
@@ -64,6 +67,7 @@ class Settings:
         return number_bits(self.offset), number_bits(self.clamp or 0.0), number_bits(alpha)
 
 
+@traceable
 def glu(
     h_PF2: Tensor,
     *, probs: Tensor | None = None, kind: str = "swiglu", offset: float = 0.0,
@@ -86,6 +90,7 @@ def glu(
     )
 
 
+@traceable
 def glu_backward(
     d_out_PF: Tensor, h_PF2: Tensor,
     *, probs: Tensor | None = None, kind: str = "swiglu", offset: float = 0.0,
@@ -103,6 +108,7 @@ def glu_backward(
     return _checked_backward(d_out_PF, h_PF2, probs, settings)
 
 
+@traceable
 def activation(
     h_PF: Tensor, *, probs: Tensor | None = None, kind: str = "squared_relu", round_before_probs: bool = False
 ) -> Tensor:
@@ -116,6 +122,7 @@ def activation(
     return _Activation.apply(h_PF, probs, Settings(kind, False, round_before_probs), False)
 
 
+@traceable
 def activation_backward(
     d_out_PF: Tensor,
     h_PF: Tensor,
@@ -145,6 +152,7 @@ def check_probs(probs: Tensor | None) -> None:
         require(probs.dtype in PROBS, "probs", f"of dtype {probs.dtype}", f"one of {PROBS}")
 
 
+@as_operators
 class _Activation(torch.autograd.Function):
     """`glu` or `activation`; what needs no gradient is not written."""
 
@@ -167,7 +175,7 @@ class _Activation(torch.autograd.Function):
 
 
 def _checked_backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings) -> ActivationGradients:
-    check_cotangent(d_out, len(h), settings.width(h), h)
+    check_cotangent(d_out, h.shape[0], settings.width(h), h)
     check_fused(h, probs)
     d_h, d_probs = backward_of(d_out, h, probs, settings, True, True)
     assert d_h is not None
@@ -176,14 +184,14 @@ def _checked_backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: 
 
 def _forward(h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor | None) -> Tensor:
     """f(u) · (v + offset) · p; fills the codes of h, if there are any."""
-    num_rows, width = len(h), settings.width(h)
+    num_rows, width = h.shape[0], settings.width(h)
     constants = constants_of(h, h, probs, settings, tuning.for_device(h.device).activation)
     out = torch.empty((num_rows, width), dtype=h.dtype, device=h.device)  # all by activation_kernel
     parts = ceil_div(width, constants["BLOCK_F"])
     programs = ceil_div(num_rows, constants["BLOCK_P"]) * parts
-    if programs:
+    if has_memory() and programs:
         with launch_on(h):
-            kernels.activation_kernel[(programs,)](
+            launch(kernels.activation_kernel, (programs,))(
                 *strided(h),
                 *strided(probs, 1),
                 out,
@@ -199,11 +207,12 @@ def _forward(h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor 
     return out
 
 
+@operator
 def backward_of(
     d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, needs_h: bool, needs_probs: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of h (in d_out's dtype, or E4M3 codes) and probs; one program sums a row."""
-    num_rows, width = len(h), settings.width(h)
+    num_rows, width = h.shape[0], settings.width(h)
     constants = constants_of(h, d_out, probs, settings, tuning.for_device(h.device).activation_backward)
     d_h = torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None  # by activation_backward_kernel
     d_probs = None
@@ -213,9 +222,9 @@ def backward_of(
     tiles = ceil_div(width, constants["BLOCK_F"])
     parts = 1 if d_probs is not None else tiles if needs_h else 0
     programs = ceil_div(num_rows, constants["BLOCK_P"]) * parts
-    if programs:
+    if has_memory() and programs:
         with launch_on(h):
-            kernels.activation_backward_kernel[(programs,)](
+            launch(kernels.activation_backward_kernel, (programs,))(
                 *strided(d_out),
                 *strided(h),
                 *strided(probs, 1),

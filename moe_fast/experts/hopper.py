@@ -10,6 +10,7 @@ from moe_fast.experts import _hopper, _hopper_codes
 from moe_fast.experts._linear import SEGMENT_ROWS
 from moe_fast.experts.segments import DESCRIBED_SIZE, Plan, programs
 from moe_fast.launch.backend import launch_on
+from moe_fast.launch.operators import launch
 from moe_fast.launch.tuning import ceil_div
 
 # Measured on an H200 (docs/results/low-precision-h200.md). A ring's stages and the tile that leaves
@@ -28,7 +29,7 @@ def outer_products(d_out_PM: Tensor, rows_PN: Tensor, plan: Plan, out_LMN: Tenso
     experts, num_outs, num_ins = out_LMN.shape
     pieces = experts * ceil_div(num_outs, high) * ceil_div(num_ins, wide)
     with launch_on(out_LMN):
-        _hopper.outer_products_kernel[(programs(pieces, out_LMN.device),)](
+        launch(_hopper.outer_products_kernel, (programs(pieces, out_LMN.device),))(
             segments_of(d_out_PM, [deep, high]),
             segments_of(rows_PN, [deep, wide]),
             described(out_LMN, [1, high, wide]),
@@ -58,7 +59,7 @@ def scaled_matmul(
     """
     groups, columns = plan.tile.rows // HEIGHT, ceil_div(out_PC.shape[1], CODES)
     with launch_on(out_PC):
-        _hopper_codes.scaled_matmul_kernel[(programs(plan.capacity * columns, out_PC.device),)](
+        launch(_hopper_codes.scaled_matmul_kernel, (programs(plan.capacity * columns, out_PC.device),))(
             described(codes_PD, [HEIGHT, CODES]),
             described(matrices_LCD, [1, CODES, CODES]),
             out_PC,
@@ -85,7 +86,7 @@ def scaled_wgrad(
     experts, num_outs, num_ins = out_LMN.shape
     pieces = experts * ceil_div(num_outs, 3 * HEIGHT) * ceil_div(num_ins, CODES)
     with launch_on(out_LMN):
-        _hopper_codes.scaled_wgrad_kernel[(programs(pieces, out_LMN.device),)](
+        launch(_hopper_codes.scaled_wgrad_kernel, (programs(pieces, out_LMN.device),))(
             described(d_out_MP, [HEIGHT, CODES]),
             described(d_out_scale, [1, HEIGHT], swizzled=0),
             described(x_NP, [CODES, CODES]),

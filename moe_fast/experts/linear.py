@@ -33,6 +33,7 @@ from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, mak
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import check_device, is_hopper, launch_on, strided
+from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import GroupedTile, ceil_div
 from moe_fast.quantization.quantized import Quantized, dequantize
 from moe_ref.config import (
@@ -46,6 +47,7 @@ from moe_ref.config import (
 )
 
 
+@traceable
 def grouped_linear(
     rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
     *, bias: Tensor | None = None, recipe: Recipe | None = None, state: LinearState | None = None,
@@ -70,6 +72,7 @@ def grouped_linear(
     return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L)
 
 
+@traceable
 def grouped_dgrad(
     d_out_PM: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
     *, recipe: Recipe | None = None, state: LinearState | None = None, noise: Tensor | None = None,
@@ -84,13 +87,19 @@ def grouped_dgrad(
     check_precision(recipe, state, noise, accumulator)
     check_product(d_out_PM, recipe, accumulator)
     check_device("d_out", d_out_PM)
-    precision = None if recipe is None else Precision(recipe, state, noise)
+    return _dgrad(
+        d_out_PM, weight_LMN, tokens_per_expert_L, None if recipe is None else Precision(recipe, state, noise)
+    )
+
+
+@operator
+def _dgrad(d_out_PM: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor, precision: Precision | None) -> Tensor:
     if precision is not None and precision.recipe.backward_override is None:
         d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, precision, True, False)
         return scaled_dgrad(
             d,
             quantized_weight(weight_LMN.detach(), precision, False, True),
-            scaled_plan(tokens_per_expert_L, len(d_out_PM), precision.recipe),
+            scaled_plan(tokens_per_expert_L, d_out_PM.shape[0], precision.recipe),
         )
     d_out, weight = d_out_PM.detach(), weight_LMN.detach()
     if precision is not None and precision.recipe.backward_override == "dequantized":
@@ -98,6 +107,7 @@ def grouped_dgrad(
     return _multiply(d_out, weight, None, _plan(tokens_per_expert_L, d_out))
 
 
+@traceable
 def grouped_wgrad(
     d_out_PM: Tensor, rows_PN: Tensor, tokens_per_expert_L: Tensor,
     *, accumulate_into: Tensor | None = None, recipe: Recipe | None = None,
@@ -115,10 +125,17 @@ def grouped_wgrad(
     check_device("rows", rows_PN)
     before = None if accumulate_into is None else accumulate_into.detach()
     precision = None if recipe is None else Precision(recipe, state, noise)
+    return _wgrad(d_out_PM, rows_PN, tokens_per_expert_L, before, precision)
+
+
+@operator
+def _wgrad(
+    d_out_PM: Tensor, rows_PN: Tensor, tokens_per_expert_L: Tensor, before: Tensor | None, precision: Precision | None
+) -> Tensor:
     if precision is not None and precision.recipe.backward_override is None:
         d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, precision, False, True)
         x = quantized_rows(rows_PN, "input", tokens_per_expert_L, precision, False, True)
-        plan = scaled_plan(tokens_per_expert_L, len(rows_PN), precision.recipe)
+        plan = scaled_plan(tokens_per_expert_L, rows_PN.shape[0], precision.recipe)
         return scaled_wgrad(d, x, plan, accumulate_into=before)
     rows, multiple = rows_PN.detach(), 1
     if precision is not None and precision.recipe.backward_override == "dequantized":
@@ -141,6 +158,7 @@ def check_product(rows: Tensor, recipe: Recipe | None, accumulator: str) -> None
     )
 
 
+@as_operators
 class _GroupedLinear(torch.autograd.Function):
     """`grouped_linear`; one plan serves the forward and the gradients."""
 
@@ -163,6 +181,7 @@ class _GroupedLinear(torch.autograd.Function):
         return d_rows, d_weight, d_bias, None
 
 
+@as_operators
 class _OverriddenLinear(torch.autograd.Function):
     """`grouped_linear` with a backward_override: gradients in high precision."""
 
@@ -185,7 +204,7 @@ class _OverriddenLinear(torch.autograd.Function):
             ctx.x, ctx.weight = without_tensors(x, False), without_tensors(matrices, False)
             kept = tensors_of(x.rowwise if wants_weight else None), tensors_of(matrices.rowwise if wants_rows else None)
             ctx.save_for_backward(counts, *kept[0], *kept[1], matrices.splits)
-        return scaled_fprop(x, matrices, scaled_plan(counts, len(rows), precision.recipe), bias=bias)
+        return scaled_fprop(x, matrices, scaled_plan(counts, rows.shape[0], precision.recipe), bias=bias)
 
     @staticmethod
     @once_differentiable
@@ -212,8 +231,8 @@ def _dequantized(kept: Quantized, tensors: list[Tensor], splits: Tensor) -> Tens
 
 def _plan(tokens_per_expert: Tensor, rows: Tensor, multiple: int = 1) -> Plan:
     """The plan for these rows, of tiles that suit their number and dtype."""
-    tile = tuning.for_device(rows.device).grouped.tile(len(rows), len(tokens_per_expert), rows.dtype.itemsize)
-    return make_plan(tokens_per_expert, len(rows), tile, multiple)
+    tile = tuning.for_device(rows.device).grouped.tile(rows.shape[0], len(tokens_per_expert), rows.dtype.itemsize)
+    return make_plan(tokens_per_expert, rows.shape[0], tile, multiple)
 
 
 def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Plan) -> Tensor:
@@ -222,13 +241,15 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
     num_rows, depth, num_columns = *x.shape, weight.shape[2]
     # by grouped_matmul_kernel: the tiles, and the rows past them
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
-    if out.numel() == 0:
+    if out.numel() == 0 or not has_memory():
         return out
     turned = weight.stride(2) != 1
     described = have_descriptors(x, weight.transpose(1, 2) if turned else weight, out)
     wide = x.dtype == torch.float64
     with launch_on(x):
-        kernels.grouped_matmul_kernel[(programs(plan.capacity * ceil_div(num_columns, tile.columns), x.device),)](
+        launch(
+            kernels.grouped_matmul_kernel, (programs(plan.capacity * ceil_div(num_columns, tile.columns), x.device),)
+        )(
             *strided(x, 2),
             *strided(weight, 3),
             *strided(bias_LC, 2),
@@ -257,7 +278,7 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None
     shape = (plan.num_experts, d_out.shape[1], rows.shape[1])
     # all by grouped_wgrad_kernel
     out = torch.empty(shape, dtype=(rows if before_LMN is None else before_LMN).dtype, device=rows.device)
-    if out.numel() == 0:
+    if out.numel() == 0 or not has_memory():
         return out
     described = have_descriptors(d_out, rows)
     if described and before_LMN is None and have_descriptors(out) and is_hopper(rows.device):
@@ -267,7 +288,7 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None
     out_described = described and before_LMN is None and have_descriptors(out)
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
     with launch_on(rows):
-        kernels.grouped_wgrad_kernel[(programs(pieces, rows.device),)](
+        launch(kernels.grouped_wgrad_kernel, (programs(pieces, rows.device),))(
             *strided(d_out, 2),
             *strided(rows, 2),
             *strided(before_LMN, 3),

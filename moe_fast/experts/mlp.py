@@ -16,6 +16,7 @@ from moe_fast.experts.linear import check_product, grouped_linear
 from moe_fast.experts.padding import Padding
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
 from moe_fast.launch.backend import check_device
+from moe_fast.launch.operators import traceable, tracing
 from moe_ref.config import (
     GATED,
     LinearState,
@@ -33,6 +34,7 @@ from moe_ref.config import (
 X = TypeVar("X")
 
 
+@traceable
 def grouped_mlp(
     rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, *,
     probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
@@ -75,6 +77,7 @@ def grouped_mlp(
     return run_again(run, *inputs) if recompute == "moe" else run(*inputs)
 
 
+@traceable
 def sequential_mlp(
     rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor,
     *, probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
@@ -94,6 +97,7 @@ def sequential_mlp(
     )
 
 
+@traceable
 def latent_projection(
     x_TN: Tensor,
     weight_MN: Tensor,
@@ -111,8 +115,8 @@ def latent_projection(
 def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **precision: Any) -> Tensor:
     """`grouped_linear` of one expert that has all rows; their number is checked here."""
     if isinstance(precision.get("recipe"), Recipe):
-        check_splits([len(x_TN)], len(x_TN), precision["recipe"])
-    count = torch.full((1,), len(x_TN), dtype=torch.int64, device=x_TN.device)
+        check_splits([x_TN.shape[0]], x_TN.shape[0], precision["recipe"])
+    count = torch.full((1,), x_TN.shape[0], dtype=torch.int64, device=x_TN.device)
     return grouped_linear(x_TN, weight_MN[None], count, bias=None if bias is None else bias[None], **precision)
 
 
@@ -134,6 +138,8 @@ def run_again(run: Callable[..., X], *inputs: Tensor | None, random: bool = Fals
     """run(*inputs), saving only the inputs: the backward runs it again. If it is random, the states
     of torch's generators are saved too, and it draws the same numbers.
     """
+    if tracing():  # the compiler decides what is saved
+        return run(*inputs)
     out: X = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=random)
     return out
 
@@ -151,16 +157,16 @@ def _experts(
     )
     # widened once, so that the two ways to its gradient meet before it is rounded
     p_P = None if probs is None else probs.to(wide)
-    padding = None if align is None else Padding.of(tokens_per_expert_L, len(rows_PH), align)
+    padding = None if align is None else Padding.of(tokens_per_expert_L, rows_PH.shape[0], align)
     if padding is not None:
         rows_PH, p_P, tokens_per_expert_L = *padding.pad(rows_PH, p_P), padding.counts_L
     ends_L = tokens_per_expert_L.clamp(min=0).cumsum(0)
     if probs_on_input:
         rows_PH, p_P = ScaledRows.apply(rows_PH, p_P, ends_L), None
-    noise1, noise2 = (None, None) if noise is None else (_of_length(each, len(rows_PH)) for each in noise)
+    noise1, noise2 = (None, None) if noise is None else (_of_length(each, rows_PH.shape[0]) for each in noise)
     h_PF = linears[0](rows_PH, fc1_weight_LFH, tokens_per_expert_L, bias=fc1_bias, noise=noise1)
     a_PF = act(h_PF, probs=p_P)
-    if recompute:
+    if recompute and not tracing():
         with _computed_again(a_PF, act, h_PF, p_P):
             y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2)
     else:

@@ -23,6 +23,7 @@ from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, mak
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, launch_on, strided
+from moe_fast.launch.operators import as_operators, has_memory, launch
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization.quantize import quantize
 from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized
@@ -75,14 +76,14 @@ def scaled_fprop(x: Quantized, weight: Quantized, plan: Plan, *, bias: Tensor | 
     14 bits).
     """
     form = weight.form(False)
-    matrices_LMN = form.codes_MN.unflatten(0, (plan.num_experts, len(form.codes_MN) // plan.num_experts))
+    matrices_LMN = form.codes_MN.unflatten(0, (plan.num_experts, form.codes_MN.shape[0] // plan.num_experts))
     return _multiply(x, Matrices(weight, form, matrices_LMN, False), bias, plan)
 
 
 def scaled_dgrad(d_out: Quantized, weight: Quantized, plan: Plan) -> Tensor:
     """d_out W of each expert's rows, [P,N]; d_out has its form by rows, weight by columns."""
     form, experts = weight.form(True), plan.num_experts
-    height, width = len(form.codes_MN) // experts, form.codes_MN.shape[1]
+    height, width = form.codes_MN.shape[0] // experts, form.codes_MN.shape[1]
     counts = torch.full((experts,), height, device=form.codes_MN.device)
     turned = _turned(form.codes_MN, make_plan(counts, experts * height, plan.tile))
     length = turned.stride(0)
@@ -97,7 +98,7 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
     shape = (plan.num_experts, left.codes_MN.shape[1], right.codes_MN.shape[1])
     # all by scaled_wgrad_kernel
     out = torch.empty(shape, dtype=x.dtype if accumulate_into is None else accumulate_into.dtype, device=device)
-    if out.numel() == 0:
+    if out.numel() == 0 or not has_memory():
         return out
     unit = _unit(x, device)
     tile = sizes.scaled if unit.rule in ("group", "amax") else sizes.decoded
@@ -109,7 +110,7 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
         return out
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
     with launch_on(out):
-        kernels.scaled_wgrad_kernel[(programs(pieces, device),)](
+        launch(kernels.scaled_wgrad_kernel, (programs(pieces, device),))(
             codes[0],
             codes[0].stride(0),
             *_blocks(left),
@@ -168,7 +169,7 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
     num_rows, depth, num_columns = *form.codes_MN.shape, weight.codes_LCD.shape[1]
     # by scaled_matmul_kernel: the tiles, and the rows past them
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=device)
-    if out.numel() == 0:
+    if out.numel() == 0 or not has_memory():
         return out
     unit = _unit(x, device)
     tile = sizes.scaled if unit.rule in ("group", "amax") else sizes.decoded
@@ -180,7 +181,7 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
         hopper.scaled_matmul(codes, _blocks(form), matrices, weight.blocks, strided(bias_LC, 2), cut, out)
         return out
     with launch_on(out):
-        kernels.scaled_matmul_kernel[(programs(plan.capacity * ceil_div(num_columns, tile.columns), device),)](
+        launch(kernels.scaled_matmul_kernel, (programs(plan.capacity * ceil_div(num_columns, tile.columns), device),))(
             codes,
             codes.stride(0),
             *_blocks(form),
@@ -219,9 +220,9 @@ def _turned(codes_RC: Tensor, plan: Plan) -> Tensor:
     # as far as anyone reads by turn_kernel
     out = torch.empty((num_columns, plan.capacity * TILE_ROWS), dtype=torch.uint8, device=codes_RC.device)
     block = tuning.for_device(codes_RC.device).grouped.turn_columns
-    if out.numel():
+    if out.numel() and has_memory():
         with launch_on(out):
-            kernels.turn_kernel[(plan.capacity * ceil_div(num_columns, block),)](
+            launch(kernels.turn_kernel, (plan.capacity * ceil_div(num_columns, block),))(
                 codes_RC,
                 out,
                 out.stride(0),
@@ -322,6 +323,7 @@ def quantized_weight(weight_LMN: Tensor, precision: Precision, rowwise: bool, co
     return quantized_rows(weight_LMN.reshape(experts * height, width), "weight", splits, precision, rowwise, columnwise)
 
 
+@as_operators
 class ScaledLinear(torch.autograd.Function):
     """`grouped_linear`; the forward quantises both forms at once, each gradient reads one."""
 
@@ -336,7 +338,7 @@ class ScaledLinear(torch.autograd.Function):
             rows, "input", counts, precision, True, wants_weight and _has_columns(precision.recipe, rows.dtype)
         )
         matrices = quantized_weight(weight, precision, True, wants_rows)
-        plan = scaled_plan(counts, len(rows), precision.recipe)
+        plan = scaled_plan(counts, rows.shape[0], precision.recipe)
         out = scaled_fprop(x, matrices, plan, bias=bias)
         ctx.plan, ctx.precision, ctx.bias_dtype = (
             plan.without_tensors(),

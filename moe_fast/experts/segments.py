@@ -12,6 +12,7 @@ from moe_fast.experts import _linear as kernels
 from moe_fast.experts._linear import SEGMENT_ROWS
 from moe_fast.launch import backend, tuning
 from moe_fast.launch.backend import launch_on, strided
+from moe_fast.launch.operators import has_memory, launch
 from moe_fast.launch.tuning import GroupedTile, ceil_div, power_of_two
 
 DESCRIBED_BYTES = 16  # CUDA driver API, cuTensorMapEncodeTiled: the address and every stride are multiples
@@ -83,7 +84,7 @@ def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, multi
     bounds = torch.empty((3, num_experts), dtype=torch.int64, device=device)  # by plan_kernel: one program per expert
     total = torch.empty(2, dtype=torch.int64, device=device)  # by its last program
     with launch_on(tokens_per_expert):
-        kernels.plan_kernel[(num_experts,)](
+        launch(kernels.plan_kernel, (num_experts,))(
             *strided(tokens_per_expert),
             tiles,
             bounds,
@@ -105,10 +106,10 @@ def segment_sums(rows_PC: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
     rows, tile = rows_PC.resolve_neg(), tuning.for_device(rows_PC.device).grouped.sums
     num_columns = rows.shape[1]
     out = torch.empty((plan.num_experts, num_columns), dtype=dtype, device=rows.device)  # all by segment_sums_kernel
-    if out.numel() == 0:
+    if out.numel() == 0 or not has_memory():
         return out
     with launch_on(rows):
-        kernels.segment_sums_kernel[(plan.num_experts * ceil_div(num_columns, tile.columns),)](
+        launch(kernels.segment_sums_kernel, (plan.num_experts * ceil_div(num_columns, tile.columns),))(
             *strided(rows, 2),
             out,
             plan.segment_3L,

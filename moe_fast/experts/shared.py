@@ -14,10 +14,12 @@ from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import check_device, launch_on, strided
+from moe_fast.launch.operators import as_operators, launch, traceable
 from moe_fast.launch.tuning import ceil_div
 from moe_ref.config import LinearState, Recipe, check_pairs, check_shared_experts
 
 
+@traceable
 def shared_experts(
     x_TH: Tensor, fc1_weight_FH: Tensor, fc2_weight_HF: Tensor,
     *, gate_weight: Tensor | None = None, kind: str = "swiglu", offset: float = 0.0,
@@ -62,6 +64,7 @@ def _shared(
     return y_TH if gate_weight is None else _Gated.apply(y_TH, linear(x_TH, gate_weight))
 
 
+@as_operators
 class _Gated(torch.autograd.Function):
     """y · σ(z)."""
 
@@ -73,11 +76,11 @@ class _Gated(torch.autograd.Function):
         parts = ceil_div(y.shape[1], tile.columns)
         if out.numel():
             with launch_on(y):
-                kernels.gate_kernel[(ceil_div(len(y), tile.tokens) * parts,)](
+                launch(kernels.gate_kernel, (ceil_div(y.shape[0], tile.tokens) * parts,))(
                     *strided(y),
                     *strided(z_T1[:, 0]),
                     out,
-                    len(y),
+                    y.shape[0],
                     y.shape[1],
                     parts,
                     ACCUMULATOR=accumulator(y),
@@ -94,15 +97,15 @@ class _Gated(torch.autograd.Function):
         # by the same kernel, also where rows are empty
         d_z = torch.empty(z_T1.shape, dtype=y.dtype, device=y.device) if needs_z else None
         tile = tuning.for_device(y.device).activation_backward
-        if len(y) and (needs_y or needs_z):
+        if y.shape[0] and (needs_y or needs_z):
             with launch_on(y):
-                kernels.gate_backward_kernel[(ceil_div(len(y), tile.tokens),)](
+                launch(kernels.gate_backward_kernel, (ceil_div(y.shape[0], tile.tokens),))(
                     *strided(d_out),
                     *strided(y),
                     *strided(z_T1[:, 0]),
                     d_y,
                     d_z,
-                    len(y),
+                    y.shape[0],
                     y.shape[1],
                     ACCUMULATOR=accumulator(y),
                     **tile.blocks("T", "H"),

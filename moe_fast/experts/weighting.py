@@ -14,9 +14,11 @@ from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import launch_on, strided
+from moe_fast.launch.operators import as_operators, launch
 from moe_fast.launch.tuning import ceil_div, power_of_two
 
 
+@as_operators
 class ScaledRows(torch.autograd.Function):
     """x · p, rounded to the dtype of x; 0 past the last segment."""
 
@@ -28,12 +30,12 @@ class ScaledRows(torch.autograd.Function):
         parts = ceil_div(x.shape[1], tile.columns)
         if out.numel():
             with launch_on(x):
-                kernels.scale_rows_kernel[(ceil_div(len(x), tile.tokens) * parts,)](
+                launch(kernels.scale_rows_kernel, (ceil_div(x.shape[0], tile.tokens) * parts,))(
                     *strided(x),
                     *strided(probs, 1),
                     out,
                     ends_L,
-                    len(x),
+                    x.shape[0],
                     len(ends_L),
                     x.shape[1],
                     parts,
@@ -52,6 +54,7 @@ class ScaledRows(torch.autograd.Function):
         return d_x, _weighted_backward(d_out, x, probs, ends_L, d_x, needs_probs, by_expert=False), None
 
 
+@as_operators
 class BiasAdded(torch.autograd.Function):
     """y + p · b_e, rounded to the dtype of y; 0 past the last segment, as y is there."""
 
@@ -63,13 +66,13 @@ class BiasAdded(torch.autograd.Function):
         parts = ceil_div(y.shape[1], tile.columns)
         if out.numel():
             with launch_on(y):
-                kernels.add_bias_kernel[(ceil_div(len(y), tile.tokens) * parts,)](
+                launch(kernels.add_bias_kernel, (ceil_div(y.shape[0], tile.tokens) * parts,))(
                     *strided(y),
                     *strided(bias),
                     *strided(probs, 1),
                     out,
                     ends_L,
-                    len(y),
+                    y.shape[0],
                     len(ends_L),
                     y.shape[1],
                     parts,
@@ -98,16 +101,16 @@ def _weighted_backward(
         torch.empty_like(probs, memory_format=torch.contiguous_format) if probs is not None and needs_probs else None
     )  # by the same kernel
     tile = tuning.for_device(d_out.device).activation_backward
-    if probs is not None and len(d_out) and (d_x is not None or d_probs is not None):
+    if probs is not None and d_out.shape[0] and (d_x is not None or d_probs is not None):
         with launch_on(d_out):
-            kernels.weighted_rows_backward_kernel[(ceil_div(len(d_out), tile.tokens),)](
+            launch(kernels.weighted_rows_backward_kernel, (ceil_div(d_out.shape[0], tile.tokens),))(
                 *strided(d_out),
                 *strided(other),
                 *strided(probs, 1),
                 d_x,
                 d_probs,
                 ends_L,
-                len(d_out),
+                d_out.shape[0],
                 len(ends_L),
                 d_out.shape[1],
                 ACCUMULATOR=accumulator(probs),
@@ -124,12 +127,12 @@ def _bias_gradient(d_out: Tensor, bias: Tensor, probs: Tensor | None, ends_L: Te
     out = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)  # all by bias_gradient_kernel
     if out.numel():
         with launch_on(d_out):
-            kernels.bias_gradient_kernel[(len(ends_L) * ceil_div(bias.shape[1], tile.columns),)](
+            launch(kernels.bias_gradient_kernel, (len(ends_L) * ceil_div(bias.shape[1], tile.columns),))(
                 *strided(d_out),
                 *strided(probs, 1),
                 out,
                 ends_L,
-                len(d_out),
+                d_out.shape[0],
                 len(ends_L),
                 bias.shape[1],
                 ACCUMULATOR=accumulator(d_out, bias, probs),

@@ -21,7 +21,8 @@ from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import launch_on, strided
-from moe_fast.launch.tuning import ceil_div
+from moe_fast.launch.operators import has_memory, launch, operator, traceable
+from moe_fast.launch.tuning import at_least, ceil_div
 from moe_fast.quantization.quantize import empty_form, form_arguments, quantize
 from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized, encoding, scale_limits
 from moe_ref.config import (
@@ -36,6 +37,7 @@ from moe_ref.config.fused_activations import QuantizedGradients
 from moe_ref.config.quantization import BLOCK
 
 
+@traceable
 def glu_and_quantize(
     h_PF2: Tensor, recipe: Recipe,
     *, splits: Tensor | None = None, probs: Tensor | None = None, kind: str = "swiglu",
@@ -57,6 +59,7 @@ def glu_and_quantize(
     return _forward(h_PF2, probs, settings, forms)
 
 
+@traceable
 def glu_backward_and_quantize(
     d_out_PF: Tensor, h_PF2: Tensor, recipe: Recipe,
     *, splits: Tensor | None = None, probs: Tensor | None = None, kind: str = "swiglu",
@@ -77,6 +80,7 @@ def glu_backward_and_quantize(
     return _gradients(d_out_PF, h_PF2, probs, settings, forms)
 
 
+@traceable
 def activation_and_quantize(
     h_PF: Tensor, recipe: Recipe,
     *, splits: Tensor | None = None, probs: Tensor | None = None, kind: str = "squared_relu",
@@ -89,6 +93,7 @@ def activation_and_quantize(
     return _forward(h_PF, probs, Settings(kind, False, False), forms)
 
 
+@traceable
 def activation_backward_and_quantize(
     d_out_PF: Tensor, h_PF: Tensor, recipe: Recipe,
     *, splits: Tensor | None = None, probs: Tensor | None = None, kind: str = "squared_relu",
@@ -111,13 +116,14 @@ def _forward(h: Tensor, probs: Tensor | None, settings: Settings, forms: Forms) 
 
 
 def _gradients(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, forms: Forms) -> QuantizedGradients:
-    check_cotangent(d_out, len(h), settings.width(h), h)
+    check_cotangent(d_out, h.shape[0], settings.width(h), h)
     forms.check(h, h.shape[1])
     source = source_of(d_out, h, probs, settings, forms)
     quantized, state, d_probs = _quantized(source)
     return QuantizedGradients(quantized, state, None if probs is None or d_probs is None else d_probs.to(probs.dtype))
 
 
+@operator
 def _quantized(source: Source) -> tuple[Quantized, QuantizerState | None, Tensor | None]:
     """(quantised tensor, next state, d_probs)."""
     forms, recipe = source.forms, source.forms.recipe
@@ -153,9 +159,9 @@ def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor |
     by_rows = empty_form(x, rule, (1, size), grid) if forms.rowwise else None
     by_columns = empty_form(x, rule, (size, 1), grid) if forms.columnwise else None
     parts = source.parts(grid)
-    if grid.programs:
+    if has_memory() and grid.programs:
         with launch_on(x):
-            kernels.quantize_activated_blocks_kernel[(grid.programs,)](
+            launch(kernels.quantize_activated_blocks_kernel, (grid.programs,))(
                 *source.arguments,
                 *form_arguments(by_rows),
                 *form_arguments(by_columns),
@@ -186,8 +192,8 @@ def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | 
         history = forms.state.amax_history.clone()
         state = QuantizerState(history, forms.state.scale)
     with launch_on(x):
-        if state is None and grid.programs:
-            kernels.activated_group_amax_kernel[(grid.programs,)](
+        if has_memory() and state is None and grid.programs:
+            launch(kernels.activated_group_amax_kernel, (grid.programs,))(
                 *source.arguments,
                 amax,
                 *x.shape,
@@ -196,7 +202,7 @@ def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | 
                 **grid.settings,
                 **NO_FP_FUSION,
             )
-        kernels.cast_activated_groups_kernel[(max(grid.programs, 1),)](
+        launch(kernels.cast_activated_groups_kernel, (at_least(grid.programs, 1),))(
             *source.arguments,
             *strided(None if state is None else state.scale, 1),
             amax,
@@ -224,7 +230,7 @@ def _quantized_apart(source: Source) -> tuple[Quantized, QuantizerState | None, 
     else:
         if source.probs is not None:
             # by the same kernel, also where rows are empty
-            d_probs = torch.empty(len(h), dtype=source.probs.dtype, device=h.device)
+            d_probs = torch.empty(h.shape[0], dtype=source.probs.dtype, device=h.device)
         d_out = (source.d_out, *source.d_out.stride())
         _launch(
             activation_kernels.activation_backward_kernel,
@@ -254,11 +260,11 @@ def _launch(
     constants = constants_of(h, h, source.probs, settings, tile) | ({} if d_out else {"HARDWARE": False})
     tiles = ceil_div(settings.width(h), constants["BLOCK_F"])
     parts = 1 if d_out else tiles
-    programs = ceil_div(len(h), constants["BLOCK_P"]) * parts
-    sizes = (len(h), settings.width(h), settings.between(h), parts, *((tiles,) if d_out else ()))
-    if programs:
+    programs = ceil_div(h.shape[0], constants["BLOCK_P"]) * parts
+    sizes = (h.shape[0], settings.width(h), settings.between(h), parts, *((tiles,) if d_out else ()))
+    if has_memory() and programs:
         with launch_on(h):
-            kernel[(programs,)](
+            launch(kernel, (programs,))(
                 *d_out, *strided(h), *strided(source.probs, 1), *results, *sizes, *settings.numbers(), **constants
             )
 
@@ -267,7 +273,7 @@ def _owned_rows(x: Tensor | None, splits: Tensor | None) -> Tensor | None:
     """x with 0 in the rows past the last group."""
     if x is None or splits is None:
         return x
-    owned = torch.arange(len(x), device=x.device) < splits.sum()
+    owned = torch.arange(x.shape[0], device=x.device) < splits.sum()
     return torch.where(owned if x.dim() == 1 else owned[:, None], x, 0)
 
 
@@ -278,7 +284,7 @@ class _Place(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, splits: Tensor | None) -> Tensor:
         ctx.settings, ctx.splits = settings, splits
         ctx.save_for_backward(h, probs)
-        return h.new_empty(()).expand(len(h), settings.width(h))  # no memory
+        return h.new_empty(()).expand(h.shape[0], settings.width(h))  # no memory
 
     @staticmethod
     @once_differentiable

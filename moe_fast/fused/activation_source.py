@@ -48,7 +48,7 @@ class Forms:
         }
         check_quantized_activation(h, width, self.recipe, self.role, **options, round_before_quantize=self.rounds)
         if self.splits is None:
-            check_splits([len(h)], len(h), self.recipe)
+            check_splits([h.shape[0]], h.shape[0], self.recipe)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Source:
         """A tensor of the shape and dtype of what is quantised, without memory."""
         columns = self.settings.width(self.h) if self.d_out is None else self.h.shape[1]
         dtype = self.h.dtype if self.forms.rounds else torch.float32
-        return torch.empty((), dtype=dtype, device=self.h.device).expand(len(self.h), columns)  # no memory
+        return torch.empty((), dtype=dtype, device=self.h.device).expand(self.h.shape[0], columns)  # no memory
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ class Source:
     def grid(self, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1), rows: int | None = None) -> Grid:
         """Tiles of what is quantised; of halves that are whole tiles, the gates' alone."""
         half = grid_of(
-            torch.Size((len(self.h), self.settings.width(self.h))), self.forms.splits, walk, aligned, least, rows
+            torch.Size((self.h.shape[0], self.settings.width(self.h))), self.forms.splits, walk, aligned, least, rows
         )
         if self.halves and self.settings.width(self.h) % half.settings["BLOCK_N"] == 0:
             return half
@@ -121,7 +121,7 @@ class Source:
             return None
         dtype = torch.float64 if torch.float64 in (self.h.dtype, self.probs.dtype) else torch.float32
         # all by the kernel: its tiles cover every row
-        return torch.empty((len(self.h), grid.parts), dtype=dtype, device=self.h.device)
+        return torch.empty((self.h.shape[0], grid.parts), dtype=dtype, device=self.h.device)
 
 
 def source_of(d_out: Tensor | None, h: Tensor, probs: Tensor | None, settings: Settings, forms: Forms) -> Source:

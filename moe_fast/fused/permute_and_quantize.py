@@ -13,6 +13,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import bits, check_device, launch_on, strided
+from moe_fast.launch.operators import has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation.permute import permute, sum_rows
 from moe_fast.permutation.row_map import RowMap, place, place_in_capacity
@@ -26,6 +27,7 @@ from moe_ref.config.quantization import BLOCK
 E4M3_MAX = FORMAT_MAX["e4m3"]
 
 
+@traceable
 def permute_and_quantize(
     tokens_TH: Tensor, routing_map_TE: Tensor, recipe: Recipe,
     *, probs: Tensor | None = None, align: int | None = None, capacity: int | None = None,
@@ -65,18 +67,28 @@ def permute_and_quantize(
     lists, slots = (
         place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
     )
-    work = Work(tokens_TH.detach().resolve_neg(), probs, recipe, role, lists, slots.tokens_per_expert)
-    row_map = work.row_map
-    by_rows, by_columns, next_state = work.done(rowwise, columnwise, state)
-    source, row_probs = None, work.row_probs
+    counts, format = slots.tokens_per_expert, format_of(recipe, role)
+    forms, next_state, row_probs, row_slots = _moved(
+        tokens_TH.detach().resolve_neg(), probs, recipe, role, lists, counts, rowwise, columnwise, state
+    )
+    row_map, source = replace(lists, slots_TE=row_slots, base_BE=None), None
     if torch.is_grad_enabled() and (tokens_TH.requires_grad or (probs is not None and probs.requires_grad)):
         source, row_probs = _Place.apply(tokens_TH, probs, row_probs, row_map)
     source = source if source is not None and source.requires_grad else None
-    quantized = Quantized(recipe, work.format, tokens_TH.dtype, slots.tokens_per_expert, source, by_rows, by_columns)
+    quantized = Quantized(recipe, format, tokens_TH.dtype, counts, source, *forms)
     pad_offsets = None if align is None else slots.pad_offsets
-    return PermutedQuantization(
-        quantized, next_state, row_probs, row_map, slots.tokens_per_expert, pad_offsets, slots.overflow
-    )
+    return PermutedQuantization(quantized, next_state, row_probs, row_map, counts, pad_offsets, slots.overflow)
+
+
+@operator
+def _moved(
+    tokens: Tensor, probs: Tensor | None, recipe: Recipe, role: str, lists: RowMap, splits: Tensor,
+    rowwise: bool, columnwise: bool, state: QuantizerState | None,
+) -> tuple[tuple[Form | None, Form | None], QuantizerState | None, Tensor | None, Tensor]:  # fmt: skip
+    """(forms by rows and by columns, next state, probs by row, lists of rows)."""
+    work = Work(tokens, probs, recipe, role, lists, splits)
+    by_rows, by_columns, next_state = work.done(rowwise, columnwise, state)
+    return (by_rows, by_columns), next_state, work.row_probs, work.row_map.slots_TE
 
 
 def _in_one_step(recipe: Recipe, role: str, columnwise: bool) -> bool:
@@ -161,15 +173,15 @@ class Work:
         if self.rule == "mxfp8":
             self._scatter("mxfp8", form, with_source=with_source)
             return form
-        tokens, blocks = len(self.tokens), form.scale.shape[1]
+        tokens, blocks = self.tokens.shape[0], form.scale.shape[1]
         scale = self._empty(tokens, blocks, dtype=form.scale.dtype)  # all by scatter_kernel
         amax = self._empty(tokens, blocks, dtype=form.amax.dtype)  # as above
         self._scatter("amax", replace(form, scale=scale, amax=amax), with_source=True)
         tile = self.sizes.permute_quantize.scales
         programs = ceil_div(self.shape[0], tile.tokens) * ceil_div(blocks, tile.columns)
-        if programs:
+        if has_memory() and programs:
             with launch_on(self.tokens):
-                kernels.row_scales_kernel[(programs,)](
+                launch(kernels.row_scales_kernel, (programs,))(
                     self.source,
                     scale,
                     amax,
@@ -212,10 +224,10 @@ class Work:
         """[E] max |x|, as the bits of float32."""
         amax = torch.zeros(self.row_map.num_experts, dtype=torch.int32, device=self.tokens.device)
         tile = self.sizes.permute_quantize.amax
-        programs = ceil_div(len(self.tokens), tile.tokens)
-        if programs:
+        programs = ceil_div(self.tokens.shape[0], tile.tokens)
+        if has_memory() and programs:
             with launch_on(self.tokens):
-                kernels.expert_amax_kernel[(programs,)](
+                launch(kernels.expert_amax_kernel, (programs,))(
                     *strided(self.tokens),
                     amax,
                     *self.lists.arguments(),
@@ -247,7 +259,7 @@ class Work:
     ) -> None:
         """Move the probs, write the lists of rows, and with a form, codes to each row."""
         if with_source or form is None:
-            narrow = len(self.tokens) < 2**31
+            narrow = self.tokens.shape[0] < 2**31
             # all by scatter_kernel
             self.source = self._empty(self.row_map.num_rows, dtype=torch.int32 if narrow else torch.int64)
         given, group_amax, history, inverse = (
@@ -263,7 +275,7 @@ class Work:
         if form is not None and rule != "group":
             blocks = (form.scale, form.amax if group_amax is None else None, *form.scale.stride())
         with launch_on(self.tokens):
-            kernels.scatter_kernel[(max(programs * columns, 1),)](
+            launch(kernels.scatter_kernel, (max(programs * columns, 1),))(
                 *strided(self.tokens),
                 *strided(None if self.probs is None else bits(self.probs)),
                 *strided(given, 1),
@@ -305,9 +317,9 @@ class Work:
         if self.source is None:
             self._scatter("none", None)
         programs = grid.tiles * ceil_div(grid.parts, tuned.slab) * tuned.slab
-        if programs:
+        if has_memory() and programs:
             with launch_on(self.tokens):
-                kernels.gather_kernel[(programs,)](
+                launch(kernels.gather_kernel, (programs,))(
                     *strided(self.tokens),
                     self.source,
                     self.splits,

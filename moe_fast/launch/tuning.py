@@ -195,11 +195,17 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def at_least(n: int, least: int) -> int:
+    """max(n, least), also of a number that stands for many in a compiled graph."""
+    return torch.sym_max(n, least) if isinstance(n, torch.SymInt) else max(n, least)
+
+
 def power_of_two(n: int, least: int = 1) -> int:
     """The least power of two from `n` on, at least `least`.
 
     A `least` of a few lanes costs no time, and saves the compilation of a kernel per smaller block.
     """
+    n = int(n)  # a graph is made for this number
     return max(1 << (n - 1).bit_length() if n > 1 else 1, least)
 
 

@@ -14,6 +14,7 @@ from moe_fast.dispatch.exchange import counts_of_all
 from moe_fast.dispatch.hybridep import hybridep_combine, hybridep_dispatch
 from moe_fast.experts.mlp import grouped_mlp, latent_projection
 from moe_fast.experts.shared import shared_experts
+from moe_fast.launch.operators import traceable
 from moe_fast.permutation.permute import permute, unpermute
 from moe_fast.permutation.routing_map import indices_to_multihot, multihot_to_indices
 from moe_fast.router.gating import gate, jitter
@@ -34,6 +35,7 @@ from moe_ref.config.router import expert_capacity
 Combine = Callable[[Tensor], Tensor]
 
 
+@traceable
 def moe_layer(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig,
     *, state: RouterState, training: bool = True, batch_size: int = 1, group: Any = None,
@@ -108,9 +110,9 @@ def sum_over(x_N: Tensor, group: Any) -> Tensor:
 
 def _on_one_rank(tokens: Tensor, routed: RouteOutput, router: RouterConfig) -> tuple[Any, Combine]:
     """All experts are here: the dispatchers move no row, and have one sum."""
-    most = _most_rows(len(tokens), router)
+    most = _most_rows(tokens.shape[0], router)
     permuted = permute(tokens, routed.routing_map, probs=routed.probs, num_rows=most)
-    return permuted, lambda rows: unpermute(rows, permuted.row_map, restore_shape=(len(tokens), tokens.shape[1]))
+    return permuted, lambda rows: unpermute(rows, permuted.row_map, restore_shape=(tokens.shape[0], tokens.shape[1]))
 
 
 def _most_rows(tokens: int, router: RouterConfig) -> int:

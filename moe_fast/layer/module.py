@@ -167,7 +167,8 @@ class MoELayer(nn.Module):
             require(padding_mask.shape == right, "padding_mask", f"of shape {tuple(padding_mask.shape)}", f"of {right}")
             padding_mask = padding_mask.reshape(-1)
         inputs = (x.reshape(-1, x.shape[-1]), padding_mask, *self.layer_parameters)
-        if self.recompute == "moe":
+        # a compiled graph saves what the compiler chooses
+        if self.recompute == "moe" and not torch.compiler.is_dynamo_compiling():
             # a rank that stopped before its last collective would let the others wait
             with set_checkpoint_early_stop(self.group is None):
                 output, state, losses = run_again(run, *inputs, random=self.config.jitter_eps is not None)

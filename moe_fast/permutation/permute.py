@@ -10,6 +10,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import bits, check_device, integers, launch_on, movable, strided
+from moe_fast.launch.operators import as_operators, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation import _chunks as chunk_kernels
 from moe_fast.permutation import _permute as kernels
@@ -20,6 +21,7 @@ SUMMED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that unpermute
 MERGING = (*SUMMED, torch.float64)  # dtypes of probs that unpermute multiplies by
 
 
+@traceable
 def permute(
     tokens_TH: Tensor, routing_map_TE: Tensor, *, probs: Tensor | None = None,
     align: int | None = None, capacity: int | None = None, num_rows: int | None = None,
@@ -47,6 +49,7 @@ def permute(
     )
 
 
+@traceable
 def unpermute(
     rows_PH: Tensor, row_map: RowMap, *, restore_shape: tuple[int, int] | None = None, probs: Tensor | None = None
 ) -> Tensor:
@@ -61,6 +64,7 @@ def unpermute(
     return _Unpermute.apply(rows_PH, probs, row_map)
 
 
+@traceable
 def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None) -> SortedChunks:
     """Cut the rows into consecutive chunks and put the chunks into another order: one launch.
 
@@ -95,6 +99,7 @@ def check_merged(rows: Tensor, probs: Tensor | None) -> None:
         require(probs.dtype in MERGING, "probs", f"of dtype {probs.dtype}", f"one of {MERGING}")
 
 
+@as_operators
 class _Permute(torch.autograd.Function):
     """The copy of `permute`; its gradient is `unpermute` of the rows, and probs moved back."""
 
@@ -124,6 +129,7 @@ class _Permute(torch.autograd.Function):
         return *sum_rows(drows, None, drow_probs, RowMap(*ctx.saved_tensors, *ctx.numbers)), None, None
 
 
+@as_operators
 class _Unpermute(torch.autograd.Function):
     """The sum of `unpermute`; without probs its gradient is `permute` of the sums."""
 
@@ -147,6 +153,7 @@ class _Unpermute(torch.autograd.Function):
         return *merge_backward(dout, rows, probs, row_map, ctx.needs_input_grad[0]), None
 
 
+@as_operators
 class _SortChunks(torch.autograd.Function):
     """The gather of `sort_chunks`; its gradient is the gather of the inverse order."""
 
@@ -199,7 +206,7 @@ def move_to_rows(
     if programs * columns == 0:
         return rows, row_probs
     with launch_on(tokens):
-        kernels.permute_kernel[(programs * columns,)](
+        launch(kernels.permute_kernel, (programs * columns,))(
             *strided(bits(tokens)),
             *strided(None if probs is None else bits(probs)),
             bits(rows),
@@ -217,6 +224,7 @@ def move_to_rows(
     return rows, row_probs
 
 
+@operator
 def sum_rows(
     rows: Tensor | None, probs: Tensor | None, drow_probs: Tensor | None, row_map: RowMap
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -237,7 +245,7 @@ def sum_rows(
     if programs == 0:
         return out, dprobs
     with launch_on(some):
-        kernels.unpermute_kernel[(programs,)](
+        launch(kernels.unpermute_kernel, (programs,))(
             *strided(rows),
             *strided(probs),
             out,
@@ -268,7 +276,7 @@ def merge_backward(
     if programs == 0:
         return drows, dprobs
     with launch_on(dout):
-        kernels.unpermute_backward_kernel[(programs,)](
+        launch(kernels.unpermute_backward_kernel, (programs,))(
             *strided(dout),
             *strided(rows),
             *strided(probs),
@@ -305,7 +313,7 @@ def _gather_chunks(
     if num_rows == 0:
         return out, out_probs
     with launch_on(some):
-        chunk_kernels.sort_chunks_kernel[(ceil_div(num_rows, blocks.sort_chunks.tokens),)](
+        launch(chunk_kernels.sort_chunks_kernel, (ceil_div(num_rows, blocks.sort_chunks.tokens),))(
             *strided(None if rows is None else bits(rows)),
             *strided(None if probs is None else bits(probs), 1),
             *strided(sizes, 1),

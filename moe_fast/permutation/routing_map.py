@@ -3,18 +3,20 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import bits, check_device, integers, launch_on, strided
+from moe_fast.launch.operators import as_operators, launch, operator, traceable
+from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation import _routing_map as kernels
 from moe_fast.permutation import _row_map as map_kernels
 from moe_fast.permutation.row_map import walk_map
 from moe_ref.config import Indices, Multihot, PaddedMap, check_align, check_indices, check_map, check_multihot, require
 
 
+@traceable
 def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
     """Route more tokens to each expert until its count is a multiple of `align`.
 
@@ -24,13 +26,19 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
     require(align is not None, "align", align, "a positive integer")
     check_align(align)
     check_device("routing_map", routing_map_TE)
+    return PaddedMap(*_padded(routing_map_TE, align))
+
+
+@operator
+def _padded(routing_map_TE: Tensor, align: int) -> tuple[Tensor, Tensor]:
+    """The padded map, and the experts that stay short."""
     device = routing_map_TE.device
     walk = walk_map(routing_map_TE)
     # all: a block of tokens by each program
     padded = torch.empty(routing_map_TE.shape, dtype=torch.bool, device=device)
     unreached = torch.empty(routing_map_TE.shape[1], dtype=torch.bool, device=device)  # all by the first program
     with launch_on(routing_map_TE):
-        map_kernels.pad_routing_map_kernel[(walk.blocks,)](
+        launch(map_kernels.pad_routing_map_kernel, (walk.blocks,))(
             *strided(integers(routing_map_TE)),
             *walk.counted(),
             integers(padded),
@@ -39,9 +47,10 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
             align,
             **walk.blocking(),
         )
-    return PaddedMap(padded, unreached)
+    return padded, unreached
 
 
+@traceable
 def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: int) -> Multihot:
     """Turn each token's list of experts into a row of the routing map: one launch.
 
@@ -53,6 +62,7 @@ def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: in
     return Multihot(*_ToMultihot.apply(indices_TK, probs_TK, num_experts))
 
 
+@traceable
 def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) -> Indices:
     """List each token's experts, ascending, in K slots: one launch. Probs are copied bit by bit."""
     check_multihot(routing_map_TE, probs_TE, topk)
@@ -60,6 +70,7 @@ def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) 
     return Indices(*_ToIndices.apply(routing_map_TE, probs_TE, topk))
 
 
+@as_operators
 class _ToMultihot(torch.autograd.Function):
     """`indices_to_multihot`; its gradient is taken from each slot's expert."""
 
@@ -78,6 +89,7 @@ class _ToMultihot(torch.autograd.Function):
         return None, None if dout is None else _gather(dout, indices), None
 
 
+@as_operators
 class _ToIndices(torch.autograd.Function):
     """`multihot_to_indices`; its gradient is the scatter of its slots."""
 
@@ -107,7 +119,7 @@ def _scatter(indices: Tensor, values: Tensor, num_experts: int, *, with_map: boo
     if num_tokens == 0:
         return routing_map, out
     with launch_on(indices):
-        kernels.multihot_kernel[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(num_experts, tile.columns))](
+        launch(kernels.multihot_kernel, (ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns)))(
             *strided(integers(indices)),
             *strided(bits(values)),
             integers(routing_map) if with_map else None,
@@ -128,7 +140,10 @@ def _gather(dout: Tensor, indices: Tensor) -> Tensor:
     if dvalues.numel() == 0:
         return dvalues
     with launch_on(dout):
-        kernels.multihot_backward_kernel[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(num_slots, tile.columns))](
+        launch(
+            kernels.multihot_backward_kernel,
+            (ceil_div(num_tokens, tile.tokens), ceil_div(num_slots, tile.columns)),
+        )(
             *strided(bits(dout)),
             *strided(integers(indices)),
             bits(dvalues),
@@ -151,10 +166,10 @@ def _list(routing_map: Tensor, values: Tensor, topk: int) -> tuple[Tensor, Tenso
     overflow = torch.zeros((), dtype=torch.bool, device=device)
     if num_tokens == 0:
         return indices, out, overflow
-    block_experts = triton.next_power_of_2(num_experts)
+    block_experts = power_of_two(num_experts)
     block_tokens = sizes.multihot_rows.tile_tokens(block_experts)
     with launch_on(routing_map):
-        kernels.indices_kernel[(triton.cdiv(num_tokens, block_tokens),)](
+        launch(kernels.indices_kernel, (ceil_div(num_tokens, block_tokens),))(
             *strided(integers(routing_map)),
             *strided(bits(values)),
             indices,

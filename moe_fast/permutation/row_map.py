@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moe_fast.launch import tuning
 from moe_fast.launch.backend import integers, launch_on, strided
-from moe_fast.launch.tuning import ceil_div, power_of_two
+from moe_fast.launch.operators import has_memory, launch, operator, record
+from moe_fast.launch.tuning import at_least, ceil_div, power_of_two
 from moe_fast.permutation import _row_map as kernels
 from moe_fast.permutation._permute import RowMapPointers
 
@@ -16,6 +17,7 @@ UNBOUNDED = 1 << 62  # more rows than any buffer has
 NUM_TENSORS = 4  # the first fields of a `RowMap`
 
 
+@record
 @dataclass(frozen=True)
 class RowMap:
     """Each token's rows: row = base[t // tokens_per_block, expert] + rank, dropped from num_rows
@@ -153,10 +155,10 @@ def plan_walk(routing_map: Tensor) -> Walk:
     for pack in (4, 1):
         width = max(1, block_experts // pack)
         block_tokens = sizes.tile_tokens(width)
-        tiles = max(1, ceil_div(num_tokens, block_tokens * sizes.max_programs))
+        tiles = at_least(ceil_div(num_tokens, block_tokens * sizes.max_programs), 1)
         if tiles * block_tokens < 256 and _has_words(routing_map):
             break
-    blocks = sizes.layout_group * max(1, ceil_div(num_tokens, block_tokens * tiles * sizes.layout_group))
+    blocks = sizes.layout_group * at_least(ceil_div(num_tokens, block_tokens * tiles * sizes.layout_group), 1)
     # every program of the layout reads all of them
     counted_as = torch.uint8 if tiles * block_tokens < 256 else torch.int32
     # all by routing_walk_kernel
@@ -167,19 +169,24 @@ def plan_walk(routing_map: Tensor) -> Walk:
 
 
 def _has_words(routing_map: Tensor) -> bool:
-    """Whether bytes of 0 and 1 can be read four at a time."""
+    """Whether bytes of 0 and 1 can be read four at a time: by the layout, which a graph knows."""
     if routing_map.dtype != torch.bool or routing_map.stride(1) != 1:
         return False
-    return all(
-        size % 4 == 0
-        for size in (routing_map.data_ptr(), routing_map.storage_offset(), routing_map.stride(0), routing_map.shape[1])
-    )
+    return routing_map.stride(0) % 4 == 0 and routing_map.shape[1] % 4 == 0
+
+
+def _in_words(routing_map: Tensor) -> Tensor:
+    """Words of four bytes; a map that does not begin with a word is copied."""
+    if not has_memory():
+        return routing_map  # no kernel is launched
+    aligned = routing_map.data_ptr() % 4 == 0 and routing_map.storage_offset() % 4 == 0
+    return (routing_map if aligned else routing_map.clone()).view(torch.int32)
 
 
 def count_blocks(routing_map: Tensor, walk: Walk, slots: Slots | None) -> None:
     """The first launch: count the routed tokens of each block; with `slots`, list them."""
-    words = integers(routing_map) if walk.pack == 1 else routing_map.view(torch.int32)
-    kernels.routing_walk_kernel[(walk.blocks,)](
+    words = integers(routing_map) if walk.pack == 1 else _in_words(routing_map)
+    launch(kernels.routing_walk_kernel, (walk.blocks,))(
         *strided(words),
         *((slots.slots_TE, slots.num_slots_T) if slots else (None, None)),
         walk.block_count_EB,
@@ -201,7 +208,7 @@ def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int) -> None:
         if slots
         else (None,) * 5
     )
-    kernels.routing_layout_kernel[(max(1, ceil_div(num_experts, sizes.layout_experts)),)](
+    launch(kernels.routing_layout_kernel, (max(1, ceil_div(num_experts, sizes.layout_experts)),))(
         walk.block_count_EB,
         walk.base_EB,
         walk.count_E,
@@ -221,29 +228,39 @@ def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int) -> None:
 
 def place(routing_map: Tensor, align: int | None, num_rows: int | None) -> tuple[RowMap, Slots]:
     """The row map of `permute` without capacity; without `num_rows` the host waits for it."""
+    slots, base_BE, tokens_per_block = _places(routing_map, align or 1, UNBOUNDED if num_rows is None else num_rows)
+    # by item: to a graph it is a number that it does not know, which int would ask for
+    rows: Any = slots.total.item() if num_rows is None else num_rows
+    gaps = {"expert_gaps": align is not None and bool(align > 1), "tail_gap": num_rows is not None}
+    return _row_map(routing_map, tokens_per_block, slots, base_BE, rows, **gaps), slots
+
+
+@operator
+def _places(routing_map: Tensor, align: int, num_rows: int) -> tuple[Slots, Tensor, int]:
+    """(slots, bases, tokens per block)."""
     slots = empty_slots(routing_map)
-    walk = walk_map(routing_map, slots, align or 1, UNBOUNDED if num_rows is None else num_rows)
-    rows = int(slots.total) if num_rows is None else num_rows
-    return _row_map(
-        routing_map,
-        walk,
-        slots,
-        walk.base_EB.t(),
-        rows,
-        expert_gaps=align is not None and align > 1,
-        tail_gap=num_rows is not None,
-    ), slots
+    walk = walk_map(routing_map, slots, align, num_rows)
+    return slots, walk.base_EB.t(), walk.tiles * walk.block_tokens
 
 
 def place_in_capacity(routing_map: Tensor, capacity: int) -> tuple[RowMap, Slots]:
     """The row map of `permute` with drop and pad."""
     num_tokens, num_experts = routing_map.shape
+    slots, base_E, blocks, tokens_per_block = _places_in_capacity(routing_map, capacity)
+    base_BE = base_E.expand(blocks, num_experts)  # the ranks already count all blocks
+    gaps = {"expert_gaps": bool(capacity > num_tokens), "tail_gap": False}
+    return _row_map(routing_map, tokens_per_block, slots, base_BE, num_experts * capacity, **gaps), slots
+
+
+@operator
+def _places_in_capacity(routing_map: Tensor, capacity: int) -> tuple[Slots, Tensor, int, int]:
+    """(slots, base of each expert, blocks, tokens per block)."""
     slots = empty_slots(routing_map)
     walk = walk_map(routing_map)
     # all by the first program of capacity_kernel
-    base = torch.empty(num_experts, dtype=torch.int64, device=routing_map.device)
+    base = torch.empty(routing_map.shape[1], dtype=torch.int64, device=routing_map.device)
     with launch_on(routing_map):
-        kernels.capacity_kernel[(walk.blocks,)](
+        launch(kernels.capacity_kernel, (walk.blocks,))(
             *strided(integers(routing_map)),
             *walk.counted(),
             slots.slots_TE,
@@ -256,24 +273,20 @@ def place_in_capacity(routing_map: Tensor, capacity: int) -> tuple[RowMap, Slots
             capacity,
             **walk.blocking(),
         )
-    base_BE = base.expand(walk.blocks, num_experts)  # the ranks already count all blocks
-    return _row_map(
-        routing_map, walk, slots, base_BE, num_experts * capacity, expert_gaps=capacity > num_tokens, tail_gap=False
-    ), slots
+    return slots, base, walk.blocks, walk.tiles * walk.block_tokens
 
 
 def _row_map(
-    routing_map: Tensor, walk: Walk, slots: Slots, base_BE: Tensor, num_rows: int, *, expert_gaps: bool, tail_gap: bool
+    routing_map: Tensor, tokens_per_block: int, slots: Slots, base_BE: Tensor, num_rows: int, **gaps: bool
 ) -> RowMap:
     return RowMap(
         slots_TE=slots.slots_TE,
         num_slots_T=slots.num_slots_T,
         base_BE=base_BE,
         gap_2E=slots.gap_2E,
-        tokens_per_block=walk.tiles * walk.block_tokens,
+        tokens_per_block=tokens_per_block,
         num_tokens=routing_map.shape[0],
         num_experts=routing_map.shape[1],
         num_rows=num_rows,
-        expert_gaps=expert_gaps,
-        tail_gap=tail_gap,
+        **gaps,
     )

@@ -6,7 +6,8 @@ from torch import Tensor
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
 from moe_fast.launch.backend import check_device, launch_on, strided
-from moe_fast.launch.tuning import power_of_two
+from moe_fast.launch.operators import has_memory, launch, operator, traceable
+from moe_fast.launch.tuning import at_least, power_of_two
 from moe_fast.quantization import _group_scales as kernels
 from moe_fast.quantization.quantized import Form, encoding, format_of, grid_of
 from moe_ref.config import QuantizerState, Recipe, check_role, check_state, require
@@ -18,14 +19,15 @@ def group_amax(x: Tensor, splits: Tensor | None) -> Tensor:
     """[G] max |x|, as the bits of float32."""
     grid = grid_of(x.shape, splits, tuning.for_device(x.device).quantize.groups, True)
     amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
-    if grid.programs:
+    if has_memory() and grid.programs:
         with launch_on(x):
-            kernels.group_amax_kernel[(grid.programs,)](
+            launch(kernels.group_amax_kernel, (grid.programs,))(
                 *strided(x), *strided(splits, 1), amax, *x.shape, *grid.sizes, **grid.settings
             )
     return amax
 
 
+@operator
 def cast_groups(
     x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, state: QuantizerState | None
 ) -> tuple[Form, QuantizerState | None]:
@@ -41,7 +43,7 @@ def cast_groups(
         amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
         state = QuantizerState(history, given)
     with launch_on(x):
-        kernels.cast_groups_kernel[(max(grid.programs, 1),)](
+        launch(kernels.cast_groups_kernel, (at_least(grid.programs, 1),))(
             *strided(x),
             *strided(splits, 1),
             *strided(given, 1),
@@ -59,6 +61,7 @@ def cast_groups(
     return Form(codes, inverse, amax.view(torch.float32), None), state
 
 
+@traceable
 def update_scales(
     state: QuantizerState, recipe: Recipe, *, role: str = "input", reduced_amax: Tensor | None = None
 ) -> QuantizerState:
@@ -75,6 +78,12 @@ def update_scales(
         )
     check_role(role)
     check_device("state", state.scale)
+    return QuantizerState(*_next_state(state, recipe, role, reduced_amax))
+
+
+@operator
+def _next_state(state: QuantizerState, recipe: Recipe, role: str, reduced_amax: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The amax history, and the scales."""
     assert recipe.margin is not None
     groups, length = state.amax_history.shape
     history = torch.empty((groups, length), device=state.scale.device)  # all by update_scales_kernel
@@ -82,7 +91,7 @@ def update_scales(
     largest = FORMAT_MAX[format_of(recipe, role)] * 2.0**-recipe.margin
     if groups:
         with launch_on(scale):
-            kernels.update_scales_kernel[(groups,)](
+            launch(kernels.update_scales_kernel, (groups,))(
                 *strided(state.amax_history),
                 *strided(state.scale, 1),
                 *strided(reduced_amax, 1),
@@ -94,4 +103,4 @@ def update_scales(
                 BLOCK_L=power_of_two(length),
                 **NO_FP_FUSION,
             )
-    return QuantizerState(history, scale)
+    return history, scale

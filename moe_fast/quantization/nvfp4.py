@@ -6,6 +6,7 @@ from torch import Tensor
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION
 from moe_fast.launch.backend import casts_in_hardware, launch_on, strided
+from moe_fast.launch.operators import has_memory, launch, operator
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization import _group_scales as group_scales
 from moe_fast.quantization import _nvfp4 as nvfp4
@@ -22,6 +23,7 @@ SCOPES: dict[str, tuple[str, ...]] = {
 }  # that a role is in
 
 
+@operator
 def quantize_two_levels(
     x: Tensor, recipe: Recipe, role: str, splits: Tensor | None, rowwise: bool, columnwise: bool, noise: Tensor | None
 ) -> tuple[Form | None, Form | None]:
@@ -47,7 +49,7 @@ def quantize_two_levels(
         """A form whose codes and scales are all written by quantize_two_levels_kernel."""
         assert amax is not None
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-        scale = torch.empty(ceil_div(len(x), block[0]), x.shape[1] // block[1], dtype=torch.uint8, device=x.device)
+        scale = torch.empty(ceil_div(x.shape[0], block[0]), x.shape[1] // block[1], dtype=torch.uint8, device=x.device)
         return Form(codes, scale, amax, block, per if row_scaled else "group", largest, transformed and per == "column")
 
     by_rows = blank(row_amax, (SIZE if square else 1, SIZE), "row") if rowwise else None
@@ -55,9 +57,9 @@ def quantize_two_levels(
     sizes = tuning.for_device(x.device).quantize
     walk = sizes.transformed if transformed else sizes.columns if square or columnwise else sizes.rows
     grid = grid_of(x.shape, splits, walk, True, (SIZE if square or columnwise else 1, SIZE))
-    if grid.programs:
+    if has_memory() and grid.programs:
         with launch_on(x):
-            nvfp4.quantize_two_levels_kernel[(grid.programs,)](
+            launch(nvfp4.quantize_two_levels_kernel, (grid.programs,))(
                 *strided(x),
                 *strided(splits, 1),
                 row_amax,
@@ -87,12 +89,14 @@ def _amax_of_forms(
     grid = grid_of(
         x.shape, splits, sizes.groups if row_scaled else sizes.transformed, True, (1 if row_scaled else SIZE, 1)
     )
-    row_shape, column_shape = ((len(x),), (grid.groups, x.shape[1])) if row_scaled else ((grid.groups,), (grid.groups,))
+    row_shape, column_shape = (
+        ((x.shape[0],), (grid.groups, x.shape[1])) if row_scaled else ((grid.groups,), (grid.groups,))
+    )
     row_amax = torch.zeros(row_shape, dtype=torch.int32, device=x.device) if rowwise else None
     column_amax = torch.zeros(column_shape, dtype=torch.int32, device=x.device) if columnwise else None
-    if grid.programs:
+    if has_memory() and grid.programs:
         with launch_on(x):
-            group_scales.two_levels_amax_kernel[(grid.programs,)](
+            launch(group_scales.two_levels_amax_kernel, (grid.programs,))(
                 *strided(x),
                 *strided(splits, 1),
                 row_amax,

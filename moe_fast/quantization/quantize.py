@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION
 from moe_fast.launch.backend import check_device, launch_on, strided
+from moe_fast.launch.operators import has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization import _quantize as kernels
 from moe_fast.quantization._quantize import FormPointers
@@ -30,6 +31,7 @@ from moe_ref.config import Quantization, QuantizerState, Recipe, check_quantize,
 from moe_ref.config.quantization import BLOCK
 
 
+@traceable
 def quantize(
     x_MN: Tensor, recipe: Recipe,
     *, role: str = "input", splits: Tensor | None = None, rowwise: bool = True,
@@ -45,7 +47,7 @@ def quantize(
     check_quantize(x_MN, recipe, role, splits, rowwise, columnwise, state, noise)
     check_device("x", x_MN)
     if splits is None:
-        check_splits([len(x_MN)], len(x_MN), recipe)
+        check_splits([x_MN.shape[0]], x_MN.shape[0], recipe)
     else:
         splits = splits.to(x_MN.device, non_blocking=True)
     x = x_MN.detach().resolve_neg()  # a kernel sees memory, not a pending minus
@@ -70,6 +72,7 @@ def quantize(
     return Quantization(quantized, state)
 
 
+@operator
 def _quantize_blocks(
     x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, square: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Form | None, Form | None]:
@@ -82,9 +85,9 @@ def _quantize_blocks(
     grid = grid_of(x.shape, splits, walk, aligned, (size if tall else 1, size), size if aligned else None)
     by_rows = empty_form(x, rule, (size if square else 1, size), grid) if rowwise else None
     by_columns = empty_form(x, rule, (size, 1), grid) if columnwise else None
-    if grid.programs:
+    if has_memory() and grid.programs:
         with launch_on(x):
-            kernels.quantize_blocks_kernel[(grid.programs,)](
+            launch(kernels.quantize_blocks_kernel, (grid.programs,))(
                 *strided(x),
                 *strided(splits, 1),
                 *form_arguments(by_rows),
@@ -105,7 +108,7 @@ def _quantize_blocks(
 
 def empty_form(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form:
     """A form with room for all blocks; kernels write all codes, and existing scales."""
-    rows = grid.tiles if rule == "amax" and block[0] > 1 else ceil_div(len(x), block[0])
+    rows = grid.tiles if rule == "amax" and block[0] > 1 else ceil_div(x.shape[0], block[0])
     columns = ceil_div(x.shape[1], block[1])
     turned = rule == "amax" and block[0] == 1  # neighbouring rows side by side, for matrix products
 
@@ -139,5 +142,5 @@ class _Place(torch.autograd.Function):
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:
         if ctx.splits is None:
             return d_x, None
-        owned = torch.arange(len(d_x), device=d_x.device) < ctx.splits.sum()
+        owned = torch.arange(d_x.shape[0], device=d_x.device) < ctx.splits.sum()
         return torch.where(owned[:, None], d_x, 0), None

@@ -12,6 +12,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import casts_in_hardware, launch_on, strided
+from moe_fast.launch.operators import as_operators, has_memory, launch, record, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.quantization import _hadamard as hadamard
 from moe_fast.quantization._dequantize import dequantize_kernel
@@ -28,6 +29,7 @@ KERNEL_OF = {
 }  # the kernels' names
 
 
+@record
 @dataclass(frozen=True)
 class Form:
     """A tensor along one direction, as the kernels keep it.
@@ -45,6 +47,7 @@ class Form:
     transformed: bool = False  # codes of the Hadamard transform
 
 
+@record
 @dataclass(frozen=True)
 class Quantized:
     """The result of `quantize`; see `codes`, `scales`, `amax` and `dequantize`."""
@@ -84,6 +87,7 @@ def encoding(recipe: Recipe, format: str, device: torch.device) -> dict[str, Any
     return {"FORMAT": format, "POWER_OF_TWO": power_of_two, "HARDWARE": hardware}
 
 
+@traceable
 def codes(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
     """The codes, [M,N] uint8, 0 in rows past the last group; E2M1 codes in the low four bits."""
     return quantized.form(columnwise).codes_MN
@@ -121,7 +125,7 @@ def _compact(quantized: Quantized, form: Form, blocks: Tensor, columnwise: bool)
 
 def _sizes(quantized: Quantized, form: Form) -> list[int]:
     """Rows of each group; waits for the device, and raises `ValueError` for illegal splits."""
-    num_rows = len(form.codes_MN)
+    num_rows = form.codes_MN.shape[0]
     if quantized.splits is None:
         return [num_rows]
     sizes: list[int] = quantized.splits.tolist()
@@ -134,7 +138,7 @@ def _shown(values_G: Tensor, quantized: Quantized, form: Form) -> Tensor:
     splits = quantized.splits
     if splits is None:
         return values_G
-    wrong = (splits < 0).any() | (splits > len(form.codes_MN)).any() | (splits.sum() > len(form.codes_MN))
+    wrong = (splits < 0).any() | (splits > form.codes_MN.shape[0]).any() | (splits.sum() > form.codes_MN.shape[0])
     return torch.where(wrong, torch.nan, values_G)
 
 
@@ -176,6 +180,7 @@ def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
     return _compact(quantized, form, form.amax, columnwise)[1].float()
 
 
+@traceable
 def dequantize(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
     """The values of the codes, [M,N] in x's dtype, 0 in rows past the last group: one launch.
 
@@ -195,9 +200,9 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
     walk = sizes.tall if rows else sizes.columns if tall else sizes.groups
     grid = grid_of(codes_MN.shape, quantized.splits, walk, aligned, block, rows)
     out = torch.empty(codes_MN.shape, dtype=quantized.dtype, device=codes_MN.device)  # all by dequantize_kernel
-    if grid.programs:
+    if has_memory() and grid.programs:
         with launch_on(codes_MN):
-            dequantize_kernel[(grid.programs,)](
+            launch(dequantize_kernel, (grid.programs,))(
                 codes_MN,
                 form.scale,
                 *((0, 0) if form.block is None else form.scale.stride()),
@@ -219,6 +224,7 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
     return out
 
 
+@as_operators
 class _StraightThrough(torch.autograd.Function):
     """The values in the forward, the source's gradient in the backward."""
 
@@ -240,10 +246,10 @@ def _hadamard_adjoint(d_value: Tensor) -> Tensor:
         d_value.shape, None, tuning.for_device(d_value.device).quantize.transformed, True, (hadamard.SIZE.value, 1)
     )
     out = torch.empty(d_value.shape, dtype=d_value.dtype, device=d_value.device)  # all by hadamard_adjoint_kernel
-    if grid.programs:
+    if has_memory() and grid.programs:
         sizes = {name: grid.settings[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")}
         with launch_on(d_value):
-            hadamard.hadamard_adjoint_kernel[(grid.programs,)](
+            launch(hadamard.hadamard_adjoint_kernel, (grid.programs,))(
                 *strided(d_value), out, *d_value.shape, grid.parts, grid.steps, **sizes, **NO_FP_FUSION
             )
     return out

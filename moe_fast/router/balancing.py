@@ -9,6 +9,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import integers, launch_on, strided
+from moe_fast.launch.operators import as_operators, launch, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _balancing as kernels
 from moe_fast.router.selection import check_computed, check_rows
@@ -25,6 +26,7 @@ from moe_ref.config import (
 )
 
 
+@traceable
 def aux_loss_scores(
     logits_TE: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None
 ) -> AuxScores:
@@ -37,11 +39,12 @@ def aux_loss_scores(
     check_logits(logits_TE)
     check_topk(topk, logits_TE.shape[1])
     check_score_function(score_function)
-    check_padding_mask(padding_mask, len(logits_TE))
+    check_padding_mask(padding_mask, logits_TE.shape[0])
     check_rows(logits_TE, topk)
     return AuxScores(*_AuxScores.apply(logits_TE, padding_mask, topk, score_function))
 
 
+@traceable
 def load_balancing_loss(
     scores: Tensor,
     tokens_per_expert: Tensor,
@@ -66,6 +69,7 @@ def load_balancing_loss(
     return _BalancingLoss.apply(scores, tokens_per_expert.detach(), total_num_tokens, coeff * num_experts / topk)
 
 
+@traceable
 def z_loss(logits_TE: Tensor, *, coeff: float, padding_mask: Tensor | None = None) -> Tensor:
     """The penalty on large logits: two launches. The order of the sum depends on the shape only.
 
@@ -74,11 +78,12 @@ def z_loss(logits_TE: Tensor, *, coeff: float, padding_mask: Tensor | None = Non
     """
     check_logits(logits_TE)
     check_coeff(coeff)
-    check_padding_mask(padding_mask, len(logits_TE))
+    check_padding_mask(padding_mask, logits_TE.shape[0])
     check_rows(logits_TE)
     return _ZLoss.apply(logits_TE, padding_mask, coeff)
 
 
+@as_operators
 class _AuxScores(torch.autograd.Function):
     """`aux_loss_scores`; the choice has no gradient."""
 
@@ -94,7 +99,7 @@ class _AuxScores(torch.autograd.Function):
         grid, sizes = _whole_rows(logits)
         if grid[0]:
             with launch_on(logits):
-                kernels.aux_scores_kernel[grid](
+                launch(kernels.aux_scores_kernel, grid)(
                     *strided(logits),
                     *_padding(padding),
                     scores,
@@ -117,7 +122,7 @@ class _AuxScores(torch.autograd.Function):
         grid, sizes = _whole_rows(logits)
         if grid[0]:
             with launch_on(logits):
-                kernels.aux_scores_backward_kernel[grid](
+                launch(kernels.aux_scores_backward_kernel, grid)(
                     *strided(dscores),
                     *strided(logits),
                     *_padding(padding),
@@ -129,6 +134,7 @@ class _AuxScores(torch.autograd.Function):
         return dlogits, None, None, None
 
 
+@as_operators
 class _BalancingLoss(torch.autograd.Function):
     """`load_balancing_loss`; saved are the counts and the factor."""
 
@@ -143,7 +149,7 @@ class _BalancingLoss(torch.autograd.Function):
         wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
         partial = torch.empty(grid[0] * columns, dtype=wide, device=scores.device)  # all by balance_kernel
         with launch_on(scores):
-            kernels.balance_kernel[grid](
+            launch(kernels.balance_kernel, grid)(
                 *strided(scores),
                 *strided(count, 1),
                 partial,
@@ -168,7 +174,10 @@ class _BalancingLoss(torch.autograd.Function):
         dscores = torch.empty(ctx.shape, dtype=ctx.dtype, device=count.device)  # all by balance_backward_kernel
         if num_rows:
             with launch_on(dloss):
-                kernels.balance_backward_kernel[(ceil_div(num_rows, tile.tokens), ceil_div(num_columns, tile.columns))](
+                launch(
+                    kernels.balance_backward_kernel,
+                    (ceil_div(num_rows, tile.tokens), ceil_div(num_columns, tile.columns)),
+                )(
                     dloss.resolve_neg(),
                     factor,
                     *strided(count, 1),
@@ -181,6 +190,7 @@ class _BalancingLoss(torch.autograd.Function):
         return dscores, None, None, None
 
 
+@as_operators
 class _ZLoss(torch.autograd.Function):
     """`z_loss`; saved are the logits and the factor."""
 
@@ -191,7 +201,7 @@ class _ZLoss(torch.autograd.Function):
         partial = torch.empty(programs, dtype=wide, device=logits.device)  # all by z_loss_kernel
         valid = torch.empty(programs, dtype=torch.int32, device=logits.device)  # as above
         with launch_on(logits):
-            kernels.z_loss_kernel[(programs,)](
+            launch(kernels.z_loss_kernel, (programs,))(
                 *strided(logits), *_padding(padding), partial, valid, *logits.shape, each, **sizes
             )
             loss, factor = _finish(partial, valid, 0, coeff)
@@ -206,7 +216,7 @@ class _ZLoss(torch.autograd.Function):
         grid, sizes = _whole_rows(logits)
         if grid[0]:
             with launch_on(logits):
-                kernels.z_loss_backward_kernel[grid](
+                launch(kernels.z_loss_backward_kernel, grid)(
                     dloss.resolve_neg(), factor, *strided(logits), *_padding(padding), dlogits, *logits.shape, **sizes
                 )
         return dlogits, None, None
@@ -217,7 +227,7 @@ def _finish(partial: Tensor, valid: Tensor | None, total: int | Tensor, coeff: f
     loss = torch.empty((), dtype=partial.dtype, device=partial.device)  # by finish_loss_kernel
     factor = torch.empty((), dtype=partial.dtype, device=partial.device)  # as above
     in_tensor = isinstance(total, Tensor)
-    kernels.finish_loss_kernel[(1,)](
+    launch(kernels.finish_loss_kernel, (1,))(
         partial,
         valid,
         total if in_tensor else None,
@@ -237,7 +247,7 @@ def _whole_rows(logits: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     """The grid and the blocks of the kernels that take whole rows."""
     rows = tuning.for_device(logits.device).aux_scores
     width = power_of_two(logits.shape[1], least=8)
-    grid = (ceil_div(len(logits), rows.tile_tokens(width)),)
+    grid = (ceil_div(logits.shape[0], rows.tile_tokens(width)),)
     return grid, {"ACCUMULATOR": accumulator(logits), **rows.blocks(width)}
 
 
@@ -245,7 +255,7 @@ def _rows_of_programs(logits: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
     """Programs, tiles of each, and their blocks, where programs add up rows."""
     rows = tuning.for_device(logits.device).z_loss
     width = power_of_two(logits.shape[1], least=8)
-    tiles = ceil_div(len(logits), rows.tile_tokens(width))
+    tiles = ceil_div(logits.shape[0], rows.tile_tokens(width))
     each = ceil_div(tiles, rows.max_programs)
     return (ceil_div(tiles, each) if tiles else 1, each), {"ACCUMULATOR": accumulator(logits), **rows.blocks(width)}
 
@@ -268,12 +278,14 @@ class _AttachLoss(torch.autograd.Function):
         return dx, torch.full_like(ctx.like, ctx.scale), None
 
 
+@traceable
 def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
     """x itself, with a loss whose gradient is `scale`, whatever the gradient of the result is."""
     check_loss_scale(scale)
     return _AttachLoss.apply(x, loss, scale)
 
 
+@traceable
 def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update_rate: float) -> Tensor:
     """The next bias: up where an expert had fewer tokens than the average, down where more."""
     check_update_expert_bias(expert_bias, tokens_per_expert, update_rate)

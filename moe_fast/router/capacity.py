@@ -8,6 +8,7 @@ from torch import Tensor
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import bits, check_device, integers, launch_on, strided
+from moe_fast.launch.operators import as_operators, has_memory, launch, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _capacity as kernels
 from moe_ref.config import Routed, check_drop_tokens
@@ -20,6 +21,7 @@ KEY_BITS = {
 }  # of keys, by the bytes of probs: one more bit, if there is one, for unrouted tokens
 
 
+@traceable
 def drop_tokens(
     probs_TE: Tensor,
     routing_map_TE: Tensor,
@@ -39,6 +41,7 @@ def drop_tokens(
     return Routed(*_Drop.apply(probs_TE, routing_map_TE, capacity, drop_policy == "probs", pad_to_capacity))
 
 
+@as_operators
 class _Drop(torch.autograd.Function):
     """The kept tokens; the gradient passes where kept and routed."""
 
@@ -64,7 +67,7 @@ def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad
     device = probs.device
     out = torch.empty(shape, dtype=probs.dtype, device=device)  # all by drop_kernel
     kept = torch.empty(shape, dtype=torch.bool, device=device)  # as above
-    if num_tokens == 0:
+    if num_tokens == 0 or not has_memory():
         return out, kept
     sizes = tuning.for_device(device)
     key_bits = KEY_BITS[probs.dtype.itemsize] if by_probs else 1
@@ -82,8 +85,8 @@ def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad
         "num_warps": tile.num_warps,
     }
     with launch_on(probs):
-        kernels.drop_keys_kernel[grid](*given, keys, num_tokens, num_experts, **blocking)
-        kernels.drop_search_kernel[(ceil_div(num_experts, column.columns),)](
+        launch(kernels.drop_keys_kernel, grid)(*given, keys, num_tokens, num_experts, **blocking)
+        launch(kernels.drop_search_kernel, (ceil_div(num_experts, column.columns),))(
             keys,
             least,
             before,
@@ -98,7 +101,9 @@ def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad
             BLOCK_T=min(column.tokens, power_of_two(num_tokens)),
             num_warps=column.num_warps,
         )
-        kernels.drop_kernel[grid](*given, least, before, bits(out), integers(kept), num_tokens, num_experts, **blocking)
+        launch(kernels.drop_kernel, grid)(
+            *given, least, before, bits(out), integers(kept), num_tokens, num_experts, **blocking
+        )
     return out, kept
 
 
@@ -110,7 +115,7 @@ def _drop_backward(dout: Tensor, kept: Tensor, routing_map: Tensor | None) -> Te
         return dprobs
     tile = tuning.for_device(dout.device).drop
     with launch_on(dout):
-        kernels.drop_backward_kernel[(ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns))](
+        launch(kernels.drop_backward_kernel, (ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns)))(
             *strided(bits(dout)),
             integers(kept),
             *strided(None if routing_map is None else integers(routing_map)),

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fast.launch.operators import traceable
 from moe_ref.config import check_gate, check_jitter
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -32,12 +33,14 @@ class _Gate(torch.autograd.Function):
         return dx, dweight, g.sum(0).to(ctx.bias_dtype) if for_bias else None, None
 
 
+@traceable
 def gate(x_TH: Tensor, weight_EH: Tensor, *, bias: Tensor | None = None, router_dtype: str | None = None) -> Tensor:
     """The router's matrix product x Wᵀ + b in the router dtype, by torch; saves x and W."""
     check_gate(x_TH, weight_EH, bias, router_dtype)
     return _Gate.apply(x_TH, weight_EH, bias, ROUTER_DTYPES.get(router_dtype or "", x_TH.dtype))
 
 
+@traceable
 def jitter(x_TH: Tensor, *, eps: float) -> Tensor:
     """x ⊙ u, u uniform in [1 - eps, 1 + eps], drawn for each element in x's dtype."""
     check_jitter(eps)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fast.launch.operators import traceable
 from moe_fast.router.balancing import attach_loss, aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
 from moe_fast.router.capacity import drop_tokens
 from moe_fast.router.selection import topk_indices, topk_routing
@@ -26,6 +27,7 @@ from moe_ref.config import (
 from moe_ref.config.router import expert_capacity
 
 
+@traceable
 def route(
     logits_TE: Tensor, config: RouterConfig,
     *, state: RouterState, batch_size: int = 1, padding_mask: Tensor | None = None,
@@ -39,11 +41,11 @@ def route(
     """
     check_logits(logits_TE)
     check_route(logits_TE, config, batch_size, replay, replay_target, len(state.replay_queue))
-    check_padding_mask(padding_mask, len(logits_TE))
+    check_padding_mask(padding_mask, logits_TE.shape[0])
     require(not config.sinkhorn, "sinkhorn", True, "False: it has no fused form")
     ranks = ranks or RouterRanks()
     learns = training and torch.is_grad_enabled()
-    valid: int | Tensor = len(logits_TE) if padding_mask is None else (padding_mask == 0).sum()
+    valid: int | Tensor = logits_TE.shape[0] if padding_mask is None else (padding_mask == 0).sum()
     losses = {}
     scored = logits_TE
     if learns and config.z_loss_coeff:
@@ -54,7 +56,7 @@ def route(
     chosen, indices, state = _choose(scored, config, state, replay, replay_target)
     if config.capacity_factor is not None:
         sizes: dict[str, Any] = {"num_experts": logits_TE.shape[1], "topk": config.topk}
-        capacity = expert_capacity(len(logits_TE), capacity_factor=config.capacity_factor, **sizes)
+        capacity = expert_capacity(logits_TE.shape[0], capacity_factor=config.capacity_factor, **sizes)
         options: dict[str, Any] = {"drop_policy": config.drop_policy, "pad_to_capacity": config.pad_to_capacity}
         chosen = drop_tokens(*chosen, capacity=capacity, **options)
     probs = chosen.probs
@@ -114,7 +116,7 @@ def _balancing_losses(
 
     def tokens_of(counts: Tensor, group: RankGroup, sequences: int = 1) -> int | Tensor:
         if padding_mask is None:
-            return len(logits_TE) // sequences * group.size
+            return logits_TE.shape[0] // sequences * group.size
         return counts.sum() / topk / sequences  # the valid ones: each is counted topk times
 
     losses = {}
@@ -132,6 +134,7 @@ def _balancing_losses(
     return losses, state
 
 
+@traceable
 def finish_batch(
     state: RouterState, config: RouterConfig, *, frozen: bool = False, ranks: RouterRanks | None = None
 ) -> RouterState:
@@ -140,5 +143,9 @@ def finish_batch(
         counts = (ranks or RouterRanks()).tp_dp_cp.sum(state.tokens_per_expert)
         bias = update_expert_bias(state.expert_bias, counts, update_rate=config.bias_update_rate)
         state = state._replace(expert_bias=bias)
-    counts, steps = torch.zeros_like(state.tokens_per_expert), torch.zeros_like(state.global_steps)
-    return state._replace(tokens_per_expert=counts, global_tokens_per_expert=counts, global_steps=steps)
+    zero = torch.zeros_like  # a tensor each: a graph that was compiled for two tensors is not for one
+    return state._replace(
+        tokens_per_expert=zero(state.tokens_per_expert),
+        global_tokens_per_expert=zero(state.global_tokens_per_expert),
+        global_steps=zero(state.global_steps),
+    )

@@ -10,6 +10,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import check_device, integers, launch_on, strided
+from moe_fast.launch.operators import as_operators, launch, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _selection as kernels
 from moe_ref.config import Routed, TopK, check_topk_routing, require
@@ -18,6 +19,7 @@ LOGITS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes
 MAX_EXPERTS, MAX_TOPK = 2048, 32  # a row stays in registers; every slot is a round
 
 
+@traceable
 def topk_indices(
     logits_TE: Tensor,
     *, topk: int, score_function: str = "softmax", pre_softmax: bool = False,
@@ -44,6 +46,7 @@ def topk_indices(
     return TopK(probs, indices if given is None else given)
 
 
+@traceable
 def topk_routing(
     logits_TE: Tensor,
     *, topk: int, score_function: str = "softmax", pre_softmax: bool = False,
@@ -86,6 +89,7 @@ class Settings:
         return Settings(topk, score, num_groups or 1, group_topk or 1, number_bits(scale))
 
 
+@as_operators
 class _TopK(torch.autograd.Function):
     """The choice and its weights, compact or dense; the choice has no gradient."""
 
@@ -129,7 +133,7 @@ def _choose(
     rows = tuning.for_device(logits.device).topk
     block_tokens = rows.tile_tokens(block_groups * block_size)
     with launch_on(logits):
-        kernels.topk_kernel[(ceil_div(num_tokens, block_tokens),)](
+        launch(kernels.topk_kernel, (ceil_div(num_tokens, block_tokens),))(
             *strided(logits),
             *strided(bias, 1),
             *strided(given),
@@ -167,7 +171,7 @@ def _choose_backward(dprobs: Tensor, logits: Tensor, choice: Tensor, settings: S
     rows = tuning.for_device(logits.device).topk_backward
     block_tokens = rows.tile_tokens(block_experts)
     with launch_on(logits):
-        kernels.topk_backward_kernel[(ceil_div(num_tokens, block_tokens),)](
+        launch(kernels.topk_backward_kernel, (ceil_div(num_tokens, block_tokens),))(
             *strided(dprobs),
             None if dense else choice,
             *choice.stride(),

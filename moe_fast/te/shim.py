@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fast.launch.operators import traceable
 from moe_fast.permutation import permute, sort_chunks, unpermute
 from moe_fast.permutation.row_map import RowMap
 from moe_fast.router import aux_loss_scores, load_balancing_loss, topk_routing
 from moe_ref.config import require
 
 
+@traceable
 def moe_permute(
     inp: Tensor,
     routing_map: Tensor,
@@ -48,6 +50,7 @@ def moe_permute(
     return out.rows, out.row_map
 
 
+@traceable
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int | None = None
 ) -> tuple[Tensor, Tensor | None, RowMap]:
@@ -56,6 +59,7 @@ def moe_permute_with_probs(
     return out.rows, out.probs, out.row_map
 
 
+@traceable
 def moe_permute_and_pad_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
 ) -> tuple[Tensor, Tensor | None, RowMap, Tensor | None, Tensor]:
@@ -70,6 +74,7 @@ def moe_permute_and_pad_with_probs(
     return out.rows, out.probs, out.row_map, out.pad_offsets, out.tokens_per_expert
 
 
+@traceable
 def moe_unpermute(
     inp: Tensor,
     row_id_map: RowMap,
@@ -92,17 +97,19 @@ def moe_unpermute(
     _check_map_type(map_type)
     require(probs is None or merging_probs is None, "probs", "given with merging_probs", "None: it is the older name")
     if pad_offsets is not None and not row_id_map.expert_gaps:
-        inp = inp.index_select(0, _places(row_id_map, pad_offsets, len(inp)))
+        inp = inp.index_select(0, _places(row_id_map, pad_offsets, inp.shape[0]))
     merging = probs if merging_probs is None else merging_probs
     shape = None if restore_shape is None else tuple(restore_shape)
     return unpermute(inp, row_id_map, restore_shape=shape, probs=merging)
 
 
+@traceable
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """[M,H]: chunk sorted_index[0], then chunk sorted_index[1], …; rows past the chunks stay."""
     return sort_chunks(inp, split_sizes, sorted_index).rows
 
 
+@traceable
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor | None]:
@@ -111,6 +118,7 @@ def moe_sort_chunks_by_index_with_probs(
     return out.rows, out.probs
 
 
+@traceable
 def fused_topk_with_score_function(
     logits: Tensor,
     topk: int,
@@ -135,12 +143,14 @@ def fused_topk_with_score_function(
     return out.probs.view(logits.shape), out.routing_map.view(logits.shape)
 
 
+@traceable
 def fused_compute_score_for_moe_aux_loss(logits: Tensor, topk: int, score_function: str) -> tuple[Tensor, Tensor]:
     """(routing_map [N,E] bool, scores [N,E] float32): see `moe_ref.aux_loss_scores`."""
     out = aux_loss_scores(logits, topk=topk, score_function=score_function)
     return out.routing_map, out.scores
 
 
+@traceable
 def fused_moe_aux_loss(
     probs: Tensor,
     tokens_per_expert: Tensor,

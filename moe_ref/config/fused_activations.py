@@ -28,7 +28,7 @@ def check_quantized_activation(
     require(
         isinstance(round_before_quantize, bool), "round_before_quantize", repr(round_before_quantize), "True or False"
     )
-    x = torch.empty((len(h), width), dtype=h.dtype, device="meta")
+    x = torch.empty((h.shape[0], width), dtype=h.dtype, device="meta")
     check_quantize(x, recipe, role, splits, rowwise, columnwise, state, noise)
     transformed = bool(recipe.hadamard) and columnwise
     require(

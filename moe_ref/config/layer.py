@@ -115,7 +115,7 @@ def check_layer(
     for own in parameters:
         check_parameters(own, config, len(x))
     for own_mask, own_x in zip(padding_mask or (), x, strict=False):
-        check_padding_mask(own_mask, len(own_x))
+        check_padding_mask(own_mask, own_x.shape[0])
     for own_noise, own_x in zip(noise or (), x, strict=False):
         wanted = "None: there is no jitter" if config.jitter_eps is None else f"of {tuple(own_x.shape)}"
         right = config.jitter_eps is not None and own_noise.shape == own_x.shape

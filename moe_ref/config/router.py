@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -361,7 +360,8 @@ def expert_capacity(num_tokens: int, *, num_experts: int, topk: int, capacity_fa
         ValueError: num_tokens, num_experts, topk or capacity_factor is no number of its kind.
     """
     check_expert_capacity(num_tokens, num_experts, topk, capacity_factor)
-    return min(ceil(Fraction(num_tokens * topk, num_experts) * Fraction(str(capacity_factor))), num_tokens)
+    factor = Fraction(str(capacity_factor))
+    return min(-(-num_tokens * topk * factor.numerator // (num_experts * factor.denominator)), num_tokens)
 
 
 def check_update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, update_rate: float) -> None:

@@ -4,6 +4,7 @@ values.
 
 import math
 
+import torch
 from torch import Tensor
 
 MAX_EXPERTS = 32767  # an expert id fits in 16 bits, the width that fused routing metadata may store it in
@@ -18,15 +19,15 @@ def require(condition: bool, argument: str, value: object, right: str) -> None:
 
 
 def is_count(value: object) -> bool:
-    """True for a plain integer; False for a bool, a float or a tensor, which would be read back
-    from the device.
+    """True for a plain integer, or a compiled graph's; False for a bool, a float or a tensor, which
+    would be read back from the device.
     """
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """True for a plain finite number; False for a bool or a tensor."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """True for a finite number, plain or a compiled graph's; False for a bool or a tensor."""
+    return is_count(value) or (isinstance(value, float | torch.SymFloat) and math.isfinite(value))
 
 
 def check_float(argument: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:

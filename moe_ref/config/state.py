@@ -15,8 +15,8 @@ from moe_ref.config.rules import is_count, require
 
 def new_state(config: RouterConfig, device: Any = None) -> RouterState:
     """The state before the first step: all zeros."""
-    counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
-    return RouterState(torch.zeros(config.num_experts, device=device), counts, counts, counts.new_zeros(()), ())
+    counts, total = (torch.zeros(config.num_experts, dtype=torch.int64, device=device) for _ in range(2))
+    return RouterState(torch.zeros(config.num_experts, device=device), counts, total, counts.new_zeros(()), ())
 
 
 def state_tensors(state: RouterState) -> dict[str, Tensor]:

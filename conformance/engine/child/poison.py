@@ -40,7 +40,8 @@ def install() -> None:
 def _poisoned(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def allocate(*args: Any, **kwargs: Any) -> Tensor:
         fresh = original(*args, **kwargs)
-        if _active is None or fresh.is_meta or fresh.layout != torch.strided or kwargs.get("out") is not None:
+        without_memory = fresh.is_meta or type(fresh) is not Tensor  # a compiler traces with tensors of its own
+        if _active is None or without_memory or fresh.layout != torch.strided or kwargs.get("out") is not None:
             return fresh
         return _active.guarded(fresh)
 

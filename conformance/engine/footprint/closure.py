@@ -270,9 +270,11 @@ class Closure(Expressions):
         fixed = set().union(*(stored(node) for node in nodes)) if nodes else set(bound)
         scope.bound = {name: value for name, value in bound.items() if name not in fixed}
         content = [text(node) for node in nodes] or [constants(code)]
-        for node in nodes:
+        # a function may say what it reaches outside of a compiled graph, in which nothing is judged
+        says = hasattr(function, "__eager__")
+        for node in () if says else nodes:
             self.visit(node, scope, part)
-        if not nodes:
+        if not nodes and not says:
             for name in (*(scope.loads or ()), *cells):
                 self.visit(ast.Name(name, ast.Load()), scope, part)
         held = {k: v for k, v in vars(function).items() if k != "__wrapped__"}

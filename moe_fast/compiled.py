@@ -1,0 +1,51 @@
+"""The functions of `moe_fast`, each compiled into one graph, for the suite: `--impl
+moe_fast.compiled`.
+
+The graph is not lowered (backend "aot_eager"): what is judged are the operators, their shapes and
+gradients, as any backend sees them. An illegal call raises its own error, not the compiler's.
+Dispatchers are missing; functions that read the device or compute nothing stay as they are.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo
+from torch._functorch import config as functorch
+
+import moe_fast
+from moe_fast import dispatch
+from moe_fast.launch.registry import PUBLIC
+
+BACKEND = "aot_eager"
+ANY_NUMBER = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # of shapes
+functorch.donated_buffer = False  # in this process, for laws that run a backward again
+OVER_RANKS = ("ranks", "group")  # arguments that are not offered: they hold a process group
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    graph = torch.compile(function, fullgraph=True, backend=BACKEND)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with dynamo.patch(ANY_NUMBER):
+                return graph(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException:
+            function(*args, **kwargs)  # raises what the compiler reports, if the call is illegal
+            raise
+
+    signature = inspect.signature(function)
+    on_one_rank = [x for x in signature.parameters.values() if x.name not in OVER_RANKS]
+    call.__signature__ = signature.replace(parameters=on_one_rank)  # type: ignore[attr-defined]
+    return call
+
+
+_traced = {function.__name__ for function in PUBLIC}
+_names = [name for name in moe_fast.__all__ if name not in (*dispatch.__all__, "declares", "supports")]
+_functions = {name: getattr(moe_fast, name) for name in _names}
+globals().update({name: _compiled(f) if name in _traced else f for name, f in _functions.items()})
+declares, supports = moe_fast.declares, moe_fast.supports
+__all__ = [*_names, "declares", "supports"]

@@ -1,0 +1,7 @@
+"""What a compiled graph knows of this package; `operators` collects it, `tracing` reads it."""
+
+from collections.abc import Callable
+from typing import Any
+
+PUBLIC: list[Callable[..., Any]] = []  # the functions that a graph has as one call
+RECORDS: list[type] = []  # dataclasses among their arguments and results

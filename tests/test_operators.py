@@ -1,0 +1,94 @@
+"""Registered operators: what is registered, and mistakes that must be found."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+from torch.testing._internal.optests import OpCheckError
+
+import moe_fast
+from moe_fast import dispatch
+from moe_fast.launch import operators
+from moe_fast.launch.operators import _Dumped, launch, operator
+from moe_fast.launch.registry import PUBLIC
+from moe_fast.permutation import _routing_map
+from tests.common.fast import interpreted
+
+pytestmark = interpreted
+
+
+def doubled(x: Tensor) -> Tensor:
+    return torch.empty(x.shape).copy_(2 * x)
+
+
+def longer_without_memory(x: Tensor) -> Tensor:
+    return torch.empty(len(x) + (not operators.has_memory())).fill_(1.0)
+
+
+def in_place(x: Tensor) -> Tensor:
+    return x.mul_(2) + 1
+
+
+def a_view(x: Tensor) -> Tensor:
+    return x[1:]
+
+
+def check(function: Callable[..., Any]) -> None:
+    """opcheck of the function as an operator, called with one tensor."""
+    name = function.__name__
+    operator(function)
+    given = _Dumped(((torch.ones(3),), {}), [])
+    registered = getattr(torch.ops.moe_fast, f"tests_test_operators_{name}").default
+    opcheck(registered, (given.tensors, given.numbers, given.text), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_right_operator_passes():
+    check(doubled)
+
+
+@pytest.mark.parametrize(
+    "wrong, why",
+    [
+        (longer_without_memory, r"Shapes torch.Size\(\[3\]\) and torch.Size\(\[4\]\) are not equal"),
+        (in_place, "not defined as mutable but was mutated"),
+        (a_view, "must not also be an input"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_wrong_operator_is_found(wrong, why):
+    with pytest.raises(OpCheckError, match=why):
+        check(wrong)
+
+
+def test_a_launch_outside_an_operator_is_an_error_and_not_left_out():
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="multihot_kernel is traced outside an operator"):
+        launch(_routing_map.multihot_kernel, (1,))
+
+
+def test_without_memory_a_function_gives_shapes_and_launches_nothing():
+    with FakeTensorMode():
+        x, routed = torch.empty(5, 3, requires_grad=True), torch.ones(5, 4, dtype=torch.bool)
+        permuted = moe_fast.permute(x, routed, num_rows=20)
+        merged = moe_fast.unpermute(permuted.rows, permuted.row_map)
+        (gradient,) = torch.autograd.grad(merged.sum(), x)
+    assert [tuple(t.shape) for t in (permuted.rows, merged, gradient)] == [(20, 3), (5, 3), (5, 3)]
+
+
+def functions() -> Iterator[str]:
+    """Functions of one rank that are defined in moe_fast."""
+    for name in moe_fast.__all__:
+        function = getattr(moe_fast, name)
+        home = inspect.unwrap(function).__module__
+        if name not in (*dispatch.__all__, "declares", "supports") and home.startswith("moe_fast"):
+            yield name
+
+
+def test_every_function_of_one_rank_is_one_call_of_a_graph():
+    known = {(function.__module__, function.__name__) for function in PUBLIC}
+    missing = [n for n in functions() if (getattr(moe_fast, n).__module__, n) not in known]
+    assert missing == ["scales", "amax"]  # their shapes follow from values, which the host reads
