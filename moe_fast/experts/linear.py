@@ -14,20 +14,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _linear as kernels
 from moe_fast.experts import hopper
-from moe_fast.experts.scaled_linear import (
+from moe_fast.experts.factors import (
     Precision,
+    quantized_rows,
+    quantized_weight,
+    tensors_of,
+    with_tensors,
+    without_tensors,
+)
+from moe_fast.experts.scaled_linear import (
     ScaledLinear,
     check_scaled,
     multiple_of,
-    quantized_rows,
-    quantized_weight,
     scaled_dgrad,
     scaled_fprop,
     scaled_plan,
     scaled_wgrad,
-    tensors_of,
-    with_tensors,
-    without_tensors,
 )
 from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
@@ -183,8 +185,10 @@ class _OverriddenLinear(torch.autograd.Function):
             ctx.save_for_backward(counts, rows if wants_weight else None, weight if wants_rows else None)
         else:
             ctx.x, ctx.weight = without_tensors(x, False), without_tensors(matrices, False)
-            kept = tensors_of(x.rowwise if wants_weight else None), tensors_of(matrices.rowwise if wants_rows else None)
-            ctx.save_for_backward(counts, *kept[0], *kept[1], matrices.splits)
+            nothing = (None, None, None)
+            kept_rows = tensors_of(x, False) if wants_weight else nothing
+            kept_weight = tensors_of(matrices, False) if wants_rows else nothing
+            ctx.save_for_backward(counts, *kept_rows, *kept_weight, matrices.splits)
         return scaled_fprop(x, matrices, scaled_plan(counts, len(rows), precision.recipe), bias=bias)
 
     @staticmethod

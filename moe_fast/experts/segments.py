@@ -10,11 +10,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _linear as kernels
 from moe_fast.experts._linear import SEGMENT_ROWS
-from moe_fast.launch import backend, tuning
+from moe_fast.launch import backend, descriptors, tuning
 from moe_fast.launch.backend import launch_on, strided
 from moe_fast.launch.tuning import GroupedTile, ceil_div, power_of_two
 
-DESCRIBED_BYTES = 16  # CUDA driver API, cuTensorMapEncodeTiled: the address and every stride are multiples
 DESCRIBED_SIZE = 0x7FFF0000  # of a side that is as long as can be; coordinates are int32
 
 
@@ -128,22 +127,8 @@ def programs(pieces: int, device: torch.device) -> int:
 
 
 def have_descriptors(*tensors: Tensor) -> bool:
-    """Whether descriptors can move tiles: dtypes of a matrix unit, whole lines, no overlap."""
-    return backend.has_descriptors(tensors[0].device) and all(_describable(tensor) for tensor in tensors)
-
-
-def _describable(tensor: Tensor) -> bool:
-    aligned = tensor.data_ptr() % DESCRIBED_BYTES == 0 and all(
-        stride * tensor.itemsize % DESCRIBED_BYTES == 0 for stride in tensor.stride()[:-1]
-    )
-    small = 0 < tensor.shape[0] <= SEGMENT_ROWS and tensor.numel() > 0
-    return (
-        tensor.itemsize <= 2
-        and aligned
-        and small
-        and tensor.stride(-1) == 1
-        and all(stride > 0 for stride in tensor.stride())
-    )
+    """Whether descriptors can move tiles, and end with an expert's rows: see `expert_slices`."""
+    return descriptors.have_descriptors(*tensors) and all(len(tensor) <= SEGMENT_ROWS for tensor in tensors)
 
 
 def expert_slices(rows_PC: Tensor, block: list[int]) -> TensorDescriptor:
