@@ -1,7 +1,10 @@
 """Factors of products in low precision: quantised rows and weights, and what a backward keeps."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +35,57 @@ def quantized_rows(
     )
 
 
+class KeptWeight(NamedTuple):
+    """A weight's codes, and the weight that they are of."""
+
+    weight_LMN: Tensor  # also keeps another one from taking its memory
+    version: int
+    quantized: Quantized
+
+
+_kept: ContextVar[dict[tuple[Any, ...], KeptWeight] | None] = ContextVar("kept weights", default=None)
+
+
+@contextmanager
+def weights_quantized_once() -> Iterator[None]:
+    """Within it, products with a recipe quantise each weight once, for all the micro-batches of a
+    step.
+
+    The caller promises that no weight changes meanwhile. A change that torch counts, as by an
+    optimizer of torch's or `copy_`, is found and raises; a change through `.data`, or by a kernel
+    or a collective of another library into the weight's memory, is not counted, and the products
+    would go on with old codes. So nothing is kept unless asked for, nor past the end.
+
+    The codes take two bytes per element of a weight, besides what a forward saves. A CUDA graph
+    that was captured within is replayed within. Other threads do not see it: what a backward
+    computes again, it also quantises again.
+    """
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
 def quantized_weight(weight_LMN: Tensor, precision: Precision, rowwise: bool, columnwise: bool) -> Quantized:
-    """Each expert's matrix, quantised in the forms asked for."""
+    """Each expert's matrix, quantised in the forms asked for, or kept from an earlier call.
+
+    Raises:
+        RuntimeError: the weight has changed within `weights_quantized_once`.
+    """
+    kept = _kept.get()
+    if kept is None or precision.state is not None or weight_LMN.is_inference():  # which has no version
+        return _quantized_weight(weight_LMN, precision, rowwise, columnwise)
+    weight = weight_LMN.detach()
+    key = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device, precision.recipe)
+    if key not in kept:
+        kept[key] = KeptWeight(weight, weight._version, _quantized_weight(weight, precision, True, True))
+    if kept[key].version != weight._version:
+        raise RuntimeError("a weight has changed within weights_quantized_once: its codes are of the old values")
+    return kept[key].quantized
+
+
+def _quantized_weight(weight_LMN: Tensor, precision: Precision, rowwise: bool, columnwise: bool) -> Quantized:
     experts, height, width = weight_LMN.shape
     check_splits([height], height, precision.recipe)
     # squares and blocks of whole experts are the same, wherever an expert begins

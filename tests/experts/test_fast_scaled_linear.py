@@ -156,6 +156,68 @@ def test_products_take_what_is_quantised_already():
     assert equal(got, right[:3])
 
 
+# Weights that are quantised once
+
+
+def quantised_weights(monkeypatch) -> list[bool]:
+    """Fills with an entry for each weight that is quantised from now on."""
+    seen, made = [], factors.quantize_for_products
+    monkeypatch.setattr(
+        factors,
+        "quantize_for_products",
+        lambda *tensors, **how: (seen.append(True) if how["role"] == "weight" else None) or made(*tensors, **how),
+    )
+    return seen
+
+
+@pytest.mark.parametrize("recipe", OVERRIDDEN, ids=lambda recipe: f"{recipe.scaling}-{recipe.backward_override}")
+def test_kept_codes_give_the_bits_of_new_ones(recipe, monkeypatch):
+    inputs, settings = problem([32, 0, 64], 160, 96, rows=96), settings_of(recipe, 3)
+    right, seen = results(*inputs, **settings), quantised_weights(monkeypatch)
+    with moe_fast.weights_quantized_once():
+        again = [results(*inputs, **settings) for _ in range(2)]
+    assert len(seen) == (2 if recipe.scaling == "delayed" else 1)  # whose scales the state gives
+    assert all(equal(got, right) for got in again)
+    assert equal(results(*inputs, **settings), right)
+
+
+def test_each_weight_and_recipe_has_codes_of_its_own():
+    x, weight, bias, counts, d_out = problem([32, 0, 64], 160, 96, rows=96)
+    other = (weight + 1).contiguous()
+    for scaling in ("block", "mxfp8"):
+        for each in (weight, other):
+            right = results(x, each, bias, counts, d_out, recipe=RECIPES[scaling])
+            with moe_fast.weights_quantized_once():
+                results(x, weight, bias, counts, d_out, recipe=RECIPES["block"])
+                assert equal(results(x, each, bias, counts, d_out, recipe=RECIPES[scaling]), right)
+
+
+def test_a_weight_that_changes_meanwhile_is_found_and_afterwards_it_may_change():
+    x, weight, bias, counts, d_out = problem([32, 0, 64], 160, 96, rows=96)
+    recipe = RECIPES["block"]
+    with moe_fast.weights_quantized_once():
+        results(x, weight, bias, counts, d_out, recipe=recipe)
+        weight.mul_(2)
+        with pytest.raises(RuntimeError, match="changed within"):
+            results(x, weight, bias, counts, d_out, recipe=recipe)
+    changed = results(x, weight, bias, counts, d_out, recipe=recipe)
+    with moe_fast.weights_quantized_once():
+        assert equal(results(x, weight, bias, counts, d_out, recipe=recipe), changed)
+        with moe_fast.weights_quantized_once():
+            weight.mul_(2)
+            assert not equal(results(x, weight, bias, counts, d_out, recipe=recipe), changed)
+
+
+def test_a_change_that_torch_does_not_count_is_the_callers():
+    x, weight, bias, counts, d_out = problem([32, 0, 64], 160, 96, rows=96)
+    before = results(x, weight, bias, counts, d_out, recipe=RECIPES["block"])
+    with moe_fast.weights_quantized_once():
+        results(x, weight, bias, counts, d_out, recipe=RECIPES["block"])
+        weight.data.mul_(2)
+        assert equal(results(x, weight, bias, counts, d_out, recipe=RECIPES["block"]), before)
+    assert not equal(results(x, weight, bias, counts, d_out, recipe=RECIPES["block"]), before)
+
+
 # Codes that are transposed as they are made
 
 
