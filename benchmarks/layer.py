@@ -12,7 +12,7 @@ are meaningful. Host time is that of a forward launched from Python, into an emp
 the memory that a forward keeps for its backward, without its output; the minimum of bf16 is
 2·T·H + 4·M·F bytes, without h after the activation. "Weights kept" is a micro-batch after the first
 of a step, within `moe_fast.weights_quantized_once`: its weights' codes are there already, and are
-not counted as saved.
+not counted as saved; "moe_act" also computes the activation again.
 
 `--profile` lists the kernels of a forward and backward: launches, µs, share.
 """
@@ -80,10 +80,10 @@ def make_layer(shape: Shape, tokens: int) -> Layer:
     return Layer(shape, parameters, normal(tokens, hidden).requires_grad_(), normal(tokens, hidden))
 
 
-def fast(layer: Layer, recipe: Recipe | None) -> Tensor:
+def fast(layer: Layer, recipe: Recipe | None, recompute: str | None = None) -> Tensor:
     config = layer.config(recipe)
     state = new_state(config.router, layer.x_TH.device)
-    return moe_fast.moe_layer(layer.x_TH, layer.parameters, config, state=state).output
+    return moe_fast.moe_layer(layer.x_TH, layer.parameters, config, state=state, recompute=recompute).output
 
 
 def stock(layer: Layer) -> Tensor:
@@ -120,6 +120,7 @@ def versions(layer: Layer) -> Iterator[dict[str, Callable[[], Tensor]]]:
     context, once = copy_context(), moe_fast.weights_quantized_once()
     context.run(once.__enter__)
     made["FP8 block, weights kept"] = partial(context.run, fast, layer, RECIPES["FP8 block"])
+    made["… and moe_act"] = partial(context.run, fast, layer, RECIPES["FP8 block"], "moe_act")
     yield made | {"stock torch": partial(stock, layer)}
     context.run(once.__exit__, None, None, None)
 

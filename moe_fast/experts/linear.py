@@ -62,14 +62,28 @@ def grouped_linear(
     Raises:
         ValueError: also for what `check_product` refuses.
     """
+    precision: dict[str, Any] = {"recipe": recipe, "state": state, "noise": noise, "accumulator": accumulator}
+    return linear_of(rows_PN, weight_LMN, tokens_per_expert_L, bias=bias, **precision)
+
+
+def linear_of(
+    rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
+    *, bias: Tensor | None = None, recipe: Recipe | None = None, state: LinearState | None = None,
+    noise: Tensor | None = None, accumulator: str = "float32", rows_again: bool = False,
+) -> Tensor:  # fmt: skip
+    """`grouped_linear`. `rows_again`: hooks of autograd drop the saved rows and compute them again,
+    so that the rows are saved, not their codes.
+    """
     check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
     check_precision(recipe, state, noise, accumulator)
     check_product(rows_PN, recipe, accumulator)
     check_device("rows", rows_PN)
-    if recipe is not None:
-        layer = ScaledLinear if recipe.backward_override is None else _OverriddenLinear
-        return layer.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, Precision(recipe, state, noise))
-    return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L)
+    if recipe is None:
+        return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L)
+    precision = Precision(recipe, state, noise)
+    if recipe.backward_override is not None:
+        return _OverriddenLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
+    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again)
 
 
 def grouped_dgrad(

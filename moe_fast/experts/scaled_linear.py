@@ -300,18 +300,20 @@ def _weight_outer(weight: Matrices) -> tuple[Any, ...]:
 
 
 class ScaledLinear(torch.autograd.Function):
-    """`grouped_linear`; the forward quantises both forms at once, each gradient reads one."""
+    """`grouped_linear`; the forward quantises both forms at once, each gradient reads one. If the
+    rows are computed again in the backward, they are saved in place of their codes by columns.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision
-    ) -> Tensor:
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision,
+        rows_again: bool,
+    ) -> Tensor:  # fmt: skip
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
         # the caller may change them before the backward
         counts = tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
-        x = quantized_rows(
-            rows, "input", counts, precision, True, wants_weight and _has_columns(precision.recipe, rows.dtype)
-        )
+        columns = wants_weight and not rows_again and _has_columns(precision.recipe, rows.dtype)
+        x = quantized_rows(rows, "input", counts, precision, True, columns)
         matrices = quantized_weight(weight, precision, True, wants_rows)
         plan = scaled_plan(counts, len(rows), precision.recipe)
         out = scaled_fprop(x, matrices, plan, bias=bias)
@@ -322,22 +324,25 @@ class ScaledLinear(torch.autograd.Function):
         )
         ctx.x, ctx.weight = without_tensors(x, True), without_tensors(matrices, True)
         saved = *tensors_of(x, True), *tensors_of(matrices, True)
-        ctx.save_for_backward(counts, *saved, *plan.tensors)
+        ctx.save_for_backward(counts, rows if rows_again and wants_weight else None, *saved, *plan.tensors)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        counts, *tensors = ctx.saved_tensors
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        counts, rows, *tensors = ctx.saved_tensors
         plan = ctx.plan.with_tensors(tensors[6:])
         wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         d_rows = d_weight = None
         if wants_rows or wants_weight:
             d = quantized_rows(d_out, "grad_output", counts, ctx.precision, wants_rows, wants_weight)
             d_rows = scaled_dgrad(d, with_tensors(ctx.weight, tensors[3:6], True), plan) if wants_rows else None
-            d_weight = scaled_wgrad(d, with_tensors(ctx.x, tensors[:3], True), plan) if wants_weight else None
+        if wants_weight:
+            again = rows is not None
+            x = quantized_rows(rows, "input", counts, ctx.precision, False, True) if again else ctx.x
+            d_weight = scaled_wgrad(d, x if again else with_tensors(x, tensors[:3], True), plan)
         d_bias = segment_sums(d_out, ctx.bias_dtype, plan) if wants_bias else None
-        return d_rows, d_weight, d_bias, None, None
+        return d_rows, d_weight, d_bias, None, None, None
 
 
 def _has_columns(recipe: Recipe, dtype: torch.dtype) -> bool:

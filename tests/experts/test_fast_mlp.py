@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import moe_fast
-from moe_fast.experts import linear
+from moe_fast.experts import factors, linear
+from moe_ref.config import Recipe
 from tests.common.fast import interpreted, normal
 
 pytestmark = interpreted
@@ -45,6 +46,37 @@ def results(function, **more):
 def test_recomputation_alignment_and_one_expert_at_a_time_change_no_bit(function, more):
     first, second = results(moe_fast.grouped_mlp), results(getattr(moe_fast, function), **more)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+RECIPES = [Recipe("block"), Recipe("current"), Recipe("mxfp8"), Recipe("block", backward_override="high_precision")]
+
+
+def recipe_results(**more):
+    (x, counts, *weights), settings = inputs(torch.bfloat16, (32, 0, 64), tail=0, hidden=64, width=32)
+    leaves = [y.requires_grad_() for y in (x, *weights, settings["probs"])]
+    out = moe_fast.grouped_mlp(x, counts, *weights, probs=settings["probs"], **more)
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.scaling}-{recipe.backward_override}")
+def test_an_activation_that_is_computed_again_is_quantised_to_the_same_codes(recipe):
+    right = recipe_results(recipe=recipe)
+    for recompute in ("moe_act", "moe"):
+        got = recipe_results(recipe=recipe, recompute=recompute)
+        assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
+
+
+def test_columns_of_an_activation_that_is_computed_again_are_quantised_in_the_backward(monkeypatch):
+    asked, made = [], factors.quantize_for_products
+    monkeypatch.setattr(
+        factors,
+        "quantize_for_products",
+        lambda *tensors, **how: asked.append((how["role"], how["rowwise"], how["columnwise"])) or made(*tensors, **how),
+    )
+    recipe_results(recipe=Recipe("block"), recompute="moe_act")
+    both, weight, gradient = ("input", True, True), ("weight", True, True), ("grad_output", True, True)
+    rows, columns = ("input", True, False), ("input", False, True)
+    assert asked == [both, weight, rows, weight, gradient, columns, gradient]
 
 
 def kept(recompute) -> int:
