@@ -3,6 +3,7 @@ times probabilities, and a bias weighted like its row.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_fast.experts.activations import activation, check_probs, glu
 from moe_fast.experts.linear import check_product, grouped_linear, linear_of
 from moe_fast.experts.padding import Padding
+from moe_fast.experts.segments import plans_shared
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
 from moe_fast.launch.backend import check_device
 from moe_ref.config import (
@@ -159,13 +161,11 @@ def _experts(
     if probs_on_input:
         rows_PH, p_P = ScaledRows.apply(rows_PH, p_P, ends_L), None
     noise1, noise2 = (None, None) if noise is None else (_of_length(each, len(rows_PH)) for each in noise)
-    h_PF = linears[0](rows_PH, fc1_weight_LFH, tokens_per_expert_L, bias=fc1_bias, noise=noise1)
-    a_PF = act(h_PF, probs=p_P)
-    if recompute:
-        with _computed_again(a_PF, act, h_PF, p_P):
-            y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2, rows_again=True)
-    else:
-        y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2)
+    with plans_shared():
+        h_PF = linears[0](rows_PH, fc1_weight_LFH, tokens_per_expert_L, bias=fc1_bias, noise=noise1)
+        a_PF = act(h_PF, probs=p_P)
+        with _computed_again(a_PF, act, h_PF, p_P) if recompute else nullcontext():
+            y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2, rows_again=recompute)
     if fc2_bias is not None:
         y_PH = BiasAdded.apply(y_PH, fc2_bias, p_P, ends_L)
     return y_PH if padding is None else padding.trim(y_PH)

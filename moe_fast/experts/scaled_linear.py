@@ -27,7 +27,7 @@ from moe_fast.experts.factors import (
     with_tensors,
     without_tensors,
 )
-from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, make_plan, programs, segment_sums
+from moe_fast.experts.segments import Plan, copy_of, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, launch_on, strided
@@ -310,8 +310,7 @@ class ScaledLinear(torch.autograd.Function):
         rows_again: bool,
     ) -> Tensor:  # fmt: skip
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
-        # the caller may change them before the backward
-        counts = tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
+        counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
         columns = wants_weight and not rows_again and _has_columns(precision.recipe, rows.dtype)
         x = quantized_rows(rows, "input", counts, precision, True, columns)
         matrices = quantized_weight(weight, precision, True, wants_rows)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import moe_fast
-from moe_fast.experts import factors, linear
+from moe_fast.experts import factors, linear, segments
 from moe_ref.config import Recipe
 from tests.common.fast import interpreted, normal
 
@@ -46,6 +46,16 @@ def results(function, **more):
 def test_recomputation_alignment_and_one_expert_at_a_time_change_no_bit(function, more):
     first, second = results(moe_fast.grouped_mlp), results(getattr(moe_fast, function), **more)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("recipe", [None, Recipe("block")], ids=["bf16", "block"])
+def test_both_products_have_one_plan(recipe, monkeypatch):
+    made, make = [], segments._make_plan
+    monkeypatch.setattr(segments, "_make_plan", lambda *of: made.append(of[1:]) or make(*of))
+    first = recipe_results(recipe=recipe)
+    assert len(made) == 1
+    assert all(torch.equal(a, b) for a, b in zip(recipe_results(recipe=recipe), first, strict=True))
+    assert len(made) == 2  # nothing is shared between calls
 
 
 RECIPES = [Recipe("block"), Recipe("current"), Recipe("mxfp8"), Recipe("block", backward_override="high_precision")]
@@ -104,7 +114,7 @@ def plan_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("recompute", "size", "plans"), [(None, 64 * (32 + 16) * 2, 2), ("moe_act", 64 * 32 * 2, 1), ("moe", 0, 0)]
+    ("recompute", "size", "plans"), [(None, 64 * (32 + 16) * 2, 1), ("moe_act", 64 * 32 * 2, 1), ("moe", 0, 0)]
 )
 def test_no_more_is_kept_than_h_the_activation_and_plans_and_less_with_recomputation(recompute, size, plans):
     assert kept(recompute) == size + plans * plan_bytes()
