@@ -10,7 +10,9 @@ are those of the experts' products: 6·M·H·F forward, 18·M·H·F with the bac
 Times are of replays of CUDA graphs, in bursts: power sets the clock, so only ratios within one run
 are meaningful. Host time is that of a forward launched from Python, into an empty queue. Saved is
 the memory that a forward keeps for its backward, without its output; the minimum of bf16 is
-2·T·H + 4·M·F bytes, without h after the activation.
+2·T·H + 4·M·F bytes, without h after the activation. "Weights kept" is a micro-batch after the first
+of a step, within `moe_fast.weights_quantized_once`: its weights' codes are there already, and are
+not counted as saved; "moe_act" also computes the activation again.
 
 `--profile` lists the kernels of a forward and backward: launches, µs, share.
 """
@@ -18,7 +20,9 @@ the memory that a forward keeps for its backward, without its output; the minimu
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -76,10 +80,10 @@ def make_layer(shape: Shape, tokens: int) -> Layer:
     return Layer(shape, parameters, normal(tokens, hidden).requires_grad_(), normal(tokens, hidden))
 
 
-def fast(layer: Layer, recipe: Recipe | None) -> Tensor:
+def fast(layer: Layer, recipe: Recipe | None, recompute: str | None = None) -> Tensor:
     config = layer.config(recipe)
     state = new_state(config.router, layer.x_TH.device)
-    return moe_fast.moe_layer(layer.x_TH, layer.parameters, config, state=state).output
+    return moe_fast.moe_layer(layer.x_TH, layer.parameters, config, state=state, recompute=recompute).output
 
 
 def stock(layer: Layer) -> Tensor:
@@ -109,9 +113,16 @@ def step(layer: Layer, forward: Callable[[], Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(forward(), inputs, layer.d_out_TH))
 
 
-def versions(layer: Layer) -> dict[str, Callable[[], Tensor]]:
+@contextmanager
+def versions(layer: Layer) -> Iterator[dict[str, Callable[[], Tensor]]]:
+    """The layers; the weights of one are quantised by its first call alone."""
     made: dict[str, Callable[[], Tensor]] = {name: partial(fast, layer, recipe) for name, recipe in RECIPES.items()}
-    return made | {"stock torch": partial(stock, layer)}
+    context, once = copy_context(), moe_fast.weights_quantized_once()
+    context.run(once.__enter__)
+    made["FP8 block, weights kept"] = partial(context.run, fast, layer, RECIPES["FP8 block"])
+    made["… and moe_act"] = partial(context.run, fast, layer, RECIPES["FP8 block"], "moe_act")
+    yield made | {"stock torch": partial(stock, layer)}
+    context.run(once.__exit__, None, None, None)
 
 
 def check(layer: Layer) -> None:
@@ -168,7 +179,11 @@ def kernels(call: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
 
 
 def report(name: str, layer: Layer, options: Any) -> None:
-    made = versions(layer)
+    with versions(layer) as made:
+        report_on(name, layer, made, options)
+
+
+def report_on(name: str, layer: Layer, made: dict[str, Callable[[], Tensor]], options: Any) -> None:
     forward, whole = (
         bursts({title: captured(partial(call, layer, f))[0].replay for title, f in made.items()}, options.blocks, 1)
         for call in (ahead, step)
@@ -192,7 +207,7 @@ def report(name: str, layer: Layer, options: Any) -> None:
         )
     heads = ["shape", "layer", "forward", "÷ stock", "with backward", "÷ stock", "saved GiB", "÷ least", "host µs"]
     print(table("", [*heads, "launches", "with backward"], lines), flush=True)
-    for title in ("bf16", "FP8 block") if options.profile else ():
+    for title in ("bf16", "FP8 block", "FP8 block, weights kept") if options.profile else ():
         launches, us = kernels(partial(step, layer, made[title]))
         total = sum(us.values())
         parts = [[k, str(launches[k]), f"{t:.0f}", f"{t / total:.1%}"] for k, t in us.most_common() if t > total / 200]

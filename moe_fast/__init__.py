@@ -24,6 +24,7 @@ from moe_fast import dispatch, experts, fused, layer, permutation, quantization,
 from moe_fast.declared import combine
 from moe_fast.dispatch import *  # noqa: F403
 from moe_fast.experts import *  # noqa: F403
+from moe_fast.experts import weights_quantized_once as weights_quantized_once
 from moe_fast.fused import *  # noqa: F403
 from moe_fast.layer import *  # noqa: F403
 from moe_fast.layer import MoELayer as MoELayer

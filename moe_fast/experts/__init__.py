@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_fast.declared import COMPUTED, Family
 from moe_fast.experts.activations import activation, activation_backward, check_probs, glu, glu_backward
+from moe_fast.experts.factors import weights_quantized_once as weights_quantized_once
 from moe_fast.experts.linear import check_product, grouped_dgrad, grouped_linear, grouped_wgrad
 from moe_fast.experts.mlp import grouped_mlp, latent_projection, sequential_mlp
 from moe_fast.experts.scaled_linear import scales_in_hardware

@@ -17,10 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_fast.experts._linear import SEGMENT_ROWS
+from moe_fast.launch._hopper import load_tile, store_tile
 
-# Triton 3.9 has other names
-load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 SEGMENT = gl.constexpr(SEGMENT_ROWS)
 PRODUCER_REGISTERS = gl.constexpr(24)
 

@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_fast.experts._hopper import PRODUCER_REGISTERS, SEGMENT, find_gradient, load_tile, new_barriers, store_tile
+from moe_fast.experts._hopper import PRODUCER_REGISTERS, SEGMENT, find_gradient, new_barriers
+from moe_fast.launch._hopper import load_tile, store_tile
 
 HEIGHT = gl.constexpr(64)  # rows of a group
 CODES = gl.constexpr(128)  # codes of a step; columns of a tile

@@ -10,6 +10,7 @@ from moe_fast.experts import _hopper, _hopper_codes
 from moe_fast.experts._linear import SEGMENT_ROWS
 from moe_fast.experts.segments import DESCRIBED_SIZE, Plan, programs
 from moe_fast.launch.backend import launch_on
+from moe_fast.launch.descriptors import described
 from moe_fast.launch.operators import launch
 from moe_fast.launch.tuning import ceil_div
 
@@ -100,13 +101,6 @@ def scaled_wgrad(
             STAGES=STAGES[3],
             num_warps=4,
         )
-
-
-def described(x: Tensor, block: list[int], swizzled: int = 128) -> TensorDescriptor:
-    """A descriptor of the tensor; tiles lie in shared memory as the matrix unit reads them, or in
-    lines."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=8 * x.itemsize, rank=len(block))
-    return TensorDescriptor.from_tensor(x, block, layout)
 
 
 def segments_of(rows_PC: Tensor, block: list[int]) -> TensorDescriptor:

@@ -14,20 +14,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _linear as kernels
 from moe_fast.experts import hopper
-from moe_fast.experts.scaled_linear import (
+from moe_fast.experts.factors import (
     Precision,
+    quantized_rows,
+    quantized_weight,
+    tensors_of,
+    with_tensors,
+    without_tensors,
+)
+from moe_fast.experts.scaled_linear import (
     ScaledLinear,
     check_scaled,
     multiple_of,
-    quantized_rows,
-    quantized_weight,
     scaled_dgrad,
     scaled_fprop,
     scaled_plan,
     scaled_wgrad,
-    tensors_of,
-    with_tensors,
-    without_tensors,
 )
 from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
@@ -62,14 +64,28 @@ def grouped_linear(
     Raises:
         ValueError: also for what `check_product` refuses.
     """
+    precision: dict[str, Any] = {"recipe": recipe, "state": state, "noise": noise, "accumulator": accumulator}
+    return linear_of(rows_PN, weight_LMN, tokens_per_expert_L, bias=bias, **precision)
+
+
+def linear_of(
+    rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
+    *, bias: Tensor | None = None, recipe: Recipe | None = None, state: LinearState | None = None,
+    noise: Tensor | None = None, accumulator: str = "float32", rows_again: bool = False,
+) -> Tensor:  # fmt: skip
+    """`grouped_linear`. `rows_again`: hooks of autograd drop the saved rows and compute them again,
+    so that the rows are saved, not their codes.
+    """
     check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
     check_precision(recipe, state, noise, accumulator)
     check_product(rows_PN, recipe, accumulator)
     check_device("rows", rows_PN)
-    if recipe is not None:
-        layer = ScaledLinear if recipe.backward_override is None else _OverriddenLinear
-        return layer.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, Precision(recipe, state, noise))
-    return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L)
+    if recipe is None:
+        return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L)
+    precision = Precision(recipe, state, noise)
+    if recipe.backward_override is not None:
+        return _OverriddenLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
+    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again)
 
 
 @traceable
@@ -202,8 +218,10 @@ class _OverriddenLinear(torch.autograd.Function):
             ctx.save_for_backward(counts, rows if wants_weight else None, weight if wants_rows else None)
         else:
             ctx.x, ctx.weight = without_tensors(x, False), without_tensors(matrices, False)
-            kept = tensors_of(x.rowwise if wants_weight else None), tensors_of(matrices.rowwise if wants_rows else None)
-            ctx.save_for_backward(counts, *kept[0], *kept[1], matrices.splits)
+            nothing = (None, None, None)
+            kept_rows = tensors_of(x, False) if wants_weight else nothing
+            kept_weight = tensors_of(matrices, False) if wants_rows else nothing
+            ctx.save_for_backward(counts, *kept_rows, *kept_weight, matrices.splits)
         return scaled_fprop(x, matrices, scaled_plan(counts, rows.shape[0], precision.recipe), bias=bias)
 
     @staticmethod

@@ -3,6 +3,7 @@ times probabilities, and a bias weighted like its row.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,8 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from moe_fast.experts.activations import activation, check_probs, glu
-from moe_fast.experts.linear import check_product, grouped_linear
+from moe_fast.experts.linear import check_product, grouped_linear, linear_of
 from moe_fast.experts.padding import Padding
+from moe_fast.experts.segments import plans_shared
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
 from moe_fast.launch.backend import check_device
 from moe_fast.launch.operators import traceable, tracing
@@ -47,9 +49,9 @@ def grouped_mlp(
     """`moe_ref.experts.mlp.grouped_mlp` by grouped products, and one launch per activation.
 
     The host never waits: where the counts are illegal the result is NaN. Saved for the
-    backward are the rows, h and a; with recompute "moe_act" not a, with "moe" only the rows; with
-    `fp8_input_store` the codes of h ("moe_act" saves h as well). `align` pads only with a recipe:
-    the buffer grows by L · (align - 1) rows.
+    backward are the rows, h and a (with a recipe codes of the rows and of a); with recompute
+    "moe_act" not a, with "moe" only the rows; with `fp8_input_store` the codes of h ("moe_act"
+    saves h as well). `align` pads only with a recipe: the buffer grows by L · (align - 1) rows.
 
     Raises:
         ValueError: also for probs of other dtypes than `PROBS`, and as `grouped_linear`.
@@ -67,7 +69,7 @@ def grouped_mlp(
     run = partial(
         _experts,
         act=act,
-        linears=[partial(grouped_linear, recipe=recipe, state=each) for each in state or (None, None)],
+        linears=[partial(linear_of, recipe=recipe, state=each) for each in state or (None, None)],
         noise=noise,
         align=None if recipe is None else align,
         probs_on_input=probs_on_input,
@@ -160,17 +162,17 @@ def _experts(
     padding = None if align is None else Padding.of(tokens_per_expert_L, rows_PH.shape[0], align)
     if padding is not None:
         rows_PH, p_P, tokens_per_expert_L = *padding.pad(rows_PH, p_P), padding.counts_L
-    ends_L = tokens_per_expert_L.clamp(min=0).cumsum(0)
+    needs_ends = probs_on_input or fc2_bias is not None
+    ends_L = tokens_per_expert_L.clamp(min=0).cumsum(0) if needs_ends else None
     if probs_on_input:
         rows_PH, p_P = ScaledRows.apply(rows_PH, p_P, ends_L), None
     noise1, noise2 = (None, None) if noise is None else (_of_length(each, rows_PH.shape[0]) for each in noise)
-    h_PF = linears[0](rows_PH, fc1_weight_LFH, tokens_per_expert_L, bias=fc1_bias, noise=noise1)
-    a_PF = act(h_PF, probs=p_P)
-    if recompute and not tracing():
-        with _computed_again(a_PF, act, h_PF, p_P):
-            y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2)
-    else:
-        y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2)
+    again = recompute and not tracing()
+    with plans_shared():
+        h_PF = linears[0](rows_PH, fc1_weight_LFH, tokens_per_expert_L, bias=fc1_bias, noise=noise1)
+        a_PF = act(h_PF, probs=p_P)
+        with _computed_again(a_PF, act, h_PF, p_P) if again else nullcontext():
+            y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2, rows_again=again)
     if fc2_bias is not None:
         y_PH = BiasAdded.apply(y_PH, fc2_bias, p_P, ends_L)
     return y_PH if padding is None else padding.trim(y_PH)

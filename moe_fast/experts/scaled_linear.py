@@ -7,7 +7,7 @@ scales in bfloat16, exact for rows of bfloat16 and float16; rows of float32 are 
 float32. (The native path compiles; it has never run.)
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,27 +19,26 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_fast.experts import _scaled_linear as kernels
 from moe_fast.experts import hopper
 from moe_fast.experts._factors import TILE_ROWS
-from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, make_plan, programs, segment_sums
+from moe_fast.experts.factors import (
+    Precision,
+    quantized_rows,
+    quantized_weight,
+    tensors_of,
+    with_tensors,
+    without_tensors,
+)
+from moe_fast.experts.segments import Plan, copy_of, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, launch_on, strided
 from moe_fast.launch.operators import as_operators, has_memory, launch
 from moe_fast.launch.tuning import ceil_div
-from moe_fast.quantization.quantize import quantize
 from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized
-from moe_ref.config import LinearState, Recipe, check_splits, require
+from moe_ref.config import Recipe, require
 from moe_ref.config.quantization import BLOCK, WHOLE_BLOCKS
 
 HOPPER_BLOCKS = (((1, 128), (128, 128)), ((128, 1), (128, 1)))  # rows times matrices; the weight's gradient
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
-
-class Precision(NamedTuple):
-    """How the factors of a product are quantised."""
-
-    recipe: Recipe
-    state: LinearState | None
-    noise: Tensor | None
 
 
 def check_scaled(rows: Tensor, accumulator: str) -> None:
@@ -83,10 +82,11 @@ def scaled_fprop(x: Quantized, weight: Quantized, plan: Plan, *, bias: Tensor | 
 def scaled_dgrad(d_out: Quantized, weight: Quantized, plan: Plan) -> Tensor:
     """d_out W of each expert's rows, [P,N]; d_out has its form by rows, weight by columns."""
     form, experts = weight.form(True), plan.num_experts
-    height, width = form.codes_MN.shape[0] // experts, form.codes_MN.shape[1]
-    counts = torch.full((experts,), height, device=form.codes_MN.device)
-    turned = _turned(form.codes_MN, make_plan(counts, experts * height, plan.tile))
-    length = turned.stride(0)
+    height, turned = d_out.form(False).codes_MN.shape[1], form.turned_NT
+    if turned is None:
+        counts = torch.full((experts,), height, device=form.codes_MN.device)
+        turned = _turned(form, make_plan(counts, experts * height, plan.tile))
+    width, length = turned.shape[0], turned.stride(0)
     matrices_LNM = turned.as_strided((experts, width, height), (ceil_div(height, TILE_ROWS) * TILE_ROWS, length, 1))
     return _multiply(d_out, Matrices(weight, form, matrices_LNM, True), None, plan)
 
@@ -95,14 +95,15 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
     """d_outᵀ x of each expert's rows, [L,M,N], plus `accumulate_into`; both forms by columns."""
     device, sizes = plan.total_2.device, tuning.for_device(plan.total_2.device).grouped
     left, right = d_out.form(True), x.form(True)
-    shape = (plan.num_experts, left.codes_MN.shape[1], right.codes_MN.shape[1])
+    turned = [_turned(form, plan) for form in (left, right)]
+    shape = (plan.num_experts, turned[0].shape[0], turned[1].shape[0])
     # all by scaled_wgrad_kernel
     out = torch.empty(shape, dtype=x.dtype if accumulate_into is None else accumulate_into.dtype, device=device)
     if out.numel() == 0 or not has_memory():
         return out
     unit = _unit(x, device)
     tile = sizes.scaled if unit.rule in ("group", "amax") else sizes.decoded
-    codes = [_as_factor(_turned(form.codes_MN, plan), q, unit) for q, form in ((d_out, left), (x, right))]
+    codes = [_as_factor(each, quantized, unit) for each, quantized in zip(turned, (d_out, x), strict=True)]
     described = have_descriptors(*codes)
     blocks = (left.block, right.block)
     if described and accumulate_into is None and have_descriptors(out) and _on_hopper(unit, device, blocks):
@@ -214,8 +215,11 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
     return out
 
 
-def _turned(codes_RC: Tensor, plan: Plan) -> Tensor:
+def _turned(form: Form, plan: Plan) -> Tensor:
     """Transposed codes, each expert's from a tile on: FP8's matrix unit reads no other layout."""
+    if form.turned_NT is not None:
+        return form.turned_NT
+    codes_RC = form.codes_MN
     num_columns = codes_RC.shape[1]
     # as far as anyone reads by turn_kernel
     out = torch.empty((num_columns, plan.capacity * TILE_ROWS), dtype=torch.uint8, device=codes_RC.device)
@@ -293,50 +297,24 @@ def _weight_outer(weight: Matrices) -> tuple[Any, ...]:
     return scale, stride, share
 
 
-# --- the functions of `moe_fast.experts.linear`, with a recipe
-
-
-def quantized_rows(
-    x: Tensor, role: str, tokens_per_expert: Tensor, precision: Precision, rowwise: bool, columnwise: bool
-) -> Quantized:
-    """Each expert's rows, quantised by themselves, in the forms asked for."""
-    state = None if precision.state is None else getattr(precision.state, role)
-    noise = precision.noise if role == "grad_output" else None
-    splits = tokens_per_expert
-    return quantize(
-        x.detach(),
-        precision.recipe,
-        role=role,
-        splits=splits,
-        rowwise=rowwise,
-        columnwise=columnwise,
-        state=state,
-        noise=noise,
-    ).quantized
-
-
-def quantized_weight(weight_LMN: Tensor, precision: Precision, rowwise: bool, columnwise: bool) -> Quantized:
-    """Each expert's matrix, quantised in the forms asked for."""
-    experts, height, width = weight_LMN.shape
-    check_splits([height], height, precision.recipe)
-    splits = torch.full((experts,), height, device=weight_LMN.device)
-    return quantized_rows(weight_LMN.reshape(experts * height, width), "weight", splits, precision, rowwise, columnwise)
+# --- the function of `moe_fast.experts.linear`, with a recipe
 
 
 @as_operators
 class ScaledLinear(torch.autograd.Function):
-    """`grouped_linear`; the forward quantises both forms at once, each gradient reads one."""
+    """`grouped_linear`; the forward quantises both forms at once, each gradient reads one. If the
+    rows are computed again in the backward, they are saved in place of their codes by columns.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision
-    ) -> Tensor:
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision,
+        rows_again: bool,
+    ) -> Tensor:  # fmt: skip
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
-        # the caller may change them before the backward
-        counts = tokens_per_expert.clone() if any(ctx.needs_input_grad) else tokens_per_expert
-        x = quantized_rows(
-            rows, "input", counts, precision, True, wants_weight and _has_columns(precision.recipe, rows.dtype)
-        )
+        counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
+        columns = wants_weight and not rows_again and _has_columns(precision.recipe, rows.dtype)
+        x = quantized_rows(rows, "input", counts, precision, True, columns)
         matrices = quantized_weight(weight, precision, True, wants_rows)
         plan = scaled_plan(counts, rows.shape[0], precision.recipe)
         out = scaled_fprop(x, matrices, plan, bias=bias)
@@ -346,51 +324,29 @@ class ScaledLinear(torch.autograd.Function):
             None if bias is None else bias.dtype,
         )
         ctx.x, ctx.weight = without_tensors(x, True), without_tensors(matrices, True)
-        saved = *tensors_of(x.columnwise), *tensors_of(matrices.columnwise)
-        ctx.save_for_backward(counts, *saved, *plan.tensors)
+        saved = *tensors_of(x, True), *tensors_of(matrices, True)
+        ctx.save_for_backward(counts, rows if rows_again and wants_weight else None, *saved, *plan.tensors)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        counts, *tensors = ctx.saved_tensors
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        counts, rows, *tensors = ctx.saved_tensors
         plan = ctx.plan.with_tensors(tensors[6:])
         wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         d_rows = d_weight = None
         if wants_rows or wants_weight:
             d = quantized_rows(d_out, "grad_output", counts, ctx.precision, wants_rows, wants_weight)
             d_rows = scaled_dgrad(d, with_tensors(ctx.weight, tensors[3:6], True), plan) if wants_rows else None
-            d_weight = scaled_wgrad(d, with_tensors(ctx.x, tensors[:3], True), plan) if wants_weight else None
+        if wants_weight:
+            again = rows is not None
+            x = quantized_rows(rows, "input", counts, ctx.precision, False, True) if again else ctx.x
+            d_weight = scaled_wgrad(d, x if again else with_tensors(x, tensors[:3], True), plan)
         d_bias = segment_sums(d_out, ctx.bias_dtype, plan) if wants_bias else None
-        return d_rows, d_weight, d_bias, None, None
+        return d_rows, d_weight, d_bias, None, None, None
 
 
 def _has_columns(recipe: Recipe, dtype: torch.dtype) -> bool:
     """Whether rows have a form for the weight's gradient; else the backward raises."""
     impossible = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all")
     return not impossible and (dtype == torch.bfloat16 or not recipe.hadamard)
-
-
-def tensors_of(form: Form | None) -> tuple[Tensor | None, ...]:
-    """The tensors of a form, for autograd to save."""
-    return (None, None, None) if form is None else (form.codes_MN, form.scale, form.amax)
-
-
-def without_tensors(quantized: Quantized, columnwise: bool) -> Quantized:
-    """`quantized` and its form of this direction, without their tensors."""
-    form, nothing = quantized.columnwise if columnwise else quantized.rowwise, torch.empty(0)
-    kept = None if form is None else replace(form, codes_MN=nothing, scale=nothing, amax=nothing)
-    return replace(
-        quantized,
-        splits=None,
-        source=None,
-        rowwise=None if columnwise else kept,
-        columnwise=kept if columnwise else None,
-    )
-
-
-def with_tensors(kept: Quantized, tensors: list[Tensor], columnwise: bool) -> Quantized:
-    """The inverse of `without_tensors`, with the form of this direction alone."""
-    codes, scale, amax = tensors
-    form = replace(kept.form(columnwise), codes_MN=codes, scale=scale, amax=amax)
-    return replace(kept, columnwise=form) if columnwise else replace(kept, rowwise=form)

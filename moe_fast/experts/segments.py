@@ -1,7 +1,11 @@
 """The plan of the tiles of segments, descriptors that end with a segment, and segment sums."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import triton.language as tl
@@ -10,12 +14,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _linear as kernels
 from moe_fast.experts._linear import SEGMENT_ROWS
-from moe_fast.launch import backend, tuning
+from moe_fast.launch import backend, descriptors, tuning
 from moe_fast.launch.backend import launch_on, strided
 from moe_fast.launch.operators import has_memory, launch
 from moe_fast.launch.tuning import GroupedTile, ceil_div, power_of_two
 
-DESCRIBED_BYTES = 16  # CUDA driver API, cuTensorMapEncodeTiled: the address and every stride are multiples
+X = TypeVar("X")
 DESCRIBED_SIZE = 0x7FFF0000  # of a side that is as long as can be; coordinates are int32
 
 
@@ -69,12 +73,49 @@ class Plan:
         return replace(self, tile_4C=tile, segment_3L=segment, total_2=total, others=others)
 
 
+_shared: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("shared plans", default=None)
+
+
+@contextmanager
+def plans_shared() -> Iterator[None]:
+    """Within it, products of the same counts have one plan, and one copy of the counts. The caller
+    keeps the counts, and changes none.
+    """
+    token = _shared.set({})
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def _made_once(make: Callable[[], X], counts: Tensor, *more: Any) -> X:
+    """make(), or its result for the same counts, and the rest, within `plans_shared`."""
+    shared = _shared.get()
+    if shared is None or not has_memory():
+        return make()
+    key = (counts.data_ptr(), counts.dtype, *more)
+    if key not in shared:
+        shared[key] = make()
+    made: X = shared[key]
+    return made
+
+
+def copy_of(tokens_per_expert: Tensor) -> Tensor:
+    """The counts, for a backward: the caller may change its own before."""
+    return _made_once(tokens_per_expert.clone, tokens_per_expert, "copy")
+
+
 def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, multiple: int = 1) -> Plan:
     """The plan for rows that stand in segments of these sizes, multiples of `multiple`.
 
     The host does not ask for the counts. If one is negative or no multiple, or all are more than
     the rows, the products with this plan are NaN.
     """
+    make = partial(_make_plan, tokens_per_expert, num_rows, tile, multiple)
+    return _made_once(make, tokens_per_expert, num_rows, tile, multiple)
+
+
+def _make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, multiple: int) -> Plan:
     sizes = tuning.for_device(tokens_per_expert.device).grouped
     num_experts = len(tokens_per_expert)
     capacity = num_rows // tile.rows + min(num_rows, num_experts)  # each expert fills all its tiles but one
@@ -129,22 +170,8 @@ def programs(pieces: int, device: torch.device) -> int:
 
 
 def have_descriptors(*tensors: Tensor) -> bool:
-    """Whether descriptors can move tiles: dtypes of a matrix unit, whole lines, no overlap."""
-    return backend.has_descriptors(tensors[0].device) and all(_describable(tensor) for tensor in tensors)
-
-
-def _describable(tensor: Tensor) -> bool:
-    aligned = tensor.data_ptr() % DESCRIBED_BYTES == 0 and all(
-        stride * tensor.itemsize % DESCRIBED_BYTES == 0 for stride in tensor.stride()[:-1]
-    )
-    small = 0 < tensor.shape[0] <= SEGMENT_ROWS and tensor.numel() > 0
-    return (
-        tensor.itemsize <= 2
-        and aligned
-        and small
-        and tensor.stride(-1) == 1
-        and all(stride > 0 for stride in tensor.stride())
-    )
+    """Whether descriptors can move tiles, and end with an expert's rows: see `expert_slices`."""
+    return descriptors.have_descriptors(*tensors) and all(len(tensor) <= SEGMENT_ROWS for tensor in tensors)
 
 
 def expert_slices(rows_PC: Tensor, block: list[int]) -> TensorDescriptor:

@@ -13,6 +13,7 @@ import functools
 import io
 import pickle
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ SCHEMA = "(Tensor[] tensors, SymInt[] numbers, str call) -> Tensor[]"
 INSIDE, RESULT = "_moe_fast_inside", "_moe_fast_result"
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _mode = torch._C._get_dispatch_mode
+_graph: ContextVar[bool] = ContextVar("in a graph", default=False)
 
 
 def _outside(function: Callable[P, R], *reached: Callable[..., Any]) -> Callable[P, R]:
@@ -74,6 +76,13 @@ def tracing() -> bool:
     return mode is not None and not getattr(mode, INSIDE, False)
 
 
+def in_graph() -> bool:
+    """Whether a compiled graph runs the operator: it may overwrite results once it has read them,
+    so that they must be no one else's.
+    """
+    return _graph.get() or not has_memory()
+
+
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """kernel[grid]; nothing where tensors have no memory.
 
@@ -106,7 +115,11 @@ def _operator(function: Callable[P, R], name: str) -> Callable[P, R]:
     @torch.library.custom_op(f"moe_fast::{name}", mutates_args=(), schema=SCHEMA)
     def registered(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor]:
         args, kwargs = _loaded(call, tensors, numbers)
-        return _Dumped(function(*args, **kwargs), tensors).tensors
+        token = _graph.set(True)
+        try:
+            return _Dumped(function(*args, **kwargs), tensors).tensors
+        finally:
+            _graph.reset(token)
 
     @registered.register_fake
     def _(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor]:

@@ -10,7 +10,15 @@ import triton.language as tl
 
 from moe_fast.launch._rounding import number, rounded
 from moe_fast.quantization._formats import INFINITY, LARGEST_POWER, encoded, encoded_up, power_of_two
-from moe_fast.quantization._tiles import block_amax, load_tile_from, place_of_tile, spread, store_blocks, store_tile
+from moe_fast.quantization._tiles import (
+    block_amax,
+    load_tile_from,
+    place_of_tile,
+    spread,
+    store_blocks,
+    store_tile,
+    store_turned,
+)
 
 E4M3_MAX = tl.constexpr(448.0)  # OCP OFP8 1.0
 E5M2_MAX = tl.constexpr(57344.0)
@@ -19,18 +27,20 @@ INFINITE = tl.constexpr(float("inf"))
 
 class FormPointers(NamedTuple):
     """The memory of a `Form` of blocks as one argument of a kernel: contiguous codes; scales and
-    amax of the same strides, which are arguments of their own.
+    amax of the same strides, which are arguments of their own. Each may be None; without a form
+    all are.
     """
 
     codes_ptr: Any
     scale_ptr: Any
     amax_ptr: Any
+    turned_ptr: Any  # codes as `Form.turned_NT`
 
 
 @triton.jit
 def over(numerator: tl.constexpr, denominator):
     """The quotient, rounded once; `/` is an approximation on a GPU."""
-    return tl.div_rn(tl.full(denominator.shape, numerator, tl.float32), denominator)
+    return tl.div_rn(numerator, denominator)
 
 
 @triton.jit
@@ -80,23 +90,41 @@ def block_scale(amax, epsilon, infinity, RULE: tl.constexpr, FORMAT: tl.constexp
 
 
 @triton.jit
+def apart(x, positive):
+    """x, which the compiler cannot know to be x. Codes that are stored in two orders are computed
+    twice: for one order, ptxas 12.8 reads bytes of the other's codes before they are there.
+    """
+    return tl.where(positive < 0, 0.0, x)
+
+
+@triton.jit
 def quantize_blocks(
     x, form, stride_m, stride_n, tile, first, written, column, num_columns, epsilon, infinity,
     RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, tiles=None,
 ):  # fmt: skip
-    """One form of a tile: codes, block scales and amax; amax blocks over rows are a tile high."""
+    """One form of a tile: codes, block scales and amax; amax blocks over rows are a tile high.
+    `tiles` tiles of rows have transposed codes.
+    """
     amax = block_amax(x, BLOCK_R, BLOCK_C)
     multiplier, stored = block_scale(amax, epsilon, infinity, RULE, FORMAT, POWER_OF_TWO)
     code = encoded(x * spread(multiplier, BLOCK_R, BLOCK_C), FORMAT, HARDWARE)
-    store_tile(form.codes_ptr, code, first, written, column, num_columns)
+    if form.codes_ptr is not None:
+        store_tile(form.codes_ptr, code, first, written, column, num_columns)
+    if form.turned_ptr is not None:
+        if form.codes_ptr is not None:
+            code = encoded(x * spread(apart(multiplier, infinity), BLOCK_R, BLOCK_C), FORMAT, HARDWARE)
+        store_turned(form.turned_ptr, code, tile, tiles, column, num_columns)
     block = tile if RULE == "amax" and BLOCK_R > 1 else first // BLOCK_R
     stored = stored.to(form.scale_ptr.dtype.element_ty)
-    exact = rounded(amax, form.amax_ptr.dtype.element_ty)  # it is a number of that dtype
     store_blocks(
         form.scale_ptr, stride_m, stride_n, stored, block, first, written, column, num_columns, BLOCK_R, BLOCK_C
     )
-    store_blocks(form.amax_ptr, stride_m, stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C)
+    if form.amax_ptr is not None:
+        exact = rounded(amax, form.amax_ptr.dtype.element_ty)  # it is a number of that dtype
+        store_blocks(
+            form.amax_ptr, stride_m, stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C
+        )
 
 
 @triton.jit
@@ -104,18 +132,18 @@ def quantize_forms(
     x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
     tile, first, written, column, num_columns, epsilon, infinity,
     RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr, SQUARE: tl.constexpr,
+    BLOCK: tl.constexpr, SQUARE: tl.constexpr, tiles=None,
 ):  # fmt: skip
-    """A tile's form of 1 × BLOCK (SQUARE: BLOCK × BLOCK) and of BLOCK × 1; either may be None."""
-    if row_form is not None:
+    """A tile's form of 1 × BLOCK (SQUARE: BLOCK × BLOCK) and of BLOCK × 1; either may be absent."""
+    if row_form.scale_ptr is not None:
         quantize_blocks(
             x, row_form, stride_row_m, stride_row_n, tile, first, written, column, num_columns, epsilon, infinity,
-            RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK if SQUARE else 1, BLOCK,
+            RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK if SQUARE else 1, BLOCK, tiles,
         )  # fmt: skip
-    if column_form is not None:
+    if column_form.scale_ptr is not None:
         quantize_blocks(
             x, column_form, stride_column_m, stride_column_n, tile, first, written, column, num_columns, epsilon,
-            infinity, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, 1,
+            infinity, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, 1, tiles,
         )  # fmt: skip
 
 
@@ -150,4 +178,5 @@ def quantize_blocks_kernel(
         quantize_forms(
             x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, tile, first,
             written, column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, SQUARE,
+            tl.num_programs(0) // parts,
         )  # fmt: skip

@@ -107,6 +107,17 @@ def store_tile(out_ptr, value, first, written, column, num_columns):
 
 
 @triton.jit
+def store_turned(out_ptr, value, tile, tiles, column, num_columns):
+    """A tile of a transposed result, which is as many whole tiles long."""
+    m = tl.arange(0, value.shape[0])
+    n = tl.arange(0, value.shape[1])
+    stride = tl.cast(tiles, tl.int64) * value.shape[0]
+    corner = out_ptr + column.to(tl.int64) * stride + tl.cast(tile, tl.int64) * value.shape[0]
+    inside = (n < (num_columns - column).to(tl.int32))[:, None]
+    tl.store(corner + n[:, None].to(tl.int64) * stride + m[None, :], tl.trans(value), mask=inside)
+
+
+@triton.jit
 def store_blocks(
     out_ptr, stride_m, stride_n, value, block, first, written, column, num_columns,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,

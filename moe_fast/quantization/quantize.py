@@ -14,6 +14,7 @@ from moe_fast.launch.backend import check_device, launch_on, strided
 from moe_fast.launch.operators import has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization import _quantize as kernels
+from moe_fast.quantization import hopper
 from moe_fast.quantization._quantize import FormPointers
 from moe_fast.quantization.group_scales import cast_groups
 from moe_fast.quantization.nvfp4 import quantize_two_levels
@@ -44,6 +45,24 @@ def quantize(
     `scales` and `amax` raise, or are NaN if they need no host wait.
     float64 is rounded to float32 first.
     """
+    return _quantize(x_MN, recipe, role, splits, rowwise, columnwise, state, noise, for_products=False)
+
+
+def quantize_for_products(
+    x_MN: Tensor, recipe: Recipe,
+    *, role: str = "input", splits: Tensor | None = None, rowwise: bool = True,
+    columnwise: bool = False, state: QuantizerState | None = None, noise: Tensor | None = None,
+) -> Quantized:  # fmt: skip
+    """`quantize` for the products of `experts`: with block scaling, the form by columns is
+    transposed in the same launch, and has no amax.
+    """
+    return _quantize(x_MN, recipe, role, splits, rowwise, columnwise, state, noise, for_products=True).quantized
+
+
+def _quantize(
+    x_MN: Tensor, recipe: Recipe, role: str, splits: Tensor | None, rowwise: bool, columnwise: bool,
+    state: QuantizerState | None, noise: Tensor | None, for_products: bool,
+) -> Quantization:  # fmt: skip
     check_quantize(x_MN, recipe, role, splits, rowwise, columnwise, state, noise)
     check_device("x", x_MN)
     if splits is None:
@@ -58,10 +77,8 @@ def quantize(
         by_rows, by_columns = quantize_two_levels(x, recipe, role, splits, rowwise, columnwise, noise)
     elif recipe.scaling in BLOCK:
         square = role == "weight" and bool(recipe.two_dimensional_weights)
-        by_rows, by_columns = _quantize_blocks(
-            x, recipe, format, splits, square, rowwise or square, columnwise and not square
-        )
-        by_columns = by_rows if square else by_columns
+        turned = for_products and recipe.scaling == "block"
+        by_rows, by_columns = _quantize_blocks(x, recipe, format, splits, square, rowwise, columnwise, turned)
     else:
         by_rows, state = cast_groups(x, recipe, format, splits, state)
         by_columns = by_rows
@@ -74,60 +91,80 @@ def quantize(
 
 @operator
 def _quantize_blocks(
-    x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, square: bool, rowwise: bool, columnwise: bool
-) -> tuple[Form | None, Form | None]:
-    """A scale for each block, by rows (or of squares) and by columns."""
+    x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, square: bool, rowwise: bool, columnwise: bool,
+    turned: bool,
+) -> tuple[Form | None, Form | None]:  # fmt: skip
+    """A scale for each block, by rows and by columns; of squares, both forms are one."""
     size, rule = BLOCK[recipe.scaling], KERNEL_OF[recipe.scaling]
     sizes = tuning.for_device(x.device).quantize
     tall = square or columnwise  # blocks span rows
     aligned = rule == "amax" and tall  # whole groups of MXFP8 consist of whole blocks, wherever x is cut
-    walk = sizes.tall if aligned else sizes.columns if tall else sizes.rows
+    on_hopper = has_memory() and aligned and hopper.can_quantize(x)
+    walk = hopper.WALK if on_hopper else sizes.tall if aligned else sizes.columns if tall else sizes.rows
     grid = grid_of(x.shape, splits, walk, aligned, (size if tall else 1, size), size if aligned else None)
-    by_rows = empty_form(x, rule, (size if square else 1, size), grid) if rowwise else None
-    by_columns = empty_form(x, rule, (size, 1), grid) if columnwise else None
+    by_rows = by_columns = None
+    if square or rowwise:
+        parts = {"codes": rowwise or not turned, "turned": square and turned and columnwise, "amax": not turned}
+        by_rows = empty_form(x, rule, (size if square else 1, size), grid, **parts)
+    if columnwise and not square:
+        by_columns = empty_form(x, rule, (size, 1), grid, codes=not turned, turned=turned, amax=not turned)
     if has_memory() and grid.programs:
+        forms = *form_arguments(by_rows), *form_arguments(by_columns)
+        arguments = *x.shape, *grid.sizes, *scale_limits(recipe, x.dtype)
         with launch_on(x):
-            launch(kernels.quantize_blocks_kernel, (grid.programs,))(
-                *strided(x),
-                *strided(splits, 1),
-                *form_arguments(by_rows),
-                *form_arguments(by_columns),
-                *x.shape,
-                *grid.sizes,
-                *scale_limits(recipe, x.dtype),
-                RULE=rule,
-                **encoding(recipe, format, x.device),
-                ALIGNED=aligned,
-                BLOCK=size,
-                SQUARE=square,
-                **grid.settings,
-                **NO_FP_FUSION,
-            )
-    return by_rows, by_columns
+            if on_hopper:
+                hopper.quantize_tiles(x, splits, forms, arguments, recipe, format, square, grid)
+            else:
+                launch(kernels.quantize_blocks_kernel, (grid.programs,))(
+                    *strided(x),
+                    *strided(splits, 1),
+                    *forms,
+                    *arguments,
+                    RULE=rule,
+                    **encoding(recipe, format, x.device),
+                    ALIGNED=aligned,
+                    BLOCK=size,
+                    SQUARE=square,
+                    **grid.settings,
+                    **NO_FP_FUSION,
+                )
+    return by_rows, by_rows if square else by_columns
 
 
-def empty_form(x: Tensor, rule: str, block: tuple[int, int], grid: Grid) -> Form:
+def empty_form(
+    x: Tensor, rule: str, block: tuple[int, int], grid: Grid,
+    *, codes: bool = True, turned: bool = False, amax: bool = True,
+) -> Form:  # fmt: skip
     """A form with room for all blocks; kernels write all codes, and existing scales."""
     rows = grid.tiles if rule == "amax" and block[0] > 1 else ceil_div(x.shape[0], block[0])
     columns = ceil_div(x.shape[1], block[1])
-    turned = rule == "amax" and block[0] == 1  # neighbouring rows side by side, for matrix products
+    side_by_side = rule == "amax" and block[0] == 1  # scales of neighbouring rows, for matrix products
 
     def blocks(dtype: torch.dtype) -> Tensor:
-        shape = (columns, rows) if turned else (rows, columns)
+        shape = (columns, rows) if side_by_side else (rows, columns)
         empty = torch.empty(shape, dtype=dtype, device=x.device)
-        return empty.T if turned else empty
+        return empty.T if side_by_side else empty
+
+    def bytes(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device=x.device)
 
     scale = blocks(torch.float32 if rule == "amax" else torch.uint8)
-    amax = blocks(torch.float32 if x.dtype == torch.float64 else x.dtype)
-    return Form(torch.empty(x.shape, dtype=torch.uint8, device=x.device), scale, amax, block)
+    return Form(
+        bytes(x.shape[0] if codes else 0, x.shape[1]),
+        scale,
+        blocks(torch.float32 if x.dtype == torch.float64 else x.dtype) if amax else scale.new_empty(0),
+        block,
+        turned_NT=bytes(x.shape[1], grid.tiles * block[0]) if turned else None,
+    )
 
 
-def form_arguments(form: Form | None) -> tuple[FormPointers | None, int, int]:
+def form_arguments(form: Form | None) -> tuple[FormPointers, int, int]:
     """A form as the kernels take it: its memory, and the strides of its scales."""
     if form is None:
-        return None, 0, 0
-    stride_m, stride_n = form.scale.stride()
-    return FormPointers(form.codes_MN, form.scale, form.amax), stride_m, stride_n
+        return FormPointers(None, None, None, None), 0, 0
+    codes, amax = (x if x.numel() else None for x in (form.codes_MN, form.amax))
+    pointers = FormPointers(codes, form.scale, amax, form.turned_NT)
+    return pointers, form.scale.stride(0), form.scale.stride(1)
 
 
 class _Place(torch.autograd.Function):

@@ -38,13 +38,16 @@ class Form:
     any splits may have: past the existing ones, values are unspecified.
     """
 
-    codes_MN: Tensor  # uint8, contiguous; 0 past the last group
+    codes_MN: Tensor  # uint8, contiguous; 0 past the last group. [0,N]: only `turned_NT` is there
     scale: Tensor  # [G], or [rows of blocks, columns of blocks]
-    amax: Tensor  # of the same shape, in x's dtype if narrower than float32 (NVFP4: see `per`); or empty
+    amax: Tensor  # of the same shape, in x's dtype if narrower than float32 (NVFP4: see `per`); or [0]
     block: tuple[int, int] | None  # rows and columns that share a scale; None: a group
     per: str = "group"  # NVFP4: what has an amax, each "group" [G], "row" [M], or "column" of a group [G,N]
     largest: float = 448.0  # NVFP4: what the largest block's scale becomes
     transformed: bool = False  # codes of the Hadamard transform
+    # of block scaling, for products: transposed codes, each group's from a tile of 128 on, whose
+    # last tile ends with zeros
+    turned_NT: Tensor | None = None
 
 
 @record

@@ -13,7 +13,9 @@ from triton.compiler import compile
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-POINTERS = {"segment_ptr": "*i64", "tile_ptr": "*i64", "total_ptr": "*i64", "out_ptr": "*bf16"}
+from moe_fast.quantization._quantize import FormPointers
+
+POINTERS = {"segment_ptr": "*i64", "tile_ptr": "*i64", "total_ptr": "*i64", "splits_ptr": "*i64", "out_ptr": "*bf16"}
 
 
 def tile(dtype: str, block: list[int]) -> str:
@@ -23,20 +25,26 @@ def tile(dtype: str, block: list[int]) -> str:
     return f"tensordesc<{dtype}{block},{layout!r}>"
 
 
-def main(module: str, kernel: str, tiles: dict[str, Any], constants: dict[str, Any], bias: str | None) -> None:
-    function = getattr(importlib.import_module(f"moe_fast.experts.{module}"), kernel)
+def main(
+    module: str, kernel: str, tiles: dict[str, Any], constants: dict[str, Any], bias: str | None = None,
+    forms: dict[str, Any] | None = None, absent: tuple[str, ...] = (), wide: tuple[str, ...] = (),
+) -> None:  # fmt: skip
+    function = getattr(importlib.import_module(f"moe_fast.{module}"), kernel)
     names = function.arg_names
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names}
     types |= {name: kind for name, kind in POINTERS.items() if name in names}
-    types |= {name: tile(*of) for name, of in tiles.items()}
+    types |= {name: tile(*of) for name, of in tiles.items()} | dict.fromkeys(wide, "i64")
     if "bias_ptr" in names:
         types |= {"bias_ptr": bias or "constexpr"}
         constants |= {} if bias else {"bias_ptr": None}
-    known = {name: value for name, value in constants.items() if name in names}
+    known = {name: value for name, value in (constants | dict.fromkeys(absent)).items() if name in names}
     types |= dict.fromkeys(known, "constexpr")
-    indices = {(names.index(name),): value for name, value in known.items()}
-    source = GluonASTSource(function, types, indices, {})
-    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": constants["num_warps"]})
+    indices: dict[Any, Any] = {(names.index(name),): value for name, value in known.items()}
+    for name, parts in (forms or {}).items():
+        types[name] = FormPointers(*(part or "constexpr" for part in parts))
+        indices |= {(names.index(name), i): None for i, part in enumerate(parts) if part is None}
+    options = {name: constants[name] for name in ("num_warps", "maxnreg") if name in constants}
+    built = compile(GluonASTSource(function, types, indices, {}), target=GPUTarget("cuda", 90, 32), options=options)
     ptx = built.asm["ptx"]
     print(built.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count(".local"))
 

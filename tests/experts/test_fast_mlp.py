@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import moe_fast
-from moe_fast.experts import linear
+from moe_fast.experts import factors, linear, segments
+from moe_ref.config import Recipe
 from tests.common.fast import interpreted, normal
 
 pytestmark = interpreted
@@ -47,6 +48,47 @@ def test_recomputation_alignment_and_one_expert_at_a_time_change_no_bit(function
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("recipe", [None, Recipe("block")], ids=["bf16", "block"])
+def test_both_products_have_one_plan(recipe, monkeypatch):
+    made, make = [], segments._make_plan
+    monkeypatch.setattr(segments, "_make_plan", lambda *of: made.append(of[1:]) or make(*of))
+    first = recipe_results(recipe=recipe)
+    assert len(made) == 1
+    assert all(torch.equal(a, b) for a, b in zip(recipe_results(recipe=recipe), first, strict=True))
+    assert len(made) == 2  # nothing is shared between calls
+
+
+RECIPES = [Recipe("block"), Recipe("current"), Recipe("mxfp8"), Recipe("block", backward_override="high_precision")]
+
+
+def recipe_results(**more):
+    (x, counts, *weights), settings = inputs(torch.bfloat16, (32, 0, 64), tail=0, hidden=64, width=32)
+    leaves = [y.requires_grad_() for y in (x, *weights, settings["probs"])]
+    out = moe_fast.grouped_mlp(x, counts, *weights, probs=settings["probs"], **more)
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.scaling}-{recipe.backward_override}")
+def test_an_activation_that_is_computed_again_is_quantised_to_the_same_codes(recipe):
+    right = recipe_results(recipe=recipe)
+    for recompute in ("moe_act", "moe"):
+        got = recipe_results(recipe=recipe, recompute=recompute)
+        assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
+
+
+def test_columns_of_an_activation_that_is_computed_again_are_quantised_in_the_backward(monkeypatch):
+    asked, made = [], factors.quantize_for_products
+    monkeypatch.setattr(
+        factors,
+        "quantize_for_products",
+        lambda *tensors, **how: asked.append((how["role"], how["rowwise"], how["columnwise"])) or made(*tensors, **how),
+    )
+    recipe_results(recipe=Recipe("block"), recompute="moe_act")
+    both, weight, gradient = ("input", True, True), ("weight", True, True), ("grad_output", True, True)
+    rows, columns = ("input", True, False), ("input", False, True)
+    assert asked == [both, weight, rows, weight, gradient, columns, gradient]
+
+
 def kept(recompute) -> int:
     """Bytes kept for the backward besides the inputs, each storage once."""
     tensors, settings = inputs(torch.bfloat16, counts=(30, 34), tail=0, hidden=8, width=16)
@@ -72,7 +114,7 @@ def plan_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("recompute", "size", "plans"), [(None, 64 * (32 + 16) * 2, 2), ("moe_act", 64 * 32 * 2, 1), ("moe", 0, 0)]
+    ("recompute", "size", "plans"), [(None, 64 * (32 + 16) * 2, 1), ("moe_act", 64 * 32 * 2, 1), ("moe", 0, 0)]
 )
 def test_no_more_is_kept_than_h_the_activation_and_plans_and_less_with_recomputation(recompute, size, plans):
     assert kept(recompute) == size + plans * plan_bytes()

@@ -21,6 +21,7 @@ from tests.common.fast import interpreted, normal, record_reads
 
 pytestmark = interpreted
 scaled = import_module("moe_fast.experts.scaled_linear")
+factors = import_module("moe_fast.experts.factors")
 ROOT = Path(__file__).parents[2]
 RECIPES = {
     "current": Recipe("current"),
@@ -122,10 +123,10 @@ def test_rows_without_a_form_for_the_weights_gradient_have_an_output():
 def test_an_overridden_backward_quantises_nothing_and_keeps_codes_or_what_was_given(override, monkeypatch):
     x, weight, _, counts, d_out = problem([32, 0, 64], 64, 32, rows=100)
     leaves, asked, kept = [x.requires_grad_(), weight.requires_grad_()], [], []
-    made = scaled.quantize
+    made = factors.quantize_for_products
     monkeypatch.setattr(
-        scaled,
-        "quantize",
+        factors,
+        "quantize_for_products",
         lambda *tensors, **how: asked.append((how["role"], how["columnwise"])) or made(*tensors, **how),
     )
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -140,12 +141,12 @@ def test_an_overridden_backward_quantises_nothing_and_keeps_codes_or_what_was_gi
 def test_products_take_what_is_quantised_already():
     recipe = RECIPES["block"]
     x, weight, bias, counts, d_out = problem([32, 0, 64], 160, 96, rows=96)
-    how, plan = scaled.Precision(recipe, None, None), scaled.scaled_plan(counts, 96, recipe)
+    how, plan = factors.Precision(recipe, None, None), scaled.scaled_plan(counts, 96, recipe)
     x8, d8 = (
-        scaled.quantized_rows(tensor, role, counts, how, True, True)
+        factors.quantized_rows(tensor, role, counts, how, True, True)
         for tensor, role in ((x, "input"), (d_out, "grad_output"))
     )
-    weight8 = scaled.quantized_weight(weight, how, True, True)
+    weight8 = factors.quantized_weight(weight, how, True, True)
     got = [
         scaled.scaled_fprop(x8, weight8, plan, bias=bias),
         scaled.scaled_dgrad(d8, weight8, plan),
@@ -153,6 +154,99 @@ def test_products_take_what_is_quantised_already():
     ]
     right = results(x, weight, bias, counts, d_out, recipe=recipe)
     assert equal(got, right[:3])
+
+
+# Weights that are quantised once
+
+
+def quantised_weights(monkeypatch) -> list[bool]:
+    """Fills with an entry for each weight that is quantised from now on."""
+    seen, made = [], factors.quantize_for_products
+    monkeypatch.setattr(
+        factors,
+        "quantize_for_products",
+        lambda *tensors, **how: (seen.append(True) if how["role"] == "weight" else None) or made(*tensors, **how),
+    )
+    return seen
+
+
+@pytest.mark.parametrize("recipe", OVERRIDDEN, ids=lambda recipe: f"{recipe.scaling}-{recipe.backward_override}")
+def test_kept_codes_give_the_bits_of_new_ones(recipe, monkeypatch):
+    inputs, settings = problem([32, 0, 64], 160, 96, rows=96), settings_of(recipe, 3)
+    right, seen = results(*inputs, **settings), quantised_weights(monkeypatch)
+    with moe_fast.weights_quantized_once():
+        again = [results(*inputs, **settings) for _ in range(2)]
+    assert len(seen) == (2 if recipe.scaling == "delayed" else 1)  # whose scales the state gives
+    assert all(equal(got, right) for got in again)
+    assert equal(results(*inputs, **settings), right)
+
+
+def test_each_weight_and_recipe_has_codes_of_its_own():
+    x, weight, bias, counts, d_out = problem([32, 0, 64], 160, 96, rows=96)
+    other = (weight + 1).contiguous()
+    for scaling in ("block", "mxfp8"):
+        for each in (weight, other):
+            right = results(x, each, bias, counts, d_out, recipe=RECIPES[scaling])
+            with moe_fast.weights_quantized_once():
+                results(x, weight, bias, counts, d_out, recipe=RECIPES["block"])
+                assert equal(results(x, each, bias, counts, d_out, recipe=RECIPES[scaling]), right)
+
+
+def test_a_weight_that_changes_meanwhile_is_found_and_afterwards_it_may_change():
+    x, weight, bias, counts, d_out = problem([32, 0, 64], 160, 96, rows=96)
+    recipe = RECIPES["block"]
+    with moe_fast.weights_quantized_once():
+        results(x, weight, bias, counts, d_out, recipe=recipe)
+        weight.mul_(2)
+        with pytest.raises(RuntimeError, match="changed within"):
+            results(x, weight, bias, counts, d_out, recipe=recipe)
+    changed = results(x, weight, bias, counts, d_out, recipe=recipe)
+    with moe_fast.weights_quantized_once():
+        assert equal(results(x, weight, bias, counts, d_out, recipe=recipe), changed)
+        with moe_fast.weights_quantized_once():
+            weight.mul_(2)
+            assert not equal(results(x, weight, bias, counts, d_out, recipe=recipe), changed)
+
+
+def test_a_change_that_torch_does_not_count_is_the_callers():
+    x, weight, bias, counts, d_out = problem([32, 0, 64], 160, 96, rows=96)
+    before = results(x, weight, bias, counts, d_out, recipe=RECIPES["block"])
+    with moe_fast.weights_quantized_once():
+        results(x, weight, bias, counts, d_out, recipe=RECIPES["block"])
+        weight.data.mul_(2)
+        assert equal(results(x, weight, bias, counts, d_out, recipe=RECIPES["block"]), before)
+    assert not equal(results(x, weight, bias, counts, d_out, recipe=RECIPES["block"]), before)
+
+
+# Codes that are transposed as they are made
+
+
+@pytest.mark.parametrize("counts", [[32, 0, 100], [128, 4], [0, 0]], ids=str)
+def test_transposed_codes_are_those_of_quantize_and_end_with_zeros(counts):
+    x, recipe = normal(160, 96, seed=1, dtype=torch.bfloat16), RECIPES["block"]
+    splits = torch.tensor(counts)
+    right = moe_fast.quantize(x, recipe, splits=splits, columnwise=True).quantized
+    got = factors.quantize_for_products(x, recipe, splits=splits, columnwise=True)
+    assert torch.equal(got.rowwise.codes_MN, right.rowwise.codes_MN)
+    assert got.columnwise.codes_MN.numel() == got.columnwise.amax.numel() == 0  # nothing that no product reads
+    row = tile = 0
+    for count in counts:
+        tiles = -(-count // 128)
+        codes = got.columnwise.turned_NT[:, tile * 128 : (tile + tiles) * 128]
+        assert torch.equal(codes[:, :count], right.columnwise.codes_MN[row : row + count].T)
+        assert not codes[:, count:].any()
+        assert torch.equal(got.columnwise.scale[tile : tile + tiles], right.columnwise.scale[tile : tile + tiles])
+        row, tile = row + count, tile + tiles
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_squares_are_transposed_too(rowwise):
+    x, recipe = normal(256, 96, seed=1, dtype=torch.bfloat16), RECIPES["block"]
+    right = moe_fast.quantize(x, recipe, role="weight").quantized
+    got = factors.quantize_for_products(x, recipe, role="weight", rowwise=rowwise, columnwise=True)
+    assert torch.equal(got.columnwise.turned_NT, right.rowwise.codes_MN.T)
+    assert torch.equal(got.columnwise.scale, right.rowwise.scale)
+    assert (got.rowwise is not None and torch.equal(got.rowwise.codes_MN, right.rowwise.codes_MN)) == rowwise
 
 
 # What Blackwell would run

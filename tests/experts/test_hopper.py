@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,9 +32,11 @@ WGRAD = {
 }
 
 
-def compiled(module: str, kernel: str, tiles: dict, bias: str | None = None, **constants: int) -> tuple[int, ...]:
+def compiled(
+    module: str, kernel: str, tiles: dict, bias: str | None = None, *, more: dict | None = None, **constants: Any
+) -> tuple[int, ...]:
     """Bytes of shared memory, products of the matrix unit, registers spilled."""
-    request = {"module": module, "kernel": kernel, "tiles": tiles, "constants": constants, "bias": bias}
+    request = {"module": module, "kernel": kernel, "tiles": tiles, "constants": constants, "bias": bias} | (more or {})
     command = [sys.executable, "-m", "tests.experts.compile_gluon", json.dumps(request)]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -45,18 +48,18 @@ def compiled(module: str, kernel: str, tiles: dict, bias: str | None = None, **c
 @pytest.mark.parametrize("bias", [None, "*bf16"])
 def test_products_of_codes_compile(groups, bias):
     constants = {"GROUPS": groups, "STAGES": STAGES[groups], "num_warps": 4}
-    shared, products, spilled = compiled("_hopper_codes", "scaled_matmul_kernel", MATMUL, bias, **constants)
+    shared, products, spilled = compiled("experts._hopper_codes", "scaled_matmul_kernel", MATMUL, bias, **constants)
     assert shared <= SHARED_BYTES and products == 4 * groups and spilled == 0
 
 
 def test_one_stage_more_is_too_many_for_three_groups():
     constants = {"GROUPS": 3, "STAGES": STAGES[3] + 1, "num_warps": 4}
-    assert compiled("_hopper_codes", "scaled_matmul_kernel", MATMUL, None, **constants)[0] > SHARED_BYTES
+    assert compiled("experts._hopper_codes", "scaled_matmul_kernel", MATMUL, None, **constants)[0] > SHARED_BYTES
 
 
 def test_the_weights_gradient_compiles():
-    shared, products, spilled = compiled("_hopper", "outer_products_kernel", WGRAD, BAND=BAND, **OUTER)
+    shared, products, spilled = compiled("experts._hopper", "outer_products_kernel", WGRAD, BAND=BAND, **OUTER)
     assert shared <= SHARED_BYTES and products == 4 and spilled == 0
     constants = {"STAGES": STAGES[3], "BAND": BAND, "num_warps": 4}
-    shared, products, spilled = compiled("_hopper_codes", "scaled_wgrad_kernel", TURNED, **constants)
+    shared, products, spilled = compiled("experts._hopper_codes", "scaled_wgrad_kernel", TURNED, **constants)
     assert shared <= SHARED_BYTES and products == 12 and spilled == 0

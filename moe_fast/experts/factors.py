@@ -1,0 +1,127 @@
+"""Factors of products in low precision: quantised rows and weights, and what a backward keeps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_fast.experts._factors import TILE_ROWS
+from moe_fast.launch.operators import in_graph
+from moe_fast.quantization.quantize import quantize_for_products
+from moe_fast.quantization.quantized import Form, Quantized
+from moe_ref.config import LinearState, Recipe, check_splits
+
+
+class Precision(NamedTuple):
+    """How the factors of a product are quantised."""
+
+    recipe: Recipe
+    state: LinearState | None
+    noise: Tensor | None
+
+
+def quantized_rows(
+    x: Tensor, role: str, tokens_per_expert: Tensor | None, precision: Precision, rowwise: bool, columnwise: bool
+) -> Quantized:
+    """Each expert's rows, quantised by themselves, in the forms asked for."""
+    state = None if precision.state is None else getattr(precision.state, role)
+    noise = precision.noise if role == "grad_output" else None
+    forms = {"rowwise": rowwise, "columnwise": columnwise}
+    return quantize_for_products(
+        x.detach(), precision.recipe, role=role, splits=tokens_per_expert, **forms, state=state, noise=noise
+    )
+
+
+class KeptWeight(NamedTuple):
+    """A weight's codes, and the weight that they are of."""
+
+    weight_LMN: Tensor  # also keeps another one from taking its memory
+    version: int
+    quantized: Quantized
+
+
+_kept: ContextVar[dict[tuple[Any, ...], KeptWeight] | None] = ContextVar("kept weights", default=None)
+
+
+@contextmanager
+def weights_quantized_once() -> Iterator[None]:
+    """Within it, products with a recipe quantise each weight once, for all the micro-batches of a
+    step.
+
+    The caller promises that no weight changes meanwhile. A change that torch counts, as by an
+    optimizer of torch's or `copy_`, is found and raises; a change through `.data`, or by a kernel
+    or a collective of another library into the weight's memory, is not counted, and the products
+    would go on with old codes. So nothing is kept unless asked for, nor past the end.
+
+    The codes take two bytes per element of a weight, besides what a forward saves. A CUDA graph
+    that was captured within is replayed within. Other threads do not see it: what a backward
+    computes again, it also quantises again. So does a graph of torch.compile, whose results are its
+    own.
+    """
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def quantized_weight(weight_LMN: Tensor, precision: Precision, rowwise: bool, columnwise: bool) -> Quantized:
+    """Each expert's matrix, quantised in the forms asked for, or kept from an earlier call.
+
+    Raises:
+        RuntimeError: the weight has changed within `weights_quantized_once`.
+    """
+    kept = _kept.get()
+    # an inference tensor has no version
+    if kept is None or in_graph() or precision.state is not None or weight_LMN.is_inference():
+        return _quantized_weight(weight_LMN, precision, rowwise, columnwise)
+    weight = weight_LMN.detach()
+    key = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device, precision.recipe)
+    if key not in kept:
+        kept[key] = KeptWeight(weight, weight._version, _quantized_weight(weight, precision, True, True))
+    if kept[key].version != weight._version:
+        raise RuntimeError("a weight has changed within weights_quantized_once: its codes are of the old values")
+    return kept[key].quantized
+
+
+def _quantized_weight(weight_LMN: Tensor, precision: Precision, rowwise: bool, columnwise: bool) -> Quantized:
+    experts, height, width = weight_LMN.shape
+    check_splits([height], height, precision.recipe)
+    # squares and blocks of whole experts are the same, wherever an expert begins
+    whole = precision.recipe.scaling == "block" and height % TILE_ROWS == 0
+    splits = None if whole else torch.full((experts,), height, device=weight_LMN.device)
+    return quantized_rows(weight_LMN.reshape(experts * height, width), "weight", splits, precision, rowwise, columnwise)
+
+
+def tensors_of(quantized: Quantized, columnwise: bool) -> tuple[Tensor | None, ...]:
+    """The tensors of a form, if it is there, for autograd to save."""
+    form = quantized.columnwise if columnwise else quantized.rowwise
+    return (None, None, None) if form is None else (getattr(form, _codes(form, columnwise)), form.scale, form.amax)
+
+
+def _codes(form: Form, columnwise: bool) -> str:
+    """Which codes a product of this direction reads."""
+    return "codes_MN" if form.turned_NT is None or not columnwise else "turned_NT"
+
+
+def without_tensors(quantized: Quantized, columnwise: bool) -> Quantized:
+    """`quantized` and its form of this direction, without their tensors."""
+    form, nothing = quantized.columnwise if columnwise else quantized.rowwise, torch.empty(0)
+    if form is not None:
+        turned = nothing if _codes(form, columnwise) == "turned_NT" else None
+        form = replace(form, codes_MN=nothing, scale=nothing, amax=nothing, turned_NT=turned)
+    by_rows, by_columns = (None, form) if columnwise else (form, None)
+    return replace(quantized, splits=None, source=None, rowwise=by_rows, columnwise=by_columns)
+
+
+def with_tensors(kept: Quantized, tensors: list[Tensor], columnwise: bool) -> Quantized:
+    """The inverse of `without_tensors`, with the form of this direction alone."""
+    codes, scale, amax = tensors
+    form = replace(kept.form(columnwise), scale=scale, amax=amax)
+    turned = _codes(form, columnwise) == "turned_NT"
+    form = replace(form, turned_NT=codes) if turned else replace(form, codes_MN=codes)
+    return replace(kept, columnwise=form) if columnwise else replace(kept, rowwise=form)

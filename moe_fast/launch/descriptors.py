@@ -1,0 +1,34 @@
+"""Descriptors of tensors in memory, by which the copy engine of NVIDIA's Hopper moves tiles."""
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moe_fast.launch import backend
+
+DESCRIBED_BYTES = 16  # CUDA driver API, cuTensorMapEncodeTiled: the address and every stride are multiples
+
+
+def have_descriptors(*tensors: Tensor) -> bool:
+    """Whether descriptors can move tiles: dtypes of a matrix unit, whole lines, no overlap."""
+    return backend.has_descriptors(tensors[0].device) and all(_describable(tensor) for tensor in tensors)
+
+
+def _describable(tensor: Tensor) -> bool:
+    aligned = tensor.data_ptr() % DESCRIBED_BYTES == 0 and all(
+        stride * tensor.itemsize % DESCRIBED_BYTES == 0 for stride in tensor.stride()[:-1]
+    )
+    return (
+        tensor.itemsize <= 2
+        and aligned
+        and tensor.numel() > 0
+        and tensor.stride(-1) == 1
+        and all(stride > 0 for stride in tensor.stride())
+    )
+
+
+def described(x: Tensor, block: list[int], swizzled: int = 128) -> TensorDescriptor:
+    """A descriptor of the tensor; tiles lie in shared memory as the matrix unit reads them, or in
+    lines."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=8 * x.itemsize, rank=len(block))
+    return TensorDescriptor.from_tensor(x, block, layout)

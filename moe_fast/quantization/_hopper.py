@@ -1,0 +1,174 @@
+"""Codes and scales of blocks of 128 on NVIDIA's Hopper, in Gluon: both directions of one load.
+
+The copy engine brings tiles into a ring of stages, so that bytes are on their way while a tile is
+encoded. The results have the bits of `_quantize`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from moe_fast.launch._hopper import barrier, load_tile
+from moe_fast.launch._rounding import number
+from moe_fast.quantization._quantize import block_scale
+
+SIZE = gl.constexpr(128)  # of a tile, as of blocks
+# 8 rows of 8 columns for each thread: of both directions, eight codes lie side by side
+TILE = gl.constexpr(gl.BlockedLayout([8, 8], [2, 16], [8, 1], [1, 0]))
+# the same, but neighbours in a column are in neighbouring registers
+PAIRED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
+        lane_bases=[[0, 8], [0, 16], [0, 32], [0, 64], [8, 0]],
+        warp_bases=[[16, 0], [32, 0], [64, 0]],
+        block_bases=[],
+        shape=[128, 128],
+    )
+)
+ROW = gl.constexpr(gl.SliceLayout(1, TILE.value))  # a number for each row
+COLUMN = gl.constexpr(gl.SliceLayout(0, TILE.value))
+TURNED = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
+GROUPS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_G: gl.constexpr):
+    """As in `_tiles`, where aligned: first row of a tile, and the ends of its rows to read and to
+    write."""
+    if splits_ptr is None:
+        first = tile.to(gl.int64) * SIZE
+        read = gl.to_tensor(num_rows).to(gl.int64)
+        written = read
+    else:
+        g = gl.arange(0, BLOCK_G, GROUPS)
+        sizes = gl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(gl.int64)
+        sizes = gl.maximum(sizes, 0)
+        sizes = gl.where(g == num_groups, gl.maximum(num_rows - gl.sum(sizes, 0), 0), sizes)
+        tiles = (sizes + (SIZE - 1)) // SIZE
+        before = gl.associative_scan(tiles, 0, add) <= tile
+        group = gl.sum(before.to(gl.int64), 0)
+        begin = gl.sum(gl.where(before, sizes, 0), 0)
+        first_tile = gl.sum(gl.where(before, tiles, 0), 0)
+        size = gl.sum(gl.where(g == group, sizes, 0), 0)
+        first = begin + (tile - first_tile) * SIZE
+        written = gl.minimum(begin + size, num_rows)
+        read = gl.where(group < num_groups, written, 0)
+    return first, read, written
+
+
+@gluon.jit
+def encoded(x, FORMAT: gl.constexpr):
+    """Codes of float32 numbers, by the device's instruction."""
+    return x.to(gl.float8e4nv if FORMAT == "e4m3" else gl.float8e5).to(gl.uint8, bitcast=True)
+
+
+@gluon.jit
+def store_codes(form, code, first, column, rows, columns, num_columns):
+    """The `rows` and `columns` that a tile of codes has."""
+    m, n = gl.arange(0, SIZE, ROW), gl.arange(0, SIZE, COLUMN)
+    corner = form.codes_ptr + first * num_columns + column
+    inside = (m < rows)[:, None] & (n < columns)[None, :]
+    gl.store(corner + m[:, None].to(gl.int64) * num_columns + n[None, :], code, mask=inside)
+
+
+@gluon.jit
+def store_turned(form, code, column, tile, tiles, columns):
+    """Transposed codes: whole columns of a tile."""
+    turned = gl.convert_layout(gl.permute(code, (1, 0)), TURNED)
+    n, m = gl.arange(0, SIZE, gl.SliceLayout(1, TURNED)), gl.arange(0, SIZE, gl.SliceLayout(0, TURNED))
+    stride = tiles.to(gl.int64) * SIZE
+    corner = form.turned_ptr + column.to(gl.int64) * stride + tile.to(gl.int64) * SIZE
+    gl.store(corner + n[:, None].to(gl.int64) * stride + m[None, :], turned, mask=(n < columns)[:, None])
+
+
+@gluon.jit
+def quantize_tile(
+    x, form, stride_m, stride_n, tile, tiles, first, column, rows, columns, num_columns, limits,
+    FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_C: gl.constexpr,
+):  # fmt: skip
+    """One form of a tile that has `rows` and `columns`."""
+    if BLOCK_R > 1 and BLOCK_C > 1:
+        amax = gl.max(gl.max(gl.abs(x), 1), 0)
+    else:
+        amax = gl.max(gl.abs(x), 0 if BLOCK_R > 1 else 1)
+    amax = gl.maximum(amax, 0.0)  # a maximum passes over NaN
+    multiplier, stored = block_scale(amax, limits[0], limits[1], "amax", FORMAT, POWER_OF_TWO)
+    if BLOCK_R == 1:
+        m = gl.arange(0, SIZE, ROW)
+        where, inside = (first + m) * stride_m + (column // SIZE).to(gl.int64) * stride_n, m < rows
+        spread = multiplier[:, None]
+    elif BLOCK_C == 1:
+        n = gl.arange(0, SIZE, COLUMN)
+        where, inside = tile.to(gl.int64) * stride_m + (column + n).to(gl.int64) * stride_n, n < columns
+        spread = multiplier[None, :]
+    else:
+        where, inside = tile.to(gl.int64) * stride_m + (column // SIZE).to(gl.int64) * stride_n, True
+        spread = multiplier
+    if form.codes_ptr is not None:
+        store_codes(form, encoded(x * spread, FORMAT), first, column, rows, columns, num_columns)
+    if form.turned_ptr is not None:
+        # the device's instruction makes pairs of codes: here of a column
+        code = encoded(gl.convert_layout(x * spread, PAIRED), FORMAT)
+        store_turned(form, code, column, tile, tiles, columns)
+    gl.store(form.scale_ptr + where, stored, mask=inside)
+    if form.amax_ptr is not None:
+        gl.store(form.amax_ptr + where, amax.to(form.amax_ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"])
+def quantize_tiles_kernel(
+    x_desc, splits_ptr, stride_splits,
+    # results, as for `quantize_blocks_kernel`
+    row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
+    # sizes; `parts` programs per tile of rows, `steps` each
+    num_rows, num_columns, num_groups, parts, steps,
+    # numbers, as bits of a float64
+    epsilon, infinity,
+    FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, SQUARE: gl.constexpr, BLOCK_G: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Blocks of 1 × 128, 128 × 1, or both of one load; SQUARE: 128 × 128, by rows."""
+    buffer = gl.allocate_shared_memory(x_desc.dtype, [STAGES, SIZE, SIZE], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+    fence_async_shared()
+    tile, tiles = gl.program_id(0) // parts, gl.num_programs(0) // parts
+    first, read, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_G)
+    begin = gl.program_id(0) % parts * (steps * SIZE)
+    count = gl.where(first < written, gl.minimum(gl.cdiv(num_columns - begin, SIZE), steps), 0)
+    rows = gl.maximum(gl.minimum(written - first, SIZE), 0).to(gl.int32)
+    known = gl.maximum(gl.minimum(read - first, SIZE), 0).to(gl.int32)
+    corner = first.to(gl.int32)
+    bytes: gl.constexpr = SIZE * SIZE * 2
+    for s in gl.static_range(STAGES):
+        mbarrier.expect(ready.index(s), bytes, pred=s < count)
+        load_tile(x_desc, [corner, begin + s * SIZE], ready.index(s), buffer.index(s), pred=s < count)
+    limits = (number(epsilon, gl.float32), number(infinity, gl.float32))
+    for i in range(count):
+        stage, column = i % STAGES, begin + i * SIZE
+        mbarrier.wait(ready.index(stage), i // STAGES & 1)
+        x = buffer.index(stage).load(TILE)
+        barrier()  # all have read it
+        more = i + STAGES < count
+        mbarrier.expect(ready.index(stage), bytes, pred=more)
+        load_tile(x_desc, [corner, column + STAGES * SIZE], ready.index(stage), buffer.index(stage), pred=more)
+        x = x.to(gl.float32)
+        if known < SIZE:  # few tiles: the next group's rows
+            x = gl.where((gl.arange(0, SIZE, ROW) < known)[:, None], x, 0.0)
+        columns = num_columns - column
+        if row_form.scale_ptr is not None:
+            quantize_tile(
+                x, row_form, stride_row_m, stride_row_n, tile, tiles, first, column, rows, columns, num_columns,
+                limits, FORMAT, POWER_OF_TWO, SIZE if SQUARE else 1, SIZE,
+            )  # fmt: skip
+        if column_form.scale_ptr is not None:
+            quantize_tile(
+                x, column_form, stride_column_m, stride_column_n, tile, tiles, first, column, rows, columns,
+                num_columns, limits, FORMAT, POWER_OF_TWO, SIZE, 1,
+            )  # fmt: skip

@@ -1,0 +1,61 @@
+"""The quantiser for Hopper compiles without one; on a Hopper the gate judges its results."""
+
+import pytest
+import torch
+
+import moe_fast
+from moe_fast.quantization import hopper
+from moe_fast.quantization.quantize import quantize_for_products
+from moe_ref.config import Recipe
+from tests.common.fast import interpreted, normal
+from tests.experts.test_hopper import compiled
+
+pytestmark = interpreted
+SHARED_BYTES = 227 * 1024 // 2  # of one of two programs
+PUBLIC, TURNED, ROWS = ("*u8", "*fp32", "*bf16", None), (None, "*fp32", None, "*u8"), ("*u8", "*fp32")
+ABSENT = (None, None, None, None)
+FORMS = {
+    "public": (PUBLIC, PUBLIC, False),
+    "public squares": (PUBLIC, ABSENT, True),
+    "both": ((*ROWS, None, None), TURNED, False),
+    "columns": (ABSENT, TURNED, False),
+    "squares": ((*ROWS, None, "*u8"), ABSENT, True),
+}
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("forms", FORMS)
+def test_both_directions_compile_and_two_programs_fit_a_multiprocessor(forms, splits):
+    rows, columns, square = FORMS[forms]
+    constants = {"FORMAT": "e4m3", "POWER_OF_TWO": splits, "SQUARE": square, "BLOCK_G": 128}
+    constants |= {"STAGES": hopper.WALK.stages, "num_warps": hopper.WALK.num_warps, "maxnreg": hopper.WALK.registers}
+    more = {"forms": {"row_form": rows, "column_form": columns}, "wide": ["epsilon", "infinity"]}
+    more["absent"] = [] if splits else ["splits_ptr"]
+    tiles = {"x_desc": ("bf16", [128, 128])}
+    shared, _, _ = compiled("quantization._hopper", "quantize_tiles_kernel", tiles, more=more, **constants)
+    assert shared <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("for_products", [False, True])
+def test_what_it_is_launched_with(for_products, square, monkeypatch):
+    """Blocks of 128 that span rows of two-byte numbers, with the arguments of the other kernel."""
+    launched = []
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "have_descriptors", lambda x: x.stride(1) == 1)
+    monkeypatch.setattr(hopper, "quantize_tiles", lambda *arguments: launched.append(arguments))
+    quantize = quantize_for_products if for_products else moe_fast.quantize
+    x, role = normal(200, 96, seed=1, dtype=torch.bfloat16), "weight" if square else "input"
+    quantize(x.float(), Recipe("block"), role=role, columnwise=True)
+    quantize(x.T.contiguous().T, Recipe("block"), role=role, columnwise=True)
+    quantize(x[:192], Recipe("mxfp8"), role=role, columnwise=True)
+    if not square:
+        quantize(x, Recipe("block"), role=role)
+    assert launched == []
+    quantize(x, Recipe("block"), role=role, columnwise=True)
+    ((tensor, splits, forms, arguments, _, format, squares, grid),) = launched
+    assert tensor.data_ptr() == x.data_ptr() and splits is None and (format, squares) == ("e4m3", square)
+    assert arguments[:2] == x.shape and (grid.tiles, grid.settings["BLOCK_N"]) == (2, 128)
+    assert len(forms) == 6 and (forms[3].scale_ptr is None) == square
+    turned = forms[0 if square else 3].turned_ptr
+    assert (turned is not None) == for_products
