@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-SUBMODULES = ("pytorch", "pytorch.router", "pytorch.ops")  # the last two since 2.6 and 1.12
+SUBMODULES = ("pytorch", "pytorch.router", "pytorch.ops", "common.recipe")  # the second and third since 2.6 and 1.12
 
 
 def installed() -> Any:

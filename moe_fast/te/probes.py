@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fast.te.features import Features
+from moe_fast.te import recipes
+from moe_fast.te.features import Features, found
+from moe_fast.te.trace import Trace
 
 
 def _device() -> str:
@@ -27,6 +29,13 @@ def grouped_module(
         device="meta",
     )
     return module
+
+
+def _untraced() -> Trace:
+    """A trace that nobody reads."""
+    trace = Trace()
+    trace.begin()
+    return trace
 
 
 class Probes:
@@ -131,6 +140,21 @@ class Probes:
             out = torch.func.functional_call(module, named, (), {"inp": ones, "m_splits": [16]})
             (d_bias,) = torch.autograd.grad(out.sum(), bias, allow_unused=True)
         return d_bias is not None and bool(d_bias.all())
+
+    @cached_property
+    def refused(self) -> dict[str, str]:
+        """Scalings that cannot run on this device, and Transformer Engine's reason."""
+        reasons = {scaling: self._refusal(scaling) for scaling in recipes.CLASS if self.features[scaling]}
+        return {scaling: reason for scaling, reason in reasons.items() if reason}
+
+    def _refusal(self, scaling: str) -> str:
+        try:
+            with recipes.autocast(self.features, _untraced(), self.features.get(scaling)()):
+                pass
+        except Exception as error:  # an assertion, by documentation
+            return f"{scaling} is refused: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        available = found(self.features.te, f"pytorch.is_{scaling}_available")  # of nvfp4, which autocast did not ask
+        return "" if available is None or available() else f"{scaling} is refused: it is not available"
 
     @property
     def answers(self) -> dict[str, Any]:

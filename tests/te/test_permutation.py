@@ -84,7 +84,7 @@ def test_alone_the_newest_release_fails_only_where_nothing_is_routed_or_a_side_i
 def test_a_path_that_did_not_run_is_found(monkeypatch):
     te = standin("2.6")
     checked = Checked(te, Adapter(te, ours=moe_ref))
-    monkeypatch.setattr(Permutation, "_unpadded", lambda self, rows, cut: self.trace.step("Fp8Unpadding") or rows)
+    monkeypatch.setattr(Permutation, "unpad_rows", lambda self, rows, cut: self.trace.step("Fp8Unpadding") or rows)
     found = wrong(judged(checked, ["unpermute"]))
     assert any("claims ['Fp8Unpadding', 'moe_unpermute'], ran ['moe_unpermute']" in text for text in found)
 

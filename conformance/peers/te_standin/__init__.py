@@ -21,6 +21,7 @@ from conformance.peers.te_standin.indices import IndexPermutation
 from conformance.peers.te_standin.matrix import BUCKETS as BUCKETS
 from conformance.peers.te_standin.matrix import behaviour_of, parameters_of
 from conformance.peers.te_standin.permutation import Permutation
+from conformance.peers.te_standin.recipes import Format, Recipes
 from conformance.peers.te_standin.router import Router
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -39,15 +40,19 @@ def standin(bucket: str, without: Collection[str] = (), changed: Mapping[str, st
     every = parameters_of(version, rocm) | dict(changed)
     calls: list[str] = []
     te = SimpleNamespace(__version__=".".join(map(str, version)), pytorch=SimpleNamespace())
+    te.common = SimpleNamespace(recipe=SimpleNamespace(Format=Format))
     te.behaviour, te.calls, te.symbols = behaviour, calls, {symbol.rpartition(".")[2] for symbol in every} - {*without}
     te.pytorch.router, te.pytorch.ops = SimpleNamespace(), SimpleNamespace()
     permutation = Permutation(behaviour) if behaviour.mask_maps else IndexPermutation(behaviour)
-    makers = (permutation, Router(behaviour), Experts(behaviour, every["GroupedLinear.forward"]), padding)
+    recipes = Recipes()
+    experts = Experts(behaviour, every["GroupedLinear.forward"], recipes)
+    makers = (permutation, Router(behaviour), experts, padding, recipes)
     for symbol, text in every.items():
         if symbol.rpartition(".")[2] in te.symbols:
-            module, _, name = symbol.rpartition(".")
+            *modules, name = symbol.split(".")
+            below = functools.reduce(getattr, modules, te if modules[:1] == ["common"] else te.pytorch)
             body = next(getattr(maker, name) for maker in makers if hasattr(maker, name))
-            setattr(getattr(te.pytorch, module) if module else te.pytorch, name, signed(name, body, text, calls))
+            setattr(below, name, signed(name, body, text, calls))
     return te
 
 

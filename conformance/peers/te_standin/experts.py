@@ -8,6 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import moe_ref
+from conformance.peers.te_standin.recipes import Recipes, ours
+from moe_ref.config import LinearState, QuantizerState
+
+SIDES = {"mxfp8": 32}  # of both operands' sides; of other FP8 and FP4 GEMMs 16
 
 
 def signature_from(text: str) -> inspect.Signature:
@@ -20,10 +24,14 @@ def signature_from(text: str) -> inspect.Signature:
 class GroupedLinear(nn.Module):
     """y_i = x_i W_eᵀ + b_e: `weight0`, `bias0`, … and splits that sum to the rows."""
 
+    fp8_meta: dict[str, SimpleNamespace]
+
     def __init__(
-        self, behaviour: SimpleNamespace, parameters: str, shape: tuple[int, int, int], bias: bool, **placed: Any
-    ) -> None:
+        self, behaviour: SimpleNamespace, parameters: str, recipes: Recipes, shape: tuple[int, int, int], bias: bool,
+        **placed: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.recipes, self.fp8_meta = recipes, {}
         self.behaviour, self.parameters_of_forward = behaviour, signature_from(parameters)
         self.num_gemms, hidden, width = shape
         for e in range(self.num_gemms):
@@ -42,12 +50,43 @@ class GroupedLinear(nn.Module):
         if int(counts.sum()) != len(inp):
             raise ValueError(f"m_splits sum to {int(counts.sum())}; inp has {len(inp)} rows")
         weight = torch.stack([getattr(self, f"weight{e}") for e in range(self.num_gemms)])
+        quantised = self._quantised(inp, weight, counts)
         if not self.has_bias:
-            return moe_ref.grouped_linear(inp, weight, counts)
+            return moe_ref.grouped_linear(inp, weight, counts, **quantised)
         bias = torch.stack([getattr(self, f"bias{e}") for e in range(self.num_gemms)])
+        if quantised and inp.dtype == torch.float32:
+            bias = bias.bfloat16().float()
         if weight.requires_grad or self.behaviour.bias_gradient_alone:
-            return moe_ref.grouped_linear(inp, weight, counts, bias=bias)
-        return moe_ref.grouped_linear(inp, weight, counts, bias=bias.detach()) + 0 * bias.sum()
+            return moe_ref.grouped_linear(inp, weight, counts, bias=bias, **quantised)
+        return moe_ref.grouped_linear(inp, weight, counts, bias=bias.detach(), **quantised) + 0 * bias.sum()
+
+    def _quantised(self, inp: Tensor, weight: Tensor, counts: Tensor) -> dict[str, Any]:
+        """The recipe that is entered, and delayed scaling's state."""
+        if self.recipes.entered is None:
+            return {}
+        recipe = ours(self.recipes.entered)
+        side = SIDES.get(recipe.scaling, 16)
+        if any(n % side for n in (*weight.shape[1:], *counts.tolist())):
+            raise RuntimeError(f"{tuple(weight.shape)} and {counts.tolist()} are no multiples of {side}")
+        if recipe.scaling != "delayed":
+            return {"recipe": recipe}
+        self.init_fp8_metadata(self.num_gemms)
+        fwd, bwd = (self.fp8_meta[key].scale.view(self.num_gemms, -1) for key in ("scaling_fwd", "scaling_bwd"))
+        if not self.behaviour.scale_alone and not all(
+            torch.equal(meta.scale_inv, 1 / meta.scale) for meta in self.fp8_meta.values()
+        ):
+            raise RuntimeError("scale_inv is not the inverse of scale")
+        history = torch.zeros(self.num_gemms, recipe.amax_history_len or 1, device=inp.device)
+        states = [QuantizerState(history, scale.clone()) for scale in (fwd[:, 0], fwd[:, 1], bwd[:, 0])]
+        return {"recipe": recipe, "state": LinearState(*states)}
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Three scales per expert for the forward, two for the backward; once."""
+        for key, each in {"scaling_fwd": 3, "scaling_bwd": 2}.items():
+            if key not in self.fp8_meta:
+                self.fp8_meta[key] = SimpleNamespace(scale=torch.ones(num_gemms * each))
+                if not self.behaviour.scale_alone:
+                    self.fp8_meta[key].scale_inv = torch.ones(num_gemms * each)
 
 
 class _Scaled:
@@ -64,8 +103,8 @@ class _Scaled:
 class Experts:
     """The modules of one release, with the newest names of their arguments."""
 
-    def __init__(self, behaviour: SimpleNamespace, forward: str) -> None:
-        self.behaviour, self.forward_parameters = behaviour, forward
+    def __init__(self, behaviour: SimpleNamespace, forward: str, recipes: Recipes) -> None:
+        self.behaviour, self.forward_parameters, self.recipes = behaviour, forward, recipes
         self.twice = {"round_before_probs": not behaviour.rounds_once}
 
     def GroupedLinear(
@@ -73,10 +112,14 @@ class Experts:
     ) -> GroupedLinear:
         """The module."""
         shape = (num_gemms, in_features, out_features)
-        return GroupedLinear(self.behaviour, self.forward_parameters, shape, bias, dtype=params_dtype, device=device)
+        placed = {"dtype": params_dtype, "device": device}
+        return GroupedLinear(self.behaviour, self.forward_parameters, self.recipes, shape, bias, **placed)
 
     def forward(self) -> None:
         """Shows the parameters of `GroupedLinear.forward`; modules have their own."""
+
+    def init_fp8_metadata(self) -> None:
+        """The same of `GroupedLinear.init_fp8_metadata`."""
 
     def ScaledSwiGLU(self, glu_interleave_size: int | None) -> _Scaled:
         """(a σ(a) b) · scale."""
