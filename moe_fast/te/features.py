@@ -17,6 +17,7 @@ _MERGED = ("inp", "row_id_map", "merging_probs", "restore_shape", "map_type")
 _SPLITS = ("inp", "m_splits")
 _CHUNKS = ("split_sizes", "sorted_index")
 _GROUPED = ("num_gemms", "in_features", "out_features", "bias", "params_dtype", "device")
+_OPS_GROUPED = ("num_groups", "in_features", "out_features", "bias", "device", "dtype")
 _NVFP4 = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
 
 
@@ -121,6 +122,9 @@ TABLE = (
         "our glu",
     ),
     Feature("scaled_srelu", "pytorch.ops.ScaledSReLU", (), "our activation"),
+    Feature("ops_grouped_linear", "pytorch.ops.GroupedLinear", _OPS_GROUPED, "our grouped_mlp"),
+    Feature("ops_scale_bias", "pytorch.ops.GroupedLinear", (*_OPS_GROUPED, "scale_bias"), "our grouped_mlp"),
+    Feature("ops_sequential", "pytorch.ops.Sequential", (), "our grouped_mlp"),
     Feature("autocast", "pytorch.autocast", ("enabled", "recipe"), "fp8_autocast"),
     Feature(
         "fp8_autocast",

@@ -51,7 +51,8 @@ def standin(bucket: str, without: Collection[str] = (), changed: Mapping[str, st
         if symbol.rpartition(".")[2] in te.symbols:
             *modules, name = symbol.split(".")
             below = functools.reduce(getattr, modules, te if modules[:1] == ["common"] else te.pytorch)
-            body = next(getattr(maker, name) for maker in makers if hasattr(maker, name))
+            own = f"{modules[0]}_{name}" if modules == ["ops"] else name  # two classes have one name
+            body = next(getattr(x, word) for word in (own, name) for x in makers if hasattr(x, word))
             setattr(below, name, signed(name, body, text, calls))
     return te
 
@@ -66,7 +67,8 @@ def signed(symbol: str, body: Callable[..., Any], text: str, calls: list[str]) -
         bound = signature.bind(*args, **settings)
         bound.apply_defaults()
         calls.append(symbol)
-        return body(**{name: value for name, value in bound.arguments.items() if name in taken})
+        named = {name: value for name, value in bound.arguments.items() if name in taken and name != "args"}
+        return body(*bound.arguments.get("args", ()), **named)
 
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call

@@ -89,13 +89,60 @@ class GroupedLinear(nn.Module):
                     self.fp8_meta[key].scale_inv = torch.ones(num_gemms * each)
 
 
-class _Scaled:
+class _Operation(nn.Module):
+    """A grouped linear layer of the operation fuser. Splits, and the bias' scales, are inputs."""
+
+    def __init__(self, shape: tuple[int, int, int], bias: bool, scale_bias: bool, **placed: Any) -> None:
+        super().__init__()
+        num_groups, hidden, width = shape
+        self.num_groups, self.has_bias, self.scaled = num_groups, bias, bias and scale_bias
+        self.num_extra_inputs = 2 if self.scaled else 1
+        for e in range(num_groups):
+            self.register_parameter(f"weight{e}", nn.Parameter(torch.empty((width, hidden), **placed)))
+            if bias:
+                self.register_parameter(f"bias{e}", nn.Parameter(torch.empty(width, **placed)))
+
+    def _stacked(self, name: str) -> Tensor:
+        return torch.stack([getattr(self, f"{name}{e}") for e in range(self.num_groups)])
+
+    def forward(self, x: Tensor, splits: Tensor, scales: Tensor | None = None) -> Tensor:
+        """The product and the bias; bias times scale is rounded before it is added."""
+        if int(splits.sum()) != len(x):
+            raise ValueError(f"splits sum to {int(splits.sum())}; the input has {len(x)} rows")
+        bias = self._stacked("bias") if self.has_bias else None
+        if not self.scaled:
+            return moe_ref.grouped_linear(x, self._stacked("weight"), splits, bias=bias)
+        assert bias is not None and scales is not None
+        out: Tensor = moe_ref.grouped_linear(x, self._stacked("weight"), splits)
+        return out + bias.repeat_interleave(splits, 0) * scales[:, None]
+
+
+class _Sequential(nn.Module):
+    """Operations one after another, each with its extra inputs."""
+
+    def __init__(self, *operations: nn.Module) -> None:
+        super().__init__()
+        for place, operation in enumerate(operations):
+            self.add_module(str(place), operation)
+
+    def forward(self, x: Tensor, *extra: Tensor) -> Tensor:
+        """The last operation's output."""
+        for operation in self.children():
+            count = int(getattr(operation, "num_extra_inputs", 0))
+            x, extra = operation(x, *extra[:count]), extra[count:]
+        return x
+
+
+class _Scaled(nn.Module):
     """An operation of two inputs: the tensor, and a scale per row, rounded to its dtype first."""
 
+    num_extra_inputs = 1
+
     def __init__(self, function: Any, **settings: Any) -> None:
+        super().__init__()
         self.function, self.settings = function, settings
 
-    def __call__(self, x: Tensor, scales: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scales: Tensor) -> Tensor:
         out: Tensor = self.function(x, probs=scales.to(x.dtype), **self.settings)
         return out
 
@@ -120,6 +167,17 @@ class Experts:
 
     def init_fp8_metadata(self) -> None:
         """The same of `GroupedLinear.init_fp8_metadata`."""
+
+    def ops_GroupedLinear(
+        self, num_groups: int, in_features: int, out_features: int, bias: bool, device: Any, dtype: Any,
+        scale_bias: bool = False,
+    ) -> _Operation:  # fmt: skip
+        """The operation."""
+        return _Operation((num_groups, in_features, out_features), bias, scale_bias, device=device, dtype=dtype)
+
+    def ops_Sequential(self, *args: nn.Module) -> _Sequential:
+        """The container."""
+        return _Sequential(*args)
 
     def ScaledSwiGLU(self, glu_interleave_size: int | None) -> _Scaled:
         """(a σ(a) b) · scale."""

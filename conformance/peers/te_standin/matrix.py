@@ -34,6 +34,12 @@ _DELAYED = "fp8_format=None, amax_history_len=1024, amax_compute_algo='max'"
 _AUTOCAST = "enabled=True, calibrating=False"
 _BLOCK = "use_f32_scales=False, fp8_format=None, x_block_scaling_dim=1, w_block_scaling_dim=2, grad_block_scaling_dim=1"
 
+_OPS_GROUPED = (
+    "num_groups, in_features, out_features, *, bias=True, device=None, dtype=None, "
+    "rng_state_tracker_function=None, accumulate_into_main_grad=False"
+)
+_OPS_SINGLE = "single_grouped_weight=False, single_grouped_bias=False, delay_wgrad_compute=False"
+
 SYMBOLS = (
     Row("moe_permute", (1, 11), "inp, indices, num_out_tokens=-1, max_token_num=-1"),
     Row("moe_permute", (2, 1), "inp, routing_map, num_out_tokens=-1, max_token_num=-1, map_type='mask'"),
@@ -71,6 +77,10 @@ SYMBOLS = (
         (2, 18),
         _FORWARD.replace("list[int]", "list[int] | Tensor") + ", out=None, dgrad_out=None",
     ),
+    Row("ops.GroupedLinear", (2, 13), _OPS_GROUPED),
+    Row("ops.GroupedLinear", (2, 14), f"{_OPS_GROUPED}, {_OPS_SINGLE}"),
+    Row("ops.GroupedLinear", (2, 15), f"{_OPS_GROUPED}, {_OPS_SINGLE}, scale_bias=False"),
+    Row("ops.Sequential", (1, 12), "*args"),
     Row("GroupedLinear.init_fp8_metadata", (1, 11), "num_gemms=1"),
     Row("fp8_autocast", (1, 11), f"{_AUTOCAST}, fp8_recipe=None, fp8_group=None, _graph=False"),
     Row("autocast", (2, 9), f"{_AUTOCAST}, recipe=None, amax_reduction_group=None, _graph=False"),
