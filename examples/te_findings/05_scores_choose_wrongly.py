@@ -11,16 +11,17 @@ except Exception as error:  # its libraries fail in their own ways
     print(f"This script needs transformer_engine and a GPU: {error}")
     sys.exit(2)
 
-far = torch.tensor([[-1e6, 0.0]], device="cuda")  # softmax probabilities 0 and 1
+far = torch.tensor([[-torch.inf, 0.0]], device="cuda")  # softmax probabilities 0 and 1
 chosen = scores_of(far, 1, "softmax")[0][0].int().tolist()
-masked = torch.tensor([[0.5] + [-torch.inf] * 7], device="cuda")
-count = int(scores_of(masked, 2, "sqrtsoftplus")[0].sum())
-wrong = chosen != [0, 1] or count != 2
+masked = torch.full((3, 8), -torch.inf, device="cuda")
+masked[0, 3], masked[1, 2], masked[1, 7] = 0.5, -3.5, 0.0
+counts = scores_of(masked, 2, "sqrtsoftplus")[0].sum(1).tolist()
+wrong = chosen != [0, 1] or counts != [2, 2, 2]
 
 print(f"transformer_engine {version}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
 print(
-    f"of softmax probabilities 0 and 1 it chooses {chosen}; with -inf among logits, {count} of 2 experts"
+    f"of softmax probabilities 0 and 1 it chooses {chosen}; with -inf among logits, {counts} experts where K is 2"
     if wrong
-    else "the larger score is chosen, and always as many experts as asked for"
+    else "the larger score is chosen, and always K experts"
 )
 sys.exit(int(wrong))

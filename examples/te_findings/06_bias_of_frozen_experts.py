@@ -1,4 +1,4 @@
-"""Finding 6: a bias whose weight wants no gradient gets 0 for its own."""
+"""Finding 6: a bias whose weight wants no gradient gets no gradient of its own."""
 
 import sys
 

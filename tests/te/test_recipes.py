@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,18 +155,17 @@ def test_what_a_release_lacks_is_said_and_done_by_ours(bucket, recipe, feature):
     assert completed.path["grouped_linear"] == f"ours: {reason}"
 
 
-def test_a_device_without_the_units_is_asked_by_entering_the_recipe():
-    te = standin("2.20")
-    entered = te.pytorch.autocast
-
-    def autocast(enabled, recipe):
-        assert recipe.scaling not in ("mxfp8", "nvfp4"), "Device compute capability 10.0 or higher required"
-        return entered(enabled=enabled, recipe=recipe)
-
-    te.pytorch.autocast = autocast
+@pytest.mark.parametrize("module", ["quantization", "fp8"])
+def test_a_device_without_the_units_is_asked_by_the_release_s_own_checks(module):
+    te, reason = standin("2.20"), "Device compute capability 10.0 or higher required"
+    there = {"is_fp8_available": (True, ""), "is_fp8_block_scaling_available": (True, "")}
+    checks = there | {"is_mxfp8_available": (False, reason), "is_nvfp4_available": (False, reason)}
+    manager = SimpleNamespace(**{name: lambda answer=answer: answer for name, answer in checks.items()})
+    setattr(te.pytorch, module, SimpleNamespace(FP8GlobalStateManager=manager))
     adapter = Adapter(te)
-    refused = {x: f"{x} is refused: Device compute capability 10.0 or higher required" for x in ("mxfp8", "nvfp4")}
+    refused = {x: f"{x} is refused: {reason}" for x in ("mxfp8", "nvfp4")}
     assert adapter.probes.refused == refused
+    assert "autocast" not in te.calls
     given = {"rows": number(32, 32), "weight": number(1, 32, 32), "tokens_per_expert": torch.tensor([32])}
     assert adapter.supports("grouped_linear", **given, recipe=Recipe("mxfp8")) == refused["mxfp8"]
     assert adapter.supports("grouped_linear", **given, recipe=Recipe("current")) is None

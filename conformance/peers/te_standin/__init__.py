@@ -21,6 +21,7 @@ from conformance.peers.te_standin.indices import IndexPermutation
 from conformance.peers.te_standin.matrix import BUCKETS as BUCKETS
 from conformance.peers.te_standin.matrix import behaviour_of, parameters_of
 from conformance.peers.te_standin.permutation import Permutation
+from conformance.peers.te_standin.quantized import Quantisers
 from conformance.peers.te_standin.recipes import Format, Recipes
 from conformance.peers.te_standin.router import Router
 
@@ -42,11 +43,12 @@ def standin(bucket: str, without: Collection[str] = (), changed: Mapping[str, st
     te = SimpleNamespace(__version__=".".join(map(str, version)), pytorch=SimpleNamespace())
     te.common = SimpleNamespace(recipe=SimpleNamespace(Format=Format))
     te.behaviour, te.calls, te.symbols = behaviour, calls, {symbol.rpartition(".")[2] for symbol in every} - {*without}
-    te.pytorch.router, te.pytorch.ops = SimpleNamespace(), SimpleNamespace()
+    te.pytorch.router, te.pytorch.ops, te.pytorch.fp8 = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
+    te.pytorch.tensor = SimpleNamespace(float8_blockwise_tensor=SimpleNamespace(), mxfp8_tensor=SimpleNamespace())
     permutation = Permutation(behaviour) if behaviour.mask_maps else IndexPermutation(behaviour)
     recipes = Recipes()
     experts = Experts(behaviour, every["GroupedLinear.forward"], recipes)
-    makers = (permutation, Router(behaviour), experts, padding, recipes)
+    makers = (permutation, Router(behaviour), experts, padding, recipes, Quantisers())
     for symbol, text in every.items():
         if symbol.rpartition(".")[2] in te.symbols:
             *modules, name = symbol.split(".")

@@ -77,6 +77,18 @@ SYMBOLS = (
         (2, 18),
         _FORWARD.replace("list[int]", "list[int] | Tensor") + ", out=None, dgrad_out=None",
     ),
+    Row("fp8.get_fp8_te_dtype", (1, 11), "fp8_recipe, fprop_tensor=True"),
+    Row(
+        "tensor.float8_blockwise_tensor.Float8BlockQuantizer",
+        (2, 3),
+        "fp8_dtype, *, rowwise, columnwise, amax_epsilon=0.0, force_pow_2_scales=True, block_scaling_dim=2",
+    ),
+    Row("tensor.mxfp8_tensor.MXFP8Quantizer", (2, 1), "fp8_dtype, *, rowwise=True, columnwise=True"),
+    Row(
+        "tensor.mxfp8_tensor.MXFP8Quantizer",
+        (2, 19),
+        "fp8_dtype, *, rowwise=True, columnwise=True, with_2d_quantization=False",
+    ),
     Row("ops.GroupedLinear", (2, 13), _OPS_GROUPED),
     Row("ops.GroupedLinear", (2, 14), f"{_OPS_GROUPED}, {_OPS_SINGLE}"),
     Row("ops.GroupedLinear", (2, 15), f"{_OPS_GROUPED}, {_OPS_SINGLE}, scale_bias=False"),
