@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_fast.te import padding, recipes
 from moe_fast.te.part import Part, named
-from moe_fast.te.probes import grouped_module
+from moe_fast.te.probes import grouped_module, with_parameters
 from moe_fast.te.trace import Unavailable
 from moe_ref.config import (
     LinearState,
@@ -140,7 +140,7 @@ class Experts(Part):
             module = grouped_module(self.features, num_experts, hidden, width, bias is not None, rows.dtype)
             if state is not None:
                 recipes.set_scales(module, state)
-            out: Tensor = torch.func.functional_call(module, named, (), {"inp": rows, **self._splits(counts)})
+            out: Tensor = with_parameters(module, named)(inp=rows, **self._splits(counts))
         return out
 
     def _wanting_gradient(self, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_fast.te import padding
 from moe_fast.te.experts import OFFSET
 from moe_fast.te.part import Part, named
+from moe_fast.te.probes import with_parameters
 from moe_fast.te.trace import Unavailable
 from moe_ref.config import check_count_values, check_grouped_mlp, check_kind
 
@@ -113,7 +114,7 @@ class Mlp(Part):
         tensors = {"0.weight": fc1_weight, "0.bias": fc1_bias, "2.weight": fc2_weight, "2.bias": fc2_bias}
         each = {f"{key}{e}": x for key, all_ in tensors.items() if all_ is not None for e, x in enumerate(all_)}
         extra = (counts, scales, counts, *([scales] if scaled else []))
-        out: Tensor = torch.func.functional_call(modules, each, (rows, *extra))
+        out: Tensor = with_parameters(modules, each)(rows, *extra)
         return out
 
     def _layer(self, weight: Tensor, bias: Tensor | None, scaled: bool) -> torch.nn.Module:

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.func import functional_call
 
 import moe_ref
 from conformance.peers.te_standin import standin
-from moe_fast.te import Adapter
+from moe_fast.te import Adapter, mlp
 from moe_fast.te.mlp import Mlp
 from tests.te.judging import Checked, judged, wrong
 
@@ -77,6 +78,20 @@ def test_sixteen_bits_with_a_weighted_bias_are_declared():
     given |= {"probs": number(5).bfloat16(), "fc2_bias": number(3, 4).bfloat16()}
     reason = "grouped_mlp of bfloat16 with probs and fc2_bias: it rounds their product"
     assert Adapter(standin("2.20")).supports("grouped_mlp", **given) == reason
+
+
+def test_parameters_are_there_in_the_backward(monkeypatch):
+    rows = number(5, 4).requires_grad_()
+
+    def gradient():
+        layers = number(3, 16, 4, seed=1), number(3, 4, 8, seed=2)
+        out = Adapter(standin("2.20")).grouped_mlp(rows, COUNTS, *layers)
+        return torch.autograd.grad(out.sum(), rows)[0]
+
+    assert gradient().all()
+    monkeypatch.setattr(mlp, "with_parameters", lambda module, each: lambda *args: functional_call(module, each, args))
+    with pytest.raises(RuntimeError, match="a parameter has no memory in the backward"):
+        gradient()
 
 
 def _layer_without_scale(self, weight, bias, scaled):

@@ -21,6 +21,18 @@ def signature_from(text: str) -> inspect.Signature:
     return inspect.signature(named["function"])
 
 
+def _read_again(module: nn.Module, out: Tensor) -> Tensor:
+    """The output, whose backward reads the module's parameters again."""
+
+    def check(gradient: Tensor) -> None:
+        if any(x.is_meta for x in module.parameters()):
+            raise RuntimeError("a parameter has no memory in the backward")
+
+    if out.requires_grad:
+        out.register_hook(check)
+    return out
+
+
 class GroupedLinear(nn.Module):
     """y_i = x_i W_eᵀ + b_e: `weight0`, `bias0`, … and splits that sum to the rows."""
 
@@ -42,6 +54,9 @@ class GroupedLinear(nn.Module):
 
     def forward(self, *args: Any, **settings: Any) -> Tensor:
         """[rows, out] in the dtype of the rows."""
+        return _read_again(self, self._product(*args, **settings))
+
+    def _product(self, *args: Any, **settings: Any) -> Tensor:
         given = self.parameters_of_forward.bind(*args, **settings).arguments
         inp, splits = given["inp"], given["m_splits"]
         if not isinstance(splits, list) and not self.behaviour.tensor_splits:
@@ -111,9 +126,9 @@ class _Operation(nn.Module):
             raise ValueError(f"splits sum to {int(splits.sum())}; the input has {len(x)} rows")
         bias = self._stacked("bias") if self.has_bias else None
         if not self.scaled:
-            return moe_ref.grouped_linear(x, self._stacked("weight"), splits, bias=bias)
+            return _read_again(self, moe_ref.grouped_linear(x, self._stacked("weight"), splits, bias=bias))
         assert bias is not None and scales is not None
-        out: Tensor = moe_ref.grouped_linear(x, self._stacked("weight"), splits)
+        out = _read_again(self, moe_ref.grouped_linear(x, self._stacked("weight"), splits))
         return out + bias.repeat_interleave(splits, 0) * scales[:, None]
 
 
