@@ -20,11 +20,14 @@ from moe_ref.config import (
     check_activation,
     check_count_values,
     check_glu,
+    check_grouped_dgrad,
     check_grouped_linear,
+    check_grouped_wgrad,
     check_precision,
 )
 from moe_ref.config.quantization import WHOLE_BLOCKS
 
+PRODUCTS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 OFFSET = 1.0  # of ScaledClampedQGeGLU, in every release
 
 
@@ -32,7 +35,7 @@ class Experts(Part):
     """Functions of moe_ref.experts."""
 
     needs: ClassVar = {
-        "grouped_linear": ("grouped_linear", "splits"),
+        **dict.fromkeys(PRODUCTS, ("grouped_linear", "splits")),
         "glu": ("scaled_swiglu",),
         "activation": ("scaled_srelu",),
     }
@@ -40,7 +43,7 @@ class Experts(Part):
     def supports(self, function: str, payload: Any, settings: dict[str, Any]) -> str | None:
         """The documented dtypes, and the activations that exist with a scale per row."""
         reason = super().supports(function, payload, settings)
-        if reason or function == "grouped_linear":
+        if reason or function in PRODUCTS:
             return reason or self._bias(payload, settings.get("bias")) or self._recipe(payload, settings)
         probs = settings.get("probs")
         if probs is None:
@@ -82,23 +85,24 @@ class Experts(Part):
         """Alone, counts that do not sum to the rows are not checked here. Hopper adds FP8 products
         with 14 bits.
         """
-        if function != "grouped_linear":
+        if function not in PRODUCTS:
             return {}
         hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
         sums = {"accumulator": "hopper_fp8"} if hopper else {}
-        return sums | ({} if self.complete else {"unchecked": ("tokens_per_expert",)})
+        bare = {} if function == "grouped_linear" else {"differentiable": False}
+        return sums | bare | ({} if self.complete else {"unchecked": ("tokens_per_expert",)})
 
     def grouped_linear(
         self, rows: Tensor, weight: Tensor, tokens_per_expert: Tensor, *, bias: Tensor | None = None,
-        recipe: Recipe | None = None, state: LinearState | None = None, noise: Tensor | None = None,
+        recipe: Recipe | None = None, state: LinearState | None = None,
     ) -> Tensor:  # fmt: skip
-        """`moe_ref.grouped_linear`. A module is made for the call.
+        """`moe_ref.grouped_linear` without noise: kernels draw their own. Each call makes a module.
 
         With a recipe rows are padded per expert, and columns of zeros are added, up to the sides
         that FP8 GEMMs take.
         """
         check_grouped_linear(rows, weight, tokens_per_expert, bias)
-        check_precision(recipe, state, noise, "float32")
+        check_precision(recipe, state, None, "float32")
         used = len(rows)
         if self.complete:
             counts = tokens_per_expert.tolist()
@@ -112,6 +116,38 @@ class Experts(Part):
         else:
             out = self._under(recipe, state, rows[:used], weight, tokens_per_expert, bias)
         return out if used == len(rows) else torch.cat([out, out.new_zeros((len(rows) - used, out.shape[1]))])
+
+    def grouped_dgrad(
+        self, d_out: Tensor, weight: Tensor, tokens_per_expert: Tensor, *, recipe: Recipe | None = None,
+        state: LinearState | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`moe_ref.grouped_dgrad`: the gradient of rows of zeros."""
+        check_grouped_dgrad(d_out, weight, tokens_per_expert)
+        given = (None, weight, tokens_per_expert)
+        return self._gradient((len(d_out), weight.shape[2]), given, d_out, recipe, state)
+
+    def grouped_wgrad(
+        self, d_out: Tensor, rows: Tensor, tokens_per_expert: Tensor, *, recipe: Recipe | None = None,
+        state: LinearState | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`moe_ref.grouped_wgrad` without `accumulate_into`: the gradient of weights of zeros."""
+        check_grouped_wgrad(d_out, rows, tokens_per_expert, None)
+        shape = (len(tokens_per_expert), d_out.shape[1], rows.shape[1])
+        return self._gradient(shape, (rows, None, tokens_per_expert), d_out, recipe, state)
+
+    def _gradient(
+        self, shape: tuple[int, ...], given: tuple[Tensor | None, ...], d_out: Tensor,
+        recipe: Recipe | None, state: LinearState | None,
+    ) -> Tensor:  # fmt: skip
+        """The layer's gradient for an argument of zeros; its backward is the only way to it."""
+        with torch.inference_mode(False), torch.enable_grad():
+            wanted = torch.zeros(shape, dtype=d_out.dtype, device=d_out.device, requires_grad=True)
+            known = [wanted if x is None else x.clone() if x.is_inference() else x.detach() for x in given]
+            out = self.grouped_linear(*known, recipe=recipe, state=state)
+            self.trace.step("the backward")
+            cotangent = d_out.clone() if d_out.is_inference() else d_out.detach()
+            (gradient,) = torch.autograd.grad(out, wanted, cotangent)
+        return gradient
 
     def _under(
         self, recipe: Recipe, state: LinearState | None, rows: Tensor, weight: Tensor, counts: Tensor,

@@ -131,6 +131,4 @@ def differs(rows: Tensor, settings: dict[str, Any]) -> str | None:
     recipe: Recipe = settings["recipe"]
     if rows.dtype == torch.float32 and settings.get("bias") is not None:
         return f"grouped_linear of float32 with a bias under {recipe.scaling}: it rounds the bias to bfloat16"
-    if settings.get("noise") is not None:
-        return "grouped_linear with noise: its kernels draw their own"
     return None
