@@ -15,7 +15,15 @@ USES = {  # top-level packages besides the standard library
     "moe_ref": {"moe_ref", "torch"},
     "moe_fast": {"moe_fast", "moe_ref", "torch", "triton", "transformer_engine"},
     "conformance": {"conformance", "moe_ref", "torch", "numpy", "hypothesis", "pytest", "libcst", "rich"},
-    "conformance/peers": {"conformance", "moe_ref", "torch", "megatron", "transformer_engine"},
+    "conformance/peers": {
+        "conformance",
+        "moe_ref",
+        "torch",
+        "megatron",
+        "transformer_engine",
+        "transformers",
+        "torchao",
+    },
     "conformance/peers/transformer_engine.py": {"moe_fast"},  # an implementation, and not the suite
 }
 FORBIDDEN_NAME = re.compile(r"moe_fast([.:][\w.:]*)?|conformance\.peers\.(?!reference_(?:world|layer)$)[\w.:]+")

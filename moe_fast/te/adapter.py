@@ -7,13 +7,15 @@ from typing import Any
 from moe_fast.te import padding
 from moe_fast.te.experts import Experts
 from moe_fast.te.features import Features
+from moe_fast.te.mlp import Mlp
 from moe_fast.te.part import Part
 from moe_fast.te.permutation import Permutation
 from moe_fast.te.probes import Probes
+from moe_fast.te.quantized import Quantized
 from moe_fast.te.router import Router
 from moe_fast.te.trace import Trace, Unavailable
 
-PARTS: tuple[type[Part], ...] = (Permutation, Router, Experts)
+PARTS: tuple[type[Part], ...] = (Permutation, Router, Experts, Mlp, Quantized)
 
 
 class Adapter:

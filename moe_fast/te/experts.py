@@ -1,19 +1,33 @@
 """The experts through Transformer Engine: the grouped linear layer and scaled activations.
 
-`GroupedLinear` of transformer_engine.pytorch, in high precision, and `ScaledSwiGLU`,
-`ScaledClampedQGeGLU` and `ScaledSReLU` of transformer_engine.pytorch.ops.
+`GroupedLinear` of transformer_engine.pytorch, in high precision or under a recipe, and
+`ScaledSwiGLU`, `ScaledClampedQGeGLU` and `ScaledSReLU` of transformer_engine.pytorch.ops.
 """
 
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from moe_fast.te import padding, recipes
 from moe_fast.te.part import Part, named
-from moe_fast.te.probes import grouped_module
+from moe_fast.te.probes import grouped_module, with_parameters
 from moe_fast.te.trace import Unavailable
-from moe_ref.config import check_activation, check_count_values, check_glu, check_grouped_linear
+from moe_ref.config import (
+    LinearState,
+    Recipe,
+    check_activation,
+    check_count_values,
+    check_glu,
+    check_grouped_dgrad,
+    check_grouped_linear,
+    check_grouped_wgrad,
+    check_precision,
+)
+from moe_ref.config.quantization import WHOLE_BLOCKS
 
+PRODUCTS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 OFFSET = 1.0  # of ScaledClampedQGeGLU, in every release
 
 
@@ -21,7 +35,7 @@ class Experts(Part):
     """Functions of moe_ref.experts."""
 
     needs: ClassVar = {
-        "grouped_linear": ("grouped_linear", "splits"),
+        **dict.fromkeys(PRODUCTS, ("grouped_linear", "splits")),
         "glu": ("scaled_swiglu",),
         "activation": ("scaled_srelu",),
     }
@@ -29,8 +43,8 @@ class Experts(Part):
     def supports(self, function: str, payload: Any, settings: dict[str, Any]) -> str | None:
         """The documented dtypes, and the activations that exist with a scale per row."""
         reason = super().supports(function, payload, settings)
-        if reason or function == "grouped_linear":
-            return reason or self._bias(payload, settings.get("bias"))
+        if reason or function in PRODUCTS:
+            return reason or self._bias(payload, settings.get("bias")) or self._recipe(payload, settings)
         probs = settings.get("probs")
         if probs is None:
             return f"{function} without probs"
@@ -46,6 +60,16 @@ class Experts(Part):
             return None
         return f"grouped_linear of {named(rows)} with a bias of {named(bias)}"
 
+    def _recipe(self, rows: Any, settings: dict[str, Any]) -> str | None:
+        """Why the recipe cannot run as our interface says, or None."""
+        recipe = settings.get("recipe")
+        if not isinstance(recipe, Recipe):
+            return None
+        lacking = recipes.lacking(self.features, recipe)
+        if lacking:
+            return f"grouped_linear under {recipe.scaling}: Transformer Engine lacks {lacking}"
+        return self.probes.refused.get(recipe.scaling) or recipes.differs(rows, settings)
+
     def _kind(self, function: str, settings: dict[str, Any]) -> str | None:
         """Why the activation does not exist, or None."""
         kind, offset = settings.get("kind", "swiglu" if function == "glu" else "silu"), settings.get("offset", 0.0)
@@ -58,14 +82,27 @@ class Experts(Part):
         return None if there else f"{function} of kind {kind}, offset {offset}, clamp {bound}, alpha {alpha}"
 
     def declares(self, function: str) -> dict[str, Any]:
-        """Alone, counts that do not sum to the rows are not checked here."""
-        return {"unchecked": ("tokens_per_expert",)} if function == "grouped_linear" and not self.complete else {}
+        """Alone, counts that do not sum to the rows are not checked here. Hopper adds FP8 products
+        with 14 bits.
+        """
+        if function not in PRODUCTS:
+            return {}
+        hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+        sums = {"accumulator": "hopper_fp8"} if hopper else {}
+        bare = {} if function == "grouped_linear" else {"differentiable": False}
+        return sums | bare | ({} if self.complete else {"unchecked": ("tokens_per_expert",)})
 
     def grouped_linear(
-        self, rows: Tensor, weight: Tensor, tokens_per_expert: Tensor, *, bias: Tensor | None = None
-    ) -> Tensor:
-        """`moe_ref.grouped_linear` without a recipe. A module is made for the call."""
+        self, rows: Tensor, weight: Tensor, tokens_per_expert: Tensor, *, bias: Tensor | None = None,
+        recipe: Recipe | None = None, state: LinearState | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`moe_ref.grouped_linear` without noise: kernels draw their own. Each call makes a module.
+
+        With a recipe rows are padded per expert, and columns of zeros are added, up to the sides
+        that FP8 GEMMs take.
+        """
         check_grouped_linear(rows, weight, tokens_per_expert, bias)
+        check_precision(recipe, state, None, "float32")
         used = len(rows)
         if self.complete:
             counts = tokens_per_expert.tolist()
@@ -73,15 +110,74 @@ class Experts(Part):
             used = sum(counts)
             if 0 in (used, *weight.shape):
                 raise Unavailable("no row or no column")
-        num_experts, width, hidden = weight.shape
         weight = self._wanting_gradient(weight, bias)
-        module = grouped_module(self.features, num_experts, hidden, width, bias is not None, rows.dtype)
+        if recipe is None:
+            out = self._product(rows[:used], weight, tokens_per_expert, bias)
+        else:
+            out = self._under(recipe, state, rows[:used], weight, tokens_per_expert, bias)
+        return out if used == len(rows) else torch.cat([out, out.new_zeros((len(rows) - used, out.shape[1]))])
+
+    def grouped_dgrad(
+        self, d_out: Tensor, weight: Tensor, tokens_per_expert: Tensor, *, recipe: Recipe | None = None,
+        state: LinearState | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`moe_ref.grouped_dgrad`: the gradient of rows of zeros."""
+        check_grouped_dgrad(d_out, weight, tokens_per_expert)
+        given = (None, weight, tokens_per_expert)
+        return self._gradient((len(d_out), weight.shape[2]), given, d_out, recipe, state)
+
+    def grouped_wgrad(
+        self, d_out: Tensor, rows: Tensor, tokens_per_expert: Tensor, *, recipe: Recipe | None = None,
+        state: LinearState | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`moe_ref.grouped_wgrad` without `accumulate_into`: the gradient of weights of zeros."""
+        check_grouped_wgrad(d_out, rows, tokens_per_expert, None)
+        shape = (len(tokens_per_expert), d_out.shape[1], rows.shape[1])
+        return self._gradient(shape, (rows, None, tokens_per_expert), d_out, recipe, state)
+
+    def _gradient(
+        self, shape: tuple[int, ...], given: tuple[Tensor | None, ...], d_out: Tensor,
+        recipe: Recipe | None, state: LinearState | None,
+    ) -> Tensor:  # fmt: skip
+        """The layer's gradient for an argument of zeros; its backward is the only way to it."""
+        with torch.inference_mode(False), torch.enable_grad():
+            wanted = torch.zeros(shape, dtype=d_out.dtype, device=d_out.device, requires_grad=True)
+            known = [wanted if x is None else x.clone() if x.is_inference() else x.detach() for x in given]
+            out = self.grouped_linear(*known, recipe=recipe, state=state)
+            self.trace.step("the backward")
+            cotangent = d_out.clone() if d_out.is_inference() else d_out.detach()
+            (gradient,) = torch.autograd.grad(out, wanted, cotangent)
+        return gradient
+
+    def _under(
+        self, recipe: Recipe, state: LinearState | None, rows: Tensor, weight: Tensor, counts: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """The product under a recipe."""
+        recipes.check_states(recipe, state, len(weight))
+        cut = padding.segments_of(counts, 1 if recipe.scaling in WHOLE_BLOCKS else recipes.SIDES)
+        recipes.check_blocks(recipe, weight, cut.host_counts)
+        made = recipes.theirs(self.features, self.trace, recipe)
+        whole = cut.num_padded == cut.num_rows
+        sides = recipes.in_sides(rows if whole else self.pad_rows(rows, cut), 1), recipes.in_sides(weight, 1, 2)
+        wide = None if bias is None else recipes.in_sides(bias, 1)
+        out = self._product(*sides, cut.padded.to(counts.dtype), wide, made, state)[:, : weight.shape[1]]
+        return out if whole else self.unpad_rows(out, cut)
+
+    def _product(
+        self, rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None, recipe: Any = None,
+        state: LinearState | None = None,
+    ) -> Tensor:  # fmt: skip
+        """GroupedLinear with these weights."""
+        num_experts, width, hidden = weight.shape
         named = {f"weight{e}": x for e, x in enumerate(weight.unbind(0))}
         named |= {} if bias is None else {f"bias{e}": x for e, x in enumerate(bias.unbind(0))}
-        out: Tensor = torch.func.functional_call(
-            module, named, (), {"inp": rows[:used], **self._splits(tokens_per_expert)}
-        )
-        return out if used == len(rows) else torch.cat([out, out.new_zeros((len(rows) - used, width))])
+        with nullcontext() if recipe is None else recipes.autocast(self.features, self.trace, recipe):
+            module = grouped_module(self.features, num_experts, hidden, width, bias is not None, rows.dtype)
+            if state is not None:
+                recipes.set_scales(module, state)
+            out: Tensor = with_parameters(module, named)(inp=rows, **self._splits(counts))
+        return out
 
     def _wanting_gradient(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A weight that requires a gradient, where a release gives a bias none without."""

@@ -16,6 +16,9 @@ _MASK = ("inp", "routing_map", "num_out_tokens", "map_type")
 _MERGED = ("inp", "row_id_map", "merging_probs", "restore_shape", "map_type")
 _SPLITS = ("inp", "m_splits")
 _CHUNKS = ("split_sizes", "sorted_index")
+_GROUPED = ("num_gemms", "in_features", "out_features", "bias", "params_dtype", "device")
+_OPS_GROUPED = ("num_groups", "in_features", "out_features", "bias", "device", "dtype")
+_NVFP4 = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ TABLE = (
     Feature(
         "grouped_linear",
         "pytorch.GroupedLinear",
-        ("num_gemms", "in_features", "out_features", "bias", "params_dtype", "device"),
+        _GROUPED,
         "our grouped_linear",
     ),
     Feature("splits", "pytorch.GroupedLinear.forward", _SPLITS, "our grouped_linear"),
@@ -119,6 +122,64 @@ TABLE = (
         "our glu",
     ),
     Feature("scaled_srelu", "pytorch.ops.ScaledSReLU", (), "our activation"),
+    Feature(
+        "block_quantizer",
+        "pytorch.tensor.float8_blockwise_tensor.Float8BlockQuantizer",
+        ("fp8_dtype", "rowwise", "columnwise", "amax_epsilon", "force_pow_2_scales", "block_scaling_dim"),
+        "our permute_and_quantize",
+    ),
+    Feature(
+        "mxfp8_quantizer",
+        "pytorch.tensor.mxfp8_tensor.MXFP8Quantizer",
+        ("fp8_dtype", "rowwise", "columnwise"),
+        "our permute_and_quantize",
+    ),
+    Feature("fp8_dtype", "pytorch.fp8.get_fp8_te_dtype", ("fp8_recipe", "fprop_tensor"), "our permute_and_quantize"),
+    Feature("ops_grouped_linear", "pytorch.ops.GroupedLinear", _OPS_GROUPED, "our grouped_mlp"),
+    Feature("ops_scale_bias", "pytorch.ops.GroupedLinear", (*_OPS_GROUPED, "scale_bias"), "our grouped_mlp"),
+    Feature("ops_sequential", "pytorch.ops.Sequential", (), "our grouped_mlp"),
+    Feature("autocast", "pytorch.autocast", ("enabled", "recipe"), "fp8_autocast"),
+    Feature(
+        "fp8_autocast",
+        "pytorch.fp8_autocast",
+        ("enabled", "fp8_recipe"),
+        "our grouped_linear of recipes",
+        needless_with="autocast",
+    ),
+    Feature("scales", "pytorch.GroupedLinear.init_fp8_metadata", ("num_gemms",), "our delayed scaling"),
+    Feature("grouped_recipes", "pytorch.GroupedLinear", (*_GROUPED, "delay_wgrad_compute"), "delayed scaling alone"),
+    Feature(
+        "delayed",
+        "common.recipe.DelayedScaling",
+        ("margin", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax"),
+        "our delayed scaling",
+    ),
+    Feature("current", "common.recipe.Float8CurrentScaling", ("fp8_format",), "our current scaling"),
+    Feature("block", "common.recipe.Float8BlockScaling", ("fp8_format", "w_block_scaling_dim"), "our block scaling"),
+    Feature("quantizer_parameters", "common.recipe.QParams", ("power_2_scale", "amax_epsilon"), "our scales"),
+    Feature("mxfp8", "common.recipe.MXFP8BlockScaling", ("fp8_format",), "our MXFP8"),
+    Feature(
+        "mxfp8_square",
+        "common.recipe.MXFP8BlockScaling",
+        ("fp8_format", "enable_2d_quantization"),
+        "our MXFP8 of square blocks",
+    ),
+    Feature("nvfp4", "common.recipe.NVFP4BlockScaling", _NVFP4, "our NVFP4"),
+    Feature(
+        "nvfp4_row_scaled", "common.recipe.NVFP4BlockScaling", (*_NVFP4, "row_scaled_activation"), "our row scaling"
+    ),
+    Feature(
+        "nvfp4_four_over_six",
+        "common.recipe.NVFP4BlockScaling",
+        (*_NVFP4, "nvfp4_4over6", "nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode"),
+        "our four over six",
+    ),
+    Feature(
+        "backward_override",
+        "common.recipe.Float8CurrentScaling",
+        ("fp8_format", "backward_override"),
+        "our backward_override",
+    ),
 )
 FEATURES = {feature.name: feature for feature in TABLE}
 

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-SUBMODULES = ("pytorch", "pytorch.router", "pytorch.ops")  # the last two since 2.6 and 1.12
+SUBMODULES = ("pytorch", "pytorch.router", "pytorch.ops", "pytorch.fp8", "common.recipe")  # router since 2.6
 
 
 def installed() -> Any:

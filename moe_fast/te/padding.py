@@ -33,7 +33,11 @@ class Segments(NamedTuple):
 
 def segments(routing_map: Tensor, align: int) -> Segments:
     """The segments of a routing map; the host waits for the counts once."""
-    counts = (routing_map != 0).sum(0)
+    return segments_of((routing_map != 0).sum(0), align)
+
+
+def segments_of(counts: Tensor, align: int) -> Segments:
+    """The segments of these counts; the host waits for them once."""
     padded = torch.div(counts + align - 1, align, rounding_mode="floor") * align
     return Segments(counts, padded, counts.tolist(), align)
 

@@ -3,7 +3,9 @@
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from moe_fast.te import padding
 from moe_fast.te.features import Features
 from moe_fast.te.probes import Probes
 from moe_fast.te.trace import Trace
@@ -46,3 +48,23 @@ class Part:
     def declares(self, function: str) -> dict[str, Any]:
         """In terms of the conformance suite's vocabulary."""
         return {}
+
+    def pad_rows(self, rows: Tensor, cut: padding.Segments) -> Tensor:
+        """[R,…] to [P,…]: zeros after each expert's rows."""
+        if self.features["padding"]:
+            self.trace.step("Fp8Padding")
+            padded, _ = self.features.get("padding")(len(cut.host_counts), align_size=cut.align)(rows, cut.host_counts)
+            assert isinstance(padded, Tensor)
+            return padded
+        self.trace.step("pad by an index")
+        return padding.pad(rows, cut)
+
+    def unpad_rows(self, rows: Tensor, cut: padding.Segments) -> Tensor:
+        """[P,…] to [R,…]."""
+        if self.features["unpadding"]:
+            self.trace.step("Fp8Unpadding")
+            unpad = self.features.get("unpadding")(len(cut.host_counts), align_size=cut.align)
+            out: Tensor = unpad(rows, cut.host_counts)
+            return out
+        self.trace.step("unpad by an index")
+        return padding.unpad(rows, cut)

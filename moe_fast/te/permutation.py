@@ -95,7 +95,7 @@ class Permutation(Part):
         """The result, padded if the row map has segments."""
         if row_map.cut is None:
             return Permuted(rows, probs, row_map, cut.counts, None, None)  # type: ignore[arg-type]
-        rows, probs = self._padded(rows, probs, cut)
+        rows, probs = self.pad_rows(rows, cut), None if probs is None else padding.pad(probs, cut)
         return Permuted(rows, probs, row_map, cut.padded, cut.pad_offsets, None)  # type: ignore[arg-type]
 
     def _permute_by_indices(
@@ -149,15 +149,6 @@ class Permutation(Part):
         rows, row_id_map = self.features.get("permute")(inp=tokens, map_type="mask", **settings)
         return rows, self._probs_by_index(routing_map, probs), row_id_map
 
-    def _padded(self, rows: Tensor, probs: Tensor | None, cut: padding.Segments) -> tuple[Tensor, Tensor | None]:
-        if self.features["padding"]:
-            self.trace.step("Fp8Padding")
-            rows, _ = self.features.get("padding")(len(cut.host_counts), align_size=cut.align)(rows, cut.host_counts)
-        else:
-            self.trace.step("pad by an index")
-            rows = padding.pad(rows, cut)
-        return rows, None if probs is None else padding.pad(probs, cut)
-
     def unpermute(
         self,
         rows: Tensor,
@@ -182,7 +173,7 @@ class Permutation(Part):
             if self.features["unpermute_pad_offsets"]:
                 merging["pad_offsets"] = cut.pad_offsets if offsets is None else offsets
             else:
-                rows = self._unpadded(rows, cut)
+                rows = self.unpad_rows(rows, cut)
         self.trace.step("moe_unpermute with pad_offsets" if "pad_offsets" in merging else "moe_unpermute")
         return self.features.get("unpermute")(
             inp=rows,
@@ -200,19 +191,12 @@ class Permutation(Part):
 
     def _unpermute_by_indices(self, rows: Tensor, row_map: RowMap, indices: Tensor, probs: Tensor | None) -> Tensor:
         if row_map.cut is not None and row_map.num_rows > row_map.cut.num_rows:
-            rows = self._unpadded(rows, row_map.cut)
+            rows = self.unpad_rows(rows, row_map.cut)
         inp = in_vectors(rows) if self.complete else rows
         self.trace.step("moe_unpermute of indices")
         merging = in_slots(indices, probs, row_map.num_experts)
         out: Tensor = self.features.get("unpermute_indices")(inp=inp, row_id_map=row_map.row_id_map, probs=merging)
         return out[:, : rows.shape[1]]
-
-    def _unpadded(self, rows: Tensor, cut: padding.Segments) -> Tensor:
-        if self.features["unpadding"]:
-            self.trace.step("Fp8Unpadding")
-            return self.features.get("unpadding")(len(cut.host_counts), align_size=cut.align)(rows, cut.host_counts)
-        self.trace.step("unpad by an index")
-        return padding.unpad(rows, cut)
 
     def sort_chunks(
         self, rows: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None

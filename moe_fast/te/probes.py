@@ -6,7 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fast.te.features import Features
+from moe_fast.te.features import Features, found
+
+CHECKS = {  # of FP8GlobalStateManager
+    "delayed": "is_fp8_available",
+    "current": "is_fp8_available",
+    "block": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+    "nvfp4": "is_nvfp4_available",
+}
 
 
 def _device() -> str:
@@ -16,7 +24,7 @@ def _device() -> str:
 def grouped_module(
     features: Features, num_experts: int, hidden: int, width: int, bias: bool, dtype: torch.dtype
 ) -> torch.nn.Module:
-    """A grouped linear layer whose parameters hold no memory: each call brings its own."""
+    """A grouped linear layer whose parameters hold no memory: see `with_parameters`."""
     make = features.get("grouped_linear")
     module: torch.nn.Module = make(
         num_gemms=num_experts,
@@ -26,6 +34,16 @@ def grouped_module(
         params_dtype=dtype,
         device="meta",
     )
+    return module
+
+
+def with_parameters(module: torch.nn.Module, tensors: dict[str, Tensor]) -> torch.nn.Module:
+    """The module, made for one call, with these tensors in place of its parameters. They stay: a
+    backward reads the module's parameters again.
+    """
+    for name, x in tensors.items():
+        owner, _, own = name.rpartition(".")
+        module.get_submodule(owner)._parameters[own] = x  # type: ignore[assignment]
     return module
 
 
@@ -128,9 +146,24 @@ class Probes:
         module = grouped_module(self.features, 1, 16, 16, True, ones.dtype)
         with torch.enable_grad():
             named = {"weight0": ones, "bias0": bias}
-            out = torch.func.functional_call(module, named, (), {"inp": ones, "m_splits": [16]})
+            out = with_parameters(module, named)(inp=ones, m_splits=[16])
             (d_bias,) = torch.autograd.grad(out.sum(), bias, allow_unused=True)
         return d_bias is not None and bool(d_bias.all())
+
+    @cached_property
+    def refused(self) -> dict[str, str]:
+        """Scalings that cannot run on this device, and Transformer Engine's reason."""
+        reasons = {scaling: self._refusal(scaling) for scaling in CHECKS if self.features[scaling]}
+        return {scaling: reason for scaling, reason in reasons.items() if reason}
+
+    def _refusal(self, scaling: str) -> str:
+        """The reason of the release's own check. Entering a refused recipe is no probe: NVFP4 of
+        2.20.2 then stays in force outside the context.
+        """
+        managers = (found(self.features.te, f"pytorch.{x}.FP8GlobalStateManager") for x in ("quantization", "fp8"))
+        check = next((found(x, CHECKS[scaling]) for x in managers if x is not None), None)
+        available, reason = check() if check is not None else (True, "")
+        return "" if available else f"{scaling} is refused: {reason or 'no reason given'}"
 
     @property
     def answers(self) -> dict[str, Any]:

@@ -48,21 +48,29 @@ def symbols_of(path: str, te: Any) -> list[str]:
     return [name for name in first if name in te.symbols]
 
 
-def cases(implementation: Any, functions: Collection[str], most: int) -> Iterator[Case]:
+def _every(case: Case) -> bool:
+    return True
+
+
+def cases(
+    implementation: Any, functions: Collection[str], most: int, only: Callable[[Any], bool] = _every
+) -> Iterator[Case]:
     """Golden cases, illegal calls, and the first others of the gate, large ones aside."""
     described = _description(Implementation(implementation, "te"), ChildOptions("te", device="cpu"))
     space = Space.of(described)
     for section in sections():
         if section.function in functions and described["functions"][section.function]["offered"]:
             chosen = cases_of(section, PROFILES["gate"], space, 0)
-            small = [case for case in chosen if not case.is_large and not case.layout.startswith("wide")]
+            small = [x for x in chosen if only(x) and not x.is_large and not x.layout.startswith("wide")]
             yield from small if section.kind == "fixed" else small[:most]
 
 
-def judged(implementation: Any, functions: Collection[str], most: int = MOST) -> list[tuple[Case, Outcome]]:
+def judged(
+    implementation: Any, functions: Collection[str], most: int = MOST, only: Callable[[Any], bool] = _every
+) -> list[tuple[Case, Outcome]]:
     """Each case with its outcome."""
     offered = Implementation(implementation, "te")
-    return [(case, evaluate(case, offered, "cpu")) for case in cases(implementation, functions, most)]
+    return [(case, evaluate(case, offered, "cpu")) for case in cases(implementation, functions, most, only)]
 
 
 def wrong(outcomes: list[tuple[Case, Outcome]]) -> list[str]:

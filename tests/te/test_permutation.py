@@ -58,7 +58,7 @@ def test_a_release_without_routing_maps_gets_lists_of_experts():
     right = round_trip(moe_ref_adapter())[0]
     assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(outputs, right, strict=True))
     alone = Adapter(standin("1.11"))
-    assert alone.offered == ["permute", "unpermute", "grouped_linear"]
+    assert alone.offered == ["permute", "unpermute", "grouped_linear", "grouped_dgrad", "grouped_wgrad"]
     narrow = alone.supports("permute", tokens=number(5, 3), routing_map=MAP)
     assert narrow == "permute of 3 columns of float32: no whole 16 bytes"
 
@@ -84,7 +84,7 @@ def test_alone_the_newest_release_fails_only_where_nothing_is_routed_or_a_side_i
 def test_a_path_that_did_not_run_is_found(monkeypatch):
     te = standin("2.6")
     checked = Checked(te, Adapter(te, ours=moe_ref))
-    monkeypatch.setattr(Permutation, "_unpadded", lambda self, rows, cut: self.trace.step("Fp8Unpadding") or rows)
+    monkeypatch.setattr(Permutation, "unpad_rows", lambda self, rows, cut: self.trace.step("Fp8Unpadding") or rows)
     found = wrong(judged(checked, ["unpermute"]))
     assert any("claims ['Fp8Unpadding', 'moe_unpermute'], ran ['moe_unpermute']" in text for text in found)
 

@@ -253,7 +253,7 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
         "torch": torch.__version__,
         "triton": getattr(triton, "__version__", ""),
     }
-    for package in ("transformer_engine", "megatron.core"):
+    for package in ("transformer_engine", "megatron.core", "transformers", "torchao"):
         module = sys.modules.get(package)
         if module is not None:
             versions[package] = str(getattr(module, "__version__", "unknown"))

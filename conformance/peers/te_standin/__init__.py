@@ -21,6 +21,8 @@ from conformance.peers.te_standin.indices import IndexPermutation
 from conformance.peers.te_standin.matrix import BUCKETS as BUCKETS
 from conformance.peers.te_standin.matrix import behaviour_of, parameters_of
 from conformance.peers.te_standin.permutation import Permutation
+from conformance.peers.te_standin.quantized import Quantisers
+from conformance.peers.te_standin.recipes import Format, Recipes
 from conformance.peers.te_standin.router import Router
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -39,15 +41,21 @@ def standin(bucket: str, without: Collection[str] = (), changed: Mapping[str, st
     every = parameters_of(version, rocm) | dict(changed)
     calls: list[str] = []
     te = SimpleNamespace(__version__=".".join(map(str, version)), pytorch=SimpleNamespace())
+    te.common = SimpleNamespace(recipe=SimpleNamespace(Format=Format))
     te.behaviour, te.calls, te.symbols = behaviour, calls, {symbol.rpartition(".")[2] for symbol in every} - {*without}
-    te.pytorch.router, te.pytorch.ops = SimpleNamespace(), SimpleNamespace()
+    te.pytorch.router, te.pytorch.ops, te.pytorch.fp8 = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
+    te.pytorch.tensor = SimpleNamespace(float8_blockwise_tensor=SimpleNamespace(), mxfp8_tensor=SimpleNamespace())
     permutation = Permutation(behaviour) if behaviour.mask_maps else IndexPermutation(behaviour)
-    makers = (permutation, Router(behaviour), Experts(behaviour, every["GroupedLinear.forward"]), padding)
+    recipes = Recipes()
+    experts = Experts(behaviour, every["GroupedLinear.forward"], recipes)
+    makers = (permutation, Router(behaviour), experts, padding, recipes, Quantisers())
     for symbol, text in every.items():
         if symbol.rpartition(".")[2] in te.symbols:
-            module, _, name = symbol.rpartition(".")
-            body = next(getattr(maker, name) for maker in makers if hasattr(maker, name))
-            setattr(getattr(te.pytorch, module) if module else te.pytorch, name, signed(name, body, text, calls))
+            *modules, name = symbol.split(".")
+            below = functools.reduce(getattr, modules, te if modules[:1] == ["common"] else te.pytorch)
+            own = f"{modules[0]}_{name}" if modules == ["ops"] else name  # two classes have one name
+            body = next(getattr(x, word) for word in (own, name) for x in makers if hasattr(x, word))
+            setattr(below, name, signed(name, body, text, calls))
     return te
 
 
@@ -61,7 +69,8 @@ def signed(symbol: str, body: Callable[..., Any], text: str, calls: list[str]) -
         bound = signature.bind(*args, **settings)
         bound.apply_defaults()
         calls.append(symbol)
-        return body(**{name: value for name, value in bound.arguments.items() if name in taken})
+        named = {name: value for name, value in bound.arguments.items() if name in taken and name != "args"}
+        return body(*bound.arguments.get("args", ()), **named)
 
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call

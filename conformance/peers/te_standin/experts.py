@@ -8,6 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import moe_ref
+from conformance.peers.te_standin.recipes import Recipes, ours
+from moe_ref.config import LinearState, QuantizerState
+
+SIDES = {"mxfp8": 32}  # of both operands' sides; of other FP8 and FP4 GEMMs 16
 
 
 def signature_from(text: str) -> inspect.Signature:
@@ -17,13 +21,29 @@ def signature_from(text: str) -> inspect.Signature:
     return inspect.signature(named["function"])
 
 
+def _read_again(module: nn.Module, out: Tensor) -> Tensor:
+    """The output, whose backward reads the module's parameters again."""
+
+    def check(gradient: Tensor) -> None:
+        if any(x.is_meta for x in module.parameters()):
+            raise RuntimeError("a parameter has no memory in the backward")
+
+    if out.requires_grad:
+        out.register_hook(check)
+    return out
+
+
 class GroupedLinear(nn.Module):
     """y_i = x_i W_eᵀ + b_e: `weight0`, `bias0`, … and splits that sum to the rows."""
 
+    fp8_meta: dict[str, SimpleNamespace]
+
     def __init__(
-        self, behaviour: SimpleNamespace, parameters: str, shape: tuple[int, int, int], bias: bool, **placed: Any
-    ) -> None:
+        self, behaviour: SimpleNamespace, parameters: str, recipes: Recipes, shape: tuple[int, int, int], bias: bool,
+        **placed: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.recipes, self.fp8_meta = recipes, {}
         self.behaviour, self.parameters_of_forward = behaviour, signature_from(parameters)
         self.num_gemms, hidden, width = shape
         for e in range(self.num_gemms):
@@ -34,6 +54,9 @@ class GroupedLinear(nn.Module):
 
     def forward(self, *args: Any, **settings: Any) -> Tensor:
         """[rows, out] in the dtype of the rows."""
+        return _read_again(self, self._product(*args, **settings))
+
+    def _product(self, *args: Any, **settings: Any) -> Tensor:
         given = self.parameters_of_forward.bind(*args, **settings).arguments
         inp, splits = given["inp"], given["m_splits"]
         if not isinstance(splits, list) and not self.behaviour.tensor_splits:
@@ -42,21 +65,99 @@ class GroupedLinear(nn.Module):
         if int(counts.sum()) != len(inp):
             raise ValueError(f"m_splits sum to {int(counts.sum())}; inp has {len(inp)} rows")
         weight = torch.stack([getattr(self, f"weight{e}") for e in range(self.num_gemms)])
+        quantised = self._quantised(inp, weight, counts)
         if not self.has_bias:
-            return moe_ref.grouped_linear(inp, weight, counts)
+            return moe_ref.grouped_linear(inp, weight, counts, **quantised)
         bias = torch.stack([getattr(self, f"bias{e}") for e in range(self.num_gemms)])
+        if quantised and inp.dtype == torch.float32:
+            bias = bias.bfloat16().float()
         if weight.requires_grad or self.behaviour.bias_gradient_alone:
-            return moe_ref.grouped_linear(inp, weight, counts, bias=bias)
-        return moe_ref.grouped_linear(inp, weight, counts, bias=bias.detach()) + 0 * bias.sum()
+            return moe_ref.grouped_linear(inp, weight, counts, bias=bias, **quantised)
+        return moe_ref.grouped_linear(inp, weight, counts, bias=bias.detach(), **quantised) + 0 * bias.sum()
+
+    def _quantised(self, inp: Tensor, weight: Tensor, counts: Tensor) -> dict[str, Any]:
+        """The recipe that is entered, and delayed scaling's state."""
+        if self.recipes.entered is None:
+            return {}
+        recipe = ours(self.recipes.entered)
+        side = SIDES.get(recipe.scaling, 16)
+        if any(n % side for n in (*weight.shape[1:], *counts.tolist())):
+            raise RuntimeError(f"{tuple(weight.shape)} and {counts.tolist()} are no multiples of {side}")
+        if recipe.scaling != "delayed":
+            return {"recipe": recipe}
+        self.init_fp8_metadata(self.num_gemms)
+        fwd, bwd = (self.fp8_meta[key].scale.view(self.num_gemms, -1) for key in ("scaling_fwd", "scaling_bwd"))
+        if not self.behaviour.scale_alone and not all(
+            torch.equal(meta.scale_inv, 1 / meta.scale) for meta in self.fp8_meta.values()
+        ):
+            raise RuntimeError("scale_inv is not the inverse of scale")
+        history = torch.zeros(self.num_gemms, recipe.amax_history_len or 1, device=inp.device)
+        states = [QuantizerState(history, scale.clone()) for scale in (fwd[:, 0], fwd[:, 1], bwd[:, 0])]
+        return {"recipe": recipe, "state": LinearState(*states)}
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Three scales per expert for the forward, two for the backward; once."""
+        for key, each in {"scaling_fwd": 3, "scaling_bwd": 2}.items():
+            if key not in self.fp8_meta:
+                self.fp8_meta[key] = SimpleNamespace(scale=torch.ones(num_gemms * each))
+                if not self.behaviour.scale_alone:
+                    self.fp8_meta[key].scale_inv = torch.ones(num_gemms * each)
 
 
-class _Scaled:
+class _Operation(nn.Module):
+    """A grouped linear layer of the operation fuser. Splits, and the bias' scales, are inputs."""
+
+    def __init__(self, shape: tuple[int, int, int], bias: bool, scale_bias: bool, **placed: Any) -> None:
+        super().__init__()
+        num_groups, hidden, width = shape
+        self.num_groups, self.has_bias, self.scaled = num_groups, bias, bias and scale_bias
+        self.num_extra_inputs = 2 if self.scaled else 1
+        for e in range(num_groups):
+            self.register_parameter(f"weight{e}", nn.Parameter(torch.empty((width, hidden), **placed)))
+            if bias:
+                self.register_parameter(f"bias{e}", nn.Parameter(torch.empty(width, **placed)))
+
+    def _stacked(self, name: str) -> Tensor:
+        return torch.stack([getattr(self, f"{name}{e}") for e in range(self.num_groups)])
+
+    def forward(self, x: Tensor, splits: Tensor, scales: Tensor | None = None) -> Tensor:
+        """The product and the bias; bias times scale is rounded before it is added."""
+        if int(splits.sum()) != len(x):
+            raise ValueError(f"splits sum to {int(splits.sum())}; the input has {len(x)} rows")
+        bias = self._stacked("bias") if self.has_bias else None
+        if not self.scaled:
+            return _read_again(self, moe_ref.grouped_linear(x, self._stacked("weight"), splits, bias=bias))
+        assert bias is not None and scales is not None
+        out = _read_again(self, moe_ref.grouped_linear(x, self._stacked("weight"), splits))
+        return out + bias.repeat_interleave(splits, 0) * scales[:, None]
+
+
+class _Sequential(nn.Module):
+    """Operations one after another, each with its extra inputs."""
+
+    def __init__(self, *operations: nn.Module) -> None:
+        super().__init__()
+        for place, operation in enumerate(operations):
+            self.add_module(str(place), operation)
+
+    def forward(self, x: Tensor, *extra: Tensor) -> Tensor:
+        """The last operation's output."""
+        for operation in self.children():
+            count = int(getattr(operation, "num_extra_inputs", 0))
+            x, extra = operation(x, *extra[:count]), extra[count:]
+        return x
+
+
+class _Scaled(nn.Module):
     """An operation of two inputs: the tensor, and a scale per row, rounded to its dtype first."""
 
+    num_extra_inputs = 1
+
     def __init__(self, function: Any, **settings: Any) -> None:
+        super().__init__()
         self.function, self.settings = function, settings
 
-    def __call__(self, x: Tensor, scales: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scales: Tensor) -> Tensor:
         out: Tensor = self.function(x, probs=scales.to(x.dtype), **self.settings)
         return out
 
@@ -64,8 +165,8 @@ class _Scaled:
 class Experts:
     """The modules of one release, with the newest names of their arguments."""
 
-    def __init__(self, behaviour: SimpleNamespace, forward: str) -> None:
-        self.behaviour, self.forward_parameters = behaviour, forward
+    def __init__(self, behaviour: SimpleNamespace, forward: str, recipes: Recipes) -> None:
+        self.behaviour, self.forward_parameters, self.recipes = behaviour, forward, recipes
         self.twice = {"round_before_probs": not behaviour.rounds_once}
 
     def GroupedLinear(
@@ -73,10 +174,25 @@ class Experts:
     ) -> GroupedLinear:
         """The module."""
         shape = (num_gemms, in_features, out_features)
-        return GroupedLinear(self.behaviour, self.forward_parameters, shape, bias, dtype=params_dtype, device=device)
+        placed = {"dtype": params_dtype, "device": device}
+        return GroupedLinear(self.behaviour, self.forward_parameters, self.recipes, shape, bias, **placed)
 
     def forward(self) -> None:
         """Shows the parameters of `GroupedLinear.forward`; modules have their own."""
+
+    def init_fp8_metadata(self) -> None:
+        """The same of `GroupedLinear.init_fp8_metadata`."""
+
+    def ops_GroupedLinear(
+        self, num_groups: int, in_features: int, out_features: int, bias: bool, device: Any, dtype: Any,
+        scale_bias: bool = False,
+    ) -> _Operation:  # fmt: skip
+        """The operation."""
+        return _Operation((num_groups, in_features, out_features), bias, scale_bias, device=device, dtype=dtype)
+
+    def ops_Sequential(self, *args: nn.Module) -> _Sequential:
+        """The container."""
+        return _Sequential(*args)
 
     def ScaledSwiGLU(self, glu_interleave_size: int | None) -> _Scaled:
         """(a σ(a) b) · scale."""

@@ -14,7 +14,7 @@ Version = tuple[int, int]
 class Row:
     """A symbol's parameters from a release on."""
 
-    symbol: str  # a dotted path below transformer_engine.pytorch
+    symbol: str  # a dotted path below transformer_engine.pytorch, or common.… below transformer_engine
     since: Version
     parameters: str
     rocm: bool = False  # only in the fork for ROCm
@@ -27,6 +27,18 @@ _RECOMPUTE = "activation_recompute_in_mlp=False"
 _FORWARD = "inp: Tensor, m_splits: list[int], is_first_microbatch=None"
 _CHUNKS = "split_sizes, sorted_index"
 _PERMUTE_AND_PAD = "inp, probs, routing_map, tokens_per_expert, align_size"
+
+_OVERRIDE, _SQUARE = "backward_override=None", "enable_2d_quantization=False"
+_NVFP4 = "disable_rht=False, disable_stochastic_rounding=False, disable_2d_quantization=False"
+_DELAYED = "fp8_format=None, amax_history_len=1024, amax_compute_algo='max'"
+_AUTOCAST = "enabled=True, calibrating=False"
+_BLOCK = "use_f32_scales=False, fp8_format=None, x_block_scaling_dim=1, w_block_scaling_dim=2, grad_block_scaling_dim=1"
+
+_OPS_GROUPED = (
+    "num_groups, in_features, out_features, *, bias=True, device=None, dtype=None, "
+    "rng_state_tracker_function=None, accumulate_into_main_grad=False"
+)
+_OPS_SINGLE = "single_grouped_weight=False, single_grouped_bias=False, delay_wgrad_compute=False"
 
 SYMBOLS = (
     Row("moe_permute", (1, 11), "inp, indices, num_out_tokens=-1, max_token_num=-1"),
@@ -64,6 +76,46 @@ SYMBOLS = (
         "GroupedLinear.forward",
         (2, 18),
         _FORWARD.replace("list[int]", "list[int] | Tensor") + ", out=None, dgrad_out=None",
+    ),
+    Row("fp8.get_fp8_te_dtype", (1, 11), "fp8_recipe, fprop_tensor=True"),
+    Row(
+        "tensor.float8_blockwise_tensor.Float8BlockQuantizer",
+        (2, 3),
+        "fp8_dtype, *, rowwise, columnwise, amax_epsilon=0.0, force_pow_2_scales=True, block_scaling_dim=2",
+    ),
+    Row("tensor.mxfp8_tensor.MXFP8Quantizer", (2, 1), "fp8_dtype, *, rowwise=True, columnwise=True"),
+    Row(
+        "tensor.mxfp8_tensor.MXFP8Quantizer",
+        (2, 19),
+        "fp8_dtype, *, rowwise=True, columnwise=True, with_2d_quantization=False",
+    ),
+    Row("ops.GroupedLinear", (2, 13), _OPS_GROUPED),
+    Row("ops.GroupedLinear", (2, 14), f"{_OPS_GROUPED}, {_OPS_SINGLE}"),
+    Row("ops.GroupedLinear", (2, 15), f"{_OPS_GROUPED}, {_OPS_SINGLE}, scale_bias=False"),
+    Row("ops.Sequential", (1, 12), "*args"),
+    Row("GroupedLinear.init_fp8_metadata", (1, 11), "num_gemms=1"),
+    Row("fp8_autocast", (1, 11), f"{_AUTOCAST}, fp8_recipe=None, fp8_group=None, _graph=False"),
+    Row("autocast", (2, 9), f"{_AUTOCAST}, recipe=None, amax_reduction_group=None, _graph=False"),
+    Row("common.recipe.DelayedScaling", (1, 11), f"margin=0, interval=-1, {_DELAYED}, reduce_amax=True"),
+    Row("common.recipe.DelayedScaling", (2, 2), f"margin=0, {_DELAYED}, reduce_amax=True"),
+    Row("common.recipe.DelayedScaling", (2, 15), f"margin=0, {_DELAYED}, reduce_amax=True, {_OVERRIDE}"),
+    Row("common.recipe.Float8CurrentScaling", (2, 2), "fp8_format=None"),
+    Row("common.recipe.Float8CurrentScaling", (2, 8), "use_power_2_scales=False, fp8_format=None"),
+    Row("common.recipe.Float8CurrentScaling", (2, 15), f"use_power_2_scales=False, fp8_format=None, {_OVERRIDE}"),
+    Row("common.recipe.Float8BlockScaling", (2, 3), _BLOCK),
+    Row("common.recipe.Float8BlockScaling", (2, 15), f"{_BLOCK}, {_OVERRIDE}"),
+    Row("common.recipe.QParams", (2, 2), "power_2_scale=False, amax_epsilon=0.0"),
+    Row("common.recipe.MXFP8BlockScaling", (2, 1), "margin=0, fp8_format=None"),
+    Row("common.recipe.MXFP8BlockScaling", (2, 15), f"margin=0, fp8_format=None, {_OVERRIDE}"),
+    Row("common.recipe.MXFP8BlockScaling", (2, 19), f"margin=0, fp8_format=None, {_OVERRIDE}, {_SQUARE}"),
+    Row("common.recipe.NVFP4BlockScaling", (2, 8), _NVFP4),
+    Row("common.recipe.NVFP4BlockScaling", (2, 15), f"{_NVFP4}, {_OVERRIDE}"),
+    Row("common.recipe.NVFP4BlockScaling", (2, 16), f"{_NVFP4}, row_scaled_activation=False, {_OVERRIDE}"),
+    Row(
+        "common.recipe.NVFP4BlockScaling",
+        (2, 17),
+        f"{_NVFP4}, row_scaled_activation=False, nvfp4_4over6='none', nvfp4_4over6_e4m3_use_256='all', "
+        f"nvfp4_4over6_err_mode='MAE', {_OVERRIDE}",
     ),
     Row("ops.ScaledSwiGLU", (2, 13), "glu_interleave_size=None"),
     Row("ops.ScaledSwiGLU", (2, 17), f"glu_interleave_size=None, *, {_RECOMPUTE}"),
@@ -109,6 +161,7 @@ BEHAVIOUR: dict[str, Version] = {
     "normalises_one": (2, 14),  # scores for the balancing loss sum to 1 also where topk is 1
     "radix": (2, 15),  # 16 experts or more are chosen by another algorithm
     "checks_groups": (2, 17),  # refuses more experts of a group than it has
+    "scale_alone": (2, 0),  # delayed scaling's scale_inv is no part of the state
     "tensor_splits": (2, 17),  # a grouped linear layer takes its splits as a tensor
     "tensor_total": (2, 18),  # total_num_tokens may be a tensor
     "rounds_once": (2, 19),  # a scaled activation rounds after the product with its scale alone

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import moe_ref
+from conformance.peers.te_standin.quantized import QuantisedRows
 from moe_ref.permutation.permute import RowMap
 from moe_ref.permutation.rows import PADDING, sum_rows, take_rows
 
@@ -136,7 +137,14 @@ class Permutation:
         """(rows [R,H], probs [R], row_id_map)."""
         return self._permuted(inp, probs, routing_map, num_out_tokens)
 
-    def _permuted(self, inp: Tensor, probs: Tensor | None, routing_map: Tensor, num_rows: int) -> Any:
+    def _permuted(self, inp: Any, probs: Tensor | None, routing_map: Tensor, num_rows: int) -> Any:
+        if isinstance(inp, QuantisedRows):
+            inp.check(len(routing_map))
+            token = Cells(routing_map).token
+            _, row_probs, row_id_map = self._permuted(
+                inp._rowwise_data.new_zeros((len(routing_map), 1)).float(), probs, routing_map, num_rows
+            )
+            return inp.moved(lambda x: take_rows(x, token)), row_probs, row_id_map
         if inp.numel() == 0:
             return self._empty(inp, probs, routing_map.shape[1])
         if self.behaviour.asserts_rows:
@@ -162,8 +170,8 @@ class Permutation:
         return inp.clone() if self.behaviour.asserts_rows else inp, nothing, nothing
 
     def moe_permute_and_pad_with_probs(
-        self, inp: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        self, inp: Any, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
+    ) -> tuple[Any, Tensor, Tensor, Tensor | None, Tensor]:
         """(rows [P,H], probs [P], row_id_map, pad_offsets or None, padded counts [E] int64)."""
         assert align_size > 0, "align_size must be positive"
         padded = (tokens_per_expert / align_size).ceil().long() * align_size
@@ -173,10 +181,16 @@ class Permutation:
         padding = padded - tokens_per_expert
         offsets = padding.cumsum(0) - padding
         cells = Cells(routing_map)
-        source = torch.full((int(padded.sum()),), PADDING, device=inp.device)
-        rows = torch.arange(len(cells.token), device=inp.device)
+        source = torch.full((int(padded.sum()),), PADDING, device=probs.device)
+        rows = torch.arange(len(cells.token), device=probs.device)
         source[rows + offsets[cells.expert]] = rows
-        out, row_probs = _Permute.apply(inp, probs, cells, source, self.behaviour)
+        whole = isinstance(inp, QuantisedRows)
+        plain = torch.zeros(len(routing_map), 1, device=probs.device) if whole else inp
+        out, row_probs = _Permute.apply(plain, probs, cells, source, self.behaviour)
+        if whole:
+            inp.check(len(routing_map))
+            token = torch.where(source >= 0, cells.token[source], PADDING)
+            out = inp.moved(lambda x: take_rows(x, token))
         return out, row_probs, self._map(cells), offsets, padded
 
     def moe_unpermute(

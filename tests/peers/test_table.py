@@ -1,0 +1,38 @@
+"""The table of peers is written from reports."""
+
+from pathlib import Path
+
+from conformance.peers import table
+
+PAGE = (Path(__file__).parents[2] / "docs" / "peers.md").read_text()
+REPORT = {
+    "implementation": "a.peer",
+    "versions": {"python": "3.11.7", "torch": "2.13.0"},
+    "device": "CPU",
+    "verdict": "NOT CONFORMANT",
+    "ended_by": "",
+    "functions": {
+        "permute": {"status": "differs", "counts": {"PASS": 3, "FAIL": 1, "DECLARED_UNSUPPORTED": 2, "NOT_OFFERED": 9}},
+        "glu": {"status": "not offered", "counts": {}},
+    },
+}
+ROW = "| `a.peer` | torch 2.13.0 | CPU | NOT CONFORMANT | `permute` | 3 | 1 FAIL | 2 |"
+
+
+def test_a_row_per_judged_function():
+    assert list(table.rows(REPORT)) == [ROW]
+    assert list(table.rows(REPORT | {"ended_by": "the time limit"})) == [ROW.replace("ANT |", "ANT, ended early |")]
+
+
+def test_the_notes_below_the_table_stay():
+    page = table.page([REPORT], "\nNotes.\n")
+    assert page == table.HEAD + ROW + "\n\nNotes.\n"
+    assert table.page([REPORT], table.notes_of(page)) == page
+
+
+def test_the_page_is_of_this_form_and_names_peers_that_exist():
+    assert PAGE.startswith(table.HEAD)
+    named = {line.split("`")[1].partition(":")[0] for line in PAGE.splitlines() if line.startswith("| `")}
+    assert named
+    for module in named:
+        assert (Path(__file__).parents[2] / f"{module.replace('.', '/')}.py").exists()

@@ -1,0 +1,119 @@
+"""The experts through Transformer Engine's operation fuser, of every release that has it."""
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import moe_ref
+from conformance.peers.te_standin import standin
+from moe_fast.te import Adapter, mlp
+from moe_fast.te.mlp import Mlp
+from tests.te.judging import Checked, judged, wrong
+
+COUNTS = torch.tensor([2, 0, 3])
+FUSED = "GroupedLinear of ops, then {}, then GroupedLinear of ops, then Sequential"
+
+
+def number(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def call(implementation, gated=True, **settings):
+    width = 16 if gated else 8
+    layers = number(3, width, 4, seed=1), number(3, 4, 8, seed=2)
+    given = {"probs": number(5, seed=3), "fc1_bias": number(3, width, seed=4), "fc2_bias": number(3, 4, seed=5)}
+    return implementation.grouped_mlp(number(5, 4), COUNTS, *layers, **given | settings)
+
+
+@pytest.mark.parametrize("bucket", ["2.12", "2.20"])
+def test_a_release_completed_by_the_reference_is_conformant(bucket):
+    te = standin(bucket)
+    outcomes = judged(Checked(te, Adapter(te, ours=moe_ref)), ["grouped_mlp"], most=8)
+    assert not wrong(outcomes)
+    assert sum(outcome.status == "PASS" for _, outcome in outcomes) > 20
+
+
+def test_alone_only_rows_past_the_last_segment_are_lost():
+    te = standin("2.20")
+    outcomes = judged(Checked(te, Adapter(te)), ["grouped_mlp"], most=20)
+    lost = [case for case, outcome in outcomes if outcome.status == "FAIL"]
+    assert lost and all(case.golden or case.tail for case in lost)
+    assert sum(outcome.status == "PASS" for _, outcome in outcomes) > 8
+
+
+def test_a_release_without_the_fuser_does_not_offer_it():
+    assert "grouped_mlp" not in Adapter(standin("2.6")).offered
+    adapter = Adapter(standin("2.6"), moe_ref)
+    assert torch.equal(call(adapter), call(moe_ref))
+    assert adapter.path["grouped_mlp"] == "ours: Transformer Engine lacks ops_grouped_linear, scaled_swiglu"
+
+
+@pytest.mark.parametrize(
+    ("bucket", "settings", "path"),
+    [
+        ("2.20", {}, FUSED.format("ScaledSwiGLU")),
+        ("2.20", {"interleave": 4, "probs": None}, FUSED.format("ScaledSwiGLU")),
+        ("2.20", {"kind": "quick_geglu", "offset": 1.0, "clamp": 0.5}, FUSED.format("ScaledClampedQGeGLU")),
+        ("2.20", {"kind": "squared_relu", "gated": False}, FUSED.format("ScaledSReLU")),
+        ("2.12", {"fc2_bias": None}, FUSED.format("ScaledSwiGLU")),
+        ("2.12", {}, "ours: grouped_mlp with probs and fc2_bias: Transformer Engine lacks ops_scale_bias"),
+        ("2.20", {"kind": "geglu"}, "ours: grouped_mlp of kind geglu, offset 0.0, clamp None, alpha None"),
+    ],
+)
+def test_each_kind_takes_its_operations_or_ours(bucket, settings, path):
+    adapter = Adapter(standin(bucket), moe_ref)
+    assert torch.allclose(call(adapter, **settings), call(moe_ref, **settings), rtol=1e-5, atol=1e-5)
+    assert adapter.path["grouped_mlp"] == path
+
+
+def test_align_pads_rows_and_scales_by_expert():
+    adapter = Adapter(standin("2.20"))
+    assert torch.allclose(call(adapter, align=4), call(moe_ref), rtol=1e-5, atol=1e-5)
+    assert adapter.path["grouped_mlp"] == f"Fp8Padding, then {FUSED.format('ScaledSwiGLU')}, then Fp8Unpadding"
+
+
+def test_sixteen_bits_with_a_weighted_bias_are_declared():
+    rows, fc1, fc2 = (x.bfloat16() for x in (number(5, 4), number(3, 16, 4), number(3, 4, 8)))
+    given = {"rows": rows, "tokens_per_expert": COUNTS, "fc1_weight": fc1, "fc2_weight": fc2}
+    given |= {"probs": number(5).bfloat16(), "fc2_bias": number(3, 4).bfloat16()}
+    reason = "grouped_mlp of bfloat16 with probs and fc2_bias: it rounds their product"
+    assert Adapter(standin("2.20")).supports("grouped_mlp", **given) == reason
+
+
+def test_parameters_are_there_in_the_backward(monkeypatch):
+    rows = number(5, 4).requires_grad_()
+
+    def gradient():
+        layers = number(3, 16, 4, seed=1), number(3, 4, 8, seed=2)
+        out = Adapter(standin("2.20")).grouped_mlp(rows, COUNTS, *layers)
+        return torch.autograd.grad(out.sum(), rows)[0]
+
+    assert gradient().all()
+    monkeypatch.setattr(mlp, "with_parameters", lambda module, each: lambda *args: functional_call(module, each, args))
+    with pytest.raises(RuntimeError, match="a parameter has no memory in the backward"):
+        gradient()
+
+
+def _layer_without_scale(self, weight, bias, scaled):
+    return layer(self, weight, bias, False)
+
+
+def _layers_turned(self, rows, scales, counts, layers, weighted, activation):
+    return whole(self, rows, scales.flip(0), counts, layers, weighted, activation)
+
+
+layer, whole, activation = Mlp._layer, Mlp._layers, Mlp._activation
+TWINS = {
+    "bias_not_scaled": ("_layer", _layer_without_scale),
+    "scales_of_other_rows": ("_layers", _layers_turned),
+    "not_interleaved": ("_activation", lambda self, kind, clamp, alpha, interleave: activation(self, kind, 1, 1, None)),
+}
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_wrong_mapping_differs(monkeypatch, twin):
+    name, wrongly = TWINS[twin]
+    monkeypatch.setattr(Mlp, name, wrongly)
+    adapter = Adapter(standin("2.20"))
+    out = call(adapter, interleave=4)
+    assert not torch.allclose(out, call(moe_ref, interleave=4), rtol=1e-5, atol=1e-5)
