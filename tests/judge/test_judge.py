@@ -239,6 +239,16 @@ def test_where_nothing_is_added_the_result_must_be_zero():
     assert "where it must be exact" in judge("tokens", nothing, torch.tensor([0.0, smallest])).message
 
 
+def test_float64_sums_in_two_orders_are_right_and_a_float32_sum_is_not():
+    """The value is a float64 sum itself: both it and a candidate have rounded."""
+    terms = torch.tensor([1.0, *[2.0**-53] * 7], dtype=torch.float64)
+    forwards, backwards = (sum(x.tolist()) for x in (terms, terms.flip(0)))
+    right = sum_bound(torch.tensor([forwards]).double(), terms.sum()[None], 8, torch.float64, torch.float64)
+    assert forwards == 1 < backwards
+    assert judge("x", right, torch.tensor([backwards], dtype=torch.float64)) is None
+    assert judge("x", right, torch.tensor([1 + 2.0**-30], dtype=torch.float64))
+
+
 def test_more_terms_and_lower_accumulators_widen_the_bound():
     one = torch.ones(1).double()
     accumulators, counts = (torch.float64, torch.float32, torch.float16, torch.bfloat16), (1, 2, 8, 255, 256, 300, 5000)
