@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.analysis.curves import halves
 from conformance.judge import Bounded, Exact, controls, judge
 from conformance.judge.bound import sum_bound
 from conformance.judge.controls import BlindJudge
@@ -247,6 +248,12 @@ def test_float64_sums_in_two_orders_are_right_and_a_float32_sum_is_not():
     assert forwards == 1 < backwards
     assert judge("x", right, torch.tensor([backwards], dtype=torch.float64)) is None
     assert judge("x", right, torch.tensor([1 + 2.0**-30], dtype=torch.float64))
+
+
+def test_a_clamp_is_not_rounded_to_the_dtype_of_h():
+    h = torch.tensor([[100.0, -100.0]], dtype=torch.bfloat16)
+    u, v = halves(h, {"clamp": 32.125}, torch.float32)
+    assert (u.value.item(), v.value.item()) == (32.125, -32.125) and not u.error.any()
 
 
 def test_more_terms_and_lower_accumulators_widen_the_bound():

@@ -357,7 +357,8 @@ def values_of(
         )
     else:
         whole = payload(case.seed, name, shape, dtype, "dyadic" if style in ("integers", "scales") else style)
-    whole = _at_edges_of_scales(whole) if style == "scales" and whole.shape[1] > 1 else whole
+    if style == "scales" and whole.shape[1] > 1 and whole.element_size() > 1:
+        whole = _at_edges_of_scales(whole)
     return [own.reshape(len(own), *columns).clone() for own in whole.split(lengths)]
 
 
