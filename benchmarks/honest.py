@@ -80,15 +80,15 @@ def sweep(
     """Judge a variant; draws no case after the time `last`."""
 
     def cases(space: Space) -> Iterator[Case]:
-        wanted = [section for section in sections(profile) if functions is None or section.function in functions]
+        wanted = [section for section in sections() if functions is None or section.function in functions]
         for seed in range(seeds):
             for section in wanted:
                 if section.kind == "drawn":
-                    yield from before(last, cases_of(section, profile, space, seed, []))
+                    yield from before(last, cases_of(section, profile, space, seed))
             counts.seeds += time.monotonic() < last
         for section in wanted:
             if section.kind != "drawn":
-                yield from before(last, cases_of(section, profile, space, 0, []))
+                yield from before(last, cases_of(section, profile, space, 0))
 
     with Pool(ChildOptions(implementation, "cpu" if implementation in EXPERTS else "auto"), jobs) as pool:
         space = Space.of(pool.start())

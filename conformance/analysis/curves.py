@@ -173,12 +173,16 @@ def interleave_halves(u: Tensor, v: Tensor, settings: Mapping[str, Any]) -> Tens
 
 
 def halves(h: Tensor, settings: Mapping[str, Any], dtype: torch.dtype) -> tuple[Running, Running]:
-    """u and v within their bounds."""
-    u, v = split(h, settings)
+    """u and v within their bounds, which are rounded as the kernel computes, not as h is stored."""
+    u, v = (Running.of(x, dtype) for x in split(h, settings))
     clamp = settings.get("clamp")
-    if clamp is not None:
-        u, v = u.double().clamp(max=clamp).to(u.dtype), v.double().clamp(-clamp, clamp).to(v.dtype)
-    return Running.of(u, dtype), Running.of(v, dtype)
+    return (u, v) if clamp is None else (_clamped(u, -math.inf, clamp), _clamped(v, -clamp, clamp))
+
+
+def _clamped(x: Running, low: float, high: float) -> Running:
+    off = x.constant(high).error
+    inside = (x.value >= low) & (x.value <= high) | x.value.isnan()
+    return Running(x.value.clamp(low, high), torch.where(inside, x.error, off), x.dtype)
 
 
 def shifted(v: Running, settings: Mapping[str, Any]) -> Running:

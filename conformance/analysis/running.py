@@ -189,7 +189,7 @@ class Running:
         return (self.value - error).to(dtype).double(), (self.value + error).to(dtype).double()
 
     def bounded(self, dtype: torch.dtype, value: Tensor | None = None, unspecified: Tensor | None = None) -> Bounded:
-        """The bound of the result rounded to `dtype`.
+        """The bound of the result rounded to `dtype`; an infinity where it surely overflows.
 
         Args:
             value: the oracle's float64 value by another formula; None: this value.
@@ -200,7 +200,9 @@ class Running:
         some = ((right != 0) | (self.error != 0)).double()
         bound = self.error + unit * (right.abs() + self.error) + HALF_SUBNORMAL[dtype] * some
         over = torch.finfo(dtype).max
+        surely = right.abs() - self.error > over * (1 + unit)
         bound = torch.where(right.abs() + bound > over, torch.inf, bound)  # it may overflow
+        right = torch.where(surely, right.sign() * torch.inf, right)
         if unspecified is not None:
             right, bound = torch.where(unspecified, 0.0, right), torch.where(unspecified, torch.inf, bound)
         return Bounded(right, torch.where(right.isfinite(), bound, 0.0), dtype, self.dtype)

@@ -101,7 +101,8 @@ def sum_bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, 
         terms: n above, the roundings per term.
         dtype, accumulator: of the output and of the sum.
     """
-    gamma = math.expm1(terms * math.log1p(ROUNDOFF[accumulator]))
+    own = terms if accumulator == torch.float64 else 0  # roundings of `value`, which is a sum in float64
+    gamma = math.expm1((terms + own) * math.log1p(ROUNDOFF[accumulator]))
     bound = gamma * magnitude + ROUNDOFF[dtype] * (value.abs() + gamma * magnitude)
     return Bounded(value, torch.where(magnitude > 0, bound + HALF_SUBNORMAL[dtype], 0.0), dtype, accumulator)
 

@@ -20,7 +20,7 @@ def softmax(logits: Tensor) -> Tensor:
     An expert of logit -∞ scores exactly 0; a row of -∞ alone is NaN.
     """
     x = round_to(logits, accumulator_dtype(logits.dtype))
-    power = (x - x.amax(-1, keepdim=True)).exp() if x.shape[-1] else x
+    power = (x - x.amax(-1, keepdim=True).detach()).exp() if x.shape[-1] else x
     return power / power.sum(-1, keepdim=True)
 
 

@@ -113,6 +113,12 @@ def test_what_may_overflow_has_no_bound():
     assert judge("x", x.bounded(torch.float32), torch.tensor([torch.inf, 1.02])).index == (1,)
 
 
+def test_what_surely_overflows_16_bits_is_an_infinity():
+    right = (Running.of(torch.tensor([1e5, 65504.0, 65521.0]), torch.float32) * 1.0).bounded(torch.float16)
+    honest = torch.tensor([torch.inf, 65504.0, torch.inf], dtype=torch.float16)
+    assert judge("x", right, honest) is None and judge("x", right, honest.clamp(max=65504)).index == (0,)
+
+
 def test_a_divisor_that_may_be_zero_has_no_bound():
     x = Running.of(torch.tensor([1.0, 1.0]), torch.float32)
     lost = Running(torch.tensor([1e-9, 1.0]).double(), torch.tensor([1e-8, 0.0]).double(), torch.float32)

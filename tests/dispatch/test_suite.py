@@ -228,9 +228,21 @@ def test_a_sum_of_two_levels_has_the_bound_of_its_roundings():
     u = 2.0**-8
     found = _sums(Tree(torch.float32, torch.bfloat16, torch.float32))
     assert found.value.flatten().tolist() == [1.75, -3.0, 0.0]
-    between = u * 1.75  # of both parts, 1.5 and 0.25
+    between = u * 1.5  # of the part of two rows; the other is its row
     assert found.bound[0].item() == pytest.approx(between + u * (1.75 + between), rel=1e-3)
     assert found.bound[2].item() == 0  # nothing was added
+
+
+def test_parts_of_one_row_leave_no_room_for_a_rounded_sum_of_some_of_them():
+    """Three ranks: bfloat16 holds each part, and neither the first two's sum nor all's."""
+    rows, case = torch.tensor([[1.0], [2.0**-8], [2.0**-8]], dtype=torch.float64), plain("hybridep_combine")
+    places, kind = torch.arange(3), torch.bfloat16
+    right = tree_bound(case, rows, places, torch.zeros_like(places), 1, kind, Tree(torch.float32, kind, torch.float32))
+    once = rows.sum(0, keepdim=True).to(kind)
+    twice = (rows[:2].sum(0, keepdim=True).to(kind) + rows[2:].to(kind)).to(kind)
+    assert once.item() == 1 + 2.0**-7 and twice.item() == 1
+    assert judge("tokens", right, once) is None
+    assert judge("tokens", right, twice)
 
 
 def test_ranks_that_add_in_a_narrow_dtype_have_a_wider_bound_even_for_one_part():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.analysis.curves import halves
 from conformance.judge import Bounded, Exact, controls, judge
 from conformance.judge.bound import sum_bound
 from conformance.judge.controls import BlindJudge
@@ -237,6 +238,22 @@ def test_where_nothing_is_added_the_result_must_be_zero():
     smallest = torch.finfo(torch.float32).smallest_normal * 2.0**-23
     assert check_of(nothing, torch.tensor([0.0, smallest])) == "bound"
     assert "where it must be exact" in judge("tokens", nothing, torch.tensor([0.0, smallest])).message
+
+
+def test_float64_sums_in_two_orders_are_right_and_a_float32_sum_is_not():
+    """The value is a float64 sum itself: both it and a candidate have rounded."""
+    terms = torch.tensor([1.0, *[2.0**-53] * 7], dtype=torch.float64)
+    forwards, backwards = (sum(x.tolist()) for x in (terms, terms.flip(0)))
+    right = sum_bound(torch.tensor([forwards]).double(), terms.sum()[None], 8, torch.float64, torch.float64)
+    assert forwards == 1 < backwards
+    assert judge("x", right, torch.tensor([backwards], dtype=torch.float64)) is None
+    assert judge("x", right, torch.tensor([1 + 2.0**-30], dtype=torch.float64))
+
+
+def test_a_clamp_is_not_rounded_to_the_dtype_of_h():
+    h = torch.tensor([[100.0, -100.0]], dtype=torch.bfloat16)
+    u, v = halves(h, {"clamp": 32.125}, torch.float32)
+    assert (u.value.item(), v.value.item()) == (32.125, -32.125) and not u.error.any()
 
 
 def test_more_terms_and_lower_accumulators_widen_the_bound():

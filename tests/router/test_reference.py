@@ -280,3 +280,14 @@ def test_an_attached_loss_has_its_scale_for_a_gradient_whatever_flows_through_th
 
 
 # ---- plans
+
+
+def test_the_largest_logit_takes_no_rounding_of_the_rows_gradient():
+    """Through the maximum that is taken off, the residue of the row's sum would reach it alone."""
+    x = (torch.arange(384.0) * -1e-27)[None].requires_grad_()
+    chosen = torch.tensor([[162, 350, 78, 135, 226, 187, 273, 294]])
+    d_weights = torch.linspace(-1.9, 2.3, 8)[None]
+    weights = moe_ref.topk_indices(x, topk=8, pre_softmax=True, precomputed_indices=chosen).probs
+    (found,) = torch.autograd.grad(weights, x, d_weights)
+    exact = -d_weights.double().sum() / 384**2  # of every expert that is not chosen
+    assert float((found[0, 0] - exact).abs()) < 1e-4 * float(exact.abs())

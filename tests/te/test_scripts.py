@@ -28,7 +28,7 @@ def test_there_is_a_script_for_every_finding_of_the_page():
     assert numbers == [f"{n:02}" for n in range(1, len(SCRIPTS) + 1)]
     headed = [n for n in range(1, 100) if f"**{n}. " in PAGE]
     assert [int(number) for number in numbers] == headed
-    assert [path.name for path in SCRIPTS if f"(../examples/te_findings/{path.name})" not in PAGE] == []
+    assert [path.name for path in SCRIPTS if f"`examples/te_findings/{path.name}`" not in PAGE] == []
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

@@ -227,7 +227,7 @@ class DispatchCase(Case):
     zero_probs: bool = choice(False, also=(True,), data=True)
     # policy for slots of probability 0
     drop_zeros: bool = choice(False, also=(True,), argument="policy")
-    values: str = choice("dyadic", "integers", "special", also=("wide",), data=True)
+    values: str = choice("dyadic", "integers", "special", also=("wide", "scales"), data=True)
     align: int = setting(0, *ALIGNMENTS, pairs=(4, 2))
     capacity: int = setting(0, 1, 2, 5, pairs=(2, 3))
     # buffer rows beyond the fullest rank's need, in units of align
@@ -356,8 +356,19 @@ def values_of(
             torch.from_numpy(hashed(case.seed, name, shape[0] * shape[1]) % 17 - 8.0).to(DTYPES[dtype]).reshape(shape)
         )
     else:
-        whole = payload(case.seed, name, shape, dtype, "dyadic" if style == "integers" else style)
+        whole = payload(case.seed, name, shape, dtype, "dyadic" if style in ("integers", "scales") else style)
+    if style == "scales" and whole.shape[1] > 1 and whole.element_size() > 1:
+        whole = _at_edges_of_scales(whole)
     return [own.reshape(len(own), *columns).clone() for own in whole.split(lengths)]
+
+
+def _at_edges_of_scales(x: Tensor) -> Tensor:
+    """Rows in turn: of zeros; of an amax below DeepEP's least; with an amax of 448 · 2ⁿ, whose
+    scale has no mantissa; as they are.
+    """
+    kind = torch.arange(len(x))[:, None] % 4
+    full = torch.cat([x[:, :1], 448.0 * 2.0 ** (kind % 3), x[:, 2:]], 1).to(x.dtype)
+    return torch.where(kind == 0, 0, torch.where(kind == 1, x * 2.0**-20, torch.where(kind == 2, full, x)))
 
 
 def probs_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[int, ...]) -> list[Tensor]:

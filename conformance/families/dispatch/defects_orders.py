@@ -119,6 +119,15 @@ def _one_flag_for_all(base: Wrapper, tokens: Tensor, routing_map: Tensor, **sett
     return out._replace(overflow=torch.full_like(out.overflow, any(every)))
 
 
+def _halves_of_ranks(base: Wrapper, rows: Tensor, handle: Any, **settings: Any) -> Any:
+    """The sums of the first two ranks, and of the others, are rounded before they are added."""
+    first = dist.get_rank(settings["group"]) < 2
+    nothing = torch.zeros_like(rows)
+    out = base(rows if first else nothing, handle, **settings)
+    others = base(nothing if first else rows, handle, **settings)
+    return out._replace(tokens=out.tokens + others.tokens)
+
+
 def _local_columns(base: Wrapper, rows: Tensor, handle: Any, **settings: Any) -> Any:
     """Probs come back without the number of the rank's first expert."""
     out = base(rows, handle, **settings)
@@ -202,6 +211,7 @@ DEFECTS: tuple[Defect, ...] = (
         SUM,
         dict.fromkeys(("allgather_combine", "alltoall_combine"), _two_sums_added),
     ),
+    Defect("M21", "sums of two halves of the ranks are rounded", SUM, {"hybridep_combine": _halves_of_ranks}),
     Defect("M06", "biases are added after the sum is rounded", SUM, {"deepep_combine": _biases_after_rounding}),
     Defect("M07", "the second bias is ignored", SUM, {"deepep_combine": _one_bias}),
     Defect("M08", "rows past the received ones are for expert 0", EMPTY, {"deepep_dispatch": _expert_0_past_the_rows}),

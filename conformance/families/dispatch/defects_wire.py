@@ -13,8 +13,9 @@ from torch import Tensor
 from conformance.core.defect import Defect, Wrapper
 from conformance.families.quantization.defects import Beside
 from moe_ref.config import Recipe
+from moe_ref.dispatch.low_latency import SMALLEST_AMAX
 from moe_ref.quantization.formats import E4M3
-from moe_ref.quantization.recipes import over, scale_from_amax
+from moe_ref.quantization.recipes import nearest32, over, scale_from_amax
 
 TILE = 8  # rows that share a scale by mistake
 INVITED = "a mistake that dispatchers invite"
@@ -66,8 +67,18 @@ def _by_tiles(scale: Tensor, known: Known) -> Tensor:
     )
 
 
+def _one_for_the_least(dispatch: Wrapper, *tensors: Tensor, **settings: Any) -> Any:
+    """The scale of a block whose amax is the least one."""
+    out = dispatch(*tensors, **settings)
+    if out.scales is None or settings.get("round_scale"):
+        return out
+    least = torch.full((), SMALLEST_AMAX, device=out.scales.device) * nearest32(1 / E4M3.max)
+    return out._replace(scales=torch.where(out.scales == least, 1.0, out.scales))
+
+
 DEFECTS: tuple[Defect, ...] = (
     Defect("W01", "scales in the order of another row", INVITED, _read(_of_another_row)),
     Defect("W02", "padding has codes and no scale", INVITED, _read(_none_for_zeros)),
     Defect("W03", "quantised where rows have arrived, several at once", INVITED, _read(_by_tiles)),
+    Defect("W04", "a block of zeros has the scale 1", INVITED, {"deepep_low_latency_dispatch": _one_for_the_least}),
 )

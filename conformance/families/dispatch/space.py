@@ -100,6 +100,9 @@ def near(case: DispatchCase, scope: Scope) -> DispatchCase:
 
 # ---- chosen cases
 
+SIXTEEN_BITS: Changes = {"dtype": "bfloat16", "probs": "float32"}
+AT_SCALES: Changes = {"values": "scales", "hidden": 256, "local_experts": 2, "topk": 2}
+
 
 def together(scope: Scope) -> dict[str, list[Changes]]:
     """Buffer sizes as one axis; few layouts, because a case costs several processes."""
@@ -143,7 +146,11 @@ def shapes(scope: Scope) -> list[Any]:
         few | {"counts": (scope.space.many // 4, *(3,) * (ranks - 1)), "hidden": 3},
         {"counts": (2,) * ranks, "local_experts": 33, "topk": 8, "hidden": 3},
         few | {"counts": (3,) * ranks, "hidden": wide},
+        # each rank adds one row of a token: sums of some ranks are no numbers of 16 bits
+        {"counts": (3,) * ranks, "local_experts": 1, "topk": ranks, "hidden": 65} | SIXTEEN_BITS,
     ]
+    if dispatcher_of(scope) == "deepep_low_latency" and "fp8" in scope.live and not scope.signature.producer:
+        found += [AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": name} for name in ("fp8", "powers")]
     if scope.function != "hybridep_dispatch" or not scope.accepts("recipe"):
         return [common | row for row in found]
     sent = common | few | {"hidden": 130, "counts": (4, 0, 3, 2)[:ranks]}

@@ -6,7 +6,8 @@ A declared tree fixes the levels; the order within a level is free, and so are f
     y[g]     = round(Σ parts of token g)   error ≤ Σ part errors + γ_m(u_second)·(Σ|part| + …)
                                                    + u_out·(…)
 
-where γ_n(u) = (1 + u)ⁿ - 1 and u of a dtype is half the distance from 1 to its next number.
+where γ_n(u) = (1 + u)ⁿ - 1 and u of a dtype is half the distance from 1 to its next number. A part
+of one row, if its dtype holds it, is that row without an error.
 """
 
 import math
@@ -56,6 +57,7 @@ def tree_bound(
     error = (
         gamma * size + ROUNDOFF[tree.between] * (part.abs() + gamma * size) + HALF_SUBNORMAL[tree.between] * (size > 0)
     )
+    error = torch.where(_unrounded(part, part_R, tree.between), 0.0, error)
     value, magnitude, total, brought = (_added(x, token_P, tokens) for x in (part, size, part.abs() + error, error))
     several = _most(token_P, tokens)
     narrowed = ROUNDOFF[tree.second] > ROUNDOFF[tree.between]  # single parts round too
@@ -64,6 +66,12 @@ def tree_bound(
     narrow = max((x for x in (tree.first, tree.between, tree.second, dtype)), key=ROUNDOFF.__getitem__)
     exact = (magnitude == 0) | is_exact(case, narrow, magnitude)
     return Bounded(value, torch.where(exact, 0.0, bound), dtype, tree.second)
+
+
+def _unrounded(part: Tensor, part_R: Tensor, between: torch.dtype) -> Tensor:
+    """Where a part is one row, and a number of the dtype between the levels."""
+    alone = torch.bincount(part_R, minlength=len(part)) == 1
+    return alone.reshape(-1, *(1,) * (part.dim() - 1)) & (part.to(between).double() == part)
 
 
 def _gamma(terms: int, dtype: torch.dtype) -> float:

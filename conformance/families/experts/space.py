@@ -52,6 +52,8 @@ def long_rows(scope: Scope) -> list[Any]:
     ]
     if scope.accepts("interleave"):
         found.append({"tokens": 3, "width": 64, "interleave": 32})  # two blocks of the widest
+    if scope.accepts("clamp") and scope.accepts("offset"):
+        found += FINE
     return [*found, *_strange(scope)]
 
 
@@ -66,12 +68,20 @@ def _strange(scope: Scope) -> list[Any]:
     return [*(edges | {"dtype": dtype} for dtype in LOGIT_DTYPES[:3]), *patterns]
 
 
+# options that bfloat16 rounds by half a unit in its last place, and values at them
+FINE: list[Changes] = [
+    {"tokens": 9, "width": 6, "values": "bounds", "clamp": 257},
+    {"tokens": 9, "width": 6, "values": "bounds", "clamp": 257, "dtype": "bfloat16"},
+    {"tokens": 9, "width": 6, "offset": 257},
+]
 ELEMENTWISE = Shapes(drawn=activations, affordable=near, covered={"tokens": 5, "width": 6}, always=long_rows)
 GLU = ACTIVATION = ELEMENTWISE
 
 
 # at most, in units: rows of an expert, and columns; as few as fill no second block, and more
 LOW_SIZES = {"delayed": (30, 40), "current": (30, 40), "block": (140, 150), "mxfp8": (3, 3), "nvfp4": (5, 6)}
+# rows of 129 experts: of both sides of each power of two from 32 on, and of the last
+MANY = tuple(int(e in (0, 31, 32, 64, 127, 128)) for e in range(129))
 LOW_SHARE = {
     "cuda": 3,
     "cpu": 12,
@@ -158,7 +168,7 @@ def large(scope: Scope) -> list[Any]:
     below the least amax of a recipe.
     """
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
-    many = {"tokens": 40, "experts": 129, "hidden": 9, "width": 5}
+    many = {"tokens": 6, "experts": 129, "counts": MANY, "hidden": 9, "width": 5}
     gpu = scope.space.device == "cuda"
     long: list[Changes] = [  # over columns and features: several steps of a kernel's loop, and one more
         {"tokens": 70 if gpu else 3, "hidden": 7168 if gpu else 513, "width": 136 if gpu else 9, "tail": 2},

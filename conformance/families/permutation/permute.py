@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.core.contract import Contract, Opaque, Problem, accumulator_of
+from conformance.core.contract import Contract, Opaque, Problem, computed_in
 from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import STRANGE, payload, probabilities
 from conformance.families.permutation.cases import FLOATS, MAPS, MOVED, PROBS, RoutingCase, routed, routing_map
@@ -98,7 +98,7 @@ class Permute(Contract[RoutingCase]):
             d_rows = problem.cotangents.get("rows", torch.zeros_like(out.rows)).double()
             value, magnitude = (unpermute(x, out.row_map) for x in (d_rows, d_rows.abs()))
             terms = max(problem.required["routing_map"].shape[1], 1)
-            right["d_tokens"] = sum_bound(value, magnitude, terms, tokens.dtype, accumulator_of(declared, tokens.dtype))
+            right["d_tokens"] = sum_bound(value, magnitude, terms, tokens.dtype, computed_in(declared, tokens))
         if "probs" in problem.wanted:
             probs = problem.settings["probs"]
             d_probs = torch.zeros_like(probs)
@@ -191,7 +191,7 @@ class Unpermute(Contract[RoutingCase]):
     def expected(self, case: RoutingCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         row_map = problem.produced.row_map
         rows, probs = problem.required["rows"], problem.settings.get("probs")
-        acc = accumulator_of(declared, rows.dtype)
+        acc = computed_in(declared, rows, probs)
         terms = max(row_map.num_experts, 1)
         wide = rows.double(), None if probs is None else probs.double()
         value = unpermute(wide[0], row_map, probs=wide[1])

@@ -6,6 +6,7 @@ from conformance.families.router import (
     defects,
     defects_calls,
     defects_edges,
+    defects_fine,
     defects_inputs,
     defects_ranks,
     defects_state,
@@ -47,5 +48,6 @@ FAMILY = Family(
         *defects_inputs.DEFECTS,
         *defects_edges.DEFECTS,
         *defects_state.DEFECTS,
+        *defects_fine.DEFECTS,
     ),
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from conformance.analysis.running import Running
-from conformance.core.contract import C, Contract, Problem, accumulator_of, leaf
+from conformance.core.contract import C, Contract, Problem, accumulator_of, computed_in, leaf
 from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import hashed
 from conformance.families.router.cases import (
@@ -262,13 +262,14 @@ class LoadBalancingLoss(_Wide[LoadCase]):
         scores = numbers(case, "scores", (case.tokens, columns))
         few = hashed(case.seed, "counts", columns).astype(np.int64) % (case.tokens * case.topk + 2)
         total: int | Tensor = case.tokens + case.seed % 3 + COUNTED.get(case.counted, 0)
-        total = {"number": total, "device": torch.tensor(total), "zero": 0}[case.total]
+        on_device = {"device": torch.tensor(total), "mean": torch.tensor(total + 0.625)}
+        total = ({"number": total, "zero": 0} | on_device)[case.total]
         settings = {"total_num_tokens": total, "topk": case.topk, "num_experts": case.experts, "coeff": case.coeff / 8}
         return self.call(case, {"scores": scores, "tokens_per_expert": counts_past(case, few)}, settings)
 
     def expected(self, case: LoadCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         scores, counts = problem.required.values()
-        dtype, out = accumulator_of(declared, scores.dtype), accumulator_dtype(scores.dtype)
+        dtype, out = computed_in(declared, scores), accumulator_dtype(scores.dtype)
         terms = scores.shape[0] + scores.shape[1] + 12  # sums over rows, columns; factors
         oracle = leaf(scores)
         value = load_balancing_loss(oracle, counts, **problem.settings)

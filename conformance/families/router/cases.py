@@ -292,13 +292,14 @@ class LoadCase(Case):
     sequences: int = declared(Size(default=1, letter="C", at_least=1, most=3, pairs=(1, 3)))
     dtype: str = dtypes(*LOGITS)
     map_dtype: str = dtypes("bool", "uint8", "int32", "int64")  # bool, uint8: int64, float32 counts
-    values: str = choice("distinct", "ties", "zeros", "negative", of=("probs", "scores"), data=True)
+    # fine: 2⁻⁴⁵ apart, which float64 alone holds
+    values: str = choice("distinct", "ties", "zeros", "negative", also=("fine",), of=("probs", "scores"), data=True)
     capacity: int = declared(Room(default=0, values=(0,), pairs=(1, 3, 9), argument="capacity"))
     policy: str = choice("probs", "position", argument="drop_policy", turns=True)
     pad: bool = flag(argument="pad_to_capacity")
     coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff", data=True)  # in eighths
-    # total_num_tokens: a number, a device tensor, or zero
-    total: str = choice("number", "device", also=("zero",), argument="total_num_tokens")
+    # total_num_tokens: a number, a device tensor, zero, or a mean length on the device
+    total: str = choice("number", "device", also=("zero", "mean"), argument="total_num_tokens")
     rate: int = number(1, *range(501), pairs=(0, 1, 250), argument="update_rate", data=True)  # in thousandths
     bias: int = number(0, 1, 4, 100, pairs=(1, 40), of=("expert_bias",))  # range, in halves
     even: bool = flag(of=("expert_bias",), data=True)  # all counts equal
@@ -340,5 +341,6 @@ def numbers(case: LoadCase, name: str, shape: tuple[int, ...]) -> Tensor:
         "ties": (noise % 3 + 1) / 4,
         "zeros": np.where(noise % 2 == 0, np.where(noise % 4 == 0, 0.0, -0.0), (noise >> 8) % 64 / 64),
         "negative": (noise % 2**16) / 2**15 - 1,
+        "fine": 0.5 + (noise % 2**16 + 1) / 2**45,
     }[case.values]
     return torch.from_numpy(value).reshape(shape).to(DTYPES[case.dtype])

@@ -22,6 +22,7 @@ from conformance.judge import Bounded, Finding, judge
 
 PER_EXPERT = ("expert_bias", "tokens_per_expert")
 SIGMAS = 6  # standard errors over √n, for u uniform in ±1: 1/√3 of the mean, 1/√15 of the deviation
+FACTOR_BINS = 1024  # of the factors of jitter
 
 
 def _flipped(x: Tensor, dim: int) -> Tensor:
@@ -132,10 +133,18 @@ def _evenly_spread(trial: Trial) -> Finding | None:
             "evenly_spread",
             f"its factors have mean 1 {mean:+.2f} eps and deviation {width:.2f} eps; uniform ones have 1 and 0.58 eps",
         )
+    if len(u) >= FACTOR_BINS and _few_values(u):
+        return Finding("x", "evenly_spread", "has few different factors")
     shared = _most_neighbours_alike(trial.first["x"].double() / x - 1, eps)
     if shared:
         return Finding("x", "evenly_spread", f"has one factor for most neighbours along {shared}")
     return Finding("x", "evenly_spread", "is the same twice") if torch.equal(again, trial.first["x"].double()) else None
+
+
+def _few_values(u: torch.Tensor) -> bool:
+    """Whether numbers from -1 to 1 meet fewer than half of the bins that uniform ones meet."""
+    met = ((u + 1) * (FACTOR_BINS // 2)).floor().unique()
+    return len(met) < FACTOR_BINS * (1 - math.exp(-len(u) / FACTOR_BINS)) / 2
 
 
 def _most_neighbours_alike(u: torch.Tensor, eps: float) -> str:

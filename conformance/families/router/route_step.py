@@ -15,6 +15,7 @@ from conformance.families.router.cases_route import RouteCase
 from conformance.families.router.selection import gradient, keys_of, weights
 from conformance.judge import Expectation
 from conformance.judge.bound import ROUNDOFF
+from conformance.judge.choice import Chosen
 from conformance.judge.exact import Exact
 from moe_ref.config import RouterConfig, RouterState
 from moe_ref.config.router import expert_capacity
@@ -108,7 +109,7 @@ class Step:
         i = self.index
         right: dict[str, Expectation] = {f"{i}.routing_map": Exact(self.kept, "integers")}
         if self.config.pad_to_capacity:
-            del right[f"{i}.routing_map"]  # any unrouted tokens may be fillers
+            right[f"{i}.routing_map"] = self._filled()
         right[f"{i}.losses"] = Exact(self.out[f"{i}.losses"], "integers")  # which losses are given
         right[f"{i}.probs"] = self.p.masked(self.stays).bounded(self.logits.dtype, self.out[f"{i}.probs"].detach())
         for name, (loss, _) in self.losses.items():
@@ -120,6 +121,12 @@ class Step:
             bound = slope.bounded(self.logits.dtype, gradient_value)
             right[f"d_logits.{i}"] = replace(bound, bound=bound.bound + partial)
         return right
+
+    def _filled(self) -> Chosen:
+        """The tokens that stay, and any others up to the capacity."""
+        stays_ET = self.stays.double().T
+        counts_E = self.kept.sum(0)  # the same for every expert
+        return Chosen(self.kept, stays_ET, torch.zeros_like(stays_ET), counts_E, (stays_ET,), dim=0)
 
     @property
     def stays(self) -> Tensor:

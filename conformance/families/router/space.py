@@ -12,6 +12,16 @@ from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
 from conformance.families.router.cases import COUNTED, MORE_SPREADS, SCORES, SPREADS, LogitsCase
 from conformance.families.router.cases_route import KINDS
+from conformance.families.router.space_chosen import (
+    FINE_FACTOR,
+    FINE_KEYS,
+    FINE_SCALE,
+    FINE_SCORES,
+    MEAN_LENGTH,
+    many_factors,
+    routed,
+    strange,
+)
 
 # experts and top-k of real models
 REAL_ROUTERS = ((8, 2), (60, 4), (64, 6), (72, 3), (128, 4), (128, 8), (256, 8), (384, 8), (512, 10))
@@ -130,6 +140,8 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
         {"tokens": 65, "experts": 4, "topk": 2, "spread": "ties", "seed": 3},
         {"tokens": 5, "experts": 8, "topk": 6, "spread": "minus_inf"},  # fewer finite logits than slots
     ]
+    if scope.accepts("scaling_factor"):
+        fields.append(FINE_FACTOR)
     if scope.accepts("num_groups") and scope.accepts("group_topk"):
         fields.append({"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5})
     if scope.accepts("expert_bias"):
@@ -138,21 +150,7 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
     base = scope.fullest(FAR_CHOICE | {"tokens": 3, "dtype": "bfloat16", "precomputed": False})
     far = (("logits", "wide_rows"), ("logits", "wide_columns"), ("expert_bias", "wide_rows"))
     placed = (replace(base, layout=layout, layout_of=name) for name, layout in far)
-    return [*(one | {"precomputed": False} for one in fields), *filter(scope.fits, placed), *_strange(scope)]
-
-
-def _strange(scope: Scope) -> list[LogitsCase]:
-    """Strange first and last logits, which other shapes draw on a GPU; all 16-bit patterns; there
-    more tokens than 16 bits count.
-    """
-    edges: Changes = {"tokens": 14, "experts": 5, "topk": 2, "spread": "edges"}
-    every: Changes = {"tokens": 512, "experts": 128, "topk": 4, "spread": "every", "dtype": "bfloat16"}
-    scores = [score for score in ("softmax", "sigmoid") if scope.function != "z_loss" or score == "softmax"]
-    found = [scope.case(common | {"score": score}) for common in (edges, every) for score in scores]
-    if scope.space.device == "cuda":
-        many: Changes = {"tokens": 65537, "experts": 2, "topk": 1}
-        found = [scope.case(one | {"score": scores[-1]}) for one in (many, every)]
-    return [case for case in found if scope.fits(case)]
+    return [*(one | {"precomputed": False} for one in fields), *filter(scope.fits, placed), *strange(scope)]
 
 
 FAR_CHOICE: Changes = {"experts": 4, "topk": 3, "score": "sigmoid"}
@@ -185,7 +183,7 @@ def _dropped(scope: Scope) -> list[Changes]:
     double = {"tokens": 9, "experts": 3, "topk": 2, "capacity": 2, "dtype": "float64"}
     last = long(scope) | {"seed": 2, "capacity": 65}  # some expert keeps the last token
     room = [WIDE | {"capacity": 1}, long(scope) | {"capacity": 257}]  # few kept, all kept
-    return [*(last | fields for fields in more), *room, double]
+    return [*(last | fields for fields in more), *room, double, FINE_KEYS]
 
 
 @st.composite
@@ -198,6 +196,11 @@ def counted(draw: st.DrawFn, scope: Scope) -> Changes:
         "sequences": draw(st.sampled_from((1, 1, 2, 3))),
         "even": draw(st.sampled_from((False, False, False, True))),
     }
+
+
+def _weighed(scope: Scope) -> list[Changes]:
+    folded = long(scope) | {"sequences": 3, "total": "device"}
+    return [long(scope), folded, WIDE, *_large(scope), FINE_SCORES, MEAN_LENGTH]
 
 
 def _large(scope: Scope) -> list[Changes]:
@@ -234,6 +237,10 @@ def _special(scope: Scope) -> list[Changes]:
     """Strange values at the ends of rows. On a GPU other shapes draw them."""
     small: Changes = {"tokens": 6, "hidden": 5, "experts": 3, "values": "special"}
     return [] if scope.space.device == "cuda" else [small, small | {"dtype": "bfloat16", "seed": 1}]
+
+
+def _jittered(scope: Scope) -> list[Any]:
+    return [*_special(scope), *many_factors(scope)]
 
 
 def _gated(scope: Scope) -> list[Changes]:
@@ -320,24 +327,6 @@ def steps(draw: st.DrawFn, replay: bool) -> str:
     return "+".join(out)
 
 
-def _routed(scope: Scope) -> list[Changes]:
-    """A reload before three queued replays; sequences over two and four ranks; empty ranks."""
-    queued = "record+forward+" * 3 + "reload" + "+backward" * 3
-    replayed: Changes = {"steps": queued, "tokens": 5, "experts": 4, "topk": 2, "padding": 0}
-    saved = [replayed] if scope.accepts("replay") else []
-    if scope.space.most_ranks < 4 or not all(scope.accepts(name) for name in ("ranks", "padding_mask")):
-        return saved
-    common = {"experts": 6, "topk": 2, "losses": "aux+seq+global+z", "bias": True, "seed": 3, "padding": 0}
-    uneven = {"counts": (3, 0, 2, 4), "tokens": 9, "padding": 2, "per_token": True}
-    return [
-        *saved,
-        common | {"counts": (3, 3), "tokens": 6, "ranks": 2, "steps": "train+finish+train"},
-        common | uneven | {"ranks": 4, "losses": "aux+seq+global", "steps": "train"},
-        common | uneven | {"ranks": 2, "steps": "train+train+finish"},
-        common | {"counts": (4, 2), "tokens": 6, "sequences": 2, "per_token": True, "steps": "train+finish"},
-    ]
-
-
 def _route_together(scope: Scope) -> dict[str, list[Changes]]:
     room: list[Changes] = [{}, {"capacity": 3}, {"capacity": 3, "pad": True}, {"capacity": 3, "policy": "position"}]
     return {"groups": [{}, {"groups": 4, "group_topk": 2}], "room": room, "layout": [{}]}
@@ -350,8 +339,7 @@ GATE = Shapes(
     together=_gradients,
     always=_gated,
 )
-JITTER = Shapes(drawn=states, affordable=near, covered={"tokens": 9, "hidden": 11}, always=_special)
-FINE_SCALE: Changes = {"tokens": 3, "hidden": 5, "scale": 2049, "dtype": "bfloat16"}
+JITTER = Shapes(drawn=states, affordable=near, covered={"tokens": 9, "hidden": 11}, always=_jittered)
 ATTACH_LOSS = replace(JITTER, covered={"tokens": 5, "hidden": 11}, always=lambda scope: [*_special(scope), FINE_SCALE])
 SINKHORN_ROUTING = Shapes(
     drawn=plans,
@@ -372,14 +360,14 @@ AUX_LOSS_SCORES = Shapes(
     affordable=near,
     covered=LOGITS,
     together=_values("topk", 1, 2, 8),
-    always=lambda scope: [long(scope), WIDE, *_strange(scope)],
+    always=lambda scope: [long(scope), WIDE, *strange(scope)],
     far={"experts": 4, "topk": 3, "padding": 4},
 )
 LOAD_BALANCING_LOSS = Shapes(
     drawn=counted,
     affordable=near,
     covered=LOADS,
-    always=lambda scope: [long(scope), long(scope) | {"sequences": 3, "total": "device"}, WIDE, *_large(scope)],
+    always=_weighed,
     far={"topk": 2, "sequences": 1, "map_dtype": "int32"},
 )
 Z_LOSS = Shapes(
@@ -387,7 +375,7 @@ Z_LOSS = Shapes(
     affordable=near,
     covered=LOGITS,
     together=_values("spread", "distinct", "negative", "minus_inf"),
-    always=lambda scope: [long(scope), WIDE, *_strange(scope)],
+    always=lambda scope: [long(scope), WIDE, *strange(scope)],
     far={"experts": 4, "padding": 4},
 )
 UPDATE_EXPERT_BIAS = Shapes(drawn=counted, affordable=near, covered=LOADS, always=_large, far={"map_dtype": "int32"})
@@ -395,6 +383,6 @@ ROUTE = Shapes(
     drawn=routes,
     covered={"tokens": 12, "experts": 8, "topk": 3},
     together=_route_together,
-    always=_routed,
+    always=routed,
     weight=1.2,  # partly over ranks
 )

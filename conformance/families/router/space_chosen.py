@@ -1,0 +1,54 @@
+"""Chosen cases of the router: values that few draws would meet."""
+
+from conformance.core.axes import Changes
+from conformance.core.scope import Scope
+from conformance.families.router.cases import GateCase, LogitsCase
+
+SMALL: Changes = {"tokens": 6, "experts": 5, "topk": 2}
+# a scaling factor that bfloat16 rounds by half a unit in its last place
+FINE_FACTOR: Changes = {"tokens": 5, "experts": 8, "topk": 3, "score": "sigmoid", "scaling": 257, "dtype": "bfloat16"}
+# keys that float32 cannot tell apart
+FINE_KEYS: Changes = {"tokens": 30, "experts": 3, "topk": 2, "capacity": 3, "dtype": "float64", "values": "fine"}
+# scores whose float32 sum is wrong; a mean length above 1, and no whole number
+FINE_SCORES: Changes = SMALL | {"dtype": "float64", "values": "fine"}
+MEAN_LENGTH: Changes = SMALL | {"total": "mean"}
+# attached with a scale of more bits than 16-bit numbers have
+FINE_SCALE: Changes = {"tokens": 3, "hidden": 5, "scale": 2049, "dtype": "bfloat16"}
+
+
+def many_factors(scope: Scope) -> list[GateCase]:
+    """Draws enough to count the different ones."""
+    case = scope.case({"tokens": 33, "hidden": 40, "eps": 8, "law": "evenly_spread"})
+    return [case] if scope.fits(case) else []
+
+
+def strange(scope: Scope) -> list[LogitsCase]:
+    """Strange first and last logits, which other shapes draw on a GPU; all 16-bit patterns; there
+    more tokens than 16 bits count.
+    """
+    edges: Changes = {"tokens": 14, "experts": 5, "topk": 2, "spread": "edges"}
+    every: Changes = {"tokens": 512, "experts": 128, "topk": 4, "spread": "every", "dtype": "bfloat16"}
+    scores = [score for score in ("softmax", "sigmoid") if scope.function != "z_loss" or score == "softmax"]
+    found = [scope.case(common | {"score": score}) for common in (edges, every) for score in scores]
+    if scope.space.device == "cuda":
+        many: Changes = {"tokens": 65537, "experts": 2, "topk": 1}
+        found = [scope.case(one | {"score": scores[-1]}) for one in (many, every)]
+    return [case for case in found if scope.fits(case)]
+
+
+def routed(scope: Scope) -> list[Changes]:
+    """A reload before three queued replays; sequences over two and four ranks; empty ranks."""
+    queued = "record+forward+" * 3 + "reload" + "+backward" * 3
+    replayed: Changes = {"steps": queued, "tokens": 5, "experts": 4, "topk": 2, "padding": 0}
+    saved = [replayed] if scope.accepts("replay") else []
+    if scope.space.most_ranks < 4 or not all(scope.accepts(name) for name in ("ranks", "padding_mask")):
+        return saved
+    common = {"experts": 6, "topk": 2, "losses": "aux+seq+global+z", "bias": True, "seed": 3, "padding": 0}
+    uneven = {"counts": (3, 0, 2, 4), "tokens": 9, "padding": 2, "per_token": True}
+    return [
+        *saved,
+        common | {"counts": (3, 3), "tokens": 6, "ranks": 2, "steps": "train+finish+train"},
+        common | uneven | {"ranks": 4, "losses": "aux+seq+global", "steps": "train"},
+        common | uneven | {"ranks": 2, "steps": "train+train+finish"},
+        common | {"counts": (4, 2), "tokens": 6, "sequences": 2, "per_token": True, "steps": "train+finish"},
+    ]
