@@ -158,7 +158,8 @@ class Step:
         losses: dict[str, tuple[Running, Running]] = {}
         if config.z_loss_coeff:
             loss, slope = z_terms(self.x, self.valid, config.z_loss_coeff / case.ranks)
-            loss, slope = loss / float(config.loss_divisor), slope / float(config.loss_divisor)
+            if config.loss_divisor > 1:
+                loss, slope = loss / float(config.loss_divisor), slope / float(config.loss_divisor)
             losses["z_loss"] = loss, slope * (scale * (valid * case.ranks if config.loss_per_token else 1.0))
         if not config.balancing_coeffs:
             return losses
@@ -166,7 +167,8 @@ class Step:
         _, scores = aux_scores(self.x, function)
         for name, coeff in config.balancing_coeffs.items():
             weight = self._column_weights(name) * (coeff * case.experts / case.topk / config.loss_divisor)
-            exact = Running(weight, weight.abs() * 5 * 2.0**-24, self.dtype)  # five factors
+            factors = 4 if config.loss_divisor == 1 else 5
+            exact = Running(weight, weight.abs() * factors * 2.0**-24, self.dtype)
             shared = (scores * exact).masked(self.valid[:, None])
             loss = shared.sum(1).sum(0)
             losses[name] = loss, aux_gradient(self.x, exact * (scale * of_all), function).masked(self.valid[:, None])
