@@ -11,6 +11,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.ranks import RankContext
 from conformance.engine.child import child
 from conformance.engine.child.runner import Outcome
+from conformance.engine.options import ChildOptions
 from conformance.interface import DEFAULTS, NAMES, VOCABULARY, WORDS, Implementation, Undeclared, UsageError
 from conformance.texts import LONGEST
 
@@ -156,10 +157,10 @@ def asked(transport, status="PASS"):
     """The outcome of a case with `status`, after the question how its two ranks are connected."""
     outcome = Outcome(status, {"output": "rows", "message": "is wrong"} if status == "FAIL" else None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "evaluate", lambda *_: outcome)
+        patch.setattr(child, "evaluate", lambda *_, **__: outcome)
         case = CONTRACTS["permute"].case_type(function="permute")
         implementation = Implementation(SimpleNamespace(transport=transport))
-        return child._answer(case, implementation, "cpu", RankContext(0, 2), scores=False)
+        return child._answer(case, implementation, "cpu", RankContext(0, 2), ChildOptions("kernels"))
 
 
 def test_a_transport_is_text():

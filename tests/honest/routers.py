@@ -250,7 +250,8 @@ def sinkhorn_routing(how: How, logits, *, topk, training=True):
 
 def load_balancing_loss(how: How, scores, tokens_per_expert, *, total_num_tokens, topk, num_experts, coeff):
     check_load_balancing_loss(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
-    x, count = how.wide(scores), how.wide(tokens_per_expert.detach().float())
+    at_least = torch.promote_types(scores.dtype, torch.float32)
+    x, count = how.wide(scores), how.wide(tokens_per_expert.detach().to(at_least))
     total = float(total_num_tokens)
     factor = coeff * num_experts / (topk * total * total) if total else 0.0
     loss = how.total((how.total(x.T)[:, 0] * count)[None])[0, 0] * factor
