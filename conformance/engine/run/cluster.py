@@ -8,6 +8,7 @@ package and the implementation must be at the same place on every node, as on a 
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,7 +30,7 @@ from conformance.interface import UsageError
 SHARDS = 2  # of each worker: a lost one costs half of its work
 RETRIES = 3  # of a shard whose worker is lost
 CORES = 2  # of a worker without a GPU
-OWN = ("report", "shard", "seconds", "baseline", "jobs")  # options that differ from shard to shard
+OWN = ("report", "shard", "seconds", "baseline", "jobs", "corpus")  # options that differ from shard to shard
 PARENT_DEATH = 1  # prctl's PR_SET_PDEATHSIG
 
 
@@ -66,7 +67,7 @@ def _judged(ray: Any, options: Options, say: Any) -> Verdict:
     count = SHARDS * workers
     say(f"{count} shards on {workers} workers")
     waiting = {
-        remote.remote(command(options, f"{i + 1}/{count}"), os.getcwd(), ends_at): f"{i + 1}/{count}"
+        remote.remote(command(options, f"{i + 1}/{count}"), os.getcwd(), options.corpus, ends_at): f"{i + 1}/{count}"
         for i in range(count)
     }
     reports: list[dict[str, Any]] = []
@@ -125,10 +126,17 @@ def _flag(option: Any, options: Options) -> list[str]:
     return [option.metadata["flag"], str(value)] if value != option.default else []
 
 
-def run_shard(arguments: list[str], folder: str, ends_at: float) -> Answer:
-    """Run a shard in a process that ends with this worker; no later than `ends_at`, if not 0."""
+def run_shard(arguments: list[str], folder: str, kept: str, ends_at: float) -> Answer:
+    """Run a shard in a process that ends with this worker; no later than `ends_at`, if not 0.
+
+    It has a copy of the corpus: what one shard finds is no case of another.
+    """
     with tempfile.TemporaryDirectory(prefix="moe-conformance-shard-") as place:
-        path = Path(place) / "verdict.json"
+        path, own = Path(place) / "verdict.json", Path(place) / "corpus"
+        if (Path(folder) / kept).is_dir():
+            shutil.copytree(Path(folder) / kept, own)
+        if Path(kept) != corpus.DEFAULT:  # which is not read
+            arguments = [*arguments, "--corpus", str(own)]
         limit = ["--seconds", f"{max(ends_at - time.time(), 1.0):.1f}"] if ends_at else []
         program = [sys.executable, "-P", "-m", "conformance", *arguments, *limit, "--report", str(path)]
         done = subprocess.run(program, cwd=folder, preexec_fn=_end_with_parent, capture_output=True, text=True)
