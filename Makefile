@@ -30,6 +30,8 @@ $(VENV)/.ready: pyproject.toml Makefile
 conform: setup
 	$(BIN)/moe-conformance run --impl $(IMPL) --profile gate
 
+# each child of a test imports the packages, so their bytecode is kept
+test: export PYTHONDONTWRITEBYTECODE =
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 

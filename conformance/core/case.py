@@ -56,10 +56,15 @@ class Case:
         Raises:
             ValueError: a value that its axis does not have.
         """
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, **changes)
-        assert len(other.__dict__) == len(self.__dict__), f"{changes}: not all are fields of {type(self).__name__}"
+        other = self.taking(changes)
         other._check(changes)
+        return other
+
+    def taking(self, fields: dict[str, Any]) -> Self:
+        """The case with other fields, of values that their axes are known to have."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **fields)
+        assert len(other.__dict__) == len(self.__dict__), f"{fields}: not all are fields of {type(self).__name__}"
         return other
 
     def apart(self) -> str | None:

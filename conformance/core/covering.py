@@ -13,7 +13,7 @@ from typing import Any
 from conformance.core.case import Case
 
 Row = dict[str, Any]
-Pair = tuple[tuple[str, Any], ...]  # or a single value, of an axis covered once
+Numbers = tuple[int, ...]  # of values: a pair, a single value of an axis covered once, a candidate
 CANDIDATES = 12
 
 
@@ -36,12 +36,6 @@ class Covered:
         return self.cases[: min(most, next(enough, -1) + 1)]
 
 
-def pairs_of(row: Mapping[str, Any], once: Collection[str] = ()) -> Iterator[Pair]:
-    values = sorted(row.items(), key=lambda item: item[0])
-    yield from itertools.combinations([value for value in values if value[0] not in once], 2)
-    yield from ((value,) for value in values if value[0] in once)
-
-
 def covering(
     axes: Mapping[str, tuple[Any, ...]], legal: Callable[[Row], bool], once: Collection[str] = ()
 ) -> tuple[list[Row], list[int], int]:
@@ -51,38 +45,66 @@ def covering(
     Args:
         once: axes of which only the values are covered, not their pairs.
     """
-    source = random.Random(0)
-    paired = {name: values for name, values in axes.items() if name not in once}
-    every: list[Row] = [{name: value} for name in sorted(axes) if name in once for value in axes[name]]
-    every += [
-        dict((a, b))
-        for x, y in itertools.combinations(sorted(paired), 2)
-        for a in _values(axes, x)
-        for b in _values(axes, y)
-    ]
-    uncovered = {next(pairs_of(pair, once)): pair for pair in every}
+    table = _Table(axes, once)
+    uncovered = dict.fromkeys(table.every())
     rows: list[Row] = []
     reached: list[int] = []
     impossible, wanted_in_all = 0, len(uncovered)
     while uncovered:
-        wanted = next(iter(uncovered.values()))
-        candidates = (_completed(axes, wanted, source) for _ in range(20 * CANDIDATES))
-        made = list(itertools.islice(filter(legal, candidates), CANDIDATES))
+        wanted = next(iter(uncovered))
+        candidates = (table.completed(wanted) for _ in range(20 * CANDIDATES))
+        made = list(itertools.islice((one for one in candidates if legal(table.row(one))), CANDIDATES))
         if not made:
             impossible += 1
-            del uncovered[next(pairs_of(wanted, once))]
+            del uncovered[wanted]
             continue
-        best = max(made, key=lambda row: sum(pair in uncovered for pair in pairs_of(row, once)))
-        rows.append(best)
-        for pair in pairs_of(best, once):
+        best = max(made, key=lambda numbers: sum(map(uncovered.__contains__, table.pairs(numbers))))
+        rows.append(table.row(best))
+        for pair in table.pairs(best):
             uncovered.pop(pair, None)
         reached.append(wanted_in_all - impossible - len(uncovered))
     return rows, reached, impossible
 
 
-def _values(axes: Mapping[str, tuple[Any, ...]], name: str) -> list[tuple[str, Any]]:
-    return [(name, value) for value in axes[name]]
+class _Table:
+    """The values of all axes, numbered. A candidate is the numbers of its values, axis by axis."""
 
+    def __init__(self, axes: Mapping[str, tuple[Any, ...]], once: Collection[str]) -> None:
+        self._source = random.Random(0)
+        self._names = list(axes)
+        self._values = [value for values in axes.values() for value in values]
+        ends = itertools.accumulate(map(len, axes.values()))
+        self._numbers = [range(end - len(values), end) for end, values in zip(ends, axes.values(), strict=True)]
+        self._place = [place for place, numbers in enumerate(self._numbers) for _ in numbers]
+        self._bounds = [(numbers.start, len(numbers), len(numbers).bit_length()) for numbers in self._numbers]
+        in_order = sorted(range(len(axes)), key=self._names.__getitem__)
+        self._paired = [place for place in in_order if self._names[place] not in once]
+        self._once = [place for place in in_order if self._names[place] in once]
 
-def _completed(axes: Mapping[str, tuple[Any, ...]], fixed: Row, source: random.Random) -> Row:
-    return {name: fixed.get(name, source.choice(values)) for name, values in axes.items()}
+    def every(self) -> Iterator[Numbers]:
+        """The values of axes covered once, then all pairs of the others."""
+        yield from ((number,) for place in self._once for number in self._numbers[place])
+        for x, y in itertools.combinations(self._paired, 2):
+            yield from itertools.product(self._numbers[x], self._numbers[y])
+
+    def completed(self, wanted: Numbers) -> Numbers:
+        """A candidate with these values, the others at random."""
+        drawn = [self._number(*bounds) for bounds in self._bounds]
+        for number in wanted:
+            drawn[self._place[number]] = number
+        return tuple(drawn)
+
+    def _number(self, first: int, count: int, bits: int) -> int:
+        """One of the numbers from `first`, by hand: a candidate takes ten of them."""
+        draw = self._source.getrandbits
+        while (number := draw(bits)) >= count:
+            pass
+        return first + number
+
+    def pairs(self, candidate: Numbers) -> Iterator[Numbers]:
+        """The candidate's pairs, and its values of axes covered once."""
+        pairs = itertools.combinations([candidate[place] for place in self._paired], 2)
+        return itertools.chain(pairs, ((candidate[place],) for place in self._once))
+
+    def row(self, candidate: Numbers) -> Row:
+        return dict(zip(self._names, map(self._values.__getitem__, candidate), strict=True))

@@ -231,7 +231,7 @@ class Scope:
         joint = {name for values in together.values() for changes in values for name in changes}
         covered = {axis.name: axis.covered(self.signature) for axis in self.axes if axis.name not in joint} | together
         taken = {
-            name: tuple(tuple(changes.items()) for changes in values if self.takes(self.row(base, {name: changes})))
+            name: tuple(tuple(changes.items()) for changes in values if self.takes(self.checked(base | changes)))
             for name, values in covered.items()
             if only is None or name in only
         }
@@ -255,11 +255,25 @@ class Scope:
         )
 
     def row(self, base: Changes, row: dict[str, Any]) -> Any:
-        """The case of a row of the covering array."""
-        changes = base | {name: value for values in row.values() for name, value in dict(values).items()}
+        """The case of a row of the covering array, of values that `covered_axes` has checked."""
+        changes = {**base}
+        for values in row.values():
+            changes.update(values)
+        fields = {name: value for name, value in changes.items() if name in self.live}
         late = {name: value for name, value in changes.items() if callable(value)}
-        case = self.case({name: value for name, value in changes.items() if name not in late})
-        return case.changed(**{name: value(case) for name, value in late.items()}) if late else case
+        if not late:
+            return self._default.taking(fields)
+        case = self._default.taking({name: value for name, value in fields.items() if name not in late})
+        return case.changed(**{name: value(case) for name, value in late.items()})
+
+    def checked(self, changes: Changes) -> Any:
+        """The case of these fields.
+
+        Raises:
+            ValueError: a value that its axis does not have.
+        """
+        case = self.row(changes, {})
+        return case.changed(**case.__dict__)
 
     def more(self, others: list[Case]) -> list[Case]:
         """The family's cases that run with the covering array."""

@@ -7,7 +7,7 @@ automatic mutant is tried only on cases of functions that reach it, the quickest
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -55,6 +55,7 @@ class Mutant:
     copy: Callable[[Path], None] | None = None  # writes the mutated package into a folder
     touches: str = ""  # the changed "file:function"; empty: unknown
     first: tuple[str, ...] = ()  # functions of the interface to try before others
+    likely: Case | None = None  # to be tried before all others
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def score_mutants(
     only: str = "",
     function: str = "",
     one_gpu: bool = False,
+    likely: Mapping[str, str] | None = None,
 ) -> list[Result]:
     """Try every mutant of a kind on the gate's cases; prints one line per mutant and the score.
 
@@ -103,6 +105,7 @@ def score_mutants(
         only: part of the name of the mutants to try.
         function: use only this function's cases, and only the mutants that they reach.
         one_gpu: use the cases of a gate on one GPU; on a CPU without the laws that need a GPU.
+        likely: by the name of a mutant, the id of the case that has killed it before.
 
     Raises:
         UsageError: an unusable or wrong implementation, or no such mutant.
@@ -110,10 +113,11 @@ def score_mutants(
     if function and function not in CONTRACTS:
         raise UsageError(f"--function is {function!r}; the functions are {', '.join(CONTRACTS)}")
     passed = _passed(implementation, seed, jobs, function, kind != "planted", one_gpu)
+    by_id = {item.case.id: item.case for item in passed} if likely else {}
     # rewriting every file costs more than trying a few mutants
     files = {call.partition(":")[0] for item in passed for call in item.calls} if function else None
     chosen = [
-        mutant
+        replace(mutant, likely=by_id.get((likely or {}).get(mutant.name, "")))
         for mutant in _mutants(implementation, kind, files)
         if only in mutant.name and (not function or _reached(mutant, function, passed))
     ]
@@ -250,7 +254,11 @@ def _calls(implementation: str, cases: list[Case], jobs: int) -> dict[str, froze
 
 
 def _order(mutant: Mutant, passed: list[PassedCase]) -> Iterator[Case]:
-    """The cases that reach a mutant, the quickest first; without traces, its functions first."""
+    """The likely case, then those that reach a mutant, the quickest first; without traces, those of
+    its functions first.
+    """
+    if mutant.likely:
+        yield mutant.likely
     reaching = [item for item in passed if mutant.touches and mutant.touches in item.calls]
     if reaching:
         yield from (item.case for item in sorted(reaching, key=lambda item: item.seconds))

@@ -165,7 +165,7 @@ def test_cases_are_taken_a_few_at_a_time():
 def test_a_case_alone_runs_in_a_process_that_has_run_nothing():
     with Pool(ChildOptions(f"{FIXTURES}:Segfaults")) as pool:
         pool.start()
-        first, second = pool._replacement(None), pool._replacement(None)
+        first, second = pool._fresh(), pool._fresh()
         assert first.process.pid != second.process.pid
         pool._end(first)
         pool._end(second)

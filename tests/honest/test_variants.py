@@ -1,4 +1,4 @@
-"""Every honest variant passes a few cases per function; `benchmarks/honest.py` runs many."""
+"""Every honest variant passes a case per function; `benchmarks/honest.py` runs many."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from conformance.engine.run.pool import Pool
 from conformance.families.experts import FAMILY
 from tests.honest import EXPERTS, HONEST, ROUTERS
 
-EACH = 2
+EACH = 1
 BY_RECIPE = {contract.function for contract in FAMILY.contracts}
 
 

@@ -262,7 +262,7 @@ def test_no_policy_of_others_catches_all_bugs_of_products_by_recipes_without_rej
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("regime", REGIMES)
 def test_no_honest_product_by_a_recipe_is_rejected(regime, scaling, gemm):
-    for seed in range(5):
+    for seed in range(2):
         target = recipe_problem(scaling, gemm, regime, seed)
         assert {
             name: judge("y", target.expected, target.by(kernel)) for name, kernel in HONEST.items()

@@ -23,8 +23,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("splits", [False, True])
-@pytest.mark.parametrize("forms", FORMS)
+@pytest.mark.parametrize(("forms", "splits"), [*((form, False) for form in FORMS), ("both", True)])
 def test_both_directions_compile_and_two_programs_fit_a_multiprocessor(forms, splits):
     rows, columns, square = FORMS[forms]
     constants = {"FORMAT": "e4m3", "POWER_OF_TWO": splits, "SQUARE": square, "BLOCK_G": 128}

@@ -11,6 +11,7 @@ PRELOADED = [
     "torch",
     "torch.fx.experimental.symbolic_shapes",
     "conformance.engine.child.child",
+    "conformance.engine.child.frozen",
 ]
 # some hosts hang with multicast
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}

@@ -179,7 +179,7 @@ class Pool:
         if ranks_of(CONTRACTS[case.function], case):
             self.worlds.close()
             return self.worlds.run(case)
-        child = self._replacement(None)
+        child = self._fresh()
         self._send(child, [case])
         while (outcome := self._answer(child)) is None:
             connection.wait([child.pipe, child.process.sentinel], timeout=0.2)
@@ -233,22 +233,31 @@ class Pool:
             raise UsageError(content)
         child.ready, self.description = True, content
 
-    def _replacement(self, dead: Child | None) -> Child:
+    def _replacement(self, dead: Child) -> Child:
         """The spare, a child that has run nothing; starts another spare.
 
         Raises:
             Lost: it cannot import the implementation, which was imported before.
         """
-        if dead:
-            self._end(dead)
+        self._end(dead)
+        child = self._fresh()
+        with deferred():
+            self._spare = self._launch()
+        return child
+
+    def _fresh(self) -> Child:
+        """The spare if there is one, else a new child.
+
+        Raises:
+            Lost: it cannot import the implementation, which was imported before.
+        """
         with deferred():
             child = self._spare = self._spare or self._launch()
         try:
             self._await_ready(child)
         except UsageError as error:
             raise Lost(str(error)) from None
-        with deferred():
-            self._spare = self._launch()
+        self._spare = None
         return child
 
     def _send(self, child: Child, work: Work) -> None:

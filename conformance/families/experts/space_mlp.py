@@ -246,7 +246,7 @@ def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
         cases += one_per_recipe(scope.array(base, pairs | {"override": overrides}).cases)
     else:
         simple = {name: value for values in pairs.values() for name, value in values[0].items()} | pairs["grads"][-1]
-        overridden = [scope.row(base | simple | fields, {}) for fields in OVERRIDDEN]
+        overridden = [scope.checked(base | simple | fields) for fields in OVERRIDDEN]
         cases = [*one_per_recipe(cases), *filter(scope.fits, overridden)]
     cases = scope.lawful([replace(case, seed=index) for index, case in enumerate(cases)])
     return [case if gpu or index % LAWFUL == 0 else replace(case, law="") for index, case in enumerate(cases)]

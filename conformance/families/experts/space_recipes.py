@@ -101,7 +101,7 @@ def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
     else:
         first = [values[-1 if name == "grads" else 0].items() for name, values in together.items()]
         simple = {name: value for items in first for name, value in items}
-        single = [scope.row(BASE | simple | fields, {}) for fields in (*OVERRIDDEN, SCOPED)]
+        single = [scope.checked(BASE | simple | fields) for fields in (*OVERRIDDEN, SCOPED)]
         cases = [*one_per_recipe(cases), *filter(scope.fits, single)]
     if gpu and (several or not scope.space.few_kernels):
         real = [scope.mended(scope.case(shape | {"grads": grads})) for shape in REAL]
