@@ -70,7 +70,7 @@ GPU = Space(device="cuda")  # where most is tested; the cases themselves run any
 REAL = 300  # tokens: real shapes are for a GPU
 FUNCTIONS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 HONEST = ("ScaledFirst", "ScaledLast", "Split", "FourteenBits", "Reciprocal")
-EVERY, SEEDS, DRAWS = 8, range(3), 24  # covering stride; seeds; draws per seed, 1/3 low precision
+EVERY, SEEDS, DRAWS = 8, range(2), 24  # covering stride; seeds; draws per seed, 1/3 low precision
 
 
 @functools.cache
