@@ -2,6 +2,8 @@
 # make test      run the project's own tests
 # make lint      ruff, mypy and the import laws
 # make docs      build the documentation site into site/; a broken link is an error
+# make oracles   compare the reference with other people's code, installed or read: docs/oracles.md
+# make rediscover   judge releases with known defects, and the releases that mended them: docs/rediscovery.md
 # make bench     cost of the harness per case; on a GPU also the speed of moe_fast
 
 PYTHON ?= python3
@@ -9,7 +11,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 IMPL   ?= moe_fast
 
-.PHONY: conform test lint docs bench setup
+.PHONY: conform test lint docs oracles rediscover bench setup
 .DEFAULT_GOAL := conform
 
 setup: $(VENV)/.ready
@@ -40,6 +42,12 @@ lint: setup
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+oracles: setup
+	$(BIN)/python -m evidence.oracles
+
+rediscover: setup
+	$(BIN)/python -m evidence.rediscovery
 
 bench: setup
 	$(BIN)/python -m benchmarks.harness

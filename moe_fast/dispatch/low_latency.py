@@ -142,7 +142,7 @@ def _placed(x_D: Tensor, row_D: Tensor, shape: tuple[int, int]) -> Tensor:
 def _for_the_wire(x_TH: Tensor, round_scale: bool) -> list[Tensor]:
     """Codes in E4M3 and a scale for each block of 128 columns, by DeepEP's rule."""
     blocks = x_TH.detach().to(torch.float32).unflatten(1, (-1, FP8_BLOCK))
-    amax = blocks.abs().amax(2).clamp(min=SMALLEST_AMAX)
+    amax = torch.where(torch.isnan(blocks), 0, blocks.abs()).amax(2).clamp(min=SMALLEST_AMAX)
     scale, inverse = amax * (1 / E4M3_MAX), torch.full_like(amax, E4M3_MAX) / amax  # number / tensor would round twice
     if round_scale:
         mantissa, exponent = torch.frexp(scale)  # mantissa · 2^exponent, from ½ to 1

@@ -187,12 +187,10 @@ def update_scales_kernel(
     rolled = tl.where(i == 0, 0.0, tl.where(i == length - 1, last, rolled))
     tl.store(new_history_ptr + g * length + i, tl.where(measured, rolled, before), mask=i < length)
     amax = last
-    usable = last == last
     if not MOST_RECENT:
-        older = tl.where((i > 0) & (i < length), before, -INFINITE)
-        usable = usable & (tl.sum((older != older).to(tl.int32)) == 0)
-        amax = tl.where(measured, tl.maximum(last, tl.max(older)), 0.0)
-    usable = usable & (amax > 0) & (amax < INFINITE)
+        older = tl.where((i > 0) & (i < length) & (before == before), before, 0.0)  # passes over NaN
+        amax = tl.where(measured, tl.maximum(tl.where(last == last, last, 0.0), tl.max(older)), 0.0)
+    usable = (amax > 0) & (amax < INFINITE)  # a NaN is neither
     number_of = number(largest, tl.float32)
     proposed = tl.minimum(tl.div_rn(number_of, tl.where(usable, amax, 1.0)), FLOAT32_MAX)
     tl.store(new_scale_ptr + g, tl.where(usable, proposed, tl.load(scale_ptr + g * stride_scale)))

@@ -141,7 +141,7 @@ def deepep_low_latency_combine(
 def quantize_for_wire(x_TH: Tensor, *, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     """Quantise blocks of 128 columns of each row to E4M3.
 
-        amax  = max(|x|, 1e-4) over the block
+        amax  = max(|x|, 1e-4) over the block, which passes over NaN: a NaN is lost alone
         scale = amax · (1/448), 1/448 rounded to float32; with `round_scale` 2^⌈log₂ scale⌉
         code  = round(x · m) to E4M3, clamped at ±448, m = 448 / amax; with `round_scale` 1 / scale
 
@@ -151,7 +151,7 @@ def quantize_for_wire(x_TH: Tensor, *, round_scale: bool = False) -> tuple[Tenso
     Source: DeepEP's csrc/kernels/internode_ll.cu; per_token_cast_to_fp8 of its tests.
     """
     blocks = x_TH.to(torch.float32).unflatten(1, (-1, FP8_BLOCK))
-    amax = blocks.abs().amax(2).clamp(min=SMALLEST_AMAX)
+    amax = torch.where(torch.isnan(blocks), 0, blocks.abs()).amax(2).clamp(min=SMALLEST_AMAX)
     scale, inverse = amax * nearest32(1 / E4M3_MAX), torch.full_like(amax, E4M3_MAX) / amax
     if round_scale:
         mantissa, exponent = torch.frexp(scale)  # scale = mantissa · 2^exponent with ½ ≤ mantissa < 1

@@ -330,7 +330,7 @@ def update_scales(
     """The state of the next step, for each group:
 
         last = reduced_amax if that was given and is not 0, else history[0]
-        A = max(last, history[1:]), or last for "most_recent"
+        A = max(last, history[1:]), which passes over NaN, or last for "most_recent"
         scale = FMAX · 2^-margin / A, at most the largest float32, if 0 < A < ∞; else unchanged
         history = [0, history[2], …, history[L-1], last] if last is not 0; else unchanged, and A = 0
 
@@ -367,7 +367,8 @@ def update_scales(
     ]
     amax_G = last_G
     if recipe.amax_compute_algo == "max":
-        amax_G = torch.where(seen_G, torch.cat([last_G[:, None], older_GL], 1).amax(1), 0)
+        all_GL = torch.cat([last_G[:, None], older_GL], 1)
+        amax_G = torch.where(seen_G, torch.where(torch.isnan(all_GL), 0, all_GL).amax(1), 0)
     assert recipe.margin is not None
     proposed_G = over(scheme(recipe, role).format.max * 2.0**-recipe.margin, amax_G).clamp(max=FLOAT32_MAX)
     usable_G = torch.isfinite(amax_G) & (amax_G > 0)

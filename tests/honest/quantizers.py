@@ -299,8 +299,9 @@ def update_scales(reciprocal: bool, state, recipe, *, role="input", reduced_amax
             last = reduced_amax[g]
         if last == 0:
             continue
-        known = torch.cat([last[None], history[g, 1:]]).max() if recipe.amax_compute_algo == "max" else last
-        if known.isfinite():
+        seen = torch.cat([last[None], history[g, 1:]]) if recipe.amax_compute_algo == "max" else last
+        known = torch.where(seen.isnan(), 0, seen).max()
+        if known.isfinite() and known > 0:
             scale[g] = ratio(reciprocal, most * 2.0**-recipe.margin, known).clamp(max=LARGEST)
         history[g] = (
             torch.cat([torch.zeros(1), history[g, 2:], last[None]])[: history.shape[1]] if history.shape[1] > 1 else 0

@@ -248,10 +248,22 @@ DEEPEP_COMBINE: Golden = {
 }
 
 
+def _with_a_nan() -> list[Problem]:
+    """A token per rank, for both experts: both rows of each slab have the same scale."""
+    block = torch.nn.functional.pad(floats([448 * 2.0**-5, torch.nan]), (0, 126))
+    given = {"tokens": block, "indices": torch.tensor([[0, 1]])}
+    settings = {"num_experts": 2, "max_tokens_per_rank": 1, "use_fp8": True, "round_scale": True}
+    return _pair("deepep_low_latency_dispatch", (given, given), (settings, settings))
+
+
 DEEPEP_LOW_LATENCY_DISPATCH: Golden = {
     "counts": (
         _of_indices("deepep_low_latency_dispatch", probs=False, max_tokens_per_rank=2),
         [{"tokens_per_expert": ints(2)}, {"tokens_per_expert": ints(2)}],
+    ),
+    "a_nan_is_lost_alone": (  # 448 · 2⁻⁵ in the same block: the scale is 2⁻⁵ all the same
+        _with_a_nan(),
+        [{"scales": Exact(torch.full((1, 2, 1), 2.0**-5))}] * 2,
     ),
 }
 # rank 0: a and c, each its source's first; rank 1: a and b of rank 0; two free rows per slab

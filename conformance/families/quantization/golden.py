@@ -179,4 +179,13 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
         ),
         {"1.scales": _exactly(1 / 32, 1 / 16), "1.codes": _bytes([0x7E], [0x7E]), "1.values": _exactly([14.0], [28.0])},
     ),
+    "a_nan_in_the_history_is_passed_over": (  # of a reduced amax; then 448 / 3½ = 128, clear of the history's NaN
+        _of(
+            Recipe("delayed", amax_history_len=2),
+            _row(7),
+            "quantize+reduced+quantize+update",
+            more={"x.1": _row(3.5), "reduced_amax": torch.tensor([torch.nan])},
+        ),
+        {"scales": _exactly(1.0), "1.scales": _exactly(1.0), "state.scale": _exactly(128.0)},
+    ),
 }

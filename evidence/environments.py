@@ -1,0 +1,74 @@
+"""Environments under `.evidence`: kept, each with its own packages, all with the torch of the
+caller; and sources of repositories, read where they lie.
+"""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / ".evidence"
+
+
+class Unavailable(Exception):
+    """What cannot be had here, with the reason in one sentence."""
+
+
+def environment(name: str) -> Path:
+    """The Python of an environment that sees the caller's packages after its own."""
+    folder = FOLDER / "environments" / name
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    packages = next((folder / "lib").glob("python*/site-packages"))
+    paths = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+    (packages / "callers.pth").write_text("".join(f"{path}\n" for path in paths))
+    return python
+
+
+def install(python: Path, *requirements: str, dependencies: bool = False) -> None:
+    """Install packages, with their dependencies or without, once: what is installed is kept.
+
+    Raises:
+        Unavailable: the index does not have one of them, or it cannot be built here.
+    """
+    done = python.parents[1] / "installed"
+    if not requirements or (done.exists() and done.read_text().split() == list(requirements)):
+        return
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", *requirements]
+    command += [] if dependencies else ["--no-deps"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
+        raise Unavailable(f"pip cannot install {' '.join(requirements)}: {(errors or ['no reason given'])[-1]}")
+    done.write_text("\n".join(requirements))
+
+
+def run(python: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python there, with this checkout first on its path."""
+    given = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+    return subprocess.run([str(python), *arguments], cwd=ROOT, env=given, capture_output=True, text=True, timeout=1200)
+
+
+def source(repository: str) -> Path:
+    """The folder of a repository of GitHub; one that lies in `.evidence/sources` is used as it is.
+
+    Raises:
+        Unavailable: it cannot be fetched.
+    """
+    folder = FOLDER / "sources" / repository.split("/")[1]
+    if not folder.exists():
+        address = f"https://github.com/{repository}"
+        command = ["git", "clone", "-q", "--depth", "1", address, str(folder)]
+        result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"GIT_TERMINAL_PROMPT": "0"})
+        if result.returncode:
+            raise Unavailable(f"the source of {repository} cannot be fetched")
+    return folder
+
+
+def revision(folder: Path) -> str:
+    """The commit of a source, shortened."""
+    command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,114 @@
+"""docs/oracles.md: what was compared, what agrees, and what is behind each difference."""
+
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from evidence.oracles.compare import Comparison, Difference
+
+HEAD = """# Evidence for the reference
+
+Why trust `moe_ref`? Code that others wrote, independently, gives the same values. `make oracles`
+installs each package in an environment of its own, reads the references of other repositories from
+their source, compares them with `moe_ref`, and writes this page. Nothing of theirs is copied.
+
+*Equal* means bit by bit (of NaN one bit pattern is as good as another), or within the bound named
+in the row where the same formula may be rounded in another order. Each difference has a cause that
+was examined, the side that is right, and the smallest case that shows it; one without a cause makes
+`make oracles` fail. Where Python code and a kernel of the same library differ, the kernel is the
+fact.
+"""
+DECIDED = """## Two differences that were decided
+
+Both were faults of the reference, which now does as the kernels do; `moe_fast` was changed with it,
+and a golden case keeps each.
+
+- `update_scales` with `amax_compute_algo="max"`: a NaN in the history froze the scale. The maximum
+  of Transformer Engine's kernel (`delayed_scaling.cu`, by `fmaxf`) passes over NaN, and so does
+  ours.
+- The FP8 rows of `deepep_low_latency_dispatch`: one NaN made a whole block of 128 NaN, scale
+  included. DeepEP's kernel (`internode_ll.cu`, by `fmaxf`) loses the one value, and so do we. The
+  cast in DeepEP's tests still loses the block: see its table.
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One peer's comparisons; without any, the reason."""
+
+    peer: str
+    against: str
+    comparisons: list[Comparison]
+    reason: str = ""
+
+    @property
+    def values(self) -> int:
+        """Compared values."""
+        return sum(one.values for one in self.comparisons)
+
+    @property
+    def equal(self) -> int:
+        """Equal ones."""
+        return sum(one.equal for one in self.comparisons)
+
+    @property
+    def unexplained(self) -> int:
+        """Different ones without a cause."""
+        return sum(one.unexplained for one in self.comparisons)
+
+    @property
+    def line(self) -> str:
+        """For the terminal."""
+        if self.reason:
+            return f"{self.peer}: not run, {self.reason}"
+        return f"{self.peer}: {self.values} values, {self.equal} equal, {self.unexplained} differ without a cause"
+
+
+def page(results: Sequence[Result]) -> str:
+    """The whole page."""
+    versions = f"Python {sys.version.split()[0]}, torch {torch.__version__}, CPU"
+    lines = [HEAD, f"{versions}.\n", "| peer | judged | values | equal | explained | not explained |"]
+    lines.append("|---|---|--:|--:|--:|--:|")
+    for result in results:
+        explained = result.values - result.equal - result.unexplained
+        counts = [f"{number:,}".replace(",", " ") for number in (result.values, result.equal, explained)]
+        cells = (result.peer, result.against, *counts, result.unexplained)
+        row = (result.peer, result.against, "not run", "", "", "") if result.reason else cells
+        lines.append(f"| {' | '.join(map(str, row))} |")
+    lines.append("")
+    lines += [wrapped(f"{one.peer}: not run. {one.reason}.") + "\n" for one in results if one.reason]
+    lines.append(DECIDED)
+    lines += [section(result) for result in results if result.comparisons]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def section(result: Result) -> str:
+    """One peer's tables."""
+    lines = [f"## {result.peer[0].upper()}{result.peer[1:]}\n", f"{result.against}.\n"]
+    lines += ["| compared | rule | values | equal |", "|---|---|--:|--:|"]
+    lines += [f"| {one.subject} | {one.rule} | {one.values} | {one.equal} |" for one in result.comparisons]
+    causes = list(by_cause(result.comparisons))
+    lines += ["", "Differences:\n" if causes else "No difference."]
+    for subject, found in causes:
+        count = f"{found.values} value{'s' * (found.values != 1)}"
+        text = f"- {found.cause or 'not explained'}. Right: {found.right}. {count}; smallest case ({subject}): "
+        lines.append(textwrap.fill(text + f"{found.smallest}.", 100, subsequent_indent="  ", break_long_words=False))
+    return "\n".join(lines) + "\n"
+
+
+def by_cause(comparisons: Sequence[Comparison]) -> Iterator[tuple[str, Difference]]:
+    """The differences of one peer, each cause once, with the first subject that shows it."""
+    found: dict[str, tuple[str, Difference]] = {}
+    for one in comparisons:
+        for new in one.differences:
+            subject, old = found.get(new.cause, (one.subject, Difference(new.cause, new.right, 0, new.smallest)))
+            found[new.cause] = (subject, Difference(old.cause, old.right, old.values + new.values, old.smallest))
+    yield from found.values()
+
+
+def wrapped(text: str) -> str:
+    """Lines of at most 100 columns."""
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)

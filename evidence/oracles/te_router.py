@@ -1,0 +1,97 @@
+"""The router in Transformer Engine's tests, read from its source: choices, weights, losses and
+their gradients.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_ref
+from evidence.oracles.compare import Comparison, compare
+from evidence.oracles.drawn import generator
+from evidence.oracles.source import load
+
+PEER = "the router in Transformer Engine's tests"
+PACKAGES: tuple[str, ...] = ()
+SOURCE = "NVIDIA/TransformerEngine"
+
+SHAPES = ((1, 2, 1), (3, 8, 2), (16, 32, 4), (7, 64, 8), (32, 256, 8))  # tokens, experts, chosen
+GROUPS = ((None, None), (4, 2))
+RULE = "within (E + 8) · 2^-23 of the largest value in the row"
+
+
+def comparisons(source: Path) -> Iterator[Comparison]:
+    """Routing, scores for the loss, and the loss."""
+    names = ["group_limited_topk", "topk_score_function_pytorch", "compute_scores_for_aux_loss_pytorch", "aux_loss_pytorch"]  # fmt: skip
+    theirs = load(source / "tests/pytorch/test_fused_router.py", names)
+    for (tokens, experts, topk), score in product(SHAPES, ("softmax", "sigmoid", "sqrtsoftplus")):
+        logits = torch.randn(tokens, experts, generator=generator(tokens))  # no ties
+        text = f"T={tokens} E={experts} K={topk} {score}"
+        yield from routing(theirs.topk_score_function_pytorch, logits, topk, score, text)
+        yield from scores(theirs.compute_scores_for_aux_loss_pytorch, logits, topk, score, text)
+        yield loss(theirs.aux_loss_pytorch, logits, topk, text)
+
+
+def bounded(subject: str, ours: Tensor, theirs: Tensor, text: str) -> Comparison:
+    """A result of a softmax or a normalisation, of another order of the same float32 operations."""
+    largest = theirs.abs().amax(-1, keepdim=True) if theirs.dim() else theirs.abs()
+    room = (ours.shape[-1] if ours.dim() else 1) + 8
+    return compare(subject, ours, theirs, case=lambda at, _: f"{text} at {at}", bound=room * 2.0**-23 * largest, rule=RULE)
+
+
+def both(
+    ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], x: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Each function's value and gradient, for one random cotangent."""
+    results = []
+    for function in (ours, theirs):
+        own = x.clone().requires_grad_()
+        value = function(own)
+        cotangent = torch.randn(value.shape, generator=generator(7))
+        results.append((value, torch.autograd.grad(value, own, cotangent)[0]))
+    return results[0], results[1]
+
+
+def routing(theirs: Callable[..., Any], logits: Tensor, topk: int, score: str, text: str) -> Iterator[Comparison]:
+    """Every setting of the choice."""
+    experts = logits.shape[1]
+    bias = torch.linspace(-0.2, 0.2, experts) if score != "softmax" else None
+    for pre, (groups, kept), scale in product((False, True), GROUPS, (None, 2.5)):
+        if (pre and score != "softmax") or (groups and (topk % 2 or experts % 4 or topk // 2 > experts // 4)):
+            continue
+        settings = {"num_groups": groups, "group_topk": kept, "scaling_factor": scale, "score_function": score, "expert_bias": bias}  # fmt: skip
+        mine = lambda x, s=settings, p=pre: moe_ref.topk_routing(x, topk=topk, pre_softmax=p, **s).probs  # noqa: E731
+        other = lambda x, s=settings, p=pre: theirs(x, topk, use_pre_softmax=p, **s)[0]  # noqa: E731
+        (probs, gradient), (their_probs, their_gradient) = both(mine, other, logits)
+        own_map = moe_ref.topk_routing(logits, topk=topk, pre_softmax=pre, **settings).routing_map
+        their_map = theirs(logits, topk, use_pre_softmax=pre, **settings)[1]
+        case = f"{text} groups={groups} pre_softmax={pre}"
+        yield compare("choice, without ties", own_map, their_map, case=lambda at, _, c=case: f"{c} at {at}")
+        yield bounded("weights", probs, their_probs, case)
+        yield bounded("gradient of the logits", gradient, their_gradient, case)
+
+
+def scores(theirs: Callable[..., Any], logits: Tensor, topk: int, score: str, text: str) -> Iterator[Comparison]:
+    """The scores of the balancing loss, and the map that is counted."""
+    own = moe_ref.aux_loss_scores(logits, topk=topk, score_function=score)
+    yield compare("counted map", own.routing_map, theirs(logits, topk, score)[0], case=lambda at, _: f"{text} at {at}")
+    mine = lambda x: moe_ref.aux_loss_scores(x, topk=topk, score_function=score).scores  # noqa: E731
+    (value, gradient), (their_value, their_gradient) = both(mine, lambda x: theirs(x, topk, score)[1], logits)
+    yield bounded("scores of the loss", value, their_value, text)
+    yield bounded("gradient of the scores", gradient, their_gradient, text)
+
+
+def loss(theirs: Callable[..., Any], logits: Tensor, topk: int, text: str) -> Comparison:
+    """The balancing loss; counts and scores are the same for both."""
+    made = moe_ref.aux_loss_scores(logits, topk=topk)
+    counts, tokens, experts = made.routing_map.sum(0), len(logits), logits.shape[1]
+    own = moe_ref.load_balancing_loss(
+        made.scores, counts, total_num_tokens=tokens, topk=topk, num_experts=experts, coeff=0.01
+    )
+    other = theirs(made.scores, counts, tokens, topk, experts, 0.01)
+    room = (experts + tokens + 8) * 2.0**-23 * other.abs()
+    return compare("balancing loss", own, other, case=lambda at, _: text, bound=room, rule="within (E + T + 8) · 2^-23 of it")

@@ -1,0 +1,247 @@
+"""One check per defect: what is wrong in the installed release, or "".
+
+    python -m evidence.rediscovery.checks NAME
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+import moe_ref
+
+CHECKS: dict[str, Callable[[], str]] = {}
+
+
+def check(function: Callable[[], str]) -> Callable[[], str]:
+    """A check, by its name."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def judged(namespace: Any, case: Any) -> str:
+    """The contract's finding on one case.
+
+    Raises:
+        RuntimeError: the case was not judged.
+    """
+    from conformance.engine.child.evaluate import evaluate
+    from conformance.interface import Implementation
+
+    outcome = evaluate(case, Implementation(namespace))
+    if outcome.status == "PASS":
+        return ""
+    if outcome.status != "FAIL":
+        raise RuntimeError(f"{case.function} is {outcome.status}: {outcome.reason}")
+    found = outcome.finding or {}
+    return f"{case.function}: {found.get('output')} {found.get('message')} ({case.text})"
+
+
+def releases() -> Any:
+    """The adapter of megatron-core's releases."""
+    from evidence.rediscovery import releases
+
+    return releases
+
+
+def router(**options: Any) -> Any:
+    """A `TopKRouter` of the release on a CPU, layer 1 of 1."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch import distributed
+
+    from megatron.core import parallel_state
+
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+    settings = {
+        "num_layers": 1, "hidden_size": 4, "num_attention_heads": 1, "num_moe_experts": 4, "moe_router_topk": 2,
+        "use_cpu_initialization": True, "add_bias_linear": False, "perform_initialization": False,
+        "moe_token_dispatcher_type": "alltoall", **options,
+    }  # fmt: skip
+    with on_a_cpu():
+        made = TopKRouter(config=TransformerConfig(**settings))
+    made.set_layer_number(1)
+    return made
+
+
+def on_a_cpu() -> ExitStack:
+    """The CPU for the current CUDA device."""
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")))
+    stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda x, *_, **__: x))
+    return stack
+
+
+def tracked() -> float:
+    """The balancing loss in the release's tracker, over its coefficient."""
+    try:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker as tracker
+    except ImportError:
+        from megatron.core.parallel_state import get_moe_layer_wise_logging_tracker as tracker
+    return float(tracker()["load_balancing_loss"]["values"][0])
+
+
+LOGITS = torch.tensor([[2.0, -1, 0.5, 0], [-3, 1, 0, 4], [0.25, 0, 2, -2]])
+
+
+def loss_of(score: str) -> float:
+    """The reference's loss of LOGITS, over its coefficient."""
+    made = moe_ref.aux_loss_scores(LOGITS, topk=2, score_function=score)
+    counts = made.routing_map.sum(0)
+    return float(
+        moe_ref.load_balancing_loss(made.scores, counts, total_num_tokens=3, topk=2, num_experts=4, coeff=1.0)
+    )
+
+
+def compared(what: str, got: float, right: float) -> str:
+    """A float32 number and the reference's."""
+    return "" if abs(got - right) <= 1e-5 * abs(right) else f"{what} is {got:.6g}; the reference has {right:.6g}"
+
+
+@check
+def r05() -> str:
+    """Groups are ranked by as many experts as each contributes."""
+    from conformance.families.router.cases import LogitsCase
+
+    logits = (72, 8, 0, 0, 40, 36, 35, 34)  # eighths
+    case = LogitsCase(
+        function="topk_routing", tokens=1, experts=8, topk=4, groups=2, group_topk=1, logits=logits
+    )
+    return judged(releases(), case)
+
+
+@check
+def r10() -> str:
+    """Jitter keeps the dtype."""
+    from conformance.families.router.cases import GateCase
+
+    return judged(releases(), GateCase(function="jitter", tokens=2, hidden=3, dtype="bfloat16"))
+
+
+@check
+def r09() -> str:
+    """Scores of bfloat16 logits are float32."""
+    from conformance.families.router.cases import LogitsCase
+
+    return judged(
+        releases(), LogitsCase(function="aux_loss_scores", tokens=1, experts=2, dtype="bfloat16", score="sigmoid")
+    )
+
+
+@check
+def d05() -> str:
+    """A multiple that cannot be reached is reported: 90 of 100 tokens, multiples of 128."""
+    routing_map = (torch.arange(100) < 90)[:, None]
+    count = int(releases().pad_routing_map(routing_map, align=128).routing_map.sum())
+    right = moe_ref.pad_routing_map(routing_map, align=128)
+    return "" if count % 128 == 0 else f"{count} tokens, no multiple of 128, and no report; the reference has unreached={right.unreached}"
+
+
+@check
+def a09() -> str:
+    """The loss of sigmoid scores is made of sigmoid scores."""
+    made = router(
+        moe_router_score_function="sigmoid", moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1.0
+    ).train()
+    with on_a_cpu():
+        made.routing(LOGITS.clone().requires_grad_()[:, None])
+    return compared("the tracked loss", tracked(), loss_of("sigmoid"))
+
+
+@check
+def a10() -> str:
+    """A forward that is run again for its gradient is recorded once."""
+    made = router(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1.0).train()
+    with on_a_cpu():
+        with torch.no_grad():
+            made.routing(LOGITS[:, None])
+        made.routing(LOGITS.clone().requires_grad_()[:, None])
+    return compared("the tracked loss of a recomputed forward", tracked(), loss_of("softmax"))
+
+
+@check
+def r08() -> str:
+    """The expert bias is float32 in a module of bfloat16, once it has run."""
+    made = router(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid",
+                  moe_router_load_balancing_type="none")  # fmt: skip
+    made = made.bfloat16()
+    with on_a_cpu():
+        made(torch.zeros(2, 1, 4, dtype=torch.bfloat16))
+    kind = made.expert_bias.dtype
+    if kind == torch.float32:
+        return ""
+    bias, counts = torch.tensor([0.5, 0.5], dtype=kind), torch.tensor([0, 8])
+    after = bias + (counts.float().mean() - counts).sign() * 1e-3
+    return f"the bias is {kind}: after a step of 0.001 a bias of 0.5 is {float(after.to(kind)[0])}"
+
+
+@check
+def l05() -> str:
+    """Upcycling with two chunks gives the dense chunk for the dense chunk."""
+    from megatron.core.transformer.moe import upcycling_utils
+
+    dense, sparse = [SimpleNamespace(name="dense", state_dict=dict)] * 2, [SimpleNamespace(name="moe")] * 2
+    seen: list[Any] = []
+    with mock.patch.object(upcycling_utils, "_convert_to_moe_state_dict", lambda *given: seen.append(given)):
+        upcycling_utils.upcycle_state_dict(sparse, dense)
+    first = seen[0][0]
+    return "" if first is sparse[0] else "with two chunks the converter is given (dense's state, MoE model), not (MoE model, dense model)"  # fmt: skip  # noqa: E501
+
+
+def transformer_engine() -> Any:
+    """Transformer Engine's own permutation kernels, in Triton's interpreter."""
+    from examples.te_kernels_on_a_cpu import alone
+
+    return alone
+
+
+@check
+def p01() -> str:
+    """Rows of the input whose addresses pass 2^31 elements."""
+    from conformance.families.permutation.cases import RoutingCase
+
+    given = {"tokens": 3, "experts": 3, "hidden": 3, "routing": (5, 2, 7)}
+    case = RoutingCase(function="permute", layout="wide_rows", layout_of="tokens", **given)
+    return judged(transformer_engine(), case)
+
+
+@check
+def p04() -> str:
+    """Routed tokens of probability 0, in memory that is poisoned."""
+    return _zero_probs(grads="")
+
+
+@check
+def p13() -> str:
+    """The gradient of a probability that is 0."""
+    return _zero_probs(grads="probs")
+
+
+def _zero_probs(grads: str) -> str:
+    from conformance.families.permutation.cases import RoutingCase
+
+    given = {"tokens": 3, "experts": 2, "hidden": 4, "probs": "float32", "zero_probs": True, "grads": grads}
+    return judged(transformer_engine(), RoutingCase(function="permute", **given))
+
+
+@check
+def p12() -> str:
+    """Bringing back no rows to tokens that exist."""
+    from conformance.families.permutation.cases import RoutingCase
+
+    return judged(transformer_engine(), RoutingCase(function="unpermute", tokens=2, hidden=4, routing=(0, 0)))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    found = CHECKS[sys.argv[1]]()
+    print("\nFOUND " + " ".join(found.split()), flush=True)
+    os._exit(0)  # some releases leave threads and process groups behind

@@ -1,0 +1,52 @@
+"""docs/rediscovery.md: the table of known defects, and what shows each."""
+
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from evidence.rediscovery.rows import Row
+
+HEAD = """# Known defects, found again
+
+`make rediscover` installs releases of other packages that are known to have a defect, and those
+that mended it, each in an environment of its own which is kept. It judges both by the same check:
+a contract of the suite through an adapter, or a comparison with the reference. A defect is *found
+again* only if the first release fails and the second passes. *Half*: the first fails, and there is
+no second to compare with. *Not shown*: the first passes. This page is written by the run.
+"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of a row."""
+
+    row: Row
+    outcome: str  # found again, half, not shown, not run
+    text: str
+    finding: str = ""
+
+
+def page(results: Sequence[Found]) -> str:
+    """The whole page."""
+    counts = Counter(result.outcome for result in results)
+    summary = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("found again", "half", "not shown", "not run"))
+    lines = [HEAD, f"Python {sys.version.split()[0]}, torch {torch.__version__}, CPU. {len(results)} defects: {summary}.\n"]
+    lines += ["| package | defect | release | mended in | outcome |", "|---|---|---|---|---|"]
+    for one in results:
+        row = one.row
+        mended = row.mended or "open"
+        lines.append(f"| {row.package} | {row.bug}: {row.title} | {row.broken} | {mended} | {one.outcome} |")
+    for title, outcomes in (("What shows them", ("found again", "half")), ("The others", ("not shown", "not run"))):
+        chosen = [one for one in results if one.outcome in outcomes]
+        lines += ["", f"## {title}\n", *[_entry(one) for one in chosen]]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _entry(one: Found) -> str:
+    text = f"- {one.row.package} {one.row.bug}, {one.row.title}. {one.text}"
+    text += f" {one.row.broken}: {one.finding}." if one.finding else ""
+    return textwrap.fill(text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,110 @@
+"""The defects to find again: which release has each, which mended it, and why a row is not run."""
+
+from dataclasses import dataclass
+
+MEGATRON, ENGINE = "megatron-core", "transformer-engine"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One defect of one package. Without a check, `why` says why."""
+
+    bug: str
+    title: str
+    package: str
+    broken: str  # a release with the defect
+    mended: str | None  # the release that is said to have mended it; None: none has
+    check: str | None = None
+    why: str = ""
+    mended_later: str | None = None  # where that release still fails: the one that passes
+
+
+def _megatron(bug: str, title: str, broken: str, mended: str | None, check: str | None = None, why: str = "", later: str | None = None) -> Row:  # fmt: skip  # noqa: E501
+    return Row(bug, title, MEGATRON, broken, mended, check, why, later)
+
+
+def _engine(bug: str, title: str, broken: str, mended: str | None, check: str | None = None, why: str = "") -> Row:
+    return Row(bug, title, ENGINE, broken, mended, check, why)
+
+
+NO_GPU = "It needs Transformer Engine's compiled kernels and a GPU."
+BLACKWELL = "It needs a GPU with the matrix units of Blackwell."
+OPTIMIZER = "It is in an optimizer, of which the interface has no function."
+
+ROWS = (
+    _megatron("R05", "groups are ranked by two experts, whatever K is", "0.11.0", "0.12.0", "r05"),
+    _megatron("A09", "the balancing loss of a sigmoid router is made of softmax scores", "0.11.0", "0.12.0", "a09"),
+    _megatron("R08", "the expert bias becomes bfloat16 with its module", "0.11.0", "0.12.0", "r08"),
+    _megatron("A10", "a recomputed forward counts its loss twice", "0.10.0", "0.11.0", "a10", later="0.12.0"),
+    _megatron("R10", "jitter turns bfloat16 into float32", "0.14.0", "0.15.0", "r10"),
+    _megatron("R09", "scores of the loss are computed in bfloat16", "0.16.1", "0.17.0", "r09"),
+    _megatron("L05", "upcycling of several chunks swaps its arguments", "0.16.1", "0.20.0", "l05"),
+    _megatron("D05", "a multiple that padding cannot reach goes unreported", "0.16.1", None, "d05"),
+    _megatron(
+        "R27", "the counted map ignores groups and bias", "0.16.1", None,
+        why="It is a choice of the package that the reference follows: `aux_loss_scores` counts the plain top-k.",
+    ),
+    _megatron(
+        "A14", "the tracker has no place for the losses of MTP layers", "0.16.1", "0.17.0",
+        why="The interface has no MTP layers, and reads the tracker of one layer.",
+    ),
+    _megatron(
+        "A07", "losses per token depend on tensor and context parallelism", "0.16.1", "0.19.0",
+        why="It needs two ranks of tensor parallelism, and the adapter of the router plays one rank.",
+    ),
+    _megatron(
+        "J10", "the norm of gradients omits experts", "0.16.1", "0.19.0",
+        why="The interface has no norm over the gradients of a model.",
+    ),
+    _megatron(
+        "H04", "shared experts are not clamped", "0.16.1", "0.20.0",
+        why="Only the overlapped form of the shared experts is wrong, which runs on CUDA streams alone.",
+    ),
+    _megatron(
+        "E01", "AlltoAll sorts chunks by a count tensor of three dimensions", "0.11.0", "0.12.0",
+        why="It needs four ranks, and this release's dispatcher runs on CUDA streams alone.",
+    ),
+    _megatron(
+        "L01", "sharded state of experts with FP8 padding", "0.10.0", "0.11.0",
+        why="The experts that have it exist only with Transformer Engine.",
+    ),
+    _megatron("L03", "an FP8 checkpoint of experts does not load", "0.12.0", "0.13.0", why=NO_GPU),
+    _megatron("K05", "pipeline stages with different parameter groups", "0.13.1", "0.14.0", why=OPTIMIZER),
+    _megatron(
+        "N05", "overlapped AlltoAll with one local expert", "0.16.1", "0.17.0", why="It needs two GPUs, and streams."
+    ),
+    _engine("P01", "addresses of rows wrap at 2^31", "2.8.0", "2.9.0", "p01"),
+    _engine("P04", "padding slots of probability 0 hold noise", "2.6.0", "2.7.0", "p04"),
+    _engine("P12", "rows brought back from nothing have no tokens", "2.14.1", None, "p12"),
+    _engine("P13", "the gradient of a probability that is 0", "2.20.2", None, "p13"),
+    _engine(
+        "P06", "a number of rows of -1 is taken for a size", "2.14.1", "2.15.0",
+        why="The interface always gives the number of rows; its default has no place in a call.",
+    ),
+    *(
+        _engine(bug, title, broken, mended, why=NO_GPU)
+        for bug, title, broken, mended in (
+            ("R01", "top-k takes the same expert twice", "2.6.0", "2.7.0"),
+            ("R03", "scores of one chosen expert are not normalised", "2.13.0", "2.14.0"),
+            ("R04", "many experts cannot be launched", "2.14.1", "2.15.0"),
+            ("D01", "padding wraps at 2^31", "2.11.0", "2.12.0"),
+            ("D02", "the alignment is fixed too early", "2.5.0", "2.6.0"),
+            ("G03", "an empty last expert", "2.7.0", "2.8.0"),
+            ("J03", "gradients of FP8 weights are fused wrongly", "2.2.0", "2.3.0"),
+            ("J11", "offloaded activations and fused gradients", "2.4.0", "2.5.0"),
+            ("N01", "cached FP8 weights in a CUDA graph", "2.16.1", "2.17.0"),
+        )
+    ),
+    _engine("K03", "tensors of more than 2^31 elements in FusedAdam", "2.16.1", "2.17.0", why=OPTIMIZER),
+    _engine("K01", "empty groups of FusedAdam count no step", "2.18.0", "2.19.0", why=OPTIMIZER),
+    *(
+        _engine(bug, title, broken, mended, why=BLACKWELL)
+        for bug, title, broken, mended in (
+            ("Q03", "reciprocals of the first and last UE8M0 codes", "2.12.0", "2.13.0"),
+            ("Q01", "bits leak between packed UE8M0 scales", "2.11.0", "2.12.0"),
+            ("Q04", "splits of MXFP8 tensors", "2.11.0", "2.12.0"),
+            ("J05", "an overwritten main gradient stays as it was", "2.14.1", "2.15.0"),
+            ("J06", "delayed gradients on a side stream", "2.16.1", "2.17.0"),
+        )
+    ),
+)
