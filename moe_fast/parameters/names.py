@@ -54,17 +54,14 @@ def normalize_parameters(
 
 
 def normalize_master_parameters(state: State, *, name: str, num_experts: int, packed: bool) -> dict[str, Any]:
-    """`normalize_parameters` under the one prefix that has the parameter; unpacked values are views."""
+    """`normalize_parameters` under the one prefix that has the parameter."""
     check_num_experts(num_experts)
     found = dict(state)
     suffixes = [name, *indexed(name, num_experts)]
     prefixes = [[key[: len(key) - len(suffix)] for key in state if matches(key, suffix)] for suffix in suffixes]
     whole, parts = prefixes[0], [prefix for own in prefixes[1:] for prefix in own]
-    if packed:
-        known = not whole and len(set(parts)) == 1  # keys of one prefix are distinct
-    else:
-        known = not parts and len(whole) == 1
-    if known:
+    known = not whole and len(set(parts)) == 1 if packed else not parts and len(whole) == 1
+    if known:  # keys of one prefix are distinct
         stored(found, (parts if packed else whole)[0] + name, num_experts, packed)
     return found
 

@@ -12,7 +12,7 @@ from moe_ref.config.rules import check_float, is_count, require
 EXTRA_STATE = "_extra_state"
 LAYOUTS_OF_EXPERTS = ("sequential", "grouped")
 LINEARS, NAMES = ("linear_fc1", "linear_fc2"), ("weight", "bias")
-# the axis of one expert's parameter that is cut over tensor-parallel ranks; None: each has all of it
+# the axis of one expert's parameter that tensor-parallel ranks share; None: each has all of it
 TENSOR_AXIS = {"linear_fc1.weight": 0, "linear_fc1.bias": 0, "linear_fc2.weight": 1, "linear_fc2.bias": None}
 # tensors of an FP8 layer's extra state, and their columns per expert: of input, weight and output;
 # of the gradients of output and input

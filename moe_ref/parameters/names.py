@@ -92,8 +92,8 @@ def normalize_master_parameters(state: State, *, name: str, num_experts: int, pa
 
     A key matches the parameter's name if it is the name, or ends in it after a dot.
 
-        packed     name0 … match one key each, all of one prefix, and name none   →  prefix + name
-        indexed    name matches one key, and name0 … none                         →  prefix + name0 …
+        packed     name0 … match one key each, of one prefix, and name none  →  prefix + name
+        indexed    name matches one key, and name0 … none                    →  prefix + name0 …
         otherwise  as it is: several keys match, and any choice could be wrong
 
     Args:
@@ -104,8 +104,8 @@ def normalize_master_parameters(state: State, *, name: str, num_experts: int, pa
     Raises:
         ValueError: as `normalize_parameters`.
 
-    Source: `_normalize_state_dict_for_grouped_params`. Differs: there a name needs no dot before it,
-    and an indexed name with two keys counts as one with none, so that both layouts may be left.
+    Source: `_normalize_state_dict_for_grouped_params`. Differs: there a name needs no dot before
+    it, and an indexed name with two keys counts as one with none: both layouts may be left.
     """
     check_num_experts(num_experts)
     whole = [key for key in state if matches(key, name)]

@@ -96,7 +96,8 @@ def expand_shard(
     Raises:
         ValueError: a shard that is not flat, or beyond the members.
 
-    Source: `_expand_quantized_param_shard_for_cast`. Differs: there a shard beyond the members is cut.
+    Source: `_expand_quantized_param_shard_for_cast`. Differs: there what is beyond the members is
+    left out.
     """
     if isinstance(members, Tensor):
         return [MemberShard(members, shard, offset)]

@@ -16,7 +16,8 @@ def upcycle(
 
         granularity G, X = E/G copies;  expert e has slice e mod G of the dense width, of each half
         router row e = given row ⌊e/G⌋:  a copy's G slices are chosen together
-        α = X·G²/K with pre_softmax, else G;  fc1 and fc2 times α^⅓ (gated kinds, squared_relu) or α^½
+        α = X·G²/K with pre_softmax, else G
+        fc1 and fc2 times α^⅓ (gated kinds, squared_relu) or α^½
 
     The sum is the dense layer's where the activation is homogeneous, and near it elsewhere.
 

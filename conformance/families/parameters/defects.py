@@ -1,0 +1,5 @@
+"""Planted defects of parameters."""
+
+from conformance.core.defect import Defect
+
+DEFECTS: tuple[Defect, ...] = ()
