@@ -97,7 +97,7 @@ def _states(state: State, prefix: str, num_experts: int) -> tuple[list[str], lis
     """The experts' keys, and which of them have scales."""
     check_num_experts(num_experts)
     keys = [prefix + EXTRA_STATE, *(f"{prefix}{EXTRA_STATE}{e}" for e in range(1, num_experts))]
-    return keys, [hasattr(x := state.get(key), "keys") and "scale_fwd" in x for key in keys]
+    return keys, [hasattr(x := state.get(key, {}), "keys") and "scale_fwd" in x for key in keys]
 
 
 def split_extra_state(state: State, *, num_experts: int, prefix: str = "") -> dict[str, Any]:

@@ -28,7 +28,7 @@ def split_extra_state(state: State, *, num_experts: int, prefix: str = "") -> di
     """
     check_num_experts(num_experts)
     keys = extra_state_keys(prefix, num_experts)
-    whole = state.get(keys[0])
+    whole = state.get(keys[0], {})
     if not is_fp8(whole) or any(key in state for key in keys[1:]):
         return dict(state)
     check_extra_state(keys[0], whole, num_experts)
@@ -51,7 +51,7 @@ def merge_extra_state(state: State, *, num_experts: int, prefix: str = "") -> di
     """
     check_num_experts(num_experts)
     keys = extra_state_keys(prefix, num_experts)
-    parts = [state.get(key) for key in keys]
+    parts = [state.get(key, {}) for key in keys]
     if not all(is_fp8(part) for part in parts):
         return dict(state)
     for key, part in zip(keys, parts, strict=True):

@@ -134,7 +134,7 @@ class ExpandCase(Case):
 class ExtraStateCase(Case):
     """A grouped layer's FP8 state of L experts and A steps, whole or per expert."""
 
-    experts: int = size("L", at_least=1, most=12, pairs=(1, 3))
+    experts: int = size(at_least=1, most=12, pairs=(1, 3))
     history: int = size("A", at_least=1, most=9)
     prefixed: bool = flag(argument="prefix")
     # gap, first: an expert's is missing; empty, empty_first: is {}; listed: is []; plain: no FP8

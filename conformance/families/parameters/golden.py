@@ -9,7 +9,7 @@ from conformance.core.contract import Problem
 from conformance.core.literals import Golden, exactly, floats, ints
 from conformance.families.parameters.extra_state import keys_of
 from conformance.families.parameters.shards import entries_read, shards_read
-from conformance.families.parameters.states import Given, state_call
+from conformance.families.parameters.states import Given, bitwise, state_call
 from conformance.judge import Exact
 
 WHOLE = floats([[1, 2]], [[3, 4]])  # two experts, [1,2] each
@@ -68,7 +68,7 @@ def _shards(
         return shards_read(implementation.call("shard_parameters", own, **settings))
 
     outputs = shards_read([dict(zip(("key", "values", "shape", "offset", "writes"), x, strict=True)) for x in right])
-    found = {name: Exact(x, "integers" if name in ("places", "shapes") else "bits") for name, x in outputs.items()}
+    found = {name: bitwise(x) for name, x in outputs.items()}
     return Problem(
         "shard_parameters", dict(parameters), settings, script=script, first={"parameters": parameters}
     ), found
@@ -101,7 +101,7 @@ def _expanded(
     entries = [
         dict(zip(("member", "values", "start"), (m, *x), strict=True)) for m, x in zip(members, right, strict=True)
     ]
-    found = {n: Exact(x, "integers" if n == "starts" else "bits") for n, x in entries_read(entries, members).items()}
+    found = {name: bitwise(x) for name, x in entries_read(entries, members).items()}
     tensors = {"members": flat, "shard": shard}
     first = {"members": members, "shard": shard}
     return Problem("expand_shard", tensors, {"offset": offset}, script=script, first=first), found

@@ -10,7 +10,7 @@ from conformance.core.law import Law, Trial, plain
 from conformance.families.parameters.shards import FIELDS, members_of, parameters_of, settings_of, tensors_of
 from conformance.families.parameters.states import Given, read
 from conformance.interface import named_outputs
-from conformance.judge import Exact, Finding
+from conformance.judge import Exact, Expectation, Finding
 
 WORLDS = range(1, 7)
 
@@ -28,7 +28,9 @@ def _round_trip(trial: Trial, turns: list[tuple[str, dict[str, Any]]]) -> Findin
         return read(state, [])
 
     before = read(build(problem.required), [])
-    right = {name: Exact(x, "integers" if x.dtype == torch.int64 else "bits") for name, x in before.items()}
+    right: dict[str, Expectation] = {
+        name: Exact(x, "integers" if x.dtype == torch.int64 else "bits") for name, x in before.items()
+    }
     return trial.judged("round_trip", right, trial.run(replace(problem, script=script)))
 
 
@@ -117,7 +119,7 @@ def _reassembled(trial: Trial) -> Finding | None:
 
     outputs = trial.run(replace(problem, script=script, layouts={}))
     entries = Exact(torch.tensor([len(case.sizes)]), "integers")
-    right = dict.fromkeys((name for name in outputs if name.startswith("entries")), entries)
+    right: dict[str, Expectation] = dict.fromkeys((name for name in outputs if name.startswith("entries")), entries)
     right |= {f"master.{ranks}": Exact(master) for ranks in WORLDS}
     return trial.judged("reassembled", right, outputs)
 

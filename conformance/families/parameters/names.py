@@ -128,7 +128,8 @@ class NormalizeMasterParameters(OfState[MasterCase]):
         stems = (STEMS[1] if case.bare else STEMS[0], *STEMS[2:])
 
         def state(given: Given) -> dict[str, Any]:
-            whole, found = given["weight"], {}
+            whole: Tensor = given["weight"]
+            found: dict[str, Any] = {}
             values = (whole, whole.flip(0), whole.flip(1))
             for stem, kept, value in zip(stems, (case.first, case.second, case.longer), values, strict=True):
                 found |= entries(f"{stem}{MASTER}", value, kept)

@@ -10,9 +10,9 @@ from conformance.core.contract import Contract, Problem
 from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import payload
 from conformance.families.parameters.cases import PREFIX, ExpandCase, ShardCase, stacked
-from conformance.families.parameters.states import Given, entries
+from conformance.families.parameters.states import Given, bitwise, entries
 from conformance.interface import named_outputs
-from conformance.judge import Exact, Expectation
+from conformance.judge import Expectation
 from moe_ref.parameters import shards as reference
 
 NAMES = {"fc1_weight": "linear_fc1.weight", "fc2_weight": "linear_fc2.weight",
@@ -54,7 +54,7 @@ class ShardParameters(Contract[ShardCase]):
     def expected(self, case: ShardCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         shards = reference.shard_parameters(parameters_of(case, problem.required), **problem.settings)
         right = shards_read(shards)
-        return {name: Exact(x, "integers" if name in ("places", "shapes") else "bits") for name, x in right.items()}
+        return {name: bitwise(x) for name, x in right.items()}
 
 
 def settings_of(case: ShardCase) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class ExpandShard(Contract[ExpandCase]):
         members = members_of(case, problem.required["members"])
         entries = reference.expand_shard(members, problem.required.get("shard"), **problem.settings)
         right = entries_read(entries, members)
-        return {name: Exact(x, "integers" if name == "starts" else "bits") for name, x in right.items()}
+        return {name: bitwise(x) for name, x in right.items()}
 
 
 def members_of(case: ExpandCase, flat: Tensor) -> Any:

@@ -6,7 +6,6 @@ from typing import Any
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 
-
 SHARE = 0.4  # of a run: a case takes a millisecond, and nothing is computed
 
 
@@ -18,13 +17,13 @@ def near(case: Any, scope: Scope) -> Any:
 def _every_state(scope: Scope) -> list[dict[str, Any]]:
     """Each row of the table of early returns; one expert; parameters without elements."""
     kept = ("indexed", "packed", "both", "some", "none", "flat", "members")
-    found = [
+    found: list[dict[str, Any]] = [
         {"packed": packed, "weights": word, "biases": word if word != "members" else "flat", "bias": True}
         | {"experts": 3, "rows": 2, "columns": 4, "others": "packed" if packed else "indexed"}
         for packed in (False, True)
         for word in kept
     ]
-    one = {"experts": 1, "rows": 3, "columns": 2}
+    one: dict[str, Any] = {"experts": 1, "rows": 3, "columns": 2}
     return [*found, one, one | {"weights": "packed", "packed": False}, {"experts": 2, "rows": 0, "weights": "packed"}]
 
 

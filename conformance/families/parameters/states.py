@@ -58,10 +58,13 @@ def expected_of(
 ) -> dict[str, Expectation]:
     """The reference's state, bit by bit."""
     result = function(build(problem.required), **problem.settings)
-    right: dict[str, Expectation] = {}
-    for name, x in read(result, sorted(universe)).items():
-        right[name] = Exact(x, "integers" if x.dtype == torch.int64 else "bits")
+    right: dict[str, Expectation] = {name: bitwise(x) for name, x in read(result, sorted(universe)).items()}
     return right | {"given": Exact(torch.tensor([True]), "integers")}
+
+
+def bitwise(x: Tensor) -> Exact:
+    """The same bits; of counts and places the same numbers."""
+    return Exact(x, "integers" if x.dtype == torch.int64 else "bits")
 
 
 def key_explained(universe: Iterable[str], output: str, index: tuple[int, ...], observed: Tensor) -> str | None:

@@ -38,7 +38,10 @@ class Upcycle(Contract[UpcycleCase]):
 
     def legal(self, case: UpcycleCase) -> Problem:
         width, rows = case.granularity * case.width, case.fc1_rows
-        shapes = {"router_weight": (case.experts, case.hidden), "fc1_weight": (rows, case.hidden)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "router_weight": (case.experts, case.hidden),
+            "fc1_weight": (rows, case.hidden),
+        }
         shapes |= {"fc2_weight": (case.hidden, width), "fc1_bias": (rows,), "fc2_bias": (case.hidden,)}
         tensors = {name: payload(case.seed, name, shape, case.dtype) for name, shape in shapes.items()}
         biases = {name: tensors.pop(name) for name in ("fc1_bias", "fc2_bias")}
