@@ -17,7 +17,15 @@ KEPT = ("none", "indexed", "packed", "some")  # some: the last expert's key is m
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateCase(Case):
+class NearCase(Case):
+    """No tensor is far: views have no addresses of their own."""
+
+    def clash(self) -> str | None:
+        return "parameters are never far" if self.layout.startswith("wide") else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateCase(NearCase):
     """A state dict: of L experts, weights [M,N] and biases [M], by key."""
 
     experts: int = size("L", at_least=1, most=40, pairs=(1, 3))
@@ -28,7 +36,7 @@ class StateCase(Case):
     prefixed: bool = flag(argument="prefix")
     # of the layer; flat: [L·M,N]; members: a list; others: under a longer key, not the layer's
     weights: str = choice("indexed", "packed", "both", "some", "none", "flat", "members", of=("weight",))
-    biases: str = choice("none", "indexed", "packed", "both", "some", "flat", of=("bias",))
+    biases: str = choice("none", "indexed", "packed", "both", "some", "flat", of=("biases",))
     others: str = choice("none", "indexed", "packed", of=("weight",))
     bias: bool = flag(argument="bias")
 
@@ -38,7 +46,7 @@ class StateCase(Case):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MasterCase(Case):
+class MasterCase(NearCase):
     """An optimizer's masters: the parameter under two prefixes, and one whose name is longer."""
 
     experts: int = size("L", at_least=1, most=40, pairs=(1, 3))
@@ -53,7 +61,7 @@ class MasterCase(Case):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertCase(Case):
+class ConvertCase(NearCase):
     """A rank's experts: fc1 [M,N], fc2 [N,M], with or without biases, under these keys."""
 
     experts: int = size("L", at_least=1, most=40, pairs=(1, 3))
@@ -73,11 +81,11 @@ class ConvertCase(Case):
     def clash(self) -> str | None:
         if self.layout_to == "grouped" and "packed" in (self.fc1, self.fc2, self.biases):
             return "packed parameters are grouped"
-        return None
+        return super().clash()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardCase(Case):
+class ShardCase(NearCase):
     """A rank's experts: fc1 [M,N] or two halves of it, fc2 [N,M], M of one tensor rank."""
 
     experts: int = size("L", at_least=1, most=12, pairs=(1, 3))  # of a rank
@@ -85,7 +93,7 @@ class ShardCase(Case):
     columns: int = size("N", most=20)
     dtype: str = dtypes("float32", "bfloat16", "float8_e4m3fn", also=("float16", "float64"))
     ranks: int = size(at_least=1, most=5, pairs=(1, 3))
-    tensor_ranks: int = size(at_least=1, most=4, pairs=(1, 2))
+    tensor_ranks: int = size(at_least=1, most=4, pairs=(1, 2), argument="tensor_ranks")
     place: int = number(0, *range(1, 20), pairs=(5,), data=True)  # among all ranks, modulo their number
     names: str = choice("packed", "indexed")
     gated: bool = flag(argument="gated")
@@ -105,9 +113,12 @@ class ShardCase(Case):
     def fc1_rows(self) -> int:
         return self.rows * (2 if self.gated else 1)
 
+    def arguments(self) -> tuple[str, ...]:
+        return ("tensor_rank",) if self.tensor_ranks > 1 else ()
+
 
 @dataclass(frozen=True, kw_only=True)
-class ExpandCase(Case):
+class ExpandCase(NearCase):
     """Members of these sizes, and a shard of their elements."""
 
     sizes: tuple[int, ...] = parts(most=40)
@@ -125,13 +136,16 @@ class ExpandCase(Case):
     def offset(self) -> int:
         return self.begin % (sum(self.sizes) + 1)
 
+    def arguments(self) -> tuple[str, ...]:
+        return ("offset",) if self.offset else ()
+
     @property
     def count(self) -> int:
         return min(self.length, sum(self.sizes) - self.offset)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtraStateCase(Case):
+class ExtraStateCase(NearCase):
     """A grouped layer's FP8 state of L experts and A steps, whole or per expert."""
 
     experts: int = size(at_least=1, most=12, pairs=(1, 3))
@@ -141,9 +155,14 @@ class ExtraStateCase(Case):
     kept: str = choice("whole", "split", "gap", "first", "empty", "empty_first", "listed", "plain")
     others: bool = flag()  # keys of another layer
 
+    def clash(self) -> str | None:
+        if self.function == "split_extra_state" and self.kept == "gap" and self.experts == 2:
+            return "the first of two experts' states alone could be the whole layer's"
+        return super().clash()
+
 
 @dataclass(frozen=True, kw_only=True)
-class UpcycleCase(Case):
+class UpcycleCase(NearCase):
     """A dense layer of width G·F, for X·G experts of width F."""
 
     copies: int = size(at_least=1, most=6, pairs=(1, 3))

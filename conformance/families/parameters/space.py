@@ -1,4 +1,4 @@
-"""Which cases of parameters run: small ones, because nothing is computed; no layout is far."""
+"""Which cases of parameters run: small ones, because nothing is computed."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,11 +7,6 @@ from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 
 SHARE = 0.4  # of a run: a case takes a millisecond, and nothing is computed
-
-
-def near(case: Any, scope: Scope) -> Any:
-    """The case without a far layout: views have no addresses of their own."""
-    return replace(case, layout="contiguous", layout_of="") if case.layout.startswith("wide") else case
 
 
 def _every_state(scope: Scope) -> list[dict[str, Any]]:
@@ -58,20 +53,13 @@ def _every_extra(scope: Scope) -> list[dict[str, Any]]:
 
 
 _SIZES = {"experts": 3, "rows": 2, "columns": 4}
-NORMALIZE_PARAMETERS = Shapes(
-    weight=SHARE, affordable=near, covered=_SIZES, always=_every_state, illegal=_SIZES | {"weights": "packed"}
-)
+NORMALIZE_PARAMETERS = Shapes(weight=SHARE, covered=_SIZES, always=_every_state, illegal=_SIZES | {"weights": "packed"})
 NORMALIZE_MASTER_PARAMETERS = replace(NORMALIZE_PARAMETERS, always=_every_master, illegal=_SIZES | {"first": "packed"})
-CONVERT_EXPERTS = Shapes(
-    weight=SHARE, affordable=near, covered=_SIZES, illegal=_SIZES | {"fc1": "packed", "fc2": "packed"}
-)
-SHARD_PARAMETERS = Shapes(weight=SHARE, affordable=near, covered=_SIZES, always=_every_world, illegal=_SIZES)
-EXPAND_SHARD = Shapes(
-    weight=SHARE, affordable=near, covered={"sizes": (3, 0, 1, 4)}, always=_every_shard, illegal={"sizes": (2, 3)}
-)
+CONVERT_EXPERTS = Shapes(weight=SHARE, covered=_SIZES, illegal=_SIZES | {"fc1": "packed", "fc2": "packed"})
+SHARD_PARAMETERS = Shapes(weight=SHARE, covered=_SIZES, always=_every_world, illegal=_SIZES)
+EXPAND_SHARD = Shapes(weight=SHARE, covered={"sizes": (3, 0, 1, 4)}, always=_every_shard, illegal={"sizes": (2, 3)})
 SPLIT_EXTRA_STATE = Shapes(
     weight=SHARE,
-    affordable=near,
     covered={"experts": 3, "history": 2},
     always=_every_extra,
     illegal={"experts": 2, "kept": "whole"},
@@ -79,7 +67,6 @@ SPLIT_EXTRA_STATE = Shapes(
 MERGE_EXTRA_STATE = replace(SPLIT_EXTRA_STATE, illegal={"experts": 2, "kept": "split"})
 UPCYCLE = Shapes(
     weight=SHARE,
-    affordable=near,
     covered={"width": 3, "hidden": 5},
     illegal={"copies": 2, "granularity": 2, "width": 3, "hidden": 2},
 )
