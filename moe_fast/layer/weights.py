@@ -7,7 +7,9 @@ Packed, a weight is [L,out,in] under the key `weight`, and a bias [L,out] under 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from moe_fast.parameters.names import normalize_parameters
 
 State = dict[str, Any]
 
@@ -34,15 +36,18 @@ class GroupedLinear(nn.Module):
 
 def _pack(module: GroupedLinear, state: State, prefix: str, *_: Any) -> None:
     """Before loading: all of weight0 … become weight; a packed key stays as it is. So for bias."""
-    for key, whole in module.named_parameters():
-        names = [f"{prefix}{key}{i}" for i in range(len(whole))]
-        if f"{prefix}{key}" not in state and all(name in state for name in names):
-            state[f"{prefix}{key}"] = torch.stack([state.pop(name) for name in names])
+    _normalize(module, state, prefix, packed=True)
 
 
 def _unpack(module: GroupedLinear, state: State, prefix: str, _: Any) -> None:
     """After saving: weight becomes weight0 …, views of it, unless the module is packed. So bias."""
-    if not module.packed:
-        for key in dict(module.named_parameters()):
-            whole: Tensor = state.pop(f"{prefix}{key}")
-            state.update({f"{prefix}{key}{i}": part for i, part in enumerate(whole)})
+    _normalize(module, state, prefix, packed=module.packed)
+
+
+def _normalize(module: GroupedLinear, state: State, prefix: str, packed: bool) -> None:
+    """The caller's dict is changed: torch passes it on."""
+    experts, bias = len(module.weight), module.bias is not None
+    found = normalize_parameters(state, num_experts=experts, packed=packed, prefix=prefix, bias=bias)
+    for name in state.keys() - found.keys():
+        del state[name]
+    state.update(found)
