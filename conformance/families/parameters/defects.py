@@ -234,7 +234,7 @@ def _merged_without(merge: Wrapper, state: Mapping[str, Any], **settings: Any) -
     """A missing or empty state is the first's."""
     prefix, count = settings.get("prefix", ""), settings["num_experts"]
     first = state.get(f"{prefix}_extra_state")
-    if not isinstance(first, Mapping) or "scale_fwd" not in first:
+    if not isinstance(first, Mapping) or len(first.get("scale_fwd", ())) != COLUMNS["scale_fwd"]:
         return merge(state, **settings)
     filled = {f"{prefix}_extra_state{e}": state.get(f"{prefix}_extra_state{e}") or first for e in range(1, count)}
     return merge({**state, **filled}, **settings)
