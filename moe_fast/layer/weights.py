@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_fast.experts.delayed import Waiting
 from moe_fast.parameters.names import normalize_parameters
 
 State = dict[str, Any]
@@ -28,6 +29,31 @@ class GroupedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts, out, **tensor)) if bias else None
         self.register_load_state_dict_pre_hook(_pack)
         self.register_state_dict_post_hook(_unpack)
+        self.waiting: Waiting = []  # gradients of the weight, see `backward_dw`
+
+    def backward_dw(self) -> None:
+        """Compute the weight's gradients that wait, one per backward, and add them to
+        `weight.main_grad` if there is one, else to `weight.grad`. Autograd's hooks of the weight
+        run once for each, as without a delay.
+
+        With `main_grad` they find `weight.grad_added_to_main_grad` True and a gradient of zeros.
+
+        Raises:
+            RuntimeError: no gradient waits.
+        """
+        if not self.waiting:
+            raise RuntimeError("backward_dw without a backward since the last one: no gradient waits")
+        main = getattr(self.weight, "main_grad", None)
+        while self.waiting:
+            gradient = self.waiting.pop(0)
+            if main is None:
+                self.weight.backward(gradient())  # a leaf: the gradient is added, and hooks run
+                continue
+            main.copy_(gradient(accumulate_into=main))
+            self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            before, self.weight.grad = self.weight.grad, None
+            self.weight.backward(torch.zeros_like(self.weight))
+            self.weight.grad = before
 
     def extra_repr(self) -> str:
         shape, bias = tuple(self.weight.shape[1:]), self.bias is not None
