@@ -9,7 +9,7 @@ from conformance.core.family import Family
 from conformance.core.machine import Machine
 from conformance.core.ranks import Collective
 
-NAMES = ("router", "permutation", "quantization", "fused", "experts", "dispatch", "layer")
+NAMES = ("router", "permutation", "quantization", "fused", "experts", "dispatch", "layer", "parameters")
 # one module per family, in the order of a verdict; the environment may add more, comma-separated
 MODULES = (
     *(f"conformance.families.{name}" for name in NAMES),

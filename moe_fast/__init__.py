@@ -9,7 +9,8 @@ stands by itself: `selection`, `balancing`, `capacity` and `gating` are the part
 `quantization.quantized` defines codes and scales, which `quantize` computes with `group_scales` and
 `nvfp4`. `experts.segments` and `linear` multiply each expert's rows, `scaled_linear` in low
 precision; `mlp` and `shared` combine them. `fused` quantises in the launch of the stage before, and
-`dispatch` brings rows to other ranks. `layer` joins the stages, as a function and as a module.
+`dispatch` brings rows to other ranks. `layer` joins the stages, as a function and as a module;
+`parameters` names, cuts and converts its weights in checkpoints.
 
 A file without an underscore launches; `_name.py` next to it holds its kernels. `launch` holds what
 all launches share: block sizes, and the operators that `torch.compile` sees; `compiled` has each
@@ -20,7 +21,7 @@ Engine, and its functions through these.
 from moe_fast.launch import backend as backend  # first: it chooses the interpreter before any kernel is decorated
 
 # isort: split
-from moe_fast import dispatch, experts, fused, layer, permutation, quantization, router
+from moe_fast import dispatch, experts, fused, layer, parameters, permutation, quantization, router
 from moe_fast.declared import combine
 from moe_fast.dispatch import *  # noqa: F403
 from moe_fast.experts import *  # noqa: F403
@@ -28,8 +29,9 @@ from moe_fast.experts import weights_quantized_once as weights_quantized_once
 from moe_fast.fused import *  # noqa: F403
 from moe_fast.layer import *  # noqa: F403
 from moe_fast.layer import MoELayer as MoELayer
+from moe_fast.parameters import *  # noqa: F403
 from moe_fast.permutation import *  # noqa: F403
 from moe_fast.quantization import *  # noqa: F403
 from moe_fast.router import *  # noqa: F403
 
-declares, supports, __all__ = combine(permutation, router, quantization, experts, fused, dispatch, layer)
+declares, supports, __all__ = combine(permutation, router, quantization, experts, fused, dispatch, layer, parameters)

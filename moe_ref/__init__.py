@@ -22,6 +22,7 @@ Contents, in the order of reading:
     experts        activations, linear, mlp, shared
     fused          permute_and_quantize, activate_and_quantize
     dispatch       plan, exchange (mover), trees; allgather, alltoall, deepep, low_latency, hybridep
+    parameters     names in checkpoints, shards, extra_state, upcycling (experts of a dense layer)
 """
 
 from importlib import import_module
@@ -90,6 +91,14 @@ _HOME = {
     "activation_and_quantize": "fused.activate_and_quantize",
     "activation_backward_and_quantize": "fused.activate_and_quantize",
     "permute_and_quantize": "fused.permute_and_quantize",
+    "normalize_parameters": "parameters.names",
+    "normalize_master_parameters": "parameters.names",
+    "convert_experts": "parameters.names",
+    "shard_parameters": "parameters.shards",
+    "expand_shard": "parameters.shards",
+    "split_extra_state": "parameters.extra_state",
+    "merge_extra_state": "parameters.extra_state",
+    "upcycle": "parameters.upcycling",
 }
 __all__ = list(_HOME)
 

@@ -5,6 +5,7 @@ whatever the counts: one captured graph serves every routing.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _linear as kernels
 from moe_fast.experts import hopper
+from moe_fast.experts.delayed import Later, waiting_for
 from moe_fast.experts.factors import (
     Precision,
     quantized_rows,
@@ -80,6 +82,12 @@ def linear_of(
     check_precision(recipe, state, noise, accumulator)
     check_product(rows_PN, recipe, accumulator)
     check_device("rows", rows_PN)
+    waiting = waiting_for(weight_LMN)
+    if waiting is not None:
+        settings: dict[str, Any] = {"recipe": recipe, "state": state, "noise": noise, "accumulator": accumulator}
+        out = linear_of(rows_PN, weight_LMN.detach(), tokens_per_expert_L, bias=bias, rows_again=rows_again, **settings)
+        anchor = out.new_empty(0, requires_grad=True)
+        return Later.apply(out, anchor, rows_PN, tokens_per_expert_L, waiting, partial(grouped_wgrad, **settings))
     if recipe is None:
         return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L)
     precision = Precision(recipe, state, noise)

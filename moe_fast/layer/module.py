@@ -1,6 +1,7 @@
 """The layer as a module, with the names, shapes and initialisation of Megatron's `MoELayer`."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from moe_fast.experts.delayed import delaying
 from moe_fast.experts.mlp import run_again
 from moe_fast.layer.layer import moe_layer, sum_over
 from moe_fast.layer.weights import GroupedLinear
@@ -97,6 +99,8 @@ class MoELayer(nn.Module):
         group: the process group whose ranks share the experts; None: this rank has all.
         recompute: what is not saved for the backward, which computes it again: "moe_act" the
             output of the routed experts' activation, "moe" the whole layer; None: all is saved.
+        delay_wgrad: the backward leaves the gradients of the routed experts' weights to
+            `backward_dw`.
 
     Weights are normal with deviation `init_std`, biases 0; ranks draw different experts if their
     generators differ. All others must be equal on all ranks, which the caller sees to, as for any
@@ -106,8 +110,8 @@ class MoELayer(nn.Module):
     def __init__(
         self, config: LayerConfig, hidden: int, width: int, *, latent: int | None = None,
         shared_width: int | None = None, shared_gate: bool = False, bias: bool = False, packed: bool = True,
-        group: Any = None, recompute: str | None = None, init_std: float = INIT_STD, device: Any = None,
-        dtype: torch.dtype | None = None,
+        group: Any = None, recompute: str | None = None, delay_wgrad: bool = False, init_std: float = INIT_STD,
+        device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         ranks = 1 if group is None else dist.get_world_size(group)
@@ -117,7 +121,7 @@ class MoELayer(nn.Module):
         tensor: dict[str, Any] = {"device": device, "dtype": dtype}
         halves = 2 if config.kind in GATED else 1
         self.config, self.group, self.losses = config, group, RouterLosses()
-        self.recompute = recompute
+        self.recompute, self.delay_wgrad = recompute, delay_wgrad
         self.router = Router(config.router, hidden, **tensor)
         local = config.router.num_experts // ranks
         self.experts = Experts(local, halves * width, width, latent or hidden, bias=bias, packed=packed, **tensor)
@@ -184,8 +188,21 @@ class MoELayer(nn.Module):
         """A function of its arguments alone: it may run again without counting a token twice."""
         recompute = self.recompute if self.recompute == "moe_act" else None
         settings |= {"group": self.group, "recompute": recompute, "padding_mask": padding_mask}
-        out = moe_layer(x_TH, LayerParameters(*parameters), self.config, **settings)  # type: ignore[arg-type]
+        linears = (self.experts.linear_fc1, self.experts.linear_fc2) if self.delay_wgrad else ()
+        # a backward that runs this again is in another context
+        with delaying({linear.weight: linear.waiting for linear in linears}) if linears else nullcontext():
+            out = moe_layer(x_TH, LayerParameters(*parameters), self.config, **settings)  # type: ignore[arg-type]
         return out.output, out.routed.state, out.routed.losses
+
+    def backward_dw(self) -> None:
+        """With `delay_wgrad`, after a backward: the gradients of the routed experts' weights, fc2's
+        and then fc1's; see `GroupedLinear.backward_dw`.
+
+        Raises:
+            RuntimeError: no gradient waits; in a graph of torch.compile none is delayed.
+        """
+        self.experts.linear_fc2.backward_dw()
+        self.experts.linear_fc1.backward_dw()
 
     @torch.no_grad()
     def finish_batch(self, *, frozen: bool = False) -> None:

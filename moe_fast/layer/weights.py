@@ -7,7 +7,10 @@ Packed, a weight is [L,out,in] under the key `weight`, and a bias [L,out] under 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from moe_fast.experts.delayed import Waiting
+from moe_fast.parameters.names import normalize_parameters
 
 State = dict[str, Any]
 
@@ -26,6 +29,31 @@ class GroupedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts, out, **tensor)) if bias else None
         self.register_load_state_dict_pre_hook(_pack)
         self.register_state_dict_post_hook(_unpack)
+        self.waiting: Waiting = []  # gradients of the weight, see `backward_dw`
+
+    def backward_dw(self) -> None:
+        """Compute the weight's gradients that wait, one per backward, and add them to
+        `weight.main_grad` if there is one, else to `weight.grad`. Autograd's hooks of the weight
+        run once for each, as without a delay.
+
+        With `main_grad` they find `weight.grad_added_to_main_grad` True and a gradient of zeros.
+
+        Raises:
+            RuntimeError: no gradient waits.
+        """
+        if not self.waiting:
+            raise RuntimeError("backward_dw without a backward since the last one: no gradient waits")
+        main = getattr(self.weight, "main_grad", None)
+        while self.waiting:
+            gradient = self.waiting.pop(0)
+            if main is None:
+                self.weight.backward(gradient())  # a leaf: the gradient is added, and hooks run
+                continue
+            main.copy_(gradient(accumulate_into=main))
+            self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            before, self.weight.grad = self.weight.grad, None
+            self.weight.backward(torch.zeros_like(self.weight))
+            self.weight.grad = before
 
     def extra_repr(self) -> str:
         shape, bias = tuple(self.weight.shape[1:]), self.bias is not None
@@ -34,15 +62,18 @@ class GroupedLinear(nn.Module):
 
 def _pack(module: GroupedLinear, state: State, prefix: str, *_: Any) -> None:
     """Before loading: all of weight0 … become weight; a packed key stays as it is. So for bias."""
-    for key, whole in module.named_parameters():
-        names = [f"{prefix}{key}{i}" for i in range(len(whole))]
-        if f"{prefix}{key}" not in state and all(name in state for name in names):
-            state[f"{prefix}{key}"] = torch.stack([state.pop(name) for name in names])
+    _normalize(module, state, prefix, packed=True)
 
 
 def _unpack(module: GroupedLinear, state: State, prefix: str, _: Any) -> None:
     """After saving: weight becomes weight0 …, views of it, unless the module is packed. So bias."""
-    if not module.packed:
-        for key in dict(module.named_parameters()):
-            whole: Tensor = state.pop(f"{prefix}{key}")
-            state.update({f"{prefix}{key}{i}": part for i, part in enumerate(whole)})
+    _normalize(module, state, prefix, packed=module.packed)
+
+
+def _normalize(module: GroupedLinear, state: State, prefix: str, packed: bool) -> None:
+    """The caller's dict is changed: torch passes it on."""
+    experts, bias = len(module.weight), module.bias is not None
+    found = normalize_parameters(state, num_experts=experts, packed=packed, prefix=prefix, bias=bias)
+    for name in state.keys() - found.keys():
+        del state[name]
+    state.update(found)

@@ -55,6 +55,7 @@ from tests.core.law_twins import (
     WGRAD,
     Z,
 )  # fmt: skip
+from tests.core.parameter_laws import OF_PARAMETERS, PARAMETER_TWINS
 
 ALONE = {
     function: [law for law in contract.laws.values() if law is not ONE_PROCESS]
@@ -65,7 +66,9 @@ ON_A_CPU = {function: [law for law in laws if law.device != "cuda"] for function
 
 
 @pytest.mark.parametrize(
-    ("law", "case", "broken"), TWINS, ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", "")
+    ("law", "case", "broken"),
+    TWINS + PARAMETER_TWINS,
+    ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", ""),
 )
 def test_a_namespace_with_right_values_that_breaks_a_law_is_found_by_that_law(law, case, broken):
     """A namespace with memory is built anew for each run."""
@@ -76,7 +79,9 @@ def test_a_namespace_with_right_values_that_breaks_a_law_is_found_by_that_law(la
 
 
 def test_every_law_has_a_twin_that_must_fail():
-    assert {law for law, _, _ in TWINS + CALL_TWINS} == {law.name for laws in ON_A_CPU.values() for law in laws}
+    assert {law for law, _, _ in TWINS + CALL_TWINS + PARAMETER_TWINS} == {
+        law.name for laws in ON_A_CPU.values() for law in laws
+    }
 
 
 def adds_by_layout():
@@ -251,6 +256,7 @@ LAYER = LayerCase(function="moe_layer", tokens=7, hidden=6, width=5, experts=4, 
 CALLS += [LAYER, replace(LAYER, grads="x+router_weight+fc1_weight+fc2_weight")]
 CALLS += [replace(case, grads="probs") for case in (TO_MULTIHOT, TO_INDICES)]
 CALLS += [replace(case, grads="logits") for case in (Z, SINKHORN)]
+CALLS += OF_PARAMETERS
 CALLS += [replace(GATE, grads="x+weight"), replace(ATTACH, grads="x+loss"), replace(LOSS, grads="scores")]
 
 

@@ -29,7 +29,12 @@ BACK_AND_QUANTIZED = ("glu_backward_and_quantize", "activation_backward_and_quan
 ACTIVATED_AND_QUANTIZED = ("glu_and_quantize", "activation_and_quantize", *BACK_AND_QUANTIZED)
 GROUPED = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 MLPS = ("grouped_mlp", "sequential_mlp")
+PARAMETERS = (
+    *("normalize_parameters", "normalize_master_parameters", "convert_experts", "shard_parameters", "expand_shard"),
+    *("split_extra_state", "merge_extra_state", "upcycle"),
+)
 STEPPED = ("route", "moe_layer")  # made of the other functions: their inputs never lie far
+NEAR = (*STEPPED, *PARAMETERS)  # nor do parameters, of which the results are views
 
 
 @functools.cache

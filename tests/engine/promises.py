@@ -18,6 +18,7 @@ from tests.engine.drawn_cases import (
     FAR,
     GROUPED,
     MLPS,
+    PARAMETERS,
     QUANTIZED,
     WIDE,
 )
@@ -96,6 +97,8 @@ DTYPES_OF = {
     **dict.fromkeys((*GROUPED, *MLPS, "shared_experts", "latent_projection"), LOGIT_DTYPES),
     **dict.fromkeys(("pad_routing_map", "update_expert_bias", "deepep_layout"), ()),
     **dict.fromkeys(("route", "moe_layer"), ("float32", "bfloat16")),
+    **dict.fromkeys(PARAMETERS, ("float32", "bfloat16")),
+    **dict.fromkeys(("split_extra_state", "merge_extra_state"), ()),
     **{name: MOVED_DTYPES if name.endswith("dispatch") else DTYPES for name in COLLECTIVES},
 }
 ONE_GRADIENT = (
@@ -113,6 +116,7 @@ NO_GRADIENTS = (
     "grouped_dgrad",
     "grouped_wgrad",
     *BACK_AND_QUANTIZED,
+    *PARAMETERS,
 )
 GRADS_OF = {
     "permute": ("tokens", "probs", "tokens+probs"),
@@ -165,6 +169,7 @@ EXPANDED += (
 )
 # two vectors; none
 LAYOUTS_OF = {"update_expert_bias": ("strided", "wide_rows")} | {"route": (), "moe_layer": LAYOUTS}
+LAYOUTS_OF |= dict.fromkeys(PARAMETERS, LAYOUTS) | {"expand_shard": ("strided", "shifted")}
 LAYOUTS_OF["deepep_low_latency_combine"] = (*LAYOUTS, *FAR)
 LAYOUTS_OF |= dict.fromkeys((*GROUPED, *QUANTIZED, *MLPS), (*LAYOUTS, *FAR, "expanded"))
 WITHOUT_NEGATED = ("route", "pad_routing_map", "deepep_layout")  # no layouts; no floating-point tensor

@@ -48,6 +48,7 @@ from tests.engine.promises import (
     expected,
 )
 from tests.engine.promises_of_layer import LAYER
+from tests.engine.promises_of_parameters import PARAMETERS
 
 ACTIVATED = {
     "no rows": lambda c: c.tokens == 0,
@@ -355,4 +356,5 @@ PROMISES = {
     | each("policy", "probs", "position")
     | each("pad", False, True),
     "moe_layer": LAYER,
+    **PARAMETERS,
 }

@@ -1,0 +1,87 @@
+"""split_extra_state and merge_extra_state."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from conformance.core.signature import Input, Signature
+from conformance.families.parameters.cases import PREFIX, ExtraStateCase, columns_of
+from conformance.families.parameters.names import OUTPUTS, OfState
+from conformance.families.parameters.states import Build, Given
+from moe_ref.parameters import extra_state as reference
+
+COLUMNS = {"scale_fwd": 3, "amax_history_fwd": 3, "scale_bwd": 2, "amax_history_bwd": 2}
+NAME = "_extra_state"
+
+
+class SplitExtraState(OfState[ExtraStateCase]):
+    """`split_extra_state`: each expert's columns; a state that is split, or without FP8, stays."""
+
+    function = "split_extra_state"
+    case_type = ExtraStateCase
+    reference = reference.split_extra_state
+    signature = Signature(
+        inputs=[
+            Input(name, f"A{letter}" if name.startswith("amax") else letter, ("float32",), field="", part_of="state")
+            for name, letter in zip(COLUMNS, "CCDD", strict=True)
+        ],
+        outputs=OUTPUTS,
+        settings=("prefix",),
+        required=("state", "num_experts"),
+    )
+
+    def tensors(self, case: ExtraStateCase) -> dict[str, Tensor]:
+        return {name: columns_of(case, name, columns) for name, columns in COLUMNS.items()}
+
+    def settings(self, case: ExtraStateCase) -> dict[str, Any]:
+        return {"num_experts": case.experts} | ({"prefix": PREFIX} if case.prefixed else {})
+
+    def build(self, case: ExtraStateCase) -> Build:
+        prefix = self.settings(case).get("prefix", "")
+
+        def state(given: Given) -> dict[str, Any]:
+            tensors = {name: given[name] for name in COLUMNS}
+            found = entries_of(case, prefix, tensors)
+            return found | ({f"other.{NAME}": tensors["scale_fwd"], f"{prefix}weight1": 7} if case.others else {})
+
+        return state
+
+    def universe(self, settings: Mapping[str, Any]) -> set[str]:
+        prefix = settings.get("prefix", "")
+        return {f"other.{NAME}", f"{prefix}weight1"} | set(keys_of(prefix, settings["num_experts"]))
+
+
+class MergeExtraState(SplitExtraState):
+    """`merge_extra_state`: the inverse; every state that lacks a part stays as it is."""
+
+    function = "merge_extra_state"
+    signature = SplitExtraState.signature
+    reference = reference.merge_extra_state
+
+
+def keys_of(prefix: str, experts: int) -> list[str]:
+    return [f"{prefix}{NAME}", *(f"{prefix}{NAME}{e}" for e in range(1, experts))]
+
+
+def entries_of(case: ExtraStateCase, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The extra state as the case keeps it."""
+    keys = keys_of(prefix, case.experts)
+    recipe = {"recipe": 3, "extra_fp8_variables": {"num_gemms": case.experts, "other": 5}}
+    if case.kept == "whole":
+        return {keys[0]: tensors | recipe}
+    if case.kept == "plain":
+        return {key: {"recipe": 3} for key in keys}
+    found: dict[str, Any] = {}
+    for e, key in enumerate(keys):
+        own = {name: x[..., [c * case.experts + e for c in range(COLUMNS[name])]] for name, x in tensors.items()}
+        found[key] = own | {"recipe": 3 + e, "extra_fp8_variables": {"num_gemms": 1, "other": 5}}
+    if case.kept == "gap":
+        found.pop(keys[-1])
+    if case.kept == "first":
+        found.pop(keys[0])
+    if case.kept in ("empty", "listed"):
+        found[keys[-1]] = {} if case.kept == "empty" else []
+    if case.kept == "empty_first":
+        found[keys[0]] = {}
+    return found
