@@ -136,11 +136,23 @@ def parser() -> ArgumentParser:
     new.add_argument("name", metavar="NAME", help="the module's name, such as my_adapter")
     text = "functions to write stubs of, separated by commas (default: a whole example)"
     new.add_argument("--function", default="", help=text)
+    _add_more(verbs)
+    return parser
+
+
+def _add_more(verbs: Any) -> None:
+    """Verbs for other programs, and for work on the suite and on `moe_fast`."""
     text = "write a function's cases, with their inputs, results and limits, as safetensors and JSON"
     written = _add(verbs, "export", export, text, "--profile")
     written.add_argument("folder", metavar="FOLDER", help="where FUNCTION.safetensors and FUNCTION.json are written")
     text = "functions to export, separated by commas, a pair of files for each"
     written.add_argument("--function", required=True, help=text)
+    text = "time moe_fast beside its peers (in a checkout, on a GPU), and compare the ratios with earlier ones"
+    timing = _add(verbs, "bench", bench, text)
+    timing.add_argument("--only", default="", help="names of benchmarks, separated by commas (default: all)")
+    timing.add_argument("--report", default="", metavar="FILE", help="write all figures to this JSON file")
+    text = "an earlier --report: exit code 5 if a ratio fell by more than 5 %%"
+    timing.add_argument("--baseline", default="", metavar="FILE", help=text)
     text = "plant defects and count how many the suite finds"
     planted = _add(verbs, "mutants", mutants, text, "--impl", "--run-seed", "--jobs", "--report")
     kinds = "listed defects, those made from the implementation's source, or both"
@@ -152,7 +164,6 @@ def parser() -> ArgumentParser:
     planted.add_argument("--only", default="", help="only mutants whose name contains this")
     text = "use the cases of a gate on one GPU; on a CPU without the laws that need a GPU"
     planted.add_argument("--one-gpu", action="store_true", help=text)
-    return parser
 
 
 def _add(verbs: Any, name: str, verb: Callable[[Namespace], int], text: str, *chosen: str) -> ArgumentParser:
@@ -319,6 +330,13 @@ def export(given: Namespace) -> int:
         for what, reasons in (("cases left out", vectors.left_out), ("outputs without a rule", vectors.unstated)):
             print("".join(f"  {count} {what}: {reason}\n" for reason, count in reasons.items()), end="")
     return 0
+
+
+def bench(given: Namespace) -> int:
+    """Exit code 0, 1 if a benchmark found a wrong result, 5 if a ratio fell."""
+    from conformance.report.bench import bench as benchmarks
+
+    return benchmarks(split_names(given.only), given.report, given.baseline)
 
 
 def mutants(given: Namespace) -> int:
