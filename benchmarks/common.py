@@ -151,6 +151,7 @@ class Operation:
     size: str = ""
     flops: float = 0
     clock: Callable[[Mapping[str, Any], int, int], Times] = interleaved
+    ours: tuple[str, ...] = ()  # versions of moe_fast besides the first
 
 
 def parse(
@@ -214,7 +215,9 @@ def timed(operation: Operation, copy: float, options: argparse.Namespace) -> dic
         source = torch.empty(int(operation.minimum) // 4, dtype=torch.bfloat16, device=DEVICE).normal_()
         versions["copy of the same bytes"] = partial(torch.empty_like(source).copy_, source)
     us = operation.clock(versions, options.blocks, options.reps)
-    return {"size": operation.size, "us": us, "floor_us": operation.minimum / copy / 1e6, "flops": operation.flops}
+    ours = [next(iter(operation.versions)), *operation.ours]
+    floor = operation.minimum / copy / 1e6
+    return {"size": operation.size, "us": us, "ours": ours, "floor_us": floor, "flops": operation.flops}
 
 
 def cells(result: Mapping[str, Any]) -> list[str]:

@@ -331,7 +331,13 @@ def check_products(
 
 def check_scaled(x: Operands, counts: Tensor, scaling: str, versions: Mapping[str, Call]) -> None:
     """Compares with GEMMs of the dequantised codes, within the error of 14-bit sums."""
-    q = quantized(Operands(*(tensor.float() for tensor in x)), counts, scaling)
+    recipe = Recipe(scaling)
+
+    def moved(rows: Tensor, role: str) -> Quantized:  # the operands of products keep their columns' codes transposed
+        return moe_fast.quantize(rows.float(), recipe, role=role, splits=counts, columnwise=True)[0]
+
+    weight = quantized_weight(x.weight_LMN.float(), Precision(recipe, None, None), True, True)
+    q = Operands(moved(x.rows_PN, "input"), weight, moved(x.d_out_PM, "grad_output"))
 
     def values(operand: Quantized, like: Tensor, columnwise: bool) -> Tensor:
         return moe_fast.dequantize(operand, columnwise=columnwise).float().view(like.shape)
@@ -369,7 +375,8 @@ def products(layer: Layer) -> Iterator[Operation]:
         if product == "forward" and DEVICE == "cuda":
             versions["scaled_grouped_mm"] = torch_scaled_forward(x, counts)
         size = f"{layer.experts} · {layer.rows} · {layer.ins} · {layer.outs}"
-        yield Operation(product, versions, size=size, flops=2 * layer.rows * layer.ins * layer.outs, clock=bursts)
+        flops = 2 * layer.rows * layer.ins * layer.outs
+        yield Operation(product, versions, size=size, flops=flops, clock=bursts, ours=tuple(scaled))
 
 
 @torch.no_grad()

@@ -173,7 +173,8 @@ def permute_operations(shape: Shape, num_tokens: int) -> Iterator[Operation]:
             "call": partial(one_call, p, kind, state),
             "permute, then quantize": partial(two_calls, p, kind, state),
         }
-        yield Operation(kind.title, versions, minimum, size, clock=replayed)
+        own = ("call", "permute, then quantize")
+        yield Operation(kind.title, versions, minimum, size, clock=replayed, ours=own)
 
 
 # --- activate and quantize
@@ -259,7 +260,8 @@ def glu_forwards(p: Hidden, splits: Tensor, casts: dict[str, Callable[..., Any]]
             "glu, then quantize": partial(two_calls, recipe, columnwise),
         }
         written = len(dims) * (1 + SCALE_BYTES[recipe.scaling]) * p.d_out_PF.numel()
-        yield Operation(f"GLU · p, {title}", versions, p.bytes(2) + written + FP32 * len(p.probs_P), p.size)
+        minimum = p.bytes(2) + written + FP32 * len(p.probs_P)
+        yield Operation(f"GLU · p, {title}", versions, minimum, p.size, ours=("glu, then quantize",))
 
 
 def glu_backwards(p: Hidden, splits: Tensor, casts: dict[str, Callable[..., Any]]) -> Iterator[Operation]:
@@ -284,7 +286,8 @@ def glu_backwards(p: Hidden, splits: Tensor, casts: dict[str, Callable[..., Any]
         }
         written = 4 * (1 + SCALE_BYTES[recipe.scaling]) * p.d_out_PF.numel()
         title = f"GLU · p backward with d_probs, {title}, rows and columns"
-        yield Operation(title, versions, p.bytes(3) + written + 2 * FP32 * len(p.probs_P), p.size)
+        minimum = p.bytes(3) + written + 2 * FP32 * len(p.probs_P)
+        yield Operation(title, versions, minimum, p.size, ours=("glu_backward, then quantize",))
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ not counted as saved; "moe_act" also computes the activation again.
 `--profile` lists the kernels of a forward and backward: launches, µs, share.
 """
 
+import json
 import statistics
 import time
 from collections import Counter
@@ -178,12 +179,13 @@ def kernels(call: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
     return launches, us
 
 
-def report(name: str, layer: Layer, options: Any) -> None:
+def report(name: str, layer: Layer, options: Any) -> dict[str, Any]:
+    """Prints the table; the times of each layer beside stock torch's, forward and whole."""
     with versions(layer) as made:
-        report_on(name, layer, made, options)
+        return report_on(name, layer, made, options)
 
 
-def report_on(name: str, layer: Layer, made: dict[str, Callable[[], Tensor]], options: Any) -> None:
+def report_on(name: str, layer: Layer, made: dict[str, Callable[[], Tensor]], options: Any) -> dict[str, Any]:
     forward, whole = (
         bursts({title: captured(partial(call, layer, f))[0].replay for title, f in made.items()}, options.blocks, 1)
         for call in (ahead, step)
@@ -212,6 +214,12 @@ def report_on(name: str, layer: Layer, made: dict[str, Callable[[], Tensor]], op
         total = sum(us.values())
         parts = [[k, str(launches[k]), f"{t:.0f}", f"{t / total:.1%}"] for k, t in us.most_common() if t > total / 200]
         print(table(f"{name}, {title}: {total:.0f} µs of kernels", ["kernel", "launches", "µs", "share"], parts))
+    return {
+        f"{title}, {part}": {"us": {title: times[title], "stock torch": times["stock torch"]}, "ours": [title]}
+        for part, times in (("forward", forward), ("with backward", whole))
+        for title in made
+        if title != "stock torch"
+    }
 
 
 def main() -> None:
@@ -220,6 +228,7 @@ def main() -> None:
     options = parse(__doc__, shapes, TINY, blocks=4, flags=flags)
     if not options.quick:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, T = {options.tokens}; TFLOP/s")
+    operations = {}
     for name, shape in options.shapes.items():
         layer = make_layer(shape, options.tokens)
         check(layer)
@@ -227,7 +236,10 @@ def main() -> None:
             step(layer, partial(fast, layer, None))
             print(f"{name}: checked")
         else:
-            report(name, layer, options)
+            operations[name] = report(name, layer, options)
+    if options.json and not options.quick:
+        with open(options.json, "w") as file:
+            json.dump({"operations": operations}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -298,7 +298,7 @@ def row_map_operation(p: Problem) -> Operation:
         "layout": lambda: row_maps.lay_out(walk, slots, p.align, p.num_rows),
         "argsort": partial(argsort, p, expert_R),
     }
-    return Operation("row map, pad 16, in a graph", versions, clock=replayed)
+    return Operation("row map, pad 16, in a graph", versions, clock=replayed, ours=("walk", "layout"))
 
 
 @torch.no_grad()

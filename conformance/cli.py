@@ -126,13 +126,33 @@ def parser() -> ArgumentParser:
     two = _add(verbs, "compare", compare, "show what differs between two JSON reports")
     two.add_argument("old", help="the earlier report")
     two.add_argument("new", help="the later one")
-    _add(verbs, "list", list_, "list the functions, their laws, illegal calls and golden cases")
+    text = "list the functions, their laws, illegal calls and golden cases, and the profiles"
+    listed = _add(verbs, "list", list_, text)
+    text = "list these functions alone, separated by commas, also with the sizes of their covering arrays"
+    listed.add_argument("--function", default="", help=text)
     _add(verbs, "doctor", doctor, "say what this machine has and whether the suite works on it")
     _add(verbs, "check-adapter", check_adapter, "say what a namespace offers and what is missing", "--impl", "--device")
     new = _add(verbs, "new-adapter", new_adapter, "write the start of an adapter, NAME.py, in this folder")
     new.add_argument("name", metavar="NAME", help="the module's name, such as my_adapter")
     text = "functions to write stubs of, separated by commas (default: a whole example)"
     new.add_argument("--function", default="", help=text)
+    _add_more(verbs)
+    return parser
+
+
+def _add_more(verbs: Any) -> None:
+    """Verbs for other programs, and for work on the suite and on `moe_fast`."""
+    text = "write a function's cases, with their inputs, results and limits, as safetensors and JSON"
+    written = _add(verbs, "export", export, text, "--profile")
+    written.add_argument("folder", metavar="FOLDER", help="where FUNCTION.safetensors and FUNCTION.json are written")
+    text = "functions to export, separated by commas, a pair of files for each"
+    written.add_argument("--function", required=True, help=text)
+    text = "time moe_fast beside its peers (in a checkout, on a GPU), and compare the ratios with earlier ones"
+    timing = _add(verbs, "bench", bench, text)
+    timing.add_argument("--only", default="", help="names of benchmarks, separated by commas (default: all)")
+    timing.add_argument("--report", default="", metavar="FILE", help="write all figures to this JSON file")
+    text = "an earlier --report: exit code 5 if a ratio fell by more than 5 %%"
+    timing.add_argument("--baseline", default="", metavar="FILE", help=text)
     text = "plant defects and count how many the suite finds"
     planted = _add(verbs, "mutants", mutants, text, "--impl", "--run-seed", "--jobs", "--report")
     kinds = "listed defects, those made from the implementation's source, or both"
@@ -144,7 +164,6 @@ def parser() -> ArgumentParser:
     planted.add_argument("--only", default="", help="only mutants whose name contains this")
     text = "use the cases of a gate on one GPU; on a CPU without the laws that need a GPU"
     planted.add_argument("--one-gpu", action="store_true", help=text)
-    return parser
 
 
 def _add(verbs: Any, name: str, verb: Callable[[Namespace], int], text: str, *chosen: str) -> ArgumentParser:
@@ -265,30 +284,9 @@ def compare(given: Namespace) -> int:
 
 def list_(given: Namespace) -> int:
     """Print the suite's contents."""
-    from conformance.catalogue import CONTRACTS
-    from conformance.core.ranks import Collective
-    from conformance.core.space import Space
-    from conformance.engine.choose.draw import covering_cases
-    from conformance.engine.choose.profiles import EVERY, PROFILES
+    from conformance.report.contents import contents
 
-    for name, contract in CONTRACTS.items():
-        covered = covering_cases(name, Space())
-        print(f"{name}({', '.join(contract.optional)}) -> {', '.join(contract.outputs)}")
-        if isinstance(contract, Collective):
-            print("  ranks    call it together, each with its own part and `group`")
-        print(f"  laws     {', '.join(contract.laws)}")
-        print(f"  illegal  {', '.join(contract.illegal)}")
-        print(f"  golden   {', '.join(contract.golden)}")
-        pairs = f"{covered.pairs} pairs of values; {covered.impossible} pairs are no legal call"
-        print(f"  covering {len(covered.cases)} cases for {pairs}")
-    for profile in PROFILES.values():
-        for device, amount in (("a CPU", profile.interpreted), ("a GPU", profile.compiled)):
-            rows = {0: "none", EVERY: "all"}.get(amount.rows, f"the first {amount.rows}")
-            counts = ", ".join(f"{name} {amount.structures(name)}" for name in CONTRACTS)
-            print(
-                f"profile {profile.name} on {device}: {amount.cases} cases per structure; drawn structures: {counts};"
-            )
-            print(f"  rows of covering arrays: {rows}")
+    print("\n".join(contents(split_names(given.function))))
     return 0
 
 
@@ -320,6 +318,25 @@ def new_adapter(given: Namespace) -> int:
     path = write_adapter(given.name, split_names(given.function))
     print(f"wrote {path}; call your kernels in it, then: moe-conformance check-adapter --impl {path.stem}")
     return 0
+
+
+def export(given: Namespace) -> int:
+    """Write the cases as data, and say what no rule of the files states."""
+    from conformance.report.vectors import export as exported
+
+    for name in split_names(given.function):
+        vectors = exported(name, Path(given.folder), given.profile)
+        print(f"{name}: {len(vectors.cases)} cases, {len(vectors.tensors)} tensors")
+        for what, reasons in (("cases left out", vectors.left_out), ("outputs without a rule", vectors.unstated)):
+            print("".join(f"  {count} {what}: {reason}\n" for reason, count in reasons.items()), end="")
+    return 0
+
+
+def bench(given: Namespace) -> int:
+    """Exit code 0, 1 if a benchmark found a wrong result, 5 if a ratio fell."""
+    from conformance.report.bench import bench as benchmarks
+
+    return benchmarks(split_names(given.only), given.report, given.baseline)
 
 
 def mutants(given: Namespace) -> int:

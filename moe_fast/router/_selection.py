@@ -142,16 +142,25 @@ def topk_kernel(
         s = softmax(tl.where(chosen, s, -float("inf")))
     elif SCORE != "pre_softmax":
         s = s * inverse_sum(s, chosen, topk > 1)
-    weight = rounded(s * number(scale, ACCUMULATOR), probs_ptr.dtype.element_ty)
+    s = s * number(scale, ACCUMULATOR)
     if map_ptr is not None:
         cell = t[:, None] * num_experts + e[None, :]
-        weight = tl.where(legal, tl.where(chosen, weight, 0.0), float("nan"))
-        tl.store(probs_ptr + cell, weight, mask=real)
+        tl.store(probs_ptr + cell, in_map(s, chosen, legal, probs_ptr.dtype.element_ty), mask=real)
         tl.store(map_ptr + cell, chosen.to(tl.uint8), mask=real)
     else:
+        weight = rounded(s, probs_ptr.dtype.element_ty)
         # one integer of 32 bits says all, so that only it changes its layout for the stores
         slot = tl.where(chosen, marked & SLOT, topk).to(tl.int32).to(tl.int64)
         store_slots(probs_ptr, indices_ptr, t, e, slot, weight, legal, topk, given_ptr is not None)
+
+
+@triton.jit
+def in_map(weight, chosen, legal, dtype: tl.constexpr):
+    """Rounded: 0 where no expert is chosen, NaN for an illegal token.
+
+    The constants come first: before Triton 3.9 the interpreter has none of bfloat16.
+    """
+    return rounded(tl.where(legal, tl.where(chosen, weight, 0.0), float("nan")), dtype)
 
 
 @triton.jit

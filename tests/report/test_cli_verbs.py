@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,11 @@ def test_list_names_every_function_and_profile(call):
     assert code == 0
     assert all(f"\n{name}(" in f"\n{out}" for name in CONTRACTS)
     assert all(f"profile {name}" in out for name in PROFILES)
+    assert "  covering " not in out
+    code, out, _ = call("list", "--function", "gate,jitter")
+    assert (code, re.findall(r"^\w+(?=\()", out, re.MULTILINE)) == (0, ["gate", "jitter"])
+    assert len(re.findall(r"  covering \d+ cases for \d+ pairs of values; \d+ pairs are no legal call", out)) == 2
+    assert call("list", "--function", "premute")[0] == 2
 
 
 def test_doctor_finds_this_machine_fit(call):

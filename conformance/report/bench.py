@@ -1,0 +1,134 @@
+"""Runs the benchmarks of a checkout, and compares their ratios with those of an earlier report.
+
+The benchmarks are scripts of the repository and not part of the wheel: an installed package named
+`benchmarks` would hide that folder of other projects.
+"""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.usage import UsageError
+
+NAMES = ("permutation", "router", "quantization", "experts", "fused", "layer")
+CHECKOUT = Path(__file__).parents[2]
+FALL = 0.05  # of a ratio: repeated runs differ by less, raw times by more
+DIFFERS, REGRESSION = 1, 5  # exit codes
+SAME = ("device", "tokens")  # must be equal for a comparison
+Report = dict[str, Any]
+
+
+def bench(only: Sequence[str], report: str, baseline: str, root: Path = CHECKOUT) -> int:
+    """Run the benchmarks: on a GPU all shapes are timed, without one tiny shapes are only checked.
+
+    Args:
+        only: names of benchmarks; empty: all.
+        report, baseline: JSON files to write and to compare with; empty: none.
+        root: the checkout.
+
+    Returns:
+        0; 1 if a benchmark found a wrong result; 5 if a ratio fell by more than FALL.
+
+    Raises:
+        UsageError: no checkout, an unknown name, a report or baseline that cannot be used here.
+    """
+    if not (root / "benchmarks").is_dir():
+        raise UsageError(f"bench needs a checkout of the repository: {root} has no folder benchmarks")
+    if unknown := [name for name in only if name not in NAMES]:
+        raise UsageError(f"--only is {unknown[0]!r}; known are {', '.join(NAMES)}")
+    timed = torch.cuda.is_available()
+    for flag, file in (("--report", report), ("--baseline", baseline)):
+        if file and not timed:
+            raise UsageError(f"{flag} {file}: bench needs a GPU to time anything; without one it checks tiny shapes")
+    if report and not Path(report).absolute().parent.is_dir():
+        raise UsageError(f"--report {report}: there is no folder {Path(report).absolute().parent}")
+    chosen = tuple(only) or NAMES
+    old = read(baseline) if baseline else None
+    new = measured(chosen, root) if timed else None
+    if new is None:
+        print("no GPU: the benchmarks check tiny shapes, and time nothing", flush=True)
+        return DIFFERS if [name for name in chosen if not _ran(name, ["--quick"], root)] else 0
+    if report:
+        Path(report).write_text(json.dumps(new, indent=1) + "\n")
+    if {*new["benchmarks"]} != {*chosen}:
+        return DIFFERS
+    return compared(old, new, chosen) if old else 0
+
+
+def measured(chosen: Sequence[str], root: Path) -> Report:
+    """The figures of the benchmarks that ran; one with a wrong result has none."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton")}
+    out: Report = {"device": torch.cuda.get_device_name(), "tokens": 8192, **versions, "benchmarks": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in chosen:
+            path = Path(folder) / f"{name}.json"
+            if _ran(name, ["--tokens", str(out["tokens"]), "--json", str(path)], root):
+                out["benchmarks"][name] = json.loads(path.read_text())
+    return out
+
+
+def _ran(name: str, arguments: list[str], root: Path) -> bool:
+    """Whether the benchmark ended well; its output is the command's."""
+    print(f"{name}:", flush=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    return subprocess.run(command, cwd=root, env=environment).returncode == 0
+
+
+def read(path: str) -> Report:
+    """The report in a file.
+
+    Raises:
+        UsageError: no such file, or no report of `bench`.
+    """
+    try:
+        report = json.loads(Path(path).read_text())
+        for name in report["benchmarks"]:
+            list(ratios(report, name))
+        return {name: report[name] for name in (*SAME, "benchmarks")}
+    except OSError as error:
+        raise UsageError(f"--baseline {path}: cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+        raise UsageError(f"--baseline {path}: not a JSON report of bench") from None
+
+
+def compared(old: Report, new: Report, chosen: Sequence[str]) -> int:
+    """Print each ratio that fell, or is gone; the exit code.
+
+    Raises:
+        UsageError: the reports are of different devices or sizes.
+    """
+    for name in SAME:
+        if old[name] != new[name]:
+            raise UsageError(f"the baseline's {name} is {old[name]!r}, this run's {new[name]!r}: ratios differ by it")
+    count, fallen = 0, []
+    for name in chosen:
+        now = dict(ratios(new, name))
+        for place, before in ratios(old, name):
+            count += 1
+            if place not in now:
+                fallen.append(f"{', '.join(place)}: {before:.3f}, and is no longer measured")
+            elif now[place] < before * (1 - FALL):
+                fallen.append(f"{', '.join(place)}: {before:.3f} → {now[place]:.3f} ({now[place] / before - 1:+.1%})")
+    print("\n".join([f"{len(fallen)} of {count} ratios of the baseline fell by more than {FALL:.0%}", *fallen]))
+    return REGRESSION if fallen else 0
+
+
+def ratios(report: Report, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Each own version's speed relative to each peer and to the floor of that run; 1: as fast."""
+    for shape, operations in report["benchmarks"].get(name, {}).get("operations", {}).items():
+        for title, result in operations.items():
+            for own in result["ours"]:
+                place, us = (name, shape, title, own), result["us"][own]
+                if result.get("floor_us"):
+                    yield (*place, "÷ floor"), result["floor_us"] / us
+                for peer in result["us"].keys() - {*result["ours"]}:
+                    yield (*place, f"÷ {peer}"), result["us"][peer] / us

@@ -1,0 +1,217 @@
+"""Cases of one function as data for programs in any language: safetensors and JSON.
+
+FUNCTION.json has the calls, with their settings and the rule of each output; the tensors that it
+names are in FUNCTION.safetensors. docs/vectors.md describes both, `examples/read_vectors.py` reads
+them with numpy alone.
+"""
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_ref
+from conformance import __version__
+from conformance.catalogue import CONTRACTS
+from conformance.core.case import Case
+from conformance.core.contract import Contract, Opaque, Problem
+from conformance.core.ranks import Collective
+from conformance.core.space import Space
+from conformance.engine.child.runner import Misbehaved, Outcome, Runner
+from conformance.engine.choose.plan import KINDS, Section, cases_of
+from conformance.engine.choose.profiles import PROFILES
+from conformance.interface import Implementation
+from conformance.judge import Expectation, Given, Resolved
+from conformance.judge.exact import bits
+from conformance.judge.stated import stated
+from conformance.report.terminal import picture
+from conformance.usage import UsageError
+
+FORMAT = 1  # incremented when a reader of the files must change
+# https://github.com/huggingface/safetensors: a 64-bit length, a JSON header, the bytes
+NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+PLAIN = (bool, int, str, type(None))
+
+
+class Unwritable(Exception):
+    """An argument that JSON cannot say."""
+
+
+@dataclass
+class Vectors:
+    """The cases of a function, and what was left out."""
+
+    function: str
+    cases: list[dict[str, Any]] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)  # cases, by reason
+    unstated: Counter[str] = field(default_factory=Counter)  # outputs, by reason
+
+
+def export(function: str, folder: Path, profile: str) -> Vectors:
+    """Write FUNCTION.json and FUNCTION.safetensors into the folder, which is made.
+
+    Raises:
+        UsageError: an unknown function, or one that ranks call together.
+    """
+    if function not in CONTRACTS:
+        raise UsageError(f"--function is {function!r}; known are {', '.join(CONTRACTS)}")
+    if isinstance(CONTRACTS[function], Collective):
+        raise UsageError(f"--function is {function!r}, which ranks call together; a file holds calls of one process")
+    vectors = Vectors(function)
+    for case in _cases(function, profile):
+        _add(vectors, case)
+    folder.mkdir(parents=True, exist_ok=True)
+    head = {"format": FORMAT, "suite": __version__, "function": function, "outputs": CONTRACTS[function].outputs}
+    text = json.dumps(head | {"cases": vectors.cases}, indent=1, allow_nan=False)
+    (folder / f"{function}.json").write_text(text + "\n")
+    (folder / f"{function}.safetensors").write_bytes(safetensors(vectors.tensors))
+    return vectors
+
+
+def _cases(function: str, profile: str) -> Iterator[Case]:
+    """Those of a run, once each: a file says nothing of memory layouts, poison and laws."""
+    found: dict[str, Case] = {}
+    for kind in KINDS[1:]:
+        for case in cases_of(Section(kind, function), PROFILES[profile], Space(), 0):
+            plain = case.changed(law="", poison="nan", layout="contiguous", layout_of="")
+            found.setdefault(plain.text, plain)
+    yield from found.values()
+
+
+def _add(vectors: Vectors, case: Case) -> None:
+    """Add the case, or count why it is left out."""
+    contract = CONTRACTS[case.function]
+    problem = contract.problem(case)
+    tensors: dict[str, Tensor] = {}
+    try:
+        record = {"id": case.id, "case": case.record(), "shown": picture(case)}
+        record |= _call(problem, f"{case.id}/", tensors)
+        if problem.blame:
+            record["must_raise"] = problem.blame
+        else:
+            record["outputs"] = _outputs(contract, case, problem, tensors, vectors.unstated)
+    except Unwritable as reason:
+        vectors.left_out[str(reason)] += 1
+    else:
+        vectors.cases.append(record)
+        vectors.tensors |= tensors
+
+
+def _call(problem: Problem, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The arguments, cotangents and wanted gradients; the producer's call, where there is one."""
+    arguments = {
+        name: _described(x, f"{prefix}{name}", tensors) for name, x in (problem.required | problem.settings).items()
+    }
+    record: dict[str, Any] = {"arguments": arguments, "positional": list(problem.required)}
+    if problem.script:
+        record["several_calls"] = True
+    if problem.wanted:
+        record["gradients_of"] = list(problem.wanted)
+        record["cotangents"] = {
+            name: _described(x, f"{prefix}d_{name}", tensors) for name, x in problem.cotangents.items()
+        }
+    if problem.producer:
+        made = _call(problem.producer, f"{prefix}{problem.producer.function}/", tensors)
+        record["producer"] = {"function": problem.producer.function, **made}
+    return record
+
+
+def _described(x: Any, key: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A tensor's key, a plain value, a list, a record of these, or the name of an opaque value.
+
+    Raises:
+        Unwritable: none of these.
+    """
+    if isinstance(x, Tensor) and x.dtype in NAMES and x.layout == torch.strided:
+        tensors[key] = x
+        return {"tensor": key}
+    if isinstance(x, float):
+        return {"value": x if x - x == 0 else repr(x)}
+    if isinstance(x, PLAIN):
+        return {"value": x}
+    if isinstance(x, Opaque):
+        return {"opaque": x.field_name}
+    parts = _parts(x)
+    if parts is None:
+        raise Unwritable(f"an argument is a {type(x).__name__}")
+    described = {name: _described(value, f"{key}.{name}", tensors) for name, value in parts.items()}
+    return {"list": list(described.values())} if type(x) in (list, tuple) else {"record": described}
+
+
+def _parts(x: Any) -> dict[str, Any] | None:
+    """The parts of a list, a dict, a named tuple or a dataclass by name."""
+    if hasattr(x, "_asdict"):
+        return dict(x._asdict())
+    if type(x) in (list, tuple):
+        return {str(place): part for place, part in enumerate(x)}
+    if is_dataclass(x) and not isinstance(x, type):
+        return {part.name: getattr(x, part.name) for part in fields(x)}
+    return {str(name): part for name, part in x.items()} if isinstance(x, Mapping) else None
+
+
+def _outputs(
+    contract: Contract[Any], case: Case, problem: Problem, tensors: dict[str, Tensor], unstated: Counter[str]
+) -> dict[str, Any]:
+    """The rule of each output and gradient; a dependent one given the reference's other outputs."""
+    expected = contract.golden[case.golden][1] if case.golden else contract.expected(case, problem, {})
+    if any(isinstance(x, Given) for x in expected.values()):
+        try:
+            seen = Runner(Implementation(moe_ref), "cpu", case.poison, Outcome("PASS")).run(problem)
+        except Misbehaved as error:
+            raise Unwritable(f"the reference's own call: {error}") from error
+    else:
+        seen = {}
+    return {
+        name: _rule(expectation, expectation.resolve(seen), f"{case.id}/out/{name}", tensors, unstated)
+        for name, expectation in expected.items()
+    }
+
+
+def _rule(
+    expectation: Expectation, resolved: Resolved, key: str, tensors: dict[str, Tensor], unstated: Counter[str]
+) -> dict[str, Any]:
+    found = stated(resolved)
+    if not found.rule:
+        unstated[found.without] += 1
+        return {"rule": "unstated", "without": found.without}
+    arrays = {name: f"{key}.{name}" for name in found.arrays}
+    tensors |= {arrays[name]: x for name, x in found.arrays.items()}
+    dtype = NAMES.get(resolved.honest.dtype, "")
+    record: dict[str, Any] = {"rule": found.rule, "dtype": dtype, **arrays}
+    record |= {"given_others": True} if isinstance(expectation, Given) else {}
+    record |= {"may_be_absent": True} if resolved.optional else {}
+    record |= {"axis": found.axis} if found.axis >= 0 else {}
+    return record | ({"without": found.without} if found.without else {})
+
+
+def safetensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """The file's bytes: the length of a JSON header, the header, and the tensors, little-endian."""
+    header, parts, place = {}, [], 0
+    for name, x in tensors.items():
+        data = bits(x.resolve_neg()).tobytes()
+        header[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [place, place + len(data)]}
+        parts.append(data)
+        place += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + b"".join(parts)
