@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from moe_fast.launch.autograd import once_differentiable
 
 # gradients of one weight: each a function of `accumulate_into`, of one backward
 Waiting = list[Callable[..., Tensor]]
