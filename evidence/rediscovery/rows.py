@@ -59,7 +59,7 @@ ROWS = (
         "losses per token depend on tensor and context parallelism",
         "0.16.1",
         "0.19.0",
-        why="It needs two ranks of tensor parallelism, and the adapter of the router plays one rank.",
+        why="It needs two ranks; the adapter of releases plays one.",
     ),
     _megatron(
         "J10",
@@ -73,14 +73,14 @@ ROWS = (
         "shared experts are not clamped",
         "0.16.1",
         "0.20.0",
-        why="Only the overlapped form of the shared experts is wrong, which runs on CUDA streams alone.",
+        why="Only the overlapped form of the shared experts is wrong, and no adapter offers it.",
     ),
     _megatron(
         "E01",
         "AlltoAll sorts chunks by a count tensor of three dimensions",
         "0.11.0",
         "0.12.0",
-        why="It needs four ranks, and this release's dispatcher runs on CUDA streams alone.",
+        why="It needs four ranks; the adapter of releases plays one.",
     ),
     _megatron(
         "L01",
