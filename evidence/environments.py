@@ -41,7 +41,7 @@ def install(python: Path, *requirements: str, dependencies: bool = False) -> Non
     command += [] if dependencies else ["--no-deps"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
+        errors = [line.removeprefix("ERROR: ") for line in result.stderr.splitlines() if line.startswith("ERROR")]
         raise Unavailable(f"pip cannot install {' '.join(requirements)}: {(errors or ['no reason given'])[-1]}")
     done.write_text("\n".join(requirements))
 

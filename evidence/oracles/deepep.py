@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from evidence.oracles.compare import OURS, Comparison, Known, compare
 from evidence.oracles.drawn import blocks, generator
 from evidence.oracles.source import load, run, statements
 from evidence.oracles.te_quantization import Part, of_rows
+from evidence.oracles.te_router import placed
 from moe_ref.dispatch.low_latency import quantize_for_wire
 
 PEER = "DeepEP's references"
@@ -44,7 +46,7 @@ def comparisons(source: Path) -> Iterator[Comparison]:
             space = run(nodes, "test_intranode.py", given)
             for name, value in moe_ref.deepep_layout(own, num_experts=experts, ranks=ranks)._asdict().items():
                 other = space[name].to(value.dtype)
-                yield compare(f"layout: {name}", value, other, case=lambda at, _, text=text: f"{text} at {at}")
+                yield compare(f"layout: {name}", value, other, case=partial(placed, text))
         yield from dispatched(source, indices, experts, read.ceil_div, text)
     yield from cast(read.per_token_cast_to_fp8)
 
@@ -97,7 +99,7 @@ def dispatched(source: Path, indices: list[Tensor], experts: int, ceil_div: Any,
         assert mine.probs is not None
         weights = torch.where(slots == -1, 0, weights)  # the reference leaves them, and they are not read
         for name, own, other in (("rows", mine.rows, rows), ("indices", mine.indices, slots), ("probs", mine.probs, weights)):  # fmt: skip  # noqa: E501
-            yield compare(f"dispatch: {name}", own, other.to(own.dtype), case=lambda at, _: f"{text} at {at}")
+            yield compare(f"dispatch: {name}", own, other.to(own.dtype), case=partial(placed, text))
 
 
 def cast(theirs: Any) -> Iterator[Comparison]:

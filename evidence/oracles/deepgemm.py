@@ -18,7 +18,8 @@ PEER = "DeepGEMM's casts"
 PACKAGES: tuple[str, ...] = ()
 SOURCE = "deepseek-ai/DeepGEMM"
 
-NAMES = ["ceil_div", "align", "ceil_to_ue8m0", "per_token_cast_to_fp8", "per_block_cast_to_fp8", "_quantize_to_fp4_e2m1"]  # fmt: skip
+NAMES = ["ceil_div", "align", "ceil_to_ue8m0", "per_token_cast_to_fp8", "per_block_cast_to_fp8"]
+NAMES += ["_quantize_to_fp4_e2m1"]
 SMALL = "an amax below 1e-4: DeepGEMM raises it to 1e-4, the recipe does not"
 NOT_FINITE = "an infinity or a NaN in the block, on which DeepGEMM's cast and the recipe's kernel do not agree"
 TIES = "a tie: E2M1 rounds to the even code, as the hardware does; DeepGEMM's cast always towards 0"
@@ -48,7 +49,13 @@ def comparisons(source: Path) -> Iterator[Comparison]:
     pairs = (
         ("FP8 by rows of 128, against the wire of dispatch", wire, 128, read.per_token_cast_to_fp8, 1),
         ("FP8 by rows of 128, against block scaling", recipes[128], 128, read.per_token_cast_to_fp8, 1),
-        ("FP8 by squares of 128, against block scaling", reference(Recipe("block"), "weight"), 128, read.per_block_cast_to_fp8, 128),  # fmt: skip  # noqa: E501
+        (
+            "FP8 by squares of 128, against block scaling",
+            reference(Recipe("block"), "weight"),
+            128,
+            read.per_block_cast_to_fp8,
+            128,
+        ),
         ("FP8 by rows of 32, against MXFP8", recipes[32], 32, read.per_token_cast_to_fp8, 1),
     )
     for subject, ours, size, cast, per in pairs:
@@ -78,5 +85,9 @@ def fp4(theirs: Callable[[Tensor], Tensor]) -> Comparison:
     ties = torch.isin(x.abs(), torch.tensor([0.75, 1.75, 3.5]))
     known = [Known(TIES, OURS, ties), Known(SIGN, OURS, x.isnan() | (x.abs() <= 0.25))]
     return compare(
-        "E2M1 codes of every bfloat16", encode(x, E2M1), theirs(x).view(torch.uint8), case=lambda at, _: f"x = {x[at]}", known=known
+        "E2M1 codes of every bfloat16",
+        encode(x, E2M1),
+        theirs(x).view(torch.uint8),
+        case=lambda at, _: f"x = {x[at]}",
+        known=known,
     )

@@ -44,7 +44,7 @@ def _special(size: int, dtype: torch.dtype, largest: float) -> Iterator[Tensor]:
     yield torch.full((size,), math.nan, dtype=dtype)
     for power in (-8, -1, 0, 3):
         exact = torch.tensor(largest * 2.0**power, dtype=dtype)
-        for value in (torch.nextafter(exact, exact * 0), exact, torch.nextafter(exact, exact * 2)):
+        for near in (torch.nextafter(exact, exact * 0), exact, torch.nextafter(exact, exact * 2)):
             row = ramp * exact / 2
-            row[0] = value
+            row[0] = near
             yield row

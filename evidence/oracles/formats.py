@@ -3,6 +3,8 @@ that can be told from its neighbours.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,12 +69,20 @@ def encoded(name: str, format: Format, theirs: Callable[[Tensor], Tensor], *, ta
 # ---- one class a package; each gives functions of a format
 
 
+def _widened(own: torch.dtype, codes: Tensor) -> Tensor:
+    return codes.view(own).float()
+
+
+def _cast(own: torch.dtype, x: Tensor) -> Tensor:
+    return x.to(own).view(torch.uint8)
+
+
 def by_torch() -> Iterator[Comparison]:
     """torch's float8 types."""
     for format in (E4M3, E5M2, E8M0):
-        yield decoded("torch", format, lambda codes, own=TORCH[format.name]: codes.view(own).float())
+        yield decoded("torch", format, partial(_widened, TORCH[format.name]))
     for format in (E4M3, E5M2):
-        yield encoded("torch", format, lambda x, own=TORCH[format.name]: x.to(own).view(torch.uint8))
+        yield encoded("torch", format, partial(_cast, TORCH[format.name]))
 
 
 def by_ml_dtypes() -> Iterator[Comparison]:
@@ -83,13 +93,17 @@ def by_ml_dtypes() -> Iterator[Comparison]:
     types = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e2m1": "float4_e2m1fn", "e8m0": "float8_e8m0fnu"}
     for format in FORMATS:
         own = getattr(ml_dtypes, types[format.name])
-        yield decoded(
-            "ml_dtypes", format, lambda c, own=own: torch.from_numpy(c.numpy().view(own).astype(np.float32))
-        )
+
+        def values(codes: Tensor, own: Any = own) -> Tensor:
+            return torch.from_numpy(codes.numpy().view(own).astype(np.float32))
+
+        def codes(x: Tensor, own: Any = own) -> Tensor:
+            with np.errstate(invalid="ignore"):  # NaN in a format without one
+                return torch.from_numpy(x.numpy().astype(own).view(np.uint8))
+
+        yield decoded("ml_dtypes", format, values)
         if format is not E8M0:  # its cast rounds to nearest, a scale is rounded up
-            yield encoded(
-                "ml_dtypes", format, lambda x, own=own: torch.from_numpy(x.numpy().astype(own).view(np.uint8))
-            )
+            yield encoded("ml_dtypes", format, codes)
 
 
 def by_gfloat() -> Iterator[Comparison]:
@@ -104,16 +118,14 @@ def by_gfloat() -> Iterator[Comparison]:
         up = format is E8M0
         mode = gfloat.RoundMode.TowardPositive if up else gfloat.RoundMode.TiesToEven
 
-        def codes(x: Tensor, own: object = own, mode: object = mode, up: bool = up) -> Tensor:
+        def codes(x: Tensor, own: Any = own, mode: Any = mode, up: bool = up) -> Tensor:
             values = x.double().numpy()
             values = np.maximum(np.abs(values), 2.0**-127) if up else values  # E8M0 has no zero: the least code
             rounded = gfloat.round_ndarray(own, values, mode, sat=True)
             return torch.from_numpy(gfloat.encode_ndarray(own, rounded).astype(np.uint8))
 
-        yield decoded(
-            "gfloat",
-            format,
-            lambda c, own=own: torch.from_numpy(gfloat.decode_ndarray(own, c.long().numpy()).astype(np.float32)),
-        )
-        yield encoded("gfloat", format, codes, takes_nan=format.nan is not None)
+        def values(codes: Tensor, own: Any = own) -> Tensor:
+            return torch.from_numpy(gfloat.decode_ndarray(own, codes.long().numpy()).astype(np.float32))
 
+        yield decoded("gfloat", format, values)
+        yield encoded("gfloat", format, codes, takes_nan=format.nan is not None)

@@ -34,7 +34,11 @@ def block_of(name: str, config: SimpleNamespace, p: LayerParameters) -> tuple[An
         if p.shared_fc1_weight is not None and p.shared_fc2_weight is not None:
             gate, up = p.shared_fc1_weight.chunk(2)
             shared = block.shared_experts
-            for theirs, mine in ((shared.gate_proj, gate), (shared.up_proj, up), (shared.down_proj, p.shared_fc2_weight)):
+            for theirs, mine in (
+                (shared.gate_proj, gate),
+                (shared.up_proj, up),
+                (shared.down_proj, p.shared_fc2_weight),
+            ):
                 theirs.weight.copy_(mine)
     return block, own
 
@@ -57,10 +61,11 @@ def comparisons(source: Path | None) -> Iterator[Comparison]:
             config = SimpleNamespace(
                 num_experts_per_tok=topk, hidden_size=hidden, intermediate_size=width, moe_intermediate_size=width,
                 hidden_act="silu", router_jitter_noise=0.0, norm_topk_prob=True, n_group=1, topk_group=1,
-                routed_scaling_factor=2.5, n_shared_experts=1, _experts_implementation="eager", **dict.fromkeys(names, experts),
+                routed_scaling_factor=2.5, n_shared_experts=1, _experts_implementation="eager",
+                **dict.fromkeys(names, experts),
             )  # fmt: skip
             p = parameters_of(hidden, experts, width, shared=width if deepseek else 0)
-            score = {"score_function": "sigmoid", "scaling_factor": 2.5} if deepseek else {}
+            score: dict[str, Any] = {"score_function": "sigmoid", "scaling_factor": 2.5} if deepseek else {}
             router = RouterConfig(num_experts=experts, topk=topk, **score)
             block, own = block_of(name, config, p)
             mine = [p.router_weight, p.fc1_weight, p.fc2_weight]

@@ -87,7 +87,7 @@ def page(results: Sequence[Result]) -> str:
 
 def section(result: Result) -> str:
     """One peer's tables."""
-    lines = [f"## {result.peer[0].upper()}{result.peer[1:]}\n", f"{result.against}.\n"]
+    lines = [f"## {result.peer}\n", f"{result.against}.\n"]
     lines += ["| compared | rule | values | equal |", "|---|---|--:|--:|"]
     lines += [f"| {one.subject} | {one.rule} | {one.values} | {one.equal} |" for one in result.comparisons]
     causes = list(by_cause(result.comparisons))

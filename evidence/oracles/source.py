@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-
 STANDARD = {"dataclasses": dataclasses, "enum": enum, "math": math} | {
     name: getattr(typing, name) for name in ("Optional", "Tuple", "Union", "Iterable")
 }
 
 
 class _OnACpu(ast.NodeTransformer):
-    """"cuda" becomes "cpu", and no decorator of torch stays."""
+    """ "cuda" becomes "cpu", and no decorator of torch stays."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         return ast.copy_location(ast.Constant("cpu"), node) if node.value == "cuda" else node

@@ -97,9 +97,7 @@ def block_scaling(tests: Path) -> Iterator[Comparison]:
         tile = (128, 128) if square else (1, 128)
 
         def theirs(x: Tensor, format: str = format, powers: bool = powers, tile: tuple = tile) -> tuple:
-            q = quantizer.quantize(
-                x, FP8[format], pow_2_scales=powers, quant_tile_shape=tile, munge_scale_shapes=False
-            )
+            q = quantizer.quantize(x, FP8[format], pow_2_scales=powers, quant_tile_shape=tile, munge_scale_shapes=False)
             return q.data.view(torch.uint8), q.scale
 
         x = blocks(512, 128, dtype, torch.finfo(FP8[format]).max, special=not square)
@@ -143,6 +141,12 @@ def current_scaling(source: Path) -> Iterator[Comparison]:
             yield from Part(ours, theirs).compared(subject, x, known)
 
 
+MXFP8_NOT_FINITE = (
+    "an infinity or a NaN in the block: the reference's scale is the code of a NaN, the kernel's 254 for an infinity, "
+    "and that of the other values beside a NaN"
+)
+
+
 def mxfp8_squares(tests: Path) -> Iterator[Comparison]:
     """32×32."""
     names = ["_float_to_e8m0", "_e8m0_to_scale_inv", "_mxfp8_2d_quantize_reference", "MXFP8_BLOCK_SIZE", "FP8_E4M3_MAX"]
@@ -158,7 +162,7 @@ def mxfp8_squares(tests: Path) -> Iterator[Comparison]:
                 return data.view(torch.uint8), scale
 
             def known(x: Tensor, out: Tensor) -> list[Known]:
-                return [Known(NOT_FINITE, OURS, bad(x).any().expand(out.shape))]
+                return [Known(MXFP8_NOT_FINITE, OURS, bad(x).any().expand(out.shape))]
 
             yield from Part(reference(recipe, "weight"), theirs).compared("MXFP8, 32×32", x, known)
 
@@ -170,7 +174,8 @@ def nvfp4(source: Path) -> Iterator[Comparison]:
     names = ["cast_to_fp4x2", "cast_from_fp4x2", "get_wgrad_sign_vector", "NVFP4TensorRef", "NVFP4QuantizerRef"]
     quantizer = load(folder / "reference_nvfp4.py", names, **stubs(utils)).NVFP4QuantizerRef
     for name, options, theirs, role in NVFP4:
-        recipe = Recipe("nvfp4", **{"hadamard": False, "stochastic_rounding": False, **options})
+        plain: dict[str, Any] = {"hadamard": False, "stochastic_rounding": False}
+        recipe = Recipe("nvfp4", **plain | options)
         columnwise = bool(recipe.hadamard)
         one = quantizer(utils.Fp4Formats.E2M1, rowwise=True, columnwise=columnwise, **theirs)
         for dtype in FLOATS if not columnwise else (torch.bfloat16,):
@@ -182,7 +187,9 @@ EDGE = (
     "a transform at the edge of float32: whether a sum overflows depends on its order, and torch's bf16 product on a "
     "CPU flushes subnormal sums"
 )
-NVFP4_NOT_FINITE = "an infinity or a NaN in the tensor: the reference's maximum carries it, the kernel's passes over NaN"
+NVFP4_NOT_FINITE = (
+    "an infinity or a NaN in the tensor: the reference's maximum carries it, the kernel's passes over NaN"
+)
 
 
 def _nvfp4(name: str, recipe: Recipe, role: str, one: object, columnwise: bool, dtype: torch.dtype) -> Iterator:
@@ -214,7 +221,7 @@ def _nvfp4(name: str, recipe: Recipe, role: str, one: object, columnwise: bool, 
 
 
 SIXTEEN = {"quant_tile_shape": (16, 16)}
-NVFP4 = (
+NVFP4: tuple[tuple[str, dict[str, Any], dict[str, Any], str], ...] = (
     ("1×16", {}, {}, "input"),
     ("16×16", {}, SIXTEEN, "weight"),
     ("1×16, Hadamard transform", {"hadamard": True}, {"with_rht": True}, "input"),
@@ -222,7 +229,11 @@ NVFP4 = (
     *(
         (
             f"{'16×16' if role == 'weight' else '1×16'}, 4over6 by {error}, bound {bound}",
-            {"four_over_six": "all", "four_over_six_error": error, "four_over_six_bound_256": "all" if bound == 256 else "none"},  # fmt: skip
+            {
+                "four_over_six": "all",
+                "four_over_six_error": error,
+                "four_over_six_bound_256": "all" if bound == 256 else "none",
+            },
             {"nvfp4_use_4over6": True, "nvfp4_4over6_err_mode": error, "nvfp4_e4m3_max": bound, **tile},
             role,
         )

@@ -3,6 +3,7 @@ their gradients.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ RULE = "within (E + 8) · 2^-23 of the largest value in the row"
 
 def comparisons(source: Path) -> Iterator[Comparison]:
     """Routing, scores for the loss, and the loss."""
-    names = ["group_limited_topk", "topk_score_function_pytorch", "compute_scores_for_aux_loss_pytorch", "aux_loss_pytorch"]  # fmt: skip
-    theirs = load(source / "tests/pytorch/test_fused_router.py", names)
+    names = ("topk_score_function_pytorch", "compute_scores_for_aux_loss_pytorch", "aux_loss_pytorch")
+    theirs = load(source / "tests/pytorch/test_fused_router.py", (*names, "group_limited_topk"))
     for (tokens, experts, topk), score in product(SHAPES, ("softmax", "sigmoid", "sqrtsoftplus")):
         logits = torch.randn(tokens, experts, generator=generator(tokens))  # no ties
         text = f"T={tokens} E={experts} K={topk} {score}"
@@ -40,7 +41,9 @@ def bounded(subject: str, ours: Tensor, theirs: Tensor, text: str) -> Comparison
     """A result of a softmax or a normalisation, of another order of the same float32 operations."""
     largest = theirs.abs().amax(-1, keepdim=True) if theirs.dim() else theirs.abs()
     room = (ours.shape[-1] if ours.dim() else 1) + 8
-    return compare(subject, ours, theirs, case=lambda at, _: f"{text} at {at}", bound=room * 2.0**-23 * largest, rule=RULE)
+    return compare(
+        subject, ours, theirs, case=lambda at, _: f"{text} at {at}", bound=room * 2.0**-23 * largest, rule=RULE
+    )
 
 
 def both(
@@ -56,6 +59,16 @@ def both(
     return results[0], results[1]
 
 
+def first(function: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    """The first of its results."""
+    return lambda x: function(x)[0]
+
+
+def placed(text: str, at: tuple[int, ...], cause: str) -> str:
+    """A case and the place in its result."""
+    return f"{text} at {at}"
+
+
 def routing(theirs: Callable[..., Any], logits: Tensor, topk: int, score: str, text: str) -> Iterator[Comparison]:
     """Every setting of the choice."""
     experts = logits.shape[1]
@@ -63,14 +76,19 @@ def routing(theirs: Callable[..., Any], logits: Tensor, topk: int, score: str, t
     for pre, (groups, kept), scale in product((False, True), GROUPS, (None, 2.5)):
         if (pre and score != "softmax") or (groups and (topk % 2 or experts % 4 or topk // 2 > experts // 4)):
             continue
-        settings = {"num_groups": groups, "group_topk": kept, "scaling_factor": scale, "score_function": score, "expert_bias": bias}  # fmt: skip
-        mine = lambda x, s=settings, p=pre: moe_ref.topk_routing(x, topk=topk, pre_softmax=p, **s).probs  # noqa: E731
-        other = lambda x, s=settings, p=pre: theirs(x, topk, use_pre_softmax=p, **s)[0]  # noqa: E731
-        (probs, gradient), (their_probs, their_gradient) = both(mine, other, logits)
-        own_map = moe_ref.topk_routing(logits, topk=topk, pre_softmax=pre, **settings).routing_map
-        their_map = theirs(logits, topk, use_pre_softmax=pre, **settings)[1]
+        settings: dict[str, Any] = {
+            "num_groups": groups,
+            "group_topk": kept,
+            "scaling_factor": scale,
+            "score_function": score,
+        }
+        settings["expert_bias"] = bias
+        mine = partial(moe_ref.topk_routing, topk=topk, pre_softmax=pre, **settings)
+        other = partial(theirs, topk=topk, use_pre_softmax=pre, **settings)
+        (probs, gradient), (their_probs, their_gradient) = both(first(mine), first(other), logits)
+        own_map, their_map = mine(logits).routing_map, other(logits)[1]
         case = f"{text} groups={groups} pre_softmax={pre}"
-        yield compare("choice, without ties", own_map, their_map, case=lambda at, _, c=case: f"{c} at {at}")
+        yield compare("choice, without ties", own_map, their_map, case=partial(placed, case))
         yield bounded("weights", probs, their_probs, case)
         yield bounded("gradient of the logits", gradient, their_gradient, case)
 
@@ -79,7 +97,7 @@ def scores(theirs: Callable[..., Any], logits: Tensor, topk: int, score: str, te
     """The scores of the balancing loss, and the map that is counted."""
     own = moe_ref.aux_loss_scores(logits, topk=topk, score_function=score)
     yield compare("counted map", own.routing_map, theirs(logits, topk, score)[0], case=lambda at, _: f"{text} at {at}")
-    mine = lambda x: moe_ref.aux_loss_scores(x, topk=topk, score_function=score).scores  # noqa: E731
+    mine = first(partial(moe_ref.aux_loss_scores, topk=topk, score_function=score))
     (value, gradient), (their_value, their_gradient) = both(mine, lambda x: theirs(x, topk, score)[1], logits)
     yield bounded("scores of the loss", value, their_value, text)
     yield bounded("gradient of the scores", gradient, their_gradient, text)
@@ -94,4 +112,6 @@ def loss(theirs: Callable[..., Any], logits: Tensor, topk: int, text: str) -> Co
     )
     other = theirs(made.scores, counts, tokens, topk, experts, 0.01)
     room = (experts + tokens + 8) * 2.0**-23 * other.abs()
-    return compare("balancing loss", own, other, case=lambda at, _: text, bound=room, rule="within (E + T + 8) · 2^-23 of it")
+    return compare(
+        "balancing loss", own, other, case=lambda at, _: text, bound=room, rule="within (E + T + 8) · 2^-23 of it"
+    )

@@ -38,7 +38,7 @@ def found(row: Row, of: Callable[[Row, str], str] = of_release) -> Found:
     except Unavailable as why:
         return Found(row, "not run", f"{why}.")
     if not wrong:
-        return Found(row, "not shown", f"{row.broken} passes the contract.")
+        return Found(row, "not shown", f"{row.broken} passes the contract. {row.why}".strip())
     if row.mended is None:
         return Found(row, "half", f"{row.broken} fails. No release has mended it.", wrong)
     try:

@@ -1,6 +1,6 @@
 """One check per defect: what is wrong in the installed release, or "".
 
-    python -m evidence.rediscovery.checks NAME
+python -m evidence.rediscovery.checks NAME
 """
 
 import os
@@ -52,11 +52,10 @@ def releases() -> Any:
 
 def router(**options: Any) -> Any:
     """A `TopKRouter` of the release on a CPU, layer 1 of 1."""
+    from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import distributed
-
-    from megatron.core import parallel_state
 
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
@@ -96,9 +95,7 @@ def loss_of(score: str) -> float:
     """The reference's loss of LOGITS, over its coefficient."""
     made = moe_ref.aux_loss_scores(LOGITS, topk=2, score_function=score)
     counts = made.routing_map.sum(0)
-    return float(
-        moe_ref.load_balancing_loss(made.scores, counts, total_num_tokens=3, topk=2, num_experts=4, coeff=1.0)
-    )
+    return float(moe_ref.load_balancing_loss(made.scores, counts, total_num_tokens=3, topk=2, num_experts=4, coeff=1.0))
 
 
 def compared(what: str, got: float, right: float) -> str:
@@ -112,9 +109,7 @@ def r05() -> str:
     from conformance.families.router.cases import LogitsCase
 
     logits = (72, 8, 0, 0, 40, 36, 35, 34)  # eighths
-    case = LogitsCase(
-        function="topk_routing", tokens=1, experts=8, topk=4, groups=2, group_topk=1, logits=logits
-    )
+    case = LogitsCase(function="topk_routing", tokens=1, experts=8, topk=4, groups=2, group_topk=1, logits=logits)
     return judged(releases(), case)
 
 
@@ -141,8 +136,10 @@ def d05() -> str:
     """A multiple that cannot be reached is reported: 90 of 100 tokens, multiples of 128."""
     routing_map = (torch.arange(100) < 90)[:, None]
     count = int(releases().pad_routing_map(routing_map, align=128).routing_map.sum())
-    right = moe_ref.pad_routing_map(routing_map, align=128)
-    return "" if count % 128 == 0 else f"{count} tokens, no multiple of 128, and no report; the reference has unreached={right.unreached}"
+    if count % 128 == 0:
+        return ""
+    right = moe_ref.pad_routing_map(routing_map, align=128).unreached.tolist()
+    return f"{count} tokens, no multiple of 128, and no report; the reference has unreached={right}"
 
 
 @check
@@ -192,8 +189,8 @@ def l05() -> str:
     seen: list[Any] = []
     with mock.patch.object(upcycling_utils, "_convert_to_moe_state_dict", lambda *given: seen.append(given)):
         upcycling_utils.upcycle_state_dict(sparse, dense)
-    first = seen[0][0]
-    return "" if first is sparse[0] else "with two chunks the converter is given (dense's state, MoE model), not (MoE model, dense model)"  # fmt: skip  # noqa: E501
+    wrong = "with two chunks the converter is given (dense's state, MoE model), not (MoE model, dense model)"
+    return "" if seen[0][0] is sparse[0] else wrong
 
 
 def transformer_engine() -> Any:
@@ -208,7 +205,7 @@ def p01() -> str:
     """Rows of the input whose addresses pass 2^31 elements."""
     from conformance.families.permutation.cases import RoutingCase
 
-    given = {"tokens": 3, "experts": 3, "hidden": 3, "routing": (5, 2, 7)}
+    given: dict[str, Any] = {"tokens": 3, "experts": 3, "hidden": 3, "routing": (5, 2, 7)}
     case = RoutingCase(function="permute", layout="wide_rows", layout_of="tokens", **given)
     return judged(transformer_engine(), case)
 
@@ -228,7 +225,14 @@ def p13() -> str:
 def _zero_probs(grads: str) -> str:
     from conformance.families.permutation.cases import RoutingCase
 
-    given = {"tokens": 3, "experts": 2, "hidden": 4, "probs": "float32", "zero_probs": True, "grads": grads}
+    given: dict[str, Any] = {
+        "tokens": 3,
+        "experts": 2,
+        "hidden": 4,
+        "probs": "float32",
+        "zero_probs": True,
+        "grads": grads,
+    }
     return judged(transformer_engine(), RoutingCase(function="permute", **given))
 
 

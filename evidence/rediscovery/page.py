@@ -34,7 +34,10 @@ def page(results: Sequence[Found]) -> str:
     """The whole page."""
     counts = Counter(result.outcome for result in results)
     summary = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("found again", "half", "not shown", "not run"))
-    lines = [HEAD, f"Python {sys.version.split()[0]}, torch {torch.__version__}, CPU. {len(results)} defects: {summary}.\n"]
+    lines = [
+        HEAD,
+        f"Python {sys.version.split()[0]}, torch {torch.__version__}, CPU. {len(results)} defects: {summary}.\n",
+    ]
     lines += ["| package | defect | release | mended in | outcome |", "|---|---|---|---|---|"]
     for one in results:
         row = one.row

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from moe_ref.config import AuxScores, PaddedMap, Routed
 
-_routing = getattr(moe_utils, "topk_routing_with_score_function", getattr(moe_utils, "topk_softmax_with_capacity", None))
+_routing: Any = getattr(
+    moe_utils, "topk_routing_with_score_function", getattr(moe_utils, "topk_softmax_with_capacity", None)
+)
 
 
 def declares(function: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ MEGATRON, ENGINE = "megatron-core", "transformer-engine"
 
 @dataclass(frozen=True)
 class Row:
-    """One defect of one package. Without a check, `why` says why."""
+    """One defect of one package. `why` says why it is not run, or not shown."""
 
     bug: str
     title: str
@@ -41,31 +41,52 @@ ROWS = (
     _megatron("L05", "upcycling of several chunks swaps its arguments", "0.16.1", "0.20.0", "l05"),
     _megatron("D05", "a multiple that padding cannot reach goes unreported", "0.16.1", None, "d05"),
     _megatron(
-        "R27", "the counted map ignores groups and bias", "0.16.1", None,
+        "R27",
+        "the counted map ignores groups and bias",
+        "0.16.1",
+        None,
         why="It is a choice of the package that the reference follows: `aux_loss_scores` counts the plain top-k.",
     ),
     _megatron(
-        "A14", "the tracker has no place for the losses of MTP layers", "0.16.1", "0.17.0",
+        "A14",
+        "the tracker has no place for the losses of MTP layers",
+        "0.16.1",
+        "0.17.0",
         why="The interface has no MTP layers, and reads the tracker of one layer.",
     ),
     _megatron(
-        "A07", "losses per token depend on tensor and context parallelism", "0.16.1", "0.19.0",
-        why="It needs two ranks of tensor parallelism, and the adapter of the router plays one rank.",
+        "A07",
+        "losses per token depend on tensor and context parallelism",
+        "0.16.1",
+        "0.19.0",
+        why="It needs two ranks; the adapter of releases plays one.",
     ),
     _megatron(
-        "J10", "the norm of gradients omits experts", "0.16.1", "0.19.0",
+        "J10",
+        "the norm of gradients omits experts",
+        "0.16.1",
+        "0.19.0",
         why="The interface has no norm over the gradients of a model.",
     ),
     _megatron(
-        "H04", "shared experts are not clamped", "0.16.1", "0.20.0",
-        why="Only the overlapped form of the shared experts is wrong, which runs on CUDA streams alone.",
+        "H04",
+        "shared experts are not clamped",
+        "0.16.1",
+        "0.20.0",
+        why="Only the overlapped form of the shared experts is wrong, and no adapter offers it.",
     ),
     _megatron(
-        "E01", "AlltoAll sorts chunks by a count tensor of three dimensions", "0.11.0", "0.12.0",
-        why="It needs four ranks, and this release's dispatcher runs on CUDA streams alone.",
+        "E01",
+        "AlltoAll sorts chunks by a count tensor of three dimensions",
+        "0.11.0",
+        "0.12.0",
+        why="It needs four ranks; the adapter of releases plays one.",
     ),
     _megatron(
-        "L01", "sharded state of experts with FP8 padding", "0.10.0", "0.11.0",
+        "L01",
+        "sharded state of experts with FP8 padding",
+        "0.10.0",
+        "0.11.0",
         why="The experts that have it exist only with Transformer Engine.",
     ),
     _megatron("L03", "an FP8 checkpoint of experts does not load", "0.12.0", "0.13.0", why=NO_GPU),
@@ -74,11 +95,28 @@ ROWS = (
         "N05", "overlapped AlltoAll with one local expert", "0.16.1", "0.17.0", why="It needs two GPUs, and streams."
     ),
     _engine("P01", "addresses of rows wrap at 2^31", "2.8.0", "2.9.0", "p01"),
-    _engine("P04", "padding slots of probability 0 hold noise", "2.6.0", "2.7.0", "p04"),
-    _engine("P12", "rows brought back from nothing have no tokens", "2.14.1", None, "p12"),
-    _engine("P13", "the gradient of a probability that is 0", "2.20.2", None, "p13"),
     _engine(
-        "P06", "a number of rows of -1 is taken for a size", "2.14.1", "2.15.0",
+        "P04",
+        "padding slots of probability 0 hold noise",
+        "2.6.0",
+        "2.7.0",
+        "p04",
+        "A literal of another dtype is stored, which Triton's interpreter converts and a GPU's compiler may not.",
+    ),
+    _engine("P12", "rows brought back from nothing have no tokens", "2.14.1", None, "p12"),
+    _engine(
+        "P13",
+        "the gradient of a probability that is 0",
+        "2.20.2",
+        None,
+        "p13",
+        "The report was a reading of the code: the rule for such rows is declared, and the gradient is right.",
+    ),
+    _engine(
+        "P06",
+        "a number of rows of -1 is taken for a size",
+        "2.14.1",
+        "2.15.0",
         why="The interface always gives the number of rows; its default has no place in a call.",
     ),
     *(

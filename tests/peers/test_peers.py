@@ -182,6 +182,16 @@ def test_a_missing_package_is_one_sentence_that_says_what_to_install(monkeypatch
         importlib.import_module("conformance.peers.megatron")
 
 
+@needs_megatron
+def test_an_unknown_version_is_judged_with_a_warning(monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda name: "0.99.0")
+    monkeypatch.delitem(sys.modules, "conformance.peers.megatron", raising=False)
+    with pytest.warns(UserWarning, match=r"megatron-core 0\.99\.0 is judged by an adapter of 0\.16"):
+        adapter = importlib.import_module("conformance.peers.megatron")
+    monkeypatch.delitem(sys.modules, "conformance.peers.megatron")
+    assert callable(adapter.permute) and callable(adapter.route)
+
+
 def test_the_template_is_conformant_as_it_stands():
     functions, outcomes = judged("conformance.peers.template")
     assert [name for name, about in functions.items() if about["offered"]] == ["permute"]

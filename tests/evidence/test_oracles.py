@@ -1,0 +1,122 @@
+"""The reference next to other people's code, where it is installed; and the comparison itself."""
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import moe_ref
+from evidence.oracles import formats
+from evidence.oracles.catalogue import oracles
+from evidence.oracles.compare import EITHER, OURS, Comparison, Known, compare, merged, shrunk
+from evidence.oracles.drawn import blocks
+from evidence.oracles.page import Result, page
+from evidence.oracles.source import load, run, statements
+
+INSTALLED = {"torch": "torch", "megatron_core": "megatron"}  # oracles of the ordinary test environment, by package
+ZERO = torch.zeros(3)
+
+
+def placed(at: tuple[int, ...], cause: str) -> str:
+    return f"at {at}"
+
+
+def compared(name: str) -> list[Comparison]:
+    """The oracle's comparisons, in a process of its own: a package's process groups are global."""
+    return merged(list(oracles()[name].comparisons(None)))
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_every_difference_from_an_installed_peer_is_explained(name):
+    if find_spec(INSTALLED[name]) is None:
+        pytest.skip(f"{INSTALLED[name]} is not installed: pip install --no-deps {' '.join(oracles()[name].packages)}")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        found = executor.submit(compared, name).result(timeout=300)
+    assert sum(one.values for one in found) > 10**5
+    assert {one.subject: one.differences for one in found if one.unexplained} == {}
+
+
+def test_no_oracle_is_forgotten():
+    """Each is run above, or needs a package or a source that the test environment lacks."""
+    others = [oracle for name, oracle in oracles().items() if name not in INSTALLED]
+    assert len(others) == 8 and all(oracle.packages or oracle.source for oracle in others)
+
+
+def test_a_wrong_code_of_the_reference_is_reported_with_its_value(monkeypatch):
+    right = formats.encode
+
+    def one_off(x, format):
+        wrong = (x == 17) & (format is formats.E4M3)
+        return torch.where(wrong, right(x, format) + 1, right(x, format))
+
+    monkeypatch.setattr(formats, "encode", one_off)
+    wrong = [one for one in formats.by_torch() if one.unexplained]
+    assert [one.subject for one in wrong] == ["torch: e4m3 codes of rounded values"]
+    assert wrong[0].differences[-1].smallest.startswith("x = 17: moe_ref 89, the peer 88")
+
+
+def test_a_wrong_weight_of_the_reference_is_outside_the_bound(monkeypatch):
+    right = moe_ref.topk_routing
+    pytest.importorskip("megatron")
+
+    def heavier(logits, **settings):
+        routed = right(logits, **settings)
+        return routed._replace(probs=routed.probs * (1 + 1e-3))
+
+    monkeypatch.setattr(moe_ref, "topk_routing", heavier)
+    found: Iterator[Comparison] = oracles()["megatron_core"].comparisons(None)
+    weights = next(one for one in found if one.subject == "weights")
+    assert weights.unexplained
+
+
+def test_a_cause_explains_only_the_values_it_covers():
+    other = torch.tensor([1.0, 0, 1])
+    known = [Known("the first", OURS, torch.tensor([True, False, False]))]
+    found = compare("x", ZERO, other, case=placed, known=known)
+    assert (found.values, found.equal, found.unexplained) == (3, 1, 1)
+    assert [one.smallest for one in found.differences] == ["at (0,)", "at (2,): moe_ref 0.0, the peer 1.0"]
+
+
+def test_bits_decide_without_a_bound_and_nan_is_within_none():
+    assert compare("x", ZERO, -ZERO, case=placed).unexplained == 3
+    nan = torch.full((3,), torch.nan)
+    assert compare("x", nan, -nan, case=placed).unexplained == 0
+    assert compare("x", ZERO, nan, case=placed, bound=ZERO + 1).unexplained == 3
+    assert compare("x", ZERO, ZERO + 0.5, case=placed, bound=ZERO + 1).unexplained == 0
+    with pytest.raises(ValueError, match="of torch"):
+        compare("x", ZERO, ZERO.double(), case=placed)
+
+
+def test_a_case_is_shrunk_to_the_elements_that_its_difference_needs():
+    x = torch.arange(6.0).reshape(2, 3) + 1
+    assert shrunk(x, lambda y: bool(y[1, 2] > 5)) == "2×3 of float32, 0 but [1, 2] = 6"
+
+
+def test_drawn_blocks_hold_what_is_special_and_stay_the_same():
+    x = blocks(4, 32, torch.bfloat16, 448.0)
+    assert x.isnan().any() and x.isinf().any() and (x == 0).all(1).any()
+    assert torch.equal(x.isnan(), blocks(4, 32, torch.bfloat16, 448.0).isnan())
+
+
+def test_functions_and_statements_are_read_out_of_a_source(tmp_path):
+    path = tmp_path / "theirs.py"
+    path.write_text(
+        'import nowhere\nSIZE = 3\n@torch.compile()\ndef ones(n: nowhere.X):\n    return torch.ones(n, device="cuda")\n'
+        "def test_main(n):\n    print(n)\n    a = n + 1\n    b = a * 2\n    return b\n"
+    )
+    assert load(path, ["ones", "SIZE"]).ones(2).tolist() == [1, 1]
+    assert run(statements(path, "test_main", "a", "b"), "theirs.py", {"n": 2})["b"] == 6
+    with pytest.raises(LookupError, match="has no twos"):
+        load(path, ["ones", "twos"])
+
+
+def test_the_page_says_what_was_not_run_and_what_is_not_explained():
+    found = compare("sums", ZERO, ZERO + 1, case=placed)
+    known = compare("scales", ZERO, ZERO + 1, case=placed, known=[Known("both may", EITHER, ZERO == 0)])
+    text = page([Result("one", "one 1", [found, known]), Result("two", "two 2", [], "the index has none")])
+    assert "| one | one 1 | 6 | 0 | 3 | 3 |" in text and "| two | two 2 | not run |" in text
+    assert "- not explained. Right: not decided. 3 values; smallest case (sums): at (0,)" in text
+    assert "- both may. Right: either. 3 values" in text and "two: not run. the index has none." in text
