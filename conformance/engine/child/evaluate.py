@@ -13,6 +13,7 @@ from conformance.core.case import Case
 from conformance.core.contract import Contract, Problem
 from conformance.core.law import Trial
 from conformance.core.ranks import AtRank, RankContext
+from conformance.engine.child.interpreting import mended
 from conformance.engine.child.reached import Reached
 from conformance.engine.child.runner import Blocked, Misbehaved, Outcome, Runner
 from conformance.engine.child.scopes import scope_of_function
@@ -241,7 +242,8 @@ def _guarded(runner: Runner, problem: Problem) -> dict[str, Any]:
         if device_is_lost(error):
             raise
         name = type(error).__name__
-        raise Misbehaved("call", f"raises {name}", f"raised {name} on a legal call: {message(error)}") from error
+        only = "; Triton's interpreter lacks it, a GPU may not" if mended.lacks(error) else ""
+        raise Misbehaved("call", f"raises {name}", f"raised {name} on a legal call: {message(error)}{only}") from error
 
 
 def _judged_law(law: Any, trial: Trial) -> Finding | None:
