@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import moe_ref
 from moe_fast.te import Adapter
@@ -28,7 +29,7 @@ CHANGES = (
     (r"(?m)^_PERMUTATION_AUTOTUNE_BLOCK_SIZES = .*$", "_PERMUTATION_AUTOTUNE_BLOCK_SIZES = (64,)"),
     (r'(?m)^ *triton\.Config\({"BLOCK_SIZE": (?!64})\d+}\),\n', ""),
 )
-STUBS = {  # names that permutation imports from parts that need the compiled library
+STUBS: dict[str, dict[str, Any]] = {  # names that permutation imports from parts that need the compiled library
     "transformer_engine_torch": {},
     "transformer_engine.pytorch.constants": {"TE_DType": {}},
     "transformer_engine.pytorch.quantized_tensor": {
