@@ -136,6 +136,9 @@ def parser() -> ArgumentParser:
     new.add_argument("name", metavar="NAME", help="the module's name, such as my_adapter")
     text = "functions to write stubs of, separated by commas (default: a whole example)"
     new.add_argument("--function", default="", help=text)
+    text = "write test_NAMESPACE.py in this folder: hypothesis tests of the functions that the namespace offers"
+    tests = _add(verbs, "new-test", new_test, text, "--impl", "--device")
+    tests.add_argument("--function", default="", help="functions to test, separated by commas (default: all)")
     _add_more(verbs)
     return parser
 
@@ -317,6 +320,19 @@ def new_adapter(given: Namespace) -> int:
 
     path = write_adapter(given.name, split_names(given.function))
     print(f"wrote {path}; call your kernels in it, then: moe-conformance check-adapter --impl {path.stem}")
+    return 0
+
+
+def new_test(given: Namespace) -> int:
+    """Write tests of the namespace's functions."""
+    from conformance.engine.run.pool import Pool
+    from conformance.report.new_test import write_test
+
+    options = Options.parsed(given)
+    with Pool(options.child) as pool:
+        offered = [name for name, about in pool.start()["functions"].items() if about["offered"]]
+    path = write_test(options.implementation, offered, split_names(given.function))
+    print(f"wrote {path}; run it: pytest {path}")
     return 0
 
 

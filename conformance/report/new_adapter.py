@@ -60,6 +60,15 @@ def write_adapter(name: str, functions: tuple[str, ...]) -> Path:
     if unknown := [function for function in functions if function not in CONTRACTS]:
         raise UsageError(f"--function is {unknown[0]!r}; known are {', '.join(CONTRACTS)}")
     text = HEAD.format(name=name) + "".join(map(_stub, functions)) if functions else _template(name)
+    return write_new(path, text)
+
+
+def write_new(path: Path, text: str) -> Path:
+    """Write a file that was not there.
+
+    Raises:
+        UsageError: it was.
+    """
     try:
         with path.open("x") as file:
             file.write(text)
