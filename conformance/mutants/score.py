@@ -254,11 +254,7 @@ def _calls(implementation: str, cases: list[Case], jobs: int) -> dict[str, froze
 
 
 def _order(mutant: Mutant, passed: list[PassedCase]) -> Iterator[Case]:
-    """The likely case, then those that reach a mutant, the quickest first; without traces, those of
-    its functions first.
-    """
-    if mutant.likely:
-        yield mutant.likely
+    """The cases that reach a mutant, the quickest first; without traces, its functions first."""
     reaching = [item for item in passed if mutant.touches and mutant.touches in item.calls]
     if reaching:
         yield from (item.case for item in sorted(reaching, key=lambda item: item.seconds))
@@ -277,7 +273,8 @@ def _try(mutant: Mutant, passed: list[PassedCase]) -> Result:
         options = ChildOptions(mutant.implementation, search=(folder,) if mutant.copy else ())
         try:
             with Pool(options) as pool:
-                for case, outcome in pool.run(_order(mutant, passed)):
+                first = pool.run([mutant.likely] if mutant.likely else [])  # alone: a run may change the order
+                for case, outcome in itertools.chain(first, pool.run(_order(mutant, passed))):
                     count += 1
                     way = _kill(case, outcome)
                     if way == "value" and not mutant.copy and count > 1 and pool.run_alone(case).status == "PASS":

@@ -57,7 +57,7 @@ from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
 from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
-for function in CONTRACTS:
+for function in tuple(CONTRACTS)[::5]:
     for kind in ("fixed", "drawn"):
         print(*(case.id for case in cases_of(Section(kind, function), PROFILES["gate"], Space(), 0)))
 """
@@ -75,7 +75,7 @@ def test_the_cases_depend_on_neither_folder_nor_process(tmp_path):
     ).stdout
     here = [
         cases_of(Section(kind, function), PROFILES["gate"], Space(), 0)
-        for function in FUNCTIONS
+        for function in FUNCTIONS[::5]
         for kind in ("fixed", "drawn")
     ]
     assert told.splitlines() == [" ".join(case.id for case in cases) for cases in here]

@@ -91,7 +91,7 @@ SCRIPT = "import sys, pathlib; pathlib.Path('ran').write_text(' '.join(sys.argv[
 
 def checkout(folder, code: int):
     """A folder whose only benchmark ends so."""
-    (folder / "benchmarks").mkdir(exist_ok=True)
+    (folder / "benchmarks").mkdir(parents=True, exist_ok=True)
     (folder / "benchmarks" / "__init__.py").touch()
     (folder / "benchmarks" / "router.py").write_text(SCRIPT.format(code=code))
     return folder
@@ -99,10 +99,10 @@ def checkout(folder, code: int):
 
 def test_without_a_gpu_tiny_shapes_are_checked_and_nothing_is_timed(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench(("router",), "", "", checkout(tmp_path, 0)) == 0
-    assert (tmp_path / "ran").read_text() == "--quick"
+    assert bench(("router",), "", "", checkout(tmp_path / "right", 0)) == 0
+    assert (tmp_path / "right" / "ran").read_text() == "--quick"
     assert "time nothing" in capfd.readouterr().out
-    assert bench(("router",), "", "", checkout(tmp_path, 1)) == 1
+    assert bench(("router",), "", "", checkout(tmp_path / "wrong", 1)) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

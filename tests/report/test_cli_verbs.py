@@ -140,9 +140,13 @@ def test_another_project_keeps_its_own_pytest_options(place, more):
     assert (process.returncode, "1 passed" in out) == (0, True), out + err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize(
-    "front", [("conformance", *smoke("sleeping")), (*SUITE, *smoke_items("sleeping"))], ids=lambda x: x[0]
+    ("front", "number"),
+    [
+        (("conformance", *smoke("sleeping")), signal.SIGTERM),
+        ((*SUITE, *smoke_items("sleeping")), signal.SIGINT),
+    ],
+    ids=["conformance-SIGTERM", "pytest-SIGINT"],
 )
 def test_an_interrupted_run_reports_what_was_judged_and_leaves_nothing_running(place, front, number):
     prefix = "--moe-" if front[0] == "pytest" else "--"

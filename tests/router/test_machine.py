@@ -32,7 +32,6 @@ def test_a_right_router_passes_every_sequence(implementation):
         ("U36", "record+forward+record+forward+backward"),  # the newest replay first
         ("U37", "record+forward"),  # the global loss counts the last micro-batch
         ("U38", "record+frozen"),  # counters stay after a frozen batch
-        ("U40", "record+forward+reload+record+forward+backward"),  # queued replays are not saved
     ],
 )
 def test_a_router_that_loses_state_is_found_and_shrinks_to_a_short_sequence(defect, steps):
