@@ -1,0 +1,49 @@
+"""No axis is dead in silence: each is live in a function of its case, and knows the inputs it names."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.axes import Choice, choice, size
+from conformance.core.case import Case, axes_of
+from conformance.core.signature import Signature
+
+CLASSES = sorted(
+    {one for contract in CONTRACTS.values() for one in contract.case_type.__mro__ if issubclass(one, Case)},
+    key=lambda one: one.__name__,
+)
+# what is never drawn on purpose
+ON_PURPOSE = {
+    "SharedCase": {"experts"},  # shared experts form one MLP
+    "DispatchCase": {"journey"},  # calls of one law, which the family and its machine choose
+}
+
+
+def dead(declaring: type[Case], signatures: list[Signature]) -> set[str]:
+    """Axes of this class that are live in none of the functions, and unknown inputs that they name."""
+    axes = [axis for name, axis in axes_of(declaring).items() if name in declaring.__annotations__]
+    known = {name for signature in signatures for name in signature.names}
+    strangers = {name for axis in axes if isinstance(axis, Choice) for name in axis.of if name not in known}
+    return strangers | {axis.name for axis in axes if not any(map(axis.live, signatures))}
+
+
+def signatures_of(declaring: type[Case]) -> list[Signature]:
+    return [contract.signature for contract in CONTRACTS.values() if issubclass(contract.case_type, declaring)]
+
+
+@pytest.mark.parametrize("declaring", CLASSES, ids=lambda one: one.__name__)
+def test_each_axis_is_live_in_some_function(declaring):
+    assert dead(declaring, signatures_of(declaring)) == ON_PURPOSE.get(declaring.__name__, set())
+
+
+def test_an_axis_of_no_dimension_and_one_of_an_unknown_input_are_found():
+    base = CONTRACTS["permute"].case_type
+
+    @dataclass(frozen=True, kw_only=True)
+    class Misspelt(base):
+        depth: int = size("Q")
+        shade: str = choice("", "dark", of=("colours",))
+        tint: str = choice("", "dark", argument="tinted")
+
+    assert dead(Misspelt, signatures_of(base)) == {"depth", "shade", "colours", "tint"}
