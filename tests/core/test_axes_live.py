@@ -1,4 +1,4 @@
-"""No axis is dead in silence: each is live in a function of its case, and knows the inputs it names."""
+"""No axis is dead in silence: each is live in some function, and knows the inputs that it names."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ ON_PURPOSE = {
 
 
 def dead(declaring: type[Case], signatures: list[Signature]) -> set[str]:
-    """Axes of this class that are live in none of the functions, and unknown inputs that they name."""
+    """Axes of this class that are live in no function, and unknown inputs that they name."""
     axes = [axis for name, axis in axes_of(declaring).items() if name in declaring.__annotations__]
     known = {name for signature in signatures for name in signature.names}
     strangers = {name for axis in axes if isinstance(axis, Choice) for name in axis.of if name not in known}
