@@ -17,8 +17,14 @@ PEER = "torchao's MX casts"
 PACKAGES = ("torchao==0.18.0",)
 SOURCE = None
 
-NOT_FINITE = "an infinity or a NaN in the block: OCP MX leaves the scale open; torchao's is NaN, moe_ref's as the kernel of Transformer Engine's, whose maximum passes over NaN"  # fmt: skip  # noqa: E501
-LOGARITHM = "the scale is the logarithm rounded up, and float32 has lost that the quotient is above a power of two: the largest value is cut"  # fmt: skip  # noqa: E501
+NOT_FINITE = (
+    "an infinity or a NaN in the block: OCP MX leaves the scale open; torchao's is NaN, moe_ref's as the "
+    "kernel of Transformer Engine's, whose maximum passes over NaN"
+)
+LOGARITHM = (
+    "the scale is the logarithm rounded up, and float32 has lost that the quotient is above a power of two: "
+    "the largest value is cut"
+)
 UNSCALED = "a scale of code 0: torchao does not scale the block, and its codes are 0"
 
 
