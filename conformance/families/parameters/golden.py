@@ -9,7 +9,7 @@ from conformance.core.contract import Problem
 from conformance.core.literals import Golden, exactly, floats, ints
 from conformance.families.parameters.extra_state import keys_of
 from conformance.families.parameters.shards import entries_read, shards_read
-from conformance.families.parameters.states import Given, bitwise, state_call
+from conformance.families.parameters.states import Given, bitwise, flattened, state_call
 from conformance.judge import Exact
 
 WHOLE = floats([[1, 2]], [[3, 4]])  # two experts, [1,2] each
@@ -132,7 +132,16 @@ def _extra_state(
     function: str, state: dict[str, Any], right: dict[str, Any], **settings: Any
 ) -> tuple[Problem, dict[str, Any]]:
     names = keys_of("", 2)
-    call = state_call(function, {}, settings, lambda given: dict(state), names)
+    tensors = {name: x for name, x in flattened(state).items() if isinstance(x, Tensor)}
+    call = state_call(
+        function,
+        tensors,
+        settings,
+        lambda given: {
+            key: {name: given.get(f"{key}.{name}", x) for name, x in extra.items()} for key, extra in state.items()
+        },
+        names,
+    )
     found: dict[str, Any] = {
         "keys": ints(len(right), *(int(name in right) for name in sorted(names))),
         "given": ints(1),

@@ -100,14 +100,14 @@ def _reassembled(trial: Trial) -> Finding | None:
     master = torch.arange(total, dtype=torch.float32)
 
     def script(implementation: Any, given: Given) -> dict[str, Any]:
-        members = members_of(case, given["members"])
+        members, whole = members_of(case, given["members"]), master.to(given["members"].device)
         found: dict[str, Any] = {}
         for ranks in WORLDS:
-            out, length = torch.full((total,), -1.0), -(-total // ranks)
+            out, length = torch.full_like(whole, -1), -(-total // ranks)
             begins = [sum(case.sizes[:i]) for i in range(len(case.sizes))]
             for rank in range(ranks):
                 first = min(rank * length, total)
-                shard = master[first : first + length]
+                shard = whole[first : first + length]
                 entries = implementation.call("expand_shard", members, shard, **({"offset": first} if first else {}))
                 found[f"entries.{ranks}.{rank}"] = torch.tensor([len(entries)])
                 for begin, entry in zip(begins, entries, strict=False):
