@@ -28,7 +28,7 @@ PAIRED = gl.constexpr(
 ROW = gl.constexpr(gl.SliceLayout(1, TILE.value))  # a number for each row
 COLUMN = gl.constexpr(gl.SliceLayout(0, TILE.value))
 TURNED = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
-GROUPS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 
 
 @gluon.jit
@@ -45,7 +45,7 @@ def place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_G
         read = gl.to_tensor(num_rows).to(gl.int64)
         written = read
     else:
-        g = gl.arange(0, BLOCK_G, GROUPS)
+        g = gl.arange(0, BLOCK_G, FLAT)
         sizes = gl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(gl.int64)
         sizes = gl.maximum(sizes, 0)
         sizes = gl.where(g == num_groups, gl.maximum(num_rows - gl.sum(sizes, 0), 0), sizes)
@@ -96,16 +96,17 @@ def quantize_tile(
         amax = gl.max(gl.max(gl.abs(x), 1), 0)
     else:
         amax = gl.max(gl.abs(x), 0 if BLOCK_R > 1 else 1)
+    if BLOCK_R == 1 or BLOCK_C == 1:
+        amax = gl.convert_layout(amax, FLAT)  # a scale is computed by one thread, not by all that use it
     amax = gl.maximum(amax, 0.0)  # a maximum passes over NaN
     multiplier, stored = block_scale(amax, limits[0], limits[1], "amax", FORMAT, POWER_OF_TWO)
+    i = gl.arange(0, SIZE, FLAT)
     if BLOCK_R == 1:
-        m = gl.arange(0, SIZE, ROW)
-        where, inside = (first + m) * stride_m + (column // SIZE).to(gl.int64) * stride_n, m < rows
-        spread = multiplier[:, None]
+        where, inside = (first + i) * stride_m + (column // SIZE).to(gl.int64) * stride_n, i < rows
+        spread = gl.convert_layout(multiplier, ROW)[:, None]
     elif BLOCK_C == 1:
-        n = gl.arange(0, SIZE, COLUMN)
-        where, inside = tile.to(gl.int64) * stride_m + (column + n).to(gl.int64) * stride_n, n < columns
-        spread = multiplier[None, :]
+        where, inside = tile.to(gl.int64) * stride_m + (column + i).to(gl.int64) * stride_n, i < columns
+        spread = gl.convert_layout(multiplier, COLUMN)[None, :]
     else:
         where, inside = tile.to(gl.int64) * stride_m + (column // SIZE).to(gl.int64) * stride_n, True
         spread = multiplier
@@ -118,6 +119,40 @@ def quantize_tile(
     gl.store(form.scale_ptr + where, stored, mask=inside)
     if form.amax_ptr is not None:
         gl.store(form.amax_ptr + where, amax.to(form.amax_ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def quantize_row_of_tiles(
+    x_desc, buffer, ready, row_form, row_strides, column_form, column_strides, tile, tiles, first, begin, count,
+    rows, known, num_columns, limits,
+    CUT: gl.constexpr, FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, SQUARE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`count` tiles side by side, from column `begin`; CUT: of which only `known` rows are the
+    group's."""
+    corner = first.to(gl.int32)
+    bytes: gl.constexpr = SIZE * SIZE * 2
+    for i in range(count):
+        stage, column = i % STAGES, begin + i * SIZE
+        mbarrier.wait(ready.index(stage), i // STAGES & 1)
+        x = buffer.index(stage).load(TILE)
+        barrier()  # all have read it
+        more = i + STAGES < count
+        mbarrier.expect(ready.index(stage), bytes, pred=more)
+        load_tile(x_desc, [corner, column + STAGES * SIZE], ready.index(stage), buffer.index(stage), pred=more)
+        x = x.to(gl.float32)
+        if CUT:  # below are the next group's rows
+            x = gl.where((gl.arange(0, SIZE, ROW) < known)[:, None], x, 0.0)
+        columns = num_columns - column
+        if row_form.scale_ptr is not None:
+            quantize_tile(
+                x, row_form, row_strides[0], row_strides[1], tile, tiles, first, column, rows, columns, num_columns,
+                limits, FORMAT, POWER_OF_TWO, SIZE if SQUARE else 1, SIZE,
+            )  # fmt: skip
+        if column_form.scale_ptr is not None:
+            quantize_tile(
+                x, column_form, column_strides[0], column_strides[1], tile, tiles, first, column, rows, columns,
+                num_columns, limits, FORMAT, POWER_OF_TWO, SIZE, 1,
+            )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"])
@@ -150,25 +185,14 @@ def quantize_tiles_kernel(
         mbarrier.expect(ready.index(s), bytes, pred=s < count)
         load_tile(x_desc, [corner, begin + s * SIZE], ready.index(s), buffer.index(s), pred=s < count)
     limits = (number(epsilon, gl.float32), number(infinity, gl.float32))
-    for i in range(count):
-        stage, column = i % STAGES, begin + i * SIZE
-        mbarrier.wait(ready.index(stage), i // STAGES & 1)
-        x = buffer.index(stage).load(TILE)
-        barrier()  # all have read it
-        more = i + STAGES < count
-        mbarrier.expect(ready.index(stage), bytes, pred=more)
-        load_tile(x_desc, [corner, column + STAGES * SIZE], ready.index(stage), buffer.index(stage), pred=more)
-        x = x.to(gl.float32)
-        if known < SIZE:  # few tiles: the next group's rows
-            x = gl.where((gl.arange(0, SIZE, ROW) < known)[:, None], x, 0.0)
-        columns = num_columns - column
-        if row_form.scale_ptr is not None:
-            quantize_tile(
-                x, row_form, stride_row_m, stride_row_n, tile, tiles, first, column, rows, columns, num_columns,
-                limits, FORMAT, POWER_OF_TWO, SIZE if SQUARE else 1, SIZE,
-            )  # fmt: skip
-        if column_form.scale_ptr is not None:
-            quantize_tile(
-                x, column_form, stride_column_m, stride_column_n, tile, tiles, first, column, rows, columns,
-                num_columns, limits, FORMAT, POWER_OF_TWO, SIZE, 1,
-            )  # fmt: skip
+    row_strides, column_strides = (stride_row_m, stride_row_n), (stride_column_m, stride_column_n)
+    if known < SIZE:  # few tiles; others need no mask
+        quantize_row_of_tiles(
+            x_desc, buffer, ready, row_form, row_strides, column_form, column_strides, tile, tiles, first, begin,
+            count, rows, known, num_columns, limits, True, FORMAT, POWER_OF_TWO, SQUARE, STAGES,
+        )  # fmt: skip
+    else:
+        quantize_row_of_tiles(
+            x_desc, buffer, ready, row_form, row_strides, column_form, column_strides, tile, tiles, first, begin,
+            count, rows, known, num_columns, limits, False, FORMAT, POWER_OF_TWO, SQUARE, STAGES,
+        )  # fmt: skip
