@@ -70,12 +70,12 @@ GPU = Space(device="cuda")  # where most is tested; the cases themselves run any
 REAL = 300  # tokens: real shapes are for a GPU
 FUNCTIONS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
 HONEST = ("ScaledFirst", "ScaledLast", "Split", "FourteenBits", "Reciprocal")
-EVERY, SEEDS, DRAWS = 8, range(2), 24  # covering stride; seeds; draws per seed, 1/3 low precision
+EVERY, DRAWS = 8, 32  # covering stride; draws, 1/3 low precision
 
 
 @functools.cache
 def low_cases(function: str) -> list[Any]:
-    many = [case for seed in SEEDS for case in drawn(strategy(function, GPU), seed, DRAWS)]
+    many = drawn(strategy(function, GPU), 0, DRAWS)
     cases = [
         *(case for case in scope_of(function, GPU).more([])[::EVERY] if case.tokens < REAL),
         *(case for case in many if case.scaling),
