@@ -1,4 +1,4 @@
-"""Permutation of quantised rows through Transformer Engine.
+"""Quantised rows, and their permutation, through Transformer Engine.
 
 `moe_permute` and `moe_permute_and_pad_with_probs` move codes and scales of tensors that
 `Float8BlockQuantizer` or `MXFP8Quantizer` made by rows. Blocks lie within a token's row, so rows
@@ -15,27 +15,38 @@ from torch.nn.functional import pad
 from moe_fast.te import padding, recipes
 from moe_fast.te.part import Part
 from moe_fast.te.permutation import RowMap
-from moe_ref.config import PermutedQuantization, QuantizerState, Recipe, check_permute_and_quantize
+from moe_ref.config import (
+    PermutedQuantization,
+    Quantization,
+    QuantizerState,
+    Recipe,
+    check_permute_and_quantize,
+    check_quantize,
+    check_splits,
+)
 from moe_ref.config.quantization import BLOCK
 
 TOKENS = {"block": 4, "mxfp8": 128}  # tokens come in multiples of it
 QUANTIZER = {"block": "block_quantizer", "mxfp8": "mxfp8_quantizer"}
+_QUANTISING = ("quantize", "permute_and_quantize")
 _READS = ("permute", "unpermute", "block_quantizer", "fp8_dtype")
 
 
-class PermutedRows(NamedTuple):
-    """Quantised rows in the order of the experts."""
+class QuantisedRows(NamedTuple):
+    """Rows as they were given, or in the order of the experts."""
 
-    tensor: Any  # a quantised tensor of Transformer Engine
+    tensor: Any  # a quantised tensor of Transformer Engine; it may have further rows, of zeros
     scaling: str
     shape: tuple[int, int]
-    amax: Tensor  # [P, blocks]: the adapter's own, because Transformer Engine keeps none
+    amax: Tensor  # [groups' rows, blocks]: the adapter's own, because Transformer Engine keeps none
 
 
 class Quantized(Part):
-    """`permute_and_quantize` of moe_ref.fused, and the readers of its result."""
+    """`quantize` of moe_ref.quantization, `permute_and_quantize` of moe_ref.fused, readers."""
 
-    needs: ClassVar = dict.fromkeys(("permute_and_quantize", "codes", "scales", "amax", "dequantize"), _READS)
+    needs: ClassVar = dict.fromkeys(
+        ("quantize", "permute_and_quantize", "codes", "scales", "amax", "dequantize"), _READS
+    )
 
     def missing(self, function: str) -> str | None:
         """Completed, all is ours: its tensors have no columns, gradients and GEMM layouts."""
@@ -45,14 +56,14 @@ class Quantized(Part):
         """Scalings whose blocks lie within a row, by rows."""
         reason = super().supports(function, payload, settings)
         recipe = settings.get("recipe")
-        if reason or function != "permute_and_quantize" or not isinstance(recipe, Recipe):
+        if reason or function not in _QUANTISING or not isinstance(recipe, Recipe):
             return reason
-        said = f"permute_and_quantize under {recipe.scaling}"
+        said = f"{function} under {recipe.scaling}"
         if recipe.scaling not in TOKENS:
             return f"{said}: an expert's rows share a scale, which is not known before they are permuted"
         if settings.get("role") == "weight" or not settings.get("rowwise", True):
             return f"{said}: it moves rows of blocks alone"
-        if recipe.scaling == "block" and settings.get("align") not in (None, 1):
+        if function == "permute_and_quantize" and recipe.scaling == "block" and settings.get("align") not in (None, 1):
             return f"{said} with align: scales of its padding are 0, which no quantiser gives"
         wanted = ("permute_and_pad", QUANTIZER[recipe.scaling]) if recipe.scaling == "mxfp8" else ()
         lacking = recipes.lacking(self.features, recipe) or next((x for x in wanted if not self.features[x]), None)
@@ -60,7 +71,24 @@ class Quantized(Part):
 
     def declares(self, function: str) -> dict[str, Any]:
         """Transformer Engine asserts that gradients are not quantised."""
-        return {"differentiable": False} if function == "permute_and_quantize" else {}
+        return {"differentiable": False} if function in _QUANTISING else {}
+
+    def quantize(
+        self, x: Tensor, recipe: Recipe, *, role: str = "input", splits: Tensor | None = None, rowwise: bool = True,
+        state: QuantizerState | None = None,
+    ) -> Quantization:  # fmt: skip
+        """`moe_ref.quantize` by rows, without `columnwise` and `noise`. Groups share no block; rows
+        past the last one are zeros.
+        """
+        check_quantize(x, recipe, role, splits, rowwise, False, state, None)
+        sizes = [len(x)] if splits is None else splits.tolist()
+        check_splits(sizes, len(x), recipe)
+        owned = x.detach()[: sum(sizes)]
+        others = len(x) - len(owned) + -len(x) % TOKENS[recipe.scaling]
+        made = self._quantizer(recipe, role)(pad(owned, (0, 0, 0, others)))
+        amax = _amax(owned, BLOCK[recipe.scaling])
+        quantized = QuantisedRows(made, recipe.scaling, (len(x), x.shape[1]), amax)
+        return Quantization(quantized, None)  # type: ignore[arg-type]
 
     def permute_and_quantize(
         self, tokens: Tensor, routing_map: Tensor, recipe: Recipe, *, probs: Tensor | None = None,
@@ -83,7 +111,7 @@ class Quantized(Part):
         )
         token_R = (routing_map != 0).T.nonzero()[:, 1]
         amax = padding.pad(_amax(tokens.detach(), BLOCK[recipe.scaling])[token_R], cut)
-        quantized = PermutedRows(rows, recipe.scaling, (cut.num_padded, tokens.shape[1]), amax)
+        quantized = QuantisedRows(rows, recipe.scaling, (cut.num_padded, tokens.shape[1]), amax)
         offsets = None if align is None else cut.pad_offsets
         moved = self._probs(probs, routing_map, cut)
         return PermutedQuantization(quantized, None, moved, kept, cut.padded, offsets, None)  # type: ignore[arg-type]
@@ -121,32 +149,32 @@ class Quantized(Part):
         expert_R, token_R = (chosen != 0).T.nonzero(as_tuple=True)
         return padding.pad(probs[token_R, expert_R], cut)
 
-    def _own(self, quantized: PermutedRows) -> Any:
+    def _own(self, quantized: QuantisedRows) -> Any:
         """The quantised tensor."""
         self.trace.step("a quantised tensor is read")
         return quantized.tensor
 
-    def codes(self, quantized: PermutedRows) -> Tensor:
+    def codes(self, quantized: QuantisedRows) -> Tensor:
         """`moe_ref.codes`, by rows."""
         data: Tensor = self._own(quantized)._rowwise_data
-        return data.view(torch.uint8)
+        return data.view(torch.uint8)[: quantized.shape[0]]
 
-    def scales(self, quantized: PermutedRows) -> Tensor:
+    def scales(self, quantized: QuantisedRows) -> Tensor:
         """`moe_ref.scales`, by rows and compact: blocks' are stored transposed, with padding."""
         stored: Tensor = self._own(quantized)._rowwise_scale_inv
         stored = stored.T if quantized.scaling == "block" else stored.view(torch.uint8)
-        rows, columns = quantized.shape
-        return stored[:rows, : -(-columns // BLOCK[quantized.scaling])].contiguous()
+        columns = quantized.shape[1]
+        return stored[: len(quantized.amax), : -(-columns // BLOCK[quantized.scaling])].contiguous()
 
-    def amax(self, quantized: PermutedRows) -> Tensor:
+    def amax(self, quantized: QuantisedRows) -> Tensor:
         """`moe_ref.amax`, by rows."""
         self._own(quantized)
         return quantized.amax
 
-    def dequantize(self, quantized: PermutedRows) -> Tensor:
+    def dequantize(self, quantized: QuantisedRows) -> Tensor:
         """`moe_ref.dequantize`, by rows."""
         out: Tensor = self._own(quantized).dequantize()
-        return out
+        return out[: quantized.shape[0]]
 
 
 def _amax(x: Tensor, block: int) -> Tensor:

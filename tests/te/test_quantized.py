@@ -34,6 +34,21 @@ def test_a_release_alone_is_conformant_in_what_it_moves(bucket):
     assert {case.scaling for case, outcome in outcomes if outcome.status == "PASS"} == READ[bucket]
 
 
+@pytest.mark.parametrize("bucket", READ)
+def test_a_quantiser_alone_is_conformant_by_rows(bucket):
+    te = standin(bucket)
+    outcomes = judged(Checked(te, Adapter(te)), ["quantize"], 40, lambda case: by_rows(case) and case.role != "weight")
+    assert not wrong(outcomes)
+    assert {case.scaling for case, outcome in outcomes if outcome.status == "PASS"} == READ[bucket]
+
+
+def test_rows_that_a_quantiser_adds_are_not_shown():
+    adapter, x = Adapter(standin("2.20")), tokens(160)[:1].repeat(32, 1)  # of 128
+    got, right = (one.quantize(x, Recipe("mxfp8")).quantized for one in (adapter, moe_ref))
+    for name in ("codes", "scales", "amax", "dequantize"):
+        assert torch.equal(getattr(adapter, name)(got), getattr(moe_ref, name)(right)), name
+
+
 @pytest.mark.parametrize("align", [None, 32])
 @pytest.mark.parametrize("scaling", ["block", "mxfp8"])
 def test_codes_and_scales_are_the_reference_s(scaling, align):
