@@ -28,7 +28,10 @@ from moe_ref.config.quantization import BLOCK
 
 TOKENS = {"block": 4, "mxfp8": 128}  # tokens come in multiples of it
 QUANTIZER = {"block": "block_quantizer", "mxfp8": "mxfp8_quantizer"}
-_QUANTISING = ("quantize", "permute_and_quantize")
+_SHARED = {  # why there is no path for scales of many rows
+    "quantize": "only blocks within a row are offered",
+    "permute_and_quantize": "an expert's rows share a scale, which is not known before they are permuted",
+}
 _READS = ("permute", "unpermute", "block_quantizer", "fp8_dtype")
 
 
@@ -56,11 +59,11 @@ class Quantized(Part):
         """Scalings whose blocks lie within a row, by rows."""
         reason = super().supports(function, payload, settings)
         recipe = settings.get("recipe")
-        if reason or function not in _QUANTISING or not isinstance(recipe, Recipe):
+        if reason or function not in _SHARED or not isinstance(recipe, Recipe):
             return reason
         said = f"{function} under {recipe.scaling}"
         if recipe.scaling not in TOKENS:
-            return f"{said}: an expert's rows share a scale, which is not known before they are permuted"
+            return f"{said}: {_SHARED[function]}"
         if settings.get("role") == "weight" or not settings.get("rowwise", True):
             return f"{said}: it moves rows of blocks alone"
         if function == "permute_and_quantize" and recipe.scaling == "block" and settings.get("align") not in (None, 1):
@@ -71,7 +74,7 @@ class Quantized(Part):
 
     def declares(self, function: str) -> dict[str, Any]:
         """Transformer Engine asserts that gradients are not quantised."""
-        return {"differentiable": False} if function in _QUANTISING else {}
+        return {"differentiable": False} if function in _SHARED else {}
 
     def quantize(
         self, x: Tensor, recipe: Recipe, *, role: str = "input", splits: Tensor | None = None, rowwise: bool = True,
