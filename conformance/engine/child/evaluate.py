@@ -72,7 +72,8 @@ def _evaluate(
 ) -> None:
     contract = AtRank(CONTRACTS[case.function], rank) if rank else CONTRACTS[case.function]  # type: ignore[arg-type]
     problem = contract.problem(case)
-    declared = implementation.declares(case.function) if implementation.offers(case.function) else {}
+    function = problem.function  # of one stage of the case's function, if the case names one
+    declared = implementation.declares(function) if implementation.offers(function) else {}
     refusal = _refusal(case, problem, implementation, declared)
     if refusal:
         outcome.status, outcome.reason = refusal

@@ -71,6 +71,7 @@ class LayerCase(Case):
     fc2_bias: bool = flag()
     jitter: bool = flag()  # whether the router's input has it: factors are ½ and 1
     counts: tuple[int, ...] = counts()  # tokens per rank; empty: one process
+    stage: str = ""  # the stage that alone is called, on the reference's inputs; empty: the layer
 
     variant: ClassVar[int] = 0
     override: ClassVar[str] = ""
@@ -93,6 +94,8 @@ class LayerCase(Case):
         return not self.counts
 
     def clash(self) -> str | None:
+        if self.stage and self.stage not in self.stages:
+            return f"stage is {self.stage!r}; the layer of this case has {', '.join(self.stages)}"
         if self.layout in FAR:
             return "the stages have cases of far inputs"
         if self.counts and self.layout != "contiguous":
@@ -117,6 +120,19 @@ class LayerCase(Case):
 
     def arguments(self) -> tuple[str, ...]:
         return ("group",) if self.counts else ()
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Functions and projections, in the order in which the layer runs them."""
+        there: tuple[str, ...] = ("permute",)
+        back: tuple[str, ...] = ("unpermute",)
+        if self.counts and self.dispatcher != "deepep":
+            there, back = (f"{self.dispatcher}_dispatch",), (f"{self.dispatcher}_combine",)
+        elif self.counts:
+            there, back = ("deepep_dispatch", "permute"), ("unpermute", "deepep_combine")
+        down, up = (("latent_down",), ("latent_up",)) if self.latent else ((), ())
+        shared = ("shared_experts",) if self.shared else ()
+        return ("gate", "route", *down, *there, "grouped_mlp", *back, *up, *shared)
 
 
 def route_case(case: LayerCase) -> RouteCase:
