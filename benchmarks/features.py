@@ -297,10 +297,10 @@ EXPERTS = (
     feature(
         118,
         "delayed weight gradients",
-        "grouped_wgrad into=float32",
+        "grouped_mlp grads=fc1_weight+fc2_weight law:delayed; grouped_wgrad into=float32",
         fast="MoELayer.backward_dw",
-        partly="ref contract GPU",
-        why="`MoELayer(delay_wgrad=True)` has tests on a CPU; the contract judges the gradient alone",
+        partly="GPU",
+        why="the recorded gate on a GPU is older than the law; hooks and `main_grad` are the module's, and have tests",
     ),
     feature(
         119,

@@ -48,6 +48,7 @@ from moe_ref.config.experts import (
     check_pairs,
     check_precision,
     check_shared_experts,
+    check_wgrads,
 )
 from moe_ref.config.fused import PermutedQuantization, check_permute_and_quantize
 from moe_ref.config.layer import (
@@ -230,6 +231,7 @@ __all__ = [
     "check_topk_routing",
     "check_unpermute",
     "check_update_expert_bias",
+    "check_wgrads",
     "check_wire_recipe",
     "is_count",
     "is_number",
