@@ -285,7 +285,8 @@ def _trial(
 ) -> Trial:
     refusal = lambda other: _refusal(case, other, implementation, declared)  # noqa: E731
     inside = scope_of_function(implementation, case.function).holds
-    extras: dict[str, Any] = {"offers": implementation.offers, "refusal": refusal, "inside": inside}
+    asked = {"offers": implementation.offers, "names": implementation.names}
+    extras: dict[str, Any] = asked | {"refusal": refusal, "inside": inside}
 
     def offered(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*problems: Problem, **options: Any) -> Any:

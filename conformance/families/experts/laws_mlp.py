@@ -64,8 +64,10 @@ def _recompute(trial: Trial) -> Finding | None:
 
 def _delayed(trial: Trial) -> Finding | None:
     """The weights' gradients left for later: each once, fc2's first, with the same bits if
-    deterministic; and the backward gives none.
+    deterministic; and the backward gives none. For functions that name the setting.
     """
+    if not trial.extras["names"](trial.problem.function, "wgrads"):
+        return None
     problem, names = trial.problem, [name for name in DELAYED_WEIGHTS if name in trial.problem.wanted]
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
