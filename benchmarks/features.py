@@ -201,9 +201,11 @@ DISPATCH = (
     feature(
         80,
         "rank budget and overflow",
-        "hybridep_dispatch slack=-1",
-        partly=ALL,
-        why="the budget is an argument, and the flag a result of one dispatch",
+        "hybridep_dispatch slack=-1; moe_layer counts=4,3 dispatcher=hybridep budget=5",
+        ref="config.rank_budget",
+        fast="within_budget",
+        partly="GPU",
+        why="the recorded gate on a GPU has the dispatcher's budget; the layer's is younger",
     ),
     feature(81, "NCCL-EP, eager", why=_NCCL_EP),
     feature(82, "NCCL-EP, static", why=_NCCL_EP),
@@ -218,7 +220,12 @@ DISPATCH = (
     feature(85, "growth of the capacity", why=_NCCL_EP),
     feature(86, "paged stash", why=_STASH),
     feature(87, "paged stash on the host", why=_STASH),
-    feature(88, "rule that reruns a step", why="a step is the trainer's; `overflow` is the result that it reads"),
+    feature(
+        88,
+        "rule that reruns a step",
+        fast="within_budget",
+        why="a step is the trainer's: `moe_fast.within_budget` runs it again, and tests compare bits on a CPU",
+    ),
     feature(
         89,
         "partial capture in CUDA graphs",

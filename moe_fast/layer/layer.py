@@ -66,7 +66,7 @@ def moe_layer(
     if group is None:
         dispatched, combine = _on_one_rank(tokens, routed, config.router)
     else:
-        dispatched, combine = DISPATCH[config.dispatcher](tokens, routed, config.router, group)
+        dispatched, combine = DISPATCH[config.dispatcher](tokens, routed, config, group)
     weights = (p.fc1_weight, p.fc2_weight)
     biases = {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias}
     settings = config.experts | biases | {"probs": dispatched.probs, "recompute": recompute}
@@ -128,8 +128,8 @@ def _most_rows(tokens: int, router: RouterConfig) -> int:
 def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callable[..., tuple[Any, Combine]]:
     """A dispatcher that reads the routing map."""
 
-    def run(tokens: Tensor, routed: RouteOutput, router: RouterConfig, group: Any) -> tuple[Any, Combine]:
-        sent = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group)
+    def run(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any) -> tuple[Any, Combine]:
+        sent = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group, **config.dispatch)
 
         def back(rows: Tensor) -> Tensor:
             result = combine(rows, sent.handle, group=group)
@@ -141,10 +141,10 @@ def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callab
     return run
 
 
-def _by_index(tokens: Tensor, routed: RouteOutput, router: RouterConfig, group: Any) -> tuple[Any, Combine]:
+def _by_index(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any) -> tuple[Any, Combine]:
     """DeepEP: tokens travel in index form, and each rank permutes the tokens it received."""
-    experts = router.num_experts
-    slots = experts if router.pad_to_capacity else router.topk
+    experts = config.router.num_experts
+    slots = experts if config.router.pad_to_capacity else config.router.topk
     listed = multihot_to_indices(routed.routing_map, routed.probs, topk=slots)
     sent = deepep_dispatch(tokens, listed.indices, num_experts=experts, probs=listed.probs, group=group)
     assert sent.probs is not None

@@ -59,6 +59,7 @@ from moe_ref.config.layer import (
     LayerParameters,
     check_layer,
     check_parameters,
+    rank_budget,
     split_experts,
 )
 from moe_ref.config.megatron.settings import MoEConfig
@@ -238,6 +239,7 @@ __all__ = [
     "layer_config",
     "pads_expert_rows",
     "quantization_alignment",
+    "rank_budget",
     "recipe_of",
     "require",
     "router_config",

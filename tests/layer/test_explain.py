@@ -85,7 +85,7 @@ def test_a_case_without_stages_is_refused():
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "deepep", "hybridep"])
 def test_the_references_functions_of_ranks_are_right_on_the_stages_inputs(dispatcher):
     """And a result that lacks a row is not."""
-    one = replace(CASE, counts=(1, 3), dispatcher=dispatcher, grads="x")
+    one = replace(CASE, counts=(1, 3), dispatcher=dispatcher, grads="x", budget=6 if dispatcher == "hybridep" else 0)
     for name in one.stages:
         stage = replace(one, stage=name)
         if not name.startswith(dispatcher):
@@ -96,7 +96,7 @@ def test_the_references_functions_of_ranks_are_right_on_the_stages_inputs(dispat
             right = LAYER.right_at(rank, stage, calls, {})[output].resolve({output: getattr(result, output, result)})
             found = getattr(result, output, result).detach()
             assert judge(output, right, found) is None
-            assert judge(output, right, torch.cat([found[:-1], 0 * found[-1:]])) is not None
+            assert judge(output, right, torch.cat([0 * found[:1], found[1:]])) is not None
 
 
 def test_over_ranks_the_wrong_combine_is_named(capsys):

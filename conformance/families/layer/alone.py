@@ -220,7 +220,8 @@ def _dispatch(layer: Traced, function: str) -> Alone:
         return _stage(layer, DeepEPDispatch(), required, settings, wanted, backward, case)
     required = tokens | {"routing_map": [out.routing_map for out in layer.routed]}
     backward = {"rows": "rows", "probs": "row_probs"}
-    return _stage(layer, MapDispatch(function), required, {"probs": layer.at("probs")}, wanted, backward, case)
+    settings = {"probs": layer.at("probs")} | _same(layer, **layer.config.dispatch)
+    return _stage(layer, MapDispatch(function), required, settings, wanted, backward, case)
 
 
 def _combine(layer: Traced) -> Alone:

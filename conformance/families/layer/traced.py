@@ -101,7 +101,7 @@ class Traced:
         maps, probs = [out.routing_map for out in self.routed], [out.probs for out in self.routed]
         if self.case.dispatcher != "deepep":
             there, back = (getattr(moe_ref, f"{self.case.dispatcher}_{step}") for step in ("dispatch", "combine"))
-            self.parts = there(tokens, maps, probs=probs)
+            self.parts = there(tokens, maps, probs=probs, **self.config.dispatch)
             combined = back(self._experts(), [part.handle for part in self.parts])
             return [getattr(result, "tokens", result) for result in combined]
         experts = self.config.router.num_experts
