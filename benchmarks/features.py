@@ -34,7 +34,7 @@ def feature(number: int, name: str, calls: str = "", why: str = "", **more: str 
 
 
 _MODULE = "the reference takes parameters as arguments; the module has tests and a training run, no contract"
-_NO_QUANTILE = "`moe_router_load_balancing_type` refuses the name: it would be plain top-k"
+_NO_QUANTILE = "`MoEConfig` refuses the name, which would be plain top-k, and `moe_router_quantile_balancing_ema`"
 _INFERENCE = "an inference engine is not part of the project"
 _NCCL_EP = "the library is not public, and Megatron alone calls it"
 _KEYS = "no recorded gate on a GPU has the family; it renames, cuts and copies tensors by torch alone"
@@ -114,8 +114,12 @@ ROUTER = (
     feature(37, "drop by probs", "drop_tokens policy=probs"),
     feature(38, "drop by position", "drop_tokens policy=position"),
     feature(39, "pad to capacity", "drop_tokens pad=True; moe_layer capacity=2 pad=True"),
-    feature(40, "forced balance", why="an option of benchmarks: `route` takes any logits, random ones too"),
-    feature(41, "forced bias", why="an option of benchmarks: `route` takes any logits, biased ones too"),
+    feature(
+        40, "forced balance", why="an option of benchmarks, refused by name: `route` takes any logits, random ones too"
+    ),
+    feature(
+        41, "forced bias", why="an option of benchmarks, refused by name: `route` takes any logits, biased ones too"
+    ),
     feature(42, "fused router", "topk_routing"),
     feature(43, "fused auxiliary loss", "aux_loss_scores; load_balancing_loss"),
     feature(44, "dense output", "topk_indices"),
@@ -129,7 +133,11 @@ ROUTER = (
     feature(50, "deterministic scatter", "topk_routing law:determinism; drop_tokens law:determinism"),
     feature(51, "router trace", why="a file of the trainer; `record` returns the indices that it would hold"),
     feature(52, "inference router", why=_INFERENCE),
-    feature(53, "hash router [dev]", why="not in a release of Megatron-Core; given indices are `precomputed_indices`"),
+    feature(
+        53,
+        "hash router [dev]",
+        why="in no release of Megatron-Core, and refused by name; given indices are `precomputed_indices`",
+    ),
     feature(54, "padding of the map", "pad_routing_map align=256"),
     feature(55, "padding of the map, fused", "pad_routing_map align=16 map_dtype=int32"),
 )
@@ -153,7 +161,7 @@ PERMUTATION = (
     feature(
         65,
         "batch-invariant map and unpermute",
-        why="another order of slots; `unpermute` is deterministic, and its sums do not depend on the batch",
+        why="refused by name: another order of slots; sums of `unpermute` do not depend on the batch",
     ),
     feature(66, "deterministic sums", "unpermute law:determinism"),
 )
