@@ -173,7 +173,11 @@ DISPATCH = (
     feature(70, "all-to-all, sort of chunks", "alltoall_dispatch local_experts=3; sort_chunks"),
     feature(71, "drop and pad", "alltoall_dispatch capacity=2"),
     feature(72, "number of rows found by the dispatcher", "alltoall_dispatch; hybridep_dispatch"),
-    feature(73, "copies to the host on a stream of their own", why="the host waits for the counts of a collective"),
+    feature(
+        73,
+        "copies to the host on a stream of their own",
+        why="the host waits for the counts of a collective; over shared memory, with a budget, it reads none",
+    ),
     feature(
         74,
         "expansion of flex metadata",

@@ -101,6 +101,7 @@ class MoELayer(nn.Module):
             output of the routed experts' activation, "moe" the whole layer; None: all is saved.
         delay_wgrad: the backward leaves the gradients of the routed experts' weights to
             `backward_dw`.
+        shared_memory: as in `moe_layer`.
 
     Weights are normal with deviation `init_std`, biases 0; ranks draw different experts if their
     generators differ. All others must be equal on all ranks, which the caller sees to, as for any
@@ -112,8 +113,8 @@ class MoELayer(nn.Module):
     def __init__(
         self, config: LayerConfig, hidden: int, width: int, *, latent: int | None = None,
         shared_width: int | None = None, shared_gate: bool = False, bias: bool = False, packed: bool = True,
-        group: Any = None, recompute: str | None = None, delay_wgrad: bool = False, init_std: float = INIT_STD,
-        device: Any = None, dtype: torch.dtype | None = None,
+        group: Any = None, recompute: str | None = None, delay_wgrad: bool = False, shared_memory: bool = False,
+        init_std: float = INIT_STD, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         ranks = 1 if group is None else dist.get_world_size(group)
@@ -123,7 +124,7 @@ class MoELayer(nn.Module):
         tensor: dict[str, Any] = {"device": device, "dtype": dtype}
         halves = 2 if config.kind in GATED else 1
         self.config, self.group, self.losses = config, group, RouterLosses()
-        self.recompute, self.delay_wgrad = recompute, delay_wgrad
+        self.recompute, self.delay_wgrad, self.shared_memory = recompute, delay_wgrad, shared_memory
         self.register_buffer("over_budget", torch.zeros((), dtype=torch.bool, device=device), persistent=False)
         self.router = Router(config.router, hidden, **tensor)
         local = config.router.num_experts // ranks
@@ -195,6 +196,7 @@ class MoELayer(nn.Module):
         """
         recompute = self.recompute if self.recompute == "moe_act" else None
         settings |= {"group": self.group, "recompute": recompute, "padding_mask": padding_mask}
+        settings |= {"shared_memory": self.shared_memory}
         linears = (self.experts.linear_fc1, self.experts.linear_fc2) if self.delay_wgrad else ()
         # a backward that runs this again is in another context
         with delaying({linear.weight: linear.waiting for linear in linears}) if linears else nullcontext():

@@ -1,11 +1,14 @@
 """A step that drops rows runs again without a budget, and is then the step without one."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.testing import assert_close
 
 from moe_fast import MoELayer, within_budget
 from moe_ref.config import LayerConfig, RouterConfig, rank_budget
@@ -22,11 +25,11 @@ def group() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def layers(group: Any, *budgets: int | None) -> list[MoELayer]:
+def layers(group: Any, *budgets: int | None, **options: bool) -> list[MoELayer]:
     torch.manual_seed(0)
     router = RouterConfig(num_experts=3, topk=TOPK, score_function="sigmoid", expert_bias=True)
     configs = [LayerConfig(router=router, dispatcher="hybridep", num_rows=rows) for rows in budgets]
-    return [MoELayer(config, HIDDEN, 2, group=group, init_std=0.5) for config in configs]
+    return [MoELayer(config, HIDDEN, 2, group=group, init_std=0.5, **options) for config in configs]
 
 
 def trained(both: list[MoELayer]) -> tuple[torch.Tensor, int]:
@@ -69,6 +72,33 @@ def test_a_step_with_room_for_all_rows_runs_once_and_one_without_the_rule_is_wro
     assert trained(layers(group, enough, enough))[1] == 1
     (tight, free) = (layers(group, rows)[0](normal(TOKENS, HIDDEN, seed=1)) for rows in (few, enough))
     assert not torch.equal(tight, free)
+
+
+@interpreted
+def test_over_shared_memory_rows_are_the_same_and_no_count_is_read(group, monkeypatch):
+    """The dispatcher over collectives reads its counts, as the counter shows."""
+    read: list[Any] = []
+    right = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda x: read.append(x) or right(x))
+    found, reads = [], []
+    for shared in (False, True):
+        (layer,) = layers(group, 9, shared_memory=shared)
+        x = normal(TOKENS, HIDDEN, seed=1).requires_grad_()
+        read.clear()
+        y = layer(x)
+        y.backward(normal(TOKENS, HIDDEN, seed=2))
+        reads.append(len(read))
+        found.append([y, x.grad, layer.over_budget, *(weight.grad for weight in layer.parameters())])
+    assert bool(found[0][2]) and reads[0] > 0 == reads[1]
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b)
+
+
+def test_shared_memory_is_hybrideps_alone(group):
+    (layer,) = layers(group, None, shared_memory=True)
+    layer.config = replace(layer.config, dispatcher="alltoall")
+    with pytest.raises(ValueError, match="shared_memory is True; it must be False with alltoall"):
+        layer(normal(TOKENS, HIDDEN))
 
 
 def test_a_budget_is_the_even_share_times_the_factor_in_whole_tiles():
