@@ -27,7 +27,7 @@ def explained(implementation, one=CASE) -> Explained:
     return explain(one, SimpleNamespace(run_alone=lambda other: outcome_of(other, here)))
 
 
-@pytest.mark.parametrize("name", ["gate", "route", "permute", "grouped_mlp", "unpermute", "shared_experts"])
+@pytest.mark.parametrize("name", ["route", "grouped_mlp", "unpermute", "shared_experts"])
 def test_a_stage_that_is_wrong_is_named(name):
     found = explained(composed(**{name: larger}))
     assert (found.case.status, found.first) == ("FAIL", name)
@@ -46,7 +46,7 @@ def test_a_stage_that_is_wrong_in_its_gradient_alone_is_named():
     assert found.first == "grouped_mlp"
 
 
-@pytest.mark.parametrize("fields", [{}, {"padding": 3}, {"capacity": 2, "pad": True}], ids=str)
+@pytest.mark.parametrize("fields", [{"padding": 3}, {"capacity": 2, "pad": True}], ids=str)
 def test_of_a_right_layer_no_stage_is_wrong(fields):
     one = replace(CASE, **fields)
     found = explained(composed(), one)
