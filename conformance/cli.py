@@ -111,6 +111,7 @@ def parser() -> ArgumentParser:
     for name, verb, text in (
         ("replay", replay, "run one case and say what it does"),
         ("minimize", minimize, "find the smallest case that fails like this one"),
+        ("explain", explain, "run a case's stages one by one and name the first that is wrong"),
     ):
         one_case = _add(verbs, name, verb, text, "--impl", "--device", "--corpus", "--case-seconds")
         one_case.add_argument("case", help="the case's id, its file, or its JSON text")
@@ -213,6 +214,7 @@ def fuzz(given: Namespace) -> int:
 def replay(given: Namespace) -> int:
     """Exit code 0 if the case passes, 1 if it fails, 4 if it gives no verdict."""
     from conformance.engine.run.corpus import find
+    from conformance.engine.run.explain import told
     from conformance.engine.run.pool import Pool
     from conformance.report.terminal import picture
 
@@ -222,11 +224,23 @@ def replay(given: Namespace) -> int:
         pool.start()
         outcome = pool.run_alone(case)
     print(f"{case.function} {case.id}: {picture(case)}")
-    finding = outcome.finding
-    text = f"{finding['output']} [{finding['check']}] {finding['message']}" if finding else outcome.reason
-    print(f"{outcome.status}: {text}" if finding else f"{outcome.status} {text}".strip())
+    print(told(outcome))
     print(f"case: {case.text}")
     return CODES.get(outcome.status, 1)
+
+
+def explain(given: Namespace) -> int:
+    """Exit code 0 if nothing is wrong, 1 if the case or a stage is, 4 without a verdict."""
+    from conformance.engine.run.corpus import find
+    from conformance.engine.run.explain import explain as explained
+    from conformance.engine.run.pool import Pool
+
+    options = Options.parsed(given)
+    with Pool(options.child, case_seconds=options.case_seconds) as pool:
+        pool.start()
+        found = explained(find(given.case, Path(options.corpus)), pool)
+    print("\n".join(found.lines()))
+    return 1 if found.is_wrong else CODES.get(found.case.status, 1)
 
 
 def minimize(given: Namespace) -> int:

@@ -125,6 +125,11 @@ class Implementation:
         """
         return [name for name in settings if not self._takes(name if "." in name else f"{function}.{name}")]
 
+    def names(self, function: str, parameter: str) -> bool:
+        """Whether the function's signature names the parameter; one of any keywords need not."""
+        signature = signature_of(getattr(self.namespace, function, None))
+        return signature is not None and parameter in signature.parameters
+
     def _takes(self, name: str) -> bool:
         """Whether the function is offered, and takes the parameter by keyword."""
         function, _, parameter = name.partition(".")

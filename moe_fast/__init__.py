@@ -29,6 +29,7 @@ from moe_fast.experts import weights_quantized_once as weights_quantized_once
 from moe_fast.fused import *  # noqa: F403
 from moe_fast.layer import *  # noqa: F403
 from moe_fast.layer import MoELayer as MoELayer
+from moe_fast.layer import within_budget as within_budget
 from moe_fast.parameters import *  # noqa: F403
 from moe_fast.permutation import *  # noqa: F403
 from moe_fast.quantization import *  # noqa: F403

@@ -22,7 +22,8 @@ from moe_fast.launch.registry import PUBLIC
 BACKEND = "aot_eager"
 ANY_NUMBER = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # of shapes
 functorch.donated_buffer = False  # in this process, for laws that run a backward again
-OVER_RANKS = ("ranks", "group")  # arguments that are not offered: they hold a process group
+# arguments that are not offered: a process group, and a list that a backward extends
+NOT_OFFERED = ("ranks", "group", "wgrads")
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,8 +39,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     signature = inspect.signature(function)
-    on_one_rank = [x for x in signature.parameters.values() if x.name not in OVER_RANKS]
-    call.__signature__ = signature.replace(parameters=on_one_rank)  # type: ignore[attr-defined]
+    offered = [x for x in signature.parameters.values() if x.name not in NOT_OFFERED]
+    call.__signature__ = signature.replace(parameters=offered)  # type: ignore[attr-defined]
     return call
 
 

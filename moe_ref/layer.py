@@ -82,7 +82,7 @@ def moe_layer(
     routed = route_together(logits, config, states, padding_mask=padding_mask, **settings)
 
     tokens = [_projected(x_TH, p.latent_down) for x_TH, p in ranks]
-    dispatched, combine = DISPATCH[config.dispatcher](tokens, routed)
+    dispatched, combine = DISPATCH[config.dispatcher](tokens, routed, **config.dispatch)
     expert_rows = [_routed_experts(part, p, config) for part, p in zip(dispatched, parameters, strict=True)]
     combined = combine(expert_rows)
     output = [_projected(y_TN, p.latent_up) for y_TN, p in zip(combined, parameters, strict=True)]
@@ -158,8 +158,8 @@ Combine = Callable[[list[Tensor]], list[Tensor]]
 def _by_map(dispatch: Callable[..., list[Any]], combine: Callable[..., list[Any]]) -> Callable[..., Any]:
     """A dispatcher that reads the routing map."""
 
-    def run(tokens: PerRank[Tensor], routed: PerRank[RouteOutput]) -> tuple[list[Any], Combine]:
-        sent = dispatch(tokens, [out.routing_map for out in routed], probs=[out.probs for out in routed])
+    def run(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], **sizes: int) -> tuple[list[Any], Combine]:
+        sent = dispatch(tokens, [out.routing_map for out in routed], probs=[out.probs for out in routed], **sizes)
         handles = [received.handle for received in sent]
         return sent, lambda rows: [getattr(result, "tokens", result) for result in combine(rows, handles)]
 

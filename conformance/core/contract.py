@@ -79,6 +79,7 @@ class Contract(ABC, Generic[C]):
     redundant: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()  # functions that must be offered with it
     static: tuple[str, ...] = ()
+    has_stages: bool = False  # see `stages`
     shapes: Shapes = Shapes()  # filled by the catalogue, as are the next three
     laws: dict[str, Any] = {}  # noqa: RUF012
     golden: dict[str, tuple[Problem, dict[str, Expectation]]] = {}  # noqa: RUF012
@@ -152,6 +153,13 @@ class Contract(ABC, Generic[C]):
         values = getattr(case, "values", "") if output == self.signature.linear[1] else ""
         style = {"special": "special", "edges": "ends", "every": "ends"}.get(values, "dyadic")
         return payload(case.seed, f"d_{output}", shape, dtype, style)
+
+    def stages(self, case: C) -> dict[str, Any]:
+        """By name, in the order of the calls: cases of each stage alone, on the reference's inputs.
+
+        Empty for a function of one stage.
+        """
+        return {}
 
     def explain(self, problem: Problem, output: str, index: tuple[int, ...], observed: Tensor) -> str | None:
         """The error in the function's terms, if one element determines it."""

@@ -3,7 +3,7 @@ times probabilities, and a bias weighted like its row.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from moe_fast.experts.activations import activation, check_probs, glu
+from moe_fast.experts.delayed import Waiting, delaying
 from moe_fast.experts.linear import check_product, grouped_linear, linear_of
 from moe_fast.experts.padding import Padding
 from moe_fast.experts.segments import plans_shared
@@ -30,6 +31,7 @@ from moe_ref.config import (
     check_linear,
     check_pairs,
     check_splits,
+    check_wgrads,
     require,
 )
 
@@ -44,7 +46,7 @@ def grouped_mlp(
     interleave: int | None = None, round_before_probs: bool = False, fp8_input_store: bool = False,
     probs_on_input: bool = False, align: int | None = None, recompute: str | None = None,
     recipe: Recipe | None = None, state: tuple[LinearState, LinearState] | None = None,
-    noise: tuple[Tensor, Tensor] | None = None,
+    noise: tuple[Tensor, Tensor] | None = None, wgrads: Waiting | None = None,
 ) -> Tensor:  # fmt: skip
     """`moe_ref.experts.mlp.grouped_mlp` by grouped products, and one launch per activation.
 
@@ -54,7 +56,8 @@ def grouped_mlp(
     saves h as well). `align` pads only with a recipe: the buffer grows by L · (align - 1) rows.
 
     Raises:
-        ValueError: also for probs of other dtypes than `PROBS`, and as `grouped_linear`.
+        ValueError: also for probs of other dtypes than `PROBS`, for wgrads in a graph of
+            torch.compile, and as `grouped_linear`.
     """
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
     act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
@@ -63,6 +66,8 @@ def grouped_mlp(
         probs_on_input, align, recompute,
     )  # fmt: skip
     check_pairs(state, noise)
+    check_wgrads(wgrads)
+    require(wgrads is None or not tracing(), "wgrads", "given in a graph", "None: a graph has all gradients")
     check_product(rows_PH, recipe, "float32")
     check_device("rows", rows_PH)
     check_probs(probs)
@@ -74,6 +79,9 @@ def grouped_mlp(
         align=None if recipe is None else align,
         probs_on_input=probs_on_input,
         recompute=recompute == "moe_act",
+        delayed=nullcontext
+        if wgrads is None
+        else partial(delaying, dict.fromkeys((fc1_weight_LFH, fc2_weight_LHF), wgrads)),
     )
     inputs = (rows_PH, tokens_per_expert_L, probs, fc1_weight_LFH, fc2_weight_LHF, fc1_bias, fc2_bias)
     return run_again(run, *inputs) if recompute == "moe" else run(*inputs)
@@ -88,10 +96,10 @@ def sequential_mlp(
     """`grouped_mlp`, the same function of the same weights as one expert after the other.
 
     Raises:
-        ValueError: also for a state or a noise, which would be shared by all experts.
+        ValueError: also for a state, a noise or wgrads, which all experts would share.
     """
     check_counts(tokens_per_expert_L, len(fc1_weight_LFH), rows_PH)
-    for name in ("state", "noise"):
+    for name in ("state", "noise", "wgrads"):
         require(settings.get(name) is None, name, "given", "None: it would be for all experts together")
     weights = (fc1_weight_LFH, fc2_weight_LHF)
     return grouped_mlp(
@@ -151,6 +159,7 @@ def _experts(
     fc2_weight_LHF: Tensor, fc1_bias: Tensor | None, fc2_bias: Tensor | None,
     *, act: Callable[..., Tensor], linears: list[Callable[..., Tensor]],
     noise: tuple[Tensor, Tensor] | None, align: int | None, probs_on_input: bool, recompute: bool,
+    delayed: Callable[[], AbstractContextManager[None]],
 ) -> Tensor:  # fmt: skip
     wide = (
         torch.float64
@@ -168,7 +177,7 @@ def _experts(
         rows_PH, p_P = ScaledRows.apply(rows_PH, p_P, ends_L), None
     noise1, noise2 = (None, None) if noise is None else (_of_length(each, rows_PH.shape[0]) for each in noise)
     again = recompute and not tracing()
-    with plans_shared():
+    with plans_shared(), delayed():
         h_PF = linears[0](rows_PH, fc1_weight_LFH, tokens_per_expert_L, bias=fc1_bias, noise=noise1)
         a_PF = act(h_PF, probs=p_P)
         with _computed_again(a_PF, act, h_PF, p_P) if again else nullcontext():

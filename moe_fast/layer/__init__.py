@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moe_fast import experts, router
 from moe_fast.declared import Family
+from moe_fast.layer.budget import within_budget as within_budget
 from moe_fast.layer.layer import moe_layer
 from moe_fast.layer.module import MoELayer as MoELayer
 from moe_fast.router import new_state, state_from, state_tensors

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_fast.dispatch import symmetric
 from moe_fast.dispatch.allgather import allgather_combine, allgather_dispatch
 from moe_fast.dispatch.alltoall import alltoall_combine, alltoall_dispatch
 from moe_fast.dispatch.deepep import deepep_combine, deepep_dispatch
@@ -29,6 +30,7 @@ from moe_ref.config import (
     RouterRanks,
     RouterState,
     check_layer,
+    require,
 )
 from moe_ref.config.router import expert_capacity
 
@@ -40,6 +42,7 @@ def moe_layer(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig,
     *, state: RouterState, training: bool = True, batch_size: int = 1, group: Any = None,
     padding_mask: Tensor | None = None, noise: Tensor | None = None, recompute: str | None = None,
+    shared_memory: bool = False,
 ) -> LayerOutput:  # fmt: skip
     """One forward of the layer on this rank, with its L = E/W experts.
 
@@ -50,8 +53,12 @@ def moe_layer(
         recompute: as in `grouped_mlp`, of the routed experts alone. The result holds every
             intermediate; `MoELayer` computes the whole layer again.
 
+        shared_memory: hybridep's rows travel over memory that the ranks share, see
+            `moe_fast.dispatch.symmetric`; with `LayerConfig.num_rows` the host then never waits.
+
     Raises:
-        ValueError: also as the functions of the stages.
+        ValueError: also for memory shared by another dispatcher, and as the functions of the
+            stages.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     masks, noises = (None if given is None else [given] * ranks for given in (padding_mask, noise))
@@ -66,7 +73,10 @@ def moe_layer(
     if group is None:
         dispatched, combine = _on_one_rank(tokens, routed, config.router)
     else:
-        dispatched, combine = DISPATCH[config.dispatcher](tokens, routed, config.router, group)
+        right = f"False with {config.dispatcher}: hybridep alone has it"
+        require(config.dispatcher == "hybridep" or not shared_memory, "shared_memory", shared_memory, right)
+        way = "symmetric" if shared_memory else config.dispatcher
+        dispatched, combine = DISPATCH[way](tokens, routed, config, group)
     weights = (p.fc1_weight, p.fc2_weight)
     biases = {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias}
     settings = config.experts | biases | {"probs": dispatched.probs, "recompute": recompute}
@@ -128,8 +138,8 @@ def _most_rows(tokens: int, router: RouterConfig) -> int:
 def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callable[..., tuple[Any, Combine]]:
     """A dispatcher that reads the routing map."""
 
-    def run(tokens: Tensor, routed: RouteOutput, router: RouterConfig, group: Any) -> tuple[Any, Combine]:
-        sent = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group)
+    def run(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any) -> tuple[Any, Combine]:
+        sent = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group, **config.dispatch)
 
         def back(rows: Tensor) -> Tensor:
             result = combine(rows, sent.handle, group=group)
@@ -141,10 +151,10 @@ def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callab
     return run
 
 
-def _by_index(tokens: Tensor, routed: RouteOutput, router: RouterConfig, group: Any) -> tuple[Any, Combine]:
+def _by_index(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any) -> tuple[Any, Combine]:
     """DeepEP: tokens travel in index form, and each rank permutes the tokens it received."""
-    experts = router.num_experts
-    slots = experts if router.pad_to_capacity else router.topk
+    experts = config.router.num_experts
+    slots = experts if config.router.pad_to_capacity else config.router.topk
     listed = multihot_to_indices(routed.routing_map, routed.probs, topk=slots)
     sent = deepep_dispatch(tokens, listed.indices, num_experts=experts, probs=listed.probs, group=group)
     assert sent.probs is not None
@@ -163,5 +173,6 @@ DISPATCH = {
     "allgather": _by_map(allgather_dispatch, allgather_combine),
     "alltoall": _by_map(alltoall_dispatch, alltoall_combine),
     "hybridep": _by_map(hybridep_dispatch, hybridep_combine),
+    "symmetric": _by_map(symmetric.hybridep_dispatch, symmetric.hybridep_combine),
     "deepep": _by_index,
 }

@@ -101,17 +101,20 @@ class MoELayer(nn.Module):
             output of the routed experts' activation, "moe" the whole layer; None: all is saved.
         delay_wgrad: the backward leaves the gradients of the routed experts' weights to
             `backward_dw`.
+        shared_memory: as in `moe_layer`.
 
     Weights are normal with deviation `init_std`, biases 0; ranks draw different experts if their
     generators differ. All others must be equal on all ranks, which the caller sees to, as for any
     data-parallel parameter; `expert_parameters` names those that must not be averaged.
     """
 
+    over_budget: Tensor  # [] bool: whether rows were dropped since it was last cleared, see `within_budget`
+
     def __init__(
         self, config: LayerConfig, hidden: int, width: int, *, latent: int | None = None,
         shared_width: int | None = None, shared_gate: bool = False, bias: bool = False, packed: bool = True,
-        group: Any = None, recompute: str | None = None, delay_wgrad: bool = False, init_std: float = INIT_STD,
-        device: Any = None, dtype: torch.dtype | None = None,
+        group: Any = None, recompute: str | None = None, delay_wgrad: bool = False, shared_memory: bool = False,
+        init_std: float = INIT_STD, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         ranks = 1 if group is None else dist.get_world_size(group)
@@ -121,7 +124,8 @@ class MoELayer(nn.Module):
         tensor: dict[str, Any] = {"device": device, "dtype": dtype}
         halves = 2 if config.kind in GATED else 1
         self.config, self.group, self.losses = config, group, RouterLosses()
-        self.recompute, self.delay_wgrad = recompute, delay_wgrad
+        self.recompute, self.delay_wgrad, self.shared_memory = recompute, delay_wgrad, shared_memory
+        self.register_buffer("over_budget", torch.zeros((), dtype=torch.bool, device=device), persistent=False)
         self.router = Router(config.router, hidden, **tensor)
         local = config.router.num_experts // ranks
         self.experts = Experts(local, halves * width, width, latent or hidden, bias=bias, packed=packed, **tensor)
@@ -175,24 +179,30 @@ class MoELayer(nn.Module):
         if self.recompute == "moe" and not torch.compiler.is_dynamo_compiling():
             # a rank that stopped before its last collective would let the others wait
             with set_checkpoint_early_stop(self.group is None):
-                output, state, losses = run_again(run, *inputs, random=self.config.jitter_eps is not None)
+                output, state, losses, dropped = run_again(run, *inputs, random=self.config.jitter_eps is not None)
         else:
-            output, state, losses = run(*inputs)
+            output, state, losses, dropped = run(*inputs)
         self.router.keep(state)
+        if dropped is not None:
+            self.over_budget = self.over_budget | dropped
         self.losses = losses
         return output.reshape(x.shape)
 
     def _results(
         self, x_TH: Tensor, padding_mask: Tensor | None, *parameters: Tensor | None, **settings: Any
-    ) -> tuple[Tensor, RouterState, RouterLosses]:
-        """A function of its arguments alone: it may run again without counting a token twice."""
+    ) -> tuple[Tensor, RouterState, RouterLosses, Tensor | None]:
+        """A function of its arguments alone: it may run again without counting a token twice. With
+        a budget also whether this rank dropped rows.
+        """
         recompute = self.recompute if self.recompute == "moe_act" else None
         settings |= {"group": self.group, "recompute": recompute, "padding_mask": padding_mask}
+        settings |= {"shared_memory": self.shared_memory}
         linears = (self.experts.linear_fc1, self.experts.linear_fc2) if self.delay_wgrad else ()
         # a backward that runs this again is in another context
         with delaying({linear.weight: linear.waiting for linear in linears}) if linears else nullcontext():
             out = moe_layer(x_TH, LayerParameters(*parameters), self.config, **settings)  # type: ignore[arg-type]
-        return out.output, out.routed.state, out.routed.losses
+        dropped = None if self.group is None or self.config.num_rows is None else out.dispatched.overflow
+        return out.output, out.routed.state, out.routed.losses, dropped
 
     def backward_dw(self) -> None:
         """With `delay_wgrad`, after a backward: the gradients of the routed experts' weights, fc2's

@@ -48,6 +48,7 @@ from moe_ref.config.experts import (
     check_pairs,
     check_precision,
     check_shared_experts,
+    check_wgrads,
 )
 from moe_ref.config.fused import PermutedQuantization, check_permute_and_quantize
 from moe_ref.config.layer import (
@@ -58,6 +59,7 @@ from moe_ref.config.layer import (
     LayerParameters,
     check_layer,
     check_parameters,
+    rank_budget,
     split_experts,
 )
 from moe_ref.config.megatron.settings import MoEConfig
@@ -230,12 +232,14 @@ __all__ = [
     "check_topk_routing",
     "check_unpermute",
     "check_update_expert_bias",
+    "check_wgrads",
     "check_wire_recipe",
     "is_count",
     "is_number",
     "layer_config",
     "pads_expert_rows",
     "quantization_alignment",
+    "rank_budget",
     "recipe_of",
     "require",
     "router_config",

@@ -287,6 +287,11 @@ def check_grouped_mlp(
     )
 
 
+def check_wgrads(wgrads: object) -> None:
+    """A list, which the backward extends, or None."""
+    require(wgrads is None or isinstance(wgrads, list), "wgrads", type(wgrads).__name__, "a list, or None")
+
+
 def check_pairs(state: object, noise: object) -> None:
     """State and noise of two linear layers: none, or a pair."""
     for name, both in (("state", state), ("noise", noise)):

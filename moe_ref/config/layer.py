@@ -1,11 +1,13 @@
 """The layer: settings, parameters, results."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moe_ref.config.dispatch import PerRank, check_expert_split, check_tokens
+from moe_ref.config.dispatch import PerRank, check_budget, check_expert_split, check_tokens
+from moe_ref.config.permutation import check_align
 from moe_ref.config.quantization import Recipe
 from moe_ref.config.router import RouterConfig, RouterState, check_jitter, check_padding_mask
 from moe_ref.config.rules import require
@@ -19,13 +21,15 @@ class LayerConfig:
     """The settings of a layer; `layer_config` makes one of Megatron's options.
 
     Raises:
-        ValueError: an unknown dispatcher; see `check_jitter`.
+        ValueError: an unknown dispatcher, a budget of another one than hybridep; see `check_jitter`
+            and `check_budget`.
     """
 
     router: RouterConfig
     router_dtype: str | None = None
     jitter_eps: float | None = None  # of the router's input, see `jitter`; in evaluation too
     dispatcher: str = "alltoall"
+    num_rows: int | None = None  # room for the rows of a rank's experts, see `rank_budget`; None: for all
     kind: str = "swiglu"  # the activation, with its settings: see `grouped_mlp`
     offset: float = 0.0
     clamp: float | None = None
@@ -41,6 +45,15 @@ class LayerConfig:
         require(known, "dispatcher", repr(self.dispatcher), f"one of {', '.join(DISPATCHERS)}")
         if self.jitter_eps is not None:
             check_jitter(self.jitter_eps)
+        if self.num_rows is not None:
+            check_budget(None, self.num_rows)
+            right = "None: among ranks hybridep alone has a budget"
+            require(self.dispatcher == "hybridep", "num_rows", f"{self.num_rows} with {self.dispatcher}", right)
+
+    @property
+    def dispatch(self) -> dict[str, Any]:
+        """The settings of the dispatcher over ranks."""
+        return {} if self.num_rows is None else {"num_rows": self.num_rows}
 
     @property
     def experts(self) -> dict[str, Any]:
@@ -88,6 +101,25 @@ class LayerOutput(NamedTuple):
     combined: Any  # [T,N]
     shared: Any  # [T,H]; None without shared experts
     output: Any  # [T,H]
+
+
+def rank_budget(num_tokens: int, *, topk: int, capacity_factor: float, align: int = 1) -> int:
+    """⌊T·K·f⌋ rows, up to a multiple of `align`: f times what a rank's experts have where the load
+    is even.
+
+    Args:
+        num_tokens: the most tokens of a rank; every rank has the same budget.
+        capacity_factor: Megatron's `moe_expert_rank_capacity_factor`, exact as it is written.
+
+    Raises:
+        ValueError: a factor that is not positive; see `check_align`.
+
+    Source: _HybridEPManager of megatron.core.transformer.moe.token_dispatcher.
+    """
+    check_align(align)
+    require(capacity_factor > 0, "capacity_factor", capacity_factor, "positive")
+    rows = int(num_tokens * topk * Fraction(str(capacity_factor)))
+    return -(-rows // align) * align
 
 
 def split_experts(parameters: LayerParameters, ranks: int) -> list[LayerParameters]:

@@ -4,6 +4,8 @@ Mirrors `GroupedLinear` of transformer_engine.pytorch (module and ops), as `TEGr
 megatron.core.extensions.transformer_engine uses it. Differs: docs/differences.md#experts.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +100,37 @@ def grouped_linear(
     return _GroupedLinear.apply(
         rows_PN, weight_LMN, bias, tokens_per_expert_L, ProductPrecision(recipe, state, noise, accumulator)
     )
+
+
+class _Later(torch.autograd.Function):
+    """out as it is; its backward leaves wgrad(d_out, rows, tokens_per_expert) in a list."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, anchor: Tensor, rows: Tensor, tokens_per_expert: Tensor, how: Any) -> Tensor:
+        ctx.save_for_backward(rows, tokens_per_expert)
+        ctx.how = how
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor):
+        wgrads, wgrad = ctx.how
+        wgrads.append(partial(wgrad, d_out, *ctx.saved_tensors))
+        return d_out, None, None, None, None
+
+
+def delayed_linear(
+    rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
+    *, wgrads: list[Callable[..., Tensor]] | None, bias: Tensor | None = None, **precision: Any,
+) -> Tensor:  # fmt: skip
+    """`grouped_linear`, whose backward leaves the weight's gradient in `wgrads`, if that is a list.
+
+    It appends a function of `accumulate_into`, `grouped_wgrad` of what the backward has.
+    """
+    if wgrads is None or not (torch.is_grad_enabled() and weight_LMN.requires_grad):
+        return grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias=bias, **precision)
+    out = grouped_linear(rows_PN, weight_LMN.detach(), tokens_per_expert_L, bias=bias, **precision)
+    anchor = out.new_empty(0, requires_grad=True)  # the backward comes here even if nothing else has a gradient
+    return _Later.apply(out, anchor, rows_PN, tokens_per_expert_L, (wgrads, partial(grouped_wgrad, **precision)))
 
 
 def grouped_dgrad(

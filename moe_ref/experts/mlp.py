@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_ref.config import LinearState, Recipe, check_grouped_mlp, check_pairs, require
+from moe_ref.config import LinearState, Recipe, check_grouped_mlp, check_pairs, check_wgrads, require
 from moe_ref.experts.activations import chosen_activation
-from moe_ref.experts.linear import expert_slices, grouped_linear, linear
+from moe_ref.experts.linear import delayed_linear, expert_slices, linear
 from moe_ref.rounding import accumulator_dtype, round_to
 
 
@@ -26,7 +26,7 @@ def grouped_mlp(
     interleave: int | None = None, round_before_probs: bool = False, fp8_input_store: bool = False,
     probs_on_input: bool = False, align: int | None = None, recompute: str | None = None,
     recipe: Recipe | None = None, state: tuple[LinearState, LinearState] | None = None,
-    noise: tuple[Tensor, Tensor] | None = None,
+    noise: tuple[Tensor, Tensor] | None = None, wgrads: list[Callable[..., Tensor]] | None = None,
 ) -> Tensor:  # fmt: skip
     """Each expert's two linear layers over its own rows, weighted by the rows' probabilities.
 
@@ -44,13 +44,16 @@ def grouped_mlp(
         recompute: "moe_act" or "moe": the activation, or all, again in the backward; same results.
         recipe: of both linear layers, see `grouped_linear`.
         state, noise: as in `grouped_linear`, a pair for fc1 and fc2; noise per row, aligned.
+        wgrads: a list, or None. A backward appends to it, in place of the weights' gradients, a
+            function of `accumulate_into` for each weight that has one, fc2's first: `grouped_wgrad`
+            of what the backward has. Mirrors `backward_dw`.
 
     Rounding, each once, to the dtype of the rows: p · x; h with its bias; a; a W2ᵀ; and then the
     sum with p · b2, in float32 (float64 if an input is). Gradients round where these values do.
 
     Raises:
         ValueError: see `moe_ref.config`: check_grouped_mlp, check_kind, check_input_store,
-            check_pairs; `grouped_linear`.
+            check_pairs, check_wgrads; `grouped_linear`.
     """
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
     act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
@@ -59,9 +62,10 @@ def grouped_mlp(
         probs_on_input, align, recompute,
     )  # fmt: skip
     check_pairs(state, noise)
+    check_wgrads(wgrads)
     total = expert_slices(tokens_per_expert_L, len(rows_PH))[-1].stop
     weights = (fc1_weight_LFH, fc2_weight_LHF, fc1_bias, fc2_bias)
-    linears = [partial(grouped_linear, recipe=recipe, state=s) for s in state or (None, None)]
+    linears = [partial(delayed_linear, recipe=recipe, state=s, wgrads=wgrads) for s in state or (None, None)]
     run = partial(
         _experts,
         act=act,
@@ -86,7 +90,7 @@ def sequential_mlp(
         for e in experts: y[segment e] = grouped_mlp(x[segment e], W1_e, W2_e, …)
 
     Args, rounding, errors: as `grouped_mlp`, and the same function of the same weights; but without
-    state and noise, which would be for all experts together.
+    state, noise and wgrads, which would be for all experts together.
     """
     defaults = {
         "interleave": None,
@@ -99,7 +103,7 @@ def sequential_mlp(
     check_grouped_mlp(
         *whole, *(defaults[name] for name in ("interleave", "kind", "probs_on_input", "align", "recompute"))
     )
-    for name in ("state", "noise"):
+    for name in ("state", "noise", "wgrads"):
         require(settings.get(name) is None, name, "given", "None: it would be for all experts together")
     outputs = []
     slices = expert_slices(tokens_per_expert_L, len(rows_PH))

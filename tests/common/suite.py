@@ -2,6 +2,7 @@
 and planted mistakes.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ def reference(**others: Any) -> SimpleNamespace:
 def wrapped(function: str, wrapper: Callable[..., Any], **declared: Any) -> SimpleNamespace:
     """The reference, with `wrapper(original, *args, **settings)` in the place of one function."""
     original = getattr(moe_ref, function)
-    others = {function: lambda *args, **settings: wrapper(original, *args, **settings)}
+    others = {function: functools.wraps(original)(lambda *args, **settings: wrapper(original, *args, **settings))}
     return reference(**others, declares=lambda name: declared)
 
 

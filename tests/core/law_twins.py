@@ -66,6 +66,7 @@ MLP = MlpCase(
     seed=1,
 )
 FORWARD_MLP = replace(MLP, grads="")
+TRAINED_MLP = replace(MLP, grads="fc1_weight+fc2_weight")
 SHARED = SharedCase(function="shared_experts", tokens=6, hidden=5, width=4, grads="x", seed=1)
 PROJECTION = GroupedCase(function="latent_projection", tokens=6, hidden=5, width=4, grads="x", seed=1)
 QUANTIZE = QuantizeCase(function="quantize", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, seed=1)
@@ -283,6 +284,7 @@ SEQUENTIAL = replace(FORWARD_MLP, function="sequential_mlp")
 WIDE_SUMS = replace(UNPERMUTE, values="wide", experts=9, routing=(0b111111111,) * 6, grads="")
 SPOILT = [  # law, case, corruption of a right result, condition on the call (tensors, settings)
     ("scaling", FORWARD_MLP, nothing, lambda x, kw: kw["probs"].max() > 1),
+    ("delayed", TRAINED_MLP, nothing, lambda x, kw: "wgrads" in kw),
     ("recompute", MLP, nothing, lambda x, kw: "recompute" in kw),
     ("recompute", SHARED, nothing, lambda x, kw: "recompute" in kw),
     ("alignment", FORWARD_MLP, nothing, lambda x, kw: "align" in kw),

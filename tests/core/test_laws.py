@@ -50,6 +50,7 @@ from tests.core.law_twins import (
     TO_INDICES,
     TO_MULTIHOT,
     TOPK,
+    TRAINED_MLP,
     TWINS,
     UNPERMUTE,
     WGRAD,
@@ -256,7 +257,7 @@ LAYER = LayerCase(function="moe_layer", tokens=7, hidden=6, width=5, experts=4, 
 CALLS += [LAYER, replace(LAYER, grads="x+router_weight+fc1_weight+fc2_weight")]
 CALLS += [replace(case, grads="probs") for case in (TO_MULTIHOT, TO_INDICES)]
 CALLS += [replace(case, grads="logits") for case in (Z, SINKHORN)]
-CALLS += OF_PARAMETERS
+CALLS += [*OF_PARAMETERS, TRAINED_MLP]
 CALLS += [replace(GATE, grads="x+weight"), replace(ATTACH, grads="x+loss"), replace(LOSS, grads="scores")]
 
 

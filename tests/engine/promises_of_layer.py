@@ -21,6 +21,7 @@ LAYER = {
     "a recipe over ranks": lambda c: c.recipe and len(c.counts) > 1,
     "a global loss over ranks": lambda c: "global" in c.losses and len(c.counts) > 1,
     "a capacity over ranks": lambda c: c.capacity and len(c.counts) > 1,
+    "a budget of rows over ranks": lambda c: c.budget and len(c.counts) > 1,
     "a router wider than the tokens": lambda c: c.dtype == "bfloat16" and c.router_dtype == "fp32",
     "no shared experts": lambda c: not c.shared,
     "both biases over ranks": lambda c: c.fc1_bias and c.fc2_bias and len(c.counts) > 1,

@@ -335,3 +335,20 @@ def test_no_rows_at_all_give_zero_gradients_and_not_none():
         out = call_it(function, given, [0, 0], {"align": 4})
         gradients = torch.autograd.grad(out.sum(), list(given.values()))
         assert out.shape == (0, HIDDEN) and all((d == 0).all() for d in gradients)
+
+
+def test_gradients_that_wait_are_those_of_the_backward_and_each_waits_once():
+    counts, call = [3, 4], CALLS[0]
+    given = tensors(counts, call)
+    now = torch.autograd.grad(
+        call_it(grouped_mlp, given, counts, call).sum(), [given["fc2_weight"], given["fc1_weight"]]
+    )
+    waiting: list = []
+    call_it(grouped_mlp, given, counts, call | {"wgrads": waiting}).sum().backward()
+    assert given["fc1_weight"].grad is None and given["fc2_weight"].grad is None and given["rows"].grad.any()
+    assert all(torch.equal(wgrad(), right) for wgrad, right in zip(waiting, now, strict=True))
+    with torch.no_grad():
+        call_it(grouped_mlp, given, counts, call | {"wgrads": waiting})
+    assert len(waiting) == 2
+    with pytest.raises(ValueError, match="wgrads is tuple"):
+        call_it(grouped_mlp, given, counts, call | {"wgrads": ()})

@@ -1,6 +1,7 @@
 """The layer against a computation without permutation: matrix products per token and expert."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -212,6 +213,26 @@ def test_megatrons_options_become_the_settings_of_the_layer():
     assert layer.align == quantization_alignment(fp8) == 16
     with pytest.raises(ValueError, match="activation_func is 'squared_relu' with gated_linear_unit"):
         layer_config(MoEConfig(**MEGATRON, activation_func="squared_relu", gated_linear_unit=True))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("padding", ["experts", "map", "dispatcher"])
+def test_rows_are_padded_once_whichever_stage_the_options_give_it_to(padding):
+    """Rows of MXFP8 that nobody pads are refused."""
+    options = {
+        "experts": {"moe_token_dispatcher_type": "alltoall"},
+        "map": {"moe_token_dispatcher_type": "alltoall", "moe_router_padding_for_quantization": True},
+        "dispatcher": {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
+    }[padding]
+    recipe = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "moe_router_dtype": "fp32"}
+    how = layer_config(MoEConfig(**MEGATRON, **recipe, **options))
+    assert how.align == 32
+    router, *both = (random(*shape, seed=len(shape)) for shape in ((EXPERTS, 32), *((EXPERTS, 32, 32),) * 2))
+    weights = LayerParameters(router, *both)
+    out = run(random(3, 32), (3,), weights, how)
+    assert int(out.dispatched[0].tokens_per_expert.sum()) == len(out.dispatched[0].rows) == 3 * how.router.topk
+    with pytest.raises(ValueError, match="multiples of 32"):
+        run(random(3, 32), (3,), weights, replace(how, align=None))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,22 @@ def in_float64(one: LayerCase) -> dict[str, Tensor]:
     ids=str,
 )
 def test_the_expected_values_are_the_references_in_float64(fields, counts):
-    one = with_gradients(case(**fields, counts=counts, experts=6 if len(counts) == 3 else 4))
+    assert_expected(with_gradients(case(**fields, counts=counts, experts=6 if len(counts) == 3 else 4)))
+
+
+@pytest.mark.parametrize("budget", [1, 4, 30])
+def test_rows_beyond_a_budget_have_no_part(budget):
+    one = with_gradients(case(counts=(4, 3), dispatcher="hybridep", budget=budget, bias=True))
+    assert_expected(one)
+    free = LAYER.right(replace(one, budget=0), LAYER.calls(replace(one, budget=0)), {})
+    same = [
+        torch.equal(a["output"].value, b["output"].value)
+        for a, b in zip(LAYER.right(one, LAYER.calls(one), {}), free, strict=True)
+    ]
+    assert all(same) is (budget == 30)
+
+
+def assert_expected(one: LayerCase) -> None:
     right = LAYER.right(one, LAYER.calls(one), {})
     whole = in_float64(one)
     for name, wanted in whole.items():

@@ -43,8 +43,9 @@ LISTED = {
     *(f"Z{number:02}" for number in range(1, 25) if number != 13),
     *(f"O{number:02}" for number in range(1, 15)),
     *(f"M{number:02}" for number in range(1, 22) if number != 10),
-    *(f"ML{number:02}" for number in range(1, 31)),
+    *(f"ML{number:02}" for number in range(1, 32)),
     *(f"CK{number:02}" for number in range(1, 32)),
+    *("DW01", "DW02"),
 }
 LARGE = {"N02", "N03"}  # need more rows than an interpreter can run
 

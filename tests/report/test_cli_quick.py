@@ -18,7 +18,19 @@ except SystemExit as left:
     code = left.code
 print("code", code, "torch" in sys.modules)
 """
-VERBS = ("run", "fuzz", "replay", "minimize", "check-adapter", "new-adapter", "new-test", "mutants", "list", "doctor")
+VERBS = (
+    "run",
+    "fuzz",
+    "replay",
+    "minimize",
+    "explain",
+    "check-adapter",
+    "new-adapter",
+    "new-test",
+    "mutants",
+    "list",
+    "doctor",
+)
 QUICK = [
     ((), 2, "VERB"),
     (("--help",), 0, "Compare an implementation"),

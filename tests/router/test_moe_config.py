@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from moe_ref.config import DROP_POLICIES, SCORE_FUNCTIONS, MoEConfig
+from moe_ref.config.megatron.refused import REFUSED
 from moe_ref.config.megatron.rule import fits, kinds_of
 from tests.router.moe_config_helpers import RULES, config, refusing_rule
 from tests.router.moe_config_values import CASES, OPTIONS, SIZES, WRONG_KINDS
@@ -218,4 +219,8 @@ def test_a_config_is_frozen_and_can_be_a_key():
     assert {made: 1}[replace(made)] == 1
 
 
-# What the router reads
+@pytest.mark.parametrize("option", REFUSED)
+def test_an_option_without_an_implementation_is_refused_by_its_name(option):
+    with pytest.raises(ValueError, match=f"^{option} is True; it must be left out: {re.escape(REFUSED[option])}"):
+        MoEConfig(**{option: True})
+    assert option not in {field.name for field in fields(MoEConfig)}

@@ -72,7 +72,8 @@ def _evaluate(
 ) -> None:
     contract = AtRank(CONTRACTS[case.function], rank) if rank else CONTRACTS[case.function]  # type: ignore[arg-type]
     problem = contract.problem(case)
-    declared = implementation.declares(case.function) if implementation.offers(case.function) else {}
+    function = problem.function  # of one stage of the case's function, if the case names one
+    declared = implementation.declares(function) if implementation.offers(function) else {}
     refusal = _refusal(case, problem, implementation, declared)
     if refusal:
         outcome.status, outcome.reason = refusal
@@ -284,7 +285,8 @@ def _trial(
 ) -> Trial:
     refusal = lambda other: _refusal(case, other, implementation, declared)  # noqa: E731
     inside = scope_of_function(implementation, case.function).holds
-    extras: dict[str, Any] = {"offers": implementation.offers, "refusal": refusal, "inside": inside}
+    asked = {"offers": implementation.offers, "names": implementation.names}
+    extras: dict[str, Any] = asked | {"refusal": refusal, "inside": inside}
 
     def offered(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*problems: Problem, **options: Any) -> Any:

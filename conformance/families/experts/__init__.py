@@ -6,6 +6,7 @@ from conformance.families.experts import (
     defects,
     defects_calls,
     defects_curves,
+    defects_delayed,
     defects_fine,
     defects_inputs,
     defects_products,
@@ -37,6 +38,6 @@ FAMILY = Family(
     space=by_function(space, space_mlp),
     defects=(
         *(*defects.DEFECTS, *defects_steps.DEFECTS, *defects_calls.DEFECTS, *defects_inputs.DEFECTS),
-        *(*defects_curves.DEFECTS, *defects_products.DEFECTS, *defects_fine.DEFECTS),
+        *(*defects_curves.DEFECTS, *defects_products.DEFECTS, *defects_fine.DEFECTS, *defects_delayed.DEFECTS),
     ),
 )

@@ -7,6 +7,7 @@ import torch
 
 from conformance.core import row_laws
 from conformance.core import universal_laws as universal
+from conformance.core.contract import Opaque
 from conformance.core.double_backward import DOUBLE_BACKWARD
 from conformance.core.law import Law, Trial, plain, upside_down
 from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
@@ -16,6 +17,7 @@ from conformance.families.experts.precision import recipe_of
 from conformance.judge import Expectation, Finding
 from conformance.judge.bound import Bounded
 
+DELAYED_WEIGHTS = ("fc2_weight", "fc1_weight")  # in the order of a backward
 ALIGNED = 16  # rows: more than most experts of a small case
 
 
@@ -60,6 +62,35 @@ def _recompute(trial: Trial) -> Finding | None:
     )
 
 
+def _delayed(trial: Trial) -> Finding | None:
+    """The weights' gradients left for later: each once, fc2's first, with the same bits if
+    deterministic; and the backward gives none. For functions that name the setting.
+    """
+    if not trial.extras["names"](trial.problem.function, "wgrads"):
+        return None
+    problem, names = trial.problem, [name for name in DELAYED_WEIGHTS if name in trial.problem.wanted]
+
+    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+        wgrads: list[Any] = []
+        arguments = [given[name] for name in problem.required]
+        settings = {name: given[name] for name in problem.settings}
+        return {"out": implementation.call(problem.function, *arguments, **settings, wgrads=wgrads), "wgrads": wgrads}
+
+    def read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
+        wgrads = outputs.pop("wgrads")
+        early = [name for name in names if outputs[f"d_{name}"].any()]
+        later = [wgrad() for wgrad in wgrads]
+        told = f"gives a gradient of {early[0]} at once" if early else ""
+        told = told or ("" if len(later) == len(names) else f"leaves {len(later)} gradients for {' and '.join(names)}")
+        return outputs | ({"told": told} if told else {f"d_{n}": x for n, x in zip(names, later, strict=True)})
+
+    wanted = problem.wanted if "rows" in problem.wanted else (*problem.wanted, "rows")
+    settings = problem.settings | {"wgrads": Opaque("wgrads")}
+    later = replace(problem, wanted=wanted, settings=settings, script=script, read=read, first=problem.required)
+    outputs = trial.run(later)
+    return Finding("wgrads", "delayed", outputs["told"]) if "told" in outputs else trial.repeats("delayed", outputs)
+
+
 def _alignment(trial: Trial) -> Finding | None:
     """Padding of each expert's rows, toggled."""
     return trial.judged("alignment", trial.expected, _other_setting(trial, "align", ALIGNED))
@@ -97,6 +128,11 @@ def _random(case: Any) -> bool:
     return recipe is not None and bool(recipe.stochastic_rounding) and bool(case.grads)
 
 
+def _has_pairs(case: Any) -> bool:
+    """Whether the call's script makes states or noise."""
+    return bool(case.scaling == "delayed" or _random(case))
+
+
 ZERO_PROBS = Law(
     "zero_probs", _zero_probs, lambda case: _weighted(case) and case.weights != "plain" and not case.scaling
 )  # a scale covers all rows
@@ -106,6 +142,12 @@ COTANGENT_SCALING = Law(
 )
 RECOMPUTE = Law(
     "recompute", _recompute, lambda case: not case.golden and not case.illegal and bool(case.grads), recompiles=True
+)
+DELAYED = Law(
+    "delayed",
+    _delayed,
+    lambda case: plain(case) and any(name in case.grads for name in DELAYED_WEIGHTS) and not _has_pairs(case),
+    recompiles=True,
 )
 ALIGNMENT = Law("alignment", _alignment, lambda case: plain(case) and _padded_by_nothing(case), recompiles=True)
 GROUPED = Law("grouped", _one_after_another, plain)
@@ -126,7 +168,7 @@ GLU = ACTIVATION = _ELEMENTWISE
 GROUPED_LINEAR = (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING, experts.COTANGENT_SCALING)
 GROUPED_DGRAD = (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING)
 GROUPED_WGRAD = (*_PRODUCT, *_SEGMENTS, experts.SCALING)
-GROUPED_MLP = _EXPERTS
+GROUPED_MLP = (*_EXPERTS, DELAYED)
 SEQUENTIAL_MLP = (GROUPED, *_EXPERTS)
 SHARED_EXPERTS = (*SHARED_OUT, *of_one_process(*_MLP[2:], TOKEN_REVERSAL))
 LATENT_PROJECTION = (

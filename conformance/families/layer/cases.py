@@ -65,12 +65,14 @@ class LayerCase(Case):
     recipe: str = choice("", "current", "block", "mxfp8")  # scaling of the experts' products
     align: int = number(0, 16, 32, 64, 256, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
     dispatcher: str = choice(*DISPATCHERS)
+    budget: int = number(0, *range(1, 25), pairs=(5,))  # room for a rank's rows, with hybridep over ranks; 0: for all
     evaluation: bool = flag(argument="training")
     padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # tokens that are padding, per 8
     fc1_bias: bool = flag()
     fc2_bias: bool = flag()
     jitter: bool = flag()  # whether the router's input has it: factors are ½ and 1
     counts: tuple[int, ...] = counts()  # tokens per rank; empty: one process
+    stage: str = ""  # the stage that alone is called, on the reference's inputs; empty: the layer
 
     variant: ClassVar[int] = 0
     override: ClassVar[str] = ""
@@ -93,6 +95,8 @@ class LayerCase(Case):
         return not self.counts
 
     def clash(self) -> str | None:
+        if self.stage and self.stage not in self.stages:
+            return f"stage is {self.stage!r}; the layer of this case has {', '.join(self.stages)}"
         if self.layout in FAR:
             return "the stages have cases of far inputs"
         if self.counts and self.layout != "contiguous":
@@ -107,6 +111,10 @@ class LayerCase(Case):
             return "gate is the shared experts', and there are none"
         if self.router_bias and self.logit_dtype != "float32":
             return "with a bias, narrow logits may be rounded twice"
+        if self.budget and (not self.counts or self.dispatcher != "hybridep"):
+            return "a budget is hybridep's, over ranks"
+        if self.budget and self.pad:
+            return "rows that fill a capacity may be any tokens, and take room of others"
         if self.recipe and self.pad:
             return "rows that fill a capacity may be any tokens, and have part in a scale"
         if self.on_input and self.pad and (self.fc1_bias or self.fc2_bias):
@@ -117,6 +125,19 @@ class LayerCase(Case):
 
     def arguments(self) -> tuple[str, ...]:
         return ("group",) if self.counts else ()
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Functions and projections, in the order in which the layer runs them."""
+        there: tuple[str, ...] = ("permute",)
+        back: tuple[str, ...] = ("unpermute",)
+        if self.counts and self.dispatcher != "deepep":
+            there, back = (f"{self.dispatcher}_dispatch",), (f"{self.dispatcher}_combine",)
+        elif self.counts:
+            there, back = ("deepep_dispatch", "permute"), ("unpermute", "deepep_combine")
+        down, up = (("latent_down",), ("latent_up",)) if self.latent else ((), ())
+        shared = ("shared_experts",) if self.shared else ()
+        return ("gate", "route", *down, *there, "grouped_mlp", *back, *up, *shared)
 
 
 def route_case(case: LayerCase) -> RouteCase:
@@ -130,6 +151,7 @@ def config_of_layer(case: LayerCase) -> LayerConfig:
         router_dtype=case.router_dtype or None,
         jitter_eps=0.5 if case.jitter else None,
         dispatcher=case.dispatcher,
+        num_rows=case.budget or None,
         kind=case.kind or "swiglu",
         probs_on_input=case.on_input,
         align=case.align or None,

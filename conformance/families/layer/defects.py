@@ -258,6 +258,10 @@ def _handle_of_another_call(layer: Wrapper, *arguments: Any, **settings: Any) ->
         module.DISPATCH = right  # type: ignore[attr-defined]
 
 
+def _budget_forgotten(layer: Wrapper, x: Tensor, p: LayerParameters, config: LayerConfig, **settings: Any) -> Any:
+    return layer(x, p, replace(config, num_rows=None), **settings)
+
+
 _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("probabilities are not applied", in_stages(grouped_mlp=_unweighted)),
     ("probabilities are applied twice", in_stages(grouped_mlp=_weighted_twice)),
@@ -289,6 +293,7 @@ _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("experts see the jittered input", _jitter_of_experts),
     ("the gradient of x has no factor of the jitter", in_stages(jittered=_factors_not_in_backward)),
     ("the router's input has no jitter", in_stages(jittered=lambda right, x, *rest: x)),
+    ("there is room for more rows than the budget", _budget_forgotten),
 )
 DEFECTS = tuple(
     Defect(f"ML{number:02}", title, ORIGIN, {"moe_layer": wrapper})

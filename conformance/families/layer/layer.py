@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import moe_ref
 from conformance.analysis.mlp_stages import final_bound
-from conformance.core.contract import Opaque, Problem, accumulator_of
+from conformance.core.contract import Opaque, Problem
 from conformance.core.ranks import RankContext, Ranked
 from conformance.core.signature import Input, Output, Signature
+from conformance.families.layer.alone import alone
 from conformance.families.layer.cases import (
     LayerCase,
     config_of_layer,
@@ -22,24 +22,22 @@ from conformance.families.layer.cases import (
     expert_bias_of,
     factors_of,
     local,
-    logits_of_rows,
     noise_of,
     padding_of,
     parameters_of,
-    route_case,
     shares,
     tokens_of,
 )
 from conformance.families.layer.rank import Rank
+from conformance.families.layer.routing import routed_outputs, state_before, state_of, steps_of
 from conformance.families.layer.stages import Layer
-from conformance.families.router.cases_route import LOSSES
-from conformance.families.router.route_step import Step
+from conformance.families.layer.traced import Traced
+from conformance.families.router.route_ranks import summed
 from conformance.interface import named_outputs
 from conformance.judge import Exact, Expectation
-from moe_ref.config import OF_EXPERTS, LayerConfig, LayerParameters, RouteOutput
-from moe_ref.layer import route_together
+from moe_ref.config import DISPATCHERS, OF_EXPERTS, LayerConfig, LayerParameters, RankGroup, RouterRanks
 
-STATE = ("expert_bias", "tokens_per_expert", "global_tokens_per_expert", "global_steps")  # compared
+COLLECTIVES = ("moe_layer", *(f"{name}_{step}" for name in DISPATCHERS for step in ("dispatch", "combine")))
 SIGNATURE = Signature(
     inputs=[
         Input("x", "TH", gradient=True),
@@ -72,17 +70,32 @@ class MoeLayer(Ranked[LayerCase]):
     signature = SIGNATURE
     primary = "output"
     companions = ("new_state", "state_tensors", "state_from")
+    has_stages = True
 
     def ranks(self, case: LayerCase) -> int:
         return len(case.counts)
 
+    def stages(self, case: LayerCase) -> dict[str, LayerCase]:
+        plain = replace(case, law="", layout="contiguous", layout_of="")
+        return {} if case.golden or case.illegal else {name: replace(plain, stage=name) for name in case.stages}
+
     def connected(self, call: Problem, place: RankContext) -> Problem:
-        return replace(call, settings=call.settings | {"group": place.group})
+        if call.function == "route":
+            every = tuple(range(place.ranks))
+            ranks = RouterRanks(tp_dp_cp=RankGroup(place.ranks, summed(every, place)))
+            return replace(call, settings=call.settings | {"ranks": ranks})
+        if call.function not in COLLECTIVES:
+            return call
+        group = {"group": place.group}
+        made = call.producer and replace(call.producer, settings=call.producer.settings | group)
+        return replace(call, settings=call.settings | group, producer=made)
 
     def legal(self, case: LayerCase) -> Problem:
         return self.calls(case)[0]
 
     def calls(self, case: LayerCase) -> list[Problem]:
+        if case.stage:
+            return alone(self.traced(case)).calls
         parameters, config, expert_bias = parameters_of(case), config_of_layer(case), expert_bias_of(case)
         wanted = self.signature.wanted(case)
         settings: dict[str, Any] = {"training": False} if case.evaluation else {}
@@ -100,8 +113,12 @@ class MoeLayer(Ranked[LayerCase]):
             calls.append(layer_call(required, config, given, wanted, {"output": cotangents[rank]} if wanted else {}))
         return [replace(call, layouts={case.layout_of: case.layout}) for call in calls]
 
+    def traced(self, case: LayerCase) -> Traced:
+        """The reference's stages."""
+        return Traced(case, self.calls(replace(case, stage="")))
+
     def expected(self, case: LayerCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        return self.judged(case, [problem] if not case.counts else self.calls(case), 0, declared)
+        return self.judged(case, self.calls(case) if case.counts else [problem], 0, declared)
 
     def right_at(
         self, rank: int, case: LayerCase, calls: list[Problem], declared: Mapping[str, Any]
@@ -115,6 +132,9 @@ class MoeLayer(Ranked[LayerCase]):
         self, case: LayerCase, calls: list[Problem], rank: int, declared: Mapping[str, Any]
     ) -> dict[str, Expectation]:
         """One rank's expectations; none if rounding could change a choice on any rank."""
+        if case.stage:
+            layer = self.traced(case)
+            return alone(layer).right(layer, rank, declared)
         config: LayerConfig = calls[0].required["config"]
         steps, routed = steps_of(case, config, calls, declared)
         if any(step.ambiguous for step in steps):
@@ -149,63 +169,9 @@ def layer_call(
 def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The layer's results by name."""
     config: LayerConfig = given["config"]
-    state = implementation.call("new_state", config.router, device=given["x"].device)
-    if "expert_bias" in given:
-        tensors = implementation.call("state_tensors", state)
-        state = implementation.call("state_from", tensors | {"expert_bias": given["expert_bias"].clone()})
+    state = state_before(implementation, config.router, given, given["x"].device)
     parameters = LayerParameters(**{name: given[name] for name in LayerParameters._fields if name in given})
     settings = {name: given[name] for name in (*SIGNATURE.settings, "padding_mask", "noise") if name in given}
     result = implementation.call("moe_layer", given["x"], parameters, config, state=state, **settings)
     found = named_outputs(result, ("output", "routed"))
-    routed = named_outputs(found["routed"], ("probs", "routing_map", "losses", "state"))
-    losses = {name: getattr(routed["losses"], name, None) for name in LOSSES}
-    tensors = implementation.call("state_tensors", routed["state"])
-    return {
-        "output": found["output"],
-        "probs": routed["probs"],
-        "routing_map": routed["routing_map"],
-        "losses": torch.tensor([loss is not None for loss in losses.values()]),
-        **{name: loss for name, loss in losses.items() if loss is not None},
-        **{f"state.{name}": tensors[name].clone() for name in STATE if name in tensors},
-    }
-
-
-def steps_of(
-    case: LayerCase, config: LayerConfig, calls: list[Problem], declared: Mapping[str, Any]
-) -> tuple[list[Step], list[RouteOutput]]:
-    """Each rank's routing of its exact logits, with bounds, and the reference's in float64."""
-    given = [call.required for call in calls]
-    dtype = torch.float32 if config.router_dtype == "fp32" else given[0]["x"].dtype
-    seen = [
-        call.required["x"] * factors_of(case, call.settings["noise"]) if case.jitter else call.required["x"]
-        for call in calls
-    ]
-    logits = [
-        logits_of_rows(x, own["router_weight"], own.get("router_bias"), dtype)
-        for x, own in zip(seen, given, strict=True)
-    ]
-    states = [moe_ref.new_state(config.router) for _ in given]
-    states = [
-        s._replace(expert_bias=own.get("expert_bias", s.expert_bias)) for s, own in zip(states, given, strict=True)
-    ]
-    training = calls[0].settings.get("training", True)
-    masks = [call.settings.get("padding_mask") for call in calls]
-    options = {"training": training, "batch_size": case.sequences}
-    options |= {} if masks[0] is None else {"padding_mask": masks}
-    with torch.enable_grad():
-        routed = route_together([x.double() for x in logits], config, states, **options)
-    steps = []
-    for x, state, out, mask in zip(logits, states, routed, masks, strict=True):
-        named = {f"0.{name}": loss for name, loss in out.losses._asdict().items() if loss is not None}
-        named |= {"0.probs": out.probs, "0.routing_map": out.routing_map}
-        named["0.losses"] = torch.tensor([getattr(out.losses, name) is not None for name in LOSSES])
-        one = Problem("route", {"logits.0": x}, {} if mask is None else {"padding_mask": mask})
-        kind, sums = "train" if training else "eval", accumulator_of(declared, dtype)
-        steps.append(Step(route_case(case), config.router, one, 0, kind, state, named, None, sums))
-    for step in steps:
-        step.sequence, step.every = [step], steps
-    return steps, routed
-
-
-def state_of(routed: RouteOutput) -> dict[str, Tensor]:
-    return {name: getattr(routed.state, name) for name in STATE}
+    return {"output": found["output"], **routed_outputs(implementation, found["routed"])}

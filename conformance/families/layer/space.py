@@ -53,7 +53,8 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
     if experts % 2 == 0 and topk % 2 == 0 and experts >= 4 and draw(st.booleans()):
         fields |= {"groups": 2, "group_topk": draw(st.sampled_from((1, 2) if topk <= experts // 2 else (2,)))}
     if counts:
-        fields |= {"layout": "contiguous", "layout_of": ""}
+        room = draw(st.sampled_from((0, 0, 1, 4, 12))) if fields["dispatcher"] == "hybridep" else 0
+        fields |= {"layout": "contiguous", "layout_of": "", "budget": room} | ({"pad": False} if room else {})
     every = scope.signature.all_gradients(scope.case(fields))
     return fields | {"grads": draw(st.sampled_from((*("",) * 3, *(every,) * 6, *every.split("+"), *GRADIENTS)))}
 
@@ -96,6 +97,7 @@ WORLDS: tuple[Changes, ...] = (
     },
     {"counts": (3, 4), "experts": 4, "dispatcher": "hybridep", "capacity": 3, "pad": True, "bias": True},
     {"counts": (5,), "experts": 3, "dispatcher": "deepep"},
+    {"counts": (4, 3), "experts": 4, "dispatcher": "hybridep", "budget": 6, "shared": 2},
     {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3},
 )
 
@@ -113,7 +115,7 @@ def together(scope: Scope) -> dict[str, list[Changes]]:
         "products": [*PRODUCTS],
         "sharing": [*SHARED],
         "latent": [{"latent": latent} for latent in (0, 3)],
-        "dispatcher": [{"dispatcher": DISPATCHERS[0]}],
+        "dispatcher": [{"dispatcher": DISPATCHERS[0], "budget": 0}],
         "counts": [{"counts": ()}],
         "layout": [{"layout": layout, "layout_of": name} for layout, name in LAYOUTS],
         "losses": [{"losses": losses} for losses in ("", "z", "+".join(KINDS))],

@@ -86,9 +86,15 @@ class Layer:
     @cached_property
     def routing(self) -> Tensor:
         """[G,E] the copies of all ranks' tokens, without those of probability 0 that fill a
-        capacity: they have no effect.
+        capacity: they have no effect. Of a budget each rank's first rows, by expert and token.
         """
-        return torch.cat([step.stays for step in self.steps])
+        stays_GE = torch.cat([step.stays for step in self.steps])
+        room = self.config.num_rows
+        if room is None:
+            return stays_GE
+        by_rank = stays_GE.T.reshape(len(self.calls), -1)  # experts, and their tokens
+        within = by_rank.cumsum(1) <= room
+        return (by_rank & within).reshape(stays_GE.T.shape).T
 
     @cached_property
     def owner(self) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,9 @@ made.
 
 The rules are tables, in `routing` and `running`; `stages` makes of the options
 what each stage reads. Every option is read by a stage, given by the call, or without effect on
-results (`GIVEN_BY_THE_CALL`, `SAME_RESULT`). Options of Megatron that are missing here have no
-implementation: other load balancing than losses and Sinkhorn, forced balance, the NCCL-EP backend,
-low precision on the wire of other backends, inference, and batch invariance.
+results (`GIVEN_BY_THE_CALL`, `SAME_RESULT`). Options of Megatron without an implementation are
+refused by name (`refused`): other load balancing than losses and Sinkhorn, forced balance, the
+NCCL-EP backend, low precision on the wire of other backends, inference, and batch invariance.
 
 Source: megatron/core/transformer/transformer_config.py and model_parallel_config.py, main
 d98e8a64ddf3 and release 0.16.1. Differs: docs/differences.md#configuration.
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+from moe_ref.config.megatron.refused import check_offered
 from moe_ref.config.megatron.routing import ROUTING
 from moe_ref.config.megatron.rule import check_kinds, some_dense
 from moe_ref.config.megatron.running import RUNNING, WARNINGS
@@ -202,6 +203,10 @@ class MoEConfig:
             "recompute_modules": ("core_attn", "moe"),
         },
     }
+
+    def __new__(cls, *_: Any, **options: Any) -> "MoEConfig":
+        check_offered(options.items())
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

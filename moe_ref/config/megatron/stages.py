@@ -31,6 +31,7 @@ recompute_method recompute_num_layers recompute_modules cpu_offloading fine_grai
 offload_modules moe_paged_stash moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
 moe_paged_stash_buffer_size_factor_cpu cuda_graph_impl cuda_graph_modules overlap_moe_expert_parallel_comm
 ep_overlap_early_attn_memory_release delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad
+moe_router_padding_for_quantization moe_permute_fusion
 """
 SAME_RESULT = frozenset(_SAME.split())
 
@@ -70,7 +71,8 @@ def router_config(config: MoEConfig) -> RouterConfig:
 
 
 def layer_config(config: MoEConfig) -> LayerConfig:
-    """The settings of `moe_layer`.
+    """The settings of `moe_layer`. Where rows need padding its experts pad them, once, whichever
+    stage the options name: no other stage of it does.
 
     Raises:
         ValueError: an activation without a gated form; or see `router_config`, `recipe_of` and
@@ -96,7 +98,7 @@ def layer_config(config: MoEConfig) -> LayerConfig:
         shared_interleave=config.moe_shared_expert_glu_interleave_size if gated else None,
         fp8_input_store=config.activation_func_fp8_input_store,
         probs_on_input=config.moe_apply_probs_on_input,
-        align=quantization_alignment(config) or None if pads_expert_rows(config) else None,
+        align=quantization_alignment(config) or None if _needs_padding(config) else None,
         recipe=recipe_of(config),
     )
 
@@ -132,6 +134,10 @@ def quantization_alignment(config: MoEConfig) -> int:
     return 0 if config.fp4 is None else 128
 
 
+def _needs_padding(config: MoEConfig) -> bool:
+    return config.fp8 is not None or config.fp4 is not None or config.moe_use_grouped_tensor
+
+
 def pads_expert_rows(config: MoEConfig, *, pad_permute: bool = True) -> bool:
     """Whether the experts pad each segment with rows of zeros themselves, and trim them afterwards.
 
@@ -141,7 +147,7 @@ def pads_expert_rows(config: MoEConfig, *, pad_permute: bool = True) -> bool:
 
     Source: moe_utils.skip_routed_expert_padding and experts.py (Megatron main).
     """
-    needs = config.fp8 is not None or config.fp4 is not None or config.moe_use_grouped_tensor
+    needs = _needs_padding(config)
     backend = config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else None
     deepep = backend == "deepep" and config.moe_use_grouped_tensor and config.moe_permute_fusion and pad_permute
     return needs and not (config.moe_router_padding_for_quantization or backend == "hybridep" or deepep)

@@ -1,0 +1,248 @@
+"""What of Megatron's MoE is there, judged, and run on a GPU: docs/coverage.md from the catalogue.
+
+python -m benchmarks.coverage > docs/coverage.md
+
+The data is `benchmarks.features`. A feature is in the reference and in `moe_fast` if these have the
+functions that it names; it is judged if a contract draws the values of axes and has the laws that
+it names; a GPU has run it if the recorded gate judged these functions.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import moe_fast
+import moe_fast.dispatch.overlap
+import moe_fast.te
+import moe_ref
+import moe_ref.config
+from benchmarks.features import COLUMNS, GATE_ON_A_GPU, GATED_FAMILIES, SECTIONS, Feature
+from conformance.catalogue import CONTRACTS, FAMILIES, NAMES
+from conformance.core.axes import Axis, Choice, Words
+from conformance.core.scope import Scope
+from conformance.core.space import Space
+from conformance.engine.choose.draw import drawn
+from conformance.interface import Implementation
+
+YES, PARTLY, NO, NO_TWIN = "yes", "partly", "no", "–"
+SAMPLE = 40  # cases, among which a value must be if no covering array has it
+FEW = 12  # values of an axis that are looked for one by one
+FAST = Implementation(moe_fast, "moe_fast")
+FAMILY_OF = {one.function: name for name, family in zip(NAMES, FAMILIES, strict=False) for one in family.contracts}
+INTRODUCTION = f"""# Features of Megatron's MoE
+
+Every feature of Megatron-Core's MoE, and whether the reference, `moe_fast` and a contract have it, and
+whether a GPU has run it. The page is computed from the catalogue and from `benchmarks/features.py`,
+which names the functions, axes and laws of each feature:
+
+    python -m benchmarks.coverage > docs/coverage.md
+
+- *reference*, *fast*: `moe_ref` and `moe_fast` have the named functions, and `moe_fast` supports the
+  named call.
+- *contract*: the suite judges the functions, draws the named values of axes, and has the named laws.
+- *GPU*: the [recorded gate](results/{GATE_ON_A_GPU}.md) judged the functions of `moe_fast`, or a page
+  of results has the feature.
+- *partly*: some of the feature, the last column says what. –: a rule of the configuration, which needs
+  no twin.
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A judged function with values of axes and laws."""
+
+    function: str
+    values: tuple[tuple[str, str], ...]
+    laws: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        words = [self.function, *(f"{name}={value}" for name, value in self.values)]
+        return ", ".join([f"`{' '.join(words)}`", *(f"law {name}" for name in self.laws)])
+
+
+def calls_of(feature: Feature) -> list[Call]:
+    """The feature's calls.
+
+    Raises:
+        LookupError: an axis or a law that the function does not have.
+    """
+    found = []
+    for text in filter(None, feature.calls.split(";")):
+        function, *words = text.split()
+        laws = tuple(word.removeprefix("law:") for word in words if "=" not in word)
+        call = Call(function, tuple((*word.split("="),) for word in words if "=" in word), laws)  # type: ignore[misc]
+        if function not in CONTRACTS:
+            raise LookupError(f"feature {feature.number} names {function}, which no contract judges")
+        known = {"axis": {axis.name for axis in scope_of(function).axes}, "law": set(CONTRACTS[function].laws)}
+        for kind, names in (("axis", dict(call.values)), ("law", call.laws)):
+            if unknown := set(names) - known[kind]:
+                raise LookupError(f"feature {feature.number}: {function} has no {kind} {unknown.pop()}")
+        found.append(call)
+    return found
+
+
+@cache
+def scope_of(function: str) -> Scope:
+    return Scope(CONTRACTS[function], Space())
+
+
+def parsed(axis: Axis, text: str) -> Any:
+    """The value of the axis that prints as `text`.
+
+    Raises:
+        LookupError: the axis has no such value.
+    """
+    known = [*axis.values, *axis.also] if isinstance(axis, Choice) else []
+    found: Any = next((value for value in known if str(value) == text), None)
+    if found is None and isinstance(axis.default, tuple):
+        found = tuple(map(int, text.split(",")))
+    elif found is None:
+        found = int(text) if text.lstrip("-").isdigit() else text
+    if wanted := axis.wrong(found):
+        raise LookupError(f"{axis.name} has no value {text!r}; it has {wanted}")
+    return found
+
+
+@cache
+def case_of(call: Call) -> Any:
+    """A case with the call's values.
+
+    Raises:
+        LookupError: no case has them all.
+    """
+    scope = scope_of(call.function)
+    axes = {axis.name: axis for axis in scope.axes}
+    wanted = {name: parsed(axes[name], text) for name, text in call.values}
+
+    def tried() -> Iterator[Any]:
+        yield scope.mended(scope.case(wanted))
+        yield from (scope.mended(one.changed(**wanted)) for one in some_of(call.function))
+
+    for case in filter(scope.fits, tried()):
+        if all(getattr(case, name) == value for name, value in wanted.items()):
+            return case
+    raise LookupError(f"no case of {call.function} has {dict(call.values)}")
+
+
+@cache
+def some_of(function: str) -> list[Any]:
+    """Shapes that always run, and some drawn cases."""
+    scope = scope_of(function)
+    return [*scope.always(), *(one for one in drawn(scope.drawn(), 1, SAMPLE) if not one.golden)]
+
+
+@cache
+def covered(function: str) -> dict[str, set[Any]]:
+    """The values of each field in the function's covering array."""
+    scope, found = scope_of(function), {}  # type: ignore[var-annotated]
+    shapes = scope.contract.shapes
+    for values in scope.covered_axes(shapes.covered, shapes.together(scope)).values():
+        for changes in values:
+            for name, value in changes:
+                found.setdefault(name, set()).add(value)
+    return found
+
+
+def is_drawn(call: Call) -> bool:
+    """Whether each value is one of the covering array, or of some cases.
+
+    Of sizes, lists and numbers with many values there need not be this one; of words, each.
+    """
+    axes = {axis.name: axis for axis in scope_of(call.function).axes}
+    return all(_occurs(call.function, axes[name], getattr(case_of(call), name)) for name, _ in call.values)
+
+
+def _occurs(function: str, axis: Axis, value: Any) -> bool:
+    if isinstance(axis, Words):
+        return all(_has_word(function, axis.name, word) for word in value.split("+"))
+    if not isinstance(axis, Choice) or len(axis.values + axis.also) > FEW:
+        return True
+    cases = (getattr(one, axis.name) for one in some_of(function))
+    return value in covered(function).get(axis.name, ()) or value in cases
+
+
+def _has_word(function: str, name: str, word: str) -> bool:
+    given = (*covered(function).get(name, ()), *(getattr(one, name) for one in some_of(function)))
+    return any(word in value.split("+") for value in given)
+
+
+@cache
+def is_supported(call: Call) -> bool:
+    """Whether `moe_fast` has the function, its companions and settings, and supports the call."""
+    contract = CONTRACTS[call.function]
+    problem = contract.problem(case_of(call))
+    offered = all(map(FAST.offers, (call.function, *contract.companions)))
+    lacking = [one for one in FAST.lacks(call.function, problem.settings) if one not in contract.redundant]
+    return offered and not lacking and FAST.supports(call.function, problem.shown) is None
+
+
+def state_of(feature: Feature) -> dict[str, str]:
+    """The feature's columns.
+
+    Raises:
+        LookupError: it names a function, an axis, a value or a law that does not exist.
+    """
+    calls = calls_of(feature)
+    functions = [call.function for call in calls]
+    fast = all(map(is_supported, calls))
+    gated = {FAMILY_OF[name] for name in functions} <= set(GATED_FAMILIES)
+    there = {
+        "ref": has(moe_ref, [*functions, *feature.ref.split()]),
+        "fast": fast and has(moe_fast, [*(functions if fast else ()), *feature.fast.split()]),
+        "contract": bool(calls) and all(map(is_drawn, calls)),
+        "GPU": bool(feature.page) or (bool(calls) and fast and gated),
+    }
+    found = {name: YES if yes else NO for name, yes in there.items()}
+    found |= {name: PARTLY for name in feature.partly.split() if there[name]}
+    return found | (dict.fromkeys(COLUMNS[1:], NO_TWIN) if feature.rule else {})
+
+
+def has(package: Any, names: Iterable[str]) -> bool:
+    """Whether any is named; all must exist.
+
+    Raises:
+        LookupError: a name that the package does not have.
+    """
+    for name in names:
+        try:
+            attrgetter(name)(package)
+        except AttributeError:
+            raise LookupError(f"{package.__name__} has no {name}") from None
+    return bool(list(names))
+
+
+def row(feature: Feature) -> str:
+    state = state_of(feature)
+    by = [call.text for call in calls_of(feature)]
+    by += [f"`{package}.{name}`" for package in ("ref", "fast") for name in getattr(feature, package).split()]
+    by = [text.replace("`ref.", "`moe_ref.").replace("`fast.", "`moe_fast.") for text in by]
+    by += [f"[results](results/{feature.page}.md)"] if feature.page else []
+    what = " · ".join(by) + (": " if by and feature.why else "") + feature.why
+    columns = " | ".join(state[name] for name in COLUMNS)
+    return f"| {feature.number} | {feature.name} | {columns} | {what} |"
+
+
+def document() -> str:
+    """docs/coverage.md."""
+    lines = [INTRODUCTION, "| family | features | reference | fast | contract | GPU | all four |"]
+    lines += ["|---|--:|--:|--:|--:|--:|--:|", *_totals(), ""]
+    for title, features in SECTIONS.items():
+        lines += [f"## {title}\n", "| # | feature | reference | fast | contract | GPU | by what |"]
+        lines += ["|--:|---|---|---|---|---|---|", *map(row, features), ""]
+    return "\n".join(lines)
+
+
+def _totals() -> Iterator[str]:
+    everything = [one for features in SECTIONS.values() for one in features]
+    for title, features in [*SECTIONS.items(), ("**all**", everything)]:
+        states = [state_of(one) for one in features]
+        fine = [[state[name] in (YES, NO_TWIN) for name in COLUMNS] for state in states]
+        counts = [sum(column) for column in zip(*fine, strict=True)]
+        yield f"| {title} | {len(features)} | {' | '.join(map(str, counts))} | {sum(map(all, fine))} |"
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -1,0 +1,125 @@
+"""The reference's layer stage by stage: every result, and its gradient."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_ref
+from conformance.core.contract import Problem
+from conformance.families.layer.cases import LayerCase
+from conformance.families.layer.routing import routing_of
+from moe_ref.config import LayerConfig
+from moe_ref.layer import route_together
+
+Ranks = Sequence[Tensor]  # one tensor per rank
+
+
+@dataclass
+class Traced:
+    """A layer's calls in the reference: the result of every stage, and its gradient."""
+
+    case: LayerCase
+    calls: list[Problem]
+    results: dict[str, Ranks] = field(default_factory=dict)
+    gradients: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        with torch.enable_grad():
+            output = self._forward()
+        if not self.case.grads:
+            return
+        every = [x for xs in self.results.values() for x in xs]
+        cotangents = [call.cotangents["output"] for call in self.calls]
+        found = torch.autograd.grad(list(output), every, cotangents, allow_unused=True)
+        flat = iter(torch.zeros_like(x) if g is None else g for x, g in zip(every, found, strict=True))
+        self.gradients = {name: [next(flat).contiguous() for _ in xs] for name, xs in self.results.items()}
+
+    @property
+    def config(self) -> LayerConfig:
+        config: LayerConfig = self.calls[0].required["config"]
+        return config
+
+    def given(self, name: str) -> list[Any]:
+        """A parameter, or None, of each rank."""
+        return [call.required.get(name) for call in self.calls]
+
+    def kept(self, name: str, xs: Ranks) -> Ranks:
+        self.results[name] = xs
+        return xs
+
+    def at(self, name: str) -> list[Tensor]:
+        """A stage's results, as inputs of the next one."""
+        return [x.detach().clone() for x in self.results[name]]
+
+    def _forward(self) -> Ranks:
+        logits, states, options = routing_of(self.case, self.config, self.calls)
+        self.kept("logits", [x.requires_grad_() for x in logits])
+        self.routed = route_together(logits, self.config, states, **options)
+        self.kept("probs", [out.probs for out in self.routed])
+        x = [call.required["x"].clone().requires_grad_() for call in self.calls]
+        tokens = self.kept("tokens", _projected(x, self.given("latent_down")))
+        combined = self.kept("combined", self._one_rank(tokens) if not self.case.counts else self._ranks(tokens))
+        return self.kept("output", _projected(combined, self.given("latent_up")))
+
+    def _one_rank(self, tokens: Ranks) -> Ranks:
+        """What DeepEP does on a rank with the tokens that it received."""
+        self.local_maps = [self.routed[0].routing_map]
+        self.kept("local_probs", [self.routed[0].probs])
+        self.kept("sent", tokens)
+        return self.kept("sums", self._permuted(tokens))
+
+    def _permuted(self, tokens: Ranks) -> Ranks:
+        """Through permute, experts and unpermute on each rank."""
+        maps = zip(tokens, self.local_maps, self.results["local_probs"], strict=True)
+        self.parts: list[Any] = [moe_ref.permute(x, chosen, probs=probs) for x, chosen, probs in maps]
+        rows = self._experts()
+        return [moe_ref.unpermute(x, part.row_map) for x, part in zip(rows, self.parts, strict=True)]
+
+    def _experts(self) -> Ranks:
+        self.kept("rows", [part.rows for part in self.parts])
+        self.kept("row_probs", [part.probs for part in self.parts])
+        every = zip(self.parts, self.given("fc1_weight"), self.given("fc2_weight"), self._biases(), strict=True)
+        return self.kept(
+            "expert_rows",
+            [
+                moe_ref.grouped_mlp(part.rows, part.tokens_per_expert, *weights, probs=part.probs, **more)
+                for part, *weights, biases in every
+                for more in [biases | self.config.experts]
+            ],
+        )
+
+    def _biases(self) -> list[dict[str, Any]]:
+        pairs = zip(self.given("fc1_bias"), self.given("fc2_bias"), strict=True)
+        return [
+            {name: x for name, x in zip(("fc1_bias", "fc2_bias"), pair, strict=True) if x is not None} for pair in pairs
+        ]
+
+    def _ranks(self, tokens: Ranks) -> Ranks:
+        maps, probs = [out.routing_map for out in self.routed], [out.probs for out in self.routed]
+        if self.case.dispatcher != "deepep":
+            there, back = (getattr(moe_ref, f"{self.case.dispatcher}_{step}") for step in ("dispatch", "combine"))
+            self.parts = there(tokens, maps, probs=probs, **self.config.dispatch)
+            combined = back(self._experts(), [part.handle for part in self.parts])
+            return [getattr(result, "tokens", result) for result in combined]
+        experts = self.config.router.num_experts
+        pairs = zip(maps, probs, strict=True)
+        self.slots = [moe_ref.multihot_to_indices(chosen, p, topk=experts) for chosen, p in pairs]
+        self.kept("slot_probs", [slot.probs for slot in self.slots])
+        indices = [slot.indices for slot in self.slots]
+        sent = moe_ref.deepep_dispatch(tokens, indices, num_experts=experts, probs=self.results["slot_probs"])
+        self.kept("sent", [one.rows for one in sent])
+        self.kept("sent_probs", [one.probs for one in sent])
+        held = experts // len(tokens)
+        own = [moe_ref.indices_to_multihot(one.indices, one.probs, num_experts=held) for one in sent]
+        self.local_maps = [one.routing_map for one in own]
+        self.kept("local_probs", [one.probs for one in own])
+        sums = self.kept("sums", self._permuted(self.results["sent"]))
+        return [result.tokens for result in moe_ref.deepep_combine(sums, [one.handle for one in sent])]
+
+
+def _projected(xs: Ranks, weights: Sequence[Tensor | None]) -> Ranks:
+    pairs = zip(xs, weights, strict=True)
+    return [x if weight is None else moe_ref.latent_projection(x, weight) for x, weight in pairs]

@@ -1,0 +1,111 @@
+"""A step that drops rows runs again without a budget, and is then the step without one."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing import assert_close
+
+from moe_fast import MoELayer, within_budget
+from moe_ref.config import LayerConfig, RouterConfig, rank_budget
+from tests.common.fast import interpreted, normal
+
+TOKENS, HIDDEN, TOPK = 6, 4, 2
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Any]:
+    """One rank's."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def layers(group: Any, *budgets: int | None, **options: bool) -> list[MoELayer]:
+    torch.manual_seed(0)
+    router = RouterConfig(num_experts=3, topk=TOPK, score_function="sigmoid", expert_bias=True)
+    configs = [LayerConfig(router=router, dispatcher="hybridep", num_rows=rows) for rows in budgets]
+    return [MoELayer(config, HIDDEN, 2, group=group, init_std=0.5, **options) for config in configs]
+
+
+def trained(both: list[MoELayer]) -> tuple[torch.Tensor, int]:
+    """The step's output, and how often it ran."""
+    runs = []
+
+    def step() -> torch.Tensor:
+        runs.append(1)
+        y = both[1](both[0](normal(TOKENS, HIDDEN, seed=1)))
+        y.square().sum().backward()
+        return y.detach()
+
+    def reset() -> None:
+        for layer in both:
+            layer.zero_grad()
+
+    return within_budget(both, step, reset), len(runs)
+
+
+def learnt(both: list[MoELayer]) -> list[torch.Tensor]:
+    """Gradients and states."""
+    states = [layer.router.state.tokens_per_expert for layer in both]
+    return [*(x.grad for layer in both for x in layer.parameters()), *states]
+
+
+@interpreted
+@pytest.mark.parametrize("budgets", [(5, None), (100, 5)], ids=str)
+def test_a_step_that_drops_rows_in_any_layer_is_the_step_without_a_budget(group, budgets):
+    right, both = layers(group, None, None), layers(group, *budgets)
+    assert trained(right)[1] == 1
+    y, runs = trained(both)
+    assert runs == 2 and torch.equal(y, trained(layers(group, None, None))[0])
+    assert all(torch.equal(a, b) for a, b in zip(learnt(both), learnt(right), strict=True))
+    assert [layer.config.num_rows for layer in both] == list(budgets)
+
+
+@interpreted
+def test_a_step_with_room_for_all_rows_runs_once_and_one_without_the_rule_is_wrong(group):
+    enough, few = TOKENS * TOPK, 5
+    assert trained(layers(group, enough, enough))[1] == 1
+    (tight, free) = (layers(group, rows)[0](normal(TOKENS, HIDDEN, seed=1)) for rows in (few, enough))
+    assert not torch.equal(tight, free)
+
+
+@interpreted
+def test_over_shared_memory_rows_are_the_same_and_no_count_is_read(group, monkeypatch):
+    """The dispatcher over collectives reads its counts, as the counter shows."""
+    read: list[Any] = []
+    right = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda x: read.append(x) or right(x))
+    found, reads = [], []
+    for shared in (False, True):
+        (layer,) = layers(group, 9, shared_memory=shared)
+        x = normal(TOKENS, HIDDEN, seed=1).requires_grad_()
+        read.clear()
+        y = layer(x)
+        y.backward(normal(TOKENS, HIDDEN, seed=2))
+        reads.append(len(read))
+        found.append([y, x.grad, layer.over_budget, *(weight.grad for weight in layer.parameters())])
+    assert bool(found[0][2]) and reads[0] > 0 == reads[1]
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b)
+
+
+def test_shared_memory_is_hybrideps_alone(group):
+    (layer,) = layers(group, None, shared_memory=True)
+    layer.config = replace(layer.config, dispatcher="alltoall")
+    with pytest.raises(ValueError, match="shared_memory is True; it must be False with alltoall"):
+        layer(normal(TOKENS, HIDDEN))
+
+
+def test_a_budget_is_the_even_share_times_the_factor_in_whole_tiles():
+    assert rank_budget(100, topk=2, capacity_factor=1.1) == 220
+    assert rank_budget(101, topk=1, capacity_factor=1.25) == 126
+    assert rank_budget(100, topk=2, capacity_factor=1.1, align=32) == 224
+    with pytest.raises(ValueError, match="capacity_factor is 0"):
+        rank_budget(100, topk=2, capacity_factor=0)
+    with pytest.raises(ValueError, match="num_rows is 5 with alltoall"):
+        LayerConfig(router=RouterConfig(num_experts=2, topk=1), num_rows=5)

@@ -1,0 +1,81 @@
+"""The page of features is computed: it is not stale, and what it names exists."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import coverage
+from benchmarks.features import GATE_ON_A_GPU, GATED_FAMILIES, SECTIONS, Feature
+from conformance.catalogue import CONTRACTS
+from conformance.core.axes import Choice
+
+DOCS = Path(__file__).parents[2] / "docs"
+FEATURES = [one for features in SECTIONS.values() for one in features]
+
+
+def test_the_page_is_what_the_catalogue_gives_today():
+    command = "python -m benchmarks.coverage > docs/coverage.md"
+    assert (DOCS / "coverage.md").read_text() == coverage.document(), f"stale: {command}"
+
+
+def test_every_feature_is_there_once():
+    assert [one.number for one in FEATURES] == list(range(1, 135))
+    assert len({one.name for one in FEATURES}) == 134
+
+
+@pytest.mark.parametrize("one", FEATURES, ids=lambda one: str(one.number))
+def test_a_column_that_is_not_yes_has_a_sentence_and_no_other_row_has_one(one):
+    lacking = {coverage.NO, coverage.PARTLY} & set(coverage.state_of(one).values())
+    assert bool(lacking) == bool(one.why)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"calls": "permuted"}, "permuted, which no contract judges"),
+        ({"calls": "permute alignment=16"}, "permute has no axis alignment"),
+        ({"calls": "permute law:splitting"}, "permute has no law splitting"),
+        ({"calls": "permute dtype=float31"}, "no value 'float31'"),
+        ({"calls": "topk_routing score=softmax bias=small"}, "no case of topk_routing"),
+        ({"ref": "permuted"}, "moe_ref has no permuted"),
+        ({"fast": "MoELayers"}, "moe_fast has no MoELayers"),
+    ],
+    ids=str,
+)
+def test_a_feature_that_names_what_does_not_exist_is_an_error(wrong, message):
+    with pytest.raises(LookupError, match=re.escape(message)):
+        coverage.state_of(Feature(0, "a feature", **wrong))
+
+
+def test_a_value_that_no_case_has_is_not_judged():
+    contract = CONTRACTS["drop_tokens"]
+    right = Feature(0, "a feature", "drop_tokens policy=position")
+    assert coverage.state_of(right)["contract"] == coverage.YES
+    call = coverage.calls_of(right)[0]
+    policy = next(axis for axis in coverage.scope_of("drop_tokens").axes if axis.name == "policy")
+    assert isinstance(policy, Choice)
+    assert coverage._occurs(contract.function, policy, coverage.case_of(call).policy)
+    assert not coverage._occurs(contract.function, replace(policy, also=("never",)), "never")
+
+
+def test_what_moe_fast_lacks_or_refuses_is_no():
+    assert coverage.state_of(Feature(0, "lacking", "sinkhorn_routing"))["fast"] == coverage.NO
+    refused = coverage.Call("topk_routing", (("experts", "4"),), ())
+    assert coverage.is_supported(refused)
+    supports = coverage.FAST.namespace.supports
+    try:
+        coverage.FAST.namespace.supports = lambda function, *arguments, **settings: "not today"
+        assert not coverage.is_supported(coverage.Call("topk_routing", (("experts", "5"),), ()))
+    finally:
+        coverage.FAST.namespace.supports = supports
+
+
+def test_the_recorded_gate_judged_the_functions_that_moe_fast_has():
+    functions = [name for name in CONTRACTS if coverage.FAMILY_OF[name] in GATED_FAMILIES]
+    offered = sum(coverage.FAST.offers(name) for name in functions)
+    newest = (DOCS / "results" / f"{GATE_ON_A_GPU}.md").read_text().partition("functions,")[0]
+    assert newest.split()[-1] == str(offered)
+    pages = {one.page for one in FEATURES if one.page}
+    assert all((DOCS / "results" / f"{page}.md").exists() for page in pages)
