@@ -56,6 +56,10 @@ def _check(given: Namespace) -> None:
 
 def _checked(given: Namespace) -> int:
     """Run the verb; an error becomes a message and an exit code."""
+    if given.verb in (run, fuzz, replay, minimize, check_adapter, new_test, doctor):
+        from conformance.engine.child import server
+
+        server.start()  # children fork from it; it imports torch while this process does
     from conformance.core.case import CaseError
 
     try:
@@ -180,9 +184,6 @@ def _add(verbs: Any, name: str, verb: Callable[[Namespace], int], text: str, *ch
 
 def run(given: Namespace) -> int:
     """Judge the implementation, write the reports and print the verdict."""
-    from conformance.engine.child import server
-
-    server.start()
     from conformance.engine.run.cluster import judge_on
     from conformance.engine.run.session import judge
     from conformance.report import write
@@ -198,9 +199,6 @@ def run(given: Namespace) -> int:
 
 def fuzz(given: Namespace) -> int:
     """Exit code 0 if nothing was found, 1 with the smallest case of each failure."""
-    from conformance.engine.child import server
-
-    server.start()
     from conformance.engine.run.fuzz import fuzz as search
     from conformance.report.terminal import search_lines
 

@@ -105,6 +105,7 @@ class Session:
         self.options, self.started = options, time.monotonic()
         self.profile: Profile = PROFILES[options.profile]
         self.plan: list[Section] = []  # from `start`
+        self.choice = Choice()  # nothing, until `start` has the namespace's description
         asked(options)
         today = datetime.date.today()
         self.waivers: list[Waiver] = read_waivers(Path(options.waivers), today) if options.waivers else []
