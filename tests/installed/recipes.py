@@ -23,7 +23,7 @@ exec {sys.executable} -m pip "$@"
 PYTHON = f"""#!/bin/sh
 [ "$1 $2" = "-m venv" ] || exec {sys.executable} "$@"
 mkdir -p "$3/bin"
-cp "$0/../pip" "$3/bin/pip" 2>/dev/null || cp bin/pip "$3/bin/pip"
+cp bin/pip "$3/bin/pip"
 cp "$COMMAND" "$3/bin/moe-conformance"
 """
 GPU = "#!/bin/sh\necho 'NVIDIA H200, 9.0'\n"
@@ -68,14 +68,11 @@ def steps(wheel: Path, kernels: dict[str, str]) -> list[tuple[str, Step]]:
     files |= {"my_kernels/__init__.py": "", "my_kernels/moe.py": kernels["right"], "ci/gpu.sh": _text("gpu.sh")}
     own = {"PATH": "bin", "PACKAGE": f"{wheel}[fast]", "GITHUB_STEP_SUMMARY": "summary"}
     ready = "chmod +x bin/* ci/*\n"
-    shard = "gate", {"matrix.shard": "{}/2"}
     found: list[tuple[str, Step]] = [("", ["cd", "matrix"]), ("", ["write", files])]
     for number in (1, 2):
-        script = of_workflow("github-actions.yml", shard[0], **{"matrix.shard": f"{number}/2"})
-        keep = f"\nmkdir shard-{number - 1}; mv verdict.json shard-{number - 1}"  # as the artifacts
-        found.append(
-            (f"github-actions.yml {number}", ["shell", f"{ready}trap '{keep.strip()}' EXIT\n{script}", own, 0])
-        )
+        script = of_workflow("github-actions.yml", "gate", **{"matrix.shard": f"{number}/2"})
+        kept = f"trap 'mkdir shard-{number}; mv verdict.json shard-{number}' EXIT"  # as the artifacts
+        found.append((f"github-actions.yml {number}", ["shell", f"{ready}{kept}\n{script}", own, 0]))
     found.append(("github-actions.yml verdict", ["shell", of_workflow("github-actions.yml", "verdict"), own, 0]))
     return [*found, *_scripts(files, own, ready), *_action(kernels)]
 
@@ -97,12 +94,8 @@ def _scripts(files: dict[str, str], own: dict[str, str], ready: str) -> list[tup
         task = {"SLURM_ARRAY_TASK_ID": str(number), "SLURM_ARRAY_TASK_COUNT": "2"}
         found.append((f"slurm.sh {number}", ["shell", _text("slurm.sh"), own | task, 0]))
     found.append(("slurm.sh verdict", ["shell", _text("slurm.sh"), own, 0]))
-    return [
-        *found,
-        ("", ["cd", "gpu"]),
-        ("", ["write", files]),
-        ("github-actions-gpu.yml", ["shell", ready + gpu, runner, 0]),
-    ]
+    found += [("", ["cd", "gpu"]), ("", ["write", files])]
+    return [*found, ("github-actions-gpu.yml", ["shell", ready + gpu, runner, 0])]
 
 
 def _action(kernels: dict[str, str]) -> list[tuple[str, Step]]:

@@ -32,10 +32,12 @@ def test_every_recipe_is_run():
 
 
 def test_the_verdict_of_shards_has_the_cases_of_both(told, place):
-    for folder, shards in (("matrix", "shard-{}/verdict.json"), ("plain", "shard-{}.json")):
-        first = 0 if folder == "matrix" else 1
-        counts = [json.loads((place / folder / shards.format(first + n)).read_text())["cases"] for n in (0, 1)]
-        ((_, out),) = told["github-actions.yml verdict" if folder == "matrix" else "slurm.sh verdict"]
+    for folder, recipe, report in (
+        ("matrix", "github-actions.yml", "shard-{}/verdict.json"),
+        ("plain", "slurm.sh", "shard-{}.json"),
+    ):
+        counts = [json.loads((place / folder / report.format(number)).read_text())["cases"] for number in (1, 2)]
+        ((_, out),) = told[f"{recipe} verdict"]
         assert all(counts) and f" {sum(counts)} cases" in out
 
 

@@ -11,7 +11,7 @@ from conformance.engine.options import flags
 from tests.installed.recipes import ACTION, of_action
 
 ROOT = Path(__file__).parents[2]
-# stands for the command: writes its arguments; tests/installed runs the steps with the command itself
+# writes its arguments; in tests/installed the steps run the command itself
 COMMAND = "#!/usr/bin/env bash\nprintf '%s\\n' \"$@\" > arguments\n"
 
 
