@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from conformance import __version__
 from conformance.catalogue import CONTRACTS
 from conformance.core.where import parsed
 from conformance.engine.choose.profiles import PROFILES, Profile
@@ -100,6 +101,7 @@ class Verdict:
     since: str = ""  # the report or revision whose unchanged functions were not judged
     footprints: dict[str, Any] = field(default_factory=dict)  # see `conformance.engine.footprint`
     coverage: dict[str, Any] = field(default_factory=dict)  # for a page: see `conformance.engine.run.coverage`
+    suite: str = field(default_factory=lambda: __version__)  # the version of this package
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
