@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 from conformance.core.case import case_from
 from conformance.engine.run.verdict import UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
-from conformance.report.terminal import ended, failure_lines, in_words, picture, scope_lines
+from conformance.report.terminal import ended, failure_lines, in_words, picture, replay_command, scope_lines
 
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
 
@@ -55,7 +55,7 @@ def markdown(verdict: Verdict) -> str:
             text = f"`{finding['output']}` ({finding['check']}): {finding['message']}"
         smallest = f"Smallest case: {picture(case_from(failure['case']))}"
         out += ["", f"## `{failure['function']}`", "", text, "", smallest, ""]
-        out += ["```", f"moe-conformance replay {failure['id']} --impl {verdict.implementation}", "```"]
+        out += ["```", replay_command(failure, verdict.implementation), "```"]
     if verdict.problems:
         out += ["", "## Problems", "", *(f"- {problem}" for problem in verdict.problems)]
     return "\n".join(out) + "\n"

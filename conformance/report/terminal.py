@@ -1,6 +1,7 @@
 """The verdict as terminal output."""
 
 import os
+import shlex
 import textwrap
 from typing import Any
 
@@ -9,6 +10,7 @@ from conformance.core.case import case_from
 from conformance.engine.options import Options
 from conformance.engine.run.corpus import REACHED
 from conformance.engine.run.search import Searched
+from conformance.engine.run.session import NOT_SAVED
 from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
 from conformance.interface import DEFAULTS
 
@@ -197,8 +199,15 @@ def failure_lines(failure: dict[str, Any], implementation: str, width: int = IND
         f"{failure['function']:<{width}} {text}",
         f"  {size:<{width - 2}} {picture(case_from(failure['case']))}",
         *([f"  {'not reduced':<{width - 2}} further: {failure['error']}"] if failure.get("error") else []),
-        f"  {'replay':<{width - 2}} moe-conformance replay {failure['id']} --impl {implementation}",
+        f"  {'replay':<{width - 2}} {replay_command(failure, implementation)}",
     ]
+
+
+def replay_command(failure: dict[str, Any], implementation: str) -> str:
+    """The command by the case's id, or by its text where its file could not be written."""
+    saved = not failure.get("file", "").startswith(NOT_SAVED)
+    case = failure["id"] if saved else shlex.quote(case_from(failure["case"]).text)
+    return f"moe-conformance replay {case} --impl {implementation}"
 
 
 def search_lines(searched: Searched, options: Options) -> list[str]:

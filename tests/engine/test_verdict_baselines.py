@@ -1,11 +1,13 @@
 """Baselines, failures and reports of a verdict."""
 
 import json
+import shlex
 from xml.etree import ElementTree
 
 import pytest
 
 from conformance.catalogue import CONTRACTS
+from conformance.core.case import case_from
 from conformance.engine.run.verdict import Verdict
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import UsageError
@@ -227,6 +229,15 @@ def test_the_most_damaging_failure_is_shown_first(book):
     text = shown_failures(book, ("FAIL", law), ("FAIL", ratio), ("FAIL", BOUND), ("FAIL", ROWS_WRONG), ("CRASH", None))
     words = ("CRASH: SIGSEGV", "[exact]", "[bound]", "[ratio]", "also breaks the law split")
     assert sorted(words, key=text.index) == list(words)
+
+
+def test_a_case_that_could_not_be_saved_is_replayed_by_its_text(book):
+    book.all_pass("permute").section("drawn-permute-0", "permute", "FAIL")
+    book.failure("FAIL", ROWS_WRONG, file="not saved: [Errno 30] Read-only file system")
+    (line,) = (line for line in lines(book.verdict()) if line.startswith("  replay"))
+    words = shlex.split(line)
+    assert (words[:3], words[4]) == (["replay", "moe-conformance", "replay"], "--impl")
+    assert case_from(json.loads(words[3])) == SMALL
 
 
 def test_a_sum_that_is_wrong_says_what_may_be_declared(book, tmp_path):
