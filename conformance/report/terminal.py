@@ -71,13 +71,14 @@ def _cut(status: str, names: list[str], width: int) -> str:
 
 
 def damage(failure: dict[str, Any]) -> int:
-    """The order of failures: crashes, wrong results, then sums, roundings, and laws."""
-    check = (failure["finding"] or {}).get("check", "")
+    """The order of failures: crashes, NaN, wrong results, then sums, roundings, and laws."""
+    finding = failure["finding"] or {}
+    check = finding.get("check", "")
     if failure["status"] in ("CRASH", "HANG", "OOM"):
         return 0
     if check in CONTRACTS[failure["function"]].laws:
-        return 4
-    return {"bound": 2, "ratio": 3, "code": 3, "random": 3}.get(check, 1)
+        return 5
+    return 1 if finding.get("nan") else {"bound": 3, "ratio": 4, "code": 4, "random": 4}.get(check, 2)
 
 
 def way_out(failure: dict[str, Any], declares: dict[str, Any]) -> str:

@@ -224,10 +224,12 @@ def shown_failures(book: Book, *statuses: tuple[str, dict | None]) -> str:
 
 
 def test_the_most_damaging_failure_is_shown_first(book):
-    law = ROWS_WRONG | {"check": "split"}
+    law, nan = ROWS_WRONG | {"check": "split"}, ROWS_WRONG | {"message": "is nan", "nan": "rows"}
     ratio = BOUND | {"check": "ratio", "output": "probs"}
-    text = shown_failures(book, ("FAIL", law), ("FAIL", ratio), ("FAIL", BOUND), ("FAIL", ROWS_WRONG), ("CRASH", None))
-    words = ("CRASH: SIGSEGV", "[exact]", "[bound]", "[ratio]", "also breaks the law split")
+    text = shown_failures(
+        book, ("FAIL", law), ("FAIL", ratio), ("FAIL", BOUND), ("FAIL", ROWS_WRONG), ("FAIL", nan), ("CRASH", None)
+    )
+    words = ("CRASH: SIGSEGV", "is nan", ROWS_WRONG["message"], "[bound]", "[ratio]", "also breaks the law split")
     assert sorted(words, key=text.index) == list(words)
 
 

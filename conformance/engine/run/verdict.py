@@ -327,11 +327,12 @@ def _lost(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[s
 
 
 def distinct(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One failure per function, output, check and status: the smallest of all workers."""
+    """One failure per function, output, check, status, and NaN or not: the smallest of all."""
     best: dict[tuple, dict[str, Any]] = {}
     for failure in failures:
         finding = failure["finding"] or {}
-        key = (failure["function"], finding.get("output"), finding.get("check"), failure["status"])
+        named = (finding.get("output"), finding.get("check"), bool(finding.get("nan")))
+        key = (failure["function"], *named, failure["status"])
         if key not in best or _size(failure) < _size(best[key]):
             best[key] = failure
     order = list(CONTRACTS)
