@@ -54,7 +54,7 @@ class Finding:
     nan: str = ""  # an output that is NaN where the reference has a number, without NaN in fresh memory
 
 
-def gives_nan(expected: Resolved, observed: Any) -> bool:
+def gives_nan(expected: Expectation, observed: Any) -> bool:
     """Whether an output of the right shape is NaN where the reference has a number."""
     tensors = (observed, expected.value)
     if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors) or observed.shape != tensors[1].shape:

@@ -103,7 +103,9 @@ def _evaluate(
     if unresolved and not finding:
         raise unresolved
     if finding:
-        _fail(outcome, finding if rank else _with_nan(finding, case, implementation, device, problem, right, outputs))
+        _fail(
+            outcome, finding if rank else _with_nan(finding, case, implementation, device, problem, expected, outputs)
+        )
     elif scores:
         outcome.scores = _scores(right, outputs)
     if rank and not rank.agree(not finding):  # all ranks check the law, or none does
@@ -164,19 +166,19 @@ def _with_nan(
     implementation: Implementation,
     device: str,
     problem: Problem,
-    right: dict[str, Resolved],
+    expected: dict[str, Expectation],
     outputs: dict[str, Any],
 ) -> Finding:
     """The finding, with an output that is NaN where the reference has numbers, also if fresh memory
     is zero: NaN in fresh memory may be what nobody wrote.
     """
-    names = [name for name, x in right.items() if gives_nan(x, outputs.get(name))]
+    names = [name for name, x in expected.items() if gives_nan(x, outputs.get(name))]
     if names and case.poison == "nan":
         try:
             outputs = _guarded(Runner(implementation, device, "zero", Outcome("PASS")), problem)
         except Misbehaved:
             return finding
-    nan = next((name for name in names if gives_nan(right[name], outputs.get(name))), "")
+    nan = next((name for name in names if gives_nan(expected[name], outputs.get(name))), "")
     more = f"; {nan} is NaN where the reference has numbers" if nan and nan != finding.output else ""
     return replace(finding, message=finding.message + more, nan=nan)
 
