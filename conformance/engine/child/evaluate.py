@@ -103,9 +103,7 @@ def _evaluate(
     if unresolved and not finding:
         raise unresolved
     if finding:
-        _fail(
-            outcome, finding if rank else _with_nan(finding, case, implementation, device, problem, expected, outputs)
-        )
+        _fail(outcome, finding if rank else _with_nan(finding, runner, problem, expected, outputs))
     elif scores:
         outcome.scores = _scores(right, outputs)
     if rank and not rank.agree(not finding):  # all ranks check the law, or none does
@@ -161,22 +159,16 @@ def _first_wrong(
 
 
 def _with_nan(
-    finding: Finding,
-    case: Case,
-    implementation: Implementation,
-    device: str,
-    problem: Problem,
-    expected: dict[str, Expectation],
-    outputs: dict[str, Any],
+    finding: Finding, runner: Runner, problem: Problem, expected: dict[str, Expectation], outputs: dict[str, Any]
 ) -> Finding:
     """The finding, with an output that is NaN where the reference has numbers, also if fresh memory
     is zero: NaN in fresh memory may be what nobody wrote.
     """
     names = [name for name, x in expected.items() if gives_nan(x, outputs.get(name))]
-    if names and case.poison == "nan":
+    if names and runner.poison == "nan":
         try:
-            outputs = _guarded(Runner(implementation, device, "zero", Outcome("PASS")), problem)
-        except Misbehaved:
+            outputs = _guarded(Runner(runner.implementation, runner.device, "zero", Outcome("PASS")), problem)
+        except (Misbehaved, Blocked):
             return finding
     nan = next((name for name in names if gives_nan(expected[name], outputs.get(name))), "")
     more = f"; {nan} is NaN where the reference has numbers" if nan and nan != finding.output else ""
