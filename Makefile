@@ -25,7 +25,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 	else \
 		$(PYTHON) -m venv $(VENV) && $(BIN)/pip install -q torch==2.13.0; \
 	fi
-	$(BIN)/pip install -q -e '.[fast,xdist,mutants,docs,cluster,dev]'
+	$(BIN)/pip install -q -e '.[fast,xdist,mutants,vectors,docs,cluster,dev]'
 	$(BIN)/pip install -q --no-deps 'megatron-core==0.16.1' || echo 'megatron-core cannot be installed here: it is not judged'
 	$(BIN)/pip install -q torchao==0.18.0 transformers==5.24.0 || echo 'torchao and transformers cannot be installed here: they are not judged'
 	touch $@

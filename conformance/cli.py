@@ -2,6 +2,7 @@
 thing each.
 """
 
+import gc
 import json
 import math
 import os
@@ -56,8 +57,17 @@ def _check(given: Namespace) -> None:
 
 def _checked(given: Namespace) -> int:
     """Run the verb; an error becomes a message and an exit code."""
+    if given.verb in (run, fuzz, replay, minimize, check_adapter, new_test, doctor):
+        from conformance.engine.child import server
+
+        server.start()  # children fork from it; it imports torch while this process does
+    collecting = gc.isenabled()
+    gc.disable()  # a collection walks all that torch's import has made so far
+    from conformance import catalogue as catalogue
     from conformance.core.case import CaseError
 
+    if collecting:
+        gc.enable()
     try:
         return _verb(given)
     except (UsageError, CaseError) as error:
@@ -181,9 +191,6 @@ def _add(verbs: Any, name: str, verb: Callable[[Namespace], int], text: str, *ch
 
 def run(given: Namespace) -> int:
     """Judge the implementation, write the reports and print the verdict."""
-    from conformance.engine.child import server
-
-    server.start()
     from conformance.engine.run.cluster import judge_on
     from conformance.engine.run.session import judge
     from conformance.report import write
@@ -199,9 +206,6 @@ def run(given: Namespace) -> int:
 
 def fuzz(given: Namespace) -> int:
     """Exit code 0 if nothing was found, 1 with the smallest case of each failure."""
-    from conformance.engine.child import server
-
-    server.start()
     from conformance.engine.run.fuzz import fuzz as search
     from conformance.report.terminal import search_lines
 

@@ -19,7 +19,7 @@ from conformance.core.scope import Scope
 from conformance.core.space import Space
 from conformance.core.where import parsed
 from conformance.interface import Implementation
-from conformance.usage import UsageError
+from conformance.usage import UsageError, check_known
 
 STEP = 1 / 8  # between logits: exact in every dtype down to E4M3, and ties are common
 
@@ -53,8 +53,7 @@ def cases(
 
 def check_function(function: str) -> None:
     """Raise `UsageError` for an unknown function, or one that ranks call together."""
-    if function not in CONTRACTS:
-        raise UsageError(f"function is {function!r}; known are {', '.join(CONTRACTS)}")
+    check_known("function", [function], CONTRACTS)
     if isinstance(CONTRACTS[function], Collective):
         raise UsageError(f"function is {function!r}, which ranks call together; judge it by moe-conformance run")
 

@@ -3,6 +3,7 @@
 import importlib.machinery
 import importlib.util
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 REPORTS = (".json", ".xml", ".md", ".html")
@@ -25,6 +26,20 @@ def check_module(name: str) -> None:
     top = module_name.partition(".")[0]
     if top and not _exists(top):
         raise UsageError(missing_module(name, top))
+
+
+def check_known(argument: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Check that what the user calls by name exists.
+
+    Args:
+        argument: the option or parameter, as its user writes it.
+
+    Raises:
+        UsageError: the first name that is not known.
+    """
+    known = list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"{argument} is {unknown[0]!r}; known are {', '.join(known)}")
 
 
 def check_report(path: str) -> None:

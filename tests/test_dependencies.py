@@ -16,6 +16,7 @@ USES = {  # top-level packages besides the standard library
     "moe_fast": {"moe_fast", "moe_ref", "torch", "triton", "transformer_engine"},
     "conformance": {"conformance", "moe_ref", "torch", "numpy", "hypothesis", "pytest", "libcst", "rich"},
     "conformance/engine/run/cluster.py": {"conformance", "ray"},
+    "conformance/report/vectors.py": {"conformance", "moe_ref", "torch", "safetensors"},
     "conformance/peers": {
         "conformance",
         "moe_ref",

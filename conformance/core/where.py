@@ -63,9 +63,12 @@ class Term:
 
     @property
     def text(self) -> str:
-        if self.operator == "in":
-            return f"{self.name} in ({', '.join(self.values)})"
-        return f"{self.name}{self.operator}{self.values[0] or repr('')}"
+        written = [value or repr("") for value in self.values]
+        return (
+            f"{self.name} in ({', '.join(written)})"
+            if self.operator == "in"
+            else self.name + self.operator + written[0]
+        )
 
     def holds(self, value: Any) -> bool:
         """Whether the comparison is true of this value of the field."""

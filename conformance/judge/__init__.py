@@ -36,6 +36,7 @@ __all__ = [
     "Outputs",
     "Resolved",
     "RowWise",
+    "gives_nan",
     "judge",
 ]
 
@@ -50,6 +51,15 @@ class Finding:
     check: str
     message: str
     index: tuple[int, ...] = ()  # the first wrong element
+    nan: str = ""  # an output that is NaN where the reference has a number, without NaN in fresh memory
+
+
+def gives_nan(expected: Expectation, observed: Any) -> bool:
+    """Whether an output of the right shape is NaN where the reference has a number."""
+    tensors = (observed, expected.value)
+    if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors) or observed.shape != tensors[1].shape:
+        return False
+    return bool((observed.float().isnan() & ~expected.value.float().isnan()).any())
 
 
 def judge(output: str, expected: Resolved, observed: Any) -> Finding | None:

@@ -16,6 +16,8 @@ from moe_ref.config import Routed, check_topk_routing
 class DeepseekV3:
     """By sigmoid, with a bias, in groups whose two best are added."""
 
+    scope = "score=sigmoid and dtype=float32"
+
     @staticmethod
     def supports(function: str, **arguments: Any) -> str | None:
         """Two keys count for a group, and a bias is float32."""

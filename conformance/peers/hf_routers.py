@@ -41,6 +41,8 @@ def routed(router: Any, logits: Tensor, topk: int, bias: Tensor | None = None, *
 class Mixtral:
     """A softmax over all, and the chosen ones normalised: the softmax over those. In float32."""
 
+    scope = "dtype=float32"
+
     @staticmethod
     def supports(function: str, **arguments: Any) -> str | None:
         """Weights are float32 whatever the logits are."""

@@ -15,26 +15,17 @@ from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
 from moe_ref.config import Quantization, Recipe, check_quantize, check_splits
 
 BLOCK = 32
+# the variants without square blocks
+scope = "scaling=mxfp8 and variant in (0, 1) and dtype in (float32, bfloat16)"
 
 
 class Rows(NamedTuple):
-    """Codes, scales and amax of all groups."""
+    """The results for all rows."""
 
     codes: Tensor
     scales: Tensor
     amax: Tensor
-    dtype: torch.dtype
-    num_rows: int
-
-
-def supports(function: str, **arguments: Any) -> str | None:
-    """Rows of bfloat16 and float32, without square blocks."""
-    if function != "quantize":
-        return None
-    recipe, dtype = arguments["recipe"], arguments["x"].dtype
-    if isinstance(recipe, Recipe) and (recipe.scaling != "mxfp8" or recipe.two_dimensional_weights):
-        return f"quantize under {recipe.scaling}" + (" in squares" if recipe.scaling == "mxfp8" else "")
-    return None if dtype in (torch.bfloat16, torch.float32) else f"quantize of {dtype}"
+    values: Tensor
 
 
 def declares(function: str) -> dict[str, Any]:
@@ -44,20 +35,31 @@ def declares(function: str) -> dict[str, Any]:
 
 def quantize(x: Tensor, recipe: Recipe, *, role: str = "input", splits: Tensor | None = None) -> Quantization:
     """`moe_ref.quantize` by rows."""
+    own = sum(group_sizes(x, recipe, role, splits))
+    hybrid = recipe.fp8_format == "hybrid" and role == "grad_output"
+    kind = torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
+    scale, data = to_mx(x.detach()[:own].contiguous(), kind, BLOCK, ScaleCalculationMode.RCEIL)
+    amax = x.detach()[:own].float().unflatten(1, (-1, BLOCK)).abs().nan_to_num(0, torch.inf).amax(2)
+    value = extended(to_dtype(data, scale, kind, BLOCK, x.dtype), x)
+    return Quantization(Rows(extended(data.view(torch.uint8), x), scale.view(torch.uint8), amax, value), None)
+
+
+def group_sizes(x: Tensor, recipe: Recipe, role: str, splits: Tensor | None) -> list[int]:
+    """Rows of each group, of a legal call."""
     check_quantize(x, recipe, role, splits, True, False, None, None)
     sizes = [len(x)] if splits is None else splits.tolist()
     check_splits(sizes, len(x), recipe)
-    own = x.detach()[: sum(sizes)].contiguous()
-    hybrid = recipe.fp8_format == "hybrid" and role == "grad_output"
-    scale, data = to_mx(own, torch.float8_e5m2 if hybrid else torch.float8_e4m3fn, BLOCK, ScaleCalculationMode.RCEIL)
-    blocks = own.float().unflatten(1, (-1, BLOCK)).abs()
-    amax = torch.where(blocks.isnan(), 0, blocks).amax(2)
-    return Quantization(Rows(data, scale.view(torch.uint8).view(amax.shape), amax, x.dtype, len(x)), None)
+    return sizes
+
+
+def extended(y: Tensor, x: Tensor) -> Tensor:
+    """Zeros in the rows past the last group."""
+    return torch.cat([y, y.new_zeros(len(x) - len(y), y.shape[1])])
 
 
 def codes(quantized: Rows) -> Tensor:
     """`moe_ref.codes`."""
-    return _extended(quantized.codes.view(torch.uint8), quantized)
+    return quantized.codes
 
 
 def scales(quantized: Rows) -> Tensor:
@@ -72,9 +74,4 @@ def amax(quantized: Rows) -> Tensor:
 
 def dequantize(quantized: Rows) -> Tensor:
     """`moe_ref.dequantize`."""
-    scale = quantized.scales.view(torch.float8_e8m0fnu)
-    return _extended(to_dtype(quantized.codes, scale, quantized.codes.dtype, BLOCK, quantized.dtype), quantized)
-
-
-def _extended(x: Tensor, quantized: Rows) -> Tensor:
-    return torch.cat([x, x.new_zeros(quantized.num_rows - len(x), x.shape[1])])
+    return quantized.values

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from conformance.usage import UsageError
+from conformance.usage import UsageError, check_known
 
 NAMES = ("permutation", "router", "quantization", "experts", "fused", "layer")
 CHECKOUT = Path(__file__).parents[2]
@@ -42,8 +42,7 @@ def bench(only: Sequence[str], report: str, baseline: str, root: Path = CHECKOUT
     """
     if not (root / "benchmarks").is_dir():
         raise UsageError(f"bench needs a checkout of the repository: {root} has no folder benchmarks")
-    if unknown := [name for name in only if name not in NAMES]:
-        raise UsageError(f"--only is {unknown[0]!r}; known are {', '.join(NAMES)}")
+    check_known("--only", only, NAMES)
     timed = torch.cuda.is_available()
     for flag, file in (("--report", report), ("--baseline", baseline)):
         if file and not timed:

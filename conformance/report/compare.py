@@ -15,7 +15,7 @@ def compared(old: Report, new: Report) -> tuple[list[str], bool]:
     """The differences as lines, and whether anything became worse.
 
     Worse are a new failure, and a function that was conformant and is not. A failure is the same if
-    its function, output, check and status are.
+    its function, output, check and status are, and both are NaN or neither.
     """
     worse = _statuses(old, new) + [f"new        {_failure(x)}" for x in _only(new, old)]
     better = [f"fixed      {_failure(x)}" for x in _only(old, new)]
@@ -46,7 +46,8 @@ def _only(report: Report, other: Report) -> list[dict[str, Any]]:
 
 def _kind(failure: dict[str, Any]) -> tuple[Any, ...]:
     finding = failure["finding"] or {}
-    return failure["function"], finding.get("output"), finding.get("check"), failure["status"]
+    nan = bool(finding.get("nan"))
+    return failure["function"], finding.get("output"), finding.get("check"), nan, failure["status"]
 
 
 def _failure(failure: dict[str, Any]) -> str:

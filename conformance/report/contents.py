@@ -7,7 +7,7 @@ from conformance.core.ranks import Collective
 from conformance.core.space import Space
 from conformance.engine.choose.draw import covering_cases
 from conformance.engine.choose.profiles import EVERY, PROFILES
-from conformance.usage import UsageError
+from conformance.usage import check_known
 
 
 def contents(chosen: tuple[str, ...]) -> Iterator[str]:
@@ -17,8 +17,7 @@ def contents(chosen: tuple[str, ...]) -> Iterator[str]:
     Raises:
         UsageError: an unknown function.
     """
-    if unknown := [name for name in chosen if name not in CONTRACTS]:
-        raise UsageError(f"--function is {unknown[0]!r}; known are {', '.join(CONTRACTS)}")
+    check_known("--function", chosen, CONTRACTS)
     for name in chosen or CONTRACTS:
         yield from _function(name)
         if chosen:

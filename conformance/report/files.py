@@ -4,22 +4,29 @@ import re
 from xml.etree import ElementTree
 
 from conformance.core.case import case_from
-from conformance.engine.run.verdict import UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
-from conformance.report.terminal import ended, failure_lines, in_words, picture, scope_lines
+from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
+from conformance.report.terminal import ended, failure_lines, in_words, picture, replay_command, scope_lines
 
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
 
 
 def junit(verdict: Verdict) -> str:
-    """One test case per function, with the text of its failures."""
+    """One test case per function, with the text of its failures; those that are not offered or not
+    chosen are a property of the suite.
+    """
+    asked = {name: f for name, f in verdict.functions.items() if f.status not in ("not offered", NOT_CHOSEN)}
     broken = sum(f.status not in ("conformant", *UNTOUCHED) for f in verdict.functions.values())
-    skipped = sum(f.status in UNTOUCHED for f in verdict.functions.values())
-    numbers = {"tests": len(verdict.functions), "failures": broken, "skipped": skipped, "errors": len(verdict.problems)}
+    skipped = sum(f.status in UNTOUCHED for f in asked.values())
+    numbers = {"tests": len(asked), "failures": broken, "skipped": skipped, "errors": len(verdict.problems)}
     suite = ElementTree.Element(
         "testsuite",
         {"name": "moe-conformance", "time": f"{verdict.seconds:.3f}", **{k: str(v) for k, v in numbers.items()}},
     )
-    for name, function in verdict.functions.items():
+    properties = ElementTree.SubElement(suite, "properties")
+    for status in ("not offered", NOT_CHOSEN):
+        names = ", ".join(name for name, f in verdict.functions.items() if f.status == status)
+        ElementTree.SubElement(properties, "property", name=in_words(status, verdict), value=names)
+    for name, function in asked.items():
         test = ElementTree.SubElement(suite, "testcase", classname=f"conformance.{verdict.implementation}", name=name)
         if function.status in UNTOUCHED:
             ElementTree.SubElement(test, "skipped", message=in_words(function.status, verdict))
@@ -55,7 +62,7 @@ def markdown(verdict: Verdict) -> str:
             text = f"`{finding['output']}` ({finding['check']}): {finding['message']}"
         smallest = f"Smallest case: {picture(case_from(failure['case']))}"
         out += ["", f"## `{failure['function']}`", "", text, "", smallest, ""]
-        out += ["```", f"moe-conformance replay {failure['id']} --impl {verdict.implementation}", "```"]
+        out += ["```", replay_command(failure, verdict.implementation), "```"]
     if verdict.problems:
         out += ["", "## Problems", "", *(f"- {problem}" for problem in verdict.problems)]
     return "\n".join(out) + "\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 from conformance.catalogue import CONTRACTS
 from conformance.interface import imported
 from conformance.peers import template
-from conformance.usage import UsageError
+from conformance.usage import UsageError, check_known
 
 HEAD = '''"""An adapter: call your kernels in these functions, and judge them.
 
@@ -57,8 +57,7 @@ def write_adapter(name: str, functions: tuple[str, ...]) -> Path:
     path = Path(f"{name}.py")
     if not name.isidentifier():
         raise UsageError(f"NAME is {name!r}; it must be the name of a module in this folder, such as my_adapter")
-    if unknown := [function for function in functions if function not in CONTRACTS]:
-        raise UsageError(f"--function is {unknown[0]!r}; known are {', '.join(CONTRACTS)}")
+    check_known("--function", functions, CONTRACTS)
     text = HEAD.format(name=name) + "".join(map(_stub, functions)) if functions else _template(name)
     return write_new(path, text)
 

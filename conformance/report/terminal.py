@@ -1,6 +1,7 @@
 """The verdict as terminal output."""
 
 import os
+import shlex
 import textwrap
 from typing import Any
 
@@ -9,6 +10,7 @@ from conformance.core.case import case_from
 from conformance.engine.options import Options
 from conformance.engine.run.corpus import REACHED
 from conformance.engine.run.search import Searched
+from conformance.engine.run.session import NOT_SAVED
 from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
 from conformance.interface import DEFAULTS
 
@@ -69,13 +71,14 @@ def _cut(status: str, names: list[str], width: int) -> str:
 
 
 def damage(failure: dict[str, Any]) -> int:
-    """The order of failures: crashes, wrong results, then sums, roundings, and laws."""
-    check = (failure["finding"] or {}).get("check", "")
+    """The order of failures: crashes, NaN, wrong results, then sums, roundings, and laws."""
+    finding = failure["finding"] or {}
+    check = finding.get("check", "")
     if failure["status"] in ("CRASH", "HANG", "OOM"):
         return 0
     if check in CONTRACTS[failure["function"]].laws:
-        return 4
-    return {"bound": 2, "ratio": 3, "code": 3, "random": 3}.get(check, 1)
+        return 5
+    return 1 if finding.get("nan") else {"bound": 3, "ratio": 4, "code": 4, "random": 4}.get(check, 2)
 
 
 def way_out(failure: dict[str, Any], declares: dict[str, Any]) -> str:
@@ -197,8 +200,15 @@ def failure_lines(failure: dict[str, Any], implementation: str, width: int = IND
         f"{failure['function']:<{width}} {text}",
         f"  {size:<{width - 2}} {picture(case_from(failure['case']))}",
         *([f"  {'not reduced':<{width - 2}} further: {failure['error']}"] if failure.get("error") else []),
-        f"  {'replay':<{width - 2}} moe-conformance replay {failure['id']} --impl {implementation}",
+        f"  {'replay':<{width - 2}} {replay_command(failure, implementation)}",
     ]
+
+
+def replay_command(failure: dict[str, Any], implementation: str) -> str:
+    """The command by the case's id, or by its text where its file could not be written."""
+    saved = not failure.get("file", "").startswith(NOT_SAVED)
+    case = failure["id"] if saved else shlex.quote(case_from(failure["case"]).text)
+    return f"moe-conformance replay {case} --impl {implementation}"
 
 
 def search_lines(searched: Searched, options: Options) -> list[str]:

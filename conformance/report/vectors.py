@@ -6,7 +6,6 @@ them with numpy alone.
 """
 
 import json
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -28,13 +27,12 @@ from conformance.engine.choose.plan import KINDS, Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
 from conformance.interface import Implementation
 from conformance.judge import Expectation, Given, Resolved
-from conformance.judge.exact import bits
 from conformance.judge.stated import stated
 from conformance.report.terminal import picture
-from conformance.usage import UsageError
+from conformance.usage import UsageError, check_known
 
 FORMAT = 1  # incremented when a reader of the files must change
-# https://github.com/huggingface/safetensors: a 64-bit length, a JSON header, the bytes
+# as safetensors calls them
 NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -71,12 +69,13 @@ def export(function: str, folder: Path, profile: str) -> Vectors:
     """Write FUNCTION.json and FUNCTION.safetensors into the folder, which is made.
 
     Raises:
-        UsageError: an unknown function, or one that ranks call together.
+        UsageError: an unknown function, or one that ranks call together; or safetensors is not
+            installed.
     """
-    if function not in CONTRACTS:
-        raise UsageError(f"--function is {function!r}; known are {', '.join(CONTRACTS)}")
+    check_known("--function", [function], CONTRACTS)
     if isinstance(CONTRACTS[function], Collective):
         raise UsageError(f"--function is {function!r}, which ranks call together; a file holds calls of one process")
+    safetensors({})  # before the cases are computed, which takes seconds
     vectors = Vectors(function)
     for case in _cases(function, profile):
         _add(vectors, case)
@@ -205,13 +204,16 @@ def _rule(
 
 
 def safetensors(tensors: Mapping[str, Tensor]) -> bytes:
-    """The file's bytes: the length of a JSON header, the header, and the tensors, little-endian."""
-    header, parts, place = {}, [], 0
-    for name, x in tensors.items():
-        data = bits(x.resolve_neg()).tobytes()
-        header[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [place, place + len(data)]}
-        parts.append(data)
-        place += len(data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + b"".join(parts)
+    """The file's bytes; the library wants each tensor contiguous, with a storage of its own.
+
+    Raises:
+        UsageError: the library is not installed.
+    """
+    try:
+        from safetensors.torch import save
+    except ModuleNotFoundError as error:
+        text = "export writes safetensors files, and that package is not installed"
+        raise UsageError(f"{text}: pip install 'moe-conformance[vectors]', or pip install safetensors") from error
+    return save(
+        {name: x.detach().resolve_neg().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+    )

@@ -18,6 +18,12 @@ CASE = Case.family["permute"](function="permute", tokens=4, experts=2, dtype="bf
 ROUTED = Case.family["route"](function="route", seed=3)
 
 
+@pytest.mark.parametrize("text", ["probs in ('', float32)", "probs=''", "align in (16, 32) and dtype!=float16"])
+def test_a_predicate_is_written_as_it_is_read(text):
+    assert parsed(text, "where").text == text
+    assert parsed(parsed(text, "where").text, "where") == parsed(text, "where")
+
+
 @pytest.mark.parametrize(
     ("text", "holds"),
     [

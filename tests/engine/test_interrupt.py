@@ -101,3 +101,13 @@ def test_a_signal_at_any_time_before_the_verdict_is_in_the_verdict(monkeypatch, 
         place = ""
     with interrupt.noted():
         assert session.judge_with(Options("moe_ref", corpus=str(tmp_path)), tmp_path) == ""
+
+
+def test_a_signal_before_the_children_have_started_ends_in_a_verdict(monkeypatch, tmp_path):
+    def killed(_):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(session.corpus, "read_folder", killed)
+    with interrupt.noted():
+        verdict = session.judge_with(Options("moe_ref", corpus=str(tmp_path)), tmp_path)
+    assert (verdict.verdict, verdict.exit_code, verdict.ended_by) == ("INTERRUPTED", 4, "SIGTERM")

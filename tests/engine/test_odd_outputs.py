@@ -11,6 +11,7 @@ from conformance.families.permutation.cases import RoutingCase
 from conformance.families.router.cases import LogitsCase
 from conformance.interface import Implementation, load
 from conformance.judge.expectation import Given
+from moe_ref import permute
 from moe_ref.router.selection import topk_indices as select
 from tests.engine.odd_outputs import ODDITIES, WHOLE
 
@@ -121,3 +122,21 @@ def test_an_input_is_changed_in_its_values_or_in_place(change):
     change(x)
     assert is_changed(x, master)
     assert not is_changed(master.clone(), master)
+
+
+@pytest.mark.parametrize("poison", ["nan", "max", "zero"])
+def test_a_result_that_is_nan_is_another_failure_than_a_wrong_number(poison):
+    """Memory that nobody wrote is NaN under one poison alone: that is no result."""
+    case = RoutingCase(**{**vars(CASE), "poison": poison, "probs": "float32"})
+
+    def finding(wrong):
+        def call(tokens, routing_map, *, probs=None):
+            out = permute(tokens, routing_map, probs=probs)
+            return out._replace(rows=out.rows + 1, probs=wrong(out.probs))
+
+        return evaluate(case, Implementation(SimpleNamespace(permute=call))).finding
+
+    found = finding(lambda probs: probs * torch.nan)
+    assert (found["output"], found["nan"]) == ("rows", "probs")
+    assert found["message"].endswith("; probs is NaN where the reference has numbers")
+    assert finding(lambda probs: probs * 2)["nan"] == finding(torch.empty_like)["nan"] == ""

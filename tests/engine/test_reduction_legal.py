@@ -26,6 +26,8 @@ def test_what_differs_only_in_its_words_is_the_same_failure():
     reworded = Outcome("FAIL", {"output": "rows", "check": "exact", "message": "row 3", "index": (3,)})
     assert failure_key(LARGE, reworded) == failure_key(LARGE, failed())
     assert failure_key(LARGE, failed("probs")) != failure_key(LARGE, failed())
+    nan = Outcome("FAIL", reworded.finding | {"nan": "rows"})
+    assert failure_key(LARGE, nan) != failure_key(LARGE, reworded)
 
 
 def test_nothing_smaller_that_fails_leaves_the_case_as_it_is():

@@ -1,11 +1,13 @@
 """Baselines, failures and reports of a verdict."""
 
 import json
+import shlex
 from xml.etree import ElementTree
 
 import pytest
 
 from conformance.catalogue import CONTRACTS
+from conformance.core.case import case_from
 from conformance.engine.run.verdict import Verdict
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import UsageError
@@ -143,11 +145,12 @@ def test_the_junit_report_has_a_test_for_each_function(book, tmp_path):
     assert f"replay {SMALL.id}" in tests["permute"].find("failure").text
 
 
-def test_the_junit_report_skips_what_is_not_offered(tmp_path):
+def test_the_junit_report_has_no_test_of_what_is_not_offered(tmp_path):
     write(Book(tmp_path, sort_chunks={"offered": False}).all_pass("sort_chunks").verdict(), tmp_path / "out.xml")
     suite = ElementTree.parse(tmp_path / "out.xml").getroot()
-    assert suite.get("skipped") == "1"
-    assert [test.get("name") for test in suite.iter("testcase") if test.find("skipped") is not None] == ["sort_chunks"]
+    assert (suite.get("skipped"), suite.get("tests")) == ("0", str(len(CONTRACTS) - 1))
+    assert "sort_chunks" not in [test.get("name") for test in suite.iter("testcase")]
+    assert {one.get("name"): one.get("value") for one in suite.iter("property")}["not offered"] == "sort_chunks"
 
 
 @pytest.mark.parametrize(
@@ -222,11 +225,22 @@ def shown_failures(book: Book, *statuses: tuple[str, dict | None]) -> str:
 
 
 def test_the_most_damaging_failure_is_shown_first(book):
-    law = ROWS_WRONG | {"check": "split"}
+    law, nan = ROWS_WRONG | {"check": "split"}, ROWS_WRONG | {"message": "is nan", "nan": "rows"}
     ratio = BOUND | {"check": "ratio", "output": "probs"}
-    text = shown_failures(book, ("FAIL", law), ("FAIL", ratio), ("FAIL", BOUND), ("FAIL", ROWS_WRONG), ("CRASH", None))
-    words = ("CRASH: SIGSEGV", "[exact]", "[bound]", "[ratio]", "also breaks the law split")
+    text = shown_failures(
+        book, ("FAIL", law), ("FAIL", ratio), ("FAIL", BOUND), ("FAIL", ROWS_WRONG), ("FAIL", nan), ("CRASH", None)
+    )
+    words = ("CRASH: SIGSEGV", "is nan", ROWS_WRONG["message"], "[bound]", "[ratio]", "also breaks the law split")
     assert sorted(words, key=text.index) == list(words)
+
+
+def test_a_case_that_could_not_be_saved_is_replayed_by_its_text(book):
+    book.all_pass("permute").section("drawn-permute-0", "permute", "FAIL")
+    book.failure("FAIL", ROWS_WRONG, file="not saved: [Errno 30] Read-only file system")
+    (line,) = (line for line in lines(book.verdict()) if line.startswith("  replay"))
+    words = shlex.split(line)
+    assert (words[:3], words[4]) == (["replay", "moe-conformance", "replay"], "--impl")
+    assert case_from(json.loads(words[3])) == SMALL
 
 
 def test_a_sum_that_is_wrong_says_what_may_be_declared(book, tmp_path):

@@ -5,134 +5,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.installed.conftest import listing, of_user, read_only
 from tests.installed.documented import LEFT, MINE, P21, PAGES, ROOT, RUNS, Run, commands, could_run
-
-# runs commands one after another: the words of each from stdin, its exit code and output to stdout
-DRIVER = """
-import contextlib, glob, io, json, os, pathlib, runpy, sys
-from conformance.cli import main
-
-def run(words):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        try:
-            if isinstance(words, str):
-                code = os.makedirs(words) or os.chdir(words) or 0
-            elif isinstance(words, dict):
-                code = [pathlib.Path(name).write_text(text) for name, text in words.items()] and 0
-            elif words[0] == "moe-conformance":
-                code = main([y for x in words[1:] for y in (sorted(glob.glob(x)) if "*" in x else [x])])
-            else:
-                sys.argv = words[1:]
-                code = runpy.run_path(words[1], run_name="__main__") and 0
-        except SystemExit as left:
-            code = left.code or 0
-    return code, out.getvalue()
-
-print(json.dumps([run(words) for words in json.loads(sys.stdin.read())]))
-"""
-# also looks where it runs: in a child of the installed package, with the user's own environment
-DISPATCH = """
-import os
-
-import conformance, moe_ref
-from conformance.peers.reference_world import allgather_combine, allgather_dispatch
-
-assert conformance.__file__.startswith({installed!r}) and moe_ref.__file__.startswith({installed!r})
-assert os.environ["PYTHONPATH"] == {installed!r}
-assert not set(os.environ) & {{"PYTHONSAFEPATH", "MOE_CONFORMANCE_ENVIRONMENT"}}
-"""
-HOST = "def pytest_addoption(parser):\n    parser.addoption('--device')\n    parser.addoption('--profile')\n"
-REPLAY = "moe-conformance replay c8df06db888f --impl my_kernels"
-Step = tuple[str, list[str]]  # a command, and the lines that the page prints after it
-
-
-def kernels(page: str) -> str:
-    """The first module that a page shows."""
-    text = (ROOT / page).read_text()
-    text = text[text.index("    from moe_ref") :]
-    return (
-        re.sub(r"^ {4}", "", re.split(r"^(?=\S| {4}\$)", text, flags=re.MULTILINE)[0], flags=re.MULTILINE).strip()
-        + "\n"
-    )
-
-
-def transcript() -> list[Step]:
-    """The commands of the first verdict with what they print; of gradients not the case, for it
-    depends on the time that its reduction had.
-    """
-    found: list[Step] = []
-    for line in re.findall(r"^ {4}(.*)$", (ROOT / "docs/first-verdict.md").read_text(), re.MULTILINE):
-        if line.startswith("$ moe-conformance"):
-            found.append((line.removeprefix("$ "), []))
-        elif found and re.match(r"(CONFORMANT|NOT CONFORMANT|permute|FAIL|PASS|case:)", line):
-            found[-1][1].append(line)
-    return found
-
-
-def stories() -> list[dict[str, str] | str]:
-    """The first verdict: its files, written as its text says, and its commands."""
-    wrong = kernels("docs/first-verdict.md")
-    old = wrong[wrong.index("    row_probs = None\n") : wrong.index("    counts")]
-    (right,) = re.findall(r"^ {8}(row_probs = None if .*)$", (ROOT / "docs/first-verdict.md").read_text(), re.MULTILINE)
-    corrected = wrong.replace(old, f"    {right}\n")
-    declared = corrected + '\n\ndef declares(function):\n    return {"accumulator": "storage"}\n'
-    told = [command for command, _ in transcript()]
-    assert told == [MINE, REPLAY, REPLAY, MINE, MINE]
-    files = [{"my_kernels.py": text} for text in (wrong, corrected, declared)]
-    return [files[0], *told[:2], files[1], *told[2:4], files[2], told[4]]
-
-
-def of_user(installed: Path) -> dict[str, str]:
-    """An environment in which the wheel is installed."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    return kept | {"PYTHONPATH": str(installed)}
-
-
-@pytest.fixture(scope="module")
-def place(installed, tmp_path_factory) -> Path:
-    """A folder with a user's modules, and with names that belong to others."""
-    place = tmp_path_factory.mktemp("place")
-    (place / "my_kernels.py").write_text(kernels("docs/judge-a-kernel.md"))
-    (place / "my_dispatch.py").write_text(DISPATCH.format(installed=str(installed)))
-    (place / "conftest.py").write_text(HOST)
-    (place / "test_host.py").write_text("def test(pytestconfig):\n    assert pytestconfig.getoption('device') == 'x'\n")
-    for name in ("conformance", "moe_ref", "torch"):
-        (place / name).mkdir()
-        (place / name / "__init__.py").write_text("raise RuntimeError('the wrong package')\n")
-    return place
-
-
-@pytest.fixture(scope="module")
-def told(installed, place, tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
-    """(exit code, output) of each command, in order."""
-    given = [run.command for run in RUNS]
-    words: list[Any] = [f"{run.command} {run.short}".replace("examples/", f"{ROOT}/examples/").split() for run in RUNS]
-    story = stories()
-    given, words = [*given, ""], [*words, "story"]  # the story has a folder of its own
-    words += [step if isinstance(step, dict) else step.split() for step in story]
-    given += ["" if isinstance(step, dict) else f"$ {step}" for step in story]
-    driver = tmp_path_factory.mktemp("bin") / "driver.py"  # as the installed script, not in the folder of the user
-    driver.write_text(DRIVER)
-    done = subprocess.run(
-        [sys.executable, str(driver)],
-        input=json.dumps(words),
-        cwd=place,
-        env=of_user(installed),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    out: dict[str, list[tuple[int, str]]] = {}
-    for command, result in zip(given, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        out.setdefault(command, []).append((result[0], result[1]))
-    return out
+from tests.installed.steps import REPLAY, transcript
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.command.removeprefix("moe-conformance ")[:60])
@@ -224,3 +102,21 @@ def test_the_script_and_another_projects_options_work_beside_the_wheel(installed
 def test_pages_with_commands_are_found():
     assert {str(page) for pages in commands().values() for page in pages} >= {"README.md", "docs/install.md"}
     assert len(PAGES) > 30
+
+
+def test_no_command_creates_or_changes_a_file_of_the_installed_package(told):
+    assert told["changed"] == []
+
+
+def test_a_changed_new_or_removed_file_is_found_and_a_read_only_folder_refuses_it(tmp_path):
+    (tmp_path / "old").write_text("x")
+    (tmp_path / "inside").mkdir()
+    before = listing(tmp_path)
+    (tmp_path / "inside" / "brief").touch()
+    (tmp_path / "inside" / "brief").unlink()
+    (tmp_path / "old").write_text("y")
+    changed = {os.path.basename(name) for name, _ in before.items() ^ listing(tmp_path).items()}
+    assert changed == {"old", "inside"}
+    if mounted := read_only(tmp_path):
+        done = subprocess.run([*mounted, "touch", str(tmp_path / "new")], capture_output=True, text=True)
+        assert done.returncode != 0 and "Read-only" in done.stderr

@@ -1,11 +1,20 @@
-"""torchao's MXFP8 through its adapter; it needs the package."""
+"""torchao's MXFP8 and NVFP4 through their adapters; they need the package."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
 import moe_ref
+from conformance.core.case import Case
+from conformance.core.space import Space
+from conformance.core.where import parsed
+from conformance.engine.child.evaluate import evaluate
+from conformance.engine.choose.draw import scope_of
+from conformance.families.quantization.cases import RECIPES
+from conformance.families.quantization.space import zero_tensors
+from conformance.interface import Implementation
 from moe_ref.config import Recipe
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
@@ -36,9 +45,48 @@ def test_just_above_a_power_of_two_its_scale_is_one_too_small(peer):
     assert peer.scales(got)[0, 0] == 119 and moe_ref.scales(right)[0, 0] == 120
 
 
-def test_what_it_has_not_is_declared(peer):
-    x = torch.zeros(32, 32)
-    assert peer.supports("quantize", x=x, recipe=Recipe("block")) == "quantize under block"
-    square = Recipe("mxfp8", two_dimensional_weights=True)
-    assert peer.supports("quantize", x=x, recipe=square) == "quantize under mxfp8 in squares"
-    assert peer.supports("quantize", x=x.half(), recipe=Recipe("mxfp8")) == "quantize of torch.float16"
+@pytest.fixture
+def nvfp4():
+    from conformance.peers import torchao_nvfp4
+
+    return torchao_nvfp4
+
+
+PLAIN = RECIPES["nvfp4"][1]
+
+
+def test_nvfp4_codes_and_scales_are_the_references_but_for_ties(nvfp4):
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    given = {"role": "weight", "splits": torch.tensor([16, 16])}
+    got, right = (one.quantize(x, PLAIN, **given).quantized for one in (nvfp4, moe_ref))
+    for name in ("codes", "scales", "amax"):
+        assert torch.equal(getattr(nvfp4, name)(got), getattr(moe_ref, name)(right)), name
+    other = moe_ref.quantize(x.flip(0), PLAIN, **given).quantized
+    assert not torch.equal(nvfp4.codes(got), moe_ref.codes(other))
+
+
+def test_nvfp4_of_a_zero_tensor_is_nan_and_the_suite_says_so(nvfp4):
+    (case,) = (case for case in zero_tensors(scope_of("quantize", Space())) if case.scaling == "nvfp4")
+    finding = evaluate(case, Implementation(nvfp4)).finding
+    assert (finding["output"], finding["nan"]) == ("scales", "values")
+    assert evaluate(case, Implementation(moe_ref)).finding is None
+
+
+def test_what_it_has_not_is_outside_its_scope(peer, nvfp4):
+    for one, recipe in ((peer, Recipe("mxfp8")), (nvfp4, PLAIN)):
+        where = parsed(one.scope, "scope")
+        found = [x for kind in RECIPES for x in range(len(RECIPES[kind])) if where.holds(of_recipe(kind, x))]
+        assert found and where.holds(of_recipe(recipe.scaling, RECIPES[recipe.scaling].index(recipe)))
+        assert not where.holds(of_recipe("block", 0))
+
+
+def of_recipe(scaling, variant):
+    return Case.family["quantize"](function="quantize", scaling=scaling, variant=variant, role="weight")
+
+
+@pytest.mark.parametrize(
+    "adapter", ["conformance/peers/torchao_mx.py", "conformance/peers/torchao_nvfp4.py", "examples/te_permutation.py"]
+)
+def test_an_adapter_has_at_most_60_lines(adapter):
+    text = (Path(__file__).parents[2] / adapter).read_text()
+    assert 20 < sum(map(bool, text.splitlines())) <= 60

@@ -8,13 +8,16 @@ import signal
 import stat
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from conformance.engine.options import flags
 
-RECIPES = Path(__file__).parents[2] / "docs" / "ci"
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "docs" / "ci"
 # stands for the command: writes its kernel, its folder, its arguments, then waits or ends
 COMMAND = """#!/usr/bin/env bash
 trap 'echo INTERRUPTED > verdict.md; exit 4' TERM
@@ -149,6 +152,17 @@ def test_the_flags_of_a_recipe_exist(recipe):
 
 def test_a_flag_that_does_not_exist_is_noticed():
     assert commands("  - run: ci/gpu.sh --profiles gate") == [["--profiles", "gate"]]
+
+
+def test_this_project_is_tested_on_every_python_that_it_declares():
+    job = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]["test"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [text.rpartition(" ")[2] for text in project["classifiers"] if ":: 3." in text]
+    assert job["strategy"]["matrix"]["python"] == declared
+    assert project["requires-python"] == f">={declared[0]}"
+    (command,) = (shlex.split(step["run"]) for step in job["steps"] if "run" in step)
+    assert command[0] == "make" and re.search(rf"^{command[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert any("matrix.python" in str(step.get("with")) for step in job["steps"])
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

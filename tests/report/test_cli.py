@@ -232,6 +232,7 @@ def test_the_reference_conforms_and_the_report_says_so(call, place):
         "failures",
         "problems",
         "versions",
+        "suite",
         "profile",
         "seed",
         "device",

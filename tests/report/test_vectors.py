@@ -2,7 +2,7 @@
 
 import ast
 import json
-import struct
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,14 +89,25 @@ def test_a_tensor_of_any_dtype_comes_back_as_it_was():
     given = {str(kind): torch.arange(6).reshape(2, 3).to(kind).T for kind in NAMES}
     given["scalar"], given["empty"] = torch.tensor(2.5, dtype=torch.bfloat16), torch.zeros(0, 3)
     given["repeated"] = torch.ones(1, 1).expand(4, 1)
-    data = safetensors(given)
-    (length,) = struct.unpack("<Q", data[:8])
-    assert (8 + length) % 8 == 0
-    path = SimpleNamespace(read_bytes=lambda: data)
+    given["part"] = given["torch.float32"][1:]  # of the same storage
+    path = SimpleNamespace(read_bytes=lambda: safetensors(given))
     for name, tensor in load(path).items():
         assert tensor.words.shape == tuple(given[name].shape)
         if "float8" not in name:
             assert np.array_equal(tensor.numbers, given[name].double().numpy())
+
+
+def test_the_words_for_dtypes_are_those_of_the_library():
+    given = {word: torch.zeros(1, dtype=kind) for kind, word in NAMES.items()}
+    made = load(SimpleNamespace(read_bytes=lambda: safetensors(given)))
+    assert {word: x.dtype for word, x in made.items()} == {word: word for word in given}
+
+
+def test_without_the_library_one_sentence_says_what_to_install(call, place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    code, _, err = call("export", "vectors", "--function", "permute")
+    assert (code, "pip install 'moe-conformance[vectors]'" in err, err.count("\n")) == (2, True, 1)
+    assert not (place / "vectors").exists()
 
 
 def by_rule(expectation, observed: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ imports is this one, which restores the environment.
 """
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -41,4 +42,6 @@ def _restore(kept: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-_restore(json.loads(os.environ.pop(KEPT, "{}")))
+if KEPT in os.environ:  # this process is the server
+    _restore(json.loads(os.environ.pop(KEPT)))
+    gc.disable()  # until `frozen`: a collection walks all that torch's import has made so far

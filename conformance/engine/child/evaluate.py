@@ -18,7 +18,7 @@ from conformance.engine.child.reached import Reached
 from conformance.engine.child.runner import Blocked, Misbehaved, Outcome, Runner
 from conformance.engine.child.scopes import scope_of_function
 from conformance.interface import Implementation
-from conformance.judge import Expectation, Finding, Resolved, controls, judge
+from conformance.judge import Expectation, Finding, Resolved, controls, gives_nan, judge
 from conformance.judge.exact import bits
 from conformance.texts import described, message
 
@@ -104,7 +104,7 @@ def _evaluate(
     if unresolved and not finding:
         raise unresolved
     if finding:
-        _fail(outcome, finding)
+        _fail(outcome, finding if rank else _with_nan(finding, runner, problem, expected, outputs))
     elif scores:
         outcome.scores = _scores(right, outputs)
     if rank and not rank.agree(not finding):  # all ranks check the law, or none does
@@ -157,6 +157,23 @@ def _first_wrong(
             text = contract.explain(problem, name, finding.index, outputs[name]) if finding.index else None
             return replace(finding, message=text) if text else finding
     return None
+
+
+def _with_nan(
+    finding: Finding, runner: Runner, problem: Problem, expected: dict[str, Expectation], outputs: dict[str, Any]
+) -> Finding:
+    """The finding, with an output that is NaN where the reference has numbers, also if fresh memory
+    is zero: NaN in fresh memory may be what nobody wrote.
+    """
+    names = [name for name, x in expected.items() if gives_nan(x, outputs.get(name))]
+    if names and runner.poison == "nan":
+        try:
+            outputs = _guarded(Runner(runner.implementation, runner.device, "zero", Outcome("PASS")), problem)
+        except (Misbehaved, Blocked):
+            return finding
+    nan = next((name for name in names if gives_nan(expected[name], outputs.get(name))), "")
+    more = f"; {nan} is NaN where the reference has numbers" if nan and nan != finding.output else ""
+    return replace(finding, message=finding.message + more, nan=nan)
 
 
 def _refusal(

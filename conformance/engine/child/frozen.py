@@ -8,3 +8,4 @@ import gc
 
 gc.collect()
 gc.freeze()
+gc.enable()  # see `environment`

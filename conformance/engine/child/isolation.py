@@ -21,8 +21,8 @@ OUT_OF_MEMORY = 87  # exit code
 def isolate(log_path: str) -> None:
     """Make this process the leader of a session, which `processes.end` ends as a whole.
 
-    Its output, and the traceback of a crash, go to a file that outlives it. A thread ends it with
-    its parent, even during a case, so that a killed run frees the device.
+    Its output, and the traceback of a crash or a hang, go to a file that outlives it. A thread ends
+    it with its parent, even during a case, so that a killed run frees the device.
     """
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
@@ -32,6 +32,7 @@ def isolate(log_path: str) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the parent asks where this process is
     # where the kernel runs out of memory, it kills this process before any other
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

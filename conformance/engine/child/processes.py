@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -22,6 +23,7 @@ _main = threading.Lock()  # of __main__, which several threads may hide
 PATIENCE = 10  # after a hang: time limit in multiples of the slowest answer
 MESSAGE_SECONDS = 10  # for the rest of a message that has begun
 ENDING_SECONDS = 5  # for a process that has closed its pipe to end
+TRACEBACK_SECONDS = 0.2  # for a process to write where it is
 MESSAGE_BYTES = 2**28
 NO_MESSAGE = "it wrote into the pipe of the suite"
 NO_MEMORY = "out of memory"
@@ -110,6 +112,14 @@ def ending(process: Any, log_path: str) -> str:
         return f"{NO_MEMORY}, most likely: it ended by SIGKILL"
     cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"{cause}{at(log_path)}"
+
+
+def where(process: Any, log_path: str) -> str:
+    """The innermost frame of the implementation in a process that runs, as " at …", if any."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(TRACEBACK_SECONDS)
+    return at(log_path)
 
 
 def at(log_path: str) -> str:

@@ -7,7 +7,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.where import EVERYWHERE, Where, parsed
 from conformance.engine.options import Options
-from conformance.interface import UsageError
+from conformance.usage import UsageError, check_known
 
 
 def asked(options: Options) -> Where:
@@ -16,9 +16,7 @@ def asked(options: Options) -> Where:
     Raises:
         UsageError: it is none, or --function names an unknown function.
     """
-    for name in options.functions:
-        if name not in CONTRACTS:
-            raise UsageError(f"--function is {name!r}; known are {', '.join(CONTRACTS)}")
+    check_known("--function", options.functions, CONTRACTS)
     return parsed(options.where, "--where")
 
 

@@ -30,6 +30,7 @@ from conformance.engine.child.processes import (
     expect_messages,
     plain_main,
     received,
+    where,
 )
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.plan import Draw, Structure
@@ -305,7 +306,8 @@ class Pool:
         if time.monotonic() > child.deadline:
             if child.cases:
                 self.patience.hung.add(child.cases[0].function)
-            return Outcome("HANG", reason=f"no answer within {child.deadline - child.started:.0f} s")
+            place = where(child.process, child.log_path)
+            return Outcome("HANG", reason=f"no answer within {child.deadline - child.started:.0f} s{place}")
         return None
 
     def _end(self, child: Child) -> None:

@@ -22,14 +22,16 @@ NUMBERED = r"(?<![^.])\d+(?![^.])"  # a part of a name between dots
 
 
 def failure_key(case: Case, outcome: Outcome) -> Key:
-    """The identity of a failure: function, output, check and status.
+    """The identity of a failure: function, output, check and status. A result that is NaN without
+    need is another failure than a wrong number.
 
     Outputs of a sequence of calls are numbered (`3.probs`): the number is left out, because in a
     shorter sequence it is another one.
     """
     finding = outcome.finding or {}
     output = re.sub(NUMBERED, "#", finding.get("output", ""))
-    return case.function, output, finding.get("check", ""), outcome.status
+    check = finding.get("check", "") + (" with NaN" if finding.get("nan") else "")
+    return case.function, output, check, outcome.status
 
 
 @dataclass(frozen=True)

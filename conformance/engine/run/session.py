@@ -32,6 +32,7 @@ from conformance.engine.run.since import Since, since_report, since_revision, un
 from conformance.engine.run.verdict import Verdict, assemble, read_baseline
 from conformance.engine.run.waivers import Waiver, read_waivers
 
+NOT_SAVED = "not saved"  # instead of the file of a failing case
 FAILING = ("FAIL", "CRASH", "HANG", "OOM", "ERROR")
 
 Place = tuple[int, int]  # of a case: number of its section in the plan, its index there
@@ -105,6 +106,7 @@ class Session:
         self.options, self.started = options, time.monotonic()
         self.profile: Profile = PROFILES[options.profile]
         self.plan: list[Section] = []  # from `start`
+        self.choice = Choice()  # nothing, until `start` has the namespace's description
         asked(options)
         today = datetime.date.today()
         self.waivers: list[Waiver] = read_waivers(Path(options.waivers), today) if options.waivers else []
@@ -359,7 +361,7 @@ class Session:
         try:
             path = str(corpus.save(Path(self.options.corpus), failure.case, finding))
         except OSError as error:  # the failure is reported all the same
-            path = f"not saved: {error}"
+            path = f"{NOT_SAVED}: {error}"
         self.ledger.write("failure", file=path, **failure.record())
 
 

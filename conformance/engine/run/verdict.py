@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from conformance import __version__
 from conformance.catalogue import CONTRACTS
 from conformance.core.where import parsed
 from conformance.engine.choose.profiles import PROFILES, Profile
@@ -100,6 +101,7 @@ class Verdict:
     since: str = ""  # the report or revision whose unchanged functions were not judged
     footprints: dict[str, Any] = field(default_factory=dict)  # see `conformance.engine.footprint`
     coverage: dict[str, Any] = field(default_factory=dict)  # for a page: see `conformance.engine.run.coverage`
+    suite: str = field(default_factory=lambda: __version__)  # the version of this package
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -325,11 +327,12 @@ def _lost(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[s
 
 
 def distinct(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One failure per function, output, check and status: the smallest of all workers."""
+    """One failure per function, output, check, status, and NaN or not: the smallest of all."""
     best: dict[tuple, dict[str, Any]] = {}
     for failure in failures:
         finding = failure["finding"] or {}
-        key = (failure["function"], finding.get("output"), finding.get("check"), failure["status"])
+        named = (finding.get("output"), finding.get("check"), bool(finding.get("nan")))
+        key = (failure["function"], *named, failure["status"])
         if key not in best or _size(failure) < _size(best[key]):
             best[key] = failure
     order = list(CONTRACTS)

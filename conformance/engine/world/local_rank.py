@@ -1,9 +1,5 @@
 """Holds one rank's process on this host."""
 
-import contextlib
-import os
-import signal
-import time
 from multiprocessing.connection import Client, Connection
 from typing import Any
 from weakref import finalize
@@ -46,10 +42,7 @@ class LocalRank:
 
     def where(self) -> str:
         """The innermost frame, as " at …"."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGUSR1)
-        time.sleep(0.2)
-        return processes.at(self.log_path)
+        return processes.where(self.process, self.log_path)
 
     def end(self) -> None:
         """Kill it and the processes that it has started, and free its resources."""

@@ -1,9 +1,7 @@
 """One rank of a world: a child process that makes collective calls."""
 
 import datetime
-import faulthandler
 import os
-import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -63,7 +61,6 @@ def serve_rank(connection: Connection, options: ChildOptions, address: RankAddre
     implementation = import_implementation(connection, options, log_path)
     if implementation is None:
         return
-    faulthandler.register(signal.SIGUSR1)  # the parent asks where this rank is
     try:
         groups, gpus = _meet(address, chosen_device(options.device))
     except Exception as error:

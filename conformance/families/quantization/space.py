@@ -138,6 +138,7 @@ def always(scope: Scope) -> list[Any]:
         *given_noise(scope),
         *far_current(scope),
         *strange(scope),
+        *zero_tensors(scope),
     ]
 
 
@@ -198,6 +199,21 @@ def strange(scope: Scope) -> list[Any]:
     cases = [scope.case(common | kind) for common, kinds in ((edges, small), (every, large)) for kind in kinds]
     if scope.space.device == "cuda":
         cases = cases[:2]
+    return [case for case in cases if scope.fits(case)]
+
+
+def zero_tensors(scope: Scope) -> list[QuantizeCase]:
+    """A tensor of zeros alone, whose scale a quotient by its largest value would make NaN. On a GPU
+    of two scalings: the others divide in the same kernels.
+    """
+    common: Changes = {"values": "zeros", "seed": 1, "tokens": 1, "hidden": 1}
+    kinds: list[Changes] = [
+        {"scaling": "nvfp4", "variant": 1, "role": "weight"},
+        {"scaling": "current"},
+        {"scaling": "block"},
+        {"scaling": "mxfp8"},
+    ]
+    cases = [scope.case(common | kind) for kind in kinds[: 2 if scope.space.device == "cuda" else None]]
     return [case for case in cases if scope.fits(case)]
 
 
