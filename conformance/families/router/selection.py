@@ -231,7 +231,7 @@ class _TopK(Contract[LogitsCase]):
         return Chosen(
             index if indices else value,
             keys.value,
-            keys.error,
+            keys.beside_the_oracle.error,
             counts,
             inputs,
             lowest,
@@ -284,7 +284,7 @@ class _TopK(Contract[LogitsCase]):
         logits = problem.required["logits"]
         free = unspecified_gradient(logits, chosen, problem.settings)[:, None].expand(logits.shape)
         analysis = gradient(logits, chosen, cotangent_TE, problem.settings, dtype)
-        return analysis.bounded(logits.dtype, value, free)
+        return analysis.beside_the_oracle.bounded(logits.dtype, value, free)
 
 
 class TopkIndices(_TopK):
@@ -300,9 +300,8 @@ class TopkIndices(_TopK):
         value, _ = self._oracle(problem, index)
         _, scaled = weights(logits, chosen, problem.settings, dtype)
         free = unspecified_weights(logits, chosen, problem.settings)[:, None].expand(index.shape)
-        return Running(scaled.value.gather(1, index), scaled.error.gather(1, index), dtype).bounded(
-            logits.dtype, value.detach(), free
-        )
+        own = Running(scaled.value.gather(1, index), scaled.error.gather(1, index), dtype)
+        return own.beside_the_oracle.bounded(logits.dtype, value.detach(), free)
 
     def _gradient(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
         logits, index, cotangent = problem.required["logits"], observed.long(), problem.cotangents["probs"]
@@ -332,7 +331,7 @@ class TopkRouting(_TopK):
         value, _ = self._oracle(problem, index)
         _, scaled = weights(logits, chosen, problem.settings, dtype)
         free = unspecified_weights(logits, chosen, problem.settings)[:, None] & chosen
-        return scaled.bounded(
+        return scaled.beside_the_oracle.bounded(
             logits.dtype, torch.zeros(logits.shape, dtype=torch.float64).scatter(1, index, value.detach()), free
         )
 

@@ -18,6 +18,7 @@ from conformance.families.router.space_chosen import (
     FINE_SCALE,
     FINE_SCORES,
     MEAN_LENGTH,
+    SLOW_PLANS,
     many_factors,
     routed,
     strange,
@@ -25,7 +26,7 @@ from conformance.families.router.space_chosen import (
 
 # experts and top-k of real models
 REAL_ROUTERS = ((8, 2), (60, 4), (64, 6), (72, 3), (128, 4), (128, 8), (256, 8), (384, 8), (512, 10))
-SINKHORN_SPREADS = ("distinct", "ties", "near", "negative", "equal")
+SINKHORN_SPREADS = ("distinct", "ties", "near", "negative", "equal", "slow")
 # experts and top-k
 EDGES = ((1, 1), (31, 4), (32, 32), (33, 3), (65, 16), (1023, 8), (1024, 8), (2048, 4))
 # 2ⁿ + 1 tokens: a loop that ends early misses the last block; seed 1: two experts per token
@@ -291,8 +292,10 @@ def routes(draw: st.DrawFn, scope: Scope) -> Changes:
     }
     if experts % 4 == 0 and 2 <= topk <= experts // 2 and draw(st.booleans()):
         fields |= {"groups": 4, "group_topk": 2}
-    room = fields | {"capacity": 0, "pad": False, "policy": "probs"}
-    if draw(st.booleans()):
+    room = fields | {"capacity": 0, "pad": False, "policy": "probs", "sinkhorn": draw(st.integers(0, 11)) == 0}
+    if room["sinkhorn"]:
+        room |= {"losses": "z", "steps": draw(steps(False))}
+    elif draw(st.booleans()):
         policy = draw(st.sampled_from(("probs", "position")))
         room |= {"capacity": draw(st.integers(1, 8)), "pad": draw(st.booleans()), "policy": policy, "dtype": "float32"}
     return room | draw(shared_route(scope, room)) if scope.accepts("ranks") and over_ranks(draw, scope) else room
@@ -346,6 +349,7 @@ SINKHORN_ROUTING = Shapes(
     affordable=convergent,
     covered=LOGITS,
     together=lambda scope: _values("spread", "distinct", "ties", "negative")(scope) | _values("topk", 1, 2)(scope),
+    always=lambda scope: [*SLOW_PLANS],
     far={"experts": 4, "topk": 3},
 )
 DROP_TOKENS = Shapes(
