@@ -22,8 +22,8 @@ from conformance.families.router.cases import (
     numbers,
     padding_of,
 )
-from conformance.families.router.plans import activation_of, plan_of, slope_of
-from conformance.families.router.selection import UNDERFLOW, score, unspecified_rows
+from conformance.families.router.plans import activation_of, plan_of, slope_by_plan
+from conformance.families.router.selection import UNDERFLOW, score, slope_of, unspecified_rows
 from conformance.judge import Expectation, Given
 from conformance.judge.bound import Bounded, sum_bound
 from conformance.judge.choice import Chosen
@@ -45,8 +45,7 @@ def aux_gradient(x: Running, g: Running, function: str) -> Running:
     inner = g - (g * scores).sum(1)
     if function == "softmax":
         return s * inner
-    slope = s * (s.constant(1.0) - s) if function == "sigmoid" else score(x, "sigmoid") / (s * 2.0)
-    return inner / (s.sum(1) + EPSILON) * slope
+    return inner / (s.sum(1) + EPSILON) * slope_of(x, s, function)
 
 
 def z_terms(x: Running, valid: Tensor, coeff: float) -> tuple[Running, Running]:
@@ -213,7 +212,7 @@ class SinkhornRouting(Contract[LogitsCase]):
     @staticmethod
     def _gradient(problem: Problem, chosen: Tensor, activation: Running) -> Bounded:
         g = Running.of(problem.cotangents["probs"], activation.dtype).masked(chosen)
-        return slope_of(activation, g, problem.settings["topk"]).bounded(problem.required["logits"].dtype)
+        return slope_by_plan(activation, g, problem.settings["topk"]).bounded(problem.required["logits"].dtype)
 
 
 class LoadBalancingLoss(_Wide[LoadCase]):

@@ -228,7 +228,7 @@ def _slow(case: LogitsCase) -> np.ndarray:
     moved = CROSSING[: max(case.tokens // 16, 1)]
     prefers = np.concatenate([moved, np.full(case.tokens, 6.0)])[: case.tokens, None]
     even = (expert % 2 == 0) == (token < case.tokens // 2 + len(moved))
-    within = (expert // 2 + token) % max(case.experts // 2, 1) / 2  # between experts of one kind
+    within = (expert // 2 + token) % min(max(case.experts // 2, 1), 4) / 2  # between experts of one kind
     slow: np.ndarray = np.where(even, prefers, -prefers) / 2 + within - 2
     return slow.flatten()
 

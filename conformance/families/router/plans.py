@@ -55,7 +55,7 @@ def plan_of(logits: Tensor, dtype: torch.dtype) -> Running:
     return Running((low + high) / 2, (high - low) / 2, dtype)
 
 
-def slope_of(activation: Running, g: Running, topk: int) -> Running:
+def slope_by_plan(activation: Running, g: Running, topk: int) -> Running:
     """dlogits of the weights' cotangent, 0 where no expert is chosen."""
     if topk == 1:
         return g * activation * (g.constant(1.0) - activation)

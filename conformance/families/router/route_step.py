@@ -12,7 +12,7 @@ from conformance.analysis.running import Running
 from conformance.core.contract import Problem
 from conformance.families.router.balancing import aux_gradient, aux_scores, z_terms
 from conformance.families.router.cases_route import RouteCase, mask_of_step
-from conformance.families.router.plans import activation_of, plan_of, slope_of
+from conformance.families.router.plans import activation_of, plan_of, slope_by_plan
 from conformance.families.router.selection import gradient, keys_of, weights
 from conformance.judge import Expectation
 from conformance.judge.bound import ROUNDOFF
@@ -155,7 +155,7 @@ class Step:
         if cotangent is not None:
             kept = Running.of(cotangent, self.dtype).masked(self.stays)
             if self.config.sinkhorn:
-                slope = slope_of(self.activation, kept, self.config.topk)
+                slope = slope_by_plan(self.activation, kept, self.config.topk)
             else:
                 slope = gradient(self.logits, self.chosen, kept, self.settings, self.dtype)
         rounded = torch.zeros_like(slope.value)
