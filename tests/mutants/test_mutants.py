@@ -37,13 +37,13 @@ LISTED = {
     *(f"I{number:02}" for number in range(1, 6)),
     *(f"C{number:02}" for number in range(1, 31)),
     *(f"I{number:02}" for number in range(1, 6)),
-    *(f"X{number:02}" for number in range(1, 27)),
-    *(f"U{number:02}" for number in range(1, 54) if number != 11),
-    *(f"Y{number:02}" for number in range(1, 47) if number != 15),
+    *(f"X{number:02}" for number in range(1, 28)),
+    *(f"U{number:02}" for number in range(1, 64) if number != 11),
+    *(f"Y{number:02}" for number in range(1, 48) if number != 15),
     *(f"Z{number:02}" for number in range(1, 25) if number != 13),
     *(f"O{number:02}" for number in range(1, 15)),
-    *(f"M{number:02}" for number in range(1, 22) if number != 10),
-    *(f"ML{number:02}" for number in range(1, 31)),
+    *(f"M{number:02}" for number in range(1, 24) if number != 10),
+    *(f"ML{number:02}" for number in range(1, 43)),
     *(f"CK{number:02}" for number in range(1, 32)),
 }
 LARGE = {"N02", "N03"}  # need more rows than an interpreter can run

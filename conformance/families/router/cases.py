@@ -101,6 +101,7 @@ class Groups(Number):
 
     def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
         yield {"groups": case.groups, "group_topk": case.group_topk}
+        yield {"groups": case.groups, "group_topk": min(case.group_topk, kept.topk)}
         yield {"groups": 0, "group_topk": 0}
 
 
