@@ -33,19 +33,21 @@ def write(folder: Path) -> Path:
     for peer, name in PEERS.items():
         source = (Path(str(conformance.__file__)).parent / "peers" / f"{peer}.py").read_text()
         (out / f"{name}.py").write_text(renamed(source))
+    for path in (reference / "config").glob("*.py"):
+        module = f"moe_ref.config.{path.stem}".removesuffix(".__init__")
+        target = out / "whole" / "config" / path.name
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(f"from {module} import *\n")
     return out
 
 
 def renamed(source: str) -> str:
     """The source with the copy in the place of the reference and its peers."""
-    source = source.replace("conformance.peers.reference_world", NAME)
-    source = source.replace("conformance.peers.reference_layer", f"{NAME}.peer_layer")
-    source = source.replace("import_module(f\"moe_ref.{_HOME[name]}\")", "import_module(_home(name))")
+    for peer, name in PEERS.items():
+        source = source.replace(f"conformance.peers.{peer}", f"{NAME}.{name}".removesuffix(".__init__"))
     source = source.replace("import moe_ref\n", f"import {NAME}.whole as moe_ref\n")
-    source = re.sub(r"\bfrom moe_ref\b(?!\.config)", f"from {NAME}.whole", source)
-    if "_home(name)" in source:
-        source += f'\n\ndef _home(name):\n    home = _HOME[name]\n    return f"moe_ref.{{home}}" if home.startswith("config.") else f"{NAME}.whole.{{home}}"\n'
-    return source
+    source = source.replace('f"moe_ref.{_HOME', f'f"{NAME}.whole.{{_HOME')
+    return re.sub(r"\bfrom moe_ref\b(?!\.config)", f"from {NAME}.whole", source)
 
 
 if __name__ == "__main__":

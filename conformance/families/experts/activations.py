@@ -198,7 +198,7 @@ class Activation(_Elementwise):
 
 
 def _too_large(g: Running, *factors: Tensor) -> Tensor:
-    """Where a product of some of these factors may exceed half of the largest number, as 2 x may."""
+    """Where a product of some of these factors may exceed half of the largest number: 2 x may."""
     size = (g.value.abs() + g.error).clamp(min=1)
     for x in factors:
         size = size * x.abs().clamp(min=1)
