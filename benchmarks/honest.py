@@ -80,7 +80,8 @@ def sweep(
     """Judge a variant; draws no case after the time `last`."""
 
     def cases(space: Space) -> Iterator[Case]:
-        wanted = [section for section in sections() if functions is None or section.function in functions]
+        every = [section for section in sections() if section.function]  # the corpus is of no function
+        wanted = [section for section in every if functions is None or section.function in functions]
         for seed in range(seeds):
             for section in wanted:
                 if section.kind == "drawn":

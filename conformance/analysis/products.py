@@ -62,16 +62,24 @@ class Product:
         return Running(self.value, error.nan_to_num(torch.inf, torch.inf), dtype)
 
     def bounded(self, terms: int, dtype: torch.dtype, accumulator: Accumulator, roundings: int = 0) -> Bounded:
-        """The bound for `terms` terms and `roundings` roundings of scales."""
+        """The bound for `terms` terms and `roundings` roundings of scales.
+
+        What surely overflows is an infinity; of sums in 16 bits, whose parts may overflow with
+        either sign, it is unchecked.
+        """
         bounded = contraction_bound(self.value, self.magnitude, terms, dtype, accumulator)
         bound = bounded.bound * (
             2 if accumulator.unit == ROUNDOFF[torch.float64] else 1
         )  # the oracle's roundings are of the same size
         bound = bound + (self.margin + roundings * ROUNDOFF[torch.float32] * self.magnitude) * (1 + ROUNDOFF[dtype])
-        bound = torch.where(self.free | (self.value.abs() + bound > torch.finfo(dtype).max), torch.inf, bound)
+        over = torch.finfo(dtype).max
+        surely = self.value.isfinite() & (self.value.abs() - bound > over * (1 + ROUNDOFF[dtype]))
+        surely &= ~self.free & (accumulator.unit <= ROUNDOFF[torch.float32])
+        bound = torch.where(self.free | (self.value.abs() + bound > over), torch.inf, bound)
+        value = torch.where(surely, self.value.sign() * torch.inf, self.value)
         return Bounded(
-            torch.where(self.free, 0.0, self.value),
-            torch.where(self.value.isnan(), 0.0, bound),
+            torch.where(self.free, 0.0, value),
+            torch.where(self.value.isnan() | surely, 0.0, bound),
             dtype,
             bounded.accumulator,
         )

@@ -147,6 +147,11 @@ class Running:
         """Exactly zero where `kept` is not set."""
         return Running(torch.where(kept, self.value, 0.0), torch.where(kept, self.error, 0.0), self.dtype)
 
+    @property
+    def beside_the_oracle(self) -> "Running":
+        """With the oracle's own roundings, which in float64 are as large as the candidate's."""
+        return replace(self, error=2 * self.error) if self.dtype == torch.float64 else self
+
     def before_final_rounding(self, dtype: torch.dtype) -> "Running":
         """The value before its final rounding to `dtype`, which may flush it to zero.
 
@@ -154,7 +159,7 @@ class Running:
         included.
         """
         least = torch.finfo(dtype).tiny if dtype != torch.float16 else 0.0
-        error = self.error * (2 if self.dtype == torch.float64 else 1) + least
+        error = self.beside_the_oracle.error + least
         error = torch.where((self.value == 0) & (self.error == 0), 0.0, error)
         return Running(self.value, torch.where(self.value.isfinite(), error, 0.0), self.dtype)
 

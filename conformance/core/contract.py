@@ -188,8 +188,9 @@ def expanded(problem: Problem) -> Problem:
 
 
 def accumulator_of(declared: Mapping[str, Any], storage: torch.dtype) -> torch.dtype:
-    """The declared dtype of accumulators."""
-    return storage if declared.get("accumulator") == "storage" else torch.float32
+    """The declared dtype of accumulators; float64 for values in float64."""
+    plain = torch.float64 if storage == torch.float64 else torch.float32
+    return storage if declared.get("accumulator") == "storage" else plain
 
 
 def leaf(x: Tensor) -> Tensor:

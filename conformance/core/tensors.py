@@ -2,7 +2,8 @@
 
 Values are dyadic, an integer over a power of two: they fill the significands of bfloat16 and
 float16, and sums of a few products are exact in float32 in any order. So a narrower accumulator
-shows, and a float32 input rounded to TF32, float16 or bfloat16 too.
+shows, and a float32 input rounded to TF32, float16 or bfloat16 too. Those of float64 have more bits
+than float32, so that a float64 input rounded to float32 shows.
 """
 
 import zlib
@@ -19,9 +20,9 @@ BITS = {
     torch.float32: 12,
     torch.float16: 11,
     torch.bfloat16: 8,
-    torch.float64: 12,
+    torch.float64: 26,  # more than float32 holds; a product with a probability is exact
 }  # of a payload's integer, its sign apart
-PROB_BITS = {torch.float32: 10, torch.float16: 10, torch.bfloat16: 7, torch.float64: 10}
+PROB_BITS = {torch.float32: 10, torch.float16: 10, torch.bfloat16: 7, torch.float64: 26}
 DTYPES = {
     name: getattr(torch, name)
     for name in (
@@ -68,7 +69,8 @@ def payload(seed: int, name: str, shape: tuple[int, ...], dtype: str, style: str
     most = 2 ** BITS[kind] - 1
     number = (noise % (2 * most + 1)).astype(np.float64) - most
     if len(shape) == 2 and count:
-        number.reshape(shape)[:, 0] = (np.arange(shape[0]) * 1201 + seed) % (2 * most + 1) - most
+        step = 1201 * 2 ** max(BITS[kind] - 12, 0)
+        number.reshape(shape)[:, 0] = (np.arange(shape[0]) * step + seed) % (2 * most + 1) - most
     number /= 2 ** (BITS[kind] - 1)
     if style == "wide":
         number = ((noise >> 8) / 2**23 - 1) * np.exp2(hashed(seed, f"{name} exponents", count) % 25 - 12.0)
@@ -111,12 +113,12 @@ def every_pattern(seed: int, shape: tuple[int, ...], kind: torch.dtype) -> Tenso
 
 
 def probabilities(seed: int, name: str, shape: tuple[int, ...], dtype: str, zeros: bool = False) -> Tensor:
-    """Probabilities k / 2^PROB_BITS in (0, 1]; with `zeros`, a quarter of them exactly 0."""
+    """Probabilities k / 2^PROB_BITS in (0, 1]; with `zeros`, a quarter of them 0 or -0."""
     noise = hashed(seed, name, int(np.prod(shape)))
     steps = 2 ** PROB_BITS[DTYPES[dtype]]
     number = (noise % steps + 1) / steps
     if zeros:
-        number = np.where((noise >> 16) % 4 == 0, 0.0, number)
+        number = np.where((noise >> 16) % 4 == 0, np.where((noise >> 18) % 2 == 0, 0.0, -0.0), number)
     return torch.from_numpy(number).to(DTYPES[dtype]).reshape(shape)
 
 

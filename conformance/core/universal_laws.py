@@ -37,6 +37,9 @@ def _determinism(trial: Trial) -> Finding | None:
         return trial.repeats("determinism", trial.run(trial.problem, poison=other))
 
 
+NOT_NEGATIVE = ("probs", "tokens_per_expert", "total_num_tokens")
+
+
 def _other_values(problem: Problem) -> Problem:
     """The same shapes and counts, tensors reversed and times -¼ as far as the call stays legal."""
     if problem.producer is not None:  # the row map fixes the places of the rows
@@ -45,7 +48,7 @@ def _other_values(problem: Problem) -> Problem:
     signed = {
         name: x
         for name, x in other.items()
-        if x.is_floating_point() and x.element_size() > 1 and name not in ("probs", "tokens_per_expert")
+        if x.is_floating_point() and x.element_size() > 1 and name not in NOT_NEGATIVE
     }
     return problem.with_tensors(other | {name: -x / 4 for name, x in signed.items()})
 

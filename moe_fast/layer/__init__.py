@@ -20,7 +20,7 @@ def _check(function: str, payload: Tensor, settings: dict[str, Any]) -> None:
     for reason in (
         router.supports("topk_routing", payload, topk=config.router.topk),
         experts.supports("grouped_mlp", payload, recipe=config.recipe),
-        "sinkhorn is True, which has no fused form" if config.router.sinkhorn else None,
+        router.supports("route", payload, config=config.router),
     ):
         if reason:
             raise ValueError(reason)

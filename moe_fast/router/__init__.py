@@ -21,6 +21,8 @@ def _check(function: str, payload: Tensor, settings: dict[str, Any]) -> None:
         check_computed("scores", payload)
     if function in ("topk_indices", "topk_routing", "aux_loss_scores", "z_loss"):
         check_rows(payload, settings.get("topk", 1), settings.get("expert_bias"))
+    if function == "route" and settings["config"].sinkhorn:
+        raise ValueError("sinkhorn is True, which has no fused form")
 
 
 _family = Family(

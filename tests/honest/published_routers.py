@@ -53,7 +53,7 @@ def deepseek_v3(
     scores = logits.to(float_of(logits)).sigmoid()
     keys = scores.detach() if expert_bias is None else scores.detach() + expert_bias
     if num_groups:
-        by_group = keys.view(len(keys), num_groups, -1)
+        by_group = keys.view(-1, num_groups, keys.shape[1] // num_groups)
         best = by_group.topk(topk // group_topk, dim=-1)[0].sum(dim=-1)
         kept = torch.zeros_like(best).scatter_(1, best.topk(group_topk, dim=-1, sorted=False)[1], 1)
         keys = keys.masked_fill(~kept.bool()[..., None].expand_as(by_group).reshape(keys.shape), float("-inf"))

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,6 +47,18 @@ def test_the_gradient_of_torchs_gelu_is_accepted_where_its_terms_cancel():
         for seed in range(20)
     ]
     assert_accepted(cases, load("tests.honest.activations:Eager"))
+
+
+EVERY = ActivationCase(function="glu", dtype="bfloat16", alpha=250, clamp=56, interleave=3, values="every", grads="h")
+OVERFLOWING = (  # a cotangent times -3e38 before it meets a slope of 0; 2 x of squared_relu
+    ("Eager", replace(EVERY, tokens=70, width=3, early=True, seed=89)),
+    ("TermByTerm", ActivationCase(function="activation", tokens=3, width=129, values="every", grads="h", seed=457)),
+)
+
+
+@pytest.mark.parametrize(("shipped", "case"), OVERFLOWING, ids=["glu", "activation"])
+def test_a_product_that_overflows_before_it_meets_a_slope_of_0_is_accepted(shipped, case):
+    assert_accepted([case], load(f"tests.honest.activations:{shipped}"))
 
 
 # ---- wrong in one place

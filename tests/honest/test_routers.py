@@ -10,10 +10,11 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.choose.draw import covering_cases, drawn, strategy
-from conformance.families.router.cases import LogitsCase
+from conformance.families.router.cases import LoadCase, LogitsCase
 from conformance.interface import Implementation, load
 from moe_ref.router.sinkhorn import sinkhorn_routing
 from tests.honest import ROUTERS
+from tests.honest.activations import sigmoid_by_tanh
 from tests.honest.routers import How, ascending, make
 
 FUNCTIONS = [name for name in CONTRACTS if hasattr(make(How()), name)]
@@ -84,6 +85,39 @@ def test_a_router_that_is_wrong_in_one_place_is_found_there(case, how, output):
     outcomes = [evaluate(replace(case, seed=seed), Implementation(make(how), "here")) for seed in range(8)]
     outputs = {x.finding["output"] for x in outcomes if x.status == "FAIL"}
     assert output in outputs
+
+
+FOUND = (  # honest, and rejected once
+    # torch's softplus is x above 20, by 2e-9 wrong in float64
+    replace(SIGMOID, function="topk_indices", score="sqrtsoftplus", dtype="float64", spread="saturated", topk=1),
+    # another choice than the reference's, in inference mode
+    replace(SIGMOID, function="topk_indices", spread="extreme", experts=64, topk=11, law="inference_mode", grads=""),
+    # a mean length in memory that a law overwrites: it must stay a length
+    LoadCase(
+        function="load_balancing_loss", tokens=9, experts=5, topk=2, total="mean", values="zeros", law="buffer_reuse"
+    ),
+)
+
+
+@pytest.mark.parametrize("case", FOUND, ids=["softplus", "inference", "length"])
+def test_what_was_rejected_once_is_accepted(case):
+    for seed in range(3):
+        outcome = evaluate(replace(case, seed=seed), load(ROUTERS[0]))
+        assert (outcome.status, outcome.finding) == ("PASS", None)
+
+
+TANH = How(sigmoid=sigmoid_by_tanh)
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_a_sigmoid_by_tanh_is_wrong_in_a_router(topk):
+    case = replace(SIGMOID, topk=topk, spread="negative", grads="")
+    outcomes = [evaluate(replace(case, seed=seed), Implementation(make(TANH), "here")) for seed in range(4)]
+    assert {(x.status, x.finding["check"]) for x in outcomes} <= {("FAIL", "bound"), ("FAIL", "choice")}
+    logits = torch.tensor([[-20.0, -22.0, -21.0]])
+    settings = {"topk": topk, "score_function": "sigmoid"}
+    assert make(TANH).topk_routing(logits, **settings).probs.sum() == 0  # the token is lost
+    assert make(How()).topk_routing(logits, **settings).probs.sum() > 0
 
 
 def by_activations(logits, *, topk, training=True):

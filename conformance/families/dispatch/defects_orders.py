@@ -1,6 +1,7 @@
 """Defects of dispatchers: orders of sources, sums, empty slots, handles; see `planted`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,6 +129,22 @@ def _halves_of_ranks(base: Wrapper, rows: Tensor, handle: Any, **settings: Any) 
     return out._replace(tokens=out.tokens + others.tokens)
 
 
+def _halves_of_shards(base: Wrapper, rows: Tensor, handle: Any, **settings: Any) -> Any:
+    """Sums of the first two shards, and of the others, are rounded before they are added."""
+    shards = handle[0].shards
+    if shards < 3:
+        return base(rows, handle, **settings)
+    first = dist.get_rank(settings["group"]) % shards < 2
+    nothing = torch.zeros_like(rows)
+    return base(rows if first else nothing, handle, **settings) + base(nothing if first else rows, handle, **settings)
+
+
+def _zeros_kept(dispatch: Wrapper, *tensors: Tensor, **settings: Any) -> Any:
+    """A slot of probability 0 is sent whatever the policy says."""
+    policy = settings.get("policy")
+    return dispatch(*tensors, **settings | ({"policy": replace(policy, zero_prob="keep")} if policy else {}))
+
+
 def _local_columns(base: Wrapper, rows: Tensor, handle: Any, **settings: Any) -> Any:
     """Probs come back without the number of the rank's first expert."""
     out = base(rows, handle, **settings)
@@ -212,6 +229,8 @@ DEFECTS: tuple[Defect, ...] = (
         dict.fromkeys(("allgather_combine", "alltoall_combine"), _two_sums_added),
     ),
     Defect("M21", "sums of two halves of the ranks are rounded", SUM, {"hybridep_combine": _halves_of_ranks}),
+    Defect("M22", "sums of two halves of four shards are rounded", SUM, {"alltoall_combine": _halves_of_shards}),
+    Defect("M23", "slots of probability 0 are sent", EMPTY, {"deepep_dispatch": _zeros_kept}),
     Defect("M06", "biases are added after the sum is rounded", SUM, {"deepep_combine": _biases_after_rounding}),
     Defect("M07", "the second bias is ignored", SUM, {"deepep_combine": _one_bias}),
     Defect("M08", "rows past the received ones are for expert 0", EMPTY, {"deepep_dispatch": _expert_0_past_the_rows}),

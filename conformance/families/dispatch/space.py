@@ -101,6 +101,7 @@ def near(case: DispatchCase, scope: Scope) -> DispatchCase:
 # ---- chosen cases
 
 SIXTEEN_BITS: Changes = {"dtype": "bfloat16", "probs": "float32"}
+NO_PROBS: Changes = {"dtype": "bfloat16", "probs": ""}
 AT_SCALES: Changes = {"values": "scales", "hidden": 256, "local_experts": 2, "topk": 2}
 
 
@@ -149,6 +150,10 @@ def shapes(scope: Scope) -> list[Any]:
         # each rank adds one row of a token: sums of some ranks are no numbers of 16 bits
         {"counts": (3,) * ranks, "local_experts": 1, "topk": ranks, "hidden": 65} | SIXTEEN_BITS,
     ]
+    if scope.function == "alltoall_combine" and ranks > 2:
+        found.append({"counts": (3,) * ranks, "shards": ranks, "local_experts": 2, "topk": 2, "hidden": 65} | NO_PROBS)
+    if scope.function == "deepep_dispatch":
+        found.append(few | {"counts": (5, 4)[:ranks], "probs": "float32", "zero_probs": True, "drop_zeros": True})
     if dispatcher_of(scope) == "deepep_low_latency" and "fp8" in scope.live and not scope.signature.producer:
         found += [AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": name} for name in ("fp8", "powers")]
     if scope.function != "hybridep_dispatch" or not scope.accepts("recipe"):

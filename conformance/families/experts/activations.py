@@ -86,6 +86,7 @@ class _Elementwise(Contract[ActivationCase]):
         if "h" in problem.wanted:
             g = g if p is None else g * p
             slope = self.vjp(g.rounded_to(h.dtype) if early else g, h, problem.settings)
+            lost = lost | self.overflows(g, h, problem.settings)
             right["d_h"] = slope.before_final_rounding(h.dtype).bounded(h.dtype, None if early else exact["h"], lost)
         return right
 
@@ -106,6 +107,13 @@ class _Elementwise(Contract[ActivationCase]):
     @abstractmethod
     def vjp(self, g: Running, h: Tensor, settings: Mapping[str, Any]) -> Running:
         """d_h from the cotangent of the activation."""
+
+    @abstractmethod
+    def overflows(self, g: Running, h: Tensor, settings: Mapping[str, Any]) -> Tensor:
+        """Where the cotangent, multiplied with the values before with a slope, may overflow.
+
+        The slope may be 0, and ∞ · 0 is NaN: torch's autograd of x σ(αx) multiplies so.
+        """
 
     @abstractmethod
     def hidden_nan(self, h: Tensor, settings: Mapping[str, Any]) -> Tensor:
@@ -152,6 +160,11 @@ class Glu(_Elementwise):
             interleave_halves(du.value, dv.value, settings), interleave_halves(du.error, dv.error, settings), g.dtype
         )
 
+    def overflows(self, g: Running, h: Tensor, settings: Mapping[str, Any]) -> Tensor:
+        u, v = halves(h, settings, g.dtype)
+        far = _too_large(g, u.value * max(settings.get("alpha", 1.0), 1.0), shifted(v, settings).value)
+        return interleave_halves(far, far, settings)
+
     def hidden_nan(self, h: Tensor, settings: Mapping[str, Any]) -> Tensor:
         u, v = split(h, settings)
         clamped = settings.get("clamp") is not None
@@ -172,6 +185,9 @@ class Activation(_Elementwise):
     def vjp(self, g: Running, h: Tensor, settings: Mapping[str, Any]) -> Running:
         return g * self._curve(settings).slope(Running.of(h, g.dtype))
 
+    def overflows(self, g: Running, h: Tensor, settings: Mapping[str, Any]) -> Tensor:
+        return _too_large(g, h.double())
+
     def hidden_nan(self, h: Tensor, settings: Mapping[str, Any]) -> Tensor:
         kind = settings.get("kind", "squared_relu")
         return h.isnan() & ("relu" in kind) | (h == torch.inf) & (kind == "gelu")
@@ -179,3 +195,11 @@ class Activation(_Elementwise):
     @staticmethod
     def _curve(settings: Mapping[str, Any]) -> Curve:
         return CURVES[settings.get("kind", "squared_relu")]
+
+
+def _too_large(g: Running, *factors: Tensor) -> Tensor:
+    """Where a product of some of these factors may exceed half of the largest number: 2 x may."""
+    size = (g.value.abs() + g.error).clamp(min=1)
+    for x in factors:
+        size = size * x.abs().clamp(min=1)
+    return size > torch.finfo(g.dtype).max / 2

@@ -29,7 +29,7 @@ SIGNIFICAND = 24  # bits of an exact sum
 CANDIDATES = 24  # rows tried for each token
 ROUTER_FIELDS = (
     *("experts", "topk", "sequences", "score", "groups", "group_topk", "scaling", "bias", "losses", "coeff"),
-    *("capacity", "pad", "policy"),
+    *("capacity", "pad", "policy", "per_token", "divisor", "sinkhorn"),
 )
 KIND = ("", "squared_relu", "geglu")
 
@@ -50,6 +50,7 @@ class LayerCase(Case):
     dtype: str = dtypes("float32", "bfloat16")
     router_dtype: str = choice("", "fp32")
     router_bias: bool = flag()
+    wide_router: bool = flag()  # the router's weight and bias in float32, with more bits than bfloat16
     score: str = declared(Scores(default="sigmoid", values=("sigmoid", *SCORES[:2], SCORES[3])))
     groups: int = groups()
     group_topk: int = number(0)
@@ -60,7 +61,15 @@ class LayerCase(Case):
     capacity: int = number(0, *range(1, 9))  # capacity factor in quarters; 0: none
     pad: bool = flag()
     policy: str = choice("probs", "position")
+    per_token: bool = flag()  # losses per token
+    divisor: int = number(1, 2, 3, 4, pairs=(3,), data=True)  # of the losses
+    sinkhorn: bool = choice(False, also=(True,))
     kind: str = declared(Name(default="", values=KIND))
+    clamp: int = number(0, 4, 8, 56, pairs=(6,))  # of the gates, in eighths; 0: none
+    offset: int = number(0, 8, -4, pairs=(8,))  # in eighths
+    interleave: int = number(0, 1, 2, 3, pairs=(1,))  # 0: none
+    shared_interleave: int = number(0, 1, 2, pairs=(2,))
+    stored: bool = flag()  # fp8_input_store
     on_input: bool = flag()
     recipe: str = choice("", "current", "block", "mxfp8")  # scaling of the experts' products
     align: int = number(0, 16, 32, 64, 256, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
@@ -115,6 +124,16 @@ class LayerCase(Case):
             return "a budget is hybridep's, over ranks"
         if self.budget and self.pad:
             return "rows that fill a capacity may be any tokens, and take room of others"
+        if self.wide_router and self.logit_dtype != "float32":
+            return "float32 parameters have logits in float32"
+        gates = self.clamp or self.offset or self.interleave or self.shared_interleave
+        if self.kind == "squared_relu" and gates:
+            return "squared_relu has no gate, and so no clamp, offset or interleave"
+        if self.stored and self.kind:
+            return f"kind {self.kind!r} has no fp8_input_store"
+        for name, width in (("interleave", self.width), ("shared_interleave", self.shared)):
+            if getattr(self, name) and width * self.unit % getattr(self, name):
+                return f"{name} is {getattr(self, name)}; it must divide the {width * self.unit} features"
         if self.recipe and self.pad:
             return "rows that fill a capacity may be any tokens, and have part in a scale"
         if self.on_input and self.pad and (self.fc1_bias or self.fc2_bias):
@@ -153,6 +172,11 @@ def config_of_layer(case: LayerCase) -> LayerConfig:
         dispatcher=case.dispatcher,
         num_rows=case.budget or None,
         kind=case.kind or "swiglu",
+        clamp=case.clamp / 8 or None,
+        offset=case.offset / 8,
+        interleave=case.interleave or None,
+        shared_interleave=case.shared_interleave or None,
+        fp8_input_store=case.stored,
         probs_on_input=case.on_input,
         align=case.align or None,
         recipe=recipe_of(Scaled(case)),
@@ -182,9 +206,7 @@ def parameters_of(case: LayerCase) -> dict[str, Tensor]:
     for name, given, columns in (("fc1_bias", case.fc1_bias, fc1_columns(every)), ("fc2_bias", case.fc2_bias, inner)):
         found |= {name: payload(case.seed, name, (case.experts, columns), case.dtype)} if given else {}
     if case.router_bias:
-        found["router_bias"] = torch.from_numpy(hashed(case.seed, "router_bias", case.experts) % 17 / 16 - 0.5).to(
-            DTYPES[case.dtype]
-        )
+        found["router_bias"] = router_bias_of(case)
     one = Scaled(case, experts=1)
     if case.latent:
         found["latent_down"] = weight_of(one, "latent_down", inner, hidden)[0]
@@ -202,10 +224,21 @@ def router_weight_of(case: LayerCase) -> Tensor:
     """[E,H] integers of few bits over a power of two: sums over H of products with x are exact."""
     hidden = case.hidden * case.unit
     room = SIGNIFICAND - BITS[DTYPES[case.dtype]] - 1 - (hidden - 1).bit_length() - case.jitter
-    most = 2 ** min(max(room, 1), 3) - 1
+    most = 2 ** min(max(room, 1), 10 if case.wide_router else 3) - 1
     number = hashed(case.seed, "router_weight", case.experts * hidden) % (2 * most + 1) - float(most)
     scale = 2.0 ** -(most.bit_length() - 1 + (hidden - 1).bit_length() // 2)
-    return torch.from_numpy(number * scale).to(DTYPES[case.dtype]).reshape(case.experts, hidden)
+    return torch.from_numpy(number * scale).to(router_storage(case)).reshape(case.experts, hidden)
+
+
+def router_bias_of(case: LayerCase) -> Tensor:
+    """[E] multiples of 1/16 within ±1/2; wide ones are of more bits than bfloat16 has."""
+    bias = torch.from_numpy(hashed(case.seed, "router_bias", case.experts) % 17 / 16 - 0.5)
+    return (bias + 2.0**-8 * bias.abs() if case.wide_router else bias).to(router_storage(case))
+
+
+def router_storage(case: LayerCase) -> torch.dtype:
+    """The dtype of the router's parameters."""
+    return DTYPES["float32" if case.wide_router else case.dtype]
 
 
 def expert_bias_of(case: LayerCase) -> Tensor:

@@ -147,7 +147,7 @@ class MoeLayer(Ranked[LayerCase]):
         for name, x in state_of(routed[rank]).items():
             right[f"state.{name}"] = Exact(x, "values" if x.is_floating_point() else "integers")
         for name in calls[rank].wanted:
-            right[f"d_{name}"] = final_bound(own.gradients[name](), dtype, no)
+            right[f"d_{name}"] = final_bound(own.gradients[name](), calls[rank].required[name].dtype, no)
         return right
 
 

@@ -44,6 +44,7 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
         "recipe": recipe,
         "align": draw(st.sampled_from(ALIGNED.get(recipe, (0, 16, 64, 256)))),
         "kind": draw(st.sampled_from(KIND)),
+        "sinkhorn": False,  # a chosen case has it
         "dispatcher": draw(st.sampled_from(DISPATCHERS)),
         "sequences": sequences,
         "groups": 0,
@@ -79,6 +80,18 @@ PRODUCTS: tuple[Changes, ...] = (
     {"recipe": "block"},
 )
 BLOCKS: Changes = {"recipe": "mxfp8", "align": 32, "hidden": 1, "width": 1, "dtype": "bfloat16"}
+GATES: tuple[Changes, ...] = (
+    {},
+    {"kind": "squared_relu"},
+    {"kind": "geglu", "clamp": 6, "interleave": 2, "shared_interleave": 1},
+    {"clamp": 6, "offset": 8, "shared_interleave": 1},
+    {"stored": True, "offset": -4, "interleave": 1},
+)
+LOSSES: tuple[Changes, ...] = (
+    {"losses": ""},
+    {"losses": "z", "per_token": True},
+    {"losses": "+".join(KINDS), "divisor": 3},
+)
 SHARED: tuple[Changes, ...] = ({}, {"shared": 2}, {"shared": 3, "gate": True})
 # the layouts of other weights are drawn
 LAYOUTS = (("contiguous", ""), ("transposed", "x"), ("strided", "fc1_weight"), ("shifted", "d_output"))
@@ -118,7 +131,8 @@ def together(scope: Scope) -> dict[str, list[Changes]]:
         "dispatcher": [{"dispatcher": DISPATCHERS[0], "budget": 0}],
         "counts": [{"counts": ()}],
         "layout": [{"layout": layout, "layout_of": name} for layout, name in LAYOUTS],
-        "losses": [{"losses": losses} for losses in ("", "z", "+".join(KINDS))],
+        "gates": [*GATES],
+        "losses": [*LOSSES],
         "evaluation": [{"evaluation": False}],
         "grads": [{"grads": grads} for grads in (*GRADIENTS, everything)],
         "sequences": [{"sequences": 1}],
@@ -135,8 +149,14 @@ def always(scope: Scope) -> list[Changes]:
     plain = SIZES | {"tokens": 6, "losses": "aux+seq+z", "bias": True}
     batched = [plain | {"sequences": 2}] if scope.accepts("batch_size") else []
     evaluated = [plain | {"evaluation": True}] if scope.accepts("training") else []
-    blocks = SIZES | BLOCKS
-    return [large | {"dtype": "bfloat16"}, blocks, *batched, *evaluated, *(worlds_ if scope.accepts("group") else [])]
+    chosen = [
+        large | {"dtype": "bfloat16"},
+        SIZES | BLOCKS,
+        SIZES
+        | {"losses": "aux+global", "per_token": True, "dtype": "bfloat16", "router_dtype": "fp32", "wide_router": True},
+        SIZES | {"losses": "z", "sinkhorn": True},
+    ]
+    return [*chosen, *batched, *evaluated, *(worlds_ if scope.accepts("group") else [])]
 
 
 MOE_LAYER = Shapes(

@@ -18,6 +18,7 @@ from conformance.core.gradient_defects import (
 )
 from conformance.families.permutation.permute import Permute
 
+FORMS = ("indices_to_multihot", "multihot_to_indices")
 EDGE = "a mistake that sizes at the edge of a block invite"
 BACK = "a mistake that a backward of one's own invites"
 LAYOUT = "a mistake that contiguous tensors do not show"
@@ -244,6 +245,13 @@ def _no_block_of_64(pad: Wrapper, routing_map: Tensor, *, align: int) -> Any:
 
 
 BOTH = (Permute.function, "unpermute")
+
+
+def _no_minus_zero(form: Wrapper, *inputs: Tensor, **settings: Any) -> Any:
+    out = form(*inputs, **settings)
+    return out._replace(probs=with_values(out.probs, lambda x: torch.where(x == 0, 0, x)))
+
+
 DEFECTS: tuple[Defect, ...] = (
     Defect("X01", "room beyond the tokens repeats the last one", EDGE, {BOTH[0]: _moved(_past_the_tokens, "capacity")}),
     Defect("X02", "the last row of exactly one tile is left out", EDGE, {BOTH[0]: _moved(_last_of_a_tile)}),
@@ -293,5 +301,6 @@ DEFECTS: tuple[Defect, ...] = (
         "X25", "a pending minus is not read", NEGATED, dict.fromkeys((*BOTH, "sort_chunks"), reads_no_pending_minus)
     ),
     Defect("X26", "an alignment of 64 is that of 32", EDGE, {"pad_routing_map": _no_block_of_64}),
+    Defect("X27", "a probability of -0 becomes 0", EMPTY, dict.fromkeys(FORMS, _no_minus_zero)),
     Defect("C29", "gradients lack their own derivatives", SECOND, {BOTH[1]: drops_the_second_derivative}),
 )

@@ -8,6 +8,7 @@ from conformance.families.router import (
     defects_edges,
     defects_fine,
     defects_inputs,
+    defects_plans,
     defects_ranks,
     defects_state,
     defects_steps,
@@ -49,5 +50,6 @@ FAMILY = Family(
         *defects_edges.DEFECTS,
         *defects_state.DEFECTS,
         *defects_fine.DEFECTS,
+        *defects_plans.DEFECTS,
     ),
 )

@@ -22,7 +22,8 @@ from conformance.families.router.cases import (
     numbers,
     padding_of,
 )
-from conformance.families.router.selection import UNDERFLOW, score, unspecified_rows
+from conformance.families.router.plans import activation_of, plan_of, slope_by_plan
+from conformance.families.router.selection import UNDERFLOW, score, slope_of, unspecified_rows
 from conformance.judge import Expectation, Given
 from conformance.judge.bound import Bounded, sum_bound
 from conformance.judge.choice import Chosen
@@ -30,8 +31,6 @@ from moe_ref.rounding import accumulator_dtype
 from moe_ref.router.balancing import aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
 from moe_ref.router.scores import EPSILON
 from moe_ref.router.sinkhorn import sinkhorn_routing
-
-SINKHORN_STOP = 1e-4  # mean change of d1, as in moe_ref.router.sinkhorn
 
 
 def aux_scores(x: Running, function: str) -> tuple[Running, Running]:
@@ -46,8 +45,7 @@ def aux_gradient(x: Running, g: Running, function: str) -> Running:
     inner = g - (g * scores).sum(1)
     if function == "softmax":
         return s * inner
-    slope = s * (s.constant(1.0) - s) if function == "sigmoid" else score(x, "sigmoid") / (s * 2.0)
-    return inner / (s.sum(1) + EPSILON) * slope
+    return inner / (s.sum(1) + EPSILON) * slope_of(x, s, function)
 
 
 def z_terms(x: Running, valid: Tensor, coeff: float) -> tuple[Running, Running]:
@@ -107,9 +105,15 @@ class AuxLossScores(_Wide[LogitsCase]):
         reference_map = aux_loss_scores(logits, **settings).routing_map
         right: dict[str, Expectation] = {
             "routing_map": Chosen(
-                reference_map, scores.value, scores.error, counts, (logits.double(),), lowest, unspecified
+                reference_map,
+                scores.value,
+                scores.beside_the_oracle.error,
+                counts,
+                (logits.double(),),
+                lowest,
+                unspecified,
             ),
-            "scores": scores.masked(~padding[:, None]).bounded(
+            "scores": scores.masked(~padding[:, None]).beside_the_oracle.bounded(
                 accumulator_dtype(logits.dtype), value.scores.detach(), self._cells(unspecified, logits)
             ),
         }
@@ -119,7 +123,9 @@ class AuxLossScores(_Wide[LogitsCase]):
             analysis = aux_gradient(x, Running.of(problem.cotangents["scores"], dtype), function).masked(
                 ~padding[:, None]
             )
-            right["d_logits"] = analysis.bounded(logits.dtype, gradient, self._cells(rows & ~padding, logits))
+            right["d_logits"] = analysis.beside_the_oracle.bounded(
+                logits.dtype, gradient, self._cells(rows & ~padding, logits)
+            )
         return right
 
     @staticmethod
@@ -157,11 +163,13 @@ class ZLoss(_Wide[LogitsCase]):
         value = z_loss(oracle, **settings)
         free = (odd & valid).any()
         analysis = Running(loss.value.reshape(()), loss.error.reshape(()), dtype)
-        right: dict[str, Expectation] = {"loss": analysis.bounded(out, value.detach(), free)}
+        right: dict[str, Expectation] = {"loss": analysis.beside_the_oracle.bounded(out, value.detach(), free)}
         if problem.wanted:
             (gradient,) = torch.autograd.grad(value, oracle, problem.cotangents["loss"].double())
             slope = slope * Running.of(problem.cotangents["loss"], dtype)
-            right["d_logits"] = slope.bounded(logits.dtype, gradient, (odd & valid)[:, None].expand(logits.shape))
+            right["d_logits"] = slope.beside_the_oracle.bounded(
+                logits.dtype, gradient, (odd & valid)[:, None].expand(logits.shape)
+            )
         return right
 
 
@@ -183,8 +191,8 @@ class SinkhornRouting(Contract[LogitsCase]):
     def expected(self, case: LogitsCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         logits, topk = problem.required["logits"], problem.settings["topk"]
         dtype = accumulator_of(declared, logits.dtype)
-        activation = score(Running.of(logits, dtype), "sigmoid" if topk == 1 else "softmax")
-        keys = activation if case.evaluation else self._plan(logits, dtype)
+        activation = activation_of(logits, topk, dtype)
+        keys = activation if case.evaluation else plan_of(logits, dtype)
         counts = torch.full((len(logits),), topk)
         reference = sinkhorn_routing(logits, **problem.settings).routing_map
         free = keys.value.isnan().any(1)
@@ -197,49 +205,14 @@ class SinkhornRouting(Contract[LogitsCase]):
         )
         if problem.wanted:
             right["d_logits"] = Given(
-                reference.double(), lambda out: self._gradient(problem, out["routing_map"] != 0, activation, dtype)
+                reference.double(), lambda out: self._gradient(problem, out["routing_map"] != 0, activation)
             )
         return right
 
     @staticmethod
-    def _plan(logits: Tensor, dtype: torch.dtype) -> Running:
-        """The interval of all plans at which a correct computation may stop.
-
-        The stop criterion is rounded too. Where its error exceeds the threshold, all keys are NaN.
-        """
-        cost = Running.of(logits, dtype).exp()
-        one = cost.constant(1.0)
-        rows, columns = one / float(max(len(logits), 1)), one / float(logits.shape[1])
-        d1 = Running(
-            torch.ones(1, logits.shape[1], dtype=torch.float64),
-            torch.zeros(1, logits.shape[1], dtype=torch.float64),
-            dtype,
-        )
-        lows, highs = [], []
-        while True:
-            before = d1
-            d0 = rows / ((cost * d1).sum(1) + 1e-8)
-            d1 = columns / ((cost * d0).sum(0) + 1e-8)
-            step = before - d1
-            change = Running(step.value.abs(), step.error, dtype).sum(1) / float(logits.shape[1])
-            value, error = float(change.value), float(change.error)
-            if not error < SINKHORN_STOP:
-                return Running(torch.full_like(cost.value, torch.nan), torch.zeros_like(cost.value), dtype)
-            if value - error <= SINKHORN_STOP:
-                plan = d1 * cost * d0
-                lows.append(plan.value - plan.error)
-                highs.append(plan.value + plan.error)
-            if value + error <= SINKHORN_STOP:
-                break
-        low, high = torch.stack(lows).amin(0), torch.stack(highs).amax(0)
-        return Running((low + high) / 2, (high - low) / 2, dtype)
-
-    @staticmethod
-    def _gradient(problem: Problem, chosen: Tensor, activation: Running, dtype: torch.dtype) -> Bounded:
-        g = Running.of(problem.cotangents["probs"], dtype).masked(chosen)
-        alone = problem.settings["topk"] == 1
-        slope = g * activation * (g.constant(1.0) - activation) if alone else activation * (g - (g * activation).sum(1))
-        return slope.bounded(problem.required["logits"].dtype)
+    def _gradient(problem: Problem, chosen: Tensor, activation: Running) -> Bounded:
+        g = Running.of(problem.cotangents["probs"], activation.dtype).masked(chosen)
+        return slope_by_plan(activation, g, problem.settings["topk"]).bounded(problem.required["logits"].dtype)
 
 
 class LoadBalancingLoss(_Wide[LoadCase]):

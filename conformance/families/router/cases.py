@@ -22,6 +22,7 @@ EXPLICIT_CELLS = 64  # most logits written out
 MINUS_INFINITY, NOT_A_NUMBER = -(10**6), 10**6  # codes of -∞ and NaN in explicit logits
 SPREADS = ("distinct", "ties", "near", "negative", "minus_inf", "nan", "extreme", "equal", "saturated")
 MORE_SPREADS = ("edges", "every")
+CROSSING = (1.0, 2.0, 3.0, 4.0)  # preferences that a slow plan outweighs after 4, 11, 33 rounds
 COUNTED = {"past_16_bits": 2**16, "past_24_bits": 2**24, "past_31_bits": 2**31}
 SCORES = ("softmax", "softmax_pre", "sigmoid", "sqrtsoftplus")
 
@@ -100,6 +101,7 @@ class Groups(Number):
 
     def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
         yield {"groups": case.groups, "group_topk": case.group_topk}
+        yield {"groups": case.groups, "group_topk": min(case.group_topk, kept.topk)}
         yield {"groups": 0, "group_topk": 0}
 
 
@@ -131,7 +133,7 @@ class LogitsCase(Case):
     logits: tuple[int, ...] = table(  # in eighths, row by row, if explicit
         "tokens", "experts", eighths, least=MINUS_INFINITY, simple=(0, 8, -8), cells=EXPLICIT_CELLS
     )
-    spread: str = choice(*SPREADS[:6], also=(*SPREADS[6:], "edges", "every"), data=True)
+    spread: str = choice(*SPREADS[:6], also=(*SPREADS[6:], "edges", "every", "slow"), data=True)
     dtype: str = dtypes(*LOGITS)
     score: str = declared(Scores(default="softmax", values=SCORES, argument="score_function"))
     groups: int = groups("num_groups")
@@ -174,12 +176,15 @@ def _drawn(case: LogitsCase, dtype: torch.dtype) -> np.ndarray:
     token = np.arange(len(noise)) // case.experts
     # within ±8; in float32 rarely equal
     plain = (noise % 2**17 - 2**16) / 2**13 if fine else (noise % 255 - 127) / 16
+    if dtype == torch.float64:
+        plain = plain + (noise >> 17) * 2.0**-40  # float32 has other logits
     if case.function == "sinkhorn_routing":
         plain = plain / 8  # uneven plans take thousands of iterations
     if case.spread == "ties":  # with zeros of both signs
         return (noise % 5 - 2) / 2 * np.where((noise >> 8) % 2 == 0, 1.0, -1.0)
     if case.spread == "near":  # a few ulp apart
-        return noise % 3 + 1 + (noise >> 8) % 8 * (2.0**-22 if fine else 2.0**-6)
+        ulp = 2.0**-50 if dtype == torch.float64 else 2.0**-22 if fine else 2.0**-6
+        return noise % 3 + 1 + (noise >> 8) % 8 * ulp
     if case.spread == "negative":  # a Sinkhorn plan below exp(-9) takes millions of iterations
         return (-2 if case.function == "sinkhorn_routing" else -10) - np.abs(plain)
     if case.spread == "extreme":
@@ -198,6 +203,8 @@ def _drawn(case: LogitsCase, dtype: torch.dtype) -> np.ndarray:
         return _edges(case, plain, dtype)
     if case.spread == "every":
         return _every(case, noise, plain, dtype)
+    if case.spread == "slow":
+        return _slow(case)
     if case.spread == "saturated":  # 1 - σ(x) underflows in float32
         return 16 + (noise % 128) / 8
     return plain
@@ -212,6 +219,19 @@ def _edges(case: LogitsCase, plain: np.ndarray, dtype: torch.dtype) -> np.ndarra
     rows[:, 0] = ends[(token + case.seed) % len(ends)]
     rows[:, -1] = ends[(2 * token + 3 + case.seed) % len(ends)]
     return rows.flatten()
+
+
+def _slow(case: LogitsCase) -> np.ndarray:
+    """Logits whose plan takes many rounds: a few more than half of the tokens prefer even experts,
+    some of them so little that the plan moves them to odd ones, one after the other.
+    """
+    token, expert = np.arange(case.tokens)[:, None], np.arange(case.experts)[None]
+    moved = CROSSING[: max(case.tokens // 16, 1)]
+    prefers = np.concatenate([moved, np.full(case.tokens, 6.0)])[: case.tokens, None]
+    even = (expert % 2 == 0) == (token < case.tokens // 2 + len(moved))
+    within = (expert // 2 + token) % min(max(case.experts // 2, 1), 4) / 2  # between experts of one kind
+    slow: np.ndarray = np.where(even, prefers, -prefers) / 2 + within - 2
+    return slow.flatten()
 
 
 def _every(case: LogitsCase, noise: np.ndarray, plain: np.ndarray, dtype: torch.dtype) -> np.ndarray:

@@ -78,6 +78,8 @@ class RouteCase(Case):
     group_topk: int = number(0)
     scaling: int = number(0, 20)  # in eighths
     bias: bool = flag()  # whether the expert bias is on
+    # choose by a balanced plan: score, groups and scaling are without effect
+    sinkhorn: bool = choice(False, also=(True,))
     rate: int = number(16, *range(1, 41), data=True)  # bias update rate in 1024ths
     losses: str = words("", *KINDS, repeat=False, of=("", *KINDS, "+".join(KINDS)))
     coeff: int = number(4, *range(1, 21), data=True)  # of each loss, in eighths
@@ -99,6 +101,10 @@ class RouteCase(Case):
             return "one process needs tokens"
         if self.score.startswith("softmax") and (self.bias or (self.topk == 1 and self.score == "softmax")):
             return "softmax excludes an expert bias; over one chosen expert it is constant"
+        if self.sinkhorn and (self.capacity or {*self.losses.split("+")} - {"", "z"}):
+            return "sinkhorn excludes a capacity and the balancing losses"
+        if self.sinkhorn and any(step in REPLAYS for step in self.steps.split("+")):
+            return "sinkhorn has no indices to replay"
         if self.capacity and self.dtype != "float32":
             return "a capacity needs float32: other dtypes have too many equal keys"
         if self.divisor > 1 and not self.losses:
@@ -120,7 +126,7 @@ class RouteCase(Case):
         """Whether the ranks' results sum to one process's: independent of tokens per rank."""
         # the z-loss is a mean over a rank's tokens
         means = "z" in self.losses.split("+") and (self.padding or len(set(self.counts)) > 1)
-        return self.ranks == len(self.counts) and not self.capacity and not means
+        return self.ranks == len(self.counts) and not self.capacity and not self.sinkhorn and not means
 
 
 def config_of(case: RouteCase) -> RouterConfig:
@@ -136,6 +142,7 @@ def config_of(case: RouteCase) -> RouterConfig:
         scaling_factor=case.scaling / 8 or None,
         expert_bias=case.bias,
         bias_update_rate=case.rate / 1024,
+        sinkhorn=case.sinkhorn,
         capacity_factor=case.capacity / 4 or None,
         drop_policy=case.policy,
         pad_to_capacity=case.pad,
@@ -154,3 +161,9 @@ def logits_of_step(case: RouteCase, step: int) -> Tensor:
     rank = noise.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
     fine = (noise % 64) / 1024 if case.dtype == "float32" else 0
     return torch.from_numpy((rank - case.experts // 2) * min(0.5, 8 / case.experts) + fine).to(DTYPES[case.dtype])
+
+
+def mask_of_step(padding_mask: Tensor, step: int) -> Tensor:
+    """[T] the mask, turned by the number of the step; of odd steps its first token is none."""
+    turned = padding_mask.roll(step)
+    return turned & (torch.arange(len(turned), device=turned.device) >= step % 2) if step else padding_mask

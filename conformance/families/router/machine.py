@@ -1,5 +1,7 @@
 """The machine of route: forwards with replays queued, evaluations, batches that end in between."""
 
+from typing import Any
+
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
@@ -13,6 +15,11 @@ class RouteMachine(Machine):
     """
 
     fixed = {"counts": ()}  # noqa: RUF012
+
+    @classmethod
+    def suits(cls, case: Any) -> bool:
+        """A choice by a plan has nothing to replay."""
+        return not case.sinkhorn
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,15 @@ import moe_ref
 from conformance.core.contract import Contract, Problem, accumulator_of, leaf
 from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import DTYPES, hashed, payload
-from conformance.families.router.cases_route import FORWARDS, LOSSES, REPLAYS, RouteCase, config_of, logits_of_step
+from conformance.families.router.cases_route import (
+    FORWARDS,
+    LOSSES,
+    REPLAYS,
+    RouteCase,
+    config_of,
+    logits_of_step,
+    mask_of_step,
+)
 from conformance.families.router.route_step import Played, Step
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Expectation
@@ -76,9 +84,7 @@ class Route(Contract[RouteCase]):
     ) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
         def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
             state = implementation.call("new_state", config, device=given["logits.0"].device)
-            common = {
-                name: given[name] for name in ("batch_size", "padding_mask", "loss_scale", "ranks") if name in given
-            }
+            common = {name: given[name] for name in ("batch_size", "loss_scale", "ranks") if name in given}
             ranks = {name: given[name] for name in ("ranks",) if name in given}
             target = None
             outputs: dict[str, Any] = {}
@@ -96,6 +102,8 @@ class Route(Contract[RouteCase]):
                     options: dict[str, Any] = {"training": False} if step == "eval" else {}
                     options |= {"replay": step} if step in REPLAYS else {}
                     options |= {"replay_target": target} if step == "forward" else {}
+                    if "padding_mask" in given:
+                        options["padding_mask"] = mask_of_step(given["padding_mask"], i)
                     with torch.no_grad() if step == "nograd" else nullcontext():
                         result = named_outputs(
                             implementation.call(

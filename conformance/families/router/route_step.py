@@ -11,7 +11,8 @@ import moe_ref
 from conformance.analysis.running import Running
 from conformance.core.contract import Problem
 from conformance.families.router.balancing import aux_gradient, aux_scores, z_terms
-from conformance.families.router.cases_route import RouteCase
+from conformance.families.router.cases_route import RouteCase, mask_of_step
+from conformance.families.router.plans import activation_of, plan_of, slope_by_plan
 from conformance.families.router.selection import gradient, keys_of, weights
 from conformance.judge import Expectation
 from conformance.judge.bound import ROUNDOFF
@@ -63,19 +64,32 @@ class Step:
         self.x = Running.of(self.logits, dtype)
         mask = problem.settings.get("padding_mask")
         self.masked = mask is not None
-        self.valid = torch.ones(len(self.logits), dtype=torch.bool) if mask is None else ~mask
+        self.valid = torch.ones(len(self.logits), dtype=torch.bool) if mask is None else ~mask_of_step(mask, index)
         self.learns = step not in ("eval", "nograd")
         settings = {name: value for name, value in config.selection.items() if value is not None}
         if config.expert_bias:
             settings["expert_bias"] = state.expert_bias
         self.settings = settings
         self.kept = out[f"{index}.routing_map"]
-        self.chosen = topk_routing(self.logits.double(), **settings).routing_map if replayed is None else replayed
-        self.p = weights(self.logits, self.chosen, settings, dtype)[1]
+        if config.sinkhorn:
+            self.chosen, self.p = self.kept, self.activation.masked(self.kept)
+        else:
+            free = replayed is None
+            self.chosen = topk_routing(self.logits.double(), **settings).routing_map if free else replayed
+            self.p = weights(self.logits, self.chosen, settings, dtype)[1]
         self.ambiguous = (replayed is None and self._close_keys()) or self._close_drops()
+
+    @cached_property
+    def activation(self) -> Running:
+        """The weights before a choice by a plan."""
+        return activation_of(self.logits, self.config.topk, self.dtype)
 
     def _close_keys(self) -> bool:
         """Whether rounding could change the choice."""
+        if self.config.sinkhorn:
+            keys = plan_of(self.logits, self.dtype) if self.learns else self.activation
+            unknown = bool(keys.value.isnan().any())
+            return unknown or _close(keys.value, self.config.topk, 2 * float(keys.error.max()))
         keys = keys_of(self.logits, self.settings, self.dtype)
         slack = 4 * float(keys.error.max()) if keys.error.numel() else 0.0
         value, topk = keys.value, self.config.topk
@@ -140,7 +154,10 @@ class Step:
         slope = Running(torch.zeros_like(self.x.value), torch.zeros_like(self.x.value), self.dtype)
         if cotangent is not None:
             kept = Running.of(cotangent, self.dtype).masked(self.stays)
-            slope = gradient(self.logits, self.chosen, kept, self.settings, self.dtype)
+            if self.config.sinkhorn:
+                slope = slope_by_plan(self.activation, kept, self.config.topk)
+            else:
+                slope = gradient(self.logits, self.chosen, kept, self.settings, self.dtype)
         rounded = torch.zeros_like(slope.value)
         for _, by_logits in self.losses.values():
             slope = slope + by_logits

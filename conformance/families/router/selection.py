@@ -3,6 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from moe_ref.router.scores import EPSILON
 from moe_ref.router.selection import topk_indices
 
 Settings = dict[str, Any]
+LINEAR = 20.0  # torch.nn.functional.softplus(x) is x above it: wrong by exp(-x), which float64 shows
 UNDERFLOW = -87.0  # below, exp(x) is subnormal in float32 and √ln(1+exp x) may be 0: no slope
 
 
@@ -39,9 +41,15 @@ def score(x: Running, function: str) -> Running:
 
 
 def softplus(x: Running) -> Running:
-    """ln(1 + exp x) = max(x, 0) + ln(1 + exp(-|x|))."""
+    """ln(1 + exp x) = max(x, 0) + ln(1 + exp(-|x|)), or x above LINEAR, as in torch's own."""
     positive = Running(x.value.clamp(min=0), torch.where(x.value > 0, x.error, 0.0), x.dtype)
-    return positive + Running(-x.value.abs(), x.error, x.dtype).exp().log1p()
+    whole = positive + Running(-x.value.abs(), x.error, x.dtype).exp().log1p()
+    return replace(whole, error=whole.error + _left_out(x))
+
+
+def _left_out(x: Running) -> Tensor:
+    """exp(-x) above LINEAR: what the value and the slope of torch's softplus leave out."""
+    return torch.where(x.value > LINEAR, (-x.value).exp(), 0.0)
 
 
 def keys_of(logits: Tensor, settings: Settings, dtype: torch.dtype) -> Running:
@@ -120,7 +128,7 @@ def gradient(
     s = score(x, function)
     if count > 1:
         g = (g - (g * p).sum(1, count)) / (s.masked(chosen).sum(1, count) + EPSILON)
-    return (g * _slope(x, s, function)).masked(chosen)
+    return (g * slope_of(x, s, function)).masked(chosen)
 
 
 def _softmax_of(x: Running, chosen: Tensor) -> Running:
@@ -146,10 +154,12 @@ def _either(x: Running, y: Running) -> Running:
     return Running(x.value, torch.where(y.error > 0, torch.maximum(x.error, apart), x.error), x.dtype)
 
 
-def _slope(x: Running, s: Running, function: str) -> Running:
+def slope_of(x: Running, s: Running, function: str) -> Running:
+    """The slope of the score s(x), of sigmoid or sqrtsoftplus."""
     if function == "sigmoid":
         return s * (s.constant(1.0) - s)
-    return score(x, "sigmoid") / (s * 2.0)
+    sigmoid = score(x, "sigmoid")
+    return replace(sigmoid, error=sigmoid.error + _left_out(x)) / (s * 2.0)
 
 
 def unspecified_rows(logits: Tensor, settings: Settings) -> Tensor:
@@ -231,7 +241,7 @@ class _TopK(Contract[LogitsCase]):
         return Chosen(
             index if indices else value,
             keys.value,
-            keys.error,
+            keys.beside_the_oracle.error,
             counts,
             inputs,
             lowest,
@@ -257,7 +267,8 @@ class _TopK(Contract[LogitsCase]):
         reference = judge_by(choice)
 
         def resolve(out: Mapping[str, Any]) -> Bounded:
-            return reference if torch.equal(out[self.primary].long(), choice.long()) else judge_by(out[self.primary])
+            observed = out[self.primary].clone()  # of inference mode: an oracle may not keep it for its gradient
+            return reference if torch.equal(observed.long(), choice.long()) else judge_by(observed)
 
         return Given(reference.value, resolve)
 
@@ -284,7 +295,7 @@ class _TopK(Contract[LogitsCase]):
         logits = problem.required["logits"]
         free = unspecified_gradient(logits, chosen, problem.settings)[:, None].expand(logits.shape)
         analysis = gradient(logits, chosen, cotangent_TE, problem.settings, dtype)
-        return analysis.bounded(logits.dtype, value, free)
+        return analysis.beside_the_oracle.bounded(logits.dtype, value, free)
 
 
 class TopkIndices(_TopK):
@@ -300,9 +311,8 @@ class TopkIndices(_TopK):
         value, _ = self._oracle(problem, index)
         _, scaled = weights(logits, chosen, problem.settings, dtype)
         free = unspecified_weights(logits, chosen, problem.settings)[:, None].expand(index.shape)
-        return Running(scaled.value.gather(1, index), scaled.error.gather(1, index), dtype).bounded(
-            logits.dtype, value.detach(), free
-        )
+        own = Running(scaled.value.gather(1, index), scaled.error.gather(1, index), dtype)
+        return own.beside_the_oracle.bounded(logits.dtype, value.detach(), free)
 
     def _gradient(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
         logits, index, cotangent = problem.required["logits"], observed.long(), problem.cotangents["probs"]
@@ -332,7 +342,7 @@ class TopkRouting(_TopK):
         value, _ = self._oracle(problem, index)
         _, scaled = weights(logits, chosen, problem.settings, dtype)
         free = unspecified_weights(logits, chosen, problem.settings)[:, None] & chosen
-        return scaled.bounded(
+        return scaled.beside_the_oracle.bounded(
             logits.dtype, torch.zeros(logits.shape, dtype=torch.float64).scatter(1, index, value.detach()), free
         )
 

@@ -18,6 +18,7 @@ from conformance.families.router.space_chosen import (
     FINE_SCALE,
     FINE_SCORES,
     MEAN_LENGTH,
+    SLOW_PLANS,
     many_factors,
     routed,
     strange,
@@ -291,8 +292,10 @@ def routes(draw: st.DrawFn, scope: Scope) -> Changes:
     }
     if experts % 4 == 0 and 2 <= topk <= experts // 2 and draw(st.booleans()):
         fields |= {"groups": 4, "group_topk": 2}
-    room = fields | {"capacity": 0, "pad": False, "policy": "probs"}
-    if draw(st.booleans()):
+    room = fields | {"capacity": 0, "pad": False, "policy": "probs", "sinkhorn": draw(st.integers(0, 11)) == 0}
+    if room["sinkhorn"]:
+        room |= {"losses": "z", "steps": draw(steps(False))}
+    elif draw(st.booleans()):
         policy = draw(st.sampled_from(("probs", "position")))
         room |= {"capacity": draw(st.integers(1, 8)), "pad": draw(st.booleans()), "policy": policy, "dtype": "float32"}
     return room | draw(shared_route(scope, room)) if scope.accepts("ranks") and over_ranks(draw, scope) else room
@@ -346,6 +349,7 @@ SINKHORN_ROUTING = Shapes(
     affordable=convergent,
     covered=LOGITS,
     together=lambda scope: _values("spread", "distinct", "ties", "negative")(scope) | _values("topk", 1, 2)(scope),
+    always=lambda scope: [*SLOW_PLANS],
     far={"experts": 4, "topk": 3},
 )
 DROP_TOKENS = Shapes(

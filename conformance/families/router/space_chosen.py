@@ -15,6 +15,19 @@ MEAN_LENGTH: Changes = SMALL | {"total": "mean"}
 # attached with a scale of more bits than 16-bit numbers have
 FINE_SCALE: Changes = {"tokens": 3, "hidden": 5, "scale": 2049, "dtype": "bfloat16"}
 
+# plans that change the choice after 4, 11 and 33 of 65 rounds, after 5 and 11 of 54
+SLOW_PLANS: tuple[Changes, ...] = (
+    {"tokens": 64, "experts": 2, "topk": 1, "spread": "slow"},
+    {"tokens": 48, "experts": 4, "topk": 2, "spread": "slow", "dtype": "bfloat16"},
+)
+
+# a choice by a plan, and in evaluations without one; beside options that have no effect then
+PLANNED: tuple[Changes, ...] = (
+    {"tokens": 9, "experts": 4, "topk": 1, "sinkhorn": True, "losses": "z", "steps": "train+eval+train"},
+    {"tokens": 8, "experts": 8, "topk": 3, "sinkhorn": True, "losses": "z", "dtype": "bfloat16"}
+    | {"bias": True, "scaling": 20, "groups": 4, "group_topk": 2, "steps": "train+nograd+finish+train"},
+)
+
 
 def many_factors(scope: Scope) -> list[GateCase]:
     """Draws enough to count the different ones."""
@@ -41,6 +54,7 @@ def routed(scope: Scope) -> list[Changes]:
     queued = "record+forward+" * 3 + "reload" + "+backward" * 3
     replayed: Changes = {"steps": queued, "tokens": 5, "experts": 4, "topk": 2, "padding": 0}
     saved = [replayed] if scope.accepts("replay") else []
+    saved += [planned | {"padding": 3 if scope.accepts("padding_mask") else 0} for planned in PLANNED]
     if scope.space.most_ranks < 4 or not all(scope.accepts(name) for name in ("ranks", "padding_mask")):
         return saved
     common = {"experts": 6, "topk": 2, "losses": "aux+seq+global+z", "bias": True, "seed": 3, "padding": 0}
