@@ -11,7 +11,7 @@ COLUMNS = ("ref", "fast", "contract", "GPU")
 ALL = " ".join(COLUMNS)
 # families of the recorded gate on a GPU, and its page in docs/results
 GATE_ON_A_GPU = "conformance-h200"
-GATED_FAMILIES = ("router", "permutation", "quantization", "fused", "experts", "dispatch", "layer")
+GATED_FAMILIES = ("router", "permutation", "quantization", "fused", "experts", "dispatch", "layer", "parameters")
 
 
 @dataclass(frozen=True)

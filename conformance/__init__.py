@@ -13,9 +13,12 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`__version__`, of the installed package."""
+    """`__version__` of the installed package; a checkout that runs in place has none."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
-    return version("moe-conformance")
+    try:
+        return version("moe-conformance")
+    except PackageNotFoundError:
+        return "not installed"

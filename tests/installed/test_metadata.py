@@ -1,6 +1,7 @@
 """What the distributions hold."""
 
 import email
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import zipfile
 
 import pytest
 
+import conformance
 from tests.installed.conftest import PACKAGES, ROOT
 
 SDIST = "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
@@ -56,3 +58,11 @@ def test_the_source_distribution_has_what_the_readme_links_to(source):
     assert len(links) > 10
     assert set(links) <= names
     assert {"LICENSE", "Makefile", "tests/conftest.py"} <= names
+
+
+def test_a_checkout_that_is_not_installed_has_no_version(monkeypatch):
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    assert conformance.__version__ == "not installed"
