@@ -37,7 +37,6 @@ _MODULE = "the reference takes parameters as arguments; the module has tests and
 _NO_QUANTILE = "`MoEConfig` refuses the name, which would be plain top-k, and `moe_router_quantile_balancing_ema`"
 _INFERENCE = "an inference engine is not part of the project"
 _NCCL_EP = "the library is not public, and Megatron alone calls it"
-_KEYS = "no recorded gate on a GPU has the family; it renames, cuts and copies tensors by torch alone"
 _STASH = "memory of the trainer, across layers; it changes no result of a layer"
 
 ROUTER = (
@@ -296,19 +295,13 @@ EXPERTS = (
         partly="fast",
         why="`moe_fast.te` calls TE's fused operation where a release has it; there is no such stage of its own",
     ),
-    feature(109, "packed weights", "normalize_parameters packed=True weights=packed", _KEYS),
-    feature(110, "packed biases", "normalize_parameters packed=True biases=packed bias=True", _KEYS),
-    feature(
-        111, "normalisation of keys", "normalize_parameters weights=indexed; convert_experts fc1=sequential", _KEYS
-    ),
-    feature(
-        112, "extra state split and merged", "split_extra_state kept=whole law:round_trip; merge_extra_state", _KEYS
-    ),
-    feature(113, "keys of sharded checkpoints", "shard_parameters gated=True tensor_ranks=2 law:whole_again", _KEYS),
-    feature(114, "keys of optimizers", "normalize_master_parameters longer=indexed", _KEYS),
-    feature(
-        115, "shard expansion for casts", "expand_shard shard=given law:reassembled; expand_shard shard=none", _KEYS
-    ),
+    feature(109, "packed weights", "normalize_parameters packed=True weights=packed"),
+    feature(110, "packed biases", "normalize_parameters packed=True biases=packed bias=True"),
+    feature(111, "normalisation of keys", "normalize_parameters weights=indexed; convert_experts fc1=sequential"),
+    feature(112, "extra state split and merged", "split_extra_state kept=whole law:round_trip; merge_extra_state"),
+    feature(113, "keys of sharded checkpoints", "shard_parameters gated=True tensor_ranks=2 law:whole_again"),
+    feature(114, "keys of optimizers", "normalize_master_parameters longer=indexed"),
+    feature(115, "shard expansion for casts", "expand_shard shard=given law:reassembled; expand_shard shard=none"),
     feature(116, "recomputation of the activation", "grouped_mlp recompute=moe_act law:recompute"),
     feature(
         117, "offloading", why="memory of the trainer: `torch.autograd.graph.save_on_cpu` does it around any layer"
@@ -367,7 +360,7 @@ LAYER = (
     feature(130, "recomputation of the shared experts", "shared_experts again=True law:recompute"),
     feature(131, "1F1B split", why="a schedule of the trainer over several layers"),
     feature(132, "validation of the configuration", ref="config.MoEConfig config.layer_config", rule=True),
-    feature(133, "upcycling", "upcycle law:copies", _KEYS),
+    feature(133, "upcycling", "upcycle law:copies"),
     feature(
         134,
         "choice of modules by backend",

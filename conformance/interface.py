@@ -64,8 +64,9 @@ class Term:
 
 VOCABULARY = {
     "accumulator": Term(
-        "dtype of sums; hopper_fp8: fp8 GEMMs with a scale per tensor or per 128 sum in 14 bits, promoted to float32",
-        ("float32", "storage", "hopper_fp8"),
+        "dtype of sums; float32: float64 for float64, unless float32_only; "
+        "hopper_fp8: fp8 GEMMs with a scale per tensor or per 128 sum in 14 bits, promoted to float32",
+        ("float32", "float32_only", "storage", "hopper_fp8"),
     ),
     "emulated": Term("scalings whose GEMMs run on a unit for wider numbers; printed, not tested", NAMES),
     "reduction_order": Term("printed, not tested", WORDS),

@@ -188,9 +188,9 @@ def expanded(problem: Problem) -> Problem:
 
 
 def accumulator_of(declared: Mapping[str, Any], storage: torch.dtype) -> torch.dtype:
-    """The declared dtype of accumulators; float64 for values in float64."""
+    """The declared dtype of accumulators; float64 for values in float64, unless declared."""
     plain = torch.float64 if storage == torch.float64 else torch.float32
-    return storage if declared.get("accumulator") == "storage" else plain
+    return {"storage": storage, "float32_only": torch.float32}.get(declared.get("accumulator", ""), plain)
 
 
 def leaf(x: Tensor) -> Tensor:

@@ -60,6 +60,11 @@ class Qwen3:
     """The same in the dtype of the logits; with pre_softmax without norm_topk_prob."""
 
     @staticmethod
+    def declares(function: str) -> dict[str, Any]:
+        """The softmax is in float32, of float64 logits too."""
+        return {"accumulator": "float32_only"}
+
+    @staticmethod
     def topk_routing(logits: Tensor, *, topk: int, pre_softmax: bool = False) -> Routed:
         """`moe_ref.topk_routing`."""
         check_topk_routing(logits, topk, "softmax", None, None, None, None, None)

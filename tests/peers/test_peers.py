@@ -50,7 +50,9 @@ class Float32Sums:
 
     @staticmethod
     def declares(function):
-        return importlib.import_module("conformance.peers.megatron").declares(function) | {"accumulator": "float32"}
+        return importlib.import_module("conformance.peers.megatron").declares(function) | {
+            "accumulator": "float32_only"
+        }
 
     @staticmethod
     def topk_indices(logits, *, topk, **settings):
