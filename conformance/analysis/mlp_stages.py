@@ -96,7 +96,7 @@ def clamp_vjp(g: Running, x: Running, least: float, most: float) -> Running:
 class Call:
     """The inputs of one call: the finite rows inside segments."""
 
-    rows_PH: Tensor | Running  # Running: with errors, its dtype the stored one; probs likewise
+    rows_PH: Tensor | Running  # Running: with errors, its dtype the stored one; so are probs
     counts_L: Tensor
     fc1_weight: Tensor
     fc2_weight: Tensor

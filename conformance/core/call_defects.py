@@ -52,7 +52,7 @@ def _recomputing(operator: type[_Recomputed], kept: dict[str, Any]) -> Wrapper:
 
 
 def backward_of_the_last_forward() -> Wrapper:
-    """The tensors for backward are kept by the module: those of its last forward."""
+    """The module keeps the tensors for backward, and so has the last forward's alone."""
     return _recomputing(_Recomputed, {})
 
 

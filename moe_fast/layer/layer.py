@@ -67,7 +67,8 @@ def moe_layer(
     logits = gate(jittered(x_TH, config, noise), p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype)
     batch = RouterRanks() if group is None else RouterRanks(tp_dp_cp=RankGroup(ranks, lambda x: sum_over(x, group)))
     options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask, "ranks": batch}
-    routed = without_padding(route(logits, config.router, state=state, **options), padding_mask)  # type: ignore[arg-type]
+    routed = route(logits, config.router, state=state, **options)  # type: ignore[arg-type]
+    routed = without_padding(routed, padding_mask)
 
     tokens = x_TH if p.latent_down is None else latent_projection(x_TH, p.latent_down)
     if group is None:

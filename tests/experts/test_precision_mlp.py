@@ -248,7 +248,8 @@ def test_what_is_known_has_one_value(scaling, variant):
     factor = inexact(x, recipe, 0.0)
     made = quantize(x, recipe).quantized.form(False)
     assert not factor.margin.any()
-    assert torch.allclose(factor.center, values(made.groups[0], made.scheme).double(), rtol=2e-6, atol=0)
+    roundings = 2 * torch.finfo(torch.float32).eps  # why: the values are two products in float32
+    assert torch.allclose(factor.center, values(made.groups[0], made.scheme).double(), rtol=roundings, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

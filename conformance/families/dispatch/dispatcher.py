@@ -1,5 +1,6 @@
 """Shared by all dispatcher contracts: all ranks' calls, and sums over ranks."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -57,9 +58,9 @@ class Dispatching(Collective[DispatchCase]):
 class Combine(Dispatching):
     """Combine of rows other than the dispatched ones, with biases and probabilities."""
 
+    @abstractmethod
     def dispatches(self, case: DispatchCase) -> list[Problem]:
-        """One dispatch per rank."""
-        raise NotImplementedError
+        """One dispatch for each rank."""
 
     def columns_of_probs(self, case: DispatchCase) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Columns of the rows' and of the tokens' probabilities."""

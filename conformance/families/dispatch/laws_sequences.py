@@ -81,7 +81,7 @@ def _sums(sent: Sent, declared: Any) -> Sequence[Expectation]:
 
 
 def _sequence(trial: Trial) -> Finding | None:
-    """Every step's rows, or tokens that come back, are those of its own dispatch."""
+    """Each step has the rows, or gets back the tokens, of its own dispatch."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, steps = at.place.rank, planned(trial.case)
     function = steps[0][1].calls[0].function

@@ -226,7 +226,7 @@ def _gate_without_a_gradient(shared: Wrapper, x: Tensor, fc1: Tensor, fc2: Tenso
 
 
 def _gate_is_constant(shared: Wrapper, x: Tensor, fc1: Tensor, fc2: Tensor, /, **settings: Any) -> Any:
-    """x has no gradient through the gate: that of one token at a time, divided by the gate's."""
+    """x has no gradient through the gate; other gradients are right."""
     out, gate = shared(x, fc1, fc2, **settings), settings.get("gate_weight")
     if gate is None or not out.requires_grad or settings.get("noise") is not None or settings.get("state") is not None:
         return out

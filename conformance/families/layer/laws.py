@@ -1,4 +1,4 @@
-"""Laws of the layer: those of every function.
+"""Laws of the layer: the laws that every function has.
 
 Without gradients a router is not trained: results in inference mode differ. Products by a recipe
 are slow where they are emulated, and have all laws in their own families: here they have one.

@@ -86,7 +86,7 @@ def _without_boundary(normalize: Wrapper, state: Mapping[str, Any], **settings: 
 
 
 def _two_count_as_none(normalize: Wrapper, state: Mapping[str, Any], **settings: Any) -> Any:
-    """Indexed keys that match twice are none: a packed key is split beside them."""
+    """Indexed keys that match twice count as none, so a packed key beside them is split."""
     out = normalize(state, **settings)
     name, count = settings["name"], settings["num_experts"]
     matching = [[key for key in state if key.endswith(f"{name}{e}")] for e in range(count)]
@@ -241,7 +241,7 @@ def _merged_without(merge: Wrapper, state: Mapping[str, Any], **settings: Any) -
 
 
 def _indexed_left(merge: Wrapper, state: Mapping[str, Any], **settings: Any) -> Any:
-    """The experts' states stay beside the merged one."""
+    """The experts' states stay in the result, with the merged one."""
     return {**state, **merge(state, **settings)}
 
 

@@ -1,5 +1,6 @@
 """normalize_parameters, normalize_master_parameters and convert_experts."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -35,18 +36,21 @@ class OfState(Contract[C], Generic[C]):
 
     reference: Callable[..., Any]
 
+    @abstractmethod
     def tensors(self, case: C) -> dict[str, Tensor]:
-        raise NotImplementedError
+        """The call's tensors by key."""
 
+    @abstractmethod
     def settings(self, case: C) -> dict[str, Any]:
-        raise NotImplementedError
+        """The call's other arguments."""
 
+    @abstractmethod
     def build(self, case: C) -> Build:
-        raise NotImplementedError
+        """What makes the state of the tensors."""
 
+    @abstractmethod
     def universe(self, settings: Mapping[str, Any]) -> set[str]:
         """Keys that the result may have."""
-        raise NotImplementedError
 
     def legal(self, case: C) -> Problem:
         tensors, settings = self.tensors(case), self.settings(case)
