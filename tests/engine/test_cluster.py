@@ -1,19 +1,21 @@
 """A run on a cluster has the verdict of one machine, also when a worker is lost in the middle."""
 
+import contextlib
 import functools
 import os
 import signal
 import sys
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
 from conformance.engine.options import Options
 from conformance.engine.run import cluster
-from conformance.engine.run.cluster import command, judge_on, workers_of
+from conformance.engine.run.cluster import Answer, command, judge_on, run_shard, workers_of
 from conformance.engine.run.session import judge
 from conformance.interface import UsageError
 
@@ -25,37 +27,26 @@ def options(folder: Path, **more) -> Options:
     return Options(DEFECT, profile="smoke", device="cpu", jobs=1, corpus=str(folder), function="permute", **more)
 
 
-def workers_at_work() -> list[int]:
-    """The processes of Ray that run a shard."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            if (place / "cmdline").read_bytes().startswith(b"ray::run_shard"):
-                found.append(int(place.name))
-        except OSError:
-            continue  # it has ended
-    return found
+def losing_one(mark: Path) -> Callable[..., Answer]:
+    """`run_shard`, but the first worker that calls it is lost while its shard runs."""
 
+    def run(*arguments: Any) -> Answer:
+        with contextlib.suppress(FileExistsError):
+            mark.touch(exist_ok=False)
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return run_shard(*arguments)
 
-def kill_one(killed: list[int]) -> None:
-    ends_at = time.monotonic() + 60
-    while not killed and time.monotonic() < ends_at:
-        for process in workers_at_work()[:1]:
-            os.kill(process, signal.SIGKILL)
-            killed.append(process)
-        time.sleep(0.1)
+    return run
 
 
 def test_four_workers_of_which_one_is_lost_give_the_verdict_of_one_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(ray, "init", functools.partial(ray.init, num_cpus=WORKERS))
     monkeypatch.setattr(cluster, "SHARDS", 1)
-    killed, said = [], []
-    killer = threading.Thread(target=kill_one, args=(killed,))
-    killer.start()
+    monkeypatch.setattr(cluster, "run_shard", losing_one(tmp_path / "lost"))
+    said: list[str] = []
     spread = judge_on(options(tmp_path / "spread"), "local", said.append)
-    killer.join()
     alone = judge(options(tmp_path / "alone"))
-    assert len(killed) == 1 and said[0] == f"{WORKERS} shards on {WORKERS} workers" and len(said) == 1 + WORKERS
+    assert (tmp_path / "lost").exists() and said[0] == f"{WORKERS} shards on {WORKERS} workers" and len(said) == 1 + WORKERS
     for name in ("verdict", "exit_code", "cases", "problems"):
         assert getattr(spread, name) == getattr(alone, name), name
     assert spread.verdict == "NOT CONFORMANT"
