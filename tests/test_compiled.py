@@ -4,12 +4,7 @@ What the interpreter accepts and the compiler refuses is otherwise found only on
 """
 
 import inspect
-import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +19,11 @@ from conformance.core.contract import Contract
 from conformance.core.ranks import ranks_of
 from conformance.engine.child.evaluate import evaluate
 from conformance.interface import load
+from tests.common.compile_kernels import failures
+from tests.common.compiler import compiled
 from tests.common.fast import interpreted
 from tests.common.launches import Constant, Launch
 
-ROOT = Path(__file__).parents[1]
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 TYPES = {
     torch.float64: "fp64",
@@ -94,20 +90,9 @@ def golden_cases(contract: Contract[Any]) -> Iterator[Case]:
     yield from (case for case in cases if not ranks_of(contract, case))
 
 
-def failures(chosen: list[Launch], folder: Path) -> str:
-    """What a process says in which these launches are compiled."""
-    path = folder / "launches"
-    path.write_bytes(pickle.dumps(chosen))
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "tests.common.compile_kernels", str(path)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 or done.stdout, done.stderr[-2000:]
-    return done.stdout
-
-
 @interpreted
 @pytest.mark.parametrize("family", [name for name in NAMES if name not in ("dispatch", "layer", "parameters")])
-def test_each_kernel_of_a_family_compiles_for_a_gpu(family, launches, tmp_path):
+def test_each_kernel_of_a_family_compiles_for_a_gpu(family, launches):
     implementation = load("moe_fast")
     for contract in FAMILIES[NAMES.index(family)].contracts:
         if implementation.offers(contract.function):
@@ -115,7 +100,7 @@ def test_each_kernel_of_a_family_compiles_for_a_gpu(family, launches, tmp_path):
                 evaluate(case, implementation)
     own = [launch for launch in launches.values() if launch.module.startswith(f"moe_fast.{family}.")]
     assert own
-    assert failures(own, tmp_path) == ""
+    assert compiled(failures, own) == ""
 
 
 @triton.jit
@@ -125,6 +110,6 @@ def three_kernel(x_ptr, SIZE: triton.language.constexpr):
 
 @interpreted
 @pytest.mark.parametrize(("size", "refused"), [(3, True), (4, False)])
-def test_a_kernel_that_the_compiler_refuses_is_found(size, refused, tmp_path):
+def test_a_kernel_that_the_compiler_refuses_is_found(size, refused):
     launch = Launch(__name__, "three_kernel", {"x_ptr": "*fp32", "SIZE": Constant(size)}, {})
-    assert ("three_kernel does not compile" in failures([launch], tmp_path)) == refused
+    assert ("three_kernel does not compile" in compiled(failures, [launch])) == refused

@@ -1,14 +1,6 @@
-"""Compiles recorded launches for a GPU that need not be there.
-
-    TRITON_INTERPRET=0 python -m tests.common.compile_kernels LAUNCHES
-
-LAUNCHES is a pickled list of `Launch`. Prints a line for each kernel that does not compile.
-"""
+"""Compiles recorded launches for a GPU, in a process where Triton compiles."""
 
 import importlib
-import pickle
-import sys
-from pathlib import Path
 from typing import Any
 
 import triton
@@ -38,16 +30,12 @@ def compile_launch(launch: Launch) -> None:
     triton.compile(ASTSource(kernel, signature, constants), target=HOPPER, options=launch.options)
 
 
-def main(path: Path) -> int:
-    failed = 0
-    for launch in pickle.loads(path.read_bytes()):
+def failures(launches: list[Launch]) -> str:
+    """A line for each kernel that does not compile."""
+    lines = []
+    for launch in launches:
         try:
             compile_launch(launch)
         except Exception as error:
-            failed += 1
-            print(f"{launch.kernel} does not compile: {error}\n  {launch.arguments}")
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+            lines.append(f"{launch.kernel} does not compile: {error}\n  {launch.arguments}")
+    return "\n".join(lines)

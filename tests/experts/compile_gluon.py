@@ -1,11 +1,6 @@
-"""Compile a Gluon kernel: `TRITON_INTERPRET=0 python -m tests.experts.compile_gluon JSON`.
-
-Prints the bytes of shared memory, the number of matrix products, and whether registers spill.
-"""
+"""Compiles a Gluon kernel, in a process where Triton compiles."""
 
 import importlib
-import json
-import sys
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -25,10 +20,11 @@ def tile(dtype: str, block: list[int]) -> str:
     return f"tensordesc<{dtype}{block},{layout!r}>"
 
 
-def main(
+def compile_gluon(
     module: str, kernel: str, tiles: dict[str, Any], constants: dict[str, Any], bias: str | None = None,
     forms: dict[str, Any] | None = None, absent: tuple[str, ...] = (), wide: tuple[str, ...] = (),
-) -> None:  # fmt: skip
+) -> tuple[int, int, int]:  # fmt: skip
+    """Bytes of shared memory, products of the matrix unit, registers spilled."""
     function = getattr(importlib.import_module(f"moe_fast.{module}"), kernel)
     names = function.arg_names
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names}
@@ -46,8 +42,4 @@ def main(
     options = {name: constants[name] for name in ("num_warps", "maxnreg") if name in constants}
     built = compile(GluonASTSource(function, types, indices, {}), target=GPUTarget("cuda", 90, 32), options=options)
     ptx = built.asm["ptx"]
-    print(built.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count(".local"))
-
-
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    return built.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count(".local")

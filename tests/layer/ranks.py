@@ -1,6 +1,5 @@
 """Functions called on ranks of their own: processes that gloo joins."""
 
-import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,10 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from conformance.engine.child import server
+
 
 def on_ranks(ranks: int, function: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
     """function(group, rank, *arguments) of each rank."""
-    with multiprocessing.get_context("spawn").Pool(ranks) as pool:
+    with server.start().Pool(ranks) as pool:
         calls = [(rank, ranks, str(folder / "store"), function, arguments) for rank in range(ranks)]
         return pool.starmap_async(_call, calls, chunksize=1).get(timeout=300)
 

@@ -23,7 +23,7 @@ from tests.layer.ranks import on_ranks
 pytestmark = interpreted
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_moe.py"
-TINY = {"steps": 8, "words": 8, "dialects": 2, "length": 4, "batch": 6, "blocks": 1, "hidden": 8, "width": 8}
+TINY = {"steps": 6, "words": 8, "dialects": 2, "length": 4, "batch": 6, "blocks": 1, "hidden": 8, "width": 8}
 TINY |= {"experts": 4, "topk": 2}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -72,25 +72,38 @@ def gradients(group: Any, rank: int, whole: dict[str, Tensor], x: Tensor, y: Ten
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def averages_right(folder: Path, mistake: str = "") -> None:
-    """The gradients on two ranks are those of one rank that has all sentences and experts."""
-    module = example()
-    options = Namespace(**TINY, recompute=None)
+MISTAKES = ("experts averaged", "nothing averaged")
+
+
+def of_every_way(group: Any, rank: int, *inputs: Any) -> list[dict[str, Tensor]]:
+    return [gradients(group, rank, *inputs, mistake) for mistake in ("", *MISTAKES)]
+
+
+@pytest.fixture(scope="module")
+def on_one_and_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], list[Any]]:
+    """Gradients of one rank that has all sentences and experts; of each of two, right and wrong."""
+    module, options = example(), Namespace(**TINY, recompute=None)
     torch.manual_seed(3)
     whole = module.Model(options, None).state_dict()
     x, y = module.sentences(options, torch.Generator().manual_seed(0))
-    right = gradients(None, 0, whole, x, y)
-    for rank, got in enumerate(on_ranks(2, gradients, folder, whole, x, y, mistake)):
+    ranks = on_ranks(2, of_every_way, tmp_path_factory.mktemp("ranks"), whole, x, y)
+    return gradients(None, 0, whole, x, y), ranks
+
+
+def compare(right: dict[str, Tensor], ranks: list[dict[str, Tensor]]) -> None:
+    for rank, got in enumerate(ranks):
         for name, gradient in got.items():
             wanted = right[name].chunk(2)[rank] if ".experts." in name else right[name]
             torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_the_gradients_of_two_ranks_are_those_of_one(tmp_path):
-    averages_right(tmp_path)
+def test_the_gradients_of_two_ranks_are_those_of_one(on_one_and_two):
+    right, ranks = on_one_and_two
+    compare(right, [ways[0] for ways in ranks])
 
 
-@pytest.mark.parametrize("mistake", ["experts averaged", "nothing averaged"])
-def test_a_wrong_average_is_found(mistake, tmp_path):
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_average_is_found(mistake, on_one_and_two):
+    right, ranks = on_one_and_two
     with pytest.raises(AssertionError, match="not close"):
-        averages_right(tmp_path, mistake)
+        compare(right, [ways[1 + MISTAKES.index(mistake)] for ways in ranks])

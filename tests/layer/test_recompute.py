@@ -76,14 +76,18 @@ def test_the_second_forward_draws_the_noise_of_the_first(monkeypatch):
 
 
 def of_ranks(group: Any, rank: int) -> int:
-    """The number of dispatchers with the same results, one rank without tokens."""
+    """The number of dispatchers with the same results, one rank without tokens.
+
+    What "moe_act" recomputes is after the dispatch: one dispatcher is enough for it.
+    """
     right = 0
     for dispatcher in DISPATCHERS:
-        plain, act, whole = (
-            trained(layer(recompute, None, dispatcher, rank, group=group, shared_width=4), 7 * rank)
-            for recompute in (None, "moe_act", "moe")
+        again = ["moe", "moe_act"] if dispatcher == DISPATCHERS[0] else ["moe"]
+        plain, *others = (
+            trained(layer(recompute, None, dispatcher, rank, group=group, shared_width=4), 4 * rank)
+            for recompute in (None, *again)
         )
-        right += all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(plain, act, whole, strict=True))
+        right += all(torch.equal(a, b) for other in others for a, b in zip(plain, other, strict=True))
     return right
 
 

@@ -7,8 +7,9 @@ import moe_fast
 from moe_fast.quantization import hopper
 from moe_fast.quantization.quantize import quantize_for_products
 from moe_ref.config import Recipe
+from tests.common.compiler import compiled
 from tests.common.fast import interpreted, normal
-from tests.experts.test_hopper import compiled
+from tests.experts.compile_gluon import compile_gluon
 
 pytestmark = interpreted
 SHARED_BYTES = 227 * 1024 // 2  # of one of two programs
@@ -28,10 +29,17 @@ def test_both_directions_compile_and_two_programs_fit_a_multiprocessor(forms, sp
     rows, columns, square = FORMS[forms]
     constants = {"FORMAT": "e4m3", "POWER_OF_TWO": splits, "SQUARE": square, "BLOCK_G": 128}
     constants |= {"STAGES": hopper.WALK.stages, "num_warps": hopper.WALK.num_warps, "maxnreg": hopper.WALK.registers}
-    more = {"forms": {"row_form": rows, "column_form": columns}, "wide": ["epsilon", "infinity"]}
-    more["absent"] = [] if splits else ["splits_ptr"]
     tiles = {"x_desc": ("bf16", [128, 128])}
-    shared, _, _ = compiled("quantization._hopper", "quantize_tiles_kernel", tiles, more=more, **constants)
+    shared, _, _ = compiled(
+        compile_gluon,
+        "quantization._hopper",
+        "quantize_tiles_kernel",
+        tiles,
+        constants,
+        forms={"row_form": rows, "column_form": columns},
+        wide=("epsilon", "infinity"),
+        absent=() if splits else ("splits_ptr",),
+    )
     assert shared <= SHARED_BYTES
 
 
