@@ -40,7 +40,8 @@ class Parts(Axis):
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         """A few parts of any size, or many small ones."""
         part = st.just(0) | st.integers(0, 9) | sizes(0, self.most)
-        many = st.lists(st.integers(0, 3), min_size=20, max_size=150)
+        small = st.integers(0, 3)
+        many = st.integers(20, 150).flatmap(lambda n: st.lists(small, min_size=n, max_size=n))
         few = st.lists(part, min_size=int(bool(self.number)), max_size=8)
         return st.integers(0, 4).flatmap(lambda i: few if i else many).map(self.changes)
 

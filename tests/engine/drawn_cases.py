@@ -11,6 +11,7 @@ from conformance.engine.choose.draw import covering_cases, drawn, strategy
 FUNCTIONS = tuple(CONTRACTS)
 WIDE = ("wide_rows", "wide_columns")
 FAR = (*WIDE, "wide_depth")
+BATCH = 50
 DRAWS = {  # what is promised of these is rare; of others 200 reach it
     "topk_indices": 400,
     "topk_routing": 400,
@@ -19,13 +20,14 @@ DRAWS = {  # what is promised of these is rare; of others 200 reach it
     "route": 500,
     "permute": 300,
     "unpermute": 300,
-    "sort_chunks": 300,
-    "quantize": 700,
-    "permute_and_quantize": 700,
+    "sort_chunks": 500,
+    "quantize": 1200,
+    "permute_and_quantize": 1200,
     "activation_and_quantize": 300,
     "glu_backward_and_quantize": 300,
     "glu": 300,
     "grouped_dgrad": 300,
+    "deepep_low_latency_dispatch": 500,
     "hybridep_dispatch": 300,
 }
 CHOOSE = ("topk_indices", "topk_routing")
@@ -44,8 +46,13 @@ NEAR = (*STEPPED, *PARAMETERS)  # nor do parameters, of which the results are vi
 
 
 @functools.cache
-def draws(function: str, seed: int = 1, count: int = 0) -> list[Case]:
-    return drawn(strategy(function, Space()), seed, count or DRAWS.get(function, 200))
+def draws(function: str, seed: int, count: int) -> list[Case]:
+    return drawn(strategy(function, Space()), seed, count)
+
+
+def most_draws(function: str) -> int:
+    """The draws within which all that is promised must be reached."""
+    return DRAWS.get(function, 200)
 
 
 @functools.cache

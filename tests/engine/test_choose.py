@@ -11,7 +11,7 @@ from conformance.core.space import Space
 from conformance.engine.choose.draw import drawn, far_cases, run_seed, strategy
 from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
-from tests.engine.drawn_cases import FUNCTIONS, STEPPED, draws
+from tests.engine.drawn_cases import BATCH, FUNCTIONS, STEPPED, draws, most_draws
 from tests.engine.promises import everywhere, laws_of_draws
 from tests.engine.promises_of_functions import PROMISES
 
@@ -26,13 +26,17 @@ def unreached(function: str, cases) -> list[str]:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_draws_reach_all_that_is_promised(function):
-    assert unreached(function, [*draws(function), *far_cases(function, Space())]) == []
+    missing = unreached(function, far_cases(function, Space()))
+    for batch in range(-(-most_draws(function) // BATCH)):
+        if missing:
+            missing = [name for name in unreached(function, draws(function, batch, BATCH)) if name in missing]
+    assert missing == []
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_draws_that_are_held_back_are_missed(function):
     plain = replace(
-        draws(function)[0],
+        draws(function, 0, BATCH)[0],
         law="",
         poison="nan",
         **({} if function in STEPPED else {"layout": "contiguous", "layout_of": ""}),
@@ -46,10 +50,10 @@ def test_draws_that_are_held_back_are_missed(function):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_same_seed_draws_the_same_cases_and_another_seed_others(function):
-    first, again, other = (drawn(strategy(function, Space()), seed, 16) for seed in (7, 7, 8))
+    first, again, other = (drawn(strategy(function, Space()), seed, 8) for seed in (7, 7, 8))
     assert first == again
-    assert len({case.id for case in first}) == 16
-    assert len({case.id for case in first} & {case.id for case in other}) < 8
+    assert len({case.id for case in first}) == 8
+    assert len({case.id for case in first} & {case.id for case in other}) < 4
 
 
 DRAW_ELSEWHERE = """

@@ -49,8 +49,8 @@ def every_case(function: str) -> list[Case]:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_cases_are_legal_and_survive_json(function):
-    """Every third: the gate computes all of them."""
-    for case in every_case(function)[FUNCTIONS.index(function) % 3 :: 3]:
+    """Every fifth: the gate computes all of them."""
+    for case in every_case(function)[FUNCTIONS.index(function) % 5 :: 5]:
         assert checked(case_from(json.loads(case.text))) == case  # the reference computes it
         assert case.law in ("", *scope_of(case.function, Space()).laws(case))
 

@@ -71,7 +71,7 @@ def test_literal_cases_are_not_reduced(function):
 @pytest.mark.parametrize("function", CONTRACTS)
 def test_only_legal_cases_are_tried(function):
     contract = CONTRACTS[function]
-    small = [case for case in drawn(strategy(function, Space()), 5, 20) if work(case) < 2000]
+    small = [case for case in drawn(strategy(function, Space()), 5, 12) if work(case) < 2000]
     for turn, case in enumerate(small):
         candidates = list(scope_of(case.function, Space()).smaller(case))
         for simpler in candidates[turn % 4 :: len(candidates) // 4 + 1]:
