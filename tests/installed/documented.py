@@ -43,6 +43,10 @@ RUNS = (  # in this order, in one folder
     Run("moe-conformance run --impl my_dispatch --profile smoke", short="--function allgather_combine --jobs 1"),
     Run("moe-conformance export vectors --function permute,z_loss", short="--profile smoke"),
     Run("python examples/read_vectors.py vectors", short=""),
+    Run(
+        "moe-conformance speed --impl my_kernels --against moe_fast --report speed.json",
+        short='--against moe_ref --device cpu {"function":"permute","tokens":3}',
+    ),
     Run("moe-conformance list", short=""),
     Run("moe-conformance doctor", short=""),
 )

@@ -27,6 +27,7 @@ VERBS = (
     "check-adapter",
     "new-adapter",
     "new-test",
+    "speed",
     "mutants",
     "list",
     "doctor",
@@ -50,6 +51,7 @@ QUICK = [
     (smoke("moe_ref", "--waivers", "missing.toml"), 2, "--waivers missing.toml: there is no such file"),
     (smoke("moe_ref", "--baseline", "missing.json"), 2, "--baseline missing.json: there is no such file"),
     (("fuzz", "--impl", "moe_ref", "--minutes", "0"), 2, "--minutes is 0.0; it must be above 0"),
+    (("speed", "--impl", "good", "--against", "nobody"), 2, "--against nobody: there is no module 'nobody'"),
     (("replay", "{}", "--impl", "nobody"), 2, "there is no module 'nobody'"),
 ]
 
