@@ -2,7 +2,6 @@
 thing each.
 """
 
-import gc
 import json
 import math
 import os
@@ -15,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from conformance.engine.collecting import uncollected
 from conformance.engine.options import Options, Version, add_verb, flags, split_names
 from conformance.usage import UsageError, check_module
 
@@ -63,13 +63,9 @@ def _checked(given: Namespace) -> int:
         from conformance.engine.child import server
 
         server.start()  # children fork from it; it imports torch while this process does
-    collecting = gc.isenabled()
-    gc.disable()  # a collection walks all that torch's import has made so far
-    from conformance import catalogue as catalogue
-    from conformance.core.case import CaseError
-
-    if collecting:
-        gc.enable()
+    with uncollected():
+        from conformance import catalogue as catalogue
+        from conformance.core.case import CaseError
     try:
         return _verb(given)
     except (UsageError, CaseError) as error:
