@@ -46,7 +46,11 @@ def test_four_workers_of_which_one_is_lost_give_the_verdict_of_one_machine(tmp_p
     said: list[str] = []
     spread = judge_on(options(tmp_path / "spread"), "local", said.append)
     alone = judge(options(tmp_path / "alone"))
-    assert (tmp_path / "lost").exists() and said[0] == f"{WORKERS} shards on {WORKERS} workers" and len(said) == 1 + WORKERS
+    assert (
+        (tmp_path / "lost").exists()
+        and said[0] == f"{WORKERS} shards on {WORKERS} workers"
+        and len(said) == 1 + WORKERS
+    )
     for name in ("verdict", "exit_code", "cases", "problems"):
         assert getattr(spread, name) == getattr(alone, name), name
     assert spread.verdict == "NOT CONFORMANT"
