@@ -13,7 +13,6 @@ Golden = dict[str, tuple[Problem, dict[str, Expectation]]]
 LN3 = math.log(3)  # σ(ln 3) = 3/4
 QUICK = LN3 / 1.702  # σ(1.702 u) = 3/4
 SATURATED = 1 / (1 + math.exp(-1.702 * 7))
-GPT_OSS = {"clamp": 7.0, "offset": 1.0}
 KEPT = 1.125  # ln 3 = 1.0986… in E4M3, whose next number is 1
 KEPT_SIGMOID = 1 / (1 + math.exp(-KEPT))
 
@@ -73,7 +72,10 @@ GLU: Golden = {
     ),
     # gpt-oss: u = ln 3 / 1.702, 100 → 7 and v = 2, -9 → -7;  ½ · ¾ u (2 + 1), ½ · 7 σ (-7 + 1)
     "of_gpt_oss": (
-        _with(_glu([QUICK, 2, 100, -9], kind="quick_geglu", probs=_floats(0.5), **GPT_OSS, interleave=1), [1, 1]),
+        _with(
+            _glu([QUICK, 2, 100, -9], kind="quick_geglu", clamp=7.0, offset=1.0, interleave=1, probs=_floats(0.5)),
+            [1, 1],
+        ),
         {
             "out": _near([1.125 * QUICK, -21 * SATURATED]),
             "d_h": _near([1.5 * (0.75 + 0.1875 * LN3), 0.375 * QUICK, 0, 0]),
