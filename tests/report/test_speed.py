@@ -156,8 +156,8 @@ def test_of_several_calls_the_first_is_timed_unless_it_takes_a_state():
 @no_gpu
 def test_the_first_launch_in_the_interpreter_is_seen():
     inputs = inputs_of(function="glu", tokens=3, width=4)
-    assert is_interpreted(Calls.of(inputs, load("moe_fast")).forward)
-    assert not is_interpreted(Calls.of(inputs, load("moe_ref")).forward)
+    assert is_interpreted(inputs, load("moe_fast"))
+    assert not is_interpreted(inputs, load("moe_ref"))
     assert Calls.of(inputs, load("moe_fast")).forward() is not None  # launches run again
 
 

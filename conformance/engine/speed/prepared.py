@@ -133,7 +133,7 @@ def tensors_in(x: Any, depth: int = DEEP) -> Iterator[Tensor]:
         yield from tensors_in(list(vars(x).values()), depth)
 
 
-def is_interpreted(call: Callable[[], Any]) -> bool:
+def is_interpreted(inputs: Inputs, implementation: Implementation) -> bool:
     """Whether the call launches a kernel in Triton's interpreter; the first launch ends it."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     executor = getattr(interpreter, "GridExecutor", None)
@@ -146,7 +146,7 @@ def is_interpreted(call: Callable[[], Any]) -> bool:
     kept, executor.__call__ = executor.__call__, launched
     try:
         with contextlib.suppress(Exception):  # the judge's to find
-            call()
+            Calls.of(inputs, implementation).forward()
     except _Launched:
         return True
     finally:

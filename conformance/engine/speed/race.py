@@ -201,9 +201,7 @@ def _interpreted(racers: Racers, problem: Problem) -> set[str]:
     """The sides that are timed in vain, for a CPU interprets their kernels."""
     inputs = Inputs.of(problem, racers.device)
     return {
-        name
-        for name, side in racers.sides.items()
-        if side.offers(problem.function) and is_interpreted(lambda side=side: Calls.of(inputs, side).forward())  # type: ignore[misc]
+        name for name, side in racers.sides.items() if side.offers(problem.function) and is_interpreted(inputs, side)
     }
 
 
