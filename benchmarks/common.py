@@ -17,16 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from conformance.engine.speed.clocks import BF16 as BF16
+from conformance.engine.speed.clocks import COLD_BYTES as COLD_BYTES
+from conformance.engine.speed.clocks import Call, Times, ceilings, interleaved, medians
 from moe_fast.launch.backend import INTERPRETED, triton
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-COLD_BYTES = 256 * 2**20  # several times the L2
-BF16, FP32 = 2, 4  # bytes per element
+FP32 = 4  # bytes per element
 REST_SECONDS = 0.3  # the GPU clock recovers
 BURST_CALLS = 4  # ends before the GPU clock falls
-
-Call = Callable[[], object]
-Times = dict[str, float]  # microseconds of each version
 
 
 class Shape(NamedTuple):
@@ -51,34 +50,6 @@ TINY_SHAPES = {"tiny": Shape(40, 8, 2, 24), "tiny-wide": Shape(136, 20, 5, 40)}
 
 
 # --- clocks
-
-
-def medians(versions: Mapping[str, Call], blocks: int, reps: int, before: Call = lambda: None) -> Times:
-    """Medians over `blocks` turns of medians of `reps` calls; `before` runs untimed before each."""
-    times: dict[str, list[float]] = {name: [] for name in versions}
-    for _ in range(blocks):
-        for name, call in versions.items():
-            pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
-            call()
-            for begin, end in pairs:
-                before()
-                begin.record()
-                call()
-                end.record()
-            torch.cuda.synchronize()
-            times[name].append(statistics.median(begin.elapsed_time(end) for begin, end in pairs))
-    return {name: statistics.median(each) * 1e3 for name, each in times.items()}
-
-
-def interleaved(versions: Mapping[str, Call], blocks: int, reps: int) -> Times:
-    """Single calls, launched from Python, with a cold L2.
-
-    The L2 is flushed by writes, as in `triton.testing.do_bench`: a call also pays for evictions.
-    """
-    flushed = torch.empty(COLD_BYTES // 4, dtype=torch.int32, device="cuda")
-    for call in versions.values():
-        call()
-    return medians(versions, blocks, reps, flushed.zero_)
 
 
 def rotated(versions: Mapping[str, list[Call]], blocks: int, reps: int) -> Times:
@@ -122,20 +93,6 @@ def bursts(versions: Mapping[str, Call], blocks: int, reps: int) -> Times:
             torch.cuda.synchronize()
             times[name].append(begin.elapsed_time(end) * 1e3 / BURST_CALLS)
     return {name: statistics.median(each) for name, each in times.items()}
-
-
-def ceilings(blocks: int, reps: int) -> dict[str, float]:
-    """TB/s of a 1 GiB copy (bytes read plus written), of writes only, and of reads only."""
-    source = torch.randn(2**29, device="cuda").bfloat16()
-    target = torch.empty_like(source)
-    versions: dict[str, Call] = {
-        "copy": lambda: target.copy_(source),
-        "write": lambda: target.view(torch.int32).fill_(3),
-        "read": lambda: source.view(torch.float32).sum(),
-    }
-    count = source.numel() * BF16
-    times = interleaved(versions, blocks, reps)
-    return {name: count * (2 if name == "copy" else 1) / us / 1e6 for name, us in times.items()}
 
 
 # --- one run

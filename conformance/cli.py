@@ -2,20 +2,20 @@
 thing each.
 """
 
-import gc
 import json
 import math
 import os
 import sys
 import tempfile
 import traceback
-from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from conformance.engine.options import Options, flags, split_names
+from conformance.engine.collecting import uncollected
+from conformance.engine.options import Options, Version, add_verb, flags, split_names
 from conformance.usage import UsageError, check_module
 
 USAGE, HARNESS, TOO_LITTLE, REGRESSION = 2, 3, 4, 5
@@ -51,23 +51,21 @@ def _check(given: Namespace) -> None:
     if "impl" in given:
         Options.parsed(given)
         check_module(given.impl)
+    if "against" in given:
+        check_module(given.against, "--against")
     if not 0 < getattr(given, "minutes", 1) < math.inf:
         raise UsageError(f"--minutes is {given.minutes}; it must be above 0")
 
 
 def _checked(given: Namespace) -> int:
     """Run the verb; an error becomes a message and an exit code."""
-    if given.verb in (run, fuzz, replay, minimize, check_adapter, new_test, doctor):
+    if given.verb in (run, fuzz, replay, minimize, speed, check_adapter, new_test, doctor):
         from conformance.engine.child import server
 
         server.start()  # children fork from it; it imports torch while this process does
-    collecting = gc.isenabled()
-    gc.disable()  # a collection walks all that torch's import has made so far
-    from conformance import catalogue as catalogue
-    from conformance.core.case import CaseError
-
-    if collecting:
-        gc.enable()
+    with uncollected():
+        from conformance import catalogue as catalogue
+        from conformance.core.case import CaseError
     try:
         return _verb(given)
     except (UsageError, CaseError) as error:
@@ -96,26 +94,16 @@ def _verb(given: Namespace) -> int:
     return given.verb(given)
 
 
-class _Version(Action):
-    """Prints the version, which is looked up only then."""
-
-    def __call__(self, parser: ArgumentParser, *_: Any) -> None:
-        from conformance import __version__
-
-        print(f"moe-conformance {__version__}")
-        parser.exit()
-
-
 def parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="moe-conformance",
         allow_abbrev=False,
         description="Compare an implementation of the Mixture-of-Experts pipeline with the reference.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version of the package")
+    parser.add_argument("--version", action=Version, nargs=0, help="print the version of the package")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     every = [flag for flag, _ in flags()]
-    judging = _add(verbs, "run", run, "judge an implementation; ends with a verdict", *every)
+    judging = add_verb(verbs, "run", run, "judge an implementation; ends with a verdict", *every)
     text = "judge on the workers of a Ray cluster: its address, auto (one that runs here, or a new one), or local"
     judging.add_argument("--cluster", default="", metavar="ADDRESS", help=text)
     for name, verb, text in (
@@ -123,32 +111,34 @@ def parser() -> ArgumentParser:
         ("minimize", minimize, "find the smallest case that fails like this one"),
         ("explain", explain, "run a case's stages one by one and name the first that is wrong"),
     ):
-        one_case = _add(verbs, name, verb, text, "--impl", "--device", "--corpus", "--case-seconds")
+        one_case = add_verb(verbs, name, verb, text, "--impl", "--device", "--corpus", "--case-seconds")
         one_case.add_argument("case", help="the case's id, its file, or its JSON text")
     chosen = ("--impl", "--device", "--jobs", "--corpus", "--case-seconds", "--waivers")
-    searching = _add(verbs, "fuzz", fuzz, "search for failing cases for some minutes", *chosen)
+    searching = add_verb(verbs, "fuzz", fuzz, "search for failing cases for some minutes", *chosen)
     text = "functions to search, separated by commas (default: all that are offered, in equal shares of the time)"
     searching.add_argument("--function", default="", help=text)
     searching.add_argument("--minutes", type=float, default=5.0, help="time of the search (default: 5)")
     text = "seed of the search (default: 0)"
     searching.add_argument("--seed", "--run-seed", dest="run_seed", type=int, default=0, metavar="N", help=text)
-    shards = _add(verbs, "merge", merge, "make one verdict of the JSON reports of all shards", "--report")
+    shards = add_verb(verbs, "merge", merge, "make one verdict of the JSON reports of all shards", "--report")
     shards.add_argument("reports", nargs="+", metavar="REPORT", help="a report of each shard")
-    two = _add(verbs, "compare", compare, "show what differs between two JSON reports")
+    two = add_verb(verbs, "compare", compare, "show what differs between two JSON reports")
     two.add_argument("old", help="the earlier report")
     two.add_argument("new", help="the later one")
     text = "list the functions, their laws, illegal calls and golden cases, and the profiles"
-    listed = _add(verbs, "list", list_, text)
+    listed = add_verb(verbs, "list", list_, text)
     text = "list these functions alone, separated by commas, also with the sizes of their covering arrays"
     listed.add_argument("--function", default="", help=text)
-    _add(verbs, "doctor", doctor, "say what this machine has and whether the suite works on it")
-    _add(verbs, "check-adapter", check_adapter, "say what a namespace offers and what is missing", "--impl", "--device")
-    new = _add(verbs, "new-adapter", new_adapter, "write the start of an adapter, NAME.py, in this folder")
+    add_verb(verbs, "doctor", doctor, "say what this machine has and whether the suite works on it")
+    add_verb(
+        verbs, "check-adapter", check_adapter, "say what a namespace offers and what is missing", "--impl", "--device"
+    )
+    new = add_verb(verbs, "new-adapter", new_adapter, "write the start of an adapter, NAME.py, in this folder")
     new.add_argument("name", metavar="NAME", help="the module's name, such as my_adapter")
     text = "functions to write stubs of, separated by commas (default: a whole example)"
     new.add_argument("--function", default="", help=text)
     text = "write test_NAMESPACE.py in this folder: hypothesis tests of the functions that the namespace offers"
-    tests = _add(verbs, "new-test", new_test, text, "--impl", "--device")
+    tests = add_verb(verbs, "new-test", new_test, text, "--impl", "--device")
     tests.add_argument("--function", default="", help="functions to test, separated by commas (default: all)")
     _add_more(verbs)
     return parser
@@ -157,18 +147,24 @@ def parser() -> ArgumentParser:
 def _add_more(verbs: Any) -> None:
     """Verbs for other programs, and for work on the suite and on `moe_fast`."""
     text = "write a function's cases, with their inputs, results and limits, as safetensors and JSON"
-    written = _add(verbs, "export", export, text, "--profile")
+    written = add_verb(verbs, "export", export, text, "--profile")
     written.add_argument("folder", metavar="FOLDER", help="where FUNCTION.safetensors and FUNCTION.json are written")
     text = "functions to export, separated by commas, a pair of files for each"
     written.add_argument("--function", required=True, help=text)
+    text = "time right results beside another implementation's and the memory's speed, and compare with earlier ratios"
+    chosen = ("--impl", "--device", "--corpus", "--case-seconds", "--function", "--report", "--baseline")
+    raced = add_verb(verbs, "speed", speed, text, *chosen)
+    text = "ids, files or JSON texts (default: a case of a model's size for each function that is offered)"
+    raced.add_argument("case", nargs="*", metavar="CASE", help=text)
+    raced.add_argument("--against", default="", metavar="MODULE", help="the rival, such as moe_fast (default: none)")
     text = "time moe_fast beside its peers (in a checkout, on a GPU), and compare the ratios with earlier ones"
-    timing = _add(verbs, "bench", bench, text)
+    timing = add_verb(verbs, "bench", bench, text)
     timing.add_argument("--only", default="", help="names of benchmarks, separated by commas (default: all)")
     timing.add_argument("--report", default="", metavar="FILE", help="write all figures to this JSON file")
     text = "an earlier --report: exit code 5 if a ratio fell by more than 5 %%"
     timing.add_argument("--baseline", default="", metavar="FILE", help=text)
     text = "plant defects and count how many the suite finds"
-    planted = _add(verbs, "mutants", mutants, text, "--impl", "--run-seed", "--jobs", "--report")
+    planted = add_verb(verbs, "mutants", mutants, text, "--impl", "--run-seed", "--jobs", "--report")
     kinds = "listed defects, those made from the implementation's source, or both"
     planted.add_argument("--kind", choices=("planted", "automatic", "all"), default="planted", help=kinds)
     planted.add_argument("--sample", type=int, default=0, help="number of automatic ones, spread over all of them")
@@ -178,15 +174,6 @@ def _add_more(verbs: Any) -> None:
     planted.add_argument("--only", default="", help="only mutants whose name contains this")
     text = "use the cases of a gate on one GPU; on a CPU without the laws that need a GPU"
     planted.add_argument("--one-gpu", action="store_true", help=text)
-
-
-def _add(verbs: Any, name: str, verb: Callable[[Namespace], int], text: str, *chosen: str) -> ArgumentParser:
-    parser = verbs.add_parser(name, help=text, allow_abbrev=False, description=text[0].upper() + text[1:] + ".")
-    parser.set_defaults(verb=verb)
-    for flag, arguments in flags():
-        if flag in chosen:
-            parser.add_argument(flag, required=flag == "--impl", **arguments)
-    return parser
 
 
 def run(given: Namespace) -> int:
@@ -364,6 +351,13 @@ def export(given: Namespace) -> int:
         for what, reasons in (("cases left out", vectors.left_out), ("outputs without a rule", vectors.unstated)):
             print("".join(f"  {count} {what}: {reason}\n" for reason, count in reasons.items()), end="")
     return 0
+
+
+def speed(given: Namespace) -> int:
+    """Exit code 0, 1 if a result is wrong, 4 if nothing was timed, 5 if a ratio fell."""
+    from conformance.report.speed import speed as timed
+
+    return timed(Options.parsed(given), given.against, given.case)
 
 
 def bench(given: Namespace) -> int:

@@ -230,6 +230,10 @@ class Implementation:
             changed = before.restore()
         if changed:
             raise ModeChanged(f"returned with another {changed} than before the call")
+        return self.completed(function, result)
+
+    def completed(self, function: str, result: Any) -> Any:
+        """The result with None for outputs that the function is declared to omit and lacks."""
         declared = self._declared.get(function)
         return _completed(result, declared.get("omits", ())) if isinstance(declared, dict) else result
 

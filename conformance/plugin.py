@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from conformance.engine.collecting import uncollected
 from conformance.engine.options import Options, flags
 
 # pytest prints the class's name in front of the message
@@ -56,11 +57,19 @@ class Run:
     def pytest_configure_node(self, node: Any) -> None:
         node.workerinput["conformance_folder"] = str(self.folder)
 
+    def pytest_report_header(self) -> str:
+        given = self.config.option
+        return f"moe-conformance: {given.moe_impl}, profile {given.moe_profile}; each process first imports torch"
+
     def pytest_sessionstart(self) -> None:
         """Start the session; a controller of workers starts one too, to fail once for all."""
-        from conformance.core.case import CaseError
-        from conformance.engine.run.session import Session
-        from conformance.interface import UsageError
+        from conformance.engine.child import server
+
+        server.start()  # it imports torch while this process does
+        with uncollected():
+            from conformance.core.case import CaseError
+            from conformance.engine.run.session import Session
+            from conformance.interface import UsageError
 
         controller = not self.worker and bool(self.config.getoption("numprocesses", None))
         if not self.worker:

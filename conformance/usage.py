@@ -13,8 +13,8 @@ class UsageError(Exception):
     """Unusable user input; the message is one clear sentence."""
 
 
-def check_module(name: str) -> None:
-    """Check what can be told of `--impl` without importing anything.
+def check_module(name: str, flag: str = "--impl") -> None:
+    """Check what can be told of a namespace's name without importing anything.
 
     Raises:
         UsageError: a file's name, or a package or module that does not exist.
@@ -22,10 +22,10 @@ def check_module(name: str) -> None:
     module_name = name.partition(":")[0]
     if module_name.endswith(".py") or "/" in module_name:
         right = module_name.removesuffix(".py").strip("./").replace("/", ".")
-        raise UsageError(f"--impl {name}: give the module's name, not its file: {right}")
+        raise UsageError(f"{flag} {name}: give the module's name, not its file: {right}")
     top = module_name.partition(".")[0]
     if top and not _exists(top):
-        raise UsageError(missing_module(name, top))
+        raise UsageError(missing_module(name, top, flag))
 
 
 def check_known(argument: str, names: Iterable[str], known: Iterable[str]) -> None:
@@ -57,8 +57,8 @@ def check_report(path: str) -> None:
         raise UsageError(f"--report {path}: is a folder")
 
 
-def missing_module(name: str, missing: str) -> str:
-    return f"--impl {name}: there is no module {missing!r}, installed, on PYTHONPATH or in {os.getcwd()}"
+def missing_module(name: str, missing: str, flag: str = "--impl") -> str:
+    return f"{flag} {name}: there is no module {missing!r}, installed, on PYTHONPATH or in {os.getcwd()}"
 
 
 def _exists(top: str) -> bool:

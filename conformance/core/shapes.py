@@ -23,4 +23,5 @@ class Shapes:
     always: Callable[[Any], list[Any]] = lambda scope: []  # fields of cases, or whole cases
     far: Changes = field(default_factory=dict)  # of far cases, which have sizes 3, narrow dtypes
     illegal: Changes = field(default_factory=lambda: {"tokens": 2, "experts": 2})
+    real: Callable[[Any], Changes] | None = None  # the fields of a case of a model's size, to be timed
     weight: float = 1  # the function's share of a run

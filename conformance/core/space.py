@@ -40,6 +40,11 @@ class Space:
         """More tokens than one block or program of any kernel; fewer in an interpreter."""
         return 2100 if self.device == "cuda" else 260
 
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of a call that is timed: as many as a GPU has in training."""
+        return 4096 if self.device == "cuda" else 512
+
     def accepts(self, function: str, setting: str) -> bool:
         return setting not in self.without.get(function, frozenset())
 

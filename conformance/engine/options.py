@@ -7,7 +7,7 @@ with the prefix `--moe-`.
 import math
 import re
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -142,3 +142,23 @@ def flags() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every flag with the arguments of `add_argument`."""
     for option in fields(Options):
         yield option.metadata["flag"], option.metadata["arguments"]
+
+
+def add_verb(verbs: Any, name: str, verb: Callable[[Namespace], int], text: str, *chosen: str) -> ArgumentParser:
+    """A subparser that has the chosen flags of `Options`, and calls `verb`."""
+    parser = verbs.add_parser(name, help=text, allow_abbrev=False, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(verb=verb)
+    for flag, arguments in flags():
+        if flag in chosen:
+            parser.add_argument(flag, required=flag == "--impl", **arguments)
+    return parser
+
+
+class Version(Action):
+    """Prints the version, which is looked up only then."""
+
+    def __call__(self, parser: ArgumentParser, *_: Any) -> None:
+        from conformance import __version__
+
+        print(f"moe-conformance {__version__}")
+        parser.exit()

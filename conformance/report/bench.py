@@ -10,20 +10,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from conformance.report.ratios import Report, compared, read
 from conformance.usage import UsageError, check_known
 
 NAMES = ("permutation", "router", "quantization", "experts", "fused", "layer")
 CHECKOUT = Path(__file__).parents[2]
-FALL = 0.05  # of a ratio: repeated runs differ by less, raw times by more
-DIFFERS, REGRESSION = 1, 5  # exit codes
+DIFFERS = 1  # exit code
 SAME = ("device", "tokens")  # must be equal for a comparison
-Report = dict[str, Any]
 
 
 def bench(only: Sequence[str], report: str, baseline: str, root: Path = CHECKOUT) -> int:
@@ -50,7 +48,7 @@ def bench(only: Sequence[str], report: str, baseline: str, root: Path = CHECKOUT
     if report and not Path(report).absolute().parent.is_dir():
         raise UsageError(f"--report {report}: there is no folder {Path(report).absolute().parent}")
     chosen = tuple(only) or NAMES
-    old = read(baseline) if baseline else None
+    old = read(baseline, SAME, "bench") if baseline else None
     new = measured(chosen, root) if timed else None
     if new is None:
         print("no GPU: the benchmarks check tiny shapes, and time nothing", flush=True)
@@ -59,7 +57,7 @@ def bench(only: Sequence[str], report: str, baseline: str, root: Path = CHECKOUT
         Path(report).write_text(json.dumps(new, indent=1) + "\n")
     if {*new["benchmarks"]} != {*chosen}:
         return DIFFERS
-    return compared(old, new, chosen) if old else 0
+    return compared(old, new, chosen, SAME) if old else 0
 
 
 def measured(chosen: Sequence[str], root: Path) -> Report:
@@ -80,54 +78,3 @@ def _ran(name: str, arguments: list[str], root: Path) -> bool:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
     return subprocess.run(command, cwd=root, env=environment).returncode == 0
-
-
-def read(path: str) -> Report:
-    """The report in a file.
-
-    Raises:
-        UsageError: no such file, or no report of `bench`.
-    """
-    try:
-        report = json.loads(Path(path).read_text())
-        for name in report["benchmarks"]:
-            list(ratios(report, name))
-        return {name: report[name] for name in (*SAME, "benchmarks")}
-    except OSError as error:
-        raise UsageError(f"--baseline {path}: cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
-        raise UsageError(f"--baseline {path}: not a JSON report of bench") from None
-
-
-def compared(old: Report, new: Report, chosen: Sequence[str]) -> int:
-    """Print each ratio that fell, or is gone; the exit code.
-
-    Raises:
-        UsageError: the reports are of different devices or sizes.
-    """
-    for name in SAME:
-        if old[name] != new[name]:
-            raise UsageError(f"the baseline's {name} is {old[name]!r}, this run's {new[name]!r}: ratios differ by it")
-    count, fallen = 0, []
-    for name in chosen:
-        now = dict(ratios(new, name))
-        for place, before in ratios(old, name):
-            count += 1
-            if place not in now:
-                fallen.append(f"{', '.join(place)}: {before:.3f}, and is no longer measured")
-            elif now[place] < before * (1 - FALL):
-                fallen.append(f"{', '.join(place)}: {before:.3f} → {now[place]:.3f} ({now[place] / before - 1:+.1%})")
-    print("\n".join([f"{len(fallen)} of {count} ratios of the baseline fell by more than {FALL:.0%}", *fallen]))
-    return REGRESSION if fallen else 0
-
-
-def ratios(report: Report, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Each own version's speed relative to each peer and to the floor of that run; 1: as fast."""
-    for shape, operations in report["benchmarks"].get(name, {}).get("operations", {}).items():
-        for title, result in operations.items():
-            for own in result["ours"]:
-                place, us = (name, shape, title, own), result["us"][own]
-                if result.get("floor_us"):
-                    yield (*place, "÷ floor"), result["floor_us"] / us
-                for peer in result["us"].keys() - {*result["ours"]}:
-                    yield (*place, f"÷ {peer}"), result["us"][peer] / us

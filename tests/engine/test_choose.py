@@ -6,7 +6,9 @@ import sys
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 
+from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
 from conformance.engine.choose.draw import drawn, far_cases, run_seed, strategy
 from conformance.engine.choose.plan import Section, cases_of
@@ -88,3 +90,30 @@ def test_the_cases_depend_on_neither_folder_nor_process(tmp_path):
 def test_seeds_of_sections_differ():
     seeds = [run_seed(function, shard, seed) for function in FUNCTIONS for shard in range(3) for seed in range(3)]
     assert len(set(seeds)) == len(seeds)
+
+
+# ---- what smoke has
+
+AFTER = {"score_function": "softmax", "pre_softmax": False}  # the defaults: softmax of the chosen
+GPT_OSS = {  # settings of a call, with True for a tensor that is given
+    "gate": {"bias": True},
+    "topk_routing": {"topk": 2} | AFTER,
+    "glu": {"kind": "quick_geglu", "clamp": 7.0, "offset": 1.0, "interleave": 1, "probs": True},
+    "grouped_mlp": {"clamp": 7.0, "offset": 1.0, "fc1_bias": True, "fc2_bias": True, "probs": True},
+}
+
+
+def smoke_has(function: str, device: str, settings: dict) -> bool:
+    """Whether a call of the profile smoke has all these settings."""
+    sections = (Section("fixed", function), Section("drawn", function))
+    cases = [case for section in sections for case in cases_of(section, PROFILES["smoke"], Space(device), 0)]
+    calls = [CONTRACTS[function].problem(case).settings for case in cases if not case.illegal]
+    given = [{name: True if isinstance(x, Tensor) else x for name, x in call.items()} for call in calls]
+    return any(settings.items() <= (AFTER | call).items() for call in given)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("function", GPT_OSS)
+def test_smoke_has_the_settings_of_gpt_oss(function, device):
+    assert smoke_has(function, device, GPT_OSS[function])
+    assert not smoke_has(function, device, GPT_OSS[function] | {"no such setting": True})

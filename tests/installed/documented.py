@@ -43,6 +43,10 @@ RUNS = (  # in this order, in one folder
     Run("moe-conformance run --impl my_dispatch --profile smoke", short="--function allgather_combine --jobs 1"),
     Run("moe-conformance export vectors --function permute,z_loss", short="--profile smoke"),
     Run("python examples/read_vectors.py vectors", short=""),
+    Run(
+        "moe-conformance speed --impl my_kernels --against moe_fast --report speed.json",
+        short='--against moe_ref --device cpu {"function":"permute","tokens":3}',
+    ),
     Run("moe-conformance list", short=""),
     Run("moe-conformance doctor", short=""),
 )
@@ -69,7 +73,7 @@ LEFT = (
     Left(r"moe-conformance bench --(report|baseline)", "a GPU", "tests/report/test_bench.py"),
     Left(r"(PYTHONPATH=\S+ )?moe-conformance mutants --impl moe_(ref|copy)", "minutes",
          "tests/mutants/test_mutants.py"),
-    Left(r"((TE_WHEEL=te )?moe-conformance|python -m conformance) run --impl \S*(peers|te_kernels)", "another package",
+    Left(r"((TE_WHEEL=te )?moe-conformance|python -m conformance) run --impl \S*(peers|te_kernels|te_permutation)", "another package",
          "tests/peers/test_peers.py"),
     Left(r"(\S+=\S+ )*python3? -m (benchmarks|pytest -p)", "minutes or a GPU", "tests/test_benchmarks.py"),
 )  # fmt: skip

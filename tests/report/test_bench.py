@@ -8,7 +8,8 @@ import torch
 
 from benchmarks import experts
 from benchmarks.common import Operation, timed
-from conformance.report.bench import FALL, NAMES, bench, compared, ratios, read
+from conformance.report.bench import NAMES, SAME, bench
+from conformance.report.ratios import FALL, compared, ratios, read
 
 ROW = {"us": {"moe_fast": 100.0, "walk": 50.0, "argsort": 300.0}, "ours": ["moe_fast", "walk"], "floor_us": 90.0}
 OLD = {"device": "H200", "tokens": 8192, "benchmarks": {"permutation": {"operations": {"tiny": {"row map": ROW}}}}}
@@ -46,7 +47,7 @@ def test_a_ratio_is_of_an_own_version_to_the_floor_or_a_peer():
     ],
 )
 def test_a_fall_of_more_than_five_percent_is_a_regression(capsys, us, fallen):
-    assert compared(OLD, changed(**us), NAMES) == (5 if fallen else 0)
+    assert compared(OLD, changed(**us), NAMES, SAME) == (5 if fallen else 0)
     head, *lines = capsys.readouterr().out.splitlines()
     assert (head, len(lines)) == (f"{fallen} of 4 ratios of the baseline fell by more than 5%", fallen)
     assert FALL == 0.05
@@ -55,35 +56,35 @@ def test_a_fall_of_more_than_five_percent_is_a_regression(capsys, us, fallen):
 def test_slower_hardware_alone_is_no_regression():
     new = changed(moe_fast=200.0, walk=100.0, argsort=600.0)
     new["benchmarks"]["permutation"]["operations"]["tiny"]["row map"]["floor_us"] = 180.0
-    assert compared(OLD, new, NAMES) == 0
+    assert compared(OLD, new, NAMES, SAME) == 0
 
 
 def test_what_is_no_longer_measured_is_a_regression(capsys):
     new = copy.deepcopy(OLD)
     new["benchmarks"]["permutation"]["operations"]["tiny"] = {}
-    assert compared(OLD, new, NAMES) == 5
+    assert compared(OLD, new, NAMES, SAME) == 5
     assert "permutation, tiny, row map, moe_fast, ÷ floor: 0.900, and is no longer measured" in capsys.readouterr().out
-    assert compared(OLD, new, ("router",)) == 0
+    assert compared(OLD, new, ("router",), SAME) == 0
 
 
 def test_a_baseline_of_another_gpu_or_size_is_refused():
     for name, value in (("device", "H100"), ("tokens", 1024)):
         with pytest.raises(Exception, match=f"the baseline's {name} is"):
-            compared(OLD | {name: value}, OLD, NAMES)
+            compared(OLD | {name: value}, OLD, NAMES, SAME)
 
 
 def test_a_recorded_file_is_read_back_and_another_is_refused(tmp_path):
     path = tmp_path / "old.json"
     path.write_text(json.dumps(OLD))
-    assert read(str(path)) == OLD
+    assert read(str(path), SAME, "bench") == OLD
     bad = copy.deepcopy(OLD)
     del bad["benchmarks"]["permutation"]["operations"]["tiny"]["row map"]["us"]["walk"]
     for text in ("{", "[]", json.dumps({"benchmarks": {}}), json.dumps(bad)):
         path.write_text(text)
         with pytest.raises(Exception, match="not a JSON report of bench"):
-            read(str(path))
+            read(str(path), SAME, "bench")
     with pytest.raises(Exception, match="cannot be read"):
-        read(str(tmp_path / "none.json"))
+        read(str(tmp_path / "none.json"), SAME, "bench")
 
 
 SCRIPT = "import sys, pathlib; pathlib.Path('ran').write_text(' '.join(sys.argv[1:])); sys.exit({code})\n"

@@ -27,6 +27,7 @@ VERBS = (
     "check-adapter",
     "new-adapter",
     "new-test",
+    "speed",
     "mutants",
     "list",
     "doctor",
@@ -50,6 +51,7 @@ QUICK = [
     (smoke("moe_ref", "--waivers", "missing.toml"), 2, "--waivers missing.toml: there is no such file"),
     (smoke("moe_ref", "--baseline", "missing.json"), 2, "--baseline missing.json: there is no such file"),
     (("fuzz", "--impl", "moe_ref", "--minutes", "0"), 2, "--minutes is 0.0; it must be above 0"),
+    (("speed", "--impl", "good", "--against", "nobody"), 2, "--against nobody: there is no module 'nobody'"),
     (("replay", "{}", "--impl", "nobody"), 2, "there is no module 'nobody'"),
 ]
 
@@ -75,3 +77,23 @@ def test_the_version_is_the_installed_packages():
     assert conformance.__version__ == importlib.metadata.version("moe-conformance")
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = conformance.nothing
+
+
+COLLECTED = """
+import gc, sys
+from conformance.engine.collecting import uncollected
+with uncollected():
+    inside = gc.isenabled()
+    import torch
+print(inside, gc.isenabled(), gc.get_freeze_count() > 100_000)
+before = gc.get_freeze_count()
+made = [[] for _ in range(1000)]
+with uncollected():
+    inside = gc.isenabled()
+print(inside, gc.isenabled(), gc.get_freeze_count() == before)
+"""
+
+
+def test_collections_leave_out_what_torch_has_made_and_nothing_of_a_process_that_had_torch():
+    done = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["False True True", "True True True"], done.stderr

@@ -103,6 +103,7 @@ def test_pytest_with_two_workers_runs_the_same_suite(call, place):
     }
     told = {name: process.communicate() for name, process in processes.items()}
     assert processes["two"].returncode == 0, told["two"]
+    assert "moe-conformance: two, profile smoke; each process first imports torch" in told["two"][0]
     assert "CONFORMANT   2 functions" in told["two"][0]
     assert call(*smoke("two", "--report", "alone.json"))[0] == 0
     spread, alone = (json.loads((place / name).read_text())["functions"] for name in ("two.json", "alone.json"))

@@ -6,6 +6,5 @@ through torch, which takes 0.1 s, nor copies the pages that the children share.
 
 import gc
 
-gc.collect()
 gc.freeze()
 gc.enable()  # see `environment`

@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from conformance.core.contract import Opaque, Problem
 from conformance.core.double_backward import second_derivatives
 from conformance.core.tensors import laid_out
 from conformance.engine.child.addresses import Addresses
+from conformance.engine.child.manners import MANNERS, Outputs
 from conformance.engine.child.poison import Poison
 from conformance.engine.child.results import Unreadable, is_changed, read
 from conformance.interface import Implementation, ModeChanged, named_outputs
@@ -23,8 +23,6 @@ from conformance.judge import Finding, judge
 from conformance.judge.exact import Exact
 from conformance.modes import Modes
 from conformance.texts import described
-
-Outputs = dict[str, Any]
 
 
 @dataclass
@@ -67,33 +65,6 @@ class Misbehaved(Exception):
     def __init__(self, output: str, check: str, message: str) -> None:
         super().__init__(message)
         self.finding = Finding(output, check, message)
-
-
-def _in_another_thread(call: Callable[[], Outputs]) -> Outputs:
-    """The call in a thread that has made none before, on the same stream."""
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-    def made() -> Outputs:
-        with torch.cuda.stream(stream):
-            return call()
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(made).result()
-
-
-def _in_inference_mode(call: Callable[[], Outputs]) -> Outputs:
-    with torch.inference_mode():
-        return call()
-
-
-# by name: how a call is made
-MANNERS: dict[str, Callable[[Callable[[], Outputs]], Outputs]] = {
-    "": lambda call: call(),
-    "thread": _in_another_thread,
-    "inference": _in_inference_mode,
-    "accumulated": lambda call: call(),  # gradients of views, added to a `.grad`: see `Runner._call`
-    "twice": lambda call: call(),  # second derivatives only: see `Runner._call`
-}
 
 
 def _may_draw(problem: Problem) -> bool:
@@ -146,10 +117,10 @@ class Runner:
                 or returned values that the interface forbids.
             Blocked: the producer of an opaque input is wrong.
         """
-        placed = self._place(problem)
-        placed_before = self._place(before) if before else {}
+        placed = self.place(problem)
+        placed_before = self.place(before) if before else {}
         with self._watched(problem, poison):
-            opaque = self._produce(problem) if problem.producer else None
+            opaque = self.produce(problem) if problem.producer else None
             if before:
                 self._call(before, placed_before, opaque)
             started = time.perf_counter()
@@ -180,15 +151,15 @@ class Runner:
         Raises:
             Misbehaved, Blocked: see `run`.
         """
-        places = [self._place(first), {} if reuse else self._place(second)]
+        places = [self.place(first), {} if reuse else self.place(second)]
         calls: list[tuple[Problem, dict[str, Tensor], Outputs]] = []
         with self._watched(first):
             for problem, placed in zip((first, second), places, strict=True):
-                placed = placed or self._place(problem, places[0])
-                opaque = self._produce(problem) if problem.producer else None
+                placed = placed or self.place(problem, places[0])
+                opaque = self.produce(problem) if problem.producer else None
                 calls.append((problem, placed, self._forward(problem, placed, opaque)))
             results = [
-                self._finished(problem, outputs | self._gradients(problem, inputs, outputs))
+                self._finished(problem, outputs | self.gradients(problem, inputs, outputs))
                 for problem, inputs, outputs in calls
             ]
         self.changed = "" if reuse else _changed(first, places[0])
@@ -250,7 +221,8 @@ class Runner:
         layout = "contiguous" if name in problem.tensors else problem.layouts.get(name, "contiguous")
         return laid_out(x, layout) if isinstance(x, Tensor) else x
 
-    def _place(self, problem: Problem, storage: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def place(self, problem: Problem, storage: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Inputs and cotangents on the device, in their layouts; or in the memory of others."""
         masters = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
         if storage is None:
             placed = {
@@ -275,7 +247,7 @@ class Runner:
         for name, x in placed.items():
             x.detach().copy_(sources[name])
 
-    def _produce(self, problem: Problem) -> dict[str, Any]:
+    def produce(self, problem: Problem) -> dict[str, Any]:
         """The opaque inputs, from this implementation's own producer, whose rows must be right."""
         assert problem.producer is not None
         producer = problem.producer
@@ -306,16 +278,15 @@ class Runner:
             outputs = self._forward(problem, placed, opaque)
             if manner == "twice":
                 return self._second_derivatives(problem, placed, outputs)
-            return outputs | self._gradients(problem, placed, outputs)
+            return outputs | self.gradients(problem, placed, outputs)
         views = {name: placed[name].view_as(placed[name]) for name in problem.wanted}
         outputs = self._forward(problem, placed | views, opaque)
         return outputs | self._accumulated(problem, placed, outputs)
 
-    def _forward(self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None) -> Outputs:
-        contract = CONTRACTS[problem.function]
-        if problem.script:
-            given = problem.required | problem.settings | placed | {"produced": opaque}
-            return problem.script(self.implementation, given)
+    def arguments(
+        self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """By position and by keyword, as the implementation takes them."""
         arguments = [
             opaque[x.field_name] if isinstance(x, Opaque) and opaque else placed.get(name, x)
             for name, x in problem.required.items()
@@ -324,11 +295,18 @@ class Runner:
         settings = {
             name: placed[name] if name in placed else self._on_device(x)
             for name, x in problem.settings.items()
-            if not (name in lacking and name in contract.redundant)
+            if not (name in lacking and name in CONTRACTS[problem.function].redundant)
         }
+        return arguments, settings
+
+    def _forward(self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None) -> Outputs:
+        if problem.script:
+            given = problem.required | problem.settings | placed | {"produced": opaque}
+            return problem.script(self.implementation, given)
+        arguments, settings = self.arguments(problem, placed, opaque)
         try:
             result = self.implementation.call(problem.function, *arguments, **settings)
-            return named_outputs(result, contract.outputs)
+            return named_outputs(result, CONTRACTS[problem.function].outputs)
         except ValueError as error:
             if str(error).startswith("returned"):
                 raise Misbehaved("call", "signature", str(error)) from error
@@ -351,7 +329,7 @@ class Runner:
         cotangents = [placed[f"d_{name}"].to(outputs[name].dtype) for name in attached]
         return [outputs[name] for name in attached], cotangents
 
-    def _gradients(self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs) -> dict[str, Tensor]:
+    def gradients(self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs) -> dict[str, Tensor]:
         """Gradients of the wanted inputs; of one without effect on the outputs, zeros."""
         if not problem.wanted:
             return {}

@@ -11,6 +11,8 @@ from conformance.judge import Bounded, Expectation
 
 Golden = dict[str, tuple[Problem, dict[str, Expectation]]]
 LN3 = math.log(3)  # σ(ln 3) = 3/4
+QUICK = LN3 / 1.702  # σ(1.702 u) = 3/4
+SATURATED = 1 / (1 + math.exp(-1.702 * 7))
 KEPT = 1.125  # ln 3 = 1.0986… in E4M3, whose next number is 1
 KEPT_SIGMOID = 1 / (1 + math.exp(-KEPT))
 
@@ -67,6 +69,18 @@ GLU: Golden = {
     "clamped_with_an_offset": (  # 7 · (1 + 1), 0 · …, 3 · (7 + 1), 3 · (-7 + 1), 7 · (-7 + 1)
         _glu([100, -1, 3, 3, 100, 1, 100, 9, -9, -100], kind="reglu", clamp=7.0, offset=1.0),
         {"out": _exactly([14, 0, 24, -18, -42])},
+    ),
+    # gpt-oss: u = ln 3 / 1.702, 100 → 7 and v = 2, -9 → -7;  ½ · ¾ u (2 + 1), ½ · 7 σ (-7 + 1)
+    "of_gpt_oss": (
+        _with(
+            _glu([QUICK, 2, 100, -9], kind="quick_geglu", clamp=7.0, offset=1.0, interleave=1, probs=_floats(0.5)),
+            [1, 1],
+        ),
+        {
+            "out": _near([1.125 * QUICK, -21 * SATURATED]),
+            "d_h": _near([1.5 * (0.75 + 0.1875 * LN3), 0.375 * QUICK, 0, 0]),
+            "d_probs": _near(2.25 * QUICK - 42 * SATURATED),
+        },
     ),
     "the_gate_has_no_lower_bound": (
         _glu([-8, 1], clamp=7.0),

@@ -11,6 +11,8 @@ from conformance.judge import Bounded, Expectation
 
 Golden = dict[str, tuple[Problem, dict[str, Expectation]]]
 LN3 = math.log(3)  # σ(ln 3) = 3/4
+QUICK = LN3 / 1.702  # σ(1.702 u) = 3/4
+QUICK_SLOPES = 3 * (0.75 + 0.1875 * LN3), 0.75 * QUICK  # of ¾ u (v + 1) at v = 2
 KEPT = 1.125  # ln 3 = 1.0986… in E4M3, whose next number is 1
 KEPT_SIGMOID = 1 / (1 + math.exp(-KEPT))
 KEPT_SLOPES = KEPT_SIGMOID * (1 + KEPT * (1 - KEPT_SIGMOID)) * 2.25, KEPT * KEPT_SIGMOID
@@ -108,6 +110,31 @@ GROUPED_MLP: Golden = {
             },
         ),
         {"out": _near([1.5 * LN3])},
+    ),
+    # gpt-oss: u = ln 3 / 1.702, v = 1.5 + ½;  a = ½ · ¾ u (2 + 1);  y = 2 a + ½ · 10;  d_a = 2 · ½
+    "of_gpt_oss": (
+        Problem(
+            "grouped_mlp",
+            {
+                "rows": _floats([1]),
+                "tokens_per_expert": torch.tensor([0, 1]),
+                "fc1_weight": _floats([[9], [9]], [[QUICK], [1.5]]),
+                "fc2_weight": _floats([[9]], [[2]]),
+            },
+            {"kind": "quick_geglu", "clamp": 7.0, "offset": 1.0, "probs": _floats(0.5)}
+            | {"fc1_bias": _floats([9, 9], [0, 0.5]), "fc2_bias": _floats([9], [10])},
+            wanted=_EVERY,
+            cotangents={"out": _floats([1])},
+        ),
+        {
+            "out": _near([2.25 * QUICK + 5]),
+            "d_rows": _near([QUICK_SLOPES[0] * QUICK + QUICK_SLOPES[1] * 1.5]),
+            "d_probs": _near(4.5 * QUICK + 10),
+            "d_fc1_weight": _near([[0], [0]], [[QUICK_SLOPES[0]], [QUICK_SLOPES[1]]]),
+            "d_fc2_weight": _near([[0]], [[1.125 * QUICK]]),
+            "d_fc1_bias": _near([0, 0], [*QUICK_SLOPES]),
+            "d_fc2_bias": _near([0], [0.5]),
+        },
     ),
     # h = ln 3, 2.2 → 1.125, 2.25; d_fc2_weight uses the unrounded a = ¾ ln 3 · 2.2
     "gradients_of_the_stored_input": (

@@ -74,7 +74,17 @@ FINE: list[Changes] = [
     {"tokens": 9, "width": 6, "values": "bounds", "clamp": 257, "dtype": "bfloat16"},
     {"tokens": 9, "width": 6, "offset": 257},
 ]
-ELEMENTWISE = Shapes(drawn=activations, affordable=near, covered={"tokens": 5, "width": 6}, always=long_rows)
+
+
+def of_a_model(scope: Scope) -> Changes:
+    """Rows of four experts of Qwen3-30B-A3B, as many as there are tokens."""
+    kind = {"dtype": "bfloat16", "probs": "float32"}
+    return kind | {"tokens": scope.space.real_tokens, "experts": 4, "hidden": 2048, "width": 768}
+
+
+ELEMENTWISE = Shapes(
+    drawn=activations, affordable=near, covered={"tokens": 5, "width": 6}, always=long_rows, real=of_a_model
+)
 GLU = ACTIVATION = ELEMENTWISE
 
 
@@ -232,6 +242,7 @@ PRODUCT = Shapes(
     together=in_high_precision,
     always=large,
     more=by_recipe,
+    real=of_a_model,
 )
 GROUPED_LINEAR = GROUPED_DGRAD = GROUPED_WGRAD = PRODUCT
 LATENT_PROJECTION = replace(PRODUCT, together=few_layouts, always=large_projections, weight=0.2)

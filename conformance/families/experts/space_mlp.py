@@ -12,7 +12,7 @@ from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
 from conformance.core.space import mostly, sizes, some_of
 from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS
-from conformance.families.experts.space import LOW_SHARE, few_segments, near, segments
+from conformance.families.experts.space import LOW_SHARE, few_segments, near, of_a_model, segments
 from conformance.families.experts.space_recipes import one_per_recipe
 from conformance.families.quantization.cases import RECIPES, UNIT, VARIANTS
 from moe_ref.config.quantization import OVERRIDES
@@ -283,7 +283,14 @@ def _large_shared(scope: Scope) -> list[Changes]:
 
 
 GROUPED_MLP = Shapes(
-    drawn=layers, affordable=near, covered=SIZES, together=_grouped_pairs, more=by_recipe, always=_large, weight=0.5
+    drawn=layers,
+    affordable=near,
+    covered=SIZES,
+    together=_grouped_pairs,
+    more=by_recipe,
+    always=_large,
+    weight=0.5,
+    real=of_a_model,
 )
 SEQUENTIAL_MLP = replace(GROUPED_MLP, together=_sequential_pairs, always=_ragged, weight=0.2)
 SHARED_EXPERTS = replace(

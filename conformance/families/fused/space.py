@@ -18,6 +18,7 @@ from conformance.families.quantization.space import (
     KINDS,
     accepted,
     mostly_some,
+    states,
     wide_tensors,
 )
 
@@ -110,6 +111,11 @@ def together(scope: Scope) -> dict[str, list[Any]]:
     return {"room": permutation.ROOM, "layout": LAYOUTS, "unused": [{"unused": ""}]}
 
 
+def of_a_model(scope: Scope) -> Changes:
+    """The permutation of a layer, and MXFP8; fewer tokens, for the judge is slow."""
+    return permutation.of_a_model(scope) | states(scope) | {"align": 1, "tokens": scope.space.real_tokens // 4}
+
+
 PERMUTE_AND_QUANTIZE = Shapes(
     drawn=drawn,
     affordable=affordable,
@@ -117,4 +123,5 @@ PERMUTE_AND_QUANTIZE = Shapes(
     together=together,
     always=always,
     far=permutation.FAR | {"scaling": "delayed"},
+    real=of_a_model,
 )

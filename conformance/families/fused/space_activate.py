@@ -6,7 +6,7 @@ from conformance.core.axes import Changes
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.families.experts.cases import PROB_DTYPES, WEIGHTS
-from conformance.families.experts.space import near
+from conformance.families.experts.space import near, of_a_model
 from conformance.families.quantization.cases import DIRECTIONS, SCALINGS, UNIT, VARIANTS
 from conformance.families.quantization.space import accepted, groups, mostly_some, wide_tensors
 
@@ -84,6 +84,12 @@ def always(scope: Scope) -> list[Changes]:
     return [*found, *(both | {"width": fields["hidden"]} | fields for fields in wide_tensors(scope))]
 
 
+def in_blocks(scope: Scope) -> Changes:
+    """The activation of a layer, quantised in MXFP8's blocks of 32 rows and of 32 columns."""
+    kind = {"scaling": "mxfp8", "direction": "both"}
+    return of_a_model(scope) | kind | {"tokens": scope.space.real_tokens // 32, "width": 768 // 32}
+
+
 GLU_AND_QUANTIZE = Shapes(
     drawn=drawn,
     affordable=near,
@@ -92,5 +98,6 @@ GLU_AND_QUANTIZE = Shapes(
     always=always,
     far={"experts": 2},
     weight=0.5,
+    real=in_blocks,
 )
 ACTIVATION_AND_QUANTIZE = GLU_BACKWARD_AND_QUANTIZE = ACTIVATION_BACKWARD_AND_QUANTIZE = GLU_AND_QUANTIZE

@@ -232,8 +232,23 @@ INDICES_TO_MULTIHOT = Shapes(
     far=FAR_SLOTS,
 )
 DEEPEP_LAYOUT = replace(INDICES_TO_MULTIHOT, together=lambda scope: {"ranks": [{"ranks": n} for n in (1, 2, 6)]})
+
+
+def of_a_model(scope: Scope) -> Changes:
+    """The permutation of a layer of Qwen3-30B-A3B."""
+    kind = {"spread": "uniform", "dtype": "bfloat16", "probs": "float32"}
+    return kind | {"tokens": scope.space.real_tokens, "experts": 128, "topk": 8, "hidden": 2048}
+
+
 UNPERMUTE = Shapes(
-    drawn=maps, affordable=affordable, covered=COVERED, together=_room, always=_permuted, far=FAR, weight=3
+    drawn=maps,
+    affordable=affordable,
+    covered=COVERED,
+    together=_room,
+    always=_permuted,
+    far=FAR,
+    weight=3,
+    real=of_a_model,
 )
 PERMUTE = replace(UNPERMUTE, always=lambda scope: [*_permuted(scope), *_past_32_bits(scope)])
 SORT_CHUNKS = Shapes(

@@ -249,6 +249,16 @@ LAYOUTS: list[Changes] = [
 ]
 
 
+def states(scope: Scope) -> Changes:
+    """Both directions of the states of Qwen3-30B-A3B, in MXFP8's blocks of 32 columns."""
+    return {"scaling": "mxfp8", "direction": "both", "dtype": "bfloat16", "hidden": 2048 // 32}
+
+
+def of_a_model(scope: Scope) -> Changes:
+    """The same, in blocks of 32 rows."""
+    return states(scope) | {"tokens": scope.space.real_tokens // 32}
+
+
 QUANTIZE = Shapes(
     drawn=drawn,
     affordable=affordable,
@@ -257,4 +267,5 @@ QUANTIZE = Shapes(
     always=always,
     far={"scaling": "nvfp4", "role": "grad_output", "tokens": 2, "experts": 2, "hidden": 1, "tail": 0},
     illegal={"tokens": 2, "experts": 2},
+    real=of_a_model,
 )

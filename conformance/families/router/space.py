@@ -20,6 +20,7 @@ from conformance.families.router.space_chosen import (
     MEAN_LENGTH,
     SLOW_PLANS,
     many_factors,
+    of_a_model,
     routed,
     strange,
 )
@@ -164,6 +165,7 @@ TOPK_INDICES = TOPK_ROUTING = Shapes(
     always=_chosen,
     far=FAR_CHOICE,
     weight=2,
+    real=of_a_model,
 )
 
 # ---- loads
@@ -341,6 +343,7 @@ GATE = Shapes(
     covered={"tokens": 5, "hidden": 11, "experts": 4},
     together=_gradients,
     always=_gated,
+    real=of_a_model,
 )
 JITTER = Shapes(drawn=states, affordable=near, covered={"tokens": 9, "hidden": 11}, always=_jittered)
 ATTACH_LOSS = replace(JITTER, covered={"tokens": 5, "hidden": 11}, always=lambda scope: [*_special(scope), FINE_SCALE])
@@ -366,6 +369,7 @@ AUX_LOSS_SCORES = Shapes(
     together=_values("topk", 1, 2, 8),
     always=lambda scope: [long(scope), WIDE, *strange(scope)],
     far={"experts": 4, "topk": 3, "padding": 4},
+    real=of_a_model,
 )
 LOAD_BALANCING_LOSS = Shapes(
     drawn=counted,
@@ -381,6 +385,7 @@ Z_LOSS = Shapes(
     together=_values("spread", "distinct", "negative", "minus_inf"),
     always=lambda scope: [long(scope), WIDE, *strange(scope)],
     far={"experts": 4, "padding": 4},
+    real=of_a_model,
 )
 UPDATE_EXPERT_BIAS = Shapes(drawn=counted, affordable=near, covered=LOADS, always=_large, far={"map_dtype": "int32"})
 ROUTE = Shapes(

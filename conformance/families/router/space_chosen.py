@@ -66,3 +66,9 @@ def routed(scope: Scope) -> list[Changes]:
         common | uneven | {"ranks": 2, "steps": "train+train+finish"},
         common | {"counts": (4, 2), "tokens": 6, "sequences": 2, "per_token": True, "steps": "train+finish"},
     ]
+
+
+def of_a_model(scope: Scope) -> Changes:
+    """The router of Qwen3-30B-A3B; its states where a function takes those."""
+    dtype = "bfloat16" if "hidden" in scope.live else "float32"
+    return {"dtype": dtype, "tokens": scope.space.real_tokens, "experts": 128, "topk": 8, "hidden": 2048}

@@ -1,0 +1,36 @@
+"""The ways in which a call is made, by name."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+Outputs = dict[str, Any]
+
+
+def _in_another_thread(call: Callable[[], Outputs]) -> Outputs:
+    """The call in a thread that has made none before, on the same stream."""
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def made() -> Outputs:
+        with torch.cuda.stream(stream):
+            return call()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(made).result()
+
+
+def _in_inference_mode(call: Callable[[], Outputs]) -> Outputs:
+    with torch.inference_mode():
+        return call()
+
+
+# by name: how a call is made
+MANNERS: dict[str, Callable[[Callable[[], Outputs]], Outputs]] = {
+    "": lambda call: call(),
+    "thread": _in_another_thread,
+    "inference": _in_inference_mode,
+    "accumulated": lambda call: call(),  # gradients of views, added to a `.grad`: see `Runner`
+    "twice": lambda call: call(),  # second derivatives only: see `Runner`
+}

@@ -1,0 +1,1 @@
+"""Clocks: how fast an implementation is, beside a rival and the memory of the device."""

@@ -1,0 +1,78 @@
+"""Clocks of calls that alternate in one process: events on a GPU, the host's clock on a CPU."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+COLD_BYTES = 256 * 2**20  # several times the L2 of a GPU
+HOST_BYTES = 32 * 2**20  # the same for caches of a CPU, where writing takes longer
+BF16 = 2  # bytes per element
+
+Call = Callable[[], object]
+Times = dict[str, float]  # microseconds of each version
+
+
+def medians(
+    versions: Mapping[str, Call], blocks: int, reps: int, before: Call = lambda: None, device: str = "cuda"
+) -> Times:
+    """Medians over `blocks` turns of medians of `reps` calls; `before` runs untimed before each."""
+    times: dict[str, list[float]] = {name: [] for name in versions}
+    turn = _by_events if device == "cuda" else _by_the_host
+    for _ in range(blocks):
+        for name, call in versions.items():
+            call()
+            times[name].append(statistics.median(turn(call, reps, before)))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def _by_events(call: Call, reps: int, before: Call) -> list[float]:
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
+    for begin, end in pairs:
+        before()
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
+
+
+def _by_the_host(call: Call, reps: int, before: Call) -> list[float]:
+    spans = []
+    for _ in range(reps):
+        before()
+        started = time.perf_counter()
+        call()
+        spans.append((time.perf_counter() - started) * 1e6)
+    return spans
+
+
+def interleaved(versions: Mapping[str, Call], blocks: int, reps: int, device: str = "cuda") -> Times:
+    """Single calls, launched from Python, with cold caches.
+
+    They are flushed by writes, as in `triton.testing.do_bench`: a call also pays for evictions.
+    """
+    count = (COLD_BYTES if device == "cuda" else HOST_BYTES) // 4
+    flushed = torch.empty(count, dtype=torch.int32, device=device)
+    for call in versions.values():
+        call()
+    return medians(versions, blocks, reps, flushed.zero_, device)
+
+
+def ceilings(
+    blocks: int, reps: int, device: str = "cuda", kinds: Sequence[str] = ("copy", "write", "read")
+) -> dict[str, float]:
+    """TB/s of a copy (bytes read plus written), of writes only, and of reads only: of 1 GiB, on a
+    CPU of 64 MiB.
+    """
+    source = torch.empty(2**29 if device == "cuda" else 2**25, dtype=torch.bfloat16, device=device).normal_()
+    target = torch.empty_like(source)
+    versions: dict[str, Call] = {
+        "copy": lambda: target.copy_(source),
+        "write": lambda: target.view(torch.int32).fill_(3),
+        "read": lambda: source.view(torch.float32).sum(),
+    }
+    count = source.numel() * BF16
+    times = interleaved({kind: versions[kind] for kind in kinds}, blocks, reps, device)
+    return {name: count * (2 if name == "copy" else 1) / us / 1e6 for name, us in times.items()}

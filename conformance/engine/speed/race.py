@@ -1,0 +1,236 @@
+"""A race of an implementation and a rival over cases: a wrong result has no speed."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.case import Case
+from conformance.core.contract import Problem
+from conformance.core.scope import Scope
+from conformance.core.space import Space
+from conformance.engine.child import interpreting
+from conformance.engine.child.child import chosen_device
+from conformance.engine.child.runner import Outcome
+from conformance.engine.options import ChildOptions, Options
+from conformance.engine.run.corpus import find
+from conformance.engine.run.explain import told
+from conformance.engine.run.pool import Pool
+from conformance.engine.speed.clocks import Call, Times, interleaved, medians
+from conformance.engine.speed.prepared import Calls, Inputs, Untimed, is_interpreted, problem_of
+from conformance.interface import Implementation, load
+from conformance.texts import described
+from conformance.usage import UsageError, check_known
+
+OWN = "--impl"  # the implementation's key beside the rival's name, which has no dash
+JUDGES = 2  # cases at a time
+TURNS, CALLS = 7, {"cuda": 15, "cpu": 5}  # of each side, and calls in a turn, at most
+FEW = 3  # turns of a call that alone takes longer than a turn
+TURN_SECONDS = 0.1  # of the slower side
+INTERPRETED = "runs in Triton's interpreter here, whose time says nothing of the kernel's"
+Clock = Callable[[Mapping[str, Call], int, int, str], Times]
+
+
+@dataclass
+class Lap:
+    """One case. `status` is the judge's; without times, `reason` says why there are none.
+
+    us: by title, the times of OWN and of the rival
+    moved: by title, bytes that any implementation moves
+    rival: why there is no rival; empty: there is one
+    """
+
+    case: Case
+    status: str = ""
+    reason: str = ""
+    rival: str = ""
+    problem: Problem | None = None  # while it is needed
+    us: dict[str, Times] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
+
+
+class Racers:
+    """The implementations, imported into this process, and children that judge them."""
+
+    def __init__(self, options: Options, against: str) -> None:
+        """Import both and start the children.
+
+        Args:
+            against: the rival; empty: none.
+
+        Raises:
+            UsageError: one cannot be imported, or both are the same.
+        """
+        if against == options.implementation:
+            raise UsageError(f"--against {against} is --impl itself; name another implementation")
+        self.device, self.own, self.rival = chosen_device(options.device), options.implementation, against
+        self._options = options
+        self.sides = {self.own: _loaded(self.own, "--impl")}
+        if against:
+            self.sides[against] = _loaded(against, "--against")
+        interpreting.install()
+        with ExitStack() as stack:
+            child = ChildOptions(self.own, self.device)
+            self._judges = {
+                name: stack.enter_context(Pool(replace(child, implementation=name), JUDGES, options.case_seconds))
+                for name in self.sides
+            }
+            self.descriptions = {name: judge.start() for name, judge in self._judges.items()}
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "Racers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.dismiss()
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The device's name, and the versions of packages."""
+        own = self.descriptions[self.own]
+        return {"device": own["device_name"], "versions": own["versions"]}
+
+    def judged(self, name: str, made: Sequence["Lap"]) -> Iterator[tuple["Lap", Outcome]]:
+        """The laps with their cases' outcomes on the implementation, as they come."""
+        waiting = {lap.case.id: lap for lap in made}
+        for case, outcome in self._judges[name].run(lap.case for lap in made) if made else ():
+            yield waiting[case.id], outcome
+
+    def dismiss(self) -> None:
+        """End the children, which hold memory of the device."""
+        self._stack.close()
+
+    # ---- which cases
+
+    def cases(self, names: Sequence[str]) -> list[Case]:
+        """The named cases; without names, those of real size, of functions that all sides offer.
+
+        Raises:
+            UsageError: a function that is unknown, not offered or has no case of real size.
+            CaseError: no such case.
+        """
+        if names:
+            return list(dict.fromkeys(find(name, Path(self._options.corpus)) for name in names))
+        functions = self._options.functions
+        real = [name for name, contract in CONTRACTS.items() if contract.shapes.real]
+        offered = [name for name in real if all(side.offers(name) for side in self.sides.values())]
+        check_known("--function", functions, real)
+        if missing := [name for name in functions if name not in offered]:
+            raise UsageError(f"--function {missing[0]}: {' and '.join(self.sides)} must offer it")
+        return [self._real(name) for name in functions or offered]
+
+    def _real(self, function: str) -> Any:
+        """The case of real size that is nearest to what all sides take."""
+        spaces = [Space.of(description) for description in self.descriptions.values()]
+        space = Space(
+            self.device,
+            {name: frozenset().union(*(each.without[name] for each in spaces)) for name in spaces[0].without},
+            frozenset().union(*(each.not_differentiable for each in spaces)),
+            frozenset().union(*(each.contiguous_only for each in spaces)),
+        )
+        scope = Scope(CONTRACTS[function], space)
+        real = CONTRACTS[function].shapes.real
+        assert real is not None
+        case = scope.case(real(scope))
+        return scope.mended(case.changed(grads=scope.signature.all_gradients(case)))
+
+
+@contextmanager
+def importable() -> Iterator[None]:
+    """Modules of the working directory can be imported, after all others, as children do."""
+    folder = os.getcwd()
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _loaded(name: str, flag: str) -> Implementation:
+    try:
+        return load(name)
+    except UsageError as error:
+        raise UsageError(str(error).replace("--impl", flag, 1)) from None
+
+
+def laps(racers: Racers, cases: Sequence[Case], clock: Clock = interleaved) -> Iterator[Lap]:
+    """Every case: judged first, all of them, then timed with no other process at work."""
+    made = [Lap(case) for case in cases]
+    _judge(racers, made)
+    racers.dismiss()
+    for lap in made:
+        if lap.status == "PASS":
+            _time(racers, lap, clock)
+            if racers.device == "cuda":
+                torch.cuda.empty_cache()
+        lap.problem = None
+        yield lap
+
+
+def _judge(racers: Racers, made: Sequence[Lap]) -> None:
+    """Judge the implementation, then the rival: one that is wrong, or interpreted, is none."""
+    asked, rivals = [], []
+    for lap in made:
+        try:
+            lap.problem = problem_of(lap.case)
+        except Untimed as error:
+            lap.reason = str(error)
+            continue
+        interpreted = _interpreted(racers, lap.problem) if racers.device == "cpu" else set()
+        if racers.own in interpreted:
+            lap.reason = f"{racers.own} {INTERPRETED}"
+            continue
+        asked.append(lap)
+        if racers.rival in interpreted:
+            lap.rival = f"{racers.rival} {INTERPRETED}"
+        elif racers.rival:
+            rivals.append(lap)
+    for lap, outcome in racers.judged(racers.own, asked):
+        lap.status, lap.reason = outcome.status, told(outcome)
+    for lap, outcome in racers.judged(racers.rival, [lap for lap in rivals if lap.status == "PASS"]):
+        lap.rival = "" if outcome.status == "PASS" else f"{racers.rival}: {told(outcome)}"
+
+
+def _interpreted(racers: Racers, problem: Problem) -> set[str]:
+    """The sides that are timed in vain, for a CPU interprets their kernels."""
+    inputs = Inputs.of(problem, racers.device)
+    return {
+        name for name, side in racers.sides.items() if side.offers(problem.function) and is_interpreted(inputs, side)
+    }
+
+
+def _time(racers: Racers, lap: Lap, clock: Clock) -> None:
+    """Time the lap's calls; a side that raises has no time."""
+    assert lap.problem is not None
+    try:
+        inputs = Inputs.of(lap.problem, racers.device)
+        calls = {OWN: Calls.of(inputs, racers.sides[racers.own])}
+        if racers.rival and not lap.rival:
+            calls[racers.rival] = Calls.of(inputs, racers.sides[racers.rival])
+        for title in calls[OWN].by_title:
+            lap.moved[title] = calls[OWN].moved(inputs, title)
+            versions: dict[str, Call] = {name: side.by_title[title] for name, side in calls.items()}
+            lap.us[title] = clock(versions, *_turns(versions, racers.device), racers.device)
+    except Exception as error:
+        lap.us, lap.status, lap.reason = {}, "ERROR", f"outside of the judge's process: {described(error)}"
+
+
+def _turns(versions: Mapping[str, Call], device: str) -> tuple[int, int]:
+    """The number of turns, and of calls in each, by the time of the slower side's second call."""
+    seconds = max(medians(versions, 1, 1, device=device).values()) / 1e6
+    return (FEW, 1) if seconds > TURN_SECONDS else (TURNS, min(CALLS[device], int(TURN_SECONDS / max(seconds, 1e-6))))
+
+
+def record(lap: Lap, copy: float) -> dict[str, Any]:
+    """By title, the times and the floor, as `conformance.report.ratios` compares them.
+
+    Args:
+        copy: TB/s of this run's copies.
+    """
+    return {title: {"us": us, "ours": [OWN], "floor_us": lap.moved[title] / copy / 1e6} for title, us in lap.us.items()}
