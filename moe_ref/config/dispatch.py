@@ -197,6 +197,13 @@ def check_budget(align: int | None, num_rows: int | None) -> None:
     )
 
 
+def check_one_size(capacity: int | None, num_rows: int | None) -> None:
+    """A budget of rows, or a capacity that gives every size, or neither."""
+    check_budget(None, num_rows)
+    right = f"None with a capacity, {capacity}, which gives all sizes"
+    require(capacity is None or num_rows is None, "num_rows", num_rows, right)
+
+
 def check_wire_recipe(recipe: Recipe | None, tokens: PerRank[Tensor]) -> None:
     """`recipe` is None, or one whose scales depend on the token's row alone and are as wide as the
     wire's.

@@ -25,7 +25,7 @@ LISTED = {
         "E06",
         "E07",
         "F02",
-        *(f"L{number:02}" for number in range(1, 19)),
+        *(f"L{number:02}" for number in range(1, 21)),
         "W01",
         "W02",
         "W03",

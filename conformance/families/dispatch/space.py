@@ -10,7 +10,7 @@ from conformance.core.case import Case
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.space import ALIGNMENTS
-from conformance.families.dispatch.cases import SPREADS, DispatchCase
+from conformance.families.dispatch.cases import MAPPED, SPREADS, DispatchCase
 from conformance.families.dispatch.hybridep import RECIPES
 from conformance.families.permutation.space import DEEPEP_LAYOUT as DEEPEP_LAYOUT
 
@@ -18,13 +18,14 @@ SHARED_CASES = 3  # of the covering array, per function and number of ranks that
 SHARED_ONE_IN = 5  # random cases there
 WORLDS = ((5,), (4, 3), (3, 0, 4), (2, 3, 0, 4))
 ROOMS: dict[str, list[Changes]] = {
-    "alltoall": [{}, {"capacity": 2}],
+    "allgather": [{}, {"slack": -1}, {"slack": 2}],
+    "alltoall": [{}, {"capacity": 2}, {"slack": -2}, {"slack": 2}],
     "hybridep": [{}, {"align": 4}, {"slack": -2}, {"align": 2, "slack": 3}],
     "deepep": [{}, {"align": 4}, {"slack": 2}],
     "deepep_low_latency": [{}, {"slack": 2}],
 }
 # settings that fix all sizes
-SIZED = {"alltoall": {"capacity": 2}, "deepep": {"slack": 2}, "hybridep": {"slack": -1}}
+SIZED = {"allgather": {"slack": -1}, "alltoall": {"slack": -1}, "deepep": {"slack": 2}, "hybridep": {"slack": -1}}
 SEQUENCES = {  # the calls of a case of the law `sequence`; the machine of handles grows others
     **dict.fromkeys(("allgather_dispatch", "alltoall_dispatch"), "send+send+first+back+first"),
     **dict.fromkeys(("deepep_dispatch", "hybridep_dispatch"), "send+again+send+first+wider+back"),
@@ -56,11 +57,12 @@ def worlds(draw: st.DrawFn, scope: Scope) -> Changes:
 @st.composite
 def rooms(draw: st.DrawFn, scope: Scope) -> Changes:
     """Sizing of buffers."""
-    least = -3 if dispatcher_of(scope) == "hybridep" else 0
+    capacity = draw(st.sampled_from((0, 0, 1, 2, 5)))
+    room = st.none() | st.integers(-3 if dispatcher_of(scope) in MAPPED else 0, 3)
     return {
-        "capacity": draw(st.sampled_from((0, 0, 1, 2, 5))),
+        "capacity": capacity,
         "align": draw(st.sampled_from((0, 0, *ALIGNMENTS))),
-        "slack": draw(st.none() | st.integers(least, 3)),
+        "slack": None if capacity and dispatcher_of(scope) == "alltoall" else draw(room),
     }
 
 
