@@ -197,6 +197,7 @@ def state_of(feature: Feature) -> dict[str, str]:
     }
     found = {name: YES if yes else NO for name, yes in there.items()}
     found |= {name: PARTLY for name in feature.partly.split() if there[name]}
+    found |= dict.fromkeys(feature.lacks.split(), NO)
     return found | (dict.fromkeys(COLUMNS[1:], NO_TWIN) if feature.rule else {})
 
 

@@ -25,6 +25,7 @@ class Feature:
     ref: str = ""  # names of moe_ref beside the calls
     fast: str = ""  # names of moe_fast beside the calls
     partly: str = ""  # columns in which only part of it is there
+    lacks: str = ""  # columns that are no, although the calls would have them
     rule: bool = False  # a rule of the configuration, which needs no twin
     page: str = ""  # in docs/results, of what a GPU ran and no contract judges
     why: str = ""  # where a column is not yes
@@ -177,7 +178,8 @@ DISPATCH = (
     feature(
         73,
         "copies to the host on a stream of their own",
-        why="with a budget the host reads no count; without one it waits for the counts of a collective",
+        fast="dispatch.CountsOnHost",
+        why="a copy has no values of its own to judge: a test plays the GPU's streams, and no GPU has run it",
     ),
     feature(
         74,
@@ -312,7 +314,8 @@ EXPERTS = (
     feature(
         118,
         "delayed weight gradients",
-        "grouped_mlp grads=fc1_weight+fc2_weight law:delayed; grouped_wgrad into=float32",
+        "grouped_mlp grads=fc1_weight+fc2_weight law:delayed; moe_layer grads=fc1_weight law:delayed; "
+        "grouped_wgrad into=float32",
         fast="MoELayer.backward_dw",
         partly="GPU",
         why="the recorded gate on a GPU is older than the law; hooks and `main_grad` are the module's, and have tests",
@@ -320,9 +323,11 @@ EXPERTS = (
     feature(
         119,
         "weight gradients beside the dispatch",
-        fast="dispatch.overlap.beside MoELayer.backward_dw",
-        partly="fast",
-        why="a caller can run `backward_dw` on another stream; nothing does it, or judges it",
+        "moe_layer grads=fc1_weight law:delayed",
+        fast="dispatch.overlap.in_backward MoELayer.backward_dw",
+        partly="contract",
+        lacks="GPU",
+        why="a law judges the values; a test plays the streams and their order, and no GPU has run them",
     ),
     feature(120, "empty experts", "grouped_mlp tokens=3 experts=2 counts=0,3"),
     feature(
@@ -342,9 +347,9 @@ LAYER = (
     feature(
         126,
         "shared experts beside the dispatch",
+        "moe_layer shared=2 law:overlap",
         fast="dispatch.overlap.beside",
         page="dispatch-h200",
-        why="two streams change no value; a benchmark compares the results",
     ),
     feature(
         127,
@@ -357,8 +362,9 @@ LAYER = (
     feature(
         129,
         "recomputation of the layer",
+        "moe_layer grads=x law:recompute",
         fast="MoELayer",
-        why="the module has it, and tests compare bits and what is kept; `moe_layer` returns all intermediates",
+        page="training-h200",
     ),
     feature(130, "recomputation of the shared experts", "shared_experts again=True law:recompute"),
     feature(131, "1F1B split", why="a schedule of the trainer over several layers"),
