@@ -19,6 +19,7 @@ from moe_fast.dispatch.exchange import (
     replicated,
     size_and_rank,
 )
+from moe_fast.dispatch.indices import columns_of_ranks
 from moe_fast.permutation.permute import permute, unpermute
 from moe_ref.config import Dispatched, check_budget, check_dispatch
 
@@ -93,9 +94,9 @@ def _within_budget(
     """The dispatch of the tokens that some rank keeps, once to each."""
     ranks, _ = size_and_rank(group)
     kept = kept_copies(routing_map_TE, num_rows, group, shards=shards)
-    map_TWL = _columns(kept.map_TE, ranks, shards)
+    map_TWL = columns_of_ranks(kept.map_TE, ranks // shards, shards)
     sent, rows = send_once(tokens_TH, map_TWL.any(2), group, num_rows)
-    probs_SL = None if probs_TE is None else sent.cells(_columns(probs_TE, ranks, shards))
+    probs_SL = None if probs_TE is None else sent.cells(columns_of_ranks(probs_TE, ranks // shards, shards))
     rows_DH, map_DL, probs_DL = exchanged(sent.exchange, rows, sent.cells(map_TWL), probs_SL)
     assert rows_DH is not None and map_DL is not None
     permuted = permute(rows_DH, map_DL, probs=probs_DL, num_rows=num_rows)
@@ -105,9 +106,4 @@ def _within_budget(
 
 def _for_each_rank(x_TE: Tensor, ranks: int, shards: int) -> Tensor:
     """[W·T,L]: for each rank the columns of its experts."""
-    return _columns(x_TE, ranks, shards).transpose(0, 1).flatten(0, 1)
-
-
-def _columns(x_TE: Tensor, ranks: int, shards: int) -> Tensor:
-    """[T,W,L]: of each token the columns of each rank's experts."""
-    return x_TE.unflatten(1, (ranks // shards, -1)).repeat_interleave(shards, 1)
+    return columns_of_ranks(x_TE, ranks // shards, shards).transpose(0, 1).flatten(0, 1)

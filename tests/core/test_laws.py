@@ -11,6 +11,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.shared_out_laws import ONE_PROCESS
 from conformance.engine.child.evaluate import evaluate
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
+from conformance.families.dispatch.flat_experts import FlatCase
 from conformance.families.experts.laws import ordinary
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import Implementation, load
@@ -104,6 +105,7 @@ def test_no_law_minds_a_sum_whose_order_follows_the_layout():
     }
 
 
+FLAT = FlatCase(function="flatten_experts", tokens=3, experts=4, groups=2, shards=2, grads="x")
 MXFP8 = replace(QUANTIZE, scaling="mxfp8", counts=(1, 0, 2), tokens=3, hidden=2)
 NVFP4 = replace(MXFP8, scaling="nvfp4")
 NARROW = replace(ACTIVATED, counts=(1, 0, 2), tokens=3, width=2)
@@ -254,6 +256,7 @@ CALLS = [
 
 
 CALLS += OF_LAYER
+CALLS += [FLAT, replace(FLAT, grads="")]
 CALLS += [replace(case, grads="probs") for case in (TO_MULTIHOT, TO_INDICES)]
 CALLS += [replace(case, grads="logits") for case in (Z, SINKHORN)]
 CALLS += [*OF_PARAMETERS, TRAINED_MLP]

@@ -317,6 +317,19 @@ def _anything(slab: Tensor) -> Given:
 
 DEEPEP_LOW_LATENCY_COMBINE: Golden = {"weighted": _weighted()}
 
+FLATTEN_EXPERTS = {
+    # experts 0 and 1 of the first two ranks, 2 and 3 of the last two; the gradient adds both shards
+    "two_groups_of_two": (
+        Problem(
+            "flatten_experts",
+            {"x": floats([1, 2, 3, 4])},
+            {"expert_parallel": 2, "expert_tensor_parallel": 2},
+            wanted=("x",),
+            cotangents={"x": floats([1, 2, 10, 20, 3, 4, 30, 40])},
+        ),
+        {"x": Exact(floats([1, 2, 1, 2, 3, 4, 3, 4])), "d_x": exactly(floats([11, 22, 33, 44]))},
+    ),
+}
 DEEPEP_LAYOUT = {
     # two ranks with two experts each: token 0 goes to both, token 1 once to rank 1, token 2 nowhere
     "empty_slot_and_repeat": (

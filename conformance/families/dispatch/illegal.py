@@ -64,6 +64,12 @@ DEEPEP_LAYOUT: dict[str, Rule] = {
     "index_too_large": index_too_large_for_a_slot,
 }
 _BUDGET: dict[str, Rule] = {"num_rows_negative": setting("num_rows", -1)}
+FLATTEN_EXPERTS: dict[str, Rule] = {
+    "x_flat": flat("x"),
+    "groups_zero": setting("expert_parallel", 0),
+    "groups_no_divisor": setting("expert_parallel", 3),
+    "shards_zero": setting("expert_tensor_parallel", 0),
+}
 ALLGATHER_DISPATCH: dict[str, Rule] = _MAPS | _SHARDS | _BUDGET
 ALLGATHER_COMBINE: dict[str, Rule] = _COMBINE
 ALLTOALL_DISPATCH: dict[str, Rule] = (

@@ -95,6 +95,14 @@ def dispatches(draw: st.DrawFn, scope: Scope) -> Changes:
     return fields
 
 
+@st.composite
+def groups(draw: st.DrawFn, scope: Scope) -> Changes:
+    """Groups that divide the experts, and their shards."""
+    held, count, shards = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    tokens = draw(sizes(0, scope.space.many // 8))
+    return {"tokens": tokens, "experts": held * count, "groups": count, "shards": shards}
+
+
 def near(case: DispatchCase, scope: Scope) -> DispatchCase:
     """The case without a far layout; far layouts have separate cases."""
     return replace(case, layout="contiguous", layout_of="") if case.layout.startswith("wide") else case
@@ -136,6 +144,11 @@ AS_CODES: tuple[Changes, ...] = (
     {"fp8": "powers", "dtype": "float16", "spread": "skewed", "align": 4, "slack": -2},
     {"fp8": "least", "values": "special", "spread": "one_rank", "align": 4},
     {"fp8": "powers", "dtype": "bfloat16", "spread": "local", "local_experts": 33, "topk": 8},
+)
+
+
+_MAPS: tuple[Changes, ...] = tuple(
+    {"tokens": 5, "experts": 4, "groups": 2, "shards": 2, "dtype": dtype} for dtype in ("bool", "int64", "uint8")
 )
 
 
@@ -218,6 +231,13 @@ COLLECTIVE = Shapes(
     far={"counts": (3,), "topk": 2, "dtype": "bfloat16", "probs": "bfloat16", "seed": 1, "biases": 0},
     illegal={"counts": lambda scope: (2, 1)[: scope.space.ranks]},
     weight=0.25,
+)
+FLATTEN_EXPERTS = Shapes(
+    drawn=groups,
+    covered={"tokens": 5, "experts": 6},
+    together=lambda scope: {"groups": [{"groups": groups} for groups in (1, 2, 3)]},
+    always=lambda scope: [{"tokens": scope.space.many // 4, "experts": 12, "groups": 4, "shards": 3}, *_MAPS],
+    far={"experts": 4, "groups": 2, "shards": 2},
 )
 ALLGATHER_DISPATCH = ALLGATHER_COMBINE = ALLTOALL_DISPATCH = ALLTOALL_COMBINE = COLLECTIVE
 DEEPEP_DISPATCH = DEEPEP_CACHED_DISPATCH = DEEPEP_COMBINE = COLLECTIVE
