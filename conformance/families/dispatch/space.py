@@ -167,6 +167,9 @@ def shapes(scope: Scope) -> list[Any]:
     ]
     if scope.function == "alltoall_combine" and ranks > 2:
         found.append({"counts": (3,) * ranks, "shards": ranks, "local_experts": 2, "topk": 2, "hidden": 65} | NO_PROBS)
+    if scope.function in ("allgather_dispatch", "alltoall_dispatch"):  # gradients of many copies, on one rank too
+        copies: Changes = {"local_experts": 5, "topk": 5, "hidden": 65, "grads": "tokens"} | SIXTEEN_BITS
+        found.append({"counts": (3, 2)[:ranks], "spread": "local"} | copies)
     if scope.function == "deepep_dispatch":
         found.append(few | {"counts": (5, 4)[:ranks], "probs": "float32", "zero_probs": True, "drop_zeros": True})
     if dispatcher_of(scope) == "deepep_low_latency" and "fp8" in scope.live and not scope.signature.producer:
