@@ -18,7 +18,7 @@ import moe_fast.dispatch.overlap
 import moe_fast.te
 import moe_ref
 import moe_ref.config
-from benchmarks.features import COLUMNS, GATE_ON_A_GPU, GATED_FAMILIES, SECTIONS, Feature
+from benchmarks.features import COLUMNS, GATE_ON_A_GPU, GATED_FAMILIES, SECTIONS, YOUNGER, Feature
 from conformance.catalogue import CONTRACTS, FAMILIES, NAMES
 from conformance.core.axes import Axis, Choice, Words
 from conformance.core.scope import Scope
@@ -188,7 +188,7 @@ def state_of(feature: Feature) -> dict[str, str]:
     calls = calls_of(feature)
     functions = [call.function for call in calls]
     fast = all(map(is_supported, calls))
-    gated = {FAMILY_OF[name] for name in functions} <= set(GATED_FAMILIES)
+    gated = {FAMILY_OF[name] for name in functions} <= set(GATED_FAMILIES) and not {*functions} & {*YOUNGER}
     there = {
         "ref": has(moe_ref, [*functions, *feature.ref.split()]),
         "fast": fast and has(moe_fast, [*(functions if fast else ()), *feature.fast.split()]),
@@ -197,6 +197,7 @@ def state_of(feature: Feature) -> dict[str, str]:
     }
     found = {name: YES if yes else NO for name, yes in there.items()}
     found |= {name: PARTLY for name in feature.partly.split() if there[name]}
+    found |= dict.fromkeys(feature.lacks.split(), NO)
     return found | (dict.fromkeys(COLUMNS[1:], NO_TWIN) if feature.rule else {})
 
 

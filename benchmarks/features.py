@@ -12,6 +12,7 @@ ALL = " ".join(COLUMNS)
 # families of the recorded gate on a GPU, and its page in docs/results
 GATE_ON_A_GPU = "conformance-h200"
 GATED_FAMILIES = ("router", "permutation", "quantization", "fused", "experts", "dispatch", "layer", "parameters")
+YOUNGER = ("sinkhorn_routing", "flatten_experts")  # functions of moe_fast that the recorded gate has not judged
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Feature:
     ref: str = ""  # names of moe_ref beside the calls
     fast: str = ""  # names of moe_fast beside the calls
     partly: str = ""  # columns in which only part of it is there
+    lacks: str = ""  # columns that are no, although the calls would have them
     rule: bool = False  # a rule of the configuration, which needs no twin
     page: str = ""  # in docs/results, of what a GPU ran and no contract judges
     why: str = ""  # where a column is not yes
@@ -34,6 +36,7 @@ def feature(number: int, name: str, calls: str = "", why: str = "", **more: str 
 
 
 _MODULE = "the reference takes parameters as arguments; the module has tests and a training run, no contract"
+_SINKHORN = "`moe_fast` has it in plain torch, younger than the recorded gate; the host waits for each round"
 _NO_QUANTILE = "`MoEConfig` refuses the name, which would be plain top-k, and `moe_router_quantile_balancing_ema`"
 _INFERENCE = "an inference engine is not part of the project"
 _NCCL_EP = "the library is not public, and Megatron alone calls it"
@@ -67,13 +70,13 @@ ROUTER = (
         18,
         "Sinkhorn, training",
         "sinkhorn_routing evaluation=False",
-        why="`moe_fast` has no kernel for it and `supports` refuses it",
+        why=_SINKHORN,
     ),
     feature(
         19,
         "Sinkhorn, evaluation",
         "sinkhorn_routing evaluation=True",
-        why="`moe_fast` has no kernel for it and `supports` refuses it",
+        why=_SINKHORN,
     ),
     feature(20, "quantile balancing", why=_NO_QUANTILE),
     feature(21, "update of quantile balancing", why=_NO_QUANTILE),
@@ -175,13 +178,14 @@ DISPATCH = (
     feature(
         73,
         "copies to the host on a stream of their own",
-        why="the host waits for the counts of a collective; over shared memory, with a budget, it reads none",
+        fast="dispatch.CountsOnHost",
+        why="a copy has no values of its own to judge: a test plays the GPU's streams, and no GPU has run it",
     ),
     feature(
         74,
         "expansion of flex metadata",
-        ref="flatten_experts",
-        why="`moe_fast` shards experts with all-gather and all-to-all only",
+        "flatten_experts shards=2",
+        why="`moe_fast` has it in plain torch, younger than the recorded gate",
     ),
     feature(
         75,
@@ -212,11 +216,12 @@ DISPATCH = (
     feature(
         80,
         "rank budget and overflow",
-        "hybridep_dispatch slack=-1; moe_layer counts=4,3 dispatcher=hybridep budget=5",
+        "hybridep_dispatch slack=-1; allgather_dispatch slack=-1; alltoall_dispatch slack=-2; "
+        "moe_layer counts=4,3 dispatcher=hybridep budget=5; moe_layer counts=4,3 dispatcher=alltoall budget=5",
         ref="config.rank_budget",
         fast="within_budget",
         partly="GPU",
-        why="the recorded gate on a GPU has the dispatcher's budget; the layer's is younger",
+        why="the recorded gate on a GPU has hybridep's budget; those of the layer and of others are younger",
     ),
     feature(81, "NCCL-EP, eager", why=_NCCL_EP),
     feature(82, "NCCL-EP, static", why=_NCCL_EP),
@@ -309,7 +314,8 @@ EXPERTS = (
     feature(
         118,
         "delayed weight gradients",
-        "grouped_mlp grads=fc1_weight+fc2_weight law:delayed; grouped_wgrad into=float32",
+        "grouped_mlp grads=fc1_weight+fc2_weight law:delayed; moe_layer grads=fc1_weight law:delayed; "
+        "grouped_wgrad into=float32",
         fast="MoELayer.backward_dw",
         partly="GPU",
         why="the recorded gate on a GPU is older than the law; hooks and `main_grad` are the module's, and have tests",
@@ -317,9 +323,11 @@ EXPERTS = (
     feature(
         119,
         "weight gradients beside the dispatch",
-        fast="dispatch.overlap.beside MoELayer.backward_dw",
-        partly="fast",
-        why="a caller can run `backward_dw` on another stream; nothing does it, or judges it",
+        "moe_layer grads=fc1_weight law:delayed",
+        fast="dispatch.overlap.in_backward MoELayer.backward_dw",
+        partly="contract",
+        lacks="GPU",
+        why="a law judges the values; a test plays the streams and their order, and no GPU has run them",
     ),
     feature(120, "empty experts", "grouped_mlp tokens=3 experts=2 counts=0,3"),
     feature(
@@ -339,9 +347,9 @@ LAYER = (
     feature(
         126,
         "shared experts beside the dispatch",
+        "moe_layer shared=2 law:overlap",
         fast="dispatch.overlap.beside",
         page="dispatch-h200",
-        why="two streams change no value; a benchmark compares the results",
     ),
     feature(
         127,
@@ -354,8 +362,9 @@ LAYER = (
     feature(
         129,
         "recomputation of the layer",
+        "moe_layer grads=x law:recompute",
         fast="MoELayer",
-        why="the module has it, and tests compare bits and what is kept; `moe_layer` returns all intermediates",
+        page="training-h200",
     ),
     feature(130, "recomputation of the shared experts", "shared_experts again=True law:recompute"),
     feature(131, "1F1B split", why="a schedule of the trainer over several layers"),

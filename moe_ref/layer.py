@@ -50,6 +50,7 @@ def moe_layer(
     batch_size: int = 1,
     padding_mask: PerRank[Tensor] | None = None,
     noise: PerRank[Tensor] | None = None,
+    wgrads: PerRank[list[Callable[..., Tensor]]] | None = None,
 ) -> LayerOutput:
     """One forward of the layer on all ranks.
 
@@ -64,6 +65,7 @@ def moe_layer(
             nowhere; but it competes for a capacity. Its output is the shared experts'.
         noise: [T_r,H] of each rank, from 0 to 1, in the dtype of x: the jitter's factor is
             1 - eps + 2 · eps · noise. None: drawn.
+        wgrads: a list of each rank, or None: as in `grouped_mlp`, of the routed experts.
 
     Rounding: by the functions of the stages; the last sum to the dtype of x.
 
@@ -83,7 +85,8 @@ def moe_layer(
 
     tokens = [_projected(x_TH, p.latent_down) for x_TH, p in ranks]
     dispatched, combine = DISPATCH[config.dispatcher](tokens, routed, **config.dispatch)
-    expert_rows = [_routed_experts(part, p, config) for part, p in zip(dispatched, parameters, strict=True)]
+    later = [None] * len(x) if wgrads is None else wgrads
+    expert_rows = [_routed_experts(*rank, config) for rank in zip(dispatched, parameters, later, strict=True)]
     combined = combine(expert_rows)
     output = [_projected(y_TN, p.latent_up) for y_TN, p in zip(combined, parameters, strict=True)]
 
@@ -107,9 +110,9 @@ def _projected(x_TN: Tensor, weight_MN: Tensor | None) -> Tensor:
     return x_TN if weight_MN is None else latent_projection(x_TN, weight_MN)
 
 
-def _routed_experts(part: Any, p: LayerParameters, config: LayerConfig) -> Tensor:
+def _routed_experts(part: Any, p: LayerParameters, wgrads: Any, config: LayerConfig) -> Tensor:
     """The experts of one rank, over its dispatched rows."""
-    given = {"probs": part.probs, "fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias}
+    given = {"probs": part.probs, "fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias, "wgrads": wgrads}
     return grouped_mlp(part.rows, part.tokens_per_expert, p.fc1_weight, p.fc2_weight, **given, **config.experts)
 
 

@@ -26,10 +26,11 @@ def declares(function: str) -> dict[str, Any]:
 def moe_layer(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, *, state: RouterState,
     training: bool = True, batch_size: int = 1, group: Any = None,
-    padding_mask: Tensor | None = None, noise: Tensor | None = None,
+    padding_mask: Tensor | None = None, noise: Tensor | None = None, wgrads: list[Any] | None = None,
 ) -> LayerOutput:  # fmt: skip
     """The reference on all ranks of the group, and this rank's part of its results."""
-    settings = {"training": training and torch.is_grad_enabled(), "batch_size": batch_size}
+    settings: dict[str, Any] = {"training": training and torch.is_grad_enabled(), "batch_size": batch_size}
+    settings |= {} if wgrads is None else {"wgrads": [wgrads]}  # of one process alone
     leaves, form = pytree.tree_flatten((x_TH, parameters, state, padding_mask, noise))
 
     def play(every: Sequence[Sequence[Any]]) -> list[LayerOutput]:

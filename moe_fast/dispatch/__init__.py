@@ -6,14 +6,16 @@ are differentiable and deterministic, by the reduction trees of the reference. T
 counts, and the indices that it may have to refuse.
 
 Read `exchange` first, then `alltoall`, `allgather`, `deepep`, `hybridep`, `low_latency`; `overlap`
-runs other work at the same time as any of them.
+runs other work at the same time as any of them, and `CountsOnHost` copies counts without a wait.
 """
 
-from moe_fast.declared import COPY, READ, SUM, Family
+from moe_fast.declared import COMPUTED, COPY, READ, SUM, Family
 from moe_fast.dispatch.allgather import allgather_combine, allgather_dispatch
 from moe_fast.dispatch.alltoall import alltoall_combine, alltoall_dispatch
+from moe_fast.dispatch.counts import CountsOnHost as CountsOnHost
 from moe_fast.dispatch.deepep import deepep_cached_dispatch, deepep_combine, deepep_dispatch, deepep_layout
 from moe_fast.dispatch.hybridep import hybridep_cached_dispatch, hybridep_combine, hybridep_dispatch
+from moe_fast.dispatch.indices import flatten_experts
 from moe_fast.dispatch.low_latency import deepep_low_latency_combine, deepep_low_latency_dispatch
 
 _COMBINE = SUM | READ
@@ -24,6 +26,7 @@ _family = Family(
         allgather_combine: _COMBINE,
         alltoall_dispatch: READ,
         alltoall_combine: _COMBINE,
+        flatten_experts: COMPUTED,
         deepep_layout: COPY,
         deepep_dispatch: READ,
         deepep_cached_dispatch: READ,

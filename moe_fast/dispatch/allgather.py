@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fast.dispatch.budget import kept_copies
+from moe_fast.dispatch.deduplicated import Sent, add_ranks, send_once
 from moe_fast.dispatch.exchange import (
     Exchange,
     added,
@@ -17,8 +19,9 @@ from moe_fast.dispatch.exchange import (
     replicated,
     size_and_rank,
 )
+from moe_fast.dispatch.indices import columns_of_ranks
 from moe_fast.permutation.permute import permute, unpermute
-from moe_ref.config import Dispatched, check_dispatch
+from moe_ref.config import Dispatched, check_budget, check_dispatch
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Handle:
     row_map: Any
     num_rows: int
     reduce_dtype: torch.dtype | None
+    sent: Sent | None = None  # with a budget
 
 
 def allgather_dispatch(
@@ -37,16 +41,21 @@ def allgather_dispatch(
     *,
     probs: Tensor | None = None,
     expert_tensor_parallel: int = 1,
+    num_rows: int | None = None,
     group: Any = None,
 ) -> Dispatched:
     """Gather all tokens on every rank, and permute the copies that the rank's own experts want.
 
     With its tokens a rank gets only its own experts' columns of routing maps and probs. The host
-    reads the counts.
+    reads the counts, unless `num_rows` bounds them: then a rank gets only the tokens that it keeps,
+    as in `hybridep_dispatch`, and gradients of ranks are added in the accumulator's dtype.
     """
     ranks, rank = size_and_rank(group)
     shards = expert_tensor_parallel
     check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks, shards)
+    check_budget(None, num_rows)
+    if num_rows is not None:
+        return _within_budget(tokens_TH, routing_map_TE, probs, shards, num_rows, group)
     tokens_S = counts_of_all(torch.full((1,), len(tokens_TH), device=tokens_TH.device), group)[:, 0].tolist()
     exchange = exchange_of([[count] * ranks for count in tokens_S], rank, group)
     maps, columns = (
@@ -74,10 +83,27 @@ def allgather_combine(rows_PH: Tensor, handle: Handle, *, group: Any = None) -> 
     assert sums is not None
     between = handle.reduce_dtype or (torch.float64 if rows_PH.dtype == torch.float64 else torch.float32)
     ranks = len(handle.exchange.send)
+    if handle.sent is not None:
+        return add_ranks(sums, handle.sent, [], rows_PH.dtype, between if ranks > 1 else None)
     return added(sums.reshape(ranks, len(sums) // ranks, sums.shape[1]), between)
+
+
+def _within_budget(
+    tokens_TH: Tensor, routing_map_TE: Tensor, probs_TE: Tensor | None, shards: int, num_rows: int, group: Any
+) -> Dispatched:
+    """The dispatch of the tokens that some rank keeps, once to each."""
+    ranks, _ = size_and_rank(group)
+    kept = kept_copies(routing_map_TE, num_rows, group, shards=shards)
+    map_TWL = columns_of_ranks(kept.map_TE, ranks // shards, shards)
+    sent, rows = send_once(tokens_TH, map_TWL.any(2), group, num_rows)
+    probs_SL = None if probs_TE is None else sent.cells(columns_of_ranks(probs_TE, ranks // shards, shards))
+    rows_DH, map_DL, probs_DL = exchanged(sent.exchange, rows, sent.cells(map_TWL), probs_SL)
+    assert rows_DH is not None and map_DL is not None
+    permuted = permute(rows_DH, map_DL, probs=probs_DL, num_rows=num_rows)
+    handle = Handle(sent.exchange, permuted.row_map, num_rows, None if probs_TE is None else probs_TE.dtype, sent)
+    return Dispatched(permuted.rows, permuted.probs, permuted.tokens_per_expert, handle, kept.overflow)
 
 
 def _for_each_rank(x_TE: Tensor, ranks: int, shards: int) -> Tensor:
     """[W·T,L]: for each rank the columns of its experts."""
-    columns = x_TE.unflatten(1, (ranks // shards, -1)).transpose(0, 1)  # [EP,T,L]
-    return columns.repeat_interleave(shards, 0).flatten(0, 1)
+    return columns_of_ranks(x_TE, ranks // shards, shards).transpose(0, 1).flatten(0, 1)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fast.dispatch.budget import into_slabs, kept_copies, out_of_slabs
 from moe_fast.dispatch.exchange import (
     Exchange,
     added,
@@ -18,7 +19,7 @@ from moe_fast.dispatch.exchange import (
     size_and_rank,
 )
 from moe_fast.permutation.permute import permute, sort_chunks, unpermute
-from moe_ref.config import Dispatched, check_dispatch
+from moe_ref.config import Dispatched, check_dispatch, check_one_size
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Handle:
     blocks: tuple[int, ...]  # rows of each group of shards, where they leave
     shards: int
     reduce_dtype: torch.dtype | None
+    num_rows: int | None = None  # the budget, which is the rows of each slab
+    sent_sizes: Tensor | None = None  # with a budget: rows that each group of shards keeps of this rank's
 
 
 def alltoall_dispatch(
@@ -42,19 +45,24 @@ def alltoall_dispatch(
     probs: Tensor | None = None,
     expert_tensor_parallel: int = 1,
     capacity: int | None = None,
+    num_rows: int | None = None,
     group: Any = None,
 ) -> Dispatched:
     """Permute the copies by expert, send each chunk to its expert's rank, and sort what arrives by
     local expert.
 
     dprobs of shards are added in their own dtype. Each copy travels to all shards of its expert, in
-    one collective. The host reads the counts, unless `capacity` gives the sizes.
+    one collective. The host reads the counts, unless `capacity` gives the sizes or `num_rows`
+    bounds them: then a rank sends `num_rows` rows to each, see `budget`.
     """
     ranks, rank = size_and_rank(group)
     shards = expert_tensor_parallel
     check_dispatch(
         [tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks, shards, capacity
     )
+    check_one_size(capacity, num_rows)
+    if num_rows is not None:
+        return _within_budget(tokens_TH, routing_map_TE, probs, shards, num_rows, group)
     holders = ranks // shards  # groups of shards
     local = routing_map_TE.shape[1] // holders
     permuted = permute(tokens_TH, routing_map_TE, probs=probs, capacity=capacity)
@@ -71,9 +79,7 @@ def alltoall_dispatch(
         exchange, _to_shards(permuted.rows, blocks, shards), _to_shards(permuted.probs, blocks, shards)
     )
     local_columns = slice(rank // shards * local, (rank // shards + 1) * local)
-    sizes = sent_SE[:, local_columns].flatten()
-    places = torch.arange(ranks * local, device=tokens_TH.device).reshape(holders, shards, local)
-    order = places.permute(2, 1, 0).flatten()  # by local expert, then tensor rank, then the rest of the source
+    sizes, order = sent_SE[:, local_columns].flatten(), _by_expert(holders, shards, local, tokens_TH.device)
     assert rows is not None
     sorted_rows = sort_chunks(rows, sizes, order, probs=row_probs)
     reduce_dtype = None if probs is None else probs.dtype
@@ -94,14 +100,55 @@ def alltoall_combine(rows_PH: Tensor, handle: Handle, *, group: Any = None) -> T
         ValueError: rows of another shape than dispatch's, or another group.
     """
     check_handle(handle, Handle, group)
-    check_combined(rows_PH, sum(handle.exchange.receive))
+    arriving, num_rows = sum(handle.exchange.receive), handle.num_rows
+    check_combined(rows_PH, arriving if num_rows is None else num_rows)
+    sorted_rows = rows_PH
+    if num_rows is not None:
+        sorted_rows = torch.cat([rows_PH, rows_PH.new_zeros((arriving - num_rows, rows_PH.shape[1]))])
     inverse = handle.order.argsort()
-    arrived = sort_chunks(rows_PH, handle.arrived_sizes[handle.order], inverse).rows
+    arrived = sort_chunks(sorted_rows, handle.arrived_sizes[handle.order], inverse).rows
     (home,) = exchanged(handle.exchange.back, arrived)
     assert home is not None
     between = handle.reduce_dtype or (torch.float64 if rows_PH.dtype == torch.float64 else torch.float32)
     sums = _from_shards(home, handle.blocks, handle.shards, between)
+    if num_rows is not None and handle.sent_sizes is not None:
+        sums = out_of_slabs(sums, handle.sent_sizes, num_rows)
     return unpermute(sums, handle.row_map, restore_shape=(handle.num_tokens, rows_PH.shape[1]))
+
+
+def _within_budget(
+    tokens_TH: Tensor, routing_map_TE: Tensor, probs: Tensor | None, shards: int, num_rows: int, group: Any
+) -> Dispatched:
+    """The dispatch of the copies that have a row, in slabs of `num_rows` rows."""
+    ranks, rank = size_and_rank(group)
+    holders, device = ranks // shards, tokens_TH.device
+    sources = torch.arange(ranks, device=device).reshape(holders, shards).T.flatten()
+    kept = kept_copies(routing_map_TE, num_rows, group, shards=shards, sources=sources)
+    permuted = permute(tokens_TH, kept.map_TE, probs=probs, num_rows=holders * num_rows)
+    sent_sizes = kept.count_SE[rank].unflatten(0, (holders, -1)).sum(1)
+    slabs = into_slabs(permuted.rows, sent_sizes, num_rows, permuted.probs)
+    exchange, blocks = exchange_of([[num_rows] * ranks] * ranks, rank, group), (num_rows,) * holders
+    parts = [_to_shards(part, blocks, shards) for part in (slabs.rows, slabs.probs)]
+    rows, row_probs = exchanged(exchange, *parts)
+    arrived_SL = kept.count_SE[:, kept.columns]
+    sizes = torch.cat([arrived_SL, num_rows - arrived_SL.sum(1, keepdim=True)], 1).flatten()
+    order = _by_expert(holders, shards, len(kept.length_L) + 1, device)  # last what is free in the slabs
+    assert rows is not None
+    sorted_rows = sort_chunks(rows, sizes, order, probs=row_probs)
+    reduce_dtype = None if probs is None else probs.dtype
+    handle = Handle(
+        exchange, permuted.row_map, len(tokens_TH), sizes, order, blocks, shards, reduce_dtype, num_rows, sent_sizes
+    )
+    row_probs = None if sorted_rows.probs is None else sorted_rows.probs[:num_rows]
+    return Dispatched(sorted_rows.rows[:num_rows], row_probs, kept.length_L, handle, kept.overflow)
+
+
+def _by_expert(holders: int, shards: int, chunks: int, device: torch.device) -> Tensor:
+    """The order of each source's chunks, one per local expert: by expert, tensor rank and group of
+    the source.
+    """
+    places = torch.arange(holders * shards * chunks, device=device).reshape(holders, shards, chunks)
+    return places.permute(2, 1, 0).flatten()
 
 
 def _to_shards(x: Tensor | None, blocks: tuple[int, ...], shards: int) -> Tensor | None:

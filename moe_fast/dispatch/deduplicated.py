@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fast.dispatch.budget import into_slabs
 from moe_fast.dispatch.exchange import Exchange, check_handle, counts_of_all, exchange_of, size_and_rank
 from moe_fast.permutation.permute import permute
 from moe_ref.config import check_tokens, require
@@ -13,29 +14,30 @@ from moe_ref.config import check_tokens, require
 
 @dataclass(frozen=True)
 class Sent:
-    """The rows that a rank sends: by destination, then by token."""
+    """The rows that a rank sends: by destination, then by token; with a budget in slabs, whose free
+    rows have the token T, which is none.
+    """
 
     exchange: Exchange
-    row_map: Any  # of the tokens to those rows
     token_S: Tensor  # the token of each row
     rank_S: Tensor  # where it goes
     num_tokens: int
     most: int  # rows that any rank receives
+    num_rows: int | None = None  # the budget, which is the rows of each slab
 
     def rows(self, tokens_TH: Tensor) -> Tensor:
         """The rows of other tokens, to the same ranks."""
-        wanted_TW = torch.zeros((self.num_tokens, len(self.exchange.send)), dtype=torch.bool, device=tokens_TH.device)
-        wanted_TW = wanted_TW.index_put((self.token_S, self.rank_S), torch.ones_like(self.token_S, dtype=torch.bool))
-        return permute(tokens_TH, wanted_TW).rows
+        return _rows(tokens_TH, self.to_tokens(torch.ones_like(self.token_S, dtype=torch.bool)), self.num_rows)
 
     def cells(self, x: Tensor) -> Tensor:
-        """x[token, destination] of each row, of [T,W,…]."""
-        return x[self.token_S, self.rank_S]
+        """x[token, destination] of each row, of [T,W,…]; 0 in free rows."""
+        longer = x if self.num_rows is None else torch.cat([x, x.new_zeros((1, *x.shape[1:]))])
+        return longer[self.token_S, self.rank_S]
 
     def to_tokens(self, x_S: Tensor) -> Tensor:
         """[T,W,…] with x of each row at [token, destination], and 0 elsewhere."""
-        out = x_S.new_zeros((self.num_tokens, len(self.exchange.send), *x_S.shape[1:]))
-        return out.index_put((self.token_S, self.rank_S), x_S)
+        out = x_S.new_zeros((self.num_tokens + 1, len(self.exchange.send), *x_S.shape[1:]))
+        return out.index_put((self.token_S, self.rank_S), x_S)[:-1]
 
 
 def check_resent(tokens_TH: Tensor, handle: Any, kind: type, group: Any) -> None:
@@ -48,30 +50,58 @@ def check_resent(tokens_TH: Tensor, handle: Any, kind: type, group: Any) -> None
     )
 
 
-def send_once(tokens_TH: Tensor, wanted_TW: Tensor, group: Any) -> tuple[Sent, Tensor]:
-    """Who wants which token, and the rows to be sent; nothing but counts has been sent yet."""
+def send_once(tokens_TH: Tensor, wanted_TW: Tensor, group: Any, num_rows: int | None = None) -> tuple[Sent, Tensor]:
+    """Who wants which token, and the rows to be sent; nothing but counts has been sent yet, and
+    with a budget no counts: no rank wants more of this rank's tokens than it keeps rows.
+    """
     _, rank = size_and_rank(group)
+    if num_rows is not None:
+        return _in_slabs(tokens_TH, wanted_TW, group, num_rows), _rows(tokens_TH, wanted_TW, num_rows)
     counts = counts_of_all(wanted_TW.sum(0), group).tolist()
     exchange = exchange_of(counts, rank, group)
-    permuted = permute(tokens_TH, wanted_TW)
     number_T = torch.arange(len(tokens_TH), device=tokens_TH.device)[:, None]
     token_S = permute(number_T, wanted_TW).rows[:, 0]
     destinations = torch.arange(len(counts), device=tokens_TH.device)
     rank_S = destinations.repeat_interleave(
         torch.tensor(counts[rank], device=tokens_TH.device), output_size=len(token_S)
     )
-    return Sent(
-        exchange, permuted.row_map, token_S, rank_S, len(tokens_TH), max(map(sum, zip(*counts, strict=True)))
-    ), permuted.rows
+    return Sent(exchange, token_S, rank_S, len(tokens_TH), max(map(sum, zip(*counts, strict=True)))), _rows(
+        tokens_TH, wanted_TW, None
+    )
 
 
-def add_ranks(rows_SH: Tensor, sent: Sent, biases: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """round(biases + Σ_w row of the token on w), by rank, in float32 (float64 for float64)."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    total = rows_SH.new_zeros((sent.num_tokens, *rows_SH.shape[1:]), dtype=wide)
+def _in_slabs(tokens_TH: Tensor, wanted_TW: Tensor, group: Any, num_rows: int) -> Sent:
+    """A row of a slab for each wanted token; the host reads nothing."""
+    num_tokens, ranks = wanted_TW.shape
+    rank_W = torch.arange(ranks, device=wanted_TW.device)
+    nowhere = ranks * num_rows
+    row_TW = torch.where(wanted_TW, rank_W * num_rows + wanted_TW.cumsum(0) - 1, nowhere)
+    number_TW = torch.arange(num_tokens, device=wanted_TW.device)[:, None].expand(num_tokens, ranks)
+    token_S = torch.full((nowhere + 1,), num_tokens, device=wanted_TW.device)
+    token_S = token_S.scatter(0, row_TW.flatten(), number_TW.flatten())[:-1]
+    exchange = exchange_of([[num_rows] * ranks] * ranks, 0, group)
+    return Sent(exchange, token_S, rank_W.repeat_interleave(num_rows), num_tokens, nowhere, num_rows)
+
+
+def _rows(tokens_TH: Tensor, wanted_TW: Tensor, num_rows: int | None) -> Tensor:
+    """The wanted tokens by destination; with a budget in slabs."""
+    if num_rows is None:
+        return permute(tokens_TH, wanted_TW).rows
+    permuted = permute(tokens_TH, wanted_TW, num_rows=wanted_TW.shape[1] * num_rows)
+    return into_slabs(permuted.rows, wanted_TW.sum(0), num_rows).rows
+
+
+def add_ranks(
+    rows_SH: Tensor, sent: Sent, biases: list[Tensor], dtype: torch.dtype, between: torch.dtype | None = None
+) -> Tensor:
+    """round(biases + Σ_w row of the token on w), by rank, partial sums in dtype `between`, or
+    float32 (float64 for float64).
+    """
+    wide = between or (torch.float64 if dtype == torch.float64 else torch.float32)
+    total = rows_SH.new_zeros((sent.num_tokens + 1, *rows_SH.shape[1:]), dtype=wide)  # the last: no token
     for bias in biases:
-        total = total + bias.to(wide)
+        total = total + torch.nn.functional.pad(bias.to(wide), (0, 0, 0, 1))
     sizes = list(sent.exchange.send)
     for rows, tokens in zip(rows_SH.split(sizes), sent.token_S.split(sizes), strict=True):
         total = total.index_add(0, tokens, rows.to(wide))  # a token stands in `tokens` once: no order is left open
-    return total.to(dtype)
+    return total[:-1].to(dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_fast.dispatch import wire
+from moe_fast.dispatch.budget import kept_copies
 from moe_fast.dispatch.deduplicated import Sent, add_ranks, check_resent, send_once
 from moe_fast.dispatch.exchange import check_combined, check_handle, exchanged, size_and_rank
 from moe_fast.launch.autograd import once_differentiable
@@ -48,15 +49,17 @@ def hybridep_dispatch(
     """Send each token once to each rank that wants it, and write its copies where the experts read.
 
     With a recipe each token is quantised once, here, and its codes and scales travel as bytes: the
-    bits are the same as of rows quantised on arrival. The host reads the counts.
+    bits are the same as of rows quantised on arrival. The host reads the counts, unless `num_rows`
+    bounds them: `budget` tells what travels then.
     """
     ranks, _ = size_and_rank(group)
     check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks)
     check_budget(align, num_rows)
     check_wire_recipe(recipe, [tokens_TH])
     payload, of_zeros = (tokens_TH, None) if recipe is None else wire.packed(tokens_TH, recipe)
-    map_TWL = (routing_map_TE != 0).unflatten(1, (ranks, -1))
-    sent, payload = send_once(payload, map_TWL.any(2), group)
+    kept = None if num_rows is None else kept_copies(routing_map_TE, num_rows, group, align=align or 1)
+    map_TWL = (routing_map_TE != 0 if kept is None else kept.map_TE).unflatten(1, (ranks, -1))
+    sent, payload = send_once(payload, map_TWL.any(2), group, num_rows)
     sent_probs = None if probs is None else sent.cells(probs.unflatten(1, (ranks, -1)))
     rows_DH, map_DL, probs_DL = exchanged(sent.exchange, payload, sent.cells(map_TWL), sent_probs)
     assert rows_DH is not None and map_DL is not None
@@ -66,7 +69,8 @@ def hybridep_dispatch(
     if recipe is not None and of_zeros is not None:
         form, source = wire.unpacked(rows, of_zeros, tokens_TH.shape[1]), _Place.apply(tokens_TH, handle)
         rows = wire.rows_of(form, recipe, tokens_TH.dtype, permuted.tokens_per_expert, source)
-    return Dispatched(rows, permuted.probs, permuted.tokens_per_expert, handle, permuted.overflow)
+    overflow = permuted.overflow if kept is None else kept.overflow
+    return Dispatched(rows, permuted.probs, permuted.tokens_per_expert, handle, overflow)
 
 
 class _Place(torch.autograd.Function):

@@ -3,9 +3,22 @@
 import torch
 from torch import Tensor
 
-from moe_ref.config import IndexPolicy, check_index_values, require
+from moe_fast.launch.operators import traceable
+from moe_ref.config import IndexPolicy, check_flatten_experts, check_index_values, require
 
 EMPTY = -1
+
+
+@traceable
+def flatten_experts(x_TE: Tensor, *, expert_parallel: int, expert_tensor_parallel: int) -> Tensor:
+    """[T,EP·ETP·L]: each group's columns once for each of its ranks, in plain torch."""
+    check_flatten_experts(x_TE, expert_parallel, expert_tensor_parallel)
+    return columns_of_ranks(x_TE, expert_parallel, expert_tensor_parallel).flatten(1)
+
+
+def columns_of_ranks(x_TE: Tensor, expert_parallel: int, expert_tensor_parallel: int) -> Tensor:
+    """[T,EP·ETP,L]: of each token the columns of each rank's experts."""
+    return x_TE.unflatten(1, (expert_parallel, -1)).repeat_interleave(expert_tensor_parallel, 1)
 
 
 def apply_index_policy(

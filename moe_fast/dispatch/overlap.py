@@ -2,12 +2,14 @@
 dispatch, experts and combine.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from moe_fast.launch.autograd import once_differentiable
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -24,21 +26,60 @@ def beside(local: Callable[[], X], exchange: Callable[[], Y], device: torch.devi
     Autograd runs a backward on the stream of its forward, so that gradients overlap too. One graph
     can capture both, if it can capture each.
     """
-    if device.type != "cuda":
-        return local(), exchange()
-    here, other = torch.cuda.current_stream(device), _stream(device)
-    other.wait_stream(here)
-    with torch.cuda.stream(other):
-        result = local()
+    result = launched_beside(local, device)
     exchanged = exchange()
-    here.wait_stream(other)
-    for x in _tensors(result):
-        x.record_stream(here)  # its memory is the other stream's
+    wait_for(_tensors(result), device)
     return result, exchanged
 
 
+def in_backward(rows: Tensor, local: Callable[[], Any]) -> Tensor:
+    """The rows as they are. When their gradient is there, the backward launches `local` on the
+    stream of `beside`, and goes on with what made the rows, such as an exchange.
+
+        rows = in_backward(dispatched.rows, weight_gradients)       # beside the dispatch's backward
+        …
+        wait_for(gradients, device)                                 # before anything reads them
+
+    `local` must not communicate, and what it reads must live until something has waited for it.
+    """
+    return _InBackward.apply(rows, local)
+
+
+class _InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, local: Callable[[], Any]) -> Tensor:
+        ctx.local = local
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
+        launched_beside(ctx.local, d_rows.device)
+        return d_rows, None
+
+
+def launched_beside(local: Callable[[], X], device: torch.device) -> X:
+    """local(), after all work before it and on a stream of its own where the device is a GPU."""
+    if device.type != "cuda":
+        return local()
+    other = side_stream(device)
+    other.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(other):
+        return local()
+
+
+def wait_for(results: Iterable[Tensor], device: torch.device) -> None:
+    """Later work on the current stream waits for all of `launched_beside`; it reads the results."""
+    if device.type == "cuda":
+        here = torch.cuda.current_stream(device)
+        here.wait_stream(side_stream(device))
+        for x in results:
+            x.record_stream(here)  # its memory is the other stream's
+
+
 @cache
-def _stream(device: torch.device) -> Any:
+def side_stream(device: torch.device) -> Any:
+    """The GPU's stream of such work."""
     return torch.cuda.Stream(device)
 
 

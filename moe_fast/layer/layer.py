@@ -1,6 +1,7 @@
 """The layer of one rank: gate, route, dispatch, experts, combine, with shared experts."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from moe_fast.dispatch.alltoall import alltoall_combine, alltoall_dispatch
 from moe_fast.dispatch.deepep import deepep_combine, deepep_dispatch
 from moe_fast.dispatch.exchange import counts_of_all
 from moe_fast.dispatch.hybridep import hybridep_combine, hybridep_dispatch
+from moe_fast.dispatch.overlap import beside, in_backward
+from moe_fast.experts.delayed import Waiting
 from moe_fast.experts.mlp import grouped_mlp, latent_projection
 from moe_fast.experts.shared import shared_experts
 from moe_fast.launch.operators import traceable
@@ -42,7 +45,8 @@ def moe_layer(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig,
     *, state: RouterState, training: bool = True, batch_size: int = 1, group: Any = None,
     padding_mask: Tensor | None = None, noise: Tensor | None = None, recompute: str | None = None,
-    shared_memory: bool = False,
+    wgrads: Waiting | None = None, overlap_shared: bool = False,
+    in_dispatch_backward: Callable[[], None] | None = None, shared_memory: bool = False,
 ) -> LayerOutput:  # fmt: skip
     """One forward of the layer on this rank, with its L = E/W experts.
 
@@ -52,7 +56,10 @@ def moe_layer(
             dispatcher's host waits for its counts.
         recompute: as in `grouped_mlp`, of the routed experts alone. The result holds every
             intermediate; `MoELayer` computes the whole layer again.
-
+        wgrads: as in `grouped_mlp`, of the routed experts.
+        overlap_shared: on a GPU the shared experts run on a stream beside the dispatch, and so do
+            their gradients; see `overlap.beside`. dx then adds its parts in another order.
+        in_dispatch_backward: launched beside the dispatch's backward; see `overlap.in_backward`.
         shared_memory: hybridep's rows travel over memory that the ranks share, see
             `moe_fast.dispatch.symmetric`; with `LayerConfig.num_rows` the host then never waits.
 
@@ -71,24 +78,21 @@ def moe_layer(
     routed = without_padding(routed, padding_mask)
 
     tokens = x_TH if p.latent_down is None else latent_projection(x_TH, p.latent_down)
-    if group is None:
-        dispatched, combine = _on_one_rank(tokens, routed, config.router)
+    dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory)
+    shared_part = partial(_shared, x_TH, p, config)
+    if overlap_shared:
+        shared, (dispatched, combine) = beside(shared_part, dispatch, x_TH.device)
     else:
-        right = f"False with {config.dispatcher}: hybridep alone has it"
-        require(config.dispatcher == "hybridep" or not shared_memory, "shared_memory", shared_memory, right)
-        way = "symmetric" if shared_memory else config.dispatcher
-        dispatched, combine = DISPATCH[way](tokens, routed, config, group)
-    weights = (p.fc1_weight, p.fc2_weight)
-    biases = {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias}
-    settings = config.experts | biases | {"probs": dispatched.probs, "recompute": recompute}
-    rows = grouped_mlp(dispatched.rows, dispatched.tokens_per_expert, *weights, **settings)
+        dispatched, combine = dispatch()
+    sent = dispatched.rows if in_dispatch_backward is None else in_backward(dispatched.rows, in_dispatch_backward)
+    given = {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias, "probs": dispatched.probs, "wgrads": wgrads}
+    settings = config.experts | given | {"recompute": recompute}
+    rows = grouped_mlp(sent, dispatched.tokens_per_expert, p.fc1_weight, p.fc2_weight, **settings)
     combined = combine(rows)
     output = combined if p.latent_up is None else latent_projection(combined, p.latent_up)
 
-    shared = None
-    if p.shared_fc1_weight is not None and p.shared_fc2_weight is not None:
-        weights, gate_weight = (p.shared_fc1_weight, p.shared_fc2_weight), p.shared_gate_weight
-        shared = shared_experts(x_TH, *weights, gate_weight=gate_weight, **config.shared_experts)
+    shared = shared if overlap_shared else shared_part()
+    if shared is not None:
         output = output + shared
     return LayerOutput(logits, routed, dispatched, rows, combined, shared, output)
 
@@ -116,7 +120,28 @@ def sum_over(x_N: Tensor, group: Any) -> Tensor:
     return counts_of_all(x_N, group).sum(0)
 
 
+def _shared(x_TH: Tensor, p: LayerParameters, config: LayerConfig) -> Tensor | None:
+    """The shared experts' output; None without them."""
+    if p.shared_fc1_weight is None or p.shared_fc2_weight is None:
+        return None
+    weights = (p.shared_fc1_weight, p.shared_fc2_weight)
+    return shared_experts(x_TH, *weights, gate_weight=p.shared_gate_weight, **config.shared_experts)
+
+
 # ---- dispatch: tokens to rows of experts, and the function that brings rows back
+
+
+def _dispatched(
+    tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, shared_memory: bool
+) -> tuple[Any, Combine]:
+    """The rows of this rank's experts, and the way back."""
+    if group is None:
+        return _on_one_rank(tokens, routed, config.router)
+    right = f"False with {config.dispatcher}: hybridep alone has it"
+    require(config.dispatcher == "hybridep" or not shared_memory, "shared_memory", shared_memory, right)
+    way = "symmetric" if shared_memory else config.dispatcher
+    sent: tuple[Any, Combine] = DISPATCH[way](tokens, routed, config, group)
+    return sent
 
 
 def _on_one_rank(tokens: Tensor, routed: RouteOutput, router: RouterConfig) -> tuple[Any, Combine]:

@@ -101,7 +101,9 @@ class MoELayer(nn.Module):
             output of the routed experts' activation, "moe" the whole layer; None: all is saved.
         delay_wgrad: the backward leaves the gradients of the routed experts' weights to
             `backward_dw`.
-        shared_memory: as in `moe_layer`.
+        overlap_wgrad: with `delay_wgrad`, compute them beside the dispatch's backward, on a GPU on
+            a stream of its own; `backward_dw` waits for them.
+        overlap_shared, shared_memory: as in `moe_layer`.
 
     Weights are normal with deviation `init_std`, biases 0; ranks draw different experts if their
     generators differ. All others must be equal on all ranks, which the caller sees to, as for any
@@ -113,7 +115,8 @@ class MoELayer(nn.Module):
     def __init__(
         self, config: LayerConfig, hidden: int, width: int, *, latent: int | None = None,
         shared_width: int | None = None, shared_gate: bool = False, bias: bool = False, packed: bool = True,
-        group: Any = None, recompute: str | None = None, delay_wgrad: bool = False, shared_memory: bool = False,
+        group: Any = None, recompute: str | None = None, delay_wgrad: bool = False, overlap_wgrad: bool = False,
+        overlap_shared: bool = False, shared_memory: bool = False,
         init_std: float = INIT_STD, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -124,7 +127,9 @@ class MoELayer(nn.Module):
         tensor: dict[str, Any] = {"device": device, "dtype": dtype}
         halves = 2 if config.kind in GATED else 1
         self.config, self.group, self.losses = config, group, RouterLosses()
-        self.recompute, self.delay_wgrad, self.shared_memory = recompute, delay_wgrad, shared_memory
+        require(delay_wgrad or not overlap_wgrad, "overlap_wgrad", overlap_wgrad, "False without delay_wgrad")
+        self.recompute, self.delay_wgrad, self.overlap_wgrad = recompute, delay_wgrad, overlap_wgrad
+        self.overlap_shared, self.shared_memory = overlap_shared, shared_memory
         self.register_buffer("over_budget", torch.zeros((), dtype=torch.bool, device=device), persistent=False)
         self.router = Router(config.router, hidden, **tensor)
         local = config.router.num_experts // ranks
@@ -196,13 +201,19 @@ class MoELayer(nn.Module):
         """
         recompute = self.recompute if self.recompute == "moe_act" else None
         settings |= {"group": self.group, "recompute": recompute, "padding_mask": padding_mask}
-        settings |= {"shared_memory": self.shared_memory}
+        settings |= {"shared_memory": self.shared_memory, "overlap_shared": self.overlap_shared}
+        if self.overlap_wgrad and not torch.compiler.is_compiling():
+            settings["in_dispatch_backward"] = self._compute_dw
         linears = (self.experts.linear_fc1, self.experts.linear_fc2) if self.delay_wgrad else ()
         # a backward that runs this again is in another context
         with delaying({linear.weight: linear.waiting for linear in linears}) if linears else nullcontext():
             out = moe_layer(x_TH, LayerParameters(*parameters), self.config, **settings)  # type: ignore[arg-type]
         dropped = None if self.group is None or self.config.num_rows is None else out.dispatched.overflow
         return out.output, out.routed.state, out.routed.losses, dropped
+
+    def _compute_dw(self) -> None:
+        self.experts.linear_fc2.compute_dw()
+        self.experts.linear_fc1.compute_dw()
 
     def backward_dw(self) -> None:
         """With `delay_wgrad`, after a backward: the gradients of the routed experts' weights, fc2's

@@ -7,8 +7,9 @@ Packed, a weight is [L,out,in] under the key `weight`, and a bias [L,out] under 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from moe_fast.dispatch.overlap import wait_for
 from moe_fast.experts.delayed import Waiting
 from moe_fast.parameters.names import normalize_parameters
 
@@ -30,6 +31,24 @@ class GroupedLinear(nn.Module):
         self.register_load_state_dict_pre_hook(_pack)
         self.register_state_dict_post_hook(_unpack)
         self.waiting: Waiting = []  # gradients of the weight, see `backward_dw`
+        self.computed: list[Tensor | None] = []  # by `compute_dw`; None: `main_grad` has it
+        self.factors: Waiting = []  # what another stream computes them of
+
+    def compute_dw(self) -> None:
+        """Compute the gradients that wait, on a stream beside the backward's; `backward_dw` gives
+        them to the weight.
+        """
+        self.factors += self.waiting
+        while self.waiting:
+            self.computed.append(self._next())
+
+    def _next(self) -> Tensor | None:
+        """The first gradient that waits; None if `main_grad` has it."""
+        gradient, main = self.waiting.pop(0), getattr(self.weight, "main_grad", None)
+        if main is None:
+            return gradient()
+        main.copy_(gradient(accumulate_into=main))
+        return None
 
     def backward_dw(self) -> None:
         """Compute the weight's gradients that wait, one per backward, and add them to
@@ -41,15 +60,16 @@ class GroupedLinear(nn.Module):
         Raises:
             RuntimeError: no gradient waits.
         """
-        if not self.waiting:
+        if not (self.computed or self.waiting):
             raise RuntimeError("backward_dw without a backward since the last one: no gradient waits")
-        main = getattr(self.weight, "main_grad", None)
-        while self.waiting:
-            gradient = self.waiting.pop(0)
-            if main is None:
-                self.weight.backward(gradient())  # a leaf: the gradient is added, and hooks run
+        if self.factors:
+            wait_for([x for x in self.computed if x is not None], self.weight.device)
+            self.factors.clear()
+        while self.computed or self.waiting:
+            gradient = self.computed.pop(0) if self.computed else self._next()
+            if gradient is not None:
+                self.weight.backward(gradient)  # a leaf: the gradient is added, and hooks run
                 continue
-            main.copy_(gradient(accumulate_into=main))
             self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
             before, self.weight.grad = self.weight.grad, None
             self.weight.backward(torch.zeros_like(self.weight))

@@ -4,12 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_fast.declared import COMPUTED, COPY, Family
+from moe_fast.declared import COMPUTED, COPY, READ, Family
 from moe_fast.router.balancing import attach_loss, aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
 from moe_fast.router.capacity import drop_tokens
 from moe_fast.router.gating import gate, jitter
 from moe_fast.router.route import finish_batch, route
 from moe_fast.router.selection import check_computed, check_rows, topk_indices, topk_routing
+from moe_fast.router.sinkhorn import sinkhorn_routing
 from moe_ref.config.router import expert_capacity
 from moe_ref.config.state import new_state, state_from, state_tensors
 
@@ -21,8 +22,6 @@ def _check(function: str, payload: Tensor, settings: dict[str, Any]) -> None:
         check_computed("scores", payload)
     if function in ("topk_indices", "topk_routing", "aux_loss_scores", "z_loss"):
         check_rows(payload, settings.get("topk", 1), settings.get("expert_bias"))
-    if function == "route" and settings["config"].sinkhorn:
-        raise ValueError("sinkhorn is True, which has no fused form")
 
 
 _family = Family(
@@ -31,6 +30,7 @@ _family = Family(
         jitter: COPY | {"deterministic": False},
         topk_indices: _CHOICE,
         topk_routing: _CHOICE,
+        sinkhorn_routing: _CHOICE | READ,
         expert_capacity: COPY,
         drop_tokens: _CHOICE,
         aux_loss_scores: _CHOICE,

@@ -11,6 +11,7 @@ from moe_fast.launch.operators import traceable
 from moe_fast.router.balancing import attach_loss, aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
 from moe_fast.router.capacity import drop_tokens
 from moe_fast.router.selection import topk_indices, topk_routing
+from moe_fast.router.sinkhorn import sinkhorn_routing
 from moe_ref.config import (
     RankGroup,
     Routed,
@@ -22,7 +23,6 @@ from moe_ref.config import (
     check_logits,
     check_padding_mask,
     check_route,
-    require,
 )
 from moe_ref.config.router import expert_capacity
 
@@ -34,15 +34,12 @@ def route(
     training: bool = True, loss_scale: float = 1.0, replay: str = "none",
     replay_target: Tensor | None = None, ranks: RouterRanks | None = None,
 ) -> RouteOutput:  # fmt: skip
-    """One forward of the router after its matrix product; the host never waits.
-
-    Raises:
-        ValueError: also for Sinkhorn, which has no kernel.
+    """One forward of the router after its matrix product; the host never waits, but for Sinkhorn's
+    rounds.
     """
     check_logits(logits_TE)
     check_route(logits_TE, config, batch_size, replay, replay_target, len(state.replay_queue))
     check_padding_mask(padding_mask, logits_TE.shape[0])
-    require(not config.sinkhorn, "sinkhorn", True, "False: it has no fused form")
     ranks = ranks or RouterRanks()
     learns = training and torch.is_grad_enabled()
     valid: int | Tensor = logits_TE.shape[0] if padding_mask is None else (padding_mask == 0).sum()
@@ -53,7 +50,7 @@ def route(
         losses["z_loss"] = z_loss(logits_TE, coeff=coeff, padding_mask=padding_mask) / config.loss_divisor
         tokens = valid * ranks.tp_cp.size if config.loss_per_token else 1
         scored = attach_loss(logits_TE, losses["z_loss"] * tokens, scale=loss_scale)
-    chosen, indices, state = _choose(scored, config, state, replay, replay_target)
+    chosen, indices, state = _choose(scored, config, state, replay, replay_target, learns)
     if config.capacity_factor is not None:
         sizes: dict[str, Any] = {"num_experts": logits_TE.shape[1], "topk": config.topk}
         capacity = expert_capacity(logits_TE.shape[0], capacity_factor=config.capacity_factor, **sizes)
@@ -76,9 +73,16 @@ def route(
 
 
 def _choose(
-    logits_TE: Tensor, config: RouterConfig, state: RouterState, replay: str, replay_target: Tensor | None
+    logits_TE: Tensor,
+    config: RouterConfig,
+    state: RouterState,
+    replay: str,
+    replay_target: Tensor | None,
+    learns: bool,
 ) -> tuple[Routed, Tensor | None, RouterState]:
     """The choice, its indices if they are recorded, and the state with the queue of replays."""
+    if config.sinkhorn:
+        return sinkhorn_routing(logits_TE, topk=config.topk, training=learns), None, state
     bias = state.expert_bias if config.expert_bias else None
     settings = {"expert_bias": bias, **config.selection}
     if replay == "record":

@@ -112,6 +112,16 @@ def check_expert_split(num_experts: int, ranks: int, expert_tensor_parallel: int
     )
 
 
+def check_flatten_experts(x_TE: Tensor, expert_parallel: int, expert_tensor_parallel: int) -> None:
+    """A matrix of experts' columns, groups that divide them, and at least one rank per group."""
+    require(x_TE.dim() == 2 and x_TE.shape[1] >= 1, "x", f"of shape {tuple(x_TE.shape)}", "[tokens, experts]")
+    experts = x_TE.shape[1]
+    right = is_count(expert_parallel) and expert_parallel >= 1 and experts % expert_parallel == 0
+    require(right, "expert_parallel", expert_parallel, f"a positive divisor of the {experts} experts")
+    right = is_count(expert_tensor_parallel) and expert_tensor_parallel >= 1
+    require(right, "expert_tensor_parallel", expert_tensor_parallel, "a positive integer")
+
+
 def check_tokens(tokens: PerRank[Tensor]) -> None:
     """[T,H] of each rank: its own T; H, dtype and device the same on all."""
     require(len(tokens) >= 1, "tokens", "an empty list", "a list with an entry per rank")
@@ -195,6 +205,13 @@ def check_budget(align: int | None, num_rows: int | None) -> None:
         num_rows,
         f"a multiple of align {align}, so that every segment is",
     )
+
+
+def check_one_size(capacity: int | None, num_rows: int | None) -> None:
+    """A budget of rows, or a capacity that gives every size, or neither."""
+    check_budget(None, num_rows)
+    right = f"None with a capacity, {capacity}, which gives all sizes"
+    require(capacity is None or num_rows is None, "num_rows", num_rows, right)
 
 
 def check_wire_recipe(recipe: Recipe | None, tokens: PerRank[Tensor]) -> None:

@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_ref.config import Dispatched, PerRank, check_dispatch
+from moe_ref.config import Dispatched, PerRank, check_budget, check_dispatch
 from moe_ref.dispatch.exchange import Handle, move, move_probs, plan_of
 from moe_ref.dispatch.indices import flatten_experts
-from moe_ref.dispatch.plan import plan_of_maps
+from moe_ref.dispatch.plan import Layout, plan_of_maps
 from moe_ref.dispatch.trees import sum_experts_then_ranks
 from moe_ref.rounding import accumulator_dtype
 
@@ -35,6 +35,7 @@ def allgather_dispatch(
     *,
     probs: PerRank[Tensor] | None = None,
     expert_tensor_parallel: int = 1,
+    num_rows: int | None = None,
 ) -> list[Dispatched]:
     """Gather all tokens on every rank, and permute the copies that the rank's own experts read.
 
@@ -50,20 +51,23 @@ def allgather_dispatch(
         probs: [T_r,E] floating point, or None. A routed token of probability 0 is sent like any
             other.
         expert_tensor_parallel: ETP, a divisor of the ranks.
+        num_rows: rows of each buffer, a budget as `hybridep_dispatch`'s; None for as many as are
+            needed.
 
     Returns:
-        `Dispatched` of each rank, without padding; no copy is dropped.
+        `Dispatched` of each rank, without padding; no copy is dropped without a budget.
 
     Rounding: none. dtokens takes combine's tree, but adds ranks in the tokens' dtype. dprobs is
     moved back; the shards of an expert are added in the accumulator dtype.
 
     Raises:
-        ValueError: see `moe_ref.config.check_dispatch`.
+        ValueError: see `moe_ref.config`: check_dispatch, check_budget.
     """
     check_dispatch(tokens, routing_map, probs, expert_tensor_parallel)
+    check_budget(None, num_rows)
     groups = len(tokens) // expert_tensor_parallel
     flat = partial(flatten_experts, expert_parallel=groups, expert_tensor_parallel=expert_tensor_parallel)
-    plan = plan_of_maps([flat(map_TE) for map_TE in routing_map])
+    plan = plan_of_maps([flat(map_TE) for map_TE in routing_map], Layout(num_rows=num_rows))
     row_tokens = plan.row_tokens_of_ranks()
     tree = partial(sum_experts_then_ranks, row_tokens=row_tokens, tokens=plan.tokens, between=tokens[0].dtype)
     rows = move(tokens, row_tokens, tree)

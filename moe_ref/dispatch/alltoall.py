@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_ref.config import Dispatched, PerRank, check_dispatch
+from moe_ref.config import Dispatched, PerRank, check_dispatch, check_one_size
 from moe_ref.dispatch.exchange import Handle, move, move_probs, plan_of
 from moe_ref.dispatch.indices import flatten_experts
 from moe_ref.dispatch.plan import Layout, plan_of_maps
@@ -39,6 +39,7 @@ def alltoall_dispatch(
     probs: PerRank[Tensor] | None = None,
     expert_tensor_parallel: int = 1,
     capacity: int | None = None,
+    num_rows: int | None = None,
 ) -> list[Dispatched]:
     """Permute the copies by expert, send each chunk to the rank of its expert, and sort arrivals by
     local expert.
@@ -57,18 +58,22 @@ def alltoall_dispatch(
         probs: [T_r,E] floating point, or None.
         expert_tensor_parallel: ETP, a divisor of the ranks.
         capacity: rows; a positive integer or None.
+        num_rows: rows of each buffer, a budget as `hybridep_dispatch`'s; None for as many as are
+            needed, and with a capacity.
 
     Rounding: none. dtokens takes combine's tree, but adds shards in the tokens' dtype. dprobs is
     moved back; shards are added in the accumulator dtype.
 
     Raises:
-        ValueError: see `moe_ref.config.check_dispatch`.
+        ValueError: see `moe_ref.config`: check_dispatch, check_one_size.
     """
     check_dispatch(tokens, routing_map, probs, expert_tensor_parallel, capacity)
+    check_one_size(capacity, num_rows)
     shards = expert_tensor_parallel
     flat = partial(flatten_experts, expert_parallel=len(tokens) // shards, expert_tensor_parallel=shards)
     sources = tuple(rank for tp in range(shards) for rank in range(tp, len(tokens), shards))
-    plan = plan_of_maps([flat(map_TE) for map_TE in routing_map], Layout(sources=sources, chunk=capacity))
+    layout = Layout(sources=sources, chunk=capacity, num_rows=num_rows)
+    plan = plan_of_maps([flat(map_TE) for map_TE in routing_map], layout)
     row_tokens = plan.row_tokens_of_ranks()
     tree = partial(_sum_shards_then_experts, row_tokens=row_tokens, tokens=plan.tokens, shards=shards)
     rows = move(tokens, row_tokens, partial(tree, between=tokens[0].dtype))

@@ -5,7 +5,7 @@ may hold.
 import torch
 from torch import Tensor
 
-from moe_ref.config import IndexPolicy, check_align, check_index_values, check_indices, check_map, require
+from moe_ref.config import IndexPolicy, check_flatten_experts, check_index_values, check_indices, require
 from moe_ref.permutation.routing_map import EMPTY
 
 
@@ -25,19 +25,15 @@ def flatten_experts(x_TE: Tensor, *, expert_parallel: int, expert_tensor_paralle
     Returns:
         [T,EP·ETP·L].
 
+    Raises:
+        ValueError: see `moe_ref.config.check_flatten_experts`.
+
     Source: MoEFlexTokenDispatcher's _initialize_metadata.
     """
-    check_map(x_TE != 0)
-    for name, size in (("expert_parallel", expert_parallel), ("expert_tensor_parallel", expert_tensor_parallel)):
-        check_align(size)
-        require(
-            size is not None and x_TE.shape[1] % expert_parallel == 0,
-            name,
-            size,
-            f"a positive integer; {x_TE.shape[1]} experts, evenly split",
-        )
+    check_flatten_experts(x_TE, expert_parallel, expert_tensor_parallel)
     parts = x_TE.unflatten(1, (expert_parallel, 1, -1))
-    return parts.expand(-1, -1, expert_tensor_parallel, -1).flatten(1)
+    copies = parts.expand(-1, -1, expert_tensor_parallel, -1).clone(memory_format=torch.contiguous_format)
+    return copies.flatten(1)
 
 
 def apply_index_policy(

@@ -11,8 +11,8 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.shared_out_laws import ONE_PROCESS
 from conformance.engine.child.evaluate import evaluate
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
+from conformance.families.dispatch.flat_experts import FlatCase
 from conformance.families.experts.laws import ordinary
-from conformance.families.layer.cases import LayerCase
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import Implementation, load
 from tests.common.suite import outcome_of, wrapped
@@ -56,6 +56,7 @@ from tests.core.law_twins import (
     WGRAD,
     Z,
 )  # fmt: skip
+from tests.core.layer_laws import LAYER_TWINS, OF_LAYER
 from tests.core.parameter_laws import OF_PARAMETERS, PARAMETER_TWINS
 
 ALONE = {
@@ -68,7 +69,7 @@ ON_A_CPU = {function: [law for law in laws if law.device != "cuda"] for function
 
 @pytest.mark.parametrize(
     ("law", "case", "broken"),
-    TWINS + PARAMETER_TWINS,
+    TWINS + LAYER_TWINS + PARAMETER_TWINS,
     ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", ""),
 )
 def test_a_namespace_with_right_values_that_breaks_a_law_is_found_by_that_law(law, case, broken):
@@ -80,7 +81,7 @@ def test_a_namespace_with_right_values_that_breaks_a_law_is_found_by_that_law(la
 
 
 def test_every_law_has_a_twin_that_must_fail():
-    assert {law for law, _, _ in TWINS + CALL_TWINS + PARAMETER_TWINS} == {
+    assert {law for law, _, _ in TWINS + CALL_TWINS + LAYER_TWINS + PARAMETER_TWINS} == {
         law.name for laws in ON_A_CPU.values() for law in laws
     }
 
@@ -104,6 +105,7 @@ def test_no_law_minds_a_sum_whose_order_follows_the_layout():
     }
 
 
+FLAT = FlatCase(function="flatten_experts", tokens=3, experts=4, groups=2, shards=2, grads="x")
 MXFP8 = replace(QUANTIZE, scaling="mxfp8", counts=(1, 0, 2), tokens=3, hidden=2)
 NVFP4 = replace(MXFP8, scaling="nvfp4")
 NARROW = replace(ACTIVATED, counts=(1, 0, 2), tokens=3, width=2)
@@ -253,8 +255,8 @@ CALLS = [
 ]
 
 
-LAYER = LayerCase(function="moe_layer", tokens=7, hidden=6, width=5, experts=4, topk=2)
-CALLS += [LAYER, replace(LAYER, grads="x+router_weight+fc1_weight+fc2_weight")]
+CALLS += OF_LAYER
+CALLS += [FLAT, replace(FLAT, grads="")]
 CALLS += [replace(case, grads="probs") for case in (TO_MULTIHOT, TO_INDICES)]
 CALLS += [replace(case, grads="logits") for case in (Z, SINKHORN)]
 CALLS += [*OF_PARAMETERS, TRAINED_MLP]

@@ -263,7 +263,7 @@ def test_a_dispatcher_whose_graph_reads_its_inputs_again_keeps_the_law(broken_wo
         case.function: (outcome.status, outcome.evaluations, outcome.finding)
         for case, outcome in broken_world.run(cases)
     }
-    assert found == {name: ("PASS", 2, None) for name in FUNCTIONS if not name.startswith("allgather")}
+    assert found == dict.fromkeys(FUNCTIONS, ("PASS", 2, None))
 
 
 def test_every_law_of_dispatchers_alone_has_a_twin():

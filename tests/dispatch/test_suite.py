@@ -81,9 +81,6 @@ def test_the_reference_keeps_every_law(function, world):
     assert [(name, o.status, o.finding, o.reason) for name, o in outcomes if o.status != "PASS"] == []
 
 
-UNSIZED = ("allgather_dispatch", "allgather_combine")  # no size: their calls wait for the device
-
-
 ONE_GPU = Space("cuda", ranks=1, shared_ranks=4)
 
 
@@ -100,8 +97,7 @@ def test_the_gate_asks_for_every_law_of_a_dispatcher_of_several_ranks_with_rows(
         and case.ranks > 1
         and sum(int(own.sum()) for own in maps_of(case))
     }
-    sized = {"host_sync", "graph_capture"} if function in UNSIZED else set()
-    assert asked == {law.name for law in CONTRACTS[function].laws.values() if law.device in ("", space.device)} - sized
+    assert asked == {law.name for law in CONTRACTS[function].laws.values() if law.device in ("", space.device)}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -99,6 +99,7 @@ DTYPES_OF = {
     **dict.fromkeys(("route", "moe_layer"), ("float32", "bfloat16")),
     **dict.fromkeys(PARAMETERS, ("float32", "bfloat16")),
     **dict.fromkeys(("split_extra_state", "merge_extra_state"), ()),
+    "flatten_experts": (*DTYPES, "bool", "int64"),
     **{name: MOVED_DTYPES if name.endswith("dispatch") else DTYPES for name in COLLECTIVES},
 }
 ONE_GRADIENT = (
@@ -124,6 +125,7 @@ GRADS_OF = {
     **dict.fromkeys(("indices_to_multihot", "multihot_to_indices", "drop_tokens"), ("probs",)),
     **dict.fromkeys((*CHOOSE, "aux_loss_scores", "z_loss", "sinkhorn_routing", "route"), ("logits",)),
     "load_balancing_loss": ("scores",),
+    "flatten_experts": ("x",),
     "gate": ("x", "weight", "x+weight", "x+weight+bias"),
     "attach_loss": ("x", "loss", "x+loss"),
     **dict.fromkeys(ELEMENTWISE, ("h", "probs", "h+probs")),

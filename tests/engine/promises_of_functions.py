@@ -290,6 +290,13 @@ PROMISES = {
             )
         ),
     },
+    "flatten_experts": {
+        "no tokens": lambda c: c.tokens == 0,
+        "one group": lambda c: c.groups == 1,
+        "a group for each expert": lambda c: c.groups == c.experts > 1,
+        "one shard": lambda c: c.shards == 1,
+        "several shards of several groups": lambda c: c.shards > 1 < c.groups,
+    },
     "multihot_to_indices": ROUTED
     | SPREAD
     | {

@@ -9,6 +9,7 @@ from conformance.engine.choose.draw import drawn, far_cases, shape_cases, strate
 from conformance.engine.choose.plan import fixed_cases
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.dispatch.cases import DispatchCase
+from conformance.families.dispatch.flat_experts import FlatCase
 from conformance.families.experts.cases import ActivationCase, GroupedCase
 from conformance.families.experts.cases_mlp import MlpCase, SharedCase
 from conformance.families.fused.cases import PermutedQuantizationCase, QuantizedActivationCase
@@ -54,6 +55,7 @@ FULLEST = {
     "pad_routing_map": RoutingCase(function="pad_routing_map", tokens=3, experts=3, align=2),
     "indices_to_multihot": IndicesCase(function="indices_to_multihot", tokens=3, topk=2, experts=3, grads="probs"),
     "deepep_layout": IndicesCase(function="deepep_layout", tokens=3, topk=2, experts=4, ranks=2),
+    "flatten_experts": FlatCase(function="flatten_experts", tokens=3, experts=4, groups=2, shards=2, grads="x"),
     "multihot_to_indices": RoutingCase(function="multihot_to_indices", tokens=3, topk=2, experts=3, grads="probs"),
     "gate": GateCase(function="gate", tokens=3, hidden=3, experts=3, bias=True, grads="x+weight+bias"),
     "jitter": GateCase(function="jitter", tokens=3, hidden=3),

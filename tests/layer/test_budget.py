@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.testing import assert_close
 
 from moe_fast import MoELayer, within_budget
 from moe_ref.config import LayerConfig, RouterConfig, rank_budget
-from tests.common.fast import interpreted, normal
+from tests.common.fast import interpreted, normal, record_reads
 
 TOKENS, HIDDEN, TOPK = 6, 4, 2
 
@@ -25,10 +24,10 @@ def group() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def layers(group: Any, *budgets: int | None, **options: bool) -> list[MoELayer]:
+def layers(group: Any, *budgets: int | None, dispatcher: str = "hybridep", **options: bool) -> list[MoELayer]:
     torch.manual_seed(0)
     router = RouterConfig(num_experts=3, topk=TOPK, score_function="sigmoid", expert_bias=True)
-    configs = [LayerConfig(router=router, dispatcher="hybridep", num_rows=rows) for rows in budgets]
+    configs = [LayerConfig(router=router, dispatcher=dispatcher, num_rows=rows) for rows in budgets]
     return [MoELayer(config, HIDDEN, 2, group=group, init_std=0.5, **options) for config in configs]
 
 
@@ -75,21 +74,40 @@ def test_a_step_with_room_for_all_rows_runs_once_and_one_without_the_rule_is_wro
 
 
 @interpreted
-def test_over_shared_memory_rows_are_the_same_and_no_count_is_read(group, monkeypatch):
-    """The dispatcher over collectives reads its counts, as the counter shows."""
-    read: list[Any] = []
-    right = Tensor.tolist
-    monkeypatch.setattr(Tensor, "tolist", lambda x: read.append(x) or right(x))
-    found, reads = [], []
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "hybridep"])
+def test_with_a_budget_the_host_reads_nothing_and_rows_are_dropped_alike(group, dispatcher, monkeypatch):
+    """The twin is the layer without a budget, which reads its counts."""
+    x, dy = normal(TOKENS, HIDDEN, seed=1), normal(TOKENS, HIDDEN, seed=2)
+    found, reads = [], record_reads(monkeypatch)
+    for rows in (None, 5):
+        (layer,) = layers(group, rows, dispatcher=dispatcher)
+        reads.clear()
+        layer(x).backward(dy)
+        found.append(len(reads))
+    assert found[0] > 0 == found[1]
+    assert bool(layer.over_budget)
+
+
+@interpreted
+def test_every_dispatcher_drops_the_same_rows(group):
+    tight = [layers(group, 5, dispatcher=name)[0] for name in ("allgather", "alltoall", "hybridep")]
+    outputs = [layer(normal(TOKENS, HIDDEN, seed=1)) for layer in tight]
+    whole = layers(group, None)[0](normal(TOKENS, HIDDEN, seed=1))
+    for y in outputs[1:]:
+        assert_close(y, outputs[0])
+    assert not torch.equal(outputs[0], whole)
+
+
+@interpreted
+def test_over_shared_memory_rows_are_the_same(group):
+    found = []
     for shared in (False, True):
         (layer,) = layers(group, 9, shared_memory=shared)
         x = normal(TOKENS, HIDDEN, seed=1).requires_grad_()
-        read.clear()
         y = layer(x)
         y.backward(normal(TOKENS, HIDDEN, seed=2))
-        reads.append(len(read))
         found.append([y, x.grad, layer.over_budget, *(weight.grad for weight in layer.parameters())])
-    assert bool(found[0][2]) and reads[0] > 0 == reads[1]
+    assert bool(found[0][2])
     for a, b in zip(*found, strict=True):
         assert_close(a, b)
 
@@ -107,5 +125,5 @@ def test_a_budget_is_the_even_share_times_the_factor_in_whole_tiles():
     assert rank_budget(100, topk=2, capacity_factor=1.1, align=32) == 224
     with pytest.raises(ValueError, match="capacity_factor is 0"):
         rank_budget(100, topk=2, capacity_factor=0)
-    with pytest.raises(ValueError, match="num_rows is 5 with alltoall"):
-        LayerConfig(router=RouterConfig(num_experts=2, topk=1), num_rows=5)
+    with pytest.raises(ValueError, match="num_rows is 5 with deepep"):
+        LayerConfig(router=RouterConfig(num_experts=2, topk=1), dispatcher="deepep", num_rows=5)

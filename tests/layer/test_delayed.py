@@ -1,5 +1,7 @@
 """Delayed weight gradients of `MoELayer`: the same bits, each once, fc2's before fc1's."""
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from moe_ref.config import LayerConfig, Recipe, RouterConfig
 from tests.common.fast import interpreted, normal
 
 pytestmark = interpreted
+layers = importlib.import_module("moe_fast.layer.layer")
 TOKENS, HIDDEN, WIDTH, EXPERTS = 7, 8, 16, 4
 EVERYTHING = {"latent": 4, "shared_width": 4, "shared_gate": True, "bias": True}
 BATCHES = (1, 2)
@@ -41,11 +44,12 @@ def experts(module: MoELayer) -> list[torch.nn.Parameter]:
 @pytest.mark.parametrize(
     "options",
     [{}, EVERYTHING, {"recompute": "moe_act"}, {"recompute": "moe"}, {"recipe": Recipe("current")},
-     {"recipe": Recipe("block"), "recompute": "moe_act"}, {"dtype": torch.bfloat16}],
+     {"recipe": Recipe("block"), "recompute": "moe_act"}, {"dtype": torch.bfloat16}, {"overlap_wgrad": True},
+     {"overlap_wgrad": True, "recompute": "moe"}],
     ids=str,
 )  # fmt: skip
 def test_no_bit_of_a_gradient_changes_and_no_parameter_is_left_out(options):
-    plain, delayed = layer(False, **options), layer(True, **options)
+    plain, delayed = layer(False, **{**options, "overlap_wgrad": False}), layer(True, **options)
     inputs = backward(plain)
     assert all(torch.equal(a, b) for a, b in zip(backward(delayed), inputs, strict=True))
     assert untrained(delayed) == ["experts.linear_fc1.weight", "experts.linear_fc2.weight"]
@@ -62,8 +66,9 @@ def test_an_input_without_gradient_changes_nothing():
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), delayed.parameters(), strict=True))
 
 
-def test_hooks_run_once_per_backward_and_fc2_comes_first():
-    module, seen = layer(True), []
+@pytest.mark.parametrize("overlap", [False, True])
+def test_hooks_run_once_per_backward_and_fc2_comes_first(overlap):
+    module, seen = layer(True, overlap_wgrad=overlap), []
     for name, weight in zip(("fc1", "fc2"), experts(module), strict=True):
         weight.register_post_accumulate_grad_hook(lambda x, name=name: seen.append((name, x.grad is not None)))
     backward(module)
@@ -75,8 +80,9 @@ def test_hooks_run_once_per_backward_and_fc2_comes_first():
     assert len(seen) == 2 * len(BATCHES)
 
 
-def test_main_gradients_are_added_to_and_never_replaced():
-    module, seen = layer(True, dtype=torch.bfloat16), []
+@pytest.mark.parametrize("overlap", [False, True])
+def test_main_gradients_are_added_to_and_never_replaced(overlap):
+    module, seen = layer(True, dtype=torch.bfloat16, overlap_wgrad=overlap), []
     for weight in experts(module):
         weight.main_grad = torch.full_like(weight, 0.5, dtype=torch.float32)
         weight.register_post_accumulate_grad_hook(
@@ -120,3 +126,36 @@ def test_a_module_that_is_left_out_is_found():
     module.experts.linear_fc1.waiting.clear()
     module.experts.linear_fc2.backward_dw()
     assert untrained(module) == ["experts.linear_fc1.weight"]
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> list[str]:
+    """Of a backward and `backward_dw`: the weights' gradients, and the dispatch's, in order."""
+    calls: list[str] = []
+    module, dispatch = layer(True, overlap_wgrad=overlap), layers._on_one_rank
+
+    def logged(tokens, *rest):
+        tokens.register_hook(lambda d_tokens: calls.append("dispatch"))
+        return dispatch(tokens * 1, *rest)
+
+    monkeypatch.setattr(layers, "_on_one_rank", logged)
+    for name, linear in (("fc1", module.experts.linear_fc1), ("fc2", module.experts.linear_fc2)):
+        compute = linear._next
+        monkeypatch.setattr(linear, "_next", lambda name=name, compute=compute: (calls.append(name), compute())[1])
+    x = normal(TOKENS, HIDDEN).requires_grad_() * 1
+    module(x).sum().backward()
+    calls.append("end")
+    module.backward_dw()
+    return calls
+
+
+def test_beside_the_dispatch_gradients_are_computed_before_its_backward(monkeypatch):
+    """The twin is the module without the option, which computes them afterwards."""
+    with monkeypatch.context() as beside:
+        assert calls_of(beside, True)[:2] == ["fc2", "fc1"]
+    with monkeypatch.context() as alone:
+        assert calls_of(alone, False)[-3:] == ["end", "fc2", "fc1"]
+
+
+def test_gradients_beside_the_dispatch_must_be_delayed():
+    with pytest.raises(ValueError, match="overlap_wgrad is True; it must be False without delay_wgrad"):
+        layer(False, overlap_wgrad=True)

@@ -189,11 +189,10 @@ def test_a_missing_expert_is_named():
 @pytest.mark.parametrize(
     ("how", "x", "reason"),
     [
-        (config(sinkhorn=True, score_function="softmax", topk=1), torch.zeros(2, HIDDEN), "sinkhorn"),
         (config(), torch.zeros(2, HIDDEN, dtype=torch.complex64), "dtype"),
         (config(), torch.zeros(2, HIDDEN), None),
     ],
-    ids=["sinkhorn", "complex", "supported"],
+    ids=["complex", "supported"],
 )
 def test_what_has_no_kernel_is_declared(how, x, reason):
     told = moe_fast.supports("moe_layer", x=x, parameters=layer().layer_parameters, config=how)

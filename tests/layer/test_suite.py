@@ -85,9 +85,11 @@ def test_the_expected_values_are_the_references_in_float64(fields, counts):
     assert_expected(with_gradients(case(**fields, counts=counts, experts=6 if len(counts) == 3 else 4)))
 
 
-@pytest.mark.parametrize("budget", [1, 4, 30])
-def test_rows_beyond_a_budget_have_no_part(budget):
-    one = with_gradients(case(counts=(4, 3), dispatcher="hybridep", budget=budget, bias=True))
+@pytest.mark.parametrize(
+    ("budget", "dispatcher"), [(1, "hybridep"), (4, "allgather"), (4, "alltoall"), (30, "hybridep")]
+)
+def test_rows_beyond_a_budget_have_no_part(budget, dispatcher):
+    one = with_gradients(case(counts=(4, 3), dispatcher=dispatcher, budget=budget, bias=True))
     assert_expected(one)
     free = LAYER.right(replace(one, budget=0), LAYER.calls(replace(one, budget=0)), {})
     same = [

@@ -1,4 +1,6 @@
-"""Training goes on from a file with the same bits: parameters, moments and the router's state."""
+"""Training goes on from files with the same bits: parameters, moments and the router's state."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ pytestmark = [interpreted, pytest.mark.filterwarnings("ignore:torch.distributed 
 HIDDEN, EXPERTS = 4, 3
 GROUPED = [f"experts.linear_fc{i}.{name}" for i in (1, 2) for name in ("weight", "bias")]
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+States = dict[str, dict[str, Tensor]]  # by kind and name
 
 
 def trainer(packed: bool, seed: int = 0) -> tuple[MoELayer, torch.optim.Optimizer]:
@@ -41,16 +44,31 @@ def in_layout(state: dict[str, Tensor], packed: bool) -> dict[str, Tensor]:
     return state
 
 
+def through_distributed(saved: States, folder: Path) -> States:
+    """What comes back from a checkpoint of torch.distributed."""
+    dcp.save(saved, checkpoint_id=folder, no_dist=True)
+    found = {kind: {name: torch.zeros_like(x) for name, x in state.items()} for kind, state in saved.items()}
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return found
+
+
+def through_safetensors(saved: States, folder: Path) -> States:
+    """What comes back from a file per kind; views of one weight are saved as copies."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    for kind, state in saved.items():
+        safetensors.save_file({name: x.clone() for name, x in state.items()}, folder / f"{kind}.safetensors")
+    return {kind: safetensors.load_file(folder / f"{kind}.safetensors") for kind in saved}
+
+
+@pytest.mark.parametrize("through", [through_distributed, through_safetensors], ids=["distributed", "safetensors"])
 @pytest.mark.parametrize("packed", [True, False])
-def test_training_goes_on_with_the_same_bits_from_a_file_in_either_layout(packed, tmp_path):
+def test_training_goes_on_with_the_same_bits_from_a_file_in_either_layout(packed, through, tmp_path):
     module, optimizer = trainer(packed)
     for step in range(2):
         train(module, optimizer, step)
     saved = {"module": module.state_dict(), "optimizer": in_layout(moments(module, optimizer), packed)}
     assert any(name.endswith("weight2") for state in saved.values() for name in state) is not packed
-    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
-    found = {kind: {name: torch.zeros_like(x) for name, x in state.items()} for kind, state in saved.items()}
-    dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    found = through(saved, tmp_path)
 
     other, resumed = trainer(not packed, seed=1)
     train(other, resumed, 9)  # other parameters, moments and expert bias, all overwritten

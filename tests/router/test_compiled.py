@@ -23,7 +23,8 @@ STATE = moe_fast.new_state(CONFIG)
 def choice(logits: Tensor) -> Any:
     compact = moe_fast.topk_indices(logits, topk=3, num_groups=2, group_topk=1)
     dense = moe_fast.topk_routing(logits, topk=2, score_function="sigmoid", expert_bias=torch.arange(E) / E)
-    return *compact, *moe_fast.drop_tokens(*dense, capacity=2, pad_to_capacity=True)
+    by_plan = [moe_fast.sinkhorn_routing(logits, topk=2, training=training) for training in (True, False)]
+    return *compact, *by_plan, *moe_fast.drop_tokens(*dense, capacity=2, pad_to_capacity=True)
 
 
 def losses(logits: Tensor) -> Any:

@@ -15,6 +15,7 @@ from conformance.families.dispatch import (
 from conformance.families.dispatch.deepep import DeepEPCombine, DeepEPDispatch
 from conformance.families.dispatch.deepep import dispatches as deepep_dispatches
 from conformance.families.dispatch.deepep_layout import DeepEPLayout
+from conformance.families.dispatch.flat_experts import FlattenExperts
 from conformance.families.dispatch.hybridep import HybridEPDispatch
 from conformance.families.dispatch.low_latency import LowLatencyCombine, LowLatencyDispatch
 from conformance.families.dispatch.maps import SIGNATURES, CachedDispatch, MapCombine, MapDispatch
@@ -22,7 +23,7 @@ from conformance.families.dispatch.maps import dispatches as map_dispatches
 
 FAMILY = Family(
     contracts=(
-        DeepEPLayout(),
+        *(DeepEPLayout(), FlattenExperts()),
         *(MapDispatch("allgather_dispatch"), MapCombine("allgather_combine")),
         *(MapDispatch("alltoall_dispatch"), MapCombine("alltoall_combine")),
         *(

@@ -43,7 +43,8 @@ CACHED = ("deepep_cached_dispatch", "hybridep_cached_dispatch")
 # a dispatch; a combine through the newest handle, and through the first; a cached dispatch
 JOURNEY = ("send", "back", "first", "again", "wider")
 ARGUMENTS = {  # of a dispatch, by field
-    "alltoall": {"capacity": "capacity"},
+    "allgather": {"slack": "num_rows"},
+    "alltoall": {"capacity": "capacity", "slack": "num_rows"},
     "hybridep": {"align": "align", "slack": "num_rows", "fp8": "recipe"},
     "deepep": {"align": "expert_alignment", "slack": "num_worst_tokens", "scales": "scales"},
     "deepep_low_latency": {"slack": "max_tokens_per_rank", "fp8": "use_fp8"},
@@ -265,6 +266,8 @@ class DispatchCase(Case):
     def clash(self) -> str | None:
         if self.shards > 1 and self.dispatcher not in ("allgather", "alltoall"):
             return f"shards is {self.shards}; {self.dispatcher} has experts in one piece"
+        if self.capacity and self.slack is not None and self.dispatcher == "alltoall":
+            return "a capacity gives all sizes, and leaves no budget"
         if self.slots is not None and self.spread != "uniform":
             return "explicit slots have no spread"
         if self.slots is not None and not self.repeats and self.dispatcher not in MAPPED:

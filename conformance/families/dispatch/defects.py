@@ -158,6 +158,12 @@ def _starts_of_what_is_kept(dispatch: Wrapper, tokens: Tensor, routing_map: Tens
     return out._replace(tokens_per_expert=plan_of_call(routing_map, settings).kept_WL[rank].to(out.tokens_per_expert))
 
 
+def _counts_of_what_was_asked(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
+    out = dispatch(tokens, routing_map, **settings)
+    asked_WL = plan_of_call(routing_map, settings | {"num_rows": None}).length_WL
+    return out._replace(tokens_per_expert=asked_WL[dist.get_rank(settings["group"])].to(out.tokens_per_expert))
+
+
 def _padding_unwritten(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **settings: Any) -> Any:
     out = dispatch(tokens, routing_map, **settings)
     padding = plan_of_call(routing_map, settings).copies(dist.get_rank(settings["group"])) == PADDING
@@ -311,5 +317,14 @@ DEFECTS: tuple[Defect, ...] = (
         "a cached dispatch gives the tokens of its first call",
         INVITED,
         dict.fromkeys(("deepep_cached_dispatch", "hybridep_cached_dispatch"), _first_tokens_again),
+    ),
+    Defect(
+        "L19",
+        "overflow by the place of the last expert behind what was kept of the others",
+        INVITED,
+        {"allgather_dispatch": _overflow_of_what_is_kept},
+    ),
+    Defect(
+        "L20", "counts of rows that the budget has dropped", INVITED, {"alltoall_dispatch": _counts_of_what_was_asked}
     ),
 )

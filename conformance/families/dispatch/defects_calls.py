@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from conformance.core.call_defects import right_once_per_handle
 from conformance.core.defect import Defect, Wrapper
 
+SHARDS = "a mistake that sharded experts invite"
 GROUPS = "a mistake that a program with one group does not show"
 
 
@@ -14,7 +17,22 @@ def _default_group(collective: Wrapper, *inputs: Any, group: Any, **settings: An
     return collective(*inputs, group=dist.group.WORLD, **settings)
 
 
+def _shard_by_shard(flatten_experts: Wrapper, x: Tensor, **settings: Any) -> Any:
+    """Expert by expert, in place of rank by rank."""
+    right = flatten_experts(x, **settings)
+    groups, shards = settings["expert_parallel"], settings["expert_tensor_parallel"]
+    return right.unflatten(1, (groups, shards, -1)).transpose(2, 3).flatten(1)
+
+
+def _gradient_of_one_shard(flatten_experts: Wrapper, x: Tensor, **settings: Any) -> Any:
+    groups, shards = settings["expert_parallel"], settings["expert_tensor_parallel"]
+    parts = flatten_experts(x, **settings).unflatten(1, (groups, shards, -1))
+    return torch.cat([parts[:, :, :1], parts[:, :, 1:].detach()], 2).flatten(1)
+
+
 DEFECTS: tuple[Defect, ...] = (
+    Defect("C31", "the shards of an expert are neighbours", SHARDS, {"flatten_experts": _shard_by_shard}),
+    Defect("C32", "one shard has the expert's gradient", SHARDS, {"flatten_experts": _gradient_of_one_shard}),
     Defect("C24", "collectives over the default group", GROUPS, {"alltoall_dispatch": _default_group}),
     Defect("C25", "collectives over the default group", GROUPS, {"deepep_combine": _default_group}),
     Defect(

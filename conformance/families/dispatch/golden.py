@@ -151,11 +151,33 @@ def _back(dispatcher: str) -> Worldwide:
     return _after(f"{dispatcher}_combine", _of_maps(dispatcher), ROWS, GIVEN), SUMS
 
 
-ALLGATHER_DISPATCH: Golden = {"by_expert": BY_EXPERT, "both_gradients": _gradients("allgather")}
+def _room_for_one_row(dispatcher: str) -> Worldwide:
+    """Of two rows of each rank the first, which a sent."""
+    right = _dispatched((floats(A), floats(A)), (ints(1), ints(1)), (floats(0.5), floats(0.25)), (True, True))
+    return _of_maps(dispatcher, num_rows=1), right
+
+
+def _before_an_empty_expert(dispatcher: str) -> Worldwide:
+    """Expert 1 would begin at 3, past the end."""
+    right: list[dict[str, Expectation]] = [
+        {"rows": Exact(floats(A, B)), "tokens_per_expert": ints(2, 0), "overflow": flag(True)},
+        {"tokens_per_expert": ints(0, 0), "overflow": flag(False)},
+    ]
+    return _of_maps(dispatcher, ALL_TO_ONE_OF_FOUR, None, num_rows=2), right
+
+
+ALLGATHER_DISPATCH: Golden = {
+    "by_expert": BY_EXPERT,
+    "both_gradients": _gradients("allgather"),
+    "room_for_one_row": _room_for_one_row("allgather"),
+    "overflow_before_an_expert_without_tokens": _before_an_empty_expert("allgather"),
+}
 ALLGATHER_COMBINE: Golden = {"sums": _back("allgather")}
 ALLTOALL_DISPATCH: Golden = {
     "by_expert": (_of_maps("alltoall"), BY_EXPERT[1]),
     "both_gradients": _gradients("alltoall"),
+    "room_for_one_row": _room_for_one_row("alltoall"),
+    "overflow_before_an_expert_without_tokens": _before_an_empty_expert("alltoall"),
     # one row per source and expert: a, a from rank 0; c and c (not routed) from rank 1
     "capacity_one": (
         _of_maps("alltoall", capacity=1),
@@ -177,10 +199,7 @@ HYBRIDEP_DISPATCH: Golden = {
         ),
     ),
     "as_codes_padded_to_three": _as_codes(),
-    "room_for_one_row": (
-        _of_maps("hybridep", num_rows=1),
-        _dispatched((floats(A), floats(A)), (ints(1), ints(1)), (floats(0.5), floats(0.25)), (True, True)),
-    ),
+    "room_for_one_row": _room_for_one_row("hybridep"),
     "only_rank_0_overflows": (
         _of_maps("hybridep", ALL_TO_ONE, num_rows=2),
         [
@@ -193,13 +212,7 @@ HYBRIDEP_DISPATCH: Golden = {
             {"tokens_per_expert": ints(0), "overflow": flag(False)},
         ],
     ),
-    "overflow_before_an_expert_without_tokens": (  # expert 1 would begin at 3, past the end
-        _of_maps("hybridep", ALL_TO_ONE_OF_FOUR, None, num_rows=2),
-        [
-            {"rows": Exact(floats(A, B)), "tokens_per_expert": ints(2, 0), "overflow": flag(True)},
-            {"tokens_per_expert": ints(0, 0), "overflow": flag(False)},
-        ],
-    ),
+    "overflow_before_an_expert_without_tokens": _before_an_empty_expert("hybridep"),
 }
 HYBRIDEP_COMBINE: Golden = {"sums": _back("hybridep")}
 HYBRIDEP_CACHED_DISPATCH: Golden = {
@@ -304,6 +317,19 @@ def _anything(slab: Tensor) -> Given:
 
 DEEPEP_LOW_LATENCY_COMBINE: Golden = {"weighted": _weighted()}
 
+FLATTEN_EXPERTS = {
+    # experts 0 and 1 of the first two ranks, 2 and 3 of the last two; the gradient adds both shards
+    "two_groups_of_two": (
+        Problem(
+            "flatten_experts",
+            {"x": floats([1, 2, 3, 4])},
+            {"expert_parallel": 2, "expert_tensor_parallel": 2},
+            wanted=("x",),
+            cotangents={"x": floats([1, 2, 10, 20, 3, 4, 30, 40])},
+        ),
+        {"x": Exact(floats([1, 2, 1, 2, 3, 4, 3, 4])), "d_x": exactly(floats([11, 22, 33, 44]))},
+    ),
+}
 DEEPEP_LAYOUT = {
     # two ranks with two experts each: token 0 goes to both, token 1 once to rank 1, token 2 nowhere
     "empty_slot_and_repeat": (

@@ -63,15 +63,29 @@ DEEPEP_LAYOUT: dict[str, Rule] = {
     "experts_no_multiple": together("num_experts", num_experts=3, ranks=2),
     "index_too_large": index_too_large_for_a_slot,
 }
-ALLGATHER_DISPATCH: dict[str, Rule] = _MAPS | _SHARDS
+_BUDGET: dict[str, Rule] = {"num_rows_negative": setting("num_rows", -1)}
+FLATTEN_EXPERTS: dict[str, Rule] = {
+    "x_flat": flat("x"),
+    "groups_zero": setting("expert_parallel", 0),
+    "groups_no_divisor": setting("expert_parallel", 3),
+    "shards_zero": setting("expert_tensor_parallel", 0),
+}
+ALLGATHER_DISPATCH: dict[str, Rule] = _MAPS | _SHARDS | _BUDGET
 ALLGATHER_COMBINE: dict[str, Rule] = _COMBINE
 ALLTOALL_DISPATCH: dict[str, Rule] = (
-    _MAPS | _SHARDS | {"capacity_zero": setting("capacity", 0), "capacity_negative": setting("capacity", -1)}
+    _MAPS
+    | _SHARDS
+    | _BUDGET
+    | {
+        "capacity_zero": setting("capacity", 0),
+        "capacity_negative": setting("capacity", -1),
+        "num_rows_and_a_capacity": together("num_rows", num_rows=2, capacity=2),
+    }
 )
 ALLTOALL_COMBINE: dict[str, Rule] = _COMBINE
 HYBRIDEP_DISPATCH: dict[str, Rule] = _MAPS | {
     "align_zero": setting("align", 0),
-    "num_rows_negative": setting("num_rows", -1),
+    **_BUDGET,
     "num_rows_no_multiple": lambda problem: replace(
         bare(problem), settings=problem.settings | {"align": 4, "num_rows": 6}, blame="num_rows"
     ),

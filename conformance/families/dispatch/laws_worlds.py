@@ -317,6 +317,7 @@ def _of_rows(*of: Law) -> tuple[Law, ...]:
 
 
 _COMBINE = (*_WORLDS, laws.ADJOINTNESS)
+FLATTEN_EXPERTS = (*universal.EVERYWHERE, *universal.STATIC)
 DEEPEP_LAYOUT = (*universal.EVERYWHERE, *universal.STATIC, ROW_REVERSAL)
 ALLGATHER_DISPATCH = ALLTOALL_DISPATCH = (*_COMBINE, laws.RELABELLING, laws_sequences.SEQUENCE)
 DEEPEP_DISPATCH = (*_COMBINE, laws_sequences.SEQUENCE)

@@ -45,10 +45,12 @@ def settings_of(case: DispatchCase, maps: list[Tensor]) -> dict[str, Any]:
         settings["capacity"] = case.capacity
     if case.dispatcher == "hybridep" and case.align:
         settings["align"] = case.align
-    if case.dispatcher == "hybridep" and case.slack is not None:
-        unit = max(case.align, 1)
+    if case.slack is not None:
+        unit = max(case.align, 1) if case.dispatcher == "hybridep" else 1
         count_E = -(-torch.cat(maps).long().sum(0) // unit) * unit
-        settings["num_rows"] = max(int(count_E.reshape(case.ranks, -1).sum(1).max()) + case.slack * unit, 0)
+        settings["num_rows"] = max(
+            int(count_E.reshape(case.ranks // case.shards, -1).sum(1).max()) + case.slack * unit, 0
+        )
     return settings
 
 
@@ -86,8 +88,8 @@ def of_maps(*settings: str) -> Signature:
 
 
 SIGNATURES = {
-    "allgather_dispatch": of_maps("expert_tensor_parallel"),
-    "alltoall_dispatch": of_maps("expert_tensor_parallel", "capacity"),
+    "allgather_dispatch": of_maps("expert_tensor_parallel", "num_rows"),
+    "alltoall_dispatch": of_maps("expert_tensor_parallel", "capacity", "num_rows"),
     "hybridep_dispatch": of_maps("align", "num_rows", "recipe"),
 }
 

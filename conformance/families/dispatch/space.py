@@ -10,7 +10,7 @@ from conformance.core.case import Case
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.space import ALIGNMENTS
-from conformance.families.dispatch.cases import SPREADS, DispatchCase
+from conformance.families.dispatch.cases import MAPPED, SPREADS, DispatchCase
 from conformance.families.dispatch.hybridep import RECIPES
 from conformance.families.permutation.space import DEEPEP_LAYOUT as DEEPEP_LAYOUT
 
@@ -18,13 +18,14 @@ SHARED_CASES = 3  # of the covering array, per function and number of ranks that
 SHARED_ONE_IN = 5  # random cases there
 WORLDS = ((5,), (4, 3), (3, 0, 4), (2, 3, 0, 4))
 ROOMS: dict[str, list[Changes]] = {
-    "alltoall": [{}, {"capacity": 2}],
+    "allgather": [{}, {"slack": -1}, {"slack": 2}],
+    "alltoall": [{}, {"capacity": 2}, {"slack": -2}, {"slack": 2}],
     "hybridep": [{}, {"align": 4}, {"slack": -2}, {"align": 2, "slack": 3}],
     "deepep": [{}, {"align": 4}, {"slack": 2}],
     "deepep_low_latency": [{}, {"slack": 2}],
 }
 # settings that fix all sizes
-SIZED = {"alltoall": {"capacity": 2}, "deepep": {"slack": 2}, "hybridep": {"slack": -1}}
+SIZED = {"allgather": {"slack": -1}, "alltoall": {"slack": -1}, "deepep": {"slack": 2}, "hybridep": {"slack": -1}}
 SEQUENCES = {  # the calls of a case of the law `sequence`; the machine of handles grows others
     **dict.fromkeys(("allgather_dispatch", "alltoall_dispatch"), "send+send+first+back+first"),
     **dict.fromkeys(("deepep_dispatch", "hybridep_dispatch"), "send+again+send+first+wider+back"),
@@ -56,11 +57,12 @@ def worlds(draw: st.DrawFn, scope: Scope) -> Changes:
 @st.composite
 def rooms(draw: st.DrawFn, scope: Scope) -> Changes:
     """Sizing of buffers."""
-    least = -3 if dispatcher_of(scope) == "hybridep" else 0
+    capacity = draw(st.sampled_from((0, 0, 1, 2, 5)))
+    room = st.none() | st.integers(-3 if dispatcher_of(scope) in MAPPED else 0, 3)
     return {
-        "capacity": draw(st.sampled_from((0, 0, 1, 2, 5))),
+        "capacity": capacity,
         "align": draw(st.sampled_from((0, 0, *ALIGNMENTS))),
-        "slack": draw(st.none() | st.integers(least, 3)),
+        "slack": None if capacity and dispatcher_of(scope) == "alltoall" else draw(room),
     }
 
 
@@ -91,6 +93,14 @@ def dispatches(draw: st.DrawFn, scope: Scope) -> Changes:
         plain = {"dtype": "float32", "values": "integers", "slack": None, "biases": 0, "unused": ""}
         return fields | plain | {"grads": scope.signature.gradients[0]}
     return fields
+
+
+@st.composite
+def groups(draw: st.DrawFn, scope: Scope) -> Changes:
+    """Groups that divide the experts, and their shards."""
+    held, count, shards = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    tokens = draw(sizes(0, scope.space.many // 8))
+    return {"tokens": tokens, "experts": held * count, "groups": count, "shards": shards}
 
 
 def near(case: DispatchCase, scope: Scope) -> DispatchCase:
@@ -137,6 +147,11 @@ AS_CODES: tuple[Changes, ...] = (
 )
 
 
+_MAPS: tuple[Changes, ...] = tuple(
+    {"tokens": 5, "experts": 4, "groups": 2, "shards": 2, "dtype": dtype} for dtype in ("bool", "int64", "uint8")
+)
+
+
 def shapes(scope: Scope) -> list[Any]:
     """On all ranks: more than one block of tokens, experts past a warp's lanes, wide rows."""
     few: Changes = {"local_experts": 2, "topk": 2}
@@ -152,6 +167,9 @@ def shapes(scope: Scope) -> list[Any]:
     ]
     if scope.function == "alltoall_combine" and ranks > 2:
         found.append({"counts": (3,) * ranks, "shards": ranks, "local_experts": 2, "topk": 2, "hidden": 65} | NO_PROBS)
+    if scope.function in ("allgather_dispatch", "alltoall_dispatch"):  # gradients of many copies, on one rank too
+        copies: Changes = {"local_experts": 5, "topk": 5, "hidden": 65, "grads": "tokens"} | SIXTEEN_BITS
+        found.append({"counts": (3, 2)[:ranks], "spread": "local"} | copies)
     if scope.function == "deepep_dispatch":
         found.append(few | {"counts": (5, 4)[:ranks], "probs": "float32", "zero_probs": True, "drop_zeros": True})
     if dispatcher_of(scope) == "deepep_low_latency" and "fp8" in scope.live and not scope.signature.producer:
@@ -216,6 +234,13 @@ COLLECTIVE = Shapes(
     far={"counts": (3,), "topk": 2, "dtype": "bfloat16", "probs": "bfloat16", "seed": 1, "biases": 0},
     illegal={"counts": lambda scope: (2, 1)[: scope.space.ranks]},
     weight=0.25,
+)
+FLATTEN_EXPERTS = Shapes(
+    drawn=groups,
+    covered={"tokens": 5, "experts": 6},
+    together=lambda scope: {"groups": [{"groups": groups} for groups in (1, 2, 3)]},
+    always=lambda scope: [{"tokens": scope.space.many // 4, "experts": 12, "groups": 4, "shards": 3}, *_MAPS],
+    far={"experts": 4, "groups": 2, "shards": 2},
 )
 ALLGATHER_DISPATCH = ALLGATHER_COMBINE = ALLTOALL_DISPATCH = ALLTOALL_COMBINE = COLLECTIVE
 DEEPEP_DISPATCH = DEEPEP_CACHED_DISPATCH = DEEPEP_COMBINE = COLLECTIVE

@@ -1,5 +1,6 @@
 """Laws of two-layer experts: rows of weight zero, and settings that change no result."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -66,15 +67,25 @@ def _delayed(trial: Trial) -> Finding | None:
     """The weights' gradients left for later: each once, fc2's first, with the same bits if
     deterministic; and the backward gives none. For functions that name the setting.
     """
+    problem = replace(trial.problem, first=trial.problem.required)
+
+    def call(implementation: Any, given: dict[str, Any], wgrads: list[Any]) -> dict[str, Any]:
+        arguments = [given[name] for name in problem.required]
+        settings = {name: given[name] for name in problem.settings}
+        return {"out": implementation.call(problem.function, *arguments, **settings, wgrads=wgrads)}
+
+    return left_for_later(replace(trial, problem=problem), call, "rows")
+
+
+def left_for_later(trial: Trial, call: Callable[..., dict[str, Any]], first: str) -> Finding | None:
+    """The law `delayed` of call(implementation, given, wgrads), whose first input is `first`."""
     if not trial.extras["names"](trial.problem.function, "wgrads"):
         return None
     problem, names = trial.problem, [name for name in DELAYED_WEIGHTS if name in trial.problem.wanted]
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         wgrads: list[Any] = []
-        arguments = [given[name] for name in problem.required]
-        settings = {name: given[name] for name in problem.settings}
-        return {"out": implementation.call(problem.function, *arguments, **settings, wgrads=wgrads), "wgrads": wgrads}
+        return call(implementation, given, wgrads) | {"wgrads": wgrads}
 
     def read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
         wgrads = outputs.pop("wgrads")
@@ -84,9 +95,9 @@ def _delayed(trial: Trial) -> Finding | None:
         told = told or ("" if len(later) == len(names) else f"leaves {len(later)} gradients for {' and '.join(names)}")
         return outputs | ({"told": told} if told else {f"d_{n}": x for n, x in zip(names, later, strict=True)})
 
-    wanted = problem.wanted if "rows" in problem.wanted else (*problem.wanted, "rows")
+    wanted = problem.wanted if first in problem.wanted else (*problem.wanted, first)
     settings = problem.settings | {"wgrads": Opaque("wgrads")}
-    later = replace(problem, wanted=wanted, settings=settings, script=script, read=read, first=problem.required)
+    later = replace(problem, wanted=wanted, settings=settings, script=script, read=read)
     outputs = trial.run(later)
     return Finding("wgrads", "delayed", outputs["told"]) if "told" in outputs else trial.repeats("delayed", outputs)
 

@@ -74,7 +74,7 @@ class LayerCase(Case):
     recipe: str = choice("", "current", "block", "mxfp8")  # scaling of the experts' products
     align: int = number(0, 16, 32, 64, 256, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
     dispatcher: str = choice(*DISPATCHERS)
-    budget: int = number(0, *range(1, 25), pairs=(5,))  # room for a rank's rows, with hybridep over ranks; 0: for all
+    budget: int = number(0, *range(1, 25), pairs=(5,))  # room for a rank's rows, over ranks; 0: for all
     evaluation: bool = flag(argument="training")
     padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # tokens that are padding, per 8
     fc1_bias: bool = flag()
@@ -100,8 +100,8 @@ class LayerCase(Case):
 
     @property
     def sized(self) -> bool:
-        """One rank knows a bound on its rows; ranks count what arrives."""
-        return not self.counts
+        """One rank knows a bound on its rows; ranks count what arrives, and a plan has rounds."""
+        return not self.counts and not self.sinkhorn
 
     def clash(self) -> str | None:
         if self.stage and self.stage not in self.stages:
@@ -120,8 +120,8 @@ class LayerCase(Case):
             return "gate is the shared experts', and there are none"
         if self.router_bias and self.logit_dtype != "float32":
             return "with a bias, narrow logits may be rounded twice"
-        if self.budget and (not self.counts or self.dispatcher != "hybridep"):
-            return "a budget is hybridep's, over ranks"
+        if self.budget and (not self.counts or self.dispatcher == "deepep"):
+            return "a budget is of rows over ranks, and deepep has none"
         if self.budget and self.pad:
             return "rows that fill a capacity may be any tokens, and take room of others"
         if self.wide_router and self.logit_dtype != "float32":

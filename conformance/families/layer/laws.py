@@ -1,17 +1,55 @@
-"""Laws of the layer: the laws that every function has.
+"""Laws of the layer: those that every function has, and of the ways to run it that change no value.
 
 Without gradients a router is not trained: results in inference mode differ. Products by a recipe
 are slow where they are emulated, and have all laws in their own families: here they have one.
 """
 
 from dataclasses import replace
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint
 
 from conformance.core import universal_laws as universal
-from conformance.core.law import Law
+from conformance.core.contract import Opaque
+from conformance.core.law import Law, Trial, plain
 from conformance.core.shared_out_laws import of_one_process
+from conformance.families.experts.laws_mlp import DELAYED_WEIGHTS, left_for_later
+from conformance.families.layer.layer import script
+from conformance.judge import Finding
 
 _ELSEWHERE = (universal.HISTORY, universal.DETERMINISM, universal.INFERENCE_MODE)
 _ALONE = (*(law for law in universal.EVERYWHERE if law not in _ELSEWHERE), *universal.STATIC)
+
+
+def _delayed(trial: Trial) -> Finding | None:
+    """The experts' weights' gradients left for later, as in `grouped_mlp`: the same bits, each
+    once. For functions that name the setting.
+    """
+    return left_for_later(trial, lambda *given: script(*given[:2], wgrads=given[2]), "x")
+
+
+def _again(trial: Trial) -> Finding | None:
+    """The whole layer again in the backward: the same results, so no call counts in the next."""
+
+    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = checkpoint(script, implementation, given, use_reentrant=False)
+        return found
+
+    return trial.repeats("recompute", trial.run(replace(trial.problem, script=run)))
+
+
+def _overlap(trial: Trial) -> Finding | None:
+    """The shared experts beside the dispatch; dx may add its parts in another order. For functions
+    that name the setting.
+    """
+    if not trial.extras["names"](trial.problem.function, "overlap_shared"):
+        return None
+
+    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+        return script(implementation, given, overlap_shared=True)
+
+    settings = trial.problem.settings | {"overlap_shared": Opaque("overlap_shared")}
+    return trial.judged("overlap", trial.expected, trial.run(replace(trial.problem, script=run, settings=settings)))
 
 
 def _unquantised(*laws: Law) -> tuple[Law, ...]:
@@ -19,4 +57,20 @@ def _unquantised(*laws: Law) -> tuple[Law, ...]:
     return tuple(replace(law, applies=lambda case, law=law: not case.recipe and law.applies(case)) for law in laws)  # type: ignore[misc]
 
 
-MOE_LAYER = (universal.DETERMINISM, *_unquantised(universal.HISTORY, *of_one_process(*_ALONE)))
+def _whole(case: Any) -> bool:
+    """Whether the layer is called, and not one stage."""
+    return plain(case) and not case.stage
+
+
+DELAYED = Law(
+    "delayed",
+    _delayed,
+    lambda case: _whole(case) and any(name in case.grads for name in DELAYED_WEIGHTS),
+    recompiles=True,
+)
+RECOMPUTE = Law("recompute", _again, lambda case: _whole(case) and bool(case.grads))
+OVERLAP = Law("overlap", _overlap, lambda case: _whole(case) and bool(case.shared))
+MOE_LAYER = (
+    universal.DETERMINISM,
+    *_unquantised(universal.HISTORY, *of_one_process(*_ALONE, DELAYED, RECOMPUTE, OVERLAP)),
+)

@@ -166,12 +166,12 @@ def layer_call(
     )
 
 
-def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The layer's results by name."""
+def script(implementation: Any, given: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The layer's results by name; `more` are settings that change none of them."""
     config: LayerConfig = given["config"]
     state = state_before(implementation, config.router, given, given["x"].device)
     parameters = LayerParameters(**{name: given[name] for name in LayerParameters._fields if name in given})
     settings = {name: given[name] for name in (*SIGNATURE.settings, "padding_mask", "noise") if name in given}
-    result = implementation.call("moe_layer", given["x"], parameters, config, state=state, **settings)
+    result = implementation.call("moe_layer", given["x"], parameters, config, state=state, **settings, **more)
     found = named_outputs(result, ("output", "routed"))
     return {"output": found["output"], **routed_outputs(implementation, found["routed"])}

@@ -54,7 +54,7 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
     if experts % 2 == 0 and topk % 2 == 0 and experts >= 4 and draw(st.booleans()):
         fields |= {"groups": 2, "group_topk": draw(st.sampled_from((1, 2) if topk <= experts // 2 else (2,)))}
     if counts:
-        room = draw(st.sampled_from((0, 0, 1, 4, 12))) if fields["dispatcher"] == "hybridep" else 0
+        room = draw(st.sampled_from((0, 0, 1, 4, 12))) if fields["dispatcher"] != "deepep" else 0
         fields |= {"layout": "contiguous", "layout_of": "", "budget": room} | ({"pad": False} if room else {})
     every = scope.signature.all_gradients(scope.case(fields))
     return fields | {"grads": draw(st.sampled_from((*("",) * 3, *(every,) * 6, *every.split("+"), *GRADIENTS)))}
@@ -99,7 +99,8 @@ SIZES: Changes = {"tokens": 7, "hidden": 5, "width": 6, "experts": 4, "topk": 2}
 # every dispatcher over ranks, one of them without tokens
 WORLDS: tuple[Changes, ...] = (
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "shared": 2, "latent": 3},
-    {"counts": (3, 0, 4), "experts": 6, "dispatcher": "allgather", "losses": "aux+global", "shared": 2},
+    {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 5},
+    {"counts": (3, 0, 4), "experts": 6, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "budget": 7},
     {
         "counts": (2, 4),
         "experts": 4,

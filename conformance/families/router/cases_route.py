@@ -94,6 +94,11 @@ class RouteCase(Case):
     # per sequence; without counts all ranks have the same tokens: a sum is one rank's value × ranks
     ranks: int = declared(Sharing(default=1, at_least=1, pairs=(1, 2), argument="ranks"))
 
+    @property
+    def sized(self) -> bool:
+        """The rounds of a plan depend on the logits."""
+        return not self.sinkhorn
+
     def clash(self) -> str | None:
         if self.layout != "contiguous":
             return "the logits of all steps are contiguous"

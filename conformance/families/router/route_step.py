@@ -89,9 +89,9 @@ class Step:
         if self.config.sinkhorn:
             keys = plan_of(self.logits, self.dtype) if self.learns else self.activation
             unknown = bool(keys.value.isnan().any())
-            return unknown or _close(keys.value, self.config.topk, 2 * float(keys.error.max()))
+            return unknown or _close(keys.value, self.config.topk, 2 * _largest(keys.error))
         keys = keys_of(self.logits, self.settings, self.dtype)
-        slack = 4 * float(keys.error.max()) if keys.error.numel() else 0.0
+        slack = 4 * _largest(keys.error)
         value, topk = keys.value, self.config.topk
         groups, kept = self.config.num_groups, self.config.group_topk
         if groups and kept:
@@ -228,6 +228,11 @@ def _valid(ranks: list[Step]) -> float:
 
 def _sum(parts: list[Tensor]) -> Tensor:
     return torch.stack(parts).sum(0)
+
+
+def _largest(error: Tensor) -> float:
+    """The largest error; 0 of none."""
+    return float(error.max()) if error.numel() else 0.0
 
 
 def _close(values: Tensor, count: int, slack: float) -> bool:

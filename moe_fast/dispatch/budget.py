@@ -1,0 +1,76 @@
+"""Which copies a budget of rows keeps, and slabs of as many rows for each rank: the host knows all
+sizes, and reads no count.
+
+A collective's sizes are the host's. So every rank sends `num_rows` rows to each, of which the first
+are copies: no rank keeps more of another's. Each rank computes who keeps what from the counts of
+all, on the device.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_fast.dispatch.exchange import counts_of_all, size_and_rank
+from moe_fast.permutation.permute import sort_chunks
+from moe_ref.config import SortedChunks
+
+
+class Kept(NamedTuple):
+    """The copies that have a row, on this rank's part."""
+
+    map_TE: Tensor  # bool: those of this rank's tokens
+    count_SE: Tensor  # of each source that each expert keeps
+    columns: slice  # this rank's experts
+    length_L: Tensor  # rows of each of their segments, padding included
+    overflow: Tensor  # [] bool: some copy that was routed to this rank has no row
+
+
+def kept_copies(
+    routing_map_TE: Tensor, num_rows: int, group: Any,
+    *, shards: int = 1, align: int = 1, sources: Tensor | None = None,
+) -> Kept:  # fmt: skip
+    """What `num_rows` rows of each rank keep, asked[s, e] being the copies routed.
+
+        start[e]   = Σ asked, rounded up to `align`, of the experts before e on its rank
+        kept[s, e] = clamp(num_rows - start[e] - before[s, e], 0, asked[s, e])
+        before     = Σ asked[s', e] of the sources s' before s
+
+    Every rank computes the same, on the device. A collective tells the counts.
+
+    Args:
+        sources: the order of the sources in a segment; None: ascending.
+    """
+    ranks, rank = size_and_rank(group)
+    routed_TE = routing_map_TE != 0
+    asked_SE = counts_of_all(routed_TE.sum(0), group)
+    local = asked_SE.shape[1] // (ranks // shards)
+    whole_E = -(-asked_SE.sum(0) // align) * align
+    start_E = whole_E.unflatten(0, (-1, local)).cumsum(1).flatten() - whole_E
+    order = torch.arange(ranks, device=asked_SE.device) if sources is None else sources
+    before_SE = (asked_SE[order].cumsum(0) - asked_SE[order])[order.argsort()]
+    zero = torch.zeros_like(asked_SE)
+    count_SE = torch.clamp(num_rows - start_E - before_SE, min=zero, max=asked_SE)
+    length_E = torch.clamp(num_rows - start_E, min=zero[0], max=whole_E)
+    columns = slice(rank // shards * local, (rank // shards + 1) * local)
+    overflow = (asked_SE > count_SE)[:, columns].any()
+    first_TE = routed_TE & (routed_TE.cumsum(0) <= count_SE[rank])
+    return Kept(first_TE, count_SE, columns, length_E[columns], overflow)
+
+
+def into_slabs(rows: Tensor, count_W: Tensor, num_rows: int, probs: Tensor | None = None) -> SortedChunks:
+    """[W · num_rows,H]: rows by destination, each destination's from the front of its slab."""
+    sizes, order = _chunks(count_W, num_rows)
+    return sort_chunks(rows, sizes, order, probs=probs)
+
+
+def out_of_slabs(rows: Tensor, count_W: Tensor, num_rows: int) -> Tensor:
+    """The inverse of `into_slabs`."""
+    sizes, order = _chunks(count_W, num_rows)
+    return sort_chunks(rows, sizes[order], order.argsort()).rows
+
+
+def _chunks(count_W: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Each destination's rows and what is free after them: sizes, and the order in slabs."""
+    sizes = torch.cat([count_W, num_rows - count_W])
+    return sizes, torch.arange(len(sizes), device=sizes.device).reshape(2, -1).T.flatten()
