@@ -25,6 +25,7 @@ USES = {  # top-level packages besides the standard library
         "transformer_engine",
         "transformers",
         "torchao",
+        "triton_kernels",
     },
     "conformance/peers/transformer_engine.py": {"moe_fast"},  # an implementation, and not the suite
 }

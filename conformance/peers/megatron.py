@@ -3,9 +3,10 @@
     pip install --no-deps megatron-core==0.16.1
 
 Only names, orders and result shapes are translated; results and errors pass through unchanged.
-Settings that the package lacks (`align`, `num_rows`) are missing from the signatures. This module
-holds the permutation; `megatron_router` and `megatron_route` document the workarounds for calls of
-the router's functions and of the whole router.
+Settings that the package lacks (`align`, `num_rows`) are missing from the signatures, and what a
+release lacks is not offered: `megatron_features` probes it. This module holds the permutation;
+`megatron_router` and `megatron_route` document the workarounds for calls of the router's functions
+and of the whole router.
 """
 
 import warnings
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from moe_ref.config import PaddedMap, Permuted, SortedChunks
 
-KNOWN = "0.16."  # others are judged with a warning
+KNOWN = ("0.14.", "0.15.", "0.16.")  # others are judged with a warning
 
 try:
     version = metadata.version("megatron-core")
@@ -25,12 +26,14 @@ try:
         from megatron.core.transformer.moe import moe_utils
 
         from conformance.peers import megatron_route, megatron_router
+        from conformance.peers.megatron_features import offered
 except (ImportError, metadata.PackageNotFoundError) as error:
     raise ImportError(
         f"megatron-core cannot be imported ({error}); pip install --no-deps megatron-core==0.16.1"
     ) from None
 if not version.startswith(KNOWN):
-    warnings.warn(f"megatron-core {version} is judged by an adapter of {KNOWN}x", stacklevel=2)
+    known = ", ".join(f"{start}x" for start in KNOWN)
+    warnings.warn(f"megatron-core {version} is judged by an adapter of {known}", stacklevel=2)
 
 gate, jitter = megatron_router.gate, megatron_router.jitter
 topk_indices, topk_routing = megatron_router.topk_indices, megatron_router.topk_routing
@@ -42,6 +45,7 @@ aux_loss_scores, load_balancing_loss, z_loss = (
 )
 attach_loss, update_expert_bias = megatron_router.attach_loss, megatron_router.update_expert_bias
 route, finish_batch = megatron_route.route, megatron_route.finish_batch
+scope = {"route": megatron_route.SCOPE}
 new_state, state_tensors, state_from = megatron_route.new_state, megatron_route.state_tensors, megatron_route.state_from
 
 
@@ -81,18 +85,21 @@ DECLARED: dict[str, dict[str, Any]] = {
 }
 
 
+@offered
 def permute(
     tokens: Tensor, routing_map: Tensor, *, probs: Tensor | None = None, capacity: int | None = None
 ) -> Permuted:
     """moe_utils.permute; a capacity is its drop_and_pad with `capacity` rows per expert."""
-    how: dict[str, Any] = (
-        {} if capacity is None else {"num_out_tokens": routing_map.shape[1] * capacity, "drop_and_pad": True}
+    count = int((routing_map != 0).sum()) if capacity is None else routing_map.shape[1] * capacity
+    how = {} if capacity is None else {"drop_and_pad": True}
+    rows, permuted_probs, sorted_indices, *_ = moe_utils.permute(
+        tokens, routing_map, probs=probs, num_out_tokens=count, **how
     )
-    rows, permuted_probs, sorted_indices, *_ = moe_utils.permute(tokens, routing_map, probs=probs, **how)
     row_map = RowMap(sorted_indices, routing_map, capacity is not None)
     return Permuted(rows, permuted_probs, row_map, None, None, None)  # type: ignore[arg-type]
 
 
+@offered
 def unpermute(rows: Tensor, row_map: RowMap, *, restore_shape: tuple[int, int], probs: Tensor | None = None) -> Tensor:
     """moe_utils.unpermute."""
     indices, routing_map, drop_and_pad = row_map
@@ -101,11 +108,13 @@ def unpermute(rows: Tensor, row_map: RowMap, *, restore_shape: tuple[int, int], 
     )
 
 
+@offered
 def sort_chunks(rows: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: Tensor | None = None) -> SortedChunks:
     """moe_utils.sort_chunks_by_idxs."""
     return SortedChunks(*moe_utils.sort_chunks_by_idxs(rows, chunk_sizes, order, probs=probs))
 
 
+@offered
 def pad_routing_map(routing_map: Tensor, *, align: int) -> PaddedMap:
     """moe_utils.pad_routing_map, which returns the map without `unreached`."""
     return PaddedMap(moe_utils.pad_routing_map(routing_map, align), None)  # type: ignore[arg-type]

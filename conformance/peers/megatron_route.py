@@ -21,42 +21,29 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias, reset_model_temporary_tensors
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from conformance.peers.megatron_router import one_rank
+from conformance.peers.megatron_features import (
+    BIAS,
+    CONFIGURATION,
+    GLOBAL_LOSS,
+    GROUPS,
+    MODEL,
+    NAMES,
+    RESET,
+    find,
+    has,
+    offered,
+)
+from conformance.peers.megatron_router import one_rank, refused
 from moe_ref.config import RouteOutput, RouterConfig, RouterLosses
 
 DECLARED: dict[str, Any] = {"accumulator": "storage", "unchecked": ("batch_size", "padding_mask")}
+SCOPE = "divisor=1" + " and score!=sqrtsoftplus" * bool(refused("sqrtsoftplus"))
 
-NAMES = {  # of the settings, in the package's configuration
-    "num_experts": "num_moe_experts",
-    "topk": "moe_router_topk",
-    "score_function": "moe_router_score_function",
-    "pre_softmax": "moe_router_pre_softmax",
-    "num_groups": "moe_router_num_groups",
-    "group_topk": "moe_router_group_topk",
-    "scaling_factor": "moe_router_topk_scaling_factor",
-    "expert_bias": "moe_router_enable_expert_bias",
-    "bias_update_rate": "moe_router_bias_update_rate",
-    "capacity_factor": "moe_expert_capacity_factor",
-    "drop_policy": "moe_token_drop_policy",
-    "pad_to_capacity": "moe_pad_expert_input_to_capacity",
-    "loss_per_token": "calculate_per_token_loss",
-}
-MODEL = {
-    "moe_token_dispatcher_type": "alltoall",
-    "num_layers": 1,
-    "num_attention_heads": 1,
-    "hidden_size": 1,
-    "ffn_hidden_size": 1,
-    "moe_ffn_hidden_size": 1,
-    "add_bias_linear": False,
-}
 BUFFERS = {  # of the router, by their names in the state
     "expert_bias": "expert_bias",
     "tokens_per_expert": "local_tokens_per_expert",
@@ -69,11 +56,7 @@ TRACKED = {  # names of the losses in the package's tracker
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-ACTIONS = {
-    "record": RouterReplayAction.RECORD,
-    "forward": RouterReplayAction.REPLAY_FORWARD,
-    "backward": RouterReplayAction.REPLAY_BACKWARD,
-}
+ACTIONS = {"record": "RECORD", "forward": "REPLAY_FORWARD", "backward": "REPLAY_BACKWARD"}
 
 
 class State(NamedTuple):
@@ -84,11 +67,13 @@ class State(NamedTuple):
 
 
 def supports(config: RouterConfig | None = None, **_: Any) -> str | None:
-    """Settings that 0.16.1 lacks."""
+    """Settings that the release lacks."""
     if config is None:
         return None
-    if config.score_function == "sqrtsoftplus":
-        return "score_function is softmax or sigmoid"
+    if reason := refused(config.score_function):
+        return reason
+    if config.balancing_coeffs.get("global_aux_loss") and not has(GLOBAL_LOSS):
+        return "there is no global loss"
     return "there are no repeated MTP layers" if config.loss_divisor > 1 else None
 
 
@@ -110,6 +95,7 @@ def state_from(tensors: Mapping[str, Tensor]) -> State:
     return State({name: tensors[name].float() for name in BUFFERS}, queue)
 
 
+@offered
 def route(
     logits: Tensor,
     config: RouterConfig,
@@ -125,15 +111,16 @@ def route(
     """TopKRouter.routing: logits [S,B,E], mask [S,B], losses in the tracker."""
     router = _router(_settings(config, replay != "none" or bool(state.queue)), logits.device, state).train(training)
     if replay in ACTIONS:
-        router.router_replay.set_router_replay_action(ACTIONS[replay])
+        action = find("transformer.moe.router_replay.RouterReplayAction")[ACTIONS[replay]]
+        router.router_replay.set_router_replay_action(action)
     if replay_target is not None:
         router.router_replay.set_target_indices(replay_target)
     moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(loss_scale, device=logits.device))
-    mask = None if padding_mask is None else padding_mask.reshape(-1, batch_size)
+    masked = {} if padding_mask is None else {"padding_mask": padding_mask.reshape(-1, batch_size)}
     tracker = moe_utils.get_moe_layer_wise_logging_tracker()
     tracker.clear()
     with torch.compiler.set_stance("force_eager"):
-        probs, routing_map = router.routing(logits.reshape(-1, batch_size, logits.shape[-1]), padding_mask=mask)
+        probs, routing_map = router.routing(logits.reshape(-1, batch_size, logits.shape[-1]), **masked)
     coefficients = {"z_loss": config.z_loss_coeff, **config.balancing_coeffs}
     losses = {
         name: tracker[told]["values"][0] * coefficients[name] for name, told in TRACKED.items() if told in tracker
@@ -155,8 +142,9 @@ def finish_batch(state: State, config: RouterConfig, *, frozen: bool = False) ->
     settings, device = _settings(config), state.buffers["expert_bias"].device
     router = _router(settings, device, state)
     if settings.moe_router_enable_expert_bias:  # as finalize_model_grads asks
-        _update_router_expert_bias([router], settings)
-    reset_model_temporary_tensors(settings, [router])
+        find(BIAS)([router], settings)
+    if has(RESET):  # before 0.15 the update resets the counts
+        find(RESET)(settings, [router])
     return _state(router, device)._replace(queue=state.queue)
 
 
@@ -165,31 +153,27 @@ def _settings(config: RouterConfig, replays: bool = False) -> TransformerConfig:
     """The package's configuration; several losses are lists."""
     read = {theirs: getattr(config, name) for name, theirs in NAMES.items()}
     read["moe_z_loss_coeff"] = config.z_loss_coeff or None
+    if has(CONFIGURATION, "moe_enable_routing_replay"):
+        read["moe_enable_routing_replay"] = replays
     losses = config.balancing_coeffs
     read["moe_router_load_balancing_type"] = "sinkhorn" if config.sinkhorn else list(losses) or "none"
     read["moe_aux_loss_coeff"] = list(losses.values()) or 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the package's defaults
-        return TransformerConfig(
-            **MODEL,
-            **read,
-            moe_enable_routing_replay=replays,
-            perform_initialization=False,
-            use_cpu_initialization=True,
-        )
+        return TransformerConfig(**MODEL, **read)
 
 
 def _router(settings: TransformerConfig, device: torch.device, state: State | None = None) -> TopKRouter:
     """A router with the buffers of the state, kept out of the package's list of replay objects."""
     one_rank()
     with mock.patch.object(torch.cuda, "current_device", lambda: device):
-        router = TopKRouter(settings, moe_utils.get_default_pg_collection())
+        router = TopKRouter(settings, next(find(name) for name in GROUPS if has(name))())
     router.set_layer_number(1)
-    if router.router_replay is not None:
-        RouterReplay.global_router_replay_instances.remove(router.router_replay)
-        router.router_replay.replay_backward_list = list(state.queue) if state else []
+    if replays := getattr(router, "router_replay", None):
+        type(replays).global_router_replay_instances.remove(replays)
+        replays.replay_backward_list = list(state.queue) if state else []
     for name, own in BUFFERS.items():
-        if state and getattr(router, own) is not None:
+        if state and getattr(router, own, None) is not None:
             getattr(router, own).copy_(state.buffers[name])
     return router
 
@@ -197,8 +181,9 @@ def _router(settings: TransformerConfig, device: torch.device, state: State | No
 def _state(router: TopKRouter, device: torch.device) -> State:
     """The state of a router."""
     zero = {name: torch.zeros(() if name == "global_steps" else router.num_experts, device=device) for name in BUFFERS}
-    own = {name: getattr(router, buffer) for name, buffer in BUFFERS.items()}
-    queue = router.router_replay.replay_backward_list if router.router_replay else ()
+    own = {name: getattr(router, buffer, None) for name, buffer in BUFFERS.items()}
+    replays = getattr(router, "router_replay", None)
+    queue = replays.replay_backward_list if replays else ()
     return State({name: zero[name] if x is None else x for name, x in own.items()}, tuple(queue))
 
 

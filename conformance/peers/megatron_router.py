@@ -4,6 +4,7 @@ Only names, orders and result shapes are translated, with these workarounds for 
 
     gate                without Transformer Engine te_general_gemm is undefined and gating raises a
                         NameError; None, as in the package's extension module: its torch branch
+    topk_indices        the indices are those that a RouterReplay records: there is one from 0.16 on
     drop_tokens         the package has a capacity factor instead of a capacity; probs are 0 for
                         experts that are not chosen, as its routing returns them
     update_expert_bias  the package sums counts over its process groups: of this process alone
@@ -18,10 +19,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor, distributed
 
+from conformance.peers.megatron_features import UTILS, has, offered
 from moe_ref.config import AuxScores, Routed, TopK
+
+BIASED = has(f"{UTILS}router_gating_linear", "bias")
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
@@ -51,8 +54,18 @@ DECLARED: dict[str, dict[str, Any]] = {
 
 
 def supports(function: str, **arguments: Any) -> str | None:
-    """score_function is documented as softmax or sigmoid."""
-    return "score_function is softmax or sigmoid" if arguments.get("score_function") == "sqrtsoftplus" else None
+    """A score function that the package refuses: up to 0.16 it has softmax and sigmoid."""
+    return refused(arguments.get("score_function", "softmax"))
+
+
+@functools.cache
+def refused(score_function: str) -> str | None:
+    """The package's answer to a score function, asked with one number."""
+    try:
+        moe_utils.topk_routing_with_score_function(torch.zeros(1, 1), 1, score_function=score_function)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def declares(function: str) -> dict[str, Any]:
@@ -60,17 +73,22 @@ def declares(function: str) -> dict[str, Any]:
     return DECLARED[function]
 
 
+@offered
 def gate(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, router_dtype: str | None = None) -> Tensor:
     """moe_utils.router_gating_linear with a torch dtype; TopKRouter.gating needs a GPU."""
-    return moe_utils.router_gating_linear(x, weight, bias, ROUTER_DTYPES.get(router_dtype or "", x.dtype))
+    biased = {"bias": bias} if BIASED else {}
+    dtype = ROUTER_DTYPES.get(router_dtype or "", x.dtype)
+    return moe_utils.router_gating_linear(inp=x, weight=weight, router_dtype=dtype, **biased)
 
 
+@offered
 def jitter(x: Tensor, *, eps: float) -> Tensor:
     """TopKRouter.apply_input_jitter of a router that has jittered nothing yet."""
     router = SimpleNamespace(config=SimpleNamespace(moe_input_jitter_eps=eps), input_jitter=None)
     return TopKRouter.apply_input_jitter(router, x)
 
 
+@offered
 def topk_indices(
     logits: Tensor, *, topk: int, pre_softmax: bool = False, precomputed_indices: Tensor | None = None, **settings: Any
 ) -> TopK:
@@ -83,24 +101,24 @@ def topk_indices(
     return TopK(probs.gather(1, indices), indices)
 
 
+@offered
 def topk_routing(
     logits: Tensor, *, topk: int, pre_softmax: bool = False, precomputed_indices: Tensor | None = None, **settings: Any
 ) -> Routed:
     """moe_utils.topk_routing_with_score_function; precomputed indices: a RouterReplay's target."""
-    replay = None if precomputed_indices is None else _replay(precomputed_indices)
-    return Routed(
-        *moe_utils.topk_routing_with_score_function(
-            logits, topk, use_pre_softmax=pre_softmax, router_replay=replay, **settings
-        )
-    )
+    if precomputed_indices is not None:
+        settings["router_replay"] = _replay(precomputed_indices)
+    return Routed(*moe_utils.topk_routing_with_score_function(logits, topk, use_pre_softmax=pre_softmax, **settings))
 
 
+@offered
 def sinkhorn_routing(logits: Tensor, *, topk: int, training: bool = True) -> Routed:
     """TopKRouter.sinkhorn_load_balancing."""
     router = SimpleNamespace(topk=topk, training=training, config=SimpleNamespace(moe_aux_loss_coeff=0))
     return Routed(*TopKRouter.sinkhorn_load_balancing(router, logits))
 
 
+@offered
 def drop_tokens(
     probs: Tensor, routing_map: Tensor, *, capacity: int, drop_policy: str = "probs", pad_to_capacity: bool = False
 ) -> Routed:
@@ -111,16 +129,17 @@ def drop_tokens(
     return Routed(*moe_utils.apply_router_token_dropping(of_chosen, routing_map, 1, factor, **how))
 
 
+@offered
 def aux_loss_scores(
     logits: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None
 ) -> AuxScores:
     """moe_utils.compute_routing_scores_for_aux_loss, which returns the map first."""
-    routing_map, scores = moe_utils.compute_routing_scores_for_aux_loss(
-        logits, topk, score_function, padding_mask=padding_mask
-    )
+    masked = {} if padding_mask is None else {"padding_mask": padding_mask}
+    routing_map, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, topk, score_function, **masked)
     return AuxScores(scores, routing_map)
 
 
+@offered
 def load_balancing_loss(
     scores: Tensor,
     tokens_per_expert: Tensor,
@@ -136,25 +155,30 @@ def load_balancing_loss(
     )
 
 
+@offered
 def z_loss(logits: Tensor, *, coeff: float, padding_mask: Tensor | None = None) -> Tensor:
     """moe_utils.z_loss_func."""
-    return moe_utils.z_loss_func(logits, coeff, padding_mask=padding_mask)
+    return moe_utils.z_loss_func(logits, coeff, **({} if padding_mask is None else {"padding_mask": padding_mask}))
 
 
+@offered
 def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
     """moe_utils.MoEAuxLossAutoScaler, whose scale is one for the process, read in the backward."""
     moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale, device=loss.device))
     return moe_utils.MoEAuxLossAutoScaler.apply(x, loss)
 
 
+@offered
 def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update_rate: float) -> Tensor:
     """moe_utils.get_updated_expert_bias, which takes the counts first."""
     one_rank()
     return moe_utils.get_updated_expert_bias(tokens_per_expert, expert_bias, update_rate)
 
 
-def _replay(target: Tensor | None) -> RouterReplay:
+def _replay(target: Tensor | None) -> Any:
     """A RouterReplay that records, or replays `target`; the package's list of them is restored."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
     replay = RouterReplay()
     RouterReplay.global_router_replay_instances.remove(replay)
     replay.set_router_replay_action(RouterReplayAction.RECORD if target is None else RouterReplayAction.REPLAY_FORWARD)

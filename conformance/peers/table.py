@@ -1,9 +1,10 @@
 """The table of docs/peers.md from JSON reports.
 
 moe-conformance run --impl conformance.peers.torch_grouped --report torch_grouped.json
-python -m conformance.peers.table torch_grouped.json … > docs/peers.md
+python -m conformance.peers.table torch_grouped.json …
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Iterable
@@ -45,13 +46,13 @@ def page(reports: Iterable[dict[str, Any]], notes: str = "") -> str:
 
 
 def notes_of(text: str) -> str:
-    """What follows the table."""
+    """What follows the first table."""
     lines = text.splitlines(keepends=True)
-    last = max((i for i, line in enumerate(lines) if line.startswith("|")), default=len(lines) - 1)
-    return "".join(lines[last + 1 :])
+    below = itertools.dropwhile(lambda line: not line.startswith("|"), lines)
+    return "".join(itertools.dropwhile(lambda line: line.startswith("|"), below))
 
 
 if __name__ == "__main__":
-    earlier = Path(__file__).parents[2] / "docs" / "peers.md"
-    notes = notes_of(earlier.read_text()) if earlier.exists() else ""
-    sys.stdout.write(page([json.loads(Path(name).read_text()) for name in sys.argv[1:]], notes))
+    written = Path(__file__).parents[2] / "docs" / "peers.md"
+    given = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
+    written.write_text(page(given, notes_of(written.read_text())))

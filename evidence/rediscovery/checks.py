@@ -6,7 +6,6 @@ python -m evidence.rediscovery.checks NAME
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +14,7 @@ from unittest import mock
 import torch
 
 import moe_ref
-
-CHECKS: dict[str, Callable[[], str]] = {}
-
-
-def check(function: Callable[[], str]) -> Callable[[], str]:
-    """A check, by its name."""
-    CHECKS[function.__name__] = function
-    return function
+from evidence.rediscovery.checks_ranks import CHECKS, check
 
 
 def judged(namespace: Any, case: Any) -> str:

@@ -14,9 +14,11 @@ HEAD = """# Known defects, found again
 
 `make rediscover` installs releases of other packages that are known to have a defect, and those
 that mended it, each in an environment of its own which is kept. It judges both by the same check:
-a contract of the suite through an adapter, or a comparison with the reference. A defect is *found
-again* only if the first release fails and the second passes. *Half*: the first fails, and there is
-no second to compare with. *Not shown*: the first passes. This page is written by the run.
+a contract of the suite through an adapter, or a comparison: with the reference, between ranks, or
+between two ways of the release. Ranks are processes joined by gloo, with stubs for CUDA streams. A
+defect is *found again* only if the first release fails and the second passes. *Half*: the first
+fails, and there is no second to compare with. *Not shown*: the first passes. This page is written
+by the run.
 """
 
 

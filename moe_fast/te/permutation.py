@@ -221,5 +221,5 @@ class Permutation(Part):
         out = sort(inp=rows, **settings)
         if probs is None:
             return SortedChunks(out, None)
-        self.trace.step("probs as rows of one column")
+        self.trace.step("moe_sort_chunks_by_index of the probs as rows of one column")
         return SortedChunks(out, sort(inp=probs[:, None], **settings)[:, 0])

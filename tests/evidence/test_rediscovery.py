@@ -7,7 +7,9 @@ import pytest
 from evidence.environments import Unavailable
 from evidence.rediscovery.__main__ import found
 from evidence.rediscovery.checks import CHECKS, compared, r05
+from evidence.rediscovery.checks_ranks import a07
 from evidence.rediscovery.page import page
+from evidence.rediscovery.ranks import on_ranks
 from evidence.rediscovery.rows import MEGATRON, ROWS, Row
 
 ROW = Row("X01", "a title", MEGATRON, "1.0", "2.0", check="r05", why="because")
@@ -71,3 +73,28 @@ def test_the_page_counts_the_outcomes():
     assert "2 defects: 1 found again, 0 half, 0 not shown, 1 not run." in text
     assert f"| {MEGATRON} | X01: a title | 1.0 | 2.0 | found again |" in text
     assert "2.0 passes. 1.0: bad." in text and "a title. because" in text
+
+
+def test_a_check_over_ranks_finds_the_installed_release_s_defect_and_passes_once_it_is_mended(monkeypatch):
+    pytest.importorskip("megatron")
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    attach = TopKRouter.attach_and_log_load_balancing_loss
+
+    def of_all_ranks(self, activation, coeff, value, name, group, *, valid_token_count):
+        return attach(self, activation, coeff, value, name, group, valid_token_count=valid_token_count * group.size())
+
+    assert a07() == "shared out to two ranks, the gradient is 0.5 × that of one rank"
+    monkeypatch.setattr(TopKRouter, "attach_and_log_load_balancing_loss", of_all_ranks)
+    assert a07() == ""
+
+
+def test_an_error_of_a_rank_is_the_error_of_all():
+    pytest.importorskip("megatron")
+
+    def fails(rank):
+        if rank == 1:
+            raise ValueError("no")
+
+    with pytest.raises(RuntimeError, match="rank 1: ValueError: no"):
+        on_ranks(2, fails)

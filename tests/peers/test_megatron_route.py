@@ -324,4 +324,4 @@ def test_counters_are_told_as_integers_only_where_they_are_whole(elsewhere):
 
 
 def test_scores_that_the_package_does_not_have_are_declined_where_the_configuration_is_shown(elsewhere):
-    assert elsewhere(refusals) == [None, "score_function is softmax or sigmoid", None]
+    assert elsewhere(refusals) == [None, "Invalid score_function: sqrtsoftplus", None]

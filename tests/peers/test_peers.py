@@ -127,11 +127,11 @@ def test_every_kept_case_of_megatron_fails_as_it_was_kept(megatron):
 @needs_megatron
 @pytest.mark.parametrize("function", ["jitter", "attach_loss", "update_expert_bias"])
 def test_megatron_agrees_everywhere_in_the_plain_functions_of_the_router(megatron, function):
-    beyond = ("past_24_bits", "past_31_bits")  # of float32
+    beyond = {"past_16_bits": 256, "past_24_bits": 1, "past_31_bits": 1}  # experts whose counts sum past 24 bits
     statuses = [
         outcome.status
         for case, outcome in megatron[1]
-        if case.function == function and getattr(case, "counted", "") not in beyond
+        if case.function == function and case.experts < beyond.get(getattr(case, "counted", ""), 1 << 31)
     ]
     assert statuses.count("PASS") > 10 and set(statuses) <= set(NOTHING_WRONG)
 
@@ -188,7 +188,9 @@ def test_a_missing_package_is_one_sentence_that_says_what_to_install(monkeypatch
 def test_an_unknown_version_is_judged_with_a_warning(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.0")
     monkeypatch.delitem(sys.modules, "conformance.peers.megatron", raising=False)
-    with pytest.warns(UserWarning, match=r"megatron-core 0\.99\.0 is judged by an adapter of 0\.16"):
+    with pytest.warns(
+        UserWarning, match=r"megatron-core 0\.99\.0 is judged by an adapter of 0\.14\.x, 0\.15\.x, 0\.16"
+    ):
         adapter = importlib.import_module("conformance.peers.megatron")
     monkeypatch.delitem(sys.modules, "conformance.peers.megatron")
     assert callable(adapter.permute) and callable(adapter.route)

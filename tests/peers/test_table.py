@@ -16,6 +16,7 @@ REPORT = {
         "glu": {"status": "not offered", "counts": {}},
     },
 }
+ROWS = PAGE[: -len(table.notes_of(PAGE))].splitlines()
 ROW = "| `a.peer` | torch 2.13.0 | CPU | NOT CONFORMANT | `permute` | 3 | 1 FAIL | 2 |"
 
 
@@ -28,11 +29,12 @@ def test_the_notes_below_the_table_stay():
     page = table.page([REPORT], "\nNotes.\n")
     assert page == table.HEAD + ROW + "\n\nNotes.\n"
     assert table.page([REPORT], table.notes_of(page)) == page
+    assert table.notes_of(page + "| another | table |\nMore.\n") == "\nNotes.\n| another | table |\nMore.\n"
 
 
 def test_the_page_is_of_this_form_and_names_peers_that_exist():
     assert PAGE.startswith(table.HEAD)
-    named = {line.split("`")[1].partition(":")[0] for line in PAGE.splitlines() if line.startswith("| `")}
+    named = {line.split("`")[1].partition(":")[0] for line in ROWS if line.startswith("| `")}
     assert named
     for module in named:
         assert (Path(__file__).parents[2] / f"{module.replace('.', '/')}.py").exists()

@@ -1,0 +1,115 @@
+"""The section of docs/peers.md about releases of megatron-core, from their reports.
+
+    pip install --no-deps megatron-core==0.15.3     # each release in an environment of its own
+    cp -r conformance/peers/megatron.corpus corpus  # what is found anew is kept in it
+    moe-conformance run --impl conformance.peers.megatron --corpus corpus \\
+        --waivers conformance/peers/megatron.waivers.toml --report 0.15.3.json
+    python -m conformance.peers.versions 0.15.3.json …
+
+A waiver says why a function differs; one that waived nothing is a problem of the report. They are
+for 0.16.1: an earlier release has such problems, so its exit code is 3, and failures of its own.
+"""
+
+import datetime
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from conformance.engine.run.waivers import Waiver, read_waivers
+from conformance.peers.table import NEVER, UNTOUCHED
+
+HEADING = "## megatron-core by release\n"
+INTRODUCTION = """
+Written by `python -m conformance.peers.versions` from one report per release. What a release has is
+probed by signatures (`conformance/peers/megatron_features.py`); an unknown release is judged with a
+warning. *Differs*: cases that fail or are waived, of those that were judged.
+"""
+CONTINUED = ("the same", "and ")  # reasons of waivers that go on from the one before
+DIFFERS = ("FAIL", "CRASH", "HANG", "WAIVED", "FLAKY")
+
+
+def section(reports: Sequence[dict[str, Any]], waivers: Sequence[Waiver]) -> str:
+    """Both tables: the releases, and the functions that differ with the causes."""
+    judged = [_judged(report) for report in reports]
+    releases = [report["versions"]["megatron.core"] for report in reports]
+    lines = [HEADING + INTRODUCTION, "| release | functions | cases | differs | missing |", "|---|--:|--:|--:|---|"]
+    for release, report, functions in zip(releases, reports, judged, strict=True):
+        cases, wrong = (sum(column) for column in zip(*functions.values(), strict=True))
+        lines.append(f"| {release} | {len(functions)} | {cases} | {wrong} | {_missing(report, reports)} |")
+    lines += ["", f"| function | {' | '.join(releases)} |", f"|---|{'--:|' * len(releases)}"]
+    differing = dict.fromkeys(name for functions in judged for name, (_, wrong) in functions.items() if wrong)
+    for name in differing:
+        lines.append(f"| `{name}` | {' | '.join(_share(functions.get(name)) for functions in judged)} |")
+    lines.append("")
+    for name in differing:
+        text = f"- `{name}`: {'; '.join(_causes(name, reports, waivers))}."
+        lines.append(textwrap.fill(text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+    return "\n".join(lines) + "\n"
+
+
+def with_section(page: str, text: str) -> str:
+    """The page with this section, its last."""
+    return f"{page.partition(HEADING)[0].rstrip()}\n\n{text}"
+
+
+def _judged(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """By function: the judged cases, and those that differ."""
+    found = {}
+    for name, function in report["functions"].items():
+        counts = {status: n for status, n in function["counts"].items() if status not in UNTOUCHED}
+        if function["status"] not in NEVER and counts:
+            found[name] = (sum(counts.values()), sum(counts.get(status, 0) for status in DIFFERS))
+    return found
+
+
+def _share(counts: tuple[int, int] | None) -> str:
+    return "not offered" if counts is None else f"{counts[1]} of {counts[0]}" if counts[1] else "0"
+
+
+def _missing(report: dict[str, Any], reports: Sequence[dict[str, Any]]) -> str:
+    """The functions and settings that the release lacks and another release has."""
+    others = {name: function for one in reports for name, function in _functions(one).items()}
+    own = _functions(report)
+    absent = [f"`{name}`" for name in others if name not in own]
+    for name, settings in own.items():
+        had = set.intersection(*(set(_functions(one).get(name, settings)) for one in reports))
+        absent += [f"`{setting}` of `{name}`" for setting in settings if setting not in had]
+    return ", ".join(absent) or "none"
+
+
+def _functions(report: dict[str, Any]) -> dict[str, list[str]]:
+    """By judged function: the settings that it lacks."""
+    return {name: report["functions"][name]["without"] for name in _judged(report)}
+
+
+def _causes(function: str, reports: Sequence[dict[str, Any]], waivers: Sequence[Waiver]) -> list[str]:
+    """Why the function differs: reasons of waivers that waived, then failures by release."""
+    causes: dict[str, None] = {}
+    for waiver in (waiver for waiver in waivers if waiver.function == function):
+        if not waiver.reason.startswith(CONTINUED) and any(_waived(waiver, report) for report in reports):
+            causes[waiver.reason] = None
+    found: dict[str, list[str]] = {}
+    for report in reports:
+        for failure in report["failures"]:
+            if failure["function"] == function:
+                told = (failure["finding"] or {}).get("message") or failure["reason"]
+                fields = {name: value for name, value in failure["case"].items() if name not in ("schema", "function")}
+                told += f" ({json.dumps(fields, separators=(',', ':'))})"
+                found.setdefault(told, []).append(report["versions"]["megatron.core"])
+    return [*causes, *(f"{', '.join(releases)}: {told}" for told, releases in found.items())]
+
+
+def _waived(waiver: Waiver, report: dict[str, Any]) -> bool:
+    """Whether the function was judged, and the waiver is not one that waived nothing."""
+    unused = f"the waiver {waiver.name} waived nothing"
+    return waiver.function in _judged(report) and not any(text.startswith(unused) for text in report["problems"])
+
+
+if __name__ == "__main__":
+    page = Path(__file__).parents[2] / "docs" / "peers.md"
+    known = read_waivers(Path(__file__).with_name("megatron.waivers.toml"), datetime.date.today())
+    given = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
+    page.write_text(with_section(page.read_text(), section(given, known)))

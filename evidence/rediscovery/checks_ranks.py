@@ -1,0 +1,193 @@
+"""Checks of releases over several ranks, or of parts that need streams or Transformer Engine's
+modules: stubs stand for those, and the release's own code is what runs.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from evidence.rediscovery.ranks import on_ranks
+
+CHECKS: dict[str, Callable[[], str]] = {}
+LOGITS = torch.tensor([[2.0, -1, 0.5, 0], [-3, 1, 0, 4], [0.25, 0, 2, -2], [1, 3, -1, 0]])
+
+
+def check(function: Callable[[], str]) -> Callable[[], str]:
+    """A check, by its name."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def settings(**options: Any) -> Any:
+    """The release's configuration."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    small = {
+        "num_layers": 1, "hidden_size": 4, "num_attention_heads": 2, "use_cpu_initialization": True,
+        "add_bias_linear": False, "moe_token_dispatcher_type": "alltoall",
+    }  # fmt: skip
+    return TransformerConfig(**(small | options))
+
+
+@check
+def k05() -> str:
+    """Two pipeline stages, one without a bias, have the same parameter groups."""
+
+    def groups(rank: int) -> list[str]:
+        from megatron.core import optimizer
+
+        chunk = torch.nn.Linear(2, 2, bias=rank == 0)
+        chunk.ddp_config = SimpleNamespace(use_custom_fsdp=False)  # type: ignore[assignment]
+        made = optimizer._get_param_groups([chunk], None, None, 1.0, 1e-3, 1e-3, None, None)  # type: ignore[attr-defined]
+        return sorted(f"weight decay × {group['wd_mult']:g}" for group in made)
+
+    first, second = on_ranks(2, groups, pipeline_model_parallel_size=2)
+    return "" if first == second else f"stage 0 has groups of {', '.join(first)}; stage 1 of {', '.join(second)}"
+
+
+@check
+def e01() -> str:
+    """Rows that no expert changes come back to their tokens: TP = 2, EP = 2, two local experts."""
+
+    def returned(rank: int) -> tuple[list[float], list[float]]:
+        from megatron.core import parallel_state
+        from megatron.core.transformer.moe import token_dispatcher
+
+        made = settings(
+            num_moe_experts=4, moe_router_topk=1, moe_router_pre_softmax=True, tensor_model_parallel_size=2,
+            expert_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True,
+        )  # fmt: skip
+        own = parallel_state.get_expert_model_parallel_rank() * 2
+        dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher(2, [own, own + 1], made)
+        first, third = 1 + rank % 3, 1 + (rank + 1) % 3
+        counts = first, 4 - first, third, 4 - third  # gloo gathers equal sizes: 4 rows for each pair of experts
+        routing_map = torch.nn.functional.one_hot(torch.arange(4).repeat_interleave(torch.tensor(counts)), 4).bool()
+        tokens = (torch.arange(8.0) + 100 * rank)[:, None, None].expand(-1, 1, 4).contiguous()
+        with mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host, create=True):
+            rows, *_ = dispatcher.token_permutation(tokens, routing_map.float(), routing_map)
+            back, _ = dispatcher.token_unpermutation(rows / 2)  # summed over the ranks that share an expert
+        return tokens[:, 0, 0].tolist(), back.reshape(-1, 4)[:, 0].tolist()
+
+    sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    for rank, (sent, back) in enumerate(on_ranks(4, returned, **sizes)):
+        wrong = [(one, other) for one, other in zip(sent, back, strict=True) if one != other]
+        if wrong:
+            return f"rank {rank}: {len(wrong)} of {len(sent)} tokens are others': {wrong[0][0]:g} is {wrong[0][1]:g}"
+    return ""
+
+
+def _to_host(x: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """As the releases' own from 0.12 on, which leaves tensors of a CPU as they are."""
+    return x.numpy() if as_numpy and isinstance(x, torch.Tensor) else x
+
+
+@check
+def l01() -> str:
+    """A grouped MLP whose padding is a plain module has a sharded state."""
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    def sharded(rank: int) -> list[str]:
+        one = SimpleNamespace(
+            _modules={"fp8_padding": torch.nn.Module()},  # as Transformer Engine's: without sharded_state_dict
+            config=SimpleNamespace(gated_linear_unit=False),
+            num_local_experts=1,
+        )
+        return list(TEGroupedMLP.sharded_state_dict(one))
+
+    try:
+        on_ranks(1, sharded)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@check
+def h04() -> str:
+    """Overlapped shared experts clamp what they activate, as others do."""
+    made = settings(
+        num_moe_experts=2, moe_shared_expert_intermediate_size=4, moe_shared_expert_overlap=True,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu, activation_func_clamp_value=1.0,
+        bias_activation_fusion=False,
+    )  # fmt: skip
+
+    def outputs(rank: int) -> tuple[list[float], list[float]]:
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+        from megatron.core.transformer.mlp import MLPSubmodules
+        from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+        from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+        parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        one = SharedExpertMLP(made, parts, False, get_default_pg_collection())
+        for weight in one.parameters():
+            weight.data.fill_(1.0)
+        x = torch.ones(1, 1, 4)  # 4 before the activation
+        one.pre_forward_comm(x)
+        one.linear_fc1_forward_and_act()
+        one.linear_fc2_forward()
+        one.post_forward_comm()
+        return one.get_output().flatten().tolist(), one(x).flatten().tolist()
+
+    overlapped, plain = on_ranks(1, outputs)[0]
+    if overlapped == plain:
+        return ""
+    return f"overlapped they return {overlapped[0]:.4g}, without overlap {plain[0]:.4g} for the same input"
+
+
+@check
+def a14() -> str:
+    """A stage without a router tracks the losses of as many layers as a stage with one."""
+
+    def tracked(rank: int) -> list[int]:
+        from megatron.core.transformer.moe import moe_utils
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        tracker, sizes = moe_utils.get_moe_layer_wise_logging_tracker(), []
+        losses: dict[str, Any] = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
+        made = settings(num_layers=2, mtp_num_layers=1, num_moe_experts=4, moe_router_topk=2, **losses)
+        router = TopKRouter(made, moe_utils.get_default_pg_collection())
+        router.set_layer_number(1)
+        router.train().routing(LOGITS.clone().requires_grad_()[:, None])
+        sizes.append(len(tracker.pop("load_balancing_loss")["values"]))
+        real = torch.zeros
+        with (
+            mock.patch.object(torch, "zeros", lambda *size, device=None, **options: real(*size, **options)),
+            mock.patch.object(moe_utils, "reduce_aux_losses_tracker_across_ranks", lambda *_, **__: None),
+        ):
+            options: dict[str, Any] = {"force_initialize": True, "track_names": ["load_balancing_loss"]}
+            moe_utils.track_moe_metrics(1.0, 0, num_layers=2, mtp_num_layers=1, **options)
+        return [*sizes, len(tracker["load_balancing_loss"]["values"])]
+
+    router, none = on_ranks(1, tracked)[0]
+    return "" if router == none else f"a stage without routers tracks {none} layers, one with routers {router}"
+
+
+@check
+def a07() -> str:
+    """The gradient of a balancing loss per token is the same on one rank and shared out to two."""
+
+    def gradient(ranks: int) -> list[list[float]]:
+        def own(rank: int) -> list[list[float]]:
+            from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+            from megatron.core.transformer.moe.router import TopKRouter
+
+            made = settings(
+                num_moe_experts=4, moe_router_topk=2, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1.0,
+                calculate_per_token_loss=True, tensor_model_parallel_size=ranks, sequence_parallel=ranks > 1,
+            )  # fmt: skip
+            router = TopKRouter(made, get_default_pg_collection())
+            router.set_layer_number(1)
+            logits = LOGITS.chunk(ranks)[rank].clone().requires_grad_()
+            probs, _ = router.train().routing(logits[:, None])
+            probs.backward(torch.zeros_like(probs))  # what is left is the loss's gradient
+            assert logits.grad is not None
+            return logits.grad.tolist()
+
+        return [row for rows in on_ranks(ranks, own, tensor_model_parallel_size=ranks) for row in rows]
+
+    one, two = torch.tensor(gradient(1)), torch.tensor(gradient(2))
+    if torch.allclose(one, two):
+        return ""
+    return f"shared out to two ranks, the gradient is {float(two.norm() / one.norm()):.3g} × that of one rank"

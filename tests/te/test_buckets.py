@@ -1,0 +1,109 @@
+"""All eight buckets of releases are judged in every function, and each symbol with and without."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import moe_ref
+from conformance.core.space import Space
+from conformance.engine.child.child import _description
+from conformance.engine.child.evaluate import evaluate
+from conformance.engine.choose.plan import cases_of, sections
+from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.options import ChildOptions
+from conformance.interface import Implementation
+from conformance.peers.te_standin import BUCKETS, standin
+from conformance.peers.te_standin.matrix import parameters_of
+from moe_fast.te import Adapter
+from moe_fast.te.features import GATES
+from tests.te.judging import Checked, symbols_of, wrong
+
+EIGHT = ("1.11", "2.1", "2.6", "2.12", "2.15", "2.19", "2.20", "rocm")
+READERS = ("codes", "scales", "amax", "dequantize")  # of what `quantize` returns, and judged with it
+SYMBOLS = {  # of the paths below: others are another test's
+    *("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss"),
+    *("moe_permute_with_probs", "moe_permute_and_pad_with_probs", "moe_unpermute"),
+    *("moe_sort_chunks_by_index_with_probs", "moe_sort_chunks_by_index", "GroupedLinear"),
+}
+MOST = 10  # cases of a function
+PAGE = (Path(__file__).parents[2] / "docs/te.md").read_text()
+
+
+def completed(bucket, without=()):
+    te = standin(bucket, without=without)
+    return te, Adapter(te, ours=moe_ref)
+
+
+def stays_tes(case):
+    """Whether the page leaves it to TE (odd keys, a biased choice), or no adapter has its state."""
+    odd = getattr(case, "spread", "") in ("minus_inf", "nan", "edges", "extreme")
+    delayed = case.function == "quantize" and case.scaling == "delayed"
+    return odd or delayed or (case.function == "topk_routing" and bool(case.bias))
+
+
+@pytest.fixture(scope="module")
+def few():
+    """The first small covering cases of each function; all completed adapters offer the same."""
+    adapter = completed("2.20")[1]
+    described = _description(Implementation(adapter, "te"), ChildOptions("te", device="cpu"))
+    space, chosen = Space.of(described), {}
+    for section in sections():
+        if section.kind == "covering" and section.function in {*adapter.offered} - {*READERS}:
+            every = cases_of(section, PROFILES["gate"], space, 0)
+            small = [x for x in every if not (x.is_large or x.layout.startswith("wide") or stays_tes(x))]
+            chosen[section.function] = [replace(x, law="") for x in small[:MOST]]
+    return chosen
+
+
+def judged(te, adapter, cases):
+    """Each case's outcome and path, which is empty where the call was not made."""
+    implementation, found = Implementation(Checked(te, adapter), "te"), []
+    for case in cases:
+        adapter.path.pop(case.function, None)
+        found.append(((case, evaluate(case, implementation, "cpu")), adapter.path.get(case.function, "")))
+    return [outcome for outcome, _ in found], [path for _, path in found]
+
+
+def test_no_bucket_is_dropped_and_the_page_names_all():
+    assert tuple(BUCKETS) == EIGHT
+    row = PAGE.partition("a version matrix and computed by the reference:")[2].partition("A stand-in lists")[0]
+    assert tuple(re.findall(r"`([^`]+)`", row)) == EIGHT
+
+
+@pytest.mark.parametrize("bucket", EIGHT)
+def test_every_function_is_judged_through_every_bucket(few, bucket):
+    te, adapter = completed(bucket)
+    assert {*adapter.offered} == {*few, *READERS}
+    outcomes, _ = judged(te, adapter, [case for cases in few.values() for case in cases])
+    assert not wrong(outcomes)
+    assert {case.function for case, outcome in outcomes if outcome.status == "PASS"} == {*few}
+
+
+def test_without_a_symbol_the_calls_whose_path_has_it_take_another_and_are_right(few):
+    te, adapter = completed("2.20")
+    every = [case for cases in few.values() for case in cases]
+    through = {}
+    for case, path in zip(every, judged(te, adapter, every)[1], strict=True):
+        for symbol in symbols_of(path, te):
+            through.setdefault(symbol, []).append(case)
+    assert {*through} == SYMBOLS
+    for symbol, cases in through.items():
+        methods = [name.rpartition(".")[2] for name in parameters_of(*BUCKETS["2.20"]) if f"{symbol}." in f".{name}"]
+        outcomes, paths = judged(*completed("2.20", without=(symbol, *methods)), cases)
+        assert not wrong(outcomes)
+        assert not any(symbol in symbols_of(path, te) for path in paths), symbol
+
+
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.variable)
+def test_each_gate_is_judged_with_and_without(few, monkeypatch, gate):
+    bucket = "rocm" if gate.feature else "2.20"
+    cases = few["topk_routing" if "topk" in gate.of else "grouped_linear"]
+    monkeypatch.delenv(gate.variable, raising=False)
+    plain, without = judged(*completed(bucket), cases)
+    monkeypatch.setenv(gate.variable, "1")
+    gated, paths = judged(*completed(bucket), cases)
+    assert not wrong(plain + gated)
+    assert not any(gate.variable in path for path in without)
+    assert any(f"{gate.variable}=1" in path for path in paths)
