@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.engine.options import Options
-from conformance.engine.speed.clocks import Times, ceilings, interleaved
+from conformance.engine.speed.clocks import Times, ceilings, queued
 from conformance.engine.speed.race import OWN, Clock, Lap, Racers, importable, laps, record
 from conformance.report.ratios import Report, check_same, compared, read
 from conformance.report.terminal import picture
@@ -19,7 +19,7 @@ WRONG, HARNESS, TOO_LITTLE = 1, 3, 4  # exit codes
 RIGHT = {"", "PASS", "UNINFORMATIVE", "NOT_OFFERED", "DECLARED_UNSUPPORTED"}  # statuses without a finding
 
 
-def speed(options: Options, against: str, cases: Sequence[str], clock: Clock = interleaved) -> int:
+def speed(options: Options, against: str, cases: Sequence[str], clock: Clock = queued) -> int:
     """Judge and time the cases, print each, write the report, and compare with an earlier one.
 
     Args:

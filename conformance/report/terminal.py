@@ -45,7 +45,10 @@ def lines(verdict: Verdict) -> list[str]:
         if name not in differ and function.status not in UNTOUCHED:
             without = f", without {', '.join(function.without)}" if function.without else ""
             note = f", {function.note}" if function.note else ""
-            detail = f" · {function.cases} cases{without}{note}" if function.cases else ""
+            count = f"{function.cases} cases"
+            if function.status == "blocked":
+                count = f"in {function.counts['BLOCKED']} of {count}: what makes their inputs is wrong"
+            detail = f" · {count}{without}{note}" if function.cases else ""
             detail += f" · {function.reason}" if function.reason else ""
             out.append(f"{name:<{width}} {function.status}{detail}")
     for status in UNTOUCHED:
@@ -150,15 +153,16 @@ def _declared(key: str, value: Any) -> str:
 def _summary(verdict: Verdict) -> str:
     judged = [f for f in verdict.functions.values() if f.status not in UNTOUCHED]
     untouched = {status: sum(f.status == status for f in verdict.functions.values()) for status in UNTOUCHED}
-    differing = sum(f.status in ("differs", "blocked") for f in judged)
+    differing, blocked = (sum(f.status == status for f in judged) for status in ("differs", "blocked"))
     total = {
         status: sum(f.counts.get(status, 0) for f in judged)
         for status in ("WAIVED", "DECLARED_UNSUPPORTED", "UNINFORMATIVE")
     }
     parts = [
         f"{differing} of {len(judged)} functions differ"
-        if differing
+        if differing or blocked
         else f"{len(judged)} functions{' judged' if verdict.since else ''}",
+        f"{blocked} blocked" if blocked else "",
         *([f"{untouched[UNCHANGED]} unchanged since {verdict.since}"] if verdict.since else []),
         f"{verdict.cases} cases in {verdict.seconds:.0f} s{ended(verdict)}",
         f"{total['WAIVED']} waived",

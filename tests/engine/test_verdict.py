@@ -24,6 +24,14 @@ def test_one_wrong_case_among_many_is_not_conformant(book, status):
     assert verdict.functions["unpermute"].status == ("blocked" if status == "BLOCKED" else "differs")
 
 
+def test_a_blocked_function_says_in_how_many_cases_and_does_not_differ(book):
+    verdict = book.all_pass("unpermute").section("drawn-unpermute-0", "unpermute", "PASS", "BLOCKED").verdict()
+    said = lines(verdict)
+    (line,) = (x for x in said if x.startswith("unpermute"))
+    assert f"in 1 of {verdict.functions['unpermute'].cases} cases" in line
+    assert any(f"0 of {len(CONTRACTS)} functions differ · 1 blocked" in x for x in said)
+
+
 @pytest.mark.parametrize("status", ["PASS", "WAIVED", "UNINFORMATIVE", "DECLARED_UNSUPPORTED", "NOT_OFFERED"])
 def test_what_is_not_wrong_does_not_fail(book, status):
     assert (

@@ -73,8 +73,8 @@ LEFT = (
     Left(r"moe-conformance bench --(report|baseline)", "a GPU", "tests/report/test_bench.py"),
     Left(r"(PYTHONPATH=\S+ )?moe-conformance mutants --impl moe_(ref|copy)", "minutes",
          "tests/mutants/test_mutants.py"),
-    Left(r"((TE_WHEEL=te )?moe-conformance|python -m conformance) run --impl \S*(peers|te_kernels|te_permutation)", "another package",
-         "tests/peers/test_peers.py"),
+    Left(r"((TE_WHEEL=te )?moe-conformance|python -m conformance) run --impl \S*(peers|te_kernels|te_permutation)",
+         "another package", "tests/peers/test_peers.py"),
     Left(r"(\S+=\S+ )*python3? -m (benchmarks|pytest -p)", "minutes or a GPU", "tests/test_benchmarks.py"),
 )  # fmt: skip
 

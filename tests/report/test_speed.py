@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,3 +203,18 @@ def test_an_implementation_that_omits_outputs_is_timed():
     inputs = inputs_of(**json.loads(CASE))
     _, gradients = Calls.of(inputs, Implementation(Omitting)).both()
     assert gradients["d_tokens"].shape == (6, 4)
+
+
+@pytest.mark.parametrize(("launch", "writes"), [(0.0, 1), (64.0, 3), (160.0, 6), (1e9, clocks.MOST_WRITES)])
+def test_the_memory_is_written_until_the_next_call_is_launched(launch, writes):
+    """A write takes 64 µs; they last for twice the time of a launch, but for MOST_WRITES."""
+    assert clocks.writes_for(launch, 64.0) == writes
+    assert writes == clocks.MOST_WRITES or (writes - 1) * 64.0 <= clocks.AHEAD * launch < writes * 64.0
+
+
+@pytest.mark.parametrize("writes", [1, 3])
+def test_every_timed_call_follows_the_writes(writes, monkeypatch):
+    done = []
+    monkeypatch.setattr(clocks, "_flushed", lambda device: SimpleNamespace(zero_=lambda: done.append("write")))
+    clocks.interleaved({"call": lambda: done.append("call")}, 1, 2, "cpu", writes)
+    assert done == ["call"] * 2 + (["write"] * writes + ["call"]) * 2

@@ -9,6 +9,8 @@ import torch
 COLD_BYTES = 256 * 2**20  # several times the L2 of a GPU
 HOST_BYTES = 32 * 2**20  # the same for caches of a CPU, where writing takes longer
 BF16 = 2  # bytes per element
+AHEAD = 2.0  # times the host's time for a call that the GPU has other work
+MOST_WRITES = 64  # before a call: a few milliseconds
 
 Call = Callable[[], object]
 Times = dict[str, float]  # microseconds of each version
@@ -48,16 +50,48 @@ def _by_the_host(call: Call, reps: int, before: Call) -> list[float]:
     return spans
 
 
-def interleaved(versions: Mapping[str, Call], blocks: int, reps: int, device: str = "cuda") -> Times:
+def interleaved(versions: Mapping[str, Call], blocks: int, reps: int, device: str = "cuda", writes: int = 1) -> Times:
     """Single calls, launched from Python, with cold caches.
 
-    They are flushed by writes, as in `triton.testing.do_bench`: a call also pays for evictions.
+    They are flushed by `writes` writes, as in `triton.testing.do_bench`: a call also pays for
+    evictions.
     """
-    count = (COLD_BYTES if device == "cuda" else HOST_BYTES) // 4
-    flushed = torch.empty(count, dtype=torch.int32, device=device)
+    flushed = _flushed(device)
+
+    def flush() -> None:
+        for _ in range(writes):
+            flushed.zero_()
+
     for call in versions.values():
         call()
-    return medians(versions, blocks, reps, flushed.zero_, device)
+    return medians(versions, blocks, reps, flush, device)
+
+
+def queued(versions: Mapping[str, Call], blocks: int, reps: int, device: str = "cuda") -> Times:
+    """As `interleaved`, but a GPU writes longer than the host needs to launch a call. A call that
+    waits for nothing then takes the time of its kernels, not that of the host.
+    """
+    if device != "cuda":
+        return interleaved(versions, blocks, reps, device)
+    write = medians({"write": _flushed(device).zero_}, 1, reps)["write"]
+    return interleaved(versions, blocks, reps, device, writes_for(max(map(_launch, versions.values())), write))
+
+
+def writes_for(launch: float, write: float) -> int:
+    """Writes that last AHEAD times as long as the launch of a call; both in microseconds."""
+    return min(1 + int(AHEAD * launch / write), MOST_WRITES)
+
+
+def _launch(call: Call) -> float:
+    """The host's time for the second call, in microseconds."""
+    call()
+    torch.cuda.synchronize()
+    (span,) = _by_the_host(call, 1, lambda: None)
+    return span
+
+
+def _flushed(device: str) -> torch.Tensor:
+    return torch.empty((COLD_BYTES if device == "cuda" else HOST_BYTES) // 4, dtype=torch.int32, device=device)
 
 
 def ceilings(

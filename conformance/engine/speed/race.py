@@ -22,7 +22,7 @@ from conformance.engine.options import ChildOptions, Options
 from conformance.engine.run.corpus import find
 from conformance.engine.run.explain import told
 from conformance.engine.run.pool import Pool
-from conformance.engine.speed.clocks import Call, Times, interleaved, medians
+from conformance.engine.speed.clocks import Call, Times, medians, queued
 from conformance.engine.speed.prepared import Calls, Inputs, Untimed, is_interpreted, problem_of
 from conformance.interface import Implementation, load
 from conformance.texts import described
@@ -159,7 +159,7 @@ def _loaded(name: str, flag: str) -> Implementation:
         raise UsageError(str(error).replace("--impl", flag, 1)) from None
 
 
-def laps(racers: Racers, cases: Sequence[Case], clock: Clock = interleaved) -> Iterator[Lap]:
+def laps(racers: Racers, cases: Sequence[Case], clock: Clock = queued) -> Iterator[Lap]:
     """Every case: judged first, all of them, then timed with no other process at work."""
     made = [Lap(case) for case in cases]
     _judge(racers, made)
