@@ -67,6 +67,11 @@ def assert_accepted(
     assert sum(x.status == "PASS" for x in found.values()) > share * len(found)
 
 
+def in_turn(cases: Iterable[Case], name: str, names: Iterable[str]) -> list[Case]:
+    """Every second case; the next one of the names has the others."""
+    return list(cases)[list(names).index(name) % 2 :: 2]
+
+
 def gate_cases(
     function: str, *, space: Space = EVERYTHING, every: int = 1, seeds: range = SEEDS, draws: int = 8
 ) -> list:

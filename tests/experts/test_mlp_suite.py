@@ -18,7 +18,7 @@ from conformance.families.experts.cases_mlp import MlpCase, SharedCase
 from moe_ref.config import check_shared_experts
 from moe_ref.experts.activations import chosen_activation
 from moe_ref.experts.linear import expert_slices, grouped_linear, linear
-from tests.common.suite import assert_accepted, failures, gate_cases, outcome_of, reference, statuses
+from tests.common.suite import assert_accepted, failures, gate_cases, in_turn, outcome_of, reference, statuses
 from tests.experts.staged_mlp import staged, taken_apart
 
 FUNCTIONS = ("grouped_mlp", "sequential_mlp", "shared_experts")
@@ -76,7 +76,7 @@ def test_honest_experts_are_accepted(name, function):
     def offered(case) -> bool:
         return name == "reference" or (case.golden != ROUNDED and in_high_precision(case))
 
-    assert_accepted(filter(offered, cases_of(function)), HONEST[name])
+    assert_accepted(in_turn(filter(offered, cases_of(function)), name, HONEST), HONEST[name])
 
 
 # ---- what is wrong in one place

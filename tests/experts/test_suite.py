@@ -18,7 +18,7 @@ from conformance.families.experts.cases import ActivationCase, GroupedCase
 from conformance.interface import load
 from conformance.judge.bound import FLOAT32
 from moe_ref.experts.activations import CURVES as REFERENCE
-from tests.common.suite import assert_accepted, failures, gate_cases, outcome_of, statuses
+from tests.common.suite import assert_accepted, failures, gate_cases, in_turn, outcome_of, statuses
 from tests.honest.experts import How, make
 
 FUNCTIONS = ("glu", "activation", "grouped_linear", "grouped_dgrad", "grouped_wgrad")
@@ -32,7 +32,7 @@ cases_of = functools.cache(
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("experts", EXPERTS)
 def test_honest_experts_are_accepted(experts, function):
-    assert_accepted(cases_of(function), load(f"tests.honest.experts:{experts}"))
+    assert_accepted(in_turn(cases_of(function), experts, EXPERTS), load(f"tests.honest.experts:{experts}"))
 
 
 # ---- what is wrong in one place

@@ -11,7 +11,7 @@ import torch
 from conformance.core.space import Space
 from conformance.families.experts.cases import CURVES, GATES, VALUES, ActivationCase
 from conformance.interface import load
-from tests.common.suite import assert_accepted, failures, gate_cases
+from tests.common.suite import assert_accepted, failures, gate_cases, in_turn
 from tests.honest import ACTIVATIONS
 from tests.honest.activations import Shipped, Summed, sigmoid_by_tanh
 from tests.honest.experts import How, make
@@ -37,7 +37,7 @@ def cases_of(function: str) -> list:
 @pytest.mark.parametrize("function", KINDS)
 @pytest.mark.parametrize("shipped", ACTIVATIONS, ids=lambda name: name.partition(":")[2])
 def test_a_shipped_activation_is_accepted(shipped, function):
-    assert_accepted(cases_of(function), load(shipped))
+    assert_accepted(in_turn(cases_of(function), shipped, ACTIVATIONS), load(shipped))
 
 
 def test_the_gradient_of_torchs_gelu_is_accepted_where_its_terms_cancel():

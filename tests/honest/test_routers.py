@@ -13,6 +13,7 @@ from conformance.engine.choose.draw import covering_cases, drawn, strategy
 from conformance.families.router.cases import LoadCase, LogitsCase
 from conformance.interface import Implementation, load
 from moe_ref.router.sinkhorn import sinkhorn_routing
+from tests.common.suite import in_turn
 from tests.honest import ROUTERS
 from tests.honest.activations import sigmoid_by_tanh
 from tests.honest.routers import How, ascending, make
@@ -25,6 +26,7 @@ EVERY, DRAWS = 6, 10  # every 6th case of a covering array; drawn cases
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda name: name.partition(":")[2])
 def test_an_honest_router_is_accepted(router, function):
     cases = [*covering_cases(function, Space()).cases[::EVERY], *drawn(strategy(function, Space()), 11, DRAWS)]
+    cases = in_turn(cases, router, ROUTERS)
     outcomes = {case.text: evaluate(case, load(router)) for case in cases}
     assert {
         text: x.finding or x.reason for text, x in outcomes.items() if x.status not in ("PASS", "UNINFORMATIVE")
