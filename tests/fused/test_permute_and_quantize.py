@@ -131,6 +131,23 @@ def test_two_steps_are_accepted():
     assert_accepted(cases, in_steps())
 
 
+def test_what_permute_may_leave_out_is_not_compared_with_the_one_step():
+    """Without `num_rows` nothing overflows, and `overflow` may be None."""
+
+    def permute(*inputs, **settings):
+        out = moe_ref.permute(*inputs, **settings)
+        return out if "num_rows" in settings else out._replace(overflow=None)
+
+    case = replace(CURRENT, law="two_steps")
+    assert outcome_of(case, reference(permute=permute)).status == "PASS"
+
+    def doubled(*inputs, **settings):
+        out = permute(*inputs, **settings)
+        return out._replace(rows=2 * out.rows)
+
+    assert outcome_of(case, reference(permute=doubled)).finding["check"] == "two_steps"
+
+
 def test_golden_cases_and_illegal_calls_are_passed_by_the_reference():
     assert_accepted(fixed_cases("permute_and_quantize", Space()), moe_ref, statuses=("PASS",))
 
