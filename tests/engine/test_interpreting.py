@@ -6,10 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import triton
+from triton.runtime.interpreter import InterpretedFunction
 
 from conformance.engine.child import interpreting
+from conformance.engine.child.interpreting import probe
+from tests.common.fast import interpreted
 
 FOLDER = Path(__file__).parent
 
@@ -50,6 +54,21 @@ def _python(*arguments: str) -> str:
 def runs() -> dict[str, Any]:
     """The results of the same kernels without and with the patches."""
     return {kind: json.loads(_python("-m", "tests.engine.interpreted", kind)) for kind in ("plain", "quick")}
+
+
+@interpreted
+def test_an_interpreter_that_runs_no_kernel_is_said_where_kernels_need_it(monkeypatch):
+    """As that of Triton 3.6 with numpy 2.5."""
+
+    def run(*_: Any, **__: Any) -> None:
+        raise TypeError("only 0-dimensional arrays can be converted")
+
+    assert probe.broken() == ""
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    sentence = probe.broken()
+    assert f"does not run with numpy {np.__version__}: TypeError: only 0-dimensional" in sentence
+    monkeypatch.setattr(probe, "_of_users", list)
+    assert probe.broken() == ""
 
 
 @needs_its_triton

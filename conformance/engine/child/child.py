@@ -62,6 +62,8 @@ def import_implementation(connection: Connection, options: ChildOptions, log_pat
         implementation = load(options.implementation)
         modes.restore()  # the suite computes in the same process
         interpreting.install()
+        if reason := interpreting.broken():
+            raise UsageError(f"--impl {options.implementation}: {reason}")
         connection.send(("ready", _description(implementation, options)))
     except UsageError as error:
         connection.send(("unusable", str(error)))

@@ -48,6 +48,13 @@ def install() -> dict[str, bool]:
     return dict(interpreter._quickened)
 
 
+def broken() -> str:
+    """Why the imported kernels cannot run in the interpreter; empty without an interpreter."""
+    if "triton.runtime.interpreter" not in sys.modules:
+        return ""
+    return str(importlib.import_module(f"{__name__}.probe").broken())
+
+
 def fitting() -> dict[str, bool]:
     """Which patches fit the installed Triton, which no patch has changed yet."""
     fits: dict[str, bool] = {}
