@@ -218,3 +218,32 @@ def test_every_timed_call_follows_the_writes(writes, monkeypatch):
     monkeypatch.setattr(clocks, "_flushed", lambda device: SimpleNamespace(zero_=lambda: done.append("write")))
     clocks.interleaved({"call": lambda: done.append("call")}, 1, 2, "cpu", writes)
     assert done == ["call"] * 2 + (["write"] * writes + ["call"]) * 2
+
+
+class HostEvent:
+    """A GPU's event, on the host's clock."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: "HostEvent") -> float:
+        return (end.at - self.at) * 1e3
+
+
+def test_a_call_that_takes_long_to_launch_waits_behind_more_writes(monkeypatch):
+    done = []
+
+    def write() -> None:
+        done.append("write")
+        time.sleep(1e-3)
+
+    monkeypatch.setattr(clocks.torch.cuda, "Event", HostEvent)
+    monkeypatch.setattr(clocks.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(clocks, "_flushed", lambda device: SimpleNamespace(zero_=write))
+    found = clocks.queued({"own": lambda: time.sleep(0.02), "rival": lambda: done.append("call")}, 1, 2)
+    assert found["own"] >= 2e4 > found["rival"]
+    writes = "".join("w" if x == "write" else "c" for x in done).split("c")[-2]
+    assert 1 < len(writes) <= clocks.MOST_WRITES
