@@ -139,6 +139,7 @@ def always(scope: Scope) -> list[Any]:
         *far_current(scope),
         *strange(scope),
         *zero_tensors(scope),
+        *scales_without_bound(scope),
     ]
 
 
@@ -215,6 +216,15 @@ def zero_tensors(scope: Scope) -> list[QuantizeCase]:
     ]
     cases = [scope.case(common | kind) for kind in kinds[: 2 if scope.space.device == "cuda" else None]]
     return [case for case in cases if scope.fits(case)]
+
+
+def scales_without_bound(scope: Scope) -> list[QuantizeCase]:
+    """Blocks of the smallest numbers, whose quotient is infinite: the scale is the largest number
+    of the tensor's dtype, where it need be no power of two.
+    """
+    kind: Changes = {"scaling": "block", "variant": 1, "values": "tiny", "dtype": "bfloat16"}
+    kind |= {"tokens": 2, "hidden": 3}
+    return [scope.case(kind)] if accepted(scope, kind) else []
 
 
 def random_cases(scope: Scope) -> list[QuantizeCase]:
