@@ -95,7 +95,7 @@ def smallest(name, folder):
     causes = [RoutingCase(function="permute", tokens=0, experts=1, hidden=0)] * 4
     wrong = RoutingCase(function="permute", tokens=1, experts=2, hidden=1, routing=(1,))
     options = Options(
-        f"tests.engine.misbehaving:{name}", profile="smoke", device="cpu", jobs=1, corpus=str(folder / "corpus")
+        f"tests.engine.misbehaving:{name}", profile="nightly", device="cpu", jobs=1, corpus=str(folder / "corpus")
     )
     with contextlib.closing(Session(options, folder / "ledger")) as session:
         session.start()
