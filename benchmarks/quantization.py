@@ -275,7 +275,7 @@ def exact_recipe(name: str, count: float) -> None:
 
 
 def exact_casts(role: str, count: float) -> None:
-    """Distinct float32 numbers and every bfloat16, cast with scale 1."""
+    """Distinct float32 numbers, every bfloat16 and every float16, cast with scale 1."""
     state = QuantizerState(torch.zeros(1, 4, device=DEVICE), torch.ones(1, device=DEVICE))
     call = {"role": role, "rowwise": True, "columnwise": False, "state": state}
     size = CHUNK[0] * CHUNK[1]
@@ -284,8 +284,9 @@ def exact_casts(role: str, count: float) -> None:
         bits = (torch.arange(i * size, (i + 1) * size, device=DEVICE) * 0x9E3779B1) & 0xFFFFFFFF
         x = (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32).view(CHUNK)
         compare(x, RECIPES["delayed"], f"casts of {role}, chunk {i}", call)
-    every = (torch.arange(2**16, device=DEVICE) << 16).to(torch.int32).view(torch.float32).to(torch.bfloat16)
-    compare(every.view(256, 256), RECIPES["delayed"], f"every bfloat16 as {role}", call)
+    every = torch.arange(-(2**15), 2**15, device=DEVICE).to(torch.int16).view(256, 256)
+    for dtype in (torch.bfloat16, torch.float16):
+        compare(every.view(dtype), RECIPES["delayed"], f"every {dtype} as {role}", call)
 
 
 def exact(count: float) -> None:

@@ -249,7 +249,7 @@ def minimize(given: Namespace) -> int:
         if outcome.status not in FAILING:
             print(f"{case.function} {case.id}: {outcome.status} {outcome.reason}; there is nothing to minimize")
             return CODES.get(outcome.status, 1)
-        reduced = reduce(case, outcome, session.attempt, seconds=120)
+        reduced = reduce(case, outcome, session.attempts(case), seconds=120)
     finding = {
         "implementation": options.implementation,
         "status": reduced.outcome.status,

@@ -37,6 +37,7 @@ class Case:
     unused: str = declared(Unused(default=""))
     layout: str = declared(Layout(default="contiguous"))
     layout_of: str = ""  # the input or cotangent with this layout; set by the axis of `layout`
+    before: tuple["Case", ...] = ()  # cases that run before it in its process; their results are dropped
 
     family: ClassVar[dict[str, type["Case"]]] = {}  # class by function
 
@@ -106,7 +107,9 @@ class Case:
         out: dict[str, Any] = {"schema": SCHEMA, "function": self.function}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "function" and value != field.default:
+            if field.name == "before":
+                out |= {"before": [case.record() for case in value]} if value else {}
+            elif field.name != "function" and value != field.default:
                 out[field.name] = list(value) if isinstance(value, tuple) else value
         return out
 
@@ -161,7 +164,7 @@ def case_from(record: Any) -> Case:
     for name, value in rest.items():
         if name not in known:
             raise CaseError(f"{name!r} is no field of a {rest['function']} case; its fields are {', '.join(known)}")
-        rest[name] = _decoded(name, value, known[name])
+        rest[name] = _earlier(value) if name == "before" else _decoded(name, value, known[name])
     try:
         case = cls(**rest)
     except (TypeError, ValueError) as error:
@@ -170,6 +173,16 @@ def case_from(record: Any) -> Case:
     if reason:
         raise CaseError(reason)
     return case
+
+
+def _earlier(value: Any) -> tuple[Case, ...]:
+    """The cases that run before another."""
+    if not isinstance(value, list):
+        raise CaseError(f"before is {value!r}; it must be a list of cases")
+    cases = tuple(map(case_from, value))
+    if any(case.before for case in cases):
+        raise CaseError("a case in before has a before of its own; list its cases first")
+    return cases
 
 
 def _decoded(name: str, value: Any, field: Any) -> Any:

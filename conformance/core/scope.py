@@ -110,7 +110,7 @@ class Scope:
         """The nearest case that fits: a value that conflicts with earlier fields is replaced."""
         if self.fits(case):
             return case
-        names = ("function", "law", "golden", "illegal")
+        names = ("function", "law", "golden", "illegal", "before")
         kept = self._default.changed(**{name: getattr(case, name) for name in names})
         for axis in axes_of(type(case)).values():
             candidates = (_changed(kept, changes) for changes in axis.nearest(case, kept))
@@ -132,7 +132,7 @@ class Scope:
 
     def neighbour(self, case: Any) -> Any:
         """Another call of the function: other values and settings."""
-        changes: Changes = {"golden": "", "law": ""}
+        changes: Changes = {"golden": "", "law": "", "before": ()}
         for axis in self.axes:
             changes |= axis.other(case)
         return self.mended(case.changed(**changes))

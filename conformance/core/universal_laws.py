@@ -16,7 +16,7 @@ from conformance.judge import Exact, Expectation, Finding
 
 def neighbours(contract: Contract[Any], case: Any) -> tuple[Any, Any]:
     """Cases to run right after this one: with other settings and sizes; with other values."""
-    return Scope(contract, Space()).neighbour(case), replace(case, law="", seed=case.seed + 1)
+    return Scope(contract, Space()).neighbour(case), replace(case, law="", before=(), seed=case.seed + 1)
 
 
 def _history(trial: Trial) -> Finding | None:

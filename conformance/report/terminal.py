@@ -3,6 +3,7 @@
 import os
 import shlex
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 from conformance.catalogue import CONTRACTS
@@ -231,6 +232,9 @@ def search_lines(searched: Searched, options: Options) -> list[str]:
 
 def picture(case: Any) -> str:
     """The case in one line: sizes by their letters, the routing map as rows of digits."""
+    if case.before:
+        calls = (f"{one.function}({picture(one)})" for one in case.before)
+        return f"{picture(replace(case, before=()))}, after {', then '.join(calls)}"
     if case.golden or case.illegal:
         return f"golden case {case.golden}" if case.golden else f"illegal call {case.illegal}"
     letters = {"tokens": "T", "hidden": "H", "experts": "E", "topk": "K"}

@@ -2,6 +2,7 @@
 
 import ctypes
 import time
+from pathlib import Path
 
 import torch
 
@@ -59,3 +60,27 @@ class LeavesRowsUnwritten:
     @staticmethod
     def declares(function):
         return {"differentiable": False}
+
+
+class Remembers:
+    """Wrong for two experts once it has been called three times with one expert."""
+
+    single = 0
+
+    @classmethod
+    def permute(cls, tokens, routing_map, *, probs=None):
+        out = permute(tokens, routing_map, probs=probs)
+        cls.single += routing_map.shape[1] == 1
+        return out._replace(rows=out.rows + 1) if cls.single > 2 and routing_map.shape[1] == 2 else out
+
+
+class WrongOnce:
+    """Wrong for two experts once per working directory."""
+
+    @staticmethod
+    def permute(tokens, routing_map, *, probs=None):
+        out = permute(tokens, routing_map, probs=probs)
+        if routing_map.shape[1] != 2 or Path("wrong_once").exists():
+            return out
+        Path("wrong_once").touch()
+        return out._replace(rows=out.rows + 1)

@@ -41,9 +41,13 @@ def evaluate(
 ) -> Outcome:
     """Judge one case, or one rank's part of it: values, then its law, then the controls.
 
+    The cases before it run first, and whatever they do is no part of the outcome.
+
     Args:
         scores, lines: also measure `Outcome.scores` of right outputs, and `Outcome.lines`.
     """
+    for earlier in case.before:
+        evaluate(earlier, implementation, device)
     outcome, reached = Outcome("PASS"), Reached(implementation, case.function) if lines else None
     try:
         _evaluate(case, implementation, device, outcome, rank, reached, scores)

@@ -10,6 +10,7 @@ from typing import Any
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case, CaseError, case_from
+from conformance.core.ranks import ranks_of
 from conformance.core.space import Space
 from conformance.engine.choose.draw import scope_of
 
@@ -53,6 +54,7 @@ def checked(case: Case) -> Case:
         value = getattr(case, name)
         if value and value not in known:
             raise CaseError(f"{name} is {value!r}; {case.function} has {', '.join(known)}")
+    _check_before(case)
     reason = None if case.golden or case.illegal else scope_of(case.function, Space()).refused(case)
     if reason:
         raise CaseError(reason)
@@ -67,6 +69,13 @@ def checked(case: Case) -> Case:
         if x is None or not x.is_floating_point() or x.element_size() == 1:
             raise CaseError(f"grads asks for {name!r}, which has no gradient in this call")
     return case
+
+
+def _check_before(case: Case) -> None:
+    for earlier in case.before:
+        checked(earlier)
+    if case.before and any(ranks_of(CONTRACTS[one.function], one) for one in (case, *case.before)):
+        raise CaseError("before: only calls that a rank makes alone run before another")
 
 
 def read_folder(folder: Path) -> list[Case]:

@@ -69,6 +69,7 @@ class Child:
     began: float = 0.0  # its last work
     request: Draw | None = None
     cases: deque[Case] = field(default_factory=deque)
+    ran: list[Case] = field(default_factory=list)
     started: float = 0.0
     deadline: float = 0.0
 
@@ -89,6 +90,7 @@ class Pool:
         self._children: list[Child] = []
         self._spare: Child | None = None
         self._most_heavy = jobs  # children with heavy work at a time
+        self._before: dict[int, tuple[list[Case], int]] = {}  # by the identity of a case that failed
         self.worlds = Worlds(options, self._context, self._folder.name)
         self._lanes = [Background(self.worlds)]
 
@@ -161,6 +163,10 @@ class Pool:
             while not child.idle and (answer := self._answer(child)) is not None:
                 work = child.request or child.cases.popleft()
                 child.request = None
+                if isinstance(work, Case) and isinstance(answer, Outcome):
+                    if answer.finding or answer.status in LAST:
+                        self._before[id(work)] = child.ran, len(child.ran)
+                    child.ran.append(work)
                 if isinstance(answer, Outcome) and answer.status in LAST:
                     if child.cases:
                         agenda.add(list(child.cases), first=True)
@@ -169,6 +175,11 @@ class Pool:
                 elif child.idle and isinstance(answer, Outcome):
                     agenda.took(child.last, time.monotonic() - child.began)
                 yield work, answer
+
+    def before(self, case: Case) -> list[Case]:
+        """The cases that ran before this one, which failed, in its process; not in a world."""
+        ran, count = self._before.get(id(case), ([], 0))
+        return ran[:count]
 
     def answer(self, case: Case) -> Outcome:
         """The outcome of one case, in a running child."""

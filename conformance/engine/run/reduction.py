@@ -1,15 +1,16 @@
 """Finds the smallest case that fails in the same way.
 
-Greedy over the fields of the case: try each simpler case, the largest step first, and restart from
-the first one with the same failure. Wrong values, crashes and hangs share the loop, because each
-attempt runs in a child.
+Greedy over the calls before the case and its fields: try each simpler case, the largest step first,
+and restart from the first one with the same failure. Wrong values, crashes and hangs share the
+loop, because each attempt runs in a child.
 """
 
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
+from conformance.core.axes import blocks
 from conformance.core.case import Case
 from conformance.core.space import Space
 from conformance.engine.child.runner import Outcome
@@ -57,7 +58,7 @@ def reduce(case: Case, outcome: Outcome, attempt: Callable[[Case], Outcome], sec
     try:
         while progress:
             progress = False
-            for candidate in () if case.golden or case.illegal else scope_of(case.function, Space()).smaller(case):
+            for candidate in _smaller(case):
                 if candidate.text in seen:
                     continue
                 seen.add(candidate.text)
@@ -73,3 +74,17 @@ def reduce(case: Case, outcome: Outcome, attempt: Callable[[Case], Outcome], sec
     except Exception as error:  # the failure is reported all the same
         return Reduced(case, outcome, attempts, finished=False, error=described(error))
     return Reduced(case, outcome, attempts, finished=True)
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """With fewer calls before it, simpler itself, with simpler calls before it."""
+    for start, stop in blocks(len(case.before)):
+        yield replace(case, before=case.before[:start] + case.before[stop:])
+    yield from _simpler(case)
+    for index, earlier in enumerate(case.before):
+        for other in _simpler(earlier):
+            yield replace(case, before=(*case.before[:index], other, *case.before[index + 1 :]))
+
+
+def _simpler(case: Case) -> Iterator[Case]:
+    yield from () if case.golden or case.illegal else scope_of(case.function, Space()).smaller(case)

@@ -4,6 +4,7 @@ import datetime
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import Options
 from conformance.engine.run import corpus, interrupt
 from conformance.engine.run.agenda import REQUESTS, Agenda
+from conformance.engine.run.before import with_calls_before
 from conformance.engine.run.blame import blamed
 from conformance.engine.run.choice import Choice, asked, must_compare
 from conformance.engine.run.coverage import settings_of
@@ -312,7 +314,7 @@ class Session:
             self.known.add(failure_key(case, outcome))
         attempts, smallest, error = 0, False, ""
         if outcome.status not in ("FLAKY", "ERROR", "OOM"):
-            reduced = reduce(case, outcome, self.attempt, self.profile.reduce_seconds)
+            reduced = reduce(case, outcome, self.attempts(case), self.profile.reduce_seconds)
             again = self._attempt(reduced.case, fresh=True)
             attempts, error = reduced.attempts, reduced.error
             if failure_key(reduced.case, again) == failure_key(case, outcome):  # not by chance, or by earlier calls
@@ -331,12 +333,16 @@ class Session:
             again = self._attempt(after_another, fresh=True)
             if again.status in FAILING:
                 return after_another, again
-        flaky = replace(outcome, status="FLAKY", reason="failed once and passed when it was run again")
-        return case, flaky
+        fresh, ran = (lambda other: self._attempt(other, fresh=True)), self.pool.before(case)
+        if shown := with_calls_before(case, outcome, ran, fresh, self.profile.reduce_seconds):
+            return shown
+        how = "alone, and after the calls before it" if ran else "again"
+        return case, replace(outcome, status="FLAKY", reason=f"failed once and passed when it was run {how}")
 
-    def attempt(self, case: Case) -> Outcome:
-        """One try of a reduction: in a running child, unless earlier calls matter."""
-        return self._inside(case, fresh=case.law == "history")
+    def attempts(self, failing: Case) -> Callable[[Case], Outcome]:
+        """The tries of a reduction: in a running child, unless earlier calls matter."""
+        stateful = bool(failing.before)
+        return lambda case: self._inside(case, fresh=stateful or case.law == "history")
 
     def _inside(self, case: Case, fresh: bool) -> Outcome:
         """The outcome of a case that is judged; another one does not run."""

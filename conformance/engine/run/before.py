@@ -1,0 +1,44 @@
+"""The calls before a failure that passes when it runs alone."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from conformance.core.case import Case
+from conformance.engine.child.runner import Outcome
+from conformance.engine.run.reduction import failure_key
+
+
+def with_calls_before(
+    case: Case, outcome: Outcome, ran: Iterable[Case], attempt: Callable[[Case], Outcome], seconds: float
+) -> tuple[Case, Outcome] | None:
+    """The case after the last 1, 2, 4, … cases of its process, as soon as it fails as it did there.
+
+    First those of its own function, then of all: functions rarely share what they keep.
+
+    Args:
+        ran: the cases that ran before it in its process, in order.
+        attempt: runs a case, with those before it, in a process that has run nothing before.
+    """
+    key, deadline = failure_key(case, outcome), time.monotonic() + seconds
+    every = [replace(one, before=()) for other in (*ran, case) for one in (*other.before, other)][:-1]
+    own = [other for other in every if other.function == case.function]
+    for calls in (own, every) if len(own) < len(every) else (own,):
+        for count in _doubling(len(calls)):
+            if time.monotonic() > deadline:
+                return None
+            shown = replace(case, before=tuple(calls[-count:]))
+            again = attempt(shown)
+            if failure_key(shown, again) == key:
+                return shown, again
+    return None
+
+
+def _doubling(most: int) -> Iterator[int]:
+    """1, 2, 4, … below `most`, then `most`; nothing for 0."""
+    count = 1
+    while count < most:
+        yield count
+        count *= 2
+    if most:
+        yield most
