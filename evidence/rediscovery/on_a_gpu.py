@@ -15,6 +15,7 @@ import torch
 from evidence.environments import ROOT, Unavailable
 from evidence.rediscovery.rows import ROWS
 
+SECONDS = 90  # of a check
 KEPT = Path(__file__).with_name("on_a_gpu.json")
 
 
@@ -62,15 +63,14 @@ def main() -> int:
     checks = {}
     for row in (row for row in ROWS if row.on_a_gpu):
         command = [sys.executable, "-m", "evidence.rediscovery.checks_gpu", str(row.check)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
             checks[str(row.check)] = {"found": finding_of(done)}
-        except Unavailable as why:
+        except (Unavailable, subprocess.TimeoutExpired) as why:
             checks[str(row.check)] = {"why": str(why)}
         print(release, row.check, checks[str(row.check)], flush=True)
-    known = _runs(path)
-    known[release] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "checks": checks}
-    path.write_text(json.dumps(known, indent=1) + "\n")
+        run = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "checks": checks}
+        path.write_text(json.dumps(_runs(path) | {release: run}, indent=1) + "\n")
     return 0
 
 
