@@ -197,8 +197,10 @@ def _by_map(dispatch: Callable[..., list[Any]], combine: Callable[..., list[Any]
     return run
 
 
-def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput]) -> tuple[list[Any], Combine]:
-    """DeepEP: tokens travel in index form, and each rank permutes the tokens it received."""
+def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], **sizes: int) -> tuple[list[Any], Combine]:
+    """DeepEP: tokens travel in index form, and each rank permutes the tokens it received, in its
+    budget.
+    """
     experts = routed[0].probs.shape[1]
     slots = [multihot_to_indices(out.routing_map, out.probs, topk=experts) for out in routed]
     indices, probs = [slot.indices for slot in slots], [slot.probs for slot in slots]
@@ -209,7 +211,7 @@ def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput]) -> tuple[li
         local_map, local_probs = indices_to_multihot(
             received.indices, received.probs, num_experts=experts // len(tokens)
         )
-        permuted.append(permute(received.rows, local_map, probs=local_probs))
+        permuted.append(permute(received.rows, local_map, probs=local_probs, **sizes))
 
     def combine(rows: list[Tensor]) -> list[Tensor]:
         sums = [unpermute(rows_PH, part.row_map) for rows_PH, part in zip(rows, permuted, strict=True)]

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_fast.dispatch import symmetric
 from moe_fast.dispatch.allgather import allgather_combine, allgather_dispatch
 from moe_fast.dispatch.alltoall import alltoall_combine, alltoall_dispatch
+from moe_fast.dispatch.budget import kept_copies
 from moe_fast.dispatch.deepep import deepep_combine, deepep_dispatch
 from moe_fast.dispatch.exchange import counts_of_all
 from moe_fast.dispatch.hybridep import hybridep_combine, hybridep_dispatch
@@ -27,6 +28,7 @@ from moe_fast.permutation.routing_map import indices_to_multihot, multihot_to_in
 from moe_fast.router.gating import gate, jitter
 from moe_fast.router.route import route
 from moe_ref.config import (
+    IndexPolicy,
     LayerConfig,
     LayerOutput,
     LayerParameters,
@@ -41,6 +43,7 @@ from moe_ref.config import (
 from moe_ref.config.router import expert_capacity
 
 Combine = Callable[[Tensor], Tensor]
+TRUSTED = IndexPolicy(values="trusted")  # of the router's own choice
 
 
 @traceable
@@ -200,15 +203,20 @@ def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callab
 
 
 def _by_index(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any) -> tuple[Any, Combine]:
-    """DeepEP: tokens travel in index form, and each rank permutes the tokens it received."""
-    experts = config.router.num_experts
+    """DeepEP: tokens travel in index form, and each rank permutes the tokens it received. With a
+    budget only copies that have a row travel, so that no rank receives more tokens than rows.
+    """
+    experts, room = config.router.num_experts, config.num_rows
     slots = experts if config.router.pad_to_capacity else config.router.topk
-    listed = multihot_to_indices(routed.routing_map, routed.probs, topk=slots)
-    sent = deepep_dispatch(tokens, listed.indices, num_experts=experts, probs=listed.probs, group=group)
+    kept = None if room is None else kept_copies(routed.routing_map, room, group)
+    listed = multihot_to_indices(routed.routing_map if kept is None else kept.map_TE, routed.probs, topk=slots)
+    settings = {"num_experts": experts, "probs": listed.probs, "policy": TRUSTED, "group": group}
+    sent = deepep_dispatch(tokens, listed.indices, num_worst_tokens=room, **settings)  # type: ignore[arg-type]
     assert sent.probs is not None
     local = experts // dist.get_world_size(group)
     own = indices_to_multihot(sent.indices, sent.probs, num_experts=local)
-    permuted = permute(sent.rows, own.routing_map, probs=own.probs)
+    permuted = permute(sent.rows, own.routing_map, probs=own.probs, num_rows=room)
+    permuted = permuted if kept is None else permuted._replace(overflow=kept.overflow)
 
     def combine(rows: Tensor) -> Tensor:
         sums = unpermute(rows, permuted.row_map, restore_shape=(len(sent.rows), sent.rows.shape[1]))

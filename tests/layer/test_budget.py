@@ -142,7 +142,7 @@ def test_the_law_finds_a_second_run_that_is_not_the_layer_with_room_for_all():
 
 
 @interpreted
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "hybridep"])
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "deepep", "hybridep"])
 def test_with_a_budget_the_host_reads_nothing_and_rows_are_dropped_alike(group, dispatcher, monkeypatch):
     """The twin is the layer without a budget, which reads its counts."""
     x, dy = normal(TOKENS, HIDDEN, seed=1), normal(TOKENS, HIDDEN, seed=2)
@@ -158,7 +158,7 @@ def test_with_a_budget_the_host_reads_nothing_and_rows_are_dropped_alike(group, 
 
 @interpreted
 def test_every_dispatcher_drops_the_same_rows(group):
-    tight = [layers(group, 5, dispatcher=name)[0] for name in ("allgather", "alltoall", "hybridep")]
+    tight = [layers(group, 5, dispatcher=name)[0] for name in ("allgather", "alltoall", "deepep", "hybridep")]
     outputs = [layer(normal(TOKENS, HIDDEN, seed=1)) for layer in tight]
     whole = layers(group, None)[0](normal(TOKENS, HIDDEN, seed=1))
     for y in outputs[1:]:
@@ -193,5 +193,3 @@ def test_a_budget_is_the_even_share_times_the_factor_in_whole_tiles():
     assert rank_budget(100, topk=2, capacity_factor=1.1, align=32) == 224
     with pytest.raises(ValueError, match="capacity_factor is 0"):
         rank_budget(100, topk=2, capacity_factor=0)
-    with pytest.raises(ValueError, match="num_rows is 5 with deepep"):
-        LayerConfig(router=RouterConfig(num_experts=2, topk=1), dispatcher="deepep", num_rows=5)

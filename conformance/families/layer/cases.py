@@ -101,8 +101,10 @@ class LayerCase(Case):
 
     @property
     def sized(self) -> bool:
-        """One rank knows a bound on its rows; ranks count what arrives, and a plan has rounds."""
-        return not self.counts and not self.sinkhorn
+        """One rank knows a bound on its rows; ranks count what arrives, unless they have a budget;
+        the rule that runs a layer again reads whether it must, and a plan has rounds.
+        """
+        return bool(not self.counts or (self.budget and not self.rerun)) and not self.sinkhorn
 
     def clash(self) -> str | None:
         if self.stage and self.stage not in self.stages:
@@ -121,8 +123,8 @@ class LayerCase(Case):
             return "gate is the shared experts', and there are none"
         if self.router_bias and self.logit_dtype != "float32":
             return "with a bias, narrow logits may be rounded twice"
-        if self.budget and (not self.counts or self.dispatcher == "deepep"):
-            return "a budget is of rows over ranks, and deepep has none"
+        if self.budget and not self.counts:
+            return "a budget is of rows over ranks"
         if self.budget and self.pad:
             return "rows that fill a capacity may be any tokens, and take room of others"
         if self.rerun and not self.budget:

@@ -19,7 +19,7 @@ from conformance.families.layer.layer import MoeLayer, script
 from conformance.judge import Finding
 
 _ELSEWHERE = (universal.HISTORY, universal.DETERMINISM, universal.INFERENCE_MODE)
-_ALONE = (*(law for law in universal.EVERYWHERE if law not in _ELSEWHERE), *universal.STATIC)
+_ALONE = (*(law for law in universal.EVERYWHERE if law not in _ELSEWHERE), universal.GRAPH_CAPTURE)
 
 
 def _delayed(trial: Trial) -> Finding | None:
@@ -88,5 +88,6 @@ RERUN = Law("rerun", _rerun, lambda case: _whole(case) and case.rerun)
 OVERLAP = Law("overlap", _overlap, lambda case: _whole(case) and bool(case.shared))
 MOE_LAYER = (
     universal.DETERMINISM,
+    universal.HOST_SYNC,
     *_unquantised(universal.HISTORY, RERUN, *of_one_process(*_ALONE, DELAYED, RECOMPUTE, OVERLAP)),
 )
