@@ -1,7 +1,6 @@
 """Each token once to each rank that wants it, and the ranks' results back."""
 
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -51,11 +50,9 @@ def taken(x: Tensor, index_N: Tensor) -> Tensor:
 
 def longer(x: Tensor, rows: int, fill: int = 0) -> Tensor:
     """x with `rows` more rows of 0, or of another integer."""
-    shape = (rows, *x.shape[1:])
-    if fill:
-        return torch.cat([x, x.new_full(shape, fill)])
-    zeros = torch.zeros((rows, prod(x.shape[1:]) * x.element_size()), dtype=torch.uint8, device=x.device)
-    return torch.cat([x, zeros.view(x.dtype).reshape(shape)])
+    narrow = x.element_size() == 1
+    more = torch.full((rows, *x.shape[1:]), fill, dtype=torch.uint8 if narrow else x.dtype, device=x.device)
+    return torch.cat([x, more.view(x.dtype) if narrow else more])
 
 
 def check_resent(tokens_TH: Tensor, handle: Any, kind: type, group: Any) -> None:
