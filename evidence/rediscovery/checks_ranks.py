@@ -215,3 +215,16 @@ def j10() -> str:
 
     ranks = on_ranks(2, summed_over, tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
     return "" if ranks == [2, 2] else f"two ranks hold an expert's weight, and its gradient is summed over {ranks[0]}"
+
+
+@check
+def n05() -> str:
+    """A schedule that overlaps AlltoAll keeps the rows that one local expert needs again."""
+    from inspect import signature
+
+    from megatron.core.models.gpt.fine_grained_callables import should_free_input
+
+    words = {"num_local_experts": 1} if "num_local_experts" in signature(should_free_input).parameters else {}
+    made = settings(num_moe_experts=2, expert_model_parallel_size=2, bf16=True, params_dtype=torch.bfloat16)
+    freed = should_free_input("mlp", True, made, **words)
+    return "the input of the experts is freed, which is what one local expert's products saved" if freed else ""
