@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from evidence.rediscovery.checks import answer, judged
+from evidence.rediscovery.checks import answer, judged, zero_probs
 from evidence.rediscovery.checks_ranks import check
 
 MANY = 2**31  # elements that a signed number of 32 bits cannot count
@@ -18,6 +18,12 @@ def alone() -> Any:
     from conformance.peers.transformer_engine import alone
 
     return alone
+
+
+@check
+def p04() -> str:
+    """Routed tokens of probability 0, by the kernels of an unpacked wheel."""
+    return zero_probs(grads="", device="cuda")
 
 
 @check
