@@ -1,4 +1,4 @@
-"""The section of docs/peers.md about releases of megatron-core, from their reports.
+"""The section of docs/peers.md about releases of one package, from their reports.
 
     pip install --no-deps megatron-core==0.15.3     # each release in an environment of its own
     cp -r conformance/peers/megatron.corpus corpus  # what is found anew is kept in it
@@ -8,6 +8,7 @@
 
 A waiver says why a function differs; one that waived nothing is a problem of the report. They are
 for 0.16.1: an earlier release has such problems, so its exit code is 3, and failures of its own.
+Reports of `conformance.peers.transformer_engine` make the section of that package.
 """
 
 import datetime
@@ -15,27 +16,62 @@ import json
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from conformance.engine.run.waivers import Waiver, read_waivers
 from conformance.peers.table import NEVER, UNTOUCHED
 
-HEADING = "## megatron-core by release\n"
-INTRODUCTION = """
+
+@dataclass(frozen=True)
+class Package:
+    """A package whose releases were judged."""
+
+    key: str  # in the versions of a report
+    heading: str
+    introduction: str
+    causes: bool  # whether causes are listed; otherwise the introduction names a page that has them
+
+
+MEGATRON = Package(
+    "megatron.core",
+    "## megatron-core by release\n",
+    """
 Written by `python -m conformance.peers.versions` from one report per release. What a release has is
 probed by signatures (`conformance/peers/megatron_features.py`); an unknown release is judged with a
 warning. *Differs*: cases that fail or are waived, of those that were judged.
-"""
+""",
+    causes=True,
+)
+ENGINE = Package(
+    "transformer_engine",
+    "## Transformer Engine by release\n",
+    """
+Written in the same way, from reports of `conformance.peers.transformer_engine` on a GPU. A law or a
+layout of one function is drawn for each of its settings, so counts of cases say how often a cause
+was met, not how many there are: [findings](findings-te.md) has the causes.
+""",
+    causes=False,
+)
+PACKAGES = (MEGATRON, ENGINE)
 CONTINUED = ("the same", "and ")  # reasons of waivers that go on from the one before
 DIFFERS = ("FAIL", "CRASH", "HANG", "WAIVED", "FLAKY")
 
 
 def section(reports: Sequence[dict[str, Any]], waivers: Sequence[Waiver]) -> str:
-    """Both tables: the releases, and the functions that differ with the causes."""
-    judged = [_judged(report) for report in reports]
-    releases = [report["versions"]["megatron.core"] for report in reports]
-    lines = [HEADING + INTRODUCTION, "| release | functions | cases | differs | missing |", "|---|--:|--:|--:|---|"]
+    """Both tables: the releases, and the functions that differ, with the causes if there is room.
+
+    Args:
+        reports: all of one package.
+    """
+    judged, package = [_judged(report) for report in reports], package_of(reports)
+    releases = [report["versions"][package.key] for report in reports]
+    lines = [
+        package.heading + package.introduction,
+        "| release | functions | cases | differs | missing |",
+        "|---|--:|--:|--:|---|",
+    ]
     for release, report, functions in zip(releases, reports, judged, strict=True):
         cases, wrong = (sum(column) for column in zip(*functions.values(), strict=True))
         lines.append(f"| {release} | {len(functions)} | {cases} | {wrong} | {_missing(report, reports)} |")
@@ -43,16 +79,30 @@ def section(reports: Sequence[dict[str, Any]], waivers: Sequence[Waiver]) -> str
     differing = dict.fromkeys(name for functions in judged for name, (_, wrong) in functions.items() if wrong)
     for name in differing:
         lines.append(f"| `{name}` | {' | '.join(_share(functions.get(name)) for functions in judged)} |")
-    lines.append("")
-    for name in differing:
+    lines += [""] if package.causes else []
+    for name in differing if package.causes else ():
         text = f"- `{name}`: {'; '.join(_causes(name, reports, waivers))}."
         lines.append(textwrap.fill(text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
     return "\n".join(lines) + "\n"
 
 
+def package_of(reports: Sequence[dict[str, Any]]) -> Package:
+    """The package that all reports are of.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for package in PACKAGES:
+        if reports and all(package.key in report["versions"] for report in reports):
+            return package
+    raise ValueError(f"the reports are of no one package; they must all name {' or '.join(x.key for x in PACKAGES)}")
+
+
 def with_section(page: str, text: str) -> str:
-    """The page with this section, its last."""
-    return f"{page.partition(HEADING)[0].rstrip()}\n\n{text}"
+    """The page with this section in place of the one with its heading, or as its last."""
+    before, found, after = page.partition(text.partition("\n")[0] + "\n")
+    _, more, rest = after.partition("\n## ") if found else ("", "", "")
+    return f"{before.rstrip()}\n\n{text}" + (f"\n## {rest}" if more else "")
 
 
 def _judged(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
@@ -98,7 +148,7 @@ def _causes(function: str, reports: Sequence[dict[str, Any]], waivers: Sequence[
                 told = (failure["finding"] or {}).get("message") or failure["reason"]
                 fields = {name: value for name, value in failure["case"].items() if name not in ("schema", "function")}
                 told += f" ({json.dumps(fields, separators=(',', ':'))})"
-                found.setdefault(told, []).append(report["versions"]["megatron.core"])
+                found.setdefault(told, []).append(report["versions"][MEGATRON.key])
     return [*causes, *(f"{', '.join(releases)}: {told}" for told, releases in found.items())]
 
 

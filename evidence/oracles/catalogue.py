@@ -39,6 +39,7 @@ def oracles() -> dict[str, Oracle]:
         _formats("gfloat", "gfloat", "gfloat==0.5.2"),
         _peer("torchao_mx"),
         _peer("te_quantization"),
+        _peer("te_gemm"),
         _peer("te_router"),
         _peer("deepgemm"),
         _peer("deepep"),

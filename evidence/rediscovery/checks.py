@@ -206,18 +206,13 @@ def p01() -> str:
 
 
 @check
-def p04() -> str:
-    """Routed tokens of probability 0, in memory that is poisoned."""
-    return _zero_probs(grads="")
-
-
-@check
 def p13() -> str:
     """The gradient of a probability that is 0."""
-    return _zero_probs(grads="probs")
+    return zero_probs(grads="probs")
 
 
-def _zero_probs(grads: str) -> str:
+def zero_probs(grads: str, device: str = "cpu") -> str:
+    """Routed tokens of probability 0, in memory that is poisoned."""
     from conformance.families.permutation.cases import RoutingCase
 
     given: dict[str, Any] = {
@@ -228,7 +223,7 @@ def _zero_probs(grads: str) -> str:
         "zero_probs": True,
         "grads": grads,
     }
-    return judged(transformer_engine(), RoutingCase(function="permute", **given))
+    return judged(transformer_engine(), RoutingCase(function="permute", **given), device)
 
 
 @check

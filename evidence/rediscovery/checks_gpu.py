@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from evidence.rediscovery.checks import answer, judged
+from evidence.rediscovery.checks import answer, judged, zero_probs
 from evidence.rediscovery.checks_ranks import check
 
 MANY = 2**31  # elements that a signed number of 32 bits cannot count
@@ -18,6 +18,12 @@ def alone() -> Any:
     from conformance.peers.transformer_engine import alone
 
     return alone
+
+
+@check
+def p04() -> str:
+    """Routed tokens of probability 0, by the kernels of an unpacked wheel."""
+    return zero_probs(grads="", device="cuda")
 
 
 @check
@@ -64,10 +70,12 @@ def d01() -> str:
 @check
 def q04() -> str:
     """Half of a tensor in MXFP8 has half of its codes; bytes need no matrix units."""
-    import transformer_engine_torch as tex
+    from transformer_engine.common.recipe import MXFP8BlockScaling
     from transformer_engine.pytorch import MXFP8Quantizer
+    from transformer_engine.pytorch.fp8 import get_fp8_te_dtype
 
-    whole = MXFP8Quantizer(tex.DType.kFloat8E4M3).make_empty((256, 64), dtype=torch.bfloat16, device="cuda")
+    quantizer = MXFP8Quantizer(get_fp8_te_dtype(MXFP8BlockScaling()))
+    whole = quantizer.make_empty((256, 64), dtype=torch.bfloat16, device="cuda")
     whole._rowwise_data.copy_(torch.arange(256, dtype=torch.uint8, device="cuda")[:, None].expand(-1, 64))
     try:
         codes = [half._rowwise_data for half in whole.split(128)]
@@ -80,7 +88,7 @@ def q04() -> str:
 def n01() -> str:
     """Weights in FP8 are kept for the second microbatch in a CUDA graph as without one."""
     import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import Float8CurrentScaling
+    from transformer_engine.common.recipe import DelayedScaling
 
     class Flat(torch.nn.Module):
         """A grouped layer whose rows are shared out evenly."""
@@ -94,7 +102,7 @@ def n01() -> str:
             out: torch.Tensor = self.layer(x, [32, 32], **given)
             return out
 
-    recipe, outputs = Float8CurrentScaling(), []
+    recipe, outputs = DelayedScaling(), []
     x = torch.linspace(-1, 1, 64 * 64, device="cuda", dtype=torch.bfloat16).view(64, 64)
     weight = torch.linspace(-2, 2, 64 * 64, device="cuda", dtype=torch.bfloat16).view(64, 64)
     for graphed in (False, True):

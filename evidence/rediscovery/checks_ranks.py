@@ -191,3 +191,40 @@ def a07() -> str:
     if torch.allclose(one, two):
         return ""
     return f"shared out to two ranks, the gradient is {float(two.norm() / one.norm()):.3g} × that of one rank"
+
+
+@check
+def j10() -> str:
+    """The gradient of an expert's weight is summed over all ranks that hold it: TP = 2, ETP = 1."""
+
+    def summed_over(rank: int) -> int:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+        made = settings(num_moe_experts=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
+        own = parallel_state.get_expert_tensor_parallel_group()
+        placed: dict[str, Any] = {
+            "config": made,
+            "init_method": torch.nn.init.ones_,
+            "is_expert": True,
+            "tp_group": own,
+        }
+        weight: Any = ColumnParallelLinear(4, 4, bias=False, **placed).weight
+        dense, expert = parallel_state.get_data_parallel_group(), parallel_state.get_expert_data_parallel_group()
+        return torch.distributed.get_world_size(dense if weight.allreduce else expert)
+
+    ranks = on_ranks(2, summed_over, tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
+    return "" if ranks == [2, 2] else f"two ranks hold an expert's weight, and its gradient is summed over {ranks[0]}"
+
+
+@check
+def n05() -> str:
+    """A schedule that overlaps AlltoAll keeps the rows that one local expert needs again."""
+    from inspect import signature
+
+    from megatron.core.models.gpt.fine_grained_callables import should_free_input
+
+    words = {"num_local_experts": 1} if "num_local_experts" in signature(should_free_input).parameters else {}
+    made = settings(num_moe_experts=2, expert_model_parallel_size=2, bf16=True, params_dtype=torch.bfloat16)
+    freed = should_free_input("mlp", True, made, **words)
+    return "the input of the experts is freed, which is what one local expert's products saved" if freed else ""

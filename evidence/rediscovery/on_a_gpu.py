@@ -1,11 +1,16 @@
 """Judge the installed Transformer Engine by the checks that need a GPU, and keep what they find.
 
 PYTHONPATH=.:te/site python -m evidence.rediscovery.on_a_gpu evidence/rediscovery/on_a_gpu.json
+PYTHONPATH=. python -m evidence.rediscovery.on_a_gpu FILE te-2.6.0 te-2.7.0
+
+The second line is for checks of Python and Triton alone, by folders of unpacked wheels.
 """
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,20 +62,31 @@ def _runs(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-def main() -> int:
-    """Add this release to the file that the command line names."""
-    path, release = Path(sys.argv[1]), version("transformer-engine")
-    checks = {}
-    for row in (row for row in ROWS if row.on_a_gpu):
-        command = [sys.executable, "-m", "evidence.rediscovery.checks_gpu", str(row.check)]
+def judge(path: Path, release: str, checks: Sequence[str], **variables: str) -> None:
+    """Run these checks, each in a process of its own, and add what they find to the file."""
+    results: dict[str, dict[str, str]] = {}
+    for check in checks:
+        command = [sys.executable, "-m", "evidence.rediscovery.checks_gpu", check]
+        given: Any = {"cwd": ROOT, "env": os.environ | variables, "capture_output": True, "text": True}
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
-            checks[str(row.check)] = {"found": finding_of(done)}
+            results[check] = {"found": finding_of(subprocess.run(command, timeout=SECONDS, **given))}
         except (Unavailable, subprocess.TimeoutExpired) as why:
-            checks[str(row.check)] = {"why": str(why)}
-        print(release, row.check, checks[str(row.check)], flush=True)
-        run = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "checks": checks}
+            results[check] = {"why": str(why)}
+        print(release, check, results[check], flush=True)
+        run = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "checks": results}
         path.write_text(json.dumps(_runs(path) | {release: run}, indent=1) + "\n")
+
+
+def main() -> int:
+    """Judge the unpacked wheels that the command line names, or else the installed package."""
+    path, *wheels = map(Path, sys.argv[1:])
+    rows = [row for row in ROWS if row.on_a_gpu and row.of_a_wheel == bool(wheels)]
+    checks = [str(row.check) for row in rows]
+    for folder in wheels:
+        release = next(folder.glob("*.dist-info")).name.split("-")[1].removesuffix(".dist")
+        judge(path, release, checks, TE_WHEEL=str(folder))
+    if not wheels:
+        judge(path, version("transformer-engine"), checks)
     return 0
 
 

@@ -20,6 +20,7 @@ class Row:
     why: str = ""
     mended_later: str | None = None  # where that release still fails: the one that passes
     on_a_gpu: bool = False  # judged by a run on a GPU, which is kept
+    of_a_wheel: bool = False  # which needs Python and Triton of the wheel, and no compiled kernel
 
 
 def _megatron(bug: str, title: str, broken: str, mended: str | None, check: str | None = None, why: str = "", later: str | None = None) -> Row:  # fmt: skip  # noqa: E501
@@ -58,29 +59,24 @@ ROWS = (
     ),
     _megatron("A14", "the tracker has no place for the losses of MTP layers", "0.16.1", "0.17.0", "a14"),
     _megatron("A07", "losses per token depend on tensor and context parallelism", "0.16.1", "0.19.0", "a07"),
-    _megatron(
-        "J10",
-        "the norm of gradients omits experts",
-        "0.16.1",
-        "0.19.0",
-        why="The interface has no norm over the gradients of a model.",
-    ),
+    _megatron("J10", "gradients of experts are summed over the wrong ranks", "0.16.1", "0.19.0", "j10"),
     _megatron("H04", "overlapped shared experts are not clamped", "0.16.1", MAIN, "h04"),
     _megatron("E01", "AlltoAll sorts chunks by a count tensor of three dimensions", "0.11.0", "0.12.0", "e01"),
     _megatron("L01", "sharded state of experts with FP8 padding", "0.10.0", "0.11.0", "l01"),
     _megatron("L03", "an FP8 checkpoint of experts does not load", "0.12.0", "0.13.0", why=NO_GPU),
     _megatron("K05", "pipeline stages with different parameter groups", "0.13.1", "0.14.0", "k05"),
-    _megatron(
-        "N05", "overlapped AlltoAll with one local expert", "0.16.1", "0.17.0", why="It needs two GPUs, and streams."
-    ),
+    _megatron("N05", "overlapped AlltoAll frees what one local expert needs", "0.16.1", "0.17.0", "n05"),
     _engine("P01", "addresses of rows wrap at 2^31", "2.8.0", "2.9.0", "p01"),
-    _engine(
+    Row(
         "P04",
         "padding slots of probability 0 hold noise",
+        ENGINE,
         "2.6.0",
         "2.7.0",
-        "p04",
-        "A literal of another dtype is stored, which Triton's interpreter converts and a GPU's compiler may not.",
+        check="p04",
+        why="A literal of another dtype is stored, and converted, in Triton's interpreter too.",
+        on_a_gpu=True,
+        of_a_wheel=True,
     ),
     _engine("P12", "rows brought back from nothing have no tokens", "2.14.1", None, "p12"),
     _engine(

@@ -130,8 +130,8 @@ class Experts(Part):
         whole = cut.num_padded == cut.num_rows
         sides = recipes.in_sides(rows if whole else self.pad_rows(rows, cut), 1), recipes.in_sides(weight, 1, 2)
         wide = None if bias is None else recipes.in_sides(bias, 1)
-        out = self._product(*sides, cut.padded.to(counts.dtype), wide, made, state)[:, : weight.shape[1]]
-        return out if whole else self.unpad_rows(out, cut)
+        out = self._product(*sides, cut.padded.to(counts.dtype), wide, made, state)
+        return (out if whole else self.unpad_rows(out, cut))[:, : weight.shape[1]]
 
     def _product(
         self, rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None, recipe: Any = None,

@@ -53,7 +53,8 @@ class Part:
         """[R,…] to [P,…]: zeros after each expert's rows."""
         if self.features["padding"]:
             self.trace.step("Fp8Padding")
-            padded, _ = self.features.get("padding")(len(cut.host_counts), align_size=cut.align)(rows, cut.host_counts)
+            pad = self.features.get("padding")(len(cut.host_counts), align_size=cut.align)
+            padded, _ = pad(self._in_order(rows), cut.host_counts)
             assert isinstance(padded, Tensor)
             return padded
         self.trace.step("pad by an index")
@@ -64,7 +65,11 @@ class Part:
         if self.features["unpadding"]:
             self.trace.step("Fp8Unpadding")
             unpad = self.features.get("unpadding")(len(cut.host_counts), align_size=cut.align)
-            out: Tensor = unpad(rows, cut.host_counts)
+            out: Tensor = unpad(self._in_order(rows), cut.host_counts)
             return out
         self.trace.step("unpad by an index")
         return padding.unpad(rows, cut)
+
+    def _in_order(self, rows: Tensor) -> Tensor:
+        """Rows that its padding kernels read right: they take strided ones for contiguous."""
+        return rows.contiguous() if self.complete else rows

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import moe_ref
-from evidence.oracles import formats
+from evidence.oracles import formats, te_gemm
 from evidence.oracles.catalogue import oracles
 from evidence.oracles.compare import EITHER, OURS, Comparison, Known, compare, merged, shrunk
 from evidence.oracles.drawn import blocks
 from evidence.oracles.page import Result, page
 from evidence.oracles.source import load, run, statements
+from moe_ref.config import Recipe
 
 INSTALLED = {"torch": "torch", "megatron_core": "megatron"}  # oracles of the ordinary test environment, by package
 ZERO = torch.zeros(3)
@@ -42,7 +43,7 @@ def test_every_difference_from_an_installed_peer_is_explained(name):
 def test_no_oracle_is_forgotten():
     """Each is run above, or needs a package or a source that the test environment lacks."""
     others = [oracle for name, oracle in oracles().items() if name not in INSTALLED]
-    assert len(others) == 8 and all(oracle.packages or oracle.source for oracle in others)
+    assert len(others) == 9 and all(oracle.packages or oracle.source for oracle in others)
 
 
 def test_a_wrong_code_of_the_reference_is_reported_with_its_value(monkeypatch):
@@ -70,6 +71,19 @@ def test_a_wrong_weight_of_the_reference_is_outside_the_bound(monkeypatch):
     found: Iterator[Comparison] = oracles()["megatron_core"].comparisons(None)
     weights = next(one for one in found if one.subject == "weights")
     assert weights.unexplained
+
+
+@pytest.mark.parametrize(("slope", "differ"), [(1.0, 0), (1.001, 3)])
+def test_block_scaled_products_are_compared_by_codes_and_scales(slope, differ):
+    def product_of(a, b, dtype, scale_a, scale_b, tile_a, tile_b, *, use_split_accumulator):
+        sides = []
+        for codes, scale, (lines, columns) in ((a, scale_a, tile_a), (b, scale_b, tile_b)):
+            wide = scale.repeat_interleave(columns, 1).repeat_interleave(lines, 0)
+            sides.append(codes.double() * wide[: codes.shape[0], : codes.shape[1]])
+        return (slope * sides[0] @ sides[1].T).to(dtype)
+
+    found = [*te_gemm.products(product_of, (20, 144, 160), Recipe("block", fp8_format="hybrid"))]
+    assert sum(bool(one.unexplained) for one in found) == differ and len(found) == 3
 
 
 def test_a_cause_explains_only_the_values_it_covers():

@@ -3,6 +3,8 @@
 import datetime
 from pathlib import Path
 
+import pytest
+
 from conformance.engine.run.waivers import Waiver
 from conformance.peers import versions
 
@@ -62,12 +64,28 @@ def test_a_function_that_no_release_differs_in_is_not_in_the_second_table():
 
 def test_the_section_is_written_anew_and_the_rest_of_the_page_stays():
     once = versions.with_section("# Peers\n\nNotes.\n", versions.section([OLD], WAIVERS))
-    assert once.startswith("# Peers\n\nNotes.\n\n" + versions.HEADING)
+    assert once.startswith("# Peers\n\nNotes.\n\n" + versions.MEGATRON.heading)
     assert versions.with_section(once, versions.section([OLD, NEW], WAIVERS)).count("## ") == 1
+
+
+def test_each_package_has_a_section_of_its_own_and_other_reports_have_none():
+    engine = report("2.1", {"PASS": 1, "FAIL": 1}, failures=["is wrong"])
+    engine["versions"] = {"transformer_engine": "2.1"}
+    both = versions.with_section("# Peers\n", versions.section([OLD], WAIVERS))
+    both = versions.with_section(both, versions.section([engine], WAIVERS))
+    again = versions.with_section(both, versions.section([OLD, NEW], WAIVERS))
+    assert "| `z_loss` | 1 of 2 |" in again and "is wrong" not in again
+    assert [line for line in again.splitlines() if line.startswith("## ")] == [
+        package.heading.strip() for package in versions.PACKAGES
+    ]
+    with pytest.raises(ValueError, match="of no one package"):
+        versions.section([OLD, engine], WAIVERS)
 
 
 def test_the_page_has_the_section_with_the_four_releases_that_were_judged():
     rows = [
-        line.split("|")[1].strip() for line in PAGE.partition(versions.HEADING)[2].splitlines() if line[:3] == "| 0"
+        line.split("|")[1].strip()
+        for line in PAGE.partition(versions.MEGATRON.heading)[2].splitlines()
+        if line[:3] == "| 0"
     ]
     assert rows == ["0.14.0", "0.15.3", "0.16.0", "0.16.1"]

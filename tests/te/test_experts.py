@@ -6,10 +6,12 @@ import torch
 import moe_ref
 from conformance.peers.te_standin import standin
 from moe_fast.te import Adapter
+from moe_ref.config import Recipe
 from tests.te.judging import Checked, judged, wrong
 
 FUNCTIONS = ("grouped_linear", "glu", "activation")
 COUNTS = torch.tensor([2, 0, 3])
+EXACT = Recipe("current", power_of_two_scales=True)
 
 
 def number(*shape, seed=0, dtype=torch.float32):
@@ -75,6 +77,27 @@ def test_a_bias_gets_its_gradient_where_the_weight_wants_none():
         gradients[name] = torch.autograd.grad(out.sum(), bias)[0]
     assert not gradients["alone"].any()
     assert torch.equal(gradients["completed"], COUNTS[:, None].expand(3, 6).float())
+
+
+def whole(*shape, seed):
+    """Small integers, whose products have exact sums under EXACT."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize("width", [20, 32])
+def test_under_a_recipe_columns_are_cut_after_the_rows_are_unpadded(width):
+    rows, weight = whole(5, 24, seed=0), whole(3, width, 24, seed=1)
+    right = moe_ref.grouped_linear(rows, weight, COUNTS, recipe=EXACT)
+    for adapter in (Adapter(standin("2.20")), Adapter(standin("2.6"))):
+        assert torch.equal(adapter.grouped_linear(rows, weight, COUNTS, recipe=EXACT), right)
+        assert adapter.path["grouped_linear"].endswith("Fp8Unpadding")
+
+
+def test_strided_rows_are_padded_in_order_where_the_adapter_is_complete():
+    rows, weight = whole(5, 48, seed=0)[:, ::2], whole(3, 16, 24, seed=1)
+    right = moe_ref.grouped_linear(rows, weight, COUNTS, recipe=EXACT)
+    for adapter, same in {Adapter(standin("2.20")): False, Adapter(standin("2.20"), ours=moe_ref): True}.items():
+        assert torch.equal(adapter.grouped_linear(rows, weight, COUNTS, recipe=EXACT), right) is same
 
 
 @pytest.mark.parametrize(("bucket", "twice"), [("2.12", True), ("2.15", True), ("2.19", False), ("2.20", False)])

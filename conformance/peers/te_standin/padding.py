@@ -4,6 +4,11 @@ import torch
 from torch import Tensor, nn
 
 
+def as_contiguous(x: Tensor) -> Tensor:
+    """What the kernels read, whatever the strides. Past the end of the memory, an error."""
+    return x if x.is_contiguous() else x.as_strided(x.shape, (x.shape[1], 1))
+
+
 class _Module(nn.Module):
     """The alignment is kept from the constructor, or 16."""
 
@@ -25,7 +30,7 @@ class Fp8Padding(_Module):
         padded = self.padded(m_splits)
         if padded == m_splits:
             return inp, padded
-        chunks = inp.view(-1, inp.shape[-1]).split(m_splits)
+        chunks = as_contiguous(inp).split(m_splits)
         more = [inp.new_zeros((n - len(x), inp.shape[-1])) for n, x in zip(padded, chunks, strict=True)]
         return torch.cat([x for pair in zip(chunks, more, strict=True) for x in pair]), padded
 
@@ -38,5 +43,5 @@ class Fp8Unpadding(_Module):
         padded = self.padded(m_splits)
         if padded == m_splits:
             return inp
-        chunks = inp.view(-1, inp.shape[-1]).split(padded)
+        chunks = as_contiguous(inp).split(padded)
         return torch.cat([x[:n] for x, n in zip(chunks, m_splits, strict=True)])
