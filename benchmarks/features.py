@@ -217,7 +217,9 @@ DISPATCH = (
         80,
         "rank budget and overflow",
         "hybridep_dispatch slack=-1; allgather_dispatch slack=-1; alltoall_dispatch slack=-2; "
-        "moe_layer counts=4,3 dispatcher=hybridep budget=5; moe_layer counts=4,3 dispatcher=alltoall budget=5",
+        "moe_layer counts=4,3 dispatcher=hybridep budget=5; moe_layer counts=4,3 dispatcher=alltoall budget=5; "
+        "moe_layer counts=5 dispatcher=deepep budget=7 law:host_sync; "
+        "deepep_dispatch slack=2 trusted=True law:host_sync",
         ref="config.rank_budget",
         fast="within_budget",
         partly="GPU",
@@ -336,9 +338,10 @@ EXPERTS = (
     feature(
         121,
         "tensor-parallel experts",
-        "alltoall_combine shards=2; shard_parameters tensor_ranks=2",
-        partly=ALL,
-        why="weights are cut and partial sums combined; no layer does both, and parameters have no attributes",
+        "alltoall_combine shards=2; shard_parameters tensor_ranks=2; moe_layer counts=4,3 shards=2",
+        partly="GPU",
+        why="`LayerConfig.expert_tensor_parallel`, without a second bias; the recorded gate on a GPU is older than "
+        "the layer's; attributes of parameters are names: `MoELayer.expert_parameters`",
     ),
     feature(122, "inference experts", why=_INFERENCE),
 )
