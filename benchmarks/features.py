@@ -290,8 +290,8 @@ EXPERTS = (
         "Transformer Engine's activation",
         "glu; activation",
         partly=ALL,
-        why="the kinds are there; which settings Megatron does not pass on to Transformer Engine is a rule of "
-        "`MoEConfig`, and its kernels are judged as the peer `conformance.peers.transformer_engine`",
+        why="the kinds are there; that Megatron passes no offset and clamp on to Transformer Engine is a rule of the "
+        "configuration",
     ),
     feature(105, "table of alignments", ref="config.quantization_alignment", rule=True),
     feature(
