@@ -62,9 +62,9 @@ ROUTER = (
     feature(
         17,
         "float32 buffers when loaded and saved",
-        "route bias=True steps=train+reload",
-        partly=ALL,
-        why="`state_from` refuses a state that is not float32, which Megatron casts up",
+        "route bias=True steps=train+reload; route bias=True steps=train+finish+narrow+train",
+        partly="GPU",
+        why="the recorded gate on a GPU is older than the load of a state in bfloat16",
     ),
     feature(
         18,
@@ -156,7 +156,7 @@ PERMUTATION = (
         "pad offsets",
         "permute align=16",
         partly=ALL,
-        why="they are a result; `unpermute` takes the row map, which has the padding, and no offsets",
+        why="they are a result, and judged; `unpermute` takes none, because the row map of `permute` has them",
     ),
     feature(63, "sort of chunks", "sort_chunks"),
     feature(64, "indices and maps", "indices_to_multihot repeats=True; multihot_to_indices"),
@@ -204,7 +204,8 @@ DISPATCH = (
         "HybridEP, fused permutation and blocks",
         "hybridep_dispatch law:fused",
         partly=ALL,
-        why="`moe_fast.dispatch.symmetric` writes into the final rows; numbers of blocks and SMs are no arguments",
+        why="`moe_fast.dispatch.symmetric` writes into the final rows; numbers of blocks and SMs share out a GPU "
+        "that runs other kernels, and are `moe_fast.launch.tuning`'s, no arguments",
     ),
     feature(
         79,
@@ -217,7 +218,9 @@ DISPATCH = (
         80,
         "rank budget and overflow",
         "hybridep_dispatch slack=-1; allgather_dispatch slack=-1; alltoall_dispatch slack=-2; "
-        "moe_layer counts=4,3 dispatcher=hybridep budget=5; moe_layer counts=4,3 dispatcher=alltoall budget=5",
+        "moe_layer counts=4,3 dispatcher=hybridep budget=5; moe_layer counts=4,3 dispatcher=alltoall budget=5; "
+        "moe_layer counts=5 dispatcher=deepep budget=7 law:host_sync; "
+        "deepep_dispatch slack=2 trusted=True law:host_sync",
         ref="config.rank_budget",
         fast="within_budget",
         partly="GPU",
@@ -231,7 +234,7 @@ DISPATCH = (
         "MXFP8 on the wire",
         "hybridep_dispatch fp8=fp8",
         partly=ALL,
-        why="the wire takes blocks of FP8; MXFP8 is refused",
+        why="the wire takes blocks of FP8; in Megatron MXFP8 travels by NCCL-EP alone, which is not public",
     ),
     feature(85, "growth of the capacity", why=_NCCL_EP),
     feature(86, "paged stash", why=_STASH),
@@ -250,7 +253,8 @@ DISPATCH = (
         "partial capture in CUDA graphs",
         "hybridep_dispatch law:graph_capture; route law:graph_capture",
         partly=ALL,
-        why="functions and the layer are captured whole; nothing cuts the layer after its router",
+        why="the parts are functions, `route` and those that read its result, each captured whole; `MoELayer` has no "
+        "cut of its own",
     ),
     feature(90, "dispatch of inference", why=_INFERENCE),
     feature(91, "padding mask of inference", why=_INFERENCE),
@@ -262,8 +266,7 @@ EXPERTS = (
         93,
         "sequential experts",
         "sequential_mlp law:grouped",
-        partly="fast GPU",
-        why="`moe_fast.sequential_mlp` is `grouped_mlp`",
+        why="`moe_fast.sequential_mlp` computes all experts at once: same arguments, same results, same contract",
     ),
     feature(94, "bias of fc1", "grouped_mlp bias1=float32; moe_layer fc1_bias=True"),
     feature(
@@ -271,7 +274,8 @@ EXPERTS = (
         "bias of fc2 times p, list",
         "grouped_mlp bias2=float32 probs=float32",
         partly=ALL,
-        why="the product is in float32; the list's promoted dtype is not told apart",
+        why="with probs in float32, Megatron's, the promoted dtype is float32 and the two are one; with narrower "
+        "probs Megatron's list rounds the product once more, and ours does not",
     ),
     feature(96, "bias of fc2 times p, packed", "grouped_mlp bias2=float32 probs=float32; moe_layer fc2_bias=True"),
     feature(97, "weighted SwiGLU", "glu probs=float32; moe_layer"),
@@ -286,7 +290,8 @@ EXPERTS = (
         "Transformer Engine's activation",
         "glu; activation",
         partly=ALL,
-        why="the kinds are there; TE's order, without offset and clamp, is a rule of the configuration",
+        why="the kinds are there; that Megatron passes no offset and clamp on to Transformer Engine is a rule of the "
+        "configuration",
     ),
     feature(105, "table of alignments", ref="config.quantization_alignment", rule=True),
     feature(
@@ -336,9 +341,10 @@ EXPERTS = (
     feature(
         121,
         "tensor-parallel experts",
-        "alltoall_combine shards=2; shard_parameters tensor_ranks=2",
-        partly=ALL,
-        why="weights are cut and partial sums combined; no layer does both, and parameters have no attributes",
+        "alltoall_combine shards=2; shard_parameters tensor_ranks=2; moe_layer counts=4,3 shards=2",
+        partly="GPU",
+        why="`LayerConfig.expert_tensor_parallel`, without a second bias; the recorded gate on a GPU is older than "
+        "the layer's; attributes of parameters are names: `MoELayer.expert_parameters`",
     ),
     feature(122, "inference experts", why=_INFERENCE),
 )
@@ -357,9 +363,10 @@ LAYER = (
     feature(
         127,
         "fused shared experts",
-        "shared_experts interleave=2 scaling=mxfp8",
-        partly=ALL,
-        why="the recipe and the halves are there; there is no variant of one group with a scale of 1",
+        "shared_experts interleave=2 scaling=mxfp8; shared_experts law:one_group",
+        partly="GPU",
+        why="the variant is `grouped_mlp` of one expert with probabilities of 1; the recorded gate on a GPU is older "
+        "than the law",
     ),
     feature(128, "latent projections", "latent_projection; moe_layer latent=3"),
     feature(

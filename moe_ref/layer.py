@@ -5,7 +5,7 @@
     x ── shared_experts ─────────────────────────────────────────────────────────┘
 
 All ranks are played in one process; each is a data-parallel rank with sequences of its own, and
-holds E/W experts.
+holds E/W experts, or its shard of the width of more.
 
 Mirrors `MoELayer` of megatron.core.transformer.moe.moe_layer. Differs: docs/differences.md#layer.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from moe_ref.config import (
+    SHARDING,
     LayerConfig,
     LayerOutput,
     LayerParameters,
@@ -34,6 +35,7 @@ from moe_ref.dispatch.allgather import allgather_combine, allgather_dispatch
 from moe_ref.dispatch.alltoall import alltoall_combine, alltoall_dispatch
 from moe_ref.dispatch.deepep import deepep_combine, deepep_dispatch
 from moe_ref.dispatch.hybridep import hybridep_combine, hybridep_dispatch
+from moe_ref.dispatch.indices import flatten_experts
 from moe_ref.dispatch.ranks import play
 from moe_ref.experts.mlp import grouped_mlp, latent_projection
 from moe_ref.experts.shared import shared_experts
@@ -91,7 +93,7 @@ def moe_layer(
     routed = route_together(logits, config, states, padding_mask=padding_mask, **settings)
 
     tokens = [_projected(x_TH, p.latent_down) for x_TH, p in ranks]
-    dispatched, combine = DISPATCH[config.dispatcher](tokens, routed, **config.dispatch)
+    dispatched, combine = DISPATCH[config.dispatcher](tokens, for_shards(routed, config), **config.dispatch)
     later = [None] * len(x) if wgrads is None else wgrads
     expert_rows = [_routed_experts(*rank, config) for rank in zip(dispatched, parameters, later, strict=True)]
     combined = combine(expert_rows)
@@ -182,6 +184,16 @@ def without_padding(routed: RouteOutput, padding_mask: Tensor | None) -> RouteOu
 
 
 # ---- dispatch: tokens to rows of experts, and the function that brings rows back
+
+
+def for_shards(routed: PerRank[RouteOutput], config: LayerConfig) -> PerRank[RouteOutput]:
+    """The routing with a column per expert of each rank, if the dispatcher knows no shards."""
+    shards = config.expert_tensor_parallel
+    if shards == 1 or config.dispatcher in SHARDING:
+        return routed
+    flat = partial(flatten_experts, expert_parallel=len(routed) // shards, expert_tensor_parallel=shards)
+    return [out._replace(probs=flat(out.probs), routing_map=flat(out.routing_map)) for out in routed]
+
 
 Combine = Callable[[list[Tensor]], list[Tensor]]
 

@@ -17,6 +17,7 @@ from moe_fast.dispatch.budget import kept_copies
 from moe_fast.dispatch.deepep import deepep_combine, deepep_dispatch
 from moe_fast.dispatch.exchange import counts_of_all
 from moe_fast.dispatch.hybridep import hybridep_combine, hybridep_dispatch
+from moe_fast.dispatch.indices import flatten_experts
 from moe_fast.dispatch.overlap import beside, in_backward
 from moe_fast.experts.delayed import Waiting
 from moe_fast.experts.mlp import grouped_mlp, latent_projection
@@ -28,6 +29,7 @@ from moe_fast.permutation.routing_map import indices_to_multihot, multihot_to_in
 from moe_fast.router.gating import gate, jitter
 from moe_fast.router.route import route
 from moe_ref.config import (
+    SHARDING,
     IndexPolicy,
     LayerConfig,
     LayerOutput,
@@ -54,7 +56,7 @@ def moe_layer(
     wgrads: Waiting | None = None, overlap_shared: bool = False,
     in_dispatch_backward: Callable[[], None] | None = None, shared_memory: bool = False, rerun: bool = False,
 ) -> LayerOutput:  # fmt: skip
-    """One forward of the layer on this rank, with its L = E/W experts.
+    """One forward of the layer on this rank, with its L = E/W experts, or its shard of more.
 
     Args:
         group: the process group whose ranks share the experts. None: this rank has all of them,
@@ -164,7 +166,11 @@ def _dispatched(
         return _on_one_rank(tokens, routed, config.router)
     right = f"False with {config.dispatcher}: hybridep alone has it"
     require(config.dispatcher == "hybridep" or not shared_memory, "shared_memory", shared_memory, right)
-    way = "symmetric" if shared_memory else config.dispatcher
+    way, shards = "symmetric" if shared_memory else config.dispatcher, config.expert_tensor_parallel
+    if shards > 1 and config.dispatcher not in SHARDING:
+        groups = dist.get_world_size(group) // shards
+        flat = partial(flatten_experts, expert_parallel=groups, expert_tensor_parallel=shards)
+        routed = routed._replace(probs=flat(routed.probs), routing_map=flat(routed.routing_map))
     sent: tuple[Any, Combine] = DISPATCH[way](tokens, routed, config, group)
     return sent
 
@@ -206,8 +212,8 @@ def _by_index(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: A
     """DeepEP: tokens travel in index form, and each rank permutes the tokens it received. With a
     budget only copies that have a row travel, so that no rank receives more tokens than rows.
     """
-    experts, room = config.router.num_experts, config.num_rows
-    slots = experts if config.router.pad_to_capacity else config.router.topk
+    experts, room = routed.probs.shape[1], config.num_rows
+    slots = experts if config.router.pad_to_capacity else config.router.topk * config.expert_tensor_parallel
     kept = None if room is None else kept_copies(routed.routing_map, room, group)
     listed = multihot_to_indices(routed.routing_map if kept is None else kept.map_TE, routed.probs, topk=slots)
     settings = {"num_experts": experts, "probs": listed.probs, "policy": TRUSTED, "group": group}

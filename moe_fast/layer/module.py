@@ -91,7 +91,8 @@ class MoELayer(nn.Module):
 
     Args:
         config: the layer's settings; `layer_config` makes them from Megatron's options.
-        hidden, width: H and F; every rank holds E/W experts.
+        hidden, width: H and F; every rank holds E/W experts, or by the config a shard of the width
+            of E · shards/W.
         latent: the width of tokens on their way to experts, or None for H.
         shared_width, shared_gate: F of the shared experts, None for none; whether they have a gate.
         bias: whether the routed experts' layers have biases, as by Megatron's `add_bias_linear`.
@@ -121,7 +122,9 @@ class MoELayer(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         ranks = 1 if group is None else dist.get_world_size(group)
-        check_expert_split(config.router.num_experts, ranks)
+        shards = config.expert_tensor_parallel
+        check_expert_split(config.router.num_experts, ranks, shards)
+        require(width % shards == 0, "width", width, f"a multiple of {shards}, the shards")
         known = f"None or one of {', '.join(RECOMPUTED)}"
         require(recompute is None or recompute in RECOMPUTED, "recompute", repr(recompute), known)
         tensor: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -132,8 +135,8 @@ class MoELayer(nn.Module):
         self.overlap_shared, self.shared_memory = overlap_shared, shared_memory
         self.register_buffer("over_budget", torch.zeros((), dtype=torch.bool, device=device), persistent=False)
         self.router = Router(config.router, hidden, **tensor)
-        local = config.router.num_experts // ranks
-        self.experts = Experts(local, halves * width, width, latent or hidden, bias=bias, packed=packed, **tensor)
+        local, own = config.router.num_experts * shards // ranks, width // shards
+        self.experts = Experts(local, halves * own, own, latent or hidden, bias=bias, packed=packed, **tensor)
         self.fc1_latent_proj = self.fc2_latent_proj = self.shared_experts = None
         if latent is not None:
             self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False, **tensor)

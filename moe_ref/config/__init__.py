@@ -56,6 +56,7 @@ from moe_ref.config.fused import PermutedQuantization, check_permute_and_quantiz
 from moe_ref.config.layer import (
     DISPATCHERS,
     OF_EXPERTS,
+    SHARDING,
     LayerConfig,
     LayerOutput,
     LayerParameters,
@@ -144,6 +145,7 @@ __all__ = [
     "REPLAYS",
     "SCALINGS",
     "SCORE_FUNCTIONS",
+    "SHARDING",
     "ActivationGradients",
     "AuxScores",
     "Combined",

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from moe_ref.config.dispatch import PerRank, check_budget, check_expert_split, check_tokens
+from moe_ref.config.experts import GATED
 from moe_ref.config.permutation import check_align
 from moe_ref.config.quantization import Recipe
 from moe_ref.config.router import RouterConfig, RouterState, check_jitter, check_padding_mask
-from moe_ref.config.rules import require
+from moe_ref.config.rules import is_count, require
 
 DISPATCHERS = ("allgather", "alltoall", "deepep", "hybridep")
+SHARDING = ("allgather", "alltoall")  # those that know `expert_tensor_parallel`
 OF_EXPERTS = ("fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")  # parameters that differ between ranks
 
 
@@ -21,13 +23,15 @@ class LayerConfig:
     """The settings of a layer; `layer_config` makes one of Megatron's options.
 
     Raises:
-        ValueError: an unknown dispatcher; see `check_jitter` and `check_budget`.
+        ValueError: an unknown dispatcher, no positive number of shards; see `check_jitter` and
+            `check_budget`.
     """
 
     router: RouterConfig
     router_dtype: str | None = None
     jitter_eps: float | None = None  # of the router's input, see `jitter`; in evaluation too
     dispatcher: str = "alltoall"
+    expert_tensor_parallel: int = 1  # neighbouring ranks that share their experts, each with a shard of the width
     num_rows: int | None = None  # room for the rows of a rank's experts, see `rank_budget`; None: for all
     kind: str = "swiglu"  # the activation, with its settings: see `grouped_mlp`
     offset: float = 0.0
@@ -42,6 +46,8 @@ class LayerConfig:
     def __post_init__(self) -> None:
         known = self.dispatcher in DISPATCHERS
         require(known, "dispatcher", repr(self.dispatcher), f"one of {', '.join(DISPATCHERS)}")
+        shards = self.expert_tensor_parallel
+        require(is_count(shards) and shards >= 1, "expert_tensor_parallel", shards, "a positive integer")
         if self.jitter_eps is not None:
             check_jitter(self.jitter_eps)
         if self.num_rows is not None:
@@ -50,7 +56,10 @@ class LayerConfig:
     @property
     def dispatch(self) -> dict[str, Any]:
         """The settings of the dispatcher over ranks."""
-        return {} if self.num_rows is None else {"num_rows": self.num_rows}
+        found = {} if self.num_rows is None else {"num_rows": self.num_rows}
+        shards = self.expert_tensor_parallel
+        known = shards > 1 and self.dispatcher in SHARDING
+        return found | ({"expert_tensor_parallel": shards} if known else {})
 
     @property
     def experts(self) -> dict[str, Any]:
@@ -69,8 +78,8 @@ class LayerConfig:
 
 
 class LayerParameters(NamedTuple):
-    """The parameters of one rank, with its L = E/W experts; N is the latent width, or H without
-    one.
+    """The parameters of one rank, with its L = E/W experts, or its shards of more; N is the latent
+    width, or H without one, F the width of a shard.
     """
 
     router_weight: Tensor  # [E,H]
@@ -119,15 +128,32 @@ def rank_budget(num_tokens: int, *, topk: int, capacity_factor: float, align: in
     return -(-rows // align) * align
 
 
-def split_experts(parameters: LayerParameters, ranks: int) -> list[LayerParameters]:
-    """Each rank's parameters: its share of the experts of a whole layer, and all others.
+def split_experts(parameters: LayerParameters, ranks: int, config: LayerConfig | None = None) -> list[LayerParameters]:
+    """Each rank's parameters: its share of the experts of a whole layer, and all others. With the
+    config's `expert_tensor_parallel` also its shard of their width F: of each half of a gated fc1,
+    of fc1's columns if they are interleaved, and of fc2's inputs.
 
     Raises:
-        ValueError: see `check_expert_split`.
+        ValueError: a width that the shards do not divide; see `check_expert_split`.
     """
-    check_expert_split(len(parameters.fc1_weight), ranks)
-    given = {name: x.chunk(ranks) for name in OF_EXPERTS if (x := getattr(parameters, name)) is not None}
-    return [parameters._replace(**{name: x[rank] for name, x in given.items()}) for rank in range(ranks)]
+    shards = 1 if config is None else config.expert_tensor_parallel
+    check_expert_split(len(parameters.fc1_weight), ranks, shards)
+    width = parameters.fc2_weight.shape[2]
+    require(width % shards == 0, "fc2_weight", f"of width {width}", f"of a multiple of {shards}, the shards")
+    halves = 2 if shards > 1 and config is not None and config.kind in GATED and config.interleave is None else 1
+    given = {name: x.chunk(ranks // shards) for name in OF_EXPERTS if (x := getattr(parameters, name)) is not None}
+    split = []
+    for rank in range(ranks):
+        own, shard = {name: x[rank // shards] for name, x in given.items()}, rank % shards
+        if shards > 1:
+            cut = {
+                n: x.unflatten(1, (halves, -1)).chunk(shards, 2)[shard].flatten(1, 2)
+                for n, x in own.items()
+                if n[:3] == "fc1"
+            }
+            own |= cut | {"fc2_weight": own["fc2_weight"].chunk(shards, 2)[shard]}
+        split.append(parameters._replace(**own))
+    return split
 
 
 def check_layer(
@@ -136,7 +162,7 @@ def check_layer(
 ) -> None:  # fmt: skip
     """The rules of `moe_layer` that no stage has."""
     check_tokens(x)
-    check_expert_split(config.router.num_experts, len(x))
+    check_expert_split(config.router.num_experts, len(x), config.expert_tensor_parallel)
     for name, given in (
         ("parameters", parameters), ("states", states), ("padding_mask", padding_mask or x), ("noise", noise or x)
     ):  # fmt: skip
@@ -154,9 +180,12 @@ def check_layer(
 
 
 def check_parameters(parameters: LayerParameters, config: LayerConfig, ranks: int) -> None:
-    """The rank's share of the experts, and pairs of weights."""
-    shape, local = tuple(parameters.fc1_weight.shape), config.router.num_experts // ranks
-    right = f"of {local} experts, {config.router.num_experts} over {ranks} ranks"
+    """The rank's share of the experts, and pairs of weights. Each shard would add a second bias."""
+    shards = config.expert_tensor_parallel
+    shape, local = tuple(parameters.fc1_weight.shape), config.router.num_experts * shards // ranks
+    right = f"of {local} experts, {config.router.num_experts} over {ranks // shards} groups of ranks"
+    no_bias = f"None with {shards} shards of each expert"
+    require(shards == 1 or parameters.fc2_bias is None, "fc2_bias", "given", no_bias)
     require(shape[:1] == (local,), "fc1_weight", f"of shape {shape}", right)
     for pair in (("latent_down", "latent_up"), ("shared_fc1_weight", "shared_fc2_weight")):
         given = [getattr(parameters, name) is not None for name in pair]

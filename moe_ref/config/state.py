@@ -27,16 +27,17 @@ def state_tensors(state: RouterState) -> dict[str, Tensor]:
 
 
 def state_from(tensors: Mapping[str, Tensor]) -> RouterState:
-    """The inverse of `state_tensors`.
+    """The inverse of `state_tensors`. An expert_bias of another floating dtype, as a cast of all
+    buffers leaves it, becomes float32: in bf16 its next steps would be lost.
 
     Raises:
-        ValueError: a tensor is missing, or expert_bias is not float32: a cast of all buffers to
-            bf16 loses its steps.
+        ValueError: a tensor is missing, or expert_bias is not floating point.
     """
     check_state_tensors(tensors)
     names = [name for name in RouterState._fields if name != "replay_queue"]
     queue = tuple(tensors[f"replay_queue.{i}"] for i in range(len(tensors) - len(names)))
-    return RouterState(**{name: tensors[name] for name in names}, replay_queue=queue)
+    state = RouterState(**{name: tensors[name] for name in names}, replay_queue=queue)
+    return state._replace(expert_bias=state.expert_bias.float())
 
 
 def new_quantizer_state(

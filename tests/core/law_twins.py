@@ -327,6 +327,7 @@ SPOILT = [  # law, case, corruption of a right result, condition on the call (te
 TWINS = [
     *((law, case, wrong_where(case.function, spoil, where)) for law, case, spoil, where in SPOILT),
     ("zero_probs", FORWARD_MLP, weighs_what_has_no_weight()),
+    ("one_group", SHARED, wrong_where("grouped_mlp", nothing, lambda x, kw: True)),
     ("grouped", SEQUENTIAL, wrong_where("grouped_mlp", nothing, lambda x, kw: True)),
     ("two_steps", ONE_STEP, wrong_where("quantize", misquantized, lambda x, kw: True)),
     ("cotangent_scaling", LINEAR, clips_the_gradient("grouped_linear", 8)),

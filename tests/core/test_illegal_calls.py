@@ -171,7 +171,7 @@ ILLEGAL = [
     (route, {"config": {"sinkhorn": True, "capacity_factor": 1.0}}, "sinkhorn is True"),
     (route, {"config": {"sinkhorn": True, "aux_loss_coeff": 0.5}}, "sinkhorn is True"),
     (route, {"padding_mask": ROUTED[:3, 0]}, "padding_mask is of shape (3,)"),
-    (loaded, {"expert_bias": torch.zeros(6).bfloat16()}, "expert_bias is of dtype torch.bfloat16"),
+    (loaded, {"expert_bias": torch.zeros(6).long()}, "expert_bias is of dtype torch.int64"),
     (loaded, {"expert_bias": None}, "tensors is without expert_bias"),
     (permute, {"tokens": torch.zeros(4)}, "tokens is of shape (4,)"),
     (permute, {"tokens": torch.zeros(5, 2)}, "routing_map is of shape (4, 4)"),

@@ -60,7 +60,7 @@ def in_float64(one: LayerCase) -> dict[str, Tensor]:
     settings |= {"noise": noise_of(one).split(counts)} if one.jitter else {}
     ranks = len(counts)
     out = moe_ref.moe_layer(
-        leaves["x"].split(counts), split_experts(p, ranks), config, states=[state] * ranks, **settings
+        leaves["x"].split(counts), split_experts(p, ranks, config), config, states=[state] * ranks, **settings
     )
     output = torch.cat(list(out.output))
     cotangents = torch.cat([call.cotangents["output"] for call in LAYER.calls(one)]).double()
@@ -85,6 +85,20 @@ def test_the_expected_values_are_the_references_in_float64(fields, counts):
     assert_expected(with_gradients(case(**fields, counts=counts, experts=6 if len(counts) == 3 else 4)))
 
 
+@pytest.mark.parametrize("dispatcher", RANKED)
+@pytest.mark.parametrize(
+    "fields", [{}, {"kind": "geglu", "interleave": 1}, {"kind": "squared_relu", "latent": 3}], ids=str
+)
+def test_shards_of_experts_add_up_to_the_layer(dispatcher, fields):
+    common = {"dispatcher": dispatcher, "width": 6, "fc1_bias": True, "shared": 2} | fields
+    for counts, experts in (((4, 3), 3), ((2, 1, 2, 2), 4)):
+        one = with_gradients(case(counts=counts, experts=experts, shards=2, **common))
+        assert_expected(one)
+        whole = with_gradients(case(counts=(sum(counts),), experts=experts, **common))
+        sharded, alone = in_float64(one)["output"], in_float64(whole)["output"]
+        assert_close(sharded, alone, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("budget", "dispatcher"), [(1, "hybridep"), (4, "allgather"), (4, "alltoall"), (30, "hybridep")]
 )
@@ -104,8 +118,13 @@ def assert_expected(one: LayerCase) -> None:
     whole = in_float64(one)
     for name, wanted in whole.items():
         parts = [rank[name].value for rank in right]
-        per_rank = name.removeprefix("d_") in ("output", "x", *OF_EXPERTS)
-        assert_close(torch.cat(parts) if per_rank else sum(parts), wanted, rtol=1e-9, atol=1e-9)
+        if (parameter := name.removeprefix("d_")) in OF_EXPERTS:
+            every = LayerParameters(**{other: whole[f"d_{other}"] for other in parameters_of(one)})
+            split = split_experts(every, one.world, config_of_layer(one))
+            parts, wanted = torch.cat(parts), torch.cat([getattr(own, parameter) for own in split])
+        else:
+            parts = torch.cat(parts) if parameter in ("output", "x") else sum(parts)
+        assert_close(parts, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_the_bounds_of_float32_are_some_units_in_the_last_place_and_no_output_is_unchecked():

@@ -8,7 +8,7 @@ import torch
 
 from conformance.core import row_laws
 from conformance.core import universal_laws as universal
-from conformance.core.contract import Opaque
+from conformance.core.contract import Opaque, Problem
 from conformance.core.double_backward import DOUBLE_BACKWARD
 from conformance.core.law import Law, Trial, plain, upside_down
 from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
@@ -112,6 +112,36 @@ def _one_after_another(trial: Trial) -> Finding | None:
     return trial.judged("grouped", trial.expected, trial.run(replace(trial.problem, function="grouped_mlp")))
 
 
+def _one_group(trial: Trial) -> Finding | None:
+    """The same as grouped_mlp of one expert, which has all tokens with probability 1, if offered:
+    Megatron's `use_grouped_gemm_for_shared_expert`.
+    """
+    left = ("recompute", "group")
+    settings = {name: x for name, x in trial.problem.settings.items() if name not in left}
+
+    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+        x = given["x"]
+        rows, weights = (
+            torch.full((1,), len(x), device=x.device),
+            (given["fc1_weight"][None], given["fc2_weight"][None]),
+        )
+        probs = torch.ones(len(x), device=x.device)
+        return {"out": implementation.call("grouped_mlp", x, rows, *weights, probs=probs, **settings)}
+
+    required = trial.problem.required
+    first = {"rows": required["x"], "tokens_per_expert": torch.full((1,), len(required["x"]))}
+    first |= {name: required[name][None] for name in ("fc1_weight", "fc2_weight")}
+    grouped = Problem("grouped_mlp", first, settings | {"probs": torch.ones(len(required["x"]))})
+    if not trial.extras["offers"]("grouped_mlp") or trial.extras["refusal"](grouped):
+        return None
+    return trial.judged("one_group", trial.expected, trial.run(replace(trial.problem, script=script, first=required)))
+
+
+def _plain_products(case: Any) -> bool:
+    """Whether there is no gate, and no state or noise for each of two layers."""
+    return plain(case) and not case.gate and case.scaling in ("", "current", "block", "mxfp8")
+
+
 def _in_any_order(case: Any) -> bool:
     """Whether scales do not depend on the order of tokens; noise does."""
     return getattr(case, "scaling", "") in ("", "delayed", "current")
@@ -162,6 +192,7 @@ DELAYED = Law(
 )
 ALIGNMENT = Law("alignment", _alignment, lambda case: plain(case) and _padded_by_nothing(case), recompiles=True)
 GROUPED = Law("grouped", _one_after_another, plain)
+ONE_GROUP = Law("one_group", _one_group, _plain_products, recompiles=True)
 TOKEN_REVERSAL = replace(row_laws.TOKEN_REVERSAL, applies=lambda case: plain(case) and _in_any_order(case))
 
 _ELEMENTWISE = (
@@ -181,7 +212,7 @@ GROUPED_DGRAD = (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING)
 GROUPED_WGRAD = (*_PRODUCT, *_SEGMENTS, experts.SCALING)
 GROUPED_MLP = (*_EXPERTS, DELAYED)
 SEQUENTIAL_MLP = (GROUPED, *_EXPERTS)
-SHARED_EXPERTS = (*SHARED_OUT, *of_one_process(*_MLP[2:], TOKEN_REVERSAL))
+SHARED_EXPERTS = (*SHARED_OUT, *of_one_process(*_MLP[2:], TOKEN_REVERSAL, ONE_GROUP))
 LATENT_PROJECTION = (
     *(*_PRODUCT, TOKEN_REVERSAL, experts.ROW_INDEPENDENCE, experts.SCALING, experts.COTANGENT_SCALING),
 )

@@ -75,6 +75,7 @@ class LayerCase(Case):
     align: int = number(0, 16, 32, 64, 256, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
     dispatcher: str = choice(*DISPATCHERS)
     budget: int = number(0, *range(1, 25), pairs=(5,))  # room for a rank's rows, over ranks; 0: for all
+    shards: int = number(1, 2)  # ranks that share their experts, each with a part of the width
     rerun: bool = flag(argument="rerun")  # with a budget: no row is dropped
     evaluation: bool = flag(argument="training")
     padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # tokens that are padding, per 8
@@ -113,8 +114,12 @@ class LayerCase(Case):
             return "the stages have cases of far inputs"
         if self.counts and self.layout != "contiguous":
             return "ranks have contiguous inputs"
-        if self.experts % self.world:
-            return f"experts is {self.experts}; ranks, {self.world}, must divide it"
+        if self.shards < 1 or self.world % self.shards or self.experts % (self.world // self.shards):
+            return f"experts is {self.experts}; {self.world} ranks in groups of {self.shards} must divide it"
+        if self.shards > 1 and (self.recipe or self.fc2_bias or self.budget):
+            return "shards have scales and a second bias of their own, and sources in an order of their own"
+        if self.width * self.unit % (self.shards * max(self.interleave, 1)):
+            return f"width is {self.width}; {self.shards} shards must divide it"
         if any(count % self.sequences for count in self.counts):
             return f"counts is {self.counts}: sequences must divide each count"
         if not self.tokens and not self.counts:
@@ -176,6 +181,7 @@ def config_of_layer(case: LayerCase) -> LayerConfig:
         jitter_eps=0.5 if case.jitter else None,
         dispatcher=case.dispatcher,
         num_rows=case.budget or None,
+        expert_tensor_parallel=case.shards,
         kind=case.kind or "swiglu",
         clamp=case.clamp / 8 or None,
         offset=case.offset / 8,
@@ -318,11 +324,6 @@ def padding_of(case: LayerCase) -> Tensor:
 def shares(case: LayerCase, x: Tensor) -> list[Tensor]:
     """Each rank's rows."""
     return [part.clone() for part in x.split(list(case.counts))] if case.counts else [x]
-
-
-def local(x: Tensor, rank: int, world: int) -> Tensor:
-    """The rank's experts."""
-    return x.chunk(world)[rank].clone() if world > 1 else x
 
 
 def cotangent_of(case: LayerCase) -> Tensor:

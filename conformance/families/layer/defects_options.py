@@ -4,13 +4,14 @@ Options of the gates, of the losses, and parameters of the router that are wider
 """
 
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from torch import Tensor
 
 from conformance.core.defect import Defect, Wrapper, with_values
 from conformance.core.gradient_defects import rounded_to
-from conformance.families.layer.defects import ORIGIN, Stage, in_stages
+from conformance.families.layer.defects import ORIGIN, Stage, in_stages, stages
 from moe_ref.config import LayerConfig, LayerParameters
 
 
@@ -50,6 +51,28 @@ def _narrow(name: str) -> Wrapper:
         return layer(x, p._replace(**changed), *rest, **settings)
 
     return planted
+
+
+# ---- shards of experts
+
+
+def _mean_of_shards(layer: Wrapper, x: Any, p: Any, config: LayerConfig, **settings: Any) -> Any:
+    """Partial sums of shards are averaged, as gradients of data-parallel ranks are."""
+    shards = config.expert_tensor_parallel
+    with stages(layer, grouped_mlp=lambda mlp, *rows, **more: mlp(*rows, **more) / shards):
+        return layer(x, p, config, **settings)
+
+
+def _probs_of_one_shard(layer: Wrapper, x: Any, p: Any, config: LayerConfig, **settings: Any) -> Any:
+    """Right forward; the router learns from the first shard of each expert alone."""
+    calls = count()
+
+    def mlp(right: Stage, *rows: Any, probs: Tensor, **more: Any) -> Any:
+        first = next(calls) % config.expert_tensor_parallel == 0
+        return right(*rows, probs=probs if first else probs.detach(), **more)
+
+    with stages(layer, grouped_mlp=mlp):
+        return layer(x, p, config, **settings)
 
 
 # ---- a layer that runs again
@@ -98,6 +121,8 @@ _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("a layer that runs again counts its tokens twice", _counted_twice),
     ("each rank decides by itself whether a layer runs again", in_stages(within_budget=_each_rank_alone)),
     ("gradients of a layer's first run stay when it runs again", in_stages(within_budget=_added_to_the_first)),
+    ("shards of an expert are averaged", _mean_of_shards),
+    ("the gradient of probabilities is one shard's", _probs_of_one_shard),
 )
 DEFECTS = tuple(
     Defect(f"ML{number}", title, ORIGIN, {"moe_layer": wrapper})

@@ -21,7 +21,6 @@ from conformance.families.layer.cases import (
     cotangent_of,
     expert_bias_of,
     factors_of,
-    local,
     noise_of,
     padding_of,
     parameters_of,
@@ -35,7 +34,7 @@ from conformance.families.layer.traced import Traced
 from conformance.families.router.route_ranks import summed
 from conformance.interface import named_outputs
 from conformance.judge import Exact, Expectation
-from moe_ref.config import DISPATCHERS, OF_EXPERTS, LayerConfig, LayerParameters, RankGroup, RouterRanks
+from moe_ref.config import DISPATCHERS, LayerConfig, LayerParameters, RankGroup, RouterRanks, split_experts
 
 COLLECTIVES = ("moe_layer", *(f"{name}_{step}" for name in DISPATCHERS for step in ("dispatch", "combine")))
 SIGNATURE = Signature(
@@ -78,7 +77,11 @@ class MoeLayer(Ranked[LayerCase]):
     def stages(self, case: LayerCase) -> dict[str, LayerCase]:
         plain = replace(case, law="", layout="contiguous", layout_of="")
         plain = replace(plain, rerun=False, budget=0) if case.rerun else plain
-        return {} if case.golden or case.illegal else {name: replace(plain, stage=name) for name in case.stages}
+        return (
+            {}
+            if case.golden or case.illegal or case.shards > 1
+            else {name: replace(plain, stage=name) for name in case.stages}
+        )
 
     def connected(self, call: Problem, place: RankContext) -> Problem:
         if call.function == "route":
@@ -104,11 +107,9 @@ class MoeLayer(Ranked[LayerCase]):
         settings |= {"group": Opaque("group")} if case.counts else {}
         settings |= {"rerun": True} if case.rerun else {}
         cotangents = shares(case, cotangent_of(case)) if self.signature.cotangents(case) else []
-        calls = []
+        calls, split = [], split_experts(LayerParameters(**parameters), case.world, config)
         for rank, x in enumerate(shares(case, tokens_of(case, parameters, expert_bias))):
-            own = {
-                name: local(y, rank, case.world) if name in OF_EXPERTS else y.clone() for name, y in parameters.items()
-            }
+            own = {name: getattr(split[rank], name).contiguous().clone() for name in parameters}
             required = {"x": x, **own} | ({"expert_bias": expert_bias.clone()} if case.bias else {})
             given = settings | ({"padding_mask": shares(case, padding_of(case))[rank]} if case.padding else {})
             given |= {"noise": shares(case, noise_of(case))[rank]} if case.jitter else {}

@@ -29,17 +29,19 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
     sequences = draw(st.sampled_from((1, 1, 2))) if scope.accepts("batch_size") else 1
     counts = draw(ranks(scope, sequences))
     held = draw(st.integers(1, 4))
-    experts = held * max(len(counts), 1)
+    shards = 2 if len(counts) == 2 and not recipe and draw(st.booleans()) else 1
+    experts = held * max(len(counts), 1) // shards
     topk = draw(st.integers(1, min(experts, 4)))
     score = draw(st.sampled_from(SCORES[1:] if topk == 1 else SCORES))
     fields: Changes = {
         "counts": counts,
         "tokens": sum(counts) if counts else draw(st.integers(1, 12 // sequences)) * sequences,
         "hidden": draw(st.integers(1, 2 if wide else 12)),
-        "width": draw(st.integers(1, 2 if wide else 9)),
+        "width": shards * draw(st.integers(1, 2 if wide else 9)),
         "latent": draw(st.sampled_from((0, 0, 1) if wide else (0, 0, 1, 3, 5))),
         "shared": draw(st.sampled_from((0, 1) if wide else (0, 1, 2, 4))),
         "experts": experts,
+        "shards": shards,
         "topk": topk,
         "score": score,
         "bias": not score.startswith("softmax") and draw(st.booleans()),
@@ -56,7 +58,7 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
     if experts % 2 == 0 and topk % 2 == 0 and experts >= 4 and draw(st.booleans()):
         fields |= {"groups": 2, "group_topk": draw(st.sampled_from((1, 2) if topk <= experts // 2 else (2,)))}
     if counts:
-        room = draw(st.sampled_from((0, 0, 1, 4, 12)))
+        room = draw(st.sampled_from((0, 0, 1, 4, 12))) if shards == 1 else 0
         fields |= {"layout": "contiguous", "layout_of": "", "budget": room} | ({"pad": False} if room else {})
         fields["rerun"] = bool(room) and draw(st.booleans())
     every = scope.signature.all_gradients(scope.case(fields))
@@ -116,8 +118,9 @@ WORLDS: tuple[Changes, ...] = (
     {"counts": (5,), "experts": 3, "dispatcher": "deepep", "budget": 7},
     {"counts": (4, 3), "experts": 4, "dispatcher": "hybridep", "budget": 6, "shared": 2},
     {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3},
-    # one rank alone drops a row
-    {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0},
+    # one rank alone drops a row, of another rank's token
+    {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
+    {"counts": (4, 3), "experts": 3, "dispatcher": "alltoall", "shards": 2, "fc2_bias": False},
 )
 
 
@@ -134,7 +137,7 @@ def together(scope: Scope) -> dict[str, list[Changes]]:
         "products": [*PRODUCTS],
         "sharing": [*SHARED],
         "latent": [{"latent": latent} for latent in (0, 3)],
-        "dispatcher": [{"dispatcher": DISPATCHERS[0], "budget": 0, "rerun": False}],
+        "dispatcher": [{"dispatcher": DISPATCHERS[0], "budget": 0, "rerun": False, "shards": 1}],
         "counts": [{"counts": ()}],
         "layout": [{"layout": layout, "layout_of": name} for layout, name in LAYOUTS],
         "gates": [*GATES],

@@ -85,10 +85,10 @@ class Layer:
 
     @cached_property
     def routing(self) -> Tensor:
-        """[G,E] the copies of all ranks' tokens, without those of probability 0 that fill a
+        """[G,V] the copies of all ranks' tokens, without those of probability 0 that fill a
         capacity: they have no effect. Of a budget each rank's first rows, by expert and token.
         """
-        stays_GE = torch.cat([step.stays for step in self.steps])
+        stays_GE = torch.cat([step.stays for step in self.steps])[:, self.expert_of]
         room = self.config.num_rows
         if room is None:
             return stays_GE
@@ -96,9 +96,20 @@ class Layer:
         within = by_rank.cumsum(1) <= room
         return (by_rank & within).reshape(stays_GE.T.shape).T
 
+    @property
+    def shards(self) -> int:
+        return self.config.expert_tensor_parallel
+
+    @cached_property
+    def expert_of(self) -> Tensor:
+        """[V] the experts of all ranks, in the order of the ranks; shards of one are several."""
+        experts = self.steps[0].stays.shape[1]
+        numbers = torch.arange(experts).reshape(len(self.calls) // self.shards, 1, -1)
+        return numbers.repeat(1, self.shards, 1).flatten()
+
     @cached_property
     def owner(self) -> tuple[Tensor, Tensor]:
-        """[P] the token and the expert of each row: by expert, source and token."""
+        """[P] the token and the rank's expert, of V, of each row: by expert, source and token."""
         expert_P, token_P = self.routing.T.nonzero(as_tuple=True)
         return token_P, expert_P
 
@@ -119,7 +130,7 @@ class Layer:
         """All experts, over the padded rows."""
         token_P, expert_P = self.owner
         p = Running.joined([step.p.before_final_rounding(self.logit_dtype) for step in self.steps])
-        probs = self.stored(p, self.logit_dtype)[token_P, expert_P]
+        probs = self.stored(p, self.logit_dtype)[token_P, self.expert_of[expert_P]]
         counts_L = self.padding.counts_L
         biases = {name: self.all_ranks(name) for name in ("fc1_bias", "fc2_bias") if name in self.parameters}
         call = self.call(
@@ -148,17 +159,26 @@ class Layer:
     def by_tree(self, rows: Running, between: torch.dtype) -> Running:
         """[G,N] each token's rows added by the dispatcher's tree.
 
-        alltoall   Σ rows → round                           others   Σ rows of a rank → round,
+        alltoall   Σ shards, rounded to `between` at each, → round, Σ rows → round
+        others     Σ rows of a rank → round,
         allgather  Σ ranks, rounded to `between` at each    others   Σ ranks → round
         """
         token_P, expert_P = self.owner
         world, dispatcher = len(self.calls), self.config.dispatcher
-        if world == 1 or dispatcher == "alltoall":
-            return self.stored(self.sum_by_token(rows, token_P))
         rank_P = expert_P // (self.routing.shape[1] // world)
+        if world == 1 or dispatcher == "alltoall":
+            return self.stored(self.sum_by_token(self.of_all_shards(rows, between), token_P[rank_P % self.shards == 0]))
         parts = [self.stored(self.sum_by_token(rows[rank_P == rank], token_P[rank_P == rank])) for rank in range(world)]
         every = replace(Running.joined(parts, stack=True), dtype=between if dispatcher == "allgather" else self.sums)
         return self.stored(every.sum(0)[0])
+
+    def of_all_shards(self, rows: Running, between: torch.dtype) -> Running:
+        """The shards of each row added, in the order of the first shards' rows."""
+        if self.shards == 1:
+            return rows
+        shard_P = self.owner[1] // (self.routing.shape[1] // len(self.calls)) % self.shards
+        every = Running.joined([rows[shard_P == shard] for shard in range(self.shards)], stack=True)
+        return self.stored(replace(every, dtype=between).sum(0)[0], rows.dtype)
 
     def sum_by_token(self, rows: Running, token_P: Tensor) -> Running:
         """[G,N] in an accumulator, in any order."""
@@ -192,8 +212,13 @@ class Layer:
         """[G,E] of the rows' probabilities."""
         assert self.d_experts.probs is not None
         rows = self.stored(self.padding.trim(self.d_experts.probs), self.logit_dtype)
-        value, error = (torch.zeros(self.routing.shape, dtype=torch.float64) for _ in range(2))
-        value[self.owner], error[self.owner] = rows.value[:, 0], rows.error[:, 0]
+        rows, (token_P, expert_P) = self.of_all_shards(rows, self.logit_dtype), self.owner
+        first_P = expert_P // (self.routing.shape[1] // len(self.calls)) % self.shards == 0
+        at = token_P[first_P], self.expert_of[expert_P[first_P]]
+        value, error = (
+            torch.zeros(self.steps[0].stays.shape[1], dtype=torch.float64).repeat(len(self.routing), 1) for _ in "ve"
+        )
+        value[at], error[at] = rows.value[:, 0], rows.error[:, 0]
         return Running(value, error, self.logit_dtype)
 
     def d_logits(self, rank: int) -> Running:

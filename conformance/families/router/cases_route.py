@@ -14,12 +14,12 @@ from conformance.core.tensors import DTYPES, hashed
 from conformance.families.router.cases import SCORES, Scores, experts, groups, slots
 from moe_ref.config import RouterConfig
 
-STEPS = ("train", "eval", "nograd", "record", "forward", "backward", "finish", "frozen", "reload")
+STEPS = ("train", "eval", "nograd", "record", "forward", "backward", "finish", "frozen", "reload", "narrow")
 FORWARDS = STEPS[:6]  # steps that take logits
 COVERED_STEPS = (
     "train",
     "train+train+finish+train",
-    "train+reload+train+finish+reload+train",
+    "train+reload+train+finish+narrow+train+finish",
     "train+eval+nograd+train+finish+train",
     "train+frozen+train+finish+train+finish+train",
     "record+forward+forward+backward+backward+train",

@@ -107,6 +107,15 @@ def _z_loss_undivided(route: Wrapper, logits: Tensor, config: Any, **settings: A
 
 
 _counters: dict[int, Tensor] = {}
+
+
+def _not_loaded(state_from: Wrapper, tensors: Any) -> Any:
+    state = state_from(tensors)
+    if tensors["expert_bias"].dtype == torch.float32:
+        return state
+    return state._replace(expert_bias=torch.zeros_like(state.expert_bias))
+
+
 DEFECTS: tuple[Defect, ...] = (
     Defect("U34", "padding counts for the expert bias", STATE, {"route": _padding_counted}),
     Defect("U35", "an evaluation counts for the expert bias", STATE, {"route": _counted_in_evaluation}),
@@ -125,4 +134,5 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("U43", "a third replay that waits is taken before the second", STATE, {"route": _second_after_third}),
     Defect("U46", "losses of a repeated layer are not divided by its calls", REPEATED, {"route": _undivided}),
     Defect("U47", "the z-loss of a repeated layer is not divided", REPEATED, {"route": _z_loss_undivided}),
+    Defect("U64", "an expert bias that was saved in another dtype is not loaded", STATE, {"state_from": _not_loaded}),
 )

@@ -95,9 +95,8 @@ class Route(Contract[RouteCase]):
                     state = implementation.call(
                         "finish_batch", state, config, **ranks, **({"frozen": True} if step == "frozen" else {})
                     )
-                elif step == "reload":
-                    saved = {name: x.clone() for name, x in implementation.call("state_tensors", state).items()}
-                    state = implementation.call("state_from", saved)
+                elif step in ("reload", "narrow"):
+                    state = loaded_again(implementation, state, torch.bfloat16 if step == "narrow" else None)
                 else:
                     options: dict[str, Any] = {"training": False} if step == "eval" else {}
                     options |= {"replay": step} if step in REPLAYS else {}
@@ -194,6 +193,13 @@ class Route(Contract[RouteCase]):
             # exact: sums of n/1024 are not rounded
             right[f"state.{name}"] = Exact(value, "values" if value.is_floating_point() else "integers")
         return right
+
+
+def loaded_again(implementation: Any, state: Any, dtype: torch.dtype | None) -> Any:
+    """The state, saved and loaded; with a dtype of a model whose buffers were cast to it."""
+    saved = {name: x.clone() for name, x in implementation.call("state_tensors", state).items()}
+    cast = {name: x.to(dtype) for name, x in saved.items() if dtype is not None and x.is_floating_point()}
+    return implementation.call("state_from", saved | cast)
 
 
 def _fields(losses: Any) -> dict[str, Any]:
