@@ -32,7 +32,7 @@ from torch import Tensor
 
 import moe_fast
 from benchmarks.common import BF16, DEVICE, SHAPES, Shape, bursts, captured, parse, table
-from moe_ref.config import LayerConfig, LayerParameters, Recipe, RouterConfig
+from moe_ref.config import LayerConfig, LayerParameters, Recipe, RouterConfig, RouterState
 from moe_ref.config.state import new_state
 
 MODELS = ("mixtral-8x7b", "dsv3-ep8", "qwen3-30b", "gptoss-120b")
@@ -42,10 +42,13 @@ HOST_CALLS = 20
 
 
 class Layer(NamedTuple):
-    """The parameters, the config of each recipe, and an input with its cotangent."""
+    """The parameters, the config of each recipe, the router's state, and an input with its
+    cotangent.
+    """
 
     shape: Shape
     parameters: LayerParameters
+    state: RouterState
     x_TH: Tensor
     d_out_TH: Tensor
 
@@ -78,13 +81,13 @@ def make_layer(shape: Shape, tokens: int) -> Layer:
     )
     for parameter in parameters[:3]:
         parameter.requires_grad_()
-    return Layer(shape, parameters, normal(tokens, hidden).requires_grad_(), normal(tokens, hidden))
+    state = new_state(RouterConfig(num_experts=experts, topk=shape.topk), torch.device(DEVICE))
+    return Layer(shape, parameters, state, normal(tokens, hidden).requires_grad_(), normal(tokens, hidden))
 
 
 def fast(layer: Layer, recipe: Recipe | None, recompute: str | None = None) -> Tensor:
     config = layer.config(recipe)
-    state = new_state(config.router, layer.x_TH.device)
-    return moe_fast.moe_layer(layer.x_TH, layer.parameters, config, state=state, recompute=recompute).output
+    return moe_fast.moe_layer(layer.x_TH, layer.parameters, config, state=layer.state, recompute=recompute).output
 
 
 def stock(layer: Layer) -> Tensor:

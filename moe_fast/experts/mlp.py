@@ -161,17 +161,15 @@ def _experts(
     noise: tuple[Tensor, Tensor] | None, align: int | None, probs_on_input: bool, recompute: bool,
     delayed: Callable[[], AbstractContextManager[None]],
 ) -> Tensor:  # fmt: skip
-    wide = (
-        torch.float64
-        if any(x is not None and x.dtype == torch.float64 for x in (rows_PH, probs, fc2_bias))
-        else torch.float32
-    )
-    # widened once, so that the two ways to its gradient meet before it is rounded
-    p_P = None if probs is None else probs.to(wide)
+    needs_ends = probs_on_input or fc2_bias is not None
+    p_P = probs
+    if probs is not None and needs_ends:
+        # widened once, so that the two ways to its gradient meet before it is rounded
+        wide = any(x is not None and x.dtype == torch.float64 for x in (rows_PH, probs, fc2_bias))
+        p_P = probs.to(torch.float64 if wide else torch.float32)
     padding = None if align is None else Padding.of(tokens_per_expert_L, rows_PH.shape[0], align)
     if padding is not None:
         rows_PH, p_P, tokens_per_expert_L = *padding.pad(rows_PH, p_P), padding.counts_L
-    needs_ends = probs_on_input or fc2_bias is not None
     ends_L = tokens_per_expert_L.clamp(min=0).cumsum(0) if needs_ends else None
     if probs_on_input:
         rows_PH, p_P = ScaledRows.apply(rows_PH, p_P, ends_L), None
