@@ -71,7 +71,7 @@ def replayed(versions: Mapping[str, Call], blocks: int, reps: int, calls: int = 
     return rotated({name: [call] * calls for name, call in versions.items()}, blocks, reps)
 
 
-def bursts(versions: Mapping[str, Call], blocks: int, reps: int) -> Times:
+def bursts(versions: Mapping[str, Call], blocks: int, reps: int, rest: float = REST_SECONDS) -> Times:
     """The GPU rests, one call warms up, a few calls are timed together: power sets the clock.
 
     The order of the versions differs in each of `blocks` rounds.
@@ -83,7 +83,7 @@ def bursts(versions: Mapping[str, Call], blocks: int, reps: int) -> Times:
     torch.cuda.synchronize()
     for _ in range(blocks):
         for name in order.sample(list(versions), len(versions)):
-            time.sleep(REST_SECONDS)
+            time.sleep(rest)
             versions[name]()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -119,11 +119,14 @@ def parse(
     tokens: int = 24,
     blocks: int = 7,
     reps: int = 15,
+    most: int = 8192,
     flags: Mapping[str, dict[str, Any]] | None = None,
 ) -> argparse.Namespace:
-    """The options of a run; `shapes` are the chosen shapes, with --quick `tiny`."""
+    """The options of a run; `shapes` are the chosen shapes, with --quick `tiny`, whose tokens are
+    `tokens`, else `most` by default.
+    """
     parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=most)
     parser.add_argument("--shapes", default="", help=f"prefixes of names, comma-separated: {', '.join(shapes)}")
     parser.add_argument("--only", default="", help="prefixes of operations' titles, semicolon-separated")
     parser.add_argument("--blocks", type=int, default=blocks, help="turns per version")

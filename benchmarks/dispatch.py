@@ -14,6 +14,9 @@ import argparse
 import json
 import os
 import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -204,12 +207,15 @@ class Bench:
         }
 
 
-def timed(versions: dict[str, Call], turns: int, calls: int) -> dict[str, float]:
-    """µs per version on the slowest rank: medians of turns after a warm-up."""
+def timed(versions: Mapping[str, Call], turns: int, calls: int, rest: float = 0) -> dict[str, float]:
+    """µs per version on the slowest rank: medians of turns after a warm-up, each after a rest of
+    seconds.
+    """
     times: dict[str, list[float]] = {name: [] for name in versions}
     for turn in range(turns + 1):
         for name, run in versions.items():
             torch.cuda.synchronize()
+            time.sleep(rest)
             dist.barrier()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -272,14 +278,26 @@ def report(figures: dict[str, Any], options: argparse.Namespace) -> None:
             json.dump(figures, file, indent=1)
 
 
-def work(rank: int, options: argparse.Namespace) -> None:
-    """One rank."""
+@contextmanager
+def world(rank: int, options: argparse.Namespace) -> Iterator[None]:
+    """The group of all ranks, within it."""
     settings: dict[str, Any] = {"rank": rank, "world_size": options.ranks}
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
         settings["device_id"] = torch.device("cuda", rank)
     backend = "nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{options.port}", **settings)
+    yield
+    dist.destroy_process_group()
+
+
+def work(rank: int, options: argparse.Namespace) -> None:
+    """One rank."""
+    with world(rank, options):
+        run(rank, options)
+
+
+def run(rank: int, options: argparse.Namespace) -> None:
     shapes = TINY if options.quick else {name: SHAPES[name] for name in options.shapes.split(",")}
     figures: dict[str, Any] = {}
     for name, shape in shapes.items():
@@ -289,21 +307,26 @@ def work(rank: int, options: argparse.Namespace) -> None:
             figures[name] = measure(bench, shape[0], options)
     if rank == 0:
         print("all versions are correct") if options.quick else report(figures, options)
-    dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(document: str | None, tokens: int, shapes: str, known: Iterable[str], turns: int, calls: int) -> Any:
+    """The options of a run on several ranks; `tokens`, `shapes`, `turns` and `calls` by default."""
+    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2)
-    parser.add_argument("--tokens", type=int, default=4096, help="per rank")
-    parser.add_argument("--shapes", default="deepseek-v3", help=f"of {', '.join(SHAPES)}, separated by commas")
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--calls", type=int, default=5, help="per turn")
+    parser.add_argument("--tokens", type=int, default=tokens, help="per rank")
+    parser.add_argument("--shapes", default=shapes, help=f"of {', '.join(known)}, separated by commas")
+    parser.add_argument("--turns", type=int, default=turns)
+    parser.add_argument("--calls", type=int, default=calls, help="per turn")
     parser.add_argument("--port", type=int, default=29531)
     parser.add_argument("--json", help="write every figure to this file")
     parser.add_argument("--quick", action="store_true", help="compare a tiny shape, time nothing")
     options = parser.parse_args()
     options.tokens = 12 if options.quick else options.tokens
+    return options
+
+
+def main() -> None:
+    options = parse(__doc__, 4096, "deepseek-v3", SHAPES, turns=7, calls=5)
     mp.spawn(work, args=(options,), nprocs=options.ranks)
 
 
