@@ -44,6 +44,7 @@ TINY = {"tiny": (256, 8, 3)}
 ALIGN = 16
 RECIPE = Recipe("block")
 SHARED = 2048  # FFN size of DeepSeek-V3's shared expert
+EAGER = "eager all-to-all"
 SLACK = 1.25  # rows of a buffer ÷ rows of balanced routing
 
 
@@ -190,7 +191,7 @@ class Bench:
         """Versions by name; two leading spaces mark a part of a version."""
         dispatched = self.push()
         return {
-            "eager all-to-all": self.eager,
+            EAGER: self.eager,
             "moe_fast all-to-all": self.all_to_all,
             "symmetric, with duplicates": partial(self.symmetric, deduplicate=False),
             "symmetric": self.symmetric,
@@ -260,7 +261,7 @@ def measure(bench: Bench, hidden: int, options: argparse.Namespace) -> dict[str,
 
 def lines_of(name: str, figures: dict[str, Any]) -> list[list[str]]:
     times, wire, top = figures["us"], figures["wire_bytes"], figures["ceilings"]
-    eager = times["eager all-to-all"]
+    eager = times[EAGER]
     lines = [
         [name, version, f"{us:.0f}", f"{eager / us:.2f}", f"{wire[version] / us / 1000:.0f}"]
         for version, us in times.items()
@@ -275,7 +276,16 @@ def report(figures: dict[str, Any], options: argparse.Namespace) -> None:
     print(table("Dispatch and combine", ["shape", "version", "µs", "eager ÷", "wire GB/s"], lines))
     if options.json:
         with open(options.json, "w") as file:
-            json.dump(figures, file, indent=1)
+            json.dump({"operations": operations_of(figures, options.ranks)}, file, indent=1)
+
+
+def operations_of(figures: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The figures as `moe-conformance bench` compares them: each version with the eager one."""
+    out = {}
+    for name, each in figures.items():
+        ours = [version for version in each["us"] if version != EAGER]
+        out[f"{name}, {ranks} ranks"] = {"dispatch and combine": each | {"ours": ours}}
+    return out
 
 
 @contextmanager

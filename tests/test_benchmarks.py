@@ -10,8 +10,10 @@ import torch
 
 import benchmarks
 import moe_ref
-from benchmarks import exhaustive
+from benchmarks import dispatch, exhaustive, growth, layer_ranks
+from benchmarks.common import SHAPES, Shape
 from benchmarks.honest import Counts, sweep
+from benchmarks.layer import check, make_layer
 from conformance.engine.choose.profiles import PROFILES
 from conformance.interface import Implementation
 
@@ -52,3 +54,61 @@ def test_a_sweep_of_an_honest_implementation_judges_its_cases():
     sweep(counts, "moe_ref", 1, PROFILES["smoke"], 1, ["attach_loss"], math.inf)
     assert counts.seeds == 1 and counts.statuses["PASS"] > 0
     assert not counts.rejected
+
+
+def test_a_layer_that_differs_is_found():
+    right, wrong = (torch.full((4, 8), value, dtype=torch.bfloat16) for value in (1.0, 1.2))
+    check({"bf16": lambda: right, "FP8 block": lambda: right})
+    with pytest.raises(AssertionError, match="FP8 block"):
+        check({"bf16": lambda: right, "FP8 block": lambda: wrong})
+
+
+def test_a_skewed_routing_leaves_experts_without_rows():
+    layer = make_layer(Shape(32, 64, 2, 8), 256)
+    uniform, skewed = (growth.load(growth.part_of(layer, 256, routing)) for routing in growth.ROUTINGS)
+    assert int(uniform.sum()) == int(skewed.sum()) == 512
+    assert int(skewed[:8].sum()) > 256 > int(uniform[:8].sum())  # the first eighth of the experts
+    assert int((skewed == 0).sum()) > 2 * int((uniform == 0).sum())
+
+
+def test_tokens_double_up_to_the_most():
+    assert growth.sizes(SHAPES["qwen3-30b"], 65536) == [2**n for n in range(10, 17)]
+    assert growth.sizes(SHAPES["dsv3-ep8"], 65536)[-1] == 32768  # a step of 65536 has more operations than are timed
+    assert growth.sizes(SHAPES["qwen3-30b"], 4096) == [1024, 2048, 4096]
+
+
+def point(tokens, routing, part, flops, **us):
+    about = {"tokens": tokens, "routing": routing, "part": part, "flops": flops, "most": 1.5, "empty": 2}
+    return about | {"us": dict(zip(growth.SHOWN, us.values(), strict=True)), "ours": [*growth.SHOWN[:2]]}
+
+
+def test_lines_and_curves_of_growth_are_rates():
+    parts = (("forward", 4e8), ("with backward", 12e8))
+    results = {
+        f"{tokens}, {part}": point(tokens, "uniform", part, tokens * flops, bf16=2000.0, fp8=1000.0, stock=4000.0)
+        for tokens in (1024, 2048)
+        for part, flops in parts
+    }
+    first = dict(list(results.items())[:2])
+    rates = ["205 (2.00)", "614 (2.00)", "410 (4.00)", "1229 (4.00)", "102", "307"]
+    assert growth.cells(first) == ["uniform", "1024", "1.5", "2", *rates]
+    curves = growth.curves(results, "forward")
+    assert curves["bf16, uniform"] == ([1024, 2048], [204.8, 409.6]) and curves["bf16, skewed"] == ([], [])
+
+
+def test_a_layer_over_ranks_is_compared_with_no_exchange():
+    alone = layer_ranks.ALONE
+    figures = {
+        "bf16, forward": {"us": {alone: 100.0, "alltoall": 125.0}, "tflops": {alone: 500.0, "alltoall": 400.0}},
+        "bf16, with backward": {"us": {alone: 300.0, "late": 400.0}, "tflops": {alone: 480.0, "late": 360.0}},
+    }
+    assert layer_ranks.lines_of("dsv3", "bf16", figures) == [
+        ["dsv3", "bf16", alone, "500", "1.00", "480", "1.00"],
+        ["dsv3", "bf16", "late", "", "", "360", "0.75"],
+    ]
+
+
+def test_figures_of_dispatch_are_ratios_to_the_eager_version():
+    figures = {"tiny": {"us": {dispatch.EAGER: 9.0, "symmetric": 3.0}}}
+    (operation,) = dispatch.operations_of(figures, 2)["tiny, 2 ranks"].values()
+    assert operation["ours"] == ["symmetric"]

@@ -18,7 +18,9 @@ import torch
 from conformance.report.ratios import Report, compared, read
 from conformance.usage import UsageError, check_known
 
-NAMES = ("permutation", "router", "quantization", "experts", "fused", "layer")
+NAMES = ("permutation", "router", "quantization", "experts", "fused", "layer", "growth")
+OF_RANKS = ("dispatch", "layer_ranks")  # over several GPUs; without a GPU over two processes
+OWN_TOKENS = ("growth", *OF_RANKS)  # each has numbers of tokens of its own
 CHECKOUT = Path(__file__).parents[2]
 DIFFERS = 1  # exit code
 SAME = ("device", "tokens")  # must be equal for a comparison
@@ -28,7 +30,7 @@ def bench(only: Sequence[str], report: str, baseline: str, root: Path = CHECKOUT
     """Run the benchmarks: on a GPU all shapes are timed, without one tiny shapes are only checked.
 
     Args:
-        only: names of benchmarks; empty: all.
+        only: names of benchmarks; empty: all, on one GPU those of one.
         report, baseline: JSON files to write and to compare with; empty: none.
         root: the checkout.
 
@@ -36,18 +38,23 @@ def bench(only: Sequence[str], report: str, baseline: str, root: Path = CHECKOUT
         0; 1 if a benchmark found a wrong result; 5 if a ratio fell by more than FALL.
 
     Raises:
-        UsageError: no checkout, an unknown name, a report or baseline that cannot be used here.
+        UsageError: no checkout, an unknown name, too few GPUs, a report or baseline that cannot be
+            used here.
     """
     if not (root / "benchmarks").is_dir():
         raise UsageError(f"bench needs a checkout of the repository: {root} has no folder benchmarks")
-    check_known("--only", only, NAMES)
+    check_known("--only", only, NAMES + OF_RANKS)
     timed = torch.cuda.is_available()
+    alone = timed and torch.cuda.device_count() == 1
+    for name in only:
+        if alone and name in OF_RANKS:
+            raise UsageError(f"--only {name}: it needs two GPUs or more, and here is one")
     for flag, file in (("--report", report), ("--baseline", baseline)):
         if file and not timed:
             raise UsageError(f"{flag} {file}: bench needs a GPU to time anything; without one it checks tiny shapes")
     if report and not Path(report).absolute().parent.is_dir():
         raise UsageError(f"--report {report}: there is no folder {Path(report).absolute().parent}")
-    chosen = tuple(only) or NAMES
+    chosen = tuple(only) or (NAMES if alone else NAMES + OF_RANKS)
     old = read(baseline, SAME, "bench") if baseline else None
     new = measured(chosen, root) if timed else None
     if new is None:
@@ -67,7 +74,8 @@ def measured(chosen: Sequence[str], root: Path) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen:
             path = Path(folder) / f"{name}.json"
-            if _ran(name, ["--tokens", str(out["tokens"]), "--json", str(path)], root):
+            tokens = [] if name in OWN_TOKENS else ["--tokens", str(out["tokens"])]
+            if _ran(name, [*tokens, "--json", str(path)], root):
                 out["benchmarks"][name] = json.loads(path.read_text())
     return out
 

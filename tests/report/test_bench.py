@@ -8,7 +8,8 @@ import torch
 
 from benchmarks import experts
 from benchmarks.common import Operation, timed
-from conformance.report.bench import NAMES, SAME, bench
+from conformance.report import bench as report_of_bench
+from conformance.report.bench import NAMES, OF_RANKS, OWN_TOKENS, SAME, bench
 from conformance.report.ratios import FALL, compared, ratios, read
 
 ROW = {"us": {"moe_fast": 100.0, "walk": 50.0, "argsort": 300.0}, "ours": ["moe_fast", "walk"], "floor_us": 90.0}
@@ -96,6 +97,32 @@ def checkout(folder, code: int):
     (folder / "benchmarks" / "__init__.py").touch()
     (folder / "benchmarks" / "router.py").write_text(SCRIPT.format(code=code))
     return folder
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretends that there are so many GPUs."""
+
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+
+    return pretend
+
+
+def test_one_gpu_runs_no_benchmark_of_several_ranks(tmp_path, monkeypatch, gpus):
+    ran = []
+    monkeypatch.setattr(report_of_bench, "_ran", lambda name, arguments, root: ran.append((name, arguments)))
+    for count, names in ((1, NAMES), (2, NAMES + OF_RANKS)):
+        gpus(count)
+        ran.clear()
+        assert bench((), "", "", checkout(tmp_path, 0)) == 1  # none has written its figures
+        assert [name for name, _ in ran] == [*names]
+        assert {name for name, words in ran if "--tokens" in words} == {*NAMES} - {*OWN_TOKENS}
+    gpus(1)
+    with pytest.raises(Exception, match="--only dispatch: it needs two GPUs or more"):
+        bench(("dispatch",), "", "", checkout(tmp_path, 0))
 
 
 def test_without_a_gpu_tiny_shapes_are_checked_and_nothing_is_timed(tmp_path, monkeypatch, capfd):
