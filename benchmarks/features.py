@@ -239,8 +239,11 @@ DISPATCH = (
     feature(
         88,
         "rule that reruns a step",
+        "moe_layer counts=4,3 dispatcher=alltoall budget=7 rerun=True law:rerun",
         fast="within_budget",
-        why="a step is the trainer's: `moe_fast.within_budget` runs it again, and tests compare bits on a CPU",
+        partly="GPU",
+        why="the rule for one layer is judged; `moe_fast.within_budget` has it for the steps of several, with tests; "
+        "the recorded gate on a GPU is older",
     ),
     feature(
         89,

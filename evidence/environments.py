@@ -2,10 +2,12 @@
 caller; and sources of repositories, read where they lie.
 """
 
+import io
 import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +46,27 @@ def install(python: Path, *requirements: str, dependencies: bool = False) -> Non
         errors = [line.removeprefix("ERROR: ") for line in result.stderr.splitlines() if line.startswith("ERROR")]
         raise Unavailable(f"pip cannot install {' '.join(requirements)}: {(errors or ['no reason given'])[-1]}")
     done.write_text("\n".join(requirements))
+
+
+def install_source(python: Path, repository: str, revision: str, folder: str) -> None:
+    """Put one folder of a repository's revision among the packages, once.
+
+    Raises:
+        Unavailable: the repository or the revision cannot be fetched.
+    """
+    done, made_of = python.parents[1] / "installed", f"{repository} {revision}"
+    if done.exists() and done.read_text() == made_of:
+        return
+    where = ["git", "-C", str(source(repository))]
+    if subprocess.run([*where, "rev-parse", "-q", "--verify", revision], capture_output=True).returncode:
+        subprocess.run([*where, "fetch", "-q", "--depth", "1", "origin", "tag", revision], capture_output=True)
+    packed = subprocess.run([*where, "archive", revision, folder], capture_output=True)
+    if packed.returncode:
+        raise Unavailable(f"{repository} has no revision {revision}")
+    packages = next((python.parents[1] / "lib").glob("python*/site-packages"))
+    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as files:
+        files.extractall(packages, filter="data")
+    done.write_text(made_of)
 
 
 def run(python: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

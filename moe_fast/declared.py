@@ -11,6 +11,8 @@ Check = Callable[[str, Tensor, dict[str, Any]], None]
 
 COPY: dict[str, Any] = {"deterministic": True, "host_sync_free": True, "graph_capturable": True, "noncontiguous": True}
 READ = COPY | {"host_sync_free": False, "graph_capturable": False}  # the host reads a number of rows
+# over ranks: a static size is one that gives or bounds what travels; no graph has been captured
+TRAVELS = COPY | {"graph_capturable": False}
 COMPUTED = COPY | {"accumulator": "float32"}
 SUM = COMPUTED | {"reduction_order": "ascending experts"}
 

@@ -11,10 +11,13 @@ Mirrors `MoELayer` of megatron.core.transformer.moe.moe_layer. Differs: docs/dif
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from moe_ref.config import (
     LayerConfig,
@@ -51,6 +54,7 @@ def moe_layer(
     padding_mask: PerRank[Tensor] | None = None,
     noise: PerRank[Tensor] | None = None,
     wgrads: PerRank[list[Callable[..., Tensor]]] | None = None,
+    rerun: bool = False,
 ) -> LayerOutput:
     """One forward of the layer on all ranks.
 
@@ -66,6 +70,7 @@ def moe_layer(
         noise: [T_r,H] of each rank, from 0 to 1, in the dtype of x: the jitter's factor is
             1 - eps + 2 · eps · noise. None: drawn.
         wgrads: a list of each rank, or None: as in `grouped_mlp`, of the routed experts.
+        rerun: no row is dropped for want of room, see `within_budget`.
 
     Rounding: by the functions of the stages; the last sum to the dtype of x.
 
@@ -73,13 +78,15 @@ def moe_layer(
         ValueError: see `moe_ref.config.check_layer`; also from the stages.
     """
     check_layer(x, parameters, config, states, padding_mask, noise)
+    if rerun:
+        again = partial(moe_layer, x, parameters, states=states, training=training, batch_size=batch_size)
+        again = partial(again, padding_mask=padding_mask, noise=noise, wgrads=wgrads)
+        return within_budget(lambda own: again(config=own), config, x)
     ranks = [*zip(x, parameters, strict=True)]
     inputs = [jittered(x_TH, config, None if noise is None else noise[rank]) for rank, x_TH in enumerate(x)]
 
-    logits = [
-        gate(x_TH, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype)
-        for x_TH, p in zip(inputs, parameters, strict=True)
-    ]
+    gates = [(x_TH, p.router_weight, p.router_bias) for x_TH, p in zip(inputs, parameters, strict=True)]
+    logits = [gate(x_TH, weight, bias=bias, router_dtype=config.router_dtype) for x_TH, weight, bias in gates]
     settings = {"training": training, "batch_size": batch_size}
     routed = route_together(logits, config, states, padding_mask=padding_mask, **settings)
 
@@ -95,6 +102,27 @@ def moe_layer(
         shared = [_shared(x_TH, p, config) for x_TH, p in ranks]
         output = [y_TH + shared_TH for y_TH, shared_TH in zip(output, shared, strict=True)]
     return LayerOutput(logits, routed, dispatched, expert_rows, combined, shared, output)
+
+
+def within_budget(run: Callable[[LayerConfig], LayerOutput], config: LayerConfig, x: PerRank[Tensor]) -> LayerOutput:
+    """run(config); and once more, with room for all rows, if any rank has dropped some.
+
+        out = run(config)        ∨_ranks out.dispatched.overflow → run(config with num_rows = None)
+
+    The second run is the step, as if the first had not been: it has the states of before, because
+    `run` returns its own, and the numbers that torch's generators had before.
+
+    Mirrors the rerun of megatron.core.transformer.moe.paged_stash.PagedStashRunner.
+    """
+    if config.num_rows is None:
+        return run(config)
+    generator, others = torch.get_rng_state(), get_device_states(*x)
+    out = run(config)
+    if not any(bool(part.overflow) for part in out.dispatched):
+        return out
+    torch.set_rng_state(generator)
+    set_device_states(*others)
+    return run(replace(config, num_rows=None))
 
 
 def jittered(x_TH: Tensor, config: LayerConfig, noise_TH: Tensor | None) -> Tensor:
@@ -169,8 +197,10 @@ def _by_map(dispatch: Callable[..., list[Any]], combine: Callable[..., list[Any]
     return run
 
 
-def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput]) -> tuple[list[Any], Combine]:
-    """DeepEP: tokens travel in index form, and each rank permutes the tokens it received."""
+def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], **sizes: int) -> tuple[list[Any], Combine]:
+    """DeepEP: tokens travel in index form, and each rank permutes the tokens it received, in its
+    budget.
+    """
     experts = routed[0].probs.shape[1]
     slots = [multihot_to_indices(out.routing_map, out.probs, topk=experts) for out in routed]
     indices, probs = [slot.indices for slot in slots], [slot.probs for slot in slots]
@@ -181,7 +211,7 @@ def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput]) -> tuple[li
         local_map, local_probs = indices_to_multihot(
             received.indices, received.probs, num_experts=experts // len(tokens)
         )
-        permuted.append(permute(received.rows, local_map, probs=local_probs))
+        permuted.append(permute(received.rows, local_map, probs=local_probs, **sizes))
 
     def combine(rows: list[Tensor]) -> list[Tensor]:
         sums = [unpermute(rows_PH, part.row_map) for rows_PH, part in zip(rows, permuted, strict=True)]

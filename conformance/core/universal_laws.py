@@ -128,8 +128,9 @@ def _late_producer(trial: Trial) -> Finding | None:
 
 
 def _host_sync(trial: Trial) -> Finding | None:
-    """No host sync where `host_sync_free` is declared."""
-    if not trial.declared.get("host_sync_free"):
+    """No host sync where `host_sync_free` is declared, and the ranks' transport needs none."""
+    place = getattr(trial.contract, "place", None)  # of ranks
+    if (place and place.shares_gpu) or not trial.declared.get("host_sync_free"):
         return None
     try:
         return trial.repeats("host_sync", trial.run(trial.problem, forbid_sync=True))

@@ -4,10 +4,12 @@ docs/rediscovery.md.
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from evidence.environments import ROOT, Unavailable, environment, install, run
+from evidence.environments import ROOT, Unavailable, environment, install, install_source, revision, run, source
+from evidence.rediscovery.on_a_gpu import devices, finding_of, kept
 from evidence.rediscovery.page import Found, page
-from evidence.rediscovery.rows import ROWS, Row
+from evidence.rediscovery.rows import MAIN, MEGATRON, REPOSITORY, ROWS, Row
 
 
 def of_release(row: Row, release: str) -> str:
@@ -16,17 +18,33 @@ def of_release(row: Row, release: str) -> str:
     Raises:
         Unavailable: the release cannot be installed, or the check cannot run on it.
     """
+    if row.on_a_gpu:
+        return kept(release, str(row.check))
     python = environment(f"{row.package}-{release}")
-    install(python, f"{row.package}=={release}")
+    installed(python, row.package, release)
     packages = next((python.parents[1] / "lib").glob("python*/site-packages"))
     variables = {"TE_WHEEL": str(packages), "TRITON_INTERPRET": "1"}  # read by the kernels on a CPU
     done = run(python, "-m", "evidence.rediscovery.checks", str(row.check), **variables)
-    if done.returncode < 0:
-        return f"the process ends by signal {-done.returncode}"
-    line = (done.stdout.splitlines() or [""])[-1]
-    if done.returncode or not line.startswith("FOUND"):
-        raise Unavailable(f"the check does not run on {release}: {(done.stderr.splitlines() or ['no error'])[-1]}")
-    return line.removeprefix("FOUND").strip()
+    try:
+        return finding_of(done)
+    except Unavailable as why:
+        raise Unavailable(f"the check does not run on {release}: {why}") from why
+
+
+def installed(python: Path, package: str, release: str) -> None:
+    """The release in that environment: of the index, or of the repository where the index lacks it.
+
+    Raises:
+        Unavailable: neither has it.
+    """
+    try:
+        if release == MAIN:
+            raise Unavailable("an index has releases")
+        install(python, f"{package}=={release}")
+    except Unavailable:
+        if package != MEGATRON:
+            raise
+        install_source(python, REPOSITORY, "HEAD" if release == MAIN else f"core_v{release}", "megatron/core")
 
 
 def found(row: Row, of: Callable[[Row, str], str] = of_release) -> Found:
@@ -52,13 +70,22 @@ def found(row: Row, of: Callable[[Row, str], str] = of_release) -> Found:
     return Found(row, "half", f"{row.broken} fails, and {row.mended} too.", wrong)
 
 
+def places() -> list[str]:
+    """The revision that stands for `main`, and the machines of the kept runs."""
+    on_a_gpu = [f"On a GPU: {devices()}"] if devices() else []
+    try:
+        return [f"{REPOSITORY}, {MAIN}: {revision(source(REPOSITORY))}", *on_a_gpu]
+    except Unavailable:
+        return on_a_gpu
+
+
 def main() -> int:
     """0 if some row was found again."""
     results = []
     for row in ROWS:
         results.append(found(row))
         print(f"{row.package} {row.bug}: {results[-1].outcome}. {results[-1].text}", flush=True)
-    (ROOT / "docs" / "rediscovery.md").write_text(page(results))
+    (ROOT / "docs" / "rediscovery.md").write_text(page(results, places()))
     return int(not any(result.outcome == "found again" for result in results))
 
 

@@ -6,8 +6,11 @@ python -m evidence.rediscovery.checks NAME
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
-from types import SimpleNamespace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +20,7 @@ import moe_ref
 from evidence.rediscovery.checks_ranks import CHECKS, check
 
 
-def judged(namespace: Any, case: Any) -> str:
+def judged(namespace: Any, case: Any, device: str = "cpu") -> str:
     """The contract's finding on one case.
 
     Raises:
@@ -26,7 +29,7 @@ def judged(namespace: Any, case: Any) -> str:
     from conformance.engine.child.evaluate import evaluate
     from conformance.interface import Implementation
 
-    outcome = evaluate(case, Implementation(namespace))
+    outcome = evaluate(case, Implementation(namespace), device)
     if outcome.status == "PASS":
         return ""
     if outcome.status != "FAIL":
@@ -236,8 +239,59 @@ def p12() -> str:
     return judged(transformer_engine(), RoutingCase(function="unpermute", tokens=2, hidden=4, routing=(0, 0)))
 
 
-if __name__ == "__main__":
+def answer() -> None:
+    """Run the check that the command line names, and end the process: some releases leave threads
+    and process groups behind.
+    """
     warnings.simplefilter("ignore")
     found = CHECKS[sys.argv[1]]()
     print("\nFOUND " + " ".join(found.split()), flush=True)
-    os._exit(0)  # some releases leave threads and process groups behind
+    os._exit(0)
+
+
+@check
+def p06() -> str:
+    """Without a number of rows `moe_permute` makes those routed, or an error names the argument."""
+    from examples.te_kernels_on_a_cpu import te
+
+    try:
+        rows = te.pytorch.moe_permute(torch.ones(2, 4), torch.ones(2, 1, dtype=torch.int32))[0]
+    except Exception as error:
+        told = str(error).splitlines()[0]
+        return "" if "num_out_tokens" in told else f"a call without num_out_tokens raises: {told}"
+    return "" if len(rows) == 2 else f"a call without num_out_tokens makes {len(rows)} rows of 2"
+
+
+@check
+def d02() -> str:
+    """A padding module aligns by the recipe in force when it runs, not when it was made."""
+    in_force = [SimpleNamespace(mxfp8=lambda: False)]
+    module = padding_module(lambda: in_force[-1])(1)
+    in_force.append(SimpleNamespace(mxfp8=lambda: True))
+    _, (padded,) = module(torch.zeros(5, 4), [5])
+    return "" if padded == 32 else f"5 rows are padded to {padded} under MXFP8, which needs a multiple of 32"
+
+
+def padding_module(recipe: Callable[[], Any]) -> Any:
+    """`Fp8Padding` of the release, without its kernel; `recipe` gives the one in force."""
+    package = "transformer_engine.pytorch"
+    stubs: dict[str, dict[str, Any]] = {
+        "transformer_engine_torch": {"fused_multi_row_padding": lambda *_: None},
+        f"{package}.fp8": {"FP8GlobalStateManager": SimpleNamespace(get_fp8_recipe=recipe)},
+        f"{package}.jit": {"no_torch_dynamo": lambda: lambda function: function},
+        **{name: {"__path__": []} for name in ("transformer_engine", package, f"{package}.module")},
+    }
+    for name, content in stubs.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(content)
+    file = Path(os.environ["TE_WHEEL"], *package.split("."), "module", "fp8_padding.py")
+    found = spec_from_file_location(f"{package}.module.fp8_padding", file)
+    if found is None or found.loader is None:
+        raise ImportError(f"{file} is no module")
+    made = module_from_spec(found)
+    found.loader.exec_module(made)
+    return made.Fp8Padding
+
+
+if __name__ == "__main__":
+    answer()

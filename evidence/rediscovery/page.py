@@ -13,12 +13,14 @@ from evidence.rediscovery.rows import Row
 HEAD = """# Known defects, found again
 
 `make rediscover` installs releases of other packages that are known to have a defect, and those
-that mended it, each in an environment of its own which is kept. It judges both by the same check:
-a contract of the suite through an adapter, or a comparison: with the reference, between ranks, or
-between two ways of the release. Ranks are processes joined by gloo, with stubs for CUDA streams. A
-defect is *found again* only if the first release fails and the second passes. *Half*: the first
-fails, and there is no second to compare with. *Not shown*: the first passes. This page is written
-by the run.
+that mended it, each in an environment of its own which is kept; a release that the index lacks is
+taken from its repository. It judges both by the same check: a contract of the suite through an
+adapter, or a comparison: with the reference, between ranks, or between two ways of the release.
+Ranks are processes joined by gloo, with stubs for CUDA streams. A defect is *found again* only if
+the first release fails and the second passes. *Half*: the first fails, and there is no second to
+compare with. *Not shown*: the first passes. Checks of compiled kernels ran on a GPU
+(`python -m evidence.rediscovery.on_a_gpu`), and what they found is kept. This page is written by
+the run.
 """
 
 
@@ -32,13 +34,18 @@ class Found:
     finding: str = ""
 
 
-def page(results: Sequence[Found]) -> str:
-    """The whole page."""
+def page(results: Sequence[Found], where: Sequence[str] = ()) -> str:
+    """The whole page; `where` says what else was run, and on what."""
     counts = Counter(result.outcome for result in results)
     summary = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("found again", "half", "not shown", "not run"))
     lines = [
         HEAD,
-        f"Python {sys.version.split()[0]}, torch {torch.__version__}, CPU. {len(results)} defects: {summary}.\n",
+        textwrap.fill(
+            f"Python {sys.version.split()[0]}, torch {torch.__version__}, CPU. {''.join(f'{x}. ' for x in where)}"
+            f"{len(results)} defects: {summary}.",
+            100,
+        )
+        + "\n",
     ]
     lines += ["| package | defect | release | mended in | outcome |", "|---|---|---|---|---|"]
     for one in results:

@@ -3,13 +3,14 @@
 Rows travel as bytes, so that every dtype can, with everything that belongs to a row: one collective
 for the counts, one for the rows. Permutations before and after are `moe_fast.permutation`'s. All
 are differentiable and deterministic, by the reduction trees of the reference. The host reads the
-counts, and the indices that it may have to refuse.
+counts, unless the call bounds them, and the indices that it may have to refuse, unless the policy
+trusts them.
 
 Read `exchange` first, then `alltoall`, `allgather`, `deepep`, `hybridep`, `low_latency`; `overlap`
 runs other work at the same time as any of them, and `CountsOnHost` copies counts without a wait.
 """
 
-from moe_fast.declared import COMPUTED, COPY, READ, SUM, Family
+from moe_fast.declared import COMPUTED, COPY, SUM, TRAVELS, Family
 from moe_fast.dispatch.allgather import allgather_combine, allgather_dispatch
 from moe_fast.dispatch.alltoall import alltoall_combine, alltoall_dispatch
 from moe_fast.dispatch.counts import CountsOnHost as CountsOnHost
@@ -18,23 +19,23 @@ from moe_fast.dispatch.hybridep import hybridep_cached_dispatch, hybridep_combin
 from moe_fast.dispatch.indices import flatten_experts
 from moe_fast.dispatch.low_latency import deepep_low_latency_combine, deepep_low_latency_dispatch
 
-_COMBINE = SUM | READ
+_COMBINE = SUM | TRAVELS
 
 _family = Family(
     {
-        allgather_dispatch: READ,
+        allgather_dispatch: TRAVELS,
         allgather_combine: _COMBINE,
-        alltoall_dispatch: READ,
+        alltoall_dispatch: TRAVELS,
         alltoall_combine: _COMBINE,
         flatten_experts: COMPUTED,
         deepep_layout: COPY,
-        deepep_dispatch: READ,
-        deepep_cached_dispatch: READ,
+        deepep_dispatch: TRAVELS,
+        deepep_cached_dispatch: TRAVELS,
         deepep_combine: _COMBINE,
-        deepep_low_latency_dispatch: READ,
+        deepep_low_latency_dispatch: TRAVELS,
         deepep_low_latency_combine: _COMBINE,
-        hybridep_dispatch: READ,
-        hybridep_cached_dispatch: READ,
+        hybridep_dispatch: TRAVELS,
+        hybridep_cached_dispatch: TRAVELS,
         hybridep_combine: _COMBINE,
     }
 )

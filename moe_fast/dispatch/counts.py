@@ -31,12 +31,12 @@ class CountsOnHost:
             self._host = device.detach().clone()
             return
         self._host = torch.empty(device.shape, dtype=device.dtype, pin_memory=True)
-        stream = side_stream(device.device)
+        stream, then = side_stream(device.device), device.detach().clone()  # later work may overwrite the counts
         stream.wait_stream(torch.cuda.current_stream(device.device))
         with torch.cuda.stream(stream):
-            self._host.copy_(device.detach(), non_blocking=True)
+            self._host.copy_(then, non_blocking=True)
             self._copied = stream.record_event()
-        device.record_stream(stream)  # its memory stays until the copy is made
+        then.record_stream(stream)  # its memory stays until the copy is made
 
     @property
     def host(self) -> Tensor:

@@ -22,7 +22,6 @@ class Sent:
     token_S: Tensor  # the token of each row
     rank_S: Tensor  # where it goes
     num_tokens: int
-    most: int  # rows that any rank receives
     num_rows: int | None = None  # the budget, which is the rows of each slab
 
     def rows(self, tokens_TH: Tensor) -> Tensor:
@@ -34,10 +33,26 @@ class Sent:
         longer = x if self.num_rows is None else torch.cat([x, x.new_zeros((1, *x.shape[1:]))])
         return longer[self.token_S, self.rank_S]
 
+    def of_tokens(self, x_T: Tensor, nothing: int = 0) -> Tensor:
+        """x of each row's token; `nothing`, 0 or of integers, in free rows."""
+        return taken(x_T if self.num_rows is None else longer(x_T, 1, nothing), self.token_S)
+
     def to_tokens(self, x_S: Tensor) -> Tensor:
         """[T,W,…] with x of each row at [token, destination], and 0 elsewhere."""
         out = x_S.new_zeros((self.num_tokens + 1, len(self.exchange.send), *x_S.shape[1:]))
         return out.index_put((self.token_S, self.rank_S), x_S)[:-1]
+
+
+def taken(x: Tensor, index_N: Tensor) -> Tensor:
+    """x[index]; fp8 has no indexing on every torch, and no gradient."""
+    return x.view(torch.uint8)[index_N].view(x.dtype) if x.element_size() == 1 else x[index_N]
+
+
+def longer(x: Tensor, rows: int, fill: int = 0) -> Tensor:
+    """x with `rows` more rows of 0, or of another integer."""
+    narrow = x.element_size() == 1
+    more = torch.full((rows, *x.shape[1:]), fill, dtype=torch.uint8 if narrow else x.dtype, device=x.device)
+    return torch.cat([x, more.view(x.dtype) if narrow else more])
 
 
 def check_resent(tokens_TH: Tensor, handle: Any, kind: type, group: Any) -> None:
@@ -65,9 +80,7 @@ def send_once(tokens_TH: Tensor, wanted_TW: Tensor, group: Any, num_rows: int | 
     rank_S = destinations.repeat_interleave(
         torch.tensor(counts[rank], device=tokens_TH.device), output_size=len(token_S)
     )
-    return Sent(exchange, token_S, rank_S, len(tokens_TH), max(map(sum, zip(*counts, strict=True)))), _rows(
-        tokens_TH, wanted_TW, None
-    )
+    return Sent(exchange, token_S, rank_S, len(tokens_TH)), _rows(tokens_TH, wanted_TW, None)
 
 
 def _in_slabs(tokens_TH: Tensor, wanted_TW: Tensor, group: Any, num_rows: int) -> Sent:
@@ -80,7 +93,7 @@ def _in_slabs(tokens_TH: Tensor, wanted_TW: Tensor, group: Any, num_rows: int) -
     token_S = torch.full((nowhere + 1,), num_tokens, device=wanted_TW.device)
     token_S = token_S.scatter(0, row_TW.flatten(), number_TW.flatten())[:-1]
     exchange = exchange_of([[num_rows] * ranks] * ranks, 0, group)
-    return Sent(exchange, token_S, rank_W.repeat_interleave(num_rows), num_tokens, nowhere, num_rows)
+    return Sent(exchange, token_S, rank_W.repeat_interleave(num_rows), num_tokens, num_rows)
 
 
 def _rows(tokens_TH: Tensor, wanted_TW: Tensor, num_rows: int | None) -> Tensor:

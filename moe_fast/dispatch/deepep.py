@@ -4,14 +4,20 @@ that rank do.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_fast.dispatch.deduplicated import Sent, add_ranks, check_resent, send_once
-from moe_fast.dispatch.exchange import Exchange, check_combined, check_handle, exchanged, size_and_rank
+from moe_fast.dispatch.deduplicated import Sent, add_ranks, check_resent, send_once, taken
+from moe_fast.dispatch.exchange import (
+    Exchange,
+    check_combined,
+    check_handle,
+    counts_of_all,
+    exchanged,
+    size_and_rank,
+)
 from moe_fast.dispatch.indices import EMPTY, apply_index_policy
 from moe_ref.config import (
     Combined,
@@ -31,7 +37,7 @@ class Handle:
     """What combine needs of its dispatch."""
 
     sent: Sent
-    padding: int  # rows past the received ones
+    order_D: Tensor | None = None  # with `num_worst_tokens`: the arrived row, of the slabs, in each row
 
     @property
     def exchange(self) -> Exchange:
@@ -60,34 +66,44 @@ def deepep_dispatch(
     policy: IndexPolicy | None = None, expert_alignment: int = 1,
     num_worst_tokens: int | None = None, group: Any = None,
 ) -> DeepEPDispatched:  # fmt: skip
-    """Send each token once to each rank that some slot of it names. The host reads the counts."""
+    """Send each token once to each rank that some slot of it names.
+
+    The host reads the counts. With `num_worst_tokens` it reads them to check it, and with a policy
+    that trusts values it reads nothing: then `num_worst_tokens` rows travel from each rank to each.
+    """
     ranks, rank = size_and_rank(group)
     check_rank_indices(
         [tokens_TH] * ranks, [indices_TK] * ranks, None if probs is None else [probs] * ranks, num_experts
     )
     require(scales is None or len(scales) == len(tokens_TH), "scales", "of another size", "a row for each token")
+    policy = policy or IndexPolicy()
     kept_TK, kept_probs = apply_index_policy(indices_TK, probs, num_experts, policy)
     local = num_experts // ranks
-    sent, rows = send_once(tokens_TH, _wanted(kept_TK, local, ranks), group)
-    others = [None if x is None else x[sent.token_S] for x in (kept_TK, kept_probs, scales)]
-    rows_DH, index_DK, probs_DK, scales_D = exchanged(sent.exchange, rows, *others)
+    wanted_TW = _wanted(kept_TK, local, ranks)
+    checked = num_worst_tokens is not None and policy.values == "checked"
+    most = int(counts_of_all(wanted_TW.sum(0), group).sum(0).max()) if checked else 0
+    check_deepep_sizes(expert_alignment, num_worst_tokens, most)
+    sent, rows = send_once(tokens_TH, wanted_TW, group, num_worst_tokens)
+    arrived = exchanged(
+        sent.exchange, rows, sent.of_tokens(kept_TK, EMPTY),
+        None if kept_probs is None else sent.of_tokens(kept_probs), None if scales is None else sent.of_tokens(scales),
+    )  # fmt: skip
+    order_D = None
+    if num_worst_tokens is not None and arrived[1] is not None:
+        free_D = (arrived[1] == EMPTY).all(1)
+        order_D = free_D.to(torch.uint8).sort(stable=True).indices[:num_worst_tokens]
+        arrived = [None if x is None else taken(x, order_D) for x in arrived]
+    rows_DH, index_DK, probs_DK, scales_D = arrived
     assert rows_DH is not None and index_DK is not None
     here = index_DK // local == rank
     index_DK = torch.where(here, index_DK - rank * local, EMPTY)
     if probs_DK is not None:
         probs_DK = torch.where(here, probs_DK, torch.zeros_like(probs_DK))
-    check_deepep_sizes(expert_alignment, num_worst_tokens, sent.most)
-    padding = 0 if num_worst_tokens is None else num_worst_tokens - len(rows_DH)
     counts = None
     if num_worst_tokens is None:
         counts = (index_DK.flatten()[:, None] == torch.arange(local, device=index_DK.device)).sum(0)
         counts = -(-counts // expert_alignment) * expert_alignment
-    longer = [
-        None if x is None else _longer(x, padding, fill)
-        for x, fill in ((rows_DH, 0), (scales_D, 0), (index_DK, EMPTY), (probs_DK, 0))
-    ]
-    assert longer[0] is not None and longer[2] is not None
-    return DeepEPDispatched(longer[0], longer[1], longer[2], longer[3], counts, Handle(sent, padding))
+    return DeepEPDispatched(rows_DH, scales_D, index_DK, probs_DK, counts, Handle(sent, order_D))
 
 
 def deepep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = None) -> Tensor:
@@ -99,7 +115,7 @@ def deepep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = No
     check_resent(tokens_TH, handle, Handle, group)
     (rows_DH,) = exchanged(handle.exchange, handle.sent.rows(tokens_TH))
     assert rows_DH is not None
-    return _longer(rows_DH, handle.padding, 0)
+    return rows_DH if handle.order_D is None else taken(rows_DH, handle.order_D)
 
 
 def deepep_combine(
@@ -112,7 +128,7 @@ def deepep_combine(
     """
     check_handle(handle, Handle, group)
     arrived = sum(handle.exchange.receive)
-    check_combined(rows_DH, arrived + handle.padding)
+    check_combined(rows_DH, arrived if handle.order_D is None else len(handle.order_D))
     shape = (handle.sent.num_tokens, rows_DH.shape[1])
     require(
         len(biases) <= 2 and all(tuple(bias.shape) == shape for bias in biases),
@@ -122,20 +138,18 @@ def deepep_combine(
     )
     if probs is not None:
         check_probs(probs, (len(rows_DH), *probs.shape[1:]), rows_DH)
-    home, home_probs = exchanged(handle.exchange.back, rows_DH[:arrived], None if probs is None else probs[:arrived])
+    parts = [None if x is None else _where_they_arrived(x, handle, arrived) for x in (rows_DH, probs)]
+    home, home_probs = exchanged(handle.exchange.back, *parts)
     assert home is not None
     tokens = add_ranks(home, handle.sent, list(biases), rows_DH.dtype)
     return Combined(tokens, None if home_probs is None else add_ranks(home_probs, handle.sent, [], home_probs.dtype))
 
 
-def _longer(x: Tensor, rows: int, fill: int) -> Tensor:
-    """x with `rows` more rows of one number."""
-    if rows == 0:
-        return x
-    padding = torch.full((rows, prod(x.shape[1:]) * x.element_size()), 0, dtype=torch.uint8, device=x.device)
-    return torch.cat(
-        [x, padding.view(x.dtype).reshape(rows, *x.shape[1:]) if fill == 0 else x.new_full((rows, *x.shape[1:]), fill)]
-    )
+def _where_they_arrived(x_D: Tensor, handle: Handle, arrived: int) -> Tensor:
+    """The rows in the slabs; those past the received ones stand in rows that no token has."""
+    if handle.order_D is None:
+        return x_D
+    return x_D.new_zeros((arrived, *x_D.shape[1:])).index_copy(0, handle.order_D, x_D)
 
 
 def _wanted(indices_TK: Tensor, local_experts: int, ranks: int) -> Tensor:

@@ -28,18 +28,21 @@ def apply_index_policy(
     probability 0.
 
     Raises:
-        ValueError: an index outside, or one that the policy rejects. The host reads both.
+        ValueError: an index outside, or one that the policy rejects. The host reads both, unless
+            the policy trusts the values.
     """
     policy = policy or IndexPolicy()
-    check_index_values(indices_TK, num_experts)
+    trusted = policy.values == "trusted"
+    if not trusted:
+        check_index_values(indices_TK, num_experts)
     empty_TK = indices_TK == EMPTY
     require(
-        policy.empty == "skip" or not bool(empty_TK.any()),
+        trusted or policy.empty == "skip" or not bool(empty_TK.any()),
         "indices",
         "-1 in some slot",
         "an expert in every slot, by the policy",
     )
-    if policy.duplicates != "count each":
+    if policy.duplicates != "count each" and not (trusted and policy.duplicates == "reject"):
         same_TKK = (indices_TK[:, :, None] == indices_TK[:, None, :]).triu(1)
         again_TK = same_TKK.any(2) & ~empty_TK
         require(

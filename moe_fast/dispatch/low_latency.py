@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fast.dispatch.deduplicated import longer, taken
 from moe_fast.dispatch.exchange import Exchange, check_handle, counts_of_all, exchange_of, exchanged, size_and_rank
 from moe_fast.dispatch.indices import EMPTY, apply_index_policy
 from moe_fast.launch.autograd import once_differentiable
@@ -28,7 +29,7 @@ class Handle:
     """What combine needs of its dispatch."""
 
     exchange: Exchange
-    row_D: Tensor  # where each arrived row stands in the slabs
+    row_D: Tensor  # where each arrived row stands in the slabs; one past them if it is free
     slot_TK: Tensor  # which of the rows that come back each slot reads, or -1
     shape: tuple[int, int]  # L, rows of a slab
 
@@ -38,37 +39,32 @@ def deepep_low_latency_dispatch(
     *, num_experts: int, max_tokens_per_rank: int, use_fp8: bool = False, round_scale: bool = False,
     policy: IndexPolicy | None = None, group: Any = None,
 ) -> LowLatencyDispatched:  # fmt: skip
-    """Send a copy of each token per slot to the slab of its expert. The host reads the counts."""
+    """Send a copy of each token per slot to the slab of its expert.
+
+    As many rows travel from each rank to each as tokens and slots may fill. The host reads no
+    count, and with a policy that trusts values nothing.
+    """
     ranks, rank = size_and_rank(group)
     check_rank_indices([tokens_TH] * ranks, [indices_TK] * ranks, None, num_experts)
     check_slab([tokens_TH], max_tokens_per_rank, use_fp8, round_scale)
+    policy = policy or IndexPolicy()
     kept_TK, _ = apply_index_policy(indices_TK, None, num_experts, policy)
     local, slab = num_experts // ranks, ranks * max_tokens_per_rank
     own_E = (kept_TK.flatten()[:, None] == torch.arange(num_experts, device=kept_TK.device)).sum(0)
     count_SE = counts_of_all(own_E, group)
-    exchange = exchange_of(count_SE.unflatten(1, (ranks, local)).sum(2).tolist(), rank, group)
-    # by expert, in an expert by token and slot; empty slots in front
-    copy_N = kept_TK.flatten().sort(stable=True).indices
-    copy_N = copy_N[kept_TK.numel() - sum(exchange.send) :]
-    token_N = copy_N // max(kept_TK.shape[1], 1)
-    place_TK = _places(kept_TK, copy_N)
+    slots = kept_TK.shape[1] if policy.duplicates == "count each" else min(kept_TK.shape[1], local)
+    most = max_tokens_per_rank * slots  # copies from one rank to one
+    exchange = exchange_of([[most] * ranks] * ranks, rank, group)
+    place_TK = _places(kept_TK, own_E.unflatten(0, (ranks, local)).sum(1), most)
+    token_N = _tokens(place_TK, ranks * most)
     if use_fp8:
-        codes, scale = _for_the_wire(tokens_TH, round_scale)
-        codes, scale = codes.view(torch.uint8)[token_N].view(codes.dtype), scale[token_N]
+        codes, scale = (taken(longer(x, 1), token_N) for x in _for_the_wire(tokens_TH, round_scale))
     else:
         codes, scale = _Copied.apply(tokens_TH, token_N, place_TK), None
     arrived = exchanged(exchange, codes, scale, token_N)
     count_SL = count_SE[:, rank * local : (rank + 1) * local]
     begin_LS = count_SL.T.cumsum(1) - count_SL.T
-    chunk_of_D = torch.arange(ranks * local, device=kept_TK.device).repeat_interleave(
-        count_SL.flatten(), output_size=sum(exchange.receive)
-    )
-    place_in_chunk = (
-        torch.arange(len(chunk_of_D), device=kept_TK.device)
-        - (count_SL.flatten().cumsum(0) - count_SL.flatten())[chunk_of_D]
-    )
-    source_D, local_D = chunk_of_D // local, chunk_of_D % local
-    row_D = local_D * slab + begin_LS[local_D, source_D] + place_in_chunk
+    row_D = _rows(count_SL, begin_LS, most, slab)
     rows, scales, numbers = (None if x is None else _placed(x, row_D, (local, slab)) for x in arrived)
     assert rows is not None and numbers is not None
     same_TKK = (kept_TK[:, :, None] == kept_TK[:, None, :]) & (kept_TK != EMPTY)[:, :, None]
@@ -97,7 +93,7 @@ def deepep_low_latency_combine(
             f"of shape {tuple(handle.slot_TK.shape)}, as dispatch's",
         )
     wide = torch.float64 if torch.float64 in (rows.dtype, probs.dtype) else torch.float32
-    (home,) = exchanged(handle.exchange.back, rows.flatten(0, 1)[handle.row_D])
+    (home,) = exchanged(handle.exchange.back, longer(rows.flatten(0, 1), 1)[handle.row_D])
     assert home is not None
     home = torch.cat([home.to(wide), home.new_zeros((1, rows.shape[2]), dtype=wide)])  # the last row is for empty slots
     total = home.new_zeros((len(indices_TK), rows.shape[2]))
@@ -112,7 +108,7 @@ class _Copied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, token_N: Tensor, place_TK: Tensor) -> Tensor:
         ctx.save_for_backward(place_TK)
-        return tokens.view(torch.uint8)[token_N].view(tokens.dtype) if tokens.element_size() == 1 else tokens[token_N]
+        return taken(longer(tokens, 1), token_N)
 
     @staticmethod
     @once_differentiable
@@ -126,17 +122,43 @@ class _Copied(torch.autograd.Function):
         return total.to(d_rows.dtype), None, None
 
 
-def _places(kept_TK: Tensor, copy_N: Tensor) -> Tensor:
-    """[T,K]: which of the copies is each slot's, or -1."""
-    places = torch.full((kept_TK.numel(),), EMPTY, device=kept_TK.device)
-    return places.index_put((copy_N,), torch.arange(len(copy_N), device=kept_TK.device)).reshape(kept_TK.shape)
+def _places(kept_TK: Tensor, count_W: Tensor, most: int) -> Tensor:
+    """[T,K]: the row in which each slot's copy leaves, or -1. A rank's rows begin at a multiple of
+    `most`; they are by expert, in an expert by token and slot.
+    """
+    order_N = kept_TK.flatten().sort(stable=True).indices  # empty slots in front
+    number_N = torch.empty_like(order_N)  # all by the next line
+    number_N[order_N] = torch.arange(len(order_N), device=kept_TK.device) - (len(order_N) - count_W.sum())
+    ends_W = count_W.cumsum(0)
+    rank_N = torch.searchsorted(ends_W, number_N, right=True).clamp(max=len(count_W) - 1)
+    row_N = rank_N * most + number_N - (ends_W - count_W)[rank_N]
+    return torch.where(number_N < 0, EMPTY, row_N).reshape(kept_TK.shape)
+
+
+def _tokens(place_TK: Tensor, rows: int) -> Tensor:
+    """[rows]: the token of each row that leaves; T in free rows."""
+    number_TK = torch.arange(len(place_TK), device=place_TK.device)[:, None].expand(place_TK.shape)
+    token_N = torch.full((rows + 1,), len(place_TK), device=place_TK.device)  # the last: of empty slots
+    return token_N.scatter(0, place_TK.where(place_TK != EMPTY, rows).flatten(), number_TK.flatten())[:-1]
+
+
+def _rows(count_SL: Tensor, begin_LS: Tensor, most: int, slab: int) -> Tensor:
+    """[W · most]: where each arrived row stands in the slabs; one past them if it is free."""
+    ranks, local = count_SL.shape
+    ends_SL = count_SL.cumsum(1)
+    number_SM = torch.arange(most, device=count_SL.device).repeat(ranks, 1)
+    local_SM = torch.searchsorted(ends_SL, number_SM, right=True)
+    free_SM, held_SM = local_SM == local, local_SM.clamp(max=local - 1)
+    start_SM = (begin_LS.T - (ends_SL - count_SL)).gather(1, held_SM)
+    return torch.where(free_SM, local * slab, held_SM * slab + start_SM + number_SM).flatten()
 
 
 def _placed(x_D: Tensor, row_D: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[L, rows of a slab, …] with each row where it belongs, and 0 elsewhere."""
+    """[L, rows of a slab, …] with each row where it belongs, 0 elsewhere; without free rows."""
     if x_D.element_size() == 1:  # fp8 has no indexing on every torch, and no gradient here
         return _placed(x_D.view(torch.uint8).to(torch.int16), row_D, shape).to(torch.uint8).view(x_D.dtype)
-    return x_D.new_zeros((shape[0] * shape[1], *x_D.shape[1:])).index_put((row_D,), x_D).unflatten(0, shape)
+    slabs = x_D.new_zeros((shape[0] * shape[1] + 1, *x_D.shape[1:])).index_put((row_D,), x_D)
+    return slabs[:-1].unflatten(0, shape)
 
 
 def _for_the_wire(x_TH: Tensor, round_scale: bool) -> list[Tensor]:

@@ -6,7 +6,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_fast.experts import _hopper, _hopper_codes
+from moe_fast.experts import _hopper, _hopper_codes, _hopper_rows
 from moe_fast.experts._linear import SEGMENT_ROWS
 from moe_fast.experts.segments import DESCRIBED_SIZE, Plan, programs
 from moe_fast.launch.backend import launch_on
@@ -17,6 +17,9 @@ from moe_fast.launch.tuning import ceil_div
 # Measured on an H200 (docs/results/low-precision-h200.md). A ring's stages and the tile that leaves
 # share 227 KiB.
 OUTER = {"STAGES": 3, "BLOCK_P": 64, "BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8}
+MATMUL = {"STAGES": 3, "num_warps": 4}
+MATMUL_TILE = tuple(getattr(_hopper_rows, side).value for side in ("HEIGHT", "DEPTH", "WIDTH"))
+MATMUL_ROWS = MATMUL_TILE[0] * _hopper_rows.GROUPS.value  # of a tile: both groups' rows
 BAND = 8  # blocks of outputs that share blocks of inputs in the L2
 HEIGHT = _hopper_codes.HEIGHT.value
 CODES = _hopper_codes.CODES.value
@@ -40,6 +43,33 @@ def outer_products(d_out_PM: Tensor, rows_PN: Tensor, plan: Plan, out_LMN: Tenso
             num_ins,
             BAND=BAND,
             **OUTER,
+        )
+
+
+def matmul(x_PD: Tensor, matrices: Tensor, turned: bool, bias: tuple[Any, ...], plan: Plan, out_PC: Tensor) -> None:
+    """out[p] = x[p] · weight[e] + bias[e] for operands and a result that have descriptors.
+
+    Args:
+        matrices: weight, [L, D, C], or if turned its transposes, [L, C, D].
+        bias: a tensor, or none, and its strides.
+        plan: of tiles of `MATMUL_ROWS`.
+    """
+    high, deep, wide = MATMUL_TILE
+    pieces = plan.capacity * ceil_div(out_PC.shape[1], wide)
+    with launch_on(out_PC):
+        launch(_hopper_rows.matmul_kernel, (programs(pieces, out_PC.device),))(
+            described(x_PD, [high, deep]),
+            described(matrices, [1, wide, deep] if turned else [1, deep, wide]),
+            out_PC,
+            segments_of(out_PC, [high, wide]),
+            *bias,
+            plan.tile_4C,
+            plan.total_2,
+            plan.capacity,
+            *out_PC.shape,
+            x_PD.shape[1],
+            TURNED=turned,
+            **MATMUL,
         )
 
 

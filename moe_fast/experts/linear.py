@@ -271,6 +271,10 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
         return out
     turned = weight.stride(2) != 1
     described = have_descriptors(x, weight.transpose(1, 2) if turned else weight, out)
+    if described and tile.rows == hopper.MATMUL_ROWS and is_hopper(x.device):
+        matrices = weight.transpose(1, 2) if turned else weight
+        hopper.matmul(x, matrices, turned, strided(bias_LC, 2), plan, out)
+        return out
     wide = x.dtype == torch.float64
     with launch_on(x):
         launch(

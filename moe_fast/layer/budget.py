@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from moe_fast.layer.module import MoELayer
+from moe_fast.layer.room import in_room
 
 X = TypeVar("X")
 
@@ -16,36 +17,42 @@ def within_budget(layers: Sequence[MoELayer], step: Callable[[], X], reset: Call
     """step(); and once more, with room for all rows, if any layer on any rank has dropped some.
 
     All ranks call it together and decide alike. Before the second run the routers have their states
-    of before the first, and `reset` is called: it must undo what else the first run has done, as by
-    `optimizer.zero_grad`. The step must not update parameters. The host waits once, after the step.
+    of before the first, torch's generators too, and `reset` is called: it must undo what else the
+    first run has done, as by `optimizer.zero_grad`. The step must not update parameters. The host
+    waits once, after the step. Of one layer's forward alone: `moe_layer` with `rerun`.
 
     Args:
         layers: with a `group`, and `LayerConfig.num_rows`; see `rank_budget`.
 
     Mirrors the rerun of megatron.core.transformer.moe.paged_stash.PagedStashRunner.
     """
+    if not layers:
+        return step()
     states = [layer.router.state for layer in layers]
     for layer in layers:
         layer.over_budget = torch.zeros_like(layer.over_budget)
-    result = step()
-    if not _dropped(layers):
-        return result
-    reset()
+
+    def run(few: bool) -> X:
+        if few:
+            return step()
+        reset()
+        for layer, state in zip(layers, states, strict=True):
+            layer.router.keep(state)
+        return _without_budgets(layers, step)
+
+    def dropped(_: X) -> Tensor:
+        return torch.stack([layer.over_budget for layer in layers]).any()
+
+    return in_room(run, dropped, layers[0].group, layers[0].over_budget.device)
+
+
+def _without_budgets(layers: Sequence[MoELayer], step: Callable[[], X]) -> X:
+    """step(), with room for all rows in every layer."""
     configs = [layer.config for layer in layers]
-    for layer, state in zip(layers, states, strict=True):
-        layer.router.keep(state)
+    for layer in layers:
         layer.config = replace(layer.config, num_rows=None)
     try:
         return step()
     finally:
         for layer, config in zip(layers, configs, strict=True):
             layer.config = config
-
-
-def _dropped(layers: Sequence[MoELayer]) -> bool:
-    """Whether any rank has dropped rows in any layer."""
-    if not layers:
-        return False
-    over = torch.stack([layer.over_budget for layer in layers]).any().to(torch.int32)
-    dist.all_reduce(over, op=dist.ReduceOp.MAX, group=layers[0].group)
-    return bool(over)

@@ -1,7 +1,9 @@
 """The layer of one rank: gate, route, dispatch, experts, combine, with shared experts."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from moe_fast.dispatch import symmetric
 from moe_fast.dispatch.allgather import allgather_combine, allgather_dispatch
 from moe_fast.dispatch.alltoall import alltoall_combine, alltoall_dispatch
+from moe_fast.dispatch.budget import kept_copies
 from moe_fast.dispatch.deepep import deepep_combine, deepep_dispatch
 from moe_fast.dispatch.exchange import counts_of_all
 from moe_fast.dispatch.hybridep import hybridep_combine, hybridep_dispatch
@@ -19,11 +22,13 @@ from moe_fast.experts.delayed import Waiting
 from moe_fast.experts.mlp import grouped_mlp, latent_projection
 from moe_fast.experts.shared import shared_experts
 from moe_fast.launch.operators import traceable
+from moe_fast.layer.room import in_room
 from moe_fast.permutation.permute import permute, unpermute
 from moe_fast.permutation.routing_map import indices_to_multihot, multihot_to_indices
 from moe_fast.router.gating import gate, jitter
 from moe_fast.router.route import route
 from moe_ref.config import (
+    IndexPolicy,
     LayerConfig,
     LayerOutput,
     LayerParameters,
@@ -38,6 +43,7 @@ from moe_ref.config import (
 from moe_ref.config.router import expert_capacity
 
 Combine = Callable[[Tensor], Tensor]
+TRUSTED = IndexPolicy(values="trusted")  # of the router's own choice
 
 
 @traceable
@@ -46,7 +52,7 @@ def moe_layer(
     *, state: RouterState, training: bool = True, batch_size: int = 1, group: Any = None,
     padding_mask: Tensor | None = None, noise: Tensor | None = None, recompute: str | None = None,
     wgrads: Waiting | None = None, overlap_shared: bool = False,
-    in_dispatch_backward: Callable[[], None] | None = None, shared_memory: bool = False,
+    in_dispatch_backward: Callable[[], None] | None = None, shared_memory: bool = False, rerun: bool = False,
 ) -> LayerOutput:  # fmt: skip
     """One forward of the layer on this rank, with its L = E/W experts.
 
@@ -61,7 +67,9 @@ def moe_layer(
             their gradients; see `overlap.beside`. dx then adds its parts in another order.
         in_dispatch_backward: launched beside the dispatch's backward; see `overlap.in_backward`.
         shared_memory: hybridep's rows travel over memory that the ranks share, see
-            `moe_fast.dispatch.symmetric`; with `LayerConfig.num_rows` the host then never waits.
+            `moe_fast.dispatch.symmetric`.
+        rerun: with `LayerConfig.num_rows` no row is dropped: if any rank has too little room, the
+            layer runs again with room for all. The host waits once. See `within_budget`.
 
     Raises:
         ValueError: also for memory shared by another dispatcher, and as the functions of the
@@ -70,12 +78,16 @@ def moe_layer(
     ranks = 1 if group is None else dist.get_world_size(group)
     masks, noises = (None if given is None else [given] * ranks for given in (padding_mask, noise))
     check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks, masks, noises)
+    if rerun and group is not None and config.num_rows is not None:
+        run = partial(moe_layer, x_TH, parameters, state=state, training=training, batch_size=batch_size, group=group)
+        run = partial(run, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads)
+        run = partial(run, overlap_shared=overlap_shared, in_dispatch_backward=in_dispatch_backward)
+        run, free = partial(run, shared_memory=shared_memory), replace(config, num_rows=None)
+        over = attrgetter("dispatched.overflow")
+        return in_room(lambda few: run(config=config if few else free), over, group, x_TH.device)
     p = parameters
-    logits = gate(jittered(x_TH, config, noise), p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype)
-    batch = RouterRanks() if group is None else RouterRanks(tp_dp_cp=RankGroup(ranks, lambda x: sum_over(x, group)))
-    options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask, "ranks": batch}
-    routed = route(logits, config.router, state=state, **options)  # type: ignore[arg-type]
-    routed = without_padding(routed, padding_mask)
+    options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask}
+    logits, routed = _routed(x_TH, p, config, state, group, noise, options)
 
     tokens = x_TH if p.latent_down is None else latent_projection(x_TH, p.latent_down)
     dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory)
@@ -95,6 +107,19 @@ def moe_layer(
     if shared is not None:
         output = output + shared
     return LayerOutput(logits, routed, dispatched, rows, combined, shared, output)
+
+
+def _routed(
+    x_TH: Tensor, p: LayerParameters, config: LayerConfig, state: RouterState, group: Any, noise: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, RouteOutput]:  # fmt: skip
+    """The logits, and the routing of this rank's tokens; padding then leaves the map."""
+    logits = gate(jittered(x_TH, config, noise), p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype)
+    batch = RouterRanks()
+    if group is not None:
+        batch = RouterRanks(tp_dp_cp=RankGroup(dist.get_world_size(group), lambda x: sum_over(x, group)))
+    routed = route(logits, config.router, state=state, ranks=batch, **options)
+    return logits, without_padding(routed, options["padding_mask"])
 
 
 def jittered(x_TH: Tensor, config: LayerConfig, noise_TH: Tensor | None) -> Tensor:
@@ -178,15 +203,20 @@ def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callab
 
 
 def _by_index(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any) -> tuple[Any, Combine]:
-    """DeepEP: tokens travel in index form, and each rank permutes the tokens it received."""
-    experts = config.router.num_experts
+    """DeepEP: tokens travel in index form, and each rank permutes the tokens it received. With a
+    budget only copies that have a row travel, so that no rank receives more tokens than rows.
+    """
+    experts, room = config.router.num_experts, config.num_rows
     slots = experts if config.router.pad_to_capacity else config.router.topk
-    listed = multihot_to_indices(routed.routing_map, routed.probs, topk=slots)
-    sent = deepep_dispatch(tokens, listed.indices, num_experts=experts, probs=listed.probs, group=group)
+    kept = None if room is None else kept_copies(routed.routing_map, room, group)
+    listed = multihot_to_indices(routed.routing_map if kept is None else kept.map_TE, routed.probs, topk=slots)
+    settings = {"num_experts": experts, "probs": listed.probs, "policy": TRUSTED, "group": group}
+    sent = deepep_dispatch(tokens, listed.indices, num_worst_tokens=room, **settings)  # type: ignore[arg-type]
     assert sent.probs is not None
     local = experts // dist.get_world_size(group)
     own = indices_to_multihot(sent.indices, sent.probs, num_experts=local)
-    permuted = permute(sent.rows, own.routing_map, probs=own.probs)
+    permuted = permute(sent.rows, own.routing_map, probs=own.probs, num_rows=room)
+    permuted = permuted if kept is None else permuted._replace(overflow=kept.overflow)
 
     def combine(rows: Tensor) -> Tensor:
         sums = unpermute(rows, permuted.row_map, restore_shape=(len(sent.rows), sent.rows.shape[1]))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_fast.te import padding
+from moe_fast.te.activations import Activations
 from moe_fast.te.experts import Experts
 from moe_fast.te.features import Features
 from moe_fast.te.mlp import Mlp
@@ -15,7 +16,7 @@ from moe_fast.te.quantized import Quantized
 from moe_fast.te.router import Router
 from moe_fast.te.trace import Trace, Unavailable
 
-PARTS: tuple[type[Part], ...] = (Permutation, Router, Experts, Mlp, Quantized)
+PARTS: tuple[type[Part], ...] = (Permutation, Router, Experts, Activations, Mlp, Quantized)
 
 
 class Adapter:

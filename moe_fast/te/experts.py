@@ -1,7 +1,5 @@
-"""The experts through Transformer Engine: the grouped linear layer and scaled activations.
-
-`GroupedLinear` of transformer_engine.pytorch, in high precision or under a recipe, and
-`ScaledSwiGLU`, `ScaledClampedQGeGLU` and `ScaledSReLU` of transformer_engine.pytorch.ops.
+"""The grouped linear layer through Transformer Engine: `GroupedLinear` of
+transformer_engine.pytorch, in high precision or under a recipe.
 """
 
 from contextlib import nullcontext
@@ -17,9 +15,7 @@ from moe_fast.te.trace import Unavailable
 from moe_ref.config import (
     LinearState,
     Recipe,
-    check_activation,
     check_count_values,
-    check_glu,
     check_grouped_dgrad,
     check_grouped_linear,
     check_grouped_wgrad,
@@ -28,31 +24,17 @@ from moe_ref.config import (
 from moe_ref.config.quantization import WHOLE_BLOCKS
 
 PRODUCTS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
-OFFSET = 1.0  # of ScaledClampedQGeGLU, in every release
 
 
 class Experts(Part):
-    """Functions of moe_ref.experts."""
+    """The products of moe_ref.experts."""
 
-    needs: ClassVar = {
-        **dict.fromkeys(PRODUCTS, ("grouped_linear", "splits")),
-        "glu": ("scaled_swiglu",),
-        "activation": ("scaled_srelu",),
-    }
+    needs: ClassVar = dict.fromkeys(PRODUCTS, ("grouped_linear", "splits"))
 
     def supports(self, function: str, payload: Any, settings: dict[str, Any]) -> str | None:
-        """The documented dtypes, and the activations that exist with a scale per row."""
+        """The documented dtypes, and the recipes that the device runs."""
         reason = super().supports(function, payload, settings)
-        if reason or function in PRODUCTS:
-            return reason or self._bias(payload, settings.get("bias")) or self._recipe(payload, settings)
-        probs = settings.get("probs")
-        if probs is None:
-            return f"{function} without probs"
-        if probs.dtype != payload.dtype:
-            return f"{function} of {named(payload)} by probs of {named(probs)}: it rounds them to the former"
-        if payload.dtype != torch.float32 and settings.get("round_before_probs", False) == self.probes.rounds_once:
-            return f"{function} with round_before_probs {not self.probes.rounds_once}, otherwise"
-        return self._kind(function, settings)
+        return reason or self._bias(payload, settings.get("bias")) or self._recipe(payload, settings)
 
     @staticmethod
     def _bias(rows: Any, bias: Tensor | None) -> str | None:
@@ -70,23 +52,10 @@ class Experts(Part):
             return f"grouped_linear under {recipe.scaling}: Transformer Engine lacks {lacking}"
         return self.probes.refused.get(recipe.scaling) or recipes.differs(rows, settings)
 
-    def _kind(self, function: str, settings: dict[str, Any]) -> str | None:
-        """Why the activation does not exist, or None."""
-        kind, offset = settings.get("kind", "swiglu" if function == "glu" else "silu"), settings.get("offset", 0.0)
-        bound, alpha = settings.get("clamp"), settings.get("alpha")
-        there = {
-            "swiglu": offset == 0 and bound is None and alpha is None,
-            "quick_geglu": offset == OFFSET and bound is not None and self.features["scaled_clamped_geglu"],
-            "squared_relu": True,
-        }.get(kind, False)
-        return None if there else f"{function} of kind {kind}, offset {offset}, clamp {bound}, alpha {alpha}"
-
     def declares(self, function: str) -> dict[str, Any]:
         """Alone, counts that do not sum to the rows are not checked here. Hopper adds FP8 products
         with 14 bits.
         """
-        if function not in PRODUCTS:
-            return {}
         hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
         sums = {"accumulator": "hopper_fp8"} if hopper else {}
         bare = {} if function == "grouped_linear" else {"differentiable": False}
@@ -197,36 +166,3 @@ class Experts(Part):
             return {"m_splits": tokens_per_expert.tolist(), "m_splits_tensor": tokens_per_expert.int()}
         self.trace.step("GroupedLinear with a list of splits")
         return {"m_splits": tokens_per_expert.tolist()}
-
-    def glu(
-        self, h: Tensor, *, probs: Tensor | None = None, kind: str = "swiglu", offset: float = 0.0,
-        clamp: float | None = None, alpha: float | None = None, interleave: int | None = None,
-        round_before_probs: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """`moe_ref.glu` of kind swiglu, or quick_geglu with offset 1 and a clamp."""
-        check_glu(h, probs, kind, offset, clamp, alpha, interleave)
-        self._nonempty(h)
-        if kind == "swiglu":
-            self.trace.step("ScaledSwiGLU")
-            operation = self.features.get("scaled_swiglu")(glu_interleave_size=interleave)
-        else:
-            self.trace.step("ScaledClampedQGeGLU")
-            slope = {} if alpha is None else {"alpha": alpha}
-            make = self.features.get("scaled_clamped_geglu")
-            operation = make(glu_interleave_size=interleave, limit=clamp, **slope)
-        out: Tensor = operation(h, probs)
-        return out
-
-    def activation(
-        self, h: Tensor, *, probs: Tensor | None = None, kind: str = "silu", round_before_probs: bool = False
-    ) -> Tensor:
-        """`moe_ref.activation` of kind squared_relu."""
-        check_activation(h, probs, kind)
-        self._nonempty(h)
-        self.trace.step("ScaledSReLU")
-        out: Tensor = self.features.get("scaled_srelu")()(h, probs)
-        return out
-
-    def _nonempty(self, h: Tensor) -> None:
-        if self.complete and h.numel() == 0:
-            raise Unavailable("no row or no column")

@@ -18,6 +18,11 @@ _SPLITS = ("inp", "m_splits")
 _CHUNKS = ("split_sizes", "sorted_index")
 _GROUPED = ("num_gemms", "in_features", "out_features", "bias", "params_dtype", "device")
 _OPS_GROUPED = ("num_groups", "in_features", "out_features", "bias", "device", "dtype")
+_TOPK = (
+    *("logits", "topk", "use_pre_softmax", "num_groups", "group_topk"),
+    *("scaling_factor", "score_function", "expert_bias"),
+)
+_CLAMPED = ("limit", "alpha")
 _NVFP4 = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
 
 
@@ -72,14 +77,12 @@ TABLE = (
     ),
     Feature("padding", "pytorch.Fp8Padding", ("num_gemms", "align_size"), "pad by an index"),
     Feature("unpadding", "pytorch.Fp8Unpadding", ("num_gemms", "align_size"), "unpad by an index"),
+    Feature("fused_topk", "pytorch.router.fused_topk_with_score_function", _TOPK, "our topk_routing"),
     Feature(
-        "fused_topk",
+        "fused_topk_indices",
         "pytorch.router.fused_topk_with_score_function",
-        (
-            *("logits", "topk", "use_pre_softmax", "num_groups", "group_topk"),
-            *("scaling_factor", "score_function", "expert_bias"),
-        ),
-        "our topk_routing",
+        (*_TOPK, "topk_indices"),
+        "our topk_indices",
     ),
     Feature(
         "fused_scores",
@@ -122,6 +125,23 @@ TABLE = (
         "our glu",
     ),
     Feature("scaled_srelu", "pytorch.ops.ScaledSReLU", (), "our activation"),
+    Feature("swiglu", "pytorch.ops.SwiGLU", (), "our glu"),
+    Feature("interleaved_swiglu", "pytorch.ops.SwiGLU", ("glu_interleave_size",), "our glu"),
+    Feature("clamped_swiglu", "pytorch.ops.ClampedSwiGLU", _CLAMPED, "our glu"),
+    Feature(
+        "clamped_swiglu_offset",
+        "pytorch.ops.ClampedSwiGLU",
+        (*_CLAMPED, "glu_linear_offset", "glu_interleave_size"),
+        "our glu",
+    ),
+    Feature("geglu", "pytorch.ops.GEGLU", (), "our glu"),
+    Feature("quick_geglu", "pytorch.ops.QGEGLU", (), "our glu"),
+    Feature("reglu", "pytorch.ops.ReGLU", (), "our glu"),
+    Feature("silu", "pytorch.ops.SiLU", (), "our activation"),
+    Feature("gelu_tanh", "pytorch.ops.GELU", (), "our activation"),
+    Feature("quick_gelu", "pytorch.ops.QGELU", (), "our activation"),
+    Feature("relu", "pytorch.ops.ReLU", (), "our activation"),
+    Feature("squared_relu", "pytorch.ops.SReLU", (), "our activation"),
     Feature(
         "block_quantizer",
         "pytorch.tensor.float8_blockwise_tensor.Float8BlockQuantizer",

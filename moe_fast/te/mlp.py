@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_fast.te import padding
-from moe_fast.te.experts import OFFSET
+from moe_fast.te.activations import Gate, Operation, made, scaled
 from moe_fast.te.part import Part, named
 from moe_fast.te.probes import with_parameters
 from moe_fast.te.trace import Unavailable
@@ -38,17 +38,10 @@ class Mlp(Part):
                 return f"grouped_mlp with round_before_probs {not self.probes.rounds_once}, otherwise"
         if weighted and settings.get("fc2_bias") is not None and not self.features["ops_scale_bias"]:
             return "grouped_mlp with probs and fc2_bias: Transformer Engine lacks ops_scale_bias"
-        return self._kind(settings)
-
-    def _kind(self, settings: dict[str, Any]) -> str | None:
-        kind, offset = settings.get("kind", "swiglu"), settings.get("offset", 0.0)
-        bound, alpha = settings.get("clamp"), settings.get("alpha")
-        there = {
-            "swiglu": offset == 0 and bound is None and alpha is None,
-            "quick_geglu": offset == OFFSET and bound is not None and self.features["scaled_clamped_geglu"],
-            "squared_relu": self.features["scaled_srelu"],
-        }.get(kind, False)
-        return None if there else f"grouped_mlp of kind {kind}, offset {offset}, clamp {bound}, alpha {alpha}"
+        gate = Gate.of(settings, "swiglu")
+        operation = scaled(gate)
+        there = operation is not None and self.features[operation.feature]
+        return None if there else f"grouped_mlp of {gate}"
 
     def declares(self, function: str) -> dict[str, Any]:
         """Alone, counts that do not sum to the rows are not checked here."""
@@ -73,14 +66,14 @@ class Mlp(Part):
             if 0 in (used, *fc1_weight.shape, *fc2_weight.shape):
                 raise Unavailable("no row or no column")
         scales = rows.new_ones(used) if probs is None else probs[:used]
-        activation = self._activation(kind, clamp, alpha, interleave)
+        activation = scaled(Gate(kind, offset, clamp, alpha, interleave))
         layers = (fc1_weight, fc2_weight, *biases)
         out = self._padded(rows[:used], scales, counts, align or 1, layers, probs is not None, activation)
         return out if used == len(rows) else torch.cat([out, out.new_zeros((len(rows) - used, out.shape[1]))])
 
     def _padded(
         self, rows: Tensor, scales: Tensor, counts: Tensor, align: int, layers: tuple[Any, ...], weighted: bool,
-        activation: Any,
+        activation: Operation | None,
     ) -> Tensor:  # fmt: skip
         """The layers over rows that are padded per expert."""
         cut = padding.segments_of(counts, align)
@@ -89,39 +82,28 @@ class Mlp(Part):
         padded, scales = self.pad_rows(rows, cut), padding.pad(scales, cut)
         return self.unpad_rows(self._layers(padded, scales, cut.padded, layers, weighted, activation), cut)
 
-    def _activation(self, kind: str, clamp: float | None, alpha: float | None, interleave: int | None) -> Any:
-        """The operation's name, its class and its words."""
-        if kind == "squared_relu":
-            return "ScaledSReLU", self.features.get("scaled_srelu"), {}
-        if kind == "swiglu":
-            return "ScaledSwiGLU", self.features.get("scaled_swiglu"), {"glu_interleave_size": interleave}
-        slope = {} if alpha is None else {"alpha": alpha}
-        words = {"glu_interleave_size": interleave, "limit": clamp, **slope}
-        return "ScaledClampedQGeGLU", self.features.get("scaled_clamped_geglu"), words
-
     def _layers(
-        self, rows: Tensor, scales: Tensor, counts: Tensor, layers: tuple[Any, ...], weighted: bool, activation: Any
+        self, rows: Tensor, scales: Tensor, counts: Tensor, layers: tuple[Any, ...], weighted: bool,
+        activation: Operation | None,
     ) -> Tensor:  # fmt: skip
         """Both layers and the activation, with these weights."""
         fc1_weight, fc2_weight, fc1_bias, fc2_bias = layers
-        scaled = weighted and fc2_bias is not None
+        with_bias = weighted and fc2_bias is not None
         first = self._layer(fc1_weight, fc1_bias, False)
-        name, make, words = activation
-        self.trace.step(name)
-        act = make(**words)
-        modules = self.features.get("ops_sequential")(first, act, self._layer(fc2_weight, fc2_bias, scaled))
+        act = made(self, activation)
+        modules = self.features.get("ops_sequential")(first, act, self._layer(fc2_weight, fc2_bias, with_bias))
         self.trace.step("Sequential")
         tensors = {"0.weight": fc1_weight, "0.bias": fc1_bias, "2.weight": fc2_weight, "2.bias": fc2_bias}
         each = {f"{key}{e}": x for key, all_ in tensors.items() if all_ is not None for e, x in enumerate(all_)}
-        extra = (counts, scales, counts, *([scales] if scaled else []))
+        extra = (counts, scales, counts, *([scales] if with_bias else []))
         out: Tensor = with_parameters(modules, each)(rows, *extra)
         return out
 
-    def _layer(self, weight: Tensor, bias: Tensor | None, scaled: bool) -> torch.nn.Module:
+    def _layer(self, weight: Tensor, bias: Tensor | None, scale_bias: bool) -> torch.nn.Module:
         """A grouped linear operation whose parameters hold no memory."""
         self.trace.step("GroupedLinear of ops")
         num_groups, width, hidden = weight.shape
-        words: dict[str, Any] = {"scale_bias": True} if scaled else {}
+        words: dict[str, Any] = {"scale_bias": True} if scale_bias else {}
         module: torch.nn.Module = self.features.get("ops_grouped_linear")(
             num_groups=num_groups,
             in_features=hidden,

@@ -15,6 +15,7 @@ from moe_fast.te.trace import Unavailable
 from moe_ref.config import (
     AuxScores,
     Routed,
+    TopK,
     check_load_balancing_loss,
     check_logits,
     check_score_function,
@@ -30,6 +31,7 @@ class Router(Part):
 
     needs: ClassVar = {
         "topk_routing": ("fused_topk",),
+        "topk_indices": ("fused_topk_indices",),
         "aux_loss_scores": ("fused_scores",),
         "load_balancing_loss": ("fused_aux_loss",),
     }
@@ -67,10 +69,31 @@ class Router(Part):
         expert_bias: Tensor | None = None,
     ) -> Routed:  # fmt: skip
         """`moe_ref.topk_routing` without `precomputed_indices`."""
-        check_topk_routing(logits, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, None)
+        choice = (topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, None)
+        return Routed(*self._chosen(logits, choice, pre_softmax))
+
+    def topk_indices(
+        self, logits: Tensor, *, topk: int, score_function: str = "softmax", pre_softmax: bool = False,
+        num_groups: int | None = None, group_topk: int | None = None, scaling_factor: float | None = None,
+        expert_bias: Tensor | None = None,
+    ) -> TopK:  # fmt: skip
+        """`moe_ref.topk_indices` without `precomputed_indices`: experts are written into a tensor
+        that is given, and the probs are read from dense ones.
+        """
+        choice = (topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, None)
+        room = torch.empty((len(logits), topk), dtype=torch.int64, device=logits.device)
+        probs, indices = self._chosen(logits, choice, pre_softmax, topk_indices=room)
+        return TopK(probs.gather(1, indices), indices)
+
+    def _chosen(
+        self, logits: Tensor, choice: tuple[Any, ...], pre_softmax: bool, **more: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Probs [N,E] in the logits' dtype, and the choice."""
+        check_topk_routing(logits, *choice)
+        topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, _ = choice
         wide = self._wide(logits)
         self.trace.step("fused_topk_with_score_function")
-        probs, routing_map = self.features.get("fused_topk")(
+        probs, chosen = self.features.get("fused_topk")(
             logits=wide,
             topk=topk,
             use_pre_softmax=pre_softmax,
@@ -79,8 +102,9 @@ class Router(Part):
             scaling_factor=scaling_factor,
             score_function=score_function,
             expert_bias=expert_bias,
+            **more,
         )
-        return Routed(probs if wide is logits else probs.to(logits.dtype), routing_map)
+        return probs if wide is logits else probs.to(logits.dtype), chosen
 
     def aux_loss_scores(self, logits: Tensor, *, topk: int, score_function: str = "softmax") -> AuxScores:
         """`moe_ref.aux_loss_scores` without `padding_mask`."""

@@ -17,6 +17,7 @@ PerRank: TypeAlias = Sequence[X]  # one entry per rank, in the order of the rank
 Duplicates = Literal["reject", "count each", "last slot"]
 Empty = Literal["skip", "reject"]
 ZeroProb = Literal["keep", "drop"]
+Values = Literal["checked", "trusted"]
 
 FP8_BLOCK = 128  # columns that share a scale on DeepEP's wire
 
@@ -31,10 +32,13 @@ class IndexPolicy:
     """A slot that holds -1. DeepEP skips it; HybridEP's index form must not hold one."""
     zero_prob: ZeroProb = "keep"
     """A routed slot of probability 0. Megatron drops it before DeepEP with a capacity factor."""
+    values: Values = "checked"
+    """Trusted: the caller sees to it that indices are legal and `num_worst_tokens` is enough. As
+    DeepEP, an implementation need not read them; the reference checks all the same."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a value that is none of those listed."""
-        for name, known in (("duplicates", Duplicates), ("empty", Empty), ("zero_prob", ZeroProb)):
+        for name, known in (("duplicates", Duplicates), ("empty", Empty), ("zero_prob", ZeroProb), ("values", Values)):
             values = known.__args__  # type: ignore[attr-defined]
             require(
                 getattr(self, name) in values, name, repr(getattr(self, name)), f"one of {', '.join(map(repr, values))}"

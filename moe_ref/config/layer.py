@@ -21,8 +21,7 @@ class LayerConfig:
     """The settings of a layer; `layer_config` makes one of Megatron's options.
 
     Raises:
-        ValueError: an unknown dispatcher, a budget of deepep; see `check_jitter` and
-            `check_budget`.
+        ValueError: an unknown dispatcher; see `check_jitter` and `check_budget`.
     """
 
     router: RouterConfig
@@ -47,8 +46,6 @@ class LayerConfig:
             check_jitter(self.jitter_eps)
         if self.num_rows is not None:
             check_budget(None, self.num_rows)
-            right = "None: deepep has no budget of rows, it has num_worst_tokens"
-            require(self.dispatcher != "deepep", "num_rows", f"{self.num_rows} with deepep", right)
 
     @property
     def dispatch(self) -> dict[str, Any]:

@@ -44,12 +44,12 @@ class Gpu:
 
     def counts(self) -> Any:
         kept = lambda stream: self.asked.append("memory kept")  # noqa: E731
-        return SimpleNamespace(
-            device=torch.device("cuda"), shape=(3,), dtype=torch.int64, detach=lambda: None, record_stream=kept
-        )
+        then = SimpleNamespace(record_stream=kept)
+        own = SimpleNamespace(clone=lambda: self.asked.append("kept apart") or then)
+        return SimpleNamespace(device=torch.device("cuda"), shape=(3,), dtype=torch.int64, detach=lambda: own)
 
 
-COPIED = ["side waits", "on the side", "copy, non_blocking=True", "event", "on the main", "memory kept"]
+COPIED = ["kept apart", "side waits", "on the side", "copy, non_blocking=True", "event", "on the main", "memory kept"]
 
 
 def test_a_gpu_copies_on_a_stream_of_its_own_and_the_host_waits_at_the_first_read_alone(monkeypatch):

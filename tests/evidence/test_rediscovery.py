@@ -1,17 +1,33 @@
 """What counts as a defect found again, and which rows there are."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
-from evidence.environments import Unavailable
-from evidence.rediscovery.__main__ import found
-from evidence.rediscovery.checks import CHECKS, compared, r05
+from evidence import environments
+from evidence.environments import Unavailable, install_source
+from evidence.rediscovery import checks_gpu, on_a_gpu
+from evidence.rediscovery.__main__ import found, of_release
+from evidence.rediscovery.checks import CHECKS, compared, d02, r05
 from evidence.rediscovery.checks_ranks import a07
 from evidence.rediscovery.page import page
 from evidence.rediscovery.ranks import on_ranks
 from evidence.rediscovery.rows import MEGATRON, ROWS, Row
 
+MODULE = """
+from ..fp8 import FP8GlobalStateManager
+class Fp8Padding:
+    def __init__(self, num_gemms):
+        self.align = None
+        LINE
+    def __call__(self, rows, counts):
+        align = self.align or (32 if FP8GlobalStateManager.get_fp8_recipe().mxfp8() else 16)
+        return rows, [-(-count // align) * align for count in counts]
+"""
 ROW = Row("X01", "a title", MEGATRON, "1.0", "2.0", check="r05", why="because")
 
 
@@ -49,6 +65,51 @@ def test_every_row_has_a_check_or_a_reason_and_every_check_a_row():
     assert all(row.check in CHECKS or (row.check is None and row.why) for row in ROWS)
     assert {row.check for row in ROWS if row.check} == set(CHECKS)
     assert len({(row.package, row.bug) for row in ROWS}) == len(ROWS)
+
+
+def test_a_check_of_compiled_kernels_is_marked_so():
+    assert {row.check for row in ROWS if row.on_a_gpu} == {
+        name for name, check in CHECKS.items() if check.__module__ == checks_gpu.__name__
+    }
+
+
+def test_what_a_gpu_found_is_read_from_the_kept_runs(monkeypatch, tmp_path):
+    row = replace(ROW, check="r03", on_a_gpu=True)
+    monkeypatch.setattr(on_a_gpu, "KEPT", tmp_path / "kept.json")
+    with pytest.raises(Unavailable, match=r"no run of 1\.0 on a GPU is kept"):
+        of_release(row, "1.0")
+    run = {"device": "a GPU", "torch": "2", "checks": {"r03": {"found": "bad"}, "r04": {"why": "no memory"}}}
+    on_a_gpu.KEPT.write_text(json.dumps({"1.0": run}))
+    assert of_release(row, "1.0") == "bad" and on_a_gpu.devices() == "a GPU, torch 2"
+    with pytest.raises(Unavailable, match=r"does not run on 1\.0: no memory"):
+        of_release(replace(row, check="r04"), "1.0")
+
+
+def test_a_release_that_no_index_has_comes_from_its_repository(monkeypatch, tmp_path):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+
+    packages = tmp_path / "env/lib/python3/site-packages"
+    packages.mkdir(parents=True)
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core/name.py").write_text("NAME = 1")
+    for words in (["init", "-q"], ["add", "core"], ["commit", "-q", "-m", "one"], ["tag", "v1"]):
+        git(*words)
+    monkeypatch.setattr(environments, "source", lambda repository: tmp_path)
+    install_source(tmp_path / "env/bin/python", "a/b", "v1", "core")
+    assert (packages / "core/name.py").read_text() == "NAME = 1"
+    with pytest.raises(Unavailable, match="a/b has no revision v2"):
+        install_source(tmp_path / "env/bin/python", "a/b", "v2", "core")
+
+
+@pytest.mark.parametrize(("line", "told"), [("self.align = 16", "5 rows are padded to 16"), ("pass", "")])
+def test_padding_aligns_by_the_recipe_of_the_call(monkeypatch, tmp_path, line, told):
+    folder = tmp_path / "transformer_engine/pytorch/module"
+    folder.mkdir(parents=True)
+    (folder / "fp8_padding.py").write_text(MODULE.replace("LINE", line))
+    monkeypatch.setenv("TE_WHEEL", str(tmp_path))
+    with mock.patch.dict(sys.modules):
+        assert d02().startswith(told) and bool(d02()) == bool(told)
 
 
 def test_the_installed_release_passes_a_check_of_a_mended_defect(monkeypatch):

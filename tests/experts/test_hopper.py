@@ -2,6 +2,7 @@
 
 import pytest
 
+from moe_fast.experts import hopper
 from moe_fast.experts.hopper import BAND, OUTER, STAGES
 from tests.common.compiler import compiled
 from tests.experts.compile_gluon import compile_gluon
@@ -12,6 +13,7 @@ MATMUL = {
     "weight_desc": ("fp8e4nv", [1, 128, 128]),
     "out_desc": ("bf16", [1, 1, 64, 128]),
 }
+ROWS = {"x_desc": ("bf16", [64, 64]), "out_desc": ("bf16", [1, 1, 64, 256])}
 TURNED = {
     "d_out_desc": ("fp8e5", [64, 128]),
     "d_out_scale_desc": ("fp32", [1, 64]),
@@ -24,6 +26,15 @@ WGRAD = {
     "x_desc": ("bf16", [1, 1, 64, 256]),
     "out_desc": ("bf16", [1, 128, 256]),
 }
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("bias", [None, "*bf16"])
+def test_products_of_rows_compile(turned, bias):
+    tiles = ROWS | {"weight_desc": ("bf16", [1, 256, 64] if turned else [1, 64, 256])}
+    constants = {"TURNED": turned, **hopper.MATMUL}
+    shared, products, spilled = compiled(compile_gluon, "experts._hopper_rows", "matmul_kernel", tiles, constants, bias)
+    assert shared <= SHARED_BYTES and products == 4 * 2 and spilled == 0
 
 
 @pytest.mark.parametrize("groups", [2, 3])

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,11 +11,18 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
+import moe_fast
+import moe_ref
+from conformance.engine.options import ChildOptions
+from conformance.engine.run.pool import Pool
+from conformance.families.layer.cases import LayerCase
+from conformance.peers import reference_layer
 from moe_fast import MoELayer, within_budget
-from moe_ref.config import LayerConfig, RouterConfig, rank_budget
+from moe_ref.config import LayerConfig, LayerParameters, RouterConfig, rank_budget
 from tests.common.fast import interpreted, normal, record_reads
 
 TOKENS, HIDDEN, TOPK = 6, 4, 2
+HERE = (str(Path(__file__).parents[2]),)
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +82,67 @@ def test_a_step_with_room_for_all_rows_runs_once_and_one_without_the_rule_is_wro
     assert not torch.equal(tight, free)
 
 
+# ---- the rule for one layer's forward: in both packages, and the contract that judges it
+
+
+def jittered_layer(rows: int | None) -> dict[str, Any]:
+    """A layer whose router draws noise, and its input."""
+    router = RouterConfig(num_experts=3, topk=TOPK, score_function="sigmoid", expert_bias=True)
+    config = LayerConfig(router=router, dispatcher="alltoall", num_rows=rows, jitter_eps=0.5)
+    weights = {
+        "router_weight": normal(3, HIDDEN),
+        "fc1_weight": normal(3, 4, HIDDEN),
+        "fc2_weight": normal(3, HIDDEN, 2),
+    }
+    return {"x": normal(TOKENS, HIDDEN, seed=1), "parameters": LayerParameters(**weights), "config": config}
+
+
+def of_one_rank(package: Any, given: dict[str, Any], group: Any, **settings: Any) -> Any:
+    """The layer's results on the only rank, drawn from one seed; torch's next number."""
+    torch.manual_seed(5)
+    x, parameters, config = given.values()
+    state = moe_ref.new_state(config.router)
+    if package is moe_ref:
+        out = moe_ref.moe_layer([x], [parameters], config, states=[state], **settings)
+        found = (out.output[0], out.routed[0])
+    else:
+        one = package.moe_layer(x, parameters, config, state=state, group=group, **settings)
+        found = (one.output, one.routed)
+    return [found[0], found[1].state.tokens_per_expert, torch.rand(1)]
+
+
 @interpreted
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "hybridep"])
+@pytest.mark.parametrize("package", [moe_ref, moe_fast], ids=lambda package: package.__name__)
+def test_a_layer_that_runs_again_draws_and_counts_once(package, group):
+    free = of_one_rank(package, jittered_layer(None), group)
+    again = of_one_rank(package, jittered_layer(5), group, rerun=True)
+    once = of_one_rank(package, jittered_layer(5), group)
+    assert all(torch.equal(a, b) for a, b in zip(again, free, strict=True))
+    assert not torch.equal(once[0], free[0]) and torch.equal(once[2], free[2])
+
+
+RULED = LayerCase(
+    function="moe_layer", counts=(4, 3), tokens=7, hidden=5, width=6, experts=4, topk=2, budget=7, rerun=True
+)
+
+
+def _last_bit_of_a_second_run(x: Any, *rest: Any, rerun: bool = False, **settings: Any) -> Any:
+    out = reference_layer.moe_layer(x, *rest, rerun=rerun, **settings)
+    return out._replace(output=torch.nextafter(out.output, out.output.new_zeros(()))) if rerun else out
+
+
+LAST_BIT = SimpleNamespace(**vars(reference_layer) | {"moe_layer": _last_bit_of_a_second_run})
+
+
+def test_the_law_finds_a_second_run_that_is_not_the_layer_with_room_for_all():
+    with Pool(ChildOptions("tests.layer.test_budget:LAST_BIT", "cpu", search=HERE)) as pool:
+        found = [outcome for _, outcome in pool.run([RULED, replace(RULED, law="rerun")])]
+    assert [outcome.status for outcome in found] == ["PASS", "FAIL"]
+    assert (found[1].finding["output"], found[1].finding["check"]) == ("output", "rerun")
+
+
+@interpreted
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "deepep", "hybridep"])
 def test_with_a_budget_the_host_reads_nothing_and_rows_are_dropped_alike(group, dispatcher, monkeypatch):
     """The twin is the layer without a budget, which reads its counts."""
     x, dy = normal(TOKENS, HIDDEN, seed=1), normal(TOKENS, HIDDEN, seed=2)
@@ -90,7 +158,7 @@ def test_with_a_budget_the_host_reads_nothing_and_rows_are_dropped_alike(group, 
 
 @interpreted
 def test_every_dispatcher_drops_the_same_rows(group):
-    tight = [layers(group, 5, dispatcher=name)[0] for name in ("allgather", "alltoall", "hybridep")]
+    tight = [layers(group, 5, dispatcher=name)[0] for name in ("allgather", "alltoall", "deepep", "hybridep")]
     outputs = [layer(normal(TOKENS, HIDDEN, seed=1)) for layer in tight]
     whole = layers(group, None)[0](normal(TOKENS, HIDDEN, seed=1))
     for y in outputs[1:]:
@@ -125,5 +193,3 @@ def test_a_budget_is_the_even_share_times_the_factor_in_whole_tiles():
     assert rank_budget(100, topk=2, capacity_factor=1.1, align=32) == 224
     with pytest.raises(ValueError, match="capacity_factor is 0"):
         rank_budget(100, topk=2, capacity_factor=0)
-    with pytest.raises(ValueError, match="num_rows is 5 with deepep"):
-        LayerConfig(router=RouterConfig(num_experts=2, topk=1), dispatcher="deepep", num_rows=5)

@@ -99,7 +99,16 @@ def test_a_scaled_activation_is_used_for_the_rounding_that_it_has(bucket, twice)
         ({"kind": "quick_geglu", "clamp": 7.0}, "ours: glu of kind quick_geglu, offset 0.0, clamp 7.0, alpha None"),
         ({"clamp": 7.0}, "ours: glu of kind swiglu, offset 0.0, clamp 7.0, alpha None"),
         ({"kind": "reglu"}, "ours: glu of kind reglu, offset 0.0, clamp None, alpha None"),
-        ({"probs": None}, "ours: glu without probs"),
+        ({"probs": None}, "SwiGLU"),
+        ({"probs": None, "interleave": 4}, "SwiGLU"),
+        ({"probs": None, "kind": "geglu"}, "GEGLU"),
+        ({"probs": None, "kind": "quick_geglu"}, "QGEGLU"),
+        ({"probs": None, "kind": "reglu"}, "ReGLU"),
+        ({"probs": None, "clamp": 0.5}, "ClampedSwiGLU"),
+        ({"probs": None, "clamp": 0.5, "offset": 1.0, "kind": "quick_geglu"}, "ClampedSwiGLU"),
+        ({"probs": None, "clamp": 0.5, "offset": 1.0, "alpha": 2.0, "interleave": 4}, "ClampedSwiGLU"),
+        ({"probs": None, "offset": 1.0}, "ours: glu without probs of kind swiglu, offset 1.0, clamp None, alpha None"),
+        ({"probs": None, "kind": "geglu", "interleave": 4}, "ours: glu without probs of kind geglu, {}"),
         ({"probs": number(6).double()}, "ours: glu of float32 by probs of float64: it rounds them to the former"),
     ],
 )
@@ -107,12 +116,39 @@ def test_each_kind_takes_its_operation_or_ours(settings, path):
     adapter = Adapter(standin("2.20"), ours=moe_ref)
     h, settings = number(6, 16), {"probs": number(6, seed=4), **settings}
     assert torch.equal(adapter.glu(h, **settings), moe_ref.glu(h, **settings))
-    assert adapter.path["glu"] == path
+    assert adapter.path["glu"] == path.format("offset 0.0, clamp None, alpha None")
+
+
+@pytest.mark.parametrize(
+    ("kind", "bucket", "name"),
+    [
+        ("silu", "2.6", "SiLU"),
+        ("gelu_tanh", "2.1", "GELU"),
+        ("quick_gelu", "2.6", "QGELU"),
+        ("relu", "2.1", "ReLU"),
+        ("squared_relu", "2.6", "SReLU"),
+        ("silu", "2.1", "ours: activation without probs of kind silu, offset 0.0, clamp None, alpha None"),
+        ("gelu", "2.20", "ours: activation without probs of kind gelu, offset 0.0, clamp None, alpha None"),
+    ],
+)
+def test_an_activation_without_probs_takes_its_operation_where_the_release_has_it(kind, bucket, name):
+    adapter, h = Adapter(standin(bucket), ours=moe_ref), number(6, 16)
+    assert torch.equal(adapter.activation(h, kind=kind), moe_ref.activation(h, kind=kind))
+    assert adapter.path["activation"] == name
+
+
+def test_the_kind_that_is_not_given_is_the_reference_s():
+    adapter, h = Adapter(standin("2.20"), ours=moe_ref), number(6, 16)
+    assert torch.equal(adapter.activation(h), moe_ref.activation(h)) and adapter.path["activation"] == "SReLU"
+    probs = number(6, seed=4)
+    assert torch.equal(adapter.activation(h, probs=probs), moe_ref.activation(h, probs=probs))
+    assert adapter.path["activation"] == "ScaledSReLU"
 
 
 def test_squared_relu_is_there_since_2_17():
     h, probs = number(6, 16), number(6, seed=4)
-    for bucket, path in {"2.12": "ours: Transformer Engine lacks scaled_srelu", "2.15": "ScaledSReLU"}.items():
+    lacking = "ours: activation of kind squared_relu, offset 0.0, clamp None, alpha None"
+    for bucket, path in {"2.12": lacking, "2.15": "ScaledSReLU"}.items():
         adapter = Adapter(standin(bucket), ours=moe_ref)
         out = adapter.activation(h, probs=probs, kind="squared_relu")
         assert (

@@ -6,7 +6,7 @@ from torch.func import functional_call
 
 import moe_ref
 from conformance.peers.te_standin import standin
-from moe_fast.te import Adapter, mlp
+from moe_fast.te import Adapter, activations, mlp
 from moe_fast.te.mlp import Mlp
 from tests.te.judging import Checked, judged, wrong
 
@@ -102,18 +102,17 @@ def _layers_turned(self, rows, scales, counts, layers, weighted, activation):
     return whole(self, rows, scales.flip(0), counts, layers, weighted, activation)
 
 
-layer, whole, activation = Mlp._layer, Mlp._layers, Mlp._activation
+layer, whole, scaled = Mlp._layer, Mlp._layers, activations.scaled
 TWINS = {
-    "bias_not_scaled": ("_layer", _layer_without_scale),
-    "scales_of_other_rows": ("_layers", _layers_turned),
-    "not_interleaved": ("_activation", lambda self, kind, clamp, alpha, interleave: activation(self, kind, 1, 1, None)),
+    "bias_not_scaled": (Mlp, "_layer", _layer_without_scale),
+    "scales_of_other_rows": (Mlp, "_layers", _layers_turned),
+    "not_interleaved": (mlp, "scaled", lambda gate: scaled(gate._replace(interleave=None))),
 }
 
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_wrong_mapping_differs(monkeypatch, twin):
-    name, wrongly = TWINS[twin]
-    monkeypatch.setattr(Mlp, name, wrongly)
+    monkeypatch.setattr(*TWINS[twin])
     adapter = Adapter(standin("2.20"))
     out = call(adapter, interleave=4)
     assert not torch.allclose(out, call(moe_ref, interleave=4), rtol=1e-5, atol=1e-5)

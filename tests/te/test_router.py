@@ -9,7 +9,7 @@ from conformance.peers.te_standin.router import best
 from moe_fast.te import Adapter
 from tests.te.judging import NOTHING_WRONG, Checked, judged
 
-FUNCTIONS = ("topk_routing", "aux_loss_scores", "load_balancing_loss")
+FUNCTIONS = ("topk_routing", "topk_indices", "aux_loss_scores", "load_balancing_loss")
 LOGITS = torch.tensor([[0.5, 1.0, 2.0, -1.0], [4.0, 3.0, -2.0, 0.0]])
 
 
@@ -48,6 +48,17 @@ def test_the_suite_finds_the_expert_that_is_chosen_twice_and_the_bias_that_destr
 )
 def test_the_stand_in_chooses_in_the_order_of_a_warps_lanes(keys, topk, radix, right):
     assert best(torch.tensor([keys]), topk, radix)[0].tolist() == right
+
+
+def test_experts_are_lists_where_a_release_writes_them():
+    for bucket, path in {
+        "2.12": "ours: Transformer Engine lacks fused_topk_indices",
+        "2.15": "fused_topk_with_score_function",
+    }.items():
+        adapter = Adapter(standin(bucket), ours=moe_ref)
+        chosen, right = adapter.topk_indices(LOGITS, topk=2), moe_ref.topk_indices(LOGITS, topk=2)
+        assert adapter.path["topk_indices"] == path
+        assert chosen.indices.tolist() == right.indices.tolist() and torch.equal(chosen.probs, right.probs)
 
 
 def test_a_release_without_a_router_is_ours():

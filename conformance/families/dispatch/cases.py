@@ -228,6 +228,8 @@ class DispatchCase(Case):
     zero_probs: bool = choice(False, also=(True,), data=True)
     # policy for slots of probability 0
     drop_zeros: bool = choice(False, also=(True,), argument="policy")
+    # policy for values: whether the indices, which are legal, need be read
+    trusted: bool = choice(False, also=(True,), argument="policy")
     values: str = choice("dyadic", "integers", "special", also=("wide", "scales"), data=True)
     align: int = setting(0, *ALIGNMENTS, pairs=(4, 2))
     capacity: int = setting(0, 1, 2, 5, pairs=(2, 3))

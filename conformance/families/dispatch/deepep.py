@@ -30,10 +30,10 @@ from moe_ref.config import IndexPolicy
 
 
 def policy_of(case: DispatchCase) -> IndexPolicy | None:
-    """The policy for repeated experts and zero probabilities, unless default."""
-    if not case.repeats and not case.drop_zeros:
-        return None
-    return IndexPolicy(duplicates=case.repeats or "reject", zero_prob="drop" if case.drop_zeros else "keep")  # type: ignore[arg-type]
+    """The policy for repeated experts, zero probabilities and legal values, unless default."""
+    zeros, values = "drop" if case.drop_zeros else "keep", "trusted" if case.trusted else "checked"
+    policy = IndexPolicy(duplicates=case.repeats or "reject", zero_prob=zeros, values=values)  # type: ignore[arg-type]
+    return None if policy == IndexPolicy() else policy
 
 
 def dispatches(case: DispatchCase) -> list[Problem]:

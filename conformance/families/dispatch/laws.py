@@ -14,7 +14,7 @@ from conformance.core.contract import Problem
 from conformance.core.law import Law, Trial, same, upside_down
 from conformance.core.ranks import AtRank
 from conformance.core.universal_laws import overwritten, taken_before
-from conformance.families.dispatch.cases import MAPPED, DispatchCase
+from conformance.families.dispatch.cases import CACHED, MAPPED, DispatchCase
 from conformance.families.dispatch.dispatcher import together
 from conformance.judge import Bounded, Exact, Expectation, Finding
 from moe_ref.permutation.rows import PADDING
@@ -121,8 +121,9 @@ def _late_producer(trial: Trial) -> Finding | None:
 
 
 def _host_sync(trial: Trial) -> Finding | None:
-    """No host sync where `host_sync_free` is declared."""
-    if not trial.declared.get("host_sync_free"):
+    """No host sync where `host_sync_free` is declared, and the ranks' transport needs none."""
+    at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
+    if at.place.shares_gpu or not trial.declared.get("host_sync_free"):
         return None
     try:
         return _repeats(trial, "host_sync", trial.run(trial.problem, forbid_sync=True))
@@ -243,11 +244,17 @@ def _static(case: DispatchCase) -> bool:
     return bool(is_fine(case) and sized and not case.grads and case.layout == "contiguous")
 
 
+def _unread(case: DispatchCase) -> bool:
+    """Whether moreover no value need be read: an implementation refuses wrong indices if it may."""
+    read = case.dispatcher not in MAPPED and case.function.endswith("_dispatch") and case.function not in CACHED
+    return _static(case) and (case.trusted or not read)
+
+
 DETERMINISM = Law("determinism", _determinism, is_fine)
 BUFFER_REUSE = Law("buffer_reuse", _buffer_reuse, lambda case: is_fine(case) and not case.grads)
 HANDLE_AGAIN = Law("handle_again", _handle_again, is_fine)
 LATE_PRODUCER = Law("late_producer", _late_producer, is_fine, device="cuda")
-HOST_SYNC = Law("host_sync", _host_sync, _static, device="cuda")
+HOST_SYNC = Law("host_sync", _host_sync, _unread, device="cuda")
 GRAPH_CAPTURE = Law("graph_capture", _graph_capture, _static, device="cuda")
 ADJOINTNESS = Law("adjointness", _adjointness, _linear)
 RELABELLING = Law(

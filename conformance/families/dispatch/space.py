@@ -21,11 +21,15 @@ ROOMS: dict[str, list[Changes]] = {
     "allgather": [{}, {"slack": -1}, {"slack": 2}],
     "alltoall": [{}, {"capacity": 2}, {"slack": -2}, {"slack": 2}],
     "hybridep": [{}, {"align": 4}, {"slack": -2}, {"align": 2, "slack": 3}],
-    "deepep": [{}, {"align": 4}, {"slack": 2}],
-    "deepep_low_latency": [{}, {"slack": 2}],
+    "deepep": [{}, {"align": 4}, {"slack": 2, "trusted": True}],
+    "deepep_low_latency": [{}, {"slack": 2, "trusted": True}],
 }
 # settings that fix all sizes
-SIZED = {"allgather": {"slack": -1}, "alltoall": {"slack": -1}, "deepep": {"slack": 2}, "hybridep": {"slack": -1}}
+NCCL_ALONE = "host_sync"  # a law that ranks on one GPU cannot keep: their transport waits
+SIZED: dict[str, Changes] = {
+    **{name: {"slack": -1} for name in MAPPED},
+    **{name: {"slack": 2, "trusted": True} for name in ("deepep", "deepep_low_latency")},
+}
 SEQUENCES = {  # the calls of a case of the law `sequence`; the machine of handles grows others
     **dict.fromkeys(("allgather_dispatch", "alltoall_dispatch"), "send+send+first+back+first"),
     **dict.fromkeys(("deepep_dispatch", "hybridep_dispatch"), "send+again+send+first+wider+back"),
@@ -199,7 +203,8 @@ def more_cases(scope: Scope, others: list[Case]) -> list[Case]:
         for ranks in range(space.ranks + 1, space.shared_ranks + 1)
         for case in [each for each in covering if each.ranks == ranks][:SHARED_CASES]
     ]
-    return shared + law_cases(whole, [*others, *shared])
+    laws = [case for case in law_cases(whole, [*others, *shared]) if case.law != NCCL_ALONE]
+    return shared + laws + [case for case in law_cases(scope, others) if case.law == NCCL_ALONE]
 
 
 def law_cases(scope: Scope, others: list[Case]) -> list[Case]:
@@ -208,8 +213,9 @@ def law_cases(scope: Scope, others: list[Case]) -> list[Case]:
     some: Changes = {"counts": counts, "local_experts": 2, "topk": 2, "hidden": 3, "values": "integers", "seed": 1}
     plain = scope.mended(scope.case(some | {"probs": "float32"}))
     sequence = {"journey": SEQUENCES.get(scope.function, "")}
+    sized = {name: x for name, x in SIZED[plain.dispatcher].items() if name in scope.live}
     changes: tuple[Changes, ...] = (
-        *({}, SIZED.get(plain.dispatcher, {})),
+        *({}, sized),
         *({"grads": scope.signature.gradients[0]}, sequence),
     )
     asked = {

@@ -161,7 +161,8 @@ def _latent(layer: Traced) -> Alone:
 
 def _permute(layer: Traced) -> Alone:
     required = {"tokens": layer.at("sent"), "routing_map": layer.local_maps}
-    settings, backward = {"probs": layer.at("local_probs")}, {"rows": "rows", "probs": "row_probs"}
+    settings = {"probs": layer.at("local_probs")} | _same(layer, **layer.config.dispatch)
+    backward = {"rows": "rows", "probs": "row_probs"}
     return _stage(layer, Permute(), required, settings, ("tokens", "probs"), backward)
 
 
@@ -172,8 +173,9 @@ def _unpermute(layer: Traced) -> Alone:
     calls = []
     for call, chosen in zip(made.calls, layer.local_maps, strict=True):
         numbers = torch.arange(1, len(chosen) + 1, dtype=torch.float32)[:, None]
-        producer = Problem("permute", {"tokens": numbers, "routing_map": chosen}, {})
-        calls.append(replace(call, producer=producer, produced=moe_ref.permute(numbers, chosen)))
+        sizes = layer.config.dispatch
+        producer = Problem("permute", {"tokens": numbers, "routing_map": chosen}, sizes)
+        calls.append(replace(call, producer=producer, produced=moe_ref.permute(numbers, chosen, **sizes)))
     return replace(made, calls=calls)
 
 

@@ -75,6 +75,7 @@ class LayerCase(Case):
     align: int = number(0, 16, 32, 64, 256, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
     dispatcher: str = choice(*DISPATCHERS)
     budget: int = number(0, *range(1, 25), pairs=(5,))  # room for a rank's rows, over ranks; 0: for all
+    rerun: bool = flag(argument="rerun")  # with a budget: no row is dropped
     evaluation: bool = flag(argument="training")
     padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # tokens that are padding, per 8
     fc1_bias: bool = flag()
@@ -100,8 +101,10 @@ class LayerCase(Case):
 
     @property
     def sized(self) -> bool:
-        """One rank knows a bound on its rows; ranks count what arrives, and a plan has rounds."""
-        return not self.counts and not self.sinkhorn
+        """One rank knows a bound on its rows; ranks count what arrives, unless they have a budget;
+        the rule that runs a layer again reads whether it must, and a plan has rounds.
+        """
+        return bool(not self.counts or (self.budget and not self.rerun)) and not self.sinkhorn
 
     def clash(self) -> str | None:
         if self.stage and self.stage not in self.stages:
@@ -120,10 +123,12 @@ class LayerCase(Case):
             return "gate is the shared experts', and there are none"
         if self.router_bias and self.logit_dtype != "float32":
             return "with a bias, narrow logits may be rounded twice"
-        if self.budget and (not self.counts or self.dispatcher == "deepep"):
-            return "a budget is of rows over ranks, and deepep has none"
+        if self.budget and not self.counts:
+            return "a budget is of rows over ranks"
         if self.budget and self.pad:
             return "rows that fill a capacity may be any tokens, and take room of others"
+        if self.rerun and not self.budget:
+            return "without a budget nothing runs again"
         if self.wide_router and self.logit_dtype != "float32":
             return "float32 parameters have logits in float32"
         gates = self.clamp or self.offset or self.interleave or self.shared_interleave

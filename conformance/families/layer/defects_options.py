@@ -52,6 +52,32 @@ def _narrow(name: str) -> Wrapper:
     return planted
 
 
+# ---- a layer that runs again
+
+
+def _counted_twice(layer: Wrapper, *arguments: Any, state: Any, **settings: Any) -> Any:
+    """The second run starts from the state that the first has left."""
+    if not settings.get("rerun"):
+        return layer(*arguments, state=state, **settings)
+    first = layer(*arguments, state=state, **settings | {"rerun": False})
+    return layer(*arguments, state=first.routed.state, **settings)
+
+
+def _each_rank_alone(within_budget: Stage, run: Stage, config: LayerConfig, *rest: Any) -> Any:
+    """A rank that has dropped no row keeps its first results."""
+    few, free = run(config), run(replace(config, num_rows=None))
+    over = [bool(part.overflow) for part in few.dispatched]
+    outputs = [again if dropped else first for first, again, dropped in zip(few.output, free.output, over, strict=True)]
+    return free._replace(output=outputs)
+
+
+def _added_to_the_first(within_budget: Stage, run: Stage, config: LayerConfig, *rest: Any) -> Any:
+    """Gradients of the first run stay."""
+    few, free = run(config), run(replace(config, num_rows=None))
+    both = [again + (first - first.detach()) for first, again in zip(few.output, free.output, strict=True)]
+    return free._replace(output=both)
+
+
 _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("the gates of shared experts are not clamped", in_stages(shared_experts=_without("clamp"))),
     ("the gates of routed experts are not clamped", in_stages(grouped_mlp=_without("clamp"))),
@@ -68,6 +94,10 @@ _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("the layer does not choose by the plan", _router(sinkhorn=False)),
     ("a wider bias of the router is rounded to the tokens' dtype", _narrow("router_bias")),
     ("a wider weight of the router is rounded to the tokens' dtype", _narrow("router_weight")),
+    ("a layer that drops rows does not run again", in_stages(within_budget=lambda right, run, config, *x: run(config))),
+    ("a layer that runs again counts its tokens twice", _counted_twice),
+    ("each rank decides by itself whether a layer runs again", in_stages(within_budget=_each_rank_alone)),
+    ("gradients of a layer's first run stay when it runs again", in_stages(within_budget=_added_to_the_first)),
 )
 DEFECTS = tuple(
     Defect(f"ML{number}", title, ORIGIN, {"moe_layer": wrapper})

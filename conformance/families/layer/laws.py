@@ -12,13 +12,14 @@ from torch.utils.checkpoint import checkpoint
 from conformance.core import universal_laws as universal
 from conformance.core.contract import Opaque
 from conformance.core.law import Law, Trial, plain
+from conformance.core.ranks import AtRank
 from conformance.core.shared_out_laws import of_one_process
 from conformance.families.experts.laws_mlp import DELAYED_WEIGHTS, left_for_later
-from conformance.families.layer.layer import script
+from conformance.families.layer.layer import MoeLayer, script
 from conformance.judge import Finding
 
 _ELSEWHERE = (universal.HISTORY, universal.DETERMINISM, universal.INFERENCE_MODE)
-_ALONE = (*(law for law in universal.EVERYWHERE if law not in _ELSEWHERE), *universal.STATIC)
+_ALONE = (*(law for law in universal.EVERYWHERE if law not in _ELSEWHERE), universal.GRAPH_CAPTURE)
 
 
 def _delayed(trial: Trial) -> Finding | None:
@@ -52,6 +53,20 @@ def _overlap(trial: Trial) -> Finding | None:
     return trial.judged("overlap", trial.expected, trial.run(replace(trial.problem, script=run, settings=settings)))
 
 
+def _rerun(trial: Trial) -> Finding | None:
+    """A layer that has too little room and runs again is the layer with room for all, bit by bit if
+    runs repeat.
+    """
+    at: AtRank[Any] = trial.contract  # type: ignore[assignment]
+    layer: MoeLayer = at.whole  # type: ignore[assignment]
+    if not layer.drops(trial.case, at.calls(trial.case), trial.declared):
+        return None
+    free = {"config": replace(trial.problem.required["config"], num_rows=None)}
+    settings = {name: x for name, x in trial.problem.settings.items() if name != "rerun"}
+    problem = replace(trial.problem, required=trial.problem.required | free, settings=settings)
+    return trial.repeats("rerun", trial.run(replace(problem, first=problem.first | free)))
+
+
 def _unquantised(*laws: Law) -> tuple[Law, ...]:
     """The laws, for cases without a recipe."""
     return tuple(replace(law, applies=lambda case, law=law: not case.recipe and law.applies(case)) for law in laws)  # type: ignore[misc]
@@ -69,8 +84,10 @@ DELAYED = Law(
     recompiles=True,
 )
 RECOMPUTE = Law("recompute", _again, lambda case: _whole(case) and bool(case.grads))
+RERUN = Law("rerun", _rerun, lambda case: _whole(case) and case.rerun)
 OVERLAP = Law("overlap", _overlap, lambda case: _whole(case) and bool(case.shared))
 MOE_LAYER = (
     universal.DETERMINISM,
-    *_unquantised(universal.HISTORY, *of_one_process(*_ALONE, DELAYED, RECOMPUTE, OVERLAP)),
+    universal.HOST_SYNC,
+    *_unquantised(universal.HISTORY, RERUN, *of_one_process(*_ALONE, DELAYED, RECOMPUTE, OVERLAP)),
 )

@@ -57,7 +57,7 @@ SIGNATURE = Signature(
         Input("noise", "TH", optional="jitter"),
     ],
     outputs=[Output("output", "TH", of="x"), *(Output(name) for name in ("probs", "routing_map", "losses", "state"))],
-    settings=("training", "batch_size", "group"),
+    settings=("training", "batch_size", "group", "rerun"),
     required=("parameters", "state"),
 )
 
@@ -77,6 +77,7 @@ class MoeLayer(Ranked[LayerCase]):
 
     def stages(self, case: LayerCase) -> dict[str, LayerCase]:
         plain = replace(case, law="", layout="contiguous", layout_of="")
+        plain = replace(plain, rerun=False, budget=0) if case.rerun else plain
         return {} if case.golden or case.illegal else {name: replace(plain, stage=name) for name in case.stages}
 
     def connected(self, call: Problem, place: RankContext) -> Problem:
@@ -101,6 +102,7 @@ class MoeLayer(Ranked[LayerCase]):
         settings: dict[str, Any] = {"training": False} if case.evaluation else {}
         settings |= {"batch_size": case.sequences} if case.sequences > 1 else {}
         settings |= {"group": Opaque("group")} if case.counts else {}
+        settings |= {"rerun": True} if case.rerun else {}
         cotangents = shares(case, cotangent_of(case)) if self.signature.cotangents(case) else []
         calls = []
         for rank, x in enumerate(shares(case, tokens_of(case, parameters, expert_bias))):
@@ -136,6 +138,8 @@ class MoeLayer(Ranked[LayerCase]):
             layer = self.traced(case)
             return alone(layer).right(layer, rank, declared)
         config: LayerConfig = calls[0].required["config"]
+        if case.rerun:
+            config = replace(config, num_rows=None)
         steps, routed = steps_of(case, config, calls, declared)
         if any(step.ambiguous for step in steps):
             return {}
@@ -149,6 +153,13 @@ class MoeLayer(Ranked[LayerCase]):
         for name in calls[rank].wanted:
             right[f"d_{name}"] = final_bound(own.gradients[name](), calls[rank].required[name].dtype, no)
         return right
+
+    def drops(self, case: LayerCase, calls: list[Problem], declared: Mapping[str, Any]) -> bool:
+        """Whether the budget is too small for a row of some rank."""
+        config: LayerConfig = calls[0].required["config"]
+        steps, _ = steps_of(case, config, calls, declared)
+        kept, every = (Layer(calls, steps, one, declared).routing for one in (config, replace(config, num_rows=None)))
+        return not torch.equal(kept, every)
 
 
 def layer_call(

@@ -1,5 +1,7 @@
 """Spaces of layers: a router, experts and their options, in one process or over ranks."""
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes
@@ -54,8 +56,9 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
     if experts % 2 == 0 and topk % 2 == 0 and experts >= 4 and draw(st.booleans()):
         fields |= {"groups": 2, "group_topk": draw(st.sampled_from((1, 2) if topk <= experts // 2 else (2,)))}
     if counts:
-        room = draw(st.sampled_from((0, 0, 1, 4, 12))) if fields["dispatcher"] != "deepep" else 0
+        room = draw(st.sampled_from((0, 0, 1, 4, 12)))
         fields |= {"layout": "contiguous", "layout_of": "", "budget": room} | ({"pad": False} if room else {})
+        fields["rerun"] = bool(room) and draw(st.booleans())
     every = scope.signature.all_gradients(scope.case(fields))
     return fields | {"grads": draw(st.sampled_from((*("",) * 3, *(every,) * 6, *every.split("+"), *GRADIENTS)))}
 
@@ -110,9 +113,11 @@ WORLDS: tuple[Changes, ...] = (
         "router_dtype": "fp32",
     },
     {"counts": (3, 4), "experts": 4, "dispatcher": "hybridep", "capacity": 3, "pad": True, "bias": True},
-    {"counts": (5,), "experts": 3, "dispatcher": "deepep"},
+    {"counts": (5,), "experts": 3, "dispatcher": "deepep", "budget": 7},
     {"counts": (4, 3), "experts": 4, "dispatcher": "hybridep", "budget": 6, "shared": 2},
     {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3},
+    # one rank alone drops a row
+    {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0},
 )
 
 
@@ -129,7 +134,7 @@ def together(scope: Scope) -> dict[str, list[Changes]]:
         "products": [*PRODUCTS],
         "sharing": [*SHARED],
         "latent": [{"latent": latent} for latent in (0, 3)],
-        "dispatcher": [{"dispatcher": DISPATCHERS[0], "budget": 0}],
+        "dispatcher": [{"dispatcher": DISPATCHERS[0], "budget": 0, "rerun": False}],
         "counts": [{"counts": ()}],
         "layout": [{"layout": layout, "layout_of": name} for layout, name in LAYOUTS],
         "gates": [*GATES],
@@ -140,7 +145,7 @@ def together(scope: Scope) -> dict[str, list[Changes]]:
     }
 
 
-def always(scope: Scope) -> list[Changes]:
+def always(scope: Scope) -> list[Any]:
     """Worlds; one above a power of two, with more experts than rows of some."""
     gpu = scope.space.device == "cuda"
     size = 129 if gpu else 33
@@ -157,7 +162,15 @@ def always(scope: Scope) -> list[Changes]:
         | {"losses": "aux+global", "per_token": True, "dtype": "bfloat16", "router_dtype": "fp32", "wide_router": True},
         SIZES | {"losses": "z", "sinkhorn": True},
     ]
-    return [*chosen, *batched, *evaluated, *(worlds_ if scope.accepts("group") else [])]
+    return [*chosen, *batched, *evaluated, *(worlds_ + in_room(scope) if scope.accepts("group") else [])]
+
+
+def in_room(scope: Scope) -> list[LayerCase]:
+    """On a GPU a rank for each dispatcher, whose host must not wait."""
+    if scope.space.device != "cuda":
+        return []
+    one = SIZES | {"counts": (SIZES["tokens"],), "budget": 9, "law": "host_sync"}
+    return [scope.case(one | {"dispatcher": name}) for name in DISPATCHERS]
 
 
 MOE_LAYER = Shapes(

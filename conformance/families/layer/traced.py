@@ -73,8 +73,8 @@ class Traced:
 
     def _permuted(self, tokens: Ranks) -> Ranks:
         """Through permute, experts and unpermute on each rank."""
-        maps = zip(tokens, self.local_maps, self.results["local_probs"], strict=True)
-        self.parts: list[Any] = [moe_ref.permute(x, chosen, probs=probs) for x, chosen, probs in maps]
+        maps, sizes = zip(tokens, self.local_maps, self.results["local_probs"], strict=True), self.config.dispatch
+        self.parts: list[Any] = [moe_ref.permute(x, chosen, probs=probs, **sizes) for x, chosen, probs in maps]
         rows = self._experts()
         return [moe_ref.unpermute(x, part.row_map) for x, part in zip(rows, self.parts, strict=True)]
 

@@ -16,7 +16,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from conformance.peers.te_standin import padding
-from conformance.peers.te_standin.experts import Experts, signature_from
+from conformance.peers.te_standin.experts import Activations, Experts, signature_from
 from conformance.peers.te_standin.indices import IndexPermutation
 from conformance.peers.te_standin.matrix import BUCKETS as BUCKETS
 from conformance.peers.te_standin.matrix import behaviour_of, parameters_of
@@ -48,7 +48,7 @@ def standin(bucket: str, without: Collection[str] = (), changed: Mapping[str, st
     permutation = Permutation(behaviour) if behaviour.mask_maps else IndexPermutation(behaviour)
     recipes = Recipes()
     experts = Experts(behaviour, every["GroupedLinear.forward"], recipes)
-    makers = (permutation, Router(behaviour), experts, padding, recipes, Quantisers())
+    makers = (permutation, Router(behaviour), experts, padding, recipes, Quantisers(), Activations())
     for symbol, text in every.items():
         if symbol.rpartition(".")[2] in te.symbols:
             *modules, name = symbol.split(".")

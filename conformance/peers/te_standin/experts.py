@@ -162,6 +162,66 @@ class _Scaled(nn.Module):
         return out
 
 
+class _Plain(nn.Module):
+    """An operation of one input."""
+
+    def __init__(self, function: Any, **settings: Any) -> None:
+        super().__init__()
+        self.function, self.settings = function, settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In the dtype of x."""
+        out: Tensor = self.function(x, **self.settings)
+        return out
+
+
+class Activations:
+    """Operations without a scale."""
+
+    def SwiGLU(self, glu_interleave_size: int | None = None) -> _Plain:
+        """a σ(a) b."""
+        return _Plain(moe_ref.glu, interleave=glu_interleave_size)
+
+    def ClampedSwiGLU(
+        self, limit: float, alpha: float, glu_linear_offset: float = 1.0, glu_interleave_size: int | None = None
+    ) -> _Plain:
+        """min(a, limit) σ(alpha a) (clamp(b, ±limit) + offset)."""
+        gate = {"kind": "quick_geglu", "offset": glu_linear_offset, "clamp": limit, "alpha": alpha}
+        return _Plain(moe_ref.glu, interleave=glu_interleave_size, **gate)
+
+    def GEGLU(self) -> _Plain:
+        """gelu(a) b, by tanh."""
+        return _Plain(moe_ref.glu, kind="geglu")
+
+    def QGEGLU(self) -> _Plain:
+        """a σ(1.702 a) b."""
+        return _Plain(moe_ref.glu, kind="quick_geglu")
+
+    def ReGLU(self) -> _Plain:
+        """relu(a) b."""
+        return _Plain(moe_ref.glu, kind="reglu")
+
+    def SiLU(self) -> _Plain:
+        """x σ(x)."""
+        return _Plain(moe_ref.activation, kind="silu")
+
+    def GELU(self) -> _Plain:
+        """gelu(x), by tanh."""
+        return _Plain(moe_ref.activation, kind="gelu_tanh")
+
+    def QGELU(self) -> _Plain:
+        """x σ(1.702 x)."""
+        return _Plain(moe_ref.activation, kind="quick_gelu")
+
+    def ReLU(self) -> _Plain:
+        """max(x, 0)."""
+        return _Plain(moe_ref.activation, kind="relu")
+
+    def SReLU(self) -> _Plain:
+        """max(x, 0)²."""
+        return _Plain(moe_ref.activation, kind="squared_relu")
+
+
 class Experts:
     """The modules of one release, with the newest names of their arguments."""
 

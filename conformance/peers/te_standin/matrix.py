@@ -23,6 +23,7 @@ class Row:
 _TOPK = "logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias"
 _GROUPED = "num_gemms, in_features, out_features, bias=True, params_dtype=None, device='cuda'"
 _SINGLE = "delay_wgrad_compute=False, save_original_input=False, single_grouped_weight=False, single_grouped_bias=False"
+_CACHED, _CLAMPED = "*, cache_quantized_input=False", "limit=7.0, alpha=1.702"
 _RECOMPUTE = "activation_recompute_in_mlp=False"
 _FORWARD = "inp: Tensor, m_splits: list[int], is_first_microbatch=None"
 _CHUNKS = "split_sizes, sorted_index"
@@ -126,6 +127,16 @@ SYMBOLS = (
         f"glu_interleave_size=None, *, {_RECOMPUTE}, limit=7.0, alpha=1.702, glu_linear_offset=1.0",
     ),
     Row("ops.ScaledSReLU", (2, 17), f"*, {_RECOMPUTE}"),
+    *(Row(f"ops.{name}", (1, 13), _CACHED) for name in ("SwiGLU", "GEGLU", "ReGLU", "GELU", "ReLU")),
+    *(Row(f"ops.{name}", (2, 8), _CACHED) for name in ("QGEGLU", "QGELU", "SReLU", "SiLU")),
+    Row("ops.SwiGLU", (2, 13), f"{_CACHED}, glu_interleave_size=None"),
+    Row("ops.ClampedSwiGLU", (2, 9), f"*, {_CLAMPED}, cache_quantized_input=False"),
+    Row("ops.ClampedSwiGLU", (2, 13), f"*, {_CLAMPED}, cache_quantized_input=False, glu_interleave_size=None"),
+    Row(
+        "ops.ClampedSwiGLU",
+        (2, 17),
+        f"*, {_CLAMPED}, glu_linear_offset=1.0, cache_quantized_input=False, glu_interleave_size=None",
+    ),
     Row("router.fused_topk_with_score_function", (2, 6), _TOPK),
     Row("router.fused_topk_with_score_function", (2, 17), f"{_TOPK}, routing_map_format='bytemap'"),
     Row("router.fused_topk_with_score_function", (2, 18), f"{_TOPK}, routing_map_format='bytemap', topk_indices=None"),

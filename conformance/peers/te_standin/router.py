@@ -55,8 +55,9 @@ class Router:
         scaling_factor: float | None,
         score_function: str,
         expert_bias: Tensor | None,
+        topk_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(probs [N,E] in the logits' dtype, routing_map [N,E] bool)."""
+        """(probs [N,E] in the logits' dtype, routing_map [N,E] bool, or topk_indices if given)."""
         x = self._read(logits, score_function)
         scores = x if score_function == "softmax" and not use_pre_softmax else SCORES[score_function](x)
         keys = scores.detach() if expert_bias is None else scores.detach() + expert_bias
@@ -73,6 +74,8 @@ class Router:
             weights = normalised(weights)
         weights = weights * (1.0 if scaling_factor is None else scaling_factor)
         probs = torch.zeros_like(logits).scatter(1, index, round_to(weights, logits.dtype))
+        if topk_indices is not None:
+            return probs, topk_indices.copy_(index)
         return probs, torch.zeros_like(logits, dtype=torch.bool).scatter(1, index, True)
 
     def fused_compute_score_for_moe_aux_loss(

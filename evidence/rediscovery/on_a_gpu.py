@@ -1,0 +1,78 @@
+"""Judge the installed Transformer Engine by the checks that need a GPU, and keep what they find.
+
+PYTHONPATH=.:te/site python -m evidence.rediscovery.on_a_gpu evidence/rediscovery/on_a_gpu.json
+"""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evidence.environments import ROOT, Unavailable
+from evidence.rediscovery.rows import ROWS
+
+SECONDS = 90  # of a check
+KEPT = Path(__file__).with_name("on_a_gpu.json")
+
+
+def finding_of(done: "subprocess.CompletedProcess[str]") -> str:
+    """What a check's process found; "" if nothing.
+
+    Raises:
+        Unavailable: it did not run.
+    """
+    if done.returncode < 0:
+        return f"the process ends by signal {-done.returncode}"
+    line = (done.stdout.splitlines() or [""])[-1]
+    if done.returncode or not line.startswith("FOUND"):
+        raise Unavailable((done.stderr.splitlines() or ["no error"])[-1])
+    return line.removeprefix("FOUND").strip()
+
+
+def kept(release: str, name: str) -> str:
+    """What a check on a GPU found in that release.
+
+    Raises:
+        Unavailable: no run of it is kept, or it did not run.
+    """
+    result = _runs(KEPT).get(release, {}).get("checks", {}).get(name)
+    if result is None:
+        raise Unavailable(f"no run of {release} on a GPU is kept")
+    if "why" in result:
+        raise Unavailable(f"the check does not run on {release}: {result['why']}")
+    return str(result["found"])
+
+
+def devices() -> str:
+    """Where the kept runs ran."""
+    return "; ".join(dict.fromkeys(f"{one['device']}, torch {one['torch']}" for one in _runs(KEPT).values()))
+
+
+def _runs(path: Path) -> dict[str, Any]:
+    """By release: the device, and what each check found."""
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def main() -> int:
+    """Add this release to the file that the command line names."""
+    path, release = Path(sys.argv[1]), version("transformer-engine")
+    checks = {}
+    for row in (row for row in ROWS if row.on_a_gpu):
+        command = [sys.executable, "-m", "evidence.rediscovery.checks_gpu", str(row.check)]
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+            checks[str(row.check)] = {"found": finding_of(done)}
+        except (Unavailable, subprocess.TimeoutExpired) as why:
+            checks[str(row.check)] = {"why": str(why)}
+        print(release, row.check, checks[str(row.check)], flush=True)
+        run = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "checks": checks}
+        path.write_text(json.dumps(_runs(path) | {release: run}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

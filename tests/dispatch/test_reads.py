@@ -1,0 +1,52 @@
+"""Dispatchers whose sizes are given or bounded wait for no count; the twins, without, read them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import moe_fast
+from conformance.core.ranks import RankContext
+from moe_ref.config import IndexPolicy
+from tests.common.fast import interpreted, normal, record_reads
+
+TRUSTED = IndexPolicy(values="trusted")
+EXPERTS = 3
+MAPS = {"allgather": {"num_rows": 5}, "alltoall": {"num_rows": 5}, "hybridep": {"num_rows": 5}}
+SLOTS = {"deepep": {"num_worst_tokens": 4, "policy": TRUSTED}, "deepep_low_latency": {"policy": TRUSTED}}
+
+
+def called(dispatcher: str, group: Any, **sizes: Any) -> list[torch.Tensor]:
+    """Dispatch, combine and their backward on a rank; the tokens that come back, and dx."""
+    x = normal(4, 2).requires_grad_()
+    slots = torch.tensor([[0, 2], [1, -1], [2, 0], [-1, -1]])
+    if dispatcher in MAPS:
+        routing_map = (slots[:, :, None] == torch.arange(EXPERTS)).any(1)
+        sent = getattr(moe_fast, f"{dispatcher}_dispatch")(x, routing_map, group=group, **sizes)
+        back = getattr(moe_fast, f"{dispatcher}_combine")(sent.rows * 2, sent.handle, group=group)
+    elif dispatcher == "deepep":
+        sent = moe_fast.deepep_dispatch(x, slots, num_experts=EXPERTS, group=group, **sizes)
+        back = moe_fast.deepep_combine(sent.rows * 2, sent.handle, group=group)
+    else:
+        settings = {"num_experts": EXPERTS, "max_tokens_per_rank": 4, "group": group}
+        sent = moe_fast.deepep_low_latency_dispatch(x, slots, **settings, **sizes)
+        rows, probs = sent.rows * 2, torch.ones(slots.shape)
+        back = moe_fast.deepep_low_latency_combine(rows, slots, probs, sent.handle, group=group)
+    y = getattr(back, "tokens", back)
+    y.backward(torch.ones_like(y))
+    return [y.detach(), x.grad]
+
+
+@interpreted
+@pytest.mark.parametrize("dispatcher", [*MAPS, *SLOTS])
+def test_with_a_static_size_the_host_reads_nothing_and_without_one_it_does(
+    dispatcher: str, one_rank: RankContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = called(dispatcher, one_rank.group)
+    reads = record_reads(monkeypatch)
+    found = called(dispatcher, one_rank.group, **(MAPS | SLOTS)[dispatcher])
+    few = len(reads)
+    called(dispatcher, one_rank.group)
+    assert few == 0 < len(reads)
+    monkeypatch.undo()
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
