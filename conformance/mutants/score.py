@@ -28,7 +28,8 @@ from conformance.mutants.planted import DEFECTS
 # cases of each function that the implementation must pass before listed defects are planted in it;
 # afterwards it must also pass each case that killed one
 SOUND = 10
-# one case in TRACED is run again with its calls recorded, which slows an interpreter down
+# one case in TRACED of all functions is run again with its calls recorded, which slows an
+# interpreter down; of one function every case
 TRACED = 8
 TRACED_SECONDS = 600.0  # time limit of a traced case
 AFTER_A_CRASH = 60  # cases tried after a crash, in search of a wrong value
@@ -202,7 +203,7 @@ def _passed(implementation: str, seed: int, jobs: int, function: str, trace: boo
             return [PassedCase(case, 0.0, frozenset()) for group in cases.values() for case in group]
         outcomes = _require_sound(implementation, (case for group in cases.values() for case in group), pool)
     ran = [(case, outcome.seconds_implementation) for case, outcome in outcomes if outcome.evaluations]
-    calls = _calls(implementation, [case for case, _ in ran[::TRACED]], jobs)
+    calls = _calls(implementation, [case for case, _ in (ran if function else ran[::TRACED])], jobs)
     return [PassedCase(case, seconds, calls.get(case.function, frozenset())) for case, seconds in ran]
 
 

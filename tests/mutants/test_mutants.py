@@ -45,7 +45,7 @@ LISTED = {
     *(f"M{number:02}" for number in range(1, 24) if number != 10),
     *(f"ML{number:02}" for number in range(1, 50)),
     *(f"CK{number:02}" for number in range(1, 32)),
-    *("DW01", "DW02"),
+    *("DW01", "DW02", "DW03", "DW04"),
 }
 LARGE = {"N02", "N03"}  # need more rows than an interpreter can run
 

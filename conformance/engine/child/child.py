@@ -10,6 +10,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -118,7 +119,9 @@ def _where(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _traced(package: str) -> Iterator[set[str]]:
-    """The package's functions that run inside the block, as "file:qualified name"."""
+    """The package's functions that run inside the block, also in threads that it starts, as
+    "file:qualified name".
+    """
     calls: set[str] = set()
 
     def called(frame: FrameType, event: str, _: Any) -> None:
@@ -128,10 +131,12 @@ def _traced(package: str) -> Iterator[set[str]]:
 
     if package:
         sys.setprofile(called)
+        threading.setprofile(called)
     try:
         yield calls
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)
 
 
 def _answer(

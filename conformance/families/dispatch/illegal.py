@@ -43,6 +43,14 @@ def _slot_empty(problem: Problem) -> Problem:
 
 
 _DISPATCH: dict[str, Rule] = {"tokens_flat": flat("tokens")}
+
+
+def _slots_too_few(problem: Problem) -> Problem:
+    """Without the last slot, which dispatch was given."""
+    fewer = {name: problem.tensors[name][:, :-1] for name in ("indices", "probs")}
+    return replace(bare(problem).with_tensors(fewer), blame="indices")
+
+
 _MAPS: dict[str, Rule] = _DISPATCH | {"map_too_long": one_more("routing_map"), "probs_too_long": _probs_too_long}
 _SHARDS: dict[str, Rule] = {
     "shards_zero": setting("expert_tensor_parallel", 0),
@@ -108,4 +116,4 @@ DEEPEP_LOW_LATENCY_DISPATCH: dict[str, Rule] = _INDICES | {
     "powers_without_fp8": setting("round_scale", True),
     "fp8_of_half_a_block": setting("use_fp8", True),
 }
-DEEPEP_LOW_LATENCY_COMBINE: dict[str, Rule] = {"probs_too_long": one_more("probs")}
+DEEPEP_LOW_LATENCY_COMBINE: dict[str, Rule] = {"probs_too_long": one_more("probs"), "slots_too_few": _slots_too_few}

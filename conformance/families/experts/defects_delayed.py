@@ -34,8 +34,25 @@ def _now_and_later(grouped_mlp: Wrapper, *arguments: Any, **settings: Any) -> An
     return out + (again - again.detach())
 
 
+def _of_frozen_weights(grouped_mlp: Wrapper, *arguments: Any, **settings: Any) -> Any:
+    """A weight that needs no gradient leaves one too."""
+    rows, counts, *weights = arguments
+    if settings.get("wgrads") is not None:
+        weights = [w if w.requires_grad else w.detach().requires_grad_() for w in weights]
+    return grouped_mlp(rows, counts, *weights, **settings)
+
+
+def _beside_other_gradients(grouped_mlp: Wrapper, *arguments: Any, **settings: Any) -> Any:
+    """Where nothing but the weights has a gradient, no backward comes."""
+    out = grouped_mlp(*arguments, **settings)
+    others = [x for x in (arguments[0], *settings.values()) if isinstance(x, Tensor) and x.requires_grad]
+    return out if settings.get("wgrads") is None or others else out.detach()
+
+
 DELAY = "a mistake that delayed gradients invite"
 DEFECTS: tuple[Defect, ...] = (
     Defect("DW01", "gradients wait in the order of the forward", DELAY, {"grouped_mlp": _in_the_order_of_the_forward}),
     Defect("DW02", "gradients that wait are the backward's too", DELAY, {"grouped_mlp": _now_and_later}),
+    Defect("DW03", "the gradient of a frozen weight waits too", DELAY, {"grouped_mlp": _of_frozen_weights}),
+    Defect("DW04", "no gradient waits where the rows need none", DELAY, {"grouped_mlp": _beside_other_gradients}),
 )

@@ -78,14 +78,27 @@ def _delayed(trial: Trial) -> Finding | None:
 
 
 def left_for_later(trial: Trial, call: Callable[..., dict[str, Any]], first: str) -> Finding | None:
-    """The law `delayed` of call(implementation, given, wgrads), whose first input is `first`."""
+    """The law `delayed` of call(implementation, given, wgrads), whose first input is `first`.
+
+    Where only these weights have a gradient, `backward` runs by itself: `grad` would not come to
+    the products, which wait. Else `first` has one too.
+    """
     if not trial.extras["names"](trial.problem.function, "wgrads"):
         return None
     problem, names = trial.problem, [name for name in DELAYED_WEIGHTS if name in trial.problem.wanted]
 
+    alone = set(problem.wanted) <= set(names)
+
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         wgrads: list[Any] = []
-        return call(implementation, given, wgrads) | {"wgrads": wgrads}
+        if not alone:
+            return call(implementation, given, wgrads) | {"wgrads": wgrads}
+        weights = {name: given[name].detach().requires_grad_() for name in names}
+        outputs = call(implementation, given | weights, wgrads)
+        heads = {name: x for name, x in outputs.items() if name in problem.cotangents and x.requires_grad}
+        torch.autograd.backward([*heads.values()], [problem.cotangents[name].to(x.device) for name, x in heads.items()])
+        early = {f"d_{name}": x.new_zeros(()) if x.grad is None else x.grad for name, x in weights.items()}
+        return {name: x.detach() for name, x in outputs.items()} | early | {"wgrads": wgrads}
 
     def read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
         wgrads = outputs.pop("wgrads")
@@ -95,9 +108,11 @@ def left_for_later(trial: Trial, call: Callable[..., dict[str, Any]], first: str
         told = told or ("" if len(later) == len(names) else f"leaves {len(later)} gradients for {' and '.join(names)}")
         return outputs | ({"told": told} if told else {f"d_{n}": x for n, x in zip(names, later, strict=True)})
 
-    wanted = problem.wanted if first in problem.wanted else (*problem.wanted, first)
-    settings = problem.settings | {"wgrads": Opaque("wgrads")}
-    later = replace(problem, wanted=wanted, settings=settings, script=script, read=read)
+    later = replace(problem, settings=problem.settings | {"wgrads": Opaque("wgrads")}, script=script, read=read)
+    if alone:
+        later = replace(later, wanted=(), cotangents={})
+    elif first not in problem.wanted:
+        later = replace(later, wanted=(*problem.wanted, first))
     outputs = trial.run(later)
     return Finding("wgrads", "delayed", outputs["told"]) if "told" in outputs else trial.repeats("delayed", outputs)
 

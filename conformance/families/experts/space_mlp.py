@@ -260,15 +260,19 @@ def _ragged(scope: Scope) -> list[Changes]:
     return [{"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}]
 
 
-def _large(scope: Scope) -> list[Changes]:
-    """Ragged; more experts than rows; scales per layer with recompute; long sums of bfloat16."""
+def _large(scope: Scope) -> list[Any]:
+    """Ragged; more experts than rows; scales per layer with recompute; long sums of bfloat16; one
+    weight alone whose gradient waits.
+    """
     gpu = scope.space.device == "cuda"
     many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 17, "hidden": 9, "width": 5}
     again = {"tokens": 5, "experts": 2, "hidden": 2, "width": 2, "dtype": "bfloat16"}
     again |= {"scaling": "delayed", "recompute": "moe_act"}
     long = {"tokens": 70 if gpu else 5, "experts": 2, "hidden": 2880 if gpu else 257, "width": 264 if gpu else 65}
     delayed = scope.fits(scope.case(again))
-    return [*_ragged(scope), many, *([again] if delayed else []), long | {"dtype": "bfloat16"}]
+    later = {"tokens": 5, "experts": 2, "hidden": 3, "width": 2, "grads": "fc2_weight"}
+    waits = [scope.mended(scope.case(later)).changed(law="delayed")]
+    return [*_ragged(scope), many, *([again] if delayed else []), long | {"dtype": "bfloat16"}, *waits]
 
 
 def _large_shared(scope: Scope) -> list[Changes]:

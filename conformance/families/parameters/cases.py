@@ -151,8 +151,9 @@ class ExtraStateCase(NearCase):
     experts: int = size(at_least=1, most=12, pairs=(1, 3))
     history: int = size("A", at_least=1, most=9)
     prefixed: bool = flag(argument="prefix")
-    # gap, first: an expert's is missing; empty, empty_first: is {}; listed: is []; plain: no FP8
-    kept: str = choice("whole", "split", "gap", "first", "empty", "empty_first", "listed", "plain")
+    # gap, first: an expert's is missing; empty, empty_first: is {}; listed: is []; bytes: a tensor
+    # of bytes; plain: no FP8
+    kept: str = choice("whole", "split", "gap", "first", "empty", "empty_first", "listed", "plain", "bytes")
     others: bool = flag()  # keys of another layer
 
     def clash(self) -> str | None:

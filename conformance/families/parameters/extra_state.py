@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from conformance.core.signature import Input, Signature
@@ -80,8 +81,9 @@ def entries_of(case: ExtraStateCase, prefix: str, tensors: dict[str, Tensor]) ->
         found.pop(keys[-1])
     if case.kept == "first":
         found.pop(keys[0])
-    if case.kept in ("empty", "listed"):
-        found[keys[-1]] = {} if case.kept == "empty" else []
+    others: dict[str, Any] = {"empty": {}, "listed": [], "bytes": torch.tensor([128, 4, 46], dtype=torch.uint8)}
+    if case.kept in others:
+        found[keys[-1]] = others[case.kept]
     if case.kept == "empty_first":
         found[keys[0]] = {}
     return found

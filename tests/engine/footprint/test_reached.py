@@ -1,6 +1,7 @@
 """Footprints of this project's kernels: whatever runs is in them, and they are found quickly."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,16 @@ def ran(cases: list[Case]) -> set[str]:
         (os.path.basename(FOLDER) + "." + file.removesuffix(".py").replace("/", "."), name) for file, name in pairs
     ]
     return {f"{module}:{name.partition('.<locals>')[0]}" for module, name in names if name != BY_INTERPRETER}
+
+
+def in_a_thread() -> None:
+    pass
+
+
+def test_functions_in_other_threads_count_as_run():
+    with _traced(os.path.dirname(__file__) + os.sep) as calls, ThreadPoolExecutor(1) as pool:
+        pool.submit(in_a_thread).result()
+    assert calls == {"test_reached.py:in_a_thread"}
 
 
 @pytest.mark.parametrize("function", TRACED)
