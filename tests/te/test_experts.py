@@ -1,5 +1,7 @@
 """Grouped linear layers and scaled activations through every release of Transformer Engine."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -82,6 +84,16 @@ def test_a_bias_gets_its_gradient_where_the_weight_wants_none():
 def whole(*shape, seed):
     """Small integers, whose products have exact sums under EXACT."""
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def test_a_recipe_that_the_device_refuses_is_not_entered():
+    te = standin("2.20")
+    te.pytorch.fp8.FP8GlobalStateManager = SimpleNamespace(is_nvfp4_available=lambda: (False, "no such units"))
+    adapter = Adapter(te)
+    rows, weight, counts = whole(32, 32, seed=0), whole(1, 32, 32, seed=1), torch.tensor([32])
+    with pytest.raises(ValueError, match="it must be one that the device runs: nvfp4 is refused"):
+        adapter.grouped_linear(rows, weight, counts, recipe=Recipe("nvfp4"))
+    assert "autocast" not in te.calls
 
 
 @pytest.mark.parametrize("width", [20, 32])
