@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import moe_ref
+from conformance.core.tensors import laid_out
 from conformance.peers.te_standin import standin
+from conformance.peers.te_standin.experts import _Plain
 from moe_fast.te import Adapter
 from moe_ref.config import Recipe
 from tests.te.judging import Checked, judged, wrong
@@ -178,6 +180,15 @@ def test_the_kind_that_is_not_given_is_the_reference_s():
     probs = number(6, seed=4)
     assert torch.equal(adapter.activation(h, probs=probs), moe_ref.activation(h, probs=probs))
     assert adapter.path["activation"] == "ScaledSReLU"
+
+
+def test_a_pending_minus_is_applied_where_the_adapter_is_complete(monkeypatch):
+    read, forward = [], _Plain.forward
+    monkeypatch.setattr(_Plain, "forward", lambda self, x: read.append(x.is_neg()) or forward(self, x))
+    h = laid_out(number(6, 16), "negated")
+    for adapter in (Adapter(standin("2.20")), Adapter(standin("2.20"), ours=moe_ref)):
+        assert torch.equal(adapter.glu(h), moe_ref.glu(h))
+    assert h.is_neg() and read == [True, False]
 
 
 def test_squared_relu_is_there_since_2_17():
