@@ -48,9 +48,8 @@ ENGINE = Package(
     "transformer_engine",
     "## Transformer Engine by release\n",
     """
-Written in the same way, from reports of `conformance.peers.transformer_engine` on a GPU. A law or a
-layout of one function is drawn for each of its settings, so counts of cases say how often a cause
-was met, not how many there are: [findings](findings-te.md) has the causes.
+Written in the same way, from reports of `conformance.peers.transformer_engine` on a GPU. A cause
+may be met by many cases: [findings](findings-te.md) has the causes.
 """,
     causes=False,
 )

@@ -206,13 +206,18 @@ def p01() -> str:
 
 
 @check
+def p04() -> str:
+    """Routed tokens of probability 0, in memory that is poisoned."""
+    return _zero_probs(grads="")
+
+
+@check
 def p13() -> str:
     """The gradient of a probability that is 0."""
-    return zero_probs(grads="probs")
+    return _zero_probs(grads="probs")
 
 
-def zero_probs(grads: str, device: str = "cpu") -> str:
-    """Routed tokens of probability 0, in memory that is poisoned."""
+def _zero_probs(grads: str) -> str:
     from conformance.families.permutation.cases import RoutingCase
 
     given: dict[str, Any] = {
@@ -223,7 +228,7 @@ def zero_probs(grads: str, device: str = "cpu") -> str:
         "zero_probs": True,
         "grads": grads,
     }
-    return judged(transformer_engine(), RoutingCase(function="permute", **given), device)
+    return judged(transformer_engine(), RoutingCase(function="permute", **given))
 
 
 @check

@@ -1,13 +1,9 @@
 """Judge the installed Transformer Engine by the checks that need a GPU, and keep what they find.
 
 PYTHONPATH=.:te/site python -m evidence.rediscovery.on_a_gpu evidence/rediscovery/on_a_gpu.json
-PYTHONPATH=. python -m evidence.rediscovery.on_a_gpu FILE te-2.6.0 te-2.7.0
-
-The second line is for checks of Python and Triton alone, by folders of unpacked wheels.
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -62,14 +58,14 @@ def _runs(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-def judge(path: Path, release: str, checks: Sequence[str], **variables: str) -> None:
+def judge(path: Path, release: str, checks: Sequence[str]) -> None:
     """Run these checks, each in a process of its own, and add what they find to the file."""
     results: dict[str, dict[str, str]] = {}
     for check in checks:
         command = [sys.executable, "-m", "evidence.rediscovery.checks_gpu", check]
-        given: Any = {"cwd": ROOT, "env": os.environ | variables, "capture_output": True, "text": True}
         try:
-            results[check] = {"found": finding_of(subprocess.run(command, timeout=SECONDS, **given))}
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+            results[check] = {"found": finding_of(done)}
         except (Unavailable, subprocess.TimeoutExpired) as why:
             results[check] = {"why": str(why)}
         print(release, check, results[check], flush=True)
@@ -78,15 +74,8 @@ def judge(path: Path, release: str, checks: Sequence[str], **variables: str) -> 
 
 
 def main() -> int:
-    """Judge the unpacked wheels that the command line names, or else the installed package."""
-    path, *wheels = map(Path, sys.argv[1:])
-    rows = [row for row in ROWS if row.on_a_gpu and row.of_a_wheel == bool(wheels)]
-    checks = [str(row.check) for row in rows]
-    for folder in wheels:
-        release = next(folder.glob("*.dist-info")).name.split("-")[1].removesuffix(".dist")
-        judge(path, release, checks, TE_WHEEL=str(folder))
-    if not wheels:
-        judge(path, version("transformer-engine"), checks)
+    """Judge the installed package."""
+    judge(Path(sys.argv[1]), version("transformer-engine"), [str(row.check) for row in ROWS if row.on_a_gpu])
     return 0
 
 

@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from moe_fast.te import padding
 from moe_fast.te.activations import Activations
 from moe_fast.te.experts import Experts
@@ -89,6 +91,7 @@ class Adapter:
         taken = inspect.signature(through).parameters
 
         def call(*args: Any, **settings: Any) -> Any:
+            args, settings = tuple(map(_read, args)), {name: _read(x) for name, x in settings.items()}
             given = {name: x for name, x in settings.items() if x is not None}
             try:
                 if reason := missing or part.supports(function, args[0], given):
@@ -107,6 +110,11 @@ class Adapter:
         if function != "permute" or settings.get("probs") is None or self.probes.zero_prob_rows == "copied":
             return result
         return result._replace(rows=padding.zero_rows(result.rows, result.probs))
+
+
+def _read(x: Any) -> Any:
+    """A tensor with its pending minus applied, which Transformer Engine does not read."""
+    return x.resolve_neg() if isinstance(x, Tensor) else x
 
 
 def _signed(function: Callable[..., Any], like: Callable[..., Any]) -> Callable[..., Any]:

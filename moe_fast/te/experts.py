@@ -20,6 +20,7 @@ from moe_ref.config import (
     check_grouped_linear,
     check_grouped_wgrad,
     check_precision,
+    require,
 )
 from moe_ref.config.quantization import WHOLE_BLOCKS
 
@@ -122,7 +123,9 @@ class Experts(Part):
         self, recipe: Recipe, state: LinearState | None, rows: Tensor, weight: Tensor, counts: Tensor,
         bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """The product under a recipe."""
+        """The product under a recipe. A refused one is not entered: it may stay in force."""
+        refused = self.probes.refused.get(recipe.scaling)
+        require(refused is None, "recipe", recipe.scaling, f"one that the device runs: {refused}")
         recipes.check_states(recipe, state, len(weight))
         cut = padding.segments_of(counts, 1 if recipe.scaling in WHOLE_BLOCKS else recipes.SIDES)
         recipes.check_blocks(recipe, weight, cut.host_counts)

@@ -1,10 +1,14 @@
 """Grouped linear layers and scaled activations through every release of Transformer Engine."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import moe_ref
+from conformance.core.tensors import laid_out
 from conformance.peers.te_standin import standin
+from conformance.peers.te_standin.experts import _Plain
 from moe_fast.te import Adapter
 from moe_ref.config import Recipe
 from tests.te.judging import Checked, judged, wrong
@@ -82,6 +86,16 @@ def test_a_bias_gets_its_gradient_where_the_weight_wants_none():
 def whole(*shape, seed):
     """Small integers, whose products have exact sums under EXACT."""
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def test_a_recipe_that_the_device_refuses_is_not_entered():
+    te = standin("2.20")
+    te.pytorch.fp8.FP8GlobalStateManager = SimpleNamespace(is_nvfp4_available=lambda: (False, "no such units"))
+    adapter = Adapter(te)
+    rows, weight, counts = whole(32, 32, seed=0), whole(1, 32, 32, seed=1), torch.tensor([32])
+    with pytest.raises(ValueError, match="it must be one that the device runs: nvfp4 is refused"):
+        adapter.grouped_linear(rows, weight, counts, recipe=Recipe("nvfp4"))
+    assert "autocast" not in te.calls
 
 
 @pytest.mark.parametrize("width", [20, 32])
@@ -166,6 +180,15 @@ def test_the_kind_that_is_not_given_is_the_reference_s():
     probs = number(6, seed=4)
     assert torch.equal(adapter.activation(h, probs=probs), moe_ref.activation(h, probs=probs))
     assert adapter.path["activation"] == "ScaledSReLU"
+
+
+def test_a_pending_minus_is_applied_where_the_adapter_is_complete(monkeypatch):
+    read, forward = [], _Plain.forward
+    monkeypatch.setattr(_Plain, "forward", lambda self, x: read.append(x.is_neg()) or forward(self, x))
+    h = laid_out(number(6, 16), "negated")
+    for adapter in (Adapter(standin("2.20")), Adapter(standin("2.20"), ours=moe_ref)):
+        assert torch.equal(adapter.glu(h), moe_ref.glu(h))
+    assert h.is_neg() and read == [True, False]
 
 
 def test_squared_relu_is_there_since_2_17():

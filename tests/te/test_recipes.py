@@ -39,9 +39,10 @@ def test_every_recipe_of_a_release_is_conformant(bucket):
     assert {case.scaling for case, outcome in outcomes if outcome.status == "PASS"} == THERE[bucket]
 
 
-def test_alone_only_rows_past_the_last_segment_and_the_bias_are_lost():
+def test_alone_only_rows_past_the_last_segment_and_the_bias_are_lost_and_strided_rows_misread():
     outcomes = outcomes_of("2.20", SCALINGS, ours=None, most=20)
-    assert all(case.tail or case.law == "padding_independence" for case, x in outcomes if x.status == "FAIL")
+    failed = [case for case, x in outcomes if x.status == "FAIL"]
+    assert all(case.tail or case.law == "padding_independence" or case.layout_of == "rows" for case in failed)
     assert {case.scaling for case, outcome in outcomes if outcome.status == "PASS"} >= {"current", "block", "nvfp4"}
 
 
