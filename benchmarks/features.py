@@ -262,12 +262,7 @@ DISPATCH = (
 
 EXPERTS = (
     feature(92, "grouped experts", "grouped_mlp tail=1; moe_layer"),
-    feature(
-        93,
-        "sequential experts",
-        "sequential_mlp law:grouped",
-        why="`moe_fast.sequential_mlp` computes all experts at once: same arguments, same results, same contract",
-    ),
+    feature(93, "sequential experts", "sequential_mlp law:grouped"),
     feature(94, "bias of fc1", "grouped_mlp bias1=float32; moe_layer fc1_bias=True"),
     feature(
         95,

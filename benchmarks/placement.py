@@ -29,8 +29,8 @@ write a plan of its own (`Plan`, `Step`) and ask the same.
 
 *Whole*: the same on all ranks of the axis. *By token*, *by expert*, *by width*: each has its part.
 *Partial sum*: the tensor is the sum over the ranks of the axis. `moe_ref.layer` and `moe_fast.layer`
-have the axis `ep`; the others are of their stages: `route` takes the ranks that share a batch, two
-dispatchers `expert_tensor_parallel`.
+have the axes `ep` and `tp` (`LayerConfig.expert_tensor_parallel`); `dp` is of a stage: `route` takes
+the ranks that share a batch.
 """
 
 

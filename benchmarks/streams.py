@@ -92,7 +92,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def different_layers() -> dict[str, int]:
-    """Layers whose results depend on the second stream; dx alone may add in another order without."""
+    """Runs that the second stream changes; without overlap dx may add in another order."""
     found = {"layers": LAYERS, "than on one stream": 0, "than without overlap, beside dx": 0}
     for seed in range(LAYERS):
         layer, x, dy = random_layer(seed, **TWO)

@@ -207,6 +207,9 @@ def test_megatrons_options_become_the_settings_of_the_layer():
     flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
     assert layer_config(MoEConfig(**MEGATRON, **options)) == config("allgather")
     assert layer_config(MoEConfig(**MEGATRON, **options, **flex)) == config("hybridep")
+    cut = MEGATRON | {"moe_ffn_hidden_size": 2 * WIDTH, "expert_tensor_parallel_size": 2}
+    tensor = layer_config(MoEConfig(**cut, **options))
+    assert tensor == replace(config("allgather"), expert_tensor_parallel=2)
     fp8 = MoEConfig(**MEGATRON, fp8="e4m3", fp8_recipe="blockwise", moe_router_dtype="fp64")
     layer = layer_config(fp8)
     assert (layer.kind, layer.recipe, layer.router_dtype) == ("gelu", Recipe("block", fp8_format="e4m3"), "fp64")

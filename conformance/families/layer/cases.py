@@ -75,7 +75,6 @@ class LayerCase(Case):
     align: int = number(0, 16, 32, 64, 256, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
     dispatcher: str = choice(*DISPATCHERS)
     budget: int = number(0, *range(1, 25), pairs=(5,))  # room for a rank's rows, over ranks; 0: for all
-    shards: int = number(1, 2)  # ranks that share their experts, each with a part of the width
     rerun: bool = flag(argument="rerun")  # with a budget: no row is dropped
     evaluation: bool = flag(argument="training")
     padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # tokens that are padding, per 8
@@ -83,6 +82,7 @@ class LayerCase(Case):
     fc2_bias: bool = flag()
     jitter: bool = flag()  # whether the router's input has it: factors are ½ and 1
     counts: tuple[int, ...] = counts()  # tokens per rank; empty: one process
+    shards: int = number(1, 2)  # ranks that share their experts, each with a part of the width
     stage: str = ""  # the stage that alone is called, on the reference's inputs; empty: the layer
 
     variant: ClassVar[int] = 0

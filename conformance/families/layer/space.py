@@ -54,6 +54,7 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
         "groups": 0,
         "group_topk": 0,
     }
+    fields |= {"fc2_bias": False, "interleave": draw(st.sampled_from((0, 1)))} if shards > 1 else {}
     fields["gate"] = bool(fields["shared"]) and draw(st.booleans())
     if experts % 2 == 0 and topk % 2 == 0 and experts >= 4 and draw(st.booleans()):
         fields |= {"groups": 2, "group_topk": draw(st.sampled_from((1, 2) if topk <= experts // 2 else (2,)))}

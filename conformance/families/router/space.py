@@ -324,7 +324,7 @@ def steps(draw: st.DrawFn, replay: bool) -> str:
     out, queued = ["record" if replay and draw(st.booleans()) else "train"], 0
     recorded = int(out[0] == "record")
     for _ in range(draw(st.integers(0, 7))):
-        choices = ["train", "train", "finish", "reload", "eval", "nograd", "frozen"]
+        choices = ["train", "train", "finish", "reload", "narrow", "eval", "nograd", "frozen"]
         choices += ["record"] * replay + ["forward"] * bool(recorded) * 2 + ["backward"] * bool(queued) * 2
         step = draw(st.sampled_from(choices))
         recorded, queued = recorded + (step == "record"), queued + (step == "forward") - (step == "backward")

@@ -15,7 +15,7 @@ _GIVEN = """
 num_layers moe_layer_freq hidden_size ffn_hidden_size moe_ffn_hidden_size moe_latent_size variable_seq_lengths
 add_bias_linear moe_shared_expert_intermediate_size moe_shared_expert_gate fp16 bf16 params_dtype fp8_param fp4_param
 tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size
-expert_model_parallel_size expert_tensor_parallel_size sequence_parallel moe_enable_routing_replay
+expert_model_parallel_size sequence_parallel moe_enable_routing_replay
 moe_expert_rank_capacity_factor
 """
 GIVEN_BY_THE_CALL = frozenset(_GIVEN.split())
@@ -91,6 +91,7 @@ def layer_config(config: MoEConfig) -> LayerConfig:
         router_dtype=config.moe_router_dtype,
         jitter_eps=config.moe_input_jitter_eps,
         dispatcher=config.moe_flex_dispatcher_backend if flex else config.moe_token_dispatcher_type,
+        expert_tensor_parallel=config.expert_tensor_parallel_size or 1,
         kind=GATED_FORM[name] if gated else name,
         offset=config.glu_linear_offset if gated else 0.0,
         clamp=config.activation_func_clamp_value if gated else None,
