@@ -18,7 +18,7 @@ import moe_fast.dispatch.overlap
 import moe_fast.te
 import moe_ref
 import moe_ref.config
-from benchmarks.features import COLUMNS, GATE_ON_A_GPU, GATED_FAMILIES, SECTIONS, YOUNGER, Feature
+from benchmarks.features import COLUMNS, GATE_ON_A_GPU, GATED_FAMILIES, SECTIONS, Feature
 from conformance.catalogue import CONTRACTS, FAMILIES, NAMES
 from conformance.core.axes import Axis, Choice, Words
 from conformance.core.scope import Scope
@@ -188,7 +188,7 @@ def state_of(feature: Feature) -> dict[str, str]:
     calls = calls_of(feature)
     functions = [call.function for call in calls]
     fast = all(map(is_supported, calls))
-    gated = {FAMILY_OF[name] for name in functions} <= set(GATED_FAMILIES) and not {*functions} & {*YOUNGER}
+    gated = {FAMILY_OF[name] for name in functions} <= set(GATED_FAMILIES)
     there = {
         "ref": has(moe_ref, [*functions, *feature.ref.split()]),
         "fast": fast and has(moe_fast, [*(functions if fast else ()), *feature.fast.split()]),

@@ -12,7 +12,6 @@ ALL = " ".join(COLUMNS)
 # families of the recorded gate on a GPU, and its page in docs/results
 GATE_ON_A_GPU = "conformance-h200"
 GATED_FAMILIES = ("router", "permutation", "quantization", "fused", "experts", "dispatch", "layer", "parameters")
-YOUNGER = ("sinkhorn_routing", "flatten_experts")  # functions of moe_fast that the recorded gate has not judged
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def feature(number: int, name: str, calls: str = "", why: str = "", **more: str 
 
 
 _MODULE = "the reference takes parameters as arguments; the module has tests and a training run, no contract"
-_SINKHORN = "`moe_fast` has it in plain torch, younger than the recorded gate; the host waits for each round"
+_SINKHORN = "`moe_fast` has it in plain torch; the host waits for each round"
 _NO_QUANTILE = "`MoEConfig` refuses the name, which would be plain top-k, and `moe_router_quantile_balancing_ema`"
 _INFERENCE = "an inference engine is not part of the project"
 _NCCL_EP = "the library is not public, and Megatron alone calls it"
@@ -63,8 +62,6 @@ ROUTER = (
         17,
         "float32 buffers when loaded and saved",
         "route bias=True steps=train+reload; route bias=True steps=train+finish+narrow+train",
-        partly="GPU",
-        why="the recorded gate on a GPU is older than the load of a state in bfloat16",
     ),
     feature(
         18,
@@ -179,13 +176,13 @@ DISPATCH = (
         73,
         "copies to the host on a stream of their own",
         fast="dispatch.CountsOnHost",
-        why="a copy has no values of its own to judge: a test plays the GPU's streams, and no GPU has run it",
+        page="layer-h200",
+        why="a copy has no values of its own to judge; a GPU has run 50 copies beside work that overwrites the counts",
     ),
     feature(
         74,
         "expansion of flex metadata",
         "flatten_experts shards=2",
-        why="`moe_fast` has it in plain torch, younger than the recorded gate",
     ),
     feature(
         75,
@@ -223,8 +220,6 @@ DISPATCH = (
         "deepep_dispatch slack=2 trusted=True law:host_sync",
         ref="config.rank_budget",
         fast="within_budget",
-        partly="GPU",
-        why="the recorded gate on a GPU has hybridep's budget; those of the layer and of others are younger",
     ),
     feature(81, "NCCL-EP, eager", why=_NCCL_EP),
     feature(82, "NCCL-EP, static", why=_NCCL_EP),
@@ -244,9 +239,7 @@ DISPATCH = (
         "rule that reruns a step",
         "moe_layer counts=4,3 dispatcher=alltoall budget=7 rerun=True law:rerun",
         fast="within_budget",
-        partly="GPU",
-        why="the rule for one layer is judged; `moe_fast.within_budget` has it for the steps of several, with tests; "
-        "the recorded gate on a GPU is older",
+        why="the rule for one layer is judged; `moe_fast.within_budget` has it for the steps of several, with tests",
     ),
     feature(
         89,
@@ -320,8 +313,7 @@ EXPERTS = (
         "grouped_mlp grads=fc1_weight+fc2_weight law:delayed; moe_layer grads=fc1_weight law:delayed; "
         "grouped_wgrad into=float32",
         fast="MoELayer.backward_dw",
-        partly="GPU",
-        why="the recorded gate on a GPU is older than the law; hooks and `main_grad` are the module's, and have tests",
+        why="hooks and `main_grad` are the module's, and have tests",
     ),
     feature(
         119,
@@ -329,17 +321,16 @@ EXPERTS = (
         "moe_layer grads=fc1_weight law:delayed",
         fast="dispatch.overlap.in_backward MoELayer.backward_dw",
         partly="contract",
-        lacks="GPU",
-        why="a law judges the values; a test plays the streams and their order, and no GPU has run them",
+        page="layer-h200",
+        why="a law judges the values; streams are compared with one stream by `benchmarks.streams`",
     ),
     feature(120, "empty experts", "grouped_mlp tokens=3 experts=2 counts=0,3"),
     feature(
         121,
         "tensor-parallel experts",
         "alltoall_combine shards=2; shard_parameters tensor_ranks=2; moe_layer counts=4,3 shards=2",
-        partly="GPU",
-        why="`LayerConfig.expert_tensor_parallel`, without a second bias; the recorded gate on a GPU is older than "
-        "the layer's; attributes of parameters are names: `MoELayer.expert_parameters`",
+        why="`LayerConfig.expert_tensor_parallel`, without a second bias; attributes of parameters are names: "
+        "`MoELayer.expert_parameters`",
     ),
     feature(122, "inference experts", why=_INFERENCE),
 )
@@ -359,9 +350,7 @@ LAYER = (
         127,
         "fused shared experts",
         "shared_experts interleave=2 scaling=mxfp8; shared_experts law:one_group",
-        partly="GPU",
-        why="the variant is `grouped_mlp` of one expert with probabilities of 1; the recorded gate on a GPU is older "
-        "than the law",
+        why="the variant is `grouped_mlp` of one expert with probabilities of 1",
     ),
     feature(128, "latent projections", "latent_projection; moe_layer latent=3"),
     feature(

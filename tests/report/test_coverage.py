@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import coverage
-from benchmarks.features import GATE_ON_A_GPU, GATED_FAMILIES, SECTIONS, YOUNGER, Feature
+from benchmarks.features import GATE_ON_A_GPU, GATED_FAMILIES, SECTIONS, Feature
 from conformance.catalogue import CONTRACTS
 from conformance.core.axes import Choice
 from conformance.interface import Implementation
@@ -66,7 +66,6 @@ def test_what_moe_fast_lacks_or_refuses_is_no(monkeypatch):
     with monkeypatch.context() as without:
         without.setattr(coverage, "FAST", Implementation(SimpleNamespace(), "of nothing"))
         assert coverage.state_of(Feature(0, "lacking", "gate bias=False"))["fast"] == coverage.NO
-    assert coverage.state_of(Feature(0, "younger than the gate", YOUNGER[0]))["GPU"] == coverage.NO
     refused = coverage.Call("topk_routing", (("experts", "4"),), ())
     assert coverage.is_supported(refused)
     supports = coverage.FAST.namespace.supports
@@ -79,7 +78,7 @@ def test_what_moe_fast_lacks_or_refuses_is_no(monkeypatch):
 
 def test_the_recorded_gate_judged_the_functions_that_moe_fast_has():
     functions = [name for name in CONTRACTS if coverage.FAMILY_OF[name] in GATED_FAMILIES]
-    offered = sum(coverage.FAST.offers(name) for name in functions if name not in YOUNGER)
+    offered = sum(coverage.FAST.offers(name) for name in functions)
     newest = (DOCS / "results" / f"{GATE_ON_A_GPU}.md").read_text().partition("functions,")[0]
     assert newest.split()[-1] == str(offered)
     pages = {one.page for one in FEATURES if one.page}
