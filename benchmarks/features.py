@@ -35,7 +35,6 @@ def feature(number: int, name: str, calls: str = "", why: str = "", **more: str 
 
 
 _MODULE = "the reference takes parameters as arguments; the module has tests and a training run, no contract"
-_SINKHORN = "`moe_fast` has it in plain torch; the host waits for each round"
 _NO_QUANTILE = "`MoEConfig` refuses the name, which would be plain top-k, and `moe_router_quantile_balancing_ema`"
 _INFERENCE = "an inference engine is not part of the project"
 _NCCL_EP = "the library is not public, and Megatron alone calls it"
@@ -67,13 +66,11 @@ ROUTER = (
         18,
         "Sinkhorn, training",
         "sinkhorn_routing evaluation=False",
-        why=_SINKHORN,
     ),
     feature(
         19,
         "Sinkhorn, evaluation",
         "sinkhorn_routing evaluation=True",
-        why=_SINKHORN,
     ),
     feature(20, "quantile balancing", why=_NO_QUANTILE),
     feature(21, "update of quantile balancing", why=_NO_QUANTILE),
@@ -239,7 +236,6 @@ DISPATCH = (
         "rule that reruns a step",
         "moe_layer counts=4,3 dispatcher=alltoall budget=7 rerun=True law:rerun",
         fast="within_budget",
-        why="the rule for one layer is judged; `moe_fast.within_budget` has it for the steps of several, with tests",
     ),
     feature(
         89,
@@ -313,7 +309,6 @@ EXPERTS = (
         "grouped_mlp grads=fc1_weight+fc2_weight law:delayed; moe_layer grads=fc1_weight law:delayed; "
         "grouped_wgrad into=float32",
         fast="MoELayer.backward_dw",
-        why="hooks and `main_grad` are the module's, and have tests",
     ),
     feature(
         119,
@@ -329,8 +324,6 @@ EXPERTS = (
         121,
         "tensor-parallel experts",
         "alltoall_combine shards=2; shard_parameters tensor_ranks=2; moe_layer counts=4,3 shards=2",
-        why="`LayerConfig.expert_tensor_parallel`, without a second bias; attributes of parameters are names: "
-        "`MoELayer.expert_parameters`",
     ),
     feature(122, "inference experts", why=_INFERENCE),
 )
@@ -350,7 +343,6 @@ LAYER = (
         127,
         "fused shared experts",
         "shared_experts interleave=2 scaling=mxfp8; shared_experts law:one_group",
-        why="the variant is `grouped_mlp` of one expert with probabilities of 1",
     ),
     feature(128, "latent projections", "latent_projection; moe_layer latent=3"),
     feature(

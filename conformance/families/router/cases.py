@@ -142,6 +142,7 @@ class LogitsCase(Case):
     # expert bias: small (within ±1/2), large (within ±64), fine (near 1, too fine for bfloat16)
     bias: str = choice("", "small", "large", also=("fine",), of=("expert_bias",))
     precomputed: bool = flag(of=("precomputed_indices",))
+    index_dtype: str = dtypes("int64", "int32")
     padding: int = number(0, 1, 4, 8, pairs=(3,), of=("padding_mask",))  # per 8 tokens
     coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff", data=True)  # in eighths
     evaluation: bool = flag(argument="training")
@@ -266,7 +267,7 @@ def indices_of(case: LogitsCase) -> Tensor:
     """[T,K] distinct experts per token, unordered."""
     noise = hashed(case.seed, "precomputed", case.tokens * case.experts).astype(np.int64)
     rank = torch.from_numpy(noise).reshape(case.tokens, case.experts)
-    return rank.argsort(dim=1, stable=True)[:, : case.topk]
+    return rank.argsort(dim=1, stable=True)[:, : case.topk].to(DTYPES[case.index_dtype])
 
 
 @dataclass(frozen=True, kw_only=True)

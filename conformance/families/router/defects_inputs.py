@@ -10,6 +10,7 @@ from conformance.core.defect import Defect, Wrapper, with_values
 
 COUNTS = "a class of inputs: counts past a power of two, and fractions"
 STRANGE = "a class of inputs: strange values at the ends of a row"
+NARROW = "a class of inputs: indices of another dtype"
 EVERY = "a class of inputs: every bit pattern of a dtype"
 PATTERN = 0x3FD9  # of a bfloat16 number, 1.695
 
@@ -60,6 +61,15 @@ def _added(attach_loss: Wrapper, x: Tensor, loss: Tensor, **settings: Any) -> An
     return with_values(out, lambda y: y + 0.0 * loss.detach().to(y.dtype))
 
 
+def _every_second_index(choice: Wrapper, logits: Tensor, **settings: Any) -> Any:
+    """Words of 32 bits are read as if they had 64, of which the lower half is an index."""
+    given = settings.get("precomputed_indices")
+    if given is not None and given.dtype == torch.int32:
+        words = given.flatten()
+        settings["precomputed_indices"] = torch.cat([words, words])[::2].reshape(given.shape)
+    return choice(logits, **settings)
+
+
 def _finite_gate(gate: Wrapper, x: Tensor, weight: Tensor, **settings: Any) -> Any:
     return gate(with_values(x, lambda y: torch.where(y.isnan(), 0.0, y)), weight, **settings)
 
@@ -70,6 +80,12 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("N09", "counts rounded down to integers", COUNTS, {"update_expert_bias": _whole}),
     Defect("N10", "counts in float16", COUNTS, {"load_balancing_loss": _counts_in_half}),
     Defect("N11", "the square of the tokens in int32", COUNTS, {"load_balancing_loss": _squared_in_int32}),
+    Defect(
+        "U65",
+        "given experts in int32 are read as int64",
+        NARROW,
+        {"topk_indices": _every_second_index, "topk_routing": _every_second_index},
+    ),
     Defect("V09", "a loss is attached as x + 0 · loss, which loses -0", STRANGE, {"attach_loss": _added}),
     Defect("V10", "a gate takes NaN for 0", STRANGE, {"gate": _finite_gate}),
     Defect("V08", "the score of one logit is wrong", EVERY, {"aux_loss_scores": _one_score}),

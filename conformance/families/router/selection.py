@@ -187,7 +187,7 @@ def _signature(probs: str, chosen: Output) -> Signature:
         inputs=[
             Input("logits", "TE", LOGITS, gradient=True),
             Input("expert_bias", "E", ("float32",), field="", optional="bias"),
-            Input("precomputed_indices", "TK", ("int64",), field="", optional="precomputed"),
+            Input("precomputed_indices", "TK", field="index_dtype", optional="precomputed"),
         ],
         outputs=[Output("probs", probs, of="logits"), chosen],
         settings=("pre_softmax", "num_groups", "group_topk", "scaling_factor"),

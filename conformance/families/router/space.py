@@ -85,6 +85,7 @@ def choices(draw: st.DrawFn, scope: Scope) -> Changes:
         "bias": draw(st.sampled_from(("", "small", "large"))),
         "scaling": draw(st.sampled_from((0, 0, 4, 20, 35))),
         "precomputed": draw(st.sampled_from((False,) * 5 + (True,))),
+        "index_dtype": draw(st.sampled_from(("int64", "int32"))),
     }
     return fields | draw(group_limits(fields["experts"], fields["topk"]))
 
