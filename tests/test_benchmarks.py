@@ -3,10 +3,12 @@
 import importlib
 import math
 import pkgutil
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import benchmarks
 import moe_ref
@@ -98,13 +100,10 @@ def test_lines_and_curves_of_growth_are_rates():
 
 def test_a_layer_over_ranks_is_compared_with_no_exchange():
     alone = layer_ranks.ALONE
-    figures = {
-        "bf16, forward": {"us": {alone: 100.0, "alltoall": 125.0}, "tflops": {alone: 500.0, "alltoall": 400.0}},
-        "bf16, with backward": {"us": {alone: 300.0, "late": 400.0}, "tflops": {alone: 480.0, "late": 360.0}},
-    }
-    assert layer_ranks.lines_of("dsv3", "bf16", figures) == [
-        ["dsv3", "bf16", alone, "500", "1.00", "480", "1.00"],
-        ["dsv3", "bf16", "late", "", "", "360", "0.75"],
+    figures = {"us": {alone: 100.0, "alltoall": 125.0}, "flops": {alone: 5e10, "alltoall": 5e10}}
+    assert layer_ranks.lines_of("dsv3", ["bf16", "forward"], figures) == [
+        ["dsv3", "bf16", "forward", alone, "100", "500", "1.00"],
+        ["dsv3", "bf16", "forward", "alltoall", "125", "400", "0.80"],
     ]
 
 
@@ -112,3 +111,39 @@ def test_figures_of_dispatch_are_ratios_to_the_eager_version():
     figures = {"tiny": {"us": {dispatch.EAGER: 9.0, "symmetric": 3.0}}}
     (operation,) = dispatch.operations_of(figures, 2)["tiny, 2 ranks"].values()
     assert operation["ours"] == ["symmetric"]
+
+
+@pytest.fixture
+def of_one_rank():
+    """The layer over a group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with ExitStack() as stack:
+        yield layer_ranks.Bench(0, 1, Shape(128, 2, 1, 128), 4, None, stack)
+    dist.destroy_process_group()
+
+
+def test_a_wrong_layer_over_ranks_is_found(of_one_rank, monkeypatch):
+    monkeypatch.setattr(layer_ranks, "KINDS", {"bf16": None})
+    ways = {"late": layer_ranks.WAYS["…, wgrad overlapped"]}
+    of_one_rank.check(ways)
+    right = layer_ranks.Bench.step
+    monkeypatch.setattr(layer_ranks.Bench, "step", lambda *words: [1.1 * x for x in right(*words)])
+    with pytest.raises(AssertionError, match="late"):
+        of_one_rank.check(ways)
+
+
+def accumulator(leaf):
+    return leaf.expand_as(leaf).grad_fn.next_functions[0][0]
+
+
+def test_a_step_keeps_no_graph(of_one_rank, monkeypatch):
+    leaf, grad = of_one_rank.own.x_TH, torch.autograd.grad
+
+    def marking(*words, **settings):
+        accumulator(leaf).metadata["seen"] = True
+        assert accumulator(leaf).metadata  # while the graph lives
+        return grad(*words, **settings)
+
+    monkeypatch.setattr(torch.autograd, "grad", marking)
+    of_one_rank.step(layer_ranks.WAYS["…, wgrad overlapped"], None)
+    assert not accumulator(leaf).metadata
