@@ -1,12 +1,16 @@
 """Dispatchers whose sizes are given or bounded wait for no count; the twins, without, read them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import moe_fast
+from conformance.catalogue import CONTRACTS
 from conformance.core.ranks import RankContext
+from conformance.families.dispatch.cases import DispatchCase
+from conformance.families.dispatch.laws import HOST_SYNC
 from moe_ref.config import IndexPolicy
 from tests.common.fast import interpreted, normal, record_reads
 
@@ -50,3 +54,19 @@ def test_with_a_static_size_the_host_reads_nothing_and_without_one_it_does(
     assert few == 0 < len(reads)
     monkeypatch.undo()
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("function", ["deepep_dispatch", "deepep_low_latency_dispatch"])
+def test_a_case_of_trusted_values_is_called_with_the_policy_that_trusts_them(function: str) -> None:
+    contract: Any = CONTRACTS[function]
+    case = contract.case_type(function=function, counts=(2,), slack=1, trusted=True)
+    (call,) = contract.calls(case)
+    assert call.settings["policy"].values == "trusted"
+    (checked,) = contract.calls(replace(case, trusted=False))
+    assert "policy" not in checked.settings
+
+
+def test_the_law_of_waits_leaves_out_the_call_whose_rows_the_suite_arranges_by_reading() -> None:
+    case = DispatchCase(function="deepep_low_latency_dispatch", counts=(2,), slack=1, trusted=True)
+    assert HOST_SYNC.applies(case)
+    assert not HOST_SYNC.applies(replace(case, function="deepep_low_latency_combine"))

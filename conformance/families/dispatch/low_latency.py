@@ -52,7 +52,7 @@ def dispatches(case: DispatchCase) -> list[Problem]:
         settings["use_fp8"] = True
     if case.fp8 == "powers":
         settings["round_scale"] = True
-    if case.repeats:
+    if policy_of(case):
         settings["policy"] = policy_of(case)
     tokens = values_of(case, "tokens", list(case.counts))
     return [
