@@ -9,8 +9,7 @@ import torch
 import moe_fast
 from conformance.catalogue import CONTRACTS
 from conformance.core.ranks import RankContext
-from conformance.families.dispatch.cases import DispatchCase
-from conformance.families.dispatch.laws import HOST_SYNC
+from conformance.families.dispatch.low_latency import allowed_to_wait
 from moe_ref.config import IndexPolicy
 from tests.common.fast import interpreted, normal, record_reads
 
@@ -66,7 +65,11 @@ def test_a_case_of_trusted_values_is_called_with_the_policy_that_trusts_them(fun
     assert "policy" not in checked.settings
 
 
-def test_the_law_of_waits_leaves_out_the_call_whose_rows_the_suite_arranges_by_reading() -> None:
-    case = DispatchCase(function="deepep_low_latency_dispatch", counts=(2,), slack=1, trusted=True)
-    assert HOST_SYNC.applies(case)
-    assert not HOST_SYNC.applies(replace(case, function="deepep_low_latency_combine"))
+def test_the_suite_may_wait_while_it_arranges_rows_and_the_call_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Any] = ["error"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.raises(AssertionError), allowed_to_wait():
+        raise AssertionError("dispatch is wrong")
+    assert modes == ["error", "default", "error"]
