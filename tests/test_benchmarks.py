@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import benchmarks
 import moe_ref
-from benchmarks import dispatch, exhaustive, growth, layer_ranks
+from benchmarks import dispatch, exhaustive, growth, layer_ranks, outcomes
 from benchmarks.common import SHAPES, Shape
 from benchmarks.honest import Counts, sweep
 from benchmarks.layer import check, make_layer
@@ -147,3 +147,18 @@ def test_a_step_keeps_no_graph(of_one_rank, monkeypatch):
     monkeypatch.setattr(torch.autograd, "grad", marking)
     of_one_rank.step(layer_ranks.WAYS["…, wgrad overlapped"], None)
     assert not accumulator(leaf).metadata
+
+
+def test_outcomes_are_counted_by_status_and_failures_by_output_and_check():
+    wrong = {"output": "rows", "check": "exact", "message": "row 0 | is wrong"}
+    ended = [("permute", "PASS", None), ("permute", "FAIL", wrong), ("permute", "FAIL", wrong), ("route", "PASS", None)]
+    lines = [{"function": function, "status": status, "finding": found} for function, status, found in ended]
+    assert outcomes.by_status(lines)[1:] == [
+        "| function | FAIL | PASS |",
+        "| --- | --- | --- |",
+        "| permute | 2 | 1 |",
+        "| route | 0 | 1 |",
+    ]
+    assert outcomes.by_failure(lines)[-1] == "| permute | rows | exact | 2 | row 0 ¦ is wrong |"
+    other = [*lines[:2], lines[2] | {"finding": wrong | {"check": "bound"}}]
+    assert [line.split(" | ")[3] for line in outcomes.by_failure(other)[3:]] == ["1", "1"]
