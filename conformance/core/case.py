@@ -7,6 +7,7 @@ defaults omitted). Its id is the first 12 hex digits of the SHA-256 of this JSON
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -179,10 +180,18 @@ def _earlier(value: Any) -> tuple[Case, ...]:
     """The cases that run before another."""
     if not isinstance(value, list):
         raise CaseError(f"before is {value!r}; it must be a list of cases")
-    cases = tuple(map(case_from, value))
+    cases = tuple(placed(index, case_from, record) for index, record in enumerate(value))
     if any(case.before for case in cases):
         raise CaseError("a case in before has a before of its own; list its cases first")
     return cases
+
+
+def placed(index: int, read: Callable[[Any], Case], given: Any) -> Case:
+    """read(given); an error says which one of `before` it is about."""
+    try:
+        return read(given)
+    except CaseError as error:
+        raise CaseError(f"before[{index}]: {error}") from None
 
 
 def _decoded(name: str, value: Any, field: Any) -> Any:

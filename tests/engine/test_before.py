@@ -79,10 +79,10 @@ RANKED = DispatchCase(function="alltoall_dispatch", counts=(1, 1), local_experts
     "record, told",
     [
         (TINY.record() | {"before": 3}, "must be a list of cases"),
-        (TINY.record() | {"before": [{"function": "fly"}]}, "function is 'fly'"),
+        (TINY.record() | {"before": [TINY.record(), {"function": "fly"}]}, r"before\[1\]: function is 'fly'"),
         (TINY.record() | {"before": [replace(TINY, before=(CAUSE,)).record()]}, "a before of its own"),
         (RANKED.record() | {"before": [TINY.record()]}, "calls that a rank makes alone"),
-        (TINY.record() | {"before": [replace(TINY, law="gravity").record()]}, "law is 'gravity'"),
+        (TINY.record() | {"before": [replace(TINY, law="gravity").record()]}, r"before\[0\]: law is 'gravity'"),
     ],
 )
 def test_calls_before_that_cannot_run_are_refused(record, told):

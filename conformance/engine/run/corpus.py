@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.catalogue import CONTRACTS
-from conformance.core.case import Case, CaseError, case_from
+from conformance.core.case import Case, CaseError, case_from, placed
 from conformance.core.ranks import ranks_of
 from conformance.core.space import Space
 from conformance.engine.choose.draw import scope_of
@@ -72,8 +72,8 @@ def checked(case: Case) -> Case:
 
 
 def _check_before(case: Case) -> None:
-    for earlier in case.before:
-        checked(earlier)
+    for index, earlier in enumerate(case.before):
+        placed(index, checked, earlier)
     if case.before and any(ranks_of(CONTRACTS[one.function], one) for one in (case, *case.before)):
         raise CaseError("before: only calls that a rank makes alone run before another")
 
