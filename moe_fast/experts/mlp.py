@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from moe_fast.experts.activations import activation, check_probs, glu
+from moe_fast.experts.activations import Settings, activation, check_probs, glu
 from moe_fast.experts.delayed import Waiting, delaying
-from moe_fast.experts.linear import check_product, grouped_linear, linear_of
+from moe_fast.experts.linear import activated_linear, check_product, grouped_linear, linear_of
 from moe_fast.experts.padding import Padding
 from moe_fast.experts.segments import plans_shared
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
@@ -48,7 +48,8 @@ def grouped_mlp(
     recipe: Recipe | None = None, state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None, wgrads: Waiting | None = None,
 ) -> Tensor:  # fmt: skip
-    """`moe_ref.experts.mlp.grouped_mlp` by grouped products, and one launch per activation.
+    """`moe_ref.experts.mlp.grouped_mlp` by grouped products, and one launch per activation; by two
+    launches on a Hopper where no gradient is wanted, if the gates stand before the values.
 
     The host never waits: where the counts are illegal the result is NaN. Saved for the
     backward are the rows, h and a (with a recipe codes of the rows and of a); with recompute
@@ -74,6 +75,7 @@ def grouped_mlp(
     run = partial(
         _experts,
         act=act,
+        settings=None if recipe is not None else Settings(kind, kind in GATED, round_before_probs, **shape),
         linears=[partial(linear_of, recipe=recipe, state=each) for each in state or (None, None)],
         noise=noise,
         align=None if recipe is None else align,
@@ -157,7 +159,7 @@ def run_again(run: Callable[..., X], *inputs: Tensor | None, random: bool = Fals
 def _experts(
     rows_PH: Tensor, tokens_per_expert_L: Tensor, probs: Tensor | None, fc1_weight_LFH: Tensor,
     fc2_weight_LHF: Tensor, fc1_bias: Tensor | None, fc2_bias: Tensor | None,
-    *, act: Callable[..., Tensor], linears: list[Callable[..., Tensor]],
+    *, act: Callable[..., Tensor], settings: Settings | None, linears: list[Callable[..., Tensor]],
     noise: tuple[Tensor, Tensor] | None, align: int | None, probs_on_input: bool, recompute: bool,
     delayed: Callable[[], AbstractContextManager[None]],
 ) -> Tensor:  # fmt: skip
@@ -174,11 +176,16 @@ def _experts(
     if probs_on_input:
         rows_PH, p_P = ScaledRows.apply(rows_PH, p_P, ends_L), None
     noise1, noise2 = (None, None) if noise is None else (_of_length(each, rows_PH.shape[0]) for each in noise)
-    again = recompute and not tracing()
     with plans_shared(), delayed():
-        h_PF = linears[0](rows_PH, fc1_weight_LFH, tokens_per_expert_L, bias=fc1_bias, noise=noise1)
-        a_PF = act(h_PF, probs=p_P)
-        with _computed_again(a_PF, act, h_PF, p_P) if again else nullcontext():
+        h_PF, a_PF = None, None
+        if settings is not None:
+            given: dict[str, Any] = {"bias": fc1_bias, "probs": p_P, "settings": settings}
+            a_PF = activated_linear(rows_PH, fc1_weight_LFH, tokens_per_expert_L, **given)
+        if a_PF is None:
+            h_PF = linears[0](rows_PH, fc1_weight_LFH, tokens_per_expert_L, bias=fc1_bias, noise=noise1)
+            a_PF = act(h_PF, probs=p_P)
+        again = recompute and not tracing()
+        with _computed_again(a_PF, act, h_PF, p_P) if again and h_PF is not None else nullcontext():
             y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2, rows_again=again)
     if fc2_bias is not None:
         y_PH = BiasAdded.apply(y_PH, fc2_bias, p_P, ends_L)
