@@ -14,7 +14,8 @@ that of launching the forward's graph. Saved is the memory that a forward keeps 
 without its output; the minimum of bf16 is 2·T·H + 4·M·F bytes, without h after the activation.
 "Weights kept" is a micro-batch after the first of a step, within `moe_fast.weights_quantized_once`:
 its weights' codes are there already, and are not counted as saved; "moe_act" also computes the
-activation again.
+activation again, "permute" copies the rows again, and "h in E4M3" saves codes of h, which changes
+gradients (`fp8_input_store`).
 
 `--profile` lists the kernels of a forward and backward: launches, µs, share.
 """
@@ -23,7 +24,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
@@ -40,6 +41,7 @@ from moe_ref.config.state import new_state
 MODELS = ("mixtral-8x7b", "dsv3-ep8", "qwen3-30b", "gptoss-120b")
 TINY = {"tiny": Shape(128, 8, 2, 128)}
 RECIPES = {"bf16": None, "FP8 block": Recipe("block"), "FP8 current": Recipe("current")}
+RECOMPUTED: dict[str, Any] = {"moe_act": "moe_act", "permute": "permute", "both": ("permute", "moe_act")}
 PEERS = ("stock torch", "torch.compile")
 HOST_CALLS = 20
 Part = Callable[["Layer", Callable[[], Tensor]], list[Tensor]]
@@ -56,10 +58,10 @@ class Layer(NamedTuple):
     x_TH: Tensor
     d_out_TH: Tensor
 
-    def config(self, recipe: Recipe | None) -> LayerConfig:
+    def config(self, recipe: Recipe | None, stored: bool = False) -> LayerConfig:
         router = RouterConfig(num_experts=self.shape.experts, topk=self.shape.topk)
         # also for gpt-oss, whose clamped and interleaved SwiGLU has the same products and bytes
-        return LayerConfig(router=router, recipe=recipe)
+        return LayerConfig(router=router, recipe=recipe, fp8_input_store=stored)
 
     @property
     def flops(self) -> float:
@@ -89,8 +91,10 @@ def make_layer(shape: Shape, tokens: int, seed: int = 0) -> Layer:
     return Layer(shape, parameters, state, normal(tokens, hidden).requires_grad_(), normal(tokens, hidden))
 
 
-def fast(layer: Layer, recipe: Recipe | None, recompute: str | None = None) -> Tensor:
-    config = layer.config(recipe)
+def fast(
+    layer: Layer, recipe: Recipe | None, recompute: str | Sequence[str] | None = None, stored: bool = False
+) -> Tensor:
+    config = layer.config(recipe, stored)
     return moe_fast.moe_layer(layer.x_TH, layer.parameters, config, state=layer.state, recompute=recompute).output
 
 
@@ -126,10 +130,13 @@ def step(layer: Layer, forward: Callable[[], Tensor]) -> list[Tensor]:
 def versions(layer: Layer) -> Iterator[dict[str, Callable[[], Tensor]]]:
     """The layers; the weights of one are quantised by its first call alone."""
     made: dict[str, Callable[[], Tensor]] = {name: partial(fast, layer, recipe) for name, recipe in RECIPES.items()}
+    made |= {f"bf16, {title}": partial(fast, layer, None, how) for title, how in RECOMPUTED.items()}
     context, once = copy_context(), moe_fast.weights_quantized_once()
     context.run(once.__enter__)
-    made["FP8 block, weights kept"] = partial(context.run, fast, layer, RECIPES["FP8 block"])
-    made["… and moe_act"] = partial(context.run, fast, layer, RECIPES["FP8 block"], "moe_act")
+    kept = partial(context.run, fast, layer, RECIPES["FP8 block"])
+    made["FP8 block, weights kept"] = kept
+    made |= {f"… and {title}": partial(kept, how) for title, how in RECOMPUTED.items()}
+    made["… permute and h in E4M3"] = partial(kept, "permute", True)
     compiled = torch.compile(stock, dynamic=False)
     yield made | {"stock torch": partial(stock, layer), "torch.compile": partial(compiled, layer)}
     context.run(once.__exit__, None, None, None)
@@ -188,7 +195,8 @@ def kernels(call: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
 
 def graphs(layer: Layer, made: Mapping[str, Callable[[], Tensor]], part: Part) -> dict[str, Callable[[], None]]:
     """The replay of each layer's graph, of its forward (`ahead`) or of a whole step."""
-    return {title: captured(partial(part, layer, call))[0].replay for title, call in made.items()}
+    pool = torch.cuda.graph_pool_handle()  # a step's gradients are large
+    return {title: captured(partial(part, layer, call), pool)[0].replay for title, call in made.items()}
 
 
 def report(name: str, layer: Layer, made: dict[str, Callable[[], Tensor]], options: Any) -> dict[str, Any]:
