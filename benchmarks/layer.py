@@ -10,9 +10,10 @@ the titles' beginnings. TFLOP/s are those of the experts' products: 6·M·H·F f
 the backward, M = T · topk.
 
 Times are of replays of CUDA graphs, of calls where the host waits in them, in bursts: power sets
-the clock, so only ratios within one run are meaningful. Host time is that of a forward launched from Python into an empty queue, "replay"
-that of launching the forward's graph. Saved is the memory that a forward keeps for its backward,
-without its output; the minimum of bf16 is 2·T·H + 4·M·F bytes, without h after the activation.
+the clock, so only ratios within one run are meaningful. Host time is that of a forward launched
+from Python into an empty queue, "replay" that of launching the forward's graph. Saved is the memory
+that a forward keeps for its backward, without its output; the minimum of bf16 is 2·T·H + 4·M·F
+bytes, without h after the activation.
 "Weights kept" is a micro-batch after the first of a step, within `moe_fast.weights_quantized_once`:
 its weights' codes are there already, and are not counted as saved; "moe_act" also computes the
 activation again, "permute" copies the rows again, and "h in E4M3" saves codes of h, which changes

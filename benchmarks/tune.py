@@ -293,7 +293,7 @@ def main() -> None:
         print(f"{kernel.path}: {found.ratio:.3f} of the time before, {found.timed} timed; {found.sizes}", flush=True)
         for reason in found.refused:
             print(f"  not taken: {reason}", flush=True)
-    name = next(part for part in reversed(gpu.name.lower().split()) if any(c.isdigit() for c in part))
+    name = next(part for part in gpu.name.lower().split() if any(c.isdigit() for c in part))
     target = Path(options.table) if options.table else tables.FOLDER / f"{name}.json"
     target.write_text(json.dumps(written, indent=1) + "\n")
     print(f"{target}: {time.monotonic() - began:.0f} s")
