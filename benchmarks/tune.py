@@ -280,6 +280,8 @@ def main() -> None:
     clock: Clock = partial(queued, blocks=3, reps=7)
     began = time.monotonic()
     written: dict[str, Any] = {"gpu": gpu._asdict(), "sizes": {}, "measured": {}}
+    name = next(part for part in gpu.name.lower().split() if any(c.isdigit() for c in part))
+    target = Path(options.table) if options.table else tables.FOLDER / f"{name}.json"
     for at, kernel in enumerate(chosen):
         share = (options.seconds - (time.monotonic() - began)) / (len(chosen) - at)
         calls = [kernel.make(SHAPES[name], TOKENS) for name in MODELS]
@@ -290,12 +292,10 @@ def main() -> None:
             "timed": found.timed,
             "refused": len(found.refused),
         }
+        target.write_text(json.dumps(written, indent=1) + "\n")  # now: a search may be ended from outside
         print(f"{kernel.path}: {found.ratio:.3f} of the time before, {found.timed} timed; {found.sizes}", flush=True)
         for reason in found.refused:
             print(f"  not taken: {reason}", flush=True)
-    name = next(part for part in gpu.name.lower().split() if any(c.isdigit() for c in part))
-    target = Path(options.table) if options.table else tables.FOLDER / f"{name}.json"
-    target.write_text(json.dumps(written, indent=1) + "\n")
     print(f"{target}: {time.monotonic() - began:.0f} s")
 
 
