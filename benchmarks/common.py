@@ -205,8 +205,9 @@ def table(title: str, header: list[str], lines: list[list[str]]) -> str:
 # --- checks
 
 
-def captured(step: Callable[[], Sequence[Tensor]]) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
-    """A CUDA graph of a step, and the results that each replay writes.
+def captured(step: Callable[[], Sequence[Tensor]], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
+    """A CUDA graph of a step, and the results that each replay writes; graphs of one pool share the
+    memory that nobody holds, and may be replayed in turns.
 
     Raises:
         RuntimeError: the step waits for the device.
@@ -222,7 +223,7 @@ def captured(step: Callable[[], Sequence[Tensor]]) -> tuple[torch.cuda.CUDAGraph
         step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         results = step()
     return graph, results
 

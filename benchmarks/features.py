@@ -299,7 +299,11 @@ EXPERTS = (
     feature(113, "keys of sharded checkpoints", "shard_parameters gated=True tensor_ranks=2 law:whole_again"),
     feature(114, "keys of optimizers", "normalize_master_parameters longer=indexed"),
     feature(115, "shard expansion for casts", "expand_shard shard=given law:reassembled; expand_shard shard=none"),
-    feature(116, "recomputation of the activation", "grouped_mlp recompute=moe_act law:recompute"),
+    feature(
+        116,
+        "recomputation of the activation",
+        "grouped_mlp recompute=moe_act law:recompute; moe_layer grads=x+fc1_weight+fc2_weight law:kept",
+    ),
     feature(
         117, "offloading", why="memory of the trainer: `torch.autograd.graph.save_on_cpu` does it around any layer"
     ),

@@ -63,7 +63,7 @@ def measured(layer: Layer, routing: str, blocks: int) -> dict[str, dict[str, Any
     rows, out = load(layer).double(), {}
     about = {"tokens": len(layer.x_TH), "routing": routing}
     about |= {"most": float(rows.max() / rows.mean()), "empty": int((rows == 0).sum())}
-    with versions(layer) as made:
+    with versions(layer, ";".join(SHOWN)) as made:
         shown = {title: made[title] for title in SHOWN}
         check(shown)
         for part, call in PARTS.items():

@@ -5,16 +5,19 @@
 `moe_fast.moe_layer` with L local experts that all tokens choose from, from the gate to the combined
 output, forward and with its backward, in bf16 and with FP8 recipes. The peers are the same layer in
 stock torch (index_select, `torch._grouped_mm`, SwiGLU, index_add), and that by `torch.compile`,
-compared with it first. TFLOP/s are those of the experts' products: 6·M·H·F forward, 18·M·H·F with
+and other packages' (`benchmarks.layer_peers`), each compared with ours first. `--only` chooses by
+the titles' beginnings. TFLOP/s are those of the experts' products: 6·M·H·F forward, 18·M·H·F with
 the backward, M = T · topk.
 
-Times are of replays of CUDA graphs, in bursts: power sets the clock, so only ratios within one run
-are meaningful. Host time is that of a forward launched from Python into an empty queue, "replay"
-that of launching the forward's graph. Saved is the memory that a forward keeps for its backward,
-without its output; the minimum of bf16 is 2·T·H + 4·M·F bytes, without h after the activation.
+Times are of replays of CUDA graphs, of calls where the host waits in them, in bursts: power sets
+the clock, so only ratios within one run are meaningful. Host time is that of a forward launched
+from Python into an empty queue, "replay" that of launching the forward's graph. Saved is the memory
+that a forward keeps for its backward, without its output; the minimum of bf16 is 2·T·H + 4·M·F
+bytes, without h after the activation.
 "Weights kept" is a micro-batch after the first of a step, within `moe_fast.weights_quantized_once`:
 its weights' codes are there already, and are not counted as saved; "moe_act" also computes the
-activation again.
+activation again, "permute" copies the rows again, and "h in E4M3" saves codes of h, which changes
+gradients (`fp8_input_store`).
 
 `--profile` lists the kernels of a forward and backward: launches, µs, share.
 """
@@ -23,7 +26,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
@@ -34,13 +37,16 @@ from torch import Tensor
 
 import moe_fast
 from benchmarks.common import BF16, DEVICE, SHAPES, Shape, bursts, captured, parse, table
+from benchmarks.layer_peers import ADAPTERS, Peer, installed, replayed
 from moe_ref.config import LayerConfig, LayerParameters, Recipe, RouterConfig, RouterState
 from moe_ref.config.state import new_state
 
 MODELS = ("mixtral-8x7b", "dsv3-ep8", "qwen3-30b", "gptoss-120b")
 TINY = {"tiny": Shape(128, 8, 2, 128)}
 RECIPES = {"bf16": None, "FP8 block": Recipe("block"), "FP8 current": Recipe("current")}
-PEERS = ("stock torch", "torch.compile")
+RECOMPUTED: dict[str, Any] = {"moe_act": "moe_act", "permute": "permute", "both": ("permute", "moe_act")}
+PEERS = ("stock torch", "torch.compile", *ADAPTERS)
+NEEDED = ("bf16", "stock torch")  # the right results; what ratios are to
 HOST_CALLS = 20
 Part = Callable[["Layer", Callable[[], Tensor]], list[Tensor]]
 
@@ -56,10 +62,10 @@ class Layer(NamedTuple):
     x_TH: Tensor
     d_out_TH: Tensor
 
-    def config(self, recipe: Recipe | None) -> LayerConfig:
+    def config(self, recipe: Recipe | None, stored: bool = False) -> LayerConfig:
         router = RouterConfig(num_experts=self.shape.experts, topk=self.shape.topk)
         # also for gpt-oss, whose clamped and interleaved SwiGLU has the same products and bytes
-        return LayerConfig(router=router, recipe=recipe)
+        return LayerConfig(router=router, recipe=recipe, fp8_input_store=stored)
 
     @property
     def flops(self) -> float:
@@ -89,8 +95,10 @@ def make_layer(shape: Shape, tokens: int, seed: int = 0) -> Layer:
     return Layer(shape, parameters, state, normal(tokens, hidden).requires_grad_(), normal(tokens, hidden))
 
 
-def fast(layer: Layer, recipe: Recipe | None, recompute: str | None = None) -> Tensor:
-    config = layer.config(recipe)
+def fast(
+    layer: Layer, recipe: Recipe | None, recompute: str | Sequence[str] | None = None, stored: bool = False
+) -> Tensor:
+    config = layer.config(recipe, stored)
     return moe_fast.moe_layer(layer.x_TH, layer.parameters, config, state=layer.state, recompute=recompute).output
 
 
@@ -118,20 +126,29 @@ def ahead(layer: Layer, forward: Callable[[], Tensor]) -> list[Tensor]:
 
 def step(layer: Layer, forward: Callable[[], Tensor]) -> list[Tensor]:
     """Forward and backward: the gradients."""
-    inputs = [layer.x_TH, *layer.parameters[:3]]
-    return list(torch.autograd.grad(forward(), inputs, layer.d_out_TH))
+    leaves = forward.leaves if isinstance(forward, Peer) else [layer.x_TH, *layer.parameters[:3]]
+    return list(torch.autograd.grad(forward(), leaves, layer.d_out_TH))
 
 
 @contextmanager
-def versions(layer: Layer) -> Iterator[dict[str, Callable[[], Tensor]]]:
-    """The layers; the weights of one are quantised by its first call alone."""
+def versions(layer: Layer, only: str = "") -> Iterator[dict[str, Callable[[], Tensor]]]:
+    """The layers whose titles begin as `only` says, with those that are needed; the weights of one
+    are quantised by its first call alone.
+    """
     made: dict[str, Callable[[], Tensor]] = {name: partial(fast, layer, recipe) for name, recipe in RECIPES.items()}
+    made |= {f"bf16, {title}": partial(fast, layer, None, how) for title, how in RECOMPUTED.items()}
     context, once = copy_context(), moe_fast.weights_quantized_once()
     context.run(once.__enter__)
-    made["FP8 block, weights kept"] = partial(context.run, fast, layer, RECIPES["FP8 block"])
-    made["… and moe_act"] = partial(context.run, fast, layer, RECIPES["FP8 block"], "moe_act")
+    kept = partial(context.run, fast, layer, RECIPES["FP8 block"])
+    made["FP8 block, weights kept"] = kept
+    made |= {f"… and {title}": partial(kept, how) for title, how in RECOMPUTED.items()}
+    made["… permute and h in E4M3"] = partial(kept, "permute", True)
     compiled = torch.compile(stock, dynamic=False)
-    yield made | {"stock torch": partial(stock, layer), "torch.compile": partial(compiled, layer)}
+    made |= {"stock torch": partial(stock, layer), "torch.compile": partial(compiled, layer)}
+    begins = tuple(only.split(";"))
+    made = {title: call for title, call in made.items() if title.startswith(begins) or title in NEEDED}
+    others = installed(layer, lambda title: title.startswith(begins)) if DEVICE == "cuda" else {}
+    yield made | others
     context.run(once.__exit__, None, None, None)
 
 
@@ -186,9 +203,14 @@ def kernels(call: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
     return launches, us
 
 
-def graphs(layer: Layer, made: Mapping[str, Callable[[], Tensor]], part: Part) -> dict[str, Callable[[], None]]:
+def graphs(layer: Layer, made: Mapping[str, Callable[[], Tensor]], part: Part) -> dict[str, Callable[[], object]]:
     """The replay of each layer's graph, of its forward (`ahead`) or of a whole step."""
-    return {title: captured(partial(part, layer, call))[0].replay for title, call in made.items()}
+    pool = torch.cuda.graph_pool_handle()  # a step's gradients are large
+
+    def capture(call: Any) -> Callable[[], object]:
+        return captured(call, pool)[0].replay
+
+    return {title: replayed(capture, partial(part, layer, call)) for title, call in made.items()}
 
 
 def report(name: str, layer: Layer, made: dict[str, Callable[[], Tensor]], options: Any) -> dict[str, Any]:
@@ -216,13 +238,14 @@ def report(name: str, layer: Layer, made: dict[str, Callable[[], Tensor]], optio
         )
     heads = ["shape", "layer", "forward", "÷ stock", "with backward", "÷ stock", "saved GiB", "÷ least"]
     print(table("", [*heads, "host µs", "replay", "launches", "with backward"], lines), flush=True)
-    for title in ("bf16", "FP8 block", "FP8 block, weights kept") if options.profile else ():
+    profiled = [title for title in ("bf16", "FP8 block", "FP8 block, weights kept") if title in made]
+    for title in profiled if options.profile else ():
         launches, us = kernels(partial(step, layer, made[title]))
         total = sum(us.values())
         parts = [[k, str(launches[k]), f"{t:.0f}", f"{t / total:.1%}"] for k, t in us.most_common() if t > total / 200]
         print(table(f"{name}, {title}: {total:.0f} µs of kernels", ["kernel", "launches", "µs", "share"], parts))
     return {
-        f"{title}, {part}": {"us": {name: times[name] for name in (title, *PEERS)}, "ours": [title]}
+        f"{title}, {part}": {"us": {name: times[name] for name in (title, *PEERS) if name in times}, "ours": [title]}
         for part, times in (("forward", forward), ("with backward", whole))
         for title in made
         if title not in PEERS
@@ -239,7 +262,7 @@ def main() -> None:
     for name, shape in options.shapes.items():
         layer = make_layer(shape, options.tokens)
         torch._dynamo.reset()  # no limit on compilations per shape
-        with versions(layer) as made:
+        with versions(layer, options.only) as made:
             check(made)
             if options.quick:
                 step(layer, made["bf16"])

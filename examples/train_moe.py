@@ -91,7 +91,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, (large, small) in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=large if GPU else small)
-    parser.add_argument("--recompute", choices=["moe_act", "moe"])
+    parser.add_argument("--recompute", choices=["moe_act", "permute", "moe"])
     device, by_torchrun = torch.device("cuda" if GPU else "cpu"), "RANK" in os.environ
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if GPU else -1)  # -1: does nothing
     if by_torchrun:

@@ -22,8 +22,10 @@ from moe_fast.launch.registry import PUBLIC
 BACKEND = "aot_eager"
 ANY_NUMBER = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # of shapes
 functorch.donated_buffer = False  # in this process, for laws that run a backward again
-# arguments that are not offered: a process group, and a list that a backward extends
-NOT_OFFERED = ("ranks", "group", "wgrads")
+# arguments that are not offered: a process group, a list that a backward extends, a function of the
+# caller's; and what a layer saves, which the compiler chooses
+NOT_OFFERED = ("ranks", "group", "wgrads", "rows_again")
+NOT_OF_A_LAYER = (*NOT_OFFERED, "recompute")
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +41,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     signature = inspect.signature(function)
-    offered = [x for x in signature.parameters.values() if x.name not in NOT_OFFERED]
+    left = NOT_OF_A_LAYER if function.__name__ == "moe_layer" else NOT_OFFERED
+    offered = [x for x in signature.parameters.values() if x.name not in left]
     call.__signature__ = signature.replace(parameters=offered)  # type: ignore[attr-defined]
     return call
 

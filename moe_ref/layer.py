@@ -30,6 +30,7 @@ from moe_ref.config import (
     RouterRanks,
     RouterState,
     check_layer,
+    check_recompute,
 )
 from moe_ref.dispatch.allgather import allgather_combine, allgather_dispatch
 from moe_ref.dispatch.alltoall import alltoall_combine, alltoall_dispatch
@@ -46,18 +47,12 @@ from moe_ref.router.route import route
 
 
 def moe_layer(
-    x: PerRank[Tensor],
-    parameters: PerRank[LayerParameters],
-    config: LayerConfig,
-    *,
-    states: PerRank[RouterState],
-    training: bool = True,
-    batch_size: int = 1,
-    padding_mask: PerRank[Tensor] | None = None,
-    noise: PerRank[Tensor] | None = None,
-    wgrads: PerRank[list[Callable[..., Tensor]]] | None = None,
+    x: PerRank[Tensor], parameters: PerRank[LayerParameters], config: LayerConfig,
+    *, states: PerRank[RouterState], training: bool = True, batch_size: int = 1,
+    padding_mask: PerRank[Tensor] | None = None, noise: PerRank[Tensor] | None = None,
+    recompute: str | Sequence[str] | None = None, wgrads: PerRank[list[Callable[..., Tensor]]] | None = None,
     rerun: bool = False,
-) -> LayerOutput:
+) -> LayerOutput:  # fmt: skip
     """One forward of the layer on all ranks.
 
         y[t] = up(Σ_{e routed} p[t, e] · mlp_e(down(x[t]))) + shared(x[t])
@@ -71,18 +66,21 @@ def moe_layer(
             nowhere; but it competes for a capacity. Its output is the shared experts'.
         noise: [T_r,H] of each rank, from 0 to 1, in the dtype of x: the jitter's factor is
             1 - eps + 2 · eps · noise. None: drawn.
+        recompute: "moe_act" or "moe" as in `grouped_mlp`, of the routed experts; "permute": their
+            rows are not saved, and the backward dispatches the tokens again; or ("permute",
+            "moe_act"). The same results.
         wgrads: a list of each rank, or None: as in `grouped_mlp`, of the routed experts.
         rerun: no row is dropped for want of room, see `within_budget`.
 
     Rounding: by the functions of the stages; the last sum to the dtype of x.
 
     Raises:
-        ValueError: see `moe_ref.config.check_layer`; also from the stages.
+        ValueError: see `moe_ref.config`: check_layer, check_recompute; also from the stages.
     """
     check_layer(x, parameters, config, states, padding_mask, noise)
     if rerun:
         again = partial(moe_layer, x, parameters, states=states, training=training, batch_size=batch_size)
-        again = partial(again, padding_mask=padding_mask, noise=noise, wgrads=wgrads)
+        again = partial(again, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads)
         return within_budget(lambda own: again(config=own), config, x)
     ranks = [*zip(x, parameters, strict=True)]
     inputs = [jittered(x_TH, config, None if noise is None else noise[rank]) for rank, x_TH in enumerate(x)]
@@ -94,8 +92,8 @@ def moe_layer(
 
     tokens = [_projected(x_TH, p.latent_down) for x_TH, p in ranks]
     dispatched, combine = DISPATCH[config.dispatcher](tokens, for_shards(routed, config), **config.dispatch)
-    later = [None] * len(x) if wgrads is None else wgrads
-    expert_rows = [_routed_experts(*rank, config) for rank in zip(dispatched, parameters, later, strict=True)]
+    copied = partial(_dispatched_again, tokens, routed, config)
+    expert_rows = _routed_experts(dispatched, parameters, config, wgrads, recompute, copied)
     combined = combine(expert_rows)
     output = [_projected(y_TN, p.latent_up) for y_TN, p in zip(combined, parameters, strict=True)]
 
@@ -140,10 +138,29 @@ def _projected(x_TN: Tensor, weight_MN: Tensor | None) -> Tensor:
     return x_TN if weight_MN is None else latent_projection(x_TN, weight_MN)
 
 
-def _routed_experts(part: Any, p: LayerParameters, wgrads: Any, config: LayerConfig) -> Tensor:
-    """The experts of one rank, over its dispatched rows."""
-    given = {"probs": part.probs, "fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias, "wgrads": wgrads}
-    return grouped_mlp(part.rows, part.tokens_per_expert, p.fc1_weight, p.fc2_weight, **given, **config.experts)
+def _dispatched_again(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], config: LayerConfig, rank: int) -> Tensor:
+    """The rows of a rank once more, without gradients."""
+    with torch.no_grad():
+        parts, _ = DISPATCH[config.dispatcher](tokens, for_shards(routed, config), **config.dispatch)
+    rows_PH: Tensor = parts[rank].rows
+    return rows_PH
+
+
+def _routed_experts(
+    dispatched: Sequence[Any], parameters: PerRank[LayerParameters], config: LayerConfig,
+    wgrads: PerRank[list[Any]] | None, recompute: str | Sequence[str] | None, again: Callable[[int], Tensor],
+) -> list[Tensor]:  # fmt: skip
+    """The experts of each rank, over its dispatched rows; again(rank) are its rows once more."""
+    permutes_again, of_experts = check_recompute(recompute)
+    rows = []
+    for rank, (part, p) in enumerate(zip(dispatched, parameters, strict=True)):
+        given: dict[str, Any] = {"probs": part.probs, "fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias}
+        given |= {"recompute": of_experts}
+        given |= {"rows_again": partial(again, rank)} if permutes_again else {}
+        given |= {} if wgrads is None else {"wgrads": wgrads[rank]}
+        given |= config.experts
+        rows.append(grouped_mlp(part.rows, part.tokens_per_expert, p.fc1_weight, p.fc2_weight, **given))
+    return rows
 
 
 def _shared(x_TH: Tensor, p: LayerParameters, config: LayerConfig) -> Tensor:

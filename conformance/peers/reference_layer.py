@@ -27,13 +27,14 @@ def moe_layer(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, *, state: RouterState,
     training: bool = True, batch_size: int = 1, group: Any = None,
     padding_mask: Tensor | None = None, noise: Tensor | None = None, wgrads: list[Any] | None = None,
-    rerun: bool = False,
+    rerun: bool = False, recompute: str | Sequence[str] | None = None,
 ) -> LayerOutput:  # fmt: skip
     """The reference on all ranks of the group, and this rank's part of its results."""
     settings: dict[str, Any] = {
         "training": training and torch.is_grad_enabled(),
         "batch_size": batch_size,
         "rerun": rerun,
+        "recompute": recompute,
     }
     settings |= {} if wgrads is None else {"wgrads": [wgrads]}  # of one process alone
     leaves, form = pytree.tree_flatten((x_TH, parameters, state, padding_mask, noise))

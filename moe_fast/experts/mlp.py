@@ -27,15 +27,16 @@ from moe_ref.config import (
     check_counts,
     check_grouped_mlp,
     check_input_store,
+    check_kept,
     check_kind,
     check_linear,
     check_pairs,
     check_splits,
-    check_wgrads,
     require,
 )
 
 X = TypeVar("X")
+Y = TypeVar("Y")
 
 
 @traceable
@@ -47,6 +48,7 @@ def grouped_mlp(
     probs_on_input: bool = False, align: int | None = None, recompute: str | None = None,
     recipe: Recipe | None = None, state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None, wgrads: Waiting | None = None,
+    rows_again: Callable[[], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """`moe_ref.experts.mlp.grouped_mlp` by grouped products, and one launch per activation; by two
     launches on a Hopper where no gradient is wanted, if the gates stand before the values.
@@ -54,7 +56,8 @@ def grouped_mlp(
     The host never waits: where the counts are illegal the result is NaN. Saved for the
     backward are the rows, h and a (with a recipe codes of the rows and of a); with recompute
     "moe_act" not a, with "moe" only the rows; with `fp8_input_store` the codes of h ("moe_act"
-    saves h as well). `align` pads only with a recipe: the buffer grows by L · (align - 1) rows.
+    saves h as well); with `rows_again` no rows, but their codes if the recipe has backward_override
+    "dequantized". `align` pads only with a recipe: the buffer grows by L · (align - 1) rows.
 
     Raises:
         ValueError: also for probs of other dtypes than `PROBS`, for wgrads in a graph of
@@ -67,11 +70,12 @@ def grouped_mlp(
         probs_on_input, align, recompute,
     )  # fmt: skip
     check_pairs(state, noise)
-    check_wgrads(wgrads)
+    check_kept(wgrads, rows_again, recompute)
     require(wgrads is None or not tracing(), "wgrads", "given in a graph", "None: a graph has all gradients")
     check_product(rows_PH, recipe, "float32")
     check_device("rows", rows_PH)
     check_probs(probs)
+    weights = (fc1_weight_LFH, fc2_weight_LHF)
     run = partial(
         _experts,
         act=act,
@@ -81,11 +85,10 @@ def grouped_mlp(
         align=None if recipe is None else align,
         probs_on_input=probs_on_input,
         recompute=recompute == "moe_act",
-        delayed=nullcontext
-        if wgrads is None
-        else partial(delaying, dict.fromkeys((fc1_weight_LFH, fc2_weight_LHF), wgrads)),
+        rows_again=rows_again,
+        delayed=nullcontext if wgrads is None else partial(delaying, dict.fromkeys(weights, wgrads)),
     )
-    inputs = (rows_PH, tokens_per_expert_L, probs, fc1_weight_LFH, fc2_weight_LHF, fc1_bias, fc2_bias)
+    inputs = (rows_PH, tokens_per_expert_L, probs, *weights, fc1_bias, fc2_bias)
     return run_again(run, *inputs) if recompute == "moe" else run(*inputs)
 
 
@@ -98,10 +101,10 @@ def sequential_mlp(
     """`grouped_mlp`, the same function of the same weights as one expert after the other.
 
     Raises:
-        ValueError: also for a state, a noise or wgrads, which all experts would share.
+        ValueError: also for a state, a noise, wgrads or rows_again, which all experts would share.
     """
     check_counts(tokens_per_expert_L, len(fc1_weight_LFH), rows_PH)
-    for name in ("state", "noise", "wgrads"):
+    for name in ("state", "noise", "wgrads", "rows_again"):
         require(settings.get(name) is None, name, "given", "None: it would be for all experts together")
     weights = (fc1_weight_LFH, fc2_weight_LHF)
     return grouped_mlp(
@@ -161,8 +164,9 @@ def _experts(
     fc2_weight_LHF: Tensor, fc1_bias: Tensor | None, fc2_bias: Tensor | None,
     *, act: Callable[..., Tensor], settings: Settings | None, linears: list[Callable[..., Tensor]],
     noise: tuple[Tensor, Tensor] | None, align: int | None, probs_on_input: bool, recompute: bool,
-    delayed: Callable[[], AbstractContextManager[None]],
+    rows_again: Callable[[], Tensor] | None, delayed: Callable[[], AbstractContextManager[None]],
 ) -> Tensor:  # fmt: skip
+    again, rows_again = (recompute, rows_again) if not tracing() else (False, None)
     needs_ends = probs_on_input or fc2_bias is not None
     p_P = probs
     if probs is not None and needs_ends:
@@ -172,35 +176,46 @@ def _experts(
     padding = None if align is None else Padding.of(tokens_per_expert_L, rows_PH.shape[0], align)
     if padding is not None:
         rows_PH, p_P, tokens_per_expert_L = *padding.pad(rows_PH, p_P), padding.counts_L
+        rows_again = rows_again and _then(rows_again, lambda rows: padding.pad(rows, None)[0])
     ends_L = tokens_per_expert_L.clamp(min=0).cumsum(0) if needs_ends else None
     if probs_on_input:
-        rows_PH, p_P = ScaledRows.apply(rows_PH, p_P, ends_L), None
+        assert p_P is not None
+        with _computed_again(rows_PH, rows_again):
+            rows_PH, given, p_P = ScaledRows.apply(rows_PH, p_P, ends_L), p_P.detach(), None
+        rows_again = rows_again and _then(rows_again, lambda rows: ScaledRows.apply(rows, given, ends_L))
     noise1, noise2 = (None, None) if noise is None else (_of_length(each, rows_PH.shape[0]) for each in noise)
     with plans_shared(), delayed():
-        h_PF, a_PF = None, None
+        a_PF, a_again = None, None
         if settings is not None:
-            given: dict[str, Any] = {"bias": fc1_bias, "probs": p_P, "settings": settings}
-            a_PF = activated_linear(rows_PH, fc1_weight_LFH, tokens_per_expert_L, **given)
+            more: dict[str, Any] = {"bias": fc1_bias, "probs": p_P, "settings": settings}
+            a_PF = activated_linear(rows_PH, fc1_weight_LFH, tokens_per_expert_L, **more)
         if a_PF is None:
-            h_PF = linears[0](rows_PH, fc1_weight_LFH, tokens_per_expert_L, bias=fc1_bias, noise=noise1)
+            with _computed_again(rows_PH, rows_again):
+                fc1 = partial(linears[0], bias=fc1_bias, noise=noise1, rows_again=rows_again is not None)
+                h_PF = fc1(rows_PH, fc1_weight_LFH, tokens_per_expert_L)
             a_PF = act(h_PF, probs=p_P)
-        again = recompute and not tracing()
-        with _computed_again(a_PF, act, h_PF, p_P) if again and h_PF is not None else nullcontext():
-            y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2, rows_again=again)
+            a_again = partial(act, h_PF.detach(), probs=None if p_P is None else p_P.detach()) if again else None
+        with _computed_again(a_PF, a_again):
+            y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2, rows_again=a_again is not None)
     if fc2_bias is not None:
         y_PH = BiasAdded.apply(y_PH, fc2_bias, p_P, ends_L)
     return y_PH if padding is None else padding.trim(y_PH)
 
 
-def _computed_again(a_PF: Tensor, act: Callable[..., Tensor], h_PF: Tensor, p_P: Tensor | None) -> saved_tensors_hooks:
-    """A context that saves no `a` for a backward, which computes it again from the saved h."""
-    key = (a_PF.data_ptr(), a_PF.shape, a_PF.dtype)
-    h_PF, p_P = h_PF.detach(), None if p_P is None else p_P.detach()
+def _computed_again(made: Tensor, again: Callable[[], Tensor] | None) -> AbstractContextManager[Any]:
+    """A context that does not save `made` for a backward, which makes it by again(), if given."""
+    if again is None:
+        return nullcontext()
+    key = (made.data_ptr(), made.shape, made.dtype)
 
     def unpack(kept: Tensor | None) -> Tensor:
-        return act(h_PF, probs=p_P) if kept is None else kept
+        return again() if kept is None else kept
 
     return saved_tensors_hooks(lambda x: None if (x.data_ptr(), x.shape, x.dtype) == key else x, unpack)
+
+
+def _then(first: Callable[[], X], second: Callable[[X], Y]) -> Callable[[], Y]:
+    return lambda: second(first())
 
 
 def _of_length(noise_XRC: Tensor, rows: int) -> Tensor:

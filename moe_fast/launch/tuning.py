@@ -1,4 +1,5 @@
-"""Block sizes and warps as data. Any power of two gives the same results; these are fast.
+"""Block sizes and warps as data. Any power of two gives the same results; these are fast, and a
+GPU's table in `tables` replaces some of them.
 
 A tile is [tokens, columns]. Where the columns must be all the experts of a token, `tile_tokens`
 shortens the tile instead.
@@ -9,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from moe_fast.launch import tables
 from moe_fast.launch.backend import INTERPRETED
 from moe_fast.launch.sizes import (
     ActivateQuantize,
@@ -190,6 +192,10 @@ INTERPRETER = Tuning(
 )
 
 
+DEFAULTS = GPU  # of a GPU for which no table is right
+_found: dict[torch.device, Tuning] = {}
+
+
 def ceil_div(a: int, b: int) -> int:
     """⌈a/b⌉; triton.cdiv takes microseconds on the host."""
     return -(-a // b)
@@ -210,8 +216,14 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 
 def for_device(device: torch.device) -> Tuning:
-    """The sizes for kernels that run on `device`."""
-    return INTERPRETER if INTERPRETED or device.type == "cpu" else GPU
+    """The sizes for kernels that run on `device`: its table's, unless `GPU` was replaced."""
+    if INTERPRETED or device.type == "cpu":
+        return INTERPRETER
+    if GPU is not DEFAULTS:
+        return GPU
+    if device not in _found:
+        _found[device] = tables.with_table(GPU, tables.nearest(tables.Gpu.of(device), tables.measured()))
+    return _found[device]
 
 
 def scaled(sizes: Sizes, factor: float) -> Sizes:

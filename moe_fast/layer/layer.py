@@ -1,10 +1,10 @@
 """The layer of one rank: gate, route, dispatch, experts, combine, with shared experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,9 @@ from moe_fast.experts.mlp import grouped_mlp, latent_projection
 from moe_fast.experts.shared import shared_experts
 from moe_fast.launch.operators import traceable
 from moe_fast.layer.room import in_room
-from moe_fast.permutation.permute import permute, unpermute
+from moe_fast.permutation.permute import move_to_rows, permute, unpermute
 from moe_fast.permutation.routing_map import indices_to_multihot, multihot_to_indices
+from moe_fast.permutation.row_map import RowMap
 from moe_fast.router.gating import gate, jitter
 from moe_fast.router.route import route
 from moe_ref.config import (
@@ -40,6 +41,7 @@ from moe_ref.config import (
     RouterRanks,
     RouterState,
     check_layer,
+    check_recompute,
     require,
 )
 from moe_ref.config.router import expert_capacity
@@ -48,11 +50,21 @@ Combine = Callable[[Tensor], Tensor]
 TRUSTED = IndexPolicy(values="trusted")  # of the router's own choice
 
 
+class Sent(NamedTuple):
+    """The rows of this rank's experts, and the way back; where this rank has permuted them, also
+    the tokens and the map.
+    """
+
+    dispatched: Any
+    combine: Combine
+    permuted: tuple[Tensor, RowMap] | None = None
+
+
 @traceable
 def moe_layer(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig,
     *, state: RouterState, training: bool = True, batch_size: int = 1, group: Any = None,
-    padding_mask: Tensor | None = None, noise: Tensor | None = None, recompute: str | None = None,
+    padding_mask: Tensor | None = None, noise: Tensor | None = None, recompute: str | Sequence[str] | None = None,
     wgrads: Waiting | None = None, overlap_shared: bool = False,
     in_dispatch_backward: Callable[[], None] | None = None, shared_memory: bool = False, rerun: bool = False,
 ) -> LayerOutput:  # fmt: skip
@@ -62,8 +74,8 @@ def moe_layer(
         group: the process group whose ranks share the experts. None: this rank has all of them,
             `dispatcher` has no effect, no collective runs, and the host never waits. Otherwise the
             dispatcher's host waits for its counts.
-        recompute: as in `grouped_mlp`, of the routed experts alone. The result holds every
-            intermediate; `MoELayer` computes the whole layer again.
+        recompute: of the routed experts alone, as in the reference. The result holds every
+            intermediate; `MoELayer` drops it, and computes the whole layer again with "moe".
         wgrads: as in `grouped_mlp`, of the routed experts.
         overlap_shared: on a GPU the shared experts run on a stream beside the dispatch, and so do
             their gradients; see `overlap.beside`. dx then adds its parts in another order.
@@ -74,8 +86,8 @@ def moe_layer(
             layer runs again with room for all. The host waits once. See `within_budget`.
 
     Raises:
-        ValueError: also for memory shared by another dispatcher, and as the functions of the
-            stages.
+        ValueError: also for memory shared by another dispatcher, for "permute" where the rows come
+            from other ranks, and as the functions of the stages.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     masks, noises = (None if given is None else [given] * ranks for given in (padding_mask, noise))
@@ -95,12 +107,12 @@ def moe_layer(
     dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory)
     shared_part = partial(_shared, x_TH, p, config)
     if overlap_shared:
-        shared, (dispatched, combine) = beside(shared_part, dispatch, x_TH.device)
+        shared, (dispatched, combine, permuted) = beside(shared_part, dispatch, x_TH.device)
     else:
-        dispatched, combine = dispatch()
+        dispatched, combine, permuted = dispatch()
     sent = dispatched.rows if in_dispatch_backward is None else in_backward(dispatched.rows, in_dispatch_backward)
     given = {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias, "probs": dispatched.probs, "wgrads": wgrads}
-    settings = config.experts | given | {"recompute": recompute}
+    settings = config.experts | given | _recomputed(recompute, permuted, config)
     rows = grouped_mlp(sent, dispatched.tokens_per_expert, p.fc1_weight, p.fc2_weight, **settings)
     combined = combine(rows)
     output = combined if p.latent_up is None else latent_projection(combined, p.latent_up)
@@ -158,9 +170,7 @@ def _shared(x_TH: Tensor, p: LayerParameters, config: LayerConfig) -> Tensor | N
 # ---- dispatch: tokens to rows of experts, and the function that brings rows back
 
 
-def _dispatched(
-    tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, shared_memory: bool
-) -> tuple[Any, Combine]:
+def _dispatched(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, shared_memory: bool) -> Sent:
     """The rows of this rank's experts, and the way back."""
     if group is None:
         return _on_one_rank(tokens, routed, config.router)
@@ -171,15 +181,46 @@ def _dispatched(
         groups = dist.get_world_size(group) // shards
         flat = partial(flatten_experts, expert_parallel=groups, expert_tensor_parallel=shards)
         routed = routed._replace(probs=flat(routed.probs), routing_map=flat(routed.routing_map))
-    sent: tuple[Any, Combine] = DISPATCH[way](tokens, routed, config, group)
+    sent: Sent = DISPATCH[way](tokens, routed, config, group)
     return sent
 
 
-def _on_one_rank(tokens: Tensor, routed: RouteOutput, router: RouterConfig) -> tuple[Any, Combine]:
+def _on_one_rank(tokens: Tensor, routed: RouteOutput, router: RouterConfig) -> Sent:
     """All experts are here: the dispatchers move no row, and have one sum."""
     most = _most_rows(tokens.shape[0], router)
     permuted = permute(tokens, routed.routing_map, probs=routed.probs, num_rows=most)
-    return permuted, lambda rows: unpermute(rows, permuted.row_map, restore_shape=(tokens.shape[0], tokens.shape[1]))
+    shape = (tokens.shape[0], tokens.shape[1])
+    back = partial(unpermute, row_map=permuted.row_map, restore_shape=shape)
+    return Sent(permuted, back, (tokens, permuted.row_map))
+
+
+def _recomputed(
+    recompute: str | Sequence[str] | None, permuted: tuple[Tensor, RowMap] | None, config: LayerConfig
+) -> dict[str, Any]:
+    """The settings of the experts that save less."""
+    permutes_again, of_experts = check_recompute(recompute)
+    if not permutes_again:
+        return {"recompute": of_experts}
+    right = f"without 'permute' with {config.dispatcher}: the rows come from other ranks"
+    require(permuted is not None, "recompute", repr(recompute), right)
+    return {"recompute": of_experts, "rows_again": permuted and _copied_again(*permuted)}
+
+
+def _copied_again(tokens: Tensor, row_map: RowMap) -> Callable[[], Tensor]:
+    """The rows of permute once more, of tokens that must not have changed.
+
+    Raises:
+        RuntimeError: they have, by an operation that torch counts.
+    """
+    tokens = tokens.detach()  # counts changes together with the caller's tensor
+    version = None if tokens.is_inference() else tokens._version
+
+    def again() -> Tensor:
+        if version is not None and version != tokens._version:
+            raise RuntimeError("tokens have changed since the forward: recompute 'permute' copies them again")
+        return move_to_rows(tokens, None, row_map)[0]
+
+    return again
 
 
 def _most_rows(tokens: int, router: RouterConfig) -> int:
@@ -192,10 +233,10 @@ def _most_rows(tokens: int, router: RouterConfig) -> int:
     return room if router.pad_to_capacity else min(copies, room)
 
 
-def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callable[..., tuple[Any, Combine]]:
+def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callable[..., Sent]:
     """A dispatcher that reads the routing map."""
 
-    def run(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any) -> tuple[Any, Combine]:
+    def run(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any) -> Sent:
         sent = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group, **config.dispatch)
 
         def back(rows: Tensor) -> Tensor:
@@ -203,12 +244,12 @@ def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callab
             tokens_TN: Tensor = getattr(result, "tokens", result)
             return tokens_TN
 
-        return sent, back
+        return Sent(sent, back)
 
     return run
 
 
-def _by_index(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any) -> tuple[Any, Combine]:
+def _by_index(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any) -> Sent:
     """DeepEP: tokens travel in index form, and each rank permutes the tokens it received. With a
     budget only copies that have a row travel, so that no rank receives more tokens than rows.
     """
@@ -228,7 +269,7 @@ def _by_index(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: A
         sums = unpermute(rows, permuted.row_map, restore_shape=(len(sent.rows), sent.rows.shape[1]))
         return deepep_combine(sums, sent.handle, group=group).tokens
 
-    return permuted, combine
+    return Sent(permuted, combine, (sent.rows, permuted.row_map))
 
 
 DISPATCH = {

@@ -1,6 +1,6 @@
 """The layer as a module, with the names, shapes and initialisation of Megatron's `MoELayer`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from moe_fast.layer.weights import GroupedLinear
 from moe_fast.router.route import finish_batch
 from moe_ref.config import (
     GATED,
-    RECOMPUTED,
     LayerConfig,
     LayerParameters,
     RankGroup,
@@ -26,6 +25,7 @@ from moe_ref.config import (
     RouterRanks,
     RouterState,
     check_expert_split,
+    check_recompute,
     require,
 )
 from moe_ref.config.state import new_state
@@ -99,7 +99,8 @@ class MoELayer(nn.Module):
         packed: save each grouped weight as one tensor [L,out,in], else as weight0 …; both load.
         group: the process group whose ranks share the experts; None: this rank has all.
         recompute: what is not saved for the backward, which computes it again: "moe_act" the
-            output of the routed experts' activation, "moe" the whole layer; None: all is saved.
+            output of the routed experts' activation, "permute" their rows, or both in a tuple;
+            "moe" the whole layer; None: all is saved.
         delay_wgrad: the backward leaves the gradients of the routed experts' weights to
             `backward_dw`.
         overlap_wgrad: with `delay_wgrad`, compute them beside the dispatch's backward, on a GPU on
@@ -116,8 +117,8 @@ class MoELayer(nn.Module):
     def __init__(
         self, config: LayerConfig, hidden: int, width: int, *, latent: int | None = None,
         shared_width: int | None = None, shared_gate: bool = False, bias: bool = False, packed: bool = True,
-        group: Any = None, recompute: str | None = None, delay_wgrad: bool = False, overlap_wgrad: bool = False,
-        overlap_shared: bool = False, shared_memory: bool = False,
+        group: Any = None, recompute: str | Sequence[str] | None = None, delay_wgrad: bool = False,
+        overlap_wgrad: bool = False, overlap_shared: bool = False, shared_memory: bool = False,
         init_std: float = INIT_STD, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -125,8 +126,7 @@ class MoELayer(nn.Module):
         shards = config.expert_tensor_parallel
         check_expert_split(config.router.num_experts, ranks, shards)
         require(width % shards == 0, "width", width, f"a multiple of {shards}, the shards")
-        known = f"None or one of {', '.join(RECOMPUTED)}"
-        require(recompute is None or recompute in RECOMPUTED, "recompute", repr(recompute), known)
+        check_recompute(recompute)
         tensor: dict[str, Any] = {"device": device, "dtype": dtype}
         halves = 2 if config.kind in GATED else 1
         self.config, self.group, self.losses = config, group, RouterLosses()
@@ -202,7 +202,7 @@ class MoELayer(nn.Module):
         """A function of its arguments alone: it may run again without counting a token twice. With
         a budget also whether this rank dropped rows.
         """
-        recompute = self.recompute if self.recompute == "moe_act" else None
+        recompute = None if self.recompute == "moe" else self.recompute
         settings |= {"group": self.group, "recompute": recompute, "padding_mask": padding_mask}
         settings |= {"shared_memory": self.shared_memory, "overlap_shared": self.overlap_shared}
         if self.overlap_wgrad and not torch.compiler.is_compiling():

@@ -45,12 +45,12 @@ from moe_ref.config.experts import (
     check_grouped_mlp,
     check_grouped_wgrad,
     check_input_store,
+    check_kept,
     check_kind,
     check_linear,
     check_pairs,
     check_precision,
     check_shared_experts,
-    check_wgrads,
 )
 from moe_ref.config.fused import PermutedQuantization, check_permute_and_quantize
 from moe_ref.config.layer import (
@@ -62,6 +62,7 @@ from moe_ref.config.layer import (
     LayerParameters,
     check_layer,
     check_parameters,
+    check_recompute,
     rank_budget,
     split_experts,
 )
@@ -203,6 +204,7 @@ __all__ = [
     "check_indices",
     "check_input_store",
     "check_jitter",
+    "check_kept",
     "check_kind",
     "check_layer",
     "check_linear",
@@ -222,6 +224,7 @@ __all__ = [
     "check_quantize",
     "check_rank_indices",
     "check_rank_probs",
+    "check_recompute",
     "check_role",
     "check_route",
     "check_rows",
@@ -238,7 +241,6 @@ __all__ = [
     "check_topk_routing",
     "check_unpermute",
     "check_update_expert_bias",
-    "check_wgrads",
     "check_wire_recipe",
     "is_count",
     "is_number",

@@ -287,9 +287,15 @@ def check_grouped_mlp(
     )
 
 
-def check_wgrads(wgrads: object) -> None:
-    """A list, which the backward extends, or None."""
+def check_kept(wgrads: object, rows_again: object, recompute: str | None) -> None:
+    """A list, which the backward extends; a function that makes the rows, which with "moe" are all
+    that is kept; or None.
+    """
     require(wgrads is None or isinstance(wgrads, list), "wgrads", type(wgrads).__name__, "a list, or None")
+    right = "a function without arguments, or None"
+    require(rows_again is None or callable(rows_again), "rows_again", type(rows_again).__name__, right)
+    right = "None: the backward runs the experts again from the rows"
+    require(rows_again is None or recompute != "moe", "rows_again", "given with recompute 'moe'", right)
 
 
 def check_pairs(state: object, noise: object) -> None:

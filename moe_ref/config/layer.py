@@ -1,5 +1,6 @@
 """The layer: settings, parameters, results."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -177,6 +178,14 @@ def check_layer(
         require(right, "noise", f"of shape {tuple(own_noise.shape)}", wanted)
     stateful = config.recipe is not None and config.recipe.scaling == "delayed"
     require(not stateful, "recipe", "of delayed scaling", "one without a state")
+
+
+def check_recompute(recompute: str | Sequence[str] | None) -> tuple[bool, str | None]:
+    """Whether the rows are permuted again, and what of the experts, by one name or several."""
+    names = (recompute,) if isinstance(recompute, str) else tuple(recompute or ())
+    legal = names == ("moe",) or all(name in ("permute", "moe_act") for name in names)
+    require(legal, "recompute", repr(recompute), "None, 'moe', or 'permute', 'moe_act' or both in a tuple")
+    return "permute" in names, next((name for name in names if name != "permute"), None)
 
 
 def check_parameters(parameters: LayerParameters, config: LayerConfig, ranks: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_ref.config import LinearState, Recipe, check_grouped_mlp, check_pairs, check_wgrads, require
+from moe_ref.config import LinearState, Recipe, check_grouped_mlp, check_kept, check_pairs, require
 from moe_ref.experts.activations import chosen_activation
 from moe_ref.experts.linear import delayed_linear, expert_slices, linear
 from moe_ref.rounding import accumulator_dtype, round_to
@@ -27,6 +27,7 @@ def grouped_mlp(
     probs_on_input: bool = False, align: int | None = None, recompute: str | None = None,
     recipe: Recipe | None = None, state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None, wgrads: list[Callable[..., Tensor]] | None = None,
+    rows_again: Callable[[], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Each expert's two linear layers over its own rows, weighted by the rows' probabilities.
 
@@ -41,19 +42,22 @@ def grouped_mlp(
         fc1_bias, fc2_bias: [L,2F] or [L,F], and [L,H]; floating point, or None, independently.
         kind, offset, clamp, alpha, interleave, …: as in `glu` and `activation`.
         align: zeros extend each segment to a multiple of it, and are trimmed afterwards.
-        recompute: "moe_act" or "moe": the activation, or all, again in the backward; same results.
+        recompute: "moe_act" or "moe": the activation, or all, again in the backward, and not saved;
+            same results.
         recipe: of both linear layers, see `grouped_linear`.
         state, noise: as in `grouped_linear`, a pair for fc1 and fc2; noise per row, aligned.
         wgrads: a list, or None. A backward appends to it, in place of the weights' gradients, a
             function of `accumulate_into` for each weight that has one, fc2's first: `grouped_wgrad`
             of what the backward has. Mirrors `backward_dw`.
+        rows_again: makes the rows once more, or None. Then they are not saved: the backward calls
+            it, and makes of its rows all that was made of them before fc1. Not with "moe".
 
     Rounding, each once, to the dtype of the rows: p · x; h with its bias; a; a W2ᵀ; and then the
     sum with p · b2, in float32 (float64 if an input is). Gradients round where these values do.
 
     Raises:
         ValueError: see `moe_ref.config`: check_grouped_mlp, check_kind, check_input_store,
-            check_pairs, check_wgrads; `grouped_linear`.
+            check_pairs, check_kept; `grouped_linear`.
     """
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
     act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
@@ -62,19 +66,13 @@ def grouped_mlp(
         probs_on_input, align, recompute,
     )  # fmt: skip
     check_pairs(state, noise)
-    check_wgrads(wgrads)
+    check_kept(wgrads, rows_again, recompute)
     total = expert_slices(tokens_per_expert_L, len(rows_PH))[-1].stop
     weights = (fc1_weight_LFH, fc2_weight_LHF, fc1_bias, fc2_bias)
     linears = [partial(delayed_linear, recipe=recipe, state=s, wgrads=wgrads) for s in state or (None, None)]
-    run = partial(
-        _experts,
-        act=act,
-        linears=linears,
-        noise=noise,
-        align=align,
-        probs_on_input=probs_on_input,
-        recompute=recompute == "moe_act",
-    )
+    again = None if rows_again is None else lambda: rows_again()[:total]
+    run = partial(_experts, act=act, linears=linears, noise=noise, align=align, probs_on_input=probs_on_input)
+    run = partial(run, recompute=recompute == "moe_act", rows_again=again)
     inputs = (rows_PH[:total], tokens_per_expert_L, None if probs is None else probs[:total], *weights)
     out_PH = checkpoint(run, *inputs, use_reentrant=False) if recompute == "moe" else run(*inputs)
     return torch.cat([out_PH, out_PH.new_zeros((len(rows_PH) - total, out_PH.shape[1]))])
@@ -90,7 +88,7 @@ def sequential_mlp(
         for e in experts: y[segment e] = grouped_mlp(x[segment e], W1_e, W2_e, …)
 
     Args, rounding, errors: as `grouped_mlp`, and the same function of the same weights; but without
-    state, noise and wgrads, which would be for all experts together.
+    state, noise, wgrads and rows_again, which would be for all experts together.
     """
     defaults = {
         "interleave": None,
@@ -103,7 +101,7 @@ def sequential_mlp(
     check_grouped_mlp(
         *whole, *(defaults[name] for name in ("interleave", "kind", "probs_on_input", "align", "recompute"))
     )
-    for name in ("state", "noise", "wgrads"):
+    for name in ("state", "noise", "wgrads", "rows_again"):
         require(settings.get(name) is None, name, "given", "None: it would be for all experts together")
     outputs = []
     slices = expert_slices(tokens_per_expert_L, len(rows_PH))
@@ -141,29 +139,52 @@ def _experts(
     fc2_weight_LHF: Tensor, fc1_bias: Tensor | None, fc2_bias: Tensor | None,
     *, act: Callable[..., Tensor], linears: Sequence[Callable[..., Tensor]],
     noise: tuple[Tensor, Tensor] | None, align: int | None, probs_on_input: bool, recompute: bool,
+    rows_again: Callable[[], Tensor] | None,
 ) -> Tensor:  # fmt: skip
     """`grouped_mlp` without rows past the last segment."""
     accumulator = accumulator_of(rows_PH, probs, fc2_bias)
     p_P = None if probs is None else probs.to(accumulator)  # once: both parts of its gradient add before one rounding
     counts = tokens_per_expert_L
     if align is not None:
-        rows_PH, p_P = (
-            pad_segments(rows_PH, tokens_per_expert_L, align),
-            None if p_P is None else pad_segments(p_P, tokens_per_expert_L, align),
-        )
+        p_P = None if p_P is None else pad_segments(p_P, tokens_per_expert_L, align)
         counts = -(-tokens_per_expert_L // align) * align
-    if p_P is not None and probs_on_input:
-        rows_PH, p_P = round_to(rows_PH.to(accumulator) * p_P[:, None], rows_PH.dtype), None
-    noise1, noise2 = (None, None) if noise is None else (each[:, : len(rows_PH)] for each in noise)
-    h_PF = linears[0](rows_PH, fc1_weight_LFH, counts, bias=fc1_bias, noise=noise1)
+    noise1, noise2 = (None, None) if noise is None else (each[:, : int(counts.sum())] for each in noise)
+    on_input_P, p_P = (p_P, None) if probs_on_input else (None, p_P)
+
+    def first(x_PH: Tensor) -> Tensor:
+        x_PH = x_PH if align is None else pad_segments(x_PH, tokens_per_expert_L, align)
+        if on_input_P is not None:
+            x_PH = round_to(x_PH.to(accumulator) * on_input_P[:, None], x_PH.dtype)
+        return linears[0](x_PH, fc1_weight_LFH, counts, bias=fc1_bias, noise=noise1)
+
+    h_PF = first(rows_PH) if rows_again is None else made_again(first, rows_PH, rows_again)
     a_PF = checkpoint(act, h_PF, probs=p_P, use_reentrant=False) if recompute else act(h_PF, probs=p_P)
-    y_PH = linears[1](a_PF, fc2_weight_LHF, counts, noise=noise2)
+    second = partial(linears[1], weight_LMN=fc2_weight_LHF, tokens_per_expert_L=counts, noise=noise2)
+    y_PH = made_again(second, a_PF, lambda: act(h_PF, probs=p_P)) if recompute else second(a_PF)
     if fc2_bias is not None:
         bias_PH = torch.cat(
             [bias_H.expand(count, -1) for bias_H, count in zip(fc2_bias.to(accumulator), counts.tolist(), strict=True)]
         )
         y_PH = round_to(y_PH.to(accumulator) + (bias_PH if p_P is None else bias_PH * p_P[:, None]), y_PH.dtype)
     return y_PH if align is None else trim_segments(y_PH, tokens_per_expert_L, align)
+
+
+def made_again(function: Callable[[Tensor], Tensor], x: Tensor, again: Callable[[], Tensor]) -> Tensor:
+    """function(x). Neither x nor what is made of it is saved: the backward runs function(again()),
+    and saved is what both hold.
+    """
+    before = [x]
+
+    def run() -> Tensor:
+        if before:
+            return function(before.pop())
+        with torch.no_grad():
+            made = again()
+        return function(made.detach().requires_grad_(needs_grad))
+
+    needs_grad = x.requires_grad
+    out: Tensor = checkpoint(run, use_reentrant=False)
+    return out
 
 
 def accumulator_of(*tensors: Tensor | None) -> torch.dtype:

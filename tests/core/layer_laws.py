@@ -12,7 +12,13 @@ from conformance.peers import reference_layer
 LAYER = LayerCase(function="moe_layer", tokens=7, hidden=6, width=5, experts=4, topk=2)
 SHARED = replace(LAYER, shared=2)
 TRAINED = replace(LAYER, grads="x+fc1_weight+fc2_weight")
-OF_LAYER = [LAYER, replace(LAYER, grads="x+router_weight+fc1_weight+fc2_weight"), SHARED]
+LARGE = replace(TRAINED, tokens=64, hidden=64, width=64)  # seeds 0 to 2: rows, activations, both
+OF_LAYER = [
+    *(replace(LARGE, seed=0, latent=32), replace(LARGE, seed=1, dtype="bfloat16"), replace(LARGE, seed=2)),
+    LAYER,
+    replace(LAYER, grads="x+router_weight+fc1_weight+fc2_weight"),
+    SHARED,
+]
 
 
 def spoilt(where: Callable[[dict[str, Any]], bool]) -> SimpleNamespace:
@@ -34,7 +40,23 @@ def from_the_third_call_on() -> SimpleNamespace:
     return spoilt(lambda asked: next(calls) > 2)
 
 
+def saving(*given: Any, recompute: Any = None, **settings: Any) -> Any:
+    """A layer that saves all that it is told to compute again."""
+    return reference_layer.moe_layer(*given, **settings)
+
+
+def saving_rows(*given: Any, recompute: Any = None, **settings: Any) -> Any:
+    """A layer that saves rows, not activations."""
+    return reference_layer.moe_layer(*given, recompute=recompute and "moe_act", **settings)
+
+
+def layer_of(moe_layer: Callable[..., Any]) -> SimpleNamespace:
+    return SimpleNamespace(**vars(reference_layer) | {"moe_layer": moe_layer})
+
+
 LAYER_TWINS = [
+    *(("kept", replace(LARGE, seed=seed), layer_of(saving)) for seed in range(3)),
+    ("kept", replace(LARGE, seed=2), layer_of(saving_rows)),
     ("delayed", TRAINED, spoilt(lambda asked: asked["wgrads"] is not None)),
     ("overlap", SHARED, spoilt(lambda asked: asked["overlap_shared"])),
     ("recompute", TRAINED, from_the_third_call_on),

@@ -53,7 +53,10 @@ def trained(module: MoELayer, tokens: int = 7) -> list[Tensor]:
     return [*(out.detach() for out in outputs), *gradients, *module.buffers(), *losses]
 
 
-@pytest.mark.parametrize("recompute", ["moe_act", "moe"])
+PERMUTED = ("permute", ("permute", "moe_act"))
+
+
+@pytest.mark.parametrize("recompute", ["moe_act", "moe", PERMUTED[1]], ids=str)
 @pytest.mark.parametrize("options", [{}, EVERYTHING, {"recipe": Recipe("current")}], ids=str)
 def test_no_bit_changes(recompute, options):
     pairs = zip(trained(layer(None, **options)), trained(layer(recompute, **options)), strict=True)
@@ -78,11 +81,15 @@ def test_the_second_forward_draws_the_noise_of_the_first(monkeypatch):
 def of_ranks(group: Any, rank: int) -> int:
     """The number of dispatchers with the same results, one rank without tokens.
 
-    What "moe_act" recomputes is after the dispatch: one dispatcher is enough for it.
+    What "moe_act" recomputes is after the dispatch: one dispatcher is enough for it. Only deepep's
+    rows are of a permutation on their rank.
     """
     right = 0
     for dispatcher in DISPATCHERS:
-        again = ["moe", "moe_act"] if dispatcher == DISPATCHERS[0] else ["moe"]
+        again = ["moe", *{DISPATCHERS[0]: ["moe_act"], "deepep": ["permute"]}.get(dispatcher, [])]
+        if dispatcher == DISPATCHERS[0]:
+            with pytest.raises(ValueError, match="recompute is 'permute'"):
+                trained(layer("permute", None, dispatcher, rank, group=group), 4 * rank)
         plain, *others = (
             trained(layer(recompute, None, dispatcher, rank, group=group, shared_width=4), 4 * rank)
             for recompute in (None, *again)
@@ -164,6 +171,16 @@ def keeps_no_activation() -> None:
         assert kept(measure, "moe_act") <= kept(measure, None) - ACTIVATION
 
 
+ROW_BYTES, NARROW = ROWS * HIDDEN * 4, {"latent": 4}
+
+
+def keeps_tokens_not_rows(how: str | tuple[str, ...], **options: Any) -> None:
+    """The rows are not kept, nor with a recipe their codes; a projected token is kept instead."""
+    rows = ROWS * HIDDEN if options.get("recipe") else ROW_BYTES
+    rows = (ROWS - TOKENS) * 4 * options["latent"] if "latent" in options else rows
+    assert kept(alive, how, **options) <= kept(alive, None, **options) - rows - (how != "permute") * ACTIVATION
+
+
 def keeps_nothing(**options) -> None:
     assert kept(saved_bytes, "moe", **options) == 0
     assert kept(alive, "moe", **options) <= LEFT
@@ -177,11 +194,38 @@ def test_less_is_kept(recipe):
     keeps_nothing(recipe=recipe, **EVERYTHING)
 
 
+def test_no_row_is_kept_that_is_permuted_again():
+    for how, options in ((PERMUTED[0], {"recipe": Recipe("current")}), (PERMUTED[1], {}), (PERMUTED[0], NARROW)):
+        keeps_tokens_not_rows(how, **options)
+
+
 def test_an_activation_that_a_hook_keeps_is_found(monkeypatch):
     kept_by_hook = saved_tensors_hooks(lambda x: x, lambda x: x)
     monkeypatch.setattr(mlp, "_computed_again", lambda *_: kept_by_hook)
     with pytest.raises(AssertionError):
         keeps_no_activation()
+    with pytest.raises(AssertionError):
+        keeps_tokens_not_rows("permute")
+
+
+def test_codes_of_rows_that_are_kept_are_found(monkeypatch):
+    """A product that is not told that its rows come again keeps their codes."""
+    right = mlp.linear_of
+    monkeypatch.setattr(mlp, "linear_of", lambda *x, rows_again=False, **more: right(*x, **more))
+    with pytest.raises(AssertionError):
+        keeps_tokens_not_rows("permute", recipe=Recipe("current"))
+
+
+def test_tokens_that_have_changed_are_not_permuted_again():
+    module = layer("permute")
+    module.router.weight.requires_grad_(False)  # whose gradient would find the change
+    x = normal(7, HIDDEN).requires_grad_()
+    tokens = x * 1
+    out = module(tokens)
+    with torch.no_grad():
+        tokens += 1
+    with pytest.raises(RuntimeError, match="tokens have changed since the forward"):
+        out.backward(normal(7, HIDDEN, seed=3))
 
 
 def test_an_activation_that_the_graph_keeps_is_found(monkeypatch):
@@ -212,7 +256,7 @@ def test_a_layer_that_keeps_its_rows_is_found(monkeypatch):
         keeps_nothing()
 
 
-@pytest.mark.parametrize("recompute", ["", "experts"])
+@pytest.mark.parametrize("recompute", ["", "experts", ("moe", "permute")])
 def test_other_names_are_refused(recompute):
     with pytest.raises(ValueError, match="recompute is"):
         layer(recompute)

@@ -43,9 +43,9 @@ LISTED = {
     *(f"Z{number:02}" for number in range(1, 25) if number != 13),
     *(f"O{number:02}" for number in range(1, 15)),
     *(f"M{number:02}" for number in range(1, 24) if number != 10),
-    *(f"ML{number:02}" for number in range(1, 50)),
+    *(f"ML{number:02}" for number in range(1, 53)),
     *(f"CK{number:02}" for number in range(1, 32)),
-    *("DW01", "DW02", "DW03", "DW04"),
+    *("DW01", "DW02", "DW03", "DW04", "DW05", "DW06"),
 }
 LARGE = {"N02", "N03"}  # need more rows than an interpreter can run
 

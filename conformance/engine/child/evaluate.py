@@ -307,7 +307,8 @@ def _trial(
     refusal = lambda other: _refusal(case, other, implementation, declared)  # noqa: E731
     inside = scope_of_function(implementation, case.function).holds
     asked = {"offers": implementation.offers, "names": implementation.names}
-    extras: dict[str, Any] = asked | {"refusal": refusal, "inside": inside}
+    measured = {"kept": runner.kept, "device": runner.device}
+    extras: dict[str, Any] = asked | measured | {"refusal": refusal, "inside": inside}
 
     def offered(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*problems: Problem, **options: Any) -> Any:

@@ -15,6 +15,7 @@ from conformance.core.contract import Opaque, Problem
 from conformance.core.double_backward import second_derivatives
 from conformance.core.tensors import laid_out
 from conformance.engine.child.addresses import Addresses
+from conformance.engine.child.kept import alive_bytes, allocated_bytes
 from conformance.engine.child.manners import MANNERS, Outputs
 from conformance.engine.child.poison import Poison
 from conformance.engine.child.results import Unreadable, is_changed, read
@@ -141,6 +142,17 @@ class Runner:
             self.outcome.seconds_implementation += time.perf_counter() - started
         self.changed = _changed(replay or problem, placed)
         return self._read(outputs, problem)
+
+    def kept(self, problem: Problem) -> int:
+        """The bytes that the call keeps for its backward, besides its inputs and results."""
+        placed = self.place(problem)
+
+        def call() -> Outputs:
+            return self._forward(problem, placed, None)
+
+        if self.device == "cuda":
+            return allocated_bytes(call, placed.values())
+        return alive_bytes(call, placed.values(), torch.no_grad()(call))
 
     def run_both(self, first: Problem, second: Problem, *, reuse: bool = False) -> tuple[Outputs, Outputs]:
         """Both calls before the backward of either; read when all is done.

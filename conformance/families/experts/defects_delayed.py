@@ -1,4 +1,6 @@
-"""Defects of weight gradients that the backward leaves for later; see `planted`."""
+"""Defects of weight gradients that the backward leaves for later, and of rows that it makes again;
+see `planted`.
+"""
 
 from typing import Any
 
@@ -49,10 +51,24 @@ def _beside_other_gradients(grouped_mlp: Wrapper, *arguments: Any, **settings: A
     return out if settings.get("wgrads") is None or others else out.detach()
 
 
+def _rows_saved(grouped_mlp: Wrapper, *arguments: Any, **settings: Any) -> Any:
+    """The setting is taken, and the rows are saved nonetheless."""
+    return grouped_mlp(*arguments, **{name: x for name, x in settings.items() if name != "rows_again"})
+
+
+def _upside_down(grouped_mlp: Wrapper, *arguments: Any, **settings: Any) -> Any:
+    """The backward has other experts' rows."""
+    again = settings.get("rows_again")
+    return grouped_mlp(*arguments, **settings | ({} if again is None else {"rows_again": lambda: again().flip(0)}))
+
+
 DELAY = "a mistake that delayed gradients invite"
+KEEP = "a mistake that recomputation invites"
 DEFECTS: tuple[Defect, ...] = (
     Defect("DW01", "gradients wait in the order of the forward", DELAY, {"grouped_mlp": _in_the_order_of_the_forward}),
     Defect("DW02", "gradients that wait are the backward's too", DELAY, {"grouped_mlp": _now_and_later}),
     Defect("DW03", "the gradient of a frozen weight waits too", DELAY, {"grouped_mlp": _of_frozen_weights}),
     Defect("DW04", "no gradient waits where the rows need none", DELAY, {"grouped_mlp": _beside_other_gradients}),
+    Defect("DW05", "rows that are made again are saved nonetheless", KEEP, {"grouped_mlp": _rows_saved}),
+    Defect("DW06", "rows are made again in another order", KEEP, {"grouped_mlp": _upside_down}),
 )

@@ -77,6 +77,26 @@ def _delayed(trial: Trial) -> Finding | None:
     return left_for_later(replace(trial, problem=problem), call, "rows")
 
 
+def _rows_again(trial: Trial) -> Finding | None:
+    """Rows that are NaN after the forward, and made again by a function: the same bits if
+    deterministic, so that no saved row was read. For functions that name the setting.
+    """
+    problem = replace(trial.problem, first=trial.problem.required)
+    if not trial.extras["names"](problem.function, "rows_again"):
+        return None
+
+    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+        rows, *rest = (given[name] for name in problem.required)
+        settings = {name: given[name] for name in problem.settings}
+        copy, values = rows.clone(), rows.detach().clone()
+        out = implementation.call(problem.function, copy, *rest, **settings, rows_again=values.clone)
+        copy.data.fill_(torch.nan)  # no change that autograd counts
+        return {"out": out}
+
+    again = replace(problem, settings=problem.settings | {"rows_again": Opaque("rows_again")}, script=script)
+    return trial.repeats("rows_again", trial.run(again))
+
+
 def left_for_later(trial: Trial, call: Callable[..., dict[str, Any]], first: str) -> Finding | None:
     """The law `delayed` of call(implementation, given, wgrads), whose first input is `first`.
 
@@ -205,6 +225,12 @@ DELAYED = Law(
     lambda case: plain(case) and any(name in case.grads for name in DELAYED_WEIGHTS) and not _has_pairs(case),
     recompiles=True,
 )
+ROWS_AGAIN = Law(
+    "rows_again",
+    _rows_again,
+    lambda case: plain(case) and "fc1_weight" in case.grads and case.recompute != "moe" and not _has_pairs(case),
+    recompiles=True,
+)
 ALIGNMENT = Law("alignment", _alignment, lambda case: plain(case) and _padded_by_nothing(case), recompiles=True)
 GROUPED = Law("grouped", _one_after_another, plain)
 ONE_GROUP = Law("one_group", _one_group, _plain_products, recompiles=True)
@@ -225,7 +251,7 @@ GLU = ACTIVATION = _ELEMENTWISE
 GROUPED_LINEAR = (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING, experts.COTANGENT_SCALING)
 GROUPED_DGRAD = (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING)
 GROUPED_WGRAD = (*_PRODUCT, *_SEGMENTS, experts.SCALING)
-GROUPED_MLP = (*_EXPERTS, DELAYED)
+GROUPED_MLP = (*_EXPERTS, DELAYED, ROWS_AGAIN)
 SEQUENTIAL_MLP = (GROUPED, *_EXPERTS)
 SHARED_EXPERTS = (*SHARED_OUT, *of_one_process(*_MLP[2:], TOKEN_REVERSAL, ONE_GROUP))
 LATENT_PROJECTION = (

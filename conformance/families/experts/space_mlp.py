@@ -262,7 +262,7 @@ def _ragged(scope: Scope) -> list[Changes]:
 
 def _large(scope: Scope) -> list[Any]:
     """Ragged; more experts than rows; scales per layer with recompute; long sums of bfloat16; one
-    weight alone whose gradient waits.
+    weight alone whose gradient waits, and both.
     """
     gpu = scope.space.device == "cuda"
     many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 17, "hidden": 9, "width": 5}
@@ -270,8 +270,9 @@ def _large(scope: Scope) -> list[Any]:
     again |= {"scaling": "delayed", "recompute": "moe_act"}
     long = {"tokens": 70 if gpu else 5, "experts": 2, "hidden": 2880 if gpu else 257, "width": 264 if gpu else 65}
     delayed = scope.fits(scope.case(again))
-    later = {"tokens": 5, "experts": 2, "hidden": 3, "width": 2, "grads": "fc2_weight"}
-    waits = [scope.mended(scope.case(later)).changed(law="delayed")]
+    later: Changes = {"tokens": 5, "experts": 2, "hidden": 3, "width": 2}
+    alone, both = (later | {"grads": grads} for grads in ("fc2_weight", "fc1_weight+fc2_weight"))
+    waits = [scope.mended(scope.case(one)).changed(law="delayed") for one in (alone, both)]
     return [*_ragged(scope), many, *([again] if delayed else []), long | {"dtype": "bfloat16"}, *waits]
 
 

@@ -101,6 +101,15 @@ def _added_to_the_first(within_budget: Stage, run: Stage, config: LayerConfig, *
     return free._replace(output=both)
 
 
+# ---- what the backward computes again
+
+
+def _copied_by_another_map(mlp: Stage, *rows: Any, **settings: Any) -> Any:
+    """The rows that the backward copies are in another order."""
+    again = settings.get("rows_again")
+    return mlp(*rows, **settings | ({} if again is None else {"rows_again": lambda: again().flip(0)}))
+
+
 _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("the gates of shared experts are not clamped", in_stages(shared_experts=_without("clamp"))),
     ("the gates of routed experts are not clamped", in_stages(grouped_mlp=_without("clamp"))),
@@ -123,6 +132,9 @@ _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("gradients of a layer's first run stay when it runs again", in_stages(within_budget=_added_to_the_first)),
     ("shards of an expert are averaged", _mean_of_shards),
     ("the gradient of probabilities is one shard's", _probs_of_one_shard),
+    ("rows that are permuted again are saved nonetheless", in_stages(grouped_mlp=_without("rows_again"))),
+    ("the rows that the backward permutes have another order", in_stages(grouped_mlp=_copied_by_another_map)),
+    ("the activation is saved, though it is computed again", in_stages(grouped_mlp=_without("recompute"))),
 )
 DEFECTS = tuple(
     Defect(f"ML{number}", title, ORIGIN, {"moe_layer": wrapper})

@@ -14,10 +14,14 @@ from conformance.core.contract import Opaque
 from conformance.core.law import Law, Trial, plain
 from conformance.core.ranks import AtRank
 from conformance.core.shared_out_laws import of_one_process
+from conformance.core.tensors import DTYPES
 from conformance.families.experts.laws_mlp import DELAYED_WEIGHTS, left_for_later
+from conformance.families.layer.cases import LayerCase
 from conformance.families.layer.layer import MoeLayer, script
 from conformance.judge import Finding
 
+# what may be kept in their place: some integers per row, expert and tile
+BYTES_OF_A_ROW, ALLOWED = 16, {"cpu": 1024, "cuda": 16 * 512}
 _ELSEWHERE = (universal.HISTORY, universal.DETERMINISM, universal.INFERENCE_MODE)
 _ALONE = (*(law for law in universal.EVERYWHERE if law not in _ELSEWHERE), universal.GRAPH_CAPTURE)
 
@@ -37,6 +41,41 @@ def _again(trial: Trial) -> Finding | None:
         return found
 
     return trial.repeats("recompute", trial.run(replace(trial.problem, script=run)))
+
+
+def _kept(trial: Trial) -> Finding | None:
+    """The layer with less saved, by one name or two: the same results, and the memory is not kept.
+    For functions that name the setting.
+    """
+    case, names = trial.case, trial.extras["names"]
+    if not names(trial.problem.function, "recompute"):
+        return None
+    how = (("permute",), ("moe_act",), ("permute", "moe_act"))[case.seed % 3]
+
+    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+        return script(implementation, given, recompute=how if len(how) > 1 else how[0])
+
+    settings = trial.problem.settings | {"recompute": Opaque("recompute")}
+    less = replace(trial.problem, script=run, settings=settings)
+    finding = trial.repeats("kept", trial.run(less))
+    rows = int(trial.first["routing_map"].sum())
+    wanted, allowed = saved_by(case, how, rows), ALLOWED[trial.extras["device"]] + BYTES_OF_A_ROW * rows
+    if finding or wanted < 2 * allowed:
+        return finding
+    before, after = (trial.extras["kept"](problem) for problem in (trial.problem, less))
+    told = f"with recompute {' and '.join(how)} keeps {after} bytes for its backward, and {before} without"
+    return None if before - after >= wanted - allowed else Finding("call", "kept", f"{told}; it must drop {wanted}")
+
+
+def saved_by(case: LayerCase, how: tuple[str, ...], rows: int) -> int:
+    """The bytes of what is not kept: rows, less projected tokens that are kept for them, and
+    activations; with a recipe one for each code.
+    """
+    size = DTYPES[case.dtype].itemsize
+    of_row, code = (case.latent or case.hidden) * case.unit, 1 if case.recipe else size
+    tokens = case.tokens * of_row * size if case.latent else 0
+    dropped = {"permute": rows * of_row * code - tokens, "moe_act": rows * case.width * case.unit * code}
+    return sum(dropped[name] for name in how)
 
 
 def _overlap(trial: Trial) -> Finding | None:
@@ -77,6 +116,12 @@ def _whole(case: Any) -> bool:
     return plain(case) and not case.stage
 
 
+def _saves(case: Any) -> bool:
+    """Whether rows and activations are saved as they are, or codes of them."""
+    every = all(name in case.grads.split("+") for name in ("x", *DELAYED_WEIGHTS))
+    return every and not (case.stored or case.on_input or case.align or case.override)
+
+
 DELAYED = Law(
     "delayed",
     _delayed,
@@ -84,10 +129,11 @@ DELAYED = Law(
     recompiles=True,
 )
 RECOMPUTE = Law("recompute", _again, lambda case: _whole(case) and bool(case.grads))
+KEPT = Law("kept", _kept, lambda case: _whole(case) and _saves(case), recompiles=True)
 RERUN = Law("rerun", _rerun, lambda case: _whole(case) and case.rerun)
 OVERLAP = Law("overlap", _overlap, lambda case: _whole(case) and bool(case.shared))
 MOE_LAYER = (
     universal.DETERMINISM,
     universal.HOST_SYNC,
-    *_unquantised(universal.HISTORY, RERUN, *of_one_process(*_ALONE, DELAYED, RECOMPUTE, OVERLAP)),
+    *_unquantised(universal.HISTORY, RERUN, *of_one_process(*_ALONE, DELAYED, RECOMPUTE, OVERLAP, KEPT)),
 )

@@ -1,0 +1,57 @@
+"""What a call keeps for its backward, in bytes: the memory that stays alive with its results."""
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class _Made(TorchDispatchMode):
+    """Every storage that an operation returned, in weak references."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for storage in _storages(out):
+            self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+
+def alive_bytes(run: Callable[[], Any], given: Iterable[Tensor], afterwards: Callable[[], Any]) -> int:
+    """Of storages made by run() and alive with its results, besides the given tensors' and theirs.
+
+    `afterwards` launches other kernels: Triton's interpreter holds the arguments of its last one,
+    and circles of its own of the others.
+    """
+    with _Made() as made:
+        out = run()
+    afterwards()
+    gc.collect()
+    known = {storage._cdata for storage in _storages((*given, out))}
+    alive = {place: size for place, (storage, size) in made.storages.items() if not storage.expired()}
+    return sum(size for place, size in alive.items() if place not in known)
+
+
+def allocated_bytes(run: Callable[[], Any], given: Iterable[Tensor]) -> int:
+    """The same on a GPU, as torch's allocator counts them: each a multiple of 512."""
+    known = {storage._cdata for storage in _storages([*given])}
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = run()
+    torch.cuda.synchronize()
+    gc.collect()
+    own = {storage._cdata: storage.nbytes() for storage in _storages(out) if storage._cdata not in known}
+    return torch.cuda.memory_allocated() - before - sum(-(-size // 512) * 512 for size in own.values())
+
+
+def _storages(tree: Any) -> list[Any]:
+    return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)]
