@@ -15,7 +15,8 @@ POINTERS = {"segment_ptr": "*i64", "tile_ptr": "*i64", "total_ptr": "*i64", "spl
 
 def tile(dtype: str, block: list[int]) -> str:
     """The type of a descriptor."""
-    bits, swizzled = {"bf16": (16, 128), "fp32": (32, 0)}.get(dtype, (8, 128))
+    bits = {"bf16": 16, "fp32": 32}.get(dtype, 8)
+    swizzled = 0 if dtype == "fp32" else min(block[-1] * bits // 8, 128)
     layout = gl.NVMMASharedLayout(swizzled, bits, len(block))
     return f"tensordesc<{dtype}{block},{layout!r}>"
 

@@ -37,6 +37,17 @@ def test_products_of_rows_compile(turned, bias):
     assert shared <= SHARED_BYTES and products == 4 * 2 and spilled == 0
 
 
+def test_activated_products_compile():
+    tiles = {"weight_desc": ("bf16", [1, 2, 128, 64]), "out_desc": ("bf16", [1, 1, 64, 32])}
+    constants = {"CURVE": "sigmoid", "CLAMPED": True, "ROUND_FIRST": True, **hopper.MATMUL}
+    shared, products, spilled = compiled(
+        compile_gluon, "experts._hopper_gated", "activated_matmul_kernel", ROWS | tiles, constants, "*bf16",
+        wide=("offset", "clamp", "alpha"),
+    )  # fmt: skip
+    assert shared <= SHARED_BYTES and spilled == 0
+    assert products == 4 * 2 * 5  # of each group: four steps that activate, and the loop
+
+
 @pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize("bias", [None, "*bf16"])
 def test_products_of_codes_compile(groups, bias):
