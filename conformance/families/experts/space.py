@@ -15,6 +15,7 @@ from conformance.families.experts.cases import PROB_DTYPES as PROB_DTYPES
 from conformance.families.experts.precision import LOW_VALUES, fits, may_override
 from conformance.families.experts.space_ratios import ratio_cases
 from conformance.families.experts.space_recipes import CONTIGUOUS, LEAST, by_recipe
+from conformance.families.experts.space_tiles import tiles_of_products
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from moe_ref.config.quantization import OVERRIDES
 
@@ -195,6 +196,7 @@ def large(scope: Scope) -> list[Any]:
             {"tokens": 260, "counts": (257, 3), "hidden": 9, "width": 5},
         ]
     long = [{"experts": 2, "dtype": "bfloat16"} | fields for fields in (*long, *tiles)]
+    long += tiles_of_products(scope)
     return [ragged, many, *long, *ratio_cases(scope), *filter(scope.fits, [scope.case(LEAST)])]
 
 

@@ -14,6 +14,7 @@ from conformance.core.space import mostly, sizes, some_of
 from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS
 from conformance.families.experts.space import LOW_SHARE, few_segments, near, of_a_model, segments
 from conformance.families.experts.space_recipes import one_per_recipe
+from conformance.families.experts.space_tiles import tiles_of_layers
 from conformance.families.quantization.cases import RECIPES, UNIT, VARIANTS
 from moe_ref.config.quantization import OVERRIDES
 
@@ -273,7 +274,8 @@ def _large(scope: Scope) -> list[Any]:
     later: Changes = {"tokens": 5, "experts": 2, "hidden": 3, "width": 2}
     alone, both = (later | {"grads": grads} for grads in ("fc2_weight", "fc1_weight+fc2_weight"))
     waits = [scope.mended(scope.case(one)).changed(law="delayed") for one in (alone, both)]
-    return [*_ragged(scope), many, *([again] if delayed else []), long | {"dtype": "bfloat16"}, *waits]
+    large = [many, *([again] if delayed else []), long | {"dtype": "bfloat16"}]
+    return [*_ragged(scope), *large, *waits, *tiles_of_layers(scope)]
 
 
 def _large_shared(scope: Scope) -> list[Changes]:
@@ -283,6 +285,7 @@ def _large_shared(scope: Scope) -> list[Changes]:
     return [
         {"tokens": 129, "hidden": 65, "width": 33},
         long | {"dtype": "bfloat16"},
+        *tiles_of_layers(scope),
         *([over_ranks] if scope.space.most_ranks >= 4 else []),
     ]
 

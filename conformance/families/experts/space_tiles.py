@@ -1,0 +1,55 @@
+"""Products whose rows are whole lines of a descriptor, with many rows for each expert.
+
+Kernels that move tiles with a copy engine, and large tiles, run for these alone: widths that are no
+multiples of 16 bytes go by pointers, and experts with few rows have small tiles.
+"""
+
+from typing import Any
+
+from conformance.core.axes import Changes
+from conformance.core.scope import Scope
+
+# rows of an expert: several tiles of 128, none, a tile and one more, many with a last one in part
+MANY_ROWS: Changes = {"tokens": 700, "experts": 4, "counts": (300, 0, 129, 271), "dtype": "bfloat16"}
+WHOLE_TILES: Changes = {"tokens": 640, "experts": 3, "counts": (384, 128, 128), "dtype": "float16"}
+LINES: Changes = {"hidden": 272, "width": 144}
+ODD_LINES: Changes = {"hidden": 136, "width": 264}  # of 16 bytes, not of 32
+STEPS: Changes = {"hidden": 512, "width": 256}
+LONG: Changes = {
+    "tokens": 1500,
+    "experts": 3,
+    "counts": (800, 0, 700),
+    "dtype": "bfloat16",
+    "hidden": 256,
+    "width": 384,
+}
+
+
+def tiles_of_products(scope: Scope) -> list[Any]:
+    """With all gradients, and without any; codes of blocks, where more rows fill a larger tile."""
+    if scope.space.device != "cuda":
+        return []
+    blocks = LONG | {"scaling": "block", "values": "dyadic"}
+    low = [blocks] if scope.takes(scope.case(blocks)) else []
+    apart: Changes = {"into": ""} if scope.accepts("accumulate_into") else {}  # a sum has another kernel
+    sizes = [MANY_ROWS | LINES, WHOLE_TILES | STEPS | apart, MANY_ROWS | ODD_LINES | {"tail": 3} | apart]
+    return [*sizes, *low]
+
+
+def tiles_of_layers(scope: Scope) -> list[Any]:
+    """With all gradients; and without any, where a kernel may keep what lies between two stages:
+    kinds of activations, with their numbers and without.
+    """
+    if scope.space.device != "cuda":
+        return []
+    sizes = {"tokens": 200} if scope.function == "shared_experts" else MANY_ROWS
+    base: Changes = {"dtype": "bfloat16"} | sizes | LINES
+    forms: list[Changes] = [
+        {},
+        {"kind": "reglu", "offset": -4, "clamp": 6, "bias1": "float32"},
+        {"offset": 8, "clamp": 56, "alpha": 1702, "dtype": "float16"} | ODD_LINES,
+        {"kind": "geglu", "probs": "float32"} | ODD_LINES,
+        {"kind": "quick_geglu", "probs": "bfloat16", "early": True},
+    ]
+    alone = [scope.mended(scope.case(base | form)) for form in forms]
+    return [base, *scope.lawful([case for case in alone if scope.fits(case)])]
