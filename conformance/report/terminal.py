@@ -58,6 +58,9 @@ def lines(verdict: Verdict) -> list[str]:
         wrapped = textwrap.wrap(text, WIDTH, subsequent_indent=" " * (width + 1))
         is_cut = status in ("not offered", NOT_CHOSEN) and len(wrapped) > 1
         out += [_cut(status, names, width)] if is_cut else wrapped
+    if verdict.idle_kernels and not (verdict.chosen or verdict.where or verdict.ended_by or verdict.since):
+        idle = f"{'not launched':<{width}} {', '.join(verdict.idle_kernels)}: kernels that no case has reached"
+        out += textwrap.wrap(idle, WIDTH, subsequent_indent=" " * (width + 1))
     out += [f"{'!':<{width}} {problem}" for problem in verdict.problems]
     return out
 

@@ -1,10 +1,14 @@
 """The compiler's watch: kernels are named, and compiled by one process at a time."""
 
 import multiprocessing
+import sys
 import time
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
-from conformance.engine.child.compiling import Compiler, hash_callees_first
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+
+from conformance.engine.child.compiling import Compiler, hash_callees_first, kernels_of
 
 KERNEL = SimpleNamespace(name="kernel")
 
@@ -92,3 +96,34 @@ def test_the_hash_of_a_kernel_does_not_depend_on_the_kernels_before_it():
         hash_callees_first(finder)
     assert len(keys_of_a_caller(unpatched)) == 2
     assert len(keys_of_a_caller(finder)) == 1
+
+
+def halved(x):
+    return x / 2
+
+
+def halving_kernel(x):
+    halved(x)
+
+
+def tuned_kernel(x):
+    return x
+
+
+def host_function(x):
+    return halving_kernel(x)
+
+
+def test_kernels_are_those_that_no_other_one_calls(monkeypatch):
+    package, elsewhere = ModuleType("fused"), ModuleType("fused_by_others")
+    for function in (halved, halving_kernel, tuned_kernel):
+        monkeypatch.setattr(function, "__module__", "fused")
+    tuned = Autotuner.__new__(Autotuner)
+    tuned.fn = JITFunction(tuned_kernel)
+    package.halved, package.halving_kernel = JITFunction(halved), JITFunction(halving_kernel)
+    package.tuned, package.host_function = tuned, host_function
+    elsewhere.kernel = package.halving_kernel  # imported from there
+    monkeypatch.setitem(sys.modules, "fused", package)
+    monkeypatch.setitem(sys.modules, "fused_by_others", elsewhere)
+    assert kernels_of("fused") == ["halving_kernel", "tuned_kernel"]
+    assert kernels_of("fused_by_others") == []

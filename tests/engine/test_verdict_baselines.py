@@ -17,6 +17,18 @@ from conformance.usage import REPORTS, check_report
 from tests.engine.verdict_helpers import ENOUGH, ROWS_WRONG, SMALL, Book
 
 
+def test_kernels_that_no_case_launched_are_named(tmp_path):
+    def told(name: str, *kernels: str, launched: list[str], **options) -> str:
+        book = Book(tmp_path / name, kernels=kernels).all_pass("permute")
+        book.section("drawn-permute-0", "permute", *["PASS"] * ENOUGH, kernels=launched)
+        return " ".join(" ".join(lines(book.verdict(**options))).split())
+
+    both, one = ["a_kernel 12ab", "b_kernel 34cd"], ["a_kernel 12ab", "a_kernel 56ef"]
+    assert "not launched b_kernel: kernels that no case" in told("one", "a_kernel", "b_kernel", launched=one)
+    assert "not launched" not in told("both", "a_kernel", "b_kernel", launched=both)
+    assert "not launched" not in told("none", "a_kernel", launched=[])  # without a compiler
+
+
 def test_a_failure_whose_reduction_was_ended_by_an_error_says_so(book):
     book.all_pass("permute").section("drawn-permute-0", "permute", "FAIL", *["PASS"] * ENOUGH)
     book.failure("FAIL", ROWS_WRONG, smallest=False, error="KeyError: 'x'")

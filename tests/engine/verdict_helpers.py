@@ -27,12 +27,17 @@ SMALL = RoutingCase(function="permute", tokens=2, experts=3, hidden=1, routing=(
 class Book:
     """A ledger of one worker, written by hand."""
 
-    def __init__(self, folder: Path, worker: str = "main", **functions) -> None:
+    def __init__(self, folder: Path, worker: str = "main", kernels: tuple[str, ...] = (), **functions) -> None:
         self.folder, self.ledger = folder, Ledger(folder, worker)
         plain = {"offered": True, "without": [], "declares": {}}
         described = {name: plain | functions.get(name, {}) for name in CONTRACTS}
         self.ledger.write(
-            "implementation", functions=described, device="cpu", device_name="CPU", versions={"torch": "2.0"}
+            "implementation",
+            functions=described,
+            device="cpu",
+            device_name="CPU",
+            versions={"torch": "2.0"},
+            kernels=list(kernels),
         )
 
     def section(self, label: str, function: str, *statuses: str, scheduled: int | None = None, **content) -> "Book":

@@ -27,7 +27,7 @@ from conformance.core.contract import Contract
 from conformance.core.known_names import arguments_of, omissible_of
 from conformance.core.ranks import Collective, RankContext
 from conformance.engine.child import interpreting, poison
-from conformance.engine.child.compiling import Compiler
+from conformance.engine.child.compiling import Compiler, kernels_of
 from conformance.engine.child.evaluate import device_is_lost, evaluate
 from conformance.engine.child.isolation import at_most, isolate
 from conformance.engine.child.runner import Outcome
@@ -274,4 +274,5 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
         "shared_ranks": MOST_RANKS if ranks < MOST_RANKS else 0,
         "memory": torch.cuda.get_device_properties().total_memory if device == "cuda" else 0,
         "versions": {k: v for k, v in versions.items() if v},
+        "kernels": kernels_of(options.implementation.partition(":")[0]) if device == "cuda" else [],
     }

@@ -5,7 +5,9 @@ the kernel in Triton's cache on disk.
 """
 
 import fcntl
+import inspect
 import os
+import re
 import sys
 import zlib
 from typing import IO, Any
@@ -43,6 +45,22 @@ class Compiler:
         if self._lock:
             self._lock.close()  # and with it the lock
             self._lock = None
+
+
+def kernels_of(package: str) -> list[str]:
+    """The names of the kernels of a package: Triton functions in its modules that are loaded, which
+    no other one of them calls. Without a compiler there are none.
+    """
+    jit: Any = sys.modules.get("triton.runtime.jit")
+    sources: dict[tuple[str, str], str] = {}
+    for name, module in list(sys.modules.items()) if jit else ():
+        for value in list(vars(module).values()) if f"{name}.".startswith(f"{package}.") else ():
+            while isinstance(value, jit.KernelInterface) and not isinstance(value, jit.JITFunction):
+                value = value.fn  # of a tuner
+            if isinstance(value, jit.JITFunction) and value.fn.__module__ == name:
+                sources[name, value.fn.__qualname__] = inspect.getsource(value.fn)
+    words = {place: set(re.findall(r"\w+", source)) for place, source in sources.items()}
+    return sorted({name for place, name in sources if all(name not in words[x] for x in words if x[1] != name)})
 
 
 def hash_callees_first(finder: Any) -> None:

@@ -43,6 +43,8 @@ def merge(reports: list[Report], ended_by: str = "") -> Verdict:
     out.seconds = max(part["seconds"] for part in parts)
     for name in ("cases", "evaluations", "seconds_implementation", "seconds_reference", "kernels_compiled"):
         setattr(out, name, sum(part[name] for part in parts))
+    idle = [set(part.get("idle_kernels", ())) for part in parts]
+    out.idle_kernels = sorted(set.intersection(*idle)) if idle else []
     out.coverage = _sum([part.get("coverage", {}) for part in parts])
     reasons = [ended_by, *(part["ended_by"] for part in parts)]
     out.ended_by = "; ".join(dict.fromkeys(filter(None, reasons)))

@@ -94,6 +94,7 @@ class Verdict:
     seconds_implementation: float = 0.0
     seconds_reference: float = 0.0
     kernels_compiled: int = 0
+    idle_kernels: list[str] = field(default_factory=list)  # of the implementation, which no case has launched
     ended_by: str = ""  # a signal, the time limit, …; empty: the run ended by itself
     chosen: list[str] = field(default_factory=list)  # the functions of --function; empty: all
     where: str = ""  # the predicate of --where, in canonical form
@@ -131,7 +132,7 @@ def assemble(
     """
     lines = list(entries(folder))
     outcomes = [line for line in lines if line["kind"] == "outcome"]
-    nothing: dict[str, Any] = {"functions": {}, "device_name": "", "versions": {}}
+    nothing: dict[str, Any] = {"functions": {}, "device_name": "", "versions": {}, "kernels": []}
     described = next((line for line in lines if line["kind"] == "implementation"), nothing)
     out = _facts(lines, outcomes, described, options, seconds)
     out.ended_by = interrupted
@@ -183,7 +184,10 @@ def _facts(
     out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
     out.seconds_reference = sum(line["seconds_reference"] for line in outcomes)
     out.coverage = coverage(outcomes, INFORMATIVE, WRONG) if options.covered else {}
-    out.kernels_compiled = len({name for line in outcomes for name in line["kernels"]})
+    launched = {name for line in outcomes for name in line["kernels"]}
+    out.kernels_compiled = len(launched)
+    if launched:
+        out.idle_kernels = sorted({*described.get("kernels", ())} - {name.split()[0] for name in launched})
     return out
 
 
