@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,11 @@ def same(law: str, first: Mapping[str, Tensor | None], second: Outputs) -> Findi
     return None
 
 
+def never(case: Any) -> bool:
+    """In no case."""
+    return False
+
+
 @dataclass(frozen=True)
 class Law:
     """A relation between runs, and the cases it applies to."""
@@ -86,6 +91,14 @@ class Law:
     device: str = ""  # required device type; empty: any
     recompiles: bool = False  # its calls run other kernels than the case's own call
     gradients: bool = False  # for functions with gradients only
+    # cases in which it is an identity of sums, products and copies: it then holds bit by bit in
+    # every ring, and so where a sanitizer makes one of the floats
+    algebraic: Callable[[Any], bool] = never
+
+
+def algebraic(*laws: Law, where: Callable[[Any], bool] = lambda case: True) -> tuple[Law, ...]:
+    """The laws, declared to be algebraic in these cases."""
+    return tuple(replace(law, algebraic=where) for law in laws)
 
 
 def plain(case: Any) -> bool:

@@ -1,0 +1,128 @@
+"""The tool of --sanitize in a child: its environment, and what it reports of a case."""
+
+import os
+import re
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from conformance import sanitizing
+from conformance.engine.child.runner import Outcome
+from conformance.interface import Implementation
+from conformance.judge import Finding
+from conformance.usage import UsageError
+
+LEAST = (3, 8)  # of Triton, for its sanitizers
+WAIT_SECONDS = 3.0  # for the report of an error that has lost the device
+ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
+ASSERTION = re.compile(r"Assertion `(.*?)` failed")
+INVALID = re.compile(r"^=+ +(Invalid|Misaligned|Address|Warp|Device|Out-of-range|Stack|Lane)\b.*")
+
+
+class Uncaptured(Implementation):
+    """An implementation that declares no graph capture."""
+
+    def declares(self, function: str) -> dict[str, Any]:
+        return super().declares(function) | {"graph_capturable": False}
+
+
+class Sanitizer:
+    """One tool; without a name, none."""
+
+    def __init__(self, tool: str, log_path: str) -> None:
+        self.tool, self._log = tool, Path(log_path)
+        self._read: dict[Path, int] = {}  # bytes of each file that were read before
+
+    def prepare(self) -> None:
+        """Set the environment, before the implementation is imported.
+
+        Raises:
+            UsageError: memcheck, in a process that does not run under compute-sanitizer.
+        """
+        if self.tool in ("consan", "fpsan"):
+            os.environ["TRITON_INSTRUMENTATION_MODE"] = self.tool
+        elif self.tool == "memcheck":
+            if sanitizing.REPORTS not in os.environ:
+                told = "--sanitize memcheck: this process does not run under compute-sanitizer"
+                raise UsageError(f"{told}; moe-conformance run, replay and minimize start it, pytest does not")
+            os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each tensor is an allocation of its own
+
+    def check(self, device: str) -> None:
+        """Refuse what the tool cannot watch, once the implementation is imported.
+
+        Raises:
+            UsageError: no GPU, or no Triton that has the tool.
+        """
+        if not self.tool:
+            return
+        if device != "cuda":
+            raise UsageError(f"--sanitize {self.tool} needs a GPU: on {device} no kernel is compiled")
+        if self.tool == "memcheck":
+            return
+        triton = sys.modules.get("triton")
+        if triton is None:
+            raise UsageError(f"--sanitize {self.tool} is Triton's, and the implementation has not imported it")
+        if tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2]) < LEAST:
+            right = ".".join(map(str, LEAST))
+            raise UsageError(f"--sanitize {self.tool} needs Triton {right} or newer; here is {triton.__version__}")
+
+    def watched(self, implementation: Implementation) -> Implementation:
+        """Without the declaration of graph capture where each tensor is an allocation of its own,
+        which CUDA refuses in a capture.
+        """
+        return Uncaptured(implementation.namespace, implementation.name) if self.tool == "memcheck" else implementation
+
+    def judged(self, outcome: Outcome) -> Outcome:
+        """The outcome of a case, with what the tool has reported since the case before."""
+        if self.tool not in ("consan", "memcheck"):
+            return outcome
+        lost = outcome.status == "CRASH"
+        text, until = self._new(), time.monotonic() + WAIT_SECONDS * lost
+        while not text and time.monotonic() < until:
+            time.sleep(0.05)
+            text = self._new()
+        if text:
+            outcome.status = outcome.status if lost else "FAIL"
+            outcome.finding = asdict(Finding("kernel", self.tool, text))
+        return outcome
+
+    def _new(self) -> str:
+        """The first report in what was written since the last call; "" if there is none."""
+        if self.tool == "consan":
+            found = ASSERTION.search(self._written(self._log))
+            return found[1].strip() if found else ""
+        folder = Path(os.environ[sanitizing.REPORTS])
+        own = folder / f"{os.getpid()}.log"
+        return sentence_of("".join(map(self._written, [own] if own.exists() else sorted(folder.iterdir()))))
+
+    def _written(self, path: Path) -> str:
+        """What was written to the file since the last call; it may have been emptied meanwhile."""
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return ""
+        before = self._read.get(path, 0)
+        self._read[path] = len(content)
+        return content[before if before <= len(content) else 0 :].decode(errors="replace")
+
+
+def sentence_of(log: str) -> str:
+    """The first report of compute-sanitizer in its log: what, where in which kernel, and how far
+    outside; "" if there is none.
+    """
+    lines = iter(log.splitlines())
+    first = next((line for line in lines if INVALID.match(line)), "")
+    if not first:
+        return ""
+    parts = [first]
+    for line in lines:
+        text = line.lstrip("= ")
+        if not text or INVALID.match(line):
+            break
+        if text.startswith(("at ", "and is ")):
+            parts.append(line)
+    return ", ".join(
+        re.sub(r" at an? address| at address", "", ADDRESS.sub("an address", p.lstrip("= ").strip())) for p in parts
+    )
