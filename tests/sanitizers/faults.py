@@ -1,12 +1,12 @@
 """Namespaces with `grouped_wgrad` in a small kernel: right, or with a fault for one tool.
 
-    Right             no fault
-    LeavesOutARow     an expert's last row is not added: seen by fpsan, and by the reference's judge
-                      only where the row is not tiny
-    StoresPastTheEnd  one element past the result: seen by memcheck
-    DoesNotWait       an input is copied through shared memory, and read before it has arrived: seen
-                      by consan
-    Waits             the same copy, right
+Right             no fault
+LeavesOutARow     an expert's last row is not added: seen by fpsan, and by the reference's judge
+                  only where the row is not tiny
+StoresPastTheEnd  one element past the result: seen by memcheck
+DoesNotWait       an input is copied through shared memory, and read before it has arrived: seen
+                  by consan
+Waits             the same copy, right
 """
 
 import torch

@@ -16,9 +16,9 @@ from conformance.usage import UsageError
 
 LEAST = (3, 8)  # of Triton, for its sanitizers
 WAIT_SECONDS = 3.0  # for the report of an error that has lost the device
-ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
+ADDRESS = re.compile(r"(\+| at | to )0x[0-9a-f]+")
 ASSERTION = re.compile(r"Assertion `(.*?)` failed")
-INVALID = re.compile(r"^=+ +(Invalid|Misaligned|Address|Warp|Device|Out-of-range|Stack|Lane)\b.*")
+INVALID = re.compile(r"Invalid|Misaligned|Hardware|Warp|Device|Stack")
 
 
 class Uncaptured(Implementation):
@@ -112,17 +112,14 @@ def sentence_of(log: str) -> str:
     """The first report of compute-sanitizer in its log: what, where in which kernel, and how far
     outside; "" if there is none.
     """
-    lines = iter(log.splitlines())
-    first = next((line for line in lines if INVALID.match(line)), "")
-    if not first:
+    lines = [line.lstrip("= ") for line in log.splitlines()]
+    first = next((i for i, line in enumerate(lines) if INVALID.match(line)), None)
+    if first is None:
         return ""
-    parts = [first]
-    for line in lines:
-        text = line.lstrip("= ")
-        if not text or INVALID.match(line):
+    parts = [lines[first]]
+    for line in lines[first + 1 :]:
+        if not line or INVALID.match(line):
             break
-        if text.startswith(("at ", "and is ")):
-            parts.append(line)
-    return ", ".join(
-        re.sub(r" at an? address| at address", "", ADDRESS.sub("an address", p.lstrip("= ").strip())) for p in parts
-    )
+        if line.startswith(("at ", "and is ")):
+            parts.append(line.removeprefix("and is "))
+    return ", ".join(ADDRESS.sub("", part).strip() for part in parts)

@@ -1,0 +1,175 @@
+"""`--sanitize`: what a tool reports is a failure of its case; a tool that is not there is refused."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from conformance import sanitizing
+from conformance.catalogue import CONTRACTS
+from conformance.engine.child import poison
+from conformance.engine.child.runner import Outcome
+from conformance.engine.child.sanitizer import Sanitizer, sentence_of
+from conformance.engine.options import ChildOptions, Options
+from conformance.engine.run.choice import Choice, must_compare
+from conformance.engine.run.pool import Pool
+from conformance.interface import UsageError, load
+from conformance.report.terminal import failure_lines
+
+OUTSIDE = """========= COMPUTE-SANITIZER
+========= Invalid __global__ write of size 4 bytes
+=========     at fill_kernel+0x2f0 in fills.py:12
+=========     by thread (0,0,0) in block (1,0,0)
+=========     Address 0x7f0a5b600200 is out of bounds
+=========     and is 1 bytes after the nearest allocation at 0x7f0a5b600000 of size 512 bytes
+=========
+========= Invalid __global__ write of size 4 bytes
+=========     at fill_kernel+0x2f0 in fills.py:12
+"""
+FOUND = "Invalid __global__ write of size 4 bytes, at fill_kernel in fills.py:12"
+ASSERTED = "copies.py:7: unknown: block: [0,0,0], thread: [1,0,0] Assertion `Buffer has outstanding writes.` failed.\n"
+LOST = "the device was lost: CUDA error"
+
+
+def test_a_report_is_what_happened_where_and_how_far_outside():
+    assert sentence_of(OUTSIDE) == f"{FOUND}, 1 bytes after the nearest allocation of size 512 bytes"
+
+
+@pytest.mark.parametrize("log", ["", "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"])
+def test_a_log_without_a_report_says_nothing(log):
+    assert sentence_of(log) == ""
+
+
+@pytest.fixture
+def memcheck(tmp_path, monkeypatch):
+    """The tool, and the file in which it reports on this process."""
+    monkeypatch.setenv(sanitizing.REPORTS, str(tmp_path))
+    log = tmp_path / f"{os.getpid()}.log"
+    log.write_text("========= COMPUTE-SANITIZER\n")
+    return Sanitizer("memcheck", ""), log
+
+
+def test_a_report_of_memcheck_fails_its_case_alone(memcheck):
+    tool, log = memcheck
+    assert tool.judged(Outcome("PASS")).status == "PASS"
+    log.write_text(log.read_text() + OUTSIDE)
+    failed = tool.judged(Outcome("PASS"))
+    assert (failed.status, failed.finding["check"]) == ("FAIL", "memcheck")
+    assert failed.finding["message"].startswith(FOUND)
+    assert tool.judged(Outcome("PASS")) == Outcome("PASS")
+
+
+def test_reports_on_other_processes_are_not_this_one_s(memcheck, tmp_path):
+    (tmp_path / "1.log").write_text(OUTSIDE)
+    assert memcheck[0].judged(Outcome("PASS")).status == "PASS"
+
+
+def test_a_report_of_consan_explains_why_the_device_was_lost(tmp_path):
+    log = tmp_path / "child.log"
+    log.write_text("")
+    tool = Sanitizer("consan", str(log))
+    assert tool.judged(Outcome("PASS")) == Outcome("PASS")
+    log.write_text(ASSERTED)
+    lost = tool.judged(Outcome("CRASH", reason=LOST))
+    assert (lost.status, lost.finding["check"], lost.reason) == ("CRASH", "consan", LOST)
+    assert lost.finding["message"] == "Buffer has outstanding writes."
+
+
+def test_a_device_that_is_lost_without_a_report_stays_a_crash(tmp_path, monkeypatch):
+    monkeypatch.setattr("conformance.engine.child.sanitizer.WAIT_SECONDS", 0.1)
+    lost = Outcome("CRASH", reason=LOST)
+    assert Sanitizer("consan", str(tmp_path / "none.log")).judged(lost) == Outcome("CRASH", reason=LOST)
+
+
+@pytest.mark.parametrize("tool", ["consan", "fpsan"])
+def test_without_a_gpu_it_is_refused(tool):
+    with Pool(ChildOptions("moe_ref", "cpu", sanitize=tool)) as pool, pytest.raises(UsageError) as error:
+        pool.start()
+    assert str(error.value) == f"--sanitize {tool} needs a GPU: on cpu no kernel is compiled"
+
+
+@pytest.mark.parametrize(
+    ("triton", "sentence"),
+    [
+        (None, "is Triton's, and the implementation has not imported it"),
+        ("3.6.0", "needs Triton 3.8 or newer; here is 3.6.0"),
+    ],
+)
+def test_without_the_right_triton_it_is_refused(triton, sentence, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", triton and SimpleNamespace(__version__=triton))
+    with pytest.raises(UsageError, match=sentence):
+        Sanitizer("consan", "").check("cuda")
+
+
+@pytest.mark.parametrize("triton", ["3.8.0", "3.9.0+git1", "4.0.0"])
+def test_a_newer_triton_has_it(triton, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
+    Sanitizer("fpsan", "").check("cuda")
+
+
+def test_memcheck_is_refused_where_the_process_does_not_run_under_it(monkeypatch):
+    monkeypatch.delenv(sanitizing.REPORTS, raising=False)
+    with pytest.raises(UsageError, match="this process does not run under compute-sanitizer"):
+        Sanitizer("memcheck", "").prepare()
+
+
+def test_memcheck_begins_the_command_again_under_compute_sanitizer(tmp_path, monkeypatch):
+    program, begun = tmp_path / sanitizing.PROGRAM, []
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv(sanitizing.REPORTS, "")
+    monkeypatch.delenv(sanitizing.REPORTS)
+    monkeypatch.setattr(os, "execv", lambda file, arguments: begun.append((file, arguments)))
+    sanitizing.begin("memcheck")
+    ((file, arguments),) = begun
+    assert file == str(program)
+    assert arguments[-len(sys.orig_argv) :] == [sys.executable, *sys.orig_argv[1:]]
+    assert os.path.join(os.environ[sanitizing.REPORTS], "%p.log") in arguments
+    sanitizing.begin("memcheck")  # this is the command under it
+    assert len(begun) == 1
+
+
+@pytest.mark.parametrize("tool", ["", "consan", "fpsan"])
+def test_the_tools_of_triton_need_no_other_command(tool, monkeypatch):
+    monkeypatch.setattr(os, "execv", None)
+    sanitizing.begin(tool)
+
+
+def test_memcheck_sees_tensors_without_guards():
+    fresh = {}
+    try:
+        for guards in (True, False):
+            poison.install(guards=guards)
+            with poison.Poison("max"):
+                fresh[guards] = torch.empty(5)
+    finally:
+        poison.install()
+    assert fresh[True].untyped_storage().nbytes() > fresh[False].untyped_storage().nbytes() == 20
+    assert fresh[False].tolist() == fresh[True].tolist() == [torch.finfo(torch.float32).max] * 5
+
+
+def test_memcheck_captures_no_graph():
+    assert load("moe_fast").declares("permute")["graph_capturable"] is True
+    assert Sanitizer("memcheck", "").watched(load("moe_fast")).declares("permute")["graph_capturable"] is False
+
+
+def chosen(**options):
+    described = {name: {"offered": True} for name in CONTRACTS}
+    return Choice.of(Options("moe_fast", **options), {"functions": described}).functions
+
+
+def test_fpsan_judges_functions_with_algebraic_laws():
+    assert chosen(sanitize="consan") == list(CONTRACTS)
+    assert chosen(sanitize="fpsan", function="unpermute") == ["unpermute"]
+    assert "glu" not in chosen(sanitize="fpsan")
+    with pytest.raises(UsageError, match="--function glu has no algebraic law, by which --sanitize fpsan judges"):
+        chosen(sanitize="fpsan", function="glu")
+
+
+def test_runs_under_different_tools_are_not_compared():
+    must_compare({"sanitize": "consan"}, Options("moe_fast", sanitize="consan"))
+    with pytest.raises(UsageError, match="judged with --sanitize '', this run with 'consan'"):
+        must_compare({}, Options("moe_fast", sanitize="consan"))
