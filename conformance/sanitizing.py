@@ -5,8 +5,8 @@
     memcheck  compute-sanitizer's: loads and stores outside of every allocation
 
 Triton reads its own from the environment when it is imported, which is in a child. Under memcheck
-the whole command runs under compute-sanitizer, which follows it into its children and writes a file
-for each process.
+the whole command runs under compute-sanitizer, which follows it into its children and writes one
+file.
 """
 
 import atexit
@@ -14,15 +14,18 @@ import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 from conformance.usage import UsageError
 
 TOOLS = ("", "consan", "fpsan", "memcheck")
 PROGRAM = "compute-sanitizer"
 ELSEWHERE = "/usr/local/cuda/bin"  # where the toolkit puts it
-REPORTS = "MOE_CONFORMANCE_MEMCHECK"  # the folder of its files, set for the command that it runs
-MOST = 10_000  # reports, of all cases
-OPTIONS = ("--tool", "memcheck", "--target-processes", "all", "--show-backtrace", "no", "--report-api-errors", "no")
+REPORTS = "MOE_CONFORMANCE_MEMCHECK"  # its file, set for the command that it runs
+OPTIONS = (
+    *("--tool", "memcheck", "--target-processes", "all", "--print-limit", "10000"),
+    *("--show-backtrace", "no", "--report-api-errors", "no"),
+)
 
 
 def replayed(implementation: str, tool: str) -> str:
@@ -39,12 +42,13 @@ def begin(tool: str) -> None:
     if tool != "memcheck":
         return
     if REPORTS in os.environ:  # this is that command
-        atexit.register(shutil.rmtree, os.environ[REPORTS], ignore_errors=True)
+        atexit.register(Path(os.environ[REPORTS]).unlink, missing_ok=True)
         return
     program = shutil.which(PROGRAM, path=os.pathsep.join([os.environ.get("PATH", os.defpath), ELSEWHERE]))
     if program is None:
         told = f"--sanitize memcheck: there is no {PROGRAM} on PATH or in {ELSEWHERE}"
         raise UsageError(f"{told}; it comes with the CUDA toolkit")
-    folder = os.environ[REPORTS] = tempfile.mkdtemp(prefix="moe-conformance-memcheck-")
-    given = [*OPTIONS, "--print-limit", str(MOST), "--log-file", os.path.join(folder, "%p.log")]
+    handle, os.environ[REPORTS] = tempfile.mkstemp(prefix="moe-conformance-memcheck-", suffix=".log")
+    os.close(handle)
+    given = [*OPTIONS, "--log-file", os.environ[REPORTS]]
     os.execv(program, [program, *given, sys.executable, *sys.orig_argv[1:]])

@@ -1,4 +1,4 @@
-"""`--sanitize`: what a tool reports is a failure of its case; a tool that is not there is refused."""
+"""`--sanitize`: a tool's report is a failure of its case; a tool that is not there is refused."""
 
 import os
 import sys
@@ -16,7 +16,6 @@ from conformance.engine.options import ChildOptions, Options
 from conformance.engine.run.choice import Choice, must_compare
 from conformance.engine.run.pool import Pool
 from conformance.interface import UsageError, load
-from conformance.report.terminal import failure_lines
 
 OUTSIDE = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ write of size 4 bytes
@@ -44,26 +43,28 @@ def test_a_log_without_a_report_says_nothing(log):
 
 @pytest.fixture
 def memcheck(tmp_path, monkeypatch):
-    """The tool, and the file in which it reports on this process."""
-    monkeypatch.setenv(sanitizing.REPORTS, str(tmp_path))
-    log = tmp_path / f"{os.getpid()}.log"
+    """The tool, and its file."""
+    log = tmp_path / "memcheck.log"
+    monkeypatch.setenv(sanitizing.REPORTS, str(log))
     log.write_text("========= COMPUTE-SANITIZER\n")
     return Sanitizer("memcheck", ""), log
 
 
-def test_a_report_of_memcheck_fails_its_case_alone(memcheck):
+def test_a_report_of_memcheck_explains_why_the_device_was_lost(memcheck):
     tool, log = memcheck
-    assert tool.judged(Outcome("PASS")).status == "PASS"
-    log.write_text(log.read_text() + OUTSIDE)
-    failed = tool.judged(Outcome("PASS"))
-    assert (failed.status, failed.finding["check"]) == ("FAIL", "memcheck")
-    assert failed.finding["message"].startswith(FOUND)
     assert tool.judged(Outcome("PASS")) == Outcome("PASS")
+    log.write_text(log.read_text() + OUTSIDE)
+    lost = tool.judged(Outcome("CRASH", reason=LOST))
+    assert (lost.status, lost.finding["check"], lost.reason) == ("CRASH", "memcheck", LOST)
+    assert lost.finding["message"].startswith(FOUND)
 
 
-def test_reports_on_other_processes_are_not_this_one_s(memcheck, tmp_path):
-    (tmp_path / "1.log").write_text(OUTSIDE)
-    assert memcheck[0].judged(Outcome("PASS")).status == "PASS"
+def test_a_report_of_another_process_fails_no_case_of_this_one(memcheck, monkeypatch):
+    monkeypatch.setattr("conformance.engine.child.sanitizer.WAIT_SECONDS", 0.1)
+    tool, log = memcheck
+    log.write_text(log.read_text() + OUTSIDE)
+    assert tool.judged(Outcome("PASS")) == Outcome("PASS")
+    assert tool.judged(Outcome("CRASH", reason=LOST)) == Outcome("CRASH", reason=LOST)
 
 
 def test_a_report_of_consan_explains_why_the_device_was_lost(tmp_path):
@@ -127,9 +128,10 @@ def test_memcheck_begins_the_command_again_under_compute_sanitizer(tmp_path, mon
     ((file, arguments),) = begun
     assert file == str(program)
     assert arguments[-len(sys.orig_argv) :] == [sys.executable, *sys.orig_argv[1:]]
-    assert os.path.join(os.environ[sanitizing.REPORTS], "%p.log") in arguments
+    assert arguments[arguments.index("--log-file") + 1] == os.environ[sanitizing.REPORTS]
+    monkeypatch.setattr("atexit.register", lambda remove, **settings: remove(**settings))
     sanitizing.begin("memcheck")  # this is the command under it
-    assert len(begun) == 1
+    assert len(begun) == 1 and not os.path.exists(os.environ[sanitizing.REPORTS])
 
 
 @pytest.mark.parametrize("tool", ["", "consan", "fpsan"])

@@ -1,4 +1,4 @@
-"""moe_fast with the largest tactic of each table: every problem takes its tiles, whatever its size."""
+"""moe_fast with the largest tactic of each table for problems of every size."""
 
 import moe_fast
 from moe_fast import *  # noqa: F403  (the same namespace, with other choices)

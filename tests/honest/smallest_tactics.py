@@ -1,4 +1,4 @@
-"""moe_fast with the smallest tactic of each table: every problem takes its tiles, whatever its size."""
+"""moe_fast with the smallest tactic of each table for problems of every size."""
 
 import math
 

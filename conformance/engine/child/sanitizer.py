@@ -33,7 +33,7 @@ class Sanitizer:
 
     def __init__(self, tool: str, log_path: str) -> None:
         self.tool, self._log = tool, Path(log_path)
-        self._read: dict[Path, int] = {}  # bytes of each file that were read before
+        self._read = 0  # bytes of the file that were read before
 
     def prepare(self) -> None:
         """Set the environment, before the implementation is imported.
@@ -75,16 +75,20 @@ class Sanitizer:
         return Uncaptured(implementation.namespace, implementation.name) if self.tool == "memcheck" else implementation
 
     def judged(self, outcome: Outcome) -> Outcome:
-        """The outcome of a case, with what the tool has reported since the case before."""
+        """The outcome of a case; if it has lost the device, with what the tool says about it.
+
+        Both tools end a kernel at its first fault, and with it the use of the device. The file of
+        memcheck is of all processes, so that nothing in it belongs to a case that has ended well.
+        """
         if self.tool not in ("consan", "memcheck"):
             return outcome
-        lost = outcome.status == "CRASH"
-        text, until = self._new(), time.monotonic() + WAIT_SECONDS * lost
+        text, until = self._new(), time.monotonic() + WAIT_SECONDS
+        if outcome.status != "CRASH":
+            return outcome
         while not text and time.monotonic() < until:
             time.sleep(0.05)
             text = self._new()
         if text:
-            outcome.status = outcome.status if lost else "FAIL"
             outcome.finding = asdict(Finding("kernel", self.tool, text))
         return outcome
 
@@ -93,9 +97,7 @@ class Sanitizer:
         if self.tool == "consan":
             found = ASSERTION.search(self._written(self._log))
             return found[1].strip() if found else ""
-        folder = Path(os.environ[sanitizing.REPORTS])
-        own = folder / f"{os.getpid()}.log"
-        return sentence_of("".join(map(self._written, [own] if own.exists() else sorted(folder.iterdir()))))
+        return sentence_of(self._written(Path(os.environ[sanitizing.REPORTS])))
 
     def _written(self, path: Path) -> str:
         """What was written to the file since the last call; it may have been emptied meanwhile."""
@@ -103,8 +105,7 @@ class Sanitizer:
             content = path.read_bytes()
         except OSError:
             return ""
-        before = self._read.get(path, 0)
-        self._read[path] = len(content)
+        before, self._read = self._read, len(content)
         return content[before if before <= len(content) else 0 :].decode(errors="replace")
 
 
