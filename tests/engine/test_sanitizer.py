@@ -15,7 +15,10 @@ from conformance.engine.child.sanitizer import Sanitizer, sentence_of
 from conformance.engine.options import ChildOptions, Options
 from conformance.engine.run.choice import Choice, must_compare
 from conformance.engine.run.pool import Pool
+from conformance.engine.run.verdict import assemble
 from conformance.interface import UsageError, load
+from conformance.report.terminal import lines
+from tests.engine.verdict_helpers import ROWS_WRONG, Book
 
 OUTSIDE = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ write of size 4 bytes
@@ -175,3 +178,13 @@ def test_runs_under_different_tools_are_not_compared():
     must_compare({"sanitize": "consan"}, Options("moe_fast", sanitize="consan"))
     with pytest.raises(UsageError, match="judged with --sanitize '', this run with 'consan'"):
         must_compare({}, Options("moe_fast", sanitize="consan"))
+
+
+def test_a_verdict_names_the_tool_and_so_does_a_replay(tmp_path):
+    options = Options("my_kernels.moe", profile="smoke", sanitize="consan")
+    right, wrong = Book(tmp_path / "right"), Book(tmp_path / "wrong")
+    right.all_pass()
+    assert assemble(right.folder, options, 1.0).verdict == "CONFORMANT (under consan)"
+    wrong.all_pass("permute").section("drawn-permute-0", "permute", "FAIL").failure(finding=ROWS_WRONG)
+    shown = "\n".join(lines(assemble(wrong.folder, options, 1.0)))
+    assert "--impl my_kernels.moe --sanitize consan\n" in shown
