@@ -11,6 +11,7 @@ import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -379,7 +380,7 @@ def mutants(given: Namespace) -> int:
     options = Options.parsed(given)
     if other := [path for path in options.report if Path(path).suffix != ".json"]:
         raise UsageError(f"--report {other[0]}: the report of mutants is a .json file")
-    jobs = options.jobs or default_jobs("cpu")
+    jobs = options.jobs or default_jobs(replace(options, device="cpu"))
     results = score_mutants(
         *(options.implementation, given.kind, options.seed, jobs, given.sample, given.only, given.function),
         one_gpu=given.one_gpu,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from conformance.catalogue import CONTRACTS
+from conformance.core.where import parsed
 from conformance.engine.child import relations
 from conformance.engine.child.evaluate import evaluate
 from conformance.families.experts.cases import GroupedCase
@@ -60,8 +61,12 @@ def test_what_is_no_algebra_is_not_judged_in_a_ring(case):
 
 
 def test_the_functions_that_a_ring_can_judge():
-    functions = {name for name, contract in CONTRACTS.items() if relations.may_be_judged(contract)}
-    assert functions == {"permute", "unpermute", "sort_chunks", "grouped_linear", "grouped_dgrad", "grouped_wgrad"}
+    where = {name: relations.judged_where(contract) for name, contract in CONTRACTS.items()}
+    drawn, products = relations.DRAWN, ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
+    assert {name: x for name, x in where.items() if x} == {
+        **dict.fromkeys(("permute", "unpermute", "sort_chunks"), drawn),
+        **dict.fromkeys(products, drawn & parsed("scaling=''", "scaling")),
+    }
 
 
 def test_what_the_reference_leaves_open_is_not_compared():

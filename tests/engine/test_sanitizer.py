@@ -9,9 +9,10 @@ import torch
 
 from conformance import sanitizing
 from conformance.catalogue import CONTRACTS
-from conformance.engine.child import poison
+from conformance.engine.child import poison, sanitizer
+from conformance.engine.child.processes import ended
 from conformance.engine.child.runner import Outcome
-from conformance.engine.child.sanitizer import Sanitizer, sentence_of
+from conformance.engine.child.sanitizer import Sanitizer, explained, sentence_of
 from conformance.engine.options import ChildOptions, Options
 from conformance.engine.run.choice import Choice, must_compare
 from conformance.engine.run.pool import Pool
@@ -46,28 +47,29 @@ def test_a_log_without_a_report_says_nothing(log):
 
 @pytest.fixture
 def memcheck(tmp_path, monkeypatch):
-    """The tool, and its file."""
+    """The file of the tool, read by this process."""
     log = tmp_path / "memcheck.log"
     monkeypatch.setenv(sanitizing.REPORTS, str(log))
+    monkeypatch.setattr(sanitizer, "WAIT_SECONDS", 0.2)
+    sanitizer._file_of_memcheck.cache_clear()
     log.write_text("========= COMPUTE-SANITIZER\n")
-    return Sanitizer("memcheck", ""), log
+    yield log
+    sanitizer._file_of_memcheck.cache_clear()
 
 
-def test_a_report_of_memcheck_explains_why_the_device_was_lost(memcheck):
-    tool, log = memcheck
-    assert tool.judged(Outcome("PASS")) == Outcome("PASS")
-    log.write_text(log.read_text() + OUTSIDE)
-    lost = tool.judged(Outcome("CRASH", reason=LOST))
-    assert (lost.status, lost.finding["check"], lost.reason) == ("CRASH", "memcheck", LOST)
-    assert lost.finding["message"].startswith(FOUND)
+@pytest.mark.parametrize("how", [ended, lambda reason: explained(Outcome("CRASH", reason=reason))])
+def test_a_report_of_memcheck_explains_a_crash(memcheck, how):
+    assert how("SIGABRT") == Outcome("CRASH", reason="SIGABRT")
+    memcheck.write_text(memcheck.read_text() + OUTSIDE)
+    assert explained(Outcome("PASS")) == Outcome("PASS")
+    crash = how("SIGABRT")
+    assert (crash.status, crash.finding["check"], crash.reason) == ("CRASH", "memcheck", "SIGABRT")
+    assert crash.finding["message"].startswith(FOUND)
+    assert how("SIGSEGV") == Outcome("CRASH", reason="SIGSEGV")  # the report was of another
 
 
-def test_a_report_of_another_process_fails_no_case_of_this_one(memcheck, monkeypatch):
-    monkeypatch.setattr("conformance.engine.child.sanitizer.WAIT_SECONDS", 0.1)
-    tool, log = memcheck
-    log.write_text(log.read_text() + OUTSIDE)
-    assert tool.judged(Outcome("PASS")) == Outcome("PASS")
-    assert tool.judged(Outcome("CRASH", reason=LOST)) == Outcome("CRASH", reason=LOST)
+def test_without_memcheck_a_crash_is_what_it_was():
+    assert ended("SIGABRT") == Outcome("CRASH", reason="SIGABRT")
 
 
 def test_a_report_of_consan_explains_why_the_device_was_lost(tmp_path):
@@ -81,8 +83,7 @@ def test_a_report_of_consan_explains_why_the_device_was_lost(tmp_path):
     assert lost.finding["message"] == "Buffer has outstanding writes."
 
 
-def test_a_device_that_is_lost_without_a_report_stays_a_crash(tmp_path, monkeypatch):
-    monkeypatch.setattr("conformance.engine.child.sanitizer.WAIT_SECONDS", 0.1)
+def test_a_device_that_is_lost_without_a_report_stays_a_crash(tmp_path):
     lost = Outcome("CRASH", reason=LOST)
     assert Sanitizer("consan", str(tmp_path / "none.log")).judged(lost) == Outcome("CRASH", reason=LOST)
 

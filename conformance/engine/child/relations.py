@@ -14,9 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.core.law import Law, never
+from conformance.core.law import Law
+from conformance.core.where import Where, parsed
 from conformance.judge import Bounded, Expectation
 from conformance.judge.exact import bits
+
+DRAWN = parsed("golden='' and illegal=''", "literal cases")  # which no law is about
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,23 @@ class Ring(Bounded):
         return f"{list(index)} has bits {got} in a ring; the other run has {right} {counts}"
 
 
+def judged_where(contract: Any) -> Where | None:
+    """The cases of a function that identities judge; None: none of its laws is one."""
+    texts = {law.algebraic for law in contract.laws.values() if law.algebraic is not None}
+    if not texts:
+        return None
+    return DRAWN & parsed(texts.pop() if len(texts) == 1 else "", contract.function)
+
+
 def laws_of(contract: Any, case: Any, device: str) -> list[Law]:
-    """The laws that are identities in this case; none for a literal case."""
-    if case.golden or case.illegal:
-        return []
+    """The laws that are identities in this case."""
     return [
         law
         for law in contract.laws.values()
-        if law.device in ("", device) and law.algebraic(case) and law.applies(case)
+        if law.algebraic is not None
+        and (DRAWN & parsed(law.algebraic, law.name)).holds(case)
+        and law.device in ("", device)
+        and law.applies(case)
     ]
 
 
@@ -70,8 +82,3 @@ def another_run(expected: Mapping[str, Expectation], first: Mapping[str, Any]) -
             bound = getattr(expectation, "bound", torch.zeros(x.shape, dtype=torch.float64))
             right[name] = Ring(x, bound, x.dtype, x.dtype)
     return right
-
-
-def may_be_judged(contract: Any) -> bool:
-    """Whether any of the function's laws is declared to be an identity."""
-    return any(law.algebraic is not never for law in contract.laws.values())

@@ -1,5 +1,6 @@
 """The tool of --sanitize in a child: its environment, and what it reports of a case."""
 
+import functools
 import os
 import re
 import sys
@@ -15,7 +16,7 @@ from conformance.judge import Finding
 from conformance.usage import UsageError
 
 LEAST = (3, 8)  # of Triton, for its sanitizers
-WAIT_SECONDS = 3.0  # for the report of an error that has lost the device
+WAIT_SECONDS = 3.0  # for the report of what has ended a process
 ADDRESS = re.compile(r"(\+| at | to )0x[0-9a-f]+")
 ASSERTION = re.compile(r"Assertion `(.*?)` failed")
 INVALID = re.compile(r"Invalid|Misaligned|Hardware|Warp|Device|Stack")
@@ -32,8 +33,7 @@ class Sanitizer:
     """One tool; without a name, none."""
 
     def __init__(self, tool: str, log_path: str) -> None:
-        self.tool, self._log = tool, Path(log_path)
-        self._read = 0  # bytes of the file that were read before
+        self.tool, self._log = tool, Growing(log_path)
 
     def prepare(self) -> None:
         """Set the environment, before the implementation is imported.
@@ -75,38 +75,58 @@ class Sanitizer:
         return Uncaptured(implementation.namespace, implementation.name) if self.tool == "memcheck" else implementation
 
     def judged(self, outcome: Outcome) -> Outcome:
-        """The outcome of a case; if it has lost the device, with what the tool says about it.
+        """The outcome of a case; if it has lost the device, with what consan says about it.
 
-        Both tools end a kernel at its first fault, and with it the use of the device. The file of
-        memcheck is of all processes, so that nothing in it belongs to a case that has ended well.
+        consan ends a kernel at its first fault, and with it the use of the device, and writes a
+        sentence into this process's log.
         """
-        if self.tool not in ("consan", "memcheck"):
+        if self.tool != "consan":
             return outcome
-        text, until = self._new(), time.monotonic() + WAIT_SECONDS
-        if outcome.status != "CRASH":
-            return outcome
-        while not text and time.monotonic() < until:
-            time.sleep(0.05)
-            text = self._new()
-        if text:
-            outcome.finding = asdict(Finding("kernel", self.tool, text))
+        text = self._log.new()
+        found = ASSERTION.search(text) if outcome.status == "CRASH" else None
+        if found:
+            outcome.finding = asdict(Finding("kernel", self.tool, found[1].strip()))
         return outcome
 
-    def _new(self) -> str:
-        """The first report in what was written since the last call; "" if there is none."""
-        if self.tool == "consan":
-            found = ASSERTION.search(self._written(self._log))
-            return found[1].strip() if found else ""
-        return sentence_of(self._written(Path(os.environ[sanitizing.REPORTS])))
 
-    def _written(self, path: Path) -> str:
-        """What was written to the file since the last call; it may have been emptied meanwhile."""
+class Growing:
+    """A file to which another program appends."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._read = Path(path), 0
+
+    def new(self) -> str:
+        """What was written since the last call; the file may have been emptied meanwhile."""
         try:
-            content = path.read_bytes()
+            content = self._path.read_bytes()
         except OSError:
             return ""
         before, self._read = self._read, len(content)
         return content[before if before <= len(content) else 0 :].decode(errors="replace")
+
+
+@functools.cache
+def _file_of_memcheck() -> Growing:
+    return Growing(os.environ[sanitizing.REPORTS])
+
+
+def explained(outcome: Outcome) -> Outcome:
+    """The outcome of a case as the parent has it; a CRASH with what memcheck says about it.
+
+    memcheck ends a kernel at its first fault, and with it mostly the process: memory that is freed
+    then raises in a destructor. Its one file is of all processes, so that two that crash at once
+    may have each other's report; a failure is confirmed alone.
+    """
+    if sanitizing.REPORTS not in os.environ or outcome.status != "CRASH":
+        return outcome
+    text, until = "", time.monotonic() + WAIT_SECONDS
+    while not text and time.monotonic() < until:
+        text = sentence_of(_file_of_memcheck().new())
+        if not text:
+            time.sleep(0.05)
+    if text:
+        outcome.finding = asdict(Finding("kernel", "memcheck", text))
+    return outcome
 
 
 def sentence_of(log: str) -> str:

@@ -219,15 +219,15 @@ _PRODUCT = (
     *(universal.LATE_PRODUCER, universal.HOST_SYNC, experts.GRAPH_CAPTURE),
 )
 _SEGMENTS = (experts.NEIGHBOUR_INDEPENDENCE, experts.PADDING_INDEPENDENCE, experts.EXPERT_RELABELLING)
-_ALGEBRA = algebraic(*_SEGMENTS, experts.ROW_REVERSAL, where=experts.unquantised)
-_BY_ROW = algebraic(experts.GROUP_SPLIT, where=experts.unquantised)
+_UNQUANTISED = "scaling=''"
+_ALGEBRA = algebraic(*_SEGMENTS, experts.ROW_REVERSAL, where=_UNQUANTISED)
+_BY_ROW = algebraic(experts.GROUP_SPLIT, where=_UNQUANTISED)
 
 
 def _contraction(letter: str) -> tuple[Law, ...]:
     """The law that the order of this dimension, over which the product sums, does not matter."""
-    where = experts.unquantised
-    law = row_laws.reversal("contraction_reversal", letter, lambda case: plain(case) and where(case))
-    return algebraic(law, where=where)
+    applies = lambda case: plain(case) and experts.unquantised(case)  # noqa: E731
+    return algebraic(row_laws.reversal("contraction_reversal", letter, applies), where=_UNQUANTISED)
 
 
 _MLP = (*_PRODUCT, RECOMPUTE, COTANGENT_SCALING)
