@@ -18,7 +18,7 @@ from pathlib import Path
 
 from conformance.usage import UsageError
 
-TOOLS = ("", "consan", "fpsan", "memcheck")
+TOOLS = ("consan", "fpsan", "memcheck")
 PROGRAM = "compute-sanitizer"
 ELSEWHERE = "/usr/local/cuda/bin"  # where the toolkit puts it
 REPORTS = "MOE_CONFORMANCE_MEMCHECK"  # its file, set for the command that it runs
