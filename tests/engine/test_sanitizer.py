@@ -19,13 +19,13 @@ from conformance.engine.run.pool import Pool
 from conformance.engine.run.verdict import assemble
 from conformance.interface import UsageError, load
 from conformance.report.terminal import lines
-from tests.engine.verdict_helpers import ROWS_WRONG, Book
+from tests.engine.verdict_helpers import ROWS_WRONG, SMALL, Book
 
 OUTSIDE = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ write of size 4 bytes
 =========     at fill_kernel+0x2f0 in fills.py:12
 =========     by thread (0,0,0) in block (1,0,0)
-=========     Address 0x7f0a5b600200 is out of bounds
+=========     Access to 0x7f0a5b600200 is out of bounds
 =========     and is 1 bytes after the nearest allocation at 0x7f0a5b600000 of size 512 bytes
 =========
 ========= Invalid __global__ write of size 4 bytes
@@ -66,6 +66,14 @@ def test_a_report_of_memcheck_explains_a_crash(memcheck, how):
     assert (crash.status, crash.finding["check"], crash.reason) == ("CRASH", "memcheck", "SIGABRT")
     assert crash.finding["message"].startswith(FOUND)
     assert how("SIGSEGV") == Outcome("CRASH", reason="SIGSEGV")  # the report was of another
+
+
+def test_a_child_that_memcheck_has_ended_has_its_report(memcheck):
+    memcheck.write_text(OUTSIDE)
+    with Pool(ChildOptions("conformance.engine.child.crashing", "cpu")) as pool:
+        outcome = pool.run_alone(SMALL)
+    assert (outcome.status, outcome.finding["check"]) == ("CRASH", "memcheck")
+    assert outcome.reason.startswith("SIGSEGV")
 
 
 def test_without_memcheck_a_crash_is_what_it_was():

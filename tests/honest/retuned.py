@@ -12,6 +12,7 @@ from conformance.families.dispatch.cases import FUNCTIONS
 from conformance.judge.exact import bits
 from moe_fast.dispatch import symmetric
 from moe_fast.launch import tuning
+from moe_fast.launch.backend import INTERPRETED
 from tests.honest.sizes import LARGE, SMALL, with_one_tactic
 
 TUNINGS = (SMALL, LARGE)
@@ -72,11 +73,13 @@ def every_way(
 
 
 def with_each_tactic(*names: str) -> SimpleNamespace:
-    """Functions of `moe_fast`, each call with each tactic of the tuning tables, on a GPU.
+    """Functions of `moe_fast`, each call with each tactic of the tuning tables.
 
-    Sums of floats depend on the tactic; in a ring, under --sanitize fpsan, they do not.
+    On a GPU the last bits of a sum may depend on the tactic; in a ring, under --sanitize fpsan, no
+    bit does.
     """
-    sizes = [with_one_tactic(tuning.GPU, index) for index in range(len(tuning.GPU.grouped.by_rows))]
+    table = tuning.INTERPRETER if INTERPRETED else tuning.GPU
+    sizes = [with_one_tactic(table, index) for index in range(len(table.grouped.by_rows))]
     functions = {name: every_way(name, getattr(moe_fast, name), sizes) for name in names}
     return SimpleNamespace(**functions, supports=moe_fast.supports, declares=moe_fast.declares)
 
