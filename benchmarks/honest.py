@@ -2,6 +2,9 @@
 
     python -m benchmarks.honest --seeds 5 --profile smoke          # small, for Triton's interpreter
     python -m benchmarks.honest --seeds 20 --profile gate --jobs 6 # on a GPU
+    # every tactic of the products, on a GPU: the smallest and the largest alone
+    python -m benchmarks.honest --seeds 1 --profile gate --jobs 15 --function grouped_linear \\
+        --impl tests.honest.smallest_tactics --impl tests.honest.largest_tactics
 
 One pool of child processes per variant, so kernels are compiled once. Prints one line per variant;
 exit code 1 if any case is rejected. Cases independent of the seed come last. After `--seconds` a
@@ -24,7 +27,7 @@ from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
-from tests.honest import EXPERTS, HONEST, ROUTERS
+from tests.honest import EXPERTS, HONEST, ROUTERS, TACTICS
 
 
 def main() -> int:
@@ -37,7 +40,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="per variant (default: no limit)")
     options = parser.parse_args()
     rejected = 0
-    for implementation in options.impl or HONEST + ROUTERS + EXPERTS:
+    for implementation in options.impl or HONEST + TACTICS + ROUTERS + EXPERTS:
         started, counts = time.monotonic(), Counts()
         profile, last = PROFILES[options.profile], started + options.seconds
         try:

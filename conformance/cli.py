@@ -11,9 +11,11 @@ import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from conformance import sanitizing
 from conformance.engine.collecting import uncollected
 from conformance.engine.options import Options, Version, add_verb, flags, split_names
 from conformance.usage import UsageError, check_module
@@ -43,14 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(given: Namespace) -> None:
-    """Find errors of the user before torch is imported, which takes seconds.
+    """Find errors of the user before torch is imported, which takes seconds. Under memcheck the
+    command begins again.
 
     Raises:
         UsageError: an illegal value.
     """
     if "impl" in given:
-        Options.parsed(given)
+        options = Options.parsed(given)
         check_module(given.impl)
+        sanitizing.begin(options.sanitize)
     if "against" in given:
         check_module(given.against, "--against")
     if not 0 < getattr(given, "minutes", 1) < math.inf:
@@ -111,7 +115,8 @@ def parser() -> ArgumentParser:
         ("minimize", minimize, "find the smallest case that fails like this one"),
         ("explain", explain, "run a case's stages one by one and name the first that is wrong"),
     ):
-        one_case = add_verb(verbs, name, verb, text, "--impl", "--device", "--corpus", "--case-seconds")
+        sanitized = ("--sanitize",) if verb is not explain else ()
+        one_case = add_verb(verbs, name, verb, text, "--impl", "--device", "--corpus", "--case-seconds", *sanitized)
         one_case.add_argument("case", help="the case's id, its file, or its JSON text")
     chosen = ("--impl", "--device", "--jobs", "--corpus", "--case-seconds", "--waivers")
     searching = add_verb(verbs, "fuzz", fuzz, "search for failing cases for some minutes", *chosen)
@@ -257,7 +262,7 @@ def minimize(given: Namespace) -> int:
     }
     path = corpus.save(Path(options.corpus), reduced.case, finding)
     failure = Failure(reduced.case, reduced.outcome, "", reduced.attempts, reduced.finished, reduced.error)
-    print("\n".join(failure_lines(failure.record(), options.implementation)))
+    print("\n".join(failure_lines(failure.record(), options.replayed)))
     print(f"saved as {path} after {reduced.attempts} attempts")
     return 1
 
@@ -375,7 +380,7 @@ def mutants(given: Namespace) -> int:
     options = Options.parsed(given)
     if other := [path for path in options.report if Path(path).suffix != ".json"]:
         raise UsageError(f"--report {other[0]}: the report of mutants is a .json file")
-    jobs = options.jobs or default_jobs("cpu")
+    jobs = options.jobs or default_jobs(replace(options, device="cpu"))
     results = score_mutants(
         *(options.implementation, given.kind, options.seed, jobs, given.sample, given.only, given.function),
         one_gpu=given.one_gpu,

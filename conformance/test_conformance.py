@@ -23,8 +23,8 @@ def conformance_session(request: pytest.FixtureRequest) -> Session:
 
 def test_section(section: Section, conformance_session: Session) -> None:
     """Every case of the section has an outcome, and no new failure is among them."""
-    implementation = conformance_session.options.implementation
+    replayed = conformance_session.options.replayed
     failures = conformance_session.sweep(section)
     if failures:
-        text = [line for failure in failures for line in failure_lines(failure.record(), implementation)]
+        text = [line for failure in failures for line in failure_lines(failure.record(), replayed)]
         pytest.fail("\n".join(text), pytrace=False)

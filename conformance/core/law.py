@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,14 @@ class Law:
     device: str = ""  # required device type; empty: any
     recompiles: bool = False  # its calls run other kernels than the case's own call
     gradients: bool = False  # for functions with gradients only
+    # the predicate of cases in which it is an identity of sums, products and copies, "" if in all,
+    # None if in none: there it holds bit by bit in every ring, as where a sanitizer makes one
+    algebraic: str | None = None
+
+
+def algebraic(*laws: Law, where: str = "") -> tuple[Law, ...]:
+    """The laws, declared to be algebraic in the cases of this predicate."""
+    return tuple(replace(law, algebraic=where) for law in laws)
 
 
 def plain(case: Any) -> bool:

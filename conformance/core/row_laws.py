@@ -17,10 +17,12 @@ PARAMETERS = ("weight", "bias")  # inputs whose gradients sum over all tokens
 Change = Callable[[Tensor, int], Tensor]  # of a dimension of a tensor
 
 
-def _changed(tensors: Mapping[str, Any], dims: Mapping[str, str], change: Change) -> dict[str, Any]:
-    """The tensors, with the change along tokens where they have that dimension."""
+def _changed(
+    tensors: Mapping[str, Any], dims: Mapping[str, str], change: Change, letter: str = TOKENS
+) -> dict[str, Any]:
+    """The tensors, with the change along the dimension with this letter, where they have it."""
     return {
-        name: change(x, dims[name].index(TOKENS)) if isinstance(x, Tensor) and TOKENS in dims.get(name, "") else x
+        name: change(x, dims[name].index(letter)) if isinstance(x, Tensor) and letter in dims.get(name, "") else x
         for name, x in tensors.items()
     }
 
@@ -30,14 +32,14 @@ def _results(signature: Signature) -> dict[str, str]:
     return {out.name: out.dims for out in signature.outputs} | {f"d_{x.name}": x.dims for x in signature.inputs}
 
 
-def _judged(trial: Trial, law: str, there: Change, back: Change) -> Finding | None:
-    """Run with changed tokens; judge the outputs of the same tokens by their first expectation."""
+def _judged(trial: Trial, law: str, there: Change, back: Change, letter: str = TOKENS) -> Finding | None:
+    """Run with a changed dimension; judge the outputs, changed back, by their first expectation."""
     signature = trial.contract.signature
     inputs = {x.name: x.dims for x in signature.inputs}
-    cotangents = _changed(trial.problem.cotangents, _results(signature), there)
-    second: Problem = trial.problem.with_tensors(_changed(trial.problem.tensors, inputs, there))
+    cotangents = _changed(trial.problem.cotangents, _results(signature), there, letter)
+    second: Problem = trial.problem.with_tensors(_changed(trial.problem.tensors, inputs, there, letter))
     outputs = trial.run(replace(second, cotangents=cotangents))
-    return trial.judged(law, any_of_equals(trial.expected), _changed(outputs, _results(signature), back))
+    return trial.judged(law, any_of_equals(trial.expected), _changed(outputs, _results(signature), back, letter))
 
 
 def any_of_equals(expected: dict[str, Expectation]) -> dict[str, Expectation]:
@@ -58,6 +60,17 @@ def _batch_concat(trial: Trial) -> Finding | None:
         lambda x, dim: torch.cat([x, x.flip(dim)], dim),
         lambda x, dim: x.narrow(dim, 0, trial.case.tokens),
     )
+
+
+def reversal(name: str, letter: str, applies: Callable[[Any], bool]) -> Law:
+    """The law that the order along a dimension does not matter: all inputs reversed along it give
+    the same results, reversed where they have it. A sum over it runs in another order.
+    """
+
+    def check(trial: Trial) -> Finding | None:
+        return _judged(trial, name, upside_down, upside_down, letter)
+
+    return Law(name, check, applies)
 
 
 TOKEN_REVERSAL = Law("token_reversal", _token_reversal, plain)

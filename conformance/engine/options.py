@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from conformance.sanitizing import TOOLS, replayed
 from conformance.usage import UsageError, check_report
 
 
@@ -48,6 +49,7 @@ class ChildOptions:
     scores: bool = False  # add to an outcome how near its case came to failing
     lines: bool = False  # add to an outcome the lines of the implementation that its case ran
     search: tuple[str, ...] = ()  # folders prepended to sys.path, such as a mutant's copy
+    sanitize: str = ""  # a tool of `conformance.sanitizing`; empty: none
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,9 @@ class Options:
         "--since", "an earlier JSON report, or a git revision: judge only functions that changed since", ""
     )
     shard: str = _flag("--shard", "i/n: run the i-th of n parts (from 1); an empty part is no failure", "")
+    sanitize: str = _flag(
+        "--sanitize", "watch the kernels on a GPU by this tool: consan, fpsan or memcheck", "", choices=TOOLS
+    )
     report: Sequence[str] = _flag(
         "--report", "write the verdict to this file: .json, .xml (junit), .md or .html", (), action="append", default=[]
     )
@@ -123,8 +128,13 @@ class Options:
         return any(path.endswith(".html") for path in self.report)
 
     @property
+    def replayed(self) -> str:
+        """The value of --impl and the flags after it, with which a failing case is replayed."""
+        return replayed(self.implementation, self.sanitize)
+
+    @property
     def child(self) -> ChildOptions:
-        return ChildOptions(self.implementation, self.device)
+        return ChildOptions(self.implementation, self.device, sanitize=self.sanitize)
 
     @classmethod
     def parsed(cls, given: Namespace, prefix: str = "") -> "Options":

@@ -69,6 +69,10 @@ class Bounded(Resolved):
         counts = np.isfinite(share) & (bound > rounding) & np.isfinite(bound)
         return {"error": float(share[counts].max(initial=0))}
 
+    def taken(self, rows: Tensor) -> "Bounded":
+        """The bound alone of some rows, which `rows` indexes."""
+        return Bounded(self.value[rows], self.bound[rows], self.dtype, self.accumulator)
+
     def moved(self, corrupt: Tensor) -> bool:
         before, after = self.honest.double().numpy(), corrupt.double().numpy()
         with np.errstate(invalid="ignore"):  # `honest` is rounded, up to one bound away

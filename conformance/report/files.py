@@ -32,7 +32,7 @@ def junit(verdict: Verdict) -> str:
             ElementTree.SubElement(test, "skipped", message=in_words(function.status, verdict))
         elif function.status != "conformant":
             failures = [failure for failure in verdict.failures if failure["function"] == name]
-            text = "\n\n".join("\n".join(failure_lines(failure, verdict.implementation)) for failure in failures)
+            text = "\n\n".join("\n".join(failure_lines(failure, verdict.replayed)) for failure in failures)
             ElementTree.SubElement(test, "failure", message=f"{function.status}: {function.counts}").text = text
     if verdict.problems:
         ElementTree.SubElement(suite, "system-err").text = "\n".join(verdict.problems)
@@ -62,7 +62,7 @@ def markdown(verdict: Verdict) -> str:
             text = f"`{finding['output']}` ({finding['check']}): {finding['message']}"
         smallest = f"Smallest case: {picture(case_from(failure['case']))}"
         out += ["", f"## `{failure['function']}`", "", text, "", smallest, ""]
-        out += ["```", replay_command(failure, verdict.implementation), "```"]
+        out += ["```", replay_command(failure, verdict.replayed), "```"]
     if verdict.problems:
         out += ["", "## Problems", "", *(f"- {problem}" for problem in verdict.problems)]
     return "\n".join(out) + "\n"

@@ -114,7 +114,7 @@ def _failure(failure: dict[str, Any], verdict: Verdict) -> str:
     if finding:
         text = f"{finding['output']} [{finding['check']}] {finding['message']}"
     size = "Smallest case" if failure["smallest"] else "Failing case"
-    command = f"moe-conformance replay '{case.text}' --impl {verdict.implementation}"
+    command = f"moe-conformance replay '{case.text}' --impl {verdict.replayed}"
     return (
         f'<section class="failure"><h3>{escape(failure["function"])}</h3><p>{escape(text)}</p>'
         f"<p>{size}: {escape(picture(case))}</p>{routing_map(case)}<pre>{escape(command)}</pre></section>"

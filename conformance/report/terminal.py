@@ -29,7 +29,7 @@ def lines(verdict: Verdict) -> list[str]:
     width = _column(verdict)
     for failure in sorted(verdict.failures, key=damage):
         if not _echo(failure, verdict):
-            shown = failure_lines(failure, verdict.implementation, width)
+            shown = failure_lines(failure, verdict.replayed, width)
             hint = way_out(failure, verdict.functions[failure["function"]].declares)
             out += [*shown, *([f"  {'way out':<{width - 2}} {hint}"] if hint else []), ""]
     for name in verdict.functions:
@@ -196,7 +196,7 @@ def _specialised(verdict: Verdict) -> list[str]:
     return [f"kernels compiled per change of data: {'; '.join(f'{k}: {v}' for k, v in named.items())}"] if named else []
 
 
-def failure_lines(failure: dict[str, Any], implementation: str, width: int = INDENT) -> list[str]:
+def failure_lines(failure: dict[str, Any], replayed: str, width: int = INDENT) -> list[str]:
     """One failure: the finding, the smallest case, and the command that replays it."""
     finding, status = failure["finding"], failure["status"]
     text = f"{status}: {failure['reason']}"
@@ -208,15 +208,19 @@ def failure_lines(failure: dict[str, Any], implementation: str, width: int = IND
         f"{failure['function']:<{width}} {text}",
         f"  {size:<{width - 2}} {picture(case_from(failure['case']))}",
         *([f"  {'not reduced':<{width - 2}} further: {failure['error']}"] if failure.get("error") else []),
-        f"  {'replay':<{width - 2}} {replay_command(failure, implementation)}",
+        f"  {'replay':<{width - 2}} {replay_command(failure, replayed)}",
     ]
 
 
-def replay_command(failure: dict[str, Any], implementation: str) -> str:
-    """The command by the case's id, or by its text where its file could not be written."""
+def replay_command(failure: dict[str, Any], replayed: str) -> str:
+    """The command by the case's id, or by its text where its file could not be written.
+
+    Args:
+        replayed: the value of --impl and the flags after it.
+    """
     saved = not failure.get("file", "").startswith(NOT_SAVED)
     case = failure["id"] if saved else shlex.quote(case_from(failure["case"]).text)
-    return f"moe-conformance replay {case} --impl {implementation}"
+    return f"moe-conformance replay {case} --impl {replayed}"
 
 
 def search_lines(searched: Searched, options: Options) -> list[str]:
@@ -269,7 +273,7 @@ def annotations(verdict: Verdict) -> list[str]:
         return []
     return [
         f"::error {_line_of(verdict.functions.get(f['function']))}title={f['function']} differs::"
-        f"{' %0A'.join(failure_lines(f, verdict.implementation))}"
+        f"{' %0A'.join(failure_lines(f, verdict.replayed))}"
         for f in verdict.failures
     ]
 

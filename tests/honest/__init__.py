@@ -7,6 +7,7 @@ HONEST = (
     "tests.honest.large_blocks",
     "tests.honest.descending_sums",
 )
+TACTICS = ("tests.honest.smallest_tactics", "tests.honest.largest_tactics")
 ROUTERS = tuple(f"tests.honest.routers:{name}" for name in ("Autograd", "BaseTwo", "Wide", "OneByOne"))
 ACTIVATIONS = tuple(f"tests.honest.activations:{name}" for name in ("Eager", "TanhHalf", "TermByTerm", "Doubles"))
 EXPERTS = (  # in plain torch, CPU only

@@ -1,6 +1,6 @@
 """moe_fast's dispatchers, each call under several block sizes; an error if the bits differ."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,8 @@ from conformance.families.dispatch.cases import FUNCTIONS
 from conformance.judge.exact import bits
 from moe_fast.dispatch import symmetric
 from moe_fast.launch import tuning
-from tests.honest.sizes import LARGE, SMALL
+from moe_fast.launch.backend import INTERPRETED
+from tests.honest.sizes import LARGE, SMALL, with_one_tactic
 
 TUNINGS = (SMALL, LARGE)
 
@@ -50,12 +51,14 @@ def with_gradients(function: Callable[..., Any], *arguments: Any, **settings: An
     return result, tensors
 
 
-def every_way(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def every_way(
+    name: str, function: Callable[..., Any], tunings: Iterable[tuning.Tuning] = TUNINGS
+) -> Callable[..., Any]:
     """The function under each tuning; returns the first result if all are bitwise equal."""
 
     def call(*arguments: Any, **settings: Any) -> Any:
         results = []
-        for i, sizes in enumerate(TUNINGS):
+        for i, sizes in enumerate(tunings):
             chosen = [x[i] if isinstance(x, Handles) else x for x in arguments]
             results.append(under(sizes, with_gradients, function, *chosen, **settings))
         (first, right), *others = results
@@ -69,6 +72,18 @@ def every_way(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def with_each_tactic(*names: str) -> SimpleNamespace:
+    """Functions of `moe_fast`, each call with each tactic of the tuning tables.
+
+    On a GPU the last bits of a sum may depend on the tactic; in a ring, under --sanitize fpsan, no
+    bit does.
+    """
+    table = tuning.INTERPRETER if INTERPRETED else tuning.GPU
+    sizes = [with_one_tactic(table, index) for index in range(len(table.grouped.by_rows))]
+    functions = {name: every_way(name, getattr(moe_fast, name), sizes) for name in names}
+    return SimpleNamespace(**functions, supports=moe_fast.supports, declares=moe_fast.declares)
+
+
 def retuned(base: Any) -> SimpleNamespace:
     """A moe_fast namespace's dispatchers under every tuning."""
     functions = {name: every_way(name, getattr(base, name)) for name in FUNCTIONS if hasattr(base, name)}
@@ -77,3 +92,4 @@ def retuned(base: Any) -> SimpleNamespace:
 
 COLLECTIVES = retuned(moe_fast)
 SYMMETRIC = retuned(symmetric)
+PRODUCTS = with_each_tactic("grouped_linear", "grouped_dgrad")

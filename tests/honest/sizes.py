@@ -1,11 +1,13 @@
 """Other legal block sizes: 1/8 of the interpreter's (problems span several blocks), 4 times them
 (most fit into one), on a GPU several times the fast sizes, within registers and shared memory."""
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
+from typing import TypeVar
 
 from moe_fast.launch import tuning
 from moe_fast.launch.tuning import GPU, INTERPRETER, Fill, GroupedTile, Router, Symmetric, Tile, Walk, WholeRows, scaled
 
+Sizes = TypeVar("Sizes")
 _small, _large = scaled(INTERPRETER, 1 / 8), scaled(INTERPRETER, 4)
 SMALL = replace(
     _small,
@@ -82,6 +84,17 @@ LARGE_ON_GPU = replace(
         groups=Walk(tokens=16, columns=512, num_warps=8, steps=1, stages=1),
     ),
 )
+
+
+def with_one_tactic(sizes: Sizes, index: int) -> Sizes:
+    """The same with one choice of each table: every problem takes it, whatever its size."""
+
+    def chosen(value: object) -> object:
+        if isinstance(value, tuple):
+            return (value[index],)
+        return with_one_tactic(value, index) if is_dataclass(value) else value
+
+    return replace(sizes, **{f.name: chosen(getattr(sizes, f.name)) for f in fields(sizes)})  # type: ignore
 
 
 def use(interpreted: tuning.Tuning, compiled: tuning.Tuning) -> None:

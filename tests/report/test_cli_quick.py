@@ -45,6 +45,7 @@ QUICK = [
     (smoke("good.py"), 2, "give the module's name, not its file: good"),
     (smoke(""), 2, "--impl is empty"),
     (smoke("moe_ref", "--profile", "huge"), 2, "invalid choice: 'huge'"),
+    (smoke("moe_ref", "--sanitize", "asan"), 2, "invalid choice: 'asan'"),
     (smoke("moe_ref", "--shard", "3/2"), 2, "--shard is '3/2'"),
     (smoke("moe_ref", "--jobs", "-1"), 2, "--jobs is -1"),
     (smoke("moe_ref", "--report", "out.pdf"), 2, "--report out.pdf: the ending must be one of .json, .xml, .md"),

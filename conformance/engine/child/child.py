@@ -31,6 +31,7 @@ from conformance.engine.child.compiling import Compiler, kernels_of
 from conformance.engine.child.evaluate import device_is_lost, evaluate
 from conformance.engine.child.isolation import at_most, isolate
 from conformance.engine.child.runner import Outcome
+from conformance.engine.child.sanitizer import Sanitizer
 from conformance.engine.child.scopes import scopes_of
 from conformance.engine.choose.plan import Draw
 from conformance.engine.options import ChildOptions
@@ -56,12 +57,14 @@ def import_implementation(connection: Connection, options: ChildOptions, log_pat
     isolate(log_path)
     sys.path[:0] = options.search
     sys.path.append(os.getcwd())
-    poison.install()
+    poison.install(guards=options.sanitize != "memcheck")  # which would see a guard as the tensor's
     torch.set_num_threads(1)
-    modes = Modes()
+    modes, sanitizer = Modes(), Sanitizer(options.sanitize, log_path)
     try:
-        implementation = load(options.implementation)
+        sanitizer.prepare()
+        implementation = sanitizer.watched(load(options.implementation))
         modes.restore()  # the suite computes in the same process
+        sanitizer.check(chosen_device(options.device))
         interpreting.install()
         if reason := interpreting.broken():
             raise UsageError(f"--impl {options.implementation}: {reason}")
@@ -84,7 +87,7 @@ def answer_all(
 ) -> None:
     """Judge the cases that come, alone or as one rank of a world, until the parent hangs up."""
     device, process = chosen_device(options.device), os.getpid()
-    compiler = Compiler(os.path.dirname(log_path))
+    compiler, sanitizer = Compiler(os.path.dirname(log_path)), Sanitizer(options.sanitize, log_path)
     with contextlib.suppress(EOFError, BrokenPipeError), _stream(device):
         while True:
             work = connection.recv()
@@ -95,7 +98,7 @@ def answer_all(
                 rank = context_of(case) if context_of else None
                 started = time.monotonic()
                 with _traced(options.trace) as calls:
-                    outcome = _answer(case, implementation, device, rank, options)
+                    outcome = sanitizer.judged(_answer(case, implementation, device, rank, options))
                 if os.getpid() != process:
                     os._exit(0)  # a copy of the process that the implementation has forked
                 outcome.calls = sorted(calls)
@@ -143,7 +146,8 @@ def _answer(
     case: Case, implementation: Implementation, device: str, rank: RankContext | None, options: ChildOptions
 ) -> Outcome:
     try:
-        outcome = evaluate(case, implementation, device, rank, scores=options.scores, lines=options.lines)
+        measured = {"scores": options.scores, "lines": options.lines}
+        outcome = evaluate(case, implementation, device, rank, **measured, ring=options.sanitize == "fpsan")
         if rank and rank.ranks > 1:
             _add_transport(outcome, case.function, implementation, rank)
         return outcome

@@ -13,6 +13,7 @@ from conformance.core.case import Case
 from conformance.core.contract import Contract, Problem
 from conformance.core.law import Trial
 from conformance.core.ranks import AtRank, RankContext
+from conformance.engine.child import relations
 from conformance.engine.child.interpreting import mended
 from conformance.engine.child.reached import Reached
 from conformance.engine.child.runner import Blocked, Misbehaved, Outcome, Runner
@@ -38,6 +39,7 @@ def evaluate(
     *,
     scores: bool = False,
     lines: bool = False,
+    ring: bool = False,
 ) -> Outcome:
     """Judge one case, or one rank's part of it: values, then its law, then the controls.
 
@@ -45,12 +47,16 @@ def evaluate(
 
     Args:
         scores, lines: also measure `Outcome.scores` of right outputs, and `Outcome.lines`.
+        ring: floats are a ring, so that identities are judged, not values (see `relations`).
     """
     for earlier in case.before:
-        evaluate(earlier, implementation, device)
+        evaluate(earlier, implementation, device, ring=ring)
     outcome, reached = Outcome("PASS"), Reached(implementation, case.function) if lines else None
     try:
-        _evaluate(case, implementation, device, outcome, rank, reached, scores)
+        if ring:
+            _related(case, implementation, device, outcome)
+        else:
+            _evaluate(case, implementation, device, outcome, rank, reached, scores)
     except Misbehaved as wrong:
         _fail(outcome, wrong.finding)
     except Blocked as blocked:
@@ -121,10 +127,46 @@ def _evaluate(
         if finding:
             _fail(outcome, finding)
             return
+    _control(contract, problem, right, outcome)
+
+
+def _control(contract: Contract[Any], problem: Problem, right: dict[str, Resolved], outcome: Outcome) -> None:
+    """UNINFORMATIVE, unless a corrupted output would be rejected."""
     main = (contract.primary, *(f"d_{name}" for name in problem.wanted))
     informative = sum(controls.check(name, right[name]) for name in main if name in right)
     if not informative and not any(controls.check(name, x) for name, x in right.items() if name not in main):
         outcome.status, outcome.reason = "UNINFORMATIVE", "no corruption of the expected output would change it"
+
+
+def _related(case: Case, implementation: Implementation, device: str, outcome: Outcome) -> None:
+    """Check every algebraic law of the case's function that applies, bit by bit."""
+    contract = CONTRACTS[case.function]
+    laws = relations.laws_of(contract, case, device)
+    if not laws:
+        outcome.status, outcome.reason = "UNINFORMATIVE", "it has no algebraic law"
+        return
+    problem = contract.problem(case)
+    declared = implementation.declares(problem.function) if implementation.offers(problem.function) else {}
+    refusal = _refusal(case, problem, implementation, declared)
+    if refusal:
+        outcome.status, outcome.reason = refusal
+        return
+    declared = declared | {"deterministic": True}  # the order of a sum is nothing in a ring
+    runner = Runner(implementation, device, case.poison, outcome)
+    expected = contract.expected(case, problem, declared)
+    outputs = _guarded(runner, problem)
+    kept = {name: x for name, x in expected.items() if name not in declared.get("omits", ())}
+    right, unresolved = _resolved(relations.another_run(kept, outputs), outputs)
+    finding = _first_wrong(contract, problem, right, outputs)
+    if unresolved and not finding:
+        raise unresolved
+    trial = _trial(case, contract, problem, right, outputs, runner, declared, implementation)
+    for law in laws:
+        finding = finding or _judged_law(law, trial)
+    if finding:
+        _fail(outcome, finding)
+    else:
+        _control(contract, problem, right, outcome)
 
 
 def _resolved(

@@ -16,6 +16,7 @@ from typing import Any
 
 from conformance.engine.child.isolation import MEMORY_BYTES, OUT_OF_MEMORY
 from conformance.engine.child.runner import Outcome
+from conformance.engine.child.sanitizer import explained
 
 STDLIB = os.path.dirname(os.__file__)
 INNOCENT = ("conformance/engine", "/torch/", "/triton/", '"<frozen ')  # frames never blamed for a crash
@@ -97,7 +98,7 @@ def end(process: Any) -> None:
 
 def ended(reason: str) -> Outcome:
     """The outcome of a case whose process has ended with this `ending`."""
-    return Outcome("OOM" if reason.startswith(NO_MEMORY) else "CRASH", reason=reason)
+    return explained(Outcome("OOM" if reason.startswith(NO_MEMORY) else "CRASH", reason=reason))
 
 
 def ending(process: Any, log_path: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.where import EVERYWHERE, Where, parsed
+from conformance.engine.child.relations import judged_where
 from conformance.engine.options import Options
 from conformance.usage import UsageError, check_known
 
@@ -22,10 +23,25 @@ def asked(options: Options) -> Where:
 
 def must_compare(baseline: dict[str, Any], options: Options) -> None:
     """Raises UsageError if the baseline was judged on other cases."""
-    before, now = baseline.get("where", ""), asked(options).text
-    if before != now:
-        told = f"--baseline {options.baseline}: was judged with --where {before!r}, this run with {now!r}"
-        raise UsageError(f"{told}; such runs cannot be compared")
+    for flag, now in (("where", asked(options).text), ("sanitize", options.sanitize)):
+        before = baseline.get(flag, "")
+        if before != now:
+            told = f"--baseline {options.baseline}: was judged with --{flag} {before!r}, this run with {now!r}"
+            raise UsageError(f"{told}; such runs cannot be compared")
+
+
+def _algebraic(named: tuple[str, ...]) -> dict[str, Where]:
+    """The cases of each function that identities can judge.
+
+    Raises:
+        UsageError: of a function that --function names there is none.
+    """
+    judged = {name: where for name, contract in CONTRACTS.items() if (where := judged_where(contract))}
+    for name in named:
+        if name not in judged:
+            told = f"--function {name} has no algebraic law, by which --sanitize fpsan judges"
+            raise UsageError(f"{told}; these have one: {', '.join(judged)}")
+    return judged
 
 
 @dataclass(frozen=True)
@@ -52,11 +68,13 @@ class Choice:
                 told = f"--function {name} is not offered by {options.implementation}"
                 raise UsageError(f"{told}, which offers {', '.join(offered) or 'no function that can be judged'}")
         functions = [name for name in CONTRACTS if not options.functions or name in options.functions]
+        kinds = _algebraic(options.functions) if options.sanitize == "fpsan" else dict.fromkeys(CONTRACTS, EVERYWHERE)
+        functions = [name for name in functions if name in kinds]
         where = asked(options)
         if where.terms:
             functions = where.applies([CONTRACTS[name] for name in functions if name in offered], "--where")
         scopes = {name: parsed(description["functions"][name].get("scope", ""), "scope") for name in functions}
-        return cls(functions, {name: scope & where for name, scope in scopes.items()})
+        return cls(functions, {name: scope & where & kinds[name] for name, scope in scopes.items()})
 
     def holds(self, case: Case) -> bool:
         """Whether the case is judged, if its function is."""

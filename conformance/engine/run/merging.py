@@ -17,7 +17,7 @@ from conformance.engine.run.verdict import (
 )
 from conformance.interface import UsageError
 
-SAME = ("implementation", "device", "profile", "seed", "versions", "chosen", "where", "since")
+SAME = ("implementation", "device", "profile", "seed", "versions", "chosen", "where", "sanitize", "since")
 KEPT = ("not offered", NOT_CHOSEN, UNCHANGED)  # statuses that no case decides
 
 Report = dict[str, Any]
@@ -37,9 +37,8 @@ def merge(reports: list[Report], ended_by: str = "") -> Verdict:
     parts = _parts(reports, bool(ended_by))
     first = parts[0]
     out = Verdict("", 0, first["implementation"], first["profile"], first["seed"], 0.0, 0)
-    out.device, out.versions, out.chosen, out.where, out.since = (
-        first[name] for name in ("device", "versions", "chosen", "where", "since")
-    )
+    for name in ("device", "versions", "chosen", "where", "sanitize", "since"):
+        setattr(out, name, first[name])
     out.seconds = max(part["seconds"] for part in parts)
     for name in ("cases", "evaluations", "seconds_implementation", "seconds_reference", "kernels_compiled"):
         setattr(out, name, sum(part[name] for part in parts))

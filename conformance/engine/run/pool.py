@@ -33,6 +33,7 @@ from conformance.engine.child.processes import (
     where,
 )
 from conformance.engine.child.runner import Outcome
+from conformance.engine.child.sanitizer import explained
 from conformance.engine.choose.plan import Draw, Structure
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.agenda import Agenda, Work, function_of, is_heavy
@@ -308,7 +309,7 @@ class Pool:
                 self.patience.answered(time.monotonic() - child.started)
                 if len(child.cases) > 1:
                     self._allow(child, child.cases[1].function)
-                return Outcome(**content)
+                return explained(Outcome(**content))
             reason = ""
         except EOFError as error:
             alive, reason = False, str(error)

@@ -121,7 +121,7 @@ class Session:
         self.inquiry: Inquiry | None = None
         self.ledger = Ledger(folder, worker)
         child = replace(options.child, scores=search or options.covered, lines=search)
-        self.pool = Pool(child, options.jobs or default_jobs(options.device), options.case_seconds)
+        self.pool = Pool(child, options.jobs or default_jobs(options), options.case_seconds)
         self.known: set[Key] = set()
         self.progress = Progress() if progress else None
 
@@ -371,10 +371,13 @@ class Session:
         self.ledger.write("failure", file=path, **failure.record())
 
 
-def default_jobs(device: str) -> int:
-    """On a GPU a child per core, which compile kernels at the same time; on a CPU two."""
+def default_jobs(options: Options) -> int:
+    """On a GPU a child per core, which compile kernels at the same time; on a CPU two, and under
+    memcheck, where each process takes seconds to start.
+    """
     cores = os.cpu_count() or 1
-    return max(min(cores - 1, 15), 1) if device != "cpu" and torch.cuda.is_available() else min(cores, 2)
+    many = options.device != "cpu" and options.sanitize != "memcheck" and torch.cuda.is_available()
+    return max(min(cores - 1, 15), 1) if many else min(cores, 2)
 
 
 def _priority(place: Place, case: Case, outcome: Outcome) -> tuple[bool, Place]:

@@ -62,6 +62,7 @@ def under(
         "the profile": options.profile,
         "the seed": str(options.seed),
         "the predicate of --where": options.where,
+        "the tool of --sanitize": options.sanitize,
         "the time limit of a case": str(options.case_seconds),
         "the device": f"{description['device_name']} {description['ranks']} {description.get('memory', '')}",
         "the versions": str(sorted(description["versions"].items())),

@@ -20,6 +20,7 @@ from conformance.engine.run.coverage import coverage
 from conformance.engine.run.interrupt import TIME_LIMIT
 from conformance.engine.run.ledger import entries
 from conformance.interface import UsageError
+from conformance.sanitizing import replayed
 
 NAMES = {0: "CONFORMANT", 1: "NOT CONFORMANT", 3: "HARNESS ERROR", 4: "TOO LITTLE TESTED", 5: "REGRESSION"}
 INFORMATIVE = ("PASS", "FAIL", "CRASH", "HANG", "WAIVED")
@@ -99,10 +100,16 @@ class Verdict:
     chosen: list[str] = field(default_factory=list)  # the functions of --function; empty: all
     where: str = ""  # the predicate of --where, in canonical form
     shard: str = ""  # of --shard: i/n
+    sanitize: str = ""  # the tool of --sanitize
     since: str = ""  # the report or revision whose unchanged functions were not judged
     footprints: dict[str, Any] = field(default_factory=dict)  # see `conformance.engine.footprint`
     coverage: dict[str, Any] = field(default_factory=dict)  # for a page: see `conformance.engine.run.coverage`
     suite: str = field(default_factory=lambda: __version__)  # the version of this package
+
+    @property
+    def replayed(self) -> str:
+        """The value of --impl and the flags after it, with which a failing case is replayed."""
+        return replayed(self.implementation, self.sanitize)
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -179,6 +186,7 @@ def _facts(
         *(len(outcomes), described["device_name"], described["versions"]),
     )
     out.shard, out.chosen, out.where = options.shard, list(options.functions), parsed(options.where, "--where").text
+    out.sanitize = options.sanitize
     out.failures = distinct([line for line in lines if line["kind"] == "failure" and line["status"] != "ERROR"])
     out.evaluations = sum(line["evaluations"] for line in outcomes)
     out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
@@ -222,6 +230,7 @@ def named(verdict: Verdict, interrupted: str, unchanged: bool) -> str:
     judged = (f for f in verdict.functions.values() if f.status not in UNTOUCHED)
     limits = ["within scope"] if any(function.scope for function in judged) else []
     limits += [f"where {verdict.where}"] if verdict.where else []
+    limits += [f"under {verdict.sanitize}"] if verdict.sanitize else []
     return NAMES[verdict.exit_code] + (f" ({', '.join(limits)})" if limits and not verdict.exit_code else "")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from conformance.core.case import Case
 from conformance.engine.child.processes import Patience, ended, received
 from conformance.engine.child.runner import Outcome
+from conformance.engine.child.sanitizer import explained
 from conformance.engine.world.joined import RemoteRank
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import MEETING_SECONDS
@@ -196,7 +197,7 @@ class World:
         elif kind == "agree":
             member.asking = content
         else:
-            member.outcome, member.seen = Outcome(**content), seen[0]
+            member.outcome, member.seen = explained(Outcome(**content)), seen[0]
 
     def _lose(self, member: Member, reason: str = "") -> None:
         """The rank sends nothing more."""

@@ -108,11 +108,7 @@ def untouched(
     for name, rows in kept.items():
         expected = trial.expected[name]
         assert isinstance(expected, Bounded)
-        finding = judge(
-            name,
-            Bounded(expected.value[rows], expected.bound[rows], expected.dtype, expected.accumulator),
-            second[name],
-        )
+        finding = judge(name, expected.taken(rows), second[name])
         if finding:
             return Finding(name, law, finding.message, finding.index)
     return None
@@ -174,17 +170,35 @@ def _padding_independence(trial: Trial) -> Finding | None:
     )
 
 
+def _in_order(trial: Trial, law: str, rows: Tensor, experts: Tensor) -> Finding | None:
+    """These rows and experts, each once, in this order: each has what it had."""
+    counts = trial.problem.required["tokens_per_expert"]
+    outputs = trial.run(regrouped(trial.problem, rows, experts, counts[experts]))
+    back = {
+        name: x[(rows if of_rows(name) else experts).argsort()] for name, x in outputs.items() if isinstance(x, Tensor)
+    }
+    return trial.judged(law, trial.expected, back)
+
+
+def _segments(trial: Trial) -> tuple[Tensor, ...]:
+    """The numbers of each expert's rows, and of the tail's."""
+    counts = trial.problem.required["tokens_per_expert"]
+    sizes = [*counts.tolist(), trial.case.tail]
+    return torch.arange(sum(sizes)).split(sizes)
+
+
 def _expert_relabelling(trial: Trial) -> Finding | None:
     """Experts and their segments in reverse order."""
-    counts = trial.problem.required["tokens_per_expert"]
-    numbers = torch.arange(int(counts.sum()) + trial.case.tail)
-    segments = numbers.split([*counts.tolist(), trial.case.tail])
-    rows = torch.cat([*segments[:-1][::-1], segments[-1]])
-    outputs = trial.run(regrouped(trial.problem, rows, torch.arange(len(counts)).flip(0), counts.flip(0)))
-    back = {
-        name: x[rows.argsort()] if of_rows(name) else x.flip(0) for name, x in outputs.items() if isinstance(x, Tensor)
-    }
-    return trial.judged("expert_relabelling", trial.expected, back)
+    *segments, tail = _segments(trial)
+    experts = torch.arange(len(segments)).flip(0)
+    return _in_order(trial, "expert_relabelling", torch.cat([*segments[::-1], tail]), experts)
+
+
+def _row_reversal(trial: Trial) -> Finding | None:
+    """Each expert's rows in reverse order: a sum over them runs in another order."""
+    *segments, tail = _segments(trial)
+    rows = torch.cat([*(rows.flip(0) for rows in segments), tail])
+    return _in_order(trial, "row_reversal", rows, torch.arange(len(segments)))
 
 
 def _group_split(trial: Trial) -> Finding | None:
@@ -263,6 +277,11 @@ def _turns_over(case: Any) -> bool:
     )
 
 
+def unquantised(case: Any) -> bool:
+    """Whether it is sums and products alone."""
+    return not getattr(case, "scaling", "")
+
+
 def _rounds_small_numbers(case: Any) -> bool:
     """Whether an intermediate cotangent may be subnormal, where doubling changes roundings."""
     return bool(getattr(case, "early", False) or getattr(case, "scaling", "")) and case.dtype == "float16"
@@ -293,6 +312,7 @@ ROW_INDEPENDENCE = replace(
 )  # no weight's
 PADDING_INDEPENDENCE = Law("padding_independence", _padding_independence, _grouped)
 EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, lambda case: _grouped(case) and case.experts > 1)
+ROW_REVERSAL = Law("row_reversal", _row_reversal, lambda case: _grouped(case) and unquantised(case))
 GROUP_SPLIT = Law(
     "group_split",
     _group_split,

@@ -10,7 +10,7 @@ from conformance.core import row_laws
 from conformance.core import universal_laws as universal
 from conformance.core.contract import Opaque, Problem
 from conformance.core.double_backward import DOUBLE_BACKWARD
-from conformance.core.law import Law, Trial, plain, upside_down
+from conformance.core.law import Law, Trial, algebraic, plain, upside_down
 from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
 from conformance.families.experts import laws as experts
 from conformance.families.experts.laws import doubled
@@ -245,12 +245,23 @@ _PRODUCT = (
     *(universal.LATE_PRODUCER, universal.HOST_SYNC, experts.GRAPH_CAPTURE),
 )
 _SEGMENTS = (experts.NEIGHBOUR_INDEPENDENCE, experts.PADDING_INDEPENDENCE, experts.EXPERT_RELABELLING)
+_UNQUANTISED = "scaling=''"
+_ALGEBRA = algebraic(*_SEGMENTS, experts.ROW_REVERSAL, where=_UNQUANTISED)
+_BY_ROW = algebraic(experts.GROUP_SPLIT, where=_UNQUANTISED)
+
+
+def _contraction(letter: str) -> tuple[Law, ...]:
+    """The law that the order of this dimension, over which the product sums, does not matter."""
+    applies = lambda case: plain(case) and experts.unquantised(case)  # noqa: E731
+    return algebraic(row_laws.reversal("contraction_reversal", letter, applies), where=_UNQUANTISED)
+
+
 _MLP = (*_PRODUCT, RECOMPUTE, COTANGENT_SCALING)
 _EXPERTS = (*_MLP, *_SEGMENTS, experts.GROUP_SPLIT, ZERO_PROBS, SCALING, ALIGNMENT)
 GLU = ACTIVATION = _ELEMENTWISE
-GROUPED_LINEAR = (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING, experts.COTANGENT_SCALING)
-GROUPED_DGRAD = (*_PRODUCT, *_SEGMENTS, experts.GROUP_SPLIT, experts.SCALING)
-GROUPED_WGRAD = (*_PRODUCT, *_SEGMENTS, experts.SCALING)
+GROUPED_LINEAR = (*(*_PRODUCT, *_ALGEBRA, *_BY_ROW, *_contraction("N"), experts.SCALING, experts.COTANGENT_SCALING),)
+GROUPED_DGRAD = (*_PRODUCT, *_ALGEBRA, *_BY_ROW, *_contraction("M"), experts.SCALING)
+GROUPED_WGRAD = (*_PRODUCT, *_ALGEBRA, experts.SCALING)
 GROUPED_MLP = (*_EXPERTS, DELAYED, ROWS_AGAIN)
 SEQUENTIAL_MLP = (GROUPED, *_EXPERTS)
 SHARED_EXPERTS = (*SHARED_OUT, *of_one_process(*_MLP[2:], TOKEN_REVERSAL, ONE_GROUP))

@@ -9,7 +9,7 @@ from torch import Tensor
 from conformance.core import universal_laws as universal
 from conformance.core.contract import Problem
 from conformance.core.double_backward import DOUBLE_BACKWARD
-from conformance.core.law import Law, Trial, same, upside_down
+from conformance.core.law import Law, Trial, algebraic, same, upside_down
 from conformance.core.tensors import STRANGE
 from conformance.families.permutation.cases import RoutingCase
 from conformance.judge import Finding
@@ -25,12 +25,17 @@ def _row_map(problem: Problem) -> RowMap:
     return permute(numbers, problem.required["routing_map"], **settings).row_map
 
 
+def _places(row_map: RowMap) -> Tensor:
+    """[T,E] the row of each (token, expert); PADDING: none."""
+    place = torch.full((row_map.num_tokens, row_map.num_experts), PADDING)
+    real = row_map.token_P != PADDING
+    place[row_map.token_P[real], row_map.expert_P[real]] = real.nonzero().flatten()
+    return place
+
+
 def _relocated(trial: Trial, second: Problem, cells: Cells) -> dict[str, Tensor | None]:
     """Rows and probs of the first run at the second problem's place of their (token, expert)."""
-    before, after = _row_map(trial.problem), _row_map(second)
-    place = torch.full((before.num_tokens, before.num_experts), PADDING)
-    real = before.token_P != PADDING
-    place[before.token_P[real], before.expert_P[real]] = real.nonzero().flatten()
+    place, after = _places(_row_map(trial.problem)), _row_map(second)
     there = after.token_P != PADDING
     token, expert = cells(after.token_P[there], after.expert_P[there])
     moved: dict[str, Tensor | None] = {}
@@ -148,6 +153,30 @@ def _row_reversal(trial: Trial) -> Finding | None:
     return same("row_reversal", first, trial.run(second))
 
 
+def _summed_relabelling(trial: Trial) -> Finding | None:
+    """Experts in the opposite order: a token's rows are added in the opposite order."""
+    producer, rows = trial.problem.producer, trial.problem.required["rows"]
+    assert producer is not None
+    flipped = {name: upside_down(x, 1) for name, x in producer.tensors.items() if name != "tokens"}
+    producer = producer.with_tensors(flipped)
+    produced = permute(producer.required["tokens"], producer.required["routing_map"], **producer.settings)
+    after = produced.row_map
+    there = (after.token_P != PADDING).nonzero().flatten()
+    from_P = _places(trial.problem.produced.row_map)[
+        after.token_P[there], after.num_experts - 1 - after.expert_P[there]
+    ]
+    other = torch.zeros_like(rows)
+    other[there] = rows[from_P]
+    tensors = {"rows": other} | {name: x.flip(1) for name, x in trial.problem.tensors.items() if name == "probs"}
+    second = replace(trial.problem.with_tensors(tensors), producer=producer, produced=produced)
+    outputs = dict(trial.run(second))
+    if isinstance(x := outputs.get("d_rows"), Tensor):
+        outputs["d_rows"] = torch.zeros_like(x).index_copy(0, from_P, x[there])
+    if isinstance(x := outputs.get("d_probs"), Tensor):
+        outputs["d_probs"] = x.flip(1)
+    return trial.judged("expert_relabelling", trial.expected, outputs)
+
+
 def _moves_only(case) -> bool:
     return not case.golden and not case.illegal and case.layout != "expanded"
 
@@ -162,11 +191,15 @@ def _dropless(case) -> bool:
 
 
 TOKEN_PERMUTATION = Law("token_permutation", _token_permutation, _dropless)
-EXPERT_RELABELLING = Law(
-    "expert_relabelling",
-    _expert_relabelling,
-    lambda case: _moves_only(case) and (case.slack is None or case.slack >= 0),
-)
+
+
+def _keeps_rows(case) -> bool:
+    """Whether no segment is cut off at the end of the buffer."""
+    return _moves_only(case) and (case.slack is None or case.slack >= 0)
+
+
+EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, _keeps_rows)
+SUMMED_RELABELLING = Law("expert_relabelling", _summed_relabelling, _keeps_rows)
 SPLIT = Law("split", _split, lambda case: _dropless(case) and case.tokens > 1)
 PADDING_INDEPENDENCE = Law(
     "padding_independence", _padding_independence, lambda case: _dropless(case) and case.align > 1
@@ -233,11 +266,17 @@ GARBAGE_INDEPENDENCE = Law(
 _EVERY = (*universal.EVERYWHERE, *universal.STATIC)
 PERMUTE = (
     *_EVERY,
-    *(TOKEN_PERMUTATION, EXPERT_RELABELLING, SPLIT, PADDING_INDEPENDENCE, NEIGHBOUR_INDEPENDENCE),
+    *algebraic(TOKEN_PERMUTATION, EXPERT_RELABELLING, SPLIT, PADDING_INDEPENDENCE, NEIGHBOUR_INDEPENDENCE),
     *(replace(ADJOINTNESS, check=_adjointness_of_permute), SCALING, DOUBLE_BACKWARD, ZERO_PROB_ROWS),
 )
-UNPERMUTE = (*_EVERY, universal.HANDLE_AGAIN, GARBAGE_INDEPENDENCE, ADJOINTNESS, SCALING, DOUBLE_BACKWARD)
-SORT_CHUNKS = (*_EVERY, NEIGHBOUR_INDEPENDENCE, ROUND_TRIP, ADJOINTNESS, SCALING, DOUBLE_BACKWARD)
+UNPERMUTE = (
+    *(*_EVERY, universal.HANDLE_AGAIN, *algebraic(GARBAGE_INDEPENDENCE, SUMMED_RELABELLING)),
+    *(ADJOINTNESS, SCALING, DOUBLE_BACKWARD),
+)
+SORT_CHUNKS = (
+    *(*_EVERY, *algebraic(NEIGHBOUR_INDEPENDENCE, ROUND_TRIP)),
+    *(ADJOINTNESS, SCALING, DOUBLE_BACKWARD),
+)
 PAD_ROUTING_MAP = (*_EVERY, IDEMPOTENCE, COLUMN_RELABELLING)
 INDICES_TO_MULTIHOT = (*_EVERY, ROW_REVERSAL, universal.SCALING, DOUBLE_BACKWARD)
 MULTIHOT_TO_INDICES = (*_EVERY, ROW_REVERSAL, universal.SCALING, DOUBLE_BACKWARD)

@@ -1,0 +1,146 @@
+"""The tool of --sanitize in a child: its environment, and what it reports of a case."""
+
+import functools
+import os
+import re
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from conformance import sanitizing
+from conformance.engine.child.runner import Outcome
+from conformance.interface import Implementation
+from conformance.judge import Finding
+from conformance.usage import UsageError
+
+LEAST = (3, 8)  # of Triton, for its sanitizers
+WAIT_SECONDS = 3.0  # for the report of what has ended a process
+ADDRESS = re.compile(r"(\+| at | to )0x[0-9a-f]+")
+ASSERTION = re.compile(r"Assertion `(.*?)` failed")
+INVALID = re.compile(r"Invalid|Misaligned|Hardware|Warp|Device|Stack")
+
+
+class Uncaptured(Implementation):
+    """An implementation that declares no graph capture."""
+
+    def declares(self, function: str) -> dict[str, Any]:
+        return super().declares(function) | {"graph_capturable": False}
+
+
+class Sanitizer:
+    """One tool; without a name, none."""
+
+    def __init__(self, tool: str, log_path: str) -> None:
+        self.tool, self._log = tool, Growing(log_path)
+
+    def prepare(self) -> None:
+        """Set the environment, before the implementation is imported.
+
+        Raises:
+            UsageError: memcheck, in a process that does not run under compute-sanitizer.
+        """
+        if self.tool in ("consan", "fpsan"):
+            os.environ["TRITON_INSTRUMENTATION_MODE"] = self.tool
+        elif self.tool == "memcheck":
+            if sanitizing.REPORTS not in os.environ:
+                told = "--sanitize memcheck: this process does not run under compute-sanitizer"
+                raise UsageError(f"{told}; moe-conformance run, replay and minimize start it, pytest does not")
+            os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each tensor is an allocation of its own
+
+    def check(self, device: str) -> None:
+        """Refuse what the tool cannot watch, once the implementation is imported.
+
+        Raises:
+            UsageError: no GPU, or no Triton that has the tool.
+        """
+        if not self.tool:
+            return
+        if device != "cuda":
+            raise UsageError(f"--sanitize {self.tool} needs a GPU: on {device} no kernel is compiled")
+        if self.tool == "memcheck":
+            return
+        triton = sys.modules.get("triton")
+        if triton is None:
+            raise UsageError(f"--sanitize {self.tool} is Triton's, and the implementation has not imported it")
+        if tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2]) < LEAST:
+            right = ".".join(map(str, LEAST))
+            raise UsageError(f"--sanitize {self.tool} needs Triton {right} or newer; here is {triton.__version__}")
+
+    def watched(self, implementation: Implementation) -> Implementation:
+        """Without the declaration of graph capture where each tensor is an allocation of its own,
+        which CUDA refuses in a capture.
+        """
+        return Uncaptured(implementation.namespace, implementation.name) if self.tool == "memcheck" else implementation
+
+    def judged(self, outcome: Outcome) -> Outcome:
+        """The outcome of a case; if it has lost the device, with what consan says about it.
+
+        consan ends a kernel at its first fault, and with it the use of the device, and writes a
+        sentence into this process's log.
+        """
+        if self.tool != "consan":
+            return outcome
+        text = self._log.new()
+        found = ASSERTION.search(text) if outcome.status == "CRASH" else None
+        if found:
+            outcome.finding = asdict(Finding("kernel", self.tool, found[1].strip()))
+        return outcome
+
+
+class Growing:
+    """A file to which another program appends."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._read = Path(path), 0
+
+    def new(self) -> str:
+        """What was written since the last call; the file may have been emptied meanwhile."""
+        try:
+            content = self._path.read_bytes()
+        except OSError:
+            return ""
+        before, self._read = self._read, len(content)
+        return content[before if before <= len(content) else 0 :].decode(errors="replace")
+
+
+@functools.cache
+def _file_of_memcheck() -> Growing:
+    return Growing(os.environ[sanitizing.REPORTS])
+
+
+def explained(outcome: Outcome) -> Outcome:
+    """The outcome of a case as the parent has it; a CRASH with what memcheck says about it.
+
+    memcheck ends a kernel at its first fault, and with it mostly the process: memory that is freed
+    then raises in a destructor. Its one file is of all processes, so that two that crash at once
+    may have each other's report; a failure is confirmed alone.
+    """
+    if sanitizing.REPORTS not in os.environ or outcome.status != "CRASH":
+        return outcome
+    text, until = "", time.monotonic() + WAIT_SECONDS
+    while not text and time.monotonic() < until:
+        text = sentence_of(_file_of_memcheck().new())
+        if not text:
+            time.sleep(0.05)
+    if text:
+        outcome.finding = asdict(Finding("kernel", "memcheck", text))
+    return outcome
+
+
+def sentence_of(log: str) -> str:
+    """The first report of compute-sanitizer in its log: what, where in which kernel, and how far
+    outside; "" if there is none.
+    """
+    lines = [line.lstrip("= ") for line in log.splitlines()]
+    first = next((i for i, line in enumerate(lines) if INVALID.match(line)), None)
+    if first is None:
+        return ""
+    parts = [lines[first]]
+    for line in lines[first + 1 :]:
+        if not line or INVALID.match(line):
+            break
+        if line.startswith(("at ", "and is ")):
+            parts.append(line.removeprefix("and is "))
+    return ", ".join(ADDRESS.sub("", part).strip() for part in parts)
