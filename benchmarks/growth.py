@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import DEVICE, SHAPES, Shape, bursts, line, parse, table, triton
-from benchmarks.layer import MODELS, Layer, ahead, check, graphs, make_layer, step, versions
+from benchmarks.layer import MODELS, Layer, alone, check, graphs, make_layer, step, versions
 
 FIRST = 1024
 MOST_TOKENS = 65536
@@ -26,7 +26,7 @@ MOST_FLOPS = 1e14  # of a forward with its backward: 0.2 s on an H200
 REST = 0.05  # seconds before a burst
 TINY = {"tiny": Shape(128, 16, 2, 128)}
 BF16, FP8, STOCK = SHOWN = ("bf16", "FP8 block, weights kept", "stock torch")
-PARTS = {"forward": ahead, "with backward": step}
+PARTS = {"forward": alone, "with backward": step}
 ROUTINGS = ("uniform", "skewed")
 HEADS = ["shape", "routing", "T", "rows ÷ mean, most", "experts without"]
 HEADS += [f"{name}, {part}" for name in ("bf16", "FP8", "stock") for part in PARTS]

@@ -6,8 +6,8 @@
 output, forward and with its backward, in bf16 and with FP8 recipes. The peers are the same layer in
 stock torch (index_select, `torch._grouped_mm`, SwiGLU, index_add), and that by `torch.compile`,
 and other packages' (`benchmarks.layer_peers`), each compared with ours first. `--only` chooses by
-the titles' beginnings. TFLOP/s are those of the experts' products: 6·M·H·F forward, 18·M·H·F with
-the backward, M = T · topk.
+the titles' beginnings. TFLOP/s are those of the experts' products: 6·M·H·F forward, which
+saves nothing, 18·M·H·F with the backward, M = T · topk.
 
 Times are of replays of CUDA graphs, of calls where the host waits in them, in bursts: power sets
 the clock, so only ratios within one run are meaningful. Host time is that of a forward launched
@@ -119,9 +119,10 @@ def stock(layer: Layer) -> Tensor:
     return torch.zeros_like(x).index_add(0, tokens, y)
 
 
-def ahead(layer: Layer, forward: Callable[[], Tensor]) -> list[Tensor]:
-    """The forward of a step."""
-    return [forward().detach()]
+@torch.no_grad()
+def alone(layer: Layer, forward: Callable[[], Tensor]) -> list[Tensor]:
+    """A forward that saves nothing."""
+    return [forward()]
 
 
 def step(layer: Layer, forward: Callable[[], Tensor]) -> list[Tensor]:
@@ -204,7 +205,7 @@ def kernels(call: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
 
 
 def graphs(layer: Layer, made: Mapping[str, Callable[[], Tensor]], part: Part) -> dict[str, Callable[[], object]]:
-    """The replay of each layer's graph, of its forward (`ahead`) or of a whole step."""
+    """The replay of each layer's graph, of its forward (`alone`) or of a whole step."""
     pool = torch.cuda.graph_pool_handle()  # a step's gradients are large
 
     def capture(call: Any) -> Callable[[], object]:
@@ -215,7 +216,8 @@ def graphs(layer: Layer, made: Mapping[str, Callable[[], Tensor]], part: Part) -
 
 def report(name: str, layer: Layer, made: dict[str, Callable[[], Tensor]], options: Any) -> dict[str, Any]:
     """Prints the table; the times of each layer beside its peers', forward and whole."""
-    replays = graphs(layer, made, ahead)
+    forwards = {title: partial(alone, layer, call) for title, call in made.items()}
+    replays = graphs(layer, made, alone)
     forward, replay_us = bursts(replays, options.blocks, 1), {title: host_us(f) for title, f in replays.items()}
     del replays  # and the graphs' memory
     whole = bursts(graphs(layer, made, step), options.blocks, 1)
@@ -232,7 +234,8 @@ def report(name: str, layer: Layer, made: dict[str, Callable[[], Tensor]], optio
                 ),
                 *(f"{3 * layer.flops / whole[title] / 1e6:.0f}", f"{whole['stock torch'] / whole[title]:.2f}"),
                 *(f"{saved / 2**30:.2f}", f"{saved / layer.least_saved:.2f}"),
-                *(f"{host_us(call):.0f}", f"{replay_us[title]:.0f}", str(sum(kernels(call)[0].values()))),
+                *(f"{host_us(forwards[title]):.0f}", f"{replay_us[title]:.0f}"),
+                str(sum(kernels(forwards[title])[0].values())),
                 str(sum(kernels(partial(step, layer, call))[0].values())),
             ]
         )

@@ -6,8 +6,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_fast.experts import _hopper, _hopper_codes, _hopper_rows
+from moe_fast.experts import _hopper, _hopper_codes, _hopper_gated, _hopper_rows
 from moe_fast.experts._linear import SEGMENT_ROWS
+from moe_fast.experts.activations import CURVES, Settings
 from moe_fast.experts.segments import DESCRIBED_SIZE, Plan, programs
 from moe_fast.launch.backend import launch_on
 from moe_fast.launch.descriptors import described
@@ -73,6 +74,43 @@ def matmul(x_PD: Tensor, matrices: Tensor, turned: bool, bias: tuple[Any, ...], 
         )
 
 
+def activated_matmul(
+    x_PD: Tensor, weight_LCD: Tensor, bias: tuple[Any, ...], probs: tuple[Any, ...], settings: Settings, plan: Plan,
+    out_PF: Tensor,
+) -> None:  # fmt: skip
+    """out[p] = the gated activation of x[p] · weight[e]ᵀ + bias[e], times probs[p], for operands
+    and a result that have descriptors.
+
+    Args:
+        weight_LCD: C = 2F rows, the gates', then the values'.
+        bias, probs: each a tensor, or none, and its strides.
+        plan: of tiles of `MATMUL_ROWS`.
+    """
+    high, deep, _wide = MATMUL_TILE
+    half, piece = _hopper_gated.HALF.value, _hopper_gated.PIECE.value
+    depth, width = x_PD.shape[1], out_PF.shape[1]
+    by_half, tiles = weight_LCD.unflatten(1, (2, width)), plan.capacity * ceil_div(width, half)
+    with launch_on(out_PF):
+        launch(_hopper_gated.activated_matmul_kernel, (programs(tiles, out_PF.device),))(
+            described(x_PD, [high, deep]),
+            described(by_half, [1, 2, half, deep]),
+            out_PF,
+            segments_of(out_PF, [high, piece], swizzled=2 * piece),
+            *bias,
+            *probs,
+            plan.tile_4C,
+            plan.total_2,
+            plan.capacity,
+            *out_PF.shape,
+            depth,
+            *settings.numbers(),
+            CURVE=CURVES[settings.kind][0],
+            CLAMPED=settings.clamp is not None,
+            ROUND_FIRST=settings.round_first and probs[0] is not None,
+            **MATMUL,
+        )
+
+
 def rows_of_tile(num_rows: int, num_experts: int) -> int:
     """How many rows a tile of codes has: 64 for each group."""
     return HEIGHT * (3 if num_rows >= LARGE * num_experts else 2)
@@ -133,9 +171,9 @@ def scaled_wgrad(
         )
 
 
-def segments_of(rows_PC: Tensor, block: list[int]) -> TensorDescriptor:
+def segments_of(rows_PC: Tensor, block: list[int], swizzled: int = 128) -> TensorDescriptor:
     """As `expert_slices`: a descriptor of rows that ends where an expert's rows end."""
     stride, num_columns = rows_PC.stride(0), rows_PC.shape[1]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * rows_PC.itemsize, rank=4)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=8 * rows_PC.itemsize, rank=4)
     shape = [DESCRIBED_SIZE, DESCRIBED_SIZE, SEGMENT_ROWS, num_columns]
     return TensorDescriptor(rows_PC, shape, [2**34 - stride, stride, stride, 1], [1, 1, *block], layout)

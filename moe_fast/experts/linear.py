@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _linear as kernels
 from moe_fast.experts import hopper
+from moe_fast.experts.activations import Settings
 from moe_fast.experts.delayed import Later, waiting_for
 from moe_fast.experts.factors import (
     Precision,
@@ -37,7 +38,7 @@ from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, mak
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import check_device, is_hopper, launch_on, strided
-from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable
+from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable, tracing
 from moe_fast.launch.tuning import GroupedTile, ceil_div
 from moe_fast.quantization.quantized import Quantized, dequantize
 from moe_ref.config import (
@@ -94,6 +95,28 @@ def linear_of(
     if recipe.backward_override is not None:
         return _OverriddenLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
     return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again)
+
+
+def activated_linear(
+    rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
+    *, bias: Tensor | None, probs: Tensor | None, settings: Settings,
+) -> Tensor | None:  # fmt: skip
+    """A gated activation of `grouped_linear`'s result, which is not stored; or None: it is only for
+    calls without a backward, and for operands that `hopper.activated_matmul` takes.
+    """
+    given = (rows_PN, weight_LMN, bias, probs)
+    saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    if saves or tracing() or not has_memory() or not is_hopper(rows_PN.device):
+        return None
+    rows, weight, plan = rows_PN.resolve_neg(), weight_LMN.resolve_neg(), _plan(tokens_per_expert_L, rows_PN)
+    num_rows, width = rows.shape[0], weight.shape[1] // 2
+    out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)  # all by activated_matmul_kernel
+    fits = plan.tile.rows == hopper.MATMUL_ROWS and out.numel() > 0 and have_descriptors(rows, weight, out)
+    halves = settings.gated and (settings.interleave or width) == width > 1
+    if not fits or not halves or (probs is not None and probs.dtype == torch.float64):
+        return None
+    hopper.activated_matmul(rows, weight, strided(bias, 2), strided(probs, 1), settings, plan, out)
+    return out
 
 
 @traceable

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from moe_fast.experts.activations import activation, check_probs, glu
+from moe_fast.experts.activations import Settings, activation, check_probs, glu
 from moe_fast.experts.delayed import Waiting, delaying
-from moe_fast.experts.linear import check_product, grouped_linear, linear_of
+from moe_fast.experts.linear import activated_linear, check_product, grouped_linear, linear_of
 from moe_fast.experts.padding import Padding
 from moe_fast.experts.segments import plans_shared
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
@@ -50,7 +50,8 @@ def grouped_mlp(
     noise: tuple[Tensor, Tensor] | None = None, wgrads: Waiting | None = None,
     rows_again: Callable[[], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """`moe_ref.experts.mlp.grouped_mlp` by grouped products, and one launch per activation.
+    """`moe_ref.experts.mlp.grouped_mlp` by grouped products, and one launch per activation; by two
+    launches on a Hopper where no gradient is wanted, if the gates stand before the values.
 
     The host never waits: where the counts are illegal the result is NaN. Saved for the
     backward are the rows, h and a (with a recipe codes of the rows and of a); with recompute
@@ -78,6 +79,7 @@ def grouped_mlp(
     run = partial(
         _experts,
         act=act,
+        settings=None if recipe is not None else Settings(kind, kind in GATED, round_before_probs, **shape),
         linears=[partial(linear_of, recipe=recipe, state=each) for each in state or (None, None)],
         noise=noise,
         align=None if recipe is None else align,
@@ -160,7 +162,7 @@ def run_again(run: Callable[..., X], *inputs: Tensor | None, random: bool = Fals
 def _experts(
     rows_PH: Tensor, tokens_per_expert_L: Tensor, probs: Tensor | None, fc1_weight_LFH: Tensor,
     fc2_weight_LHF: Tensor, fc1_bias: Tensor | None, fc2_bias: Tensor | None,
-    *, act: Callable[..., Tensor], linears: list[Callable[..., Tensor]],
+    *, act: Callable[..., Tensor], settings: Settings | None, linears: list[Callable[..., Tensor]],
     noise: tuple[Tensor, Tensor] | None, align: int | None, probs_on_input: bool, recompute: bool,
     rows_again: Callable[[], Tensor] | None, delayed: Callable[[], AbstractContextManager[None]],
 ) -> Tensor:  # fmt: skip
@@ -183,13 +185,18 @@ def _experts(
         rows_again = rows_again and _then(rows_again, lambda rows: ScaledRows.apply(rows, given, ends_L))
     noise1, noise2 = (None, None) if noise is None else (_of_length(each, rows_PH.shape[0]) for each in noise)
     with plans_shared(), delayed():
-        with _computed_again(rows_PH, rows_again):
-            fc1 = partial(linears[0], bias=fc1_bias, noise=noise1, rows_again=rows_again is not None)
-            h_PF = fc1(rows_PH, fc1_weight_LFH, tokens_per_expert_L)
-        a_PF = act(h_PF, probs=p_P)
-        a_again = partial(act, h_PF.detach(), probs=None if p_P is None else p_P.detach()) if again else None
+        a_PF, a_again = None, None
+        if settings is not None:
+            more: dict[str, Any] = {"bias": fc1_bias, "probs": p_P, "settings": settings}
+            a_PF = activated_linear(rows_PH, fc1_weight_LFH, tokens_per_expert_L, **more)
+        if a_PF is None:
+            with _computed_again(rows_PH, rows_again):
+                fc1 = partial(linears[0], bias=fc1_bias, noise=noise1, rows_again=rows_again is not None)
+                h_PF = fc1(rows_PH, fc1_weight_LFH, tokens_per_expert_L)
+            a_PF = act(h_PF, probs=p_P)
+            a_again = partial(act, h_PF.detach(), probs=None if p_P is None else p_P.detach()) if again else None
         with _computed_again(a_PF, a_again):
-            y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2, rows_again=again)
+            y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2, rows_again=a_again is not None)
     if fc2_bias is not None:
         y_PH = BiasAdded.apply(y_PH, fc2_bias, p_P, ends_L)
     return y_PH if padding is None else padding.trim(y_PH)

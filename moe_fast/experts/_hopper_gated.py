@@ -1,0 +1,218 @@
+"""Products of rows with matrices of gates and values, activated, on NVIDIA's Hopper, in Gluon.
+
+As `_hopper_rows`, but a tile is 128 gates and their 128 values, and only its activation leaves the
+multiprocessor. It is computed beside the products of the next tile, a piece of 32 columns at each
+of its first four steps, while the matrix unit multiplies. The bits are those of the product,
+rounded, and of `_activations` on it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from moe_fast.experts._activations import value_and_slope, within
+from moe_fast.experts._hopper import PRODUCER_REGISTERS, SEGMENT, new_barriers
+from moe_fast.experts._hopper_codes import FIRST, HEIGHT, SECOND, fill_rows, find_tile
+from moe_fast.experts._hopper_rows import DEPTH, GROUPS, SUM, SUM_REGISTERS, WIDTH
+from moe_fast.launch._hopper import load_tile, store_tile
+from moe_fast.launch._rounding import number
+
+HALF = gl.constexpr(128)  # gates of a tile
+PIECE = gl.constexpr(32)  # columns that are activated beside a step
+PIECES = gl.constexpr(4)
+HALF_SUM = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+PIECE_SUM = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+
+
+@gluon.jit
+def find_steps(depth):
+    """How many steps a tile has: enough for its pieces; those past the depth add zeros."""
+    return gl.maximum(gl.cdiv(depth, DEPTH), PIECES)
+
+
+@gluon.jit
+def load_operands(x_desc, weight_desc, ring, plan, STAGES: gl.constexpr):
+    """Rows, and gates and values of their expert's matrix, DEPTH deep."""
+    left, right, ready, free = ring
+    tile_ptr, total_ptr, capacity, columns, depth = plan
+    step = gl.to_tensor(0)
+    for work in range(gl.program_id(0), gl.load(total_ptr).to(gl.int32) * columns, gl.num_programs(0)):
+        expert, _begin, _end, row, column = find_tile(tile_ptr, capacity, work, columns, GROUPS * HEIGHT)
+        for done in range(find_steps(depth)):
+            stage = step % STAGES
+            arrived = ready.index(stage)
+            mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(arrived, (GROUPS * HEIGHT + WIDTH) * DEPTH * 2)
+            for group in gl.static_range(GROUPS):
+                load_tile(x_desc, [row + group * HEIGHT, done * DEPTH], arrived, left.index(stage * GROUPS + group))
+            load_tile(weight_desc, [expert, 0, column * HALF, done * DEPTH], arrived, right.index(stage))
+            step += 1
+
+
+@gluon.jit
+def add_step(acc, ring, step, GROUP: gl.constexpr, STAGES: gl.constexpr):
+    """acc plus the product of a step, which may still run."""
+    left, right, ready, _free = ring
+    stage = step % STAGES
+    mbarrier.wait(ready.index(stage), step // STAGES & 1)
+    matrix = right.index(stage).reshape([WIDTH, DEPTH]).permute((1, 0))
+    return warpgroup_mma(left.index(stage * GROUPS + GROUP), matrix, acc, is_async=True)
+
+
+@gluon.jit
+def end_step(acc, ring, step, PENDING: gl.constexpr, is_one, STAGES: gl.constexpr):
+    """Wait until at most PENDING products run, and free the stage of the last that ended."""
+    acc = warpgroup_mma_wait(PENDING, deps=(acc,))
+    mbarrier.arrive(ring[3].index((step + STAGES - PENDING) % STAGES), pred=is_one)
+    return acc
+
+
+@gluon.jit
+def halves(x):
+    """Both halves of the columns."""
+    first, second = x.reshape([HEIGHT, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, x.shape[1] // 2, 16])
+    return gl.convert_layout(first, layout), gl.convert_layout(second, layout)
+
+
+@gluon.jit
+def keep_pieces(x, buffer, FIRST_PIECE: gl.constexpr):
+    """128 columns as four pieces, from one of the buffer on."""
+    left, right = halves(x)
+    pieces = halves(left) + halves(right)
+    for i in gl.static_range(PIECES):
+        buffer.index(FIRST_PIECE + i).reshape([HEIGHT, PIECE]).store(pieces[i])
+
+
+@gluon.jit
+def add_bias(acc, bias, expert, column, end):
+    """acc plus the bias of its 128 columns, which are those from `column` on, before `end`."""
+    bias_ptr, stride_bias_l, stride_bias_c = bias
+    c = column + gl.arange(0, HALF, layout=gl.SliceLayout(0, HALF_SUM))
+    place = bias_ptr + expert.to(gl.int64) * stride_bias_l + c.to(gl.int64) * stride_bias_c
+    return acc + gl.load(place, c < end, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def load_probs(probs, row, end):
+    """The probs of a group's rows in float32; without any their numbers."""
+    probs_ptr, stride_probs = probs
+    p = row + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, PIECE_SUM))
+    if probs_ptr is not None:
+        p = gl.load(probs_ptr + p.to(gl.int64) * stride_probs, mask=p < end, other=0.0)
+    return p.to(gl.float32)
+
+
+@gluon.jit
+def activate_piece(
+    out_desc, buffer, numbers, probs, prob, place, i: gl.constexpr, CURVE: gl.constexpr, CLAMPED: gl.constexpr,
+    ROUND_FIRST: gl.constexpr,
+):  # fmt: skip
+    """f(u) · (v + offset) · p of a piece, as in `_activations`; it takes u's place."""
+    offset, clamp, alpha = numbers
+    u = buffer.index(i).reshape([HEIGHT, PIECE]).load(PIECE_SUM).to(gl.float32)
+    v = buffer.index(PIECES + i).reshape([HEIGHT, PIECE]).load(PIECE_SUM).to(gl.float32)
+    if CLAMPED:
+        bound = number(clamp, gl.float32)
+        u = within(u, -float("inf"), bound)
+        v = within(v, -bound, bound)
+    act, _ = value_and_slope(u, number(alpha, gl.float32), CURVE)
+    act = act * (v + number(offset, gl.float32))
+    if probs[0] is not None:
+        if ROUND_FIRST:
+            act = act.to(out_desc.dtype).to(gl.float32)
+        act = act * prob[:, None]
+    buffer.index(i).reshape([HEIGHT, PIECE]).store(act.to(out_desc.dtype))
+    fence_async_shared()
+    store_tile(out_desc, [place[0], place[1], place[2], place[3] + i * PIECE], buffer.index(i))
+
+
+@gluon.jit
+def multiply_and_activate(
+    out_desc, buffer, ring, plan, bias, probs, numbers, width, CURVE: gl.constexpr, CLAMPED: gl.constexpr,
+    ROUND_FIRST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The group's rows of a tile after another, stored up to the end of their expert's."""
+    tile_ptr, total_ptr, capacity, columns, depth = plan
+    step, before, end_before, column_before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    for work in range(gl.program_id(0), gl.load(total_ptr).to(gl.int32) * columns, gl.num_programs(0)):
+        expert, _begin, end, row, column = find_tile(tile_ptr, capacity, work, columns, GROUPS * HEIGHT)
+        row += GROUP * HEIGHT
+        prob = load_probs(probs, before, end_before)
+        # the tile before the first ends at row 0: nothing of it is stored
+        place = (SEGMENT, end_before, SEGMENT - end_before + before, column_before * HALF)
+        acc = gl.zeros([HEIGHT, WIDTH], gl.float32, SUM)
+        for i in gl.static_range(PIECES):
+            acc = add_step(acc, ring, step, GROUP, STAGES)
+            activate_piece(out_desc, buffer, numbers, probs, prob, place, i, CURVE, CLAMPED, ROUND_FIRST)
+            acc = end_step(acc, ring, step, 1, i > 0, STAGES)
+            step += 1
+        for _ in range(PIECES, find_steps(depth)):
+            acc = add_step(acc, ring, step, GROUP, STAGES)
+            acc = end_step(acc, ring, step, 1, True, STAGES)
+            step += 1
+        acc = end_step(acc, ring, step - 1, 0, True, STAGES)
+        u, v = halves(acc)
+        if bias[0] is not None:
+            u = add_bias(u, bias, expert, column * HALF, width)
+            v = add_bias(v, bias, expert, width + column * HALF, 2 * width)
+        tma.store_wait(0)
+        keep_pieces(u.to(out_desc.dtype), buffer, 0)
+        keep_pieces(v.to(out_desc.dtype), buffer, PIECES)
+        before, end_before, column_before = row, end, column
+    prob = load_probs(probs, before, end_before)
+    place = (SEGMENT, end_before, SEGMENT - end_before + before, column_before * HALF)
+    for i in gl.static_range(PIECES):
+        activate_piece(out_desc, buffer, numbers, probs, prob, place, i, CURVE, CLAMPED, ROUND_FIRST)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "stride_probs", "stride_bias_l", "stride_bias_c", "capacity", "num_rows", "offset", "clamp", "alpha",
+    ]
+)  # fmt: skip
+def activated_matmul_kernel(
+    # rows, a matrix of gates and values for each expert; the result, a descriptor of its segments
+    x_desc, weight_desc, out_ptr, out_desc,
+    bias_ptr, stride_bias_l, stride_bias_c, probs_ptr, stride_probs,
+    # plan and sizes
+    tile_ptr, total_ptr, capacity, num_rows, width, depth,
+    # numbers of the activation, as bits of a float64
+    offset, clamp, alpha,
+    CURVE: gl.constexpr, CLAMPED: gl.constexpr, ROUND_FIRST: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """out[p] = f(u) · (v + offset) · prob[p], (u, v) = x[p] · weight[e] + bias[e] rounded, for each
+    row p of an expert e; 0 past all segments.
+    """
+    left = gl.allocate_shared_memory(x_desc.dtype, [STAGES * GROUPS, HEIGHT, DEPTH], x_desc.layout)
+    right = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, 1, 2, HALF, DEPTH], weight_desc.layout)
+    own = gl.allocate_shared_memory(out_desc.dtype, [2 * PIECES, 1, 1, HEIGHT, PIECE], out_desc.layout)
+    other = gl.allocate_shared_memory(out_desc.dtype, [2 * PIECES, 1, 1, HEIGHT, PIECE], out_desc.layout)
+    ready, free = new_barriers(STAGES, GROUPS)
+    ring = (left, right, ready, free)
+    plan = (tile_ptr, total_ptr, capacity, gl.cdiv(width, HALF), depth)
+    bias, probs, numbers = (bias_ptr, stride_bias_l, stride_bias_c), (probs_ptr, stride_probs), (offset, clamp, alpha)
+    fill_rows(out_ptr, gl.load(total_ptr + 1).to(gl.int32), num_rows, width, num_warps)
+    gl.warp_specialize(
+        [
+            (
+                multiply_and_activate,
+                (out_desc, own, ring, plan, bias, probs, numbers, width, CURVE, CLAMPED, ROUND_FIRST, FIRST, STAGES),
+            ),
+            (
+                multiply_and_activate,
+                (out_desc, other, ring, plan, bias, probs, numbers, width, CURVE, CLAMPED, ROUND_FIRST, SECOND, STAGES),
+            ),
+            (load_operands, (x_desc, weight_desc, ring, plan, STAGES)),
+        ],
+        [4, 1],
+        [SUM_REGISTERS, PRODUCER_REGISTERS],
+    )
