@@ -286,6 +286,9 @@ def main() -> None:
         share = (options.seconds - (time.monotonic() - began)) / (len(chosen) - at)
         calls = [kernel.make(SHAPES[name], TOKENS) for name in MODELS]
         found = search(kernel, sizes, calls, implementation, clock, time.monotonic() + share)
+        if not found.timed:  # no time was left for it, or no candidate compiles
+            print(f"{kernel.path}: no candidate timed", flush=True)
+            continue
         written["sizes"][kernel.path] = found.sizes
         written["measured"][kernel.path] = {
             "ratio": round(found.ratio, 3),

@@ -285,6 +285,7 @@ WIDE_SUMS = replace(UNPERMUTE, values="wide", experts=9, routing=(0b111111111,) 
 SPOILT = [  # law, case, corruption of a right result, condition on the call (tensors, settings)
     ("scaling", FORWARD_MLP, nothing, lambda x, kw: kw["probs"].max() > 1),
     ("delayed", TRAINED_MLP, nothing, lambda x, kw: "wgrads" in kw),
+    ("rows_again", TRAINED_MLP, nothing, lambda x, kw: "rows_again" in kw),
     ("recompute", MLP, nothing, lambda x, kw: "recompute" in kw),
     ("recompute", SHARED, nothing, lambda x, kw: "recompute" in kw),
     ("alignment", FORWARD_MLP, nothing, lambda x, kw: "align" in kw),

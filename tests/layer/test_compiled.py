@@ -19,6 +19,7 @@ OPTIONS = {
     "plain": {},
     "all": {"latent": 16, "shared_width": 16, "shared_gate": True, "bias": True},
     "recompute": {"shared_width": 16, "recompute": "moe"},
+    "less saved": {"recompute": ("permute", "moe_act")},
 }
 
 

@@ -169,7 +169,7 @@ def always(scope: Scope) -> list[Any]:
     many: Changes = {"tokens": 520, "hidden": 64, "width": 48, "experts": 4, "topk": 2, "dtype": "bfloat16"}
     tiles = [many, *scope.lawful([scope.mended(scope.case(many))])] if gpu else []  # rows of whole lines
     grads, wide = "x+fc1_weight+fc2_weight", 256 if gpu else 64  # bytes of rows beside those of integers
-    less: Changes = SIZES | dict.fromkeys(("tokens", "hidden", "width"), wide) | {"grads": grads, "law": "kept"}
+    less: Changes = SIZES | {"tokens": 256 if gpu else 40, "hidden": wide, "width": wide, "grads": grads, "law": "kept"}
     forms: tuple[Changes, ...] = ({}, {"seed": 1, "recipe": "current"}, {"seed": 2, "dtype": "bfloat16"})
     kept = [scope.case(less | form) for form in forms]
     return [*chosen, *tiles, *kept, *batched, *evaluated, *(worlds_ + in_room(scope) if scope.accepts("group") else [])]
