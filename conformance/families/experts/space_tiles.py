@@ -42,14 +42,13 @@ def tiles_of_layers(scope: Scope) -> list[Any]:
     """
     if scope.space.device != "cuda":
         return []
-    sizes = {"tokens": 200} if scope.function == "shared_experts" else MANY_ROWS
-    base: Changes = {"dtype": "bfloat16"} | sizes | LINES
-    forms: list[Changes] = [
-        {},
+    alike = scope.function == "shared_experts"  # the same kernels, without bias and probs
+    base: Changes = {"dtype": "bfloat16"} | ({"tokens": 200} if alike else MANY_ROWS) | LINES
+    forms: list[Changes] = [{}, {"offset": 8, "clamp": 56, "alpha": 1702, "dtype": "float16"} | ODD_LINES]
+    further: list[Changes] = [
         {"kind": "reglu", "offset": -4, "clamp": 6, "bias1": "float32"},
-        {"offset": 8, "clamp": 56, "alpha": 1702, "dtype": "float16"} | ODD_LINES,
         {"kind": "geglu", "probs": "float32"} | ODD_LINES,
         {"kind": "quick_geglu", "probs": "bfloat16", "early": True},
     ]
-    alone = [scope.mended(scope.case(base | form)) for form in forms]
+    alone = [scope.mended(scope.case(base | form)) for form in (forms if alike else forms + further)]
     return [base, *scope.lawful([case for case in alone if scope.fits(case)])]
