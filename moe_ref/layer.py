@@ -93,7 +93,7 @@ def moe_layer(
     routed = route_together(logits, config, states, padding_mask=padding_mask, **settings)
 
     tokens = [_projected(x_TH, p.latent_down) for x_TH, p in ranks]
-    dispatched, combine = DISPATCH[config.dispatcher](tokens, for_shards(routed, config), **config.dispatch)
+    dispatched, combine = DISPATCH[config.dispatcher](tokens, for_shards(routed, config), config)
     later = [None] * len(x) if wgrads is None else wgrads
     expert_rows = [_routed_experts(*rank, config) for rank in zip(dispatched, parameters, later, strict=True)]
     combined = combine(expert_rows)
@@ -201,15 +201,17 @@ Combine = Callable[[list[Tensor]], list[Tensor]]
 def _by_map(dispatch: Callable[..., list[Any]], combine: Callable[..., list[Any]]) -> Callable[..., Any]:
     """A dispatcher that reads the routing map."""
 
-    def run(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], **sizes: int) -> tuple[list[Any], Combine]:
-        sent = dispatch(tokens, [out.routing_map for out in routed], probs=[out.probs for out in routed], **sizes)
+    def run(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], config: LayerConfig) -> tuple[list[Any], Combine]:
+        maps, probs = [out.routing_map for out in routed], [out.probs for out in routed]
+        sent = dispatch(tokens, maps, probs=probs, **config.dispatch)
         handles = [received.handle for received in sent]
-        return sent, lambda rows: [getattr(result, "tokens", result) for result in combine(rows, handles)]
+        back = partial(combine, **config.combine)
+        return sent, lambda rows: [getattr(result, "tokens", result) for result in back(rows, handles)]
 
     return run
 
 
-def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], **sizes: int) -> tuple[list[Any], Combine]:
+def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], config: LayerConfig) -> tuple[list[Any], Combine]:
     """DeepEP: tokens travel in index form, and each rank permutes the tokens it received, in its
     budget.
     """
@@ -223,7 +225,7 @@ def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], **sizes: in
         local_map, local_probs = indices_to_multihot(
             received.indices, received.probs, num_experts=experts // len(tokens)
         )
-        permuted.append(permute(received.rows, local_map, probs=local_probs, **sizes))
+        permuted.append(permute(received.rows, local_map, probs=local_probs, **config.dispatch))
 
     def combine(rows: list[Tensor]) -> list[Tensor]:
         sums = [unpermute(rows_PH, part.row_map) for rows_PH, part in zip(rows, permuted, strict=True)]

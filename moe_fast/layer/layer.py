@@ -199,7 +199,7 @@ def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callab
         sent = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group, **config.dispatch)
 
         def back(rows: Tensor) -> Tensor:
-            result = combine(rows, sent.handle, group=group)
+            result = combine(rows, sent.handle, group=group, **config.combine)
             tokens_TN: Tensor = getattr(result, "tokens", result)
             return tokens_TN
 

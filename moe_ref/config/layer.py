@@ -15,6 +15,7 @@ from moe_ref.config.rules import is_count, require
 
 DISPATCHERS = ("allgather", "alltoall", "deepep", "hybridep")
 SHARDING = ("allgather", "alltoall")  # those that know `expert_tensor_parallel`
+PROGRAMS = ("num_sms", "num_blocks_permute", "num_blocks_unpermute")
 OF_EXPERTS = ("fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")  # parameters that differ between ranks
 
 
@@ -23,7 +24,8 @@ class LayerConfig:
     """The settings of a layer; `layer_config` makes one of Megatron's options.
 
     Raises:
-        ValueError: an unknown dispatcher, no positive number of shards; see `check_jitter` and
+        ValueError: an unknown dispatcher, no positive number of shards, a number of multiprocessors
+            or blocks that is not positive or another dispatcher's; see `check_jitter` and
             `check_budget`.
     """
 
@@ -32,6 +34,9 @@ class LayerConfig:
     jitter_eps: float | None = None  # of the router's input, see `jitter`; in evaluation too
     dispatcher: str = "alltoall"
     expert_tensor_parallel: int = 1  # neighbouring ranks that share their experts, each with a shard of the width
+    num_sms: int | None = None  # of hybridep: the most multiprocessors of its transfers, see `hybridep_dispatch`
+    num_blocks_permute: int | None = None  # of hybridep: the most thread blocks of its dispatch's permutation
+    num_blocks_unpermute: int | None = None  # the same of its combine
     num_rows: int | None = None  # room for the rows of a rank's experts, see `rank_budget`; None: for all
     kind: str = "swiglu"  # the activation, with its settings: see `grouped_mlp`
     offset: float = 0.0
@@ -48,6 +53,10 @@ class LayerConfig:
         require(known, "dispatcher", repr(self.dispatcher), f"one of {', '.join(DISPATCHERS)}")
         shards = self.expert_tensor_parallel
         require(is_count(shards) and shards >= 1, "expert_tensor_parallel", shards, "a positive integer")
+        for name in PROGRAMS:
+            most, own = getattr(self, name), self.dispatcher == "hybridep"
+            right = "None or a positive integer" if own else f"None with {self.dispatcher}: hybridep alone has it"
+            require(most is None or (own and is_count(most) and most >= 1), name, most, right)
         if self.jitter_eps is not None:
             check_jitter(self.jitter_eps)
         if self.num_rows is not None:
@@ -56,10 +65,14 @@ class LayerConfig:
     @property
     def dispatch(self) -> dict[str, Any]:
         """The settings of the dispatcher over ranks."""
-        found = {} if self.num_rows is None else {"num_rows": self.num_rows}
-        shards = self.expert_tensor_parallel
-        known = shards > 1 and self.dispatcher in SHARDING
-        return found | ({"expert_tensor_parallel": shards} if known else {})
+        shards = self.expert_tensor_parallel if self.dispatcher in SHARDING else 1
+        given = {"num_rows": self.num_rows, "expert_tensor_parallel": None if shards == 1 else shards}
+        return _given(given | {"num_sms": self.num_sms, "num_blocks": self.num_blocks_permute})
+
+    @property
+    def combine(self) -> dict[str, Any]:
+        """The settings of the way back."""
+        return _given({"num_sms": self.num_sms, "num_blocks": self.num_blocks_unpermute})
 
     @property
     def experts(self) -> dict[str, Any]:
@@ -75,6 +88,10 @@ class LayerConfig:
     @property
     def _activation(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("kind", "offset", "clamp", "fp8_input_store")}
+
+
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in settings.items() if x is not None}
 
 
 class LayerParameters(NamedTuple):

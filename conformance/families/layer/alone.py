@@ -234,7 +234,9 @@ def _combine(layer: Traced) -> Alone:
     deepep = layer.case.dispatcher == "deepep"
     contract = DeepEPCombine() if deepep else MapCombine(layer.case.stage)
     required: Lists = {"rows": layer.at("sums" if deepep else "expert_rows"), "handle": [HANDLE] * len(calls)}
-    own = _stage(layer, contract, required, {}, ("rows",), {"tokens": "combined"}, case)
+    settings = _same(layer, **layer.config.combine)
+    own = _stage(layer, contract, required, settings, ("rows",), {"tokens": "combined"}, case)
     rows = [free_behind("rows", out.rows, specified(case, out)) for out in made]
-    given = [{"required": c.required, "wanted": c.wanted, "cotangents": c.cotangents} for c in own.calls]
+    fields = ("required", "settings", "wanted", "cotangents")
+    given = [{name: getattr(c, name) for name in fields} for c in own.calls]
     return replace(own, calls=after(contract.function, calls, made, rows, given))

@@ -74,6 +74,7 @@ class LayerCase(Case):
     recipe: str = choice("", "current", "block", "mxfp8")  # scaling of the experts' products
     align: int = number(0, 16, 32, 64, 256, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
     dispatcher: str = choice(*DISPATCHERS)
+    programs: int = number(0, 3, data=True)  # numbers of hybridep's multiprocessors and blocks; 0: not given
     budget: int = number(0, *range(1, 25), pairs=(5,))  # room for a rank's rows, over ranks; 0: for all
     rerun: bool = flag(argument="rerun")  # with a budget: no row is dropped
     evaluation: bool = flag(argument="training")
@@ -128,6 +129,8 @@ class LayerCase(Case):
             return "gate is the shared experts', and there are none"
         if self.router_bias and self.logit_dtype != "float32":
             return "with a bias, narrow logits may be rounded twice"
+        if self.programs and (not self.counts or self.dispatcher != "hybridep"):
+            return "hybridep over ranks alone has programs"
         if self.budget and not self.counts:
             return "a budget is of rows over ranks"
         if self.budget and self.pad:
@@ -181,6 +184,9 @@ def config_of_layer(case: LayerCase) -> LayerConfig:
         jitter_eps=0.5 if case.jitter else None,
         dispatcher=case.dispatcher,
         num_rows=case.budget or None,
+        num_sms=case.programs or None,
+        num_blocks_permute=case.programs or None,
+        num_blocks_unpermute=case.programs or None,
         expert_tensor_parallel=case.shards,
         kind=case.kind or "swiglu",
         clamp=case.clamp / 8 or None,

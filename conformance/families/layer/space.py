@@ -62,6 +62,7 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
         room = draw(st.sampled_from((0, 0, 1, 4, 12))) if shards == 1 else 0
         fields |= {"layout": "contiguous", "layout_of": "", "budget": room} | ({"pad": False} if room else {})
         fields["rerun"] = bool(room) and draw(st.booleans())
+        fields["programs"] = draw(st.sampled_from((0, 3))) if fields["dispatcher"] == "hybridep" else 0
     every = scope.signature.all_gradients(scope.case(fields))
     return fields | {"grads": draw(st.sampled_from((*("",) * 3, *(every,) * 6, *every.split("+"), *GRADIENTS)))}
 
@@ -115,7 +116,7 @@ WORLDS: tuple[Changes, ...] = (
         "capacity": 3,
         "router_dtype": "fp32",
     },
-    {"counts": (3, 4), "experts": 4, "dispatcher": "hybridep", "capacity": 3, "pad": True, "bias": True},
+    {"counts": (3, 4), "experts": 4, "dispatcher": "hybridep", "capacity": 3, "pad": True, "bias": True, "programs": 3},
     {"counts": (5,), "experts": 3, "dispatcher": "deepep", "budget": 7},
     {"counts": (4, 3), "experts": 4, "dispatcher": "hybridep", "budget": 6, "shared": 2},
     {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3},

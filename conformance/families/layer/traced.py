@@ -102,7 +102,7 @@ class Traced:
         if self.case.dispatcher != "deepep":
             there, back = (getattr(moe_ref, f"{self.case.dispatcher}_{step}") for step in ("dispatch", "combine"))
             self.parts = there(tokens, maps, probs=probs, **self.config.dispatch)
-            combined = back(self._experts(), [part.handle for part in self.parts])
+            combined = back(self._experts(), [part.handle for part in self.parts], **self.config.combine)
             return [getattr(result, "tokens", result) for result in combined]
         experts = self.config.router.num_experts
         pairs = zip(maps, probs, strict=True)

@@ -23,8 +23,7 @@ GIVEN_BY_THE_CALL = frozenset(_GIVEN.split())
 # Options of how a result is computed, where it is stored, and logging; the result is the same.
 _SAME = """
 transformer_impl use_megatron_fsdp moe_router_fusion moe_per_layer_logging moe_token_dropping
-moe_flex_dispatcher_num_sms moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute
-moe_hybridep_num_blocks_unpermute moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion_into_hybridep
+moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion_into_hybridep
 moe_grouped_gemm moe_single_grouped_weight moe_single_grouped_bias bias_activation_fusion use_te_activation_func
 use_fused_weighted_squared_relu moe_shared_expert_overlap use_grouped_gemm_for_shared_expert recompute_granularity
 recompute_method recompute_num_layers recompute_modules cpu_offloading fine_grained_activation_offloading
@@ -86,11 +85,16 @@ def layer_config(config: MoEConfig) -> LayerConfig:
         f"one of {', '.join(GATED_FORM)}",
     )
     flex = config.moe_token_dispatcher_type == "flex"
+    dispatcher = config.moe_flex_dispatcher_backend if flex else config.moe_token_dispatcher_type
+    hybridep = dispatcher == "hybridep"
     return LayerConfig(
         router=router_config(config),
         router_dtype=config.moe_router_dtype,
         jitter_eps=config.moe_input_jitter_eps,
-        dispatcher=config.moe_flex_dispatcher_backend if flex else config.moe_token_dispatcher_type,
+        dispatcher=dispatcher,
+        num_sms=config.moe_flex_dispatcher_num_sms if hybridep else None,
+        num_blocks_permute=config.moe_hybridep_num_blocks_permute if hybridep else None,
+        num_blocks_unpermute=config.moe_hybridep_num_blocks_unpermute if hybridep else None,
         expert_tensor_parallel=config.expert_tensor_parallel_size or 1,
         kind=GATED_FORM[name] if gated else name,
         offset=config.glu_linear_offset if gated else 0.0,
