@@ -22,6 +22,7 @@ from moe_fast.launch.backend import check_device
 from moe_fast.launch.operators import traceable, tracing
 from moe_ref.config import (
     GATED,
+    LinearAmax,
     LinearState,
     Recipe,
     check_counts,
@@ -47,6 +48,7 @@ def grouped_mlp(
     probs_on_input: bool = False, align: int | None = None, recompute: str | None = None,
     recipe: Recipe | None = None, state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None, wgrads: Waiting | None = None,
+    amaxes: tuple[LinearAmax, LinearAmax] | None = None,
 ) -> Tensor:  # fmt: skip
     """`moe_ref.experts.mlp.grouped_mlp` by grouped products, and one launch per activation.
 
@@ -56,7 +58,7 @@ def grouped_mlp(
     saves h as well). `align` pads only with a recipe: the buffer grows by L · (align - 1) rows.
 
     Raises:
-        ValueError: also for probs of other dtypes than `PROBS`, for wgrads in a graph of
+        ValueError: also for probs of other dtypes than `PROBS`, for wgrads or amaxes in a graph of
             torch.compile, and as `grouped_linear`.
     """
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
@@ -65,16 +67,18 @@ def grouped_mlp(
         rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind,
         probs_on_input, align, recompute,
     )  # fmt: skip
-    check_pairs(state, noise)
+    check_pairs(state, noise, amaxes)
     check_wgrads(wgrads)
     require(wgrads is None or not tracing(), "wgrads", "given in a graph", "None: a graph has all gradients")
+    require(amaxes is None or not tracing(), "amaxes", "given in a graph", "None: a graph writes to no argument")
+    pairs = zip(state or (None, None), amaxes or (None, None), strict=True)
     check_product(rows_PH, recipe, "float32")
     check_device("rows", rows_PH)
     check_probs(probs)
     run = partial(
         _experts,
         act=act,
-        linears=[partial(linear_of, recipe=recipe, state=each) for each in state or (None, None)],
+        linears=[partial(linear_of, recipe=recipe, state=own, amaxes=seen) for own, seen in pairs],
         noise=noise,
         align=None if recipe is None else align,
         probs_on_input=probs_on_input,
@@ -96,10 +100,10 @@ def sequential_mlp(
     """`grouped_mlp`, the same function of the same weights as one expert after the other.
 
     Raises:
-        ValueError: also for a state, a noise or wgrads, which all experts would share.
+        ValueError: also for a state, a noise, wgrads or amaxes, which all experts would share.
     """
     check_counts(tokens_per_expert_L, len(fc1_weight_LFH), rows_PH)
-    for name in ("state", "noise", "wgrads"):
+    for name in ("state", "noise", "wgrads", "amaxes"):
         require(settings.get(name) is None, name, "given", "None: it would be for all experts together")
     weights = (fc1_weight_LFH, fc2_weight_LHF)
     return grouped_mlp(
