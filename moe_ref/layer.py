@@ -24,6 +24,8 @@ from moe_ref.config import (
     LayerConfig,
     LayerOutput,
     LayerParameters,
+    LinearAmax,
+    LinearState,
     PerRank,
     RankGroup,
     RouteOutput,
@@ -56,6 +58,8 @@ def moe_layer(
     padding_mask: PerRank[Tensor] | None = None,
     noise: PerRank[Tensor] | None = None,
     wgrads: PerRank[list[Callable[..., Tensor]]] | None = None,
+    linear_states: PerRank[tuple[LinearState, LinearState]] | None = None,
+    amaxes: PerRank[tuple[LinearAmax, LinearAmax]] | None = None,
     rerun: bool = False,
 ) -> LayerOutput:
     """One forward of the layer on all ranks.
@@ -71,7 +75,7 @@ def moe_layer(
             nowhere; but it competes for a capacity. Its output is the shared experts'.
         noise: [T_r,H] of each rank, from 0 to 1, in the dtype of x: the jitter's factor is
             1 - eps + 2 · eps · noise. None: drawn.
-        wgrads: a list of each rank, or None: as in `grouped_mlp`, of the routed experts.
+        wgrads, linear_states, amaxes: for each rank wgrads, state and amaxes of `grouped_mlp`.
         rerun: no row is dropped for want of room, see `within_budget`.
 
     Rounding: by the functions of the stages; the last sum to the dtype of x.
@@ -79,11 +83,11 @@ def moe_layer(
     Raises:
         ValueError: see `moe_ref.config.check_layer`; also from the stages.
     """
-    check_layer(x, parameters, config, states, padding_mask, noise)
+    check_layer(x, parameters, config, states, padding_mask, noise, linear_states)
     if rerun:
         again = partial(moe_layer, x, parameters, states=states, training=training, batch_size=batch_size)
-        again = partial(again, padding_mask=padding_mask, noise=noise, wgrads=wgrads)
-        return within_budget(lambda own: again(config=own), config, x)
+        again = partial(again, padding_mask=padding_mask, noise=noise, wgrads=wgrads, amaxes=amaxes)
+        return within_budget(lambda own: again(config=own, linear_states=linear_states), config, x)
     ranks = [*zip(x, parameters, strict=True)]
     inputs = [jittered(x_TH, config, None if noise is None else noise[rank]) for rank, x_TH in enumerate(x)]
 
@@ -94,8 +98,7 @@ def moe_layer(
 
     tokens = [_projected(x_TH, p.latent_down) for x_TH, p in ranks]
     dispatched, combine = DISPATCH[config.dispatcher](tokens, for_shards(routed, config), config)
-    later = [None] * len(x) if wgrads is None else wgrads
-    expert_rows = [_routed_experts(*rank, config) for rank in zip(dispatched, parameters, later, strict=True)]
+    expert_rows = _routed_experts(dispatched, parameters, config, wgrads=wgrads, state=linear_states, amaxes=amaxes)
     combined = combine(expert_rows)
     output = [_projected(y_TN, p.latent_up) for y_TN, p in zip(combined, parameters, strict=True)]
 
@@ -140,10 +143,17 @@ def _projected(x_TN: Tensor, weight_MN: Tensor | None) -> Tensor:
     return x_TN if weight_MN is None else latent_projection(x_TN, weight_MN)
 
 
-def _routed_experts(part: Any, p: LayerParameters, wgrads: Any, config: LayerConfig) -> Tensor:
-    """The experts of one rank, over its dispatched rows."""
-    given = {"probs": part.probs, "fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias, "wgrads": wgrads}
-    return grouped_mlp(part.rows, part.tokens_per_expert, p.fc1_weight, p.fc2_weight, **given, **config.experts)
+def _routed_experts(
+    dispatched: list[Any], parameters: PerRank[LayerParameters], config: LayerConfig, **beside: PerRank[Any] | None
+) -> list[Tensor]:
+    """The experts of each rank, over its dispatched rows."""
+    rows = []
+    for rank, (part, p) in enumerate(zip(dispatched, parameters, strict=True)):
+        own = {name: given[rank] for name, given in beside.items() if given is not None}
+        own |= {"probs": part.probs, "fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias}
+        own |= config.experts
+        rows.append(grouped_mlp(part.rows, part.tokens_per_expert, p.fc1_weight, p.fc2_weight, **own))
+    return rows
 
 
 def _shared(x_TH: Tensor, p: LayerParameters, config: LayerConfig) -> Tensor:

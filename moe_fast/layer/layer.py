@@ -34,6 +34,8 @@ from moe_ref.config import (
     LayerConfig,
     LayerOutput,
     LayerParameters,
+    LinearAmax,
+    LinearState,
     RankGroup,
     RouteOutput,
     RouterConfig,
@@ -53,7 +55,8 @@ def moe_layer(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig,
     *, state: RouterState, training: bool = True, batch_size: int = 1, group: Any = None,
     padding_mask: Tensor | None = None, noise: Tensor | None = None, recompute: str | None = None,
-    wgrads: Waiting | None = None, overlap_shared: bool = False,
+    wgrads: Waiting | None = None, linear_states: tuple[LinearState, LinearState] | None = None,
+    amaxes: tuple[LinearAmax, LinearAmax] | None = None, overlap_shared: bool = False,
     in_dispatch_backward: Callable[[], None] | None = None, shared_memory: bool = False, rerun: bool = False,
 ) -> LayerOutput:  # fmt: skip
     """One forward of the layer on this rank, with its L = E/W experts, or its shard of more.
@@ -64,7 +67,8 @@ def moe_layer(
             dispatcher's host waits for its counts.
         recompute: as in `grouped_mlp`, of the routed experts alone. The result holds every
             intermediate; `MoELayer` computes the whole layer again.
-        wgrads: as in `grouped_mlp`, of the routed experts.
+        wgrads, linear_states, amaxes: as wgrads, state and amaxes in `grouped_mlp`, of the routed
+            experts.
         overlap_shared: on a GPU the shared experts run on a stream beside the dispatch, and so do
             their gradients; see `overlap.beside`. dx then adds its parts in another order.
         in_dispatch_backward: launched beside the dispatch's backward; see `overlap.in_backward`.
@@ -78,19 +82,28 @@ def moe_layer(
             stages.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
-    masks, noises = (None if given is None else [given] * ranks for given in (padding_mask, noise))
-    check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks, masks, noises)
+    given: Any = [None if one is None else [one] * ranks for one in (padding_mask, noise, linear_states)]
+    check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks, *given)
     if rerun and group is not None and config.num_rows is not None:
         run = partial(moe_layer, x_TH, parameters, state=state, training=training, batch_size=batch_size, group=group)
-        run = partial(run, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads)
+        run = partial(run, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads, amaxes=amaxes)
         run = partial(run, overlap_shared=overlap_shared, in_dispatch_backward=in_dispatch_backward)
-        run, free = partial(run, shared_memory=shared_memory), replace(config, num_rows=None)
-        over = attrgetter("dispatched.overflow")
+        run = partial(run, shared_memory=shared_memory, linear_states=linear_states)
+        free, over = replace(config, num_rows=None), attrgetter("dispatched.overflow")
         return in_room(lambda few: run(config=config if few else free), over, group, x_TH.device)
-    p = parameters
     options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask}
-    logits, routed = _routed(x_TH, p, config, state, group, noise, options)
+    logits, routed = routed_by(x_TH, parameters, config, state, group, noise, options)
+    settings = {"recompute": recompute, "wgrads": wgrads, "state": linear_states, "amaxes": amaxes}
+    how = (overlap_shared, in_dispatch_backward, shared_memory)
+    return after_router(x_TH, parameters, config, logits, routed, group, settings, *how)
 
+
+def after_router(
+    x_TH: Tensor, p: LayerParameters, config: LayerConfig, logits: Tensor, routed: RouteOutput, group: Any,
+    settings: dict[str, Any], overlap_shared: bool, in_dispatch_backward: Callable[[], None] | None,
+    shared_memory: bool,
+) -> LayerOutput:  # fmt: skip
+    """What follows the routing; `settings` are `grouped_mlp`'s, beside the config's."""
     tokens = x_TH if p.latent_down is None else latent_projection(x_TH, p.latent_down)
     dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory)
     shared_part = partial(_shared, x_TH, p, config)
@@ -99,8 +112,8 @@ def moe_layer(
     else:
         dispatched, combine = dispatch()
     sent = dispatched.rows if in_dispatch_backward is None else in_backward(dispatched.rows, in_dispatch_backward)
-    given = {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias, "probs": dispatched.probs, "wgrads": wgrads}
-    settings = config.experts | given | {"recompute": recompute}
+    settings = config.experts | settings
+    settings |= {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias, "probs": dispatched.probs}
     rows = grouped_mlp(sent, dispatched.tokens_per_expert, p.fc1_weight, p.fc2_weight, **settings)
     combined = combine(rows)
     output = combined if p.latent_up is None else latent_projection(combined, p.latent_up)
@@ -111,7 +124,7 @@ def moe_layer(
     return LayerOutput(logits, routed, dispatched, rows, combined, shared, output)
 
 
-def _routed(
+def routed_by(
     x_TH: Tensor, p: LayerParameters, config: LayerConfig, state: RouterState, group: Any, noise: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, RouteOutput]:  # fmt: skip

@@ -46,7 +46,7 @@ class LayerConfig:
     fp8_input_store: bool = False
     probs_on_input: bool = False
     align: int | None = None  # experts pad their rows to a multiple of it
-    recipe: Recipe | None = None  # of the routed experts' products; one without a state
+    recipe: Recipe | None = None  # of the routed experts' products
 
     def __post_init__(self) -> None:
         known = self.dispatcher in DISPATCHERS
@@ -176,12 +176,14 @@ def split_experts(parameters: LayerParameters, ranks: int, config: LayerConfig |
 def check_layer(
     x: PerRank[Tensor], parameters: PerRank[LayerParameters], config: LayerConfig, states: PerRank[RouterState],
     padding_mask: PerRank[Tensor] | None = None, noise: PerRank[Tensor] | None = None,
+    linear_states: PerRank[Any] | None = None,
 ) -> None:  # fmt: skip
     """The rules of `moe_layer` that no stage has."""
     check_tokens(x)
     check_expert_split(config.router.num_experts, len(x), config.expert_tensor_parallel)
     for name, given in (
-        ("parameters", parameters), ("states", states), ("padding_mask", padding_mask or x), ("noise", noise or x)
+        ("parameters", parameters), ("states", states), ("padding_mask", padding_mask or x), ("noise", noise or x),
+        ("linear_states", linear_states or x),
     ):  # fmt: skip
         require(len(given) == len(x), name, f"a list of {len(given)}", f"a list of {len(x)}, an entry per rank")
     for own in parameters:
@@ -193,7 +195,9 @@ def check_layer(
         right = config.jitter_eps is not None and own_noise.shape == own_x.shape
         require(right, "noise", f"of shape {tuple(own_noise.shape)}", wanted)
     stateful = config.recipe is not None and config.recipe.scaling == "delayed"
-    require(not stateful, "recipe", "of delayed scaling", "one without a state")
+    missing = "given with a recipe of delayed scaling, and only with it: a pair for fc1 and fc2"
+    found = "None" if linear_states is None else "given"
+    require(stateful == (linear_states is not None), "linear_states", found, missing)
 
 
 def check_parameters(parameters: LayerParameters, config: LayerConfig, ranks: int) -> None:

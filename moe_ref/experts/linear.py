@@ -313,7 +313,7 @@ def _from_codes(x_RN: Tensor, splits_L: Tensor, role: str, gemm: str, precision:
     form = quantization.quantized.form(columnwise)
     if precision.amaxes is not None:
         seen_L = getattr(precision.amaxes, role)
-        seen_L.copy_(torch.maximum(seen_L, torch.cat([group.amax for group in form.groups])))
+        seen_L.copy_(torch.maximum(seen_L, torch.cat([group.amax for group in form.groups]).flatten()))
     decoded = [turned(values(group, form.scheme), columnwise) for group in form.groups]
     return [
         (round_to(x_RC, x_RN.dtype) if operand.kept == "dequantized" else x_RC).to(_accumulator(x_RN.dtype, precision))

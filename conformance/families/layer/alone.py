@@ -26,6 +26,7 @@ from conformance.families.dispatch.maps import MapCombine, MapDispatch
 from conformance.families.experts.cases import GroupedCase
 from conformance.families.experts.latent import LatentProjection
 from conformance.families.experts.mlp import GroupedMlp
+from conformance.families.experts.precision_mlp import with_pairs
 from conformance.families.experts.shared import SharedExperts
 from conformance.families.layer.cases import LayerCase
 from conformance.families.layer.routing import routed_outputs, seen_by_router, state_before, steps_of
@@ -189,7 +190,10 @@ def _grouped_mlp(layer: Traced) -> Alone:
     biases = {name: layer.given(name) for name in ("fc1_bias", "fc2_bias")}
     settings = biases | {"probs": layer.at("row_probs")} | _same(layer, **layer.config.experts)
     wanted = ("rows", "probs", "fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")
-    return _stage(layer, GroupedMlp(), required, settings, wanted, {"out": "expert_rows"})
+    made = _stage(layer, GroupedMlp(), required, settings, wanted, {"out": "expert_rows"})
+    states = [{name: x for name, x in call.required.items() if name.startswith("state.")} for call in layer.calls]
+    calls = [with_pairs(call, ("out",), own) for call, own in zip(made.calls, states, strict=True)]
+    return replace(made, calls=calls)
 
 
 def _shared(layer: Traced) -> Alone:

@@ -17,7 +17,8 @@ from conformance.core.signature import FAR
 from conformance.core.tensors import BITS, DTYPES, hashed, payload
 from conformance.families.experts.cases import Name
 from conformance.families.experts.cases_mlp import fc1_columns, weight_of
-from conformance.families.experts.precision import recipe_of
+from conformance.families.experts.precision import recipe_of, state_tensors
+from conformance.families.experts.precision_mlp import LAYERS
 from conformance.families.quantization.cases import UNIT
 from conformance.families.router.cases import SCORES, Scores, experts, groups, slots
 from conformance.families.router.cases_route import KINDS, RouteCase, Sharing, Tokens, config_of
@@ -71,7 +72,7 @@ class LayerCase(Case):
     shared_interleave: int = number(0, 1, 2, pairs=(2,))
     stored: bool = flag()  # fp8_input_store
     on_input: bool = flag()
-    recipe: str = choice("", "current", "block", "mxfp8")  # scaling of the experts' products
+    recipe: str = choice("", "current", "block", "mxfp8", "delayed")  # scaling of the experts' products
     align: int = number(0, 16, 32, 64, 256, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
     dispatcher: str = choice(*DISPATCHERS)
     programs: int = number(0, 3, data=True)  # numbers of hybridep's multiprocessors and blocks; 0: not given
@@ -207,7 +208,7 @@ class Scaled:
         self.case, self.scaling, self.kind = case, case.recipe, case.kind
         self.width, self.experts = width or case.width, experts or case.experts
         self.unit, self.variant, self.override = case.unit, case.variant, case.override
-        self.dtype, self.seed = case.dtype, case.seed
+        self.dtype, self.seed, self.values = case.dtype, case.seed, ""
 
 
 def parameters_of(case: LayerCase) -> dict[str, Tensor]:
@@ -235,6 +236,11 @@ def parameters_of(case: LayerCase) -> dict[str, Tensor]:
     if case.gate:
         found["shared_gate_weight"] = weight_of(one, "shared_gate_weight", 1, hidden)[0]
     return found
+
+
+def linear_states_of(case: LayerCase) -> dict[str, Tensor]:
+    """Delayed scaling's states of both linear layers, a row per expert; empty for other recipes."""
+    return {name: x for layer in LAYERS for name, x in state_tensors(Scaled(case), f"state.{layer}").items()}
 
 
 def router_weight_of(case: LayerCase) -> Tensor:

@@ -15,7 +15,7 @@ from conformance.families.router.cases_route import KINDS
 from moe_ref.config import DISPATCHERS
 
 RANKED_ONE_IN = 5  # one process per rank
-RECIPES = ("", "", "", "", "current", "block", "mxfp8")
+RECIPES = ("", "", "", "", "current", "block", "mxfp8", "delayed")
 ALIGNED = {"": (0,), "mxfp8": (32,)}  # other recipes: any
 MOST_RANKS = 3
 GRADIENTS = ("", "x+router_weight")
@@ -163,6 +163,7 @@ def always(scope: Scope) -> list[Any]:
     chosen = [
         large | {"dtype": "bfloat16"},
         SIZES | BLOCKS,
+        SIZES | {"recipe": "delayed", "align": 16},
         SIZES
         | {"losses": "aux+global", "per_token": True, "dtype": "bfloat16", "router_dtype": "fp32", "wide_router": True},
         SIZES | {"losses": "z", "sinkhorn": True},

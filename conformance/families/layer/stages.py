@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from conformance.analysis.mlp_stages import Backward, Call, Forward, backward, forward
+from conformance.analysis.products import expert_slices
 from conformance.analysis.running import Running, contracted
 from conformance.core.contract import Problem, computed_in
 from conformance.families.experts.judged_mlp import Padding
 from conformance.families.experts.precision_mlp import layers_of
 from conformance.families.router.route_step import Step
+from conformance.judge import Bounded
 from conformance.judge.bound import ROUNDOFF, Accumulator
 from moe_ref.config import LayerConfig
 
@@ -141,7 +143,8 @@ class Layer:
         recipe = self.config.recipe
         if recipe is None:
             return forward(call)
-        problem = Problem("grouped_mlp", {}, {"recipe": recipe})
+        states = {name: self.all_ranks(name) for name in self.parameters if name.startswith("state.")}
+        problem = Problem("grouped_mlp", states, {"recipe": recipe})
         return forward(replace(call, low=layers_of(problem, self.declared, self.parameters["x"], counts_L)))
 
     @cached_property
@@ -201,6 +204,29 @@ class Layer:
         up = self.parameters.get("latent_up")
         d_combined = self.d_routed if up is None else self.stored(self.product(self.d_routed, up.mT))
         return backward(self.experts, padded(self.padding, d_combined[token_P]))
+
+    def amaxes(self, after_backward: bool) -> dict[str, Bounded]:
+        """[E] the largest magnitudes of what each linear layer quantises: of stored values, each as
+        near as the value itself.
+        """
+        forward_, weights = self.experts, (self.all_ranks("fc1_weight"), self.all_ranks("fc2_weight"))
+        seen = {"0.input": forward_.x, "1.input": forward_.a}
+        if after_backward:
+            seen |= {"0.grad_output": self.d_experts.d_h, "1.grad_output": self.d_experts.d_y}
+        found = {f"amaxes.{name}": self.largest(x) for name, x in seen.items()}
+        for layer, weight in enumerate(weights):
+            value = weight.double().abs().flatten(1).amax(1)
+            found[f"amaxes.{layer}.weight"] = Bounded(value, torch.zeros_like(value), torch.float32, torch.float32)
+        return found
+
+    def largest(self, x: Running) -> Bounded:
+        """[E] of each expert's rows; 0 without any."""
+        rows = expert_slices(self.padding.counts_L)
+        value, bound = (
+            torch.stack([part[own].abs().amax() if part[own].numel() else part.new_zeros(()) for own in rows])
+            for part in (x.value, x.error)
+        )
+        return Bounded(value, bound, torch.float32, torch.float32)
 
     @cached_property
     def d_tokens(self) -> Running:

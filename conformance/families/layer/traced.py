@@ -9,6 +9,7 @@ from torch import Tensor
 
 import moe_ref
 from conformance.core.contract import Problem
+from conformance.families.experts.precision_mlp import pairs_from
 from conformance.families.layer.cases import LayerCase
 from conformance.families.layer.routing import routing_of
 from moe_ref.config import LayerConfig
@@ -81,7 +82,9 @@ class Traced:
     def _experts(self) -> Ranks:
         self.kept("rows", [part.rows for part in self.parts])
         self.kept("row_probs", [part.probs for part in self.parts])
-        every = zip(self.parts, self.given("fc1_weight"), self.given("fc2_weight"), self._biases(), strict=True)
+        pairs = [pairs_from(call.required) for call in self.calls]
+        beside = [biases | pair for biases, pair in zip(self._biases(), pairs, strict=True)]
+        every = zip(self.parts, self.given("fc1_weight"), self.given("fc2_weight"), beside, strict=True)
         return self.kept(
             "expert_rows",
             [
