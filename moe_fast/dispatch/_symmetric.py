@@ -9,7 +9,7 @@ rows:
 
 With regions for scales, rows travel as codes and scales, computed where the token is read.
 
-The kernels over tokens and rows share out their work among any number of programs.
+With SHARED the kernels over tokens and rows share out their work among any number of programs.
 """
 
 import triton
@@ -28,6 +28,12 @@ NEXT = tl.constexpr((1 << 30) - 1)
 def at_rank(table_ptr, rank, mask, ELEMENT: tl.constexpr):
     """The addresses of a region on these ranks: multiples of 256 bytes; vectors need 16."""
     return tl.multiple_of(tl.load(table_ptr + rank, mask=mask, other=0).to(tl.pointer_type(ELEMENT)), 16)
+
+
+@triton.jit
+def turns_of(work):
+    """How many of so many pieces of work this program does."""
+    return tl.cdiv(work - tl.program_id(0), tl.num_programs(0))
 
 
 @triton.jit(do_not_specialize=["own_rank", "num_experts"])
@@ -129,13 +135,14 @@ def push_kernel(
     epsilon, infinity,
     POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     ONCE: tl.constexpr,  # a token's first row on each rank alone
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Read each token once, write it to its rows on all ranks; first probs, links and lists."""
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     list_blocks = tl.cdiv(num_tokens, BLOCK_L)
     blocks = list_blocks + tl.cdiv(num_tokens, BLOCK_T)
-    for work in range(tl.program_id(0), blocks * columns, tl.num_programs(0)):
+    for turn in range(turns_of(blocks * columns) if SHARED else 1):
+        work = tl.program_id(0) + turn * tl.num_programs(0)
         column, block = work % columns, work // columns
         if block < list_blocks:
             if column == 0:
@@ -149,8 +156,8 @@ def push_kernel(
             h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
             in_row = (h < num_columns)[None, :]  # the last block sticks out
             inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
-            place = t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h
-            token = tl.load(tokens_ptr + place, mask=inside, other=0)
+            at = t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h
+            token = tl.load(tokens_ptr + at, mask=inside, other=0)
             if scales_table_ptr is not None:
                 sent_as, stored = encode_rows(token, epsilon, infinity, POWER_OF_TWO, HARDWARE)
                 b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
@@ -165,8 +172,8 @@ def push_kernel(
                 rank = expert // local_experts
                 sent = live & (rank != last) if ONCE else live
                 rows_ptr = at_rank(rows_table_ptr, rank, sent, sent_as.dtype)
-                place = row[:, None] * num_columns + h[None, :]
-                tl.store(rows_ptr[:, None] + place, sent_as, mask=sent[:, None] & in_row)  # others are not written
+                to = row[:, None] * num_columns + h[None, :]
+                tl.store(rows_ptr[:, None] + to, sent_as, mask=sent[:, None] & in_row)  # others are not written
                 if scales_table_ptr is not None:
                     place = row[:, None] * tl.cdiv(num_columns, BLOCK) + b[None, :]
                     tl.store(
@@ -198,13 +205,14 @@ def spread_kernel(
     lanes, tail_lanes, local_experts, num_columns, num_rows,
     # numbers, as bits of a float64
     epsilon, infinity,
-    POWER_OF_TWO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, SHARED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Each row that has travelled is copied to all rows of its token. The last programs write zeros
     into the padding and past the segments; scales past the segments are not written.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    for work in range(tl.program_id(0), (num_rows + lanes) * columns, tl.num_programs(0)):
+    for turn in range(turns_of((num_rows + lanes) * columns) if SHARED else 1):
+        work = tl.program_id(0) + turn * tl.num_programs(0)
         column = work % columns
         row = (work // columns).to(tl.int64)
         if row < num_rows:
@@ -249,11 +257,12 @@ def gather_kernel(
     sums_ptr, sum_probs_ptr,
     # sizes
     num_columns, num_rows,
-    ACCUMULATOR: tl.constexpr, BLOCK_H: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, SHARED: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Add each token's rows here, in order, into the place of the first; publish their probs."""
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    for work in range(tl.program_id(0), num_rows * columns, tl.num_programs(0)):
+    for turn in range(turns_of(num_rows * columns) if SHARED else 1):
+        work = tl.program_id(0) + turn * tl.num_programs(0)
         column = work % columns
         row = (work // columns).to(tl.int64)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -282,8 +291,8 @@ def pull_kernel(
     row_map,  # of rows
     # sizes
     num_tokens, num_experts, local_experts, num_columns, num_rows,
-    ONCE: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_L: tl.constexpr, UNROLL: tl.constexpr,
+    ONCE: tl.constexpr, ACCUMULATOR: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """out[t] = Σ over ranks, ascending, of t's sums there, each rounded before it is added;
     out_probs[t, e] is the prob of its row, 0 without one.
@@ -291,7 +300,8 @@ def pull_kernel(
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     list_blocks = tl.cdiv(num_tokens, BLOCK_L) if out_probs_ptr is not None else 0
     blocks = list_blocks + (tl.cdiv(num_tokens, BLOCK_T) if out_ptr is not None else 0)
-    for work in range(tl.program_id(0), blocks * columns, tl.num_programs(0)):
+    for turn in range(turns_of(blocks * columns) if SHARED else 1):
+        work = tl.program_id(0) + turn * tl.num_programs(0)
         column, block = work % columns, work // columns
         if block < list_blocks:
             if column == 0 and out_probs_ptr is not None:

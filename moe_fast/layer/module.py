@@ -13,7 +13,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from moe_fast.experts.delayed import delaying
 from moe_fast.experts.mlp import run_again
 from moe_fast.layer.layer import moe_layer, sum_over
-from moe_fast.layer.weights import GroupedLinear
+from moe_fast.layer.scaling import ScaledGroupedLinear
+from moe_fast.layer.weights import GroupedLinear, KeepsDtypes
 from moe_fast.router.route import finish_batch
 from moe_ref.config import (
     GATED,
@@ -21,6 +22,7 @@ from moe_ref.config import (
     LayerConfig,
     LayerParameters,
     RankGroup,
+    Recipe,
     RouterConfig,
     RouterLosses,
     RouterRanks,
@@ -33,7 +35,7 @@ from moe_ref.config.state import new_state
 INIT_STD = 0.02
 
 
-class Router(nn.Module):
+class Router(KeepsDtypes):
     """The router's weight [E,H] and its state. Only `expert_bias` is saved, as in Megatron.
 
     The state keeps its dtypes when the module is cast: a bfloat16 counter stops at 256.
@@ -47,13 +49,6 @@ class Router(nn.Module):
         for name, x in names.items():
             if isinstance(x, Tensor):
                 self.register_buffer(name, x, persistent=name == "expert_bias" and config.expert_bias)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        before = dict(self.named_buffers())
-        super()._apply(fn, recurse)
-        for name, x in before.items():
-            setattr(self, name, x.to(getattr(self, name).device))
-        return self
 
     @property
     def state(self) -> RouterState:
@@ -70,10 +65,20 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The two grouped linear layers of this rank's experts."""
 
-    def __init__(self, experts: int, columns: int, width: int, into: int, **options: Any) -> None:
+    def __init__(
+        self, experts: int, columns: int, width: int, into: int, *, recipe: Recipe | None, **options: Any
+    ) -> None:
         super().__init__()
-        self.linear_fc1 = GroupedLinear(experts, columns, into, **options)
-        self.linear_fc2 = GroupedLinear(experts, into, width, **options)
+        linear: Callable[..., GroupedLinear] = GroupedLinear
+        if recipe is not None and recipe.scaling == "delayed":
+            linear = partial(ScaledGroupedLinear, recipe=recipe)
+        self.linear_fc1 = linear(experts, columns, into, **options)
+        self.linear_fc2 = linear(experts, into, width, **options)
+
+    @property
+    def scaled(self) -> list[ScaledGroupedLinear]:
+        """The layers with delayed scaling: both or none."""
+        return [one for one in (self.linear_fc1, self.linear_fc2) if isinstance(one, ScaledGroupedLinear)]
 
 
 class SharedExperts(nn.Module):
@@ -136,7 +141,8 @@ class MoELayer(nn.Module):
         self.register_buffer("over_budget", torch.zeros((), dtype=torch.bool, device=device), persistent=False)
         self.router = Router(config.router, hidden, **tensor)
         local, own = config.router.num_experts * shards // ranks, width // shards
-        self.experts = Experts(local, halves * own, own, latent or hidden, bias=bias, packed=packed, **tensor)
+        options = tensor | {"bias": bias, "packed": packed, "recipe": config.recipe}
+        self.experts = Experts(local, halves * own, own, latent or hidden, **options)
         self.fc1_latent_proj = self.fc2_latent_proj = self.shared_experts = None
         if latent is not None:
             self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False, **tensor)
@@ -205,6 +211,11 @@ class MoELayer(nn.Module):
         recompute = self.recompute if self.recompute == "moe_act" else None
         settings |= {"group": self.group, "recompute": recompute, "padding_mask": padding_mask}
         settings |= {"shared_memory": self.shared_memory, "overlap_shared": self.overlap_shared}
+        if self.experts.scaled:
+            fc1, fc2 = self.experts.scaled
+            settings["linear_states"] = (fc1.state, fc2.state)
+            counts = settings["training"] and torch.is_grad_enabled()
+            settings["amaxes"] = (fc1.amaxes, fc2.amaxes) if counts else None
         if self.overlap_wgrad and not torch.compiler.is_compiling():
             settings["in_dispatch_backward"] = self._compute_dw
         linears = (self.experts.linear_fc1, self.experts.linear_fc2) if self.delay_wgrad else ()
@@ -230,7 +241,11 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def finish_batch(self, *, frozen: bool = False) -> None:
-        """End a global batch: the expert bias takes its step, and the counters restart."""
+        """End a global batch: the expert bias takes its step, the counters restart, and delayed
+        scaling's scales follow the amaxes.
+        """
+        for linear in self.experts.scaled:
+            linear.update_scales()
         group = self.group
         ranks = RouterRanks() if group is None else _ranks(group)
         self.router.keep(finish_batch(self.router.state, self.config.router, frozen=frozen, ranks=ranks))
