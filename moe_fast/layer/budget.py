@@ -17,9 +17,10 @@ def within_budget(layers: Sequence[MoELayer], step: Callable[[], X], reset: Call
     """step(); and once more, with room for all rows, if any layer on any rank has dropped some.
 
     All ranks call it together and decide alike. Before the second run the routers have their states
-    of before the first, delayed scaling its histories and torch's generators theirs, and `reset` is called: it must undo what else the
-    first run has done, as by `optimizer.zero_grad`. The step must not update parameters. The host
-    waits once, after the step. Of one layer's forward alone: `moe_layer` with `rerun`.
+    of before the first, delayed scaling its histories and torch's generators theirs, and `reset` is
+    called: it must undo what else the first run has done, as by `optimizer.zero_grad`. The step
+    must not update parameters. The host waits once, after the step. Of one layer's forward alone:
+    `moe_layer` with `rerun`.
 
     Args:
         layers: with a `group`, and `LayerConfig.num_rows`; see `rank_budget`.

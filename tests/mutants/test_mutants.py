@@ -43,7 +43,7 @@ LISTED = {
     *(f"Z{number:02}" for number in range(1, 25) if number != 13),
     *(f"O{number:02}" for number in range(1, 15)),
     *(f"M{number:02}" for number in range(1, 24) if number != 10),
-    *(f"ML{number:02}" for number in range(1, 50)),
+    *(f"ML{number:02}" for number in range(1, 52)),
     *(f"CK{number:02}" for number in range(1, 32)),
     *("DW01", "DW02", "DW03", "DW04"),
 }
