@@ -34,7 +34,7 @@ def within_budget(layers: Sequence[MoELayer], step: Callable[[], X], reset: Call
     histories = [own.amax_history for linear in scaled for own in linear.state]
     before = [x.clone() for x in histories]
     for layer in layers:
-        layer.over_budget = torch.zeros_like(layer.over_budget)
+        layer.over_budget.zero_()
 
     def run(few: bool) -> X:
         if few:

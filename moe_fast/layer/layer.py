@@ -81,9 +81,7 @@ def moe_layer(
         ValueError: also for memory shared by another dispatcher, and as the functions of the
             stages.
     """
-    ranks = 1 if group is None else dist.get_world_size(group)
-    given: Any = [None if one is None else [one] * ranks for one in (padding_mask, noise, linear_states)]
-    check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks, *given)
+    check_call(x_TH, parameters, config, state, group, padding_mask, noise, linear_states)
     if rerun and group is not None and config.num_rows is not None:
         run = partial(moe_layer, x_TH, parameters, state=state, training=training, batch_size=batch_size, group=group)
         run = partial(run, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads, amaxes=amaxes)
@@ -93,17 +91,31 @@ def moe_layer(
         return in_room(lambda few: run(config=config if few else free), over, group, x_TH.device)
     options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask}
     logits, routed = routed_by(x_TH, parameters, config, state, group, noise, options)
-    settings = {"recompute": recompute, "wgrads": wgrads, "state": linear_states, "amaxes": amaxes}
-    how = (overlap_shared, in_dispatch_backward, shared_memory)
-    return after_router(x_TH, parameters, config, logits, routed, group, settings, *how)
+    rest = after_router(
+        x_TH, parameters, config, routed, group=group, recompute=recompute, wgrads=wgrads,
+        linear_states=linear_states, amaxes=amaxes, overlap_shared=overlap_shared,
+        in_dispatch_backward=in_dispatch_backward, shared_memory=shared_memory,
+    )  # fmt: skip
+    return LayerOutput(logits, routed, *rest)
+
+
+def check_call(
+    x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, state: RouterState, group: Any, *optional: Any
+) -> None:
+    """`check_layer` of this rank's arguments; `optional` are its last."""
+    ranks = 1 if group is None else dist.get_world_size(group)
+    given = [None if one is None else [one] * ranks for one in optional]
+    check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks, *given)
 
 
 def after_router(
-    x_TH: Tensor, p: LayerParameters, config: LayerConfig, logits: Tensor, routed: RouteOutput, group: Any,
-    settings: dict[str, Any], overlap_shared: bool, in_dispatch_backward: Callable[[], None] | None,
-    shared_memory: bool,
-) -> LayerOutput:  # fmt: skip
-    """What follows the routing; `settings` are `grouped_mlp`'s, beside the config's."""
+    x_TH: Tensor, p: LayerParameters, config: LayerConfig, routed: RouteOutput,
+    *, group: Any = None, recompute: str | None = None, wgrads: Waiting | None = None,
+    linear_states: tuple[LinearState, LinearState] | None = None,
+    amaxes: tuple[LinearAmax, LinearAmax] | None = None, overlap_shared: bool = False,
+    in_dispatch_backward: Callable[[], None] | None = None, shared_memory: bool = False,
+) -> tuple[Any, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """`moe_layer` of tokens that are routed: its results after the router's."""
     tokens = x_TH if p.latent_down is None else latent_projection(x_TH, p.latent_down)
     dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory)
     shared_part = partial(_shared, x_TH, p, config)
@@ -112,8 +124,8 @@ def after_router(
     else:
         dispatched, combine = dispatch()
     sent = dispatched.rows if in_dispatch_backward is None else in_backward(dispatched.rows, in_dispatch_backward)
-    settings = config.experts | settings
-    settings |= {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias, "probs": dispatched.probs}
+    settings = config.experts | {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias, "probs": dispatched.probs}
+    settings |= {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes, "recompute": recompute}
     rows = grouped_mlp(sent, dispatched.tokens_per_expert, p.fc1_weight, p.fc2_weight, **settings)
     combined = combine(rows)
     output = combined if p.latent_up is None else latent_projection(combined, p.latent_up)
@@ -121,7 +133,7 @@ def after_router(
     shared = shared if overlap_shared else shared_part()
     if shared is not None:
         output = output + shared
-    return LayerOutput(logits, routed, dispatched, rows, combined, shared, output)
+    return dispatched, rows, combined, shared, output
 
 
 def routed_by(
