@@ -43,13 +43,13 @@ def grouped_mlp(
         kind, offset, clamp, alpha, interleave, …: as in `glu` and `activation`.
         align: zeros extend each segment to a multiple of it, and are trimmed afterwards.
         recompute: "moe_act" or "moe": the activation, or all, again in the backward; same results.
-        recipe: of both linear layers, see `grouped_linear`.
-        state, noise: as in `grouped_linear`, a pair for fc1 and fc2; noise per row, aligned.
+        recipe, state, noise: as in `grouped_linear`, the last two a pair for fc1 and fc2; noise per
+            row, aligned.
         wgrads: a list, or None. A backward appends to it, in place of the weights' gradients, a
             function of `accumulate_into` for each weight that has one, fc2's first: `grouped_wgrad`
             of what the backward has. Mirrors `backward_dw`.
-        amaxes: with a state, a pair for fc1 and fc2, or None. The forward raises those of input and
-            weight to what it quantises, a backward those of grad_output: for `update_scales`.
+        amaxes: with a state, a pair for fc1 and fc2, or None; for `update_scales`. The forward
+            raises those of input and weight to what it quantises, a backward those of grad_output.
 
     Rounding, each once, to the dtype of the rows: p · x; h with its bias; a; a W2ᵀ; and then the
     sum with p · b2, in float32 (float64 if an input is). Gradients round where these values do.
@@ -70,15 +70,8 @@ def grouped_mlp(
     weights = (fc1_weight_LFH, fc2_weight_LHF, fc1_bias, fc2_bias)
     pairs = zip(state or (None, None), amaxes or (None, None), strict=True)
     linears = [partial(delayed_linear, recipe=recipe, state=s, amaxes=a, wgrads=wgrads) for s, a in pairs]
-    run = partial(
-        _experts,
-        act=act,
-        linears=linears,
-        noise=noise,
-        align=align,
-        probs_on_input=probs_on_input,
-        recompute=recompute == "moe_act",
-    )
+    how: dict[str, Any] = {"noise": noise, "align": align, "probs_on_input": probs_on_input}
+    run = partial(_experts, act=act, linears=linears, recompute=recompute == "moe_act", **how)
     inputs = (rows_PH[:total], tokens_per_expert_L, None if probs is None else probs[:total], *weights)
     out_PH = checkpoint(run, *inputs, use_reentrant=False) if recompute == "moe" else run(*inputs)
     return torch.cat([out_PH, out_PH.new_zeros((len(rows_PH) - total, out_PH.shape[1]))])
