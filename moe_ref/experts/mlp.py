@@ -70,8 +70,8 @@ def grouped_mlp(
     weights = (fc1_weight_LFH, fc2_weight_LHF, fc1_bias, fc2_bias)
     pairs = zip(state or (None, None), amaxes or (None, None), strict=True)
     linears = [partial(delayed_linear, recipe=recipe, state=s, amaxes=a, wgrads=wgrads) for s, a in pairs]
-    how: dict[str, Any] = {"noise": noise, "align": align, "probs_on_input": probs_on_input}
-    run = partial(_experts, act=act, linears=linears, recompute=recompute == "moe_act", **how)
+    run = partial(_experts, act=act, linears=linears, noise=noise, align=align)
+    run = partial(run, probs_on_input=probs_on_input, recompute=recompute == "moe_act")
     inputs = (rows_PH[:total], tokens_per_expert_L, None if probs is None else probs[:total], *weights)
     out_PH = checkpoint(run, *inputs, use_reentrant=False) if recompute == "moe" else run(*inputs)
     return torch.cat([out_PH, out_PH.new_zeros((len(rows_PH) - total, out_PH.shape[1]))])
