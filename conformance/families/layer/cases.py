@@ -118,8 +118,8 @@ class LayerCase(Case):
             return "ranks have contiguous inputs"
         if self.shards < 1 or self.world % self.shards or self.experts % (self.world // self.shards):
             return f"experts is {self.experts}; {self.world} ranks in groups of {self.shards} must divide it"
-        if self.shards > 1 and (self.recipe or self.fc2_bias or self.budget):
-            return "shards have scales and a second bias of their own, and sources in an order of their own"
+        if self.shards > 1 and self.fc2_bias:
+            return "each shard would add a second bias"
         if self.width * self.unit % (self.shards * max(self.interleave, 1)):
             return f"width is {self.width}; {self.shards} shards must divide it"
         if any(count % self.sequences for count in self.counts):
@@ -240,7 +240,8 @@ def parameters_of(case: LayerCase) -> dict[str, Tensor]:
 
 def linear_states_of(case: LayerCase) -> dict[str, Tensor]:
     """Delayed scaling's states of both linear layers, a row per expert; empty for other recipes."""
-    return {name: x for layer in LAYERS for name, x in state_tensors(Scaled(case), f"state.{layer}").items()}
+    every = Scaled(case, experts=case.experts * case.shards)  # of all ranks, shards of one as experts of their own
+    return {name: x for layer in LAYERS for name, x in state_tensors(every, f"state.{layer}").items()}
 
 
 def router_weight_of(case: LayerCase) -> Tensor:

@@ -29,7 +29,7 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
     sequences = draw(st.sampled_from((1, 1, 2))) if scope.accepts("batch_size") else 1
     counts = draw(ranks(scope, sequences))
     held = draw(st.integers(1, 4))
-    shards = 2 if len(counts) == 2 and not recipe and draw(st.booleans()) else 1
+    shards = 2 if len(counts) == 2 and draw(st.booleans()) else 1
     experts = held * max(len(counts), 1) // shards
     topk = draw(st.integers(1, min(experts, 4)))
     score = draw(st.sampled_from(SCORES[1:] if topk == 1 else SCORES))
@@ -59,7 +59,7 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
     if experts % 2 == 0 and topk % 2 == 0 and experts >= 4 and draw(st.booleans()):
         fields |= {"groups": 2, "group_topk": draw(st.sampled_from((1, 2) if topk <= experts // 2 else (2,)))}
     if counts:
-        room = draw(st.sampled_from((0, 0, 1, 4, 12))) if shards == 1 else 0
+        room = draw(st.sampled_from((0, 0, 1, 4, 12)))
         fields |= {"layout": "contiguous", "layout_of": "", "budget": room} | ({"pad": False} if room else {})
         fields["rerun"] = bool(room) and draw(st.booleans())
         fields["programs"] = draw(st.sampled_from((0, 3))) if fields["dispatcher"] == "hybridep" else 0
@@ -122,7 +122,7 @@ WORLDS: tuple[Changes, ...] = (
     {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3},
     # one rank alone drops a row, of another rank's token
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
-    {"counts": (4, 3), "experts": 3, "dispatcher": "alltoall", "shards": 2, "fc2_bias": False},
+    {"counts": (4, 3), "experts": 3, "dispatcher": "alltoall", "shards": 2, "fc2_bias": False, "budget": 8},
 )
 
 

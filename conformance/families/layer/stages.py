@@ -88,15 +88,16 @@ class Layer:
     @cached_property
     def routing(self) -> Tensor:
         """[G,V] the copies of all ranks' tokens, without those of probability 0 that fill a
-        capacity: they have no effect. Of a budget each rank's first rows, by expert and token.
+        capacity: they have no effect. Of a budget each rank's first rows, by expert, and as in
+        `order`.
         """
         stays_GE = torch.cat([step.stays for step in self.steps])[:, self.expert_of]
         room = self.config.num_rows
         if room is None:
             return stays_GE
-        by_rank = stays_GE.T.reshape(len(self.calls), -1)  # experts, and their tokens
-        within = by_rank.cumsum(1) <= room
-        return (by_rank & within).reshape(stays_GE.T.shape).T
+        by_rank = stays_GE[self.order].T.reshape(len(self.calls), -1)  # experts, and their tokens
+        within = (by_rank.cumsum(1) <= room).reshape(stays_GE.T.shape).T
+        return stays_GE & within[self.order.argsort()]
 
     @property
     def shards(self) -> int:
@@ -110,10 +111,20 @@ class Layer:
         return numbers.repeat(1, self.shards, 1).flatten()
 
     @cached_property
+    def order(self) -> Tensor:
+        """[G] all ranks' tokens as an expert's rows have them: by rank; with alltoall first those of
+        the ranks that have the first shards.
+        """
+        ranks = torch.arange(len(self.calls)).reshape(-1, self.shards)
+        turned = ranks.T if self.config.dispatcher == "alltoall" else ranks
+        every = torch.arange(self.parts[-1].stop)
+        return torch.cat([every[self.parts[rank]] for rank in turned.flatten().tolist()])
+
+    @cached_property
     def owner(self) -> tuple[Tensor, Tensor]:
-        """[P] the token and the rank's expert, of V, of each row: by expert, source and token."""
-        expert_P, token_P = self.routing.T.nonzero(as_tuple=True)
-        return token_P, expert_P
+        """[P] the token and the rank's expert, of V, of each row: by expert, and as in `order`."""
+        expert_P, place_P = self.routing[self.order].T.nonzero(as_tuple=True)
+        return self.order[place_P], expert_P
 
     @cached_property
     def padding(self) -> Padding:
