@@ -34,6 +34,7 @@ from conformance.families.layer.traced import Traced
 from conformance.families.permutation.permute import Permute, Unpermute
 from conformance.families.router.gating import Gate
 from conformance.judge import Expectation
+from moe_ref.config import SHARDING
 from moe_ref.layer import without_padding
 
 Lists = Mapping[str, Sequence[Any]]  # arguments, with an entry per rank
@@ -212,8 +213,10 @@ def _shared(layer: Traced) -> Alone:
 
 def _dispatch_case(case: LayerCase, function: str) -> DispatchCase:
     """The ranks, sizes and dtypes of the layer's exchange."""
-    sizes = {"counts": case.counts, "local_experts": case.experts // case.world, "topk": case.experts}
-    return DispatchCase(function=function, dtype=case.dtype, probs=case.logit_dtype, **sizes)  # type: ignore[arg-type]
+    held = case.experts * case.shards // case.world
+    sizes: dict[str, Any] = {"counts": case.counts, "local_experts": held, "topk": case.experts}
+    sizes |= {"shards": case.shards} if case.dispatcher in SHARDING else {}
+    return DispatchCase(function=function, dtype=case.dtype, probs=case.logit_dtype, **sizes)
 
 
 def _dispatch(layer: Traced, function: str) -> Alone:
@@ -221,12 +224,13 @@ def _dispatch(layer: Traced, function: str) -> Alone:
     tokens = {"tokens": layer.at("tokens")}
     if layer.case.dispatcher == "deepep":
         required = tokens | {"indices": [slot.indices for slot in layer.slots]}
-        settings = {"probs": layer.at("slot_probs")} | _same(layer, num_experts=layer.config.router.num_experts)
+        settings = {"probs": layer.at("slot_probs")} | _same(layer, num_experts=layer.copies[0].probs.shape[1])
         backward = {"rows": "sent", "probs": "sent_probs"}
         return _stage(layer, DeepEPDispatch(), required, settings, wanted, backward, case)
-    required = tokens | {"routing_map": [out.routing_map for out in layer.routed]}
+    required = tokens | {"routing_map": [out.routing_map for out in layer.copies]}
     backward = {"rows": "rows", "probs": "row_probs"}
-    settings = {"probs": layer.at("probs")} | _same(layer, **layer.config.dispatch)
+    probs = layer.at("flat_probs" if "flat_probs" in layer.results else "probs")
+    settings = {"probs": probs} | _same(layer, **layer.config.dispatch)
     return _stage(layer, MapDispatch(function), required, settings, wanted, backward, case)
 
 

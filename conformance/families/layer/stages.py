@@ -112,8 +112,8 @@ class Layer:
 
     @cached_property
     def order(self) -> Tensor:
-        """[G] all ranks' tokens as an expert's rows have them: by rank; with alltoall first those of
-        the ranks that have the first shards.
+        """[G] all ranks' tokens as an expert's rows have them: by rank; with alltoall the ranks of
+        the first shards first.
         """
         ranks = torch.arange(len(self.calls)).reshape(-1, self.shards)
         turned = ranks.T if self.config.dispatcher == "alltoall" else ranks
