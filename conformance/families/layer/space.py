@@ -163,7 +163,7 @@ def always(scope: Scope) -> list[Any]:
     chosen = [
         large | {"dtype": "bfloat16"},
         SIZES | BLOCKS,
-        SIZES | {"recipe": "delayed", "align": 16},
+        {"recipe": "delayed", "align": 16, "tokens": 4, "hidden": 3, "width": 2, "experts": 3, "topk": 2},
         SIZES
         | {"losses": "aux+global", "per_token": True, "dtype": "bfloat16", "router_dtype": "fp32", "wide_router": True},
         SIZES | {"losses": "z", "sinkhorn": True},
