@@ -35,6 +35,7 @@ from moe_ref.config import (
     require,
 )
 
+Parts = tuple[Tensor | None, Tensor | None]  # rows or tokens, and their probs
 SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of rows that are added
 
 
@@ -187,9 +188,6 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_tokens: Tensor | None, d_probs_TE: Tensor | None) -> Any:
         return *_resend(d_tokens, d_probs_TE, ctx.handle, ctx.most), None, None
-
-
-Parts = tuple[Tensor | None, Tensor | None]  # rows or tokens, and their probs
 
 
 def _collect(rows: Tensor | None, probs: Tensor | None, handle: Handle, most: Programs) -> Parts:

@@ -125,6 +125,9 @@ class MoELayer(nn.Module):
     Weights are normal with deviation `init_std`, biases 0; ranks draw different experts if their
     generators differ. All others must be equal on all ranks, which the caller sees to, as for any
     data-parallel parameter; `expert_parameters` names those that must not be averaged.
+
+    With delayed scaling the experts' layers keep its states, and `finish_batch` makes the scales of
+    the next step.
     """
 
     over_budget: Tensor  # [] bool: whether rows were dropped since it was last cleared, see `within_budget`

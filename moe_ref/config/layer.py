@@ -205,7 +205,7 @@ def check_parameters(parameters: LayerParameters, config: LayerConfig, ranks: in
     shards = config.expert_tensor_parallel
     shape, local = tuple(parameters.fc1_weight.shape), config.router.num_experts * shards // ranks
     right = f"of {local} experts, {config.router.num_experts} over {ranks // shards} groups of ranks"
-    no_bias = f"None with {shards} shards of each expert"
+    no_bias = f"None with {shards} shards of each expert, each of which would add it"
     require(shards == 1 or parameters.fc2_bias is None, "fc2_bias", "given", no_bias)
     require(shape[:1] == (local,), "fc1_weight", f"of shape {shape}", right)
     for pair in (("latent_down", "latent_up"), ("shared_fc1_weight", "shared_fc2_weight")):
