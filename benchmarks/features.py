@@ -242,6 +242,8 @@ DISPATCH = (
         "partial capture in CUDA graphs",
         "hybridep_dispatch law:graph_capture; route law:graph_capture; moe_layer law:graph_capture",
         fast="MoELayer.route MoELayer.run_experts",
+        partly="GPU",
+        why="a GPU has captured these functions, and no part of the module yet",
     ),
     feature(90, "dispatch of inference", why=_INFERENCE),
     feature(91, "padding mask of inference", why=_INFERENCE),
