@@ -157,7 +157,13 @@ class LayerCase(Case):
         return route_case(self).clash()
 
     def arguments(self) -> tuple[str, ...]:
-        return ("group",) if self.counts else ()
+        return (*(("group",) if self.counts else ()), *self.scales)
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Arguments of delayed scaling; over ranks the reference has no amaxes."""
+        given = ("linear_states",) if self.counts else ("linear_states", "amaxes")
+        return given if self.recipe == "delayed" else ()
 
     @property
     def stages(self) -> tuple[str, ...]:

@@ -113,6 +113,7 @@ class MoeLayer(Ranked[LayerCase]):
         settings |= {"batch_size": case.sequences} if case.sequences > 1 else {}
         settings |= {"group": Opaque("group")} if case.counts else {}
         settings |= {"rerun": True} if case.rerun else {}
+        settings |= {name: Opaque(name) for name in case.scales}  # made by the script
         cotangents = shares(case, cotangent_of(case)) if self.signature.cotangents(case) else []
         calls, split = [], split_experts(LayerParameters(**parameters), case.world, config)
         for rank, x in enumerate(shares(case, tokens_of(case, parameters, expert_bias))):
@@ -194,8 +195,8 @@ def script(implementation: Any, given: dict[str, Any], **more: Any) -> dict[str,
     state = state_before(implementation, config.router, given, given["x"].device)
     parameters = LayerParameters(**{name: given[name] for name in LayerParameters._fields if name in given})
     settings = {name: given[name] for name in (*SIGNATURE.settings, "padding_mask", "noise") if name in given}
-    scales = pairs_from(given).get("state")
-    amaxes = None if scales is None or "group" in given else tuple(map(nothing_seen, scales))
+    scales: Any = pairs_from(given).get("state")
+    amaxes = tuple(map(nothing_seen, scales)) if "amaxes" in given else None
     settings |= {} if scales is None else {"linear_states": scales}
     settings |= {} if amaxes is None else {"amaxes": amaxes}
     result = implementation.call("moe_layer", given["x"], parameters, config, state=state, **settings, **more)
