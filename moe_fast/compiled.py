@@ -22,7 +22,8 @@ from moe_fast.launch.registry import PUBLIC
 BACKEND = "aot_eager"
 ANY_NUMBER = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # of shapes
 functorch.donated_buffer = False  # in this process, for laws that run a backward again
-# arguments that are not offered: a process group, a list that a backward extends, tensors that it raises
+# arguments that are not offered: a process group, a list that a backward extends, tensors that it
+# raises
 NOT_OFFERED = ("ranks", "group", "wgrads", "amaxes")
 
 
