@@ -196,10 +196,9 @@ DISPATCH = (
     feature(
         78,
         "HybridEP, fused permutation and blocks",
-        "hybridep_dispatch law:fused",
-        partly=ALL,
-        why="`moe_fast.dispatch.symmetric` writes into the final rows; numbers of blocks and SMs share out a GPU "
-        "that runs other kernels, and are `moe_fast.launch.tuning`'s, no arguments",
+        "hybridep_dispatch num_sms=1 num_blocks=3 law:fused; hybridep_combine num_sms=1 num_blocks=3; "
+        "moe_layer counts=3,4 dispatcher=hybridep programs=3",
+        fast="dispatch.symmetric.hybridep_dispatch",
     ),
     feature(
         79,
@@ -226,7 +225,8 @@ DISPATCH = (
         "MXFP8 on the wire",
         "hybridep_dispatch fp8=fp8",
         partly=ALL,
-        why="the wire takes blocks of FP8; in Megatron MXFP8 travels by NCCL-EP alone, which is not public",
+        why="rows travel as FP8 codes with a scale for each 128 columns, not for MXFP8's 32: in Megatron that form "
+        "travels by NCCL-EP alone, which is not public",
     ),
     feature(85, "growth of the capacity", why=_NCCL_EP),
     feature(86, "paged stash", why=_STASH),
@@ -240,10 +240,10 @@ DISPATCH = (
     feature(
         89,
         "partial capture in CUDA graphs",
-        "hybridep_dispatch law:graph_capture; route law:graph_capture",
-        partly=ALL,
-        why="the parts are functions, `route` and those that read its result, each captured whole; `MoELayer` has no "
-        "cut of its own",
+        "hybridep_dispatch law:graph_capture; route law:graph_capture; moe_layer law:graph_capture",
+        fast="MoELayer.route MoELayer.run_experts",
+        partly="GPU",
+        why="a GPU has captured these functions, and no part of the module yet",
     ),
     feature(90, "dispatch of inference", why=_INFERENCE),
     feature(91, "padding mask of inference", why=_INFERENCE),
@@ -272,10 +272,8 @@ EXPERTS = (
     feature(
         104,
         "Transformer Engine's activation",
-        "glu; activation",
-        partly=ALL,
-        why="the kinds are there; that Megatron passes no offset and clamp on to Transformer Engine is a rule of the "
-        "configuration",
+        "glu early=True probs=float32; activation early=True probs=float32",
+        ref="config.layer_config",
     ),
     feature(105, "table of alignments", ref="config.quantization_alignment", rule=True),
     feature(

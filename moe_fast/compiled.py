@@ -23,8 +23,8 @@ BACKEND = "aot_eager"
 ANY_NUMBER = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # of shapes
 functorch.donated_buffer = False  # in this process, for laws that run a backward again
 # arguments that are not offered: a process group, a list that a backward extends, a function of the
-# caller's; and what a layer saves, which the compiler chooses
-NOT_OFFERED = ("ranks", "group", "wgrads", "rows_again")
+# caller's, tensors that a call raises; and what a layer saves, which the compiler chooses
+NOT_OFFERED = ("ranks", "group", "wgrads", "rows_again", "amaxes")
 NOT_OF_A_LAYER = (*NOT_OFFERED, "recompute")
 
 

@@ -24,6 +24,8 @@ from moe_ref.config import (
     LayerConfig,
     LayerOutput,
     LayerParameters,
+    LinearAmax,
+    LinearState,
     PerRank,
     RankGroup,
     RouteOutput,
@@ -51,6 +53,8 @@ def moe_layer(
     *, states: PerRank[RouterState], training: bool = True, batch_size: int = 1,
     padding_mask: PerRank[Tensor] | None = None, noise: PerRank[Tensor] | None = None,
     recompute: str | Sequence[str] | None = None, wgrads: PerRank[list[Callable[..., Tensor]]] | None = None,
+    linear_states: PerRank[tuple[LinearState, LinearState]] | None = None,
+    amaxes: PerRank[tuple[LinearAmax, LinearAmax]] | None = None,
     rerun: bool = False,
 ) -> LayerOutput:  # fmt: skip
     """One forward of the layer on all ranks.
@@ -69,7 +73,7 @@ def moe_layer(
         recompute: "moe_act" or "moe" as in `grouped_mlp`, of the routed experts; "permute": their
             rows are not saved, and the backward dispatches the tokens again; or ("permute",
             "moe_act"). The same results.
-        wgrads: a list of each rank, or None: as in `grouped_mlp`, of the routed experts.
+        wgrads, linear_states, amaxes: for each rank wgrads, state and amaxes of `grouped_mlp`.
         rerun: no row is dropped for want of room, see `within_budget`.
 
     Rounding: by the functions of the stages; the last sum to the dtype of x.
@@ -77,10 +81,11 @@ def moe_layer(
     Raises:
         ValueError: see `moe_ref.config`: check_layer, check_recompute; also from the stages.
     """
-    check_layer(x, parameters, config, states, padding_mask, noise)
+    check_layer(x, parameters, config, states, padding_mask, noise, linear_states)
     if rerun:
         again = partial(moe_layer, x, parameters, states=states, training=training, batch_size=batch_size)
         again = partial(again, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads)
+        again = partial(again, linear_states=linear_states, amaxes=amaxes)
         return within_budget(lambda own: again(config=own), config, x)
     ranks = [*zip(x, parameters, strict=True)]
     inputs = [jittered(x_TH, config, None if noise is None else noise[rank]) for rank, x_TH in enumerate(x)]
@@ -91,9 +96,10 @@ def moe_layer(
     routed = route_together(logits, config, states, padding_mask=padding_mask, **settings)
 
     tokens = [_projected(x_TH, p.latent_down) for x_TH, p in ranks]
-    dispatched, combine = DISPATCH[config.dispatcher](tokens, for_shards(routed, config), **config.dispatch)
+    dispatched, combine = DISPATCH[config.dispatcher](tokens, for_shards(routed, config), config)
+    beside = {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes}
     copied = partial(_dispatched_again, tokens, routed, config)
-    expert_rows = _routed_experts(dispatched, parameters, config, wgrads, recompute, copied)
+    expert_rows = _routed_experts(dispatched, parameters, config, beside, recompute, copied)
     combined = combine(expert_rows)
     output = [_projected(y_TN, p.latent_up) for y_TN, p in zip(combined, parameters, strict=True)]
 
@@ -141,23 +147,24 @@ def _projected(x_TN: Tensor, weight_MN: Tensor | None) -> Tensor:
 def _dispatched_again(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], config: LayerConfig, rank: int) -> Tensor:
     """The rows of a rank once more, without gradients."""
     with torch.no_grad():
-        parts, _ = DISPATCH[config.dispatcher](tokens, for_shards(routed, config), **config.dispatch)
+        parts, _ = DISPATCH[config.dispatcher](tokens, for_shards(routed, config), config)
     rows_PH: Tensor = parts[rank].rows
     return rows_PH
 
 
 def _routed_experts(
     dispatched: Sequence[Any], parameters: PerRank[LayerParameters], config: LayerConfig,
-    wgrads: PerRank[list[Any]] | None, recompute: str | Sequence[str] | None, again: Callable[[int], Tensor],
+    beside: dict[str, Any], recompute: str | Sequence[str] | None, again: Callable[[int], Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    """The experts of each rank, over its dispatched rows; again(rank) are its rows once more."""
+    """The experts of each rank, over its dispatched rows, with its part of what is
+    `beside`; again(rank) are its rows once more."""
     permutes_again, of_experts = check_recompute(recompute)
     rows = []
     for rank, (part, p) in enumerate(zip(dispatched, parameters, strict=True)):
         given: dict[str, Any] = {"probs": part.probs, "fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias}
         given |= {"recompute": of_experts}
         given |= {"rows_again": partial(again, rank)} if permutes_again else {}
-        given |= {} if wgrads is None else {"wgrads": wgrads[rank]}
+        given |= {name: every[rank] for name, every in beside.items() if every is not None}
         given |= config.experts
         rows.append(grouped_mlp(part.rows, part.tokens_per_expert, p.fc1_weight, p.fc2_weight, **given))
     return rows
@@ -218,15 +225,17 @@ Combine = Callable[[list[Tensor]], list[Tensor]]
 def _by_map(dispatch: Callable[..., list[Any]], combine: Callable[..., list[Any]]) -> Callable[..., Any]:
     """A dispatcher that reads the routing map."""
 
-    def run(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], **sizes: int) -> tuple[list[Any], Combine]:
-        sent = dispatch(tokens, [out.routing_map for out in routed], probs=[out.probs for out in routed], **sizes)
+    def run(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], config: LayerConfig) -> tuple[list[Any], Combine]:
+        maps, probs = [out.routing_map for out in routed], [out.probs for out in routed]
+        sent = dispatch(tokens, maps, probs=probs, **config.dispatch)
         handles = [received.handle for received in sent]
-        return sent, lambda rows: [getattr(result, "tokens", result) for result in combine(rows, handles)]
+        back = partial(combine, **config.combine)
+        return sent, lambda rows: [getattr(result, "tokens", result) for result in back(rows, handles)]
 
     return run
 
 
-def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], **sizes: int) -> tuple[list[Any], Combine]:
+def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], config: LayerConfig) -> tuple[list[Any], Combine]:
     """DeepEP: tokens travel in index form, and each rank permutes the tokens it received, in its
     budget.
     """
@@ -240,7 +249,7 @@ def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], **sizes: in
         local_map, local_probs = indices_to_multihot(
             received.indices, received.probs, num_experts=experts // len(tokens)
         )
-        permuted.append(permute(received.rows, local_map, probs=local_probs, **sizes))
+        permuted.append(permute(received.rows, local_map, probs=local_probs, **config.dispatch))
 
     def combine(rows: list[Tensor]) -> list[Tensor]:
         sums = [unpermute(rows_PH, part.row_map) for rows_PH, part in zip(rows, permuted, strict=True)]

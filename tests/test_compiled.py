@@ -19,10 +19,13 @@ from conformance.core.contract import Contract
 from conformance.core.ranks import ranks_of
 from conformance.engine.child.evaluate import evaluate
 from conformance.interface import load
+from moe_fast.dispatch.steps import Programs, collect, send
+from moe_ref.config import Recipe
 from tests.common.compile_kernels import failures
 from tests.common.compiler import compiled
 from tests.common.fast import interpreted
 from tests.common.launches import Constant, Launch
+from tests.dispatch.test_symmetric import World, in_step
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 TYPES = {
@@ -100,6 +103,19 @@ def test_each_kernel_of_a_family_compiles_for_a_gpu(family, launches):
                 evaluate(case, implementation)
     own = [launch for launch in launches.values() if launch.module.startswith(f"moe_fast.{family}.")]
     assert own
+    assert compiled(failures, own) == ""
+
+
+@interpreted
+def test_the_kernels_between_ranks_compile_for_a_gpu(launches):
+    """Of rows as codes, with few programs."""
+    world, few = World(3, 1, torch.bfloat16), Programs(1, 1)
+    (slab,) = world.slabs(64)
+    given = (world.tokens[0], world.maps[0], world.probs[0])
+    (sent,) = in_step([send(*given, 1, 64, slab, 0, most=few, recipe=Recipe("block"))])
+    in_step([collect(torch.zeros(64, world.hidden, dtype=torch.bfloat16), None, sent[3], slab, few)])
+    own = [launch for launch in launches.values() if launch.module == "moe_fast.dispatch._symmetric"]
+    assert len(own) == 6
     assert compiled(failures, own) == ""
 
 

@@ -225,6 +225,8 @@ class Backward:
     fc1_bias: Running
     fc2_bias: Running
     probs: Running | None
+    d_y: Running  # the cotangents of both products
+    d_h: Running
 
 
 def backward(stages: Forward, g: Running) -> Backward:
@@ -257,6 +259,8 @@ def backward(stages: Forward, g: Running) -> Backward:
         call.summed(d_h, None),
         call.summed(replace(g, dtype=call.widest), stages.p_bias),
         d_probs,
+        g,
+        d_h,
     )
 
 

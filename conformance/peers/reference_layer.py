@@ -27,7 +27,8 @@ def moe_layer(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, *, state: RouterState,
     training: bool = True, batch_size: int = 1, group: Any = None,
     padding_mask: Tensor | None = None, noise: Tensor | None = None, wgrads: list[Any] | None = None,
-    rerun: bool = False, recompute: str | Sequence[str] | None = None,
+    linear_states: Any = None, amaxes: Any = None, rerun: bool = False,
+    recompute: str | Sequence[str] | None = None,
 ) -> LayerOutput:  # fmt: skip
     """The reference on all ranks of the group, and this rank's part of its results."""
     settings: dict[str, Any] = {
@@ -36,14 +37,15 @@ def moe_layer(
         "rerun": rerun,
         "recompute": recompute,
     }
-    settings |= {} if wgrads is None else {"wgrads": [wgrads]}  # of one process alone
-    leaves, form = pytree.tree_flatten((x_TH, parameters, state, padding_mask, noise))
+    alone = {"wgrads": wgrads, "amaxes": amaxes}  # of one process alone
+    settings |= {name: [given] for name, given in alone.items() if given is not None}
+    leaves, form = pytree.tree_flatten((x_TH, parameters, state, padding_mask, noise, linear_states))
 
     def play(every: Sequence[Sequence[Any]]) -> list[LayerOutput]:
         ranks = [pytree.tree_unflatten(list(own), form) for own in every]
-        x, p, states, *others = ([given[i] for given in ranks] for i in range(5))
-        mask, noises = (None if given[0] is None else given for given in others)
-        options = settings | {"padding_mask": mask, "noise": noises}
+        x, p, states, *others = ([given[i] for given in ranks] for i in range(6))
+        mask, noises, scales = (None if given[0] is None else given for given in others)
+        options = settings | {"padding_mask": mask, "noise": noises, "linear_states": scales}
         return _by_rank(moe_ref.moe_layer(x, p, config, states=states, **options))
 
     if group is None:

@@ -8,6 +8,8 @@ rows:
     link[i] = FIRST · (row i travelled) + (1 + the token's next row here, or 0)
 
 With regions for scales, rows travel as codes and scales, computed where the token is read.
+
+With SHARED the kernels over tokens and rows share out their work among any number of programs.
 """
 
 import triton
@@ -26,6 +28,12 @@ NEXT = tl.constexpr((1 << 30) - 1)
 def at_rank(table_ptr, rank, mask, ELEMENT: tl.constexpr):
     """The addresses of a region on these ranks: multiples of 256 bytes; vectors need 16."""
     return tl.multiple_of(tl.load(table_ptr + rank, mask=mask, other=0).to(tl.pointer_type(ELEMENT)), 16)
+
+
+@triton.jit
+def turns_of(work):
+    """How many of so many pieces of work this program does."""
+    return tl.cdiv(work - tl.program_id(0), tl.num_programs(0))
 
 
 @triton.jit(do_not_specialize=["own_rank", "num_experts"])
@@ -127,50 +135,53 @@ def push_kernel(
     epsilon, infinity,
     POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     ONCE: tl.constexpr,  # a token's first row on each rank alone
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Read each token once, write it to its rows on all ranks; first probs, links and lists."""
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    column = tl.program_id(0) % columns
-    block = tl.program_id(0) // columns
     list_blocks = tl.cdiv(num_tokens, BLOCK_L)
-    if block < list_blocks:
-        if column == 0:
-            push_lists(
-                probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, link_table_ptr, row_slots_ptr,
-                row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens, num_experts, local_experts,
-                num_rows, ONCE, BLOCK_L,
-            )  # fmt: skip
-    else:
-        t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-        h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-        in_row = (h < num_columns)[None, :]  # the last block sticks out
-        inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
-        token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
-        if scales_table_ptr is not None:
-            sent_as, stored = encode_rows(token, epsilon, infinity, POWER_OF_TWO, HARDWARE)
-            b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
+    blocks = list_blocks + tl.cdiv(num_tokens, BLOCK_T)
+    for turn in range(turns_of(blocks * columns) if SHARED else 1):
+        work = tl.program_id(0) + turn * tl.num_programs(0)
+        column, block = work % columns, work // columns
+        if block < list_blocks:
+            if column == 0:
+                push_lists(
+                    probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, link_table_ptr,
+                    row_slots_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens,
+                    num_experts, local_experts, num_rows, ONCE, BLOCK_L,
+                )  # fmt: skip
         else:
-            sent_as = token
-        lists = find_lists(
-            row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
-        )  # dropped by find_row
-        last = tl.full([BLOCK_T], -1, tl.int64)
-        for j in range(tl.max(lists.num_slots, axis=0)):
-            expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
-            rank = expert // local_experts
-            sent = live & (rank != last) if ONCE else live
-            rows_ptr = at_rank(rows_table_ptr, rank, sent, sent_as.dtype)
-            # others are not written
-            tl.store(rows_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)
+            t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+            h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+            in_row = (h < num_columns)[None, :]  # the last block sticks out
+            inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+            at = t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h
+            token = tl.load(tokens_ptr + at, mask=inside, other=0)
             if scales_table_ptr is not None:
-                place = row[:, None] * tl.cdiv(num_columns, BLOCK) + b[None, :]
-                tl.store(
-                    at_rank(scales_table_ptr, rank, sent, tl.float32)[:, None] + place,
-                    stored,
-                    mask=sent[:, None] & in_blocks[None, :],
-                )  # as above
-            last = tl.where(live, rank, last)
+                sent_as, stored = encode_rows(token, epsilon, infinity, POWER_OF_TWO, HARDWARE)
+                b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
+            else:
+                sent_as = token
+            lists = find_lists(
+                row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
+            )  # dropped by find_row
+            last = tl.full([BLOCK_T], -1, tl.int64)
+            for j in range(tl.max(lists.num_slots, axis=0)):
+                expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
+                rank = expert // local_experts
+                sent = live & (rank != last) if ONCE else live
+                rows_ptr = at_rank(rows_table_ptr, rank, sent, sent_as.dtype)
+                to = row[:, None] * num_columns + h[None, :]
+                tl.store(rows_ptr[:, None] + to, sent_as, mask=sent[:, None] & in_row)  # others are not written
+                if scales_table_ptr is not None:
+                    place = row[:, None] * tl.cdiv(num_columns, BLOCK) + b[None, :]
+                    tl.store(
+                        at_rank(scales_table_ptr, rank, sent, tl.float32)[:, None] + place,
+                        stored,
+                        mask=sent[:, None] & in_blocks[None, :],
+                    )  # as above
+                last = tl.where(live, rank, last)
 
 
 @triton.jit
@@ -182,7 +193,7 @@ def find_row(row_map, lists, start_ptr, j, num_rows):
     return expert, row, live & (row < num_rows)  # rows past the buffer are dropped
 
 
-@triton.jit(do_not_specialize=["tail_lanes", "local_experts", "num_rows", "epsilon", "infinity"])
+@triton.jit(do_not_specialize=["lanes", "tail_lanes", "local_experts", "num_rows", "epsilon", "infinity"])
 def spread_kernel(
     # what has arrived in the slab, as bits
     arrived_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr,
@@ -191,47 +202,51 @@ def spread_kernel(
     # rows without a token
     gap_ptr,
     # sizes
-    tail_lanes, local_experts, num_columns, num_rows,
+    lanes, tail_lanes, local_experts, num_columns, num_rows,
     # numbers, as bits of a float64
     epsilon, infinity,
-    POWER_OF_TWO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, SHARED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Each row that has travelled is copied to all rows of its token. The last programs write zeros
     into the padding and past the segments; scales past the segments are not written.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    column = tl.program_id(0) % columns
-    row = (tl.program_id(0) // columns).to(tl.int64)
-    if row < num_rows:
-        link = tl.load(link_ptr + row)
-        if column == 0 and kept_link_ptr is not None:
-            tl.store(kept_link_ptr + row, link)
-        if link >= FIRST:
-            h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-            in_row = h < num_columns  # the last block sticks out
-            tile = tl.load(arrived_ptr + row * num_columns + h, mask=in_row, other=0)
-            if scale_ptr is not None:
-                b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
-                stored = tl.load(arrived_scales_ptr + row * tl.cdiv(num_columns, BLOCK) + b, mask=in_blocks, other=0.0)
-            place = row
-            while place >= 0:
-                tl.store(rows_ptr + place * num_columns + h, tile, mask=in_row)
+    for turn in range(turns_of((num_rows + lanes) * columns) if SHARED else 1):
+        work = tl.program_id(0) + turn * tl.num_programs(0)
+        column = work % columns
+        row = (work // columns).to(tl.int64)
+        if row < num_rows:
+            link = tl.load(link_ptr + row)
+            if column == 0 and kept_link_ptr is not None:
+                tl.store(kept_link_ptr + row, link)
+            if link >= FIRST:
+                h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+                in_row = h < num_columns  # the last block sticks out
+                tile = tl.load(arrived_ptr + row * num_columns + h, mask=in_row, other=0)
                 if scale_ptr is not None:
-                    tl.store(scale_ptr + place * stride_scale_m + b * stride_scale_n, stored, mask=in_blocks)
-                if column == 0 and row_probs_ptr is not None:
-                    tl.store(row_probs_ptr + place, tl.load(arrived_probs_ptr + place))
-                place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
-    else:
-        lane = row - num_rows
-        fill_gaps(
-            rows_ptr, row_probs_ptr, gap_ptr, lane, column, tail_lanes, local_experts, num_columns, num_rows, 1,
-            BLOCK_R, BLOCK_H,
-        )  # fmt: skip
-        if scale_ptr is not None:
-            fill_scales(
-                scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, local_experts, num_columns, num_rows,
-                epsilon, infinity, POWER_OF_TWO, BLOCK_R, BLOCK_H,
+                    b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
+                    stored = tl.load(
+                        arrived_scales_ptr + row * tl.cdiv(num_columns, BLOCK) + b, mask=in_blocks, other=0.0
+                    )
+                place = row
+                while place >= 0:
+                    tl.store(rows_ptr + place * num_columns + h, tile, mask=in_row)
+                    if scale_ptr is not None:
+                        tl.store(scale_ptr + place * stride_scale_m + b * stride_scale_n, stored, mask=in_blocks)
+                    if column == 0 and row_probs_ptr is not None:
+                        tl.store(row_probs_ptr + place, tl.load(arrived_probs_ptr + place))
+                    place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
+        else:
+            lane = row - num_rows
+            fill_gaps(
+                rows_ptr, row_probs_ptr, gap_ptr, lane, column, tail_lanes, local_experts, num_columns, num_rows, 1,
+                BLOCK_R, BLOCK_H,
             )  # fmt: skip
+            if scale_ptr is not None:
+                fill_scales(
+                    scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, local_experts, num_columns,
+                    num_rows, epsilon, infinity, POWER_OF_TWO, BLOCK_R, BLOCK_H,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_rows_p", "num_rows"])
@@ -242,27 +257,29 @@ def gather_kernel(
     sums_ptr, sum_probs_ptr,
     # sizes
     num_columns, num_rows,
-    ACCUMULATOR: tl.constexpr, BLOCK_H: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, SHARED: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Add each token's rows here, in order, into the place of the first; publish their probs."""
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    column = tl.program_id(0) % columns
-    row = (tl.program_id(0) // columns).to(tl.int64)
-    h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-    in_row = h < num_columns  # the last block sticks out
-    if tl.load(link_ptr + row) >= FIRST:
-        total = tl.zeros([BLOCK_H], ACCUMULATOR)
-        place = row
-        while place >= 0:
+    for turn in range(turns_of(num_rows * columns) if SHARED else 1):
+        work = tl.program_id(0) + turn * tl.num_programs(0)
+        column = work % columns
+        row = (work // columns).to(tl.int64)
+        h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+        in_row = h < num_columns  # the last block sticks out
+        if tl.load(link_ptr + row) >= FIRST:
+            total = tl.zeros([BLOCK_H], ACCUMULATOR)
+            place = row
+            while place >= 0:
+                if rows_ptr is not None:
+                    total += tl.load(rows_ptr + place * stride_rows_p + h * stride_rows_h, mask=in_row, other=0.0).to(
+                        ACCUMULATOR
+                    )
+                if column == 0 and probs_ptr is not None:
+                    tl.store(sum_probs_ptr + place, tl.load(probs_ptr + place * stride_probs))
+                place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
             if rows_ptr is not None:
-                total += tl.load(rows_ptr + place * stride_rows_p + h * stride_rows_h, mask=in_row, other=0.0).to(
-                    ACCUMULATOR
-                )
-            if column == 0 and probs_ptr is not None:
-                tl.store(sum_probs_ptr + place, tl.load(probs_ptr + place * stride_probs))
-            place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
-        if rows_ptr is not None:
-            tl.store(sums_ptr + row * num_columns + h, rounded(total, sums_ptr.dtype.element_ty), mask=in_row)
+                tl.store(sums_ptr + row * num_columns + h, rounded(total, sums_ptr.dtype.element_ty), mask=in_row)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "local_experts", "num_rows"])
@@ -274,46 +291,54 @@ def pull_kernel(
     row_map,  # of rows
     # sizes
     num_tokens, num_experts, local_experts, num_columns, num_rows,
-    ONCE: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_L: tl.constexpr, UNROLL: tl.constexpr,
+    ONCE: tl.constexpr, ACCUMULATOR: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """out[t] = Σ over ranks, ascending, of t's sums there, each rounded before it is added;
     out_probs[t, e] is the prob of its row, 0 without one.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    column = tl.program_id(0) % columns
-    block = tl.program_id(0) // columns
     list_blocks = tl.cdiv(num_tokens, BLOCK_L) if out_probs_ptr is not None else 0
-    if block < list_blocks:
-        if column == 0 and out_probs_ptr is not None:
-            t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
+    blocks = list_blocks + (tl.cdiv(num_tokens, BLOCK_T) if out_ptr is not None else 0)
+    for turn in range(turns_of(blocks * columns) if SHARED else 1):
+        work = tl.program_id(0) + turn * tl.num_programs(0)
+        column, block = work % columns, work // columns
+        if block < list_blocks:
+            if column == 0 and out_probs_ptr is not None:
+                t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
+                lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
+                for j in range(tl.max(lists.num_slots, axis=0)):
+                    expert, row, live = load_slot(row_map, lists, j)
+                    probs_ptr = at_rank(probs_table_ptr, expert // local_experts, live, out_probs_ptr.dtype.element_ty)
+                    prob = tl.load(probs_ptr + row, mask=live, other=0)
+                    tl.store(out_probs_ptr + t * num_experts + expert, prob, mask=live)
+        elif out_ptr is not None:
+            t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+            h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+            in_row = (h < num_columns)[None, :]  # the last block sticks out
             lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
-            for j in range(tl.max(lists.num_slots, axis=0)):
-                expert, row, live = load_slot(row_map, lists, j)
-                probs_ptr = at_rank(probs_table_ptr, expert // local_experts, live, out_probs_ptr.dtype.element_ty)
-                prob = tl.load(probs_ptr + row, mask=live, other=0)
-                tl.store(out_probs_ptr + t * num_experts + expert, prob, mask=live)
-    elif out_ptr is not None:
-        t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-        h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-        in_row = (h < num_columns)[None, :]  # the last block sticks out
-        lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
-        total = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
-        part = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
-        last = tl.full([BLOCK_T], -1, tl.int64)
-        for first in range(0, tl.max(lists.num_slots, axis=0), UNROLL):
-            for j in tl.static_range(UNROLL):  # their loads are on their way together
-                expert, row, live = load_slot(row_map, lists, first + j)
-                rank = expert // local_experts
-                new = live & (rank != last)
-                read = new if ONCE else live
-                sums_ptr = at_rank(sums_table_ptr, rank, read, out_ptr.dtype.element_ty)
-                value = tl.load(
-                    sums_ptr[:, None] + row[:, None] * num_columns + h[None, :], mask=read[:, None] & in_row, other=0.0
-                ).to(ACCUMULATOR)
-                total = tl.where(new[:, None], total + rounded(part, out_ptr.dtype.element_ty).to(ACCUMULATOR), total)
-                part = tl.where(new[:, None], value, part + value)
-                last = tl.where(live, rank, last)
-        total += rounded(part, out_ptr.dtype.element_ty).to(ACCUMULATOR)
-        inside = (t < num_tokens)[:, None] & in_row  # the last tile sticks out
-        tl.store(out_ptr + t[:, None] * num_columns + h[None, :], rounded(total, out_ptr.dtype.element_ty), mask=inside)
+            total = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
+            part = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
+            last = tl.full([BLOCK_T], -1, tl.int64)
+            for first in range(0, tl.max(lists.num_slots, axis=0), UNROLL):
+                for j in tl.static_range(UNROLL):  # their loads are on their way together
+                    expert, row, live = load_slot(row_map, lists, first + j)
+                    rank = expert // local_experts
+                    new = live & (rank != last)
+                    read = new if ONCE else live
+                    sums_ptr = at_rank(sums_table_ptr, rank, read, out_ptr.dtype.element_ty)
+                    value = tl.load(
+                        sums_ptr[:, None] + row[:, None] * num_columns + h[None, :],
+                        mask=read[:, None] & in_row,
+                        other=0.0,
+                    ).to(ACCUMULATOR)
+                    total = tl.where(
+                        new[:, None], total + rounded(part, out_ptr.dtype.element_ty).to(ACCUMULATOR), total
+                    )
+                    part = tl.where(new[:, None], value, part + value)
+                    last = tl.where(live, rank, last)
+            total += rounded(part, out_ptr.dtype.element_ty).to(ACCUMULATOR)
+            inside = (t < num_tokens)[:, None] & in_row  # the last tile sticks out
+            tl.store(
+                out_ptr + t[:, None] * num_columns + h[None, :], rounded(total, out_ptr.dtype.element_ty), mask=inside
+            )

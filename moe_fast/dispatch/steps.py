@@ -8,7 +8,7 @@ They run on one rank, or on several in one process that wait for each other by o
 
 from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton.language as tl
@@ -26,6 +26,18 @@ from moe_ref.config import FP8_BLOCK, Recipe
 
 X = TypeVar("X")
 Steps = Generator[None, None, X]  # yields where all ranks must have come
+
+
+class Programs(NamedTuple):
+    """The most programs of the kernels between ranks, and of those within one; None: one per piece
+    of work.
+    """
+
+    num_sms: int | None = None
+    num_blocks: int | None = None
+
+
+FREE = Programs()
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,8 @@ def run(steps: Steps[X], slab: Slab) -> X:
 
 def send(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, align: int, num_rows: int,
-    slab: Slab, rank: int, group: Any = None, once: bool = True, recipe: Recipe | None = None,
+    slab: Slab, rank: int, group: Any = None, once: bool = True, most: Programs = FREE,
+    recipe: Recipe | None = None,
 ) -> Steps[tuple[Any, Tensor | None, Tensor, Handle]]:  # fmt: skip
     """The steps of dispatch: rows (with a recipe their form), probs, tokens per expert, handle."""
     (num_tokens, num_experts), ranks, device = routing_map.shape, slab.room.ranks, tokens.device
@@ -95,13 +108,12 @@ def send(
     # the walk's bases count within this rank's own layout: less the first block's, they are what
     # stands before in the same expert
     ranked = replace(ranked, base_BE=ranked.base_BE - ranked.base_BE[:1])  # type: ignore[operator,index]
-    push(tokens, probs, start, ranked, lists.slots_TE, slab, local, once, recipe)
+    push(tokens, probs, start, ranked, lists.slots_TE, slab, local, once, most.num_sms, recipe)
     yield
 
     kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # all by spread_kernel
-    rows, row_probs = spread(
-        tokens, None if probs is None else probs.dtype, link, kept_link, gap, slab, num_rows, local, False, recipe
-    )
+    dtype = None if probs is None else probs.dtype
+    rows, row_probs = spread(tokens, dtype, link, kept_link, gap, slab, num_rows, local, False, most.num_blocks, recipe)
     return (
         rows,
         row_probs,
@@ -111,22 +123,23 @@ def send(
 
 
 def resend(
-    tokens: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab
+    tokens: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab, most: Programs = FREE
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
     """The steps of a dispatch whose routing is known: the transpose of combine."""
     yield  # no rank reads an earlier dispatch
     some = tokens if tokens is not None else probs.new_empty((handle.lists.num_tokens, 0))  # type: ignore[union-attr]
-    push(some, probs, None, handle.lists, None, slab, handle.local_experts, handle.once)
+    push(some, probs, None, handle.lists, None, slab, handle.local_experts, handle.once, most.num_sms)
     yield
     dtype = None if probs is None else probs.dtype
+    num_rows, local = handle.lists.num_rows, handle.local_experts
     rows, row_probs = spread(
-        some, dtype, handle.link_C, None, handle.gap_2L, slab, handle.lists.num_rows, handle.local_experts, whole=True
+        some, dtype, handle.link_C, None, handle.gap_2L, slab, num_rows, local, True, most.num_blocks
     )
     return None if tokens is None else rows, row_probs
 
 
 def collect(
-    rows: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab
+    rows: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab, most: Programs = FREE
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
     """The steps of combine."""
     yield  # no rank pulls from an earlier combine
@@ -141,7 +154,7 @@ def collect(
     sum_probs = None if probs is None else bits(slab.region("sum_probs", probs.dtype, lists.num_rows))
     if lists.num_rows:
         with launch_on(some):
-            kernels.gather_kernel[(lists.num_rows * columns,)](
+            kernels.gather_kernel[_grid(lists.num_rows * columns, most.num_blocks)](
                 *strided(rows),
                 *strided(None if probs is None else bits(probs), 1),
                 handle.link_C,
@@ -150,6 +163,7 @@ def collect(
                 hidden,
                 lists.num_rows,
                 ACCUMULATOR=accumulator,
+                SHARED=most.num_blocks is not None,
                 BLOCK_H=sizes.columns,
                 num_warps=sizes.num_warps,
             )
@@ -165,7 +179,7 @@ def collect(
     )
     if programs:
         with launch_on(some):
-            kernels.pull_kernel[(programs,)](
+            kernels.pull_kernel[_grid(programs, most.num_sms)](
                 slab.tables["sums"],
                 slab.tables["sum_probs"],
                 out if hidden else None,
@@ -178,6 +192,7 @@ def collect(
                 lists.num_rows,
                 ONCE=handle.once,
                 ACCUMULATOR=accumulator,
+                SHARED=most.num_sms is not None,
                 **sizes.blocks("T", "H"),
                 BLOCK_L=sizes.lists,
                 UNROLL=sizes.unroll,
@@ -187,7 +202,7 @@ def collect(
 
 def push(
     tokens: Tensor, probs: Tensor | None, start: Tensor | None, row_map: RowMap,
-    row_slots: Tensor | None, slab: Slab, local: int, once: bool, recipe: Recipe | None = None,
+    row_slots: Tensor | None, slab: Slab, local: int, once: bool, most: int | None, recipe: Recipe | None = None,
 ) -> None:  # fmt: skip
     """Tokens (with a recipe their codes and scales) and probs to their rows on all ranks; with
     `row_slots` also links there and lists here.
@@ -199,7 +214,7 @@ def push(
     if blocks == 0:
         return
     with launch_on(tokens):
-        kernels.push_kernel[(blocks * max(1, ceil_div(hidden, columns)),)](
+        kernels.push_kernel[_grid(blocks * max(1, ceil_div(hidden, columns)), most)](
             bits(tokens) if recipe is None else tokens.resolve_neg(),
             *tokens.stride(),
             *strided(None if probs is None else bits(probs)),
@@ -219,6 +234,7 @@ def push(
             **settings,
             HARDWARE=casts_in_hardware(tokens.device),
             ONCE=once,
+            SHARED=most is not None,
             BLOCK_T=sizes.tokens,
             BLOCK_H=columns,
             BLOCK_L=sizes.lists,
@@ -229,7 +245,7 @@ def push(
 
 def spread(
     like: Tensor, prob_dtype: torch.dtype | None, link: Tensor, kept_link: Tensor | None,
-    gap: Tensor, slab: Slab, num_rows: int, local: int, whole: bool, recipe: Recipe | None = None,
+    gap: Tensor, slab: Slab, num_rows: int, local: int, whole: bool, most: int | None, recipe: Recipe | None = None,
 ) -> tuple[Any, Tensor | None]:  # fmt: skip
     """The arrived rows, copied to all rows of their tokens; zeros in the padding and, for `whole`,
     past the segments. With a recipe, a form.
@@ -245,7 +261,7 @@ def spread(
     # by spread_kernel; in the layout of `quantize`
     scale = torch.empty((blocks, num_rows), dtype=torch.float32, device=device).T
     with launch_on(like):
-        kernels.spread_kernel[((num_rows + local + tail) * max(1, ceil_div(hidden, columns)),)](
+        kernels.spread_kernel[_grid((num_rows + local + tail) * max(1, ceil_div(hidden, columns)), most)](
             bits(slab.region("rows", dtype, num_rows * hidden)),
             None if recipe is None else slab.region("scales", torch.float32, num_rows * blocks),
             None if prob_dtype is None else bits(slab.region("probs", prob_dtype, num_rows)),
@@ -255,18 +271,24 @@ def spread(
             None if row_probs is None else bits(row_probs),
             kept_link,
             gap,
+            local + tail,
             max(tail, 1),
             local,
             hidden,
             num_rows,
             *numbers,
             **settings,
+            SHARED=most is not None,
             BLOCK_H=columns,
             BLOCK_R=sizes.fill_rows,
             num_warps=num_warps,
             **NO_FP_FUSION,
         )
     return rows if recipe is None else wire.form_of(rows, scale), row_probs
+
+
+def _grid(work: int, most: int | None) -> tuple[int]:
+    return (work if most is None else min(work, most),)
 
 
 def _tile(sizes: tuning.Symmetric, recipe: Recipe | None) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from moe_fast.experts._factors import TILE_ROWS
 from moe_fast.launch.operators import in_graph
 from moe_fast.quantization.quantize import quantize_for_products
 from moe_fast.quantization.quantized import Form, Quantized
-from moe_ref.config import LinearState, Recipe, check_splits
+from moe_ref.config import LinearAmax, LinearState, Recipe, check_splits
 
 
 class Precision(NamedTuple):
@@ -22,6 +22,7 @@ class Precision(NamedTuple):
     recipe: Recipe
     state: LinearState | None
     noise: Tensor | None
+    amaxes: LinearAmax | None = None  # raised in place
 
 
 def quantized_rows(
@@ -31,9 +32,13 @@ def quantized_rows(
     state = None if precision.state is None else getattr(precision.state, role)
     noise = precision.noise if role == "grad_output" else None
     forms = {"rowwise": rowwise, "columnwise": columnwise}
-    return quantize_for_products(
+    quantized = quantize_for_products(
         x.detach(), precision.recipe, role=role, splits=tokens_per_expert, **forms, state=state, noise=noise
     )
+    if precision.amaxes is not None:
+        seen_L = getattr(precision.amaxes, role)
+        seen_L.copy_(torch.maximum(seen_L, quantized.form(not rowwise).amax))
+    return quantized
 
 
 class KeptWeight(NamedTuple):

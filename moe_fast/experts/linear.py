@@ -42,6 +42,7 @@ from moe_fast.launch.operators import as_operators, has_memory, launch, operator
 from moe_fast.launch.tuning import GroupedTile, ceil_div
 from moe_fast.quantization.quantized import Quantized, dequantize
 from moe_ref.config import (
+    LinearAmax,
     LinearState,
     Recipe,
     check_grouped_dgrad,
@@ -75,9 +76,10 @@ def linear_of(
     rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
     *, bias: Tensor | None = None, recipe: Recipe | None = None, state: LinearState | None = None,
     noise: Tensor | None = None, accumulator: str = "float32", rows_again: bool = False,
+    amaxes: LinearAmax | None = None,
 ) -> Tensor:  # fmt: skip
     """`grouped_linear`. `rows_again`: hooks of autograd drop the saved rows and compute them again,
-    so that the rows are saved, not their codes.
+    so that the rows are saved, not their codes. `amaxes`: as in `grouped_mlp`.
     """
     check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
     check_precision(recipe, state, noise, accumulator)
@@ -86,12 +88,14 @@ def linear_of(
     waiting = waiting_for(weight_LMN)
     if waiting is not None:
         settings: dict[str, Any] = {"recipe": recipe, "state": state, "noise": noise, "accumulator": accumulator}
-        out = linear_of(rows_PN, weight_LMN.detach(), tokens_per_expert_L, bias=bias, rows_again=rows_again, **settings)
+        settings |= {"rows_again": rows_again, "amaxes": amaxes}
+        out = linear_of(rows_PN, weight_LMN.detach(), tokens_per_expert_L, bias=bias, **settings)
         anchor = out.new_empty(0, requires_grad=True)
-        return Later.apply(out, anchor, rows_PN, tokens_per_expert_L, waiting, partial(grouped_wgrad, **settings))
+        wgrad = partial(_wgrad_of, precision=None if recipe is None else Precision(recipe, state, noise, amaxes))
+        return Later.apply(out, anchor, rows_PN, tokens_per_expert_L, waiting, wgrad)
     if recipe is None:
         return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L)
-    precision = Precision(recipe, state, noise)
+    precision = Precision(recipe, state, noise, amaxes)
     if recipe.backward_override is not None:
         return _OverriddenLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
     return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again)
@@ -166,12 +170,19 @@ def grouped_wgrad(
     Raises:
         ValueError: also for what `check_product` refuses.
     """
-    check_grouped_wgrad(d_out_PM, rows_PN, tokens_per_expert_L, accumulate_into)
     check_precision(recipe, state, noise, accumulator)
     check_product(rows_PN, recipe, accumulator)
     check_device("rows", rows_PN)
-    before = None if accumulate_into is None else accumulate_into.detach()
     precision = None if recipe is None else Precision(recipe, state, noise)
+    return _wgrad_of(d_out_PM, rows_PN, tokens_per_expert_L, precision=precision, accumulate_into=accumulate_into)
+
+
+def _wgrad_of(
+    d_out_PM: Tensor, rows_PN: Tensor, tokens_per_expert_L: Tensor,
+    *, precision: Precision | None, accumulate_into: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    check_grouped_wgrad(d_out_PM, rows_PN, tokens_per_expert_L, accumulate_into)
+    before = None if accumulate_into is None else accumulate_into.detach()
     return _wgrad(d_out_PM, rows_PN, tokens_per_expert_L, before, precision)
 
 

@@ -22,6 +22,7 @@ from moe_fast.launch.backend import check_device
 from moe_fast.launch.operators import traceable, tracing
 from moe_ref.config import (
     GATED,
+    LinearAmax,
     LinearState,
     Recipe,
     check_counts,
@@ -49,6 +50,7 @@ def grouped_mlp(
     recipe: Recipe | None = None, state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None, wgrads: Waiting | None = None,
     rows_again: Callable[[], Tensor] | None = None,
+    amaxes: tuple[LinearAmax, LinearAmax] | None = None,
 ) -> Tensor:  # fmt: skip
     """`moe_ref.experts.mlp.grouped_mlp` by grouped products, and one launch per activation; by two
     launches on a Hopper where no gradient is wanted, if the gates stand before the values.
@@ -60,7 +62,7 @@ def grouped_mlp(
     "dequantized". `align` pads only with a recipe: the buffer grows by L · (align - 1) rows.
 
     Raises:
-        ValueError: also for probs of other dtypes than `PROBS`, for wgrads in a graph of
+        ValueError: also for probs of other dtypes than `PROBS`, for wgrads or amaxes in a graph of
             torch.compile, and as `grouped_linear`.
     """
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
@@ -69,9 +71,11 @@ def grouped_mlp(
         rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind,
         probs_on_input, align, recompute,
     )  # fmt: skip
-    check_pairs(state, noise)
+    check_pairs(state, noise, amaxes)
     check_kept(wgrads, rows_again, recompute)
     require(wgrads is None or not tracing(), "wgrads", "given in a graph", "None: a graph has all gradients")
+    require(amaxes is None or not tracing(), "amaxes", "given in a graph", "None: a graph writes to no argument")
+    pairs = zip(state or (None, None), amaxes or (None, None), strict=True)
     check_product(rows_PH, recipe, "float32")
     check_device("rows", rows_PH)
     check_probs(probs)
@@ -80,7 +84,7 @@ def grouped_mlp(
         _experts,
         act=act,
         settings=None if recipe is not None else Settings(kind, kind in GATED, round_before_probs, **shape),
-        linears=[partial(linear_of, recipe=recipe, state=each) for each in state or (None, None)],
+        linears=[partial(linear_of, recipe=recipe, state=own, amaxes=seen) for own, seen in pairs],
         noise=noise,
         align=None if recipe is None else align,
         probs_on_input=probs_on_input,
@@ -101,10 +105,10 @@ def sequential_mlp(
     """`grouped_mlp`, the same function of the same weights as one expert after the other.
 
     Raises:
-        ValueError: also for a state, a noise, wgrads or rows_again, which all experts would share.
+        ValueError: also for a state, a noise, wgrads, rows_again or amaxes, which all would share.
     """
     check_counts(tokens_per_expert_L, len(fc1_weight_LFH), rows_PH)
-    for name in ("state", "noise", "wgrads", "rows_again"):
+    for name in ("state", "noise", "wgrads", "rows_again", "amaxes"):
         require(settings.get(name) is None, name, "given", "None: it would be for all experts together")
     weights = (fc1_weight_LFH, fc2_weight_LHF)
     return grouped_mlp(

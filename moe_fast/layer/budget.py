@@ -17,9 +17,10 @@ def within_budget(layers: Sequence[MoELayer], step: Callable[[], X], reset: Call
     """step(); and once more, with room for all rows, if any layer on any rank has dropped some.
 
     All ranks call it together and decide alike. Before the second run the routers have their states
-    of before the first, torch's generators too, and `reset` is called: it must undo what else the
-    first run has done, as by `optimizer.zero_grad`. The step must not update parameters. The host
-    waits once, after the step. Of one layer's forward alone: `moe_layer` with `rerun`.
+    of before the first, delayed scaling its histories and torch's generators theirs, and `reset` is
+    called: it must undo what else the first run has done, as by `optimizer.zero_grad`. The step
+    must not update parameters. The host waits once, after the step. Of one layer's forward alone:
+    `moe_layer` with `rerun`.
 
     Args:
         layers: with a `group`, and `LayerConfig.num_rows`; see `rank_budget`.
@@ -29,8 +30,11 @@ def within_budget(layers: Sequence[MoELayer], step: Callable[[], X], reset: Call
     if not layers:
         return step()
     states = [layer.router.state for layer in layers]
+    scaled = [linear for layer in layers for linear in layer.experts.scaled]
+    histories = [own.amax_history for linear in scaled for own in linear.state]
+    before = [x.clone() for x in histories]
     for layer in layers:
-        layer.over_budget = torch.zeros_like(layer.over_budget)
+        layer.over_budget.zero_()
 
     def run(few: bool) -> X:
         if few:
@@ -38,6 +42,8 @@ def within_budget(layers: Sequence[MoELayer], step: Callable[[], X], reset: Call
         reset()
         for layer, state in zip(layers, states, strict=True):
             layer.router.keep(state)
+        for x, old in zip(histories, before, strict=True):
+            x.copy_(old)
         return _without_budgets(layers, step)
 
     def dropped(_: X) -> Tensor:

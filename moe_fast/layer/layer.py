@@ -35,6 +35,8 @@ from moe_ref.config import (
     LayerConfig,
     LayerOutput,
     LayerParameters,
+    LinearAmax,
+    LinearState,
     RankGroup,
     RouteOutput,
     RouterConfig,
@@ -65,7 +67,8 @@ def moe_layer(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig,
     *, state: RouterState, training: bool = True, batch_size: int = 1, group: Any = None,
     padding_mask: Tensor | None = None, noise: Tensor | None = None, recompute: str | Sequence[str] | None = None,
-    wgrads: Waiting | None = None, overlap_shared: bool = False,
+    wgrads: Waiting | None = None, linear_states: tuple[LinearState, LinearState] | None = None,
+    amaxes: tuple[LinearAmax, LinearAmax] | None = None, overlap_shared: bool = False,
     in_dispatch_backward: Callable[[], None] | None = None, shared_memory: bool = False, rerun: bool = False,
 ) -> LayerOutput:  # fmt: skip
     """One forward of the layer on this rank, with its L = E/W experts, or its shard of more.
@@ -76,7 +79,8 @@ def moe_layer(
             dispatcher's host waits for its counts.
         recompute: of the routed experts alone, as in the reference. The result holds every
             intermediate; `MoELayer` drops it, and computes the whole layer again with "moe".
-        wgrads: as in `grouped_mlp`, of the routed experts.
+        wgrads, linear_states, amaxes: as wgrads, state and amaxes in `grouped_mlp`, of the routed
+            experts.
         overlap_shared: on a GPU the shared experts run on a stream beside the dispatch, and so do
             their gradients; see `overlap.beside`. dx then adds its parts in another order.
         in_dispatch_backward: launched beside the dispatch's backward; see `overlap.in_backward`.
@@ -89,20 +93,41 @@ def moe_layer(
         ValueError: also for memory shared by another dispatcher, for "permute" where the rows come
             from other ranks, and as the functions of the stages.
     """
-    ranks = 1 if group is None else dist.get_world_size(group)
-    masks, noises = (None if given is None else [given] * ranks for given in (padding_mask, noise))
-    check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks, masks, noises)
+    check_call(x_TH, parameters, config, state, group, padding_mask, noise, linear_states)
     if rerun and group is not None and config.num_rows is not None:
         run = partial(moe_layer, x_TH, parameters, state=state, training=training, batch_size=batch_size, group=group)
-        run = partial(run, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads)
+        run = partial(run, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads, amaxes=amaxes)
         run = partial(run, overlap_shared=overlap_shared, in_dispatch_backward=in_dispatch_backward)
-        run, free = partial(run, shared_memory=shared_memory), replace(config, num_rows=None)
-        over = attrgetter("dispatched.overflow")
+        run = partial(run, shared_memory=shared_memory, linear_states=linear_states)
+        free, over = replace(config, num_rows=None), attrgetter("dispatched.overflow")
         return in_room(lambda few: run(config=config if few else free), over, group, x_TH.device)
-    p = parameters
     options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask}
-    logits, routed = _routed(x_TH, p, config, state, group, noise, options)
+    logits, routed = routed_by(x_TH, parameters, config, state, group, noise, options)
+    rest = after_router(
+        x_TH, parameters, config, routed, group=group, recompute=recompute, wgrads=wgrads,
+        linear_states=linear_states, amaxes=amaxes, overlap_shared=overlap_shared,
+        in_dispatch_backward=in_dispatch_backward, shared_memory=shared_memory,
+    )  # fmt: skip
+    return LayerOutput(logits, routed, *rest)
 
+
+def check_call(
+    x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, state: RouterState, group: Any, *optional: Any
+) -> None:
+    """`check_layer` of this rank's arguments; `optional` are its last."""
+    ranks = 1 if group is None else dist.get_world_size(group)
+    given = [None if one is None else [one] * ranks for one in optional]
+    check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks, *given)
+
+
+def after_router(
+    x_TH: Tensor, p: LayerParameters, config: LayerConfig, routed: RouteOutput,
+    *, group: Any = None, recompute: str | Sequence[str] | None = None, wgrads: Waiting | None = None,
+    linear_states: tuple[LinearState, LinearState] | None = None,
+    amaxes: tuple[LinearAmax, LinearAmax] | None = None, overlap_shared: bool = False,
+    in_dispatch_backward: Callable[[], None] | None = None, shared_memory: bool = False,
+) -> tuple[Any, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """`moe_layer` of tokens that are routed: its results after the router's."""
     tokens = x_TH if p.latent_down is None else latent_projection(x_TH, p.latent_down)
     dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory)
     shared_part = partial(_shared, x_TH, p, config)
@@ -111,8 +136,9 @@ def moe_layer(
     else:
         dispatched, combine, permuted = dispatch()
     sent = dispatched.rows if in_dispatch_backward is None else in_backward(dispatched.rows, in_dispatch_backward)
-    given = {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias, "probs": dispatched.probs, "wgrads": wgrads}
-    settings = config.experts | given | _recomputed(recompute, permuted, config)
+    settings = config.experts | {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias, "probs": dispatched.probs}
+    settings |= {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes}
+    settings |= _recomputed(recompute, permuted, config)
     rows = grouped_mlp(sent, dispatched.tokens_per_expert, p.fc1_weight, p.fc2_weight, **settings)
     combined = combine(rows)
     output = combined if p.latent_up is None else latent_projection(combined, p.latent_up)
@@ -120,10 +146,10 @@ def moe_layer(
     shared = shared if overlap_shared else shared_part()
     if shared is not None:
         output = output + shared
-    return LayerOutput(logits, routed, dispatched, rows, combined, shared, output)
+    return dispatched, rows, combined, shared, output
 
 
-def _routed(
+def routed_by(
     x_TH: Tensor, p: LayerParameters, config: LayerConfig, state: RouterState, group: Any, noise: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, RouteOutput]:  # fmt: skip
@@ -240,7 +266,7 @@ def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callab
         sent = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group, **config.dispatch)
 
         def back(rows: Tensor) -> Tensor:
-            result = combine(rows, sent.handle, group=group)
+            result = combine(rows, sent.handle, group=group, **config.combine)
             tokens_TN: Tensor = getattr(result, "tokens", result)
             return tokens_TN
 

@@ -1,7 +1,7 @@
 """The layer as a module, with the names, shapes and initialisation of Megatron's `MoELayer`."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,17 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from moe_fast.experts.delayed import delaying
 from moe_fast.experts.mlp import run_again
-from moe_fast.layer.layer import moe_layer, sum_over
-from moe_fast.layer.weights import GroupedLinear
+from moe_fast.layer.layer import after_router, check_call, moe_layer, routed_by, sum_over
+from moe_fast.layer.scaling import ScaledGroupedLinear
+from moe_fast.layer.weights import GroupedLinear, KeepsDtypes
 from moe_fast.router.route import finish_batch
 from moe_ref.config import (
     GATED,
     LayerConfig,
     LayerParameters,
     RankGroup,
+    Recipe,
+    RouteOutput,
     RouterConfig,
     RouterLosses,
     RouterRanks,
@@ -33,7 +36,7 @@ from moe_ref.config.state import new_state
 INIT_STD = 0.02
 
 
-class Router(nn.Module):
+class Router(KeepsDtypes):
     """The router's weight [E,H] and its state. Only `expert_bias` is saved, as in Megatron.
 
     The state keeps its dtypes when the module is cast: a bfloat16 counter stops at 256.
@@ -41,19 +44,12 @@ class Router(nn.Module):
 
     def __init__(self, config: RouterConfig, hidden: int, **tensor: Any) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.captured = config, False
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden, **tensor))
         names = new_state(config, tensor.get("device"))._asdict()
         for name, x in names.items():
             if isinstance(x, Tensor):
                 self.register_buffer(name, x, persistent=name == "expert_bias" and config.expert_bias)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        before = dict(self.named_buffers())
-        super()._apply(fn, recurse)
-        for name, x in before.items():
-            setattr(self, name, x.to(getattr(self, name).device))
-        return self
 
     @property
     def state(self) -> RouterState:
@@ -61,19 +57,39 @@ class Router(nn.Module):
         return RouterState(**tensors, replay_queue=())
 
     def keep(self, state: RouterState) -> None:
-        """Make `state` the state of the next step."""
+        """Make `state` the state of the next step. Once a CUDA graph has captured a step, whose
+        replays read and write its tensors, in place.
+        """
+        if self.weight.is_cuda and not torch.compiler.is_compiling():
+            self.captured |= torch.cuda.is_current_stream_capturing()
         for name in RouterState._fields:
             if name != "replay_queue":
-                setattr(self, name, getattr(state, name).detach())
+                self._keep(name, getattr(state, name).detach())
+
+    def _keep(self, name: str, new: Tensor) -> None:
+        if not self.captured:
+            setattr(self, name, new)
+        elif new.data_ptr() != getattr(self, name).data_ptr():
+            getattr(self, name).copy_(new)
 
 
 class Experts(nn.Module):
     """The two grouped linear layers of this rank's experts."""
 
-    def __init__(self, experts: int, columns: int, width: int, into: int, **options: Any) -> None:
+    def __init__(
+        self, experts: int, columns: int, width: int, into: int, *, recipe: Recipe | None, **options: Any
+    ) -> None:
         super().__init__()
-        self.linear_fc1 = GroupedLinear(experts, columns, into, **options)
-        self.linear_fc2 = GroupedLinear(experts, into, width, **options)
+        linear: Callable[..., GroupedLinear] = GroupedLinear
+        if recipe is not None and recipe.scaling == "delayed":
+            linear = partial(ScaledGroupedLinear, recipe=recipe)
+        self.linear_fc1 = linear(experts, columns, into, **options)
+        self.linear_fc2 = linear(experts, into, width, **options)
+
+    @property
+    def scaled(self) -> list[ScaledGroupedLinear]:
+        """The layers with delayed scaling: both or none."""
+        return [one for one in (self.linear_fc1, self.linear_fc2) if isinstance(one, ScaledGroupedLinear)]
 
 
 class SharedExperts(nn.Module):
@@ -110,6 +126,9 @@ class MoELayer(nn.Module):
     Weights are normal with deviation `init_std`, biases 0; ranks draw different experts if their
     generators differ. All others must be equal on all ranks, which the caller sees to, as for any
     data-parallel parameter; `expert_parameters` names those that must not be averaged.
+
+    With delayed scaling the experts' layers keep its states, and `finish_batch` makes the scales of
+    the next step.
     """
 
     over_budget: Tensor  # [] bool: whether rows were dropped since it was last cleared, see `within_budget`
@@ -136,7 +155,8 @@ class MoELayer(nn.Module):
         self.register_buffer("over_budget", torch.zeros((), dtype=torch.bool, device=device), persistent=False)
         self.router = Router(config.router, hidden, **tensor)
         local, own = config.router.num_experts * shards // ranks, width // shards
-        self.experts = Experts(local, halves * own, own, latent or hidden, bias=bias, packed=packed, **tensor)
+        options = tensor | {"bias": bias, "packed": packed, "recipe": config.recipe}
+        self.experts = Experts(local, halves * own, own, latent or hidden, **options)
         self.fc1_latent_proj = self.fc2_latent_proj = self.shared_experts = None
         if latent is not None:
             self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False, **tensor)
@@ -176,13 +196,9 @@ class MoELayer(nn.Module):
         `losses` then holds the router's losses of this call, detached: they are attached to the
         output, whose backward adds their gradients.
         """
-        batch_size = x.shape[1] if x.dim() == 3 else 1
+        x_TH, mask, batch_size = _flat(x, padding_mask)
         run = partial(self._results, state=self.router.state, training=self.training, batch_size=batch_size)
-        if padding_mask is not None:
-            right = tuple(x.shape[:-1])
-            require(padding_mask.shape == right, "padding_mask", f"of shape {tuple(padding_mask.shape)}", f"of {right}")
-            padding_mask = padding_mask.reshape(-1)
-        inputs = (x.reshape(-1, x.shape[-1]), padding_mask, *self.layer_parameters)
+        inputs = (x_TH, mask, *self.layer_parameters)
         # a compiled graph saves what the compiler chooses
         if self.recompute == "moe" and not torch.compiler.is_dynamo_compiling():
             # a rank that stopped before its last collective would let the others wait
@@ -191,28 +207,93 @@ class MoELayer(nn.Module):
         else:
             output, state, losses, dropped = run(*inputs)
         self.router.keep(state)
-        if dropped is not None:
-            self.over_budget = self.over_budget | dropped
         self.losses = losses
+        self._note(dropped)
         return output.reshape(x.shape)
 
+    def route(self, x: Tensor, padding_mask: Tensor | None = None) -> RouteOutput:
+        """The layer's first part, its router: `layer(x, mask)` has the bits of
+        `layer.run_experts(x, layer.route(x, mask))`, so that either part can be captured in a CUDA
+        graph of its own, as by Megatron's scope moe_router.
+
+        The router's state and `losses` are then those after the call. The losses ride on the
+        result's probs.
+
+        Raises:
+            ValueError: with `recompute` "moe", by which both parts run again together.
+        """
+        self._in_parts()
+        x_TH, mask, batch_size = _flat(x, padding_mask)
+        p, config, state = self.layer_parameters, self.config, self.router.state
+        scales = self._scales(False).get("linear_states")
+        check_call(x_TH, p, config, state, self.group, mask, None, scales)
+        options = {"training": self.training, "batch_size": batch_size, "padding_mask": mask}
+        _, routed = routed_by(x_TH, p, config, state, self.group, None, options)
+        self.router.keep(routed.state)
+        self.losses = routed.losses
+        return routed
+
+    def run_experts(self, x: Tensor, routed: RouteOutput) -> Tensor:
+        """The layer's second part: its output for tokens that `route` has routed.
+
+        Raises:
+            ValueError: as `route`.
+        """
+        self._in_parts()
+        settings = self._settings(self.training)
+        with self._delaying():
+            x_TH = x.reshape(-1, x.shape[-1])
+            dispatched, *_, output = after_router(x_TH, self.layer_parameters, self.config, routed, **settings)
+        self._note(self._dropped(dispatched))
+        return output.reshape(x.shape)
+
+    def _in_parts(self) -> None:
+        apart = self.recompute != "moe"
+        require(apart, "recompute", repr(self.recompute), "another for a layer that runs in two parts")
+
     def _results(
-        self, x_TH: Tensor, padding_mask: Tensor | None, *parameters: Tensor | None, **settings: Any
+        self, x_TH: Tensor, padding_mask: Tensor | None, *parameters: Tensor | None, training: bool, **settings: Any
     ) -> tuple[Tensor, RouterState, RouterLosses, Tensor | None]:
         """A function of its arguments alone: it may run again without counting a token twice. With
         a budget also whether this rank dropped rows.
         """
-        recompute = None if self.recompute == "moe" else self.recompute
-        settings |= {"group": self.group, "recompute": recompute, "padding_mask": padding_mask}
-        settings |= {"shared_memory": self.shared_memory, "overlap_shared": self.overlap_shared}
-        if self.overlap_wgrad and not torch.compiler.is_compiling():
-            settings["in_dispatch_backward"] = self._compute_dw
-        linears = (self.experts.linear_fc1, self.experts.linear_fc2) if self.delay_wgrad else ()
-        # a backward that runs this again is in another context
-        with delaying({linear.weight: linear.waiting for linear in linears}) if linears else nullcontext():
+        settings |= self._settings(training) | {"training": training, "padding_mask": padding_mask}
+        with self._delaying():
             out = moe_layer(x_TH, LayerParameters(*parameters), self.config, **settings)  # type: ignore[arg-type]
-        dropped = None if self.group is None or self.config.num_rows is None else out.dispatched.overflow
-        return out.output, out.routed.state, out.routed.losses, dropped
+        return out.output, out.routed.state, out.routed.losses, self._dropped(out.dispatched)
+
+    def _settings(self, training: bool) -> dict[str, Any]:
+        """The settings of all that follows the router."""
+        recompute = None if self.recompute == "moe" else self.recompute
+        found = {"group": self.group, "recompute": recompute} | self._scales(training)
+        found |= {"shared_memory": self.shared_memory, "overlap_shared": self.overlap_shared}
+        if self.overlap_wgrad and not torch.compiler.is_compiling():
+            found["in_dispatch_backward"] = self._compute_dw
+        return found
+
+    def _scales(self, training: bool) -> dict[str, Any]:
+        """Delayed scaling's states, and in training the amaxes to raise."""
+        if not self.experts.scaled:
+            return {}
+        fc1, fc2 = self.experts.scaled
+        counts = training and torch.is_grad_enabled()
+        return {"linear_states": (fc1.state, fc2.state), "amaxes": (fc1.amaxes, fc2.amaxes) if counts else None}
+
+    def _delaying(self) -> AbstractContextManager[None]:
+        """With `delay_wgrad`, where the experts' gradients wait; a backward that runs a forward
+        again is in another context.
+        """
+        linears = (self.experts.linear_fc1, self.experts.linear_fc2) if self.delay_wgrad else ()
+        return delaying({linear.weight: linear.waiting for linear in linears}) if linears else nullcontext()
+
+    def _dropped(self, dispatched: Any) -> Tensor | None:
+        """Whether this rank had too little room; None without a budget."""
+        overflow: Tensor = dispatched.overflow
+        return None if self.group is None or self.config.num_rows is None else overflow
+
+    def _note(self, dropped: Tensor | None) -> None:
+        if dropped is not None:
+            self.over_budget.logical_or_(dropped)
 
     def _compute_dw(self) -> None:
         self.experts.linear_fc2.compute_dw()
@@ -230,10 +311,23 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def finish_batch(self, *, frozen: bool = False) -> None:
-        """End a global batch: the expert bias takes its step, and the counters restart."""
+        """End a global batch: the expert bias takes its step, the counters restart, and delayed
+        scaling's scales follow the amaxes.
+        """
+        for linear in self.experts.scaled:
+            linear.update_scales()
         group = self.group
         ranks = RouterRanks() if group is None else _ranks(group)
         self.router.keep(finish_batch(self.router.state, self.config.router, frozen=frozen, ranks=ranks))
+
+
+def _flat(x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
+    """x as [T,H], the mask as [T], and the number of sequences."""
+    if padding_mask is not None:
+        right = tuple(x.shape[:-1])
+        require(padding_mask.shape == right, "padding_mask", f"of shape {tuple(padding_mask.shape)}", f"of {right}")
+        padding_mask = padding_mask.reshape(-1)
+    return x.reshape(-1, x.shape[-1]), padding_mask, x.shape[1] if x.dim() == 3 else 1
 
 
 def _ranks(group: Any) -> RouterRanks:

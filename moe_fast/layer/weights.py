@@ -4,7 +4,8 @@ Packed, a weight is [L,out,in] under the key `weight`, and a bias [L,out] under 
 [out,in] under `weight0` … and [out] under `bias0` …
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from moe_fast.dispatch.overlap import wait_for
 from moe_fast.experts.delayed import Waiting
 from moe_fast.parameters.names import normalize_parameters
+from moe_fast.parameters.shards import merge_extra_state
 
 State = dict[str, Any]
 
@@ -80,9 +82,24 @@ class GroupedLinear(nn.Module):
         return f"experts={len(self.weight)}, shape={shape}, bias={bias}, packed={self.packed}"
 
 
+class KeepsDtypes(nn.Module):
+    """Buffers that keep their dtypes when the module is cast."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, x in before.items():
+            setattr(self, name, x.to(getattr(self, name).device))
+        return self
+
+
 def _pack(module: GroupedLinear, state: State, prefix: str, *_: Any) -> None:
-    """Before loading: all of weight0 … become weight; a packed key stays as it is. So for bias."""
+    """Before loading: all of weight0 … become weight; a packed key stays as it is. So for bias, and
+    for extra state.
+    """
     _normalize(module, state, prefix, packed=True)
+    merged = merge_extra_state(state, num_experts=len(module.weight), prefix=prefix)
+    _become(state, merged)
 
 
 def _unpack(module: GroupedLinear, state: State, prefix: str, _: Any) -> None:
@@ -94,6 +111,10 @@ def _normalize(module: GroupedLinear, state: State, prefix: str, packed: bool) -
     """The caller's dict is changed: torch passes it on."""
     experts, bias = len(module.weight), module.bias is not None
     found = normalize_parameters(state, num_experts=experts, packed=packed, prefix=prefix, bias=bias)
+    _become(state, found)
+
+
+def _become(state: State, found: State) -> None:
     for name in state.keys() - found.keys():
         del state[name]
     state.update(found)

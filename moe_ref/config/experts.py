@@ -33,6 +33,14 @@ class LinearState(NamedTuple):
     grad_output: QuantizerState
 
 
+class LinearAmax(NamedTuple):
+    """The largest magnitudes of the three tensors, of each expert; products raise them in place."""
+
+    input: Tensor  # [L] float32
+    weight: Tensor
+    grad_output: Tensor
+
+
 def check_storage(argument: str, x: Tensor, *axes: str) -> None:
     """`x` has the named axes and a dtype that rows and weights may have."""
     require(x.dim() == len(axes), argument, f"of shape {tuple(x.shape)}", f"[{', '.join(axes)}]")
@@ -298,9 +306,10 @@ def check_kept(wgrads: object, rows_again: object, recompute: str | None) -> Non
     require(rows_again is None or recompute != "moe", "rows_again", "given with recompute 'moe'", right)
 
 
-def check_pairs(state: object, noise: object) -> None:
-    """State and noise of two linear layers: none, or a pair."""
-    for name, both in (("state", state), ("noise", noise)):
+def check_pairs(state: object, noise: object, amaxes: object = None) -> None:
+    """State, noise and amaxes of two linear layers: none, or a pair; no amaxes without a state."""
+    require(amaxes is None or state is not None, "amaxes", "given without a state", "None")
+    for name, both in (("state", state), ("noise", noise), ("amaxes", amaxes)):
         require(
             both is None or (type(both) is tuple and len(both) == 2),
             name,

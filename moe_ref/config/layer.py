@@ -16,6 +16,7 @@ from moe_ref.config.rules import is_count, require
 
 DISPATCHERS = ("allgather", "alltoall", "deepep", "hybridep")
 SHARDING = ("allgather", "alltoall")  # those that know `expert_tensor_parallel`
+PROGRAMS = ("num_sms", "num_blocks_permute", "num_blocks_unpermute")
 OF_EXPERTS = ("fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")  # parameters that differ between ranks
 
 
@@ -24,7 +25,8 @@ class LayerConfig:
     """The settings of a layer; `layer_config` makes one of Megatron's options.
 
     Raises:
-        ValueError: an unknown dispatcher, no positive number of shards; see `check_jitter` and
+        ValueError: an unknown dispatcher, no positive number of shards, a number of multiprocessors
+            or blocks that is not positive or another dispatcher's; see `check_jitter` and
             `check_budget`.
     """
 
@@ -33,6 +35,9 @@ class LayerConfig:
     jitter_eps: float | None = None  # of the router's input, see `jitter`; in evaluation too
     dispatcher: str = "alltoall"
     expert_tensor_parallel: int = 1  # neighbouring ranks that share their experts, each with a shard of the width
+    num_sms: int | None = None  # of hybridep: the most multiprocessors of its transfers, see `hybridep_dispatch`
+    num_blocks_permute: int | None = None  # of hybridep: the most thread blocks of its dispatch's permutation
+    num_blocks_unpermute: int | None = None  # the same of its combine
     num_rows: int | None = None  # room for the rows of a rank's experts, see `rank_budget`; None: for all
     kind: str = "swiglu"  # the activation, with its settings: see `grouped_mlp`
     offset: float = 0.0
@@ -42,13 +47,17 @@ class LayerConfig:
     fp8_input_store: bool = False
     probs_on_input: bool = False
     align: int | None = None  # experts pad their rows to a multiple of it
-    recipe: Recipe | None = None  # of the routed experts' products; one without a state
+    recipe: Recipe | None = None  # of the routed experts' products
 
     def __post_init__(self) -> None:
         known = self.dispatcher in DISPATCHERS
         require(known, "dispatcher", repr(self.dispatcher), f"one of {', '.join(DISPATCHERS)}")
         shards = self.expert_tensor_parallel
         require(is_count(shards) and shards >= 1, "expert_tensor_parallel", shards, "a positive integer")
+        for name in PROGRAMS:
+            most, own = getattr(self, name), self.dispatcher == "hybridep"
+            right = "None or a positive integer" if own else f"None with {self.dispatcher}: hybridep alone has it"
+            require(most is None or (own and is_count(most) and most >= 1), name, most, right)
         if self.jitter_eps is not None:
             check_jitter(self.jitter_eps)
         if self.num_rows is not None:
@@ -57,10 +66,14 @@ class LayerConfig:
     @property
     def dispatch(self) -> dict[str, Any]:
         """The settings of the dispatcher over ranks."""
-        found = {} if self.num_rows is None else {"num_rows": self.num_rows}
-        shards = self.expert_tensor_parallel
-        known = shards > 1 and self.dispatcher in SHARDING
-        return found | ({"expert_tensor_parallel": shards} if known else {})
+        shards = self.expert_tensor_parallel if self.dispatcher in SHARDING else 1
+        given = {"num_rows": self.num_rows, "expert_tensor_parallel": None if shards == 1 else shards}
+        return _given(given | {"num_sms": self.num_sms, "num_blocks": self.num_blocks_permute})
+
+    @property
+    def combine(self) -> dict[str, Any]:
+        """The settings of the way back."""
+        return _given({"num_sms": self.num_sms, "num_blocks": self.num_blocks_unpermute})
 
     @property
     def experts(self) -> dict[str, Any]:
@@ -76,6 +89,10 @@ class LayerConfig:
     @property
     def _activation(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("kind", "offset", "clamp", "fp8_input_store")}
+
+
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in settings.items() if x is not None}
 
 
 class LayerParameters(NamedTuple):
@@ -160,12 +177,14 @@ def split_experts(parameters: LayerParameters, ranks: int, config: LayerConfig |
 def check_layer(
     x: PerRank[Tensor], parameters: PerRank[LayerParameters], config: LayerConfig, states: PerRank[RouterState],
     padding_mask: PerRank[Tensor] | None = None, noise: PerRank[Tensor] | None = None,
+    linear_states: PerRank[Any] | None = None,
 ) -> None:  # fmt: skip
     """The rules of `moe_layer` that no stage has."""
     check_tokens(x)
     check_expert_split(config.router.num_experts, len(x), config.expert_tensor_parallel)
     for name, given in (
-        ("parameters", parameters), ("states", states), ("padding_mask", padding_mask or x), ("noise", noise or x)
+        ("parameters", parameters), ("states", states), ("padding_mask", padding_mask or x), ("noise", noise or x),
+        ("linear_states", linear_states or x),
     ):  # fmt: skip
         require(len(given) == len(x), name, f"a list of {len(given)}", f"a list of {len(x)}, an entry per rank")
     for own in parameters:
@@ -177,7 +196,9 @@ def check_layer(
         right = config.jitter_eps is not None and own_noise.shape == own_x.shape
         require(right, "noise", f"of shape {tuple(own_noise.shape)}", wanted)
     stateful = config.recipe is not None and config.recipe.scaling == "delayed"
-    require(not stateful, "recipe", "of delayed scaling", "one without a state")
+    missing = "given with a recipe of delayed scaling, and only with it: a pair for fc1 and fc2"
+    found = "None" if linear_states is None else "given"
+    require(stateful == (linear_states is not None), "linear_states", found, missing)
 
 
 def check_recompute(recompute: str | Sequence[str] | None) -> tuple[bool, str | None]:
@@ -193,7 +214,7 @@ def check_parameters(parameters: LayerParameters, config: LayerConfig, ranks: in
     shards = config.expert_tensor_parallel
     shape, local = tuple(parameters.fc1_weight.shape), config.router.num_experts * shards // ranks
     right = f"of {local} experts, {config.router.num_experts} over {ranks // shards} groups of ranks"
-    no_bias = f"None with {shards} shards of each expert"
+    no_bias = f"None with {shards} shards of each expert, each of which would add it"
     require(shards == 1 or parameters.fc2_bias is None, "fc2_bias", "given", no_bias)
     require(shape[:1] == (local,), "fc1_weight", f"of shape {shape}", right)
     for pair in (("latent_down", "latent_up"), ("shared_fc1_weight", "shared_fc2_weight")):

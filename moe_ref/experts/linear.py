@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ref.config import (
+    LinearAmax,
     LinearState,
     Operand,
     Recipe,
@@ -34,6 +35,7 @@ class ProductPrecision(NamedTuple):
     state: LinearState | None
     noise: Tensor | None
     accumulator: str
+    amaxes: LinearAmax | None = None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -58,9 +60,8 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor):
         rows, weight, bias, tokens_per_expert = ctx.saved_tensors
         wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        options = ctx.precision._asdict()
-        d_rows = grouped_dgrad(d_out, weight, tokens_per_expert, **options) if wants_rows else None
-        d_weight = grouped_wgrad(d_out, rows, tokens_per_expert, **options) if wants_weight else None
+        d_rows = _dgrad(d_out, weight, tokens_per_expert, ctx.precision) if wants_rows else None
+        d_weight = _wgrad(d_out, rows, tokens_per_expert, ctx.precision) if wants_weight else None
         d_bias = _bias_gradient(d_out, bias, tokens_per_expert, ctx.precision) if wants_bias else None
         return d_rows, d_weight, d_bias, None, None
 
@@ -120,17 +121,24 @@ class _Later(torch.autograd.Function):
 
 def delayed_linear(
     rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
-    *, wgrads: list[Callable[..., Tensor]] | None, bias: Tensor | None = None, **precision: Any,
+    *, wgrads: list[Callable[..., Tensor]] | None, bias: Tensor | None = None, amaxes: LinearAmax | None = None,
+    recipe: Recipe | None = None, state: LinearState | None = None, noise: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`grouped_linear`, whose backward leaves the weight's gradient in `wgrads`, if that is a list.
+    """`grouped_linear`, whose backward leaves the weight's gradient in `wgrads`, if that is a list,
+    and whose products raise the amaxes.
 
     It appends a function of `accumulate_into`, `grouped_wgrad` of what the backward has.
     """
-    if wgrads is None or not (torch.is_grad_enabled() and weight_LMN.requires_grad):
-        return grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias=bias, **precision)
-    out = grouped_linear(rows_PN, weight_LMN.detach(), tokens_per_expert_L, bias=bias, **precision)
+    check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
+    check_precision(recipe, state, noise, "float32")
+    precision = ProductPrecision(recipe, state, noise, "float32", amaxes)
+    later = wgrads is not None and torch.is_grad_enabled() and weight_LMN.requires_grad
+    weight = weight_LMN.detach() if later else weight_LMN
+    out: Tensor = _GroupedLinear.apply(rows_PN, weight, bias, tokens_per_expert_L, precision)
+    if not later:
+        return out
     anchor = out.new_empty(0, requires_grad=True)  # the backward comes here even if nothing else has a gradient
-    return _Later.apply(out, anchor, rows_PN, tokens_per_expert_L, (wgrads, partial(grouped_wgrad, **precision)))
+    return _Later.apply(out, anchor, rows_PN, tokens_per_expert_L, (wgrads, partial(_wgrad, precision=precision)))
 
 
 def grouped_dgrad(
@@ -150,7 +158,10 @@ def grouped_dgrad(
     """
     check_grouped_dgrad(d_out_PM, weight_LMN, tokens_per_expert_L)
     check_precision(recipe, state, noise, accumulator)
-    precision = ProductPrecision(recipe, state, noise, accumulator)
+    return _dgrad(d_out_PM, weight_LMN, tokens_per_expert_L, ProductPrecision(recipe, state, noise, accumulator))
+
+
+def _dgrad(d_out_PM: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor, precision: ProductPrecision) -> Tensor:
     d_out = _row_factors(d_out_PM, tokens_per_expert_L, "grad_output", "dgrad", precision)
     weight = _weight_factors(weight_LMN, "dgrad", precision)
     return _with_tail([d_mM @ w_MN for d_mM, w_MN in zip(d_out, weight, strict=True)], d_out_PM)
@@ -182,9 +193,16 @@ def grouped_wgrad(
 
     Source: TE GroupedLinear.backward_dw; fuse_wgrad_accumulation (main_grad).
     """
-    check_grouped_wgrad(d_out_PM, rows_PN, tokens_per_expert_L, accumulate_into)
     check_precision(recipe, state, noise, accumulator)
     precision = ProductPrecision(recipe, state, noise, accumulator)
+    return _wgrad(d_out_PM, rows_PN, tokens_per_expert_L, precision, accumulate_into)
+
+
+def _wgrad(
+    d_out_PM: Tensor, rows_PN: Tensor, tokens_per_expert_L: Tensor, precision: ProductPrecision,
+    accumulate_into: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    check_grouped_wgrad(d_out_PM, rows_PN, tokens_per_expert_L, accumulate_into)
     d_out = _row_factors(d_out_PM, tokens_per_expert_L, "grad_output", "wgrad", precision)
     rows = _row_factors(rows_PN, tokens_per_expert_L, "input", "wgrad", precision)
     gradients = []
@@ -293,6 +311,9 @@ def _from_codes(x_RN: Tensor, splits_L: Tensor, role: str, gemm: str, precision:
         noise=noise,
     )
     form = quantization.quantized.form(columnwise)
+    if precision.amaxes is not None:
+        seen_L = getattr(precision.amaxes, role)
+        seen_L.copy_(torch.maximum(seen_L, torch.cat([group.amax for group in form.groups]).flatten()))
     decoded = [turned(values(group, form.scheme), columnwise) for group in form.groups]
     return [
         (round_to(x_RC, x_RN.dtype) if operand.kept == "dequantized" else x_RC).to(_accumulator(x_RN.dtype, precision))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_ref.config import LinearState, Recipe, check_grouped_mlp, check_kept, check_pairs, require
+from moe_ref.config import LinearAmax, LinearState, Recipe, check_grouped_mlp, check_kept, check_pairs, require
 from moe_ref.experts.activations import chosen_activation
 from moe_ref.experts.linear import delayed_linear, expert_slices, linear
 from moe_ref.rounding import accumulator_dtype, round_to
@@ -28,6 +28,7 @@ def grouped_mlp(
     recipe: Recipe | None = None, state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None, wgrads: list[Callable[..., Tensor]] | None = None,
     rows_again: Callable[[], Tensor] | None = None,
+    amaxes: tuple[LinearAmax, LinearAmax] | None = None,
 ) -> Tensor:  # fmt: skip
     """Each expert's two linear layers over its own rows, weighted by the rows' probabilities.
 
@@ -42,15 +43,16 @@ def grouped_mlp(
         fc1_bias, fc2_bias: [L,2F] or [L,F], and [L,H]; floating point, or None, independently.
         kind, offset, clamp, alpha, interleave, …: as in `glu` and `activation`.
         align: zeros extend each segment to a multiple of it, and are trimmed afterwards.
-        recompute: "moe_act" or "moe": the activation, or all, again in the backward, and not saved;
-            same results.
-        recipe: of both linear layers, see `grouped_linear`.
-        state, noise: as in `grouped_linear`, a pair for fc1 and fc2; noise per row, aligned.
+        recompute: "moe_act" or "moe": the activation, or all, again in the backward; same results.
+        recipe, state, noise: as in `grouped_linear`, the last two a pair for fc1 and fc2; noise per
+            row, aligned.
         wgrads: a list, or None. A backward appends to it, in place of the weights' gradients, a
             function of `accumulate_into` for each weight that has one, fc2's first: `grouped_wgrad`
             of what the backward has. Mirrors `backward_dw`.
         rows_again: makes the rows once more, or None. Then they are not saved: the backward calls
             it, and makes of its rows all that was made of them before fc1. Not with "moe".
+        amaxes: with a state, a pair for fc1 and fc2, or None; for `update_scales`. The forward
+            raises those of input and weight to what it quantises, a backward those of grad_output.
 
     Rounding, each once, to the dtype of the rows: p · x; h with its bias; a; a W2ᵀ; and then the
     sum with p · b2, in float32 (float64 if an input is). Gradients round where these values do.
@@ -65,11 +67,12 @@ def grouped_mlp(
         rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind,
         probs_on_input, align, recompute,
     )  # fmt: skip
-    check_pairs(state, noise)
+    check_pairs(state, noise, amaxes)
     check_kept(wgrads, rows_again, recompute)
     total = expert_slices(tokens_per_expert_L, len(rows_PH))[-1].stop
     weights = (fc1_weight_LFH, fc2_weight_LHF, fc1_bias, fc2_bias)
-    linears = [partial(delayed_linear, recipe=recipe, state=s, wgrads=wgrads) for s in state or (None, None)]
+    pairs = zip(state or (None, None), amaxes or (None, None), strict=True)
+    linears = [partial(delayed_linear, recipe=recipe, state=s, amaxes=a, wgrads=wgrads) for s, a in pairs]
     again = None if rows_again is None else lambda: rows_again()[:total]
     run = partial(_experts, act=act, linears=linears, noise=noise, align=align, probs_on_input=probs_on_input)
     run = partial(run, recompute=recompute == "moe_act", rows_again=again)
@@ -88,7 +91,7 @@ def sequential_mlp(
         for e in experts: y[segment e] = grouped_mlp(x[segment e], W1_e, W2_e, …)
 
     Args, rounding, errors: as `grouped_mlp`, and the same function of the same weights; but without
-    state, noise, wgrads and rows_again, which would be for all experts together.
+    state, noise, wgrads, rows_again and amaxes, which would be for all experts together.
     """
     defaults = {
         "interleave": None,
@@ -101,7 +104,7 @@ def sequential_mlp(
     check_grouped_mlp(
         *whole, *(defaults[name] for name in ("interleave", "kind", "probs_on_input", "align", "recompute"))
     )
-    for name in ("state", "noise", "wgrads", "rows_again"):
+    for name in ("state", "noise", "wgrads", "rows_again", "amaxes"):
         require(settings.get(name) is None, name, "given", "None: it would be for all experts together")
     outputs = []
     slices = expert_slices(tokens_per_expert_L, len(rows_PH))

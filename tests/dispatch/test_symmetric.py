@@ -17,6 +17,7 @@ from conformance.engine.run.pool import Pool
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.judge.exact import bits
 from moe_fast.dispatch.slabs import Room, offsets, slab_of
+from moe_fast.dispatch.steps import Programs
 from moe_fast.dispatch.symmetric import Handle, collect, resend, send
 from moe_fast.launch.backend import INTERPRETED
 from tests.honest import direct
@@ -65,6 +66,7 @@ def same(got: Tensor, right: Tensor) -> bool:
     return got.shape == right.shape and got.dtype == right.dtype and not (bits(got.cpu()) != bits(right)).any()
 
 
+FEW = Programs(num_sms=1, num_blocks=3)
 SETTINGS = [(None, 64), (4, 64), (2, 8), (1, 0)]  # align, num_rows: with room, and without
 
 
@@ -86,6 +88,7 @@ def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, 
             slabs[r],
             r,
             once=once,
+            most=FEW if once else Programs(),
         )
         for r in range(ranks)
     ]
@@ -159,9 +162,9 @@ def of_ranks(function: str, counts: tuple[int, ...], **fields) -> DispatchCase:
 
 AMONG_RANKS = [  # later cases need more room; several experts of a token are on the same rank
     of_ranks("hybridep_dispatch", (1, 2), slack=0),
-    of_ranks("hybridep_dispatch", (3, 0, 2), align=4, slack=-1, grads="tokens+probs"),
+    of_ranks("hybridep_dispatch", (3, 0, 2), align=4, slack=-1, grads="tokens+probs", num_sms=1, num_blocks=3),
     of_ranks("hybridep_cached_dispatch", (2, 3), slack=1, probs=""),
-    of_ranks("hybridep_combine", (4, 0, 5), align=2, slack=1, grads="rows"),
+    of_ranks("hybridep_combine", (4, 0, 5), align=2, slack=1, grads="rows", num_sms=3, num_blocks=1),
     of_ranks("hybridep_combine", (4, 5), values="wide", dtype="bfloat16"),
     of_ranks("hybridep_dispatch", (6, 1, 5), spread="one_rank", dtype="bfloat16", fp8="fp8", hidden=129),
     of_ranks("hybridep_dispatch", (9, 7), spread="one_rank", law="history"),

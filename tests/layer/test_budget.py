@@ -18,7 +18,7 @@ from conformance.engine.run.pool import Pool
 from conformance.families.layer.cases import LayerCase
 from conformance.peers import reference_layer
 from moe_fast import MoELayer, within_budget
-from moe_ref.config import LayerConfig, LayerParameters, RouterConfig, rank_budget
+from moe_ref.config import LayerConfig, LayerParameters, Recipe, RouterConfig, rank_budget
 from tests.common.fast import interpreted, normal, record_reads
 
 TOKENS, HIDDEN, TOPK = 6, 4, 2
@@ -33,10 +33,12 @@ def group() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def layers(group: Any, *budgets: int | None, dispatcher: str = "hybridep", **options: bool) -> list[MoELayer]:
+def layers(
+    group: Any, *budgets: int | None, dispatcher: str = "hybridep", recipe: Recipe | None = None, **options: bool
+) -> list[MoELayer]:
     torch.manual_seed(0)
     router = RouterConfig(num_experts=3, topk=TOPK, score_function="sigmoid", expert_bias=True)
-    configs = [LayerConfig(router=router, dispatcher=dispatcher, num_rows=rows) for rows in budgets]
+    configs = [LayerConfig(router=router, dispatcher=dispatcher, num_rows=rows, recipe=recipe) for rows in budgets]
     return [MoELayer(config, HIDDEN, 2, group=group, init_std=0.5, **options) for config in configs]
 
 
@@ -72,6 +74,15 @@ def test_a_step_that_drops_rows_in_any_layer_is_the_step_without_a_budget(group,
     assert runs == 2 and torch.equal(y, trained(layers(group, None, None))[0])
     assert all(torch.equal(a, b) for a, b in zip(learnt(both), learnt(right), strict=True))
     assert [layer.config.num_rows for layer in both] == list(budgets)
+
+
+@interpreted
+def test_a_step_that_runs_again_has_seen_no_amax_before(group):
+    recipe = Recipe("delayed", amax_history_len=2)
+    right, both = layers(group, None, None, recipe=recipe), layers(group, 5, None, recipe=recipe)
+    assert (trained(right)[1], trained(both)[1]) == (1, 2)
+    pairs = zip(*([x for layer in step for x in layer.experts.buffers()] for step in (both, right)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @interpreted

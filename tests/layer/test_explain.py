@@ -82,10 +82,12 @@ def test_a_case_without_stages_is_refused():
         checked(case_from(CASE.record() | {"stage": "alltoall_combine"}))
 
 
+@pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "deepep", "hybridep"])
-def test_the_references_functions_of_ranks_are_right_on_the_stages_inputs(dispatcher):
+def test_the_references_functions_of_ranks_are_right_on_the_stages_inputs(dispatcher, shards):
     """And a result that lacks a row is not."""
-    one = replace(CASE, counts=(1, 3), dispatcher=dispatcher, grads="x", budget=0 if dispatcher == "deepep" else 6)
+    room = 0 if dispatcher == "deepep" else 6
+    one = replace(CASE, counts=(1, 3), dispatcher=dispatcher, grads="x", budget=room, shards=shards)
     for name in one.stages:
         stage = replace(one, stage=name)
         if not name.startswith(dispatcher):

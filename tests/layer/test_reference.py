@@ -207,6 +207,16 @@ def test_megatrons_options_become_the_settings_of_the_layer():
     flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
     assert layer_config(MoEConfig(**MEGATRON, **options)) == config("allgather")
     assert layer_config(MoEConfig(**MEGATRON, **options, **flex)) == config("hybridep")
+    sizes = {"moe_flex_dispatcher_num_sms": 4, "moe_hybridep_num_blocks_permute": 5}
+    sizes |= {"moe_hybridep_num_blocks_unpermute": 6}
+    sized = replace(config("hybridep"), num_sms=4, num_blocks_permute=5, num_blocks_unpermute=6)
+    assert layer_config(MoEConfig(**MEGATRON, **options, **flex, **sizes)) == sized
+    assert layer_config(MoEConfig(**MEGATRON, **options, **sizes)) == config("allgather")
+    with pytest.raises(ValueError, match="num_blocks_permute is 5; it must be None with allgather"):
+        replace(sized, dispatcher="allgather", num_sms=None)
+    shaped = options | {"glu_linear_offset": 1.0}
+    assert layer_config(MoEConfig(**MEGATRON, **shaped)).offset == 1
+    assert layer_config(MoEConfig(**MEGATRON, **shaped, use_te_activation_func=True)).offset == 0
     cut = MEGATRON | {"moe_ffn_hidden_size": 2 * WIDTH, "expert_tensor_parallel_size": 2}
     tensor = layer_config(MoEConfig(**cut, **options))
     assert tensor == replace(config("allgather"), expert_tensor_parallel=2)
@@ -242,7 +252,7 @@ def test_rows_are_padded_once_whichever_stage_the_options_give_it_to(padding):
     ("changed", "named"),
     [
         ({"dispatcher": "nccl"}, "dispatcher is 'nccl'"),
-        ({"recipe": Recipe("delayed")}, "recipe is of delayed scaling"),
+        ({"recipe": Recipe("delayed")}, "linear_states is None; it must be given with a recipe of delayed scaling"),
     ],
 )
 def test_an_illegal_configuration_is_refused(changed, named):

@@ -35,7 +35,7 @@ LISTED = {
     *(f"V{number:02}" for number in range(1, 11)),
     *(f"N{number:02}" for number in range(1, 12)),
     *(f"I{number:02}" for number in range(1, 6)),
-    *(f"C{number:02}" for number in range(1, 33)),
+    *(f"C{number:02}" for number in range(1, 35)),
     *(f"I{number:02}" for number in range(1, 6)),
     *(f"X{number:02}" for number in range(1, 28)),
     *(f"U{number:02}" for number in range(1, 66) if number != 11),
@@ -43,7 +43,7 @@ LISTED = {
     *(f"Z{number:02}" for number in range(1, 25) if number != 13),
     *(f"O{number:02}" for number in range(1, 15)),
     *(f"M{number:02}" for number in range(1, 24) if number != 10),
-    *(f"ML{number:02}" for number in range(1, 53)),
+    *(f"ML{number:02}" for number in range(1, 55)),
     *(f"CK{number:02}" for number in range(1, 32)),
     *("DW01", "DW02", "DW03", "DW04", "DW05", "DW06"),
 }

@@ -110,6 +110,7 @@ def test_every_option_is_read_or_given_by_the_call_or_without_effect_on_results(
         {"fp8": "e4m3"},
         {"fp4": "e2m1"},
         {"moe_token_dispatcher_type": "flex", **TENSOR},
+        {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
         {"gated_linear_unit": True, "mtp_use_repeated_layer": True},
     ):
         layer_config(Recorder(config(**options), read))

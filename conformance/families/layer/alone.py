@@ -26,6 +26,7 @@ from conformance.families.dispatch.maps import MapCombine, MapDispatch
 from conformance.families.experts.cases import GroupedCase
 from conformance.families.experts.latent import LatentProjection
 from conformance.families.experts.mlp import GroupedMlp
+from conformance.families.experts.precision_mlp import with_pairs
 from conformance.families.experts.shared import SharedExperts
 from conformance.families.layer.cases import LayerCase
 from conformance.families.layer.routing import routed_outputs, seen_by_router, state_before, steps_of
@@ -33,6 +34,7 @@ from conformance.families.layer.traced import Traced
 from conformance.families.permutation.permute import Permute, Unpermute
 from conformance.families.router.gating import Gate
 from conformance.judge import Expectation
+from moe_ref.config import SHARDING
 from moe_ref.layer import without_padding
 
 Lists = Mapping[str, Sequence[Any]]  # arguments, with an entry per rank
@@ -189,7 +191,10 @@ def _grouped_mlp(layer: Traced) -> Alone:
     biases = {name: layer.given(name) for name in ("fc1_bias", "fc2_bias")}
     settings = biases | {"probs": layer.at("row_probs")} | _same(layer, **layer.config.experts)
     wanted = ("rows", "probs", "fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")
-    return _stage(layer, GroupedMlp(), required, settings, wanted, {"out": "expert_rows"})
+    made = _stage(layer, GroupedMlp(), required, settings, wanted, {"out": "expert_rows"})
+    states = [{name: x for name, x in call.required.items() if name.startswith("state.")} for call in layer.calls]
+    calls = [with_pairs(call, ("out",), own) for call, own in zip(made.calls, states, strict=True)]
+    return replace(made, calls=calls)
 
 
 def _shared(layer: Traced) -> Alone:
@@ -208,8 +213,10 @@ def _shared(layer: Traced) -> Alone:
 
 def _dispatch_case(case: LayerCase, function: str) -> DispatchCase:
     """The ranks, sizes and dtypes of the layer's exchange."""
-    sizes = {"counts": case.counts, "local_experts": case.experts // case.world, "topk": case.experts}
-    return DispatchCase(function=function, dtype=case.dtype, probs=case.logit_dtype, **sizes)  # type: ignore[arg-type]
+    held = case.experts * case.shards // case.world
+    sizes: dict[str, Any] = {"counts": case.counts, "local_experts": held, "topk": case.experts}
+    sizes |= {"shards": case.shards} if case.dispatcher in SHARDING else {}
+    return DispatchCase(function=function, dtype=case.dtype, probs=case.logit_dtype, **sizes)
 
 
 def _dispatch(layer: Traced, function: str) -> Alone:
@@ -217,12 +224,13 @@ def _dispatch(layer: Traced, function: str) -> Alone:
     tokens = {"tokens": layer.at("tokens")}
     if layer.case.dispatcher == "deepep":
         required = tokens | {"indices": [slot.indices for slot in layer.slots]}
-        settings = {"probs": layer.at("slot_probs")} | _same(layer, num_experts=layer.config.router.num_experts)
+        settings = {"probs": layer.at("slot_probs")} | _same(layer, num_experts=layer.copies[0].probs.shape[1])
         backward = {"rows": "sent", "probs": "sent_probs"}
         return _stage(layer, DeepEPDispatch(), required, settings, wanted, backward, case)
-    required = tokens | {"routing_map": [out.routing_map for out in layer.routed]}
+    required = tokens | {"routing_map": [out.routing_map for out in layer.copies]}
     backward = {"rows": "rows", "probs": "row_probs"}
-    settings = {"probs": layer.at("probs")} | _same(layer, **layer.config.dispatch)
+    probs = layer.at("flat_probs" if "flat_probs" in layer.results else "probs")
+    settings = {"probs": probs} | _same(layer, **layer.config.dispatch)
     return _stage(layer, MapDispatch(function), required, settings, wanted, backward, case)
 
 
@@ -234,7 +242,9 @@ def _combine(layer: Traced) -> Alone:
     deepep = layer.case.dispatcher == "deepep"
     contract = DeepEPCombine() if deepep else MapCombine(layer.case.stage)
     required: Lists = {"rows": layer.at("sums" if deepep else "expert_rows"), "handle": [HANDLE] * len(calls)}
-    own = _stage(layer, contract, required, {}, ("rows",), {"tokens": "combined"}, case)
+    settings = _same(layer, **layer.config.combine)
+    own = _stage(layer, contract, required, settings, ("rows",), {"tokens": "combined"}, case)
     rows = [free_behind("rows", out.rows, specified(case, out)) for out in made]
-    given = [{"required": c.required, "wanted": c.wanted, "cotangents": c.cotangents} for c in own.calls]
+    fields = ("required", "settings", "wanted", "cotangents")
+    given = [{name: getattr(c, name) for name in fields} for c in own.calls]
     return replace(own, calls=after(contract.function, calls, made, rows, given))

@@ -17,7 +17,8 @@ from conformance.core.signature import FAR
 from conformance.core.tensors import BITS, DTYPES, hashed, payload
 from conformance.families.experts.cases import Name
 from conformance.families.experts.cases_mlp import fc1_columns, weight_of
-from conformance.families.experts.precision import recipe_of
+from conformance.families.experts.precision import recipe_of, state_tensors
+from conformance.families.experts.precision_mlp import LAYERS
 from conformance.families.quantization.cases import UNIT
 from conformance.families.router.cases import SCORES, Scores, experts, groups, slots
 from conformance.families.router.cases_route import KINDS, RouteCase, Sharing, Tokens, config_of
@@ -71,9 +72,10 @@ class LayerCase(Case):
     shared_interleave: int = number(0, 1, 2, pairs=(2,))
     stored: bool = flag()  # fp8_input_store
     on_input: bool = flag()
-    recipe: str = choice("", "current", "block", "mxfp8")  # scaling of the experts' products
+    recipe: str = choice("", "current", "block", "mxfp8", "delayed")  # scaling of the experts' products
     align: int = number(0, 16, 32, 64, 256, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
     dispatcher: str = choice(*DISPATCHERS)
+    programs: int = number(0, 3, data=True)  # numbers of hybridep's multiprocessors and blocks; 0: not given
     budget: int = number(0, *range(1, 25), pairs=(5,))  # room for a rank's rows, over ranks; 0: for all
     rerun: bool = flag(argument="rerun")  # with a budget: no row is dropped
     evaluation: bool = flag(argument="training")
@@ -116,8 +118,8 @@ class LayerCase(Case):
             return "ranks have contiguous inputs"
         if self.shards < 1 or self.world % self.shards or self.experts % (self.world // self.shards):
             return f"experts is {self.experts}; {self.world} ranks in groups of {self.shards} must divide it"
-        if self.shards > 1 and (self.recipe or self.fc2_bias or self.budget):
-            return "shards have scales and a second bias of their own, and sources in an order of their own"
+        if self.shards > 1 and self.fc2_bias:
+            return "each shard would add a second bias"
         if self.width * self.unit % (self.shards * max(self.interleave, 1)):
             return f"width is {self.width}; {self.shards} shards must divide it"
         if any(count % self.sequences for count in self.counts):
@@ -128,6 +130,8 @@ class LayerCase(Case):
             return "gate is the shared experts', and there are none"
         if self.router_bias and self.logit_dtype != "float32":
             return "with a bias, narrow logits may be rounded twice"
+        if self.programs and (not self.counts or self.dispatcher != "hybridep"):
+            return "hybridep over ranks alone has programs"
         if self.budget and not self.counts:
             return "a budget is of rows over ranks"
         if self.budget and self.pad:
@@ -153,7 +157,13 @@ class LayerCase(Case):
         return route_case(self).clash()
 
     def arguments(self) -> tuple[str, ...]:
-        return ("group",) if self.counts else ()
+        return (*(("group",) if self.counts else ()), *self.scales)
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Arguments of delayed scaling; over ranks the reference has no amaxes."""
+        given = ("linear_states",) if self.counts else ("linear_states", "amaxes")
+        return given if self.recipe == "delayed" else ()
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -181,6 +191,9 @@ def config_of_layer(case: LayerCase) -> LayerConfig:
         jitter_eps=0.5 if case.jitter else None,
         dispatcher=case.dispatcher,
         num_rows=case.budget or None,
+        num_sms=case.programs or None,
+        num_blocks_permute=case.programs or None,
+        num_blocks_unpermute=case.programs or None,
         expert_tensor_parallel=case.shards,
         kind=case.kind or "swiglu",
         clamp=case.clamp / 8 or None,
@@ -201,7 +214,7 @@ class Scaled:
         self.case, self.scaling, self.kind = case, case.recipe, case.kind
         self.width, self.experts = width or case.width, experts or case.experts
         self.unit, self.variant, self.override = case.unit, case.variant, case.override
-        self.dtype, self.seed = case.dtype, case.seed
+        self.dtype, self.seed, self.values = case.dtype, case.seed, ""
 
 
 def parameters_of(case: LayerCase) -> dict[str, Tensor]:
@@ -229,6 +242,12 @@ def parameters_of(case: LayerCase) -> dict[str, Tensor]:
     if case.gate:
         found["shared_gate_weight"] = weight_of(one, "shared_gate_weight", 1, hidden)[0]
     return found
+
+
+def linear_states_of(case: LayerCase) -> dict[str, Tensor]:
+    """Delayed scaling's states of both linear layers, a row per expert; empty for other recipes."""
+    every = Scaled(case, experts=case.experts * case.shards)  # of all ranks, shards of one as experts of their own
+    return {name: x for layer in LAYERS for name, x in state_tensors(every, f"state.{layer}").items()}
 
 
 def router_weight_of(case: LayerCase) -> Tensor:

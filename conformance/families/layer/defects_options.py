@@ -75,6 +75,20 @@ def _probs_of_one_shard(layer: Wrapper, x: Any, p: Any, config: LayerConfig, **s
         return layer(x, p, config, **settings)
 
 
+# ---- delayed scaling
+
+
+def _states_exchanged(mlp: Stage, *rows: Any, **settings: Any) -> Any:
+    state = settings.get("state")
+    return mlp(*rows, **settings | ({} if state is None else {"state": state[::-1]}))
+
+
+def _no_amax_of_gradients(mlp: Stage, *rows: Any, **settings: Any) -> Any:
+    seen = settings.get("amaxes")
+    lost = seen and tuple(own._replace(grad_output=own.grad_output.clone()) for own in seen)
+    return mlp(*rows, **settings | ({"amaxes": lost} if lost else {}))
+
+
 # ---- a layer that runs again
 
 
@@ -135,6 +149,8 @@ _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("rows that are permuted again are saved nonetheless", in_stages(grouped_mlp=_without("rows_again"))),
     ("the rows that the backward permutes have another order", in_stages(grouped_mlp=_copied_by_another_map)),
     ("the activation is saved, though it is computed again", in_stages(grouped_mlp=_without("recompute"))),
+    ("the states of both linear layers are exchanged", in_stages(grouped_mlp=_states_exchanged)),
+    ("the backward measures no amax", in_stages(grouped_mlp=_no_amax_of_gradients)),
 )
 DEFECTS = tuple(
     Defect(f"ML{number}", title, ORIGIN, {"moe_layer": wrapper})

@@ -14,6 +14,7 @@ from conformance.analysis.mlp_stages import final_bound
 from conformance.core.contract import Opaque, Problem
 from conformance.core.ranks import RankContext, Ranked
 from conformance.core.signature import Input, Output, Signature
+from conformance.families.experts.precision_mlp import pairs_from
 from conformance.families.layer.alone import alone
 from conformance.families.layer.cases import (
     LayerCase,
@@ -21,6 +22,7 @@ from conformance.families.layer.cases import (
     cotangent_of,
     expert_bias_of,
     factors_of,
+    linear_states_of,
     noise_of,
     padding_of,
     parameters_of,
@@ -34,7 +36,16 @@ from conformance.families.layer.traced import Traced
 from conformance.families.router.route_ranks import summed
 from conformance.interface import named_outputs
 from conformance.judge import Exact, Expectation
-from moe_ref.config import DISPATCHERS, LayerConfig, LayerParameters, RankGroup, RouterRanks, split_experts
+from moe_ref.config import (
+    DISPATCHERS,
+    LayerConfig,
+    LayerParameters,
+    LinearAmax,
+    LinearState,
+    RankGroup,
+    RouterRanks,
+    split_experts,
+)
 
 COLLECTIVES = ("moe_layer", *(f"{name}_{step}" for name in DISPATCHERS for step in ("dispatch", "combine")))
 SIGNATURE = Signature(
@@ -77,11 +88,7 @@ class MoeLayer(Ranked[LayerCase]):
     def stages(self, case: LayerCase) -> dict[str, LayerCase]:
         plain = replace(case, law="", layout="contiguous", layout_of="")
         plain = replace(plain, rerun=False, budget=0) if case.rerun else plain
-        return (
-            {}
-            if case.golden or case.illegal or case.shards > 1
-            else {name: replace(plain, stage=name) for name in case.stages}
-        )
+        return {} if case.golden or case.illegal else {name: replace(plain, stage=name) for name in case.stages}
 
     def connected(self, call: Problem, place: RankContext) -> Problem:
         if call.function == "route":
@@ -106,10 +113,12 @@ class MoeLayer(Ranked[LayerCase]):
         settings |= {"batch_size": case.sequences} if case.sequences > 1 else {}
         settings |= {"group": Opaque("group")} if case.counts else {}
         settings |= {"rerun": True} if case.rerun else {}
+        settings |= {name: Opaque(name) for name in case.scales}  # made by the script
         cotangents = shares(case, cotangent_of(case)) if self.signature.cotangents(case) else []
         calls, split = [], split_experts(LayerParameters(**parameters), case.world, config)
         for rank, x in enumerate(shares(case, tokens_of(case, parameters, expert_bias))):
             own = {name: getattr(split[rank], name).contiguous().clone() for name in parameters}
+            own |= {name: x.chunk(case.world)[rank].clone() for name, x in linear_states_of(case).items()}
             required = {"x": x, **own} | ({"expert_bias": expert_bias.clone()} if case.bias else {})
             given = settings | ({"padding_mask": shares(case, padding_of(case))[rank]} if case.padding else {})
             given |= {"noise": shares(case, noise_of(case))[rank]} if case.jitter else {}
@@ -151,6 +160,8 @@ class MoeLayer(Ranked[LayerCase]):
         right |= {name.partition(".")[2]: one for name, one in steps[rank].expectations(None).items()}
         for name, x in state_of(routed[rank]).items():
             right[f"state.{name}"] = Exact(x, "values" if x.is_floating_point() else "integers")
+        if config.recipe is not None and config.recipe.scaling == "delayed" and not case.counts:
+            right |= own.layer.amaxes("x" in calls[rank].wanted)
         for name in calls[rank].wanted:
             right[f"d_{name}"] = final_bound(own.gradients[name](), calls[rank].required[name].dtype, no)
         return right
@@ -184,6 +195,17 @@ def script(implementation: Any, given: dict[str, Any], **more: Any) -> dict[str,
     state = state_before(implementation, config.router, given, given["x"].device)
     parameters = LayerParameters(**{name: given[name] for name in LayerParameters._fields if name in given})
     settings = {name: given[name] for name in (*SIGNATURE.settings, "padding_mask", "noise") if name in given}
+    scales: Any = pairs_from(given).get("state")
+    amaxes = tuple(map(nothing_seen, scales)) if "amaxes" in given else None
+    settings |= {} if scales is None else {"linear_states": scales}
+    settings |= {} if amaxes is None else {"amaxes": amaxes}
     result = implementation.call("moe_layer", given["x"], parameters, config, state=state, **settings, **more)
     found = named_outputs(result, ("output", "routed"))
-    return {"output": found["output"], **routed_outputs(implementation, found["routed"])}
+    every = enumerate(amaxes or ())
+    seen = {f"amaxes.{layer}.{role}": x for layer, own in every for role, x in own._asdict().items()}
+    return {"output": found["output"], **routed_outputs(implementation, found["routed"]), **seen}
+
+
+def nothing_seen(state: LinearState) -> LinearAmax:
+    """Amaxes of 0; the call raises them, and so does its backward."""
+    return LinearAmax(*(torch.zeros_like(own.scale) for own in state))

@@ -15,7 +15,7 @@ from conformance.families.router.cases_route import KINDS
 from moe_ref.config import DISPATCHERS
 
 RANKED_ONE_IN = 5  # one process per rank
-RECIPES = ("", "", "", "", "current", "block", "mxfp8")
+RECIPES = ("", "", "", "", "current", "block", "mxfp8", "delayed")
 ALIGNED = {"": (0,), "mxfp8": (32,)}  # other recipes: any
 MOST_RANKS = 3
 GRADIENTS = ("", "x+router_weight")
@@ -29,7 +29,7 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
     sequences = draw(st.sampled_from((1, 1, 2))) if scope.accepts("batch_size") else 1
     counts = draw(ranks(scope, sequences))
     held = draw(st.integers(1, 4))
-    shards = 2 if len(counts) == 2 and not recipe and draw(st.booleans()) else 1
+    shards = 2 if len(counts) == 2 and draw(st.booleans()) else 1
     experts = held * max(len(counts), 1) // shards
     topk = draw(st.integers(1, min(experts, 4)))
     score = draw(st.sampled_from(SCORES[1:] if topk == 1 else SCORES))
@@ -59,9 +59,10 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
     if experts % 2 == 0 and topk % 2 == 0 and experts >= 4 and draw(st.booleans()):
         fields |= {"groups": 2, "group_topk": draw(st.sampled_from((1, 2) if topk <= experts // 2 else (2,)))}
     if counts:
-        room = draw(st.sampled_from((0, 0, 1, 4, 12))) if shards == 1 else 0
+        room = draw(st.sampled_from((0, 0, 1, 4, 12)))
         fields |= {"layout": "contiguous", "layout_of": "", "budget": room} | ({"pad": False} if room else {})
         fields["rerun"] = bool(room) and draw(st.booleans())
+        fields["programs"] = draw(st.sampled_from((0, 3))) if fields["dispatcher"] == "hybridep" else 0
     every = scope.signature.all_gradients(scope.case(fields))
     return fields | {"grads": draw(st.sampled_from((*("",) * 3, *(every,) * 6, *every.split("+"), *GRADIENTS)))}
 
@@ -115,13 +116,13 @@ WORLDS: tuple[Changes, ...] = (
         "capacity": 3,
         "router_dtype": "fp32",
     },
-    {"counts": (3, 4), "experts": 4, "dispatcher": "hybridep", "capacity": 3, "pad": True, "bias": True},
+    {"counts": (3, 4), "experts": 4, "dispatcher": "hybridep", "capacity": 3, "pad": True, "bias": True, "programs": 3},
     {"counts": (5,), "experts": 3, "dispatcher": "deepep", "budget": 7},
     {"counts": (4, 3), "experts": 4, "dispatcher": "hybridep", "budget": 6, "shared": 2},
     {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3},
     # one rank alone drops a row, of another rank's token
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
-    {"counts": (4, 3), "experts": 3, "dispatcher": "alltoall", "shards": 2, "fc2_bias": False},
+    {"counts": (4, 3), "experts": 3, "dispatcher": "alltoall", "shards": 2, "fc2_bias": False, "budget": 8},
 )
 
 
@@ -162,6 +163,7 @@ def always(scope: Scope) -> list[Any]:
     chosen = [
         large | {"dtype": "bfloat16"},
         SIZES | BLOCKS,
+        {"recipe": "delayed", "align": 16, "tokens": 4, "hidden": 3, "width": 2, "experts": 3, "topk": 2},
         SIZES
         | {"losses": "aux+global", "per_token": True, "dtype": "bfloat16", "router_dtype": "fp32", "wide_router": True},
         SIZES | {"losses": "z", "sinkhorn": True},

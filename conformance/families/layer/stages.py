@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from conformance.analysis.mlp_stages import Backward, Call, Forward, backward, forward
+from conformance.analysis.products import expert_slices
 from conformance.analysis.running import Running, contracted
 from conformance.core.contract import Problem, computed_in
 from conformance.families.experts.judged_mlp import Padding
 from conformance.families.experts.precision_mlp import layers_of
 from conformance.families.router.route_step import Step
+from conformance.judge import Bounded
 from conformance.judge.bound import ROUNDOFF, Accumulator
 from moe_ref.config import LayerConfig
 
@@ -86,15 +88,16 @@ class Layer:
     @cached_property
     def routing(self) -> Tensor:
         """[G,V] the copies of all ranks' tokens, without those of probability 0 that fill a
-        capacity: they have no effect. Of a budget each rank's first rows, by expert and token.
+        capacity: they have no effect. Of a budget each rank's first rows, by expert, and as in
+        `order`.
         """
         stays_GE = torch.cat([step.stays for step in self.steps])[:, self.expert_of]
         room = self.config.num_rows
         if room is None:
             return stays_GE
-        by_rank = stays_GE.T.reshape(len(self.calls), -1)  # experts, and their tokens
-        within = by_rank.cumsum(1) <= room
-        return (by_rank & within).reshape(stays_GE.T.shape).T
+        by_rank = stays_GE[self.order].T.reshape(len(self.calls), -1)  # experts, and their tokens
+        within = (by_rank.cumsum(1) <= room).reshape(stays_GE.T.shape).T
+        return stays_GE & within[self.order.argsort()]
 
     @property
     def shards(self) -> int:
@@ -108,10 +111,20 @@ class Layer:
         return numbers.repeat(1, self.shards, 1).flatten()
 
     @cached_property
+    def order(self) -> Tensor:
+        """[G] all ranks' tokens as an expert's rows have them: by rank; with alltoall the ranks of
+        the first shards first.
+        """
+        ranks = torch.arange(len(self.calls)).reshape(-1, self.shards)
+        turned = ranks.T if self.config.dispatcher == "alltoall" else ranks
+        every = torch.arange(self.parts[-1].stop)
+        return torch.cat([every[self.parts[rank]] for rank in turned.flatten().tolist()])
+
+    @cached_property
     def owner(self) -> tuple[Tensor, Tensor]:
-        """[P] the token and the rank's expert, of V, of each row: by expert, source and token."""
-        expert_P, token_P = self.routing.T.nonzero(as_tuple=True)
-        return token_P, expert_P
+        """[P] the token and the rank's expert, of V, of each row: by expert, and as in `order`."""
+        expert_P, place_P = self.routing[self.order].T.nonzero(as_tuple=True)
+        return self.order[place_P], expert_P
 
     @cached_property
     def padding(self) -> Padding:
@@ -141,7 +154,8 @@ class Layer:
         recipe = self.config.recipe
         if recipe is None:
             return forward(call)
-        problem = Problem("grouped_mlp", {}, {"recipe": recipe})
+        states = {name: self.all_ranks(name) for name in self.parameters if name.startswith("state.")}
+        problem = Problem("grouped_mlp", states, {"recipe": recipe})
         return forward(replace(call, low=layers_of(problem, self.declared, self.parameters["x"], counts_L)))
 
     @cached_property
@@ -201,6 +215,29 @@ class Layer:
         up = self.parameters.get("latent_up")
         d_combined = self.d_routed if up is None else self.stored(self.product(self.d_routed, up.mT))
         return backward(self.experts, padded(self.padding, d_combined[token_P]))
+
+    def amaxes(self, after_backward: bool) -> dict[str, Bounded]:
+        """[E] the largest magnitudes of what each linear layer quantises: of stored values, each as
+        near as the value itself.
+        """
+        forward_, weights = self.experts, (self.all_ranks("fc1_weight"), self.all_ranks("fc2_weight"))
+        seen = {"0.input": forward_.x, "1.input": forward_.a}
+        if after_backward:
+            seen |= {"0.grad_output": self.d_experts.d_h, "1.grad_output": self.d_experts.d_y}
+        found = {f"amaxes.{name}": self.largest(x) for name, x in seen.items()}
+        for layer, weight in enumerate(weights):
+            value = weight.double().abs().flatten(1).amax(1)
+            found[f"amaxes.{layer}.weight"] = Bounded(value, torch.zeros_like(value), torch.float32, torch.float32)
+        return found
+
+    def largest(self, x: Running) -> Bounded:
+        """[E] of each expert's rows; 0 without any."""
+        rows = expert_slices(self.padding.counts_L)
+        value, bound = (
+            torch.stack([part[own].abs().amax() if part[own].numel() else part.new_zeros(()) for own in rows])
+            for part in (x.value, x.error)
+        )
+        return Bounded(value, bound, torch.float32, torch.float32)
 
     @cached_property
     def d_tokens(self) -> Running:

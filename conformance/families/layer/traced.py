@@ -9,10 +9,11 @@ from torch import Tensor
 
 import moe_ref
 from conformance.core.contract import Problem
+from conformance.families.experts.precision_mlp import pairs_from
 from conformance.families.layer.cases import LayerCase
 from conformance.families.layer.routing import routing_of
 from moe_ref.config import LayerConfig
-from moe_ref.layer import route_together
+from moe_ref.layer import for_shards, route_together
 
 Ranks = Sequence[Tensor]  # one tensor per rank
 
@@ -59,6 +60,9 @@ class Traced:
         self.kept("logits", [x.requires_grad_() for x in logits])
         self.routed = route_together(logits, self.config, states, **options)
         self.kept("probs", [out.probs for out in self.routed])
+        self.copies = for_shards(self.routed, self.config)  # as the dispatcher takes them
+        if self.copies is not self.routed:
+            self.kept("flat_probs", [out.probs for out in self.copies])
         x = [call.required["x"].clone().requires_grad_() for call in self.calls]
         tokens = self.kept("tokens", _projected(x, self.given("latent_down")))
         combined = self.kept("combined", self._one_rank(tokens) if not self.case.counts else self._ranks(tokens))
@@ -81,7 +85,9 @@ class Traced:
     def _experts(self) -> Ranks:
         self.kept("rows", [part.rows for part in self.parts])
         self.kept("row_probs", [part.probs for part in self.parts])
-        every = zip(self.parts, self.given("fc1_weight"), self.given("fc2_weight"), self._biases(), strict=True)
+        pairs = [pairs_from(call.required) for call in self.calls]
+        beside = [biases | pair for biases, pair in zip(self._biases(), pairs, strict=True)]
+        every = zip(self.parts, self.given("fc1_weight"), self.given("fc2_weight"), beside, strict=True)
         return self.kept(
             "expert_rows",
             [
@@ -98,13 +104,13 @@ class Traced:
         ]
 
     def _ranks(self, tokens: Ranks) -> Ranks:
-        maps, probs = [out.routing_map for out in self.routed], [out.probs for out in self.routed]
+        maps, probs = [out.routing_map for out in self.copies], [out.probs for out in self.copies]
         if self.case.dispatcher != "deepep":
             there, back = (getattr(moe_ref, f"{self.case.dispatcher}_{step}") for step in ("dispatch", "combine"))
             self.parts = there(tokens, maps, probs=probs, **self.config.dispatch)
-            combined = back(self._experts(), [part.handle for part in self.parts])
+            combined = back(self._experts(), [part.handle for part in self.parts], **self.config.combine)
             return [getattr(result, "tokens", result) for result in combined]
-        experts = self.config.router.num_experts
+        experts = probs[0].shape[1]
         pairs = zip(maps, probs, strict=True)
         self.slots = [moe_ref.multihot_to_indices(chosen, p, topk=experts) for chosen, p in pairs]
         self.kept("slot_probs", [slot.probs for slot in self.slots])

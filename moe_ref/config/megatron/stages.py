@@ -23,9 +23,8 @@ GIVEN_BY_THE_CALL = frozenset(_GIVEN.split())
 # Options of how a result is computed, where it is stored, and logging; the result is the same.
 _SAME = """
 transformer_impl use_megatron_fsdp moe_router_fusion moe_per_layer_logging moe_token_dropping
-moe_flex_dispatcher_num_sms moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute
-moe_hybridep_num_blocks_unpermute moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion_into_hybridep
-moe_grouped_gemm moe_single_grouped_weight moe_single_grouped_bias bias_activation_fusion use_te_activation_func
+moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion_into_hybridep
+moe_grouped_gemm moe_single_grouped_weight moe_single_grouped_bias bias_activation_fusion
 use_fused_weighted_squared_relu moe_shared_expert_overlap use_grouped_gemm_for_shared_expert recompute_granularity
 recompute_method recompute_num_layers recompute_modules cpu_offloading fine_grained_activation_offloading
 offload_modules moe_paged_stash moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
@@ -72,7 +71,8 @@ def router_config(config: MoEConfig) -> RouterConfig:
 
 def layer_config(config: MoEConfig) -> LayerConfig:
     """The settings of `moe_layer`. Where rows need padding its experts pad them, once, whichever
-    stage the options name: no other stage of it does.
+    stage the options name: no other stage of it does. As in Megatron, Transformer Engine's
+    activation has no offset and no clamp.
 
     Raises:
         ValueError: an activation without a gated form; or see `router_config`, `recipe_of` and
@@ -86,15 +86,20 @@ def layer_config(config: MoEConfig) -> LayerConfig:
         f"one of {', '.join(GATED_FORM)}",
     )
     flex = config.moe_token_dispatcher_type == "flex"
+    dispatcher = config.moe_flex_dispatcher_backend if flex else config.moe_token_dispatcher_type
+    hybridep, shaped = dispatcher == "hybridep", gated and not config.use_te_activation_func
     return LayerConfig(
         router=router_config(config),
         router_dtype=config.moe_router_dtype,
         jitter_eps=config.moe_input_jitter_eps,
-        dispatcher=config.moe_flex_dispatcher_backend if flex else config.moe_token_dispatcher_type,
+        dispatcher=dispatcher,
+        num_sms=config.moe_flex_dispatcher_num_sms if hybridep else None,
+        num_blocks_permute=config.moe_hybridep_num_blocks_permute if hybridep else None,
+        num_blocks_unpermute=config.moe_hybridep_num_blocks_unpermute if hybridep else None,
         expert_tensor_parallel=config.expert_tensor_parallel_size or 1,
         kind=GATED_FORM[name] if gated else name,
-        offset=config.glu_linear_offset if gated else 0.0,
-        clamp=config.activation_func_clamp_value if gated else None,
+        offset=config.glu_linear_offset if shaped else 0.0,
+        clamp=config.activation_func_clamp_value if shaped else None,
         interleave=config.moe_mlp_glu_interleave_size if gated else None,
         shared_interleave=config.moe_shared_expert_glu_interleave_size if gated else None,
         fp8_input_store=config.activation_func_fp8_input_store,

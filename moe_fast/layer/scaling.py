@@ -1,0 +1,79 @@
+"""Delayed scaling of a grouped linear layer: its states, as buffers and in checkpoints."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_fast.layer.weights import GroupedLinear, KeepsDtypes
+from moe_fast.quantization.group_scales import update_scales
+from moe_ref.config import LinearAmax, LinearState, QuantizerState, Recipe, require
+from moe_ref.config.parameters import EXTRA_STATE, check_extra_state
+from moe_ref.config.state import new_quantizer_state
+
+UNUSED = None  # of Transformer Engine's columns: the output and the input's gradient are not quantised
+COLUMNS = {"fwd": ("input", "weight", UNUSED), "bwd": ("grad_output", UNUSED)}  # by extra state
+
+
+class ScaledGroupedLinear(KeepsDtypes, GroupedLinear):
+    """`GroupedLinear` with delayed scaling's state of each expert's rows, weight and gradient.
+
+    A checkpoint has them under Transformer Engine's key and names, without its recipe object. The
+    buffers keep their dtype when the module is cast.
+    """
+
+    def __init__(self, experts: int, out: int, into: int, *, recipe: Recipe, **options: Any) -> None:
+        super().__init__(experts, out, into, **options)
+        self.recipe = recipe
+        for role in LinearState._fields:
+            for name, x in self._fresh()._asdict().items():
+                self.register_buffer(f"{role}_{name}", x, persistent=False)
+
+    def _fresh(self) -> QuantizerState:
+        state = new_quantizer_state(self.recipe, num_groups=len(self.weight), device=self.weight.device)
+        assert state is not None
+        return state
+
+    @property
+    def state(self) -> LinearState:
+        """The buffers themselves."""
+        names = QuantizerState._fields
+        every = ([getattr(self, f"{role}_{name}") for name in names] for role in LinearState._fields)
+        return LinearState(*(QuantizerState(*own) for own in every))
+
+    @property
+    def amaxes(self) -> LinearAmax:
+        """The first columns of the histories: products raise them in place."""
+        return LinearAmax(*(own.amax_history[:, 0] for own in self.state))
+
+    @torch.no_grad()
+    def update_scales(self) -> None:
+        """End a step, as `update_scales`; in place: captured graphs read the new scales."""
+        for role, own in self.state._asdict().items():
+            for x, new in zip(own, update_scales(own, self.recipe, role=role), strict=True):
+                x.copy_(new)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"extra_fp8_variables": {"num_gemms": len(self.weight)}}
+        for end, roles in COLUMNS.items():
+            states: list[Any] = [self._fresh() if role is UNUSED else getattr(self.state, role) for role in roles]
+            found[f"scale_{end}"] = torch.cat([own.scale for own in states])
+            found[f"amax_history_{end}"] = torch.cat([own.amax_history.T for own in states], 1)
+        return found
+
+    def set_extra_state(self, state: Any) -> None:
+        """Load what `get_extra_state` returns; packed or by expert, see `merge_extra_state`."""
+        require(isinstance(state, dict), EXTRA_STATE, type(state).__name__, "a dict, as Transformer Engine's unpickled")
+        check_extra_state(EXTRA_STATE, state, len(self.weight))
+        for end, roles in COLUMNS.items():
+            scales = state[f"scale_{end}"].chunk(len(roles))
+            histories = state[f"amax_history_{end}"].chunk(len(roles), 1)
+            for role, scale, history in zip(roles, scales, histories, strict=True):
+                if role is not UNUSED:
+                    self._load(getattr(self.state, role), scale, history.T)
+
+    def _load(self, own: QuantizerState, scale: Tensor, history: Tensor) -> None:
+        right = f"of {own.amax_history.shape[1]} steps, as the recipe says"
+        require(history.shape == own.amax_history.shape, "amax_history", f"of {history.shape[1]} steps", right)
+        own.scale.copy_(scale)
+        own.amax_history.copy_(history)
