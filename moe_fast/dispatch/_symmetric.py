@@ -1,11 +1,12 @@
 """Rows straight into other ranks' memory, and back.
 
 Each rank has a slab that all ranks can address. A table holds the address of one region of the slab
-on each rank. Row i of the region "rows" is row i of the experts' buffer. With duplicates removed,
-only the first of a token's rows on a rank travels; `link` marks it, and chains the token's other
-rows:
+on each rank. Row i of the region "rows" is row i of the experts' buffer. A rank's own tokens do not
+pass through its slab: they are written to all their rows, and added up from them. With duplicates
+removed, only the first of a token's rows on another rank travels; `link` marks it, and chains the
+token's other rows:
 
-    link[i] = FIRST · (row i travelled) + (1 + the token's next row here, or 0)
+    link[i] = FIRST · (row i travelled) + (1 + the token's next row here, or 0)       else 0
 
 With regions for scales, rows travel as codes and scales, computed where the token is read.
 """
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 from moe_fast.launch._rounding import rounded
-from moe_fast.permutation._permute import fill_gaps, find_lists, load_slot
+from moe_fast.permutation._permute import fill_gaps, find_lists, load_rows, load_slot
 from moe_fast.permutation._row_map import RANK, segments_of
 from moe_fast.quantization._rows import BLOCK, blocks_of, encode_rows, fill_scales
 
@@ -26,6 +27,14 @@ NEXT = tl.constexpr((1 << 30) - 1)
 def at_rank(table_ptr, rank, mask, ELEMENT: tl.constexpr):
     """The addresses of a region on these ranks: multiples of 256 bytes; vectors need 16."""
     return tl.multiple_of(tl.load(table_ptr + rank, mask=mask, other=0).to(tl.pointer_type(ELEMENT)), 16)
+
+
+@triton.jit
+def result_at(table_ptr, own_ptr, own_rank, rank, mask, ELEMENT: tl.constexpr):
+    """`at_rank`, and on the own rank the result, which begins at a multiple of 16 bytes too."""
+    address = tl.load(table_ptr + rank, mask=mask, other=0)
+    address = tl.where(rank == own_rank, own_ptr.to(tl.int64), address)
+    return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16)
 
 
 @triton.jit(do_not_specialize=["own_rank", "num_experts"])
@@ -78,11 +87,12 @@ def slab_layout_kernel(
 
 @triton.jit
 def push_lists(
-    probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, link_table_ptr, row_slots_ptr,
+    probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, row_probs_ptr, link_table_ptr, row_slots_ptr,
     row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens, num_experts, local_experts, num_rows,
+    own_rank,
     ONCE: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """The probs and links of a block of tokens to all ranks, and their lists here."""
+    """The probs of a block of tokens to all ranks, links to others, and their lists here."""
     t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
     lists = find_lists(
         row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
@@ -95,14 +105,16 @@ def push_lists(
         if probs_ptr is not None:
             # live only
             prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
-            tl.store(at_rank(probs_table_ptr, rank, live, probs_ptr.dtype.element_ty) + row, prob, mask=live)
+            to_ptr = result_at(probs_table_ptr, row_probs_ptr, own_rank, rank, live, probs_ptr.dtype.element_ty)
+            tl.store(to_ptr + row, prob, mask=live)
         if row_slots_ptr is not None:
             if ONCE:
                 follows = next_live & (next_expert // local_experts == rank)
                 link = tl.where(rank != last, FIRST, 0) + tl.where(follows, next_row + 1, 0)
             else:
                 link = tl.full([BLOCK_L], FIRST, tl.int64)
-            tl.store(at_rank(link_table_ptr, rank, live, tl.int32) + row, link.to(tl.int32), mask=live)
+            away = live & (rank != own_rank)  # own rows have no links
+            tl.store(at_rank(link_table_ptr, rank, away, tl.int32) + row, link.to(tl.int32), mask=away)
             # dropped rows too
             tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
         last = tl.where(live, rank, last)
@@ -111,7 +123,7 @@ def push_lists(
 @triton.jit(
     do_not_specialize=[
         *("num_tokens", "num_experts", "local_experts", "num_rows", "stride_probs_t", "stride_probs_e", "epsilon"),
-        *("infinity", "stride_base_b", "stride_base_e", "tokens_per_block"),
+        *("infinity", "stride_base_b", "stride_base_e", "tokens_per_block", "own_rank"),
     ]
 )
 def push_kernel(
@@ -120,16 +132,20 @@ def push_kernel(
     start_ptr,  # each expert's offset of rows, or none
     # regions of all ranks; links, and the lists of rows, only where the lists hold ranks
     rows_table_ptr, scales_table_ptr, probs_table_ptr, link_table_ptr, row_slots_ptr,
+    # this rank's results, contiguous but for scales
+    rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr,
     row_map, stride_base_b, stride_base_e, tokens_per_block,
     # sizes
-    num_tokens, num_experts, local_experts, num_columns, num_rows,
+    num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
     # numbers, as bits of a float64
     epsilon, infinity,
     POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
-    ONCE: tl.constexpr,  # a token's first row on each rank alone
+    ONCE: tl.constexpr,  # a token's first row on each other rank alone
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Read each token once, write it to its rows on all ranks; first probs, links and lists."""
+    """Read each token once, write it to its rows on all ranks: on this one into the results, on
+    others into the slabs; first probs, links and lists.
+    """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns
     block = tl.program_id(0) // columns
@@ -137,9 +153,9 @@ def push_kernel(
     if block < list_blocks:
         if column == 0:
             push_lists(
-                probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, link_table_ptr, row_slots_ptr,
-                row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens, num_experts, local_experts,
-                num_rows, ONCE, BLOCK_L,
+                probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, row_probs_ptr, link_table_ptr,
+                row_slots_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens, num_experts,
+                local_experts, num_rows, own_rank, ONCE, BLOCK_L,
             )  # fmt: skip
     else:
         t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -159,18 +175,23 @@ def push_kernel(
         for j in range(tl.max(lists.num_slots, axis=0)):
             expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
             rank = expert // local_experts
-            sent = live & (rank != last) if ONCE else live
-            rows_ptr = at_rank(rows_table_ptr, rank, sent, sent_as.dtype)
+            sent = live & ((rank != last) | (rank == own_rank)) if ONCE else live
+            to_ptr = result_at(rows_table_ptr, rows_ptr, own_rank, rank, sent, sent_as.dtype)
             # others are not written
-            tl.store(rows_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)
+            tl.store(to_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)
             if scales_table_ptr is not None:
-                place = row[:, None] * tl.cdiv(num_columns, BLOCK) + b[None, :]
-                tl.store(
-                    at_rank(scales_table_ptr, rank, sent, tl.float32)[:, None] + place,
-                    stored,
-                    mask=sent[:, None] & in_blocks[None, :],
-                )  # as above
+                to_ptr = result_at(scales_table_ptr, scale_ptr, own_rank, rank, sent, tl.float32)
+                place = place_scales(row, b, num_columns, rank == own_rank, stride_scale_m, stride_scale_n)
+                tl.store(to_ptr[:, None] + place, stored, mask=sent[:, None] & in_blocks[None, :])  # as above
             last = tl.where(live, rank, last)
+
+
+@triton.jit
+def place_scales(row, b, num_columns, own, stride_scale_m, stride_scale_n):
+    """Where these rows' scales of blocks b are: on another rank a row's are together."""
+    stride_m = tl.where(own, stride_scale_m, tl.cdiv(num_columns, BLOCK))
+    stride_n = tl.where(own, stride_scale_n, 1)
+    return row[:, None] * stride_m[:, None] + b[None, :] * stride_n[:, None]
 
 
 @triton.jit
@@ -196,33 +217,36 @@ def spread_kernel(
     epsilon, infinity,
     POWER_OF_TWO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Each row that has travelled is copied to all rows of its token. The last programs write zeros
-    into the padding and past the segments; scales past the segments are not written.
+    """Each row that has travelled is copied to all rows of its token, by one program. The last
+    programs write zeros into the padding and past the segments; scales past the segments are not
+    written.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    column = tl.program_id(0) % columns
-    row = (tl.program_id(0) // columns).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     if row < num_rows:
         link = tl.load(link_ptr + row)
-        if column == 0 and kept_link_ptr is not None:
+        if kept_link_ptr is not None:
             tl.store(kept_link_ptr + row, link)
         if link >= FIRST:
-            h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-            in_row = h < num_columns  # the last block sticks out
-            tile = tl.load(arrived_ptr + row * num_columns + h, mask=in_row, other=0)
-            if scale_ptr is not None:
-                b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
-                stored = tl.load(arrived_scales_ptr + row * tl.cdiv(num_columns, BLOCK) + b, mask=in_blocks, other=0.0)
-            place = row
-            while place >= 0:
-                tl.store(rows_ptr + place * num_columns + h, tile, mask=in_row)
+            for column in range(columns):
+                h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+                in_row = h < num_columns  # the last block sticks out
+                tile = tl.load(arrived_ptr + row * num_columns + h, mask=in_row, other=0)
                 if scale_ptr is not None:
-                    tl.store(scale_ptr + place * stride_scale_m + b * stride_scale_n, stored, mask=in_blocks)
-                if column == 0 and row_probs_ptr is not None:
-                    tl.store(row_probs_ptr + place, tl.load(arrived_probs_ptr + place))
-                place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
+                    b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
+                    scales_row_ptr = arrived_scales_ptr + row * tl.cdiv(num_columns, BLOCK)
+                    stored = tl.load(scales_row_ptr + b, mask=in_blocks, other=0.0)
+                place = row
+                while place >= 0:
+                    tl.store(rows_ptr + place * num_columns + h, tile, mask=in_row)
+                    if scale_ptr is not None:
+                        tl.store(scale_ptr + place * stride_scale_m + b * stride_scale_n, stored, mask=in_blocks)
+                    if column == 0 and row_probs_ptr is not None:
+                        tl.store(row_probs_ptr + place, tl.load(arrived_probs_ptr + place))
+                    place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
     else:
-        lane = row - num_rows
+        lane = (row - num_rows) // columns
+        column = (row - num_rows) % columns
         fill_gaps(
             rows_ptr, row_probs_ptr, gap_ptr, lane, column, tail_lanes, local_experts, num_columns, num_rows, 1,
             BLOCK_R, BLOCK_H,
@@ -244,41 +268,44 @@ def gather_kernel(
     num_columns, num_rows,
     ACCUMULATOR: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Add each token's rows here, in order, into the place of the first; publish their probs."""
-    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    column = tl.program_id(0) % columns
-    row = (tl.program_id(0) // columns).to(tl.int64)
-    h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-    in_row = h < num_columns  # the last block sticks out
+    """Add the rows here of each token that came, in order, into the place of the first; publish
+    their probs.
+    """
+    row = tl.program_id(0).to(tl.int64)
     if tl.load(link_ptr + row) >= FIRST:
-        total = tl.zeros([BLOCK_H], ACCUMULATOR)
-        place = row
-        while place >= 0:
+        for column in range(tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)):
+            h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+            in_row = h < num_columns  # the last block sticks out
+            total = tl.zeros([BLOCK_H], ACCUMULATOR)
+            place = row
+            while place >= 0:
+                if rows_ptr is not None:
+                    total += tl.load(rows_ptr + place * stride_rows_p + h * stride_rows_h, mask=in_row, other=0.0).to(
+                        ACCUMULATOR
+                    )
+                if column == 0 and probs_ptr is not None:
+                    tl.store(sum_probs_ptr + place, tl.load(probs_ptr + place * stride_probs))
+                place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
             if rows_ptr is not None:
-                total += tl.load(rows_ptr + place * stride_rows_p + h * stride_rows_h, mask=in_row, other=0.0).to(
-                    ACCUMULATOR
-                )
-            if column == 0 and probs_ptr is not None:
-                tl.store(sum_probs_ptr + place, tl.load(probs_ptr + place * stride_probs))
-            place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
-        if rows_ptr is not None:
-            tl.store(sums_ptr + row * num_columns + h, rounded(total, sums_ptr.dtype.element_ty), mask=in_row)
+                tl.store(sums_ptr + row * num_columns + h, rounded(total, sums_ptr.dtype.element_ty), mask=in_row)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts", "local_experts", "num_rows"])
+@triton.jit(do_not_specialize=["stride_rows_p", "num_tokens", "num_experts", "local_experts", "num_rows", "own_rank"])
 def pull_kernel(
     # regions of all ranks
     sums_table_ptr, probs_table_ptr,
+    # this rank's rows, and their probs as bits
+    rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs,
     # results, contiguous; either may be left out
     out_ptr, out_probs_ptr,
     row_map,  # of rows
     # sizes
-    num_tokens, num_experts, local_experts, num_columns, num_rows,
+    num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
     ONCE: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_L: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = Σ over ranks, ascending, of t's sums there, each rounded before it is added;
-    out_probs[t, e] is the prob of its row, 0 without one.
+    """out[t] = Σ over ranks, ascending, of t's sums there, each rounded before it is added: this
+    rank's are of its rows. out_probs[t, e] is the prob of its row, 0 without one.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns
@@ -290,8 +317,11 @@ def pull_kernel(
             lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
             for j in range(tl.max(lists.num_slots, axis=0)):
                 expert, row, live = load_slot(row_map, lists, j)
-                probs_ptr = at_rank(probs_table_ptr, expert // local_experts, live, out_probs_ptr.dtype.element_ty)
-                prob = tl.load(probs_ptr + row, mask=live, other=0)
+                rank = expert // local_experts
+                own, away = live & (rank == own_rank), live & (rank != own_rank)  # one of two
+                from_ptr = at_rank(probs_table_ptr, rank, away, out_probs_ptr.dtype.element_ty)
+                prob = tl.load(from_ptr + row, mask=away, other=0)
+                prob = tl.where(own, tl.load(probs_ptr + row * stride_probs, mask=own, other=0), prob)
                 tl.store(out_probs_ptr + t * num_experts + expert, prob, mask=live)
     elif out_ptr is not None:
         t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -306,11 +336,14 @@ def pull_kernel(
                 expert, row, live = load_slot(row_map, lists, first + j)
                 rank = expert // local_experts
                 new = live & (rank != last)
-                read = new if ONCE else live
-                sums_ptr = at_rank(sums_table_ptr, rank, read, out_ptr.dtype.element_ty)
+                own = live & (rank == own_rank)
+                away = (new if ONCE else live) & (rank != own_rank)
+                sums_ptr = at_rank(sums_table_ptr, rank, away, out_ptr.dtype.element_ty)
                 value = tl.load(
-                    sums_ptr[:, None] + row[:, None] * num_columns + h[None, :], mask=read[:, None] & in_row, other=0.0
-                ).to(ACCUMULATOR)
+                    sums_ptr[:, None] + row[:, None] * num_columns + h[None, :], mask=away[:, None] & in_row, other=0.0
+                )
+                here = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, own, in_row)
+                value = tl.where(own[:, None], here, value).to(ACCUMULATOR)
                 total = tl.where(new[:, None], total + rounded(part, out_ptr.dtype.element_ty).to(ACCUMULATOR), total)
                 part = tl.where(new[:, None], value, part + value)
                 last = tl.where(live, rank, last)

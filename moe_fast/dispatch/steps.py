@@ -1,13 +1,13 @@
 """The steps of dispatch and combine on ranks that share memory, with a barrier at each bar.
 
     count → announce | push | spread, and fill the padding          dispatch
-    | add up a token's rows here | pull                             combine
+    | add up the rows here of other ranks' tokens | pull            combine
 
 They run on one rank, or on several in one process that wait for each other by other means.
 """
 
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION
 from moe_fast.launch.backend import bits, casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
-from moe_fast.permutation.row_map import RowMap, empty_slots, walk_map
+from moe_fast.permutation.row_map import RowMap, count_blocks, empty_slots, lay_out, plan_walk
 from moe_ref.config import FP8_BLOCK, Recipe
 
 X = TypeVar("X")
@@ -34,6 +34,7 @@ class Handle:
 
     group: Any
     ranks: int
+    rank: int
     lists: RowMap  # of rows: where each token's are
     own_rows: int  # of this rank's buffer; the lists' are the largest of all ranks
     link_C: Tensor  # which rows have travelled, and the next of the same token
@@ -41,6 +42,36 @@ class Handle:
     overflow_W: Tensor  # of all ranks
     local_experts: int
     once: bool
+
+
+@dataclass(frozen=True)
+class Results:
+    """What dispatch returns: push_kernel writes the rows of this rank's tokens, spread_kernel all
+    others.
+    """
+
+    rows: Tensor
+    scale: Tensor | None  # in the layout of `quantize`
+    probs: Tensor | None
+
+    @staticmethod
+    def empty(like: Tensor, prob_dtype: torch.dtype | None, num_rows: int, recipe: Recipe | None) -> "Results":
+        hidden, device = like.shape[1], like.device
+        # all of it by push_kernel and spread_kernel
+        rows = torch.empty((num_rows, hidden), dtype=like.dtype if recipe is None else torch.uint8, device=device)
+        scale = None
+        if recipe is not None:
+            scale = torch.empty((ceil_div(hidden, FP8_BLOCK), num_rows), dtype=torch.float32, device=device).T
+        probs = None if prob_dtype is None else torch.empty(num_rows, dtype=prob_dtype, device=device)
+        return Results(rows, scale, probs)
+
+    def pointers(self) -> tuple[Any, ...]:
+        """As kernels take them: rows, scales with strides, and probs."""
+        return bits(self.rows), *strided(self.scale), None if self.probs is None else bits(self.probs)
+
+    def returned(self) -> tuple[Any, Tensor | None]:
+        """Rows, or their form, and probs."""
+        return self.rows if self.scale is None else wire.form_of(self.rows, self.scale), self.probs
 
 
 def run(steps: Steps[X], slab: Slab) -> X:
@@ -60,13 +91,14 @@ def send(
     """The steps of dispatch: rows (with a recipe their form), probs, tokens per expert, handle."""
     (num_tokens, num_experts), ranks, device = routing_map.shape, slab.room.ranks, tokens.device
     local = num_experts // ranks
-    slots = empty_slots(routing_map)
-    walk = walk_map(routing_map, slots)  # the layout that it makes is of one rank's buffer, and not used
-    counts = torch.empty(num_experts, dtype=torch.int32, device=device).copy_(walk.count_E)
+    slots, walk = empty_slots(routing_map), plan_walk(routing_map)
+    with launch_on(routing_map):
+        count_blocks(routing_map, walk, slots)
+        lay_out(walk, None, 1, 0)  # bases that count within an expert: no rank has the layout yet
     link = slab.region("link", torch.int32, num_rows).zero_()
     with launch_on(tokens):
         kernels.announce_kernel[(ranks,)](
-            counts, slab.tables["counts"], rank, num_experts, BLOCK_E=power_of_two(num_experts, least=8)
+            walk.count_E, slab.tables["counts"], rank, num_experts, BLOCK_E=power_of_two(num_experts, least=8)
         )
     yield
 
@@ -77,37 +109,19 @@ def send(
     all_counts = slab.region("counts", torch.int32, ranks * num_experts)
     sizes = (rank, ranks, num_experts, local, align, num_rows)
     with launch_on(tokens):
-        results = (start, tokens_per_expert, gap, overflow.view(torch.uint8))
-        kernels.slab_layout_kernel[(1,)](all_counts, *results, *sizes, BLOCK_E=power_of_two(num_experts, least=8))
-    ranked = RowMap(
-        slots.slots_TE,
-        slots.num_slots_T,
-        walk.base_EB.t(),
-        gap,
-        walk.tiles * walk.block_tokens,
-        num_tokens,
-        num_experts,
-        num_rows,
-        True,
-        False,
-    )
+        laid_out = (start, tokens_per_expert, gap, overflow.view(torch.uint8))
+        kernels.slab_layout_kernel[(1,)](all_counts, *laid_out, *sizes, BLOCK_E=power_of_two(num_experts, least=8))
+    per_block, sizes_of_map = walk.tiles * walk.block_tokens, (num_tokens, num_experts, num_rows, True, False)
+    ranked = RowMap(slots.slots_TE, slots.num_slots_T, walk.base_EB.t(), gap, per_block, *sizes_of_map)
     lists = ranked.without_bases()
-    # the walk's bases count within this rank's own layout: less the first block's, they are what
-    # stands before in the same expert
-    ranked = replace(ranked, base_BE=ranked.base_BE - ranked.base_BE[:1])  # type: ignore[operator,index]
-    push(tokens, probs, start, ranked, lists.slots_TE, slab, local, once, recipe)
+    kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # all by spread_kernel
+    handle = Handle(group, ranks, rank, lists, num_rows, kept_link, gap, overflow, local, once)
+    results = Results.empty(tokens, None if probs is None else probs.dtype, num_rows, recipe)
+    push(tokens, probs, start, ranked, lists.slots_TE, slab, handle, results, recipe)
     yield
 
-    kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # all by spread_kernel
-    rows, row_probs = spread(
-        tokens, None if probs is None else probs.dtype, link, kept_link, gap, slab, num_rows, local, False, recipe
-    )
-    return (
-        rows,
-        row_probs,
-        tokens_per_expert,
-        Handle(group, ranks, lists, num_rows, kept_link, gap, overflow, local, once),
-    )
+    spread(tokens, link, kept_link, slab, handle, results, whole=False, recipe=recipe)
+    return *results.returned(), tokens_per_expert, handle
 
 
 def resend(
@@ -116,13 +130,11 @@ def resend(
     """The steps of a dispatch whose routing is known: the transpose of combine."""
     yield  # no rank reads an earlier dispatch
     some = tokens if tokens is not None else probs.new_empty((handle.lists.num_tokens, 0))  # type: ignore[union-attr]
-    push(some, probs, None, handle.lists, None, slab, handle.local_experts, handle.once)
+    results = Results.empty(some, None if probs is None else probs.dtype, handle.lists.num_rows, None)
+    push(some, probs, None, handle.lists, None, slab, handle, results)
     yield
-    dtype = None if probs is None else probs.dtype
-    rows, row_probs = spread(
-        some, dtype, handle.link_C, None, handle.gap_2L, slab, handle.lists.num_rows, handle.local_experts, whole=True
-    )
-    return None if tokens is None else rows, row_probs
+    spread(some, handle.link_C, None, slab, handle, results, whole=True)
+    return None if tokens is None else results.rows, results.probs
 
 
 def collect(
@@ -135,15 +147,14 @@ def collect(
     lists = handle.lists
     hidden = 0 if rows is None else rows.shape[1]
     sizes = tuning.for_device(some.device).symmetric
-    columns = max(1, ceil_div(hidden, sizes.columns))
+    given = *strided(rows), *strided(None if probs is None else bits(probs), 1)
     accumulator = tl.float64 if rows is not None and rows.dtype == torch.float64 else tl.float32
     sums = None if rows is None else slab.region("sums", rows.dtype, lists.num_rows * hidden)
     sum_probs = None if probs is None else bits(slab.region("sum_probs", probs.dtype, lists.num_rows))
     if lists.num_rows:
         with launch_on(some):
-            kernels.gather_kernel[(lists.num_rows * columns,)](
-                *strided(rows),
-                *strided(None if probs is None else bits(probs), 1),
+            kernels.gather_kernel[(lists.num_rows,)](
+                *given,
                 handle.link_C,
                 sums,
                 sum_probs,
@@ -159,7 +170,7 @@ def collect(
     # all by pull_kernel: whole rows of tokens
     out = None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)
     out_probs = None if probs is None else probs.new_zeros((lists.num_tokens, lists.num_experts))
-    programs = columns * (
+    programs = max(1, ceil_div(hidden, sizes.columns)) * (
         (ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0)
         + (ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0)
     )
@@ -168,6 +179,7 @@ def collect(
             kernels.pull_kernel[(programs,)](
                 slab.tables["sums"],
                 slab.tables["sum_probs"],
+                *given,
                 out if hidden else None,
                 None if out_probs is None else bits(out_probs),
                 lists.pointers(),
@@ -176,6 +188,7 @@ def collect(
                 handle.local_experts,
                 hidden,
                 lists.num_rows,
+                handle.rank,
                 ONCE=handle.once,
                 ACCUMULATOR=accumulator,
                 **sizes.blocks("T", "H"),
@@ -187,10 +200,10 @@ def collect(
 
 def push(
     tokens: Tensor, probs: Tensor | None, start: Tensor | None, row_map: RowMap,
-    row_slots: Tensor | None, slab: Slab, local: int, once: bool, recipe: Recipe | None = None,
+    row_slots: Tensor | None, slab: Slab, handle: Handle, results: Results, recipe: Recipe | None = None,
 ) -> None:  # fmt: skip
-    """Tokens (with a recipe their codes and scales) and probs to their rows on all ranks; with
-    `row_slots` also links there and lists here.
+    """Tokens (with a recipe their codes and scales) and probs to their rows on all ranks, here into
+    the results; with `row_slots` also links there and lists here.
     """
     sizes, hidden = tuning.for_device(tokens.device).symmetric, tokens.shape[1]
     columns, num_warps = _tile(sizes, recipe)
@@ -209,16 +222,18 @@ def push(
             slab.tables["probs"],
             slab.tables["link"],
             row_slots,
+            *results.pointers(),
             *row_map.arguments(),
             row_map.num_tokens,
             row_map.num_experts,
-            local,
+            handle.local_experts,
             hidden,
             row_map.num_rows,
+            handle.rank,
             *numbers,
             **settings,
             HARDWARE=casts_in_hardware(tokens.device),
-            ONCE=once,
+            ONCE=handle.once,
             BLOCK_T=sizes.tokens,
             BLOCK_H=columns,
             BLOCK_L=sizes.lists,
@@ -228,33 +243,28 @@ def push(
 
 
 def spread(
-    like: Tensor, prob_dtype: torch.dtype | None, link: Tensor, kept_link: Tensor | None,
-    gap: Tensor, slab: Slab, num_rows: int, local: int, whole: bool, recipe: Recipe | None = None,
-) -> tuple[Any, Tensor | None]:  # fmt: skip
+    like: Tensor, link: Tensor, kept_link: Tensor | None, slab: Slab, handle: Handle, results: Results,
+    whole: bool, recipe: Recipe | None = None,
+) -> None:  # fmt: skip
     """The arrived rows, copied to all rows of their tokens; zeros in the padding and, for `whole`,
-    past the segments. With a recipe, a form.
+    past the segments.
     """
-    sizes, hidden, device = tuning.for_device(like.device).symmetric, like.shape[1], like.device
+    sizes, hidden, num_rows, local = (
+        tuning.for_device(like.device).symmetric, like.shape[1], handle.lists.num_rows, handle.local_experts
+    )  # fmt: skip
     columns, num_warps = _tile(sizes, recipe)
     numbers, settings = wire.rule_of(recipe, like)
-    tail = sizes.tail_lanes if whole else 0
-    dtype = like.dtype if recipe is None else torch.uint8
-    rows = torch.empty((num_rows, hidden), dtype=dtype, device=device)  # by spread_kernel, all rows of tokens
-    row_probs = None if prob_dtype is None else torch.empty(num_rows, dtype=prob_dtype, device=device)  # as above
-    blocks = 0 if recipe is None else ceil_div(hidden, FP8_BLOCK)
-    # by spread_kernel; in the layout of `quantize`
-    scale = torch.empty((blocks, num_rows), dtype=torch.float32, device=device).T
+    tail, blocks = sizes.tail_lanes if whole else 0, ceil_div(hidden, FP8_BLOCK)
+    probs = results.probs
     with launch_on(like):
-        kernels.spread_kernel[((num_rows + local + tail) * max(1, ceil_div(hidden, columns)),)](
-            bits(slab.region("rows", dtype, num_rows * hidden)),
+        kernels.spread_kernel[(num_rows + (local + tail) * max(1, ceil_div(hidden, columns)),)](
+            bits(slab.region("rows", results.rows.dtype, num_rows * hidden)),
             None if recipe is None else slab.region("scales", torch.float32, num_rows * blocks),
-            None if prob_dtype is None else bits(slab.region("probs", prob_dtype, num_rows)),
+            None if probs is None else bits(slab.region("probs", probs.dtype, num_rows)),
             link,
-            bits(rows),
-            *strided(None if recipe is None else scale),
-            None if row_probs is None else bits(row_probs),
+            *results.pointers(),
             kept_link,
-            gap,
+            handle.gap_2L,
             max(tail, 1),
             local,
             hidden,
@@ -266,7 +276,6 @@ def spread(
             num_warps=num_warps,
             **NO_FP_FUSION,
         )
-    return rows if recipe is None else wire.form_of(rows, scale), row_probs
 
 
 def _tile(sizes: tuning.Symmetric, recipe: Recipe | None) -> tuple[int, int]:
