@@ -1,4 +1,4 @@
-"""Rows straight into other ranks' memory, and back.
+"""Rows straight into other ranks' memory; `_symmetric_sums` brings them back.
 
 Each rank has a slab that all ranks can address. A table holds the address of one region of the slab
 on each rank. Row i of the region "rows" is row i of the experts' buffer. A rank's own tokens do not
@@ -7,6 +7,9 @@ removed, only the first of a token's rows on another rank travels; `link` marks 
 token's other rows:
 
     link[i] = FIRST · (row i travelled) + (1 + the token's next row here, or 0)       else 0
+    home[i] = where row i came from: slot << RANK | rank
+
+The sum of such a token's rows travels to its slot on that rank, if there are as many slots.
 
 With regions for scales, rows travel as codes and scales, computed where the token is read.
 """
@@ -14,13 +17,13 @@ With regions for scales, rows travel as codes and scales, computed where the tok
 import triton
 import triton.language as tl
 
-from moe_fast.launch._rounding import rounded
-from moe_fast.permutation._permute import fill_gaps, find_lists, load_rows, load_slot
+from moe_fast.permutation._permute import fill_gaps, find_lists, load_slot
 from moe_fast.permutation._row_map import RANK, segments_of
 from moe_fast.quantization._rows import BLOCK, blocks_of, encode_rows, fill_scales
 
 FIRST = tl.constexpr(1 << 30)
 NEXT = tl.constexpr((1 << 30) - 1)
+NO_SLOT = tl.constexpr(1 << 40)  # past all rows
 
 
 @triton.jit
@@ -30,10 +33,10 @@ def at_rank(table_ptr, rank, mask, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def result_at(table_ptr, own_ptr, own_rank, rank, mask, ELEMENT: tl.constexpr):
-    """`at_rank`, and on the own rank the result, which begins at a multiple of 16 bytes too."""
+def here_or_there(here, here_ptr, table_ptr, rank, mask, ELEMENT: tl.constexpr):
+    """`here_ptr`, which begins at a multiple of 16 bytes too, or `at_rank`."""
     address = tl.load(table_ptr + rank, mask=mask, other=0)
-    address = tl.where(rank == own_rank, own_ptr.to(tl.int64), address)
+    address = tl.where(here, here_ptr.to(tl.int64), address)
     return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16)
 
 
@@ -87,9 +90,9 @@ def slab_layout_kernel(
 
 @triton.jit
 def push_lists(
-    probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, row_probs_ptr, link_table_ptr, row_slots_ptr,
-    row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens, num_experts, local_experts, num_rows,
-    own_rank,
+    probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, row_probs_ptr, link_table_ptr,
+    home_table_ptr, row_slots_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens,
+    num_experts, local_experts, num_rows, own_rank,
     ONCE: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """The probs of a block of tokens to all ranks, links to others, and their lists here."""
@@ -105,7 +108,8 @@ def push_lists(
         if probs_ptr is not None:
             # live only
             prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
-            to_ptr = result_at(probs_table_ptr, row_probs_ptr, own_rank, rank, live, probs_ptr.dtype.element_ty)
+            element = probs_ptr.dtype.element_ty
+            to_ptr = here_or_there(rank == own_rank, row_probs_ptr, probs_table_ptr, rank, live, element)
             tl.store(to_ptr + row, prob, mask=live)
         if row_slots_ptr is not None:
             if ONCE:
@@ -115,6 +119,8 @@ def push_lists(
                 link = tl.full([BLOCK_L], FIRST, tl.int64)
             away = live & (rank != own_rank)  # own rows have no links
             tl.store(at_rank(link_table_ptr, rank, away, tl.int32) + row, link.to(tl.int32), mask=away)
+            home = (slot_of(t, rank, own_rank, num_experts // local_experts, ONCE) << RANK) | own_rank
+            tl.store(at_rank(home_table_ptr, rank, away, tl.int64) + row, home, mask=away)
             # dropped rows too
             tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
         last = tl.where(live, rank, last)
@@ -131,7 +137,7 @@ def push_kernel(
     tokens_ptr, stride_tokens_t, stride_tokens_h, probs_ptr, stride_probs_t, stride_probs_e,
     start_ptr,  # each expert's offset of rows, or none
     # regions of all ranks; links, and the lists of rows, only where the lists hold ranks
-    rows_table_ptr, scales_table_ptr, probs_table_ptr, link_table_ptr, row_slots_ptr,
+    rows_table_ptr, scales_table_ptr, probs_table_ptr, link_table_ptr, home_table_ptr, row_slots_ptr,
     # this rank's results, contiguous but for scales
     rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr,
     row_map, stride_base_b, stride_base_e, tokens_per_block,
@@ -154,8 +160,8 @@ def push_kernel(
         if column == 0:
             push_lists(
                 probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, row_probs_ptr, link_table_ptr,
-                row_slots_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens, num_experts,
-                local_experts, num_rows, own_rank, ONCE, BLOCK_L,
+                home_table_ptr, row_slots_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, block,
+                num_tokens, num_experts, local_experts, num_rows, own_rank, ONCE, BLOCK_L,
             )  # fmt: skip
     else:
         t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -176,14 +182,22 @@ def push_kernel(
             expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
             rank = expert // local_experts
             sent = live & ((rank != last) | (rank == own_rank)) if ONCE else live
-            to_ptr = result_at(rows_table_ptr, rows_ptr, own_rank, rank, sent, sent_as.dtype)
+            to_ptr = here_or_there(rank == own_rank, rows_ptr, rows_table_ptr, rank, sent, sent_as.dtype)
             # others are not written
             tl.store(to_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)
             if scales_table_ptr is not None:
-                to_ptr = result_at(scales_table_ptr, scale_ptr, own_rank, rank, sent, tl.float32)
+                to_ptr = here_or_there(rank == own_rank, scale_ptr, scales_table_ptr, rank, sent, tl.float32)
                 place = place_scales(row, b, num_columns, rank == own_rank, stride_scale_m, stride_scale_n)
                 tl.store(to_ptr[:, None] + place, stored, mask=sent[:, None] & in_blocks[None, :])  # as above
             last = tl.where(live, rank, last)
+
+
+@triton.jit
+def slot_of(t, rank, source, ranks, ONCE: tl.constexpr):
+    """Where `source` has the sum of its token t on another rank; a row that is not added has no
+    slot.
+    """
+    return t * (ranks - 1) + rank - (rank > source).to(tl.int64) if ONCE else t * 0 + NO_SLOT
 
 
 @triton.jit
@@ -206,9 +220,9 @@ def find_row(row_map, lists, start_ptr, j, num_rows):
 @triton.jit(do_not_specialize=["tail_lanes", "local_experts", "num_rows", "epsilon", "infinity"])
 def spread_kernel(
     # what has arrived in the slab, as bits
-    arrived_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr,
+    arrived_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr, home_ptr,
     # results, contiguous but for scales
-    rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, kept_link_ptr,
+    rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, kept_link_ptr, kept_home_ptr,
     # rows without a token
     gap_ptr,
     # sizes
@@ -227,6 +241,7 @@ def spread_kernel(
         link = tl.load(link_ptr + row)
         if kept_link_ptr is not None:
             tl.store(kept_link_ptr + row, link)
+            tl.store(kept_home_ptr + row, tl.load(home_ptr + row))
         if link >= FIRST:
             for column in range(columns):
                 h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -256,97 +271,3 @@ def spread_kernel(
                 scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, local_experts, num_columns, num_rows,
                 epsilon, infinity, POWER_OF_TWO, BLOCK_R, BLOCK_H,
             )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["stride_rows_p", "num_rows"])
-def gather_kernel(
-    # rows, and their probs as bits
-    rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs, link_ptr,
-    # regions of this rank's slab
-    sums_ptr, sum_probs_ptr,
-    # sizes
-    num_columns, num_rows,
-    ACCUMULATOR: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Add the rows here of each token that came, in order, into the place of the first; publish
-    their probs.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(link_ptr + row) >= FIRST:
-        for column in range(tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)):
-            h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-            in_row = h < num_columns  # the last block sticks out
-            total = tl.zeros([BLOCK_H], ACCUMULATOR)
-            place = row
-            while place >= 0:
-                if rows_ptr is not None:
-                    total += tl.load(rows_ptr + place * stride_rows_p + h * stride_rows_h, mask=in_row, other=0.0).to(
-                        ACCUMULATOR
-                    )
-                if column == 0 and probs_ptr is not None:
-                    tl.store(sum_probs_ptr + place, tl.load(probs_ptr + place * stride_probs))
-                place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
-            if rows_ptr is not None:
-                tl.store(sums_ptr + row * num_columns + h, rounded(total, sums_ptr.dtype.element_ty), mask=in_row)
-
-
-@triton.jit(do_not_specialize=["stride_rows_p", "num_tokens", "num_experts", "local_experts", "num_rows", "own_rank"])
-def pull_kernel(
-    # regions of all ranks
-    sums_table_ptr, probs_table_ptr,
-    # this rank's rows, and their probs as bits
-    rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs,
-    # results, contiguous; either may be left out
-    out_ptr, out_probs_ptr,
-    row_map,  # of rows
-    # sizes
-    num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
-    ONCE: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_L: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """out[t] = Σ over ranks, ascending, of t's sums there, each rounded before it is added: this
-    rank's are of its rows. out_probs[t, e] is the prob of its row, 0 without one.
-    """
-    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    column = tl.program_id(0) % columns
-    block = tl.program_id(0) // columns
-    list_blocks = tl.cdiv(num_tokens, BLOCK_L) if out_probs_ptr is not None else 0
-    if block < list_blocks:
-        if column == 0 and out_probs_ptr is not None:
-            t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-            lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
-            for j in range(tl.max(lists.num_slots, axis=0)):
-                expert, row, live = load_slot(row_map, lists, j)
-                rank = expert // local_experts
-                own, away = live & (rank == own_rank), live & (rank != own_rank)  # one of two
-                from_ptr = at_rank(probs_table_ptr, rank, away, out_probs_ptr.dtype.element_ty)
-                prob = tl.load(from_ptr + row, mask=away, other=0)
-                prob = tl.where(own, tl.load(probs_ptr + row * stride_probs, mask=own, other=0), prob)
-                tl.store(out_probs_ptr + t * num_experts + expert, prob, mask=live)
-    elif out_ptr is not None:
-        t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-        h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-        in_row = (h < num_columns)[None, :]  # the last block sticks out
-        lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
-        total = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
-        part = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
-        last = tl.full([BLOCK_T], -1, tl.int64)
-        for first in range(0, tl.max(lists.num_slots, axis=0), UNROLL):
-            for j in tl.static_range(UNROLL):  # their loads are on their way together
-                expert, row, live = load_slot(row_map, lists, first + j)
-                rank = expert // local_experts
-                new = live & (rank != last)
-                own = live & (rank == own_rank)
-                away = (new if ONCE else live) & (rank != own_rank)
-                sums_ptr = at_rank(sums_table_ptr, rank, away, out_ptr.dtype.element_ty)
-                value = tl.load(
-                    sums_ptr[:, None] + row[:, None] * num_columns + h[None, :], mask=away[:, None] & in_row, other=0.0
-                )
-                here = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, own, in_row)
-                value = tl.where(own[:, None], here, value).to(ACCUMULATOR)
-                total = tl.where(new[:, None], total + rounded(part, out_ptr.dtype.element_ty).to(ACCUMULATOR), total)
-                part = tl.where(new[:, None], value, part + value)
-                last = tl.where(live, rank, last)
-        total += rounded(part, out_ptr.dtype.element_ty).to(ACCUMULATOR)
-        inside = (t < num_tokens)[:, None] & in_row  # the last tile sticks out
-        tl.store(out_ptr + t[:, None] * num_columns + h[None, :], rounded(total, out_ptr.dtype.element_ty), mask=inside)

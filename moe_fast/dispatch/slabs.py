@@ -43,6 +43,7 @@ class Room:
         sizes = {
             "counts": 4 * self.ranks * self.experts,
             "link": 4 * self.rows,
+            "home": 8 * self.rows,
             "rows": rows,
             "probs": probs,
             "scales": scales,

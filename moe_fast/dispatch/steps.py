@@ -1,7 +1,7 @@
 """The steps of dispatch and combine on ranks that share memory, with a barrier at each bar.
 
     count → announce | push | spread, and fill the padding          dispatch
-    | add up the rows here of other ranks' tokens | pull            combine
+    | add up a token's rows here, and send the sum home | add up    combine
 
 They run on one rank, or on several in one process that wait for each other by other means.
 """
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_fast.dispatch import _symmetric as kernels
+from moe_fast.dispatch import _symmetric_sums as kernels_of_sums
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.slabs import Slab
 from moe_fast.launch import tuning
@@ -25,6 +26,7 @@ from moe_fast.permutation.row_map import RowMap, count_blocks, empty_slots, lay_
 from moe_ref.config import FP8_BLOCK, Recipe
 
 X = TypeVar("X")
+SUMS = ("sums", "rows")  # regions of sums that came, and of those that are left
 Steps = Generator[None, None, X]  # yields where all ranks must have come
 
 
@@ -38,6 +40,7 @@ class Handle:
     lists: RowMap  # of rows: where each token's are
     own_rows: int  # of this rank's buffer; the lists' are the largest of all ranks
     link_C: Tensor  # which rows have travelled, and the next of the same token
+    home_C: Tensor  # where they came from
     gap_2L: Tensor  # begin and end of each local expert's padding
     overflow_W: Tensor  # of all ranks
     local_experts: int
@@ -114,13 +117,14 @@ def send(
     per_block, sizes_of_map = walk.tiles * walk.block_tokens, (num_tokens, num_experts, num_rows, True, False)
     ranked = RowMap(slots.slots_TE, slots.num_slots_T, walk.base_EB.t(), gap, per_block, *sizes_of_map)
     lists = ranked.without_bases()
-    kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # all by spread_kernel
-    handle = Handle(group, ranks, rank, lists, num_rows, kept_link, gap, overflow, local, once)
+    kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # this and the next by spread_kernel
+    kept_home = torch.empty(num_rows, dtype=torch.int64, device=device)
+    handle = Handle(group, ranks, rank, lists, num_rows, kept_link, kept_home, gap, overflow, local, once)
     results = Results.empty(tokens, None if probs is None else probs.dtype, num_rows, recipe)
     push(tokens, probs, start, ranked, lists.slots_TE, slab, handle, results, recipe)
     yield
 
-    spread(tokens, link, kept_link, slab, handle, results, whole=False, recipe=recipe)
+    spread(tokens, link, slab, handle, results, first=True, recipe=recipe)
     return *results.returned(), tokens_per_expert, handle
 
 
@@ -133,7 +137,7 @@ def resend(
     results = Results.empty(some, None if probs is None else probs.dtype, handle.lists.num_rows, None)
     push(some, probs, None, handle.lists, None, slab, handle, results)
     yield
-    spread(some, handle.link_C, None, slab, handle, results, whole=True)
+    spread(some, handle.link_C, slab, handle, results, first=False)
     return None if tokens is None else results.rows, results.probs
 
 
@@ -141,59 +145,57 @@ def collect(
     rows: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
     """The steps of combine."""
-    yield  # no rank pulls from an earlier combine
+    yield  # no rank reads an earlier combine
     some = rows if rows is not None else probs
     assert some is not None
     lists = handle.lists
     hidden = 0 if rows is None else rows.shape[1]
     sizes = tuning.for_device(some.device).symmetric
-    given = *strided(rows), *strided(None if probs is None else bits(probs), 1)
-    accumulator = tl.float64 if rows is not None and rows.dtype == torch.float64 else tl.float32
-    sums = None if rows is None else slab.region("sums", rows.dtype, lists.num_rows * hidden)
+    columns, blocks = ceil_div(hidden, sizes.columns), ceil_div(lists.num_tokens, sizes.tokens)
+    settings = sizes.blocks("T", "H") | {
+        "ACCUMULATOR": tl.float64 if rows is not None and rows.dtype == torch.float64 else tl.float32,
+        "UNROLL": sizes.unroll,
+    }
+    # all by return_kernel: whole rows of tokens
+    out = None if rows is None else torch.empty((lists.num_tokens, hidden), dtype=rows.dtype, device=some.device)
+    sums, left = (None if rows is None else slab.region(x, rows.dtype, lists.num_rows * hidden) for x in SUMS)
     sum_probs = None if probs is None else bits(slab.region("sum_probs", probs.dtype, lists.num_rows))
-    if lists.num_rows:
+    given_probs = strided(None if probs is None else bits(probs), 1)
+    sizes_of_map = lists.num_tokens, lists.num_experts, handle.local_experts, hidden, lists.num_rows, handle.rank
+    if programs := lists.num_rows + blocks * columns:
         with launch_on(some):
-            kernels.gather_kernel[(lists.num_rows,)](
-                *given,
+            kernels_of_sums.return_kernel[(programs,)](
+                *strided(rows),
+                *given_probs,
                 handle.link_C,
-                sums,
+                handle.home_C,
+                slab.tables["sums"],
+                left,
                 sum_probs,
-                hidden,
-                lists.num_rows,
-                ACCUMULATOR=accumulator,
-                BLOCK_H=sizes.columns,
-                num_warps=sizes.num_warps,
+                out,
+                lists.pointers(),
+                blocks * columns,
+                *sizes_of_map,
+                **settings,
             )
     yield
 
-    shape = (lists.num_tokens, hidden)
-    # all by pull_kernel: whole rows of tokens
-    out = None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)
     out_probs = None if probs is None else probs.new_zeros((lists.num_tokens, lists.num_experts))
-    programs = max(1, ceil_div(hidden, sizes.columns)) * (
-        (ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0)
-        + (ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0)
-    )
-    if programs:
+    blocks = (ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0) + (blocks if hidden else 0)
+    if blocks:
         with launch_on(some):
-            kernels.pull_kernel[(programs,)](
-                slab.tables["sums"],
+            kernels_of_sums.total_kernel[(blocks * max(1, columns),)](
+                sums,
+                slab.tables["rows"],
+                *given_probs,
                 slab.tables["sum_probs"],
-                *given,
                 out if hidden else None,
                 None if out_probs is None else bits(out_probs),
                 lists.pointers(),
-                lists.num_tokens,
-                lists.num_experts,
-                handle.local_experts,
-                hidden,
-                lists.num_rows,
-                handle.rank,
+                *sizes_of_map,
                 ONCE=handle.once,
-                ACCUMULATOR=accumulator,
-                **sizes.blocks("T", "H"),
                 BLOCK_L=sizes.lists,
-                UNROLL=sizes.unroll,
+                **settings,
             )
     return out, out_probs
 
@@ -221,6 +223,7 @@ def push(
             None if recipe is None else slab.tables["scales"],
             slab.tables["probs"],
             slab.tables["link"],
+            slab.tables["home"],
             row_slots,
             *results.pointers(),
             *row_map.arguments(),
@@ -243,18 +246,17 @@ def push(
 
 
 def spread(
-    like: Tensor, link: Tensor, kept_link: Tensor | None, slab: Slab, handle: Handle, results: Results,
-    whole: bool, recipe: Recipe | None = None,
-) -> None:  # fmt: skip
-    """The arrived rows, copied to all rows of their tokens; zeros in the padding and, for `whole`,
-    past the segments.
+    like: Tensor, link: Tensor, slab: Slab, handle: Handle, results: Results, first: bool, recipe: Recipe | None = None
+) -> None:
+    """The arrived rows, copied to all rows of their tokens, and zeros in the padding. The first
+    time the handle is written, later also zeros past the segments.
     """
     sizes, hidden, num_rows, local = (
         tuning.for_device(like.device).symmetric, like.shape[1], handle.lists.num_rows, handle.local_experts
     )  # fmt: skip
     columns, num_warps = _tile(sizes, recipe)
     numbers, settings = wire.rule_of(recipe, like)
-    tail, blocks = sizes.tail_lanes if whole else 0, ceil_div(hidden, FP8_BLOCK)
+    tail, blocks = 0 if first else sizes.tail_lanes, ceil_div(hidden, FP8_BLOCK)
     probs = results.probs
     with launch_on(like):
         kernels.spread_kernel[(num_rows + (local + tail) * max(1, ceil_div(hidden, columns)),)](
@@ -262,8 +264,9 @@ def spread(
             None if recipe is None else slab.region("scales", torch.float32, num_rows * blocks),
             None if probs is None else bits(slab.region("probs", probs.dtype, num_rows)),
             link,
+            slab.region("home", torch.int64, num_rows) if first else None,
             *results.pointers(),
-            kept_link,
+            *((handle.link_C, handle.home_C) if first else (None, None)),
             handle.gap_2L,
             max(tail, 1),
             local,

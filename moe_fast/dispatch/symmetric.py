@@ -66,12 +66,7 @@ def hybridep_dispatch(
     slab = slab_for(group, tokens_TH.device, room)
     options, rank_rows = (align or 1, most_rows, slab, rank, group, deduplicate), slice(whole[rank])
     if recipe is None:
-        rows, row_probs, counts, handle = _Dispatch.apply(tokens_TH, probs, routing_map_TE, *options)
-        rows, row_probs, handle = (
-            rows[rank_rows],
-            None if row_probs is None else row_probs[rank_rows],
-            replace(handle, own_rows=whole[rank]),
-        )
+        rows, row_probs, counts, handle = _Dispatch.apply(tokens_TH, probs, routing_map_TE, whole[rank], *options)
         return Dispatched(rows, row_probs, counts, handle, handle.overflow_W[rank])
     form, row_probs, counts, handle = run(send(tokens_TH.detach(), routing_map_TE, probs, *options, recipe), slab)
     handle = replace(handle, own_rows=whole[rank])
@@ -117,19 +112,21 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, probs: Tensor | None, routing_map: Tensor, align: int,
+        ctx: Any, tokens: Tensor, probs: Tensor | None, routing_map: Tensor, own_rows: int, align: int,
         num_rows: int, slab: Slab, *options: Any,
     ) -> Any:  # fmt: skip
         ctx.set_materialize_grads(False)
         rows, row_probs, counts, handle = run(send(tokens, routing_map, probs, align, num_rows, slab, *options), slab)
-        ctx.handle = handle
+        # here: a slice of the results would copy their gradients
+        rows, row_probs = rows[:own_rows], None if row_probs is None else row_probs[:own_rows]
+        ctx.handle = handle = replace(handle, own_rows=own_rows)
         ctx.mark_non_differentiable(counts, *(x for x in (rows,) if not x.is_floating_point() or x.element_size() == 1))
         return rows, row_probs, counts, handle
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None, *_: Any) -> Any:
-        return *_collect(d_rows, d_probs, ctx.handle), *(None,) * 7
+        return *_collect(d_rows, d_probs, ctx.handle), *(None,) * 8
 
 
 class _Place(torch.autograd.Function):
