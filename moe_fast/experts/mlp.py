@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_fast.experts.activations import activation, check_probs, glu
 from moe_fast.experts.delayed import Waiting, delaying
-from moe_fast.experts.linear import check_product, grouped_linear, linear_of
+from moe_fast.experts.linear import FILLED, check_product, grouped_linear, linear_of
 from moe_fast.experts.padding import Padding
-from moe_fast.experts.segments import plans_shared
+from moe_fast.experts.segments import plans_shared, shared_totals
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
 from moe_fast.launch.backend import check_device
 from moe_fast.launch.operators import traceable, tracing
@@ -36,6 +36,9 @@ from moe_ref.config import (
 )
 
 X = TypeVar("X")
+# `filled` of both products: what stays in here needs no zeros past the experts' rows, which the
+# activation leaves out by the totals of a plan; a graph shares no plan
+WITHIN = ((False, True), (True, False))
 
 
 @traceable
@@ -74,7 +77,10 @@ def grouped_mlp(
     run = partial(
         _experts,
         act=act,
-        linears=[partial(linear_of, recipe=recipe, state=each) for each in state or (None, None)],
+        linears=[
+            partial(linear_of, recipe=recipe, state=each, filled=filled)
+            for each, filled in zip(state or (None, None), (FILLED, FILLED) if tracing() else WITHIN, strict=True)
+        ],
         noise=noise,
         align=None if recipe is None else align,
         probs_on_input=probs_on_input,
@@ -177,6 +183,7 @@ def _experts(
     again = recompute and not tracing()
     with plans_shared(), delayed():
         h_PF = linears[0](rows_PH, fc1_weight_LFH, tokens_per_expert_L, bias=fc1_bias, noise=noise1)
+        act = partial(act, totals=shared_totals())
         a_PF = act(h_PF, probs=p_P)
         with _computed_again(a_PF, act, h_PF, p_P) if again else nullcontext():
             y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2, rows_again=again)
