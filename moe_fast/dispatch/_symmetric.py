@@ -23,6 +23,7 @@ from moe_fast.quantization._rows import BLOCK, blocks_of, encode_rows, fill_scal
 
 FIRST = tl.constexpr(1 << 30)
 NEXT = tl.constexpr((1 << 30) - 1)
+FIRST_SLOT = tl.constexpr(1 << 16)  # above a token's number of own rows
 NO_SLOT = tl.constexpr(1 << 40)  # past all rows
 
 
@@ -91,8 +92,8 @@ def slab_layout_kernel(
 @triton.jit
 def push_lists(
     probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, row_probs_ptr, link_table_ptr,
-    home_table_ptr, row_slots_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens,
-    num_experts, local_experts, num_rows, own_rank,
+    home_table_ptr, row_slots_ptr, own_ptr, ranks_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block,
+    block, num_tokens, num_experts, local_experts, num_rows, own_rank,
     ONCE: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """The probs of a block of tokens to all ranks, links to others, and their lists here."""
@@ -101,6 +102,8 @@ def push_lists(
         row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
     )  # dropped by find_row
     last = tl.full([BLOCK_L], -1, tl.int64)
+    own = tl.zeros([BLOCK_L], tl.int64)
+    found = tl.zeros([BLOCK_L], tl.int64)
     for j in range(tl.max(lists.num_slots, axis=0)):
         expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
         next_expert, next_row, next_live = find_row(row_map, lists, start_ptr, j + 1, num_rows)
@@ -123,7 +126,12 @@ def push_lists(
             tl.store(at_rank(home_table_ptr, rank, away, tl.int64) + row, home, mask=away)
             # dropped rows too
             tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
+            own += tl.where(live & (rank == own_rank), tl.where(own == 0, tl.cast(j, tl.int64) * FIRST_SLOT + 1, 1), 0)
+            found |= tl.where(live, tl.zeros_like(rank) + 1 << (rank & 63), 0)
         last = tl.where(live, rank, last)
+    if row_slots_ptr is not None:
+        tl.store(own_ptr + t, own.to(tl.int32), mask=t < num_tokens)  # the last block sticks out
+        tl.store(ranks_ptr + t, found, mask=t < num_tokens)  # as above
 
 
 @triton.jit(
@@ -136,8 +144,10 @@ def push_kernel(
     # tokens, as bits unless they are quantised, and probs, as bits
     tokens_ptr, stride_tokens_t, stride_tokens_h, probs_ptr, stride_probs_t, stride_probs_e,
     start_ptr,  # each expert's offset of rows, or none
-    # regions of all ranks; links, and the lists of rows, only where the lists hold ranks
+    # regions of all ranks; links, homes, and the lists of rows, only where the lists hold ranks
     rows_table_ptr, scales_table_ptr, probs_table_ptr, link_table_ptr, home_table_ptr, row_slots_ptr,
+    # with the lists, see `steps.Handle`
+    own_ptr, ranks_ptr,
     # this rank's results, contiguous but for scales
     rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr,
     row_map, stride_base_b, stride_base_e, tokens_per_block,
@@ -147,6 +157,7 @@ def push_kernel(
     epsilon, infinity,
     POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     ONCE: tl.constexpr,  # a token's first row on each other rank alone
+    EARLY: tl.constexpr,  # tokens with a slot have travelled
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Read each token once, write it to its rows on all ranks: on this one into the results, on
@@ -160,8 +171,8 @@ def push_kernel(
         if column == 0:
             push_lists(
                 probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, row_probs_ptr, link_table_ptr,
-                home_table_ptr, row_slots_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, block,
-                num_tokens, num_experts, local_experts, num_rows, own_rank, ONCE, BLOCK_L,
+                home_table_ptr, row_slots_ptr, own_ptr, ranks_ptr, row_map, stride_base_b, stride_base_e,
+                tokens_per_block, block, num_tokens, num_experts, local_experts, num_rows, own_rank, ONCE, BLOCK_L,
             )  # fmt: skip
     else:
         t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -182,6 +193,9 @@ def push_kernel(
             expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
             rank = expert // local_experts
             sent = live & ((rank != last) | (rank == own_rank)) if ONCE else live
+            if EARLY:
+                slot = slot_of(t, rank, own_rank, num_experts // local_experts, ONCE)
+                sent = sent & ((rank == own_rank) | (slot >= num_rows))
             to_ptr = here_or_there(rank == own_rank, rows_ptr, rows_table_ptr, rank, sent, sent_as.dtype)
             # others are not written
             tl.store(to_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)
@@ -217,10 +231,42 @@ def find_row(row_map, lists, start_ptr, j, num_rows):
     return expert, row, live & (row < num_rows)  # rows past the buffer are dropped
 
 
+@triton.jit
+def spread_row(
+    row, arrived_ptr, early_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr, home_ptr, rows_ptr, scale_ptr,
+    stride_scale_m, stride_scale_n, row_probs_ptr, num_columns, num_rows,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A row that has travelled, copied to all rows of its token."""
+    if row_probs_ptr is not None:
+        place = row
+        while place >= 0:
+            tl.store(row_probs_ptr + place, tl.load(arrived_probs_ptr + place))
+            place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
+    from_ptr = arrived_ptr + row * num_columns
+    if early_ptr is not None:
+        slot = tl.load(home_ptr + row) >> RANK
+        if slot < num_rows:
+            from_ptr = early_ptr + slot * num_columns
+    for column in range(tl.cdiv(num_columns, BLOCK_H)):
+        h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+        in_row = h < num_columns  # the last block sticks out
+        tile = tl.load(from_ptr + h, mask=in_row, other=0)
+        if scale_ptr is not None:
+            b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
+            stored = tl.load(arrived_scales_ptr + row * tl.cdiv(num_columns, BLOCK) + b, mask=in_blocks, other=0.0)
+        place = row
+        while place >= 0:
+            tl.store(rows_ptr + place * num_columns + h, tile, mask=in_row)
+            if scale_ptr is not None:
+                tl.store(scale_ptr + place * stride_scale_m + b * stride_scale_n, stored, mask=in_blocks)
+            place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
+
+
 @triton.jit(do_not_specialize=["tail_lanes", "local_experts", "num_rows", "epsilon", "infinity"])
 def spread_kernel(
     # what has arrived in the slab, as bits
-    arrived_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr, home_ptr,
+    arrived_ptr, early_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr, home_ptr,
     # results, contiguous but for scales
     rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, kept_link_ptr, kept_home_ptr,
     # rows without a token
@@ -229,39 +275,30 @@ def spread_kernel(
     tail_lanes, local_experts, num_columns, num_rows,
     # numbers, as bits of a float64
     epsilon, infinity,
-    POWER_OF_TWO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Each row that has travelled is copied to all rows of its token, by one program. The last
-    programs write zeros into the padding and past the segments; scales past the segments are not
-    written.
+    """Each row that has travelled is copied to all rows of its token; a program sees to GROUP rows.
+    The last programs write zeros into the padding and past the segments; scales past the segments
+    are not written.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    row = tl.program_id(0).to(tl.int64)
-    if row < num_rows:
-        link = tl.load(link_ptr + row)
-        if kept_link_ptr is not None:
-            tl.store(kept_link_ptr + row, link)
-            tl.store(kept_home_ptr + row, tl.load(home_ptr + row))
-        if link >= FIRST:
-            for column in range(columns):
-                h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-                in_row = h < num_columns  # the last block sticks out
-                tile = tl.load(arrived_ptr + row * num_columns + h, mask=in_row, other=0)
-                if scale_ptr is not None:
-                    b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
-                    scales_row_ptr = arrived_scales_ptr + row * tl.cdiv(num_columns, BLOCK)
-                    stored = tl.load(scales_row_ptr + b, mask=in_blocks, other=0.0)
-                place = row
-                while place >= 0:
-                    tl.store(rows_ptr + place * num_columns + h, tile, mask=in_row)
-                    if scale_ptr is not None:
-                        tl.store(scale_ptr + place * stride_scale_m + b * stride_scale_n, stored, mask=in_blocks)
-                    if column == 0 and row_probs_ptr is not None:
-                        tl.store(row_probs_ptr + place, tl.load(arrived_probs_ptr + place))
-                    place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
+    rest = tl.program_id(0) - tl.cdiv(num_rows, GROUP)
+    if rest < 0:
+        for i in range(GROUP):
+            row = tl.program_id(0).to(tl.int64) * GROUP + i
+            inside = row < num_rows  # the last group sticks out
+            link = tl.load(link_ptr + row, mask=inside, other=0)
+            if kept_link_ptr is not None:
+                tl.store(kept_link_ptr + row, link, mask=inside)
+                tl.store(kept_home_ptr + row, tl.load(home_ptr + row, mask=inside, other=0), mask=inside)
+            if link >= FIRST:
+                spread_row(
+                    row, arrived_ptr, early_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr, home_ptr,
+                    rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, num_columns, num_rows, BLOCK_H,
+                )  # fmt: skip
     else:
-        lane = (row - num_rows) // columns
-        column = (row - num_rows) % columns
+        lane = (rest // columns).to(tl.int64)
+        column = rest % columns
         fill_gaps(
             rows_ptr, row_probs_ptr, gap_ptr, lane, column, tail_lanes, local_experts, num_columns, num_rows, 1,
             BLOCK_R, BLOCK_H,

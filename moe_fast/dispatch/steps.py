@@ -41,6 +41,8 @@ class Handle:
     own_rows: int  # of this rank's buffer; the lists' are the largest of all ranks
     link_C: Tensor  # which rows have travelled, and the next of the same token
     home_C: Tensor  # where they came from
+    own_T: Tensor  # each token's rows on this rank: the first one's slot << 16 | how many
+    ranks_T: Tensor  # a bit for each rank that has some, of 64
     gap_2L: Tensor  # begin and end of each local expert's padding
     overflow_W: Tensor  # of all ranks
     local_experts: int
@@ -119,7 +121,10 @@ def send(
     lists = ranked.without_bases()
     kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # this and the next by spread_kernel
     kept_home = torch.empty(num_rows, dtype=torch.int64, device=device)
-    handle = Handle(group, ranks, rank, lists, num_rows, kept_link, kept_home, gap, overflow, local, once)
+    own = torch.empty(num_tokens, dtype=torch.int32, device=device)  # this and the next by push_kernel
+    found = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    of_rows, of_tokens = (kept_link, kept_home), (own, found)
+    handle = Handle(group, ranks, rank, lists, num_rows, *of_rows, *of_tokens, gap, overflow, local, once)
     results = Results.empty(tokens, None if probs is None else probs.dtype, num_rows, recipe)
     push(tokens, probs, start, ranked, lists.slots_TE, slab, handle, results, recipe)
     yield
@@ -152,6 +157,7 @@ def collect(
     hidden = 0 if rows is None else rows.shape[1]
     sizes = tuning.for_device(some.device).symmetric
     columns, blocks = ceil_div(hidden, sizes.columns), ceil_div(lists.num_tokens, sizes.tokens)
+    row_programs, token_programs = ceil_div(lists.num_rows, sizes.group), blocks if hidden else 0
     settings = sizes.blocks("T", "H") | {
         "ACCUMULATOR": tl.float64 if rows is not None and rows.dtype == torch.float64 else tl.float32,
         "UNROLL": sizes.unroll,
@@ -161,10 +167,9 @@ def collect(
     sums, left = (None if rows is None else slab.region(x, rows.dtype, lists.num_rows * hidden) for x in SUMS)
     sum_probs = None if probs is None else bits(slab.region("sum_probs", probs.dtype, lists.num_rows))
     given_probs = strided(None if probs is None else bits(probs), 1)
-    sizes_of_map = lists.num_tokens, lists.num_experts, handle.local_experts, hidden, lists.num_rows, handle.rank
-    if programs := lists.num_rows + blocks * columns:
+    if row_programs + token_programs:
         with launch_on(some):
-            kernels_of_sums.return_kernel[(programs,)](
+            kernels_of_sums.return_kernel[(row_programs + token_programs,)](
                 *strided(rows),
                 *given_probs,
                 handle.link_C,
@@ -173,9 +178,15 @@ def collect(
                 left,
                 sum_probs,
                 out,
+                handle.own_T,
                 lists.pointers(),
-                blocks * columns,
-                *sizes_of_map,
+                row_programs,
+                token_programs,
+                lists.num_tokens,
+                lists.num_experts,
+                hidden,
+                lists.num_rows,
+                GROUP=sizes.group,
                 **settings,
             )
     yield
@@ -191,9 +202,16 @@ def collect(
                 slab.tables["sum_probs"],
                 out if hidden else None,
                 None if out_probs is None else bits(out_probs),
+                handle.ranks_T,
                 lists.pointers(),
-                *sizes_of_map,
+                lists.num_tokens,
+                lists.num_experts,
+                handle.local_experts,
+                hidden,
+                lists.num_rows,
+                handle.rank,
                 ONCE=handle.once,
+                CAME=handle.once and handle.ranks < 64 and lists.num_tokens * (handle.ranks - 1) <= lists.num_rows,
                 BLOCK_L=sizes.lists,
                 **settings,
             )
@@ -203,6 +221,7 @@ def collect(
 def push(
     tokens: Tensor, probs: Tensor | None, start: Tensor | None, row_map: RowMap,
     row_slots: Tensor | None, slab: Slab, handle: Handle, results: Results, recipe: Recipe | None = None,
+    early: bool = False,
 ) -> None:  # fmt: skip
     """Tokens (with a recipe their codes and scales) and probs to their rows on all ranks, here into
     the results; with `row_slots` also links there and lists here.
@@ -225,6 +244,8 @@ def push(
             slab.tables["link"],
             slab.tables["home"],
             row_slots,
+            handle.own_T,
+            handle.ranks_T,
             *results.pointers(),
             *row_map.arguments(),
             row_map.num_tokens,
@@ -237,6 +258,7 @@ def push(
             **settings,
             HARDWARE=casts_in_hardware(tokens.device),
             ONCE=handle.once,
+            EARLY=early,
             BLOCK_T=sizes.tokens,
             BLOCK_H=columns,
             BLOCK_L=sizes.lists,
@@ -246,8 +268,9 @@ def push(
 
 
 def spread(
-    like: Tensor, link: Tensor, slab: Slab, handle: Handle, results: Results, first: bool, recipe: Recipe | None = None
-) -> None:
+    like: Tensor, link: Tensor, slab: Slab, handle: Handle, results: Results, first: bool,
+    recipe: Recipe | None = None, early: bool = False,
+) -> None:  # fmt: skip
     """The arrived rows, copied to all rows of their tokens, and zeros in the padding. The first
     time the handle is written, later also zeros past the segments.
     """
@@ -259,8 +282,9 @@ def spread(
     tail, blocks = 0 if first else sizes.tail_lanes, ceil_div(hidden, FP8_BLOCK)
     probs = results.probs
     with launch_on(like):
-        kernels.spread_kernel[(num_rows + (local + tail) * max(1, ceil_div(hidden, columns)),)](
+        kernels.spread_kernel[(ceil_div(num_rows, sizes.group) + (local + tail) * max(1, ceil_div(hidden, columns)),)](
             bits(slab.region("rows", results.rows.dtype, num_rows * hidden)),
+            bits(slab.region("sums", results.rows.dtype, num_rows * hidden)) if early else None,
             None if recipe is None else slab.region("scales", torch.float32, num_rows * blocks),
             None if probs is None else bits(slab.region("probs", probs.dtype, num_rows)),
             link,
@@ -276,6 +300,7 @@ def spread(
             **settings,
             BLOCK_H=columns,
             BLOCK_R=sizes.fill_rows,
+            GROUP=sizes.group,
             num_warps=num_warps,
             **NO_FP_FUSION,
         )
