@@ -185,17 +185,13 @@ def push_kernel(
             b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
         else:
             sent_as = token
-        lists = find_lists(
-            row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
-        )  # dropped by find_row
+        per_block = tokens_per_block
+        lists = find_lists(row_map, stride_base_b, stride_base_e, per_block, t, num_tokens, num_experts, 1 << 62)
         last = tl.full([BLOCK_T], -1, tl.int64)
         for j in range(tl.max(lists.num_slots, axis=0)):
             expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
             rank = expert // local_experts
-            sent = live & ((rank != last) | (rank == own_rank)) if ONCE else live
-            if EARLY:
-                slot = slot_of(t, rank, own_rank, num_experts // local_experts, ONCE)
-                sent = sent & ((rank == own_rank) | (slot >= num_rows))
+            sent = live & is_sent(t, rank, last, own_rank, num_experts // local_experts, num_rows, ONCE, EARLY)
             to_ptr = here_or_there(rank == own_rank, rows_ptr, rows_table_ptr, rank, sent, sent_as.dtype)
             # others are not written
             tl.store(to_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)
@@ -204,6 +200,17 @@ def push_kernel(
                 place = place_scales(row, b, num_columns, rank == own_rank, stride_scale_m, stride_scale_n)
                 tl.store(to_ptr[:, None] + place, stored, mask=sent[:, None] & in_blocks[None, :])  # as above
             last = tl.where(live, rank, last)
+
+
+@triton.jit
+def is_sent(t, rank, last, own_rank, ranks, num_rows, ONCE: tl.constexpr, EARLY: tl.constexpr):
+    """Whether a slot's row is written: here always, else a rank's first one, if not there yet."""
+    sent = rank >= 0
+    if ONCE:
+        sent = (rank != last) | (rank == own_rank)
+    if EARLY:
+        sent = sent & ((rank == own_rank) | (slot_of(t, rank, own_rank, ranks, ONCE) >= num_rows))
+    return sent
 
 
 @triton.jit

@@ -6,7 +6,7 @@
 They run on one rank, or on several in one process that wait for each other by other means.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,7 +26,6 @@ from moe_fast.permutation.row_map import RowMap, count_blocks, empty_slots, lay_
 from moe_ref.config import FP8_BLOCK, Recipe
 
 X = TypeVar("X")
-SUMS = ("sums", "rows")  # regions of sums that came, and of those that are left
 Steps = Generator[None, None, X]  # yields where all ranks must have come
 
 
@@ -81,19 +80,30 @@ class Results:
 
 def run(steps: Steps[X], slab: Slab) -> X:
     """One rank's steps, with a barrier between them."""
+    return run_with(steps, slab.barrier)
+
+
+def run_with(steps: Steps[X], barrier: Callable[[], None]) -> X:
+    """`run`, with another barrier."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
             return end.value
-        slab.barrier()
+        barrier()
 
 
 def send(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, align: int, num_rows: int,
     slab: Slab, rank: int, group: Any = None, once: bool = True, recipe: Recipe | None = None,
+    advanced: Callable[[], None] | None = None,
 ) -> Steps[tuple[Any, Tensor | None, Tensor, Handle]]:  # fmt: skip
-    """The steps of dispatch: rows (with a recipe their form), probs, tokens per expert, handle."""
+    """The steps of dispatch: rows (with a recipe their form), probs, tokens per expert, handle.
+
+    Args:
+        advanced: waits until the tokens have travelled, by `advance` of all ranks.
+    """
+    early = advanced is not None
     (num_tokens, num_experts), ranks, device = routing_map.shape, slab.room.ranks, tokens.device
     local = num_experts // ranks
     slots, walk = empty_slots(routing_map), plan_walk(routing_map)
@@ -126,10 +136,12 @@ def send(
     of_rows, of_tokens = (kept_link, kept_home), (own, found)
     handle = Handle(group, ranks, rank, lists, num_rows, *of_rows, *of_tokens, gap, overflow, local, once)
     results = Results.empty(tokens, None if probs is None else probs.dtype, num_rows, recipe)
-    push(tokens, probs, start, ranked, lists.slots_TE, slab, handle, results, recipe)
+    push(tokens, probs, start, ranked, lists.slots_TE, slab, handle, results, recipe, early)
+    if advanced is not None:
+        advanced()
     yield
 
-    spread(tokens, link, slab, handle, results, first=True, recipe=recipe)
+    spread(tokens, link, slab, handle, results, first=True, recipe=recipe, early=early)
     return *results.returned(), tokens_per_expert, handle
 
 
@@ -153,69 +165,95 @@ def collect(
     yield  # no rank reads an earlier combine
     some = rows if rows is not None else probs
     assert some is not None
-    lists = handle.lists
-    hidden = 0 if rows is None else rows.shape[1]
-    sizes = tuning.for_device(some.device).symmetric
-    columns, blocks = ceil_div(hidden, sizes.columns), ceil_div(lists.num_tokens, sizes.tokens)
-    row_programs, token_programs = ceil_div(lists.num_rows, sizes.group), blocks if hidden else 0
-    settings = sizes.blocks("T", "H") | {
-        "ACCUMULATOR": tl.float64 if rows is not None and rows.dtype == torch.float64 else tl.float32,
-        "UNROLL": sizes.unroll,
-    }
+    shape = (handle.lists.num_tokens, 0 if rows is None else rows.shape[1])
     # all by return_kernel: whole rows of tokens
-    out = None if rows is None else torch.empty((lists.num_tokens, hidden), dtype=rows.dtype, device=some.device)
-    sums, left = (None if rows is None else slab.region(x, rows.dtype, lists.num_rows * hidden) for x in SUMS)
-    sum_probs = None if probs is None else bits(slab.region("sum_probs", probs.dtype, lists.num_rows))
-    given_probs = strided(None if probs is None else bits(probs), 1)
-    if row_programs + token_programs:
-        with launch_on(some):
-            kernels_of_sums.return_kernel[(row_programs + token_programs,)](
-                *strided(rows),
-                *given_probs,
-                handle.link_C,
-                handle.home_C,
-                slab.tables["sums"],
-                left,
-                sum_probs,
-                out,
-                handle.own_T,
-                lists.pointers(),
-                row_programs,
-                token_programs,
-                lists.num_tokens,
-                lists.num_experts,
-                hidden,
-                lists.num_rows,
-                GROUP=sizes.group,
-                **settings,
-            )
+    out = None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)
+    return_sums(some, rows, probs, out, handle, slab)
     yield
 
-    out_probs = None if probs is None else probs.new_zeros((lists.num_tokens, lists.num_experts))
-    blocks = (ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0) + (blocks if hidden else 0)
-    if blocks:
-        with launch_on(some):
-            kernels_of_sums.total_kernel[(blocks * max(1, columns),)](
-                sums,
-                slab.tables["rows"],
-                *given_probs,
-                slab.tables["sum_probs"],
-                out if hidden else None,
-                None if out_probs is None else bits(out_probs),
-                handle.ranks_T,
-                lists.pointers(),
-                lists.num_tokens,
-                lists.num_experts,
-                handle.local_experts,
-                hidden,
-                lists.num_rows,
-                handle.rank,
-                ONCE=handle.once,
-                CAME=handle.once and handle.ranks < 64 and lists.num_tokens * (handle.ranks - 1) <= lists.num_rows,
-                BLOCK_L=sizes.lists,
-                **settings,
-            )
+    out_probs = None if probs is None else probs.new_zeros((handle.lists.num_tokens, handle.lists.num_experts))
+    add_sums(some, probs, out, out_probs, handle, slab)
     return out, out_probs
+
+
+def return_sums(
+    some: Tensor, rows: Tensor | None, probs: Tensor | None, out: Tensor | None, handle: Handle, slab: Slab
+) -> None:
+    """The sums of other ranks' tokens to where they came from, those of this rank's into `out`."""
+    lists, sizes = handle.lists, tuning.for_device(some.device).symmetric
+    hidden = 0 if out is None else out.shape[1]
+    row_programs = ceil_div(lists.num_rows, sizes.group)
+    token_programs = ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0
+    if row_programs + token_programs == 0:
+        return
+    with launch_on(some):
+        kernels_of_sums.return_kernel[(row_programs + token_programs,)](
+            *strided(rows),
+            *strided(None if probs is None else bits(probs), 1),
+            handle.link_C,
+            handle.home_C,
+            slab.tables["sums"],
+            None if rows is None else slab.region("rows", rows.dtype, lists.num_rows * hidden),
+            None if probs is None else bits(slab.region("sum_probs", probs.dtype, lists.num_rows)),
+            out,
+            handle.own_T,
+            lists.pointers(),
+            row_programs,
+            token_programs,
+            lists.num_tokens,
+            lists.num_experts,
+            hidden,
+            lists.num_rows,
+            GROUP=sizes.group,
+            **_sum_settings(sizes, out),
+        )
+
+
+def add_sums(
+    some: Tensor, probs: Tensor | None, out: Tensor | None, out_probs: Tensor | None, handle: Handle, slab: Slab
+) -> None:
+    """The sums of all ranks, added up in `out`; probs."""
+    lists, sizes = handle.lists, tuning.for_device(some.device).symmetric
+    hidden = 0 if out is None else out.shape[1]
+    blocks = ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0
+    blocks += ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0
+    if blocks == 0:
+        return
+    with launch_on(some):
+        kernels_of_sums.total_kernel[(blocks * max(1, ceil_div(hidden, sizes.columns)),)](
+            None if out is None else slab.region("sums", out.dtype, lists.num_rows * hidden),
+            slab.tables["rows"],
+            *strided(None if probs is None else bits(probs), 1),
+            slab.tables["sum_probs"],
+            out if hidden else None,
+            None if out_probs is None else bits(out_probs),
+            handle.ranks_T,
+            lists.pointers(),
+            lists.num_tokens,
+            lists.num_experts,
+            handle.local_experts,
+            hidden,
+            lists.num_rows,
+            handle.rank,
+            ONCE=handle.once,
+            CAME=handle.once and handle.ranks < 64 and lists.num_tokens * (handle.ranks - 1) <= lists.num_rows,
+            BLOCK_L=sizes.lists,
+            **_sum_settings(sizes, out),
+        )
+
+
+def _sum_settings(sizes: tuning.Symmetric, out: Tensor | None) -> dict[str, Any]:
+    wide = out is not None and out.dtype == torch.float64
+    return sizes.blocks("T", "H") | {"ACCUMULATOR": tl.float64 if wide else tl.float32, "UNROLL": sizes.unroll}
+
+
+def advance(tokens: Tensor, num_rows: int, slab: Slab, rank: int) -> Steps[None]:
+    """The steps that copy the tokens of each of two ranks to the other, before their routing is
+    known: those that have a slot.
+    """
+    yield  # no rank reads its sums, nor earlier tokens
+    sent = tokens[:num_rows]
+    slab.region("sums", tokens.dtype, sent.numel(), 1 - rank).view(sent.shape).copy_(sent)
 
 
 def push(

@@ -45,6 +45,7 @@ from moe_ref.config import (
 from moe_ref.config.router import expert_capacity
 
 Combine = Callable[[Tensor], Tensor]
+EARLY_TOPK = 4  # a token then goes to the other of two ranks with a probability of 1 - 2⁻⁴ or more
 TRUSTED = IndexPolicy(values="trusted")  # of the router's own choice
 
 
@@ -89,10 +90,10 @@ def moe_layer(
         return in_room(lambda few: run(config=config if few else free), over, group, x_TH.device)
     p = parameters
     options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask}
-    logits, routed = _routed(x_TH, p, config, state, group, noise, options)
-
     tokens = x_TH if p.latent_down is None else latent_projection(x_TH, p.latent_down)
-    dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory)
+    early = _started(tokens, config, group, shared_memory)
+    logits, routed = _routed(x_TH, p, config, state, group, noise, options)
+    dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory, early)
     shared_part = partial(_shared, x_TH, p, config)
     if overlap_shared:
         shared, (dispatched, combine) = beside(shared_part, dispatch, x_TH.device)
@@ -158,8 +159,17 @@ def _shared(x_TH: Tensor, p: LayerParameters, config: LayerConfig) -> Tensor | N
 # ---- dispatch: tokens to rows of experts, and the function that brings rows back
 
 
+def _started(tokens: Tensor, config: LayerConfig, group: Any, shared_memory: bool) -> dict[str, Any]:
+    """Tokens on their way before the router, as a setting of their dispatch, where it pays."""
+    possible = shared_memory and config.num_rows is not None and config.dispatcher == "hybridep"
+    if not possible or config.router.topk < EARLY_TOPK or group is None or dist.get_world_size(group) != 2:
+        return {}
+    sizes: dict[str, Any] = {"num_experts": config.router.num_experts, "num_rows": config.num_rows}
+    return {"early": symmetric.start_early(tokens, group=group, **sizes)}
+
+
 def _dispatched(
-    tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, shared_memory: bool
+    tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, shared_memory: bool, early: dict[str, Any]
 ) -> tuple[Any, Combine]:
     """The rows of this rank's experts, and the way back."""
     if group is None:
@@ -171,7 +181,7 @@ def _dispatched(
         groups = dist.get_world_size(group) // shards
         flat = partial(flatten_experts, expert_parallel=groups, expert_tensor_parallel=shards)
         routed = routed._replace(probs=flat(routed.probs), routing_map=flat(routed.routing_map))
-    sent: tuple[Any, Combine] = DISPATCH[way](tokens, routed, config, group)
+    sent: tuple[Any, Combine] = DISPATCH[way](tokens, routed, config, group, **early)
     return sent
 
 
@@ -195,8 +205,8 @@ def _most_rows(tokens: int, router: RouterConfig) -> int:
 def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callable[..., tuple[Any, Combine]]:
     """A dispatcher that reads the routing map."""
 
-    def run(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any) -> tuple[Any, Combine]:
-        sent = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group, **config.dispatch)
+    def run(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, **early: Any) -> tuple[Any, Combine]:
+        sent = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group, **config.dispatch, **early)
 
         def back(rows: Tensor) -> Tensor:
             result = combine(rows, sent.handle, group=group)

@@ -17,7 +17,7 @@ from conformance.engine.run.pool import Pool
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.judge.exact import bits
 from moe_fast.dispatch.slabs import Room, offsets, slab_of
-from moe_fast.dispatch.symmetric import Handle, collect, resend, send
+from moe_fast.dispatch.symmetric import Handle, advance, collect, resend, send
 from moe_fast.launch.backend import INTERPRETED
 from tests.honest import direct
 
@@ -54,7 +54,8 @@ class World:
     def slabs(self, num_rows: int) -> list:
         room = Room(self.ranks, self.experts, num_rows, self.hidden * 8)
         memory = [torch.full((offsets(room)[""],), 0x7F, dtype=torch.uint8, device=DEVICE) for _ in range(self.ranks)]
-        return [slab_of(room, own, [x.data_ptr() for x in memory], lambda: None) for own in memory]
+        addresses, rest = [x.data_ptr() for x in memory], (lambda: None, (), "", tuple(memory))
+        return [slab_of(room, own, addresses, *rest) for own in memory]
 
 
 def there(x: Tensor) -> Tensor:
@@ -113,6 +114,36 @@ def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, 
         inside = int(got[rank][2].sum())
         assert same(rows[:inside], again[rank][:inside])
         assert same(probs[:inside], right[rank].probs[:inside])
+
+
+def sent_early(world: World, slabs: list, num_rows: int, travelled: bool = True) -> list:
+    """What each rank's dispatch returns after its tokens have travelled, or not."""
+    given = [(there(world.tokens[r]), num_rows, slabs[r], r) for r in range(2)]
+    if travelled:
+        in_step([advance(*own) for own in given])
+    own = [(tokens, there(world.maps[r]), None, 1, rows, slab, r) for tokens, rows, slab, r in given]
+    return in_step([send(*each, advanced=lambda: None) for each in own])
+
+
+@pytest.mark.parametrize("num_rows", [64, 8, 3])
+def test_tokens_that_travel_before_their_routing_arrive_in_the_same_rows(num_rows):
+    """With fewer rows than tokens, those without a slot travel with their routing."""
+    world = World(11, 2, torch.bfloat16, density=0.7)
+    assert [len(own) for own in world.tokens] == [4, 2]
+    right = moe_ref.hybridep_dispatch(world.tokens, world.maps, num_rows=num_rows)
+
+    def are_right(got: list) -> list[bool]:
+        insides = [int(each.tokens_per_expert.sum()) for each in right]
+        return [same(rows[:n], each.rows[:n]) for (rows, *_), each, n in zip(got, right, insides, strict=True)]
+
+    slabs = world.slabs(num_rows)
+    got = sent_early(world, slabs, num_rows)
+    assert are_right(got) == [True, True]
+    made = [torch.randn(num_rows, world.hidden).bfloat16() for _ in range(2)]
+    back = moe_ref.hybridep_combine(made, [each.handle for each in right])
+    pulled = in_step([collect(there(made[r]), None, got[r][-1], slabs[r]) for r in range(2)])
+    assert all(same(tokens, expected.tokens) for (tokens, _), expected in zip(pulled, back, strict=True))
+    assert are_right(sent_early(world, world.slabs(num_rows), num_rows, travelled=False)) != [True, True]  # the twin
 
 
 def test_a_rank_that_copies_to_the_wrong_rows_is_noticed():
