@@ -48,7 +48,7 @@ def test_what_a_graph_has_captured_stays_when_more_room_is_needed(group):
     larger = slab_for(group[0], CPU, Room(1, 2, 9, 8))
     assert larger is not slab and not {int(x) for x in larger.tables.values()} & {int(x) for x in slab.tables.values()}
     assert dispatched(larger, 2) and dispatched(slab, 3)
-    captured = [ref(x) for x in (slab, slab.memory, *slab.tables.values(), *slab.kept)]
+    captured = [ref(x) for x in (slab, slab.memory, *slab.tables.values(), *slab.memories)]
     del slab
     gc.collect()
     assert None not in [each() for each in captured]
