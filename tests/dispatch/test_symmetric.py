@@ -205,7 +205,7 @@ def among_ranks(namespace: str) -> list[tuple[str, str, object]]:
         return [(outcome.status, outcome.reason, outcome.finding) for _, outcome in pool.run(AMONG_RANKS)]
 
 
-@pytest.mark.parametrize("namespace", ["moe_fast.dispatch.symmetric", "tests.honest.direct"])
+@pytest.mark.parametrize("namespace", ["moe_fast.dispatch.symmetric", "tests.honest.direct", "tests.honest.early"])
 def test_ranks_that_share_memory_are_accepted(namespace):
     assert among_ranks(namespace) == [("PASS", "", None)] * len(AMONG_RANKS)
 
