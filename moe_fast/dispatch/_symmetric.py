@@ -134,10 +134,46 @@ def push_lists(
         tl.store(ranks_ptr + t, found, mask=t < num_tokens)  # as above
 
 
+@triton.jit
+def push_rows(
+    tokens_ptr, stride_tokens_t, stride_tokens_h, start_ptr, rows_table_ptr, scales_table_ptr, rows_ptr, scale_ptr,
+    stride_scale_m, stride_scale_n, row_map, stride_base_b, stride_base_e, tokens_per_block, block, column,
+    num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank, epsilon, infinity,
+    POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A tile of tokens, read once, to its rows on all ranks."""
+    t = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    in_row = (h < num_columns)[None, :]  # the last block sticks out
+    inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+    token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
+    if scales_table_ptr is not None:
+        sent_as, stored = encode_rows(token, epsilon, infinity, POWER_OF_TWO, HARDWARE)
+        b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
+    else:
+        sent_as = token
+    per_block = tokens_per_block
+    lists = find_lists(row_map, stride_base_b, stride_base_e, per_block, t, num_tokens, num_experts, 1 << 62)
+    last = tl.full([BLOCK_T], -1, tl.int64)
+    for j in range(tl.max(lists.num_slots, axis=0)):
+        expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
+        rank = expert // local_experts
+        sent = live & is_sent(t, rank, last, own_rank, num_experts // local_experts, num_rows, ONCE, EARLY)
+        to_ptr = here_or_there(rank == own_rank, rows_ptr, rows_table_ptr, rank, sent, sent_as.dtype)
+        # others are not written
+        tl.store(to_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)
+        if scales_table_ptr is not None:
+            to_ptr = here_or_there(rank == own_rank, scale_ptr, scales_table_ptr, rank, sent, tl.float32)
+            place = place_scales(row, b, num_columns, rank == own_rank, stride_scale_m, stride_scale_n)
+            tl.store(to_ptr[:, None] + place, stored, mask=sent[:, None] & in_blocks[None, :])  # as above
+        last = tl.where(live, rank, last)
+
+
 @triton.jit(
     do_not_specialize=[
         *("num_tokens", "num_experts", "local_experts", "num_rows", "stride_probs_t", "stride_probs_e", "epsilon"),
-        *("infinity", "stride_base_b", "stride_base_e", "tokens_per_block", "own_rank"),
+        *("infinity", "stride_base_b", "stride_base_e", "tokens_per_block", "own_rank", "tail_lanes"),
     ]
 )
 def push_kernel(
@@ -151,6 +187,8 @@ def push_kernel(
     # this rank's results, contiguous but for scales
     rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr,
     row_map, stride_base_b, stride_base_e, tokens_per_block,
+    # this rank's rows without a token
+    gap_ptr, tail_lanes,
     # sizes
     num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
     # numbers, as bits of a float64
@@ -158,16 +196,23 @@ def push_kernel(
     POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     ONCE: tl.constexpr,  # a token's first row on each other rank alone
     EARLY: tl.constexpr,  # tokens with a slot have travelled
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Read each token once, write it to its rows on all ranks: on this one into the results, on
-    others into the slabs; first probs, links and lists.
+    others into the slabs; first probs, links and lists, and zeros where this rank has no token.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns
     block = tl.program_id(0) // columns
-    list_blocks = tl.cdiv(num_tokens, BLOCK_L)
-    if block < list_blocks:
+    lanes = local_experts + tail_lanes
+    list_blocks = tl.cdiv(num_tokens, BLOCK_L) + lanes
+    if block < lanes:
+        fill(
+            rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, gap_ptr, block.to(tl.int64), column,
+            tail_lanes, local_experts, num_columns, num_rows, epsilon, infinity, POWER_OF_TWO, BLOCK_H, BLOCK_R,
+        )  # fmt: skip
+    elif block < list_blocks:
+        block -= lanes
         if column == 0:
             push_lists(
                 probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, row_probs_ptr, link_table_ptr,
@@ -175,31 +220,30 @@ def push_kernel(
                 tokens_per_block, block, num_tokens, num_experts, local_experts, num_rows, own_rank, ONCE, BLOCK_L,
             )  # fmt: skip
     else:
-        t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-        h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-        in_row = (h < num_columns)[None, :]  # the last block sticks out
-        inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
-        token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
-        if scales_table_ptr is not None:
-            sent_as, stored = encode_rows(token, epsilon, infinity, POWER_OF_TWO, HARDWARE)
-            b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
-        else:
-            sent_as = token
-        per_block = tokens_per_block
-        lists = find_lists(row_map, stride_base_b, stride_base_e, per_block, t, num_tokens, num_experts, 1 << 62)
-        last = tl.full([BLOCK_T], -1, tl.int64)
-        for j in range(tl.max(lists.num_slots, axis=0)):
-            expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
-            rank = expert // local_experts
-            sent = live & is_sent(t, rank, last, own_rank, num_experts // local_experts, num_rows, ONCE, EARLY)
-            to_ptr = here_or_there(rank == own_rank, rows_ptr, rows_table_ptr, rank, sent, sent_as.dtype)
-            # others are not written
-            tl.store(to_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)
-            if scales_table_ptr is not None:
-                to_ptr = here_or_there(rank == own_rank, scale_ptr, scales_table_ptr, rank, sent, tl.float32)
-                place = place_scales(row, b, num_columns, rank == own_rank, stride_scale_m, stride_scale_n)
-                tl.store(to_ptr[:, None] + place, stored, mask=sent[:, None] & in_blocks[None, :])  # as above
-            last = tl.where(live, rank, last)
+        push_rows(
+            tokens_ptr, stride_tokens_t, stride_tokens_h, start_ptr, rows_table_ptr, scales_table_ptr, rows_ptr,
+            scale_ptr, stride_scale_m, stride_scale_n, row_map, stride_base_b, stride_base_e, tokens_per_block,
+            block - list_blocks, column, num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
+            epsilon, infinity, POWER_OF_TWO, HARDWARE, ONCE, EARLY, BLOCK_T, BLOCK_H,
+        )  # fmt: skip
+
+
+@triton.jit
+def fill(
+    rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, gap_ptr, lane, column, tail_lanes,
+    local_experts, num_columns, num_rows, epsilon, infinity,
+    POWER_OF_TWO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Zeros in the padding and, with lanes for it, past the segments, where no scale is written."""
+    fill_gaps(
+        rows_ptr, row_probs_ptr, gap_ptr, lane, column, tl.maximum(tail_lanes, 1), local_experts, num_columns,
+        num_rows, 1, BLOCK_R, BLOCK_H,
+    )  # fmt: skip
+    if scale_ptr is not None:
+        fill_scales(
+            scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, local_experts, num_columns, num_rows,
+            epsilon, infinity, POWER_OF_TWO, BLOCK_R, BLOCK_H,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -270,48 +314,26 @@ def spread_row(
             place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
 
 
-@triton.jit(do_not_specialize=["tail_lanes", "local_experts", "num_rows", "epsilon", "infinity"])
+@triton.jit(do_not_specialize=["num_rows"])
 def spread_kernel(
-    # what has arrived in the slab, as bits
+    # what has arrived in the slab, as bits: with the routing, and before
     arrived_ptr, early_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr, home_ptr,
     # results, contiguous but for scales
     rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, kept_link_ptr, kept_home_ptr,
-    # rows without a token
-    gap_ptr,
     # sizes
-    tail_lanes, local_experts, num_columns, num_rows,
-    # numbers, as bits of a float64
-    epsilon, infinity,
-    POWER_OF_TWO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+    num_columns, num_rows,
+    BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Each row that has travelled is copied to all rows of its token; a program sees to GROUP rows.
-    The last programs write zeros into the padding and past the segments; scales past the segments
-    are not written.
-    """
-    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    rest = tl.program_id(0) - tl.cdiv(num_rows, GROUP)
-    if rest < 0:
-        for i in range(GROUP):
-            row = tl.program_id(0).to(tl.int64) * GROUP + i
-            inside = row < num_rows  # the last group sticks out
-            link = tl.load(link_ptr + row, mask=inside, other=0)
-            if kept_link_ptr is not None:
-                tl.store(kept_link_ptr + row, link, mask=inside)
-                tl.store(kept_home_ptr + row, tl.load(home_ptr + row, mask=inside, other=0), mask=inside)
-            if link >= FIRST:
-                spread_row(
-                    row, arrived_ptr, early_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr, home_ptr,
-                    rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, num_columns, num_rows, BLOCK_H,
-                )  # fmt: skip
-    else:
-        lane = (rest // columns).to(tl.int64)
-        column = rest % columns
-        fill_gaps(
-            rows_ptr, row_probs_ptr, gap_ptr, lane, column, tail_lanes, local_experts, num_columns, num_rows, 1,
-            BLOCK_R, BLOCK_H,
-        )  # fmt: skip
-        if scale_ptr is not None:
-            fill_scales(
-                scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, local_experts, num_columns, num_rows,
-                epsilon, infinity, POWER_OF_TWO, BLOCK_R, BLOCK_H,
+    """Each row that has travelled is copied to all rows of its token, GROUP rows by a program."""
+    for i in range(GROUP):
+        row = tl.program_id(0).to(tl.int64) * GROUP + i
+        inside = row < num_rows  # the last group sticks out
+        link = tl.load(link_ptr + row, mask=inside, other=0)
+        if kept_link_ptr is not None:
+            tl.store(kept_link_ptr + row, link, mask=inside)
+            tl.store(kept_home_ptr + row, tl.load(home_ptr + row, mask=inside, other=0), mask=inside)
+        if link >= FIRST:
+            spread_row(
+                row, arrived_ptr, early_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr, home_ptr, rows_ptr,
+                scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, num_columns, num_rows, BLOCK_H,
             )  # fmt: skip

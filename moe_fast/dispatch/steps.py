@@ -1,6 +1,6 @@
 """The steps of dispatch and combine on ranks that share memory, with a barrier at each bar.
 
-    count → announce | push | spread, and fill the padding          dispatch
+    count → announce | push, and fill the padding | spread          dispatch
     | add up a token's rows here, and send the sum home | add up    combine
 
 They run on one rank, or on several in one process that wait for each other by other means.
@@ -262,14 +262,15 @@ def push(
     early: bool = False,
 ) -> None:  # fmt: skip
     """Tokens (with a recipe their codes and scales) and probs to their rows on all ranks, here into
-    the results; with `row_slots` also links there and lists here.
+    the results, with zeros in the padding. With `row_slots` also links there and lists here; later,
+    without, zeros past the segments.
     """
     sizes, hidden = tuning.for_device(tokens.device).symmetric, tokens.shape[1]
     columns, num_warps = _tile(sizes, recipe)
     numbers, settings = wire.rule_of(recipe, tokens)
+    tail = sizes.tail_lanes if row_slots is None else 0
     blocks = ceil_div(row_map.num_tokens, sizes.lists) + ceil_div(row_map.num_tokens, sizes.tokens)
-    if blocks == 0:
-        return
+    blocks += handle.local_experts + tail
     with launch_on(tokens):
         kernels.push_kernel[(blocks * max(1, ceil_div(hidden, columns)),)](
             bits(tokens) if recipe is None else tokens.resolve_neg(),
@@ -286,6 +287,8 @@ def push(
             handle.ranks_T,
             *results.pointers(),
             *row_map.arguments(),
+            handle.gap_2L,
+            tail,
             row_map.num_tokens,
             row_map.num_experts,
             handle.local_experts,
@@ -300,6 +303,7 @@ def push(
             BLOCK_T=sizes.tokens,
             BLOCK_H=columns,
             BLOCK_L=sizes.lists,
+            BLOCK_R=sizes.fill_rows,
             num_warps=num_warps,
             **NO_FP_FUSION,
         )
@@ -309,18 +313,14 @@ def spread(
     like: Tensor, link: Tensor, slab: Slab, handle: Handle, results: Results, first: bool,
     recipe: Recipe | None = None, early: bool = False,
 ) -> None:  # fmt: skip
-    """The arrived rows, copied to all rows of their tokens, and zeros in the padding. The first
-    time the handle is written, later also zeros past the segments.
-    """
-    sizes, hidden, num_rows, local = (
-        tuning.for_device(like.device).symmetric, like.shape[1], handle.lists.num_rows, handle.local_experts
-    )  # fmt: skip
+    """The arrived rows, copied to all rows of their tokens; the first time also the handle."""
+    sizes, hidden, num_rows = tuning.for_device(like.device).symmetric, like.shape[1], handle.lists.num_rows
     columns, num_warps = _tile(sizes, recipe)
-    numbers, settings = wire.rule_of(recipe, like)
-    tail, blocks = 0 if first else sizes.tail_lanes, ceil_div(hidden, FP8_BLOCK)
-    probs = results.probs
+    blocks, probs = ceil_div(hidden, FP8_BLOCK), results.probs
+    if num_rows == 0:
+        return
     with launch_on(like):
-        kernels.spread_kernel[(ceil_div(num_rows, sizes.group) + (local + tail) * max(1, ceil_div(hidden, columns)),)](
+        kernels.spread_kernel[(ceil_div(num_rows, sizes.group),)](
             bits(slab.region("rows", results.rows.dtype, num_rows * hidden)),
             bits(slab.region("sums", results.rows.dtype, num_rows * hidden)) if early else None,
             None if recipe is None else slab.region("scales", torch.float32, num_rows * blocks),
@@ -329,18 +329,11 @@ def spread(
             slab.region("home", torch.int64, num_rows) if first else None,
             *results.pointers(),
             *((handle.link_C, handle.home_C) if first else (None, None)),
-            handle.gap_2L,
-            max(tail, 1),
-            local,
             hidden,
             num_rows,
-            *numbers,
-            **settings,
             BLOCK_H=columns,
-            BLOCK_R=sizes.fill_rows,
             GROUP=sizes.group,
             num_warps=num_warps,
-            **NO_FP_FUSION,
         )
 
 

@@ -1,7 +1,7 @@
 """HybridEP's functions on ranks that share memory: rows travel straight to where the experts read.
 
-    count → announce → barrier → push → barrier → spread, and zero the padding          dispatch
-    barrier → add up a token's rows here → barrier → pull                               combine
+    count → announce → barrier → push, and zero the padding → barrier → spread          dispatch
+    barrier → add up a token's rows here, send the sum home → barrier → add up          combine
 
 The host never waits: sizes are given, and every rank computes the layout and all overflows from all
 ranks' counts. This module is an implementation of three functions, with those that read quantised
@@ -144,7 +144,7 @@ def hybridep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = 
 
 
 def hybridep_combine(rows_PH: Tensor, handle: Handle, *, probs: Tensor | None = None, group: Any = None) -> Combined:
-    """Add each token's rows on every rank, and pull the sums; no probability is applied.
+    """Add each token's rows on every rank, and the sums at home; no probability is applied.
 
     Probs, [P] or None, come back as [T,E].
 
