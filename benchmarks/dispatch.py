@@ -33,7 +33,7 @@ from benchmarks.common import DEVICE, Call, captured, table
 from moe_fast.dispatch import symmetric
 from moe_fast.dispatch.overlap import beside
 from moe_fast.dispatch.slabs import _slabs
-from moe_fast.dispatch.steps import Results, push
+from moe_fast.dispatch.steps import FREE, Results, push
 from moe_fast.dispatch.symmetric import _slab
 from moe_fast.launch.backend import tl, triton
 from moe_ref.config import Recipe
@@ -127,7 +127,7 @@ class Bench:
         slab = _slab(handle, self.tokens, None)
         assert slab is not None
         results = Results.empty(self.tokens, None, handle.lists.num_rows, recipe)
-        push(self.tokens, None, None, handle.lists, None, slab, handle, results, recipe)
+        push(self.tokens, None, None, handle.lists, None, slab, handle, results, FREE, recipe)
 
     def symmetric(self, deduplicate: bool = True) -> Tensor:
         return self.pull(self.push(deduplicate))

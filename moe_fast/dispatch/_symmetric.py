@@ -12,6 +12,9 @@ token's other rows:
 The sum of such a token's rows travels to its slot on that rank, if there are as many slots.
 
 With regions for scales, rows travel as codes and scales, computed where the token is read.
+
+With SHARED the kernels over tokens and rows share out their pieces of work among any number of
+programs.
 """
 
 import triton
@@ -31,6 +34,12 @@ NO_SLOT = tl.constexpr(1 << 40)  # past all rows
 def at_rank(table_ptr, rank, mask, ELEMENT: tl.constexpr):
     """The addresses of a region on these ranks: multiples of 256 bytes; vectors need 16."""
     return tl.multiple_of(tl.load(table_ptr + rank, mask=mask, other=0).to(tl.pointer_type(ELEMENT)), 16)
+
+
+@triton.jit
+def turns_of(pieces):
+    """How many of so many pieces of work this program does."""
+    return tl.cdiv(pieces - tl.program_id(0), tl.num_programs(0))
 
 
 @triton.jit
@@ -173,7 +182,7 @@ def push_rows(
 @triton.jit(
     do_not_specialize=[
         *("num_tokens", "num_experts", "local_experts", "num_rows", "stride_probs_t", "stride_probs_e", "epsilon"),
-        *("infinity", "stride_base_b", "stride_base_e", "tokens_per_block", "own_rank", "tail_lanes"),
+        *("infinity", "stride_base_b", "stride_base_e", "tokens_per_block", "own_rank", "tail_lanes", "pieces"),
     ]
 )
 def push_kernel(
@@ -190,10 +199,10 @@ def push_kernel(
     # this rank's rows without a token
     gap_ptr, tail_lanes,
     # sizes
-    num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
+    pieces, num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
     # numbers, as bits of a float64
     epsilon, infinity,
-    POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, SHARED: tl.constexpr,
     ONCE: tl.constexpr,  # a token's first row on each other rank alone
     EARLY: tl.constexpr,  # tokens with a slot have travelled
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -202,30 +211,32 @@ def push_kernel(
     others into the slabs; first probs, links and lists, and zeros where this rank has no token.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    column = tl.program_id(0) % columns
-    block = tl.program_id(0) // columns
     lanes = local_experts + tail_lanes
     list_blocks = tl.cdiv(num_tokens, BLOCK_L) + lanes
-    if block < lanes:
-        fill(
-            rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, gap_ptr, block.to(tl.int64), column,
-            tail_lanes, local_experts, num_columns, num_rows, epsilon, infinity, POWER_OF_TWO, BLOCK_H, BLOCK_R,
-        )  # fmt: skip
-    elif block < list_blocks:
-        block -= lanes
-        if column == 0:
-            push_lists(
-                probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, row_probs_ptr, link_table_ptr,
-                home_table_ptr, row_slots_ptr, own_ptr, ranks_ptr, row_map, stride_base_b, stride_base_e,
-                tokens_per_block, block, num_tokens, num_experts, local_experts, num_rows, own_rank, ONCE, BLOCK_L,
+    for turn in range(turns_of(pieces) if SHARED else 1):
+        work = tl.program_id(0) + turn * tl.num_programs(0)
+        column, block = work % columns, work // columns
+        if block < lanes:
+            fill(
+                rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, gap_ptr, block.to(tl.int64),
+                column, tail_lanes, local_experts, num_columns, num_rows, epsilon, infinity, POWER_OF_TWO, BLOCK_H,
+                BLOCK_R,
             )  # fmt: skip
-    else:
-        push_rows(
-            tokens_ptr, stride_tokens_t, stride_tokens_h, start_ptr, rows_table_ptr, scales_table_ptr, rows_ptr,
-            scale_ptr, stride_scale_m, stride_scale_n, row_map, stride_base_b, stride_base_e, tokens_per_block,
-            block - list_blocks, column, num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
-            epsilon, infinity, POWER_OF_TWO, HARDWARE, ONCE, EARLY, BLOCK_T, BLOCK_H,
-        )  # fmt: skip
+        elif block < list_blocks:
+            if column == 0:
+                push_lists(
+                    probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, row_probs_ptr,
+                    link_table_ptr, home_table_ptr, row_slots_ptr, own_ptr, ranks_ptr, row_map, stride_base_b,
+                    stride_base_e, tokens_per_block, block - lanes, num_tokens, num_experts, local_experts, num_rows,
+                    own_rank, ONCE, BLOCK_L,
+                )  # fmt: skip
+        else:
+            push_rows(
+                tokens_ptr, stride_tokens_t, stride_tokens_h, start_ptr, rows_table_ptr, scales_table_ptr, rows_ptr,
+                scale_ptr, stride_scale_m, stride_scale_n, row_map, stride_base_b, stride_base_e, tokens_per_block,
+                block - list_blocks, column, num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
+                epsilon, infinity, POWER_OF_TWO, HARDWARE, ONCE, EARLY, BLOCK_T, BLOCK_H,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -314,19 +325,20 @@ def spread_row(
             place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["pieces", "num_rows"])
 def spread_kernel(
     # what has arrived in the slab, as bits: with the routing, and before
     arrived_ptr, early_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr, home_ptr,
     # results, contiguous but for scales
     rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, kept_link_ptr, kept_home_ptr,
     # sizes
-    num_columns, num_rows,
-    BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
+    pieces, num_columns, num_rows,
+    SHARED: tl.constexpr, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Each row that has travelled is copied to all rows of its token, GROUP rows by a program."""
-    for i in range(GROUP):
-        row = tl.program_id(0).to(tl.int64) * GROUP + i
+    """Each row that has travelled is copied to all rows of its token, GROUP rows a piece."""
+    for i in range(turns_of(pieces) * GROUP if SHARED else GROUP):
+        piece = tl.program_id(0) + tl.cast(i // GROUP, tl.int64) * tl.num_programs(0)
+        row = piece * GROUP + i % GROUP
         inside = row < num_rows  # the last group sticks out
         link = tl.load(link_ptr + row, mask=inside, other=0)
         if kept_link_ptr is not None:

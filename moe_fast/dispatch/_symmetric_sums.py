@@ -6,7 +6,7 @@ See `_symmetric` for links, homes and tables.
 import triton
 import triton.language as tl
 
-from moe_fast.dispatch._symmetric import FIRST, FIRST_SLOT, NEXT, at_rank, here_or_there, slot_of
+from moe_fast.dispatch._symmetric import FIRST, FIRST_SLOT, NEXT, at_rank, here_or_there, slot_of, turns_of
 from moe_fast.launch._rounding import rounded
 from moe_fast.permutation._permute import find_lists, load_rows, load_slot
 from moe_fast.permutation._row_map import EXPERT, RANK
@@ -72,7 +72,7 @@ def add_own(
 
 
 @triton.jit(
-    do_not_specialize=["stride_rows_p", "row_programs", "token_programs", "num_tokens", "num_experts", "num_rows"]
+    do_not_specialize=["stride_rows_p", "pieces", "row_pieces", "token_pieces", "num_tokens", "num_experts", "num_rows"]
 )
 def return_kernel(
     # rows, and their probs as bits
@@ -84,32 +84,33 @@ def return_kernel(
     # this rank's part of the result, contiguous, and where its rows are
     out_ptr, own_ptr, row_map,
     # sizes
-    row_programs, token_programs, num_tokens, num_experts, num_columns, num_rows,
-    ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, UNROLL: tl.constexpr,
-    GROUP: tl.constexpr,
+    pieces, row_pieces, token_pieces, num_tokens, num_experts, num_columns, num_rows,
+    ACCUMULATOR: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    UNROLL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The sums of other ranks' tokens, each sent home, and those of this rank's tokens: the
-    programs of both alternate, as the link is slower than the memory. A program sees to GROUP rows,
-    far from each other: tokens' first rows crowd in the first experts.
+    """The sums of other ranks' tokens, each sent home, and those of this rank's tokens: pieces of
+    both alternate, as the link is slower than the memory. A piece is of GROUP rows, far from each
+    other: tokens' first rows crowd in the first experts.
     """
-    program = tl.program_id(0)
-    every = tl.num_programs(0) // tl.maximum(token_programs, 1)
-    if (program % every == 0) & (program // every < token_programs):
-        t = (program // every).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-        if out_ptr is not None:
-            add_own(
-                t, rows_ptr, stride_rows_p, stride_rows_h, own_ptr, out_ptr, row_map, num_tokens, num_experts,
-                num_columns, ACCUMULATOR, BLOCK_T, BLOCK_H, UNROLL,
-            )  # fmt: skip
-    else:
-        first = (program - tl.minimum(tl.cdiv(program, every), token_programs)).to(tl.int64)
-        for i in range(GROUP):
-            row = first + tl.cast(i, tl.int64) * row_programs
-            if tl.load(link_ptr + row, mask=row < num_rows, other=0) >= FIRST:  # the last group sticks out
-                return_row(
-                    row, rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs, link_ptr, home_ptr,
-                    sums_table_ptr, left_ptr, sum_probs_ptr, num_columns, num_rows, ACCUMULATOR, BLOCK_H, UNROLL,
+    every = pieces // tl.maximum(token_pieces, 1)
+    for turn in range(turns_of(pieces) if SHARED else 1):
+        piece = tl.program_id(0) + turn * tl.num_programs(0)
+        if (piece % every == 0) & (piece // every < token_pieces):
+            t = (piece // every).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+            if out_ptr is not None:
+                add_own(
+                    t, rows_ptr, stride_rows_p, stride_rows_h, own_ptr, out_ptr, row_map, num_tokens, num_experts,
+                    num_columns, ACCUMULATOR, BLOCK_T, BLOCK_H, UNROLL,
                 )  # fmt: skip
+        else:
+            first = (piece - tl.minimum(tl.cdiv(piece, every), token_pieces)).to(tl.int64)
+            for i in range(GROUP):
+                row = first + tl.cast(i, tl.int64) * row_pieces
+                if tl.load(link_ptr + row, mask=row < num_rows, other=0) >= FIRST:  # the last group sticks out
+                    return_row(
+                        row, rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs, link_ptr, home_ptr,
+                        sums_table_ptr, left_ptr, sum_probs_ptr, num_columns, num_rows, ACCUMULATOR, BLOCK_H, UNROLL,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -179,7 +180,34 @@ def total_by_slots(
     return total + rounded(part, element).to(here.dtype)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts", "local_experts", "num_rows", "own_rank"])
+@triton.jit
+def total_of_tile(
+    block, column, sums_ptr, left_table_ptr, out_ptr, ranks_ptr, row_map, num_tokens, num_experts, local_experts,
+    num_columns, num_rows, own_rank,
+    ONCE: tl.constexpr, CAME: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """The totals of some tokens' columns."""
+    t = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    in_row = (h < num_columns)[None, :]  # the last block sticks out
+    inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+    element = out_ptr.dtype.element_ty
+    here = tl.load(out_ptr + t[:, None] * num_columns + h[None, :], mask=inside, other=0.0).to(ACCUMULATOR)
+    if CAME:
+        total = total_by_ranks(
+            t, h, here, sums_ptr, ranks_ptr, num_tokens, num_columns, own_rank, num_experts // local_experts,
+            in_row,
+        )  # fmt: skip
+    else:
+        total = total_by_slots(
+            t, h, here, sums_ptr, left_table_ptr, row_map, num_tokens, num_experts, local_experts, num_columns,
+            num_rows, own_rank, in_row, element, ONCE, UNROLL,
+        )  # fmt: skip
+    tl.store(out_ptr + t[:, None] * num_columns + h[None, :], rounded(total, element), mask=inside)
+
+
+@triton.jit(do_not_specialize=["pieces", "num_tokens", "num_experts", "local_experts", "num_rows", "own_rank"])
 def total_kernel(
     # this rank's sums that came, and all ranks' that were left
     sums_ptr, left_table_ptr,
@@ -190,40 +218,29 @@ def total_kernel(
     # of tokens: a bit for each rank, and the map of rows
     ranks_ptr, row_map,
     # sizes
-    num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
+    pieces, num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
     ONCE: tl.constexpr,
     CAME: tl.constexpr,  # every sum has a slot
-    ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr,
-    UNROLL: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_L: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """out[t] = Σ over ranks, ascending, of t's sums there, each rounded before it is added; `out`
     holds this rank's. out_probs[t, e] is the prob of its row, 0 without one.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    column = tl.program_id(0) % columns
-    block = tl.program_id(0) // columns
     list_blocks = tl.cdiv(num_tokens, BLOCK_L) if out_probs_ptr is not None else 0
-    if block < list_blocks:
-        if column == 0 and out_probs_ptr is not None:
-            take_probs(
-                probs_ptr, stride_probs, probs_table_ptr, out_probs_ptr, row_map, block, num_tokens, num_experts,
-                local_experts, num_rows, own_rank, BLOCK_L,
+    for turn in range(turns_of(pieces) if SHARED else 1):
+        work = tl.program_id(0) + turn * tl.num_programs(0)
+        column, block = work % columns, work // columns
+        if block < list_blocks:
+            if column == 0 and out_probs_ptr is not None:
+                take_probs(
+                    probs_ptr, stride_probs, probs_table_ptr, out_probs_ptr, row_map, block, num_tokens, num_experts,
+                    local_experts, num_rows, own_rank, BLOCK_L,
+                )  # fmt: skip
+        elif out_ptr is not None:
+            total_of_tile(
+                block - list_blocks, column, sums_ptr, left_table_ptr, out_ptr, ranks_ptr, row_map, num_tokens,
+                num_experts, local_experts, num_columns, num_rows, own_rank, ONCE, CAME, ACCUMULATOR, BLOCK_T,
+                BLOCK_H, UNROLL,
             )  # fmt: skip
-    elif out_ptr is not None:
-        t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-        h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-        in_row = (h < num_columns)[None, :]  # the last block sticks out
-        inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
-        element = out_ptr.dtype.element_ty
-        here = tl.load(out_ptr + t[:, None] * num_columns + h[None, :], mask=inside, other=0.0).to(ACCUMULATOR)
-        if CAME:
-            total = total_by_ranks(
-                t, h, here, sums_ptr, ranks_ptr, num_tokens, num_columns, own_rank, num_experts // local_experts,
-                in_row,
-            )  # fmt: skip
-        else:
-            total = total_by_slots(
-                t, h, here, sums_ptr, left_table_ptr, row_map, num_tokens, num_experts, local_experts, num_columns,
-                num_rows, own_rank, in_row, element, ONCE, UNROLL,
-            )  # fmt: skip
-        tl.store(out_ptr + t[:, None] * num_columns + h[None, :], rounded(total, element), mask=inside)

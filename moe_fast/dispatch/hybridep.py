@@ -21,6 +21,7 @@ from moe_ref.config import (
     check_budget,
     check_dispatch,
     check_probs,
+    check_programs,
     check_wire_recipe,
 )
 
@@ -44,17 +45,19 @@ class Handle:
 def hybridep_dispatch(
     tokens_TH: Tensor, routing_map_TE: Tensor,
     *, probs: Tensor | None = None, align: int | None = None, num_rows: int | None = None,
-    recipe: Recipe | None = None, group: Any = None,
+    recipe: Recipe | None = None, num_sms: int | None = None, num_blocks: int | None = None, group: Any = None,
 ) -> Dispatched:  # fmt: skip
     """Send each token once to each rank that wants it, and write its copies where the experts read.
 
     With a recipe each token is quantised once, here, and its codes and scales travel as bytes: the
     bits are the same as of rows quantised on arrival. The host reads the counts, unless `num_rows`
-    bounds them: `budget` tells what travels then.
+    bounds them: `budget` tells what travels then. `num_sms` and `num_blocks` have no effect: the
+    group's collectives, and `permute`, choose their own.
     """
     ranks, _ = size_and_rank(group)
     check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks)
     check_budget(align, num_rows)
+    check_programs(num_sms, num_blocks)
     check_wire_recipe(recipe, [tokens_TH])
     payload, of_zeros = (tokens_TH, None) if recipe is None else wire.packed(tokens_TH, recipe)
     kept = None if num_rows is None else kept_copies(routing_map_TE, num_rows, group, align=align or 1)
@@ -102,17 +105,21 @@ def hybridep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = 
     return permute(rows_DH, handle.map_DL, align=handle.align, num_rows=handle.num_rows).rows
 
 
-def hybridep_combine(rows_PH: Tensor, handle: Handle, *, probs: Tensor | None = None, group: Any = None) -> Combined:
+def hybridep_combine(
+    rows_PH: Tensor, handle: Handle,
+    *, probs: Tensor | None = None, num_sms: int | None = None, num_blocks: int | None = None, group: Any = None,
+) -> Combined:  # fmt: skip
     """Add each token's rows on every rank, send the sums back, and add them; no probability is
     applied.
 
-    Probs, [P] or None, come back as [T,E].
+    Probs, [P] or None, come back as [T,E]. `num_sms` and `num_blocks`: as in dispatch.
 
     Raises:
         ValueError: rows of another shape than dispatch's, or another group.
     """
     check_handle(handle, Handle, group)
     check_combined(rows_PH, handle.rows)
+    check_programs(num_sms, num_blocks)
     if probs is not None:
         check_probs(probs, (len(rows_PH),), rows_PH)
     parts_DH = unpermute(rows_PH, handle.row_map, restore_shape=(len(handle.map_DL), rows_PH.shape[1]))

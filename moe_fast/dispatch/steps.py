@@ -8,7 +8,7 @@ They run on one rank, or on several in one process that wait for each other by o
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton.language as tl
@@ -27,6 +27,18 @@ from moe_ref.config import FP8_BLOCK, Recipe
 
 X = TypeVar("X")
 Steps = Generator[None, None, X]  # yields where all ranks must have come
+
+
+class Programs(NamedTuple):
+    """The most programs of the kernels between ranks, and of those within one; None: one per piece
+    of work.
+    """
+
+    num_sms: int | None = None
+    num_blocks: int | None = None
+
+
+FREE = Programs()
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,8 @@ def run_with(steps: Steps[X], barrier: Callable[[], None]) -> X:
 
 def send(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, align: int, num_rows: int,
-    slab: Slab, rank: int, group: Any = None, once: bool = True, recipe: Recipe | None = None,
+    slab: Slab, rank: int, group: Any = None, once: bool = True, most: Programs = FREE,
+    recipe: Recipe | None = None,
     advanced: Callable[[], None] | None = None,
 ) -> Steps[tuple[Any, Tensor | None, Tensor, Handle]]:  # fmt: skip
     """The steps of dispatch: rows (with a recipe their form), probs, tokens per expert, handle.
@@ -136,30 +149,30 @@ def send(
     of_rows, of_tokens = (kept_link, kept_home), (own, found)
     handle = Handle(group, ranks, rank, lists, num_rows, *of_rows, *of_tokens, gap, overflow, local, once)
     results = Results.empty(tokens, None if probs is None else probs.dtype, num_rows, recipe)
-    push(tokens, probs, start, ranked, lists.slots_TE, slab, handle, results, recipe, early)
+    push(tokens, probs, start, ranked, lists.slots_TE, slab, handle, results, most, recipe, early)
     if advanced is not None:
         advanced()
     yield
 
-    spread(tokens, link, slab, handle, results, first=True, recipe=recipe, early=early)
+    spread(tokens, link, slab, handle, results, True, most, recipe, early)
     return *results.returned(), tokens_per_expert, handle
 
 
 def resend(
-    tokens: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab
+    tokens: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab, most: Programs = FREE
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
     """The steps of a dispatch whose routing is known: the transpose of combine."""
     yield  # no rank reads an earlier dispatch
     some = tokens if tokens is not None else probs.new_empty((handle.lists.num_tokens, 0))  # type: ignore[union-attr]
     results = Results.empty(some, None if probs is None else probs.dtype, handle.lists.num_rows, None)
-    push(some, probs, None, handle.lists, None, slab, handle, results)
+    push(some, probs, None, handle.lists, None, slab, handle, results, most)
     yield
-    spread(some, handle.link_C, slab, handle, results, first=False)
+    spread(some, handle.link_C, slab, handle, results, False, most)
     return None if tokens is None else results.rows, results.probs
 
 
 def collect(
-    rows: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab
+    rows: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab, most: Programs = FREE
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
     """The steps of combine."""
     yield  # no rank reads an earlier combine
@@ -168,26 +181,28 @@ def collect(
     shape = (handle.lists.num_tokens, 0 if rows is None else rows.shape[1])
     # all by return_kernel: whole rows of tokens
     out = None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)
-    return_sums(some, rows, probs, out, handle, slab)
+    return_sums(some, rows, probs, out, handle, slab, most)
     yield
 
     out_probs = None if probs is None else probs.new_zeros((handle.lists.num_tokens, handle.lists.num_experts))
-    add_sums(some, probs, out, out_probs, handle, slab)
+    add_sums(some, probs, out, out_probs, handle, slab, most)
     return out, out_probs
 
 
 def return_sums(
-    some: Tensor, rows: Tensor | None, probs: Tensor | None, out: Tensor | None, handle: Handle, slab: Slab
-) -> None:
+    some: Tensor, rows: Tensor | None, probs: Tensor | None, out: Tensor | None, handle: Handle, slab: Slab,
+    most: Programs,
+) -> None:  # fmt: skip
     """The sums of other ranks' tokens to where they came from, those of this rank's into `out`."""
     lists, sizes = handle.lists, tuning.for_device(some.device).symmetric
     hidden = 0 if out is None else out.shape[1]
-    row_programs = ceil_div(lists.num_rows, sizes.group)
-    token_programs = ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0
-    if row_programs + token_programs == 0:
+    row_pieces = ceil_div(lists.num_rows, sizes.group)
+    token_pieces = ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0
+    pieces = row_pieces + token_pieces
+    if pieces == 0:
         return
     with launch_on(some):
-        kernels_of_sums.return_kernel[(row_programs + token_programs,)](
+        kernels_of_sums.return_kernel[_grid(pieces, most.num_sms)](
             *strided(rows),
             *strided(None if probs is None else bits(probs), 1),
             handle.link_C,
@@ -198,29 +213,33 @@ def return_sums(
             out,
             handle.own_T,
             lists.pointers(),
-            row_programs,
-            token_programs,
+            pieces,
+            row_pieces,
+            token_pieces,
             lists.num_tokens,
             lists.num_experts,
             hidden,
             lists.num_rows,
             GROUP=sizes.group,
+            SHARED=most.num_sms is not None,
             **_sum_settings(sizes, out),
         )
 
 
 def add_sums(
-    some: Tensor, probs: Tensor | None, out: Tensor | None, out_probs: Tensor | None, handle: Handle, slab: Slab
-) -> None:
+    some: Tensor, probs: Tensor | None, out: Tensor | None, out_probs: Tensor | None, handle: Handle, slab: Slab,
+    most: Programs,
+) -> None:  # fmt: skip
     """The sums of all ranks, added up in `out`; probs."""
     lists, sizes = handle.lists, tuning.for_device(some.device).symmetric
     hidden = 0 if out is None else out.shape[1]
     blocks = ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0
     blocks += ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0
-    if blocks == 0:
+    pieces = blocks * max(1, ceil_div(hidden, sizes.columns))
+    if pieces == 0:
         return
     with launch_on(some):
-        kernels_of_sums.total_kernel[(blocks * max(1, ceil_div(hidden, sizes.columns)),)](
+        kernels_of_sums.total_kernel[_grid(pieces, most.num_blocks)](
             None if out is None else slab.region("sums", out.dtype, lists.num_rows * hidden),
             slab.tables["rows"],
             *strided(None if probs is None else bits(probs), 1),
@@ -229,6 +248,7 @@ def add_sums(
             None if out_probs is None else bits(out_probs),
             handle.ranks_T,
             lists.pointers(),
+            pieces,
             lists.num_tokens,
             lists.num_experts,
             handle.local_experts,
@@ -238,6 +258,7 @@ def add_sums(
             ONCE=handle.once,
             CAME=handle.once and handle.ranks < 64 and lists.num_tokens * (handle.ranks - 1) <= lists.num_rows,
             BLOCK_L=sizes.lists,
+            SHARED=most.num_blocks is not None,
             **_sum_settings(sizes, out),
         )
 
@@ -258,8 +279,8 @@ def advance(tokens: Tensor, num_rows: int, slab: Slab, rank: int) -> Steps[None]
 
 def push(
     tokens: Tensor, probs: Tensor | None, start: Tensor | None, row_map: RowMap,
-    row_slots: Tensor | None, slab: Slab, handle: Handle, results: Results, recipe: Recipe | None = None,
-    early: bool = False,
+    row_slots: Tensor | None, slab: Slab, handle: Handle, results: Results, most: Programs,
+    recipe: Recipe | None = None, early: bool = False,
 ) -> None:  # fmt: skip
     """Tokens (with a recipe their codes and scales) and probs to their rows on all ranks, here into
     the results, with zeros in the padding. With `row_slots` also links there and lists here; later,
@@ -270,9 +291,9 @@ def push(
     numbers, settings = wire.rule_of(recipe, tokens)
     tail = sizes.tail_lanes if row_slots is None else 0
     blocks = ceil_div(row_map.num_tokens, sizes.lists) + ceil_div(row_map.num_tokens, sizes.tokens)
-    blocks += handle.local_experts + tail
+    pieces = (blocks + handle.local_experts + tail) * max(1, ceil_div(hidden, columns))
     with launch_on(tokens):
-        kernels.push_kernel[(blocks * max(1, ceil_div(hidden, columns)),)](
+        kernels.push_kernel[_grid(pieces, most.num_sms)](
             bits(tokens) if recipe is None else tokens.resolve_neg(),
             *tokens.stride(),
             *strided(None if probs is None else bits(probs)),
@@ -289,6 +310,7 @@ def push(
             *row_map.arguments(),
             handle.gap_2L,
             tail,
+            pieces,
             row_map.num_tokens,
             row_map.num_experts,
             handle.local_experts,
@@ -298,6 +320,7 @@ def push(
             *numbers,
             **settings,
             HARDWARE=casts_in_hardware(tokens.device),
+            SHARED=most.num_sms is not None,
             ONCE=handle.once,
             EARLY=early,
             BLOCK_T=sizes.tokens,
@@ -311,16 +334,16 @@ def push(
 
 def spread(
     like: Tensor, link: Tensor, slab: Slab, handle: Handle, results: Results, first: bool,
-    recipe: Recipe | None = None, early: bool = False,
+    most: Programs, recipe: Recipe | None = None, early: bool = False,
 ) -> None:  # fmt: skip
     """The arrived rows, copied to all rows of their tokens; the first time also the handle."""
     sizes, hidden, num_rows = tuning.for_device(like.device).symmetric, like.shape[1], handle.lists.num_rows
     columns, num_warps = _tile(sizes, recipe)
-    blocks, probs = ceil_div(hidden, FP8_BLOCK), results.probs
+    blocks, pieces, probs = ceil_div(hidden, FP8_BLOCK), ceil_div(num_rows, sizes.group), results.probs
     if num_rows == 0:
         return
     with launch_on(like):
-        kernels.spread_kernel[(ceil_div(num_rows, sizes.group),)](
+        kernels.spread_kernel[_grid(pieces, most.num_blocks)](
             bits(slab.region("rows", results.rows.dtype, num_rows * hidden)),
             bits(slab.region("sums", results.rows.dtype, num_rows * hidden)) if early else None,
             None if recipe is None else slab.region("scales", torch.float32, num_rows * blocks),
@@ -329,12 +352,18 @@ def spread(
             slab.region("home", torch.int64, num_rows) if first else None,
             *results.pointers(),
             *((handle.link_C, handle.home_C) if first else (None, None)),
+            pieces,
             hidden,
             num_rows,
+            SHARED=most.num_blocks is not None,
             BLOCK_H=columns,
             GROUP=sizes.group,
             num_warps=num_warps,
         )
+
+
+def _grid(pieces: int, most: int | None) -> tuple[int]:
+    return (pieces if most is None else min(pieces, most),)
 
 
 def _tile(sizes: tuning.Symmetric, recipe: Recipe | None) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from moe_fast.declared import COMPUTED, COPY, READ, Family
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.exchange import check_combined, counts_of_all, size_and_rank
 from moe_fast.dispatch.slabs import Room, Slab, slab_for, transport_of
-from moe_fast.dispatch.steps import Handle, advance, collect, resend, run, run_with, send
+from moe_fast.dispatch.steps import FREE, Handle, Programs, advance, collect, resend, run, run_with, send
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import check_device
 from moe_fast.quantization.quantized import codes, dequantize, scales
@@ -31,11 +31,13 @@ from moe_ref.config import (
     check_budget,
     check_dispatch,
     check_probs,
+    check_programs,
     check_tokens,
     check_wire_recipe,
     require,
 )
 
+Parts = tuple[Tensor | None, Tensor | None]  # rows or tokens, and their probs
 SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of rows that are added
 
 
@@ -82,7 +84,8 @@ def _copies(device: torch.device) -> Any:
 def hybridep_dispatch(
     tokens_TH: Tensor, routing_map_TE: Tensor,
     *, probs: Tensor | None = None, align: int | None = None, num_rows: int | None = None,
-    recipe: Recipe | None = None, deduplicate: bool = True, group: Any = None,
+    recipe: Recipe | None = None, num_sms: int | None = None, num_blocks: int | None = None,
+    deduplicate: bool = True, group: Any = None,
     early: Early | None = None,
 ) -> Dispatched:  # fmt: skip
     """Write each token straight to its rows on the ranks that want it; `num_rows` is the same on
@@ -95,12 +98,16 @@ def hybridep_dispatch(
     once to a rank and is copied there; the results are the same. `early` is what `start_early` of
     the same tokens has returned on all ranks.
 
+    `num_sms` is the most programs, and so multiprocessors, of the kernel that writes to other
+    ranks; `num_blocks` of the one that copies rows here. The backward's kernels have as many.
+
     Raises:
         ValueError: also for 2^30 rows, where NVLink multicast is on, or over several hosts.
     """
     ranks, rank = size_and_rank(group)
     check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks)
     check_budget(align, num_rows)
+    check_programs(num_sms, num_blocks)
     check_wire_recipe(recipe, [tokens_TH])
     check_device("tokens", tokens_TH)
     whole = [num_rows] * ranks if num_rows is not None else _rows_of_ranks(routing_map_TE, align or 1, ranks, group)
@@ -108,7 +115,8 @@ def hybridep_dispatch(
     require(most_rows < 1 << 30, "num_rows", most_rows, "below 2^30")
     room = Room(ranks, routing_map_TE.shape[1], most_rows, tokens_TH.shape[1] * tokens_TH.element_size())
     slab = slab_for(group, tokens_TH.device, room)
-    options, rank_rows = (align or 1, most_rows, slab, rank, group, deduplicate), slice(whole[rank])
+    most = Programs(num_sms, num_blocks)
+    options, rank_rows = (align or 1, most_rows, slab, rank, group, deduplicate, most), slice(whole[rank])
     if early is not None:
         plain = recipe is None and deduplicate and early.slab is slab and early.tokens is tokens_TH
         require(
@@ -121,7 +129,8 @@ def hybridep_dispatch(
         return Dispatched(rows, row_probs, counts, handle, handle.overflow_W[rank])
     form, row_probs, counts, handle = run(send(tokens_TH.detach(), routing_map_TE, probs, *options, recipe), slab)
     handle = replace(handle, own_rows=whole[rank])
-    source, row_probs = _Place.apply(tokens_TH, probs, None if row_probs is None else row_probs[rank_rows], handle)
+    own_probs = None if row_probs is None else row_probs[rank_rows]
+    source, row_probs = _Place.apply(tokens_TH, probs, own_probs, handle, most)
     rows = wire.rows_of(
         wire.form_of(form.codes_MN[rank_rows], form.scale[rank_rows]), recipe, tokens_TH.dtype, counts, source
     )
@@ -138,15 +147,19 @@ def hybridep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = 
     check_tokens([tokens_TH])
     right = len(tokens_TH) == handle.lists.num_tokens
     require(right, "tokens", f"of {len(tokens_TH)} rows", f"of {handle.lists.num_tokens} rows, as the handle says")
-    rows, _ = _resend(tokens_TH, None, handle)
+    rows, _ = _resend(tokens_TH, None, handle, FREE)
     assert rows is not None
     return rows
 
 
-def hybridep_combine(rows_PH: Tensor, handle: Handle, *, probs: Tensor | None = None, group: Any = None) -> Combined:
+def hybridep_combine(
+    rows_PH: Tensor, handle: Handle,
+    *, probs: Tensor | None = None, num_sms: int | None = None, num_blocks: int | None = None, group: Any = None,
+) -> Combined:  # fmt: skip
     """Add each token's rows on every rank, and the sums at home; no probability is applied.
 
-    Probs, [P] or None, come back as [T,E].
+    Probs, [P] or None, come back as [T,E]. `num_sms` is the most programs of the kernel that writes
+    to other ranks, `num_blocks` of the one that adds up here; as in dispatch.
 
     Raises:
         ValueError: rows of another shape than dispatch's, or another group.
@@ -155,7 +168,8 @@ def hybridep_combine(rows_PH: Tensor, handle: Handle, *, probs: Tensor | None = 
     check_combined(rows_PH, handle.own_rows)
     if probs is not None:
         check_probs(probs, (len(rows_PH),), rows_PH)
-    return Combined(*_Combine.apply(rows_PH, probs, handle))
+    check_programs(num_sms, num_blocks)
+    return Combined(*_Combine.apply(rows_PH, probs, handle, Programs(num_sms, num_blocks)))
 
 
 class _Dispatch(torch.autograd.Function):
@@ -165,9 +179,11 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, tokens: Tensor, probs: Tensor | None, routing_map: Tensor, own_rows: int,
         waits: Callable[[], None] | None, align: int, num_rows: int, slab: Slab, rank: int, group: Any, once: bool,
+        most: Programs,
     ) -> Any:  # fmt: skip
         ctx.set_materialize_grads(False)
-        steps = send(tokens, routing_map, probs, align, num_rows, slab, rank, group, once, advanced=waits)
+        ctx.most = most
+        steps = send(tokens, routing_map, probs, align, num_rows, slab, rank, group, once, most, advanced=waits)
         rows, row_probs, counts, handle = run(steps, slab)
         # here: a slice of the results would copy their gradients
         rows, row_probs = rows[:own_rows], None if row_probs is None else row_probs[:own_rows]
@@ -178,7 +194,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None, *_: Any) -> Any:
-        return *_collect(d_rows, d_probs, ctx.handle), *(None,) * 9
+        return *_collect(d_rows, d_probs, ctx.handle, ctx.most), *(None,) * 10
 
 
 class _Place(torch.autograd.Function):
@@ -186,10 +202,10 @@ class _Place(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, probs: Tensor | None, row_probs: Tensor | None, handle: Handle
+        ctx: Any, tokens: Tensor, probs: Tensor | None, row_probs: Tensor | None, handle: Handle, most: Programs
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.handle = handle
+        ctx.handle, ctx.most = handle, most
         source = tokens.new_empty(()).expand(handle.own_rows, tokens.shape[1])  # no memory
         moved = None if row_probs is None else row_probs.view_as(row_probs)
         ctx.mark_non_differentiable(
@@ -205,36 +221,34 @@ class _Place(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        return *_collect(d_rows, d_probs, ctx.handle), None, None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        return *_collect(d_rows, d_probs, ctx.handle, ctx.most), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     """`hybridep_combine`; its gradient is a dispatch."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, probs: Tensor | None, handle: Handle) -> Any:
+    def forward(ctx: Any, rows: Tensor, probs: Tensor | None, handle: Handle, most: Programs) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.handle = handle
-        return _collect(rows, probs, handle)
+        ctx.handle, ctx.most = handle, most
+        return _collect(rows, probs, handle, most)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_tokens: Tensor | None, d_probs_TE: Tensor | None) -> Any:
-        return *_resend(d_tokens, d_probs_TE, ctx.handle), None
+        return *_resend(d_tokens, d_probs_TE, ctx.handle, ctx.most), None, None
 
 
-def _collect(rows: Tensor | None, probs: Tensor | None, handle: Handle) -> tuple[Tensor | None, Tensor | None]:
+def _collect(rows: Tensor | None, probs: Tensor | None, handle: Handle, most: Programs) -> Parts:
     slab = _slab(handle, rows, probs)
-    return run(collect(rows, probs, handle, slab), slab) if slab else (None, None)
+    return run(collect(rows, probs, handle, slab, most), slab) if slab else (None, None)
 
 
-def _resend(tokens: Tensor | None, probs: Tensor | None, handle: Handle) -> tuple[Tensor | None, Tensor | None]:
-    slab = _slab(handle, tokens, probs)
-    rows, row_probs = run(resend(tokens, probs, handle, slab), slab) if slab else (None, None)
-    return None if rows is None else rows[: handle.own_rows], None if row_probs is None else row_probs[
-        : handle.own_rows
-    ]
+def _resend(tokens: Tensor | None, probs: Tensor | None, handle: Handle, most: Programs) -> Parts:
+    slab, own = _slab(handle, tokens, probs), slice(handle.own_rows)
+    rows, row_probs = run(resend(tokens, probs, handle, slab, most), slab) if slab else (None, None)
+    return None if rows is None else rows[own], None if row_probs is None else row_probs[own]
 
 
 def _slab(handle: Handle, rows: Tensor | None, probs: Tensor | None) -> Slab | None:

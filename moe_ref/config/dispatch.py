@@ -211,6 +211,12 @@ def check_budget(align: int | None, num_rows: int | None) -> None:
     )
 
 
+def check_programs(num_sms: int | None, num_blocks: int | None) -> None:
+    """Each is None, for the implementation's own choice, or a positive integer."""
+    for name, most in (("num_sms", num_sms), ("num_blocks", num_blocks)):
+        require(most is None or (is_count(most) and most >= 1), name, most, "None or a positive integer")
+
+
 def check_one_size(capacity: int | None, num_rows: int | None) -> None:
     """A budget of rows, or a capacity that gives every size, or neither."""
     check_budget(None, num_rows)

@@ -26,6 +26,7 @@ from moe_ref.config import (
     Recipe,
     check_budget,
     check_dispatch,
+    check_programs,
     check_rank_probs,
     check_wire_recipe,
 )
@@ -49,6 +50,8 @@ def hybridep_dispatch(
     align: int | None = None,
     num_rows: int | None = None,
     recipe: Recipe | None = None,
+    num_sms: int | None = None,
+    num_blocks: int | None = None,
 ) -> list[Dispatched]:
     """Send each token to the ranks that want it, and write its copies where the experts read them.
 
@@ -69,14 +72,19 @@ def hybridep_dispatch(
         recipe: of scaling "block"; the rows are then quantize(rows, recipe,
             splits=tokens_per_expert). Scales depend on their row alone, so a token may be quantised
             once, before it is sent.
+        num_sms, num_blocks: the most multiprocessors of the transfer, and thread blocks of the
+            permutation; None for the implementation's choice. No value depends on them. Mirror
+            moe_flex_dispatcher_num_sms and moe_hybridep_num_blocks_permute.
 
     Rounding: `quantize`'s. dtokens is `hybridep_combine` of drows, straight through a quantiser.
 
     Raises:
-        ValueError: see `moe_ref.config`: check_dispatch, check_budget, check_wire_recipe.
+        ValueError: see `moe_ref.config`: check_dispatch, check_budget, check_programs,
+            check_wire_recipe.
     """
     check_dispatch(tokens, routing_map, probs)
     check_budget(align, num_rows)
+    check_programs(num_sms, num_blocks)
     check_wire_recipe(recipe, tokens)
     plan = plan_of_maps(routing_map, Layout(align=align, num_rows=num_rows))
     row_tokens = plan.row_tokens_of_ranks()
@@ -103,8 +111,9 @@ def hybridep_cached_dispatch(tokens: PerRank[Tensor], handles: PerRank[HybridEPH
 
 
 def hybridep_combine(
-    rows: PerRank[Tensor], handles: PerRank[HybridEPHandle], *, probs: PerRank[Tensor] | None = None
-) -> list[Combined]:
+    rows: PerRank[Tensor], handles: PerRank[HybridEPHandle],
+    *, probs: PerRank[Tensor] | None = None, num_sms: int | None = None, num_blocks: int | None = None,
+) -> list[Combined]:  # fmt: skip
     """Add each token's rows on every rank, send the sums back, and add those. No probability is
     applied.
 
@@ -117,6 +126,8 @@ def hybridep_combine(
             and rows past the last segment, are not read.
         handles: as this implementation's `hybridep_dispatch` returned them.
         probs: [P_r] floating point of each rank, or None.
+        num_sms, num_blocks: as in dispatch; blocks of the unpermutation,
+            moe_hybridep_num_blocks_unpermute.
 
     Returns:
         `Combined` of each rank. A token without rows, or all of whose rows were dropped, is 0.
@@ -125,8 +136,9 @@ def hybridep_combine(
     rows.
 
     Raises:
-        ValueError: handles of another call, or rows of other shapes.
+        ValueError: handles of another call, or rows of other shapes; see `check_programs`.
     """
+    check_programs(num_sms, num_blocks)
     plan = plan_of(handles, HybridEPHandle, rows)
     tokens = _tree(handles[0].row_tokens, plan, rows[0].dtype)(list(rows))
     if probs is None:

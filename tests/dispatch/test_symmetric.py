@@ -17,6 +17,7 @@ from conformance.engine.run.pool import Pool
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.judge.exact import bits
 from moe_fast.dispatch.slabs import Room, offsets, slab_of
+from moe_fast.dispatch.steps import Programs
 from moe_fast.dispatch.symmetric import Handle, advance, collect, resend, send
 from moe_fast.launch.backend import INTERPRETED
 from tests.honest import direct
@@ -66,6 +67,7 @@ def same(got: Tensor, right: Tensor) -> bool:
     return got.shape == right.shape and got.dtype == right.dtype and not (bits(got.cpu()) != bits(right)).any()
 
 
+FEW = Programs(num_sms=1, num_blocks=3)
 SETTINGS = [(None, 64), (4, 64), (2, 8), (1, 0)]  # align, num_rows: with room, and without
 
 
@@ -87,6 +89,7 @@ def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, 
             slabs[r],
             r,
             once=once,
+            most=FEW if once else Programs(),
         )
         for r in range(ranks)
     ]
@@ -101,7 +104,7 @@ def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, 
 
     made = [torch.randn(num_rows, world.hidden).to(dtype) for _ in range(ranks)]
     back = moe_ref.hybridep_combine(made, [each.handle for each in right], probs=[each.probs for each in right])
-    pulled = in_step([collect(there(made[r]), there(right[r].probs), handles[r], slabs[r]) for r in range(ranks)])
+    pulled = in_step([collect(there(made[r]), there(right[r].probs), handles[r], slabs[r], FEW) for r in range(ranks)])
     for (tokens, probs), expected in zip(pulled, back, strict=True):
         assert same(tokens, expected.tokens)
         assert same(probs, expected.probs)

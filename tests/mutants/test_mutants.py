@@ -35,7 +35,7 @@ LISTED = {
     *(f"V{number:02}" for number in range(1, 11)),
     *(f"N{number:02}" for number in range(1, 12)),
     *(f"I{number:02}" for number in range(1, 6)),
-    *(f"C{number:02}" for number in range(1, 33)),
+    *(f"C{number:02}" for number in range(1, 35)),
     *(f"I{number:02}" for number in range(1, 6)),
     *(f"X{number:02}" for number in range(1, 28)),
     *(f"U{number:02}" for number in range(1, 66) if number != 11),

@@ -40,12 +40,13 @@ MOST_RANKS = 8
 MAPPED = ("allgather", "alltoall", "hybridep")
 DISPATCHERS = ("allgather", "alltoall", "deepep", "deepep_low_latency", "hybridep")
 CACHED = ("deepep_cached_dispatch", "hybridep_cached_dispatch")
+PROGRAMS = ("num_sms", "num_blocks")  # arguments of which no value depends
 # a dispatch; a combine through the newest handle, and through the first; a cached dispatch
 JOURNEY = ("send", "back", "first", "again", "wider")
 ARGUMENTS = {  # of a dispatch, by field
     "allgather": {"slack": "num_rows"},
     "alltoall": {"capacity": "capacity", "slack": "num_rows"},
-    "hybridep": {"align": "align", "slack": "num_rows", "fp8": "recipe"},
+    "hybridep": {"align": "align", "slack": "num_rows", "fp8": "recipe"} | {name: name for name in PROGRAMS},
     "deepep": {"align": "expert_alignment", "slack": "num_worst_tokens", "scales": "scales"},
     "deepep_low_latency": {"slack": "max_tokens_per_rank", "fp8": "use_fp8"},
 }
@@ -184,8 +185,8 @@ class Journey(Words):
         return None
 
 
-def setting(default: int | None, *values: int, pairs: tuple[int, ...]) -> Any:
-    return declared(Setting(default=default, values=(default, *values), pairs=pairs))
+def setting(default: int | None, *values: int, **more: Any) -> Any:
+    return declared(Setting(default=default, values=(default, *values), **more))
 
 
 def written_out(case: Any) -> np.ndarray:
@@ -235,6 +236,8 @@ class DispatchCase(Case):
     capacity: int = setting(0, 1, 2, 5, pairs=(2, 3))
     # buffer rows beyond the fullest rank's need, in units of align
     slack: int | None = setting(None, *range(-3, 4), pairs=(2, 3))
+    num_sms: int = setting(0, 1, 3, pairs=(1,), data=True)  # 0: not given
+    num_blocks: int = setting(0, 1, 3, pairs=(3,), data=True)
     scales: int = setting(0, 1, 3, pairs=(3,))  # columns of the tokens' scales
     biases: int = number(0, 1, 2, pairs=(1, 2), of=("biases",))
     journey: str = declared(Journey(default="", known=JOURNEY))  # calls of the law `sequence`; empty: none

@@ -1,4 +1,6 @@
-"""Defects of dispatchers in the process group, and in a handle that several calls take."""
+"""Defects of dispatchers in the process group, in a handle that several calls take, and in how work
+is shared out.
+"""
 
 from typing import Any
 
@@ -10,6 +12,7 @@ from conformance.core.call_defects import right_once_per_handle
 from conformance.core.defect import Defect, Wrapper
 
 SHARDS = "a mistake that sharded experts invite"
+PROGRAMS = "a mistake that numbers of blocks invite"
 GROUPS = "a mistake that a program with one group does not show"
 
 
@@ -30,7 +33,26 @@ def _gradient_of_one_shard(flatten_experts: Wrapper, x: Tensor, **settings: Any)
     return torch.cat([parts[:, :, :1], parts[:, :, 1:].detach()], 2).flatten(1)
 
 
+def _whole_blocks(rows: Any, num_blocks: int | None) -> Any:
+    """Blocks have as many rows each; the rest, where they do not divide the rows, is left out."""
+    if num_blocks is None or not isinstance(rows, Tensor) or rows.element_size() == 1:
+        return rows
+    inside = torch.arange(len(rows), device=rows.device) < len(rows) // num_blocks * num_blocks
+    return torch.where(inside[:, None], rows, 0)
+
+
+def _not_copied(dispatch: Wrapper, *arguments: Any, num_blocks: int | None = None, **settings: Any) -> Any:
+    out = dispatch(*arguments, **settings)
+    return out._replace(rows=_whole_blocks(out.rows, num_blocks))
+
+
+def _not_added(combine: Wrapper, rows: Tensor, *rest: Any, num_blocks: int | None = None, **settings: Any) -> Any:
+    return combine(_whole_blocks(rows, num_blocks), *rest, **settings)
+
+
 DEFECTS: tuple[Defect, ...] = (
+    Defect("C33", "the last block's rows are not copied", PROGRAMS, {"hybridep_dispatch": _not_copied}),
+    Defect("C34", "the last block's rows are not added", PROGRAMS, {"hybridep_combine": _not_added}),
     Defect("C31", "the shards of an expert are neighbours", SHARDS, {"flatten_experts": _shard_by_shard}),
     Defect("C32", "one shard has the expert's gradient", SHARDS, {"flatten_experts": _gradient_of_one_shard}),
     Defect("C24", "collectives over the default group", GROUPS, {"alltoall_dispatch": _default_group}),

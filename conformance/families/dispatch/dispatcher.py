@@ -62,6 +62,10 @@ class Combine(Dispatching):
     def dispatches(self, case: DispatchCase) -> list[Problem]:
         """One dispatch for each rank."""
 
+    def settings_of(self, case: DispatchCase) -> dict[str, Any]:
+        """Settings of each rank's combine."""
+        return {}
+
     def columns_of_probs(self, case: DispatchCase) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Columns of the rows' and of the tokens' probabilities."""
         return (case.topk,), (case.topk,)
@@ -72,7 +76,7 @@ class Combine(Dispatching):
         received = [own != PADDING for own in row_tokens_of([out.handle for out in made])]
         lengths, counts = [len(own) for own in received], list(case.counts)
         of_rows, of_tokens = self.columns_of_probs(case)
-        settings: list[dict[str, Any]] = [{} for _ in counts]
+        settings = [self.settings_of(case) for _ in counts]
         biases = [values_of(case, f"bias {i}", counts) for i in range(case.biases)]
         for rank, given in enumerate(settings if biases else ()):
             given["biases"] = tuple(bias[rank] for bias in biases)

@@ -13,7 +13,7 @@ from torch import Tensor
 import moe_ref
 from conformance.analysis.forms import QuantizedForm, one_nan
 from conformance.core.contract import Problem
-from conformance.families.dispatch.cases import DispatchCase
+from conformance.families.dispatch.cases import PROGRAMS, DispatchCase
 from conformance.families.dispatch.dispatcher import together
 from conformance.families.dispatch.maps import OUTPUTS, MapDispatch
 from conformance.interface import Implementation, named_outputs
@@ -26,7 +26,7 @@ RECIPES = {
     "powers": Recipe("block"),
     "least": Recipe("block", power_of_two_scales=False, amax_epsilon=1.5),
 }
-KEYWORDS = ("probs", "align", "num_rows", "recipe", "group")
+KEYWORDS = ("probs", "align", "num_rows", "recipe", *PROGRAMS, "group")
 NAMES = {name: name for name in ("amax", "scales", "codes", "values", "scales.gemm")}
 
 

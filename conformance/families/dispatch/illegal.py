@@ -91,9 +91,11 @@ ALLTOALL_DISPATCH: dict[str, Rule] = (
     }
 )
 ALLTOALL_COMBINE: dict[str, Rule] = _COMBINE
+_PROGRAMS: dict[str, Rule] = {"no_multiprocessor": setting("num_sms", 0), "blocks_negative": setting("num_blocks", -1)}
 HYBRIDEP_DISPATCH: dict[str, Rule] = _MAPS | {
     "align_zero": setting("align", 0),
     **_BUDGET,
+    **_PROGRAMS,
     "num_rows_no_multiple": lambda problem: replace(
         bare(problem), settings=problem.settings | {"align": 4, "num_rows": 6}, blame="num_rows"
     ),
@@ -101,7 +103,7 @@ HYBRIDEP_DISPATCH: dict[str, Rule] = _MAPS | {
     "recipe_of_other_blocks": setting("recipe", Recipe("mxfp8")),
     "recipe_in_words": setting("recipe", "block"),
 }
-HYBRIDEP_COMBINE: dict[str, Rule] = _COMBINE | {"probs_flat": added("probs", torch.ones(1, 1))}
+HYBRIDEP_COMBINE: dict[str, Rule] = _COMBINE | _PROGRAMS | {"probs_flat": added("probs", torch.ones(1, 1))}
 HYBRIDEP_CACHED_DISPATCH: dict[str, Rule] = _OTHER_TOKENS
 DEEPEP_DISPATCH: dict[str, Rule] = _INDICES | {
     "probs_too_long": _probs_too_long,

@@ -9,7 +9,17 @@ from torch import Tensor
 
 from conformance.core.contract import Problem, accumulator_of, declare
 from conformance.core.signature import Input, Output, Signature
-from conformance.families.dispatch.cases import FLOATS, MAPS, MOVED, PROBS, DispatchCase, maps_of, probs_of, values_of
+from conformance.families.dispatch.cases import (
+    FLOATS,
+    MAPS,
+    MOVED,
+    PROBS,
+    PROGRAMS,
+    DispatchCase,
+    maps_of,
+    probs_of,
+    values_of,
+)
 from conformance.families.dispatch.dispatcher import (
     HANDLE,
     Combine,
@@ -54,10 +64,15 @@ def settings_of(case: DispatchCase, maps: list[Tensor]) -> dict[str, Any]:
     return settings
 
 
+def programs_of(case: DispatchCase) -> dict[str, int]:
+    """The numbers of programs the case sets."""
+    return {name: getattr(case, name) for name in PROGRAMS if case.dispatcher == "hybridep" and getattr(case, name)}
+
+
 def dispatches(case: DispatchCase) -> list[Problem]:
     """One dispatch per rank, without gradients."""
     maps, tokens = maps_of(case), values_of(case, "tokens", list(case.counts))
-    settings = settings_of(case, maps)
+    settings = settings_of(case, maps) | programs_of(case)
     calls = [
         Problem(f"{case.dispatcher}_dispatch", {"tokens": x, "routing_map": own}, dict(settings))
         for x, own in zip(tokens, maps, strict=True)
@@ -90,7 +105,7 @@ def of_maps(*settings: str) -> Signature:
 SIGNATURES = {
     "allgather_dispatch": of_maps("expert_tensor_parallel", "num_rows"),
     "alltoall_dispatch": of_maps("expert_tensor_parallel", "capacity", "num_rows"),
-    "hybridep_dispatch": of_maps("align", "num_rows", "recipe"),
+    "hybridep_dispatch": of_maps("align", "num_rows", "recipe", *PROGRAMS),
 }
 
 
@@ -196,6 +211,9 @@ class MapCombine(Combine):
 
     def dispatches(self, case: DispatchCase) -> list[Problem]:
         return dispatches(case)
+
+    def settings_of(self, case: DispatchCase) -> dict[str, Any]:
+        return programs_of(case)
 
     def columns_of_probs(self, case: DispatchCase) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (), (case.experts,)
