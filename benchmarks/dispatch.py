@@ -33,7 +33,7 @@ from benchmarks.common import DEVICE, Call, captured, table
 from moe_fast.dispatch import symmetric
 from moe_fast.dispatch.overlap import beside
 from moe_fast.dispatch.slabs import _slabs
-from moe_fast.dispatch.steps import push
+from moe_fast.dispatch.steps import FREE, Results, push
 from moe_fast.dispatch.symmetric import _slab
 from moe_fast.launch.backend import tl, triton
 from moe_ref.config import Recipe
@@ -126,7 +126,8 @@ class Bench:
         """Only the kernel that writes to peers: no counts, barriers or later kernels."""
         slab = _slab(handle, self.tokens, None)
         assert slab is not None
-        push(self.tokens, None, None, handle.lists, None, slab, handle.local_experts, handle.once, recipe)
+        results = Results.empty(self.tokens, None, handle.lists.num_rows, recipe)
+        push(self.tokens, None, None, handle.lists, None, slab, handle, results, FREE, recipe)
 
     def symmetric(self, deduplicate: bool = True) -> Tensor:
         return self.pull(self.push(deduplicate))

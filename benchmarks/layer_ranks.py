@@ -41,7 +41,7 @@ from moe_ref.config.state import new_state
 # with the experts of each rank: half of the 128 of Qwen3-30B, 32 of the 256 of DeepSeek-V3
 SHAPES = {"qwen3-30b": Shape(2048, 64, 8, 768), "dsv3": Shape(7168, 32, 8, 2048)}
 SHARED = {"dsv3": 2048, "tiny": 32}  # FFN size of the shared expert
-TINY = {"tiny": Shape(128, 4, 2, 128)}
+TINY = {"tiny": Shape(128, 4, 4, 128)}
 SLACK = 1.25  # rows of a budget ÷ rows of balanced routing
 REST = 0.05  # seconds before a turn
 ALONE = "no exchange"

@@ -1,27 +1,33 @@
-"""Rows straight into other ranks' memory, and back.
+"""Rows straight into other ranks' memory; `_symmetric_sums` brings them back.
 
 Each rank has a slab that all ranks can address. A table holds the address of one region of the slab
-on each rank. Row i of the region "rows" is row i of the experts' buffer. With duplicates removed,
-only the first of a token's rows on a rank travels; `link` marks it, and chains the token's other
-rows:
+on each rank. Row i of the region "rows" is row i of the experts' buffer. A rank's own tokens do not
+pass through its slab: they are written to all their rows, and added up from them. With duplicates
+removed, only the first of a token's rows on another rank travels; `link` marks it, and chains the
+token's other rows:
 
-    link[i] = FIRST · (row i travelled) + (1 + the token's next row here, or 0)
+    link[i] = FIRST · (row i travelled) + (1 + the token's next row here, or 0)       else 0
+    home[i] = where row i came from: slot << RANK | rank
+
+The sum of such a token's rows travels to its slot on that rank, if there are as many slots.
 
 With regions for scales, rows travel as codes and scales, computed where the token is read.
 
-With SHARED the kernels over tokens and rows share out their work among any number of programs.
+With SHARED the kernels over tokens and rows share out their pieces of work among any number of
+programs.
 """
 
 import triton
 import triton.language as tl
 
-from moe_fast.launch._rounding import rounded
 from moe_fast.permutation._permute import fill_gaps, find_lists, load_slot
 from moe_fast.permutation._row_map import RANK, segments_of
 from moe_fast.quantization._rows import BLOCK, blocks_of, encode_rows, fill_scales
 
 FIRST = tl.constexpr(1 << 30)
 NEXT = tl.constexpr((1 << 30) - 1)
+FIRST_SLOT = tl.constexpr(1 << 16)  # above a token's number of own rows
+NO_SLOT = tl.constexpr(1 << 40)  # past all rows
 
 
 @triton.jit
@@ -31,9 +37,17 @@ def at_rank(table_ptr, rank, mask, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def turns_of(work):
+def turns_of(pieces):
     """How many of so many pieces of work this program does."""
-    return tl.cdiv(work - tl.program_id(0), tl.num_programs(0))
+    return tl.cdiv(pieces - tl.program_id(0), tl.num_programs(0))
+
+
+@triton.jit
+def here_or_there(here, here_ptr, table_ptr, rank, mask, ELEMENT: tl.constexpr):
+    """`here_ptr`, which begins at a multiple of 16 bytes too, or `at_rank`."""
+    address = tl.load(table_ptr + rank, mask=mask, other=0)
+    address = tl.where(here, here_ptr.to(tl.int64), address)
+    return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16)
 
 
 @triton.jit(do_not_specialize=["own_rank", "num_experts"])
@@ -86,16 +100,19 @@ def slab_layout_kernel(
 
 @triton.jit
 def push_lists(
-    probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, link_table_ptr, row_slots_ptr,
-    row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens, num_experts, local_experts, num_rows,
+    probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, row_probs_ptr, link_table_ptr,
+    home_table_ptr, row_slots_ptr, own_ptr, ranks_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block,
+    block, num_tokens, num_experts, local_experts, num_rows, own_rank,
     ONCE: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """The probs and links of a block of tokens to all ranks, and their lists here."""
+    """The probs of a block of tokens to all ranks, links to others, and their lists here."""
     t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
     lists = find_lists(
         row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
     )  # dropped by find_row
     last = tl.full([BLOCK_L], -1, tl.int64)
+    own = tl.zeros([BLOCK_L], tl.int64)
+    found = tl.zeros([BLOCK_L], tl.int64)
     for j in range(tl.max(lists.num_slots, axis=0)):
         expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
         next_expert, next_row, next_live = find_row(row_map, lists, start_ptr, j + 1, num_rows)
@@ -103,85 +120,168 @@ def push_lists(
         if probs_ptr is not None:
             # live only
             prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
-            tl.store(at_rank(probs_table_ptr, rank, live, probs_ptr.dtype.element_ty) + row, prob, mask=live)
+            element = probs_ptr.dtype.element_ty
+            to_ptr = here_or_there(rank == own_rank, row_probs_ptr, probs_table_ptr, rank, live, element)
+            tl.store(to_ptr + row, prob, mask=live)
         if row_slots_ptr is not None:
             if ONCE:
                 follows = next_live & (next_expert // local_experts == rank)
                 link = tl.where(rank != last, FIRST, 0) + tl.where(follows, next_row + 1, 0)
             else:
                 link = tl.full([BLOCK_L], FIRST, tl.int64)
-            tl.store(at_rank(link_table_ptr, rank, live, tl.int32) + row, link.to(tl.int32), mask=live)
+            away = live & (rank != own_rank)  # own rows have no links
+            tl.store(at_rank(link_table_ptr, rank, away, tl.int32) + row, link.to(tl.int32), mask=away)
+            home = (slot_of(t, rank, own_rank, num_experts // local_experts, ONCE) << RANK) | own_rank
+            tl.store(at_rank(home_table_ptr, rank, away, tl.int64) + row, home, mask=away)
             # dropped rows too
             tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
+            own += tl.where(live & (rank == own_rank), tl.where(own == 0, tl.cast(j, tl.int64) * FIRST_SLOT + 1, 1), 0)
+            found |= tl.where(live, tl.zeros_like(rank) + 1 << (rank & 63), 0)
+        last = tl.where(live, rank, last)
+    if row_slots_ptr is not None:
+        tl.store(own_ptr + t, own.to(tl.int32), mask=t < num_tokens)  # the last block sticks out
+        tl.store(ranks_ptr + t, found, mask=t < num_tokens)  # as above
+
+
+@triton.jit
+def push_rows(
+    tokens_ptr, stride_tokens_t, stride_tokens_h, start_ptr, rows_table_ptr, scales_table_ptr, rows_ptr, scale_ptr,
+    stride_scale_m, stride_scale_n, row_map, stride_base_b, stride_base_e, tokens_per_block, block, column,
+    num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank, epsilon, infinity,
+    POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A tile of tokens, read once, to its rows on all ranks."""
+    t = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    in_row = (h < num_columns)[None, :]  # the last block sticks out
+    inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+    token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
+    if scales_table_ptr is not None:
+        sent_as, stored = encode_rows(token, epsilon, infinity, POWER_OF_TWO, HARDWARE)
+        b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
+    else:
+        sent_as = token
+    per_block = tokens_per_block
+    lists = find_lists(row_map, stride_base_b, stride_base_e, per_block, t, num_tokens, num_experts, 1 << 62)
+    last = tl.full([BLOCK_T], -1, tl.int64)
+    for j in range(tl.max(lists.num_slots, axis=0)):
+        expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
+        rank = expert // local_experts
+        sent = live & is_sent(t, rank, last, own_rank, num_experts // local_experts, num_rows, ONCE, EARLY)
+        to_ptr = here_or_there(rank == own_rank, rows_ptr, rows_table_ptr, rank, sent, sent_as.dtype)
+        # others are not written
+        tl.store(to_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)
+        if scales_table_ptr is not None:
+            to_ptr = here_or_there(rank == own_rank, scale_ptr, scales_table_ptr, rank, sent, tl.float32)
+            place = place_scales(row, b, num_columns, rank == own_rank, stride_scale_m, stride_scale_n)
+            tl.store(to_ptr[:, None] + place, stored, mask=sent[:, None] & in_blocks[None, :])  # as above
         last = tl.where(live, rank, last)
 
 
 @triton.jit(
     do_not_specialize=[
         *("num_tokens", "num_experts", "local_experts", "num_rows", "stride_probs_t", "stride_probs_e", "epsilon"),
-        *("infinity", "stride_base_b", "stride_base_e", "tokens_per_block"),
+        *("infinity", "stride_base_b", "stride_base_e", "tokens_per_block", "own_rank", "tail_lanes", "pieces"),
     ]
 )
 def push_kernel(
     # tokens, as bits unless they are quantised, and probs, as bits
     tokens_ptr, stride_tokens_t, stride_tokens_h, probs_ptr, stride_probs_t, stride_probs_e,
     start_ptr,  # each expert's offset of rows, or none
-    # regions of all ranks; links, and the lists of rows, only where the lists hold ranks
-    rows_table_ptr, scales_table_ptr, probs_table_ptr, link_table_ptr, row_slots_ptr,
+    # regions of all ranks; links, homes, and the lists of rows, only where the lists hold ranks
+    rows_table_ptr, scales_table_ptr, probs_table_ptr, link_table_ptr, home_table_ptr, row_slots_ptr,
+    # with the lists, see `steps.Handle`
+    own_ptr, ranks_ptr,
+    # this rank's results, contiguous but for scales
+    rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr,
     row_map, stride_base_b, stride_base_e, tokens_per_block,
+    # this rank's rows without a token
+    gap_ptr, tail_lanes,
     # sizes
-    num_tokens, num_experts, local_experts, num_columns, num_rows,
+    pieces, num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
     # numbers, as bits of a float64
     epsilon, infinity,
-    POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
-    ONCE: tl.constexpr,  # a token's first row on each rank alone
-    SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, SHARED: tl.constexpr,
+    ONCE: tl.constexpr,  # a token's first row on each other rank alone
+    EARLY: tl.constexpr,  # tokens with a slot have travelled
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Read each token once, write it to its rows on all ranks; first probs, links and lists."""
+    """Read each token once, write it to its rows on all ranks: on this one into the results, on
+    others into the slabs; first probs, links and lists, and zeros where this rank has no token.
+    """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    list_blocks = tl.cdiv(num_tokens, BLOCK_L)
-    blocks = list_blocks + tl.cdiv(num_tokens, BLOCK_T)
-    for turn in range(turns_of(blocks * columns) if SHARED else 1):
+    lanes = local_experts + tail_lanes
+    list_blocks = tl.cdiv(num_tokens, BLOCK_L) + lanes
+    for turn in range(turns_of(pieces) if SHARED else 1):
         work = tl.program_id(0) + turn * tl.num_programs(0)
         column, block = work % columns, work // columns
-        if block < list_blocks:
+        if block < lanes:
+            fill(
+                rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, gap_ptr, block.to(tl.int64),
+                column, tail_lanes, local_experts, num_columns, num_rows, epsilon, infinity, POWER_OF_TWO, BLOCK_H,
+                BLOCK_R,
+            )  # fmt: skip
+        elif block < list_blocks:
             if column == 0:
                 push_lists(
-                    probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, link_table_ptr,
-                    row_slots_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens,
-                    num_experts, local_experts, num_rows, ONCE, BLOCK_L,
+                    probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, row_probs_ptr,
+                    link_table_ptr, home_table_ptr, row_slots_ptr, own_ptr, ranks_ptr, row_map, stride_base_b,
+                    stride_base_e, tokens_per_block, block - lanes, num_tokens, num_experts, local_experts, num_rows,
+                    own_rank, ONCE, BLOCK_L,
                 )  # fmt: skip
         else:
-            t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-            h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-            in_row = (h < num_columns)[None, :]  # the last block sticks out
-            inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
-            at = t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h
-            token = tl.load(tokens_ptr + at, mask=inside, other=0)
-            if scales_table_ptr is not None:
-                sent_as, stored = encode_rows(token, epsilon, infinity, POWER_OF_TWO, HARDWARE)
-                b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
-            else:
-                sent_as = token
-            lists = find_lists(
-                row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
-            )  # dropped by find_row
-            last = tl.full([BLOCK_T], -1, tl.int64)
-            for j in range(tl.max(lists.num_slots, axis=0)):
-                expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
-                rank = expert // local_experts
-                sent = live & (rank != last) if ONCE else live
-                rows_ptr = at_rank(rows_table_ptr, rank, sent, sent_as.dtype)
-                to = row[:, None] * num_columns + h[None, :]
-                tl.store(rows_ptr[:, None] + to, sent_as, mask=sent[:, None] & in_row)  # others are not written
-                if scales_table_ptr is not None:
-                    place = row[:, None] * tl.cdiv(num_columns, BLOCK) + b[None, :]
-                    tl.store(
-                        at_rank(scales_table_ptr, rank, sent, tl.float32)[:, None] + place,
-                        stored,
-                        mask=sent[:, None] & in_blocks[None, :],
-                    )  # as above
-                last = tl.where(live, rank, last)
+            push_rows(
+                tokens_ptr, stride_tokens_t, stride_tokens_h, start_ptr, rows_table_ptr, scales_table_ptr, rows_ptr,
+                scale_ptr, stride_scale_m, stride_scale_n, row_map, stride_base_b, stride_base_e, tokens_per_block,
+                block - list_blocks, column, num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
+                epsilon, infinity, POWER_OF_TWO, HARDWARE, ONCE, EARLY, BLOCK_T, BLOCK_H,
+            )  # fmt: skip
+
+
+@triton.jit
+def fill(
+    rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, gap_ptr, lane, column, tail_lanes,
+    local_experts, num_columns, num_rows, epsilon, infinity,
+    POWER_OF_TWO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Zeros in the padding and, with lanes for it, past the segments, where no scale is written."""
+    fill_gaps(
+        rows_ptr, row_probs_ptr, gap_ptr, lane, column, tl.maximum(tail_lanes, 1), local_experts, num_columns,
+        num_rows, 1, BLOCK_R, BLOCK_H,
+    )  # fmt: skip
+    if scale_ptr is not None:
+        fill_scales(
+            scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, local_experts, num_columns, num_rows,
+            epsilon, infinity, POWER_OF_TWO, BLOCK_R, BLOCK_H,
+        )  # fmt: skip
+
+
+@triton.jit
+def is_sent(t, rank, last, own_rank, ranks, num_rows, ONCE: tl.constexpr, EARLY: tl.constexpr):
+    """Whether a slot's row is written: here always, else a rank's first one, if not there yet."""
+    sent = rank >= 0
+    if ONCE:
+        sent = (rank != last) | (rank == own_rank)
+    if EARLY:
+        sent = sent & ((rank == own_rank) | (slot_of(t, rank, own_rank, ranks, ONCE) >= num_rows))
+    return sent
+
+
+@triton.jit
+def slot_of(t, rank, source, ranks, ONCE: tl.constexpr):
+    """Where `source` has the sum of its token t on another rank; a row that is not added has no
+    slot.
+    """
+    return t * (ranks - 1) + rank - (rank > source).to(tl.int64) if ONCE else t * 0 + NO_SLOT
+
+
+@triton.jit
+def place_scales(row, b, num_columns, own, stride_scale_m, stride_scale_n):
+    """Where these rows' scales of blocks b are: on another rank a row's are together."""
+    stride_m = tl.where(own, stride_scale_m, tl.cdiv(num_columns, BLOCK))
+    stride_n = tl.where(own, stride_scale_n, 1)
+    return row[:, None] * stride_m[:, None] + b[None, :] * stride_n[:, None]
 
 
 @triton.jit
@@ -193,152 +293,59 @@ def find_row(row_map, lists, start_ptr, j, num_rows):
     return expert, row, live & (row < num_rows)  # rows past the buffer are dropped
 
 
-@triton.jit(do_not_specialize=["lanes", "tail_lanes", "local_experts", "num_rows", "epsilon", "infinity"])
-def spread_kernel(
-    # what has arrived in the slab, as bits
-    arrived_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr,
-    # results, contiguous but for scales
-    rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, kept_link_ptr,
-    # rows without a token
-    gap_ptr,
-    # sizes
-    lanes, tail_lanes, local_experts, num_columns, num_rows,
-    # numbers, as bits of a float64
-    epsilon, infinity,
-    POWER_OF_TWO: tl.constexpr, SHARED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+@triton.jit
+def spread_row(
+    row, arrived_ptr, early_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr, home_ptr, rows_ptr, scale_ptr,
+    stride_scale_m, stride_scale_n, row_probs_ptr, num_columns, num_rows,
+    BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Each row that has travelled is copied to all rows of its token. The last programs write zeros
-    into the padding and past the segments; scales past the segments are not written.
-    """
-    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    for turn in range(turns_of((num_rows + lanes) * columns) if SHARED else 1):
-        work = tl.program_id(0) + turn * tl.num_programs(0)
-        column = work % columns
-        row = (work // columns).to(tl.int64)
-        if row < num_rows:
-            link = tl.load(link_ptr + row)
-            if column == 0 and kept_link_ptr is not None:
-                tl.store(kept_link_ptr + row, link)
-            if link >= FIRST:
-                h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-                in_row = h < num_columns  # the last block sticks out
-                tile = tl.load(arrived_ptr + row * num_columns + h, mask=in_row, other=0)
-                if scale_ptr is not None:
-                    b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
-                    stored = tl.load(
-                        arrived_scales_ptr + row * tl.cdiv(num_columns, BLOCK) + b, mask=in_blocks, other=0.0
-                    )
-                place = row
-                while place >= 0:
-                    tl.store(rows_ptr + place * num_columns + h, tile, mask=in_row)
-                    if scale_ptr is not None:
-                        tl.store(scale_ptr + place * stride_scale_m + b * stride_scale_n, stored, mask=in_blocks)
-                    if column == 0 and row_probs_ptr is not None:
-                        tl.store(row_probs_ptr + place, tl.load(arrived_probs_ptr + place))
-                    place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
-        else:
-            lane = row - num_rows
-            fill_gaps(
-                rows_ptr, row_probs_ptr, gap_ptr, lane, column, tail_lanes, local_experts, num_columns, num_rows, 1,
-                BLOCK_R, BLOCK_H,
-            )  # fmt: skip
-            if scale_ptr is not None:
-                fill_scales(
-                    scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, local_experts, num_columns,
-                    num_rows, epsilon, infinity, POWER_OF_TWO, BLOCK_R, BLOCK_H,
-                )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["stride_rows_p", "num_rows"])
-def gather_kernel(
-    # rows, and their probs as bits
-    rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs, link_ptr,
-    # regions of this rank's slab
-    sums_ptr, sum_probs_ptr,
-    # sizes
-    num_columns, num_rows,
-    ACCUMULATOR: tl.constexpr, SHARED: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Add each token's rows here, in order, into the place of the first; publish their probs."""
-    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    for turn in range(turns_of(num_rows * columns) if SHARED else 1):
-        work = tl.program_id(0) + turn * tl.num_programs(0)
-        column = work % columns
-        row = (work // columns).to(tl.int64)
-        h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    """A row that has travelled, copied to all rows of its token."""
+    if row_probs_ptr is not None:
+        place = row
+        while place >= 0:
+            tl.store(row_probs_ptr + place, tl.load(arrived_probs_ptr + place))
+            place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
+    from_ptr = arrived_ptr + row * num_columns
+    if early_ptr is not None:
+        slot = tl.load(home_ptr + row) >> RANK
+        if slot < num_rows:
+            from_ptr = early_ptr + slot * num_columns
+    for column in range(tl.cdiv(num_columns, BLOCK_H)):
+        h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         in_row = h < num_columns  # the last block sticks out
-        if tl.load(link_ptr + row) >= FIRST:
-            total = tl.zeros([BLOCK_H], ACCUMULATOR)
-            place = row
-            while place >= 0:
-                if rows_ptr is not None:
-                    total += tl.load(rows_ptr + place * stride_rows_p + h * stride_rows_h, mask=in_row, other=0.0).to(
-                        ACCUMULATOR
-                    )
-                if column == 0 and probs_ptr is not None:
-                    tl.store(sum_probs_ptr + place, tl.load(probs_ptr + place * stride_probs))
-                place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
-            if rows_ptr is not None:
-                tl.store(sums_ptr + row * num_columns + h, rounded(total, sums_ptr.dtype.element_ty), mask=in_row)
+        tile = tl.load(from_ptr + h, mask=in_row, other=0)
+        if scale_ptr is not None:
+            b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
+            stored = tl.load(arrived_scales_ptr + row * tl.cdiv(num_columns, BLOCK) + b, mask=in_blocks, other=0.0)
+        place = row
+        while place >= 0:
+            tl.store(rows_ptr + place * num_columns + h, tile, mask=in_row)
+            if scale_ptr is not None:
+                tl.store(scale_ptr + place * stride_scale_m + b * stride_scale_n, stored, mask=in_blocks)
+            place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts", "local_experts", "num_rows"])
-def pull_kernel(
-    # regions of all ranks
-    sums_table_ptr, probs_table_ptr,
-    # results, contiguous; either may be left out
-    out_ptr, out_probs_ptr,
-    row_map,  # of rows
+@triton.jit(do_not_specialize=["pieces", "num_rows"])
+def spread_kernel(
+    # what has arrived in the slab, as bits: with the routing, and before
+    arrived_ptr, early_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr, home_ptr,
+    # results, contiguous but for scales
+    rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, kept_link_ptr, kept_home_ptr,
     # sizes
-    num_tokens, num_experts, local_experts, num_columns, num_rows,
-    ONCE: tl.constexpr, ACCUMULATOR: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, UNROLL: tl.constexpr,
+    pieces, num_columns, num_rows,
+    SHARED: tl.constexpr, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = Σ over ranks, ascending, of t's sums there, each rounded before it is added;
-    out_probs[t, e] is the prob of its row, 0 without one.
-    """
-    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
-    list_blocks = tl.cdiv(num_tokens, BLOCK_L) if out_probs_ptr is not None else 0
-    blocks = list_blocks + (tl.cdiv(num_tokens, BLOCK_T) if out_ptr is not None else 0)
-    for turn in range(turns_of(blocks * columns) if SHARED else 1):
-        work = tl.program_id(0) + turn * tl.num_programs(0)
-        column, block = work % columns, work // columns
-        if block < list_blocks:
-            if column == 0 and out_probs_ptr is not None:
-                t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
-                lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
-                for j in range(tl.max(lists.num_slots, axis=0)):
-                    expert, row, live = load_slot(row_map, lists, j)
-                    probs_ptr = at_rank(probs_table_ptr, expert // local_experts, live, out_probs_ptr.dtype.element_ty)
-                    prob = tl.load(probs_ptr + row, mask=live, other=0)
-                    tl.store(out_probs_ptr + t * num_experts + expert, prob, mask=live)
-        elif out_ptr is not None:
-            t = (block - list_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-            h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-            in_row = (h < num_columns)[None, :]  # the last block sticks out
-            lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
-            total = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
-            part = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
-            last = tl.full([BLOCK_T], -1, tl.int64)
-            for first in range(0, tl.max(lists.num_slots, axis=0), UNROLL):
-                for j in tl.static_range(UNROLL):  # their loads are on their way together
-                    expert, row, live = load_slot(row_map, lists, first + j)
-                    rank = expert // local_experts
-                    new = live & (rank != last)
-                    read = new if ONCE else live
-                    sums_ptr = at_rank(sums_table_ptr, rank, read, out_ptr.dtype.element_ty)
-                    value = tl.load(
-                        sums_ptr[:, None] + row[:, None] * num_columns + h[None, :],
-                        mask=read[:, None] & in_row,
-                        other=0.0,
-                    ).to(ACCUMULATOR)
-                    total = tl.where(
-                        new[:, None], total + rounded(part, out_ptr.dtype.element_ty).to(ACCUMULATOR), total
-                    )
-                    part = tl.where(new[:, None], value, part + value)
-                    last = tl.where(live, rank, last)
-            total += rounded(part, out_ptr.dtype.element_ty).to(ACCUMULATOR)
-            inside = (t < num_tokens)[:, None] & in_row  # the last tile sticks out
-            tl.store(
-                out_ptr + t[:, None] * num_columns + h[None, :], rounded(total, out_ptr.dtype.element_ty), mask=inside
-            )
+    """Each row that has travelled is copied to all rows of its token, GROUP rows a piece."""
+    for i in range(turns_of(pieces) * GROUP if SHARED else GROUP):
+        piece = tl.program_id(0) + tl.cast(i // GROUP, tl.int64) * tl.num_programs(0)
+        row = piece * GROUP + i % GROUP
+        inside = row < num_rows  # the last group sticks out
+        link = tl.load(link_ptr + row, mask=inside, other=0)
+        if kept_link_ptr is not None:
+            tl.store(kept_link_ptr + row, link, mask=inside)
+            tl.store(kept_home_ptr + row, tl.load(home_ptr + row, mask=inside, other=0), mask=inside)
+        if link >= FIRST:
+            spread_row(
+                row, arrived_ptr, early_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr, home_ptr, rows_ptr,
+                scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, num_columns, num_rows, BLOCK_H,
+            )  # fmt: skip

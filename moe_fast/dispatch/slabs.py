@@ -7,7 +7,7 @@ by CUDA IPC; on CPUs, where kernels are interpreted, a file that all processes m
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -43,6 +43,7 @@ class Room:
         sizes = {
             "counts": 4 * self.ranks * self.experts,
             "link": 4 * self.rows,
+            "home": 8 * self.rows,
             "rows": rows,
             "probs": probs,
             "scales": scales,
@@ -75,11 +76,13 @@ class Slab:
     barrier: Callable[[], None]
     kept: tuple[Any, ...] = field(default=(), repr=False)  # what must live as long
     transport: str = "mapped file"
+    memories: tuple[Tensor, ...] = field(default=(), repr=False)  # of all ranks
+    aside: Callable[[], None] | None = None  # the barrier of another stream, which may wait at the same time
 
-    def region(self, name: str, dtype: torch.dtype, count: int) -> Tensor:
-        """The first numbers of one of this rank's regions."""
-        begin = offsets(self.room)[name]
-        return self.memory[begin : begin + count * dtype.itemsize].view(dtype)
+    def region(self, name: str, dtype: torch.dtype, count: int, rank: int | None = None) -> Tensor:
+        """The first numbers of one of this rank's regions, or of another's."""
+        begin, memory = offsets(self.room)[name], self.memory if rank is None else self.memories[rank]
+        return memory[begin : begin + count * dtype.itemsize].view(dtype)
 
 
 def offsets(room: Room) -> dict[str, int]:
@@ -171,9 +174,10 @@ def _nvlink(group: Any, device: torch.device, room: Room) -> Slab:
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(memory, group)
     require(not handle.multicast_ptr, "group", "with a multicast pointer", f"without: {MULTICAST} was set too late")
-    addresses = [handle.get_remote_tensor(rank, (size,), torch.uint8).data_ptr() for rank in range(room.ranks)]
-    barrier = partial(handle.barrier, channel=0, timeout_ms=BARRIER_MS)
-    return slab_of(room, memory, addresses, barrier, (handle,), "symmetric memory")
+    memories = tuple(handle.get_remote_tensor(rank, (size,), torch.uint8) for rank in range(room.ranks))
+    barrier, aside = (partial(handle.barrier, channel=channel, timeout_ms=BARRIER_MS) for channel in (0, 1))
+    slab = slab_of(room, memory, [x.data_ptr() for x in memories], barrier, (handle,), "symmetric memory")
+    return replace(slab, memories=memories, aside=aside)
 
 
 def _by_handles(group: Any, device: torch.device, room: Room) -> Slab:
@@ -187,7 +191,7 @@ def _by_handles(group: Any, device: torch.device, room: Room) -> Slab:
     addresses = [own.data_ptr() for own in mapped]
     table = torch.tensor([address + flags for address in addresses], device=device)
     barrier = partial(ipc.wait_for_all, table, rank, BARRIER_MS)
-    return slab_of(room, memory, addresses, barrier, tuple(mapped), "cuda ipc")
+    return slab_of(room, memory, addresses, barrier, (), "cuda ipc", tuple(mapped))
 
 
 def _check_room(asked: list[Room]) -> None:
@@ -204,4 +208,5 @@ def _shared(group: Any, room: Room) -> Slab:
         mapped = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
         dist.barrier(group)  # all have mapped the file, and its name may go
     living = ref(group)  # the slab must not keep its own group
-    return slab_of(room, mapped[rank], [x.data_ptr() for x in mapped], lambda: dist.barrier(living()), tuple(mapped))
+    own, addresses = mapped[rank], [x.data_ptr() for x in mapped]
+    return slab_of(room, own, addresses, lambda: dist.barrier(living()), (), "mapped file", tuple(mapped))

@@ -1,13 +1,13 @@
 """The steps of dispatch and combine on ranks that share memory, with a barrier at each bar.
 
-    count → announce | push | spread, and fill the padding          dispatch
-    | add up a token's rows here | pull                             combine
+    count → announce | push, and fill the padding | spread          dispatch
+    | add up a token's rows here, and send the sum home | add up    combine
 
 They run on one rank, or on several in one process that wait for each other by other means.
 """
 
-from collections.abc import Generator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,13 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_fast.dispatch import _symmetric as kernels
+from moe_fast.dispatch import _symmetric_sums as kernels_of_sums
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.slabs import Slab
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION
 from moe_fast.launch.backend import bits, casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import ceil_div, power_of_two
-from moe_fast.permutation.row_map import RowMap, empty_slots, walk_map
+from moe_fast.permutation.row_map import RowMap, count_blocks, empty_slots, lay_out, plan_walk
 from moe_ref.config import FP8_BLOCK, Recipe
 
 X = TypeVar("X")
@@ -46,40 +47,86 @@ class Handle:
 
     group: Any
     ranks: int
+    rank: int
     lists: RowMap  # of rows: where each token's are
     own_rows: int  # of this rank's buffer; the lists' are the largest of all ranks
     link_C: Tensor  # which rows have travelled, and the next of the same token
+    home_C: Tensor  # where they came from
+    own_T: Tensor  # each token's rows on this rank: the first one's slot << 16 | how many
+    ranks_T: Tensor  # a bit for each rank that has some, of 64
     gap_2L: Tensor  # begin and end of each local expert's padding
     overflow_W: Tensor  # of all ranks
     local_experts: int
     once: bool
 
 
+@dataclass(frozen=True)
+class Results:
+    """What dispatch returns: push_kernel writes the rows of this rank's tokens, spread_kernel all
+    others.
+    """
+
+    rows: Tensor
+    scale: Tensor | None  # in the layout of `quantize`
+    probs: Tensor | None
+
+    @staticmethod
+    def empty(like: Tensor, prob_dtype: torch.dtype | None, num_rows: int, recipe: Recipe | None) -> "Results":
+        hidden, device = like.shape[1], like.device
+        # all of it by push_kernel and spread_kernel
+        rows = torch.empty((num_rows, hidden), dtype=like.dtype if recipe is None else torch.uint8, device=device)
+        scale = None
+        if recipe is not None:
+            scale = torch.empty((ceil_div(hidden, FP8_BLOCK), num_rows), dtype=torch.float32, device=device).T
+        probs = None if prob_dtype is None else torch.empty(num_rows, dtype=prob_dtype, device=device)
+        return Results(rows, scale, probs)
+
+    def pointers(self) -> tuple[Any, ...]:
+        """As kernels take them: rows, scales with strides, and probs."""
+        return bits(self.rows), *strided(self.scale), None if self.probs is None else bits(self.probs)
+
+    def returned(self) -> tuple[Any, Tensor | None]:
+        """Rows, or their form, and probs."""
+        return self.rows if self.scale is None else wire.form_of(self.rows, self.scale), self.probs
+
+
 def run(steps: Steps[X], slab: Slab) -> X:
     """One rank's steps, with a barrier between them."""
+    return run_with(steps, slab.barrier)
+
+
+def run_with(steps: Steps[X], barrier: Callable[[], None]) -> X:
+    """`run`, with another barrier."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
             return end.value
-        slab.barrier()
+        barrier()
 
 
 def send(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, align: int, num_rows: int,
     slab: Slab, rank: int, group: Any = None, once: bool = True, most: Programs = FREE,
     recipe: Recipe | None = None,
+    advanced: Callable[[], None] | None = None,
 ) -> Steps[tuple[Any, Tensor | None, Tensor, Handle]]:  # fmt: skip
-    """The steps of dispatch: rows (with a recipe their form), probs, tokens per expert, handle."""
+    """The steps of dispatch: rows (with a recipe their form), probs, tokens per expert, handle.
+
+    Args:
+        advanced: waits until the tokens have travelled, by `advance` of all ranks.
+    """
+    early = advanced is not None
     (num_tokens, num_experts), ranks, device = routing_map.shape, slab.room.ranks, tokens.device
     local = num_experts // ranks
-    slots = empty_slots(routing_map)
-    walk = walk_map(routing_map, slots)  # the layout that it makes is of one rank's buffer, and not used
-    counts = torch.empty(num_experts, dtype=torch.int32, device=device).copy_(walk.count_E)
+    slots, walk = empty_slots(routing_map), plan_walk(routing_map)
+    with launch_on(routing_map):
+        count_blocks(routing_map, walk, slots)
+        lay_out(walk, None, 1, 0)  # bases that count within an expert: no rank has the layout yet
     link = slab.region("link", torch.int32, num_rows).zero_()
     with launch_on(tokens):
         kernels.announce_kernel[(ranks,)](
-            counts, slab.tables["counts"], rank, num_experts, BLOCK_E=power_of_two(num_experts, least=8)
+            walk.count_E, slab.tables["counts"], rank, num_experts, BLOCK_E=power_of_two(num_experts, least=8)
         )
     yield
 
@@ -90,36 +137,25 @@ def send(
     all_counts = slab.region("counts", torch.int32, ranks * num_experts)
     sizes = (rank, ranks, num_experts, local, align, num_rows)
     with launch_on(tokens):
-        results = (start, tokens_per_expert, gap, overflow.view(torch.uint8))
-        kernels.slab_layout_kernel[(1,)](all_counts, *results, *sizes, BLOCK_E=power_of_two(num_experts, least=8))
-    ranked = RowMap(
-        slots.slots_TE,
-        slots.num_slots_T,
-        walk.base_EB.t(),
-        gap,
-        walk.tiles * walk.block_tokens,
-        num_tokens,
-        num_experts,
-        num_rows,
-        True,
-        False,
-    )
+        laid_out = (start, tokens_per_expert, gap, overflow.view(torch.uint8))
+        kernels.slab_layout_kernel[(1,)](all_counts, *laid_out, *sizes, BLOCK_E=power_of_two(num_experts, least=8))
+    per_block, sizes_of_map = walk.tiles * walk.block_tokens, (num_tokens, num_experts, num_rows, True, False)
+    ranked = RowMap(slots.slots_TE, slots.num_slots_T, walk.base_EB.t(), gap, per_block, *sizes_of_map)
     lists = ranked.without_bases()
-    # the walk's bases count within this rank's own layout: less the first block's, they are what
-    # stands before in the same expert
-    ranked = replace(ranked, base_BE=ranked.base_BE - ranked.base_BE[:1])  # type: ignore[operator,index]
-    push(tokens, probs, start, ranked, lists.slots_TE, slab, local, once, most.num_sms, recipe)
+    kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # this and the next by spread_kernel
+    kept_home = torch.empty(num_rows, dtype=torch.int64, device=device)
+    own = torch.empty(num_tokens, dtype=torch.int32, device=device)  # this and the next by push_kernel
+    found = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    of_rows, of_tokens = (kept_link, kept_home), (own, found)
+    handle = Handle(group, ranks, rank, lists, num_rows, *of_rows, *of_tokens, gap, overflow, local, once)
+    results = Results.empty(tokens, None if probs is None else probs.dtype, num_rows, recipe)
+    push(tokens, probs, start, ranked, lists.slots_TE, slab, handle, results, most, recipe, early)
+    if advanced is not None:
+        advanced()
     yield
 
-    kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # all by spread_kernel
-    dtype = None if probs is None else probs.dtype
-    rows, row_probs = spread(tokens, dtype, link, kept_link, gap, slab, num_rows, local, False, most.num_blocks, recipe)
-    return (
-        rows,
-        row_probs,
-        tokens_per_expert,
-        Handle(group, ranks, lists, num_rows, kept_link, gap, overflow, local, once),
-    )
+    spread(tokens, link, slab, handle, results, True, most, recipe, early)
+    return *results.returned(), tokens_per_expert, handle
 
 
 def resend(
@@ -128,93 +164,136 @@ def resend(
     """The steps of a dispatch whose routing is known: the transpose of combine."""
     yield  # no rank reads an earlier dispatch
     some = tokens if tokens is not None else probs.new_empty((handle.lists.num_tokens, 0))  # type: ignore[union-attr]
-    push(some, probs, None, handle.lists, None, slab, handle.local_experts, handle.once, most.num_sms)
+    results = Results.empty(some, None if probs is None else probs.dtype, handle.lists.num_rows, None)
+    push(some, probs, None, handle.lists, None, slab, handle, results, most)
     yield
-    dtype = None if probs is None else probs.dtype
-    num_rows, local = handle.lists.num_rows, handle.local_experts
-    rows, row_probs = spread(
-        some, dtype, handle.link_C, None, handle.gap_2L, slab, num_rows, local, True, most.num_blocks
-    )
-    return None if tokens is None else rows, row_probs
+    spread(some, handle.link_C, slab, handle, results, False, most)
+    return None if tokens is None else results.rows, results.probs
 
 
 def collect(
     rows: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab, most: Programs = FREE
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
     """The steps of combine."""
-    yield  # no rank pulls from an earlier combine
+    yield  # no rank reads an earlier combine
     some = rows if rows is not None else probs
     assert some is not None
-    lists = handle.lists
-    hidden = 0 if rows is None else rows.shape[1]
-    sizes = tuning.for_device(some.device).symmetric
-    columns = max(1, ceil_div(hidden, sizes.columns))
-    accumulator = tl.float64 if rows is not None and rows.dtype == torch.float64 else tl.float32
-    sums = None if rows is None else slab.region("sums", rows.dtype, lists.num_rows * hidden)
-    sum_probs = None if probs is None else bits(slab.region("sum_probs", probs.dtype, lists.num_rows))
-    if lists.num_rows:
-        with launch_on(some):
-            kernels.gather_kernel[_grid(lists.num_rows * columns, most.num_blocks)](
-                *strided(rows),
-                *strided(None if probs is None else bits(probs), 1),
-                handle.link_C,
-                sums,
-                sum_probs,
-                hidden,
-                lists.num_rows,
-                ACCUMULATOR=accumulator,
-                SHARED=most.num_blocks is not None,
-                BLOCK_H=sizes.columns,
-                num_warps=sizes.num_warps,
-            )
+    shape = (handle.lists.num_tokens, 0 if rows is None else rows.shape[1])
+    # all by return_kernel: whole rows of tokens
+    out = None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)
+    return_sums(some, rows, probs, out, handle, slab, most)
     yield
 
-    shape = (lists.num_tokens, hidden)
-    # all by pull_kernel: whole rows of tokens
-    out = None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)
-    out_probs = None if probs is None else probs.new_zeros((lists.num_tokens, lists.num_experts))
-    programs = columns * (
-        (ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0)
-        + (ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0)
-    )
-    if programs:
-        with launch_on(some):
-            kernels.pull_kernel[_grid(programs, most.num_sms)](
-                slab.tables["sums"],
-                slab.tables["sum_probs"],
-                out if hidden else None,
-                None if out_probs is None else bits(out_probs),
-                lists.pointers(),
-                lists.num_tokens,
-                lists.num_experts,
-                handle.local_experts,
-                hidden,
-                lists.num_rows,
-                ONCE=handle.once,
-                ACCUMULATOR=accumulator,
-                SHARED=most.num_sms is not None,
-                **sizes.blocks("T", "H"),
-                BLOCK_L=sizes.lists,
-                UNROLL=sizes.unroll,
-            )
+    out_probs = None if probs is None else probs.new_zeros((handle.lists.num_tokens, handle.lists.num_experts))
+    add_sums(some, probs, out, out_probs, handle, slab, most)
     return out, out_probs
+
+
+def return_sums(
+    some: Tensor, rows: Tensor | None, probs: Tensor | None, out: Tensor | None, handle: Handle, slab: Slab,
+    most: Programs,
+) -> None:  # fmt: skip
+    """The sums of other ranks' tokens to where they came from, those of this rank's into `out`."""
+    lists, sizes = handle.lists, tuning.for_device(some.device).symmetric
+    hidden = 0 if out is None else out.shape[1]
+    row_pieces = ceil_div(lists.num_rows, sizes.group)
+    token_pieces = ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0
+    pieces = row_pieces + token_pieces
+    if pieces == 0:
+        return
+    with launch_on(some):
+        kernels_of_sums.return_kernel[_grid(pieces, most.num_sms)](
+            *strided(rows),
+            *strided(None if probs is None else bits(probs), 1),
+            handle.link_C,
+            handle.home_C,
+            slab.tables["sums"],
+            None if rows is None else slab.region("rows", rows.dtype, lists.num_rows * hidden),
+            None if probs is None else bits(slab.region("sum_probs", probs.dtype, lists.num_rows)),
+            out,
+            handle.own_T,
+            lists.pointers(),
+            pieces,
+            row_pieces,
+            token_pieces,
+            lists.num_tokens,
+            lists.num_experts,
+            hidden,
+            lists.num_rows,
+            GROUP=sizes.group,
+            SHARED=most.num_sms is not None,
+            **_sum_settings(sizes, out),
+        )
+
+
+def add_sums(
+    some: Tensor, probs: Tensor | None, out: Tensor | None, out_probs: Tensor | None, handle: Handle, slab: Slab,
+    most: Programs,
+) -> None:  # fmt: skip
+    """The sums of all ranks, added up in `out`; probs."""
+    lists, sizes = handle.lists, tuning.for_device(some.device).symmetric
+    hidden = 0 if out is None else out.shape[1]
+    blocks = ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0
+    blocks += ceil_div(lists.num_tokens, sizes.tokens) if hidden else 0
+    pieces = blocks * max(1, ceil_div(hidden, sizes.columns))
+    if pieces == 0:
+        return
+    with launch_on(some):
+        kernels_of_sums.total_kernel[_grid(pieces, most.num_blocks)](
+            None if out is None else slab.region("sums", out.dtype, lists.num_rows * hidden),
+            slab.tables["rows"],
+            *strided(None if probs is None else bits(probs), 1),
+            slab.tables["sum_probs"],
+            out if hidden else None,
+            None if out_probs is None else bits(out_probs),
+            handle.ranks_T,
+            lists.pointers(),
+            pieces,
+            lists.num_tokens,
+            lists.num_experts,
+            handle.local_experts,
+            hidden,
+            lists.num_rows,
+            handle.rank,
+            ONCE=handle.once,
+            CAME=handle.once and handle.ranks < 64 and lists.num_tokens * (handle.ranks - 1) <= lists.num_rows,
+            BLOCK_L=sizes.lists,
+            SHARED=most.num_blocks is not None,
+            **_sum_settings(sizes, out),
+        )
+
+
+def _sum_settings(sizes: tuning.Symmetric, out: Tensor | None) -> dict[str, Any]:
+    wide = out is not None and out.dtype == torch.float64
+    return sizes.blocks("T", "H") | {"ACCUMULATOR": tl.float64 if wide else tl.float32, "UNROLL": sizes.unroll}
+
+
+def advance(tokens: Tensor, num_rows: int, slab: Slab, rank: int) -> Steps[None]:
+    """The steps that copy the tokens of each of two ranks to the other, before their routing is
+    known: those that have a slot.
+    """
+    yield  # no rank reads its sums, nor earlier tokens
+    sent = tokens[:num_rows]
+    slab.region("sums", tokens.dtype, sent.numel(), 1 - rank).view(sent.shape).copy_(sent)
 
 
 def push(
     tokens: Tensor, probs: Tensor | None, start: Tensor | None, row_map: RowMap,
-    row_slots: Tensor | None, slab: Slab, local: int, once: bool, most: int | None, recipe: Recipe | None = None,
+    row_slots: Tensor | None, slab: Slab, handle: Handle, results: Results, most: Programs,
+    recipe: Recipe | None = None, early: bool = False,
 ) -> None:  # fmt: skip
-    """Tokens (with a recipe their codes and scales) and probs to their rows on all ranks; with
-    `row_slots` also links there and lists here.
+    """Tokens (with a recipe their codes and scales) and probs to their rows on all ranks, here into
+    the results, with zeros in the padding. With `row_slots` also links there and lists here; later,
+    without, zeros past the segments.
     """
     sizes, hidden = tuning.for_device(tokens.device).symmetric, tokens.shape[1]
     columns, num_warps = _tile(sizes, recipe)
     numbers, settings = wire.rule_of(recipe, tokens)
+    tail = sizes.tail_lanes if row_slots is None else 0
     blocks = ceil_div(row_map.num_tokens, sizes.lists) + ceil_div(row_map.num_tokens, sizes.tokens)
-    if blocks == 0:
-        return
+    pieces = (blocks + handle.local_experts + tail) * max(1, ceil_div(hidden, columns))
     with launch_on(tokens):
-        kernels.push_kernel[_grid(blocks * max(1, ceil_div(hidden, columns)), most)](
+        kernels.push_kernel[_grid(pieces, most.num_sms)](
             bits(tokens) if recipe is None else tokens.resolve_neg(),
             *tokens.stride(),
             *strided(None if probs is None else bits(probs)),
@@ -223,72 +302,68 @@ def push(
             None if recipe is None else slab.tables["scales"],
             slab.tables["probs"],
             slab.tables["link"],
+            slab.tables["home"],
             row_slots,
+            handle.own_T,
+            handle.ranks_T,
+            *results.pointers(),
             *row_map.arguments(),
+            handle.gap_2L,
+            tail,
+            pieces,
             row_map.num_tokens,
             row_map.num_experts,
-            local,
+            handle.local_experts,
             hidden,
             row_map.num_rows,
+            handle.rank,
             *numbers,
             **settings,
             HARDWARE=casts_in_hardware(tokens.device),
-            ONCE=once,
-            SHARED=most is not None,
+            SHARED=most.num_sms is not None,
+            ONCE=handle.once,
+            EARLY=early,
             BLOCK_T=sizes.tokens,
             BLOCK_H=columns,
             BLOCK_L=sizes.lists,
+            BLOCK_R=sizes.fill_rows,
             num_warps=num_warps,
             **NO_FP_FUSION,
         )
 
 
 def spread(
-    like: Tensor, prob_dtype: torch.dtype | None, link: Tensor, kept_link: Tensor | None,
-    gap: Tensor, slab: Slab, num_rows: int, local: int, whole: bool, most: int | None, recipe: Recipe | None = None,
-) -> tuple[Any, Tensor | None]:  # fmt: skip
-    """The arrived rows, copied to all rows of their tokens; zeros in the padding and, for `whole`,
-    past the segments. With a recipe, a form.
-    """
-    sizes, hidden, device = tuning.for_device(like.device).symmetric, like.shape[1], like.device
+    like: Tensor, link: Tensor, slab: Slab, handle: Handle, results: Results, first: bool,
+    most: Programs, recipe: Recipe | None = None, early: bool = False,
+) -> None:  # fmt: skip
+    """The arrived rows, copied to all rows of their tokens; the first time also the handle."""
+    sizes, hidden, num_rows = tuning.for_device(like.device).symmetric, like.shape[1], handle.lists.num_rows
     columns, num_warps = _tile(sizes, recipe)
-    numbers, settings = wire.rule_of(recipe, like)
-    tail = sizes.tail_lanes if whole else 0
-    dtype = like.dtype if recipe is None else torch.uint8
-    rows = torch.empty((num_rows, hidden), dtype=dtype, device=device)  # by spread_kernel, all rows of tokens
-    row_probs = None if prob_dtype is None else torch.empty(num_rows, dtype=prob_dtype, device=device)  # as above
-    blocks = 0 if recipe is None else ceil_div(hidden, FP8_BLOCK)
-    # by spread_kernel; in the layout of `quantize`
-    scale = torch.empty((blocks, num_rows), dtype=torch.float32, device=device).T
+    blocks, pieces, probs = ceil_div(hidden, FP8_BLOCK), ceil_div(num_rows, sizes.group), results.probs
+    if num_rows == 0:
+        return
     with launch_on(like):
-        kernels.spread_kernel[_grid((num_rows + local + tail) * max(1, ceil_div(hidden, columns)), most)](
-            bits(slab.region("rows", dtype, num_rows * hidden)),
+        kernels.spread_kernel[_grid(pieces, most.num_blocks)](
+            bits(slab.region("rows", results.rows.dtype, num_rows * hidden)),
+            bits(slab.region("sums", results.rows.dtype, num_rows * hidden)) if early else None,
             None if recipe is None else slab.region("scales", torch.float32, num_rows * blocks),
-            None if prob_dtype is None else bits(slab.region("probs", prob_dtype, num_rows)),
+            None if probs is None else bits(slab.region("probs", probs.dtype, num_rows)),
             link,
-            bits(rows),
-            *strided(None if recipe is None else scale),
-            None if row_probs is None else bits(row_probs),
-            kept_link,
-            gap,
-            local + tail,
-            max(tail, 1),
-            local,
+            slab.region("home", torch.int64, num_rows) if first else None,
+            *results.pointers(),
+            *((handle.link_C, handle.home_C) if first else (None, None)),
+            pieces,
             hidden,
             num_rows,
-            *numbers,
-            **settings,
-            SHARED=most is not None,
+            SHARED=most.num_blocks is not None,
             BLOCK_H=columns,
-            BLOCK_R=sizes.fill_rows,
+            GROUP=sizes.group,
             num_warps=num_warps,
-            **NO_FP_FUSION,
         )
-    return rows if recipe is None else wire.form_of(rows, scale), row_probs
 
 
-def _grid(work: int, most: int | None) -> tuple[int]:
-    return (work if most is None else min(work, most),)
+def _grid(pieces: int, most: int | None) -> tuple[int]:
+    return (pieces if most is None else min(pieces, most),)
 
 
 def _tile(sizes: tuning.Symmetric, recipe: Recipe | None) -> tuple[int, int]:

@@ -1,15 +1,17 @@
 """HybridEP's functions on ranks that share memory: rows travel straight to where the experts read.
 
-    count → announce → barrier → push → barrier → spread, and zero the padding          dispatch
-    barrier → add up a token's rows here → barrier → pull                               combine
+    count → announce → barrier → push, and zero the padding → barrier → spread          dispatch
+    barrier → add up a token's rows here, send the sum home → barrier → add up          combine
 
 The host never waits: sizes are given, and every rank computes the layout and all overflows from all
 ranks' counts. This module is an implementation of three functions, with those that read quantised
 rows. Read `steps` first.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from moe_fast.declared import COMPUTED, COPY, READ, Family
 from moe_fast.dispatch import wire
 from moe_fast.dispatch.exchange import check_combined, counts_of_all, size_and_rank
 from moe_fast.dispatch.slabs import Room, Slab, slab_for, transport_of
-from moe_fast.dispatch.steps import FREE, Handle, Programs, collect, resend, run, send
+from moe_fast.dispatch.steps import FREE, Handle, Programs, advance, collect, resend, run, run_with, send
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import check_device
 from moe_fast.quantization.quantized import codes, dequantize, scales
@@ -39,11 +41,52 @@ Parts = tuple[Tensor | None, Tensor | None]  # rows or tokens, and their probs
 SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of rows that are added
 
 
+class Early(NamedTuple):
+    """Tokens on their way to the other rank."""
+
+    tokens: Tensor
+    slab: Slab
+    wait: Callable[[], None]  # lets later work on the current stream come after their departure
+
+
+def start_early(tokens_TH: Tensor, *, num_experts: int, num_rows: int, group: Any) -> Early:
+    """Copy all tokens to the other of two ranks, before the routing is known: for their dispatch
+    with as many rows, which then sends none. All ranks call it together.
+
+    Over NVLink a copy engine moves them, on a stream of its own, while the gate and the router run.
+    It pays where nearly every token goes to both ranks.
+
+    Raises:
+        ValueError: another number of ranks than two; see `hybridep_dispatch`.
+    """
+    ranks, rank = size_and_rank(group)
+    require(ranks == 2, "group", f"of {ranks} ranks", "of two")
+    check_device("tokens", tokens_TH)
+    tokens, device = tokens_TH.detach(), tokens_TH.device
+    slab = slab_for(group, device, Room(ranks, num_experts, num_rows, tokens.shape[1] * tokens.element_size()))
+    steps = advance(tokens, num_rows, slab, rank)
+    if slab.aside is None:
+        run(steps, slab)
+        return Early(tokens_TH, slab, lambda: None)
+    here, other = torch.cuda.current_stream(device), _copies(device)
+    other.wait_stream(here)
+    with torch.cuda.stream(other):
+        run_with(steps, slab.aside)
+    return Early(tokens_TH, slab, lambda: torch.cuda.current_stream(device).wait_stream(other))
+
+
+@cache
+def _copies(device: torch.device) -> Any:
+    """The GPU's stream of such copies."""
+    return torch.cuda.Stream(device)
+
+
 def hybridep_dispatch(
     tokens_TH: Tensor, routing_map_TE: Tensor,
     *, probs: Tensor | None = None, align: int | None = None, num_rows: int | None = None,
     recipe: Recipe | None = None, num_sms: int | None = None, num_blocks: int | None = None,
     deduplicate: bool = True, group: Any = None,
+    early: Early | None = None,
 ) -> Dispatched:  # fmt: skip
     """Write each token straight to its rows on the ranks that want it; `num_rows` is the same on
     all ranks.
@@ -52,7 +95,8 @@ def hybridep_dispatch(
     the group has met with as much room (`slabs.slab_for`). A GPU waits for a missing rank for
     `slabs.BARRIER_MS`, then gives up with an error. With a recipe each token is quantised where it
     is read: the bits are those of rows quantised on arrival. With `deduplicate` a token travels
-    once to a rank and is copied there; the results are the same.
+    once to a rank and is copied there; the results are the same. `early` is what `start_early` of
+    the same tokens has returned on all ranks.
 
     `num_sms` is the most programs, and so multiprocessors, of the kernel that writes to other
     ranks; `num_blocks` of the one that copies rows here. The backward's kernels have as many.
@@ -73,13 +117,15 @@ def hybridep_dispatch(
     slab = slab_for(group, tokens_TH.device, room)
     most = Programs(num_sms, num_blocks)
     options, rank_rows = (align or 1, most_rows, slab, rank, group, deduplicate, most), slice(whole[rank])
-    if recipe is None:
-        rows, row_probs, counts, handle = _Dispatch.apply(tokens_TH, probs, routing_map_TE, *options)
-        rows, row_probs, handle = (
-            rows[rank_rows],
-            None if row_probs is None else row_probs[rank_rows],
-            replace(handle, own_rows=whole[rank]),
+    if early is not None:
+        plain = recipe is None and deduplicate and early.slab is slab and early.tokens is tokens_TH
+        require(
+            plain, "early", "of other tokens or rows, or with a recipe or duplicates", "None, or as start_early says"
         )
+    if recipe is None:
+        waits = None if early is None else early.wait
+        inputs = (tokens_TH, probs, routing_map_TE, whole[rank], waits)
+        rows, row_probs, counts, handle = _Dispatch.apply(*inputs, *options)
         return Dispatched(rows, row_probs, counts, handle, handle.overflow_W[rank])
     form, row_probs, counts, handle = run(send(tokens_TH.detach(), routing_map_TE, probs, *options, recipe), slab)
     handle = replace(handle, own_rows=whole[rank])
@@ -110,10 +156,10 @@ def hybridep_combine(
     rows_PH: Tensor, handle: Handle,
     *, probs: Tensor | None = None, num_sms: int | None = None, num_blocks: int | None = None, group: Any = None,
 ) -> Combined:  # fmt: skip
-    """Add each token's rows on every rank, and pull the sums; no probability is applied.
+    """Add each token's rows on every rank, and the sums at home; no probability is applied.
 
-    Probs, [P] or None, come back as [T,E]. `num_sms` is the most programs of the kernel that reads
-    from other ranks, `num_blocks` of the one that adds rows here; as in dispatch.
+    Probs, [P] or None, come back as [T,E]. `num_sms` is the most programs of the kernel that writes
+    to other ranks, `num_blocks` of the one that adds up here; as in dispatch.
 
     Raises:
         ValueError: rows of another shape than dispatch's, or another group.
@@ -131,20 +177,24 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, probs: Tensor | None, routing_map: Tensor, align: int,
-        num_rows: int, slab: Slab, rank: int, group: Any, once: bool, most: Programs,
+        ctx: Any, tokens: Tensor, probs: Tensor | None, routing_map: Tensor, own_rows: int,
+        waits: Callable[[], None] | None, align: int, num_rows: int, slab: Slab, rank: int, group: Any, once: bool,
+        most: Programs,
     ) -> Any:  # fmt: skip
         ctx.set_materialize_grads(False)
-        options = (align, num_rows, slab, rank, group, once, most)
-        rows, row_probs, counts, handle = run(send(tokens, routing_map, probs, *options), slab)
-        ctx.handle, ctx.most = handle, most
+        ctx.most = most
+        steps = send(tokens, routing_map, probs, align, num_rows, slab, rank, group, once, most, advanced=waits)
+        rows, row_probs, counts, handle = run(steps, slab)
+        # here: a slice of the results would copy their gradients
+        rows, row_probs = rows[:own_rows], None if row_probs is None else row_probs[:own_rows]
+        ctx.handle = handle = replace(handle, own_rows=own_rows)
         ctx.mark_non_differentiable(counts, *(x for x in (rows,) if not x.is_floating_point() or x.element_size() == 1))
         return rows, row_probs, counts, handle
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None, *_: Any) -> Any:
-        return *_collect(d_rows, d_probs, ctx.handle, ctx.most), *(None,) * 8
+        return *_collect(d_rows, d_probs, ctx.handle, ctx.most), *(None,) * 10
 
 
 class _Place(torch.autograd.Function):

@@ -124,6 +124,15 @@ def store_gate_and_value(
             tl.store(place + between, dv, mask=inside)
 
 
+@triton.jit
+def rows_of_experts(totals_ptr, num_rows):
+    """The rows that a plan says are the experts'; all where it says -1, or where there is none."""
+    if totals_ptr is not None:
+        end = tl.load(totals_ptr + 1)
+        num_rows = tl.where((end < 0) | (end > num_rows), num_rows, end)
+    return num_rows
+
+
 @triton.jit(do_not_specialize=["stride_probs", "num_rows", "parts", "offset", "clamp", "alpha"])
 def activation_kernel(
     h_ptr, stride_h_p, stride_h_f, probs_ptr, stride_probs,
@@ -131,6 +140,8 @@ def activation_kernel(
     out_ptr,
     # the E4M3 codes of h, contiguous bytes; may be left out
     codes_ptr,
+    # the totals of a plan of the products; may be left out
+    totals_ptr,
     # sizes; `parts` programs per row
     num_rows, width, between, parts,
     # numbers, as bits of a float64
@@ -139,6 +150,7 @@ def activation_kernel(
     ACCUMULATOR: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """out = f(u) · (v + offset) · p, without a gate f(u) · p, each program one tile."""
+    num_rows = rows_of_experts(totals_ptr, num_rows)
     p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     first = tl.program_id(0) % parts * BLOCK_F
     u, v = load_gate_and_value(
@@ -170,17 +182,22 @@ def activation_backward_kernel(
     d_out_ptr, stride_d_out_p, stride_d_out_f, h_ptr, stride_h_p, stride_h_f, probs_ptr, stride_probs,
     # results, contiguous; either may be left out
     d_h_ptr, d_probs_ptr,
-    # sizes; `parts` programs per row, `tiles` each: one program, if there are
-    # d_probs
+    # the totals of a plan of the products; may be left out
+    totals_ptr,
+    # sizes; `parts` programs per row, `tiles` each: one program, if there are d_probs
     num_rows, width, between, parts, tiles,
     # numbers, as bits of a float64
     offset, clamp, alpha,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """g = d_out · p: du = g f'(u) (v + offset), dv = g f(u), dp = Σ_f d_out f(u) (v + offset)."""
+    """g = d_out · p: du = g f'(u) (v + offset), dv = g f(u), dp = Σ_f d_out f(u) (v + offset); past
+    the experts' rows dp = 0, and du and dv are not written.
+    """
     p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-    real = p < num_rows  # the last tile sticks out
+    in_probs = p < num_rows  # the last tile sticks out
+    num_rows = rows_of_experts(totals_ptr, num_rows)
+    real = p < num_rows  # as above
     bound = number(clamp, ACCUMULATOR)
     if probs_ptr is not None:
         prob = widened(tl.load(probs_ptr + p * stride_probs, mask=real, other=0.0), ACCUMULATOR)[:, None]
@@ -220,4 +237,4 @@ def activation_backward_kernel(
             dv = rounded(dv, d_h_ptr.dtype.element_ty)
             store_gate_and_value(d_h_ptr, du, dv, p, num_rows, first, width, between, LAYOUT, BLOCK_F)
     if d_probs_ptr is not None:
-        tl.store(d_probs_ptr + p, rounded(tl.sum(total, axis=1), d_probs_ptr.dtype.element_ty), mask=real)
+        tl.store(d_probs_ptr + p, rounded(tl.sum(total, axis=1), d_probs_ptr.dtype.element_ty), mask=in_probs)

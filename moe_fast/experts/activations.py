@@ -72,12 +72,13 @@ def glu(
     h_PF2: Tensor,
     *, probs: Tensor | None = None, kind: str = "swiglu", offset: float = 0.0,
     clamp: float | None = None, alpha: float | None = None, interleave: int | None = None,
-    round_before_probs: bool = False, fp8_input_store: bool = False,
+    round_before_probs: bool = False, fp8_input_store: bool = False, totals: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """A gated activation, times the row's probability: one launch.
 
     Saved for the backward are the probs and h, with `fp8_input_store` as E4M3 codes that the same
-    launch writes.
+    launch writes. With the `totals` of a plan, rows past the experts' are not written, nor is d_h
+    there.
 
     Raises:
         ValueError: also for probs of other dtypes than `PROBS`.
@@ -86,7 +87,11 @@ def glu(
     check_input_store(fp8_input_store, kind)
     check_fused(h_PF2, probs)
     return _Activation.apply(
-        h_PF2, probs, Settings(kind, True, round_before_probs, offset, clamp, alpha, interleave), fp8_input_store
+        h_PF2,
+        probs,
+        Settings(kind, True, round_before_probs, offset, clamp, alpha, interleave),
+        fp8_input_store,
+        totals,
     )
 
 
@@ -110,16 +115,18 @@ def glu_backward(
 
 @traceable
 def activation(
-    h_PF: Tensor, *, probs: Tensor | None = None, kind: str = "squared_relu", round_before_probs: bool = False
-) -> Tensor:
-    """An activation without a gate, times the row's probability: one launch.
+    h_PF: Tensor,
+    *, probs: Tensor | None = None, kind: str = "squared_relu", round_before_probs: bool = False,
+    totals: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """An activation without a gate, times the row's probability: one launch; `totals` as in `glu`.
 
     Raises:
         ValueError: also for probs of other dtypes than `PROBS`.
     """
     check_activation(h_PF, probs, kind)
     check_fused(h_PF, probs)
-    return _Activation.apply(h_PF, probs, Settings(kind, False, round_before_probs), False)
+    return _Activation.apply(h_PF, probs, Settings(kind, False, round_before_probs), False, totals)
 
 
 @traceable
@@ -157,21 +164,24 @@ class _Activation(torch.autograd.Function):
     """`glu` or `activation`; what needs no gradient is not written."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, fp8_input_store: bool) -> Tensor:
+    def forward(
+        ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, fp8_input_store: bool, totals: Tensor | None
+    ) -> Tensor:
         ctx.settings = settings
         codes = (
             torch.empty(h.shape, dtype=torch.uint8, device=h.device)
             if fp8_input_store and any(ctx.needs_input_grad)
             else None
         )  # all by activation_kernel
-        ctx.save_for_backward(h if codes is None else codes, probs)
-        return _forward(h, probs, settings, codes)
+        ctx.save_for_backward(h if codes is None else codes, probs, totals)
+        return _forward(h, probs, settings, codes, totals)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        h, probs = ctx.saved_tensors
-        return *backward_of(d_out, h, probs, ctx.settings, ctx.needs_input_grad[0], ctx.needs_input_grad[1]), None, None
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        h, probs, totals = ctx.saved_tensors
+        wants_h, wants_probs, *_ = ctx.needs_input_grad
+        return *backward_of(d_out, h, probs, ctx.settings, wants_h, wants_probs, totals), None, None, None
 
 
 def _checked_backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings) -> ActivationGradients:
@@ -182,7 +192,9 @@ def _checked_backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: 
     return ActivationGradients(d_h, d_probs)
 
 
-def _forward(h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor | None) -> Tensor:
+def _forward(
+    h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor | None, totals: Tensor | None
+) -> Tensor:
     """f(u) · (v + offset) · p; fills the codes of h, if there are any."""
     num_rows, width = h.shape[0], settings.width(h)
     constants = constants_of(h, h, probs, settings, tuning.for_device(h.device).activation)
@@ -196,6 +208,7 @@ def _forward(h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor 
                 *strided(probs, 1),
                 out,
                 codes,
+                totals,
                 num_rows,
                 width,
                 settings.between(h),
@@ -209,8 +222,9 @@ def _forward(h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor 
 
 @operator
 def backward_of(
-    d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, needs_h: bool, needs_probs: bool
-) -> tuple[Tensor | None, Tensor | None]:
+    d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, needs_h: bool, needs_probs: bool,
+    totals: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of h (in d_out's dtype, or E4M3 codes) and probs; one program sums a row."""
     num_rows, width = h.shape[0], settings.width(h)
     constants = constants_of(h, d_out, probs, settings, tuning.for_device(h.device).activation_backward)
@@ -230,6 +244,7 @@ def backward_of(
                 *strided(probs, 1),
                 d_h,
                 d_probs,
+                totals,
                 num_rows,
                 width,
                 settings.between(h),

@@ -47,13 +47,16 @@ def outer_products(d_out_PM: Tensor, rows_PN: Tensor, plan: Plan, out_LMN: Tenso
         )
 
 
-def matmul(x_PD: Tensor, matrices: Tensor, turned: bool, bias: tuple[Any, ...], plan: Plan, out_PC: Tensor) -> None:
+def matmul(
+    x_PD: Tensor, matrices: Tensor, turned: bool, bias: tuple[Any, ...], plan: Plan, out_PC: Tensor, filled: bool
+) -> None:
     """out[p] = x[p] · weight[e] + bias[e] for operands and a result that have descriptors.
 
     Args:
         matrices: weight, [L, D, C], or if turned its transposes, [L, C, D].
         bias: a tensor, or none, and its strides.
         plan: of tiles of `MATMUL_ROWS`.
+        filled: whether the rows past all segments are written: zeros.
     """
     high, deep, wide = MATMUL_TILE
     pieces = plan.capacity * ceil_div(out_PC.shape[1], wide)
@@ -67,7 +70,8 @@ def matmul(x_PD: Tensor, matrices: Tensor, turned: bool, bias: tuple[Any, ...], 
             plan.tile_4C,
             plan.total_2,
             plan.capacity,
-            *out_PC.shape,
+            out_PC.shape[0] if filled else 0,
+            out_PC.shape[1],
             x_PD.shape[1],
             TURNED=turned,
             **MATMUL,
@@ -118,13 +122,14 @@ def rows_of_tile(num_rows: int, num_experts: int) -> int:
 
 def scaled_matmul(
     codes_PD: Tensor, scales: tuple[Any, ...], matrices_LCD: Tensor, matrix_scales: tuple[Any, ...],
-    bias: tuple[Any, ...], plan: Plan, out_PC: Tensor,
+    bias: tuple[Any, ...], plan: Plan, out_PC: Tensor, filled: bool,
 ) -> None:  # fmt: skip
     """out[p] = x[p] · weight[e] + bias[e] for operands and a result that have descriptors.
 
     Args:
         scales, matrix_scales, bias: each a tensor, or none, and its strides.
         plan: of tiles of `rows_of_tile`.
+        filled: as in `matmul`.
     """
     groups, columns = plan.tile.rows // HEIGHT, ceil_div(out_PC.shape[1], CODES)
     with launch_on(out_PC):
@@ -139,7 +144,8 @@ def scaled_matmul(
             plan.tile_4C,
             plan.total_2,
             plan.capacity,
-            *out_PC.shape,
+            out_PC.shape[0] if filled else 0,
+            out_PC.shape[1],
             codes_PD.shape[1],
             GROUPS=groups,
             STAGES=STAGES[groups],

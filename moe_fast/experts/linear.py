@@ -52,6 +52,8 @@ from moe_ref.config import (
     require,
 )
 
+FILLED = (True, True)  # what a caller may read has no row that is not written
+
 
 @traceable
 def grouped_linear(
@@ -76,10 +78,16 @@ def linear_of(
     rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
     *, bias: Tensor | None = None, recipe: Recipe | None = None, state: LinearState | None = None,
     noise: Tensor | None = None, accumulator: str = "float32", rows_again: bool = False,
-    amaxes: LinearAmax | None = None,
+    amaxes: LinearAmax | None = None, filled: tuple[bool, bool] = FILLED,
 ) -> Tensor:  # fmt: skip
-    """`grouped_linear`. `rows_again`: hooks of autograd drop the saved rows and compute them again,
-    so that the rows are saved, not their codes. `amaxes`: as in `grouped_mlp`.
+    """`grouped_linear`.
+
+    Args:
+        rows_again: hooks of autograd drop the saved rows and compute them again, so that the rows
+            are saved, not their codes.
+        amaxes: as in `grouped_mlp`.
+        filled: whether zeros are written past the last expert's rows of the result, and of the
+            gradient of the rows. A backward_override writes them anyway.
     """
     check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
     check_precision(recipe, state, noise, accumulator)
@@ -88,17 +96,17 @@ def linear_of(
     waiting = waiting_for(weight_LMN)
     if waiting is not None:
         settings: dict[str, Any] = {"recipe": recipe, "state": state, "noise": noise, "accumulator": accumulator}
-        settings |= {"rows_again": rows_again, "amaxes": amaxes}
+        settings |= {"rows_again": rows_again, "amaxes": amaxes, "filled": filled}
         out = linear_of(rows_PN, weight_LMN.detach(), tokens_per_expert_L, bias=bias, **settings)
         anchor = out.new_empty(0, requires_grad=True)
         wgrad = partial(_wgrad_of, precision=None if recipe is None else Precision(recipe, state, noise, amaxes))
         return Later.apply(out, anchor, rows_PN, tokens_per_expert_L, waiting, wgrad)
     if recipe is None:
-        return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L)
+        return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, filled)
     precision = Precision(recipe, state, noise, amaxes)
     if recipe.backward_override is not None:
         return _OverriddenLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
-    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again)
+    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again, filled)
 
 
 def activated_linear(
@@ -221,22 +229,26 @@ class _GroupedLinear(torch.autograd.Function):
     """`grouped_linear`; one plan serves the forward and the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor,
+        filled: tuple[bool, bool],
+    ) -> Tensor:  # fmt: skip
         plan = _plan(tokens_per_expert, rows)
-        ctx.plan, ctx.bias_dtype = plan.without_tensors(), None if bias is None else bias.dtype
+        ctx.plan, ctx.filled = plan.without_tensors(), filled
+        ctx.bias_dtype = None if bias is None else bias.dtype
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(rows if wants_weight else None, weight if wants_rows else None, *plan.tensors)
-        return _multiply(rows, weight.transpose(1, 2), bias, plan)
+        return _multiply(rows, weight.transpose(1, 2), bias, plan, filled[0])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         rows, weight, *tensors = ctx.saved_tensors
         plan = ctx.plan.with_tensors(tensors)
-        d_rows = None if weight is None else _multiply(d_out, weight, None, plan)
+        d_rows = None if weight is None else _multiply(d_out, weight, None, plan, ctx.filled[1])
         d_weight = None if rows is None else _outer_products(d_out, rows, None, plan)
         d_bias = segment_sums(d_out, ctx.bias_dtype, plan) if ctx.needs_input_grad[2] else None
-        return d_rows, d_weight, d_bias, None
+        return d_rows, d_weight, d_bias, None, None
 
 
 @as_operators
@@ -295,8 +307,8 @@ def _plan(tokens_per_expert: Tensor, rows: Tensor, multiple: int = 1) -> Plan:
     return make_plan(tokens_per_expert, rows.shape[0], tile, multiple)
 
 
-def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Plan) -> Tensor:
-    """out[p] = x[p] · weight[e] + bias[e] for the rows p of each expert e, 0 past them."""
+def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Plan, filled: bool = True) -> Tensor:
+    """out[p] = x[p] · weight[e] + bias[e] for each expert's rows p; past them 0 if filled."""
     x, weight, tile = x_PD.resolve_neg(), weight_LDC.resolve_neg(), plan.tile
     num_rows, depth, num_columns = *x.shape, weight.shape[2]
     # by grouped_matmul_kernel: the tiles, and the rows past them
@@ -307,7 +319,7 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
     described = have_descriptors(x, weight.transpose(1, 2) if turned else weight, out)
     if described and tile.rows == hopper.MATMUL_ROWS and is_hopper(x.device):
         matrices = weight.transpose(1, 2) if turned else weight
-        hopper.matmul(x, matrices, turned, strided(bias_LC, 2), plan, out)
+        hopper.matmul(x, matrices, turned, strided(bias_LC, 2), plan, out, filled)
         return out
     wide = x.dtype == torch.float64
     with launch_on(x):
@@ -322,7 +334,7 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
             plan.tile_4C,
             plan.total_2,
             plan.capacity,
-            num_rows,
+            num_rows if filled else 0,
             num_columns,
             depth,
             ACCUMULATOR=tl.float64 if wide else tl.float32,

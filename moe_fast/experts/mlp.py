@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_fast.experts.activations import Settings, activation, check_probs, glu
 from moe_fast.experts.delayed import Waiting, delaying
-from moe_fast.experts.linear import activated_linear, check_product, grouped_linear, linear_of
+from moe_fast.experts.linear import FILLED, activated_linear, check_product, grouped_linear, linear_of
 from moe_fast.experts.padding import Padding
-from moe_fast.experts.segments import plans_shared
+from moe_fast.experts.segments import plans_shared, shared_totals
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
 from moe_fast.launch.backend import check_device
 from moe_fast.launch.operators import traceable, tracing
@@ -38,6 +38,9 @@ from moe_ref.config import (
 
 X = TypeVar("X")
 Y = TypeVar("Y")
+# `filled` of both products: what stays in here needs no zeros past the experts' rows, which the
+# activation leaves out by the totals of a plan; a graph shares no plan
+WITHIN = ((False, True), (True, False))
 
 
 @traceable
@@ -84,7 +87,10 @@ def grouped_mlp(
         _experts,
         act=act,
         settings=None if recipe is not None else Settings(kind, kind in GATED, round_before_probs, **shape),
-        linears=[partial(linear_of, recipe=recipe, state=own, amaxes=seen) for own, seen in pairs],
+        linears=[
+            partial(linear_of, recipe=recipe, state=own, amaxes=seen, filled=filled)
+            for (own, seen), filled in zip(pairs, (FILLED, FILLED) if tracing() else WITHIN, strict=True)
+        ],
         noise=noise,
         align=None if recipe is None else align,
         probs_on_input=probs_on_input,
@@ -197,6 +203,7 @@ def _experts(
             with _computed_again(rows_PH, rows_again):
                 fc1 = partial(linears[0], bias=fc1_bias, noise=noise1, rows_again=rows_again is not None)
                 h_PF = fc1(rows_PH, fc1_weight_LFH, tokens_per_expert_L)
+            act = partial(act, totals=shared_totals())
             a_PF = act(h_PF, probs=p_P)
             a_again = partial(act, h_PF.detach(), probs=None if p_P is None else p_P.detach()) if again else None
         with _computed_again(a_PF, a_again):

@@ -66,9 +66,11 @@ def multiple_of(recipe: Recipe) -> int:
     return BLOCK[recipe.scaling] if recipe.scaling in WHOLE_BLOCKS else 1
 
 
-def scaled_fprop(x: Quantized, weight: Quantized, plan: Plan, *, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b of each expert's rows, [P,M] in x's dtype before quantisation, 0 past the last
-    expert.
+def scaled_fprop(
+    x: Quantized, weight: Quantized, plan: Plan, *, bias: Tensor | None = None, filled: bool = True
+) -> Tensor:
+    """x Wᵀ + b of each expert's rows, [P,M] in x's dtype before quantisation; past the last expert
+    0, if filled.
 
     x has its form by rows, split by the plan's counts; weight, [L·M,N], its own, split into
     experts. Products of codes, times scales, are summed in float32 (on Hopper FP8's 128 first with
@@ -76,11 +78,13 @@ def scaled_fprop(x: Quantized, weight: Quantized, plan: Plan, *, bias: Tensor | 
     """
     form = weight.form(False)
     matrices_LMN = form.codes_MN.unflatten(0, (plan.num_experts, form.codes_MN.shape[0] // plan.num_experts))
-    return _multiply(x, Matrices(weight, form, matrices_LMN, False), bias, plan)
+    return _multiply(x, Matrices(weight, form, matrices_LMN, False), bias, plan, filled)
 
 
-def scaled_dgrad(d_out: Quantized, weight: Quantized, plan: Plan) -> Tensor:
-    """d_out W of each expert's rows, [P,N]; d_out has its form by rows, weight by columns."""
+def scaled_dgrad(d_out: Quantized, weight: Quantized, plan: Plan, *, filled: bool = True) -> Tensor:
+    """d_out W of each expert's rows, [P,N], filled as `scaled_fprop`'s; d_out has its form by rows,
+    weight by columns.
+    """
     form, experts = weight.form(True), plan.num_experts
     height, turned = d_out.form(False).codes_MN.shape[1], form.turned_NT
     if turned is None:
@@ -88,7 +92,7 @@ def scaled_dgrad(d_out: Quantized, weight: Quantized, plan: Plan) -> Tensor:
         turned = _turned(form, make_plan(counts, experts * height, plan.tile))
     width, length = turned.shape[0], turned.stride(0)
     matrices_LNM = turned.as_strided((experts, width, height), (ceil_div(height, TILE_ROWS) * TILE_ROWS, length, 1))
-    return _multiply(d_out, Matrices(weight, form, matrices_LNM, True), None, plan)
+    return _multiply(d_out, Matrices(weight, form, matrices_LNM, True), None, plan, filled)
 
 
 def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into: Tensor | None = None) -> Tensor:
@@ -163,8 +167,8 @@ class Matrices:
         return block[::-1] if self.turned else block
 
 
-def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan) -> Tensor:
-    """out[p] = x[p] · weight[e] + bias[e] for the rows p of each expert e, 0 past them."""
+def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan, filled: bool) -> Tensor:
+    """out[p] = x[p] · weight[e] + bias[e] for each expert's rows p; past them 0 if filled."""
     form = x.form(False)
     device, sizes = form.codes_MN.device, tuning.for_device(form.codes_MN.device).grouped
     num_rows, depth, num_columns = *form.codes_MN.shape, weight.codes_LCD.shape[1]
@@ -179,7 +183,7 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
     if described and have_descriptors(out) and _on_hopper(unit, device, (form.block, weight.form.block)):
         assert x.splits is not None
         cut = plan.cut(hopper.rows_of_tile(num_rows, plan.num_experts), x.splits)
-        hopper.scaled_matmul(codes, _blocks(form), matrices, weight.blocks, strided(bias_LC, 2), cut, out)
+        hopper.scaled_matmul(codes, _blocks(form), matrices, weight.blocks, strided(bias_LC, 2), cut, out, filled)
         return out
     with launch_on(out):
         launch(kernels.scaled_matmul_kernel, (programs(plan.capacity * ceil_div(num_columns, tile.columns), device),))(
@@ -199,7 +203,7 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
             plan.tile_4C,
             plan.total_2,
             plan.capacity,
-            num_rows,
+            num_rows if filled else 0,
             num_columns,
             depth,
             RULE=unit.rule,
@@ -309,7 +313,7 @@ class ScaledLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision,
-        rows_again: bool,
+        rows_again: bool, filled: tuple[bool, bool],
     ) -> Tensor:  # fmt: skip
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
@@ -317,7 +321,8 @@ class ScaledLinear(torch.autograd.Function):
         x = quantized_rows(rows, "input", counts, precision, True, columns)
         matrices = quantized_weight(weight, precision, True, wants_rows)
         plan = scaled_plan(counts, rows.shape[0], precision.recipe)
-        out = scaled_fprop(x, matrices, plan, bias=bias)
+        out = scaled_fprop(x, matrices, plan, bias=bias, filled=filled[0])
+        ctx.filled = filled
         ctx.plan, ctx.precision, ctx.bias_dtype = (
             plan.without_tensors(),
             precision,
@@ -330,20 +335,21 @@ class ScaledLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         counts, rows, *tensors = ctx.saved_tensors
         plan = ctx.plan.with_tensors(tensors[6:])
         wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         d_rows = d_weight = None
         if wants_rows or wants_weight:
             d = quantized_rows(d_out, "grad_output", counts, ctx.precision, wants_rows, wants_weight)
-            d_rows = scaled_dgrad(d, with_tensors(ctx.weight, tensors[3:6], True), plan) if wants_rows else None
+        if wants_rows:
+            d_rows = scaled_dgrad(d, with_tensors(ctx.weight, tensors[3:6], True), plan, filled=ctx.filled[1])
         if wants_weight:
             again = rows is not None
             x = quantized_rows(rows, "input", counts, ctx.precision, False, True) if again else ctx.x
             d_weight = scaled_wgrad(d, x if again else with_tensors(x, tensors[:3], True), plan)
         d_bias = segment_sums(d_out, ctx.bias_dtype, plan) if wants_bias else None
-        return d_rows, d_weight, d_bias, None, None, None
+        return d_rows, d_weight, d_bias, None, None, None, None
 
 
 def _has_columns(recipe: Recipe, dtype: torch.dtype) -> bool:

@@ -100,6 +100,11 @@ def _made_once(make: Callable[[], X], counts: Tensor, *more: Any) -> X:
     return made
 
 
+def shared_totals() -> Tensor | None:
+    """`total_2` of the first plan within `plans_shared`; None without one, as in a graph."""
+    return next((made.total_2 for made in (_shared.get() or {}).values() if isinstance(made, Plan)), None)
+
+
 def copy_of(tokens_per_expert: Tensor) -> Tensor:
     """The counts, for a backward: the caller may change its own before."""
     return _made_once(tokens_per_expert.clone, tokens_per_expert, "copy")

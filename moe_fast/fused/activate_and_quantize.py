@@ -265,7 +265,7 @@ def _launch(
     if has_memory() and programs:
         with launch_on(h):
             launch(kernel, (programs,))(
-                *d_out, *strided(h), *strided(source.probs, 1), *results, *sizes, *settings.numbers(), **constants
+                *d_out, *strided(h), *strided(source.probs, 1), *results, None, *sizes, *settings.numbers(), **constants
             )
 
 

@@ -172,6 +172,7 @@ class Symmetric(Tile):
     fill_rows: int  # of padding that are zeroed at once
     tail_lanes: int  # programs that share the rows past the segments
     unroll: int  # rows of a token that are on their way together
+    group: int  # rows that a program sees to: few of them have travelled
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ GPU = Tuning(
     ),
     activation=Tile(tokens=4, columns=256, num_warps=4),  # 16 bytes a lane; 256 divides nearly every model's width
     activation_backward=Tile(tokens=4, columns=256, num_warps=4),  # a warp walks along one row
-    symmetric=Symmetric(tokens=1, columns=1024, lists=128, fill_rows=8, tail_lanes=64, unroll=2, num_warps=4),
+    symmetric=Symmetric(tokens=1, columns=1024, lists=128, fill_rows=8, tail_lanes=64, unroll=4, group=4, num_warps=4),
     quantize=Quantize(
         rows=Walk(tokens=4, columns=512, num_warps=1, steps=1, stages=1),
         columns=Walk(tokens=32, columns=64, num_warps=2, steps=4, stages=1, registers=96),
@@ -165,7 +165,7 @@ INTERPRETER = Tuning(
     ),
     activation=Tile(tokens=32, columns=128, num_warps=4),
     activation_backward=Tile(tokens=32, columns=128, num_warps=4),
-    symmetric=Symmetric(tokens=32, columns=128, lists=16, fill_rows=64, tail_lanes=2, unroll=2, num_warps=4),
+    symmetric=Symmetric(tokens=32, columns=128, lists=16, fill_rows=64, tail_lanes=2, unroll=2, group=4, num_warps=4),
     quantize=Quantize(
         rows=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
         columns=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),

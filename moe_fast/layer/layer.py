@@ -49,6 +49,8 @@ from moe_ref.config import (
 from moe_ref.config.router import expert_capacity
 
 Combine = Callable[[Tensor], Tensor]
+Early = tuple[Tensor, dict[str, Any]] | None  # tokens on their way, as a setting of their dispatch
+EARLY_TOPK = 4  # a token then goes to the other of two ranks with a probability of 1 - 2⁻⁴ or more
 TRUSTED = IndexPolicy(values="trusted")  # of the router's own choice
 
 
@@ -102,11 +104,12 @@ def moe_layer(
         free, over = replace(config, num_rows=None), attrgetter("dispatched.overflow")
         return in_room(lambda few: run(config=config if few else free), over, group, x_TH.device)
     options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask}
+    early = _started(x_TH, parameters, config, group, shared_memory)
     logits, routed = routed_by(x_TH, parameters, config, state, group, noise, options)
     rest = after_router(
         x_TH, parameters, config, routed, group=group, recompute=recompute, wgrads=wgrads,
         linear_states=linear_states, amaxes=amaxes, overlap_shared=overlap_shared,
-        in_dispatch_backward=in_dispatch_backward, shared_memory=shared_memory,
+        in_dispatch_backward=in_dispatch_backward, shared_memory=shared_memory, early=early,
     )  # fmt: skip
     return LayerOutput(logits, routed, *rest)
 
@@ -125,11 +128,11 @@ def after_router(
     *, group: Any = None, recompute: str | Sequence[str] | None = None, wgrads: Waiting | None = None,
     linear_states: tuple[LinearState, LinearState] | None = None,
     amaxes: tuple[LinearAmax, LinearAmax] | None = None, overlap_shared: bool = False,
-    in_dispatch_backward: Callable[[], None] | None = None, shared_memory: bool = False,
+    in_dispatch_backward: Callable[[], None] | None = None, shared_memory: bool = False, early: Early = None,
 ) -> tuple[Any, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """`moe_layer` of tokens that are routed: its results after the router's."""
-    tokens = x_TH if p.latent_down is None else latent_projection(x_TH, p.latent_down)
-    dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory)
+    """`moe_layer` of tokens that are routed, or on their way: its results after the router's."""
+    tokens, started = early or (_narrowed(x_TH, p), {})
+    dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory, started)
     shared_part = partial(_shared, x_TH, p, config)
     if overlap_shared:
         shared, (dispatched, combine, permuted) = beside(shared_part, dispatch, x_TH.device)
@@ -196,7 +199,24 @@ def _shared(x_TH: Tensor, p: LayerParameters, config: LayerConfig) -> Tensor | N
 # ---- dispatch: tokens to rows of experts, and the function that brings rows back
 
 
-def _dispatched(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, shared_memory: bool) -> Sent:
+def _narrowed(x_TH: Tensor, p: LayerParameters) -> Tensor:
+    """The tokens that travel."""
+    return x_TH if p.latent_down is None else latent_projection(x_TH, p.latent_down)
+
+
+def _started(x_TH: Tensor, p: LayerParameters, config: LayerConfig, group: Any, shared_memory: bool) -> Early:
+    """Tokens on their way before the router, where it pays."""
+    possible = shared_memory and config.num_rows is not None and config.dispatcher == "hybridep"
+    if not possible or config.router.topk < EARLY_TOPK or group is None or dist.get_world_size(group) != 2:
+        return None
+    tokens = _narrowed(x_TH, p)
+    sizes: dict[str, Any] = {"num_experts": config.router.num_experts, "num_rows": config.num_rows}
+    return tokens, {"early": symmetric.start_early(tokens, group=group, **sizes)}
+
+
+def _dispatched(
+    tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, shared_memory: bool, started: dict[str, Any]
+) -> Sent:
     """The rows of this rank's experts, and the way back."""
     if group is None:
         return _on_one_rank(tokens, routed, config.router)
@@ -207,7 +227,7 @@ def _dispatched(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group:
         groups = dist.get_world_size(group) // shards
         flat = partial(flatten_experts, expert_parallel=groups, expert_tensor_parallel=shards)
         routed = routed._replace(probs=flat(routed.probs), routing_map=flat(routed.routing_map))
-    sent: Sent = DISPATCH[way](tokens, routed, config, group)
+    sent: Sent = DISPATCH[way](tokens, routed, config, group, **started)
     return sent
 
 
@@ -262,8 +282,8 @@ def _most_rows(tokens: int, router: RouterConfig) -> int:
 def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callable[..., Sent]:
     """A dispatcher that reads the routing map."""
 
-    def run(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any) -> Sent:
-        sent = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group, **config.dispatch)
+    def run(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, **started: Any) -> Sent:
+        sent = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group, **config.dispatch, **started)
 
         def back(rows: Tensor) -> Tensor:
             result = combine(rows, sent.handle, group=group, **config.combine)

@@ -164,8 +164,9 @@ def quantize_tiles_kernel(
     num_rows, num_columns, num_groups, parts, steps,
     # numbers, as bits of a float64
     epsilon, infinity,
-    FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, SQUARE: gl.constexpr, BLOCK_G: gl.constexpr,
-    STAGES: gl.constexpr,
+    FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, SQUARE: gl.constexpr,
+    WHOLE: gl.constexpr,  # also tiles past the last group
+    BLOCK_G: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Blocks of 1 × 128, 128 × 1, or both of one load; SQUARE: 128 × 128, by rows."""
     buffer = gl.allocate_shared_memory(x_desc.dtype, [STAGES, SIZE, SIZE], x_desc.layout)
@@ -176,7 +177,8 @@ def quantize_tiles_kernel(
     tile, tiles = gl.program_id(0) // parts, gl.num_programs(0) // parts
     first, read, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_G)
     begin = gl.program_id(0) % parts * (steps * SIZE)
-    count = gl.where(first < written, gl.minimum(gl.cdiv(num_columns - begin, SIZE), steps), 0)
+    end = written if WHOLE else read
+    count = gl.where(first < end, gl.minimum(gl.cdiv(num_columns - begin, SIZE), steps), 0)
     rows = gl.maximum(gl.minimum(written - first, SIZE), 0).to(gl.int32)
     known = gl.maximum(gl.minimum(read - first, SIZE), 0).to(gl.int32)
     corner = first.to(gl.int32)

@@ -157,8 +157,9 @@ def quantize_blocks_kernel(
     # numbers, as bits of a float64
     epsilon, infinity,
     RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr,
+    WHOLE: tl.constexpr,  # also tiles past the last group
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Blocks of 1 × BLOCK, BLOCK × 1, or both of one load; SQUARE: BLOCK × BLOCK, by rows."""
     tile = tl.program_id(0) // parts
@@ -169,7 +170,8 @@ def quantize_blocks_kernel(
     least = number(epsilon, tl.float32)
     most = number(infinity, tl.float32)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
-    for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
+    end = written if WHOLE else owned
+    for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
         x = load_tile_from(x_ptr, stride_x_m, stride_x_n, first, read, column, num_columns, BLOCK_M, BLOCK_N)
         if not ALIGNED:  # noqa: SIM102 - known to the compiler; what follows is not

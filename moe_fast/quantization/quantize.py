@@ -54,7 +54,7 @@ def quantize_for_products(
     columnwise: bool = False, state: QuantizerState | None = None, noise: Tensor | None = None,
 ) -> Quantized:  # fmt: skip
     """`quantize` for the products of `experts`: with block scaling, the form by columns is
-    transposed in the same launch, and has no amax.
+    transposed in the same launch, has no amax, and nothing is written past the last group.
     """
     return _quantize(x_MN, recipe, role, splits, rowwise, columnwise, state, noise, for_products=True).quantized
 
@@ -113,7 +113,7 @@ def _quantize_blocks(
         arguments = *x.shape, *grid.sizes, *scale_limits(recipe, x.dtype)
         with launch_on(x):
             if on_hopper:
-                hopper.quantize_tiles(x, splits, forms, arguments, recipe, format, square, grid)
+                hopper.quantize_tiles(x, splits, forms, arguments, recipe, format, square, not turned, grid)
             else:
                 launch(kernels.quantize_blocks_kernel, (grid.programs,))(
                     *strided(x),
@@ -125,6 +125,7 @@ def _quantize_blocks(
                     ALIGNED=aligned,
                     BLOCK=size,
                     SQUARE=square,
+                    WHOLE=not turned,
                     **grid.settings,
                     **NO_FP_FUSION,
                 )

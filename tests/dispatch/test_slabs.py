@@ -17,6 +17,8 @@ from conformance.judge.exact import bits
 from moe_fast.dispatch import slabs
 from moe_fast.dispatch.slabs import BARRIER_MS, MULTICAST, Room, Slab, slab_for
 from moe_fast.dispatch.steps import run, send
+from moe_fast.dispatch.symmetric import Early, hybridep_dispatch, start_early
+from moe_ref.config import Recipe
 
 CPU = torch.device("cpu")
 
@@ -48,7 +50,7 @@ def test_what_a_graph_has_captured_stays_when_more_room_is_needed(group):
     larger = slab_for(group[0], CPU, Room(1, 2, 9, 8))
     assert larger is not slab and not {int(x) for x in larger.tables.values()} & {int(x) for x in slab.tables.values()}
     assert dispatched(larger, 2) and dispatched(slab, 3)
-    captured = [ref(x) for x in (slab, slab.memory, *slab.tables.values(), *slab.kept)]
+    captured = [ref(x) for x in (slab, slab.memory, *slab.tables.values(), *slab.memories)]
     del slab
     gc.collect()
     assert None not in [each() for each in captured]
@@ -74,6 +76,18 @@ def test_what_is_left_behind_is_no_more_than_what_is_used():
     assert sum(room.rows for room in rooms[:-1]) <= rooms[-1].rows < 2 * 700
     assert Room(2, 8, 10, 4).grown(Room(2, 4, 3, 32)) == Room(2, 8, 10, 32)
     assert Room(2, 8, 10, 4).grown(Room(2, 4, 50, 2)) == Room(2, 8, 50, 4)
+
+
+def test_tokens_travel_early_between_two_ranks_alone(group):
+    tokens, routing_map = torch.ones(3, 2), torch.ones(3, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match="group is of 1 ranks; it must be of two"):
+        start_early(tokens, num_experts=2, num_rows=6, group=group[0])
+    early = Early(tokens, slab_for(group[0], CPU, Room(1, 2, 6, 8)), lambda: None)
+    settings: dict[str, Any] = {"num_rows": 6, "group": group[0], "early": early}
+    hybridep_dispatch(tokens, routing_map, **settings)
+    for others, more in ((tokens.clone(), {}), (tokens, {"deduplicate": False}), (tokens, {"recipe": Recipe("block")})):
+        with pytest.raises(ValueError, match="early is of other tokens or rows, or with a recipe or duplicates"):
+            hybridep_dispatch(others, routing_map, **settings, **more)
 
 
 # ---- over NVLink, with torch's part of it played

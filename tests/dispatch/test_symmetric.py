@@ -18,7 +18,7 @@ from conformance.families.dispatch.cases import DispatchCase
 from conformance.judge.exact import bits
 from moe_fast.dispatch.slabs import Room, offsets, slab_of
 from moe_fast.dispatch.steps import Programs
-from moe_fast.dispatch.symmetric import Handle, collect, resend, send
+from moe_fast.dispatch.symmetric import Handle, advance, collect, resend, send
 from moe_fast.launch.backend import INTERPRETED
 from tests.honest import direct
 
@@ -55,7 +55,8 @@ class World:
     def slabs(self, num_rows: int) -> list:
         room = Room(self.ranks, self.experts, num_rows, self.hidden * 8)
         memory = [torch.full((offsets(room)[""],), 0x7F, dtype=torch.uint8, device=DEVICE) for _ in range(self.ranks)]
-        return [slab_of(room, own, [x.data_ptr() for x in memory], lambda: None) for own in memory]
+        addresses, rest = [x.data_ptr() for x in memory], (lambda: None, (), "", tuple(memory))
+        return [slab_of(room, own, addresses, *rest) for own in memory]
 
 
 def there(x: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, 
 
     made = [torch.randn(num_rows, world.hidden).to(dtype) for _ in range(ranks)]
     back = moe_ref.hybridep_combine(made, [each.handle for each in right], probs=[each.probs for each in right])
-    pulled = in_step([collect(there(made[r]), there(right[r].probs), handles[r], slabs[r]) for r in range(ranks)])
+    pulled = in_step([collect(there(made[r]), there(right[r].probs), handles[r], slabs[r], FEW) for r in range(ranks)])
     for (tokens, probs), expected in zip(pulled, back, strict=True):
         assert same(tokens, expected.tokens)
         assert same(probs, expected.probs)
@@ -116,6 +117,36 @@ def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, 
         inside = int(got[rank][2].sum())
         assert same(rows[:inside], again[rank][:inside])
         assert same(probs[:inside], right[rank].probs[:inside])
+
+
+def sent_early(world: World, slabs: list, num_rows: int, travelled: bool = True) -> list:
+    """What each rank's dispatch returns after its tokens have travelled, or not."""
+    given = [(there(world.tokens[r]), num_rows, slabs[r], r) for r in range(2)]
+    if travelled:
+        in_step([advance(*own) for own in given])
+    own = [(tokens, there(world.maps[r]), None, 1, rows, slab, r) for tokens, rows, slab, r in given]
+    return in_step([send(*each, advanced=lambda: None) for each in own])
+
+
+@pytest.mark.parametrize("num_rows", [64, 8, 3])
+def test_tokens_that_travel_before_their_routing_arrive_in_the_same_rows(num_rows):
+    """With fewer rows than tokens, those without a slot travel with their routing."""
+    world = World(11, 2, torch.bfloat16, density=0.7)
+    assert [len(own) for own in world.tokens] == [4, 2]
+    right = moe_ref.hybridep_dispatch(world.tokens, world.maps, num_rows=num_rows)
+
+    def are_right(got: list) -> list[bool]:
+        insides = [int(each.tokens_per_expert.sum()) for each in right]
+        return [same(rows[:n], each.rows[:n]) for (rows, *_), each, n in zip(got, right, insides, strict=True)]
+
+    slabs = world.slabs(num_rows)
+    got = sent_early(world, slabs, num_rows)
+    assert are_right(got) == [True, True]
+    made = [torch.randn(num_rows, world.hidden).bfloat16() for _ in range(2)]
+    back = moe_ref.hybridep_combine(made, [each.handle for each in right])
+    pulled = in_step([collect(there(made[r]), None, got[r][-1], slabs[r]) for r in range(2)])
+    assert all(same(tokens, expected.tokens) for (tokens, _), expected in zip(pulled, back, strict=True))
+    assert are_right(sent_early(world, world.slabs(num_rows), num_rows, travelled=False)) != [True, True]  # the twin
 
 
 def test_a_rank_that_copies_to_the_wrong_rows_is_noticed():
@@ -162,9 +193,9 @@ def of_ranks(function: str, counts: tuple[int, ...], **fields) -> DispatchCase:
 
 AMONG_RANKS = [  # later cases need more room; several experts of a token are on the same rank
     of_ranks("hybridep_dispatch", (1, 2), slack=0),
-    of_ranks("hybridep_dispatch", (3, 0, 2), align=4, slack=-1, grads="tokens+probs", num_sms=1, num_blocks=3),
+    of_ranks("hybridep_dispatch", (3, 0, 2), align=4, slack=-1, grads="tokens+probs"),
     of_ranks("hybridep_cached_dispatch", (2, 3), slack=1, probs=""),
-    of_ranks("hybridep_combine", (4, 0, 5), align=2, slack=1, grads="rows", num_sms=3, num_blocks=1),
+    of_ranks("hybridep_combine", (4, 0, 5), align=2, slack=1, grads="rows"),
     of_ranks("hybridep_combine", (4, 5), values="wide", dtype="bfloat16"),
     of_ranks("hybridep_dispatch", (6, 1, 5), spread="one_rank", dtype="bfloat16", fp8="fp8", hidden=129),
     of_ranks("hybridep_dispatch", (9, 7), spread="one_rank", law="history"),
@@ -177,7 +208,7 @@ def among_ranks(namespace: str) -> list[tuple[str, str, object]]:
         return [(outcome.status, outcome.reason, outcome.finding) for _, outcome in pool.run(AMONG_RANKS)]
 
 
-@pytest.mark.parametrize("namespace", ["moe_fast.dispatch.symmetric", "tests.honest.direct"])
+@pytest.mark.parametrize("namespace", ["moe_fast.dispatch.symmetric", "tests.honest.direct", "tests.honest.early"])
 def test_ranks_that_share_memory_are_accepted(namespace):
     assert among_ranks(namespace) == [("PASS", "", None)] * len(AMONG_RANKS)
 

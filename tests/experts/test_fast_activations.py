@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 import moe_fast
 from moe_ref.config import GATED, PLAIN
@@ -60,3 +61,19 @@ def test_probs_of_eight_bits_are_not_supported_and_raise():
         assert moe_fast.supports(function, *arguments, probs=probs.float()) is None
         with pytest.raises(ValueError, match="float8"):
             getattr(moe_fast, function)(*arguments, probs=probs)
+
+
+def test_rows_past_the_experts_are_left_out():
+    """By a plan's totals, tiles and rows. The twin: without, what is there enters the gradient."""
+    h, probs = normal(7, 12, seed=1), normal(7, seed=2)
+    h[3:] = torch.nan
+
+    def of_probs(rows: int, totals: Tensor | None) -> tuple[Tensor, Tensor]:
+        p = probs[:rows].clone().requires_grad_()
+        out = moe_fast.glu(h[:rows].clone().requires_grad_(), probs=p, totals=totals)
+        return out.detach(), *torch.autograd.grad(out, [p], torch.ones_like(out))
+
+    right, without = of_probs(3, None), of_probs(7, None)
+    out, gradient = of_probs(7, torch.tensor([1, 3]))
+    assert torch.equal(out[:3], right[0]) and torch.equal(gradient, torch.nn.functional.pad(right[1], (0, 4)))
+    assert without[1][3:].isnan().all()

@@ -225,7 +225,7 @@ def test_transposed_codes_are_those_of_quantize_and_end_with_zeros(counts):
     splits = torch.tensor(counts)
     right = moe_fast.quantize(x, recipe, splits=splits, columnwise=True).quantized
     got = factors.quantize_for_products(x, recipe, splits=splits, columnwise=True)
-    assert torch.equal(got.rowwise.codes_MN, right.rowwise.codes_MN)
+    assert torch.equal(got.rowwise.codes_MN[: sum(counts)], right.rowwise.codes_MN[: sum(counts)])
     assert got.columnwise.codes_MN.numel() == got.columnwise.amax.numel() == 0  # nothing that no product reads
     row = tile = 0
     for count in counts:

@@ -70,7 +70,9 @@ LARGE_ON_GPU = replace(
     ),
     activation=Tile(tokens=16, columns=256, num_warps=8),
     activation_backward=Tile(tokens=16, columns=256, num_warps=8),
-    symmetric=Symmetric(tokens=4, columns=1024, lists=512, fill_rows=32, tail_lanes=256, unroll=4, num_warps=8),
+    symmetric=Symmetric(
+        tokens=4, columns=1024, lists=512, fill_rows=32, tail_lanes=256, unroll=4, group=8, num_warps=8
+    ),
     quantize=replace(
         GPU.quantize,
         rows=Walk(tokens=16, columns=512, num_warps=8, steps=1, stages=1),

@@ -27,7 +27,7 @@ FORMS = {
 @pytest.mark.parametrize(("forms", "splits"), [*((form, False) for form in FORMS), ("both", True)])
 def test_both_directions_compile_and_two_programs_fit_a_multiprocessor(forms, splits):
     rows, columns, square = FORMS[forms]
-    constants = {"FORMAT": "e4m3", "POWER_OF_TWO": splits, "SQUARE": square, "BLOCK_G": 128}
+    constants = {"FORMAT": "e4m3", "POWER_OF_TWO": splits, "SQUARE": square, "WHOLE": forms == "public", "BLOCK_G": 128}
     constants |= {"STAGES": hopper.WALK.stages, "num_warps": hopper.WALK.num_warps, "maxnreg": hopper.WALK.registers}
     tiles = {"x_desc": ("bf16", [128, 128])}
     shared, _, _ = compiled(
@@ -60,9 +60,9 @@ def test_what_it_is_launched_with(for_products, square, monkeypatch):
         quantize(x, Recipe("block"), role=role)
     assert launched == []
     quantize(x, Recipe("block"), role=role, columnwise=True)
-    ((tensor, splits, forms, arguments, _, format, squares, grid),) = launched
+    ((tensor, splits, forms, arguments, _, format, squares, whole, grid),) = launched
     assert tensor.data_ptr() == x.data_ptr() and splits is None and (format, squares) == ("e4m3", square)
     assert arguments[:2] == x.shape and (grid.tiles, grid.settings["BLOCK_N"]) == (2, 128)
     assert len(forms) == 6 and (forms[3].scale_ptr is None) == square
     turned = forms[0 if square else 3].turned_ptr
-    assert (turned is not None) == for_products
+    assert (turned is not None) == for_products == (not whole)
