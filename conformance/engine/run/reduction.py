@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from conformance.catalogue import runs_in_one_place
 from conformance.core.axes import blocks
 from conformance.core.case import Case
 from conformance.core.space import Space
@@ -77,6 +78,11 @@ def reduce(case: Case, outcome: Outcome, attempt: Callable[[Case], Outcome], sec
 
 
 def _smaller(case: Case) -> Iterator[Case]:
+    """The simpler cases whose calls all run in one place."""
+    yield from filter(runs_in_one_place, _each_smaller(case))
+
+
+def _each_smaller(case: Case) -> Iterator[Case]:
     """With fewer calls before it, simpler itself, with simpler calls before it."""
     for start, stop in blocks(len(case.before)):
         yield replace(case, before=case.before[:start] + case.before[stop:])
