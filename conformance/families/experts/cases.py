@@ -54,6 +54,7 @@ GATES = ("", "geglu", "geglu_erf", "quick_geglu", "reglu")  # empty: the functio
 CURVES = ("", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
 # where σ is 1, exp(-x) is subnormal, overflows, and x³ is large in float32
 FAR = (17.0, 30.0, 88.0, 89.0, 104.0, 200.0, 5000.0)
+HUGE = (0.3, 0.4, 0.6)  # powers of the largest number, of which x⁴, x³, x² overflow
 
 
 @dataclass(kw_only=True)
@@ -93,7 +94,7 @@ class ActivationCase(Case):
     dtype: str = dtypes(*LOGIT_DTYPES)
     probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: not given
     weights: str = choice(*WEIGHTS, of=("probs",), data=True)  # of the probs: see `probs_of`
-    values: str = choice(*VALUES, also=STRANGE[1:], data=True)  # of h: see `hidden_of`
+    values: str = choice(*VALUES, also=(*STRANGE[1:], "huge"), data=True)  # of h: see `hidden_of`
     offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset")  # in eighths
     clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp")  # in eighths; 0: none
     alpha: int = number(0, 1000, 1702, 250, pairs=(1702,), argument="alpha")  # in thousandths; 0: none
@@ -126,9 +127,10 @@ class ActivationCase(Case):
 
 def hidden_of(case: ActivationCase, columns: int) -> Tensor:
     """h: dyadic · rows, dyadic times a power of two per row · bounds, near 0 and the clamp (or 1) ·
-    saturated, where curves are flat · special, dyadic with a NaN or an infinity in some rows ·
-    edges, dyadic with these and subnormal numbers at the ends of every second row · every, all bit
-    patterns; of a gated activation those of the gate, times dyadic values.
+    saturated, where curves are flat · huge, where powers of h overflow · special, dyadic with a NaN
+    or an infinity in some rows · edges, dyadic with these and subnormal numbers at the ends of
+    every second row · every, all bit patterns; of a gated activation those of the gate, times
+    dyadic values.
     """
     shape, kind = (case.tokens, columns), DTYPES[case.dtype]
     plain = payload(case.seed, "h", shape, case.dtype)
@@ -150,6 +152,10 @@ def hidden_of(case: ActivationCase, columns: int) -> Tensor:
             far[torch.from_numpy((noise >> 8).astype(np.int64) % len(far))] * sign,
             plain.double(),
         ).to(kind)
+    if case.values == "huge":
+        power = torch.tensor(HUGE, dtype=torch.float64)[torch.from_numpy((noise >> 8).astype(np.int64) % len(HUGE))]
+        large = float(torch.finfo(kind).max) ** power * sign
+        return torch.where(torch.from_numpy(noise % 2 == 0), large, plain.double()).to(kind)
     if case.values == "special":
         strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
         hit = torch.from_numpy((noise % 4 == 0) & (np.arange(case.tokens) % 2 == case.seed % 2)[:, None])

@@ -10,7 +10,7 @@ from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.signature import FAR, NEAR
 from conformance.core.space import LOGIT_DTYPES, mostly, sizes, some_of
-from conformance.families.experts.cases import COUNTS, GROUPED_VALUES
+from conformance.families.experts.cases import COUNTS, CURVES, GATES, GROUPED_VALUES
 from conformance.families.experts.cases import PROB_DTYPES as PROB_DTYPES
 from conformance.families.experts.precision import LOW_VALUES, fits, may_override
 from conformance.families.experts.space_ratios import ratio_cases
@@ -54,7 +54,13 @@ def long_rows(scope: Scope) -> list[Any]:
         found.append({"tokens": 3, "width": 64, "interleave": 32})  # two blocks of the widest
     if scope.accepts("clamp") and scope.accepts("offset"):
         found += FINE
-    return [*found, *_strange(scope)]
+    return [*found, *_huge(scope), *_strange(scope)]
+
+
+def _huge(scope: Scope) -> list[Changes]:
+    """Numbers whose square or cube overflows, of each kind that multiplies them."""
+    kinds = ("", *GATES[1:4]) if scope.function == "glu" else CURVES[1:4]
+    return [{"tokens": 5, "width": 6, "values": "huge", "kind": kind, "grads": "h"} for kind in kinds]
 
 
 def _strange(scope: Scope) -> list[Any]:

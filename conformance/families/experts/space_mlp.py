@@ -158,7 +158,7 @@ def _sequential_pairs(scope: Scope) -> dict[str, list[Changes]]:
         "activated": _each(ACTIVATED, (_PLAIN, ("", 8, 6, 0, 2, False), _STORED)),
         "weighted": _each(WEIGHTED, (_UNWEIGHTED, *_WEIGHTINGS[1:5:3])),
         "biased": _each(BIASED, (("", ""), ("float32", "bfloat16"))),
-        "kept": [{"align": 0, "recompute": ""}],
+        "kept": _each(KEPT, ((0, ""), (0, "moe_act"))),
         "counts": _segments(*COUNTS),
         "layout": [CONTIGUOUS],
         "dtype": [{"dtype": "float32"}, {"dtype": "bfloat16"}],
