@@ -9,7 +9,7 @@ upper estimate of γ_n, undefined from n·u = 1 on: 256 terms in bf16.)
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -35,9 +35,11 @@ class Bounded(Resolved):
     bound: Tensor  # float64, ≥ 0; 0: exact; infinity: unchecked
     dtype: torch.dtype
     accumulator: torch.dtype
+    # True where NaN and infinities are right too: a stage before may have overflowed; None: nowhere
+    spoilt: Tensor | None = field(default=None, kw_only=True)
 
     check: ClassVar[str] = "bound"
-    by_row: ClassVar[tuple[str, ...]] = ("value", "bound")
+    by_row: ClassVar[tuple[str, ...]] = ("value", "bound", "spoilt")
 
     @property
     def honest(self) -> Tensor:
@@ -54,6 +56,8 @@ class Bounded(Resolved):
         odd = ~np.isfinite(right)
         if odd.any():
             fine = np.where(odd, (right == got) | (np.isnan(right) & np.isnan(got)), fine)
+        if self.spoilt is not None:
+            fine = fine | (self.spoilt.numpy() & ~np.isfinite(got))
         return None if fine.all() else ~fine
 
     def scores(self, observed: Tensor) -> dict[str, float]:

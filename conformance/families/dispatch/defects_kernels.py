@@ -1,5 +1,6 @@
 """Defects of dispatchers that kernels of other libraries have had, or could have; see `planted`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ref
-from conformance.core.defect import Change, Defect, Wrapper
+from conformance.core.defect import Defect, Wrapper
 from conformance.families.dispatch.parts_of_defects import taken
 from conformance.families.quantization.defects import Beside
 
@@ -98,7 +99,7 @@ def _full_is_overflow(dispatch: Wrapper, tokens: Tensor, routing_map: Tensor, **
     return out._replace(overflow=torch.ones_like(out.overflow)) if full else out
 
 
-def _of_the_wire(**change: Change) -> dict[str, Wrapper]:
+def _of_the_wire(**change: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Wrapper]:
     """Readers of rows that travelled as codes, with change(scales) or change(codes, scales)."""
 
     def dispatch(base: Wrapper, *tensors: Tensor, **settings: Any) -> Any:

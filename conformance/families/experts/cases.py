@@ -236,7 +236,8 @@ class GroupedCase(Case):
     into: str = dtypes("", "float32", "float64")  # of accumulate_into; empty: none is given
     accumulator: str = choice("", "float64", argument="accumulator")
     # rows: a power of two per row; special: NaN and infinities in some rows and weights
-    values: str = choice(*GROUPED_VALUES, also=LOW_VALUES, data=True)
+    # cancelling: of float16, halves of the terms add up to more than its largest number
+    values: str = choice(*GROUPED_VALUES, also=(*LOW_VALUES, "cancelling"), data=True)
     index_dtype: str = dtypes("int64", "int32")
 
     @property
@@ -252,6 +253,8 @@ class GroupedCase(Case):
             return f"override is {self.override!r} with scaling {self.scaling!r}, which has no backward_override"
         if self.values in LOW_VALUES and not self.scaling:
             return f"values is {self.values!r}; that is made for a scaling"
+        if self.values == "cancelling" and (self.scaling or self.dtype != "float16"):
+            return f"values {self.values!r} are for products of float16 in high precision"
         return None if fits(self) else f"no exact quantiser of {self.dtype} has values {self.values!r} in this call"
 
     @property
@@ -283,6 +286,8 @@ def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
     )
     if case.values == "rows":
         x = (x.double() * row_scales(case.seed, len(x))).to(kind)
+    if case.values == "cancelling":
+        x = repeated(x * 2.0**14, -1.0, 1)
     if case.values == "special" and columns:
         noise = hashed(case.seed, f"{name} kinds", len(x)).astype(np.int64)
         strange = torch.tensor(INFINITE if case.scaling != "nvfp4" else NO_INFINITY, dtype=kind)
@@ -295,11 +300,20 @@ def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
     return x
 
 
+def repeated(x: Tensor, factor: float, dim: int) -> Tensor:
+    """x, whose second half is its first half times the factor; a middle one stays."""
+    half = x.shape[dim] // 2
+    first, middle = x.narrow(dim, 0, half), x.narrow(dim, 2 * half, x.shape[dim] - 2 * half)
+    return torch.cat([first, middle, first * factor], dim)
+
+
 def weights_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
     """[L, rows, columns]; special: every third expert has a NaN or an infinity."""
     if case.values in LOW_VALUES or (case.scaling and case.values == "rows"):
         return factor_of(case, name)
     weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)
+    if case.values == "cancelling":
+        weight = repeated(weight, 1.0, 1 if case.function == "grouped_dgrad" else 2)
     if case.values == "special" and rows * columns:
         for e in range(case.seed % 3, case.experts, 3):
             weight[e, e % rows, (e + case.seed) % columns] = (

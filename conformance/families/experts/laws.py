@@ -110,7 +110,9 @@ def untouched(
         assert isinstance(expected, Bounded)
         finding = judge(
             name,
-            Bounded(expected.value[rows], expected.bound[rows], expected.dtype, expected.accumulator),
+            replace(
+                expected, **{part: x[rows] for part in expected.by_row if (x := getattr(expected, part)) is not None}
+            ),
             second[name],
         )
         if finding:
