@@ -76,7 +76,10 @@ class Bounded(Resolved):
     def moved(self, corrupt: Tensor) -> bool:
         before, after = self.honest.double().numpy(), corrupt.double().numpy()
         with np.errstate(invalid="ignore"):  # `honest` is rounded, up to one bound away
-            return bool((np.abs(after - before) > 4 * self.bound.numpy()).any())
+            apart = np.abs(after - before) > 4 * self.bound.numpy()
+        if self.spoilt is not None:
+            apart &= ~(self.spoilt.numpy() & ~np.isfinite(after))
+        return bool(apart.any())
 
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
         """The worst element in units of its bound, and how many are wrong."""

@@ -9,6 +9,11 @@ HONEST = (
 )
 ROUTERS = tuple(f"tests.honest.routers:{name}" for name in ("Autograd", "BaseTwo", "Wide", "OneByOne"))
 ACTIVATIONS = tuple(f"tests.honest.activations:{name}" for name in ("Eager", "TanhHalf", "TermByTerm", "Doubles"))
+SUMS = (  # of routers, of rows, and over ranks
+    *(f"tests.honest.sums:{name}" for name in ("LogSum", "Pairs", "Kahan", "Atomics", "Doubled")),
+    "tests.honest.sums:OverRanks",
+)
+LAYERS = tuple(f"tests.honest.layers:{name}" for name in ("Stages", "Kept", "Doubles", "OneStep"))
 EXPERTS = (  # in plain torch, CPU only
     *(f"tests.honest.experts:{name}" for name in ("Autograd", "BaseTwo", "Wide", "Backwards")),
     *(
@@ -16,5 +21,5 @@ EXPERTS = (  # in plain torch, CPU only
         for name in ("ScaledFirst", "ScaledLast", "Split", "FourteenBits", "Reciprocal")
     ),
     *(f"tests.honest.quantizers:{name}" for name in ("Divides", "Multiplies")),
-    *ACTIVATIONS,
+    *(*ACTIVATIONS, *LAYERS),
 )
