@@ -178,7 +178,7 @@ def weight_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
     """[L, rows, columns], a payload scaled by a power of two: outputs stay as large as inputs."""
     weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)
     weight = weight * 2.0 ** -(max(columns - 1, 1).bit_length() // 2)
-    if case.values == OVERFLOW:
+    if getattr(case, "values", "") == OVERFLOW:
         gated = name == "fc1_weight" and case.kind not in PLAIN
         factor = torch.where((torch.arange(rows) < rows // 2) & gated, GATE, VALUE)
         weight = (weight.double() * factor[:, None]).to(weight.dtype)
