@@ -134,8 +134,8 @@ class SharedCase(LayersCase):
     align: ClassVar[int] = 0
 
     def clash(self) -> str | None:
-        if self.counts and (self.layout != "contiguous" or self.scaling):
-            return "ranks have contiguous inputs in high precision"
+        if self.counts and (self.layout != "contiguous" or self.scaling or self.values == OVERFLOW):
+            return "ranks have contiguous inputs in high precision, and no stage that overflows"
         if self.layout_of == "gate_weight" and self.layout == "wide_rows":
             return "a gate has one row"
         return super().clash()
