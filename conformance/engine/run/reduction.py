@@ -82,10 +82,16 @@ def _smaller(case: Case) -> Iterator[Case]:
     yield from filter(runs_in_one_place, _each_smaller(case))
 
 
+PLAIN = {"law": "", "grads": "", "unused": "", "layout": "contiguous", "layout_of": ""}
+
+
 def _each_smaller(case: Case) -> Iterator[Case]:
-    """With fewer calls before it, simpler itself, with simpler calls before it."""
+    """With fewer calls before it, with plain ones, simpler itself, with simpler calls before it."""
     for start, stop in blocks(len(case.before)):
         yield replace(case, before=case.before[:start] + case.before[stop:])
+    plain = tuple(earlier.changed(**PLAIN) for earlier in case.before)
+    if plain != case.before:  # at once: each attempt may need new processes
+        yield replace(case, before=plain)
     yield from _simpler(case)
     for index, earlier in enumerate(case.before):
         for other in _simpler(earlier):
