@@ -8,10 +8,12 @@ import pytest
 
 from conformance.core.case import Case, case_from
 from conformance.engine.child.runner import Outcome
-from conformance.engine.options import Options
+from conformance.engine.options import ChildOptions, Options
 from conformance.engine.run.corpus import checked
+from conformance.engine.run.pool import Pool
 from conformance.engine.run.reduction import failure_key, reduce
 from conformance.engine.run.session import Session
+from conformance.families.dispatch.cases import DispatchCase
 from conformance.families.router.cases import GateCase
 from tests.engine.reduction_helpers import LONG, failed
 from tests.engine.world_fixtures import ShiftCase, forget, register
@@ -73,3 +75,14 @@ def test_a_case_of_ranks_keeps_its_ranks_while_others_run_before_it():
     assert found.finished
     assert {bool(one.counts) for case in tried if case.before for one in (case, *case.before)} == {True}
     assert any(not case.before and not case.counts for case in tried) is False
+
+
+def test_a_dispatcher_that_keeps_an_older_buffer_has_a_small_case():
+    """AD77: two rows, then any call, then one row, which is that of the first call."""
+    one = DispatchCase(function="alltoall_dispatch", hidden=5, slots=(0,))
+    two = replace(one, local_experts=2, topk=2, slots=(1, 0), seed=1)
+    case = checked(case_from(json.loads(replace(one, before=(two, one)).text)))
+    with Pool(ChildOptions("conformance.mutants.planted:AD77.moe_ref", "cpu")) as pool:
+        pool.start()
+        assert pool.run_alone(case).status == "FAIL"
+        assert pool.run_alone(replace(case, before=(one, one))).status == "PASS"
