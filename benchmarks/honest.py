@@ -24,7 +24,7 @@ from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
-from tests.honest import EXPERTS, HONEST, ROUTERS, SUMS
+from tests.honest import EXPERTS, HONEST, OVER_RANKS, ROUTERS, SUMS
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="per variant (default: no limit)")
     options = parser.parse_args()
     rejected = 0
-    for implementation in options.impl or HONEST + ROUTERS + SUMS + EXPERTS:
+    for implementation in options.impl or HONEST + ROUTERS + SUMS + OVER_RANKS + EXPERTS:
         started, counts = time.monotonic(), Counts()
         profile, last = PROFILES[options.profile], started + options.seconds
         try:

@@ -9,10 +9,8 @@ HONEST = (
 )
 ROUTERS = tuple(f"tests.honest.routers:{name}" for name in ("Autograd", "BaseTwo", "Wide", "OneByOne"))
 ACTIVATIONS = tuple(f"tests.honest.activations:{name}" for name in ("Eager", "TanhHalf", "TermByTerm", "Doubles"))
-SUMS = (  # of routers, of rows, and over ranks
-    *(f"tests.honest.sums:{name}" for name in ("LogSum", "Pairs", "Kahan", "Atomics", "Doubled")),
-    "tests.honest.sums:OverRanks",
-)
+SUMS = tuple(f"tests.honest.sums:{name}" for name in ("LogSum", "Pairs", "Kahan", "Atomics", "Doubled"))
+OVER_RANKS = ("tests.honest.sums:OverRanks",)
 LAYERS = tuple(f"tests.honest.layers:{name}" for name in ("Stages", "Kept", "Doubles", "OneStep"))
 EXPERTS = (  # in plain torch, CPU only
     *(f"tests.honest.experts:{name}" for name in ("Autograd", "BaseTwo", "Wide", "Backwards")),
