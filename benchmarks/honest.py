@@ -27,7 +27,7 @@ from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
-from tests.honest import EXPERTS, HONEST, ROUTERS, TACTICS
+from tests.honest import EXPERTS, HONEST, OVER_RANKS, ROUTERS, SUMS, TACTICS
 
 
 def main() -> int:
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="per variant (default: no limit)")
     options = parser.parse_args()
     rejected = 0
-    for implementation in options.impl or HONEST + TACTICS + ROUTERS + EXPERTS:
+    for implementation in options.impl or HONEST + TACTICS + ROUTERS + SUMS + OVER_RANKS + EXPERTS:
         started, counts = time.monotonic(), Counts()
         profile, last = PROFILES[options.profile], started + options.seconds
         try:

@@ -4,10 +4,11 @@ import os
 from importlib import import_module
 from typing import Any
 
+from conformance.core.case import Case
 from conformance.core.contract import Contract
 from conformance.core.family import Family
 from conformance.core.machine import Machine
-from conformance.core.ranks import Collective
+from conformance.core.ranks import Collective, ranks_of
 
 NAMES = ("router", "permutation", "quantization", "fused", "experts", "dispatch", "layer", "parameters")
 # one module per family, in the order of a verdict; the environment may add more, comma-separated
@@ -32,3 +33,13 @@ for _family in FAMILIES:
         _contract.shapes = _family.space[_name]
         _contract.case_type.serves(_name)
         CONTRACTS[_name] = _contract
+
+
+def ranks_with_calls_before(case: Case) -> int:
+    """The most ranks that the case, or a call before it, has; 0 for a single process."""
+    return max(ranks_of(CONTRACTS[one.function], one) for one in (case, *case.before))
+
+
+def runs_in_one_place(case: Case) -> bool:
+    """Whether the calls before it run where the case does: in one process, or in a world."""
+    return len({ranks_of(CONTRACTS[one.function], one) > 0 for one in (case, *case.before)}) == 1

@@ -128,6 +128,12 @@ def _bend_slope(x: Running) -> Running:
     return (t + 1.0) * 0.5 + x * room * (x * x * (3 * GELU_CUBIC) + 1.0) * (0.5 * math.sqrt(2 / math.pi))
 
 
+def _halved_last(x: Running, right: Running) -> Running:
+    """x (1 + erf) / 2 in any order, as torch's own gelu: where the product overflows, anything."""
+    beyond = 2 * x.value > torch.finfo(x.dtype).max
+    return Running(right.value, torch.where(beyond, torch.inf, right.error), right.dtype)
+
+
 def _positive(x: Running) -> Running:
     """1 for x > 0, else 0; either where the interval of x contains 0."""
     either = (x.value.abs() <= x.error) & (x.error > 0)
@@ -136,8 +142,8 @@ def _positive(x: Running) -> Running:
 
 CURVES = {
     "silu": sigmoid_gated(1.0),
-    "gelu": Curve(lambda x: x * _normal(x), _normal_slope),
-    "gelu_tanh": Curve(lambda x: x * ((_bend(x) + 1.0) * 0.5), _bend_slope),
+    "gelu": Curve(lambda x: _halved_last(x, x * _normal(x)), _normal_slope),
+    "gelu_tanh": Curve(lambda x: _halved_last(x, x * ((_bend(x) + 1.0) * 0.5)), _bend_slope),
     "quick_gelu": sigmoid_gated(QUICK_GELU),
     "relu": Curve(relu, _positive),
     "squared_relu": Curve(lambda x: relu(x) * relu(x), lambda x: relu(x) * 2.0),

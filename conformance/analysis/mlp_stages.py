@@ -108,6 +108,7 @@ class Call:
     wide: torch.dtype  # of products with probs, and of activations that include them
     widest: torch.dtype  # of the addition of the second bias
     low: tuple[LowLayer, LowLayer] | None = None  # with a recipe: both layers
+    marked: bool = False  # the error is infinite from where a stage may overflow in the rows' dtype
 
     @property
     def accumulator(self) -> Accumulator:
@@ -119,7 +120,9 @@ class Call:
 
     def kept(self, x: Running, dtype: torch.dtype) -> Running:
         """x rounded to the rows' dtype, as input of a stage computed in `dtype`."""
-        return replace(x.with_rounding(self.rows_PH.dtype), dtype=dtype)
+        x = replace(x.with_rounding(self.rows_PH.dtype), dtype=dtype)
+        beyond = x.value.abs() + x.error > torch.finfo(self.rows_PH.dtype).max
+        return replace(x, error=torch.where(beyond, torch.inf, x.error)) if self.marked else x
 
     def fprop(self, layer: int, x: Running) -> Contraction:
         """The GEMM of a layer, the first with its bias."""

@@ -91,7 +91,9 @@ class Running:
     def __mul__(self, other: Operand) -> "Running":
         y = self.constant(other)
         inherited = _times(self.value.abs(), y.error) + _times(y.value.abs(), self.error) + _times(self.error, y.error)
-        return self._rounded(self.value * y.value, inherited)
+        value = self.value * y.value
+        underflow = (value == 0) & (self.value != 0) & (y.value != 0)  # in float64: no exact zero
+        return self._rounded(value, torch.where(underflow, torch.finfo(self.dtype).tiny, inherited))
 
     def __truediv__(self, other: Operand) -> "Running":
         y = self.constant(other)

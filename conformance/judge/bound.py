@@ -9,7 +9,7 @@ upper estimate of γ_n, undefined from n·u = 1 on: 256 terms in bf16.)
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -35,9 +35,11 @@ class Bounded(Resolved):
     bound: Tensor  # float64, ≥ 0; 0: exact; infinity: unchecked
     dtype: torch.dtype
     accumulator: torch.dtype
+    # True where NaN and infinities are right too: a stage before may have overflowed; None: nowhere
+    spoilt: Tensor | None = field(default=None, kw_only=True)
 
     check: ClassVar[str] = "bound"
-    by_row: ClassVar[tuple[str, ...]] = ("value", "bound")
+    by_row: ClassVar[tuple[str, ...]] = ("value", "bound", "spoilt")
 
     @property
     def honest(self) -> Tensor:
@@ -54,6 +56,8 @@ class Bounded(Resolved):
         odd = ~np.isfinite(right)
         if odd.any():
             fine = np.where(odd, (right == got) | (np.isnan(right) & np.isnan(got)), fine)
+        if self.spoilt is not None:
+            fine = fine | (self.spoilt.numpy() & ~np.isfinite(got))
         return None if fine.all() else ~fine
 
     def scores(self, observed: Tensor) -> dict[str, float]:
@@ -71,12 +75,16 @@ class Bounded(Resolved):
 
     def taken(self, rows: Tensor) -> "Bounded":
         """The bound alone of some rows, which `rows` indexes."""
-        return Bounded(self.value[rows], self.bound[rows], self.dtype, self.accumulator)
+        spoilt = None if self.spoilt is None else self.spoilt[rows]
+        return Bounded(self.value[rows], self.bound[rows], self.dtype, self.accumulator, spoilt=spoilt)
 
     def moved(self, corrupt: Tensor) -> bool:
         before, after = self.honest.double().numpy(), corrupt.double().numpy()
         with np.errstate(invalid="ignore"):  # `honest` is rounded, up to one bound away
-            return bool((np.abs(after - before) > 4 * self.bound.numpy()).any())
+            apart = np.abs(after - before) > 4 * self.bound.numpy()
+        if self.spoilt is not None:
+            apart &= ~(self.spoilt.numpy() & ~np.isfinite(after))
+        return bool(apart.any())
 
     def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
         """The worst element in units of its bound, and how many are wrong."""

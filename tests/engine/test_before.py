@@ -81,7 +81,8 @@ RANKED = DispatchCase(function="alltoall_dispatch", counts=(1, 1), local_experts
         (TINY.record() | {"before": 3}, "must be a list of cases"),
         (TINY.record() | {"before": [TINY.record(), {"function": "fly"}]}, r"before\[1\]: function is 'fly'"),
         (TINY.record() | {"before": [replace(TINY, before=(CAUSE,)).record()]}, "a before of its own"),
-        (RANKED.record() | {"before": [TINY.record()]}, "calls that a rank makes alone"),
+        (RANKED.record() | {"before": [TINY.record()]}, "several ranks run before one of several"),
+        (TINY.record() | {"before": [RANKED.record()]}, "several ranks run before one of several"),
         (TINY.record() | {"before": [replace(TINY, law="gravity").record()]}, r"before\[0\]: law is 'gravity'"),
     ],
 )

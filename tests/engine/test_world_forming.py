@@ -71,7 +71,7 @@ def test_a_rank_that_is_not_like_the_others_is_named_and_nothing_is_left_running
 
     processes: list[int] = []
     world, began = World(start, Patience(20.0)), time.monotonic()
-    outcome = world.run(THREE, 3)
+    outcome = world.run(THREE)
     world.close()
     assert (outcome.status, outcome.finding) == ("ERROR", None)
     assert outcome.reason.startswith(told)
@@ -114,6 +114,6 @@ READY = ("ready", {"functions": {}, "versions": {}})
 def test_a_rank_that_does_not_come_is_waited_for_so_long_and_named(messages, told, monkeypatch):
     monkeypatch.setattr(world_module, "MEETING_SECONDS", 0.5)
     ranks = [Told(READY, ("formed", None)), Told(*messages)]
-    outcome = World(lambda: [*ranks], Patience(20.0)).run(THREE, 2)
+    outcome = World(lambda: [*ranks], Patience(20.0)).run(THREE)
     assert (outcome.status, outcome.reason) == ("ERROR", told)
     assert [rank.ended for rank in ranks] == [1, 1]

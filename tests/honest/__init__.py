@@ -10,6 +10,9 @@ HONEST = (
 TACTICS = ("tests.honest.smallest_tactics", "tests.honest.largest_tactics")
 ROUTERS = tuple(f"tests.honest.routers:{name}" for name in ("Autograd", "BaseTwo", "Wide", "OneByOne"))
 ACTIVATIONS = tuple(f"tests.honest.activations:{name}" for name in ("Eager", "TanhHalf", "TermByTerm", "Doubles"))
+SUMS = tuple(f"tests.honest.sums:{name}" for name in ("LogSum", "Pairs", "Kahan", "Atomics", "Doubled"))
+OVER_RANKS = ("tests.honest.sums:OverRanks",)
+LAYERS = tuple(f"tests.honest.layers:{name}" for name in ("Stages", "Kept", "Doubles", "OneStep"))
 EXPERTS = (  # in plain torch, CPU only
     *(f"tests.honest.experts:{name}" for name in ("Autograd", "BaseTwo", "Wide", "Backwards")),
     *(
@@ -17,5 +20,5 @@ EXPERTS = (  # in plain torch, CPU only
         for name in ("ScaledFirst", "ScaledLast", "Split", "FourteenBits", "Reciprocal")
     ),
     *(f"tests.honest.quantizers:{name}" for name in ("Divides", "Multiplies")),
-    *ACTIVATIONS,
+    *(*ACTIVATIONS, *LAYERS),
 )

@@ -290,8 +290,8 @@ def update_expert_bias(expert_bias, tokens_per_expert, *, update_rate):
         "like expert_bias",
     )
     require(is_number(update_rate) and update_rate >= 0, "update_rate", update_rate, "≥ 0")
-    count = tokens_per_expert.long()
-    return expert_bias + torch.sign(count.sum() - len(count) * count) * update_rate
+    count = tokens_per_expert.double() if tokens_per_expert.is_floating_point() else tokens_per_expert.long()
+    return expert_bias + torch.sign(count.sum() - len(count) * count).to(expert_bias.dtype) * update_rate
 
 
 def gate(x, weight, *, bias=None, router_dtype=None):

@@ -53,11 +53,14 @@ EVERY = ActivationCase(function="glu", dtype="bfloat16", alpha=250, clamp=56, in
 OVERFLOWING = (  # a cotangent times -3e38 before it meets a slope of 0; 2 x of squared_relu
     ("Eager", replace(EVERY, tokens=70, width=3, early=True, seed=89)),
     ("TermByTerm", ActivationCase(function="activation", tokens=3, width=129, values="every", grads="h", seed=457)),
-)
+    # x (1 + erf) before it is halved
+    ("Eager", replace(EVERY, function="activation", kind="gelu", dtype="float32", alpha=0, clamp=0, interleave=0,
+                      tokens=2, width=109, seed=839)),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("shipped", "case"), OVERFLOWING, ids=["glu", "activation"])
-def test_a_product_that_overflows_before_it_meets_a_slope_of_0_is_accepted(shipped, case):
+@pytest.mark.parametrize(("shipped", "case"), OVERFLOWING, ids=["glu", "activation", "gelu"])
+def test_a_product_that_overflows_before_a_factor_that_is_small_is_accepted(shipped, case):
     assert_accepted([case], load(f"tests.honest.activations:{shipped}"))
 
 

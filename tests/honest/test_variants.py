@@ -11,13 +11,13 @@ from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.families.experts import FAMILY
-from tests.honest import EXPERTS, HONEST, ROUTERS
+from tests.honest import EXPERTS, HONEST, ROUTERS, SUMS
 
 EACH = 1
 BY_RECIPE = {contract.function for contract in FAMILY.contracts}
 
 
-@pytest.mark.parametrize("implementation", HONEST + ROUTERS + EXPERTS)
+@pytest.mark.parametrize("implementation", HONEST + ROUTERS + SUMS + EXPERTS)
 def test_it_is_accepted(implementation):
     with Pool(ChildOptions(implementation, "cpu")) as pool:
         description = pool.start()

@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -350,3 +351,16 @@ def test_no_corruption_of_nothing_shows(x):
 def test_no_corruption_within_the_bound_is_shown():
     hopeless = Bounded(INDEX.double(), 100 * INDEX.double(), torch.float32, torch.float32)
     assert controls.check("rows", hopeless) == 0
+
+
+def test_where_a_stage_before_may_overflow_only_what_is_not_finite_is_right_as_well():
+    right = Bounded(
+        torch.tensor([1.0, 1.0, 1.0]).double(), torch.full((3,), 0.1).double(), torch.float32, torch.float32
+    )
+    spoilt = replace(right, spoilt=torch.tensor([True, True, False]))
+    assert judge("y", spoilt, torch.tensor([torch.nan, -torch.inf, 1.0])) is None
+    assert judge("y", right, torch.tensor([torch.nan, -torch.inf, 1.0])) is not None
+    for wrong in ([2.0, 1.0, 1.0], [1.0, 1.0, torch.inf]):
+        assert judge("y", spoilt, torch.tensor(wrong)) is not None
+    assert not spoilt.moved(torch.tensor([torch.inf, 1.0, 1.0]))
+    assert spoilt.moved(torch.tensor([1.0, 1.0, torch.inf]))

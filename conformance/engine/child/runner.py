@@ -25,6 +25,8 @@ from conformance.judge.exact import Exact
 from conformance.modes import Modes
 from conformance.texts import described
 
+LAST = ("CRASH", "HANG", "OOM")  # statuses after which a process runs no further case
+
 
 @dataclass
 class Outcome:

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
 
-from conformance.catalogue import CONTRACTS
+from conformance.catalogue import ranks_with_calls_before
 from conformance.core.case import Case
-from conformance.core.ranks import ranks_of
 from conformance.core.signature import FAR
 from conformance.engine.choose.plan import Draw, Structure
 
@@ -47,7 +46,7 @@ class Agenda:
             return
         alone = []
         for case in work:
-            ranks = ranks_of(CONTRACTS[case.function], case)
+            ranks = ranks_with_calls_before(case)
             if ranks:
                 heappush(self._ranked[ranks], (turn, next(self._arrived), case))
             else:

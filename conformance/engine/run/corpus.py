@@ -8,9 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from conformance.catalogue import CONTRACTS
+from conformance.catalogue import CONTRACTS, runs_in_one_place
 from conformance.core.case import Case, CaseError, case_from, placed
-from conformance.core.ranks import ranks_of
 from conformance.core.space import Space
 from conformance.engine.choose.draw import scope_of
 
@@ -74,8 +73,8 @@ def checked(case: Case) -> Case:
 def _check_before(case: Case) -> None:
     for index, earlier in enumerate(case.before):
         placed(index, checked, earlier)
-    if case.before and any(ranks_of(CONTRACTS[one.function], one) for one in (case, *case.before)):
-        raise CaseError("before: only calls that a rank makes alone run before another")
+    if not runs_in_one_place(case):
+        raise CaseError("before: calls of several ranks run before one of several ranks, others before others")
 
 
 def read_folder(folder: Path) -> list[Case]:

@@ -17,9 +17,8 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
-from conformance.catalogue import CONTRACTS
+from conformance.catalogue import ranks_with_calls_before
 from conformance.core.case import Case
-from conformance.core.ranks import ranks_of
 from conformance.engine.child import server
 from conformance.engine.child.child import serve
 from conformance.engine.child.processes import (
@@ -32,7 +31,7 @@ from conformance.engine.child.processes import (
     received,
     where,
 )
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.runner import LAST, Outcome
 from conformance.engine.child.sanitizer import explained
 from conformance.engine.choose.plan import Draw, Structure
 from conformance.engine.options import ChildOptions
@@ -48,7 +47,6 @@ COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
 IN_ORDER = 8  # cases that may change places
 AHEAD = 4 * IN_ORDER  # cases that wait or run
 HEAVY_BYTES = 24 * 2**30  # of device memory for one child with far addresses
-LAST = ("CRASH", "HANG", "OOM")  # statuses after which a child runs no further case
 
 Answer = Outcome | list[Structure]
 
@@ -178,7 +176,9 @@ class Pool:
                 yield work, answer
 
     def before(self, case: Case) -> list[Case]:
-        """The cases that ran before this one, which failed, in its process; not in a world."""
+        """The cases that ran before this one, which failed, in its process or world."""
+        if ranks_with_calls_before(case):
+            return self.worlds.before(case)
         ran, count = self._before.get(id(case), ([], 0))
         return ran[:count]
 
@@ -189,7 +189,7 @@ class Pool:
 
     def run_alone(self, case: Case) -> Outcome:
         """The case in a child, or a world, that has run nothing before."""
-        if ranks_of(CONTRACTS[case.function], case):
+        if ranks_with_calls_before(case):
             self.worlds.close()
             return self.worlds.run(case)
         child = self._fresh()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from conformance.catalogue import runs_in_one_place
 from conformance.core.axes import blocks
 from conformance.core.case import Case
 from conformance.core.space import Space
@@ -77,9 +78,20 @@ def reduce(case: Case, outcome: Outcome, attempt: Callable[[Case], Outcome], sec
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """With fewer calls before it, simpler itself, with simpler calls before it."""
+    """The simpler cases whose calls all run in one place."""
+    yield from filter(runs_in_one_place, _each_smaller(case))
+
+
+PLAIN = {"law": "", "grads": "", "unused": "", "layout": "contiguous", "layout_of": ""}
+
+
+def _each_smaller(case: Case) -> Iterator[Case]:
+    """With fewer calls before it, with plain ones, simpler itself, with simpler calls before it."""
     for start, stop in blocks(len(case.before)):
         yield replace(case, before=case.before[:start] + case.before[stop:])
+    plain = tuple(earlier.changed(**PLAIN) for earlier in case.before)
+    if plain != case.before:  # at once: each attempt may need new processes
+        yield replace(case, before=plain)
     yield from _simpler(case)
     for index, earlier in enumerate(case.before):
         for other in _simpler(earlier):

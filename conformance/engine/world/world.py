@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import connection
 from typing import Any
 
+from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
+from conformance.core.ranks import ranks_of
 from conformance.engine.child.processes import Patience, ended, received
 from conformance.engine.child.runner import Outcome
 from conformance.engine.child.sanitizer import explained
@@ -88,23 +90,35 @@ class World:
     def __init__(self, start: Callable[[], list[Process]], patience: Patience) -> None:
         self._start, self._patience = start, patience
         self._members: list[Member] = []
+        self.ran: list[Case] = []  # the cases since the world formed, the last one too
         self._closing = threading.Lock()
 
-    def run(self, case: Case, ranks: int) -> Outcome:
-        """The case on the first ranks."""
+    def run(self, case: Case) -> Outcome:
+        """The case on the first ranks. The calls before it run first, whatever they do; only if one
+        ends the ranks, the case does not run.
+        """
+        self.ran = [*self.ran, case] if self._members else [case]
+        for index, earlier in enumerate(case.before):
+            outcome = self._run_one(earlier)
+            if not self._members:
+                told = outcome.reason or (outcome.finding or {}).get("message", "")
+                return Outcome("NOT_RUN", reason=f"before[{index}] ended the ranks: {told}")
+        return self._run_one(case)
+
+    def _run_one(self, case: Case) -> Outcome:
         try:
             if not self._members:
                 self._form()
         except NoWorld as error:
             self.close()
             return Outcome("ERROR", reason=str(error))
-        members = self._members[:ranks]
+        members = self._members[: ranks_of(CONTRACTS[case.function], case)]
         for member in members:
             member.outcome, member.seen, member.asking, member.calling = None, [], None, ""
             member.heard = time.monotonic()
             # it died between two cases: see `_hear`
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                member.pipe.send([case])
+                member.pipe.send([replace(case, before=())])
         started = time.monotonic()
         silent = self._listen(members, started + self._patience.allowed(case.function))
         if not silent:

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from conformance.catalogue import CONTRACTS
+from conformance.catalogue import ranks_with_calls_before
 from conformance.core.case import Case
-from conformance.core.ranks import ranks_of
 from conformance.engine.child.processes import Patience
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.runner import LAST, Outcome
 from conformance.engine.options import ChildOptions
 from conformance.engine.world.joined import RemoteRanks, joined
 from conformance.engine.world.local_rank import LocalRank
@@ -37,6 +36,7 @@ class Worlds:
     def __init__(self, options: ChildOptions, context: Any, folder: str) -> None:
         self._options, self._context, self._folder = options, context, folder
         self._worlds: dict[int, World] = {}  # by their number of ranks
+        self._before: dict[int, list[Case]] = {}  # by the identity of a case that failed, the last one
         self._store: Any = None
         self._turn: Any = None
         self._started = 0
@@ -69,7 +69,7 @@ class Worlds:
 
     def run(self, case: Case) -> Outcome:
         """The case on all its ranks."""
-        ranks = ranks_of(CONTRACTS[case.function], case)
+        ranks = ranks_with_calls_before(case)
         if ranks > max(self.max_ranks, self.shared_ranks):
             room = f"there is room for {max(self.max_ranks, self.shared_ranks)}"
             return Outcome("NOT_RUN", reason=f"a world of {ranks} ranks: {room}")
@@ -77,7 +77,15 @@ class Worlds:
         if size not in self._worlds:
             patience = self._patience_sharing if ranks > self.max_ranks else self._patience
             self._worlds[size] = World(partial(self._start, size), patience)
-        return self._worlds[size].run(case, ranks)
+        world = self._worlds[size]
+        outcome = world.run(case)
+        if outcome.finding or outcome.status in LAST:
+            self._before[id(case)] = world.ran
+        return outcome
+
+    def before(self, case: Case) -> list[Case]:
+        """The cases that ran before this one in its world."""
+        return self._before.get(id(case), [])[:-1]
 
     def close(self) -> None:
         """End every rank; nothing is left running."""

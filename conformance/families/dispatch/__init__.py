@@ -4,6 +4,7 @@ from conformance.core.family import Family, by_function
 from conformance.families.dispatch import (
     defects,
     defects_calls,
+    defects_kernels,
     defects_orders,
     defects_wire,
     golden,
@@ -43,5 +44,8 @@ FAMILY = Family(
     laws=by_function(laws_worlds),
     space=by_function(space),
     machines=by_function(machine),
-    defects=(*defects.DEFECTS, *defects_wire.DEFECTS, *defects_calls.DEFECTS, *defects_orders.DEFECTS),
+    defects=(
+        *(*defects.DEFECTS, *defects_wire.DEFECTS, *defects_calls.DEFECTS, *defects_orders.DEFECTS),
+        *defects_kernels.DEFECTS,
+    ),
 )

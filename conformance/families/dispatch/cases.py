@@ -28,6 +28,7 @@ from conformance.core.lists import Parts, Table
 from conformance.core.signature import Signature
 from conformance.core.space import ALIGNMENTS
 from conformance.core.tensors import BITS, DTYPES, hashed, payload, probabilities
+from conformance.families.dispatch.values_of_wire import at_edges_of_scales, at_reciprocals
 from moe_ref.config import FP8_BLOCK
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -42,6 +43,7 @@ DISPATCHERS = ("allgather", "alltoall", "deepep", "deepep_low_latency", "hybride
 CACHED = ("deepep_cached_dispatch", "hybridep_cached_dispatch")
 PROGRAMS = ("num_sms", "num_blocks")  # arguments of which no value depends
 # a dispatch; a combine through the newest handle, and through the first; a cached dispatch
+AT_SCALES = ("scales", "reciprocals")  # values of rows, at the edges of their scales: `values_of_wire`
 JOURNEY = ("send", "back", "first", "again", "wider")
 ARGUMENTS = {  # of a dispatch, by field
     "allgather": {"slack": "num_rows"},
@@ -231,7 +233,7 @@ class DispatchCase(Case):
     drop_zeros: bool = choice(False, also=(True,), argument="policy")
     # policy for values: whether the indices, which are legal, need be read
     trusted: bool = choice(False, also=(True,), argument="policy")
-    values: str = choice("dyadic", "integers", "special", also=("wide", "scales"), data=True)
+    values: str = choice("dyadic", "integers", "special", also=("wide", *AT_SCALES), data=True)
     align: int = setting(0, *ALIGNMENTS, pairs=(4, 2))
     capacity: int = setting(0, 1, 2, 5, pairs=(2, 3))
     # buffer rows beyond the fullest rank's need, in units of align
@@ -290,8 +292,8 @@ class DispatchCase(Case):
                 return "codes of low latency have no gradient, and no special values"
         if self.drop_zeros and not (self.probs and self.dispatcher == "deepep"):
             return "drop_zeros needs the probs of deepep"
-        if self.values == "wide" and self.dtype == "float16":
-            return "float16 has not the range of wide values"
+        if self.values in ("wide", "reciprocals") and self.dtype == "float16":
+            return f"float16 has not the range of {self.values} values"
         return "ranks have no row that all repeat" if self.layout == "expanded" else None
 
     def arguments(self) -> tuple[str, ...]:
@@ -364,19 +366,12 @@ def values_of(
             torch.from_numpy(hashed(case.seed, name, shape[0] * shape[1]) % 17 - 8.0).to(DTYPES[dtype]).reshape(shape)
         )
     else:
-        whole = payload(case.seed, name, shape, dtype, "dyadic" if style in ("integers", "scales") else style)
+        whole = payload(case.seed, name, shape, dtype, "dyadic" if style in ("integers", *AT_SCALES) else style)
     if style == "scales" and whole.shape[1] > 1 and whole.element_size() > 1:
-        whole = _at_edges_of_scales(whole)
+        whole = at_edges_of_scales(whole)
+    if style == "reciprocals" and whole.shape[1] > 1 and name.startswith("tokens") and whole.element_size() > 1:
+        whole = at_reciprocals(whole)
     return [own.reshape(len(own), *columns).clone() for own in whole.split(lengths)]
-
-
-def _at_edges_of_scales(x: Tensor) -> Tensor:
-    """Rows in turn: of zeros; of an amax below DeepEP's least; with an amax of 448 · 2ⁿ, whose
-    scale has no mantissa; as they are.
-    """
-    kind = torch.arange(len(x))[:, None] % 4
-    full = torch.cat([x[:, :1], 448.0 * 2.0 ** (kind % 3), x[:, 2:]], 1).to(x.dtype)
-    return torch.where(kind == 0, 0, torch.where(kind == 1, x * 2.0**-20, torch.where(kind == 2, full, x)))
 
 
 def probs_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[int, ...]) -> list[Tensor]:

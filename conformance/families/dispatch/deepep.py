@@ -25,6 +25,7 @@ from conformance.families.dispatch.dispatcher import (
 )
 from conformance.families.dispatch.maps import after_dispatch
 from conformance.families.dispatch.trees import flat
+from conformance.families.dispatch.values_of_wire import packed_codes
 from conformance.judge import Exact, Expectation
 from moe_ref.config import IndexPolicy
 
@@ -56,10 +57,11 @@ def dispatches(case: DispatchCase) -> list[Problem]:
         for call, probs in zip(calls, probs_of(case, "probs", counts, (case.topk,)), strict=True):
             call.settings["probs"] = given_probs(probs, call.required["indices"] >= 0)
     if case.scales:
-        for call, scales in zip(
-            calls, values_of(case, "scales", counts, (case.scales,), "float32", "dyadic"), strict=True
-        ):
-            call.settings["scales"] = scales
+        every = values_of(case, "scales", counts, (case.scales,), "float32", "dyadic")
+        if case.values == "reciprocals":
+            every = list(packed_codes(case.seed, (case.tokens, case.scales)).split(counts))
+        for call, scales in zip(calls, every, strict=True):
+            call.settings["scales"] = scales.clone()
     return calls
 
 

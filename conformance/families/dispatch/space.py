@@ -90,7 +90,7 @@ def dispatches(draw: st.DrawFn, scope: Scope) -> Changes:
     """Any dispatcher's function."""
     fields = draw(worlds(scope)) | draw(rooms(scope)) | {"slots": None, "spread": draw(st.sampled_from(SPREADS))}
     fields |= draw(codes(scope, len(fields["counts"])))
-    fields["values"] = draw(st.sampled_from(("dyadic", "integers", "integers", "special", "wide")))
+    fields["values"] = draw(st.sampled_from(("dyadic", "integers", "integers", "special", "wide", "reciprocals")))
     differentiable = scope.function not in scope.space.not_differentiable
     if dispatcher_of(scope) != "deepep_low_latency" and differentiable and not draw(st.integers(0, 4)):
         # needed by adjointness, rare otherwise
@@ -147,6 +147,8 @@ AS_CODES: tuple[Changes, ...] = (
     {"fp8": "fp8", "dtype": "bfloat16", "values": "wide", "align": 4},
     {"fp8": "powers", "dtype": "float16", "spread": "skewed", "align": 4, "slack": -2},
     {"fp8": "least", "values": "special", "spread": "one_rank", "align": 4},
+    {"fp8": "fp8", "values": "reciprocals", "seed": 2},
+    {"fp8": "powers", "values": "reciprocals", "dtype": "bfloat16", "align": 4},
     {"fp8": "powers", "dtype": "bfloat16", "spread": "local", "local_experts": 33, "topk": 8},
 )
 
@@ -176,8 +178,11 @@ def shapes(scope: Scope) -> list[Any]:
         found.append({"counts": (3, 2)[:ranks], "spread": "local"} | copies)
     if scope.function == "deepep_dispatch":
         found.append(few | {"counts": (5, 4)[:ranks], "probs": "float32", "zero_probs": True, "drop_zeros": True})
+        packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
+        found.append(few | {"counts": (5, 4)[:ranks]} | packed)
     if dispatcher_of(scope) == "deepep_low_latency" and "fp8" in scope.live and not scope.signature.producer:
         found += [AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": name} for name in ("fp8", "powers")]
+        found.append(AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": "fp8", "values": "reciprocals"})
     if scope.function != "hybridep_dispatch" or not scope.accepts("recipe"):
         return [common | row for row in found]
     sent = common | few | {"hidden": 130, "counts": (4, 0, 3, 2)[:ranks]}

@@ -9,6 +9,8 @@ from conformance.families.experts import (
     defects_delayed,
     defects_fine,
     defects_inputs,
+    defects_kernels,
+    defects_overflow,
     defects_products,
     defects_steps,
     golden,
@@ -39,5 +41,6 @@ FAMILY = Family(
     defects=(
         *(*defects.DEFECTS, *defects_steps.DEFECTS, *defects_calls.DEFECTS, *defects_inputs.DEFECTS),
         *(*defects_curves.DEFECTS, *defects_products.DEFECTS, *defects_fine.DEFECTS, *defects_delayed.DEFECTS),
+        *(*defects_kernels.DEFECTS, *defects_overflow.DEFECTS),
     ),
 )

@@ -54,6 +54,7 @@ GATES = ("", "geglu", "geglu_erf", "quick_geglu", "reglu")  # empty: the functio
 CURVES = ("", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
 # where σ is 1, exp(-x) is subnormal, overflows, and x³ is large in float32
 FAR = (17.0, 30.0, 88.0, 89.0, 104.0, 200.0, 5000.0)
+HUGE = (0.3, 0.4, 0.6)  # powers of the largest number, of which x⁴, x³, x² overflow
 
 
 @dataclass(kw_only=True)
@@ -93,7 +94,7 @@ class ActivationCase(Case):
     dtype: str = dtypes(*LOGIT_DTYPES)
     probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: not given
     weights: str = choice(*WEIGHTS, of=("probs",), data=True)  # of the probs: see `probs_of`
-    values: str = choice(*VALUES, also=STRANGE[1:], data=True)  # of h: see `hidden_of`
+    values: str = choice(*VALUES, also=(*STRANGE[1:], "huge"), data=True)  # of h: see `hidden_of`
     offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset")  # in eighths
     clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp")  # in eighths; 0: none
     alpha: int = number(0, 1000, 1702, 250, pairs=(1702,), argument="alpha")  # in thousandths; 0: none
@@ -126,9 +127,10 @@ class ActivationCase(Case):
 
 def hidden_of(case: ActivationCase, columns: int) -> Tensor:
     """h: dyadic · rows, dyadic times a power of two per row · bounds, near 0 and the clamp (or 1) ·
-    saturated, where curves are flat · special, dyadic with a NaN or an infinity in some rows ·
-    edges, dyadic with these and subnormal numbers at the ends of every second row · every, all bit
-    patterns; of a gated activation those of the gate, times dyadic values.
+    saturated, where curves are flat · huge, where powers of h overflow · special, dyadic with a NaN
+    or an infinity in some rows · edges, dyadic with these and subnormal numbers at the ends of
+    every second row · every, all bit patterns; of a gated activation those of the gate, times
+    dyadic values.
     """
     shape, kind = (case.tokens, columns), DTYPES[case.dtype]
     plain = payload(case.seed, "h", shape, case.dtype)
@@ -150,6 +152,10 @@ def hidden_of(case: ActivationCase, columns: int) -> Tensor:
             far[torch.from_numpy((noise >> 8).astype(np.int64) % len(far))] * sign,
             plain.double(),
         ).to(kind)
+    if case.values == "huge":
+        power = torch.tensor(HUGE, dtype=torch.float64)[torch.from_numpy((noise >> 8).astype(np.int64) % len(HUGE))]
+        large = float(torch.finfo(kind).max) ** power * sign
+        return torch.where(torch.from_numpy(noise % 2 == 0), large, plain.double()).to(kind)
     if case.values == "special":
         strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
         hit = torch.from_numpy((noise % 4 == 0) & (np.arange(case.tokens) % 2 == case.seed % 2)[:, None])
@@ -230,7 +236,8 @@ class GroupedCase(Case):
     into: str = dtypes("", "float32", "float64")  # of accumulate_into; empty: none is given
     accumulator: str = choice("", "float64", argument="accumulator")
     # rows: a power of two per row; special: NaN and infinities in some rows and weights
-    values: str = choice(*GROUPED_VALUES, also=LOW_VALUES, data=True)
+    # cancelling: of float16, halves of the terms add up to more than its largest number
+    values: str = choice(*GROUPED_VALUES, also=(*LOW_VALUES, "cancelling"), data=True)
     index_dtype: str = dtypes("int64", "int32")
 
     @property
@@ -246,6 +253,8 @@ class GroupedCase(Case):
             return f"override is {self.override!r} with scaling {self.scaling!r}, which has no backward_override"
         if self.values in LOW_VALUES and not self.scaling:
             return f"values is {self.values!r}; that is made for a scaling"
+        if self.values == "cancelling" and (self.scaling or self.dtype != "float16"):
+            return f"values {self.values!r} are for products of float16 in high precision"
         return None if fits(self) else f"no exact quantiser of {self.dtype} has values {self.values!r} in this call"
 
     @property
@@ -277,6 +286,8 @@ def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
     )
     if case.values == "rows":
         x = (x.double() * row_scales(case.seed, len(x))).to(kind)
+    if case.values == "cancelling":
+        x = repeated(x * 2.0**14, -1.0, 1)
     if case.values == "special" and columns:
         noise = hashed(case.seed, f"{name} kinds", len(x)).astype(np.int64)
         strange = torch.tensor(INFINITE if case.scaling != "nvfp4" else NO_INFINITY, dtype=kind)
@@ -289,11 +300,20 @@ def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
     return x
 
 
+def repeated(x: Tensor, factor: float, dim: int) -> Tensor:
+    """x, whose second half is its first half times the factor; a middle one stays."""
+    half = x.shape[dim] // 2
+    first, middle = x.narrow(dim, 0, half), x.narrow(dim, 2 * half, x.shape[dim] - 2 * half)
+    return torch.cat([first, middle, first * factor], dim)
+
+
 def weights_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
     """[L, rows, columns]; special: every third expert has a NaN or an infinity."""
     if case.values in LOW_VALUES or (case.scaling and case.values == "rows"):
         return factor_of(case, name)
     weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)
+    if case.values == "cancelling":
+        weight = repeated(weight, 1.0, 1 if case.function == "grouped_dgrad" else 2)
     if case.values == "special" and rows * columns:
         for e in range(case.seed % 3, case.experts, 3):
             weight[e, e % rows, (e + case.seed) % columns] = (

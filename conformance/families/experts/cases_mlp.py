@@ -1,6 +1,6 @@
 """Cases of two-layer experts, and the tensors made from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from conformance.core.axes import choice, declared, dtypes, flag, number, size
 from conformance.core.case import Case
+from conformance.core.contract import Problem
 from conformance.core.shared_out import counts as tokens_of_ranks
 from conformance.core.space import LOGIT_DTYPES
 from conformance.core.tensors import DTYPES, hashed, payload, row_scales
@@ -20,6 +21,10 @@ from moe_ref.config.experts import SIGMOID_GATED
 from moe_ref.config.quantization import OVERRIDES
 
 SPREAD = 4  # exponents of the rows' scales: no stage overflows in float16
+OVERFLOW = "overflow"
+FACTORS = (0, 14, 10, 6, 0)  # exponents of the rows of `overflow`, by turns: h, or h · h overflows
+BACK = (0, 0, 0, 6, 15)  # and of their cotangents
+GATE, VALUE = 2.0**-20, 4.0  # factors of weights: values overflow, gate times value does not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,7 @@ class LayersCase(Case):
     scaling: str = declared(Scaling(default="", values=("", *RECIPES), argument="recipe"))
     variant: int = choice(*range(VARIANTS))  # of the scaling, in RECIPES
     override: str = declared(Name(default="", values=("", *OVERRIDES)))  # the recipe's backward_override
-    values: str = choice(*GROUPED_VALUES, data=True)  # see `rows_of`
+    values: str = choice(*GROUPED_VALUES, also=(OVERFLOW,), data=True)  # see `rows_of`
     kind: str = declared(Name(default="", values=("", *GATED, *PLAIN), argument="kind"))  # empty: the function's own
     offset: int = number(0, 8, -4, pairs=(8, -4), argument="offset")  # in eighths
     clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp")  # in eighths; 0: none
@@ -63,6 +68,8 @@ class LayersCase(Case):
         if self.override and not may_override(self.scaling):
             return f"scaling {self.scaling!r} has no backward_override"
         recipe = recipe_of(self)
+        if self.values == OVERFLOW and (self.dtype != "float16" or recipe is not None):
+            return f"values {self.values!r} are for stages of float16 in high precision"
         if recipe is None:
             return f"variant is {self.variant} without a scaling" if self.variant else None
         if self.values == "special" or self.dtype == "float64":
@@ -127,19 +134,24 @@ class SharedCase(LayersCase):
     align: ClassVar[int] = 0
 
     def clash(self) -> str | None:
-        if self.counts and (self.layout != "contiguous" or self.scaling):
-            return "ranks have contiguous inputs in high precision"
+        if self.counts and (self.layout != "contiguous" or self.scaling or self.values == OVERFLOW):
+            return "ranks have contiguous inputs in high precision, and no stage that overflows"
         if self.layout_of == "gate_weight" and self.layout == "wide_rows":
             return "a gate has one row"
         return super().clash()
 
 
 def rows_of(case: Any, name: str, tail: int = 0) -> Tensor:
-    """[P,H]: rows by `values`; the tail is NaN."""
+    """[P,H]: rows by `values`; the tail is NaN.
+
+    overflow: dyadic times powers of two, so that h, the activation, or a gradient is past 65504.
+    """
     kind, own = DTYPES[case.dtype], case.tokens * rows_unit(case)
     x = payload(case.seed, name, (own + tail, case.hidden * case.unit), case.dtype)
     if case.values == "rows":
         x = (x.double() * row_scales(case.seed, len(x)).log2().div(SPREAD).round().exp2()).to(kind)
+    if case.values == OVERFLOW:
+        x = (x.double() * powers(FACTORS, len(x))).to(kind)
     if case.values == "special" and case.hidden:
         noise = torch.from_numpy(hashed(case.seed, f"{name} kinds", len(x)).astype("int64"))
         strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
@@ -149,10 +161,28 @@ def rows_of(case: Any, name: str, tail: int = 0) -> Tensor:
     return x
 
 
+def powers(exponents: tuple[int, ...], rows: int) -> Tensor:
+    """[rows,1] powers of two, by turns."""
+    return torch.exp2(torch.tensor(exponents, dtype=torch.float64))[torch.arange(rows) % len(exponents)][:, None]
+
+
+def with_large_cotangents(case: Any, problem: Problem) -> Problem:
+    """The call; of `overflow`, with cotangents times powers of two."""
+    if case.values != OVERFLOW:
+        return problem
+    large = {name: (x.double() * powers(BACK, len(x))).to(x.dtype) for name, x in problem.cotangents.items()}
+    return replace(problem, cotangents=large)
+
+
 def weight_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
     """[L, rows, columns], a payload scaled by a power of two: outputs stay as large as inputs."""
     weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)
-    return of_experts(case, weight * 2.0 ** -(max(columns - 1, 1).bit_length() // 2))
+    weight = weight * 2.0 ** -(max(columns - 1, 1).bit_length() // 2)
+    if getattr(case, "values", "") == OVERFLOW:
+        gated = name == "fc1_weight" and case.kind not in PLAIN
+        factor = torch.where((torch.arange(rows) < rows // 2) & gated, GATE, VALUE)
+        weight = (weight.double() * factor[:, None]).to(weight.dtype)
+    return of_experts(case, weight)
 
 
 def fc1_columns(case: Any) -> int:

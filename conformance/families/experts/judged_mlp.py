@@ -26,6 +26,7 @@ class Judged:
     lost: Tensor  # rows with a NaN or an infinity: results that depend on them are unspecified
     reference: Callable[[], Mapping[str, Tensor]]  # same precision
     terms: int  # sum over all stages
+    overflows: bool = False  # values for which stages overflow: without ratios
 
     @property
     def lost_experts(self) -> Tensor:
@@ -66,7 +67,8 @@ class Judged:
 
     def has_ratios(self, right: Bounded) -> bool:
         """Whether an output is large enough for error ratios, and in high precision."""
-        return self.call.low is None and right.value.numel() >= LEAST_ELEMENTS and right.dtype != torch.float64
+        low = self.call.low is not None or self.overflows
+        return not low and right.value.numel() >= LEAST_ELEMENTS and right.dtype != torch.float64
 
     def compared(self, name: str, right: Bounded, magnitude: Tensor, terms: int, inherited: Tensor) -> Expectation:
         """Also by error ratios; the noise covers all stages."""
@@ -111,6 +113,20 @@ def in_reference(function: Callable[..., Tensor], problem: Problem) -> Callable[
         return known
 
     return run
+
+
+def or_not_finite(right: dict[str, Expectation], marked: dict[str, Expectation]) -> dict[str, Expectation]:
+    """The expectations, with NaN and infinities right too where `marked` has an infinite bound.
+
+    There a result depends on a stage that overflows in the rows' dtype. An implementation that
+    keeps it in a wider one has the right number; no other number is right.
+    """
+    found: dict[str, Expectation] = {}
+    for name, x in right.items():
+        depends = marked[name]
+        assert isinstance(x, Bounded) and isinstance(depends, Bounded)
+        found[name] = replace(x, spoilt=~depends.bound.isfinite())
+    return found
 
 
 @dataclass(frozen=True)

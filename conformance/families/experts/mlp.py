@@ -14,8 +14,15 @@ from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import DTYPES, payload
 from conformance.families.experts.activations import activation_settings
 from conformance.families.experts.cases import counts_of, probs_of
-from conformance.families.experts.cases_mlp import MlpCase, fc1_columns, rows_of, weight_of
-from conformance.families.experts.judged_mlp import Judged, Padding, in_reference
+from conformance.families.experts.cases_mlp import (
+    OVERFLOW,
+    MlpCase,
+    fc1_columns,
+    rows_of,
+    weight_of,
+    with_large_cotangents,
+)
+from conformance.families.experts.judged_mlp import Judged, Padding, in_reference, or_not_finite
 from conformance.families.experts.precision_mlp import beside_recipe, layers_of, rows_unit, with_pairs
 from conformance.judge import Expectation
 from moe_ref.experts.mlp import grouped_mlp
@@ -66,7 +73,7 @@ class GroupedMlp(Contract[MlpCase]):
         settings |= activation_settings(case) | {name: value for name, value in options.items() if value}
         tensors, more = beside_recipe(case, counts, (fc1_columns(case), hidden))
         lengths = {"P": total + case.tail, "H": hidden}
-        problem = self.call(case, required, settings | more, lengths=lengths)
+        problem = with_large_cotangents(case, self.call(case, required, settings | more, lengths=lengths))
         for x in problem.cotangents.values():
             x[total:] = torch.nan
         return with_pairs(problem, self.outputs, tensors)
@@ -100,15 +107,13 @@ class GroupedMlp(Contract[MlpCase]):
             lost,
             in_reference(grouped_mlp, problem),
             int(counts.max()) + sum(fc1_weight.shape[1:]),
+            case.values == OVERFLOW,
         )
-        ahead = forward(call)
-        inherited = Inherited(ahead)
-        right = {"out": judged.by_row("out", padding.trim(ahead.out), rows.dtype, ahead.y, inherited.out)}
-        if not problem.wanted:
+        right = _expected(problem, judged, padding)
+        if not judged.overflows:
             return right
-        d_out = Running.of(padding.pad(problem.cotangents["out"][:total]), call.sums)
-        gradients = _gradients(problem, judged, padding, inherited, d_out)
-        return right | {f"d_{name}": gradients[name]() for name in problem.wanted}
+        marked = replace(judged, call=replace(call, marked=True))
+        return or_not_finite(right, _expected(problem, marked, padding))
 
 
 class SequentialMlp(GroupedMlp):
@@ -121,6 +126,19 @@ class SequentialMlp(GroupedMlp):
 def _flat(x: Running | None) -> Running:
     assert x is not None
     return Running(x.value[:, 0], x.error[:, 0], x.dtype)
+
+
+def _expected(problem: Problem, judged: Judged, padding: Padding) -> dict[str, Expectation]:
+    """The expectation of the output, and of each wanted gradient."""
+    call, dtype = judged.call, problem.required["rows"].dtype
+    ahead = forward(call)
+    inherited = Inherited(ahead)
+    right = {"out": judged.by_row("out", padding.trim(ahead.out), dtype, ahead.y, inherited.out)}
+    if not problem.wanted:
+        return right
+    d_out = Running.of(padding.pad(problem.cotangents["out"][: len(judged.lost)]), call.sums)
+    gradients = _gradients(problem, judged, padding, inherited, d_out)
+    return right | {f"d_{name}": gradients[name]() for name in problem.wanted}
 
 
 def _gradients(

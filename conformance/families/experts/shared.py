@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from conformance.analysis.mlp_stages import Call
 from conformance.analysis.running import Running
@@ -12,8 +13,15 @@ from conformance.analysis.shared_stages import shared_backward, shared_forward
 from conformance.core.contract import Contract, Problem, computed_in
 from conformance.core.signature import Input, Output, Signature
 from conformance.families.experts.activations import activation_settings
-from conformance.families.experts.cases_mlp import SharedCase, fc1_columns, rows_of, weight_of
-from conformance.families.experts.judged_mlp import Judged, in_reference
+from conformance.families.experts.cases_mlp import (
+    OVERFLOW,
+    SharedCase,
+    fc1_columns,
+    rows_of,
+    weight_of,
+    with_large_cotangents,
+)
+from conformance.families.experts.judged_mlp import Judged, in_reference, or_not_finite
 from conformance.families.experts.precision_mlp import beside_recipe, layers_of, with_pairs
 from conformance.judge import Bounded, Expectation
 from moe_ref.experts.shared import shared_experts
@@ -50,6 +58,7 @@ class SharedExperts(Contract[SharedCase]):
         settings |= activation_settings(case) | ({"recompute": True} if case.again else {})
         tensors, more = beside_recipe(one, (rows,), (fc1_columns(case), hidden))
         problem = self.call(case, required, settings | more, lengths={"T": rows, "H": hidden})
+        problem = with_large_cotangents(case, problem)
         return with_pairs(problem, self.outputs, tensors)
 
     def expected(self, case: SharedCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
@@ -72,21 +81,28 @@ class SharedExperts(Contract[SharedCase]):
             dtype,
             low,
         )
-        judged = Judged(
-            call, len(x), count, lost, in_reference(shared_experts, problem), len(x) + sum(fc1_weight.shape)
-        )
-        ahead = shared_forward(call, gate)
-        right = {"out": judged.by_row("out", ahead.out, x.dtype, ahead.product, ahead.inherited)}
-        if not problem.wanted:
+        terms, overflows = len(x) + sum(fc1_weight.shape), case.values == OVERFLOW
+        judged = Judged(call, len(x), count, lost, in_reference(shared_experts, problem), terms, overflows)
+        right = _expected(problem, judged, gate)
+        if not overflows:
             return right
-        back = shared_backward(ahead, Running.of(problem.cotangents["out"], dtype))
-        gradients: dict[str, Callable[[], Expectation]] = {
-            "x": lambda: judged.by_row("d_x", back.x, x.dtype, back.mlp.row_product, back.inherited),
-            "fc1_weight": lambda: _of_one(judged.by_expert("d_fc1_weight", back.mlp.fc1_weight()[0], x.dtype)),
-            "fc2_weight": lambda: _of_one(judged.by_expert("d_fc2_weight", back.mlp.fc2_weight()[0], x.dtype)),
-            "gate_weight": lambda: judged.by_expert("d_gate_weight", _known(back.gate_weight), x.dtype),
-        }
-        return right | {f"d_{name}": gradients[name]() for name in problem.wanted}
+        return or_not_finite(right, _expected(problem, replace(judged, call=replace(call, marked=True)), gate))
+
+
+def _expected(problem: Problem, judged: Judged, gate: Tensor | None) -> dict[str, Expectation]:
+    """The expectation of the output, and of each wanted gradient."""
+    ahead, stored = shared_forward(judged.call, gate), problem.required["x"].dtype
+    right = {"out": judged.by_row("out", ahead.out, stored, ahead.product, ahead.inherited)}
+    if not problem.wanted:
+        return right
+    back = shared_backward(ahead, Running.of(problem.cotangents["out"], judged.call.sums))
+    gradients: dict[str, Callable[[], Expectation]] = {
+        "x": lambda: judged.by_row("d_x", back.x, stored, back.mlp.row_product, back.inherited),
+        "fc1_weight": lambda: _of_one(judged.by_expert("d_fc1_weight", back.mlp.fc1_weight()[0], stored)),
+        "fc2_weight": lambda: _of_one(judged.by_expert("d_fc2_weight", back.mlp.fc2_weight()[0], stored)),
+        "gate_weight": lambda: judged.by_expert("d_gate_weight", _known(back.gate_weight), stored),
+    }
+    return right | {f"d_{name}": gradients[name]() for name in problem.wanted}
 
 
 def _of_one(right: Expectation) -> Expectation:

@@ -10,7 +10,7 @@ from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.signature import FAR, NEAR
 from conformance.core.space import LOGIT_DTYPES, mostly, sizes, some_of
-from conformance.families.experts.cases import COUNTS, GROUPED_VALUES
+from conformance.families.experts.cases import COUNTS, CURVES, GATES, GROUPED_VALUES
 from conformance.families.experts.cases import PROB_DTYPES as PROB_DTYPES
 from conformance.families.experts.precision import LOW_VALUES, fits, may_override
 from conformance.families.experts.space_ratios import ratio_cases
@@ -55,7 +55,13 @@ def long_rows(scope: Scope) -> list[Any]:
         found.append({"tokens": 3, "width": 64, "interleave": 32})  # two blocks of the widest
     if scope.accepts("clamp") and scope.accepts("offset"):
         found += FINE
-    return [*found, *_strange(scope)]
+    return [*found, *_huge(scope), *_strange(scope)]
+
+
+def _huge(scope: Scope) -> list[Changes]:
+    """Numbers whose square or cube overflows, of each kind that multiplies them."""
+    kinds = ("", *GATES[1:4]) if scope.function == "glu" else CURVES[1:4]
+    return [{"tokens": 5, "width": 6, "values": "huge", "kind": kind, "grads": "h"} for kind in kinds]
 
 
 def _strange(scope: Scope) -> list[Any]:
@@ -174,6 +180,10 @@ def segments(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+# sums of halves past the largest number of float16, whose whole is not
+CANCELLING: Changes = {"tokens": 5, "hidden": 65, "width": 33, "dtype": "float16", "values": "cancelling", "bias": ""}
+
+
 def large(scope: Scope) -> list[Any]:
     """One above a power of two: the last block is nearly empty; long sums of 16-bit values; experts
     below the least amax of a recipe.
@@ -197,6 +207,7 @@ def large(scope: Scope) -> list[Any]:
         ]
     long = [{"experts": 2, "dtype": "bfloat16"} | fields for fields in (*long, *tiles)]
     long += tiles_of_products(scope)
+    long += [] if scope.function == "grouped_wgrad" else [CANCELLING | {"experts": 2, "counts": (2, 3)}]
     return [ragged, many, *long, *ratio_cases(scope), *filter(scope.fits, [scope.case(LEAST)])]
 
 
@@ -205,6 +216,7 @@ def large_projections(scope: Scope) -> list[Changes]:
     gpu = scope.space.device == "cuda"
     return [
         {"tokens": 129, "hidden": 65, "width": 33},
+        CANCELLING,
         {"tokens": 3, "hidden": 130, "width": 9, "dtype": "bfloat16"},
         {"tokens": 70 if gpu else 3, "hidden": 7168 if gpu else 513, "width": 136 if gpu else 9, "dtype": "bfloat16"},
         {"tokens": 4097 if gpu else 257, "hidden": 9, "width": 5, "dtype": "float16"},

@@ -12,6 +12,7 @@ from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
 from conformance.core.space import mostly, sizes, some_of
 from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS
+from conformance.families.experts.cases_mlp import OVERFLOW
 from conformance.families.experts.space import LOW_SHARE, few_segments, near, of_a_model, segments
 from conformance.families.experts.space_recipes import one_per_recipe
 from conformance.families.experts.space_tiles import tiles_of_layers
@@ -159,7 +160,7 @@ def _sequential_pairs(scope: Scope) -> dict[str, list[Changes]]:
         "activated": _each(ACTIVATED, (_PLAIN, ("", 8, 6, 0, 2, False), _STORED)),
         "weighted": _each(WEIGHTED, (_UNWEIGHTED, *_WEIGHTINGS[1:5:3])),
         "biased": _each(BIASED, (("", ""), ("float32", "bfloat16"))),
-        "kept": [{"align": 0, "recompute": ""}],
+        "kept": _each(KEPT, ((0, ""), (0, "moe_act"))),
         "counts": _segments(*COUNTS),
         "layout": [CONTIGUOUS],
         "dtype": [{"dtype": "float32"}, {"dtype": "bfloat16"}],
@@ -256,9 +257,17 @@ def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
 # ---- shapes that always run
 
 
+# stages past the largest number of float16, without other options and with them
+OVERFLOWING: Changes = {"tokens": 12, "hidden": 5, "width": 6, "dtype": "float16", "values": OVERFLOW, "seed": 1}
+# the rows with the largest cotangents have an expert each
+APART: Changes = OVERFLOWING | {"experts": 5, "counts": (4, 1, 4, 1, 2)}
+BARE: Changes = APART | {"probs": "", "bias1": "", "bias2": ""}
+
+
 def _ragged(scope: Scope) -> list[Changes]:
-    """One above a power of two: the last block is nearly empty."""
-    return [{"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}]
+    """One above a power of two: the last block is nearly empty; stages that overflow."""
+    ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
+    return [ragged, BARE, *(APART | {"kind": kind} for kind in ("", "squared_relu"))]
 
 
 def _large(scope: Scope) -> list[Any]:
@@ -284,6 +293,7 @@ def _large_shared(scope: Scope) -> list[Changes]:
     over_ranks = {"counts": (2, 0, 3, 1), "tokens": 6, "hidden": 3, "width": 2, "seed": 1}
     return [
         {"tokens": 129, "hidden": 65, "width": 33},
+        *(OVERFLOWING | {"gate": gate, "kind": kind} for gate, kind in ((False, ""), (True, "squared_relu"))),
         long | {"dtype": "bfloat16"},
         *tiles_of_layers(scope),
         *([over_ranks] if scope.space.most_ranks >= 4 else []),

@@ -3,6 +3,7 @@
 from conformance.core.family import Family, by_function
 from conformance.families.fused import (
     defects,
+    defects_kernels,
     golden,
     golden_activate,
     illegal,
@@ -28,5 +29,5 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws, laws_activate),
     space=by_function(space, space_activate),
-    defects=defects.DEFECTS,
+    defects=defects.DEFECTS + defects_kernels.DEFECTS,
 )

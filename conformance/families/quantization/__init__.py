@@ -5,6 +5,7 @@ from conformance.families.quantization import (
     defects,
     defects_edges,
     defects_inputs,
+    defects_kernels,
     golden,
     illegal,
     laws,
@@ -20,5 +21,5 @@ FAMILY = Family(
     laws=by_function(laws),
     space=by_function(space),
     machines=by_function(machine),
-    defects=defects.DEFECTS + defects_inputs.DEFECTS + defects_edges.DEFECTS,
+    defects=defects.DEFECTS + defects_inputs.DEFECTS + defects_edges.DEFECTS + defects_kernels.DEFECTS,
 )

@@ -8,6 +8,7 @@ from conformance.families.router import (
     defects_edges,
     defects_fine,
     defects_inputs,
+    defects_kernels,
     defects_plans,
     defects_ranks,
     defects_state,
@@ -51,5 +52,6 @@ FAMILY = Family(
         *defects_state.DEFECTS,
         *defects_fine.DEFECTS,
         *defects_plans.DEFECTS,
+        *defects_kernels.DEFECTS,
     ),
 )

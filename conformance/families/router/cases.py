@@ -21,7 +21,7 @@ LOGITS = (*FLOATS, "float64")
 EXPLICIT_CELLS = 64  # most logits written out
 MINUS_INFINITY, NOT_A_NUMBER = -(10**6), 10**6  # codes of -∞ and NaN in explicit logits
 SPREADS = ("distinct", "ties", "near", "negative", "minus_inf", "nan", "extreme", "equal", "saturated")
-MORE_SPREADS = ("edges", "every")
+MORE_SPREADS = ("edges", "every", "far")
 CROSSING = (1.0, 2.0, 3.0, 4.0)  # preferences that a slow plan outweighs after 4, 11, 33 rounds
 COUNTED = {"past_16_bits": 2**16, "past_24_bits": 2**24, "past_31_bits": 2**31}
 SCORES = ("softmax", "softmax_pre", "sigmoid", "sqrtsoftplus")
@@ -133,7 +133,7 @@ class LogitsCase(Case):
     logits: tuple[int, ...] = table(  # in eighths, row by row, if explicit
         "tokens", "experts", eighths, least=MINUS_INFINITY, simple=(0, 8, -8), cells=EXPLICIT_CELLS
     )
-    spread: str = choice(*SPREADS[:6], also=(*SPREADS[6:], "edges", "every", "slow"), data=True)
+    spread: str = choice(*SPREADS[:6], also=(*SPREADS[6:], *MORE_SPREADS, "slow"), data=True)
     dtype: str = dtypes(*LOGITS)
     score: str = declared(Scores(default="softmax", values=SCORES, argument="score_function"))
     groups: int = groups("num_groups")
@@ -188,6 +188,8 @@ def _drawn(case: LogitsCase, dtype: torch.dtype) -> np.ndarray:
         return noise % 3 + 1 + (noise >> 8) % 8 * ulp
     if case.spread == "negative":  # a Sinkhorn plan below exp(-9) takes millions of iterations
         return (-2 if case.function == "sinkhorn_routing" else -10) - np.abs(plain)
+    if case.spread == "far":  # exp(x) is small, and in float32 not yet subnormal
+        return -20 - np.abs(plain) * 7.5
     if case.spread == "extreme":
         most = float(torch.finfo(dtype).max) if dtype != torch.float64 else 1e38
         return np.clip(plain * 10.0 ** ((noise >> 20) % 38), -most, most)

@@ -37,7 +37,7 @@ def many_factors(scope: Scope) -> list[GateCase]:
 
 def strange(scope: Scope) -> list[LogitsCase]:
     """Strange first and last logits, which other shapes draw on a GPU; all 16-bit patterns; there
-    more tokens than 16 bits count.
+    more tokens than 16 bits count. Scores far below 1.
     """
     edges: Changes = {"tokens": 14, "experts": 5, "topk": 2, "spread": "edges"}
     every: Changes = {"tokens": 512, "experts": 128, "topk": 4, "spread": "every", "dtype": "bfloat16"}
@@ -46,6 +46,8 @@ def strange(scope: Scope) -> list[LogitsCase]:
     if scope.space.device == "cuda":
         many: Changes = {"tokens": 65537, "experts": 2, "topk": 1}
         found = [scope.case(one | {"score": scores[-1]}) for one in (many, every)]
+    far: Changes = {"tokens": 6, "experts": 5, "topk": 2, "spread": "far", "score": "sqrtsoftplus"}
+    found += [scope.case(far | {"grads": "logits"})] if scope.accepts("score_function") else []
     return [case for case in found if scope.fits(case)]
 
 
