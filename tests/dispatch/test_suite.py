@@ -253,6 +253,15 @@ def test_ranks_that_add_in_a_narrow_dtype_have_a_wider_bound_even_for_one_part()
     assert _sums(flat(torch.float32)).bound[0] < _sums(Tree(torch.float32, torch.bfloat16, torch.bfloat16)).bound[0]
 
 
+def test_a_part_may_be_subnormal_in_the_narrow_dtype_in_which_ranks_add():
+    """bfloat16's subnormals are 2⁻¹³³ apart: half of that is more than its relative rounding."""
+    rows, place = torch.tensor([[7.375 * 2.0**-133]], dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    tree = Tree(torch.float32, torch.float32, torch.bfloat16)
+    right = tree_bound(plain("hybridep_combine"), rows, place, place, 1, torch.float32, tree)
+    assert judge("tokens", right, rows.to(torch.bfloat16).float()) is None
+    assert judge("tokens", right, torch.tensor([[6 * 2.0**-133]]))
+
+
 def test_small_integers_are_asked_for_exactly_as_long_as_they_fit():
     assert not _sums(flat(torch.float32), "integers").bound.any()
     case = plain("hybridep_combine", values="integers")

@@ -294,6 +294,8 @@ class DispatchCase(Case):
             return "drop_zeros needs the probs of deepep"
         if self.values in ("wide", "reciprocals") and self.dtype == "float16":
             return f"float16 has not the range of {self.values} values"
+        if self.values == "reciprocals" and (self.layout, self.layout_of) == ("negated", "scales"):
+            return "packed codes are no numbers: a pending minus changes the bits of a NaN"
         return "ranks have no row that all repeat" if self.layout == "expanded" else None
 
     def arguments(self) -> tuple[str, ...]:

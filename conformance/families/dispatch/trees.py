@@ -62,6 +62,8 @@ def tree_bound(
     several = _most(token_P, tokens)
     narrowed = ROUNDOFF[tree.second] > ROUNDOFF[tree.between]  # single parts round too
     brought = brought + (_gamma(several, tree.second) * total if several > 1 or narrowed else 0.0)
+    if narrowed:  # a part may be subnormal there; sums of such numbers are exact
+        brought = brought + several * HALF_SUBNORMAL[tree.second]
     bound = brought + ROUNDOFF[dtype] * (value.abs() + brought) + HALF_SUBNORMAL[dtype]
     narrow = max((x for x in (tree.first, tree.between, tree.second, dtype)), key=ROUNDOFF.__getitem__)
     exact = (magnitude == 0) | is_exact(case, narrow, magnitude)
