@@ -114,7 +114,7 @@ def test_the_kernels_between_ranks_compile_for_a_gpu(launches):
     given = (world.tokens[0], world.maps[0], world.probs[0])
     (sent,) = in_step([send(*given, 1, 64, slab, 0, most=few, recipe=Recipe("block"))])
     in_step([collect(torch.zeros(64, world.hidden, dtype=torch.bfloat16), None, sent[3], slab, few)])
-    own = [launch for launch in launches.values() if launch.module == "moe_fast.dispatch._symmetric"]
+    own = [launch for launch in launches.values() if launch.module.startswith("moe_fast.dispatch._symmetric")]
     assert len(own) == 6
     assert compiled(failures, own) == ""
 

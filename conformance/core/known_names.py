@@ -11,7 +11,7 @@ from conformance.core.space import Space
 WHOLE = ("call", "memory", "supports", "declares", "transport")
 # checks of every function, besides "raises …", the expectations' checks and the laws
 CHECKS = ("error", "input", "memory", "missing", "ranks", "shape", "dtype", "signature", "tensor")
-JUDGED = ("exact", "code", "random", "bound", "ratio", "choice")  # `check` of the expectations
+JUDGED = ("exact", "code", "random", "bound", "ratio", "choice", "ring")  # `check` of the expectations
 
 
 def arguments_of(contract: Contract[Any]) -> set[str]:

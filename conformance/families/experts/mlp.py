@@ -107,7 +107,7 @@ class GroupedMlp(Contract[MlpCase]):
             lost,
             in_reference(grouped_mlp, problem),
             int(counts.max()) + sum(fc1_weight.shape[1:]),
-            case.values == OVERFLOW,
+            case is not None and case.values == OVERFLOW,
         )
         right = _expected(problem, judged, padding)
         if not judged.overflows:

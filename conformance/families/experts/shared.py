@@ -81,7 +81,8 @@ class SharedExperts(Contract[SharedCase]):
             dtype,
             low,
         )
-        terms, overflows = len(x) + sum(fc1_weight.shape), case.values == OVERFLOW
+        terms = len(x) + sum(fc1_weight.shape)
+        overflows = case is not None and case.values == OVERFLOW
         judged = Judged(call, len(x), count, lost, in_reference(shared_experts, problem), terms, overflows)
         right = _expected(problem, judged, gate)
         if not overflows:

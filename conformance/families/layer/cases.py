@@ -75,6 +75,8 @@ class LayerCase(Case):
     recipe: str = choice("", "current", "block", "mxfp8", "delayed")  # scaling of the experts' products
     align: int = number(0, 16, 32, 64, 256, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
     dispatcher: str = choice(*DISPATCHERS)
+    counts: tuple[int, ...] = counts()  # tokens per rank; empty: one process
+    shards: int = number(1, 2)  # ranks that share their experts, each with a part of the width
     programs: int = number(0, 3, data=True)  # numbers of hybridep's multiprocessors and blocks; 0: not given
     budget: int = number(0, *range(1, 25), pairs=(5,))  # room for a rank's rows, over ranks; 0: for all
     rerun: bool = flag(argument="rerun")  # with a budget: no row is dropped
@@ -83,8 +85,6 @@ class LayerCase(Case):
     fc1_bias: bool = flag()
     fc2_bias: bool = flag()
     jitter: bool = flag()  # whether the router's input has it: factors are ½ and 1
-    counts: tuple[int, ...] = counts()  # tokens per rank; empty: one process
-    shards: int = number(1, 2)  # ranks that share their experts, each with a part of the width
     stage: str = ""  # the stage that alone is called, on the reference's inputs; empty: the layer
 
     variant: ClassVar[int] = 0
