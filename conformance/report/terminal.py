@@ -91,7 +91,7 @@ def damage(failure: dict[str, Any]) -> int:
 def way_out(failure: dict[str, Any], declares: dict[str, Any]) -> str:
     """What to declare if the difference is how the kernel rounds; empty: nothing helps."""
     finding = failure["finding"] or {}
-    if finding.get("check") not in ("bound", "ratio"):
+    if finding.get("check") not in ("bound", "ratio") or finding.get("nan"):
         return ""
     scales = "scale" in finding["output"]
     key, value = ("scale_arithmetic", "reciprocal") if scales else ("accumulator", "storage")

@@ -261,6 +261,7 @@ def test_a_sum_that_is_wrong_says_what_may_be_declared(book, tmp_path):
     declaring = Book(tmp_path / "declaring", permute={"declares": {"accumulator": "storage"}})
     assert hint not in shown_failures(declaring, ("FAIL", BOUND))
     assert hint not in shown_failures(Book(tmp_path / "exact"), ("FAIL", ROWS_WRONG))
+    assert hint not in shown_failures(Book(tmp_path / "nan"), ("FAIL", BOUND | {"nan": True}))
 
 
 def test_long_names_keep_the_table_and_the_others_have_one_line(tmp_path):
