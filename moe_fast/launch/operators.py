@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_fast.launch.registry import PUBLIC, RECORDS
 
@@ -211,8 +212,10 @@ class _Context:
 def as_operators(function: F) -> F:
     """Decorates an autograd function whose forward and backward launch kernels: an operator each.
 
-    Both follow the rules of `operator`.
+    Both follow the rules of `operator`. Outside grad mode `apply` is the forward alone, which then
+    needs no gradient, whatever its tensors require: it makes and keeps nothing for a backward.
     """
+    recorded: Callable[..., Any] = function.apply
     forward: Callable[..., Any] = function.forward
     backward: Callable[..., Any] = function.backward
     once = getattr(backward, "__wrapped__", backward)  # a compiled backward is differentiable once anyway
@@ -247,9 +250,16 @@ def as_operators(function: F) -> F:
         ctx.traced.saved_tensors = ctx.saved_tensors
         return backward_operator(ctx.traced, *cotangents)
 
+    def apply(*args: Any) -> Any:
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return recorded(*args)
+        return either_forward(_Context((False,) * len(args)), *args)
+
     _outside(either_forward, forward, tracing)
     _outside(either_backward, backward, tracing)
+    _outside(apply, either_forward)
     function.forward, function.backward = staticmethod(either_forward), staticmethod(either_backward)  # type: ignore
+    function.apply = staticmethod(apply)  # type: ignore[method-assign]
     return function
 
 
