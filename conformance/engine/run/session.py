@@ -377,7 +377,7 @@ def default_jobs(options: Options) -> int:
     """
     cores = os.cpu_count() or 1
     many = options.device != "cpu" and options.sanitize != "memcheck" and torch.cuda.is_available()
-    return max(min(cores - 1, 15), 1) if many else min(cores, 2)
+    return max(min(cores - 1, 31), 1) if many else min(cores, 2)
 
 
 def _priority(place: Place, case: Case, outcome: Outcome) -> tuple[bool, Place]:

@@ -119,6 +119,8 @@ WORLDS: tuple[Changes, ...] = (
     {"counts": (3, 4), "experts": 4, "dispatcher": "hybridep", "capacity": 3, "pad": True, "bias": True, "programs": 3},
     {"counts": (5,), "experts": 3, "dispatcher": "deepep", "budget": 7},
     {"counts": (4, 3), "experts": 4, "dispatcher": "hybridep", "budget": 6, "shared": 2},
+    # nearly every token goes to both ranks, by several copies
+    {"counts": (9, 6), "experts": 8, "topk": 5, "dispatcher": "hybridep", "budget": 44, "dtype": "bfloat16"},
     {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3},
     # one rank alone drops a row, of another rank's token
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
@@ -155,8 +157,7 @@ def always(scope: Scope) -> list[Any]:
     gpu = scope.space.device == "cuda"
     size = 129 if gpu else 33
     large: Changes = {"tokens": size, "hidden": 65 if gpu else 17, "width": 33 if gpu else 9, "experts": 8, "topk": 3}
-    ranked = [SIZES | world for world in WORLDS if len(world["counts"]) <= scope.space.most_ranks]
-    worlds_ = [{**world, "tokens": sum(world["counts"]), "topk": 2} for world in ranked]
+    worlds_ = [of_world(world) for world in WORLDS if len(world["counts"]) <= scope.space.most_ranks]
     plain = SIZES | {"tokens": 6, "losses": "aux+seq+z", "bias": True}
     batched = [plain | {"sequences": 2}] if scope.accepts("batch_size") else []
     evaluated = [plain | {"evaluation": True}] if scope.accepts("training") else []
@@ -175,6 +176,11 @@ def always(scope: Scope) -> list[Any]:
     forms: tuple[Changes, ...] = ({}, {"seed": 1, "recipe": "current"}, {"seed": 2, "dtype": "bfloat16"})
     kept = [scope.case(less | form) for form in forms]
     return [*chosen, *tiles, *kept, *batched, *evaluated, *(worlds_ + in_room(scope) if scope.accepts("group") else [])]
+
+
+def of_world(world: Changes) -> Changes:
+    """All sizes of a case of WORLDS."""
+    return SIZES | world | {"tokens": sum(world["counts"])}
 
 
 def in_room(scope: Scope) -> list[LayerCase]:
