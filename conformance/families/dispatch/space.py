@@ -116,6 +116,7 @@ def near(case: DispatchCase, scope: Scope) -> DispatchCase:
 
 SIXTEEN_BITS: Changes = {"dtype": "bfloat16", "probs": "float32"}
 NO_PROBS: Changes = {"dtype": "bfloat16", "probs": ""}
+CROWDED: Changes = {"topk": 3, "spread": "skewed"}
 AT_SCALES: Changes = {"values": "scales", "hidden": 256, "local_experts": 2, "topk": 2}
 
 
@@ -165,7 +166,8 @@ def shapes(scope: Scope) -> list[Any]:
     ranks = scope.space.ranks
     wide = 4097 if scope.space.device == "cuda" else 513
     found = [
-        few | {"counts": (scope.space.many // 4, *(3,) * (ranks - 1)), "hidden": 3},
+        # more tokens of a rank, and more rows for one, than 8 bits count
+        few | {"counts": (max(scope.space.many // 4, 260), *(3,) * (ranks - 1)), "hidden": 3} | CROWDED,
         {"counts": (2,) * ranks, "local_experts": 33, "topk": 8, "hidden": 3},
         few | {"counts": (3,) * ranks, "hidden": wide},
         # each rank adds one row of a token: sums of some ranks are no numbers of 16 bits
