@@ -33,6 +33,7 @@ DTYPES = {
         "float64",
         "float8_e4m3fn",
         "float8_e5m2",
+        "float8_e8m0fnu",
         "uint8",
         "bool",
         "int32",

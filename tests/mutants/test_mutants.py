@@ -29,14 +29,14 @@ LISTED = {
         "W01",
         "W02",
         "W03",
-        "W04",
+        *(f"W{number:02}" for number in range(4, 8)),
     ),
     *("G01", "G03", "G04", "G12", "G21", "J01", "H02", "H04", "H04s", "Q08", "K01"),
     *(f"T{number:02}" for number in range(1, 21)),
     *(f"V{number:02}" for number in range(1, 11)),
     *(f"N{number:02}" for number in range(1, 12)),
     *(f"I{number:02}" for number in range(1, 6)),
-    *(f"C{number:02}" for number in range(1, 35)),
+    *(f"C{number:02}" for number in range(1, 36)),
     *(f"I{number:02}" for number in range(1, 6)),
     *(f"X{number:02}" for number in range(1, 28)),
     *(f"U{number:02}" for number in range(1, 67) if number != 11),
@@ -48,7 +48,7 @@ LISTED = {
     *(f"SL{number:02}" for number in range(1, 13)),
     *(f"CK{number:02}" for number in range(1, 32)),
     *("DW01", "DW02", "DW03", "DW04", "DW05", "DW06"),
-    *(f"AD{number:02}" for number in range(1, 84)),
+    *(f"AD{number:02}" for number in range(1, 85)),
 }
 LARGE = {"N02", "N03"}  # need more rows than an interpreter can run
 

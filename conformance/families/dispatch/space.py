@@ -12,6 +12,7 @@ from conformance.core.shapes import Shapes
 from conformance.core.space import ALIGNMENTS
 from conformance.families.dispatch.cases import MAPPED, SPREADS, DispatchCase
 from conformance.families.dispatch.hybridep import RECIPES
+from conformance.families.dispatch.values_of_wire import SCALE_DTYPES
 from conformance.families.permutation.space import DEEPEP_LAYOUT as DEEPEP_LAYOUT
 
 SHARED_CASES = 3  # of the covering array, per function and number of ranks that share GPUs
@@ -182,6 +183,8 @@ def shapes(scope: Scope) -> list[Any]:
         found.append(few | {"counts": (5, 4)[:ranks], "probs": "float32", "zero_probs": True, "drop_zeros": True})
         packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
         found.append(few | {"counts": (5, 4)[:ranks]} | packed)
+        codes_: Changes = few | {"counts": (5, 4)[:ranks], "hidden": 5}
+        found += [codes_ | {"scale_dtype": dtype, "scales": 3} for dtype in SCALE_DTYPES]
     if dispatcher_of(scope) == "deepep_low_latency" and "fp8" in scope.live and not scope.signature.producer:
         found += [AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": name} for name in ("fp8", "powers")]
         found.append(AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": "fp8", "values": "reciprocals"})
