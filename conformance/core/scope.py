@@ -184,11 +184,20 @@ class Scope:
             for name, changes in axes:
                 if name not in fields:
                     fields = fields | draw(changes)
-            case = self.mended(self.contract.shapes.affordable(self.case(fields), self))
+            case = self.sliced(self.mended(self.contract.shapes.affordable(self.case(fields), self)))
             laws = self.cheap_laws(case) if self.space.few_kernels else self.laws(case)
             return case.changed(law=draw(st.sampled_from(laws)))
 
         return drawn()
+
+    def sliced(self, case: Any) -> Any:
+        """The case; of contiguous ones every third, by its seed, with a slice of a wider tensor."""
+        names = [name for name, dims in self.signature.placed.items() if dims]
+        if not names or case.layout != "contiguous" or case.seed % 3:
+            return case
+        first = case.seed // 3 % len(names)
+        placed = (case.changed(layout="sliced", layout_of=name) for name in names[first:] + names[:first])
+        return next(filter(self.fits, placed), case)
 
     def near(self, cases: list[Any]) -> st.SearchStrategy[Any]:
         """One of the cases with one to three fields of a drawn case, mended; any valid law.
@@ -283,13 +292,14 @@ class Scope:
         """The family's shapes, with all optional inputs and gradients; laws and layouts in turn."""
         given = self.contract.shapes.always(self)
         shapes = [self.fullest(one) for one in given if not isinstance(one, Case)]
-        return [*self.lawful(self.negated(shapes)), *(one for one in given if isinstance(one, Case))]
+        placed = self.placed(self.placed(shapes, "negated"), "sliced")
+        return [*self.lawful(placed), *(one for one in given if isinstance(one, Case))]
 
-    def negated(self, cases: list[Any]) -> list[Any]:
-        """The cases, each of the first ones with another tensor in the layout `negated`."""
-        found, left = [], list(self.signature.placed)
+    def placed(self, cases: list[Any], layout: str) -> list[Any]:
+        """The cases, each of the first contiguous ones with another tensor in this layout."""
+        found, left = [], [name for name, dims in self.signature.placed.items() if dims]
         for case in cases:
-            placed = [case.changed(layout="negated", layout_of=name) for name in left if case.layout == "contiguous"]
+            placed = [case.changed(layout=layout, layout_of=name) for name in left if case.layout == "contiguous"]
             chosen = next(filter(self.fits, placed), case)
             left = [name for name in left if name != chosen.layout_of]
             found.append(chosen)

@@ -15,6 +15,7 @@ from torch import Tensor
 SPREAD = 12  # log2 of the largest row scale
 WIDE = 2**31 + 2**12  # elements from the first to the last row of a wide tensor: past 32 bits
 STRANGE = ("special", "edges", "every")  # styles with NaN and infinities
+WIDER = 16  # columns of a matrix beside its slice
 WIDE_LAYOUTS = ("wide_rows", "wide_columns", "wide_depth")
 BITS = {
     torch.float32: 12,
@@ -32,6 +33,7 @@ DTYPES = {
         "float64",
         "float8_e4m3fn",
         "float8_e5m2",
+        "float8_e8m0fnu",
         "uint8",
         "bool",
         "int32",
@@ -127,7 +129,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
     Layouts: `contiguous` · `transposed`, the last two dimensions swapped (a vector: `strided`) ·
     `strided`, gaps in every dimension · `shifted`, one element into its storage, so that no vector
-    load is aligned · `negated`, the negative values under a minus that torch leaves pending ·
+    load is aligned · `sliced`, rows of a wider matrix, whose elements are adjacent (a vector: one
+    of its columns) · `negated`, the negative values under a minus that torch leaves pending ·
     `expanded`, stride 0 in the first dimension: the first entry repeats, the values change ·
     `wide_rows`, `wide_columns`, `wide_depth`, the first and last entry of the first, second or
     third dimension more than 2³¹ elements apart.
@@ -141,6 +144,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         return _in_storage(x, strides, 0, sizes)
     if layout == "shifted":
         return _in_storage(x, list(x.stride()), 1, x.shape)
+    if layout == "sliced":
+        return _in_storage(x, _sliced(x.shape), 0, x.shape)
     if layout == "negated":
         return torch._neg_view(-x)
     if layout in WIDE_LAYOUTS:
@@ -149,6 +154,12 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         strides[dim] = WIDE // max(x.shape[dim] - 1, 1)
         return _in_storage(x, strides, 0, x.shape)
     return x
+
+
+def _sliced(shape: torch.Size) -> list[int]:
+    """Strides of rows of a matrix WIDER columns wider: a multiple of 16 where the length is."""
+    wider = torch.empty([*shape[:-1], shape[-1] + WIDER], device="meta") if len(shape) > 1 else None
+    return [*wider.stride()] if wider is not None else [1 + WIDER] * len(shape)
 
 
 def _in_storage(x: Tensor, strides: list[int], offset: int, sizes: torch.Size) -> Tensor:

@@ -13,7 +13,7 @@ from conformance.judge.exact import bits
 X = payload(0, "tokens", (5, 6), "float32")
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "shifted"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "shifted", "sliced"])
 @pytest.mark.parametrize(
     "x",
     [X, X[:, 0].clone(), X[:0], X.to(torch.bfloat16), X.to(torch.float8_e4m3fn), X > 0],
@@ -53,6 +53,13 @@ def test_layouts_have_the_strides_they_promise():
     assert laid_out(matrices, "transposed").stride() == (15, 1, 3)
     shifted = laid_out(X, "shifted")
     assert (shifted.stride(), shifted.storage_offset()) == ((6, 1), 1)
+
+
+def test_a_slice_has_adjacent_elements_and_rows_as_well_aligned_as_contiguous_ones():
+    assert laid_out(X, "sliced").stride() == (22, 1)
+    assert laid_out(X[:, 0].clone(), "sliced").stride() == (17,)
+    assert laid_out(torch.zeros(2, 3, 32), "sliced").stride() == (3 * 48, 48, 1)
+    assert torch.empty(0).set_(laid_out(X, "sliced").untyped_storage())[6].isnan()
 
 
 def test_an_expanded_layout_repeats_its_first_entry_without_memory():

@@ -174,7 +174,7 @@ LAYOUTS_OF = {"update_expert_bias": ("strided", "wide_rows")} | {"route": (), "m
 LAYOUTS_OF |= dict.fromkeys(PARAMETERS, LAYOUTS) | {"expand_shard": ("strided", "shifted")}
 LAYOUTS_OF["deepep_low_latency_combine"] = (*LAYOUTS, *FAR)
 LAYOUTS_OF |= dict.fromkeys((*GROUPED, *QUANTIZED, *MLPS), (*LAYOUTS, *FAR, "expanded"))
-WITHOUT_NEGATED = ("route", "pad_routing_map", "deepep_layout")  # no layouts; no floating-point tensor
+WITHOUT_NEGATED = ("route", "pad_routing_map", "deepep_layout")  # not drawn; no floating-point tensor
 
 
 def laws_of_draws(function: str) -> list[str]:
@@ -188,6 +188,7 @@ def everywhere(function: str) -> dict:
     found = {f"law {law}": lambda c, law=law: c.law == law for law in laws_of_draws(function)}
     found |= {f"poison {poison}": lambda c, poison=poison: c.poison == poison for poison in POISONS}
     found |= {f"layout {layout}": lambda c, layout=layout: c.layout == layout for layout in layouts}
+    found["layout sliced"] = lambda c: c.layout == "sliced"
     if function not in WITHOUT_NEGATED:
         found["layout negated"] = lambda c: c.layout == "negated"
     found |= {f"dtype {dtype}": lambda c, dtype=dtype: c.dtype == dtype for dtype in DTYPES_OF.get(function, DTYPES)}

@@ -28,7 +28,7 @@ from conformance.core.lists import Parts, Table
 from conformance.core.signature import Signature
 from conformance.core.space import ALIGNMENTS
 from conformance.core.tensors import BITS, DTYPES, hashed, payload, probabilities
-from conformance.families.dispatch.values_of_wire import at_edges_of_scales, at_reciprocals
+from conformance.families.dispatch.values_of_wire import SCALE_DTYPES, at_edges_of_scales, at_reciprocals
 from moe_ref.config import FP8_BLOCK
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -241,6 +241,7 @@ class DispatchCase(Case):
     num_sms: int = setting(0, 1, 3, pairs=(1,), data=True)  # 0: not given
     num_blocks: int = setting(0, 1, 3, pairs=(3,), data=True)
     scales: int = setting(0, 1, 3, pairs=(3,))  # columns of the tokens' scales
+    scale_dtype: str = dtypes("float32", also=SCALE_DTYPES)
     biases: int = number(0, 1, 2, pairs=(1, 2), of=("biases",))
     journey: str = declared(Journey(default="", known=JOURNEY))  # calls of the law `sequence`; empty: none
 
@@ -292,6 +293,8 @@ class DispatchCase(Case):
                 return "codes of low latency have no gradient, and no special values"
         if self.drop_zeros and not (self.probs and self.dispatcher == "deepep"):
             return "drop_zeros needs the probs of deepep"
+        if self.scale_dtype != "float32" and not self.scales:
+            return f"scale_dtype is {self.scale_dtype!r} without scales"
         if self.values in ("wide", "reciprocals") and self.dtype == "float16":
             return f"float16 has not the range of {self.values} values"
         if self.values == "reciprocals" and (self.layout, self.layout_of) == ("negated", "scales"):

@@ -8,7 +8,16 @@ import torch
 
 from conformance.core.contract import Problem, accumulator_of
 from conformance.core.signature import Input, Output, Signature
-from conformance.families.dispatch.cases import FLOATS, MOVED, PROBS, DispatchCase, indices_of, probs_of, values_of
+from conformance.core.tensors import DTYPES
+from conformance.families.dispatch.cases import (
+    FLOATS,
+    MOVED,
+    PROBS,
+    DispatchCase,
+    indices_of,
+    probs_of,
+    values_of,
+)
 from conformance.families.dispatch.dispatcher import (
     Combine,
     Dispatching,
@@ -25,7 +34,7 @@ from conformance.families.dispatch.dispatcher import (
 )
 from conformance.families.dispatch.maps import after_dispatch
 from conformance.families.dispatch.trees import flat
-from conformance.families.dispatch.values_of_wire import packed_codes
+from conformance.families.dispatch.values_of_wire import SCALE_DTYPES, packed_codes
 from conformance.judge import Exact, Expectation
 from moe_ref.config import IndexPolicy
 
@@ -58,8 +67,8 @@ def dispatches(case: DispatchCase) -> list[Problem]:
             call.settings["probs"] = given_probs(probs, call.required["indices"] >= 0)
     if case.scales:
         every = values_of(case, "scales", counts, (case.scales,), "float32", "dyadic")
-        if case.values == "reciprocals":
-            every = list(packed_codes(case.seed, (case.tokens, case.scales)).split(counts))
+        if case.values == "reciprocals" or case.scale_dtype != "float32":
+            every = list(packed_codes(case.seed, (case.tokens, case.scales), DTYPES[case.scale_dtype]).split(counts))
         for call, scales in zip(calls, every, strict=True):
             call.settings["scales"] = scales.clone()
     return calls
@@ -74,7 +83,7 @@ class DeepEPDispatch(Dispatching):
             Input("tokens", "TH", MOVED, gradient=True),
             Input("indices", "TK", field="index_dtype"),
             Input("probs", "TK", PROBS, field="probs", gradient=True, optional="probs"),
-            Input("scales", "TS", ("float32",), field="", optional="scales"),
+            Input("scales", "TS", ("float32", *SCALE_DTYPES), field="scale_dtype", optional="scales"),
         ],
         outputs=[
             Output("rows", "PH", of="tokens"),

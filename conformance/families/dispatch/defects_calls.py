@@ -10,6 +10,7 @@ from torch import Tensor
 
 from conformance.core.call_defects import right_once_per_handle
 from conformance.core.defect import Defect, Wrapper
+from conformance.core.layout_defects import MANY, numbered_in_bytes
 
 SHARDS = "a mistake that sharded experts invite"
 PROGRAMS = "a mistake that numbers of blocks invite"
@@ -50,7 +51,25 @@ def _not_added(combine: Wrapper, rows: Tensor, *rest: Any, num_blocks: int | Non
     return combine(_whole_blocks(rows, num_blocks), *rest, **settings)
 
 
+def _numbered(move: Wrapper, rows: Tensor, *rest: Any, **settings: Any) -> Any:
+    """Tokens of a dispatch, or rows of a combine, have numbers of 8 bits."""
+    return move(numbered_in_bytes(rows) if rows.dim() == 2 and len(rows) > 256 else rows, *rest, **settings)
+
+
+NUMBERED = {
+    "M24": "allgather_dispatch",
+    "M25": "alltoall_dispatch",
+    "M26": "deepep_dispatch",
+    "M27": "hybridep_dispatch",
+    "M28": "deepep_low_latency_dispatch",
+    "M29": "deepep_combine",
+    "M30": "alltoall_combine",
+}
 DEFECTS: tuple[Defect, ...] = (
+    *(
+        Defect(name, f"{function} numbers a rank's rows in 8 bits", MANY, {function: _numbered})
+        for name, function in NUMBERED.items()
+    ),
     Defect("C33", "the last block's rows are not copied", PROGRAMS, {"hybridep_dispatch": _not_copied}),
     Defect("C34", "the last block's rows are not added", PROGRAMS, {"hybridep_combine": _not_added}),
     Defect("C31", "the shards of an expert are neighbours", SHARDS, {"flatten_experts": _shard_by_shard}),

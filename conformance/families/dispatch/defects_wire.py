@@ -17,6 +17,7 @@ from moe_ref.dispatch.low_latency import SMALLEST_AMAX
 from moe_ref.quantization.formats import E4M3
 from moe_ref.quantization.recipes import nearest32, over, scale_from_amax
 
+NAN = 0xFF  # of E8M0
 TILE = 8  # rows that share a scale by mistake
 INVITED = "a mistake that dispatchers invite"
 
@@ -76,9 +77,35 @@ def _one_for_the_least(dispatch: Wrapper, *tensors: Tensor, **settings: Any) -> 
     return out._replace(scales=torch.where(out.scales == least, 1.0, out.scales))
 
 
+def _words_as_numbers(dispatch: Wrapper, *tensors: Tensor, **settings: Any) -> Any:
+    """Packed codes of four bytes pass through a float unit."""
+    out = dispatch(*tensors, **settings)
+    packed = out.scales is not None and out.scales.dtype == torch.int32
+    return out._replace(scales=out.scales.float().to(torch.int32)) if packed else out
+
+
+def _bytes_of_whole_words(dispatch: Wrapper, *tensors: Tensor, **settings: Any) -> Any:
+    """Scales of one byte are copied in words of four; what is left of a row is not."""
+    out = dispatch(*tensors, **settings)
+    if out.scales is None or out.scales.dtype != torch.uint8:
+        return out
+    read = torch.arange(out.scales.shape[1], device=out.scales.device) < out.scales.shape[1] // 4 * 4
+    return out._replace(scales=torch.where(read, out.scales, 0))
+
+
+def _code_of_nan_is_the_largest(dispatch: Wrapper, *tensors: Tensor, **settings: Any) -> Any:
+    out = dispatch(*tensors, **settings)
+    if out.scales is None or out.scales.dtype != torch.float8_e8m0fnu:
+        return out
+    return out._replace(scales=out.scales.view(torch.uint8).clamp(max=NAN - 1).view(torch.float8_e8m0fnu))
+
+
 DEFECTS: tuple[Defect, ...] = (
     Defect("W01", "scales in the order of another row", INVITED, _read(_of_another_row)),
     Defect("W02", "padding has codes and no scale", INVITED, _read(_none_for_zeros)),
     Defect("W03", "quantised where rows have arrived, several at once", INVITED, _read(_by_tiles)),
     Defect("W04", "a block of zeros has the scale 1", INVITED, {"deepep_low_latency_dispatch": _one_for_the_least}),
+    Defect("W05", "packed codes of scales travel as numbers", INVITED, {"deepep_dispatch": _words_as_numbers}),
+    Defect("W06", "scales of one byte travel in whole words", INVITED, {"deepep_dispatch": _bytes_of_whole_words}),
+    Defect("W07", "a scale that is NaN becomes the largest", INVITED, {"deepep_dispatch": _code_of_nan_is_the_largest}),
 )

@@ -12,6 +12,7 @@ from conformance.core.shapes import Shapes
 from conformance.core.space import ALIGNMENTS
 from conformance.families.dispatch.cases import MAPPED, SPREADS, DispatchCase
 from conformance.families.dispatch.hybridep import RECIPES
+from conformance.families.dispatch.values_of_wire import SCALE_DTYPES
 from conformance.families.permutation.space import DEEPEP_LAYOUT as DEEPEP_LAYOUT
 
 SHARED_CASES = 3  # of the covering array, per function and number of ranks that share GPUs
@@ -116,6 +117,7 @@ def near(case: DispatchCase, scope: Scope) -> DispatchCase:
 
 SIXTEEN_BITS: Changes = {"dtype": "bfloat16", "probs": "float32"}
 NO_PROBS: Changes = {"dtype": "bfloat16", "probs": ""}
+CROWDED: Changes = {"topk": 3, "spread": "skewed"}
 AT_SCALES: Changes = {"values": "scales", "hidden": 256, "local_experts": 2, "topk": 2}
 
 
@@ -165,7 +167,8 @@ def shapes(scope: Scope) -> list[Any]:
     ranks = scope.space.ranks
     wide = 4097 if scope.space.device == "cuda" else 513
     found = [
-        few | {"counts": (scope.space.many // 4, *(3,) * (ranks - 1)), "hidden": 3},
+        # more tokens of a rank, and more rows for one, than 8 bits count
+        few | {"counts": (max(scope.space.many // 4, 260), *(3,) * (ranks - 1)), "hidden": 3} | CROWDED,
         {"counts": (2,) * ranks, "local_experts": 33, "topk": 8, "hidden": 3},
         few | {"counts": (3,) * ranks, "hidden": wide},
         # each rank adds one row of a token: sums of some ranks are no numbers of 16 bits
@@ -180,6 +183,8 @@ def shapes(scope: Scope) -> list[Any]:
         found.append(few | {"counts": (5, 4)[:ranks], "probs": "float32", "zero_probs": True, "drop_zeros": True})
         packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
         found.append(few | {"counts": (5, 4)[:ranks]} | packed)
+        codes_: Changes = few | {"counts": (5, 4)[:ranks], "hidden": 5}
+        found += [codes_ | {"scale_dtype": dtype, "scales": 3} for dtype in SCALE_DTYPES]
     if dispatcher_of(scope) == "deepep_low_latency" and "fp8" in scope.live and not scope.signature.producer:
         found += [AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": name} for name in ("fp8", "powers")]
         found.append(AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": "fp8", "values": "reciprocals"})

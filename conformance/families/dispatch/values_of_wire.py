@@ -7,6 +7,7 @@ from torch import Tensor
 from conformance.core.tensors import hashed
 
 E4M3_MAX = 448.0  # OCP OFP8 1.0
+SCALE_DTYPES = ("int32", "uint8", "float8_e8m0fnu")  # of scales that travel: packed codes, and codes
 CODES = (0, 1, 127, 254, 255)  # of E8M0: the least, the next, 1, the largest, NaN
 
 
@@ -31,8 +32,8 @@ def at_reciprocals(x: Tensor) -> Tensor:
     return torch.where(kind == 0, small, torch.where(kind < 3, led, large)).to(x.dtype)
 
 
-def packed_codes(seed: int, shape: tuple[int, ...]) -> Tensor:
-    """float32 that hold four codes of E8M0 each, as DeepEP packs them: to be copied bit by bit."""
-    count = int(np.prod(shape)) * 4
+def packed_codes(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A code of E8M0 in each byte, to be copied bit by bit: DeepEP packs four into 32 bits."""
+    count = int(np.prod(shape)) * dtype.itemsize
     codes = np.array(CODES, dtype=np.uint8)[hashed(seed, "packed codes", count) % len(CODES)]
-    return torch.from_numpy(codes).view(torch.float32).reshape(shape)
+    return torch.from_numpy(codes).view(dtype).reshape(shape)

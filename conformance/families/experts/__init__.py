@@ -10,6 +10,7 @@ from conformance.families.experts import (
     defects_fine,
     defects_inputs,
     defects_kernels,
+    defects_long,
     defects_overflow,
     defects_products,
     defects_steps,
@@ -41,6 +42,6 @@ FAMILY = Family(
     defects=(
         *(*defects.DEFECTS, *defects_steps.DEFECTS, *defects_calls.DEFECTS, *defects_inputs.DEFECTS),
         *(*defects_curves.DEFECTS, *defects_products.DEFECTS, *defects_fine.DEFECTS, *defects_delayed.DEFECTS),
-        *(*defects_kernels.DEFECTS, *defects_overflow.DEFECTS),
+        *(*defects_kernels.DEFECTS, *defects_overflow.DEFECTS, *defects_long.DEFECTS),
     ),
 )

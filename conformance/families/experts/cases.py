@@ -287,7 +287,7 @@ def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
     if case.values == "rows":
         x = (x.double() * row_scales(case.seed, len(x))).to(kind)
     if case.values == "cancelling":
-        x = repeated(x * 2.0**14, -1.0, 1)
+        x = _cancelling(case, name, x)
     if case.values == "special" and columns:
         noise = hashed(case.seed, f"{name} kinds", len(x)).astype(np.int64)
         strange = torch.tensor(INFINITE if case.scaling != "nvfp4" else NO_INFINITY, dtype=kind)
@@ -298,6 +298,15 @@ def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
     for i in range(case.tail):
         x[own + i] = TAIL[(i + case.seed) % len(TAIL)] if case.scaling else torch.nan
     return x
+
+
+def _cancelling(case: Any, name: str, x: Tensor) -> Tensor:
+    """Halves of a product's terms that cancel: of the columns, or of each expert's rows."""
+    if case.function != "grouped_wgrad":
+        return repeated(x * 2.0**14, -1.0, 1)
+    factor = 2.0**14 if name == "d_out" else 1.0
+    *segments, tail = x.split([*counts_of(case), case.tail])
+    return torch.cat([*(repeated(own * factor, -1.0 if name == "d_out" else 1.0, 0) for own in segments), tail])
 
 
 def repeated(x: Tensor, factor: float, dim: int) -> Tensor:

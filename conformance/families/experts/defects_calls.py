@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from conformance.core import call_defects as calls
 from conformance.core.defect import Defect, Wrapper, int32_view, with_values
 from conformance.core.gradient_defects import NEGATED, reads_no_pending_minus
@@ -13,6 +16,20 @@ def _short_bias_by_recipe(function: Wrapper, *inputs: Any, **settings: Any) -> A
         settings | {"bias": with_values(bias, lambda _: int32_view(bias.detach()))} if bias is not None else settings
     )
     return function(*inputs, **(short if settings.get("recipe") else settings))
+
+
+def _adds_twice_to_its_own_result() -> Wrapper:
+    """What the last call has returned is its buffer, to which a product has already been added."""
+    last: list[Tensor] = []
+
+    def wgrad(base: Wrapper, *inputs: Any, **settings: Any) -> Any:
+        out, into = base(*inputs, **settings), settings.get("accumulate_into")
+        if into is not None and last and last[0].shape == into.shape and torch.equal(last[0].to(into), into):
+            out = base(*inputs, **settings | {"accumulate_into": out})
+        last[:] = [out.detach().clone()] if into is not None else []
+        return out
+
+    return wgrad
 
 
 DEFECTS: tuple[Defect, ...] = (
@@ -66,6 +83,12 @@ DEFECTS: tuple[Defect, ...] = (
         "32-bit row · stride of a bias, in products by a recipe",
         "a mistake that 32-bit addresses invite",
         dict.fromkeys(("grouped_linear", "latent_projection"), _short_bias_by_recipe),
+    ),
+    Defect(
+        "C35",
+        "a sum over its own result is added twice",
+        calls.CALLS,
+        {"grouped_wgrad": _adds_twice_to_its_own_result()},
     ),
     Defect("C10", "the default dtype is left changed", calls.CALLS, {"grouped_wgrad": calls.leaves_another_dtype}),
 )

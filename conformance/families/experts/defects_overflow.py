@@ -75,6 +75,19 @@ def _halves_saturate(linear: Wrapper, rows: Tensor, weight: Tensor, *rest: Tenso
     return with_gradients_of(value, out) if out.requires_grad else value
 
 
+def _parts_of_rows_saturate(wgrad: Wrapper, d_out: Tensor, rows: Tensor, counts: Tensor, /, **settings: Any) -> Any:
+    """The same of two halves of each expert's rows."""
+    out = wgrad(d_out, rows, counts, **settings)
+    if rows.dtype != torch.float16 or settings.get("recipe") is not None or "accumulate_into" in settings:
+        return out
+    place = torch.cat([torch.arange(count) < count // 2 for count in counts.tolist()] or [torch.zeros(0).bool()])
+    place = torch.cat([place, torch.zeros(len(rows) - len(place)).bool()])[:, None]
+    wide = rows.float()
+    parts = [wgrad(d_out.float(), torch.where(own, wide, 0), counts) for own in (place, ~place)]
+    lost, exact = (parts[0].abs() > MOST) | (parts[1].abs() > MOST), parts[0] + parts[1]
+    return torch.where(lost & exact.isfinite(), (_saturated(parts[0]) + _saturated(parts[1])).half(), out)
+
+
 def _everywhere(of_h: Change = _kept, of_a: Change = _kept) -> dict[str, Callable[..., Any]]:
     return dict.fromkeys(MLP, _staged(of_h, of_a)) | {"shared_experts": _shared(of_h, of_a)}
 
@@ -90,4 +103,5 @@ DEFECTS: tuple[Defect, ...] = (
         RANGE,
         dict.fromkeys(("grouped_linear", "latent_projection"), _halves_saturate),
     ),
+    Defect("AD84", "sums of two halves of the rows saturate", RANGE, {"grouped_wgrad": _parts_of_rows_saturate}),
 )

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
-from conformance.core.law import Law, Trial, plain, same, upside_down
+from conformance.core.law import Law, Outputs, Trial, plain, same, upside_down
 from conformance.core.tensors import STRANGE
 from conformance.families.experts.precision import recipe_of
 from conformance.judge import Bounded, Expectation, Finding, judge
+from conformance.judge.bound import ROUNDOFF
 
 BY_EXPERT = ("weight", "bias", "accumulate_into", "fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")
 BY_ROW = (
@@ -201,6 +202,25 @@ def _row_reversal(trial: Trial) -> Finding | None:
     return _in_order(trial, "row_reversal", rows, torch.arange(len(segments)))
 
 
+def _two_parts(trial: Trial) -> Finding | None:
+    """Each expert's first half of rows added to what is given, and the second half to that sum: two
+    roundings more, of which each is at most one of all the terms' magnitudes.
+    """
+    problem, counts = trial.problem, trial.problem.required["tokens_per_expert"]
+    *segments, tail = _segments(trial)
+    halves = [(rows[: len(rows) // 2], rows[len(rows) // 2 :]) for rows in segments]
+    outputs: Outputs = {"d_weight": problem.settings["accumulate_into"]}
+    for parts in zip(*halves, strict=True):
+        some = torch.tensor([len(part) for part in parts])
+        one = regrouped(problem, torch.cat([*parts, tail]), torch.arange(len(parts)), some)
+        outputs = trial.run(one.with_tensors({"accumulate_into": outputs["d_weight"]}))
+    sizes = trial.reference(problem.with_tensors({name: x.abs() for name, x in problem.tensors.items()}))
+    right, size = trial.expected["d_weight"], sizes["d_weight"].value.nan_to_num(0.0, 0.0, 0.0)
+    assert isinstance(right, Bounded)
+    more = torch.where((counts > 0)[:, None, None], 2 * ROUNDOFF[right.dtype] * size, 0.0)
+    return trial.judged("two_parts", {"d_weight": replace(right, bound=right.bound + more)}, outputs)
+
+
 def _group_split(trial: Trial) -> Finding | None:
     """The largest expert split into two with the same weights: rows do not change."""
     counts = trial.problem.required["tokens_per_expert"]
@@ -312,6 +332,7 @@ ROW_INDEPENDENCE = replace(
 )  # no weight's
 PADDING_INDEPENDENCE = Law("padding_independence", _padding_independence, _grouped)
 EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, lambda case: _grouped(case) and case.experts > 1)
+TWO_PARTS = Law("two_parts", _two_parts, lambda case: _grouped(case) and unquantised(case) and bool(case.into))
 ROW_REVERSAL = Law("row_reversal", _row_reversal, lambda case: _grouped(case) and unquantised(case))
 GROUP_SPLIT = Law(
     "group_split",

@@ -13,6 +13,7 @@ from conformance.core.space import LOGIT_DTYPES, mostly, sizes, some_of
 from conformance.families.experts.cases import COUNTS, CURVES, GATES, GROUPED_VALUES
 from conformance.families.experts.cases import PROB_DTYPES as PROB_DTYPES
 from conformance.families.experts.precision import LOW_VALUES, fits, may_override
+from conformance.families.experts.space_long import long_products
 from conformance.families.experts.space_ratios import ratio_cases
 from conformance.families.experts.space_recipes import CONTIGUOUS, LEAST, by_recipe
 from conformance.families.experts.space_tiles import tiles_of_products
@@ -206,8 +207,9 @@ def large(scope: Scope) -> list[Any]:
             {"tokens": 260, "counts": (257, 3), "hidden": 9, "width": 5},
         ]
     long = [{"experts": 2, "dtype": "bfloat16"} | fields for fields in (*long, *tiles)]
-    long += tiles_of_products(scope)
-    long += [] if scope.function == "grouped_wgrad" else [CANCELLING | {"experts": 2, "counts": (2, 3)}]
+    long += [*tiles_of_products(scope), *long_products(scope)]
+    rows = (32, 33) if scope.function == "grouped_wgrad" else (2, 3)  # there the rows cancel
+    long.append(CANCELLING | {"experts": 2, "counts": rows, "tokens": sum(rows), "into": ""})
     return [ragged, many, *long, *ratio_cases(scope), *filter(scope.fits, [scope.case(LEAST)])]
 
 
@@ -220,6 +222,7 @@ def large_projections(scope: Scope) -> list[Changes]:
         {"tokens": 3, "hidden": 130, "width": 9, "dtype": "bfloat16"},
         {"tokens": 70 if gpu else 3, "hidden": 7168 if gpu else 513, "width": 136 if gpu else 9, "dtype": "bfloat16"},
         {"tokens": 4097 if gpu else 257, "hidden": 9, "width": 5, "dtype": "float16"},
+        *long_products(scope),
     ]
 
 

@@ -14,6 +14,7 @@ from conformance.core.space import mostly, sizes, some_of
 from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS
 from conformance.families.experts.cases_mlp import OVERFLOW
 from conformance.families.experts.space import LOW_SHARE, few_segments, near, of_a_model, segments
+from conformance.families.experts.space_long import long_layers
 from conformance.families.experts.space_recipes import one_per_recipe
 from conformance.families.experts.space_tiles import tiles_of_layers
 from conformance.families.quantization.cases import RECIPES, UNIT, VARIANTS
@@ -267,7 +268,7 @@ BARE: Changes = APART | {"probs": "", "bias1": "", "bias2": ""}
 def _ragged(scope: Scope) -> list[Changes]:
     """One above a power of two: the last block is nearly empty; stages that overflow."""
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
-    return [ragged, BARE, *(APART | {"kind": kind} for kind in ("", "squared_relu"))]
+    return [ragged, BARE, *(APART | {"kind": kind} for kind in ("", "squared_relu")), *long_layers(scope)]
 
 
 def _large(scope: Scope) -> list[Any]:
@@ -295,6 +296,7 @@ def _large_shared(scope: Scope) -> list[Changes]:
         {"tokens": 129, "hidden": 65, "width": 33},
         *(OVERFLOWING | {"gate": gate, "kind": kind} for gate, kind in ((False, ""), (True, "squared_relu"))),
         long | {"dtype": "bfloat16"},
+        *long_layers(scope),
         *tiles_of_layers(scope),
         *([over_ranks] if scope.space.most_ranks >= 4 else []),
     ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from conformance.core.defect import Defect, Wrapper, with_values
 from conformance.core.gradient_defects import rounded_to
+from conformance.core.layout_defects import numbered_in_bytes, read_unstrided
 from conformance.families.layer.defects import ORIGIN, Stage, in_stages, stages
 from moe_ref.config import LayerConfig, LayerParameters
 
@@ -124,6 +125,19 @@ def _copied_by_another_map(mlp: Stage, *rows: Any, **settings: Any) -> Any:
     return mlp(*rows, **settings | ({} if again is None else {"rows_again": lambda: again().flip(0)}))
 
 
+def _unstrided(*names: str) -> Wrapper:
+    """Strides of these parameters are not read."""
+
+    def planted(layer: Wrapper, x: Tensor, p: LayerParameters, *rest: Any, **settings: Any) -> Any:
+        return layer(x, p._replace(**{name: read_unstrided(getattr(p, name)) for name in names}), *rest, **settings)
+
+    return planted
+
+
+def _tokens_past_256(layer: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:
+    return layer(numbered_in_bytes(x) if len(x) > 256 else x, *rest, **settings)
+
+
 _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("the gates of shared experts are not clamped", in_stages(shared_experts=_without("clamp"))),
     ("the gates of routed experts are not clamped", in_stages(grouped_mlp=_without("clamp"))),
@@ -151,6 +165,10 @@ _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("the activation is saved, though it is computed again", in_stages(grouped_mlp=_without("recompute"))),
     ("the states of both linear layers are exchanged", in_stages(grouped_mlp=_states_exchanged)),
     ("the backward measures no amax", in_stages(grouped_mlp=_no_amax_of_gradients)),
+    ("strides of the latent space are not read", _unstrided("latent_down", "latent_up")),
+    ("strides of the shared experts are not read", _unstrided("shared_fc1_weight", "shared_fc2_weight")),
+    ("strides of the router are not read", _unstrided("router_weight", "router_bias")),
+    ("tokens past 256 are the first ones", _tokens_past_256),
 )
 DEFECTS = tuple(
     Defect(f"ML{number}", title, ORIGIN, {"moe_layer": wrapper})

@@ -1,5 +1,6 @@
 """Spaces of layers: a router, experts and their options, in one process or over ranks."""
 
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import strategies as st
@@ -100,8 +101,6 @@ LOSSES: tuple[Changes, ...] = (
     {"losses": "+".join(KINDS), "divisor": 3},
 )
 SHARED: tuple[Changes, ...] = ({}, {"shared": 2}, {"shared": 3, "gate": True})
-# the layouts of other weights are drawn
-LAYOUTS = (("contiguous", ""), ("transposed", "x"), ("strided", "fc1_weight"), ("shifted", "d_output"))
 SIZES: Changes = {"tokens": 7, "hidden": 5, "width": 6, "experts": 4, "topk": 2}
 # every dispatcher over ranks, one of them without tokens
 WORLDS: tuple[Changes, ...] = (
@@ -133,6 +132,25 @@ def everything(case: LayerCase) -> str:
     return SIGNATURE.all_gradients(case)
 
 
+def given(turn: int) -> Callable[[LayerCase], str]:
+    """One of the tensors that the case gives, by its seed and a turn."""
+
+    def name(case: LayerCase) -> str:
+        names = [x.name for x in SIGNATURE.inputs if x.given(case)]
+        return names[(case.seed + turn) % len(names)]
+
+    return name
+
+
+# by the seed all tensors have their turn; a vector that is transposed is strided
+LAYOUTS: tuple[Changes, ...] = (
+    {"layout": "contiguous", "layout_of": ""},
+    {"layout": "transposed", "layout_of": given(10)},
+    {"layout": "sliced", "layout_of": given(4)},
+    {"layout": "shifted", "layout_of": "d_output"},
+)
+
+
 def together(scope: Scope) -> dict[str, list[Changes]]:
     """Options that exclude each other as one axis; ranks have cases of their own."""
     return {
@@ -143,7 +161,7 @@ def together(scope: Scope) -> dict[str, list[Changes]]:
         "latent": [{"latent": latent} for latent in (0, 3)],
         "dispatcher": [{"dispatcher": DISPATCHERS[0], "budget": 0, "rerun": False, "shards": 1}],
         "counts": [{"counts": ()}],
-        "layout": [{"layout": layout, "layout_of": name} for layout, name in LAYOUTS],
+        "layout": [*LAYOUTS],
         "gates": [*GATES],
         "losses": [*LOSSES],
         "evaluation": [{"evaluation": False}],
@@ -175,7 +193,16 @@ def always(scope: Scope) -> list[Any]:
     less: Changes = SIZES | {"tokens": 256 if gpu else 40, "hidden": wide, "width": wide, "grads": grads, "law": "kept"}
     forms: tuple[Changes, ...] = ({}, {"seed": 1, "recipe": "current"}, {"seed": 2, "dtype": "bfloat16"})
     kept = [scope.case(less | form) for form in forms]
-    return [*chosen, *tiles, *kept, *batched, *evaluated, *(worlds_ + in_room(scope) if scope.accepts("group") else [])]
+    many_rows = {"tokens": 260, "hidden": 3, "width": 2, "experts": 3, "topk": 2, "grads": "x+fc1_weight+fc2_weight"}
+    return [
+        *chosen,
+        *tiles,
+        *kept,
+        scope.case(many_rows),
+        *batched,
+        *evaluated,
+        *(worlds_ + in_room(scope) if scope.accepts("group") else []),
+    ]
 
 
 def of_world(world: Changes) -> Changes:

@@ -10,6 +10,7 @@ from torch import Tensor
 from conformance.core.axes import Changes, Size, Words, choice, declared, dtypes, flag, number, shorter, words
 from conformance.core.case import Case
 from conformance.core.shared_out import counts
+from conformance.core.signature import FAR
 from conformance.core.tensors import DTYPES, hashed
 from conformance.families.router.cases import SCORES, Scores, experts, groups, slots
 from moe_ref.config import RouterConfig
@@ -100,8 +101,8 @@ class RouteCase(Case):
         return not self.sinkhorn
 
     def clash(self) -> str | None:
-        if self.layout != "contiguous":
-            return "the logits of all steps are contiguous"
+        if self.layout in ("expanded", *FAR) or (self.counts and self.layout != "contiguous"):
+            return f"layout is {self.layout!r}; the logits of all steps are near, and of ranks contiguous"
         if not self.tokens and not self.counts:
             return "one process needs tokens"
         if self.score.startswith("softmax") and (self.bias or (self.topk == 1 and self.score == "softmax")):

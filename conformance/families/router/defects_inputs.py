@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from conformance.core.defect import Defect, Wrapper, with_values
+from conformance.core.layout_defects import MANY, SLICED, numbered_in_bytes, of_slices, read_unstrided
 
 COUNTS = "a class of inputs: counts past a power of two, and fractions"
 STRANGE = "a class of inputs: strange values at the ends of a row"
@@ -74,6 +75,18 @@ def _finite_gate(gate: Wrapper, x: Tensor, weight: Tensor, **settings: Any) -> A
     return gate(with_values(x, lambda y: torch.where(y.isnan(), 0.0, y)), weight, **settings)
 
 
+def _unstrided_logits(route: Wrapper, logits: Tensor, *rest: Any, **settings: Any) -> Any:
+    return route(read_unstrided(logits), *rest, **settings)
+
+
+def _unstrided_mask(route: Wrapper, logits: Tensor, *rest: Any, **settings: Any) -> Any:
+    return route(logits, *rest, **settings | {"padding_mask": read_unstrided(settings.get("padding_mask"))})
+
+
+def _tokens_past_256(route: Wrapper, logits: Tensor, *rest: Any, **settings: Any) -> Any:
+    return route(numbered_in_bytes(logits) if len(logits) > 256 else logits, *rest, **settings)
+
+
 DEFECTS: tuple[Defect, ...] = (
     Defect("N07", "the mean of the counts in float32", COUNTS, {"update_expert_bias": _by_direction(_mean_in_float32)}),
     Defect("N08", "the sum of the counts in int32", COUNTS, {"update_expert_bias": _by_direction(_sum_in_int32)}),
@@ -86,6 +99,10 @@ DEFECTS: tuple[Defect, ...] = (
         NARROW,
         {"topk_indices": _every_second_index, "topk_routing": _every_second_index},
     ),
+    *of_slices(SL09="topk_routing", SL10="gate"),
+    Defect("SL11", "strides of the logits are not read", SLICED, {"route": _unstrided_logits}),
+    Defect("SL12", "the stride of the padding mask is not read", SLICED, {"route": _unstrided_mask}),
+    Defect("U66", "tokens past 256 are routed as the first ones", MANY, {"route": _tokens_past_256}),
     Defect("V09", "a loss is attached as x + 0 · loss, which loses -0", STRANGE, {"attach_loss": _added}),
     Defect("V10", "a gate takes NaN for 0", STRANGE, {"gate": _finite_gate}),
     Defect("V08", "the score of one logit is wrong", EVERY, {"aux_loss_scores": _one_score}),

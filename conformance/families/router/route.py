@@ -73,9 +73,17 @@ class Route(Contract[RouteCase]):
         )
         wanted = tuple(f"logits.{i}" for i in recorded) if case.grads else ()
         config = config_of(case)
+        of = required if case.layout_of == "logits" else (case.layout_of,)
         first = {"logits": required["logits.0"], "config": config}
         return Problem(
-            self.function, required, settings, {}, wanted, cotangents, script=self._script(config, steps), first=first
+            self.function,
+            required,
+            settings,
+            dict.fromkeys(of, case.layout),
+            wanted,
+            cotangents,
+            script=self._script(config, steps),
+            first=first,
         )
 
     @staticmethod

@@ -51,11 +51,16 @@ def strange(scope: Scope) -> list[LogitsCase]:
     return [case for case in found if scope.fits(case)]
 
 
+# tokens and experts past a block of each together
+MANY_ROUTED: Changes = {"experts": 65, "topk": 4, "losses": "aux+global+z", "padding": 0, "steps": "train+finish+train"}
+
+
 def routed(scope: Scope) -> list[Changes]:
     """A reload before three queued replays; sequences over two and four ranks; empty ranks."""
     queued = "record+forward+" * 3 + "reload" + "+backward" * 3
     replayed: Changes = {"steps": queued, "tokens": 5, "experts": 4, "topk": 2, "padding": 0}
     saved = [replayed] if scope.accepts("replay") else []
+    saved += [MANY_ROUTED | {"tokens": scope.space.many}]
     saved += [planned | {"padding": 3 if scope.accepts("padding_mask") else 0} for planned in PLANNED]
     if scope.space.most_ranks < 4 or not all(scope.accepts(name) for name in ("ranks", "padding_mask")):
         return saved

@@ -1,0 +1,66 @@
+"""Contractions of several steps of a kernel's loop, in every dtype and by every recipe.
+
+Over columns, features and rows of an expert. Lengths are a multiple of a step of 64, one more than
+a step of 128, and between two. One dtype may have a kernel of its own, and one recipe too; so
+bfloat16, of which other shapes are longer, is not enough.
+"""
+
+from typing import Any
+
+from conformance.core.axes import Changes
+from conformance.core.scope import Scope
+from conformance.families.quantization.cases import RECIPES, UNIT
+
+LENGTHS = {"float32": 192, "float16": 129, "float64": 130, "bfloat16": 191}  # by dtype
+LENGTH = 130  # by a recipe, at least; rounded up to its unit
+MORE = 192  # longer on a GPU, where a kernel has several steps under way at once
+BOTH = "current"  # the recipe of which both layers are long
+CONTRACTED = {"grouped_dgrad": ("width",), "grouped_wgrad": ("tokens",)}  # of other products every size
+HIGH = ("float32", "float16", "float64")
+PRODUCTS = (*HIGH, "delayed", "current", "mxfp8", "nvfp4")  # other shapes have bfloat16 and blocks of 128
+FORMS = {
+    **dict.fromkeys(("grouped_linear", "grouped_dgrad", "grouped_wgrad"), PRODUCTS),
+    **dict.fromkeys(("grouped_mlp", "shared_experts"), (*HIGH, *RECIPES)),
+    # as `grouped_mlp` and `grouped_linear` of one expert
+    "sequential_mlp": ("bfloat16", "float16", "current", "block"),
+    "latent_projection": (*HIGH, "current", "mxfp8"),
+}
+
+
+def _form(name: str, more: int) -> tuple[Changes, int]:
+    """The fields of a dtype or a recipe, and its length in units."""
+    if name in LENGTHS:
+        return {"dtype": name}, LENGTHS[name] + more
+    unit = UNIT.get(name, 1)
+    return {"dtype": "bfloat16", "scaling": name, "variant": 1}, -(-(LENGTH + more) // unit)
+
+
+def _forms(scope: Scope) -> list[tuple[Changes, int]]:
+    """All that the implementation takes."""
+    more = MORE if scope.space.device == "cuda" else 0
+    forms = [_form(name, more) for name in FORMS[scope.function]]
+    return [(fields, length) for fields, length in forms if scope.fits(scope.case(fields))]
+
+
+def long_products(scope: Scope) -> list[Any]:
+    """Of a product and its two gradients, without a law; by a recipe those of the columns alone."""
+    sides = CONTRACTED.get(scope.function, ("tokens", "hidden", "width"))
+    found: list[Any] = []
+    for fields, length in _forms(scope):
+        long = ("hidden", "width") if "scaling" in fields and len(sides) > 1 else sides
+        few = 1 if "scaling" in fields else 3
+        sizes = {name: length if name in long else few for name in ("tokens", "hidden", "width")}
+        rows: Changes = {"tokens": length + 1, "experts": 2, "counts": (length, 1)} if "tokens" in long else {}
+        found.append(scope.fullest(sizes | rows | fields))
+    return found
+
+
+def long_layers(scope: Scope) -> list[Any]:
+    """Of both layers, whose rows are few, without a law; by most recipes of the first layer."""
+    found: list[Any] = []
+    for fields, length in _forms(scope):
+        low = "scaling" in fields
+        both = not low or fields["scaling"] == BOTH
+        sizes = {"tokens": 1 if low else 3, "hidden": length, "width": length if both else 1}
+        found.append(scope.fullest(sizes | fields))
+    return found
