@@ -14,10 +14,12 @@ from conformance.families.router.cases import COUNTED, MORE_SPREADS, SCORES, SPR
 from conformance.families.router.cases_route import KINDS
 from conformance.families.router.space_chosen import (
     FINE_FACTOR,
+    FINE_FACTOR_IN_GROUPS,
     FINE_KEYS,
     FINE_SCALE,
     FINE_SCORES,
     MEAN_LENGTH,
+    ONE_LENGTH,
     SLOW_PLANS,
     many_factors,
     of_a_model,
@@ -146,6 +148,7 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
     if scope.accepts("scaling_factor"):
         fields.append(FINE_FACTOR)
     if scope.accepts("num_groups") and scope.accepts("group_topk"):
+        fields += [FINE_FACTOR_IN_GROUPS] if scope.accepts("scaling_factor") else []
         fields.append({"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5})
     if scope.accepts("expert_bias"):
         finer: Changes = {"tokens": 3, "experts": 64, "topk": 8, "spread": "equal", "score": "sigmoid", "bias": "fine"}
@@ -204,7 +207,7 @@ def counted(draw: st.DrawFn, scope: Scope) -> Changes:
 
 def _weighed(scope: Scope) -> list[Changes]:
     folded = long(scope) | {"sequences": 3, "total": "device"}
-    return [long(scope), folded, WIDE, *_large(scope), FINE_SCORES, MEAN_LENGTH]
+    return [long(scope), folded, WIDE, *_large(scope), FINE_SCORES, MEAN_LENGTH, ONE_LENGTH]
 
 
 def _large(scope: Scope) -> list[Changes]:
