@@ -13,8 +13,7 @@ from conformance.core.shared_out import worlds
 from conformance.families.router.cases import COUNTED, MORE_SPREADS, SCORES, SPREADS, LogitsCase
 from conformance.families.router.cases_route import KINDS
 from conformance.families.router.space_chosen import (
-    FINE_FACTOR,
-    FINE_FACTOR_IN_GROUPS,
+    FINE_FACTORS,
     FINE_KEYS,
     FINE_SCALE,
     FINE_SCORES,
@@ -146,9 +145,8 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
         {"tokens": 5, "experts": 8, "topk": 6, "spread": "minus_inf"},  # fewer finite logits than slots
     ]
     if scope.accepts("scaling_factor"):
-        fields.append(FINE_FACTOR)
+        fields += FINE_FACTORS
     if scope.accepts("num_groups") and scope.accepts("group_topk"):
-        fields += [FINE_FACTOR_IN_GROUPS] if scope.accepts("scaling_factor") else []
         fields.append({"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5})
     if scope.accepts("expert_bias"):
         finer: Changes = {"tokens": 3, "experts": 64, "topk": 8, "spread": "equal", "score": "sigmoid", "bias": "fine"}

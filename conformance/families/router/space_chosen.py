@@ -8,7 +8,7 @@ MANY_REPLAYS = 11  # queued names have numbers of one digit and of two
 SMALL: Changes = {"tokens": 6, "experts": 5, "topk": 2}
 # a scaling factor that bfloat16 rounds by half a unit in its last place
 FINE_FACTOR: Changes = {"tokens": 5, "experts": 8, "topk": 3, "score": "sigmoid", "scaling": 257, "dtype": "bfloat16"}
-FINE_FACTOR_IN_GROUPS = FINE_FACTOR | {"groups": 2, "group_topk": 1}
+FINE_FACTORS = (FINE_FACTOR, FINE_FACTOR | {"groups": 2, "group_topk": 1})
 # keys that float32 cannot tell apart
 FINE_KEYS: Changes = {"tokens": 30, "experts": 3, "topk": 2, "capacity": 3, "dtype": "float64", "values": "fine"}
 # scores whose float32 sum is wrong; a mean length above 1, and no whole number
