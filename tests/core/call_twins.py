@@ -27,7 +27,6 @@ CALL_TWINS = [  # law, case, function that makes the wrapper
     ("inference_mode", SPREAD_TOPK, lambda: calls.another_path_without_gradients),
     ("accumulated", GLU, lambda: calls.empties_what_backward_keeps),
     ("buffer_reuse", FORWARD_GLU, calls.cached_by_address),
-    ("buffer_reuse", STILL, lambda: itself),
     ("double_backward", LINEAR, lambda: calls.drops_the_second_derivative),
     ("double_backward", GLU, lambda: calls.drops_the_second_derivative),
     ("double_backward", replace(Z, grads="logits"), lambda: calls.refuses_only_where_a_cotangent_requires_grad),

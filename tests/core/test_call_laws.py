@@ -10,13 +10,14 @@ from conformance.catalogue import CONTRACTS
 from conformance.core import call_defects as calls
 from conformance.engine.run.blame import blamed
 from tests.common.suite import outcome_of, wrapped
-from tests.core.call_twins import CALL_TWINS, FORWARD_GLU
+from tests.core.call_twins import CALL_TWINS, FORWARD_GLU, STILL, itself
 from tests.core.law_twins import FORWARD, GLU, JITTER, LINEAR
 
 EVERY_CALL = [  # check, case, wrapper
     ("state", FORWARD, calls.draws_from_the_generator),
     ("state", replace(FORWARD_GLU, tokens=0), calls.leaves_another_dtype),
     ("input", LINEAR, calls.changes_the_cotangent),
+    ("memory", STILL, itself),
 ]
 
 

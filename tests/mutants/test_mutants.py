@@ -49,6 +49,7 @@ LISTED = {
     *(f"CK{number:02}" for number in range(1, 32)),
     *("DW01", "DW02", "DW03", "DW04", "DW05", "DW06"),
     *(f"AD{number:02}" for number in range(1, 85)),
+    *(f"AE{number:03}" for number in range(1, 199)),
 }
 LARGE = {"N02", "N03"}  # need more rows than an interpreter can run
 

@@ -104,13 +104,15 @@ def _evaluate(
     outcome.seconds_reference += time.perf_counter() - started
     before = _digest(expected)
     outputs = _guarded(runner, problem)
-    changed = runner.changed
+    changed, shared = runner.changed, runner.alias if _owns_its_results(contract, case) else None
     if _digest(expected) != before:
         raise Misbehaved("memory", "memory", "overwrote memory that belongs to the test")
     right, unresolved = _resolved(expected, outputs)
     finding = _first_wrong(contract, problem, right, outputs) or (
         Finding(changed, "input", f"changed its input {changed}") if changed else None
     )
+    if shared and not finding:
+        finding = Finding(shared[0], "memory", f"lies in the memory of its input {shared[1]}, which is the caller's")
     if unresolved and not finding:
         raise unresolved
     if finding:
@@ -128,6 +130,12 @@ def _evaluate(
             _fail(outcome, finding)
             return
     _control(contract, problem, right, outcome)
+
+
+def _owns_its_results(contract: Contract[Any], case: Case) -> bool:
+    """Whether the caller may overwrite the inputs and keep the results, as in `buffer_reuse`."""
+    law = contract.laws.get("buffer_reuse")
+    return law is not None and law.applies(case)
 
 
 def _control(contract: Contract[Any], problem: Problem, right: dict[str, Resolved], outcome: Outcome) -> None:

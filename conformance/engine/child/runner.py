@@ -15,6 +15,7 @@ from conformance.core.contract import Opaque, Problem
 from conformance.core.double_backward import second_derivatives
 from conformance.core.tensors import laid_out
 from conformance.engine.child.addresses import Addresses
+from conformance.engine.child.aliases import alias
 from conformance.engine.child.kept import alive_bytes, allocated_bytes
 from conformance.engine.child.manners import MANNERS, Outputs
 from conformance.engine.child.poison import Poison
@@ -93,6 +94,7 @@ class Runner:
     outcome: Outcome
     recording: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around calls
     changed: str = ""  # an input or cotangent that the last run's (first) call changed
+    alias: tuple[str, str] | None = None  # an output of the last run, and the input whose memory it has
 
     def run(
         self,
@@ -143,6 +145,7 @@ class Runner:
             outputs = self._finished(problem, outputs)
             self.outcome.seconds_implementation += time.perf_counter() - started
         self.changed = _changed(replay or problem, placed)
+        self.alias = alias(outputs, placed)
         return self._read(outputs, problem)
 
     def kept(self, problem: Problem) -> int:

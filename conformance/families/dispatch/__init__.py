@@ -4,6 +4,7 @@ from conformance.core.family import Family, by_function
 from conformance.families.dispatch import (
     defects,
     defects_calls,
+    defects_combined,
     defects_kernels,
     defects_orders,
     defects_wire,
@@ -47,5 +48,6 @@ FAMILY = Family(
     defects=(
         *(*defects.DEFECTS, *defects_wire.DEFECTS, *defects_calls.DEFECTS, *defects_orders.DEFECTS),
         *defects_kernels.DEFECTS,
+        *defects_combined.DEFECTS,
     ),
 )

@@ -176,11 +176,16 @@ def shapes(scope: Scope) -> list[Any]:
     ]
     if scope.function == "alltoall_combine" and ranks > 2:
         found.append({"counts": (3,) * ranks, "shards": ranks, "local_experts": 2, "topk": 2, "hidden": 65} | NO_PROBS)
+    if scope.signature.producer:  # a combine, whose sums float32 would round
+        found.append(few | {"counts": (3, 2)[:ranks], "hidden": 3, "dtype": "float64"})
+    if scope.function == "deepep_low_latency_combine":  # a probability of 0 hides no NaN
+        found.append(few | {"counts": (5, 2)[:ranks], "hidden": 33, "values": "special", "zero_probs": True})
     if scope.function in ("allgather_dispatch", "alltoall_dispatch"):  # gradients of many copies, on one rank too
         copies: Changes = {"local_experts": 5, "topk": 5, "hidden": 65, "grads": "tokens"} | SIXTEEN_BITS
         found.append({"counts": (3, 2)[:ranks], "spread": "local"} | copies)
     if scope.function == "deepep_dispatch":
-        found.append(few | {"counts": (5, 4)[:ranks], "probs": "float32", "zero_probs": True, "drop_zeros": True})
+        dropped: Changes = {"counts": (5, 4)[:ranks], "probs": "float32", "zero_probs": True, "drop_zeros": True}
+        found += [few | dropped, few | dropped | {"repeats": "count each"}, few | dropped | {"repeats": "last slot"}]
         packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
         found.append(few | {"counts": (5, 4)[:ranks]} | packed)
         codes_: Changes = few | {"counts": (5, 4)[:ranks], "hidden": 5}

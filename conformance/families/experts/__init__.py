@@ -5,6 +5,8 @@ from conformance.core.shared_out import SharedOut
 from conformance.families.experts import (
     defects,
     defects_calls,
+    defects_combined,
+    defects_combined_glu,
     defects_curves,
     defects_delayed,
     defects_fine,
@@ -43,5 +45,6 @@ FAMILY = Family(
         *(*defects.DEFECTS, *defects_steps.DEFECTS, *defects_calls.DEFECTS, *defects_inputs.DEFECTS),
         *(*defects_curves.DEFECTS, *defects_products.DEFECTS, *defects_fine.DEFECTS, *defects_delayed.DEFECTS),
         *(*defects_kernels.DEFECTS, *defects_overflow.DEFECTS, *defects_long.DEFECTS),
+        *(*defects_combined_glu.DEFECTS, *defects_combined.DEFECTS),
     ),
 )

@@ -97,7 +97,8 @@ class ActivationCase(Case):
     values: str = choice(*VALUES, also=(*STRANGE[1:], "huge"), data=True)  # of h: see `hidden_of`
     offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset")  # in eighths
     clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp")  # in eighths; 0: none
-    alpha: int = number(0, 1000, 1702, 250, pairs=(1702,), argument="alpha")  # in thousandths; 0: none
+    # pairs: of no kind its own
+    alpha: int = number(0, 1000, 1702, 250, pairs=(250,), argument="alpha")  # in thousandths; 0: none
     interleave: int = number(0, 1, 2, 3, 8, 16, 32, pairs=(1, 2), argument="interleave")  # 0: none
     early: bool = flag(argument="round_before_probs")
     stored: bool = flag(argument="fp8_input_store")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from conformance.core.contract import Problem
-from conformance.judge import Bounded, Expectation
+from conformance.judge import Bounded, Exact, Expectation
 
 Golden = dict[str, tuple[Problem, dict[str, Expectation]]]
 LN3 = math.log(3)  # σ(ln 3) = 3/4
@@ -70,6 +70,10 @@ GLU: Golden = {
         _glu([100, -1, 3, 3, 100, 1, 100, 9, -9, -100], kind="reglu", clamp=7.0, offset=1.0),
         {"out": _exactly([14, 0, 24, -18, -42])},
     ),
+    "an_infinite_prob": (  # 0 · ∞ is NaN
+        Problem("glu", {"h": _floats([-1, 1], [3, 2])}, {"kind": "reglu", "probs": _floats(math.inf, math.inf)}),
+        {"out": _exactly([math.nan], [math.inf])},
+    ),
     # gpt-oss: u = ln 3 / 1.702, 100 → 7 and v = 2, -9 → -7;  ½ · ¾ u (2 + 1), ½ · 7 σ (-7 + 1)
     "of_gpt_oss": (
         _with(
@@ -128,6 +132,10 @@ ACTIVATION: Golden = {
     "relu_is_flat_at_zero": (
         _with(Problem("activation", {"h": _floats([-1, 0, 3])}, {"kind": "relu"}), [5, 5, 5]),
         {"out": _exactly([0, 0, 3]), "d_h": _exactly([0, 0, 5])},
+    ),
+    "an_infinite_prob": (  # 0 · ∞ is NaN
+        Problem("activation", {"h": _floats([-1], [3])}, {"kind": "relu", "probs": _floats(math.inf, math.inf)}),
+        {"out": _exactly([math.nan], [math.inf])},
     ),
     "silu": (Problem("activation", {"h": _floats([LN3])}, {"kind": "silu"}), {"out": _near([0.75 * LN3])}),
     "gelu": (
@@ -254,6 +262,10 @@ GROUPED_WGRAD: Golden = {
     "added_to_what_was_there": (
         Problem("grouped_wgrad", _FIRST, {"accumulate_into": _floats([[1000, 2000]], [[7, 8]])}),
         {"d_weight": _exactly([[1031, 2042]], [[7, 8]])},
+    ),
+    "what_is_kept_is_kept_bit_by_bit": (
+        Problem("grouped_wgrad", _FIRST, {"accumulate_into": _floats([[1000, 2000]], [[-0.0, 8]])}),
+        {"d_weight": Exact(_floats([[1031, 2042]], [[-0.0, 8]]))},
     ),
     "added_before_it_is_rounded": (  # 257 is no bfloat16, and 257 - 256 = 1
         Problem(

@@ -3,6 +3,7 @@
 from conformance.core.family import Family, by_function
 from conformance.families.fused import (
     defects,
+    defects_combined,
     defects_kernels,
     golden,
     golden_activate,
@@ -29,5 +30,5 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws, laws_activate),
     space=by_function(space, space_activate),
-    defects=defects.DEFECTS + defects_kernels.DEFECTS,
+    defects=defects.DEFECTS + defects_kernels.DEFECTS + defects_combined.DEFECTS,
 )

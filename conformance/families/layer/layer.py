@@ -35,7 +35,7 @@ from conformance.families.layer.stages import Layer
 from conformance.families.layer.traced import Traced
 from conformance.families.router.route_ranks import summed
 from conformance.interface import named_outputs
-from conformance.judge import Exact, Expectation
+from conformance.judge import Bounded, Exact, Expectation
 from moe_ref.config import (
     DISPATCHERS,
     LayerConfig,
@@ -47,6 +47,7 @@ from moe_ref.config import (
     split_experts,
 )
 
+SEEN = 2.0**20  # an amax of an earlier call: more than any of a case
 COLLECTIVES = ("moe_layer", *(f"{name}_{step}" for name in DISPATCHERS for step in ("dispatch", "combine")))
 SIGNATURE = Signature(
     inputs=[
@@ -161,7 +162,7 @@ class MoeLayer(Ranked[LayerCase]):
         for name, x in state_of(routed[rank]).items():
             right[f"state.{name}"] = Exact(x, "values" if x.is_floating_point() else "integers")
         if config.recipe is not None and config.recipe.scaling == "delayed" and not case.counts:
-            right |= own.layer.amaxes("x" in calls[rank].wanted)
+            right |= raised(own.layer.amaxes("x" in calls[rank].wanted))
         for name in calls[rank].wanted:
             right[f"d_{name}"] = final_bound(own.gradients[name](), calls[rank].required[name].dtype, no)
         return right
@@ -172,6 +173,15 @@ class MoeLayer(Ranked[LayerCase]):
         steps, _ = steps_of(case, config, calls, declared)
         kept, every = (Layer(calls, steps, one, declared).routing for one in (config, replace(config, num_rows=None)))
         return not torch.equal(kept, every)
+
+
+def raised(seen: dict[str, Bounded]) -> dict[str, Bounded]:
+    """The amaxes, given those of `seen_before`."""
+    before = {name: SEEN * (torch.arange(len(x.value)) % 2) for name, x in seen.items()}
+    return {
+        name: replace(x, value=x.value.maximum(before[name]), bound=torch.where(before[name] > 0, 0, x.bound))
+        for name, x in seen.items()
+    }
 
 
 def layer_call(
@@ -196,7 +206,7 @@ def script(implementation: Any, given: dict[str, Any], **more: Any) -> dict[str,
     parameters = LayerParameters(**{name: given[name] for name in LayerParameters._fields if name in given})
     settings = {name: given[name] for name in (*SIGNATURE.settings, "padding_mask", "noise") if name in given}
     scales: Any = pairs_from(given).get("state")
-    amaxes = tuple(map(nothing_seen, scales)) if "amaxes" in given else None
+    amaxes = tuple(map(seen_before, scales)) if "amaxes" in given else None
     settings |= {} if scales is None else {"linear_states": scales}
     settings |= {} if amaxes is None else {"amaxes": amaxes}
     result = implementation.call("moe_layer", given["x"], parameters, config, state=state, **settings, **more)
@@ -206,6 +216,8 @@ def script(implementation: Any, given: dict[str, Any], **more: Any) -> dict[str,
     return {"output": found["output"], **routed_outputs(implementation, found["routed"]), **seen}
 
 
-def nothing_seen(state: LinearState) -> LinearAmax:
-    """Amaxes of 0; the call raises them, and so does its backward."""
-    return LinearAmax(*(torch.zeros_like(own.scale) for own in state))
+def seen_before(state: LinearState) -> LinearAmax:
+    """Amaxes of an earlier call: of every second expert more than this call's, else 0. The call
+    raises them, and so does its backward.
+    """
+    return LinearAmax(*(SEEN * (torch.arange(len(own.scale), device=own.scale.device) % 2) for own in state))

@@ -20,12 +20,19 @@ ROUTED = ("probs", "routing_map", "losses", "state")
 
 
 def state_before(implementation: Any, router: RouterConfig, given: Mapping[str, Any], device: torch.device) -> Any:
-    """The implementation's state with the given expert bias."""
+    """The implementation's state with the given expert bias, and counts of earlier tokens."""
     state = implementation.call("new_state", router, device=device)
     if "expert_bias" not in given:
         return state
     tensors = implementation.call("state_tensors", state)
-    return implementation.call("state_from", tensors | {"expert_bias": given["expert_bias"].clone()})
+    counts = counted_before(router).to(device)
+    changed = {"expert_bias": given["expert_bias"].clone(), "tokens_per_expert": counts}
+    return implementation.call("state_from", tensors | changed)
+
+
+def counted_before(router: RouterConfig) -> Tensor:
+    """[E] int64, 3 5 7 …"""
+    return 2 * torch.arange(router.num_experts) + 3
 
 
 def routed_outputs(implementation: Any, result: Any) -> dict[str, Any]:
@@ -60,7 +67,12 @@ def routing_of(
     ]
     fresh = [moe_ref.new_state(config.router) for _ in given]
     pairs = zip(fresh, given, strict=True)
-    states = [state._replace(expert_bias=own.get("expert_bias", state.expert_bias)) for state, own in pairs]
+    states = [
+        state._replace(expert_bias=own["expert_bias"], tokens_per_expert=counted_before(config.router))
+        if "expert_bias" in own
+        else state
+        for state, own in pairs
+    ]
     options = {"training": calls[0].settings.get("training", True), "batch_size": case.sequences}
     masks = [call.settings.get("padding_mask") for call in calls]
     return logits, states, options | ({} if masks[0] is None else {"padding_mask": masks})

@@ -1,7 +1,16 @@
 """Permutation: rows by expert, chunks, and forms of the routing map."""
 
 from conformance.core.family import Family, by_function
-from conformance.families.permutation import defects, defects_edges, defects_kernels, golden, illegal, laws, space
+from conformance.families.permutation import (
+    defects,
+    defects_combined,
+    defects_edges,
+    defects_kernels,
+    golden,
+    illegal,
+    laws,
+    space,
+)
 from conformance.families.permutation.chunks import SortChunks
 from conformance.families.permutation.permute import Permute, Unpermute
 from conformance.families.permutation.routing_map import IndicesToMultihot, MultihotToIndices, PadRoutingMap
@@ -12,5 +21,5 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws),
     space=by_function(space),
-    defects=defects.DEFECTS + defects_edges.DEFECTS + defects_kernels.DEFECTS,
+    defects=defects.DEFECTS + defects_edges.DEFECTS + defects_kernels.DEFECTS + defects_combined.DEFECTS,
 )

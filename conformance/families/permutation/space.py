@@ -107,7 +107,15 @@ def _permuted(scope: Scope) -> list[Any]:
     shapes = [long(scope) | align | {"hidden": 3}, WIDE | align | {"hidden": 3}, columns]
     main = scope.signature.inputs[0].name
     one_column = {"tokens": 5, "experts": 3, "topk": 2, "hidden": 1, "spread": "uniform", "seed": 1} | _gaps(main)
-    return [*shapes, one_column, *_strange(scope), *_counted(scope)]
+    return [*shapes, one_column, *_strange(scope), *_counted(scope), *_plain(scope)]
+
+
+def _plain(scope: Scope) -> list[Any]:
+    """Tokens that stay where they are, without gradients; probs that float32 does not hold."""
+    few: Changes = {"tokens": 5, "hidden": 3, "grads": ""}
+    still = scope.case(few | {"experts": 1, "topk": 1, "spread": "all"})
+    wide: Changes = {"tokens": 5, "hidden": 3, "experts": 3, "topk": 2, "spread": "uniform", "probs": "float64"}
+    return [*([still] if scope.fits(still) else []), wide]
 
 
 def _gaps(name: str) -> Changes:

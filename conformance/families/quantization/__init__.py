@@ -3,6 +3,7 @@
 from conformance.core.family import Family, by_function
 from conformance.families.quantization import (
     defects,
+    defects_combined,
     defects_edges,
     defects_inputs,
     defects_kernels,
@@ -21,5 +22,9 @@ FAMILY = Family(
     laws=by_function(laws),
     space=by_function(space),
     machines=by_function(machine),
-    defects=defects.DEFECTS + defects_inputs.DEFECTS + defects_edges.DEFECTS + defects_kernels.DEFECTS,
+    defects=defects.DEFECTS
+    + defects_inputs.DEFECTS
+    + defects_edges.DEFECTS
+    + defects_kernels.DEFECTS
+    + defects_combined.DEFECTS,
 )

@@ -100,6 +100,7 @@ VALUES = ("dyadic", "rows", "wide", "bounds", "midpoints", "tiny", "huge", "zero
 MORE_VALUES = ("edges", "every")
 # sums of 16 are exact in float32 in any order: the transform's order is free
 TRANSFORMED = ("dyadic", "midpoints", "tiny", "zeros", "special")
+EVERY_SECOND = ("x", "x.2", "x.4")  # tensors of steps
 ZERO_BLOCK, ZERO_BAND = 16, 128  # side of a zero block, width of a zero band
 BINADES = 24  # below a block's amax, more than any format of codes has
 SIGNIFICAND = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
@@ -231,7 +232,7 @@ def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
     tiny          multiples of the smallest subnormal number
     huge          up to the largest number of the dtype
     zeros         dyadic, with blocks, bands and row groups of ±0
-    special       dyadic, with NaN, infinities and -0 in every third row
+    special       dyadic, with NaN, infinities and -0 in every third row, in every second step
     edges         dyadic, with these and subnormal numbers at both ends of every third row, and with
                   columns of zeros
     every         all significands and BINADES below each cell's largest, in blocks of all exponents
@@ -254,7 +255,7 @@ def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
         ),
         "huge": lambda: plain / 2 * torch.finfo(kind).max,
         "zeros": lambda: _zeros(case, plain),
-        "special": lambda: _special(case, plain, noise),
+        "special": lambda: _special(case, plain, noise) if name in EVERY_SECOND else plain,
         "edges": lambda: _edges(case, plain.to(kind)),
         "every": lambda: _every(case, plain),
     }[case.values]()

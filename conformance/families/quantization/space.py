@@ -42,6 +42,7 @@ KINDS, MORE_KINDS = (
     )
     for variants in (slice(VARIANTS), slice(VARIANTS, None))
 )
+AFTER_AN_INFINITY = "quantize+update+quantize+update+quantize"  # of special values in the first step alone
 RARE = 8  # one case in RARE has a further recipe
 
 
@@ -140,6 +141,7 @@ def always(scope: Scope) -> list[Any]:
         *strange(scope),
         *zero_tensors(scope),
         *scales_without_bound(scope),
+        *rare_amaxes(scope),
     ]
 
 
@@ -225,6 +227,30 @@ def scales_without_bound(scope: Scope) -> list[QuantizeCase]:
     kind: Changes = {"scaling": "block", "variant": 1, "values": "tiny", "dtype": "bfloat16"}
     kind |= {"tokens": 2, "hidden": 3}
     return [scope.case(kind)] if accepted(scope, kind) else []
+
+
+def rare_amaxes(scope: Scope) -> list[QuantizeCase]:
+    """Row-scaled rows of several programs, whose largest values are far apart; a least amax above
+    all values, for each recipe that has one; an infinity among the amaxes of earlier steps; float16
+    up to its largest number, whose codes may stand for more; and weights that change in place.
+    """
+    kinds: list[Changes] = [
+        {"scaling": "nvfp4", "variant": 1, "tokens": 1, "hidden": 34, "values": "wide", "dtype": "bfloat16"},
+        *(
+            {"scaling": scaling, "variant": variant, "tokens": 3, "hidden": 5, "values": "tiny", "role": "weight"}
+            for scaling, recipes in RECIPES.items()
+            for variant, recipe in enumerate(recipes)
+            if recipe.amax_epsilon
+        ),
+        {"scaling": "delayed", "tokens": 3, "hidden": 40, "values": "special", "steps": AFTER_AN_INFINITY},
+        {"scaling": "block", "tokens": 3, "hidden": 5, "role": "weight", "law": "buffer_reuse"},
+        *(
+            {"scaling": scaling, "tokens": 2, "hidden": 2, "values": "huge", "dtype": "float16", "seed": 1}
+            for scaling in ("block", "mxfp8")
+        ),
+    ]
+    cases = [scope.case(kind) for kind in kinds]
+    return [case for case in cases if scope.fits(case)]
 
 
 def random_cases(scope: Scope) -> list[QuantizeCase]:

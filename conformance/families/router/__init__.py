@@ -5,6 +5,7 @@ from conformance.core.shared_out import SharedOut
 from conformance.families.router import (
     defects,
     defects_calls,
+    defects_combined,
     defects_edges,
     defects_fine,
     defects_inputs,
@@ -53,5 +54,6 @@ FAMILY = Family(
         *defects_fine.DEFECTS,
         *defects_plans.DEFECTS,
         *defects_kernels.DEFECTS,
+        *defects_combined.DEFECTS,
     ),
 )

@@ -235,7 +235,7 @@ class LoadBalancingLoss(_Wide[LoadCase]):
         scores = numbers(case, "scores", (case.tokens, columns))
         few = hashed(case.seed, "counts", columns).astype(np.int64) % (case.tokens * case.topk + 2)
         total: int | Tensor = case.tokens + case.seed % 3 + COUNTED.get(case.counted, 0)
-        on_device = {"device": torch.tensor(total), "mean": torch.tensor(total + 0.625)}
+        on_device = {"device": torch.tensor(total), "mean": torch.tensor(total + 0.625), "one": torch.tensor([total])}
         total = ({"number": total, "zero": 0} | on_device)[case.total]
         settings = {"total_num_tokens": total, "topk": case.topk, "num_experts": case.experts, "coeff": case.coeff / 8}
         return self.call(case, {"scores": scores, "tokens_per_expert": counts_past(case, few)}, settings)

@@ -321,8 +321,8 @@ class LoadCase(Case):
     policy: str = choice("probs", "position", argument="drop_policy", turns=True)
     pad: bool = flag(argument="pad_to_capacity")
     coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff", data=True)  # in eighths
-    # total_num_tokens: a number, a device tensor, zero, or a mean length on the device
-    total: str = choice("number", "device", also=("zero", "mean"), argument="total_num_tokens")
+    # total_num_tokens: a number, a device tensor ("one": of shape [1]), zero, or a mean length
+    total: str = choice("number", "device", also=("zero", "mean", "one"), argument="total_num_tokens")
     rate: int = number(1, *range(501), pairs=(0, 1, 250), argument="update_rate", data=True)  # in thousandths
     bias: int = number(0, 1, 4, 100, pairs=(1, 40), of=("expert_bias",))  # range, in halves
     even: bool = flag(of=("expert_bias",), data=True)  # all counts equal

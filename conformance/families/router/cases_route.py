@@ -15,8 +15,12 @@ from conformance.core.tensors import DTYPES, hashed
 from conformance.families.router.cases import SCORES, Scores, experts, groups, slots
 from moe_ref.config import RouterConfig
 
-STEPS = ("train", "eval", "nograd", "record", "forward", "backward", "finish", "frozen", "reload", "narrow")
-FORWARDS = STEPS[:6]  # steps that take logits
+EVALUATED = "eval_"  # before a replay: in an evaluation, as where a policy plays
+STEPS = (
+    *("train", "eval", "nograd", "record", "forward", "backward", "finish", "frozen", "reload", "narrow"),
+    *("eval_record", "eval_forward", "eval_backward"),
+)
+FORWARDS = (*STEPS[:6], *STEPS[10:])  # steps that take logits
 COVERED_STEPS = (
     "train",
     "train+train+finish+train",
@@ -25,7 +29,7 @@ COVERED_STEPS = (
     "train+frozen+train+finish+train+finish+train",
     "record+forward+forward+backward+backward+train",
 )
-REPLAYS = STEPS[3:6]
+REPLAYS = (*STEPS[3:6], *STEPS[10:])
 LOSSES = ("z_loss", "aux_loss", "seq_aux_loss", "global_aux_loss")
 KINDS = ("aux", "seq", "global", "z")  # of losses, in a case
 
@@ -40,7 +44,7 @@ class Steps(Words):
         if steps[0] not in FORWARDS:
             return f"{self.name} must begin with one of {', '.join(FORWARDS)}"
         recorded = queued = 0
-        for step in steps:
+        for step in (step.removeprefix(EVALUATED) for step in steps):
             recorded += step == "record"
             queued += (step == "forward") - (step == "backward")
             if queued < 0 or (step == "forward" and not recorded):

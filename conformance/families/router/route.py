@@ -11,6 +11,7 @@ from conformance.core.contract import Contract, Problem, accumulator_of, leaf
 from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import DTYPES, hashed, payload
 from conformance.families.router.cases_route import (
+    EVALUATED,
     FORWARDS,
     LOSSES,
     REPLAYS,
@@ -106,9 +107,10 @@ class Route(Contract[RouteCase]):
                 elif step in ("reload", "narrow"):
                     state = loaded_again(implementation, state, torch.bfloat16 if step == "narrow" else None)
                 else:
-                    options: dict[str, Any] = {"training": False} if step == "eval" else {}
-                    options |= {"replay": step} if step in REPLAYS else {}
-                    options |= {"replay_target": target} if step == "forward" else {}
+                    replay = step.removeprefix(EVALUATED)
+                    options: dict[str, Any] = {"training": False} if step.startswith("eval") else {}
+                    options |= {"replay": replay} if step in REPLAYS else {}
+                    options |= {"replay_target": target} if replay == "forward" else {}
                     if "padding_mask" in given:
                         options["padding_mask"] = mask_of_step(given["padding_mask"], i)
                     with torch.no_grad() if step == "nograd" else nullcontext():
@@ -119,11 +121,11 @@ class Route(Contract[RouteCase]):
                             ROUTE_OUTPUTS,
                         )
                     state = result["state"]
-                    target = result["indices"] if step == "record" else target
+                    target = result["indices"] if replay == "record" else target
                     outputs |= {f"{i}.{name}": result[name] for name in ("probs", "routing_map")}
                     losses = _fields(result["losses"])
                     outputs |= {f"{i}.{name}": loss for name, loss in losses.items() if loss is not None}
-                    outputs[f"{i}.losses"] = torch.tensor([losses.get(name) is not None for name in LOSSES])
+                    outputs[f"{i}.losses"] = torch.tensor([_detached(losses.get(name)) for name in LOSSES])
             tensors = implementation.call("state_tensors", state)
             return outputs | {f"state.{name}": tensors[name].clone() for name in STATE if name in tensors}
 
@@ -163,9 +165,10 @@ class Route(Contract[RouteCase]):
         for i, step in enumerate(case.steps.split("+")):
             if step not in FORWARDS:
                 continue
-            if step == "forward":
+            replay = step.removeprefix(EVALUATED)
+            if replay == "forward":
                 queue.append(recorded)
-            replayed = recorded if step == "forward" else queue.pop(0) if step == "backward" else None
+            replayed = recorded if replay == "forward" else queue.pop(0) if replay == "backward" else None
             one = Step(
                 case,
                 config,
@@ -177,7 +180,7 @@ class Route(Contract[RouteCase]):
                 replayed,
                 accumulator_of(declared, DTYPES[case.dtype]),
             )
-            recorded = one.chosen if step == "record" else recorded
+            recorded = one.chosen if replay == "record" else recorded
             forwards.append(one)
         return forwards
 
@@ -208,6 +211,11 @@ def loaded_again(implementation: Any, state: Any, dtype: torch.dtype | None) -> 
     saved = {name: x.clone() for name, x in implementation.call("state_tensors", state).items()}
     cast = {name: x.to(dtype) for name, x in saved.items() if dtype is not None and x.is_floating_point()}
     return implementation.call("state_from", saved | cast)
+
+
+def _detached(loss: Any) -> bool:
+    """Whether there is a loss, and it holds no graph: what is logged keeps no activations."""
+    return loss is not None and not loss.requires_grad
 
 
 def _fields(losses: Any) -> dict[str, Any]:

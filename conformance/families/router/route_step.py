@@ -65,7 +65,7 @@ class Step:
         mask = problem.settings.get("padding_mask")
         self.masked = mask is not None
         self.valid = torch.ones(len(self.logits), dtype=torch.bool) if mask is None else ~mask_of_step(mask, index)
-        self.learns = step not in ("eval", "nograd")
+        self.learns = not step.startswith("eval") and step != "nograd"
         settings = {name: value for name, value in config.selection.items() if value is not None}
         if config.expert_bias:
             settings["expert_bias"] = state.expert_bias

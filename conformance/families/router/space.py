@@ -13,11 +13,12 @@ from conformance.core.shared_out import worlds
 from conformance.families.router.cases import COUNTED, MORE_SPREADS, SCORES, SPREADS, LogitsCase
 from conformance.families.router.cases_route import KINDS
 from conformance.families.router.space_chosen import (
-    FINE_FACTOR,
+    FINE_FACTORS,
     FINE_KEYS,
     FINE_SCALE,
     FINE_SCORES,
     MEAN_LENGTH,
+    ONE_LENGTH,
     SLOW_PLANS,
     many_factors,
     of_a_model,
@@ -144,7 +145,7 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
         {"tokens": 5, "experts": 8, "topk": 6, "spread": "minus_inf"},  # fewer finite logits than slots
     ]
     if scope.accepts("scaling_factor"):
-        fields.append(FINE_FACTOR)
+        fields += FINE_FACTORS
     if scope.accepts("num_groups") and scope.accepts("group_topk"):
         fields.append({"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5})
     if scope.accepts("expert_bias"):
@@ -204,7 +205,7 @@ def counted(draw: st.DrawFn, scope: Scope) -> Changes:
 
 def _weighed(scope: Scope) -> list[Changes]:
     folded = long(scope) | {"sequences": 3, "total": "device"}
-    return [long(scope), folded, WIDE, *_large(scope), FINE_SCORES, MEAN_LENGTH]
+    return [long(scope), folded, WIDE, *_large(scope), FINE_SCORES, MEAN_LENGTH, ONE_LENGTH]
 
 
 def _large(scope: Scope) -> list[Changes]:

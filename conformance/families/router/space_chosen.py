@@ -4,14 +4,17 @@ from conformance.core.axes import Changes
 from conformance.core.scope import Scope
 from conformance.families.router.cases import GateCase, LogitsCase
 
+MANY_REPLAYS = 11  # queued names have numbers of one digit and of two
 SMALL: Changes = {"tokens": 6, "experts": 5, "topk": 2}
 # a scaling factor that bfloat16 rounds by half a unit in its last place
 FINE_FACTOR: Changes = {"tokens": 5, "experts": 8, "topk": 3, "score": "sigmoid", "scaling": 257, "dtype": "bfloat16"}
+FINE_FACTORS = (FINE_FACTOR, FINE_FACTOR | {"groups": 2, "group_topk": 1})
 # keys that float32 cannot tell apart
 FINE_KEYS: Changes = {"tokens": 30, "experts": 3, "topk": 2, "capacity": 3, "dtype": "float64", "values": "fine"}
 # scores whose float32 sum is wrong; a mean length above 1, and no whole number
 FINE_SCORES: Changes = SMALL | {"dtype": "float64", "values": "fine"}
 MEAN_LENGTH: Changes = SMALL | {"total": "mean"}
+ONE_LENGTH: Changes = SMALL | {"total": "one"}  # a tensor of shape [1]
 # attached with a scale of more bits than 16-bit numbers have
 FINE_SCALE: Changes = {"tokens": 3, "hidden": 5, "scale": 2049, "dtype": "bfloat16"}
 
@@ -56,10 +59,16 @@ MANY_ROUTED: Changes = {"experts": 65, "topk": 4, "losses": "aux+global+z", "pad
 
 
 def routed(scope: Scope) -> list[Changes]:
-    """A reload before three queued replays; sequences over two and four ranks; empty ranks."""
+    """A reload before queued replays; replays in evaluations; sequences over two and four ranks;
+    empty ranks.
+    """
     queued = "record+forward+" * 3 + "reload" + "+backward" * 3
     replayed: Changes = {"steps": queued, "tokens": 5, "experts": 4, "topk": 2, "padding": 0}
-    saved = [replayed] if scope.accepts("replay") else []
+    many = "record+forward+" * MANY_REPLAYS + "reload" + "+backward" * MANY_REPLAYS
+    played = "eval_record+forward+eval_record+eval_forward+train+reload+backward+eval_backward"
+    small: Changes = {"tokens": 2, "experts": 4, "topk": 1, "score": "sigmoid", "padding": 0, "losses": ""}
+    more = [small | {"steps": many}, small | {"steps": played, "bias": True}]
+    saved = [replayed, *more] if scope.accepts("replay") else []
     saved += [MANY_ROUTED | {"tokens": scope.space.many}]
     saved += [planned | {"padding": 3 if scope.accepts("padding_mask") else 0} for planned in PLANNED]
     if scope.space.most_ranks < 4 or not all(scope.accepts(name) for name in ("ranks", "padding_mask")):
