@@ -12,6 +12,8 @@ import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
 from conformance.engine.choose.draw import drawn, strategy
+from conformance.engine.choose.plan import Section, cases_of
+from conformance.engine.choose.profiles import PROFILES
 from conformance.families.layer.cases import (
     LayerCase,
     config_of_layer,
@@ -202,3 +204,16 @@ def test_one_expert_that_is_an_eighth_too_large_is_found(fields):
 
     assert outcome_of(case(**fields), namespace()).status == "PASS"
     assert outcome_of(case(**fields), namespace(moe_layer=wrong)).status == "FAIL"
+
+
+def unplaced(cases) -> set[str]:
+    """The layer's inputs that are contiguous in all of these cases."""
+    signature = CONTRACTS["moe_layer"].signature
+    return {x.name for x in signature.inputs} - {case.layout_of for case in cases}
+
+
+def test_every_input_of_the_layer_has_strides_in_some_case_of_the_gate():
+    sections = [Section(kind, "moe_layer") for kind in ("fixed", "covering", "drawn")]
+    cases = [case for one in sections for case in cases_of(one, PROFILES["gate"], Space(), 0)]
+    assert unplaced(cases) == set()
+    assert "latent_up" in unplaced(case for case in cases if case.layout in ("contiguous", "shifted", "negated"))

@@ -36,4 +36,6 @@ def packed_codes(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.f
     """A code of E8M0 in each byte, to be copied bit by bit: DeepEP packs four into 32 bits."""
     count = int(np.prod(shape)) * dtype.itemsize
     codes = np.array(CODES, dtype=np.uint8)[hashed(seed, "packed codes", count) % len(CODES)]
-    return torch.from_numpy(codes).view(dtype).reshape(shape)
+    whole = torch.empty(int(np.prod(shape)), dtype=dtype)
+    whole.view(torch.uint8).copy_(torch.from_numpy(codes))
+    return whole.reshape(shape)

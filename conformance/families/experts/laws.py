@@ -332,7 +332,7 @@ ROW_INDEPENDENCE = replace(
 )  # no weight's
 PADDING_INDEPENDENCE = Law("padding_independence", _padding_independence, _grouped)
 EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, lambda case: _grouped(case) and case.experts > 1)
-TWO_PARTS = Law("two_parts", _two_parts, lambda case: _grouped(case) and unquantised(case) and bool(case.into))
+TWO_PARTS = Law("two_parts", _two_parts, lambda case: _grouped(case) and unquantised(case) and case.into == "float32")
 ROW_REVERSAL = Law("row_reversal", _row_reversal, lambda case: _grouped(case) and unquantised(case))
 GROUP_SPLIT = Law(
     "group_split",

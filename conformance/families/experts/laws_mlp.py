@@ -247,7 +247,7 @@ _PRODUCT = (
 _SEGMENTS = (experts.NEIGHBOUR_INDEPENDENCE, experts.PADDING_INDEPENDENCE, experts.EXPERT_RELABELLING)
 _UNQUANTISED = "scaling=''"
 _ALGEBRA = algebraic(*_SEGMENTS, experts.ROW_REVERSAL, where=_UNQUANTISED)
-_IN_PARTS = algebraic(experts.TWO_PARTS, where=f"{_UNQUANTISED} and into='float32'")
+_IN_PARTS = algebraic(experts.TWO_PARTS, where=_UNQUANTISED)
 _BY_ROW = algebraic(experts.GROUP_SPLIT, where=_UNQUANTISED)
 
 
