@@ -224,7 +224,6 @@ _MORE: tuple[tuple[str, str, Any, Any], ...] = (
         lambda p, c, s: c.dispatcher == "deepep" and c.num_rows is not None,
         _configured(num_rows=lambda c: None),
     ),
-    ("a budget of 0 is none", SEVERAL, lambda p, c, s: c.num_rows == 0, _configured(num_rows=lambda c: None)),
     (
         "with a recipe experts do not pad",
         SEVERAL,
