@@ -47,13 +47,13 @@ LISTED = {
     *(f"CK{number:02}" for number in range(1, 32)),
     *("DW01", "DW02", "DW03", "DW04", "DW05", "DW06"),
     *(f"AD{number:02}" for number in range(1, 84)),
-    *(f"AE{number:03}" for number in range(1, 198)),
+    *(f"AE{number:03}" for number in range(1, 197)),
 }
 LACKING = (  # of AE: those for which cases were missing
-    *(5, 9, 10, 28, 47, 54, 56, 57, 59, 73, 81, 82, 98, 116, 124, 126, 157, 159, 168, 181, 182, 183, 195),
+    *(5, 9, 10, 28, 47, 54, 56, 57, 59, 73, 81, 82, 98, 116, 124, 126, 157, 159, 180, 181, 182, 194),
 )
 # the others take minutes: docs/mutants.md
-LEFT_OUT = {f"AE{number:03}" for number in range(1, 198) if number not in LACKING and number % 12}
+LEFT_OUT = {f"AE{number:03}" for number in range(1, 197) if number not in LACKING and number % 12}
 LARGE = {"N02", "N03"}  # need more rows than an interpreter can run
 
 

@@ -269,5 +269,5 @@ _ALWAYS: tuple[tuple[str, str, Wrapper], ...] = (
 _PLANTED = tuple((title, origin, only(_where(where), wrong)) for title, origin, where, wrong in _MORE) + _ALWAYS
 DEFECTS = tuple(
     Defect(f"AE{number:03}", title, origin, {"moe_layer": wrapper})
-    for number, (title, origin, wrapper) in enumerate(_PLANTED, start=177)
+    for number, (title, origin, wrapper) in enumerate(_PLANTED, start=176)
 )
