@@ -49,18 +49,23 @@ LISTED = {
     *(f"CK{number:02}" for number in range(1, 32)),
     *("DW01", "DW02", "DW03", "DW04", "DW05", "DW06"),
     *(f"AD{number:02}" for number in range(1, 85)),
-    *(f"AE{number:03}" for number in range(1, 199)),
+    *(f"AE{number:03}" for number in range(1, 197)),
 }
+LACKING = (  # of AE: those for which cases were missing
+    *(5, 9, 10, 28, 47, 54, 56, 57, 59, 73, 81, 82, 98, 116, 124, 126, 157, 159, 180, 181, 182, 194),
+)
+# the others take minutes: docs/mutants.md
+LEFT_OUT = {f"AE{number:03}" for number in range(1, 197) if number not in LACKING and number % 12}
 LARGE = {"N02", "N03"}  # need more rows than an interpreter can run
 
 
 def test_every_listed_defect_is_planted_and_killed_by_a_value_or_a_law(monkeypatch):
     assert set(DEFECTS) == LISTED
-    for name in LARGE:
+    for name in LARGE | LEFT_OUT:
         monkeypatch.delitem(DEFECTS, name)
     known = json.loads(KILLERS.read_text())
     results = {result.mutant: result for result in score_mutants("moe_ref", "planted", likely=known)}
-    assert set(results) == LISTED - LARGE
+    assert set(results) == LISTED - LARGE - LEFT_OUT
     assert {name: result.way for name, result in results.items() if result.way not in ("value", "law")} == {}
     # an alignment that is kept for ever shows only in a second call
     assert (results["D02"].way, results["D02"].check) == ("law", "history")

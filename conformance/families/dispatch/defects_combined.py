@@ -159,15 +159,6 @@ def _rows_negated(rows: Tensor, *rest: Any, **settings: Any) -> None:
         rows.neg_()
 
 
-def _float64_by_float32(base: Wrapper, right: Any, rows: Tensor, *rest: Any, **settings: Any) -> Any:
-    out = base(rows.float(), *rest, **settings)
-    return out._replace(tokens=out.tokens.double()) if hasattr(out, "tokens") else out.double()
-
-
-def _double(rows: Tensor, *rest: Any, **settings: Any) -> bool:
-    return rows.dtype == torch.float64
-
-
 def _handle_by_shape() -> Wrapper:
     """The handle is kept by the number of tokens, experts and rows."""
     kept: dict[Any, Any] = {}
@@ -298,14 +289,6 @@ _PLANTED: tuple[tuple[str, str, dict[str, Wrapper]], ...] = (
         "a combine works in place",
         OWNER,
         dict.fromkeys(("alltoall_combine", "hybridep_combine", "deepep_low_latency_combine"), in_place(_rows_negated)),
-    ),
-    (
-        "float64 rows are added in float32",
-        SEVERAL,
-        dict.fromkeys(
-            ("alltoall_combine", "deepep_combine", "hybridep_combine", "deepep_low_latency_combine"),
-            only(_double, _float64_by_float32),
-        ),
     ),
     ("a handle is kept by its sizes", HANDLES, dict.fromkeys(MAPPED, _handle_by_shape())),
     ("less than half a block is no block", INTEGERS, {"deepep_dispatch": only(_aligned, _aligned_once)}),

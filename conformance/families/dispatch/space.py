@@ -176,8 +176,6 @@ def shapes(scope: Scope) -> list[Any]:
     ]
     if scope.function == "alltoall_combine" and ranks > 2:
         found.append({"counts": (3,) * ranks, "shards": ranks, "local_experts": 2, "topk": 2, "hidden": 65} | NO_PROBS)
-    if scope.signature.producer:  # a combine, whose sums float32 would round
-        found.append(few | {"counts": (3, 2)[:ranks], "hidden": 3, "dtype": "float64"})
     if scope.function == "deepep_low_latency_combine":  # a probability of 0 hides no NaN
         found.append(few | {"counts": (5, 2)[:ranks], "hidden": 33, "values": "special", "zero_probs": True})
     if scope.function in ("allgather_dispatch", "alltoall_dispatch"):  # gradients of many copies, on one rank too

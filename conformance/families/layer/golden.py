@@ -59,15 +59,6 @@ MOE_LAYER: Golden = {
             "d_fc2_bias": exactly(floats([1], [1])),  # ½ of each of two tokens
         },
     ),
-    "no_room_for_any_row": (
-        _layer(_config(num_rows=0), ("x", "fc1_weight"), **_SHARED),
-        {
-            "output": exactly(floats([2], [0])),
-            "routing_map": _MAP,
-            "d_x": exactly(floats([1], [0])),
-            "d_fc1_weight": exactly(floats([[0]], [[0]])),
-        },
-    ),
     "a_router_in_float64": (  # float32 has one logit for both experts: 2 and 2 + 2^-30; 2 · 2 of expert 1
         _layer(
             LayerConfig(router=RouterConfig(num_experts=2, topk=1), kind="relu", router_dtype="fp64"),
