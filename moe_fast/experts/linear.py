@@ -38,6 +38,7 @@ from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, mak
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import check_device, is_hopper, launch_on, strided
+from moe_fast.launch.descriptors import DESCRIBED_BYTES
 from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable, tracing
 from moe_fast.launch.tuning import GroupedTile, ceil_div
 from moe_fast.quantization.quantized import Quantized, dequantize
@@ -120,13 +121,16 @@ def activated_linear(
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     if saves or tracing() or not has_memory() or not is_hopper(rows_PN.device):
         return None
-    rows, weight, plan = rows_PN.resolve_neg(), weight_LMN.resolve_neg(), _plan(tokens_per_expert_L, rows_PN)
+    rows, weight = rows_PN.resolve_neg(), weight_LMN.resolve_neg()
     num_rows, width = rows.shape[0], weight.shape[1] // 2
-    out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)  # all by activated_matmul_kernel
-    fits = plan.tile.rows == hopper.MATMUL_ROWS and out.numel() > 0 and have_descriptors(rows, weight, out)
     halves = settings.gated and (settings.interleave or width) == width > 1
-    if not fits or not halves or (probs is not None and probs.dtype == torch.float64):
+    if not halves or not num_rows or (probs is not None and probs.dtype == torch.float64):
         return None
+    plan = _plan(tokens_per_expert_L, rows)
+    result_fits = width * rows.itemsize % DESCRIBED_BYTES == 0  # new memory is aligned
+    if plan.tile.rows != hopper.MATMUL_ROWS or not have_descriptors(rows, weight) or not result_fits:
+        return None
+    out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)  # all by activated_matmul_kernel
     hopper.activated_matmul(rows, weight, strided(bias, 2), strided(probs, 1), settings, plan, out)
     return out
 

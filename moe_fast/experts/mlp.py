@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from moe_fast.experts.activations import Settings, activation, check_probs, glu
+from moe_fast.experts.activations import Settings, activated, check_probs
 from moe_fast.experts.delayed import Waiting, delaying
 from moe_fast.experts.linear import FILLED, activated_linear, check_product, grouped_linear, linear_of
 from moe_fast.experts.padding import Padding
@@ -69,7 +69,7 @@ def grouped_mlp(
             torch.compile, and as `grouped_linear`.
     """
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
-    act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
+    settings = checked_settings(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
     check_grouped_mlp(
         rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind,
         probs_on_input, align, recompute,
@@ -85,8 +85,8 @@ def grouped_mlp(
     weights = (fc1_weight_LFH, fc2_weight_LHF)
     run = partial(
         _experts,
-        act=act,
-        settings=None if recipe is not None else Settings(kind, kind in GATED, round_before_probs, **shape),
+        act=partial(activated, settings=settings, fp8_input_store=fp8_input_store),
+        settings=None if recipe is not None else settings,
         linears=[
             partial(linear_of, recipe=recipe, state=own, amaxes=seen, filled=filled)
             for (own, seen), filled in zip(pairs, (FILLED, FILLED) if tracing() else WITHIN, strict=True)
@@ -145,18 +145,15 @@ def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **pre
     return grouped_linear(x_TN, weight_MN[None], count, bias=None if bias is None else bias[None], **precision)
 
 
-def chosen_activation(
+def checked_settings(
     kind: str,
     *, offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
     interleave: int | None = None, round_before_probs: bool = False, fp8_input_store: bool = False,
-) -> Callable[..., Tensor]:  # fmt: skip
-    """`glu` or `activation`, whichever has that kind, as a function of h and probs."""
+) -> Settings:  # fmt: skip
+    """The settings of `glu` or `activation`, whichever has that kind."""
     check_kind(kind, offset, clamp, alpha, interleave)
     check_input_store(fp8_input_store, kind)
-    if kind in GATED:
-        shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
-        return partial(glu, kind=kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
-    return partial(activation, kind=kind, round_before_probs=round_before_probs)
+    return Settings(kind, kind in GATED, round_before_probs, offset, clamp, alpha, interleave)
 
 
 def run_again(run: Callable[..., X], *inputs: Tensor | None, random: bool = False) -> X:
