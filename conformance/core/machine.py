@@ -96,9 +96,7 @@ def run_machine(
         Differs: with the first failing sequence.
     """
     own = type(machine.__name__, (machine,), {"start": starts(machine, scope), "judge": staticmethod(judge)})
-    options = settings(
-        stateful_step_count=steps, database=None, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+    options = settings(stateful_step_count=steps, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     run: Any = get_state_machine_test(own, settings=options)
     source, done = random.Random(seed), 0
     for _ in range(TRIES * examples):

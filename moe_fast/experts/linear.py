@@ -34,7 +34,7 @@ from moe_fast.experts.scaled_linear import (
     scaled_plan,
     scaled_wgrad,
 )
-from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, make_plan, programs, segment_sums
+from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, plan_of, programs, segment_sums
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import check_device, is_hopper, launch_on, strided
@@ -126,7 +126,7 @@ def activated_linear(
     halves = settings.gated and (settings.interleave or width) == width > 1
     if not halves or not num_rows or (probs is not None and probs.dtype == torch.float64):
         return None
-    plan = _plan(tokens_per_expert_L, rows)
+    plan = plan_of(tokens_per_expert_L, rows)
     result_fits = width * rows.itemsize % DESCRIBED_BYTES == 0  # new memory is aligned
     if plan.tile.rows != hopper.MATMUL_ROWS or not have_descriptors(rows, weight) or not result_fits:
         return None
@@ -167,7 +167,7 @@ def _dgrad(d_out_PM: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor, pr
     d_out, weight = d_out_PM.detach(), weight_LMN.detach()
     if precision is not None and precision.recipe.backward_override == "dequantized":
         weight = dequantize(quantized_weight(weight, precision, True, False)).view(weight.shape)
-    return _multiply(d_out, weight, None, _plan(tokens_per_expert_L, d_out))
+    return _multiply(d_out, weight, None, plan_of(tokens_per_expert_L, d_out))
 
 
 @traceable
@@ -211,7 +211,7 @@ def _wgrad(
     if precision is not None and precision.recipe.backward_override == "dequantized":
         rows = dequantize(quantized_rows(rows, "input", tokens_per_expert_L, precision, True, False))
         multiple = multiple_of(precision.recipe)
-    return _outer_products(d_out_PM.detach(), rows, before, _plan(tokens_per_expert_L, rows, multiple))
+    return _outer_products(d_out_PM.detach(), rows, before, plan_of(tokens_per_expert_L, rows, multiple))
 
 
 def check_product(rows: Tensor, recipe: Recipe | None, accumulator: str) -> None:
@@ -237,7 +237,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor,
         filled: tuple[bool, bool],
     ) -> Tensor:  # fmt: skip
-        plan = _plan(tokens_per_expert, rows)
+        plan = plan_of(tokens_per_expert, rows)
         ctx.plan, ctx.filled = plan.without_tensors(), filled
         ctx.bias_dtype = None if bias is None else bias.dtype
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
@@ -287,7 +287,7 @@ class _OverriddenLinear(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         counts, *tensors = ctx.saved_tensors
         wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        plan, d_rows, d_weight = _plan(counts, d_out), None, None
+        plan, d_rows, d_weight = plan_of(counts, d_out), None, None
         if wants_rows:
             weight = (
                 tensors[1] if ctx.weight is None else _dequantized(ctx.weight, tensors[3:6], tensors[6]).view(ctx.shape)
@@ -303,12 +303,6 @@ class _OverriddenLinear(torch.autograd.Function):
 def _dequantized(kept: Quantized, tensors: list[Tensor], splits: Tensor) -> Tensor:
     """The values of saved rowwise codes, in the dtype before quantisation."""
     return dequantize(replace(with_tensors(kept, tensors, False), splits=splits))
-
-
-def _plan(tokens_per_expert: Tensor, rows: Tensor, multiple: int = 1) -> Plan:
-    """The plan for these rows, of tiles that suit their number and dtype."""
-    tile = tuning.for_device(rows.device).grouped.tile(rows.shape[0], len(tokens_per_expert), rows.dtype.itemsize)
-    return make_plan(tokens_per_expert, rows.shape[0], tile, multiple)
 
 
 def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Plan, filled: bool = True) -> Tensor:

@@ -16,10 +16,12 @@ from moe_fast.experts.activations import Settings, activated, check_probs
 from moe_fast.experts.delayed import Waiting, delaying
 from moe_fast.experts.linear import FILLED, activated_linear, check_product, grouped_linear, linear_of
 from moe_fast.experts.padding import Padding
-from moe_fast.experts.segments import plans_shared, shared_totals
+from moe_fast.experts.scaled_linear import multiple_of, scaled_tile
+from moe_fast.experts.segments import plans_shared, shared_totals, tile_of
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
 from moe_fast.launch.backend import check_device
 from moe_fast.launch.operators import traceable, tracing
+from moe_fast.launch.tuning import GroupedTile
 from moe_ref.config import (
     GATED,
     LinearAmax,
@@ -154,6 +156,20 @@ def checked_settings(
     check_kind(kind, offset, clamp, alpha, interleave)
     check_input_store(fp8_input_store, kind)
     return Settings(kind, kind in GATED, round_before_probs, offset, clamp, alpha, interleave)
+
+
+def first_tile(
+    rows: Tensor, num_rows: int, num_experts: int, align: int | None, recipe: Recipe | None
+) -> GroupedTile | None:
+    """The tile of the plan with which `grouped_mlp` begins, for so many rows of the dtype and
+    device of `rows`; None where it has no plan of these counts, or where some counts are illegal.
+    """
+    if tracing():
+        return None  # a graph shares no plan
+    if recipe is None:
+        return tile_of(rows, num_rows, num_experts)
+    plain = align is None and recipe.backward_override is None and multiple_of(recipe) == 1
+    return scaled_tile(rows) if plain else None
 
 
 def run_again(run: Callable[..., X], *inputs: Tensor | None, random: bool = False) -> X:

@@ -1,6 +1,7 @@
 """The layer of one rank: gate, route, dispatch, experts, combine, with shared experts."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -20,11 +21,12 @@ from moe_fast.dispatch.hybridep import hybridep_combine, hybridep_dispatch
 from moe_fast.dispatch.indices import flatten_experts
 from moe_fast.dispatch.overlap import beside, in_backward
 from moe_fast.experts.delayed import Waiting
-from moe_fast.experts.mlp import grouped_mlp, latent_projection
+from moe_fast.experts.mlp import first_tile, grouped_mlp, latent_projection
+from moe_fast.experts.segments import plan_ready
 from moe_fast.experts.shared import shared_experts
 from moe_fast.launch.operators import traceable
 from moe_fast.layer.room import in_room
-from moe_fast.permutation.permute import move_to_rows, permute, unpermute
+from moe_fast.permutation.permute import move_to_rows, permute, permute_in_tiles, unpermute
 from moe_fast.permutation.routing_map import indices_to_multihot, multihot_to_indices
 from moe_fast.permutation.row_map import RowMap
 from moe_fast.router.gating import gate, jitter
@@ -62,6 +64,7 @@ class Sent(NamedTuple):
     dispatched: Any
     combine: Combine
     permuted: tuple[Tensor, RowMap] | None = None
+    plan: Callable[[], AbstractContextManager[None]] = nullcontext  # in which the experts have their plan already
 
 
 @traceable
@@ -135,14 +138,15 @@ def after_router(
     dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory, started)
     shared_part = partial(_shared, x_TH, p, config)
     if overlap_shared:
-        shared, (dispatched, combine, permuted) = beside(shared_part, dispatch, x_TH.device)
+        shared, (dispatched, combine, permuted, plan) = beside(shared_part, dispatch, x_TH.device)
     else:
-        dispatched, combine, permuted = dispatch()
+        dispatched, combine, permuted, plan = dispatch()
     sent = dispatched.rows if in_dispatch_backward is None else in_backward(dispatched.rows, in_dispatch_backward)
     settings = config.experts | {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias, "probs": dispatched.probs}
     settings |= {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes}
     settings |= _recomputed(recompute, permuted, config)
-    rows = grouped_mlp(sent, dispatched.tokens_per_expert, p.fc1_weight, p.fc2_weight, **settings)
+    with plan():
+        rows = grouped_mlp(sent, dispatched.tokens_per_expert, p.fc1_weight, p.fc2_weight, **settings)
     combined = combine(rows)
     output = combined if p.latent_up is None else latent_projection(combined, p.latent_up)
 
@@ -219,7 +223,7 @@ def _dispatched(
 ) -> Sent:
     """The rows of this rank's experts, and the way back."""
     if group is None:
-        return _on_one_rank(tokens, routed, config.router)
+        return _on_one_rank(tokens, routed, config)
     right = f"False with {config.dispatcher}: hybridep alone has it"
     require(config.dispatcher == "hybridep" or not shared_memory, "shared_memory", shared_memory, right)
     way, shards = "symmetric" if shared_memory else config.dispatcher, config.expert_tensor_parallel
@@ -231,13 +235,18 @@ def _dispatched(
     return sent
 
 
-def _on_one_rank(tokens: Tensor, routed: RouteOutput, router: RouterConfig) -> Sent:
+def _on_one_rank(tokens: Tensor, routed: RouteOutput, config: LayerConfig) -> Sent:
     """All experts are here: the dispatchers move no row, and have one sum."""
-    most = _most_rows(tokens.shape[0], router)
-    permuted = permute(tokens, routed.routing_map, probs=routed.probs, num_rows=most)
+    most = _most_rows(tokens.shape[0], config.router)
+    tile = first_tile(tokens, most, config.router.num_experts, config.align, config.recipe)
+    rows = None if tile is None else tile.rows
+    permuted, tiles = permute_in_tiles(tokens, routed.routing_map, probs=routed.probs, num_rows=most, tile_rows=rows)
     shape = (tokens.shape[0], tokens.shape[1])
     back = partial(unpermute, row_map=permuted.row_map, restore_shape=shape)
-    return Sent(permuted, back, (tokens, permuted.row_map))
+    plan: Any = nullcontext
+    if tile is not None and tiles is not None:
+        plan = partial(plan_ready, permuted.tokens_per_expert, tile, tiles, most)
+    return Sent(permuted, back, (tokens, permuted.row_map), plan)
 
 
 def _recomputed(

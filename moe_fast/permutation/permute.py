@@ -14,7 +14,7 @@ from moe_fast.launch.operators import as_operators, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation import _chunks as chunk_kernels
 from moe_fast.permutation import _permute as kernels
-from moe_fast.permutation.row_map import RowMap, place, place_in_capacity
+from moe_fast.permutation.row_map import RowMap, Tiles, place, place_in_capacity
 from moe_ref.config import Permuted, SortedChunks, check_permute, check_sort_chunks, check_unpermute, require
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that unpermute sums
@@ -35,18 +35,31 @@ def permute(
         ValueError: also for elements of 16 bytes, and for tokens outside `MERGING` that require a
             gradient.
     """
+    settings = {"align": align, "capacity": capacity, "num_rows": num_rows}
+    return permute_in_tiles(tokens_TH, routing_map_TE, probs=probs, **settings)[0]
+
+
+def permute_in_tiles(
+    tokens_TH: Tensor, routing_map_TE: Tensor, *, probs: Tensor | None = None,
+    align: int | None = None, capacity: int | None = None, num_rows: int | None = None,
+    tile_rows: int | None = None,
+) -> tuple[Permuted, Tiles | None]:  # fmt: skip
+    """`permute`; with `tile_rows` the second launch also cuts the experts' rows into tiles of so
+    many, which needs `num_rows` and no capacity.
+    """
     check_permute(tokens_TH, routing_map_TE, probs, align, capacity, num_rows)
     check_device("tokens", tokens_TH)
     check_movable("tokens", tokens_TH)
     check_summable(tokens_TH)
-    row_map, slots = (
-        place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
-    )
+    tiles = None
+    if capacity is None:
+        row_map, slots, tiles = place(routing_map_TE, align, num_rows, tile_rows)
+    else:
+        row_map, slots = place_in_capacity(routing_map_TE, capacity)
     lists, row_map = row_map, row_map.without_bases()
     rows, row_probs = _Permute.apply(tokens_TH, probs, lists, row_map)
-    return Permuted(
-        rows, row_probs, row_map, slots.tokens_per_expert, None if align is None else slots.pad_offsets, slots.overflow
-    )
+    pad_offsets = None if align is None else slots.pad_offsets
+    return Permuted(rows, row_probs, row_map, slots.tokens_per_expert, pad_offsets, slots.overflow), tiles
 
 
 @traceable
