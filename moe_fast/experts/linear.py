@@ -36,9 +36,10 @@ from moe_fast.experts.scaled_linear import (
 )
 from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, plan_of, programs, segment_sums
 from moe_fast.launch import tuning
-from moe_fast.launch.autograd import once_differentiable
+from moe_fast.launch.autograd import applied, once_differentiable
 from moe_fast.launch.backend import check_device, is_hopper, launch_on, strided
 from moe_fast.launch.descriptors import DESCRIBED_BYTES
+from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable, tracing
 from moe_fast.launch.tuning import GroupedTile, ceil_div
 from moe_fast.quantization.quantized import Quantized, dequantize
@@ -90,10 +91,7 @@ def linear_of(
         filled: whether zeros are written past the last expert's rows of the result, and of the
             gradient of the rows. A backward_override writes them anyway.
     """
-    check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
-    check_precision(recipe, state, noise, accumulator)
-    check_product(rows_PN, recipe, accumulator)
-    check_device("rows", rows_PN)
+    _check(rows_PN, weight_LMN, tokens_per_expert_L, bias, recipe, state, noise, accumulator)
     waiting = waiting_for(weight_LMN)
     if waiting is not None:
         settings: dict[str, Any] = {"recipe": recipe, "state": state, "noise": noise, "accumulator": accumulator}
@@ -103,11 +101,19 @@ def linear_of(
         wgrad = partial(_wgrad_of, precision=None if recipe is None else Precision(recipe, state, noise, amaxes))
         return Later.apply(out, anchor, rows_PN, tokens_per_expert_L, waiting, wgrad)
     if recipe is None:
-        return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, filled)
+        return applied(_GroupedLinear, rows_PN, weight_LMN, bias, tokens_per_expert_L, filled)
     precision = Precision(recipe, state, noise, amaxes)
     if recipe.backward_override is not None:
-        return _OverriddenLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
-    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again, filled)
+        return applied(_OverriddenLinear, rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
+    return applied(ScaledLinear, rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again, filled)
+
+
+@unless_known
+def _check(rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor, bias: Any, *precision: Any) -> None:
+    check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
+    check_precision(*precision)
+    check_product(rows_PN, precision[0], precision[-1])
+    check_device("rows", rows_PN)
 
 
 def activated_linear(

@@ -20,6 +20,7 @@ from moe_fast.experts.scaled_linear import multiple_of, scaled_tile
 from moe_fast.experts.segments import plans_shared, shared_totals, tile_of
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
 from moe_fast.launch.backend import check_device
+from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import traceable, tracing
 from moe_fast.launch.tuning import GroupedTile
 from moe_ref.config import (
@@ -72,7 +73,7 @@ def grouped_mlp(
     """
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
     settings = checked_settings(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
-    check_grouped_mlp(
+    unless_known(check_grouped_mlp)(
         rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind,
         probs_on_input, align, recompute,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from moe_fast.experts.delayed import Waiting
 from moe_fast.experts.mlp import first_tile, grouped_mlp, latent_projection
 from moe_fast.experts.segments import plan_ready
 from moe_fast.experts.shared import shared_experts
+from moe_fast.launch.legal import Key, checked_once, key_of, unless_known
 from moe_fast.launch.operators import traceable
 from moe_fast.layer.room import in_room
 from moe_fast.permutation.permute import move_to_rows, permute, permute_in_tiles, unpermute
@@ -98,25 +99,41 @@ def moe_layer(
         ValueError: also for memory shared by another dispatcher, for "permute" where the rows come
             from other ranks, and as the functions of the stages.
     """
-    check_call(x_TH, parameters, config, state, group, padding_mask, noise, linear_states)
-    if rerun and group is not None and config.num_rows is not None:
-        run = partial(moe_layer, x_TH, parameters, state=state, training=training, batch_size=batch_size, group=group)
-        run = partial(run, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads, amaxes=amaxes)
-        run = partial(run, overlap_shared=overlap_shared, in_dispatch_backward=in_dispatch_backward)
-        run = partial(run, shared_memory=shared_memory, linear_states=linear_states)
-        free, over = replace(config, num_rows=None), attrgetter("dispatched.overflow")
-        return in_room(lambda few: run(config=config if few else free), over, group, x_TH.device)
-    options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask}
-    early = _started(x_TH, parameters, config, group, shared_memory)
-    logits, routed = routed_by(x_TH, parameters, config, state, group, noise, options)
-    rest = after_router(
-        x_TH, parameters, config, routed, group=group, recompute=recompute, wgrads=wgrads,
-        linear_states=linear_states, amaxes=amaxes, overlap_shared=overlap_shared,
-        in_dispatch_backward=in_dispatch_backward, shared_memory=shared_memory, early=early,
-    )  # fmt: skip
-    return LayerOutput(logits, routed, *rest)
+    more = {"training": training, "batch_size": batch_size, "recompute": recompute}
+    key = _key(x_TH, parameters, config, state, group, padding_mask, noise, (wgrads, linear_states, amaxes), more)
+    with checked_once(key, config):
+        check_call(x_TH, parameters, config, state, group, padding_mask, noise, linear_states)
+        if rerun and group is not None and config.num_rows is not None:
+            run = partial(moe_layer, x_TH, parameters, state=state, training=training, batch_size=batch_size, group=group)
+            run = partial(run, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads, amaxes=amaxes)
+            run = partial(run, overlap_shared=overlap_shared, in_dispatch_backward=in_dispatch_backward)
+            run = partial(run, shared_memory=shared_memory, linear_states=linear_states)
+            free, over = replace(config, num_rows=None), attrgetter("dispatched.overflow")
+            return in_room(lambda few: run(config=config if few else free), over, group, x_TH.device)
+        options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask}
+        early = _started(x_TH, parameters, config, group, shared_memory)
+        logits, routed = routed_by(x_TH, parameters, config, state, group, noise, options)
+        rest = after_router(
+            x_TH, parameters, config, routed, group=group, recompute=recompute, wgrads=wgrads,
+            linear_states=linear_states, amaxes=amaxes, overlap_shared=overlap_shared,
+            in_dispatch_backward=in_dispatch_backward, shared_memory=shared_memory, early=early,
+        )  # fmt: skip
+        return LayerOutput(logits, routed, *rest)
 
 
+def _key(
+    x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, state: RouterState, group: Any,
+    padding_mask: Tensor | None, noise: Tensor | None, rest: tuple[Any, ...], more: dict[str, Any],
+) -> Key | None:  # fmt: skip
+    """What the checks of a call on one rank read; None where they read more."""
+    if group is not None or state.replay_queue or any(one is not None for one in rest):
+        return None
+    more["recompute"] = more["recompute"] if isinstance(more["recompute"], str | None) else tuple(more["recompute"])
+    more["grad"] = torch.is_grad_enabled()
+    return key_of(config, x_TH, *parameters, *state[:-1], padding_mask, noise, **more)
+
+
+@unless_known
 def check_call(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, state: RouterState, group: Any, *optional: Any
 ) -> None:
