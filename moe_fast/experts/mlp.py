@@ -73,18 +73,12 @@ def grouped_mlp(
     """
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
     settings = checked_settings(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
-    unless_known(check_grouped_mlp)(
+    _check(
         rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind,
-        probs_on_input, align, recompute,
+        probs_on_input, align, recompute, recipe=recipe, state=state, noise=noise, wgrads=wgrads,
+        rows_again=rows_again, amaxes=amaxes,
     )  # fmt: skip
-    check_pairs(state, noise, amaxes)
-    check_kept(wgrads, rows_again, recompute)
-    require(wgrads is None or not tracing(), "wgrads", "given in a graph", "None: a graph has all gradients")
-    require(amaxes is None or not tracing(), "amaxes", "given in a graph", "None: a graph writes to no argument")
     pairs = zip(state or (None, None), amaxes or (None, None), strict=True)
-    check_product(rows_PH, recipe, "float32")
-    check_device("rows", rows_PH)
-    check_probs(probs)
     weights = (fc1_weight_LFH, fc2_weight_LHF)
     run = partial(
         _experts,
@@ -103,6 +97,22 @@ def grouped_mlp(
     )
     inputs = (rows_PH, tokens_per_expert_L, probs, *weights, fc1_bias, fc2_bias)
     return run_again(run, *inputs) if recompute == "moe" else run(*inputs)
+
+
+@unless_known
+def _check(
+    rows_PH: Tensor, *rest: Any, recipe: Recipe | None, state: Any, noise: Any, wgrads: Any, rows_again: Any,
+    amaxes: Any,
+) -> None:  # fmt: skip
+    """`rest` are the other arguments of `check_grouped_mlp`."""
+    check_grouped_mlp(rows_PH, *rest)
+    check_pairs(state, noise, amaxes)
+    check_kept(wgrads, rows_again, rest[-1])
+    require(wgrads is None or not tracing(), "wgrads", "given in a graph", "None: a graph has all gradients")
+    require(amaxes is None or not tracing(), "amaxes", "given in a graph", "None: a graph writes to no argument")
+    check_product(rows_PH, recipe, "float32")
+    check_device("rows", rows_PH)
+    check_probs(rest[3])
 
 
 @traceable

@@ -99,17 +99,17 @@ def moe_layer(
         ValueError: also for memory shared by another dispatcher, for "permute" where the rows come
             from other ranks, and as the functions of the stages.
     """
+    if rerun and group is not None and config.num_rows is not None:
+        run = partial(moe_layer, x_TH, parameters, state=state, training=training, batch_size=batch_size, group=group)
+        run = partial(run, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads, amaxes=amaxes)
+        run = partial(run, overlap_shared=overlap_shared, in_dispatch_backward=in_dispatch_backward)
+        run = partial(run, shared_memory=shared_memory, linear_states=linear_states)
+        free, over = replace(config, num_rows=None), attrgetter("dispatched.overflow")
+        return in_room(lambda few: run(config=config if few else free), over, group, x_TH.device)
     more = {"training": training, "batch_size": batch_size, "recompute": recompute}
     key = _key(x_TH, parameters, config, state, group, padding_mask, noise, (wgrads, linear_states, amaxes), more)
     with checked_once(key, config):
         check_call(x_TH, parameters, config, state, group, padding_mask, noise, linear_states)
-        if rerun and group is not None and config.num_rows is not None:
-            run = partial(moe_layer, x_TH, parameters, state=state, training=training, batch_size=batch_size, group=group)
-            run = partial(run, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads, amaxes=amaxes)
-            run = partial(run, overlap_shared=overlap_shared, in_dispatch_backward=in_dispatch_backward)
-            run = partial(run, shared_memory=shared_memory, linear_states=linear_states)
-            free, over = replace(config, num_rows=None), attrgetter("dispatched.overflow")
-            return in_room(lambda few: run(config=config if few else free), over, group, x_TH.device)
         options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask}
         early = _started(x_TH, parameters, config, group, shared_memory)
         logits, routed = routed_by(x_TH, parameters, config, state, group, noise, options)
@@ -118,7 +118,7 @@ def moe_layer(
             linear_states=linear_states, amaxes=amaxes, overlap_shared=overlap_shared,
             in_dispatch_backward=in_dispatch_backward, shared_memory=shared_memory, early=early,
         )  # fmt: skip
-        return LayerOutput(logits, routed, *rest)
+    return LayerOutput(logits, routed, *rest)
 
 
 def _key(
