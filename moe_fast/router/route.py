@@ -38,7 +38,7 @@ def route(
     """One forward of the router after its matrix product; the host never waits, but for Sinkhorn's
     rounds.
     """
-    _check(logits_TE, config, batch_size, replay, replay_target, len(state.replay_queue), padding_mask)
+    _check(logits_TE, padding_mask, config, batch_size, replay, replay_target, len(state.replay_queue))
     ranks = ranks or RouterRanks()
     learns = training and torch.is_grad_enabled()
     valid: int | Tensor = logits_TE.shape[0] if padding_mask is None else (padding_mask == 0).sum()
@@ -72,10 +72,10 @@ def route(
 
 
 @unless_known
-def _check(logits_TE: Tensor, *settings: Any) -> None:
-    *settings, padding_mask = settings
+def _check(logits_TE: Tensor, padding_mask: Tensor | None, *rest: Any) -> None:
+    """`rest` are the other arguments of `check_route`."""
     check_logits(logits_TE)
-    check_route(logits_TE, *settings)
+    check_route(logits_TE, *rest)
     check_padding_mask(padding_mask, logits_TE.shape[0])
 
 
