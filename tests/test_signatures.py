@@ -11,9 +11,8 @@ from conformance.catalogue import FAMILIES, NAMES
 from tests.common.fast import interpreted
 
 pytestmark = interpreted
-ONE_RANK = [
-    name for name in NAMES if name not in ("dispatch", "layer")
-]  # others take one rank's of the reference's lists
+# the others take one rank's entry of the reference's lists
+ONE_RANK = [name for name in NAMES if name not in ("dispatch", "layer")]
 
 
 def differences(ours: Any, right: Any) -> list[str]:
