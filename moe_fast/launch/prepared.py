@@ -18,9 +18,11 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int]) -> Callable[..., None]:
-    """`operators.launch` of a kernel whose constants all are given by keyword, after the other
-    arguments. The first launch goes through Triton; later ones, with arguments of the same dtypes
-    and alignments, integers alike and equal constants, through the kernel that it compiled.
+    """`operators.launch` of a kernel whose first argument is a descriptor, and whose constants all
+    are given by keyword, after the other arguments.
+
+    The first launch goes through Triton; later ones, with arguments of the same dtypes and
+    alignments, integers alike and equal constants, through the kernel that it compiled.
     """
     return _Launch(operators.launch(kernel, grid), kernel, grid[0])
 
@@ -34,8 +36,7 @@ class _Launch:
     def __call__(self, *args: Any, **constants: Any) -> None:
         if not operators.has_memory():
             return
-        device = next(x.device for x in args if isinstance(x, Tensor))
-        key = (self.kernel, device, *map(_kind, args), *constants.values())
+        key = (self.kernel, args[0].base.device, *map(_kind, args), *constants.values())
         if key in _compiled:
             compiled, rest = _compiled[key]
             compiled[self.programs, 1, 1](*args, *rest)
