@@ -49,6 +49,7 @@ from moe_ref.config import (
     check_recompute,
     require,
 )
+from moe_ref.config.layer import ROWS_AGAIN
 from moe_ref.config.router import expert_capacity
 
 Combine = Callable[[Tensor], Tensor]
@@ -273,7 +274,7 @@ def _recomputed(
     permutes_again, of_experts = check_recompute(recompute)
     if not permutes_again:
         return {"recompute": of_experts}
-    right = f"without 'permute' with {config.dispatcher}: the rows come from other ranks"
+    right = f"without {ROWS_AGAIN!r} with {config.dispatcher}: the rows come from other ranks"
     require(permuted is not None, "recompute", repr(recompute), right)
     return {"recompute": of_experts, "rows_again": permuted and _copied_again(*permuted)}
 
@@ -289,7 +290,7 @@ def _copied_again(tokens: Tensor, row_map: RowMap) -> Callable[[], Tensor]:
 
     def again() -> Tensor:
         if version is not None and version != tokens._version:
-            raise RuntimeError("tokens have changed since the forward: recompute 'permute' copies them again")
+            raise RuntimeError(f"tokens have changed since the forward: recompute {ROWS_AGAIN!r} copies them again")
         return move_to_rows(tokens, None, row_map)[0]
 
     return again
