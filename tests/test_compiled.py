@@ -20,6 +20,7 @@ from conformance.core.ranks import ranks_of
 from conformance.engine.child.evaluate import evaluate
 from conformance.interface import load
 from moe_fast.dispatch.steps import Programs, collect, send
+from moe_fast.permutation.permute import permute_in_tiles
 from moe_ref.config import Recipe
 from tests.common.compile_kernels import failures
 from tests.common.compiler import compiled
@@ -104,6 +105,12 @@ def test_each_kernel_of_a_family_compiles_for_a_gpu(family, launches):
     own = [launch for launch in launches.values() if launch.module.startswith(f"moe_fast.{family}.")]
     assert own
     assert compiled(failures, own) == ""
+
+
+@interpreted
+def test_the_layout_that_cuts_tiles_compiles_for_a_gpu(launches):
+    permute_in_tiles(torch.zeros(4, 8), torch.eye(4, dtype=torch.bool), num_rows=4, tile_rows=128)
+    assert compiled(failures, [launches["routing_layout_kernel"]]) == ""
 
 
 @interpreted

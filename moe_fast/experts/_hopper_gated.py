@@ -8,18 +8,12 @@ rounded, and of `_activations` on it.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moe_fast.experts._activations import value_and_slope, within
 from moe_fast.experts._hopper import PRODUCER_REGISTERS, SEGMENT, new_barriers
 from moe_fast.experts._hopper_codes import FIRST, HEIGHT, SECOND, fill_rows, find_tile
-from moe_fast.experts._hopper_rows import DEPTH, GROUPS, SUM, SUM_REGISTERS, WIDTH
+from moe_fast.experts._hopper_rows import DEPTH, GROUPS, SUM, SUM_REGISTERS, WIDTH, add_step, end_step
 from moe_fast.launch._hopper import load_tile, store_tile
 from moe_fast.launch._rounding import number
 
@@ -53,24 +47,6 @@ def load_operands(x_desc, weight_desc, ring, plan, STAGES: gl.constexpr):
                 load_tile(x_desc, [row + group * HEIGHT, done * DEPTH], arrived, left.index(stage * GROUPS + group))
             load_tile(weight_desc, [expert, 0, column * HALF, done * DEPTH], arrived, right.index(stage))
             step += 1
-
-
-@gluon.jit
-def add_step(acc, ring, step, GROUP: gl.constexpr, STAGES: gl.constexpr):
-    """acc plus the product of a step, which may still run."""
-    left, right, ready, _free = ring
-    stage = step % STAGES
-    mbarrier.wait(ready.index(stage), step // STAGES & 1)
-    matrix = right.index(stage).reshape([WIDTH, DEPTH]).permute((1, 0))
-    return warpgroup_mma(left.index(stage * GROUPS + GROUP), matrix, acc, is_async=True)
-
-
-@gluon.jit
-def end_step(acc, ring, step, PENDING: gl.constexpr, is_one, STAGES: gl.constexpr):
-    """Wait until at most PENDING products run, and free the stage of the last that ended."""
-    acc = warpgroup_mma_wait(PENDING, deps=(acc,))
-    mbarrier.arrive(ring[3].index((step + STAGES - PENDING) % STAGES), pred=is_one)
-    return acc
 
 
 @gluon.jit
@@ -149,12 +125,12 @@ def multiply_and_activate(
         place = (SEGMENT, end_before, SEGMENT - end_before + before, column_before * HALF)
         acc = gl.zeros([HEIGHT, WIDTH], gl.float32, SUM)
         for i in gl.static_range(PIECES):
-            acc = add_step(acc, ring, step, GROUP, STAGES)
+            acc = add_step(acc, ring, step, True, GROUP, STAGES)
             activate_piece(out_desc, buffer, numbers, probs, prob, place, i, CURVE, CLAMPED, ROUND_FIRST)
             acc = end_step(acc, ring, step, 1, i > 0, STAGES)
             step += 1
         for _ in range(PIECES, find_steps(depth)):
-            acc = add_step(acc, ring, step, GROUP, STAGES)
+            acc = add_step(acc, ring, step, True, GROUP, STAGES)
             acc = end_step(acc, ring, step, 1, True, STAGES)
             step += 1
         acc = end_step(acc, ring, step - 1, 0, True, STAGES)

@@ -49,26 +49,35 @@ def load_operands(x_desc, weight_desc, ring, plan, TURNED: gl.constexpr, STAGES:
 
 
 @gluon.jit
-def sum_of_products(
-    ring, step, steps, TURNED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
+def add_step(acc, ring, step, TURNED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):
+    """acc plus the product of a step for the rows of a group, which may still run."""
+    left, right, ready, _free = ring
+    stage = step % STAGES
+    mbarrier.wait(ready.index(stage), step // STAGES & 1)
+    if TURNED:
+        matrix = right.index(stage).reshape([WIDTH, DEPTH]).permute((1, 0))
+    else:
+        matrix = right.index(stage).reshape([DEPTH, WIDTH])
+    return warpgroup_mma(left.index(stage * GROUPS + GROUP), matrix, acc, is_async=True)
+
+
+@gluon.jit
+def end_step(acc, ring, step, PENDING: gl.constexpr, is_one, STAGES: gl.constexpr):
+    """Wait until at most PENDING products run, and free the stage of the last that ended."""
+    acc = warpgroup_mma_wait(PENDING, deps=(acc,))
+    mbarrier.arrive(ring[3].index((step + STAGES - PENDING) % STAGES), pred=is_one)
+    return acc
+
+
+@gluon.jit
+def sum_of_products(ring, step, steps, TURNED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):
     """(sum of `steps` products for the rows of a group, the next step of the ring)."""
-    left, right, ready, free = ring
     acc = gl.zeros([HEIGHT, WIDTH], gl.float32, SUM)
     for done in range(steps):
-        stage = step % STAGES
-        mbarrier.wait(ready.index(stage), step // STAGES & 1)
-        if TURNED:
-            matrix = right.index(stage).reshape([WIDTH, DEPTH]).permute((1, 0))
-        else:
-            matrix = right.index(stage).reshape([DEPTH, WIDTH])
-        acc = warpgroup_mma(left.index(stage * GROUPS + GROUP), matrix, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=done > 0)  # the step before has ended
+        acc = add_step(acc, ring, step, TURNED, GROUP, STAGES)
+        acc = end_step(acc, ring, step, 1, done > 0, STAGES)
         step += 1
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
-    return acc, step
+    return end_step(acc, ring, step - 1, 0, True, STAGES), step
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_fast.launch._rounding import INTERPRETED, rounded
+from moe_fast.launch._tiles import put_tiles
 
 SEGMENT_ROWS = 1 << 30
 SEGMENT = tl.constexpr(SEGMENT_ROWS)  # where every segment ends for a descriptor of segments
@@ -114,14 +115,10 @@ def plan_kernel(
     num_tiles = tl.sum(tl.where(e == expert, tiles, 0), axis=0)
     expert_begin = tl.sum(tl.where(e == expert, begin, 0), axis=0)
     expert_end = tl.sum(tl.where(e == expert, end, 0), axis=0)
-    for step in range(0, num_tiles, BLOCK_T):
-        t = step + tl.arange(0, BLOCK_T)
-        entry = tile_ptr + first + t
-        valid = t < num_tiles  # the last block sticks out
-        tl.store(entry, tl.zeros_like(t) + expert, mask=valid)
-        tl.store(entry + capacity, tl.zeros_like(t) + first, mask=valid)
-        tl.store(entry + 2 * capacity, tl.zeros_like(t) + expert_begin, mask=valid)
-        tl.store(entry + 3 * capacity, tl.zeros_like(t) + expert_end, mask=valid)
+    one = tl.zeros([1], tl.int64)
+    put_tiles(
+        tile_ptr, capacity, one + expert, one + first, one + num_tiles, one + expert_begin, one + expert_end, BLOCK_T
+    )
     tl.store(segment_ptr + expert, expert_begin)
     tl.store(segment_ptr + num_experts + expert, expert_end)
     tl.store(segment_ptr + 2 * num_experts + expert, first)

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_fast.experts import _activations as kernels
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator, number_bits
-from moe_fast.launch.autograd import once_differentiable
+from moe_fast.launch.autograd import applied, once_differentiable
 from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, strided
 from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div
@@ -72,13 +72,12 @@ def glu(
     h_PF2: Tensor,
     *, probs: Tensor | None = None, kind: str = "swiglu", offset: float = 0.0,
     clamp: float | None = None, alpha: float | None = None, interleave: int | None = None,
-    round_before_probs: bool = False, fp8_input_store: bool = False, totals: Tensor | None = None,
+    round_before_probs: bool = False, fp8_input_store: bool = False,
 ) -> Tensor:  # fmt: skip
     """A gated activation, times the row's probability: one launch.
 
     Saved for the backward are the probs and h, with `fp8_input_store` as E4M3 codes that the same
-    launch writes. With the `totals` of a plan, rows past the experts' are not written, nor is d_h
-    there.
+    launch writes.
 
     Raises:
         ValueError: also for probs of other dtypes than `PROBS`.
@@ -86,13 +85,8 @@ def glu(
     check_glu(h_PF2, probs, kind, offset, clamp, alpha, interleave)
     check_input_store(fp8_input_store, kind)
     check_fused(h_PF2, probs)
-    return _Activation.apply(
-        h_PF2,
-        probs,
-        Settings(kind, True, round_before_probs, offset, clamp, alpha, interleave),
-        fp8_input_store,
-        totals,
-    )
+    settings = Settings(kind, True, round_before_probs, offset, clamp, alpha, interleave)
+    return activated(h_PF2, settings, probs=probs, fp8_input_store=fp8_input_store)
 
 
 @traceable
@@ -116,17 +110,19 @@ def glu_backward(
 @traceable
 def activation(
     h_PF: Tensor,
-    *, probs: Tensor | None = None, kind: str = "squared_relu", round_before_probs: bool = False,
-    totals: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """An activation without a gate, times the row's probability: one launch; `totals` as in `glu`.
+    *,
+    probs: Tensor | None = None,
+    kind: str = "squared_relu",
+    round_before_probs: bool = False,
+) -> Tensor:
+    """An activation without a gate, times the row's probability: one launch.
 
     Raises:
         ValueError: also for probs of other dtypes than `PROBS`.
     """
     check_activation(h_PF, probs, kind)
     check_fused(h_PF, probs)
-    return _Activation.apply(h_PF, probs, Settings(kind, False, round_before_probs), False, totals)
+    return activated(h_PF, Settings(kind, False, round_before_probs), probs=probs)
 
 
 @traceable
@@ -145,6 +141,17 @@ def activation_backward(
     """
     check_activation(h_PF, probs, kind)
     return _checked_backward(d_out_PF, h_PF, probs, Settings(kind, False, round_before_probs))
+
+
+def activated(
+    h: Tensor,
+    settings: Settings,
+    *, probs: Tensor | None = None, fp8_input_store: bool = False, totals: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`glu` or `activation` of a call that is checked. With the `totals` of a plan, rows past the
+    experts' are not written, nor is d_h there.
+    """
+    return applied(_Activation, h, probs, settings, fp8_input_store, totals)
 
 
 def check_fused(h: Tensor, probs: Tensor | None) -> None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_fast.experts import _hopper, _hopper_codes, _hopper_gated, _hopper_rows
@@ -11,8 +10,8 @@ from moe_fast.experts._linear import SEGMENT_ROWS
 from moe_fast.experts.activations import CURVES, Settings
 from moe_fast.experts.segments import DESCRIBED_SIZE, Plan, programs
 from moe_fast.launch.backend import launch_on
-from moe_fast.launch.descriptors import described
-from moe_fast.launch.operators import launch
+from moe_fast.launch.descriptors import described, layout_of
+from moe_fast.launch.prepared import launch
 from moe_fast.launch.tuning import ceil_div
 
 # Measured on an H200 (docs/results/low-precision-h200.md). A ring's stages and the tile that leaves
@@ -180,6 +179,6 @@ def scaled_wgrad(
 def segments_of(rows_PC: Tensor, block: list[int], swizzled: int = 128) -> TensorDescriptor:
     """As `expert_slices`: a descriptor of rows that ends where an expert's rows end."""
     stride, num_columns = rows_PC.stride(0), rows_PC.shape[1]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=8 * rows_PC.itemsize, rank=4)
+    layout = layout_of(swizzled, rows_PC.itemsize, 4)
     shape = [DESCRIBED_SIZE, DESCRIBED_SIZE, SEGMENT_ROWS, num_columns]
     return TensorDescriptor(rows_PC, shape, [2**34 - stride, stride, stride, 1], [1, 1, *block], layout)

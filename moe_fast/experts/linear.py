@@ -34,10 +34,12 @@ from moe_fast.experts.scaled_linear import (
     scaled_plan,
     scaled_wgrad,
 )
-from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, make_plan, programs, segment_sums
+from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, plan_of, programs, segment_sums
 from moe_fast.launch import tuning
-from moe_fast.launch.autograd import once_differentiable
+from moe_fast.launch.autograd import applied, once_differentiable
 from moe_fast.launch.backend import check_device, is_hopper, launch_on, strided
+from moe_fast.launch.descriptors import DESCRIBED_BYTES
+from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable, tracing
 from moe_fast.launch.tuning import GroupedTile, ceil_div
 from moe_fast.quantization.quantized import Quantized, dequantize
@@ -89,10 +91,7 @@ def linear_of(
         filled: whether zeros are written past the last expert's rows of the result, and of the
             gradient of the rows. A backward_override writes them anyway.
     """
-    check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
-    check_precision(recipe, state, noise, accumulator)
-    check_product(rows_PN, recipe, accumulator)
-    check_device("rows", rows_PN)
+    _check(rows_PN, weight_LMN, tokens_per_expert_L, bias, recipe, state, noise, accumulator)
     waiting = waiting_for(weight_LMN)
     if waiting is not None:
         settings: dict[str, Any] = {"recipe": recipe, "state": state, "noise": noise, "accumulator": accumulator}
@@ -102,11 +101,19 @@ def linear_of(
         wgrad = partial(_wgrad_of, precision=None if recipe is None else Precision(recipe, state, noise, amaxes))
         return Later.apply(out, anchor, rows_PN, tokens_per_expert_L, waiting, wgrad)
     if recipe is None:
-        return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, filled)
+        return applied(_GroupedLinear, rows_PN, weight_LMN, bias, tokens_per_expert_L, filled)
     precision = Precision(recipe, state, noise, amaxes)
     if recipe.backward_override is not None:
-        return _OverriddenLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
-    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again, filled)
+        return applied(_OverriddenLinear, rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
+    return applied(ScaledLinear, rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again, filled)
+
+
+@unless_known
+def _check(rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor, bias: Any, *precision: Any) -> None:
+    check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
+    check_precision(*precision)
+    check_product(rows_PN, precision[0], precision[-1])
+    check_device("rows", rows_PN)
 
 
 def activated_linear(
@@ -120,13 +127,16 @@ def activated_linear(
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     if saves or tracing() or not has_memory() or not is_hopper(rows_PN.device):
         return None
-    rows, weight, plan = rows_PN.resolve_neg(), weight_LMN.resolve_neg(), _plan(tokens_per_expert_L, rows_PN)
+    rows, weight = rows_PN.resolve_neg(), weight_LMN.resolve_neg()
     num_rows, width = rows.shape[0], weight.shape[1] // 2
-    out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)  # all by activated_matmul_kernel
-    fits = plan.tile.rows == hopper.MATMUL_ROWS and out.numel() > 0 and have_descriptors(rows, weight, out)
     halves = settings.gated and (settings.interleave or width) == width > 1
-    if not fits or not halves or (probs is not None and probs.dtype == torch.float64):
+    if not halves or not num_rows or (probs is not None and probs.dtype == torch.float64):
         return None
+    plan = plan_of(tokens_per_expert_L, rows)
+    result_fits = width * rows.itemsize % DESCRIBED_BYTES == 0  # new memory is aligned
+    if plan.tile.rows != hopper.MATMUL_ROWS or not have_descriptors(rows, weight) or not result_fits:
+        return None
+    out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)  # all by activated_matmul_kernel
     hopper.activated_matmul(rows, weight, strided(bias, 2), strided(probs, 1), settings, plan, out)
     return out
 
@@ -163,7 +173,7 @@ def _dgrad(d_out_PM: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor, pr
     d_out, weight = d_out_PM.detach(), weight_LMN.detach()
     if precision is not None and precision.recipe.backward_override == "dequantized":
         weight = dequantize(quantized_weight(weight, precision, True, False)).view(weight.shape)
-    return _multiply(d_out, weight, None, _plan(tokens_per_expert_L, d_out))
+    return _multiply(d_out, weight, None, plan_of(tokens_per_expert_L, d_out))
 
 
 @traceable
@@ -207,7 +217,7 @@ def _wgrad(
     if precision is not None and precision.recipe.backward_override == "dequantized":
         rows = dequantize(quantized_rows(rows, "input", tokens_per_expert_L, precision, True, False))
         multiple = multiple_of(precision.recipe)
-    return _outer_products(d_out_PM.detach(), rows, before, _plan(tokens_per_expert_L, rows, multiple))
+    return _outer_products(d_out_PM.detach(), rows, before, plan_of(tokens_per_expert_L, rows, multiple))
 
 
 def check_product(rows: Tensor, recipe: Recipe | None, accumulator: str) -> None:
@@ -233,7 +243,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor,
         filled: tuple[bool, bool],
     ) -> Tensor:  # fmt: skip
-        plan = _plan(tokens_per_expert, rows)
+        plan = plan_of(tokens_per_expert, rows)
         ctx.plan, ctx.filled = plan.without_tensors(), filled
         ctx.bias_dtype = None if bias is None else bias.dtype
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
@@ -283,7 +293,7 @@ class _OverriddenLinear(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         counts, *tensors = ctx.saved_tensors
         wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        plan, d_rows, d_weight = _plan(counts, d_out), None, None
+        plan, d_rows, d_weight = plan_of(counts, d_out), None, None
         if wants_rows:
             weight = (
                 tensors[1] if ctx.weight is None else _dequantized(ctx.weight, tensors[3:6], tensors[6]).view(ctx.shape)
@@ -299,12 +309,6 @@ class _OverriddenLinear(torch.autograd.Function):
 def _dequantized(kept: Quantized, tensors: list[Tensor], splits: Tensor) -> Tensor:
     """The values of saved rowwise codes, in the dtype before quantisation."""
     return dequantize(replace(with_tensors(kept, tensors, False), splits=splits))
-
-
-def _plan(tokens_per_expert: Tensor, rows: Tensor, multiple: int = 1) -> Plan:
-    """The plan for these rows, of tiles that suit their number and dtype."""
-    tile = tuning.for_device(rows.device).grouped.tile(rows.shape[0], len(tokens_per_expert), rows.dtype.itemsize)
-    return make_plan(tokens_per_expert, rows.shape[0], tile, multiple)
 
 
 def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Plan, filled: bool = True) -> Tensor:

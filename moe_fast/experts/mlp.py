@@ -12,14 +12,17 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from moe_fast.experts.activations import Settings, activation, check_probs, glu
+from moe_fast.experts.activations import Settings, activated, check_probs
 from moe_fast.experts.delayed import Waiting, delaying
 from moe_fast.experts.linear import FILLED, activated_linear, check_product, grouped_linear, linear_of
 from moe_fast.experts.padding import Padding
-from moe_fast.experts.segments import plans_shared, shared_totals
+from moe_fast.experts.scaled_linear import multiple_of, scaled_tile
+from moe_fast.experts.segments import plans_shared, shared_totals, tile_of
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
 from moe_fast.launch.backend import check_device
+from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import traceable, tracing
+from moe_fast.launch.tuning import GroupedTile
 from moe_ref.config import (
     GATED,
     LinearAmax,
@@ -69,24 +72,18 @@ def grouped_mlp(
             torch.compile, and as `grouped_linear`.
     """
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
-    act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
-    check_grouped_mlp(
+    settings = checked_settings(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
+    _check(
         rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind,
-        probs_on_input, align, recompute,
+        probs_on_input, align, recompute, recipe=recipe, state=state, noise=noise, wgrads=wgrads,
+        rows_again=rows_again, amaxes=amaxes,
     )  # fmt: skip
-    check_pairs(state, noise, amaxes)
-    check_kept(wgrads, rows_again, recompute)
-    require(wgrads is None or not tracing(), "wgrads", "given in a graph", "None: a graph has all gradients")
-    require(amaxes is None or not tracing(), "amaxes", "given in a graph", "None: a graph writes to no argument")
     pairs = zip(state or (None, None), amaxes or (None, None), strict=True)
-    check_product(rows_PH, recipe, "float32")
-    check_device("rows", rows_PH)
-    check_probs(probs)
     weights = (fc1_weight_LFH, fc2_weight_LHF)
     run = partial(
         _experts,
-        act=act,
-        settings=None if recipe is not None else Settings(kind, kind in GATED, round_before_probs, **shape),
+        act=partial(activated, settings=settings, fp8_input_store=fp8_input_store),
+        settings=None if recipe is not None else settings,
         linears=[
             partial(linear_of, recipe=recipe, state=own, amaxes=seen, filled=filled)
             for (own, seen), filled in zip(pairs, (FILLED, FILLED) if tracing() else WITHIN, strict=True)
@@ -100,6 +97,22 @@ def grouped_mlp(
     )
     inputs = (rows_PH, tokens_per_expert_L, probs, *weights, fc1_bias, fc2_bias)
     return run_again(run, *inputs) if recompute == "moe" else run(*inputs)
+
+
+@unless_known
+def _check(
+    rows_PH: Tensor, *rest: Any, recipe: Recipe | None, state: Any, noise: Any, wgrads: Any, rows_again: Any,
+    amaxes: Any,
+) -> None:  # fmt: skip
+    """`rest` are the other arguments of `check_grouped_mlp`."""
+    check_grouped_mlp(rows_PH, *rest)
+    check_pairs(state, noise, amaxes)
+    check_kept(wgrads, rows_again, rest[-1])
+    require(wgrads is None or not tracing(), "wgrads", "given in a graph", "None: a graph has all gradients")
+    require(amaxes is None or not tracing(), "amaxes", "given in a graph", "None: a graph writes to no argument")
+    check_product(rows_PH, recipe, "float32")
+    check_device("rows", rows_PH)
+    check_probs(rest[3])
 
 
 @traceable
@@ -145,18 +158,29 @@ def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **pre
     return grouped_linear(x_TN, weight_MN[None], count, bias=None if bias is None else bias[None], **precision)
 
 
-def chosen_activation(
+def checked_settings(
     kind: str,
     *, offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
     interleave: int | None = None, round_before_probs: bool = False, fp8_input_store: bool = False,
-) -> Callable[..., Tensor]:  # fmt: skip
-    """`glu` or `activation`, whichever has that kind, as a function of h and probs."""
+) -> Settings:  # fmt: skip
+    """The settings of `glu` or `activation`, whichever has that kind."""
     check_kind(kind, offset, clamp, alpha, interleave)
     check_input_store(fp8_input_store, kind)
-    if kind in GATED:
-        shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
-        return partial(glu, kind=kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
-    return partial(activation, kind=kind, round_before_probs=round_before_probs)
+    return Settings(kind, kind in GATED, round_before_probs, offset, clamp, alpha, interleave)
+
+
+def first_tile(
+    rows: Tensor, num_rows: int, num_experts: int, align: int | None, recipe: Recipe | None
+) -> GroupedTile | None:
+    """The tile of the plan with which `grouped_mlp` begins, for so many rows of the dtype and
+    device of `rows`; None where it has no plan of these counts, or where some counts are illegal.
+    """
+    if tracing():
+        return None  # a graph shares no plan
+    if recipe is None:
+        return tile_of(rows, num_rows, num_experts)
+    plain = align is None and recipe.backward_override is None and multiple_of(recipe) == 1
+    return scaled_tile(rows) if plain else None
 
 
 def run_again(run: Callable[..., X], *inputs: Tensor | None, random: bool = False) -> X:

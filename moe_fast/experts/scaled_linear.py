@@ -32,7 +32,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, launch_on, strided
 from moe_fast.launch.operators import as_operators, has_memory, launch
-from moe_fast.launch.tuning import ceil_div
+from moe_fast.launch.tuning import GroupedTile, ceil_div
 from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized
 from moe_ref.config import Recipe, require
 from moe_ref.config.quantization import BLOCK, WHOLE_BLOCKS
@@ -57,8 +57,12 @@ def check_scaled(rows: Tensor, accumulator: str) -> None:
 
 def scaled_plan(tokens_per_expert_L: Tensor, num_rows: int, recipe: Recipe) -> Plan:
     """The plan of these products."""
-    tile = tuning.for_device(tokens_per_expert_L.device).grouped.scaled
-    return make_plan(tokens_per_expert_L, num_rows, tile, multiple_of(recipe))
+    return make_plan(tokens_per_expert_L, num_rows, scaled_tile(tokens_per_expert_L), multiple_of(recipe))
+
+
+def scaled_tile(like: Tensor) -> GroupedTile:
+    """The tile of these products on the device of `like`."""
+    return tuning.for_device(like.device).grouped.scaled
 
 
 def multiple_of(recipe: Recipe) -> int:

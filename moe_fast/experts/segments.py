@@ -1,10 +1,11 @@
 """The plan of the tiles of segments, descriptors that end with a segment, and segment sums."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from moe_fast.launch import backend, descriptors, tuning
 from moe_fast.launch.backend import launch_on, strided
 from moe_fast.launch.operators import has_memory, launch
 from moe_fast.launch.tuning import GroupedTile, ceil_div, power_of_two
+from moe_fast.permutation.row_map import Tiles
 
 X = TypeVar("X")
 DESCRIBED_SIZE = 0x7FFF0000  # of a side that is as long as can be; coordinates are int32
@@ -73,6 +75,7 @@ class Plan:
         return replace(self, tile_4C=tile, segment_3L=segment, total_2=total, others=others)
 
 
+_ready: ContextVar[Mapping[tuple[Any, ...], Any]] = ContextVar("plans made before", default=MappingProxyType({}))
 _shared: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("shared plans", default=None)
 
 
@@ -81,11 +84,30 @@ def plans_shared() -> Iterator[None]:
     """Within it, products of the same counts have one plan, and one copy of the counts. The caller
     keeps the counts, and changes none.
     """
-    token = _shared.set({})
+    token = _shared.set(dict(_ready.get()))
     try:
         yield
     finally:
         _shared.reset(token)
+
+
+@contextmanager
+def plan_ready(counts: Tensor, tile: GroupedTile, tiles: Tiles, num_rows: int) -> Iterator[None]:
+    """Within it, products of these counts take `tiles`, which `permute_in_tiles` has made, for
+    their plan. The caller keeps the counts, and changes none.
+    """
+    copy = tiles.segment_4L[3]
+    plan = Plan(tile, tiles.tile_4C, tiles.segment_4L[:3], tiles.total_2, num_rows)
+    made = {_key(each, num_rows, tile, plan.multiple): plan for each in (counts, copy)}
+    token = _ready.set(made | {_key(counts, "copy"): copy})
+    try:
+        yield
+    finally:
+        _ready.reset(token)
+
+
+def _key(counts: Tensor, *more: Any) -> tuple[Any, ...]:
+    return counts.data_ptr(), counts.dtype, *more
 
 
 def _made_once(make: Callable[[], X], counts: Tensor, *more: Any) -> X:
@@ -93,7 +115,7 @@ def _made_once(make: Callable[[], X], counts: Tensor, *more: Any) -> X:
     shared = _shared.get()
     if shared is None or not has_memory():
         return make()
-    key = (counts.data_ptr(), counts.dtype, *more)
+    key = _key(counts, *more)
     if key not in shared:
         shared[key] = make()
     made: X = shared[key]
@@ -108,6 +130,17 @@ def shared_totals() -> Tensor | None:
 def copy_of(tokens_per_expert: Tensor) -> Tensor:
     """The counts, for a backward: the caller may change its own before."""
     return _made_once(tokens_per_expert.clone, tokens_per_expert, "copy")
+
+
+def tile_of(like: Tensor, num_rows: int, num_experts: int) -> GroupedTile:
+    """The tile that suits so many rows of the dtype and device of `like`."""
+    return tuning.for_device(like.device).grouped.tile(num_rows, num_experts, like.dtype.itemsize)
+
+
+def plan_of(tokens_per_expert: Tensor, rows: Tensor, multiple: int = 1) -> Plan:
+    """The plan for these rows, of tiles that suit their number and dtype."""
+    num_rows = rows.shape[0]
+    return make_plan(tokens_per_expert, num_rows, tile_of(rows, num_rows, len(tokens_per_expert)), multiple)
 
 
 def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, multiple: int = 1) -> Plan:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_fast.experts import _weighting as kernels
+from moe_fast.experts.activations import activated
 from moe_fast.experts.linear import check_product
-from moe_fast.experts.mlp import chosen_activation, linear, run_again
+from moe_fast.experts.mlp import checked_settings, linear, run_again
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
 from moe_fast.launch.autograd import once_differentiable
@@ -37,9 +38,10 @@ def shared_experts(
     Raises:
         ValueError: also as `grouped_linear`.
     """
-    act = chosen_activation(
+    settings = checked_settings(
         kind, offset=offset, clamp=clamp, alpha=alpha, interleave=interleave, fp8_input_store=fp8_input_store
     )
+    act = partial(activated, settings=settings, fp8_input_store=fp8_input_store)
     check_shared_experts(x_TH, fc1_weight_FH, fc2_weight_HF, gate_weight, kind, interleave)
     check_pairs(state, noise)
     check_product(x_TH, recipe, "float32")

@@ -65,7 +65,7 @@ def permute_and_quantize(
         )
         return PermutedQuantization(*quantization, *permuted[1:])
     lists, slots = (
-        place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
+        place(routing_map_TE, align, num_rows)[:2] if capacity is None else place_in_capacity(routing_map_TE, capacity)
     )
     counts, format = slots.tokens_per_expert, format_of(recipe, role)
     forms, next_state, row_probs, row_slots = _moved(

@@ -4,6 +4,7 @@ Import this before anything that decorates a kernel: Triton decides at the decor
 """
 
 import os
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -26,6 +27,8 @@ if INTERPRETED and isinstance(tl.sum, triton.JITFunction):
         "import moe_fast first, or set it"
     )
 
+_HERE = nullcontext()
+_thread = threading.local()
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,13 +42,16 @@ def check_device(argument: str, tensor: Tensor) -> None:
     )
 
 
-def launch_on(tensor: Tensor) -> AbstractContextManager:
+def launch_on(tensor: Tensor) -> AbstractContextManager[Any]:
     """Make the tensor's device current: Triton launches there, and encodes descriptors for it."""
     if not tensor.is_cuda:
-        return nullcontext()
-    # gives a thread of autograd, which begins without one, its context; allowed in a graph
-    torch.cuda.is_current_stream_capturing()
-    return torch.cuda.device(tensor.device)
+        return _HERE
+    if not getattr(_thread, "has_context", False):
+        # gives a thread of autograd, which begins without one, its context; allowed in a graph
+        torch.cuda.is_current_stream_capturing()
+        _thread.has_context = True
+    device = tensor.get_device()
+    return _HERE if device == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 @cache

@@ -1,5 +1,7 @@
 """Descriptors of tensors in memory, by which the copy engine of NVIDIA's Hopper moves tiles."""
 
+from functools import cache
+
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -30,5 +32,10 @@ def _describable(tensor: Tensor) -> bool:
 def described(x: Tensor, block: list[int], swizzled: int = 128) -> TensorDescriptor:
     """A descriptor of the tensor; tiles lie in shared memory as the matrix unit reads them, or in
     lines."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=8 * x.itemsize, rank=len(block))
-    return TensorDescriptor.from_tensor(x, block, layout)
+    return TensorDescriptor.from_tensor(x, block, layout_of(swizzled, x.itemsize, len(block)))
+
+
+@cache
+def layout_of(swizzled: int, itemsize: int, rank: int) -> gl.NVMMASharedLayout:
+    """The layout of a tile in shared memory; made once, which saves the host time."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=8 * itemsize, rank=rank)

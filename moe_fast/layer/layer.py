@@ -1,6 +1,7 @@
 """The layer of one rank: gate, route, dispatch, experts, combine, with shared experts."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -20,11 +21,13 @@ from moe_fast.dispatch.hybridep import hybridep_combine, hybridep_dispatch
 from moe_fast.dispatch.indices import flatten_experts
 from moe_fast.dispatch.overlap import beside, in_backward
 from moe_fast.experts.delayed import Waiting
-from moe_fast.experts.mlp import grouped_mlp, latent_projection
+from moe_fast.experts.mlp import first_tile, grouped_mlp, latent_projection
+from moe_fast.experts.segments import plan_ready
 from moe_fast.experts.shared import shared_experts
+from moe_fast.launch.legal import Key, checked_once, key_of, unless_known
 from moe_fast.launch.operators import traceable
 from moe_fast.layer.room import in_room
-from moe_fast.permutation.permute import move_to_rows, permute, unpermute
+from moe_fast.permutation.permute import move_to_rows, permute, permute_in_tiles, unpermute
 from moe_fast.permutation.routing_map import indices_to_multihot, multihot_to_indices
 from moe_fast.permutation.row_map import RowMap
 from moe_fast.router.gating import gate, jitter
@@ -46,6 +49,7 @@ from moe_ref.config import (
     check_recompute,
     require,
 )
+from moe_ref.config.layer import ROWS_AGAIN
 from moe_ref.config.router import expert_capacity
 
 Combine = Callable[[Tensor], Tensor]
@@ -62,6 +66,7 @@ class Sent(NamedTuple):
     dispatched: Any
     combine: Combine
     permuted: tuple[Tensor, RowMap] | None = None
+    plan: Callable[[], AbstractContextManager[None]] = nullcontext  # in which the experts have their plan already
 
 
 @traceable
@@ -95,7 +100,6 @@ def moe_layer(
         ValueError: also for memory shared by another dispatcher, for "permute" where the rows come
             from other ranks, and as the functions of the stages.
     """
-    check_call(x_TH, parameters, config, state, group, padding_mask, noise, linear_states)
     if rerun and group is not None and config.num_rows is not None:
         run = partial(moe_layer, x_TH, parameters, state=state, training=training, batch_size=batch_size, group=group)
         run = partial(run, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads, amaxes=amaxes)
@@ -103,17 +107,34 @@ def moe_layer(
         run = partial(run, shared_memory=shared_memory, linear_states=linear_states)
         free, over = replace(config, num_rows=None), attrgetter("dispatched.overflow")
         return in_room(lambda few: run(config=config if few else free), over, group, x_TH.device)
-    options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask}
-    early = _started(x_TH, parameters, config, group, shared_memory)
-    logits, routed = routed_by(x_TH, parameters, config, state, group, noise, options)
-    rest = after_router(
-        x_TH, parameters, config, routed, group=group, recompute=recompute, wgrads=wgrads,
-        linear_states=linear_states, amaxes=amaxes, overlap_shared=overlap_shared,
-        in_dispatch_backward=in_dispatch_backward, shared_memory=shared_memory, early=early,
-    )  # fmt: skip
+    more = {"training": training, "batch_size": batch_size, "recompute": recompute}
+    key = _key(x_TH, parameters, config, state, group, padding_mask, noise, (wgrads, linear_states, amaxes), more)
+    with checked_once(key, config):
+        check_call(x_TH, parameters, config, state, group, padding_mask, noise, linear_states)
+        options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask}
+        early = _started(x_TH, parameters, config, group, shared_memory)
+        logits, routed = routed_by(x_TH, parameters, config, state, group, noise, options)
+        rest = after_router(
+            x_TH, parameters, config, routed, group=group, recompute=recompute, wgrads=wgrads,
+            linear_states=linear_states, amaxes=amaxes, overlap_shared=overlap_shared,
+            in_dispatch_backward=in_dispatch_backward, shared_memory=shared_memory, early=early,
+        )  # fmt: skip
     return LayerOutput(logits, routed, *rest)
 
 
+def _key(
+    x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, state: RouterState, group: Any,
+    padding_mask: Tensor | None, noise: Tensor | None, rest: tuple[Any, ...], more: dict[str, Any],
+) -> Key | None:  # fmt: skip
+    """What the checks of a call on one rank read; None where they read more."""
+    if group is not None or state.replay_queue or any(one is not None for one in rest):
+        return None
+    more["recompute"] = more["recompute"] if isinstance(more["recompute"], str | None) else tuple(more["recompute"])
+    more["grad"] = torch.is_grad_enabled()
+    return key_of(config, x_TH, *parameters, *state[:-1], padding_mask, noise, **more)
+
+
+@unless_known
 def check_call(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, state: RouterState, group: Any, *optional: Any
 ) -> None:
@@ -135,14 +156,15 @@ def after_router(
     dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory, started)
     shared_part = partial(_shared, x_TH, p, config)
     if overlap_shared:
-        shared, (dispatched, combine, permuted) = beside(shared_part, dispatch, x_TH.device)
+        shared, (dispatched, combine, permuted, plan) = beside(shared_part, dispatch, x_TH.device)
     else:
-        dispatched, combine, permuted = dispatch()
+        dispatched, combine, permuted, plan = dispatch()
     sent = dispatched.rows if in_dispatch_backward is None else in_backward(dispatched.rows, in_dispatch_backward)
     settings = config.experts | {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias, "probs": dispatched.probs}
     settings |= {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes}
     settings |= _recomputed(recompute, permuted, config)
-    rows = grouped_mlp(sent, dispatched.tokens_per_expert, p.fc1_weight, p.fc2_weight, **settings)
+    with plan():
+        rows = grouped_mlp(sent, dispatched.tokens_per_expert, p.fc1_weight, p.fc2_weight, **settings)
     combined = combine(rows)
     output = combined if p.latent_up is None else latent_projection(combined, p.latent_up)
 
@@ -219,7 +241,7 @@ def _dispatched(
 ) -> Sent:
     """The rows of this rank's experts, and the way back."""
     if group is None:
-        return _on_one_rank(tokens, routed, config.router)
+        return _on_one_rank(tokens, routed, config)
     right = f"False with {config.dispatcher}: hybridep alone has it"
     require(config.dispatcher == "hybridep" or not shared_memory, "shared_memory", shared_memory, right)
     way, shards = "symmetric" if shared_memory else config.dispatcher, config.expert_tensor_parallel
@@ -231,13 +253,18 @@ def _dispatched(
     return sent
 
 
-def _on_one_rank(tokens: Tensor, routed: RouteOutput, router: RouterConfig) -> Sent:
+def _on_one_rank(tokens: Tensor, routed: RouteOutput, config: LayerConfig) -> Sent:
     """All experts are here: the dispatchers move no row, and have one sum."""
-    most = _most_rows(tokens.shape[0], router)
-    permuted = permute(tokens, routed.routing_map, probs=routed.probs, num_rows=most)
+    most = _most_rows(tokens.shape[0], config.router)
+    tile = first_tile(tokens, most, config.router.num_experts, config.align, config.recipe)
+    rows = None if tile is None else tile.rows
+    permuted, tiles = permute_in_tiles(tokens, routed.routing_map, probs=routed.probs, num_rows=most, tile_rows=rows)
     shape = (tokens.shape[0], tokens.shape[1])
     back = partial(unpermute, row_map=permuted.row_map, restore_shape=shape)
-    return Sent(permuted, back, (tokens, permuted.row_map))
+    plan: Any = nullcontext
+    if tile is not None and tiles is not None:
+        plan = partial(plan_ready, permuted.tokens_per_expert, tile, tiles, most)
+    return Sent(permuted, back, (tokens, permuted.row_map), plan)
 
 
 def _recomputed(
@@ -247,7 +274,7 @@ def _recomputed(
     permutes_again, of_experts = check_recompute(recompute)
     if not permutes_again:
         return {"recompute": of_experts}
-    right = f"without 'permute' with {config.dispatcher}: the rows come from other ranks"
+    right = f"without {ROWS_AGAIN!r} with {config.dispatcher}: the rows come from other ranks"
     require(permuted is not None, "recompute", repr(recompute), right)
     return {"recompute": of_experts, "rows_again": permuted and _copied_again(*permuted)}
 
@@ -263,7 +290,7 @@ def _copied_again(tokens: Tensor, row_map: RowMap) -> Callable[[], Tensor]:
 
     def again() -> Tensor:
         if version is not None and version != tokens._version:
-            raise RuntimeError("tokens have changed since the forward: recompute 'permute' copies them again")
+            raise RuntimeError(f"tokens have changed since the forward: recompute {ROWS_AGAIN!r} copies them again")
         return move_to_rows(tokens, None, row_map)[0]
 
     return again

@@ -13,6 +13,8 @@ counter that identifies the last program would need a launch to be zeroed.
 import triton
 import triton.language as tl
 
+from moe_fast.launch._tiles import put_tiles
+
 RANK = tl.constexpr(16)  # the expert's bits of a slot; the rank is above
 EXPERT = tl.constexpr(0xFFFF)
 
@@ -112,7 +114,52 @@ def segments_of(count, align):
     return (count.to(tl.int64) + align - 1) // align * align
 
 
-@triton.jit(do_not_specialize=["block_groups", "align", "num_rows"])
+@triton.jit
+def kept_of(segment, start, num_rows):
+    """The rows of each segment that a buffer of `num_rows` has."""
+    return tl.minimum(tl.maximum(num_rows - start, 0), segment)
+
+
+@triton.jit
+def count_before(
+    block_count_ptr, first_expert, block, num_blocks, align, num_rows, TILE_ROWS: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """The tokens, rows and, with TILE_ROWS, tiles of the experts before the first of a program."""
+    tokens, rows, tiles = tl.zeros([1], tl.int64), tl.zeros([1], tl.int64), tl.zeros([1], tl.int64)
+    for first in range(0, first_expert, BLOCK_E):
+        e = first + tl.arange(0, BLOCK_E)
+        count = tl.sum(load_counts(block_count_ptr, e, first_expert, block, num_blocks), axis=1)
+        segment = segments_of(count, align)
+        if TILE_ROWS:
+            kept = kept_of(segment, rows + tl.cumsum(segment, axis=0) - segment, num_rows)
+            tiles += tl.sum(tl.cdiv(kept, TILE_ROWS), axis=0)
+        tokens += tl.sum(count, axis=0)
+        rows += tl.sum(segment, axis=0)
+    return tokens, rows, tiles
+
+
+@triton.jit
+def cut_segments(
+    tile_ptr, segment_ptr, totals_ptr, capacity, e, num_experts, start, kept, before, num_rows, total,
+    TILE_ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The tiles of some experts, after the `before` tiles of others; the last program's totals."""
+    tiles = tl.cdiv(kept, TILE_ROWS)
+    first = before + tl.cumsum(tiles, axis=0) - tiles
+    begin = tl.minimum(start, num_rows)
+    real = e < num_experts  # the last program sticks out
+    put_tiles(tile_ptr, capacity, e, first, tiles, begin, begin + kept, BLOCK_T)
+    tl.store(segment_ptr + e, begin, mask=real)
+    tl.store(segment_ptr + num_experts + e, begin + kept, mask=real)
+    tl.store(segment_ptr + 2 * num_experts + e, first, mask=real)
+    tl.store(segment_ptr + 3 * num_experts + e, kept, mask=real)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        one = tl.arange(0, 1)
+        tl.store(totals_ptr + one, before + tl.sum(tiles, axis=0))
+        tl.store(totals_ptr + 1 + one, tl.minimum(total, num_rows))
+
+
+@triton.jit(do_not_specialize=["block_groups", "align", "num_rows", "capacity"])
 def routing_layout_kernel(
     # counts of the walk
     block_count_ptr,
@@ -120,13 +167,16 @@ def routing_layout_kernel(
     base_ptr,
     # for each expert, and in all
     count_ptr, tokens_per_expert_ptr, pad_offsets_ptr, gap_ptr, total_ptr, overflow_ptr,
+    # with TILE_ROWS, for each tile, for each expert, and in all: see `row_map.Tiles`
+    tile_ptr, segment_ptr, totals_ptr,
     # sizes
-    block_groups, num_experts, align, num_rows,
+    block_groups, num_experts, align, num_rows, capacity,
     SEGMENTS: tl.constexpr,  # else only `count` and, in `base`, how many of it are in the blocks before
-    GROUP: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr,
+    TILE_ROWS: tl.constexpr,  # 0: no tiles
+    GROUP: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Lay out a few experts' segments after the experts before, which each program counts for
-    itself.
+    itself, and cut them into tiles.
 
     gap[0] and gap[1] hold begin and end of the padding after each expert's rows, and of the rows
     past all.
@@ -141,23 +191,24 @@ def routing_layout_kernel(
     tl.store(count_ptr + e, count, mask=real)
     start = tl.zeros([BLOCK_L], tl.int64)
     if SEGMENTS:
-        count_before = tl.zeros([1], tl.int64)
-        rows_before = tl.zeros([1], tl.int64)
-        for first in range(0, first_expert, BLOCK_E):
-            other_count = tl.sum(
-                load_counts(block_count_ptr, first + tl.arange(0, BLOCK_E), first_expert, block, num_blocks), axis=1
-            )
-            count_before += tl.sum(other_count, axis=0)
-            rows_before += tl.sum(segments_of(other_count, align), axis=0)
+        tokens_before, rows_before, tiles_before = count_before(
+            block_count_ptr, first_expert, block, num_blocks, align, num_rows, TILE_ROWS, BLOCK_E
+        )
         segment = segments_of(count, align)
         start = rows_before + tl.cumsum(segment, axis=0) - segment
-        tl.store(tokens_per_expert_ptr + e, tl.minimum(tl.maximum(num_rows - start, 0), segment), mask=real)
-        tl.store(pad_offsets_ptr + e, start - (count_before + tl.cumsum(count, axis=0) - count), mask=real)
+        kept = kept_of(segment, start, num_rows)
+        tl.store(tokens_per_expert_ptr + e, kept, mask=real)
+        tl.store(pad_offsets_ptr + e, start - (tokens_before + tl.cumsum(count, axis=0) - count), mask=real)
         tl.store(gap_ptr + e, start + count, mask=real)
         tl.store(gap_ptr + num_experts + 1 + e, start + segment, mask=real)
+        total = rows_before + tl.sum(segment, axis=0)
+        if TILE_ROWS:
+            cut_segments(
+                tile_ptr, segment_ptr, totals_ptr, capacity, e, num_experts, start, kept, tiles_before, num_rows,
+                total, TILE_ROWS, BLOCK_T,
+            )  # fmt: skip
         if tl.program_id(0) == tl.num_programs(0) - 1:
             one = tl.arange(0, 1)
-            total = rows_before + tl.sum(segment, axis=0)
             tl.store(gap_ptr + num_experts + one, total)
             tl.store(gap_ptr + 2 * num_experts + 1 + one, num_rows)
             tl.store(total_ptr + one, total)

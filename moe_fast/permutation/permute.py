@@ -8,13 +8,14 @@ from torch import Tensor
 
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
-from moe_fast.launch.autograd import once_differentiable
+from moe_fast.launch.autograd import applied, once_differentiable
 from moe_fast.launch.backend import bits, check_device, integers, launch_on, movable, strided
+from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import as_operators, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation import _chunks as chunk_kernels
 from moe_fast.permutation import _permute as kernels
-from moe_fast.permutation.row_map import RowMap, place, place_in_capacity
+from moe_fast.permutation.row_map import RowMap, Tiles, place, place_in_capacity
 from moe_ref.config import Permuted, SortedChunks, check_permute, check_sort_chunks, check_unpermute, require
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that unpermute sums
@@ -35,18 +36,28 @@ def permute(
         ValueError: also for elements of 16 bytes, and for tokens outside `MERGING` that require a
             gradient.
     """
-    check_permute(tokens_TH, routing_map_TE, probs, align, capacity, num_rows)
-    check_device("tokens", tokens_TH)
-    check_movable("tokens", tokens_TH)
-    check_summable(tokens_TH)
-    row_map, slots = (
-        place(routing_map_TE, align, num_rows) if capacity is None else place_in_capacity(routing_map_TE, capacity)
-    )
+    settings = {"align": align, "capacity": capacity, "num_rows": num_rows}
+    return permute_in_tiles(tokens_TH, routing_map_TE, probs=probs, **settings)[0]
+
+
+def permute_in_tiles(
+    tokens_TH: Tensor, routing_map_TE: Tensor, *, probs: Tensor | None = None,
+    align: int | None = None, capacity: int | None = None, num_rows: int | None = None,
+    tile_rows: int | None = None,
+) -> tuple[Permuted, Tiles | None]:  # fmt: skip
+    """`permute`; with `tile_rows` the second launch also cuts the experts' rows into tiles of so
+    many, which needs `num_rows` and no capacity.
+    """
+    _check_permute(tokens_TH, routing_map_TE, probs, align, capacity, num_rows)
+    tiles = None
+    if capacity is None:
+        row_map, slots, tiles = place(routing_map_TE, align, num_rows, tile_rows)
+    else:
+        row_map, slots = place_in_capacity(routing_map_TE, capacity)
     lists, row_map = row_map, row_map.without_bases()
-    rows, row_probs = _Permute.apply(tokens_TH, probs, lists, row_map)
-    return Permuted(
-        rows, row_probs, row_map, slots.tokens_per_expert, None if align is None else slots.pad_offsets, slots.overflow
-    )
+    rows, row_probs = applied(_Permute, tokens_TH, probs, lists, row_map)
+    pad_offsets = None if align is None else slots.pad_offsets
+    return Permuted(rows, row_probs, row_map, slots.tokens_per_expert, pad_offsets, slots.overflow), tiles
 
 
 @traceable
@@ -58,10 +69,8 @@ def unpermute(
     Raises:
         ValueError: also for rows outside `SUMMED` and probs outside `MERGING`.
     """
-    check_unpermute(rows_PH, row_map.num_rows, row_map.num_tokens, row_map.num_experts, restore_shape, probs)
-    check_device("rows", rows_PH)
-    check_merged(rows_PH, probs)
-    return _Unpermute.apply(rows_PH, probs, row_map)
+    _check_unpermute(rows_PH, row_map, restore_shape, probs)
+    return applied(_Unpermute, rows_PH, probs, row_map)
 
 
 @traceable
@@ -79,6 +88,23 @@ def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: T
     check_movable("rows", rows_RH)
     sizes, order = (integers(vector).to(rows_RH.device, non_blocking=True) for vector in (chunk_sizes, order))
     return SortedChunks(*_SortChunks.apply(rows_RH, probs, sizes, order))
+
+
+@unless_known
+def _check_permute(tokens_TH: Tensor, *rest: Any) -> None:
+    check_permute(tokens_TH, *rest)
+    check_device("tokens", tokens_TH)
+    check_movable("tokens", tokens_TH)
+    check_summable(tokens_TH)
+
+
+@unless_known
+def _check_unpermute(
+    rows_PH: Tensor, row_map: RowMap, restore_shape: tuple[int, int] | None, probs: Tensor | None
+) -> None:
+    check_unpermute(rows_PH, row_map.num_rows, row_map.num_tokens, row_map.num_experts, restore_shape, probs)
+    check_device("rows", rows_PH)
+    check_merged(rows_PH, probs)
 
 
 def check_movable(argument: str, payload: Tensor) -> None:

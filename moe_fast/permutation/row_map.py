@@ -1,6 +1,6 @@
 """The launches of the walk over the routing map, and its results for the other kernels."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from moe_fast.permutation._permute import RowMapPointers
 
 UNBOUNDED = 1 << 62  # more rows than any buffer has
 NUM_TENSORS = 4  # the first fields of a `RowMap`
+LAID_TILES = 16  # that a program of the layout writes at once, for each of its experts
 
 
 @record
@@ -52,7 +53,7 @@ class RowMap:
 
     def parts(self) -> tuple[list[Any], list[Any]]:
         """The tensors, which a graph saves and a checkpoint drops, and the numbers."""
-        values = [getattr(self, field.name) for field in fields(self)]
+        values = [*vars(self).values()]  # in the order of the fields, in less time than by their names
         return values[:NUM_TENSORS], values[NUM_TENSORS:]
 
     def sizes(self, hidden: int) -> tuple[int, int, int, int]:
@@ -61,11 +62,9 @@ class RowMap:
 
     def without_bases(self) -> "RowMap":
         """The same with lists of rows, which permute_kernel is to write."""
-        return replace(
-            self,
-            slots_TE=torch.empty(self.slots_TE.shape, dtype=torch.int64, device=self.slots_TE.device),
-            base_BE=None,
-        )
+        slots_TE = torch.empty(self.slots_TE.shape, dtype=torch.int64, device=self.slots_TE.device)
+        (_, num_slots_T, _, gap_2E), numbers = self.parts()
+        return RowMap(slots_TE, num_slots_T, None, gap_2E, *numbers)
 
     def programs(self, block_tokens: int, fill: tuning.Fill) -> tuple[int, tuple[int, int, int]]:
         """(programs that move and fill, (blocks of tokens, first lane, tail lanes))."""
@@ -73,6 +72,25 @@ class RowMap:
         gaps = self.num_experts if self.expert_gaps else 0
         fills = ceil_div(gaps + (fill.tail_lanes if self.tail_gap else 0), fill.lanes)
         return token_blocks + fills, (token_blocks, self.num_experts - gaps, fills * fill.lanes - gaps)
+
+
+@record
+@dataclass(frozen=True)
+class Tiles:
+    """The segments cut into tiles of `rows` rows, as `moe_fast.experts.segments.Plan` has them."""
+
+    rows: int
+    tile_4C: Tensor  # int64: expert, its first tile, its first row and its end, for each tile
+    segment_4L: Tensor  # int64: the two rows, the first tile and the number of rows, for each expert
+    total_2: Tensor  # int64: how many tiles, and rows in them
+
+    @staticmethod
+    def empty(routing_map: Tensor, num_rows: int, rows: int) -> "Tiles":
+        """Memory that routing_layout_kernel fills, but for tiles past the last: none reads them."""
+        num_experts, device = routing_map.shape[1], routing_map.device
+        capacity = num_rows // rows + min(num_rows, num_experts)  # each expert fills all its tiles but one
+        sizes = ((4, capacity), (4, num_experts), (2,))
+        return Tiles(rows, *(torch.empty(size, dtype=torch.int64, device=device) for size in sizes))
 
 
 @dataclass(frozen=True)
@@ -138,12 +156,15 @@ def empty_slots(routing_map: Tensor) -> Slots:
     )
 
 
-def walk_map(routing_map: Tensor, slots: Slots | None = None, align: int = 1, num_rows: int = UNBOUNDED) -> Walk:
-    """Count the routed tokens; with `slots`, list them too and lay the segments out."""
+def walk_map(
+    routing_map: Tensor, slots: Slots | None = None, align: int = 1, num_rows: int = UNBOUNDED,
+    tiles: Tiles | None = None,
+) -> Walk:  # fmt: skip
+    """Count the routed tokens; with `slots`, list them too and lay the segments out, in `tiles`."""
     walk = plan_walk(routing_map)
     with launch_on(routing_map):
         count_blocks(routing_map, walk, slots)
-        lay_out(walk, slots, align, num_rows)
+        lay_out(walk, slots, align, num_rows, tiles)
     return walk
 
 
@@ -199,8 +220,10 @@ def count_blocks(routing_map: Tensor, walk: Walk, slots: Slots | None) -> None:
     )
 
 
-def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int) -> None:
-    """The second launch: counts to bases; with `slots`, also to the layout of the segments."""
+def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int, tiles: Tiles | None = None) -> None:
+    """The second launch: counts to bases; with `slots`, also to the layout of the segments, and
+    with `tiles` to those.
+    """
     sizes = tuning.for_device(walk.base_EB.device).metadata
     num_experts = len(walk.count_E)
     layout = (
@@ -213,34 +236,46 @@ def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int) -> None:
         walk.base_EB,
         walk.count_E,
         *layout,
+        *((tiles.tile_4C, tiles.segment_4L, tiles.total_2) if tiles else (None, None, None)),
         walk.blocks // sizes.layout_group,
         num_experts,
         align,
         num_rows,
+        tiles.tile_4C.shape[1] if tiles else 0,
         SEGMENTS=slots is not None,
+        TILE_ROWS=tiles.rows if tiles else 0,
         GROUP=sizes.layout_group,
         BLOCK_B=power_of_two(sizes.max_programs),
         BLOCK_E=min(walk.block_experts, sizes.layout_step),
         BLOCK_L=sizes.layout_experts,
+        BLOCK_T=LAID_TILES,
         num_warps=sizes.layout_warps,
     )
 
 
-def place(routing_map: Tensor, align: int | None, num_rows: int | None) -> tuple[RowMap, Slots]:
-    """The row map of `permute` without capacity; without `num_rows` the host waits for it."""
-    slots, base_BE, tokens_per_block = _places(routing_map, align or 1, UNBOUNDED if num_rows is None else num_rows)
+def place(
+    routing_map: Tensor, align: int | None, num_rows: int | None, tile_rows: int | None = None
+) -> tuple[RowMap, Slots, Tiles | None]:
+    """The row map of `permute` without capacity; without `num_rows` the host waits for it. With
+    `tile_rows`, which needs `num_rows`, also the segments in tiles of so many.
+    """
+    bound = UNBOUNDED if num_rows is None else num_rows
+    slots, base_BE, tokens_per_block, tiles = _places(routing_map, align or 1, bound, tile_rows)
     # by item: to a graph it is a number that it does not know, which int would ask for
     rows: Any = slots.total.item() if num_rows is None else num_rows
     gaps = {"expert_gaps": align is not None and bool(align > 1), "tail_gap": num_rows is not None}
-    return _row_map(routing_map, tokens_per_block, slots, base_BE, rows, **gaps), slots
+    return _row_map(routing_map, tokens_per_block, slots, base_BE, rows, **gaps), slots, tiles
 
 
 @operator
-def _places(routing_map: Tensor, align: int, num_rows: int) -> tuple[Slots, Tensor, int]:
-    """(slots, bases, tokens per block)."""
+def _places(
+    routing_map: Tensor, align: int, num_rows: int, tile_rows: int | None
+) -> tuple[Slots, Tensor, int, Tiles | None]:
+    """(slots, bases, tokens per block, tiles)."""
     slots = empty_slots(routing_map)
-    walk = walk_map(routing_map, slots, align, num_rows)
-    return slots, walk.base_EB.t(), walk.tiles * walk.block_tokens
+    tiles = None if tile_rows is None else Tiles.empty(routing_map, num_rows, tile_rows)
+    walk = walk_map(routing_map, slots, align, num_rows, tiles)
+    return slots, walk.base_EB.t(), walk.tiles * walk.block_tokens, tiles
 
 
 def place_in_capacity(routing_map: Tensor, capacity: int) -> tuple[RowMap, Slots]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from moe_fast.launch.arithmetic import NO_FP_FUSION
 from moe_fast.launch.backend import is_hopper, strided
 from moe_fast.launch.descriptors import described, have_descriptors
-from moe_fast.launch.operators import launch
+from moe_fast.launch.prepared import launch
 from moe_fast.launch.sizes import Walk
 from moe_fast.quantization._hopper import SIZE, quantize_tiles_kernel
 from moe_fast.quantization.quantized import Grid

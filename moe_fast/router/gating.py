@@ -5,10 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fast.launch.autograd import applied
+from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import traceable
 from moe_ref.config import check_gate, check_jitter
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+_check = unless_known(check_gate)
 
 
 class _Gate(torch.autograd.Function):
@@ -36,8 +39,8 @@ class _Gate(torch.autograd.Function):
 @traceable
 def gate(x_TH: Tensor, weight_EH: Tensor, *, bias: Tensor | None = None, router_dtype: str | None = None) -> Tensor:
     """The router's matrix product x Wᵀ + b in the router dtype, by torch; saves x and W."""
-    check_gate(x_TH, weight_EH, bias, router_dtype)
-    return _Gate.apply(x_TH, weight_EH, bias, ROUTER_DTYPES.get(router_dtype or "", x_TH.dtype))
+    _check(x_TH, weight_EH, bias, router_dtype)
+    return applied(_Gate, x_TH, weight_EH, bias, ROUTER_DTYPES.get(router_dtype or "", x_TH.dtype))
 
 
 @traceable

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import traceable
 from moe_fast.router.balancing import attach_loss, aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
 from moe_fast.router.capacity import drop_tokens
@@ -37,9 +38,7 @@ def route(
     """One forward of the router after its matrix product; the host never waits, but for Sinkhorn's
     rounds.
     """
-    check_logits(logits_TE)
-    check_route(logits_TE, config, batch_size, replay, replay_target, len(state.replay_queue))
-    check_padding_mask(padding_mask, logits_TE.shape[0])
+    _check(logits_TE, padding_mask, config, batch_size, replay, replay_target, len(state.replay_queue))
     ranks = ranks or RouterRanks()
     learns = training and torch.is_grad_enabled()
     valid: int | Tensor = logits_TE.shape[0] if padding_mask is None else (padding_mask == 0).sum()
@@ -70,6 +69,14 @@ def route(
             state = state._replace(tokens_per_expert=state.tokens_per_expert + counted.sum(0))
     reported = RouterLosses(**{name: loss.detach() for name, loss in losses.items()})
     return RouteOutput(probs, chosen.routing_map, reported, indices, state)
+
+
+@unless_known
+def _check(logits_TE: Tensor, padding_mask: Tensor | None, *rest: Any) -> None:
+    """`rest` are the other arguments of `check_route`."""
+    check_logits(logits_TE)
+    check_route(logits_TE, *rest)
+    check_padding_mask(padding_mask, logits_TE.shape[0])
 
 
 def _choose(

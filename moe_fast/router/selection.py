@@ -8,8 +8,9 @@ from torch import Tensor
 
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
-from moe_fast.launch.autograd import once_differentiable
+from moe_fast.launch.autograd import applied, once_differentiable
 from moe_fast.launch.backend import check_device, integers, launch_on, strided
+from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import as_operators, launch, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.router import _selection as kernels
@@ -36,13 +37,10 @@ def topk_indices(
             `MAX_TOPK` slots. A token whose `precomputed_indices` name an expert twice, or none,
             has probs of NaN.
     """
-    check_topk_routing(
-        logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
-    )
+    _check(logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices)
     settings = Settings.of(topk, score_function, pre_softmax, num_groups, group_topk, scaling_factor)
-    check_rows(logits_TE, topk, expert_bias)
     given = None if precomputed_indices is None else precomputed_indices.long()
-    probs, indices = _TopK.apply(logits_TE, expert_bias, given, settings, False)
+    probs, indices = applied(_TopK, logits_TE, expert_bias, given, settings, False)
     return TopK(probs, indices if given is None else given)
 
 
@@ -55,13 +53,19 @@ def topk_routing(
     precomputed_indices: Tensor | None = None,
 ) -> Routed:  # fmt: skip
     """`topk_indices`, spread over all experts by the same kernel."""
-    check_topk_routing(
-        logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
-    )
+    _check(logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices)
     settings = Settings.of(topk, score_function, pre_softmax, num_groups, group_topk, scaling_factor)
-    check_rows(logits_TE, topk, expert_bias)
     given = None if precomputed_indices is None else precomputed_indices.long()
-    return Routed(*_TopK.apply(logits_TE, expert_bias, given, settings, True))
+    return Routed(*applied(_TopK, logits_TE, expert_bias, given, settings, True))
+
+
+@unless_known
+def _check(
+    logits_TE: Tensor, topk: int, score_function: str, num_groups: int | None, group_topk: int | None,
+    scaling_factor: float | None, expert_bias: Tensor | None, given: Tensor | None,
+) -> None:  # fmt: skip
+    check_topk_routing(logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, given)
+    check_rows(logits_TE, topk, expert_bias)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from moe_ref.config.rules import is_count, require
 DISPATCHERS = ("allgather", "alltoall", "deepep", "hybridep")
 SHARDING = ("allgather", "alltoall")  # those that know `expert_tensor_parallel`
 PROGRAMS = ("num_sms", "num_blocks_permute", "num_blocks_unpermute")
+ROWS_AGAIN = "permute"  # of a layer's recompute: its experts' rows; the other names are `grouped_mlp`'s
 OF_EXPERTS = ("fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")  # parameters that differ between ranks
 
 
@@ -204,9 +205,9 @@ def check_layer(
 def check_recompute(recompute: str | Sequence[str] | None) -> tuple[bool, str | None]:
     """Whether the rows are permuted again, and what of the experts, by one name or several."""
     names = (recompute,) if isinstance(recompute, str) else tuple(recompute or ())
-    legal = names == ("moe",) or all(name in ("permute", "moe_act") for name in names)
-    require(legal, "recompute", repr(recompute), "None, 'moe', or 'permute', 'moe_act' or both in a tuple")
-    return "permute" in names, next((name for name in names if name != "permute"), None)
+    legal = names == ("moe",) or all(name in (ROWS_AGAIN, "moe_act") for name in names)
+    require(legal, "recompute", repr(recompute), f"None, 'moe', or {ROWS_AGAIN!r}, 'moe_act' or both in a tuple")
+    return ROWS_AGAIN in names, next((name for name in names if name != ROWS_AGAIN), None)
 
 
 def check_parameters(parameters: LayerParameters, config: LayerConfig, ranks: int) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import moe_fast
+from moe_fast.experts.activations import Settings, activated
 from moe_ref.config import GATED, PLAIN
 from tests.common.fast import assert_same_error, interpreted, normal
 
@@ -70,7 +71,8 @@ def test_rows_past_the_experts_are_left_out():
 
     def of_probs(rows: int, totals: Tensor | None) -> tuple[Tensor, Tensor]:
         p = probs[:rows].clone().requires_grad_()
-        out = moe_fast.glu(h[:rows].clone().requires_grad_(), probs=p, totals=totals)
+        settings = Settings("swiglu", gated=True, round_first=False)
+        out = activated(h[:rows].clone().requires_grad_(), settings, probs=p, totals=totals)
         return out.detach(), *torch.autograd.grad(out, [p], torch.ones_like(out))
 
     right, without = of_probs(3, None), of_probs(7, None)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import moe_fast
+from moe_fast.experts.segments import plan_of
 from moe_fast.launch import backend, tuning
 from moe_fast.launch.tuning import GroupedTile
 from moe_ref.config import Recipe
@@ -149,7 +150,7 @@ def test_counts_that_change_after_the_forward_do_not_reach_the_backward(small_bl
 @pytest.mark.parametrize("counts", [*COUNTS.values(), [3] * 40, [0, 1] * 20, [97, 1, 1, 21]], ids=str)
 def test_the_plan_lists_every_tile_of_every_expert(counts, small_blocks):
     rows = sum(counts) + 3
-    plan = module._plan(torch.tensor(counts), torch.zeros(rows, 1, dtype=torch.bfloat16))
+    plan = plan_of(torch.tensor(counts), torch.zeros(rows, 1, dtype=torch.bfloat16))
     ends = [sum(counts[: e + 1]) for e in range(len(counts))]
     tiles, firsts = [], []
     for e, (count, end) in enumerate(zip(counts, ends, strict=True)):
@@ -163,7 +164,7 @@ def test_the_plan_lists_every_tile_of_every_expert(counts, small_blocks):
 
 def test_a_plan_gets_back_the_tensors_that_autograd_saves():
     counts = torch.tensor([5, 0, 9])
-    plan = module._plan(counts, torch.zeros(14, 1))
+    plan = plan_of(counts, torch.zeros(14, 1))
     cuts = [plan.cut(rows, counts) for rows in (2, 4)]
     bare = plan.without_tensors()
     assert not any(tensor.numel() for tensor in bare.tensors) and len(plan.tensors) == 9

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import moe_fast
-from moe_fast.experts import factors, linear, segments
+from moe_fast.experts import factors, segments
 from moe_ref.config import Recipe
 from tests.common.fast import interpreted, normal
 
@@ -109,7 +109,7 @@ def kept(recompute) -> int:
 
 def plan_bytes() -> int:
     """Of the plan of a product, some integers per expert and tile."""
-    plan = linear._plan(torch.tensor([30, 34]), torch.zeros(64, 1, dtype=torch.bfloat16))
+    plan = segments.plan_of(torch.tensor([30, 34]), torch.zeros(64, 1, dtype=torch.bfloat16))
     return sum(tensor.nbytes for tensor in plan.tensors)
 
 

@@ -1,0 +1,57 @@
+"""Calls that are known to be legal: like one before them, which was checked.
+
+Checks read shapes, dtypes, devices and settings, never values, so that all calls alike in these
+pass or fail together. A layer checks at each of its stages; a call like one before, none.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ParamSpec
+
+from torch import Tensor
+
+from moe_fast.launch.operators import has_memory
+
+P = ParamSpec("P")
+Key = tuple[Any, ...]
+MOST = 256  # calls that are remembered
+_passed: dict[Key, Any] = {}
+_known: ContextVar[bool] = ContextVar("within a call that is known to be legal", default=False)
+
+
+def unless_known(check: Callable[P, None]) -> Callable[P, None]:
+    """Decorates a check of shapes, dtypes, devices and settings: a known call passes unchecked."""
+
+    @functools.wraps(check)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        if not _known.get():
+            check(*args, **kwargs)
+
+    return checked
+
+
+def key_of(settings: Any, *tensors: Tensor | None, **options: Any) -> Key | None:
+    """What the checks of a call may read: `settings` is told by its identity, and must not change;
+    options are told by their values. None for tensors without memory, whose sizes may be symbols.
+    """
+    if not has_memory():
+        return None
+    read = [None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors]
+    return id(settings), *read, *options.values()
+
+
+@contextmanager
+def checked_once(key: Key | None, settings: Any) -> Iterator[None]:
+    """Within it, no check runs if a call with this key has ended without an error before."""
+    known = key in _passed
+    token = _known.set(known)
+    try:
+        yield
+    finally:
+        _known.reset(token)
+    if key is not None and not known:
+        if len(_passed) >= MOST:
+            _passed.clear()
+        _passed[key] = settings  # kept, so that no other has its identity

@@ -1,0 +1,58 @@
+"""Launches of kernels that were compiled for arguments alike.
+
+Triton binds and specialises the arguments of every launch, and compares every constant that the
+kernel reads: with the many constants of Gluon's kernels, most of a launch's time on the host.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moe_fast.launch import operators
+
+ALIGNMENT = 16  # bytes of an address, and a divisor of an integer, that Triton specialises for
+INT32 = range(-(1 << 31), 1 << 31)
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def launch(kernel: Any, grid: tuple[int]) -> Callable[..., None]:
+    """`operators.launch` of a kernel whose first argument is a descriptor, and whose constants all
+    are given by keyword, after the other arguments.
+
+    The first launch goes through Triton; later ones, with arguments of the same dtypes and
+    alignments, integers alike and equal constants, through the kernel that it compiled.
+    """
+    return _Launch(operators.launch(kernel, grid), kernel, grid[0])
+
+
+class _Launch:
+    """One launch."""
+
+    def __init__(self, first: Callable[..., Any], kernel: Any, programs: int) -> None:
+        self.first, self.kernel, self.programs = first, kernel, programs
+
+    def __call__(self, *args: Any, **constants: Any) -> None:
+        if not operators.has_memory():
+            return
+        key = (self.kernel, args[0].base.device, *map(_kind, args), *constants.values())
+        if key in _compiled:
+            compiled, rest = _compiled[key]
+            compiled[self.programs, 1, 1](*args, *rest)
+            return
+        compiled = self.first(*args, **constants)
+        _compiled[key] = compiled, tuple(constants[name] for name in self.kernel.arg_names[len(args) :])
+
+
+def _kind(x: Any) -> Any:
+    """What Triton specialises an argument for, or more."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % ALIGNMENT == 0
+    if type(x) is int:
+        return 1 if x == 1 else (x % ALIGNMENT == 0, x in INT32)
+    if isinstance(x, TensorDescriptor):
+        return x.base.dtype, *x.block_shape, x.layout
+    if isinstance(x, tuple):
+        return tuple(map(_kind, x))
+    return x
