@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_fast.experts import _activations as kernels
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator, number_bits
-from moe_fast.launch.autograd import applied, once_differentiable
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, strided
 from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div
@@ -151,7 +151,7 @@ def activated(
     """`glu` or `activation` of a call that is checked. With the `totals` of a plan, rows past the
     experts' are not written, nor is d_h there.
     """
-    return applied(_Activation, h, probs, settings, fp8_input_store, totals)
+    return _Activation.apply(h, probs, settings, fp8_input_store, totals)
 
 
 def check_fused(h: Tensor, probs: Tensor | None) -> None:

@@ -36,7 +36,7 @@ from moe_fast.experts.scaled_linear import (
 )
 from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, plan_of, programs, segment_sums
 from moe_fast.launch import tuning
-from moe_fast.launch.autograd import applied, once_differentiable
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import check_device, is_hopper, launch_on, strided
 from moe_fast.launch.descriptors import DESCRIBED_BYTES
 from moe_fast.launch.legal import unless_known
@@ -101,11 +101,11 @@ def linear_of(
         wgrad = partial(_wgrad_of, precision=None if recipe is None else Precision(recipe, state, noise, amaxes))
         return Later.apply(out, anchor, rows_PN, tokens_per_expert_L, waiting, wgrad)
     if recipe is None:
-        return applied(_GroupedLinear, rows_PN, weight_LMN, bias, tokens_per_expert_L, filled)
+        return _GroupedLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, filled)
     precision = Precision(recipe, state, noise, amaxes)
     if recipe.backward_override is not None:
-        return applied(_OverriddenLinear, rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
-    return applied(ScaledLinear, rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again, filled)
+        return _OverriddenLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
+    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again, filled)
 
 
 @unless_known

@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-
-from moe_fast.launch.operators import tracing
 
 
 class _Refused(torch.autograd.Function):
@@ -22,33 +19,6 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         raise RuntimeError(f"{ctx.of} has no second derivative: its kernels are differentiable once")
-
-
-class _Nothing:
-    """The context of a forward that has no backward."""
-
-    def __init__(self, inputs: int) -> None:
-        self.needs_input_grad = (False,) * inputs
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        pass
-
-    def mark_non_differentiable(self, *outputs: Tensor) -> None:
-        pass
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
-
-
-def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
-    """function.apply(*inputs); in no_grad its forward alone, which costs the host less.
-
-    The forward must return new tensors.
-    """
-    forward_mode = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    if torch.is_grad_enabled() or forward_mode or tracing():
-        return function.apply(*inputs)
-    return function.forward(_Nothing(len(inputs)), *inputs)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
-from moe_fast.launch.autograd import applied, once_differentiable
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import bits, check_device, integers, launch_on, movable, strided
 from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import as_operators, launch, operator, traceable
@@ -55,7 +55,7 @@ def permute_in_tiles(
     else:
         row_map, slots = place_in_capacity(routing_map_TE, capacity)
     lists, row_map = row_map, row_map.without_bases()
-    rows, row_probs = applied(_Permute, tokens_TH, probs, lists, row_map)
+    rows, row_probs = _Permute.apply(tokens_TH, probs, lists, row_map)
     pad_offsets = None if align is None else slots.pad_offsets
     return Permuted(rows, row_probs, row_map, slots.tokens_per_expert, pad_offsets, slots.overflow), tiles
 
@@ -70,7 +70,7 @@ def unpermute(
         ValueError: also for rows outside `SUMMED` and probs outside `MERGING`.
     """
     _check_unpermute(rows_PH, row_map, restore_shape, probs)
-    return applied(_Unpermute, rows_PH, probs, row_map)
+    return _Unpermute.apply(rows_PH, probs, row_map)
 
 
 @traceable

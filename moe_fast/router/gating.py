@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fast.launch.autograd import applied
 from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import traceable
 from moe_ref.config import check_gate, check_jitter
@@ -40,7 +39,7 @@ class _Gate(torch.autograd.Function):
 def gate(x_TH: Tensor, weight_EH: Tensor, *, bias: Tensor | None = None, router_dtype: str | None = None) -> Tensor:
     """The router's matrix product x Wᵀ + b in the router dtype, by torch; saves x and W."""
     _check(x_TH, weight_EH, bias, router_dtype)
-    return applied(_Gate, x_TH, weight_EH, bias, ROUTER_DTYPES.get(router_dtype or "", x_TH.dtype))
+    return _Gate.apply(x_TH, weight_EH, bias, ROUTER_DTYPES.get(router_dtype or "", x_TH.dtype))
 
 
 @traceable

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, accumulator, number_bits
-from moe_fast.launch.autograd import applied, once_differentiable
+from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import check_device, integers, launch_on, strided
 from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import as_operators, launch, traceable
@@ -40,7 +40,7 @@ def topk_indices(
     _check(logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices)
     settings = Settings.of(topk, score_function, pre_softmax, num_groups, group_topk, scaling_factor)
     given = None if precomputed_indices is None else precomputed_indices.long()
-    probs, indices = applied(_TopK, logits_TE, expert_bias, given, settings, False)
+    probs, indices = _TopK.apply(logits_TE, expert_bias, given, settings, False)
     return TopK(probs, indices if given is None else given)
 
 
@@ -56,7 +56,7 @@ def topk_routing(
     _check(logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices)
     settings = Settings.of(topk, score_function, pre_softmax, num_groups, group_topk, scaling_factor)
     given = None if precomputed_indices is None else precomputed_indices.long()
-    return Routed(*applied(_TopK, logits_TE, expert_bias, given, settings, True))
+    return Routed(*_TopK.apply(logits_TE, expert_bias, given, settings, True))
 
 
 @unless_known
