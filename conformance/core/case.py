@@ -12,6 +12,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 from conformance.core.axes import Axis, Size, choice, declared, seed
+from conformance.core.signature import FAR
 from conformance.core.signature_axes import Gradients, Layout, Unused
 
 SCHEMA = 1  # incremented when a field changes its meaning: an old corpus is then rejected
@@ -87,6 +88,11 @@ class Case:
         """Whether the reference takes much longer than a kernel: a tensor has many elements."""
         lengths = sorted(getattr(self, axis.name) for axis in axes_of(type(self)).values() if isinstance(axis, Size))
         return len(lengths) > 1 and lengths[-1] * lengths[-2] * self.unit**2 > LARGE
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether it takes gigabytes on a GPU, and seconds: far addresses."""
+        return self.layout in FAR
 
     @property
     def unit(self) -> int:

@@ -1,11 +1,13 @@
 """The order of work: rounds, one function per process, heavy work, cases of several ranks."""
 
+import pytest
+
 from conformance.core.space import Space
 from conformance.engine.choose.plan import Draw, Section
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.run.agenda import REQUESTS, Agenda
 from conformance.families.dispatch.cases import DispatchCase
-from conformance.families.permutation.cases import RoutingCase
+from conformance.families.permutation.cases import HEAVY_ALIGN, RoutingCase
 
 
 def structure(function: str, seed: int, **fields) -> list:
@@ -49,9 +51,13 @@ def test_what_a_dead_process_has_left_comes_first():
     assert taken(agenda) == [("permute", 1), ("permute", 0)]
 
 
-def test_heavy_work_waits_for_room():
+@pytest.mark.parametrize("heavy", [{"layout": "wide_rows", "layout_of": "tokens", "tokens": 3}, {"align": HEAVY_ALIGN}])
+def test_heavy_work_waits_for_room_and_comes_first(heavy):
     agenda = Agenda()
-    agenda.add(structure("permute", 0, layout="wide_rows", layout_of="tokens", tokens=3))
+    agenda.add(structure("permute", 2))
+    agenda.add(structure("permute", 0, **heavy))
+    assert taken(agenda) == [("permute", 0), ("permute", 2)]
+    agenda.add(structure("permute", 0, **heavy))
     agenda.add(structure("permute", 1))
     assert taken(agenda, heavy=False) == [("permute", 1)]
     assert agenda and taken(agenda) == [("permute", 0)]

@@ -7,7 +7,6 @@ from itertools import count
 
 from conformance.catalogue import ranks_with_calls_before
 from conformance.core.case import Case
-from conformance.core.signature import FAR
 from conformance.engine.choose.plan import Draw, Structure
 
 Work = Draw | Structure
@@ -27,7 +26,7 @@ class Agenda:
 
     def __init__(self) -> None:
         self._single: defaultdict[int, dict[str, deque[Work]]] = defaultdict(dict)
-        self._heavy: deque[Structure] = deque()  # far addresses, which take gigabytes on a GPU
+        self._heavy: deque[Structure] = deque()  # gigabytes on a GPU, and seconds
         # by number of ranks: round, place in the order of arrival, case
         self._ranked: defaultdict[int, list[tuple[int, int, Case]]] = defaultdict(list)
         self._arrived = count()
@@ -91,4 +90,4 @@ class Agenda:
 
 
 def is_heavy(cases: Sequence[Case]) -> bool:
-    return any(case.layout in FAR for case in cases)
+    return any(case.is_heavy for case in cases)

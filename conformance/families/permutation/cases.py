@@ -13,6 +13,7 @@ from conformance.core.space import ALIGNMENTS
 from conformance.core.tensors import STRANGE, hashed
 from moe_ref.permutation.routing_map import EMPTY
 
+HEAVY_ALIGN = 2**24  # rows of padding that are past 2³¹ elements
 FLOATS = ("float32", "bfloat16", "float16")
 MOVED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8")  # dtypes of rows moved, not summed
 PROBS = ("float32", "bfloat16")
@@ -43,6 +44,11 @@ class RoutingCase(Case):
     capacity: int = number(0, *range(1, 41), pairs=(3, 2), argument="capacity")
     # num_rows less the rows needed, in units of align
     slack: int | None = number(None, *range(-4, 5), pairs=(-2, 3), argument="num_rows")
+
+    @property
+    def is_heavy(self) -> bool:
+        """Padding past 32 bits of offsets is, too."""
+        return super().is_heavy or self.align >= HEAVY_ALIGN
 
     def clash(self) -> str | None:
         if self.routing is not None and self.spread != "all":

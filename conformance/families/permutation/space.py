@@ -9,7 +9,7 @@ from conformance.core.axes import Changes, sizes
 from conformance.core.case import axes_of
 from conformance.core.scope import NARROW, Scope
 from conformance.core.shapes import Shapes
-from conformance.families.permutation.cases import SPREADS, ChunksCase, IndicesCase, RoutingCase
+from conformance.families.permutation.cases import HEAVY_ALIGN, SPREADS, ChunksCase, IndicesCase, RoutingCase
 from conformance.families.permutation.permute import Permute
 
 # hidden, experts, top-k of real models
@@ -154,7 +154,7 @@ def _past_32_bits(scope: Scope) -> list[RoutingCase]:
     if scope.space.device != "cuda" or not scope.accepts("align"):
         return []
     fields: Changes = {"tokens": 2, "experts": 2, "hidden": 130, "routing": (0b01, 0b10)}
-    return [RoutingCase(function=scope.function, dtype="uint8", align=2**24, **fields)]
+    return [RoutingCase(function=scope.function, dtype="uint8", align=HEAVY_ALIGN, **fields)]
 
 
 def _room(scope: Scope) -> dict[str, list[Changes]]:
