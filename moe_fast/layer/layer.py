@@ -100,7 +100,7 @@ def moe_layer(
         ValueError: also for memory shared by another dispatcher, for "permute" where the rows come
             from other ranks, and as the functions of the stages.
     """
-    if rerun and group is not None and config.num_rows is not None:
+    if rerun and config.num_rows is not None:
         run = partial(moe_layer, x_TH, parameters, state=state, training=training, batch_size=batch_size, group=group)
         run = partial(run, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads, amaxes=amaxes)
         run = partial(run, overlap_shared=overlap_shared, in_dispatch_backward=in_dispatch_backward)
@@ -255,7 +255,7 @@ def _dispatched(
 
 def _on_one_rank(tokens: Tensor, routed: RouteOutput, config: LayerConfig) -> Sent:
     """All experts are here: the dispatchers move no row, and have one sum."""
-    most = _most_rows(tokens.shape[0], config.router)
+    most = _most_rows(tokens.shape[0], config.router) if config.num_rows is None else config.num_rows
     tile = first_tile(tokens, most, config.router.num_experts, config.align, config.recipe)
     rows = None if tile is None else tile.rows
     permuted, tiles = permute_in_tiles(tokens, routed.routing_map, probs=routed.probs, num_rows=most, tile_rows=rows)

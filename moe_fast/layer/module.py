@@ -289,7 +289,7 @@ class MoELayer(nn.Module):
     def _dropped(self, dispatched: Any) -> Tensor | None:
         """Whether this rank had too little room; None without a budget."""
         overflow: Tensor = dispatched.overflow
-        return None if self.group is None or self.config.num_rows is None else overflow
+        return None if self.config.num_rows is None else overflow
 
     def _note(self, dropped: Tensor | None) -> None:
         if dropped is not None:

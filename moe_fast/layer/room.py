@@ -18,12 +18,14 @@ def in_room(run: Callable[[bool], X], dropped: Callable[[X], Tensor], group: Any
     waits once.
 
     Args:
+        group: None: this process alone.
         dropped: of the first result, [] bool or integer: whether this rank has dropped rows.
     """
     before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     result = run(True)
     over = dropped(result).to(torch.int32)
-    dist.all_reduce(over, op=dist.ReduceOp.MAX, group=group)
+    if group is not None:
+        dist.all_reduce(over, op=dist.ReduceOp.MAX, group=group)
     if not bool(over):
         return result
     torch.set_rng_state(before[0])

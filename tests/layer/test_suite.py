@@ -216,4 +216,4 @@ def test_every_input_of_the_layer_has_strides_in_some_case_of_the_gate():
     sections = [Section(kind, "moe_layer") for kind in ("fixed", "covering", "drawn")]
     cases = [case for one in sections for case in cases_of(one, PROFILES["gate"], Space(), 0)]
     assert unplaced(cases) == set()
-    assert "latent_up" in unplaced(case for case in cases if case.layout in ("contiguous", "shifted", "negated"))
+    assert unplaced(case for case in cases if case.layout in ("contiguous", "shifted", "negated"))

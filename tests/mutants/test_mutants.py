@@ -44,7 +44,7 @@ LISTED = {
     *(f"Z{number:02}" for number in range(1, 25) if number != 13),
     *(f"O{number:02}" for number in range(1, 15)),
     *(f"M{number:02}" for number in range(1, 31) if number != 10),
-    *(f"ML{number:02}" for number in range(1, 59)),
+    *(f"ML{number:02}" for number in range(1, 60)),
     *(f"SL{number:02}" for number in range(1, 13)),
     *(f"CK{number:02}" for number in range(1, 32)),
     *("DW01", "DW02", "DW03", "DW04", "DW05", "DW06"),

@@ -78,7 +78,7 @@ class LayerCase(Case):
     counts: tuple[int, ...] = counts()  # tokens per rank; empty: one process
     shards: int = number(1, 2)  # ranks that share their experts, each with a part of the width
     programs: int = number(0, 3, data=True)  # numbers of hybridep's multiprocessors and blocks; 0: not given
-    budget: int = number(0, *range(1, 25), pairs=(5,))  # room for a rank's rows, over ranks; 0: for all
+    budget: int = number(0, *range(1, 25), pairs=(5,))  # room for a rank's rows; 0: for all
     rerun: bool = flag(argument="rerun")  # with a budget: no row is dropped
     evaluation: bool = flag(argument="training")
     padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # tokens that are padding, per 8
@@ -107,7 +107,7 @@ class LayerCase(Case):
         """One rank knows a bound on its rows; ranks count what arrives, unless they have a budget;
         the rule that runs a layer again reads whether it must, and a plan has rounds.
         """
-        return bool(not self.counts or (self.budget and not self.rerun)) and not self.sinkhorn
+        return not self.rerun and bool(not self.counts or self.budget) and not self.sinkhorn
 
     def clash(self) -> str | None:
         if self.stage and self.stage not in self.stages:
@@ -132,8 +132,6 @@ class LayerCase(Case):
             return "with a bias, narrow logits may be rounded twice"
         if self.programs and (not self.counts or self.dispatcher != "hybridep"):
             return "hybridep over ranks alone has programs"
-        if self.budget and not self.counts:
-            return "a budget is of rows over ranks"
         if self.budget and self.pad:
             return "rows that fill a capacity may be any tokens, and take room of others"
         if self.rerun and not self.budget:

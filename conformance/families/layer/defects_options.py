@@ -134,6 +134,10 @@ def _unstrided(*names: str) -> Wrapper:
     return planted
 
 
+def _roomy_alone(layer: Wrapper, x: Tensor, p: LayerParameters, config: LayerConfig, **settings: Any) -> Any:
+    return layer(x, p, config if "group" in settings else replace(config, num_rows=None), **settings)
+
+
 def _tokens_past_256(layer: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:
     return layer(numbered_in_bytes(x) if len(x) > 256 else x, *rest, **settings)
 
@@ -169,6 +173,7 @@ _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("strides of the shared experts are not read", _unstrided("shared_fc1_weight", "shared_fc2_weight")),
     ("strides of the router are not read", _unstrided("router_weight", "router_bias")),
     ("tokens past 256 are the first ones", _tokens_past_256),
+    ("without a group a budget has no effect", _roomy_alone),
 )
 DEFECTS = tuple(
     Defect(f"ML{number}", title, ORIGIN, {"moe_layer": wrapper})

@@ -59,10 +59,10 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
     fields["gate"] = bool(fields["shared"]) and draw(st.booleans())
     if experts % 2 == 0 and topk % 2 == 0 and experts >= 4 and draw(st.booleans()):
         fields |= {"groups": 2, "group_topk": draw(st.sampled_from((1, 2) if topk <= experts // 2 else (2,)))}
+    room = draw(st.sampled_from((0, 0, 1, 4, 12) if counts else (0, 0, 0, 0, 0, 1, 9)))
+    fields |= {"budget": room, "rerun": bool(room) and draw(st.booleans())} | ({"pad": False} if room else {})
     if counts:
-        room = draw(st.sampled_from((0, 0, 1, 4, 12)))
-        fields |= {"layout": "contiguous", "layout_of": "", "budget": room} | ({"pad": False} if room else {})
-        fields["rerun"] = bool(room) and draw(st.booleans())
+        fields |= {"layout": "contiguous", "layout_of": ""}
         fields["programs"] = draw(st.sampled_from((0, 3))) if fields["dispatcher"] == "hybridep" else 0
     every = scope.signature.all_gradients(scope.case(fields))
     return fields | {"grads": draw(st.sampled_from((*("",) * 3, *(every,) * 6, *every.split("+"), *GRADIENTS)))}
@@ -186,6 +186,8 @@ def always(scope: Scope) -> list[Any]:
         SIZES
         | {"losses": "aux+global", "per_token": True, "dtype": "bfloat16", "router_dtype": "fp32", "wide_router": True},
         SIZES | {"losses": "z", "sinkhorn": True},
+        SIZES | {"budget": 5, "shared": 2, "losses": ""},
+        SIZES | {"budget": 9, "rerun": True, "dtype": "bfloat16", "losses": ""},
     ]
     many: Changes = {"tokens": 520, "hidden": 64, "width": 48, "experts": 4, "topk": 2, "dtype": "bfloat16"}
     tiles = [many, *scope.lawful([scope.mended(scope.case(many))])] if gpu else []  # rows of whole lines
