@@ -38,7 +38,7 @@ def started(implementation: str) -> Iterator[Pool]:
 )
 def test_right_dispatchers_pass_every_sequence(function, implementation):
     with started(implementation) as pool:
-        judged = cases_of(function, pool.answer, 4, 5)
+        judged = cases_of(function, pool.answer, 6, 5)
     assert {outcome.status for _, outcome in judged} <= {"PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED"}
     assert {case.law for case, _ in judged} == {"sequence"}
     assert sum(outcome.status == "PASS" for _, outcome in judged) > 5

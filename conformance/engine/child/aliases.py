@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def alias(outputs: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> tuple[str, str] | None:
@@ -11,12 +13,13 @@ def alias(outputs: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> tuple[str
     that were given may be returned.
     """
     owners = {address: name for name, x in inputs.items() if (address := _address(x))}
-    found = (
-        (name, owners.get(_address(x)))
-        for name, x in outputs.items()
-        if isinstance(x, Tensor) and x.is_floating_point()
-    )
+    found = ((name, owners.get(_address(x))) for name, x in outputs.items() if _is_plain(x) and x.is_floating_point())
     return next(((name, owner) for name, owner in found if owner), None)
+
+
+def _is_plain(x: Any) -> bool:
+    """What answers as torch's tensors do: others are judged when they are read."""
+    return type(x) in (Tensor, Parameter) and x.layout == torch.strided
 
 
 def _address(x: Tensor) -> int:

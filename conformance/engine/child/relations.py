@@ -19,7 +19,8 @@ from conformance.core.where import Where, parsed
 from conformance.judge import Bounded, Expectation
 from conformance.judge.exact import bits
 
-DRAWN = parsed("golden='' and illegal=''", "literal cases")  # which no law is about
+# no literal case, which no law is about; a pending minus is torch's and changes the bits of a NaN
+DRAWN = parsed("golden='' and illegal='' and layout!=negated", "literal cases")
 
 
 @dataclass(frozen=True)

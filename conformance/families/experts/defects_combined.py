@@ -52,8 +52,9 @@ def _bias_in_the_dtype_of_rows(function: Wrapper, right: Tensor, rows: Tensor, *
     return function(rows, *rest, **settings | {"bias": with_values(settings["bias"], rounded_to(rows.dtype))})
 
 
-def _positive_zero_for_empty(wgrad: Wrapper, right: Tensor, *inputs: Any, **settings: Any) -> Tensor:
-    return right + 0.0
+def _lost_without_rows(wgrad: Wrapper, right: Tensor, *inputs: Any, **settings: Any) -> Tensor:
+    counts = inputs[2] if len(inputs) > 2 else settings["tokens_per_expert"]
+    return torch.where((counts > 0).view(-1, *[1] * (right.dim() - 1)), right, 0)
 
 
 def _written_into(d_out: Tensor, rows: Tensor, counts: Tensor, **settings: Any) -> None:
@@ -283,7 +284,11 @@ _PLANTED: tuple[tuple[str, str, dict[str, Wrapper]], ...] = (
         SEVERAL,
         {"grouped_linear": only(_wide_bias, _bias_in_the_dtype_of_rows)},
     ),
-    ("-0 that is kept becomes 0", VALUES, {"grouped_wgrad": only(given("accumulate_into"), _positive_zero_for_empty)}),
+    (
+        "what was there is lost without rows",
+        VALUES,
+        {"grouped_wgrad": only(given("accumulate_into"), _lost_without_rows)},
+    ),
     ("gradients are accumulated in place", OWNER, {"grouped_wgrad": in_place(_written_into)}),
     (
         "a sum with nothing is the caller's tensor",

@@ -111,11 +111,11 @@ def _permuted(scope: Scope) -> list[Any]:
 
 
 def _plain(scope: Scope) -> list[Any]:
-    """Tokens that stay where they are, without gradients; probs that float32 does not hold."""
+    """Tokens that stay where they are, without gradients, moved probs that float32 cannot hold."""
     few: Changes = {"tokens": 5, "hidden": 3, "grads": ""}
     still = scope.case(few | {"experts": 1, "topk": 1, "spread": "all"})
     wide: Changes = {"tokens": 5, "hidden": 3, "experts": 3, "topk": 2, "spread": "uniform", "probs": "float64"}
-    return [*([still] if scope.fits(still) else []), wide]
+    return [*([still] if scope.fits(still) else []), *([wide] if scope.function == Permute.function else [])]
 
 
 def _gaps(name: str) -> Changes:

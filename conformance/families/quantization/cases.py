@@ -199,7 +199,7 @@ class QuantizeCase(RecipeFields, Case):
     @property
     def noisy(self) -> bool:
         """Whether the call is given a noise tensor."""
-        return is_random(self) and not self.repeats
+        return self.no_recipe() is None and is_random(self) and not self.repeats
 
 
 def recipe_of(case: RecipeFields) -> Recipe:

@@ -11,7 +11,7 @@ from conformance.core.scope import NARROW, Scope
 from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
 from conformance.families.router.cases import COUNTED, MORE_SPREADS, SCORES, SPREADS, LogitsCase
-from conformance.families.router.cases_route import KINDS
+from conformance.families.router.cases_route import EVALUATED, KINDS
 from conformance.families.router.space_chosen import (
     FINE_FACTORS,
     FINE_KEYS,
@@ -329,8 +329,9 @@ def steps(draw: st.DrawFn, replay: bool) -> str:
         choices = ["train", "train", "finish", "reload", "narrow", "eval", "nograd", "frozen"]
         choices += ["record"] * replay + ["forward"] * bool(recorded) * 2 + ["backward"] * bool(queued) * 2
         step = draw(st.sampled_from(choices))
+        alone = step in ("record", "forward", "backward") and draw(st.integers(0, 3)) == 0
+        out.append(EVALUATED * alone + step)
         recorded, queued = recorded + (step == "record"), queued + (step == "forward") - (step == "backward")
-        out.append(step)
     return "+".join(out)
 
 
