@@ -93,8 +93,8 @@ def _overlap(trial: Trial) -> Finding | None:
 
 
 def _rerun(trial: Trial) -> Finding | None:
-    """A layer that has too little room and runs again is the layer with room for all, bit by bit if
-    runs repeat.
+    """Over ranks, a layer that has too little room and runs again is the layer with room for all,
+    bit by bit if runs repeat.
     """
     at: AtRank[Any] = trial.contract  # type: ignore[assignment]
     layer: MoeLayer = at.whole  # type: ignore[assignment]
@@ -130,7 +130,7 @@ DELAYED = Law(
 )
 RECOMPUTE = Law("recompute", _again, lambda case: _whole(case) and bool(case.grads))
 KEPT = Law("kept", _kept, lambda case: _whole(case) and _saves(case), recompiles=True)
-RERUN = Law("rerun", _rerun, lambda case: _whole(case) and case.rerun)
+RERUN = Law("rerun", _rerun, lambda case: _whole(case) and case.rerun and bool(case.counts))
 OVERLAP = Law("overlap", _overlap, lambda case: _whole(case) and bool(case.shared))
 MOE_LAYER = (
     universal.DETERMINISM,
