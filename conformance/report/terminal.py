@@ -17,6 +17,7 @@ from conformance.interface import DEFAULTS
 
 INDENT = 19  # columns of the name
 WIDTH = 160
+WIDE = ("float32", "float64")  # dtypes in which sums are no narrower than they must be
 
 
 def lines(verdict: Verdict) -> list[str]:
@@ -94,6 +95,8 @@ def way_out(failure: dict[str, Any], declares: dict[str, Any]) -> str:
     if finding.get("check") not in ("bound", "ratio") or finding.get("nan"):
         return ""
     scales = "scale" in finding["output"]
+    if not scales and getattr(case_from(failure["case"]), "dtype", "") in WIDE:
+        return ""
     key, value = ("scale_arithmetic", "reciprocal") if scales else ("accumulator", "storage")
     if declares.get(key, DEFAULTS.get(key)) == value:
         return ""
