@@ -52,7 +52,7 @@ LISTED = {
     *(f"AE{number:03}" for number in range(1, 197)),
 }
 LACKING = (  # of AE: those for which cases were missing
-    *(5, 9, 10, 28, 47, 54, 56, 57, 59, 73, 81, 82, 98, 116, 124, 126, 157, 159, 180, 181, 182, 194),
+    *(5, 9, 10, 28, 47, 54, 56, 57, 59, 73, 81, 82, 98, 116, 124, 126, 157, 159, 178, 180, 181, 182, 194),
 )
 # the others take minutes: docs/mutants.md
 LEFT_OUT = {f"AE{number:03}" for number in range(1, 197) if number not in LACKING and number % 12}

@@ -186,6 +186,11 @@ def always(scope: Scope) -> list[Any]:
         SIZES
         | {"losses": "aux+global", "per_token": True, "dtype": "bfloat16", "router_dtype": "fp32", "wide_router": True},
         SIZES | {"losses": "z", "sinkhorn": True},
+        # what several stages read, each by its strides
+        *(
+            SIZES | {"shared": 2, "losses": "", "layout": layout, "layout_of": "x"}
+            for layout in ("transposed", "sliced")
+        ),
         SIZES | {"budget": 5, "shared": 2, "losses": ""},
         SIZES | {"budget": 9, "rerun": True, "dtype": "bfloat16", "losses": ""},
     ]
