@@ -29,7 +29,7 @@ def _both(folder, *keys: str) -> list[tuple]:
     processes = [context.Process(target=_compile, args=(str(folder), key, 0.3, out)) for key in keys]
     for process in processes:
         process.start()
-    results = sorted(out.get(timeout=20) for _ in processes)
+    results = sorted(out.get(timeout=60) for _ in processes)
     for process in processes:
         process.join()
     return results

@@ -239,7 +239,7 @@ def test_a_signal_ends_the_search_at_once_with_what_was_found(tmp_path, number):
         assert process.stderr is not None
         assert "its smallest case will follow" in process.stderr.readline()
         process.send_signal(number)
-        printed, _ = process.communicate(timeout=30)  # of a search of 5 minutes
+        printed, _ = process.communicate(timeout=60)  # of a search of 5 minutes
     finally:
         process.kill()
     assert process.returncode == 1

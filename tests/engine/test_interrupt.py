@@ -28,6 +28,21 @@ def test_a_signal_ends_the_run_and_a_second_one_changes_nothing():
         assert (interrupt.reason(), reached) == ("SIGINT", [])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_in_a_destructor_whose_exception_python_drops_is_raised_at_the_next_step():
+    class Freed:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    reached = []
+    with interrupt.noted(), pytest.raises(KeyboardInterrupt), interrupt.interruptible():
+        Freed()
+        reached.append("after the signal")
+        interrupt.check()
+        reached.append("the next step")
+    assert reached == ["after the signal"]
+
+
 @pytest.mark.parametrize("deferring", [True, False])
 def test_a_signal_while_a_process_starts_is_raised_when_it_has_an_owner(deferring):
     owned = []

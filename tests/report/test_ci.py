@@ -53,7 +53,7 @@ def started(runner: Path, *arguments: str, **environment: str) -> subprocess.Pop
 
 def run(runner: Path, *arguments: str, **environment: str) -> int:
     process = started(runner, *arguments, **environment)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     return process.returncode
 
 
@@ -100,7 +100,7 @@ def test_a_cancelled_job_has_its_verdict(runner):
     process = started(runner, TURNS="100")
     wait_for(runner / "found", process)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     assert (process.returncode, read(runner, "verdict.md")) == (4, ["INTERRUPTED"])
 
 
@@ -128,7 +128,7 @@ def test_a_second_run_waits_for_the_gpu(runner):
 @pytest.mark.parametrize("missing", ["IMPL", "CACHE"])
 def test_a_missing_setting_is_named(runner, missing):
     process = started(runner, **{missing: ""})
-    assert missing in process.communicate(timeout=10)[1]
+    assert missing in process.communicate(timeout=60)[1]
     assert process.returncode != 0
 
 

@@ -1,7 +1,9 @@
 """Ends a run early with its verdict: SIGINT, SIGTERM and a time limit.
 
 A signal is only noted while the run starts, ends or writes its reports. Inside `interruptible` it
-raises KeyboardInterrupt. The first signal counts; later ones change nothing.
+raises KeyboardInterrupt. Python drops what is raised in a destructor or in a callback of the
+garbage collector, so the run also calls `check` before each step. The first signal counts; later
+ones change nothing.
 """
 
 import contextlib
@@ -58,14 +60,23 @@ def interruptible() -> Iterator[None]:
     global _raising
     _raising = True
     try:
-        if _reason:
-            raise KeyboardInterrupt
+        check()
         if _ends_at:
             signal.setitimer(signal.ITIMER_REAL, max(_ends_at - time.monotonic(), 1e-3))
         yield
     finally:
         _raising = False
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def check() -> None:
+    """Raise KeyboardInterrupt inside `interruptible` if a signal has come.
+
+    Raises:
+        KeyboardInterrupt: it has.
+    """
+    if _raising and _reason:
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -75,14 +86,11 @@ def deferred() -> Iterator[None]:
     before, _raising = _raising, False
     yield
     _raising = before
-    if _raising and _reason:
-        _raising = False
-        raise KeyboardInterrupt
+    check()
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    global _reason, _raising
-    _reason = _reason or NAMES[signal.Signals(number)]
-    if _raising:
-        _raising = False
-        raise KeyboardInterrupt
+    global _reason
+    if not _reason:
+        _reason = NAMES[signal.Signals(number)]
+        check()

@@ -36,7 +36,7 @@ from conformance.engine.child.sanitizer import explained
 from conformance.engine.choose.plan import Draw, Structure
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.agenda import Agenda, Work, function_of, is_heavy
-from conformance.engine.run.interrupt import deferred
+from conformance.engine.run.interrupt import check, deferred
 from conformance.engine.world.background import Background
 from conformance.engine.world.worlds import Worlds
 from conformance.interface import UsageError
@@ -147,6 +147,7 @@ class Pool:
             for number, lane in enumerate(self._lanes):
                 if not lane.case and (case := agenda.take_ranked(number, len(self._lanes))):
                     lane.start(case)
+            check()
             self._wait()
             yield from self._answers(agenda)
 
