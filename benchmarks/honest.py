@@ -29,6 +29,8 @@ from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from tests.honest import EXPERTS, HONEST, OVER_RANKS, ROUTERS, SUMS, TACTICS
 
+VARIANTS = HONEST + TACTICS + ROUTERS + SUMS + OVER_RANKS + EXPERTS
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -40,7 +42,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="per variant (default: no limit)")
     options = parser.parse_args()
     rejected = 0
-    for implementation in options.impl or HONEST + TACTICS + ROUTERS + SUMS + OVER_RANKS + EXPERTS:
+    for implementation in options.impl or VARIANTS:
         started, counts = time.monotonic(), Counts()
         profile, last = PROFILES[options.profile], started + options.seconds
         try:
@@ -94,13 +96,18 @@ def sweep(
             if section.kind != "drawn":
                 yield from before(last, cases_of(section, profile, space, 0))
 
-    with Pool(ChildOptions(implementation, "cpu" if implementation in EXPERTS else "auto"), jobs) as pool:
+    with Pool(ChildOptions(implementation, device_of(implementation)), jobs) as pool:
         space = Space.of(pool.start())
         for case, outcome in pool.run(cases(space)):
             counts.statuses[outcome.status] += 1
             counts.kernels.update(outcome.kernels)
             if outcome.status in ("FAIL", "CRASH", "HANG", "OOM", "BLOCKED", "ERROR"):
                 counts.rejected.append(f"{outcome.status} {outcome.finding or outcome.reason}: {case.text}")
+
+
+def device_of(implementation: str) -> str:
+    """Where a variant runs: some are in plain torch for a CPU."""
+    return "cpu" if implementation in EXPERTS else "auto"
 
 
 def before(last: float, cases: list[Case]) -> Iterator[Case]:

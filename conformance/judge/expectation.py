@@ -73,7 +73,7 @@ class Resolved(Expectation):
         """Whether `corrupt` is not `honest`, by arithmetic independent of `wrong`."""
 
     def scores(self, observed: Tensor) -> dict[str, float]:
-        """How near a right `observed` is to a wrong one, by kind of error; 1 is wrong.
+        """How near `observed` is to a wrong one, by kind of error; above 1 is wrong.
 
         Empty where a value is either right or wrong.
         """

@@ -44,9 +44,13 @@ def depth(case):
     return next((level for level, gate in enumerate(GATES) if not gate(case)), len(GATES))
 
 
+def failure(**more):
+    return Outcome("FAIL", {"output": "rows", "check": "exact", "message": "", "index": ()}, **more)
+
+
 def nested(case):
     if depth(case) == len(GATES):
-        return Outcome("FAIL", {"output": "rows", "check": "exact", "message": "", "index": ()})
+        return failure()
     return Outcome("PASS", lines=[f"launcher.py:{line}" for line in range(depth(case) + 1)])
 
 
@@ -90,8 +94,9 @@ def test_the_climb_has_the_scores_and_the_lines_as_targets_and_no_other_score(tm
     rounds(search_with(lambda case: Outcome("PASS", scores=scores, lines=["a.py:1", "a.py:2"]), tmp_path), most=1)
     assert targets == {"error": 0.25, "ratio": 0.5, "lines": 2.0}
     targets.clear()
-    rounds(search_with(lambda case: Outcome("PASS"), tmp_path), most=1)
-    assert targets == {"lines": 0.0}
+    for outcome in (Outcome("PASS"), failure(scores=scores)):  # nothing climbs from what is found
+        rounds(search_with(lambda case, outcome=outcome: outcome, tmp_path), most=1)
+        assert targets == {"lines": 0.0}
 
 
 def test_rare_cases_have_more_combinations_of_values_than_as_many_plain_draws():

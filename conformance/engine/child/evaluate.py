@@ -46,7 +46,7 @@ def evaluate(
     The cases before it run first, and whatever they do is no part of the outcome.
 
     Args:
-        scores, lines: also measure `Outcome.scores` of right outputs, and `Outcome.lines`.
+        scores, lines: also measure `Outcome.scores` and `Outcome.lines`.
         ring: floats are a ring, so that identities are judged, not values (see `relations`).
     """
     for earlier in case.before:
@@ -117,8 +117,8 @@ def _evaluate(
         raise unresolved
     if finding:
         _fail(outcome, finding if rank else _with_nan(finding, runner, problem, expected, outputs))
-    elif scores:
-        outcome.scores = _scores(right, outputs)
+    if scores:
+        outcome.scores = _excess(finding, right, outputs) if finding else _scores(right, outputs)
     if rank and not rank.agree(not finding):  # all ranks check the law, or none does
         return
     if finding:
@@ -199,6 +199,13 @@ def _scores(right: dict[str, Resolved], outputs: dict[str, Any]) -> dict[str, fl
         for kind, score in expectation.scores(observed).items() if isinstance(observed, torch.Tensor) else ():
             found[kind] = max(found.get(kind, 0.0), score)
     return found
+
+
+def _excess(finding: Finding, right: dict[str, Resolved], outputs: dict[str, Any]) -> dict[str, float]:
+    """The scores of the wrong output by the check that it failed, none if that has no degrees."""
+    stages = right[finding.output].stages if finding.output in right else ()
+    check = next((stage for stage in stages if stage.check == finding.check), None)
+    return check.scores(outputs[finding.output]) if check else {}
 
 
 def _first_wrong(

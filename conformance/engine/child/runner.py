@@ -38,9 +38,10 @@ class Outcome:
     seconds: from the start of the case to its outcome
     kernels: names of the kernel specialisations that were compiled or loaded for it
     calls: the implementation's Python functions that it ran, as "file:function", if traced
-    scores: how near its right outputs are to wrong ones, by kind of error (1 is wrong), and
-        `lines`, the lines of the implementation's Python code that ran, as "file:line": each if the
-        child's options ask for it
+    scores: how near its outputs are to wrong ones, by kind of error: above 1 is wrong. Of a failing
+        case, by how much the wrong output exceeds the check that it failed
+    lines: of the implementation's Python code that ran, as "file:line". Both if the child's options
+        ask for them
     transport: how several ranks reached each other; shares_gpu: whether on fewer GPUs than ranks
     """
 

@@ -178,7 +178,8 @@ class Search:
         @given(cases)
         def climbed(case: Case) -> None:
             outcome = self.judged(case, ends)
-            scores = outcome.scores | {"lines": float(len(outcome.lines))}
+            # a failure is found: nothing climbs from it
+            scores = ({} if outcome.status in FAILING else outcome.scores) | {"lines": float(len(outcome.lines))}
             for label in self.targets:
                 if label in scores:
                     hypothesis.target(scores[label], label=label)
@@ -231,7 +232,7 @@ class Search:
             before = kept.lines
             kept.add(case, outcome)
             self.progress.new += kept.lines - before
-        for name, score in outcome.scores.items():
-            best[name] = max(best.get(name, 0.0), score)
+            for name, score in outcome.scores.items():
+                best[name] = max(best.get(name, 0.0), score)
         self.progress.lines, self.progress.distinct = kept.lines, len(self.failed)
         self.progress.case(outcome, failing and not waived)

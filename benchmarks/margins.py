@@ -1,0 +1,163 @@
+"""How far honest errors stay below the limit, and how far wrong ones are above: docs/margins.md.
+
+    python -m benchmarks.margins honest --seconds 40 > honest.json           # of each variant
+    python -m benchmarks.margins wrong report.json --seconds 4 > wrong.json  # of each listed defect
+    python -m benchmarks.margins document honest.json wrong.json > docs/margins.md
+
+`report.json` is of a run of the listed defects; those that an error bound or a ratio found are run
+again, on more cases of the function that found them. Errors are in `Outcome.scores`: 0 is rounded
+correctly, 1 the limit.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from itertools import chain, takewhile, zip_longest
+from pathlib import Path
+from typing import Any
+
+from benchmarks.honest import VARIANTS, device_of
+from conformance.core.case import Case, case_from
+from conformance.core.space import Space
+from conformance.engine.child.runner import Outcome
+from conformance.engine.choose.plan import cases_of, sections
+from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.options import ChildOptions
+from conformance.engine.run.pool import Pool
+
+GATE = PROFILES["gate"]
+KINDS = {"error": "bound", "ratio": "ratio"}  # of a score, and the check that has it
+Largest = dict[str, dict[str, float]]  # by function and kind
+INTRODUCTION = """# Margins
+
+Between the honest and the wrong, for each function whose results are judged by an error bound or by
+ratios of errors ([how](how-results-are-judged.md)). **Honest** is the largest error of all honest
+variants, **wrong** the smallest of the listed defects that were found in this way, each by its
+largest error. Errors are shares of what the limit leaves beyond correct rounding: 0 is rounded
+correctly, 1 the limit, above 1 is rejected. NaN, and errors where none is allowed, have no share.
+
+    python -m benchmarks.margins honest --seconds 40 > honest.json
+    python -m benchmarks.margins wrong report.json --seconds 4 > wrong.json
+    python -m benchmarks.margins document honest.json wrong.json > docs/margins.md
+
+A variant runs for {honest_seconds:.0f} s on cases of all its functions, a defect for {wrong_seconds:.0f} s
+on those of its own, on a CPU: {variants} variants, {defects} defects, {cases} cases.
+
+| function | check | honest | of | variants | wrong | of | defects |
+|---|---|--:|---|--:|--:|---|--:|
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = parser.add_subparsers(dest="part", required=True)
+    honest = parts.add_parser("honest")
+    wrong = parts.add_parser("wrong")
+    wrong.add_argument("report", type=Path)
+    for part in (honest, wrong):
+        part.add_argument("--seconds", type=float, default=math.inf, help="of each (default: all cases)")
+    document = parts.add_parser("document")
+    document.add_argument("honest", type=Path)
+    document.add_argument("wrong", type=Path)
+    given = parser.parse_args()
+    if given.part == "honest":
+        print(json.dumps({"seconds": given.seconds, "found": list(of_variants(VARIANTS, given.seconds))}))
+    elif given.part == "wrong":
+        defects = [x for x in json.loads(given.report.read_text()) if x["check"] in KINDS.values()]
+        print(json.dumps({"seconds": given.seconds, "found": list(of_defects(defects, given.seconds))}))
+    else:
+        print(page(*(json.loads(path.read_text()) for path in (given.honest, given.wrong))), end="")
+    return 0
+
+
+def of_variants(variants: Iterable[str], seconds: float) -> Iterator[dict[str, Any]]:
+    """The largest errors of each honest variant on the cases that it passes."""
+    for name in variants:
+        with Pool(ChildOptions(name, device_of(name), scores=True)) as pool:
+            offered = [function for function, known in pool.start()["functions"].items() if known["offered"]]
+            largest, cases = _largest(pool, offered, seconds, "PASS")
+        yield {"name": name, "cases": cases, "largest": largest}
+        print(f"{name}: {cases} cases", file=sys.stderr, flush=True)
+
+
+def of_defects(defects: Iterable[dict[str, Any]], seconds: float) -> Iterator[dict[str, Any]]:
+    """The largest errors of each defect on the cases that it fails, by degree."""
+    for defect in defects:
+        name = f"conformance.mutants.planted:{defect['mutant']}.moe_ref"
+        with Pool(ChildOptions(name, scores=True)) as pool:
+            pool.start()
+            first = [case_from(json.loads(defect["case"]))]
+            largest, cases = _largest(pool, [defect["function"]], seconds, "FAIL", first)
+        yield {"name": defect["mutant"], "cases": cases, "largest": largest}
+        print(f"{defect['mutant']}: {cases} cases, {largest}", file=sys.stderr, flush=True)
+
+
+def _largest(
+    pool: Pool, functions: list[str], seconds: float, status: str, first: Iterable[Case] = ()
+) -> tuple[Largest, int]:
+    """The largest score of each function and kind over such outcomes, and how many cases ran."""
+    found: Largest = {}
+    ends, count = time.monotonic() + seconds, 0
+    more = takewhile(lambda _: time.monotonic() < ends, _turns(functions, Space.of(pool.description)))
+    for case, outcome in pool.run(chain(first, more)):
+        count += 1
+        for kind, score in _degrees(outcome).items() if outcome.status == status else ():
+            of_function = found.setdefault(case.function, {})
+            of_function[kind] = max(of_function.get(kind, 0.0), score)
+    return found, count
+
+
+def _degrees(outcome: Outcome) -> dict[str, float]:
+    """The scores by their kinds; of a failure, those of the check that failed, if by a degree."""
+    if not outcome.finding:
+        return outcome.scores
+    check = outcome.finding["check"]
+    return {kind: score for kind, score in outcome.scores.items() if KINDS[kind] == check and score > 1}
+
+
+def _turns(functions: list[str], space: Space) -> Iterator[Case]:
+    """The gate's cases of the functions, of each in turn."""
+    groups = [
+        (case for section in sections() if section.function == function for case in cases_of(section, GATE, space, 0))
+        for function in functions
+    ]
+    return (case for row in zip_longest(*groups) for case in row if case is not None)
+
+
+def page(honest: dict[str, Any], wrong: dict[str, Any]) -> str:
+    """docs/margins.md."""
+    functions = sorted({function for found in honest["found"] for function in found["largest"]})
+    cases = sum(found["cases"] for part in (honest, wrong) for found in part["found"])
+    rows = [row for function in functions for kind in KINDS if (row := _row(function, kind, honest, wrong))]
+    introduction = INTRODUCTION.format(
+        honest_seconds=honest["seconds"],
+        wrong_seconds=wrong["seconds"],
+        variants=len(honest["found"]),
+        defects=len(wrong["found"]),
+        cases=f"{cases:,}",
+    )
+    return introduction + "\n".join(rows) + "\n"
+
+
+def _row(function: str, kind: str, honest: dict[str, Any], wrong: dict[str, Any]) -> str:
+    """A line of the table; empty if neither a variant nor a defect has such a score."""
+    right, worse = (
+        [
+            (found["largest"][function][kind], found["name"])
+            for found in part["found"]
+            if kind in found["largest"].get(function, ())
+        ]
+        for part in (honest, wrong)
+    )
+    if not right and not worse:
+        return ""
+    largest = "| {:.3f} | {}".format(*max(right)) if right else "| | "
+    nearest = "| {:.3g} | {}".format(*min(worse)) if worse else "| | "
+    return f"| `{function}` | {KINDS[kind]} {largest} | {len(right)} {nearest} | {len(worse)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

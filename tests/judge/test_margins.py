@@ -1,0 +1,51 @@
+"""Scores of right and wrong results, and the document that compares them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import moe_ref
+from benchmarks.margins import of_variants, page
+from conformance.core.space import Space
+from conformance.engine.child.evaluate import evaluate
+from conformance.engine.choose.draw import scope_of
+from conformance.interface import Implementation
+
+CASE = scope_of("z_loss", Space()).case({"tokens": 5, "experts": 4, "grads": "logits"})
+
+
+def outcome_of(factor, case=CASE):
+    def z_loss(logits, *arguments, **settings):
+        return moe_ref.z_loss(logits, *arguments, **settings) * factor
+
+    return evaluate(case, Implementation(SimpleNamespace(z_loss=z_loss), "scaled"), scores=True)
+
+
+def test_the_score_of_a_wrong_result_tells_how_wrong_it_is():
+    near, far = outcome_of(1 + 2.0**-15), outcome_of(1.5)
+    assert outcome_of(1).scores["error"] < 1 < near.scores["error"] < far.scores["error"]
+    assert (near.finding["check"], far.finding["check"]) == ("bound", "bound")
+
+
+def test_a_result_of_the_wrong_dtype_has_no_score():
+    wrong = evaluate(CASE, Implementation(SimpleNamespace(z_loss=lambda *_, **__: None), "nothing"), scores=True)
+    assert (wrong.status, wrong.scores) == ("FAIL", {})
+
+
+def test_a_variant_has_the_largest_score_of_each_function():
+    (found,) = of_variants(["moe_ref.router.losses"], seconds=0.5)
+    assert found["cases"] > 0
+    assert 0 <= found["largest"]["z_loss"]["error"] < 1
+
+
+@pytest.mark.parametrize("wrong", [{"P1": 7.0, "P2": 3.0}, {}])
+def test_the_nearest_wrong_one_stands_beside_the_largest_honest_one(wrong):
+    def found(scores):
+        largest = {name: {"glu": {"error": score}} for name, score in scores.items()}
+        return {"seconds": 1.0, "found": [{"name": name, "cases": 1, "largest": x} for name, x in largest.items()]}
+
+    text = page(found({"mine": 0.25, "yours": 0.5}), found(wrong))
+    nearest = "3 | P2 | 2 |" if wrong else "|  | 0 |"
+    assert [line for line in text.splitlines() if "`glu`" in line] == [
+        f"| `glu` | bound | 0.500 | yours | 2 | {nearest}"
+    ]
