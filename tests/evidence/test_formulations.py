@@ -92,7 +92,7 @@ MISTAKES: dict[str, Wrong] = {
     "flatten_experts": turned(0, 1),
     "deepep_low_latency_combine": other_slots,
     "moe_layer": other_experts,
-    "normalize_parameters": without("bias"),
+    "normalize_parameters": other_setting("packed", lambda packed: not packed),
     "normalize_master_parameters": other_setting("packed", lambda packed: not packed),
     "convert_experts": other_setting("layout", {"grouped": "sequential", "sequential": "grouped"}.get),
     "shard_parameters": without("gated"),
