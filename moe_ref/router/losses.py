@@ -60,7 +60,9 @@ def balancing_terms(
         return group.sum(map_TE.reshape(-1, sequences * num_experts).sum(0))  # row s, column b · E + e
 
     def term(name: str, counted: Tensor, now: Tensor, group: RankGroup, sequences: int = 1) -> LossTerm:
-        tokens = len(logits_TE) // sequences * group.size if padding_mask is None else now.sum() / topk / sequences
+        tokens = (
+            len(logits_TE) // sequences * group.size if padding_mask is None else now.sum().double() / topk / sequences
+        )
         scores = scores_TE.reshape(-1, sequences * num_experts)
         sizes: dict[str, Any] = {"topk": topk, "num_experts": num_experts, "coeff": config.balancing_coeffs[name]}
         loss = load_balancing_loss(scores, counted, total_num_tokens=tokens, **sizes)

@@ -1,0 +1,175 @@
+"""Plays a case of the suite by two formulations, and compares all results and gradients."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.case import Case
+from conformance.core.contract import Opaque, Problem
+from conformance.core.ranks import Collective, Ranked
+from conformance.core.space import Space
+from conformance.core.tensors import STRANGE
+from conformance.engine.choose.draw import drawn, run_seed, strategy
+from conformance.interface import Implementation, named_outputs
+from evidence.formulations.layers import play_layer
+from evidence.formulations.worlds import play_ranks, play_together
+from moe_ref.config import LayerConfig, Recipe
+
+EXACT_DTYPES = ("quantize",)  # functions whose rules depend on the dtype of x: nothing is widened
+OF_A_STATE = ("history", "amax_history", "scale", "noise")  # tensors that are float32
+UP_TO_SIGN = ("activation_and", "activation_backward", "glu_and", "glu_backward")  # codes of 0: see the values
+ELEMENTS = 2**15  # of a case's tensors together, at most: a formulation takes one after another
+RELATIVE = 2.0**-40  # of float64's 2⁻⁵³, after sums of thousands and a few functions
+CANCELLED = 2.0**-44  # of the largest value in the row, and of the largest cotangent: terms cancel
+
+
+def cases(function: str, count: int, seed: int = 0) -> list[Case]:
+    """Drawn cases that are small enough."""
+    return drawn(strategy(function, Space()), run_seed("formulations", function, seed), count, _small)
+
+
+def _small(case: Case) -> Case | None:
+    """The case, if it is small and one rounding of float64 leaves all its choices."""
+    spread, dtype = getattr(case, "spread", ""), getattr(case, "dtype", "")
+    if case.is_large or case.is_heavy or spread == "nan" or (spread == "near" and dtype == "float64"):
+        return None
+    if "backward" in case.function and _strange(case):
+        return None
+    calls = calls_of(case)
+    elements = sum(x.numel() for call in calls for x in (*call.tensors.values(), *call.cotangents.values()))
+    return case if elements <= ELEMENTS else None
+
+
+def _strange(case: Case) -> bool:
+    """Whether rows have NaN or infinities: then they may have any gradient."""
+    return getattr(case, "values", "") in (*STRANGE, "ends")
+
+
+@lru_cache(maxsize=64)
+def calls_of(case: Case) -> list[Problem]:
+    """The call of each rank."""
+    contract = CONTRACTS[case.function]
+    if isinstance(contract, Collective) or (isinstance(contract, Ranked) and contract.ranks(case)):
+        return contract.calls(case)
+    return [contract.problem(case)]
+
+
+def played(namespace: Any, case: Case) -> dict[str, Any]:
+    """The results and gradients of the case by name; of several ranks by rank and name."""
+    calls = [widened(call) for call in calls_of(case)]
+    torch.manual_seed(case.seed)
+    if case.function == "moe_layer":
+        return play_layer(namespace, calls)
+    if isinstance(CONTRACTS[case.function], Collective):
+        return play_ranks(namespace, calls)
+    if hasattr(calls[0].settings.get("ranks"), "groups"):
+        return play_together(namespace, calls, play)
+    parts = [play(namespace, call) for call in calls]
+    return {f"{rank}: {name}": x for rank, part in enumerate(parts) for name, x in part.items()}
+
+
+def play(namespace: Any, call: Problem) -> dict[str, Any]:
+    """One call, and the gradients of what it wants."""
+    placed = {name: x.clone() for name, x in call.tensors.items()}
+    placed |= {name: placed[name].requires_grad_() for name in call.wanted}
+    implementation = Implementation(namespace)
+    if call.script:
+        out = call.script(implementation, call.required | call.settings | placed)
+        out = call.read(implementation, out) if call.read else out
+    else:
+        out = _called(namespace, call, placed)
+    return out | gradients(call, out, placed)
+
+
+def _called(namespace: Any, call: Problem, placed: dict[str, Tensor]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    if call.producer:
+        made = _called(namespace, call.producer, call.producer.tensors)
+    given = {name: placed.get(name, x) for name, x in call.required.items()}
+    arguments = [made[x.field_name] if isinstance(x, Opaque) else x for x in given.values()]
+    settings = {name: placed.get(name, x) for name, x in call.settings.items()}
+    result = getattr(namespace, call.function)(*arguments, **settings)
+    return named_outputs(result, CONTRACTS[call.function].outputs)
+
+
+def gradients(call: Problem, out: dict[str, Any], placed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradient of each wanted input; zeros where nothing reaches it."""
+    inputs = [placed[name] for name in call.wanted]
+    attached = [name for name in call.cotangents if out[name].requires_grad]
+    found: Sequence[Tensor | None] = [None] * len(inputs)
+    if attached and inputs:
+        cotangents = [call.cotangents[name].to(out[name].dtype) for name in attached]
+        found = torch.autograd.grad([out[name] for name in attached], inputs, cotangents, allow_unused=True)
+    return {
+        f"d_{name}": torch.zeros_like(x) if g is None else g
+        for name, x, g in zip(call.wanted, inputs, found, strict=True)
+    }
+
+
+def widened(call: Problem) -> Problem:
+    """The call in float64; what has bits of its own stays."""
+    if call.function in EXACT_DTYPES:
+        return call
+    settings = {name: _wide(x, name) for name, x in call.settings.items()}
+    settings |= {"router_dtype": "fp64"} if "router_dtype" in settings else {}
+    required = {name: _wide(x, name) for name, x in call.required.items()}
+    cotangents = {name: _wide(x) for name, x in call.cotangents.items()}
+    producer = call.producer and widened(call.producer)
+    return replace(call, required=required, settings=settings, cotangents=cotangents, producer=producer)
+
+
+def _wide(x: Any, name: str = "") -> Any:
+    if name.startswith("state.") or name in OF_A_STATE:
+        return x
+    if isinstance(x, tuple) and x and all(isinstance(part, Tensor) for part in x):
+        return tuple(map(_wide, x))
+    if isinstance(x, LayerConfig) and x.router_dtype:
+        return replace(x, router_dtype="fp64")
+    if isinstance(x, Recipe) and x.hadamard:
+        return replace(x, hadamard=False)  # a transform is of bfloat16; `quantize` has it, bit by bit
+    wide = isinstance(x, Tensor) and x.is_floating_point() and x.element_size() > 1
+    return x.double() if wide else x
+
+
+def difference(case: Case, right: dict[str, Any], got: dict[str, Any]) -> str:
+    """The first result that the formulations do not agree on; empty if they agree on all."""
+    cotangents = [x.double() for call in calls_of(case) for x in call.cotangents.values()]
+    largest = max((float(_finite(x).max()) for x in cotangents if x.numel()), default=0.0)
+    strange = _strange(case)
+    for name, x in right.items():
+        left_out = (strange and ": d_" in name) or ("codes" in name and case.function.startswith(UP_TO_SIGN))
+        if isinstance(x, Tensor) and not left_out:
+            reason = _tensors_differ(x.detach(), got.get(name), largest if ": d_" in name else None)
+            if reason:
+                return f"{name}: {reason}"
+    return ""
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.where(x.isfinite(), x.abs(), 0.0)
+
+
+def _tensors_differ(x: Tensor, other: Any, cotangent: float | None) -> str:
+    """How they differ. A gradient, which has a cotangent, may be NaN in place of an infinity."""
+    if not isinstance(other, Tensor) or other.shape != x.shape:
+        return f"{tuple(x.shape)} against {tuple(other.shape) if isinstance(other, Tensor) else other}"
+    y = other.detach()
+    if x.element_size() == 1 or not x.is_floating_point():
+        x, y = (z.contiguous().view(torch.uint8) if z.dtype.itemsize == 1 else z for z in (x, y))
+        wrong = x != y
+    else:
+        x, y = x.double(), y.double()
+        size = _finite(x)
+        row = size.amax(-1, keepdim=True) if x.dim() and x.shape[-1] else size
+        near = (x - y).abs() <= RELATIVE * size + CANCELLED * (row + (cotangent or 0.0))
+        lost = x.isnan() & y.isnan() if cotangent is None else ~x.isfinite() & ~y.isfinite()
+        wrong = ~(near | (x == y) | lost)
+    if not wrong.any():
+        return ""
+    at = tuple(wrong.nonzero()[0].tolist())
+    return f"{int(wrong.sum())} of {wrong.numel()}, first at {at}: {x[at].item()!r} against {y[at].item()!r}"

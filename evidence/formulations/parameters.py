@@ -1,0 +1,176 @@
+"""Checkpoints a second time: entry by entry, and value by value."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ref.config.experts import GATED
+from moe_ref.config.parameters import MemberShard, Shard, Upcycled
+
+State = Mapping[str, Any]
+
+
+def members_of(whole: Any, num_experts: int) -> list[Any]:
+    """Of a list its entries; of a tensor every L-th part of its rows."""
+    if not isinstance(whole, Tensor):
+        return list(whole)
+    parts = whole.unflatten(0, (num_experts, len(whole) // num_experts))
+    return [part[0] if len(whole) == num_experts else part for part in parts]
+
+
+def relaid(state: State, key: str, num_experts: int, packed: bool) -> dict[str, Any]:
+    """The state with one parameter packed or apart, where just the other form is complete."""
+    each = {f"{key}{e}": e for e in range(num_experts)}
+    there = [name for name in each if name in state]
+    if packed and key not in state and len(there) == num_experts:
+        shape = state[there[0]].shape
+        whole = torch.cat([state[name].reshape(1, *shape) for name in each])
+        return {name: x for name, x in state.items() if name not in each} | {key: whole}
+    if not packed and key in state and not there:
+        parts = members_of(state[key], num_experts)
+        return {name: x for name, x in state.items() if name != key} | {n: parts[e] for n, e in each.items()}
+    return dict(state)
+
+
+def normalize_parameters(
+    state: State, *, num_experts: int, packed: bool, prefix: str = "", bias: bool = False
+) -> dict[str, Any]:
+    """Weight, and bias if there is one."""
+    found = relaid(state, prefix + "weight", num_experts, packed)
+    return relaid(found, prefix + "bias", num_experts, packed) if bias else found
+
+
+def normalize_master_parameters(state: State, *, name: str, num_experts: int, packed: bool) -> dict[str, Any]:
+    """Keys by a pattern: what stands before the name, and the number after it."""
+    pattern = re.compile(rf"((?:.*\.)?){re.escape(name)}(0|[1-9][0-9]*)?")
+    found = [match for key in state if (match := pattern.fullmatch(key))]
+    whole = [match for match in found if match[2] is None]
+    each = [match for match in found if match[2] is not None and int(match[2]) < num_experts]
+    if packed:
+        one_prefix = len({match[1] for match in each}) == 1 and len(each) == num_experts
+        return relaid(state, each[0][1] + name, num_experts, True) if one_prefix and not whole else dict(state)
+    return relaid(state, whole[0][0], num_experts, False) if len(whole) == 1 and not each else dict(state)
+
+
+def convert_experts(state: State, *, num_experts: int, layout: str, prefix: str = "") -> dict[str, Any]:
+    """Key by key: the linear layer, the name and the expert in it, spelled the other way."""
+    parameter = r"(linear_fc[12])\.(weight|bias)"
+    found: dict[str, Any] = dict(state)
+    if layout == "sequential":
+        for key in [key for key in state if re.fullmatch(re.escape(prefix) + parameter, key)]:
+            found = relaid(found, key, num_experts, False)
+        pattern, spelled = rf"{parameter}([0-9]+)", "local_experts.{2}.{0}.{1}"
+    else:
+        pattern, spelled = rf"local_experts\.([0-9]+)\.{parameter}", "{1}.{2}{0}"
+    out = {}
+    for key, x in found.items():
+        match = re.fullmatch(re.escape(prefix) + pattern, key)
+        out[prefix + spelled.format(*match.groups()) if match else key] = x
+    return out
+
+
+def shard_parameters(
+    parameters: State, *, num_experts: int, rank: int, ranks: int, tensor_rank: int = 0, tensor_ranks: int = 1,
+    gated: bool = False, singleton: bool = False, prefix: str = "",
+) -> list[Shard]:  # fmt: skip
+    """Each half of each expert's part: where its first row or column is in the whole."""
+    local, shards = num_experts // ranks, []
+    for name in ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias"):
+        found = relaid(parameters, name, local, False)
+        for e in [e for e in range(local) if f"{name}{e}" in found]:
+            x, axis = found[f"{name}{e}"], {"linear_fc1": 0, "linear_fc2": 1}[name[:10]]
+            cut, halves = name != "linear_fc2.bias", 2 if gated and name[:10] == "linear_fc1" else 1
+            axis = axis if cut else 0
+            size = x.shape[axis] // halves
+            for half, part in enumerate(x.split(size, axis) if size else [x] * halves):
+                shape, offset = list(x.shape), [0] * x.dim()
+                if cut:
+                    shape[axis], offset[axis] = x.shape[axis] * tensor_ranks, (half * tensor_ranks + tensor_rank) * size
+                number = rank * local + e
+                key = f"{prefix}{number}.{name}" if singleton else prefix + name
+                if not singleton:
+                    part, shape, offset = part.reshape(1, *part.shape), [num_experts, *shape], [number, *offset]
+                shards.append(Shard(key, part, tuple(shape), tuple(offset), cut or tensor_rank == 0))
+    return shards
+
+
+def expand_shard(
+    members: Sequence[Tensor] | Tensor, shard: Tensor | None, *, offset: int | None = None
+) -> list[MemberShard]:
+    """Which elements of each member the shard has, one number after another."""
+    if isinstance(members, Tensor):
+        return [MemberShard(members, shard, offset)]
+    owner = [(i, place) for i, member in enumerate(members) for place in range(member.numel())]
+    first = offset or 0
+    own = owner[first : first + (0 if shard is None else len(shard))]
+    entries = []
+    for i, member in enumerate(members):
+        here = [n for n, (owned, _) in enumerate(own) if owned == i]
+        if shard is None or not here:
+            entries.append(MemberShard(member, None, None))
+        else:
+            entries.append(MemberShard(member, shard[here[0] : here[-1] + 1], own[here[0]][1]))
+    return entries
+
+
+COLUMNS = {"scale_fwd": 3, "amax_history_fwd": 3, "scale_bwd": 2, "amax_history_bwd": 2}
+
+
+def keys_of(prefix: str, num_experts: int) -> list[str]:
+    return [prefix + "_extra_state" + (str(e) if e else "") for e in range(num_experts)]
+
+
+def split_extra_state(state: State, *, num_experts: int, prefix: str = "") -> dict[str, Any]:
+    """Expert e has each L-th column, from e on."""
+    first, *others = keys_of(prefix, num_experts)
+    whole = state.get(first)
+    if not isinstance(whole, Mapping) or "scale_fwd" not in whole or any(key in state for key in others):
+        return dict(state)
+    out = dict(state)
+    for e, key in enumerate([first, *others]):
+        out[key] = {name: x[..., e::num_experts] if name in COLUMNS else x for name, x in whole.items()}
+        out[key]["extra_fp8_variables"] = dict(whole.get("extra_fp8_variables", {}), num_gemms=1)
+    return out
+
+
+def merge_extra_state(state: State, *, num_experts: int, prefix: str = "") -> dict[str, Any]:
+    """Column c of expert e is column c·L + e."""
+    keys = keys_of(prefix, num_experts)
+    parts = [state.get(key) for key in keys]
+    if not all(isinstance(part, Mapping) and "scale_fwd" in part for part in parts):
+        return dict(state)
+    first: Any = parts[0]
+    merged = dict(first)
+    for name, count in COLUMNS.items():
+        given: Any = [part[name] for part in parts if part is not None]
+        order = [(c, e) for c in range(count) for e in range(num_experts)]
+        merged[name] = torch.cat([given[e][..., c : c + 1] for c, e in order], -1)
+    merged["extra_fp8_variables"] = dict(first.get("extra_fp8_variables", {}), num_gemms=num_experts)
+    return {name: x for name, x in state.items() if name not in keys} | {keys[0]: merged}
+
+
+def upcycle(
+    router_weight: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, *, topk: int, granularity: int = 1,
+    kind: str = "swiglu", pre_softmax: bool = False, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
+) -> Upcycled:  # fmt: skip
+    """Slices by axes: [half, slice, row of the slice], each repeated once per copy."""
+    experts, halves = len(router_weight), 2 if kind in GATED else 1
+    copies = experts // granularity
+    alpha = copies * granularity**2 / topk if pre_softmax else granularity
+    scale = alpha ** (1 / 3 if kind in GATED or kind == "squared_relu" else 1 / 2)
+
+    def rows(x: Tensor) -> Tensor:
+        sliced = x.unflatten(0, (halves, granularity, len(x) // halves // granularity)).transpose(0, 1).flatten(1, 2)
+        return torch.cat([sliced] * copies) * scale
+
+    columns = fc2_weight.unflatten(1, (granularity, fc2_weight.shape[1] // granularity)).movedim(1, 0)
+    return Upcycled(
+        router_weight[:copies].repeat_interleave(granularity, 0),
+        rows(fc1_weight),
+        torch.cat([columns] * copies) * scale,
+        None if fc1_bias is None else rows(fc1_bias),
+        None if fc2_bias is None else fc2_bias[None].repeat(experts, 1),
+    )
