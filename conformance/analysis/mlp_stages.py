@@ -248,7 +248,10 @@ def backward(stages: Forward, g: Running) -> Backward:
         d_probs = (d_a * stages.act.value).sum(1)
         if call.fc2_bias is not None:
             d_bias_probs = (replace(g, dtype=call.widest) * Running.of(call.of_rows(call.fc2_bias), call.widest)).sum(1)
-            d_probs = d_probs + replace(d_bias_probs, dtype=d_probs.dtype)
+            assert call.probs is not None
+            stored = call.probs.dtype  # two uses of the probs: each part may be a gradient of its own
+            d_bias_probs = replace(d_bias_probs.with_rounding(stored), dtype=d_probs.dtype)
+            d_probs = d_probs.with_rounding(stored) + d_bias_probs
     elif call.probs is not None:
         d_x = call.kept(d_rows, call.wide)
         d_rows = d_x * Running.of(call.probs[:, None], call.wide)

@@ -36,6 +36,7 @@ class Problem:
         None  # several calls: (implementation, placed inputs) -> named outputs
     )
     first: dict[str, Any] = field(default_factory=dict)  # arguments of a script's first call
+    others: tuple[str, ...] = ()  # functions that this call needs beside the companions of all
     read: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = (
         None  # reads the outputs' contents after all calls: (implementation, outputs)
     )

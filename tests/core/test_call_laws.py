@@ -65,6 +65,25 @@ def test_a_backward_that_refuses_to_run_twice_is_accepted():
     assert outcome_of(replace(GLU, law="accumulated"), wrapped("glu", once)).status == "PASS"
 
 
+@pytest.mark.parametrize(("factor", "status"), [(1, "PASS"), (2, "FAIL")])
+def test_a_backward_that_refuses_to_keep_its_graph_is_judged_by_one_that_need_not(factor, status):
+    class Donated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.factor = 1 if x.is_leaf else factor
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            if torch._C._autograd._get_current_graph_task_keep_graph():
+                raise RuntimeError("compiled with donated buffers, which requires retain_graph=False")
+            return cotangent * ctx.factor
+
+    implementation = wrapped("glu", lambda original, h, **settings: original(Donated.apply(h), **settings))
+    assert outcome_of(GLU, implementation).status == "PASS"
+    assert outcome_of(replace(GLU, law="accumulated"), implementation).status == status
+
+
 def test_a_failure_of_two_calls_is_put_down_to_the_one_that_is_wrong_by_itself():
     first = CONTRACTS["glu"].problem(GLU).required["h"]
 

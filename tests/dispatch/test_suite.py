@@ -163,6 +163,13 @@ def test_a_planted_defect_shows_where_it_should(name, case, output, check):
     ) == ("FAIL", output, check)
 
 
+def test_a_dispatcher_without_readers_of_codes_is_judged_without_recipes():
+    with Pool(ChildOptions("tests.honest.sums:OverRanks", "cpu")) as pool:
+        pool.start()
+        coded, bare = (pool.worlds.run(plain("hybridep_dispatch", **form)) for form in ({"fp8": "fp8"}, {}))
+    assert (coded.status, coded.reason, bare.status) == ("NOT_OFFERED", "codes is not offered", "PASS")
+
+
 # ---- routings
 
 

@@ -243,7 +243,7 @@ def _refusal(
     """NOT_OFFERED or DECLARED_UNSUPPORTED with the reason, or None."""
     chain = [problem.producer, problem] if problem.producer else [problem]
     for call in chain:
-        for name in (call.function, *CONTRACTS[call.function].companions):
+        for name in (call.function, *CONTRACTS[call.function].companions, *call.others):
             if not implementation.offers(name):
                 return "NOT_OFFERED", f"{name} is not offered"
         redundant = CONTRACTS[call.function].redundant

@@ -299,7 +299,15 @@ class Runner:
             return outputs | self.gradients(problem, placed, outputs)
         views = {name: placed[name].view_as(placed[name]) for name in problem.wanted}
         outputs = self._forward(problem, placed | views, opaque)
-        return outputs | self._accumulated(problem, placed, outputs)
+        try:
+            found = self._added(problem, placed, outputs, keep=True)
+        except Exception:  # refused to keep what it had saved, as compiled backwards do
+            outputs = self._forward(problem, placed | views, opaque)
+            return outputs | self._added(problem, placed, outputs)
+        try:
+            return outputs | self._added(problem, placed, outputs)
+        except Exception:  # refused a second one
+            return outputs | found
 
     def arguments(
         self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None
@@ -363,22 +371,16 @@ class Runner:
         inputs = {name: placed[name] for name in problem.wanted}
         return second_derivatives(outputs, inputs, {name: placed[f"d_{name}"] for name in problem.cotangents})
 
-    def _accumulated(self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs) -> dict[str, Tensor]:
-        """Gradients added to a `.grad` of zeros; of the second backward, unless that is refused."""
+    def _added(
+        self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs, keep: bool = False
+    ) -> dict[str, Tensor]:
+        """Gradients added to a `.grad` of zeros; `keep`: for another backward."""
         attached, cotangents = self._backward(problem, placed, outputs)
-        found: dict[str, Tensor] = {}
-        for again in (False, True):
-            for name in problem.wanted:
-                placed[name].grad = torch.zeros_like(placed[name])
-            if attached:
-                try:
-                    torch.autograd.backward(attached, cotangents, retain_graph=not again)
-                except Exception:
-                    if again:
-                        return found
-                    raise
-            found = {f"d_{name}": x for name in problem.wanted if (x := placed[name].grad) is not None}
-        return found
+        for name in problem.wanted:
+            placed[name].grad = torch.zeros_like(placed[name])
+        if attached:
+            torch.autograd.backward(attached, cotangents, retain_graph=keep)
+        return {f"d_{name}": x for name in problem.wanted if (x := placed[name].grad) is not None}
 
     def _captured(
         self, problem: Problem, replay: Problem, placed: dict[str, Tensor], opaque: dict[str, Any] | None

@@ -27,6 +27,7 @@ RECIPES = {
     "least": Recipe("block", power_of_two_scales=False, amax_epsilon=1.5),
 }
 KEYWORDS = ("probs", "align", "num_rows", "recipe", *PROGRAMS, "group")
+READERS = ("codes", "scales", "dequantize", "hybridep_combine")  # that `_script` and `_read` call
 NAMES = {name: name for name in ("amax", "scales", "codes", "values", "scales.gemm")}
 
 
@@ -63,9 +64,8 @@ def with_recipe(call: Problem, recipe: Recipe) -> Problem:
     layouts = {"d_dequantized" if of == "d_rows" else of: layout for of, layout in call.layouts.items()}
     cotangents = {"dequantized" if name == "rows" else name: x for name, x in call.cotangents.items()}
     settings = call.settings | {"recipe": recipe}
-    return replace(
-        call, settings=settings, layouts=layouts, cotangents=cotangents, script=_script, first=call.required, read=_read
-    )
+    asked = replace(call, settings=settings, layouts=layouts, cotangents=cotangents)
+    return replace(asked, script=_script, first=call.required, read=_read, others=READERS)
 
 
 def _without_recipe(call: Problem) -> Problem:

@@ -341,10 +341,11 @@ class TopkRouting(_TopK):
         chosen, index = self._listed(problem, observed)
         value, _ = self._oracle(problem, index)
         _, scaled = weights(logits, chosen, problem.settings, dtype)
-        free = unspecified_weights(logits, chosen, problem.settings)[:, None] & chosen
-        return scaled.beside_the_oracle.bounded(
-            logits.dtype, torch.zeros(logits.shape, dtype=torch.float64).scatter(1, index, value.detach()), free
+        odd = unspecified_weights(logits, chosen, problem.settings)[:, None]
+        bounded = scaled.beside_the_oracle.bounded(
+            logits.dtype, torch.zeros(logits.shape, dtype=torch.float64).scatter(1, index, value.detach()), odd & chosen
         )
+        return replace(bounded, spoilt=odd & ~chosen)  # a softmax over all experts, the others masked, spreads a NaN
 
     def _gradient(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
         chosen, index = self._listed(problem, observed)
