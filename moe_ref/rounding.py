@@ -14,3 +14,9 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     to 16 bits by float32, as torch does.
     """
     return x.to(dtype)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in their own dtype: `torch.autocast` around the call would round float32 factors."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b

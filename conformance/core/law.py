@@ -58,6 +58,13 @@ class Trial:
         return same(law, {name: x for name, x in self.first.items() if name in self.expected}, outputs)
 
 
+def next_values(trial: Trial) -> tuple[Any, Problem] | None:
+    """The case with the next seed, and its call; None if the implementation refuses it."""
+    other = replace(trial.case, law="", seed=trial.case.seed + 1)
+    problem = trial.contract.problem(other)
+    return None if trial.extras["refusal"](problem) else (other, problem)
+
+
 def upside_down(x: Tensor, dim: int = 0) -> Tensor:
     """x with a dimension reversed, if x has it. torch has no flip for fp8: bytes are flipped."""
     if dim >= x.dim():
@@ -86,6 +93,7 @@ class Law:
     device: str = ""  # required device type; empty: any
     recompiles: bool = False  # its calls run other kernels than the case's own call
     gradients: bool = False  # for functions with gradients only
+    may_raise: bool = False  # a call that raises in it is refused, which is no failure
     # the predicate of cases in which it is an identity of sums, products and copies, "" if in all,
     # None if in none: there it holds bit by bit in every ring, as where a sanitizer makes one
     algebraic: str | None = None

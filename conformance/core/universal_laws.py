@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.core.autocast import AUTOCAST
 from conformance.core.contract import Contract, Problem
-from conformance.core.law import Law, Outputs, Trial, same, upside_down
+from conformance.core.law import Law, Outputs, Trial, next_values, same, upside_down
 from conformance.core.scope import Scope
 from conformance.core.space import Space
 from conformance.judge import Exact, Expectation, Finding
@@ -69,16 +70,9 @@ def _buffer_reuse(trial: Trial) -> Finding | None:
     return overwritten(trial, second, trial.reference(second))
 
 
-def _next_values(trial: Trial) -> tuple[Any, Problem] | None:
-    """The case with the next seed, and its call; None if the implementation refuses it."""
-    other = replace(trial.case, law="", seed=trial.case.seed + 1)
-    problem = trial.contract.problem(other)
-    return None if trial.extras["refusal"](problem) else (other, problem)
-
-
 def _interleaved(trial: Trial) -> Finding | None:
     """Another call's forward between this one's forward and backward, as in a pipeline."""
-    found = _next_values(trial)
+    found = next_values(trial)
     if not found:
         return None
     outputs, others = trial.run_both(trial.problem, found[1])
@@ -93,7 +87,7 @@ def _interleaved(trial: Trial) -> Finding | None:
 
 def _repeated(trial: Trial) -> Finding | None:
     """Other values, then the same call twice: no call depends on the number of calls before."""
-    found = _next_values(trial)
+    found = next_values(trial)
     if found:
         trial.run(found[1])
     for _ in range(2):
@@ -172,7 +166,7 @@ BUFFER_REUSE = Law("buffer_reuse", _buffer_reuse, lambda case: _has_values(case)
 LATE_PRODUCER = Law("late_producer", _late_producer, _has_values, device="cuda")
 HOST_SYNC = Law("host_sync", _host_sync, _static, device="cuda")
 GRAPH_CAPTURE = Law("graph_capture", _graph_capture, _static, device="cuda")
-CALLS = (HISTORY, DETERMINISM, REPEATED, INTERLEAVED, OTHER_THREAD, INFERENCE_MODE, ACCUMULATED)
+CALLS = (HISTORY, DETERMINISM, REPEATED, INTERLEAVED, OTHER_THREAD, INFERENCE_MODE, ACCUMULATED, AUTOCAST)
 EVERYWHERE = (*CALLS, BUFFER_REUSE, LATE_PRODUCER)
 STATIC = (HOST_SYNC, GRAPH_CAPTURE)
 

@@ -17,6 +17,14 @@ def accumulator(*tensors: Tensor | None) -> tl.dtype:
     return tl.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else tl.float32
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b by torch, in their own dtype, also where `torch.autocast` would round the factors."""
+    if not torch.is_autocast_enabled(a.device.type):
+        return a @ b
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
+
+
 def number_bits(x: float) -> int:
     """The bits of a float64 as an integer: Triton would pass a float as float32."""
     if isinstance(x, torch.SymInt):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fast.launch.arithmetic import product
 from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import traceable
 from moe_ref.config import check_gate, check_jitter
@@ -21,7 +22,7 @@ class _Gate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
-        logits = x.to(dtype) @ weight.to(dtype).T
+        logits = product(x.to(dtype), weight.to(dtype).T)
         return logits if bias is None else logits + bias.to(dtype)
 
     @staticmethod
@@ -30,8 +31,8 @@ class _Gate(torch.autograd.Function):
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
         if g is None:
             return None, None, None, None
-        dx = (g @ weight.to(g.dtype)).to(x.dtype) if for_x else None
-        dweight = (g.T @ x.to(g.dtype)).to(weight.dtype) if for_weight else None
+        dx = product(g, weight.to(g.dtype)).to(x.dtype) if for_x else None
+        dweight = product(g.T, x.to(g.dtype)).to(weight.dtype) if for_weight else None
         return dx, dweight, g.sum(0).to(ctx.bias_dtype) if for_bias else None, None
 
 

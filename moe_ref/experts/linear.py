@@ -25,7 +25,7 @@ from moe_ref.config import (
 )
 from moe_ref.quantization.quantize import quantize, turned
 from moe_ref.quantization.recipes import operands, values
-from moe_ref.rounding import accumulator_dtype, round_to
+from moe_ref.rounding import accumulator_dtype, product, round_to
 
 
 class ProductPrecision(NamedTuple):
@@ -164,7 +164,7 @@ def grouped_dgrad(
 def _dgrad(d_out_PM: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor, precision: ProductPrecision) -> Tensor:
     d_out = _row_factors(d_out_PM, tokens_per_expert_L, "grad_output", "dgrad", precision)
     weight = _weight_factors(weight_LMN, "dgrad", precision)
-    return _with_tail([d_mM @ w_MN for d_mM, w_MN in zip(d_out, weight, strict=True)], d_out_PM)
+    return _with_tail([product(d_mM, w_MN) for d_mM, w_MN in zip(d_out, weight, strict=True)], d_out_PM)
 
 
 def grouped_wgrad(
@@ -207,7 +207,7 @@ def _wgrad(
     rows = _row_factors(rows_PN, tokens_per_expert_L, "input", "wgrad", precision)
     gradients = []
     for e, (d_mM, x_mN) in enumerate(zip(d_out, rows, strict=True)):
-        product_MN = d_mM.T @ x_mN
+        product_MN = product(d_mM.T, x_mN)
         if accumulate_into is None:
             gradients.append(round_to(product_MN, rows_PN.dtype))
         elif len(x_mN) == 0:
@@ -258,7 +258,8 @@ def _fprop(
     precision: ProductPrecision,
 ) -> Tensor:
     rows = _row_factors(rows_PN, tokens_per_expert_L, "input", "fprop", precision)
-    products = [x_mN @ w_MN.T for x_mN, w_MN in zip(rows, _weight_factors(weight_LMN, "fprop", precision), strict=True)]
+    weight = _weight_factors(weight_LMN, "fprop", precision)
+    products = [product(x_mN, w_MN.T) for x_mN, w_MN in zip(rows, weight, strict=True)]
     if bias_LM is not None:
         products = [y_mM + round_to(b_M, y_mM.dtype) for y_mM, b_M in zip(products, bias_LM, strict=True)]
     return _with_tail(products, rows_PN)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ref.config import check_gate, check_jitter
-from moe_ref.rounding import round_to
+from moe_ref.rounding import product, round_to
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -19,14 +19,14 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        logits = round_to(x, dtype) @ round_to(weight, dtype).T
+        logits = product(round_to(x, dtype), round_to(weight, dtype).T)
         return logits if bias is None else logits + round_to(bias, dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor):
         x, weight, bias = ctx.saved_tensors
-        dx = round_to(g @ round_to(weight, g.dtype), x.dtype)
-        dweight = round_to(g.T @ round_to(x, g.dtype), weight.dtype)
+        dx = round_to(product(g, round_to(weight, g.dtype)), x.dtype)
+        dweight = round_to(product(g.T, round_to(x, g.dtype)), weight.dtype)
         return dx, dweight, None if bias is None else round_to(g.sum(0), bias.dtype), None
 
 

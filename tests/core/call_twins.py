@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from conformance.core import autocast_defects as autocast
 from conformance.core import call_defects as calls
 from tests.core.law_twins import ACTIVATION, CHUNKS, DGRAD, GLU, LINEAR, SPREAD_TOPK, UNPERMUTE, Z
 
@@ -14,6 +15,7 @@ def itself(original, rows, sizes, order, **settings):
 
 
 STILL = replace(CHUNKS, order=(0, 1, 2))
+NARROW_GLU = replace(GLU, dtype="float16", probs="", grads="h")
 FORWARD_GLU = replace(GLU, grads="")
 CALL_TWINS = [  # law, case, function that makes the wrapper
     ("interleaved", LINEAR, calls.backward_of_the_last_forward),
@@ -31,5 +33,10 @@ CALL_TWINS = [  # law, case, function that makes the wrapper
     ("double_backward", GLU, lambda: calls.drops_the_second_derivative),
     ("double_backward", replace(Z, grads="logits"), lambda: calls.refuses_only_where_a_cotangent_requires_grad),
     ("double_backward", GLU, lambda: calls.refuses_only_where_a_cotangent_requires_grad),
+    ("autocast", NARROW_GLU, lambda: autocast.backward_in_bfloat16),
+    ("autocast", NARROW_GLU, lambda: autocast.inputs_in_bfloat16),
+    ("autocast", NARROW_GLU, autocast.first_of_a_shape),
+    ("autocast", replace(SPREAD_TOPK, dtype="bfloat16"), lambda: autocast.widened),
+    ("autocast", replace(DGRAD, dtype="float64"), lambda: autocast.inputs_in_bfloat16),
     ("handle_again", UNPERMUTE, calls.right_once_per_handle),
 ]

@@ -10,7 +10,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core import call_defects as calls
 from conformance.engine.run.blame import blamed
 from tests.common.suite import outcome_of, wrapped
-from tests.core.call_twins import CALL_TWINS, FORWARD_GLU, STILL, itself
+from tests.core.call_twins import CALL_TWINS, FORWARD_GLU, NARROW_GLU, STILL, itself
 from tests.core.law_twins import FORWARD, GLU, JITTER, LINEAR
 
 EVERY_CALL = [  # check, case, wrapper
@@ -95,3 +95,12 @@ def test_a_failure_of_two_calls_is_put_down_to_the_one_that_is_wrong_by_itself()
     other, alone = blamed(case, outcome_of(case, implementation), lambda case: outcome_of(case, implementation))
     assert (other.law, alone.status, alone.finding["check"]) == ("", "FAIL", "bound"), alone
     assert outcome_of(replace(GLU, law=""), implementation).status == "PASS"
+
+
+def test_a_call_that_refuses_autocast_is_accepted():
+    def refuses(original, h, **settings):
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("expected float32, found float16")
+        return original(h, **settings)
+
+    assert outcome_of(replace(NARROW_GLU, law="autocast"), wrapped("glu", refuses)).status == "PASS"

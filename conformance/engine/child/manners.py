@@ -2,9 +2,13 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+from conformance.core.autocast import autocast_dtype
+from conformance.core.contract import Problem
 
 Outputs = dict[str, Any]
 
@@ -33,4 +37,10 @@ MANNERS: dict[str, Callable[[Callable[[], Outputs]], Outputs]] = {
     "inference": _in_inference_mode,
     "accumulated": lambda call: call(),  # gradients of views, added to a `.grad`: see `Runner`
     "twice": lambda call: call(),  # second derivatives only: see `Runner`
+    "autocast": lambda call: call(),  # the forward in a context of its own: see `around_forward`
 }
+
+
+def around_forward(manner: str, problem: Problem, device: str) -> AbstractContextManager[Any]:
+    """The context in which the forward is called, and the backward is not."""
+    return torch.autocast(device, dtype=autocast_dtype(problem)) if manner == "autocast" else nullcontext()

@@ -17,7 +17,7 @@ from conformance.core.tensors import laid_out
 from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.aliases import alias
 from conformance.engine.child.kept import alive_bytes, allocated_bytes
-from conformance.engine.child.manners import MANNERS, Outputs
+from conformance.engine.child.manners import MANNERS, Outputs, around_forward
 from conformance.engine.child.poison import Poison
 from conformance.engine.child.results import Unreadable, is_changed, read
 from conformance.interface import Implementation, ModeChanged, named_outputs
@@ -293,7 +293,8 @@ class Runner:
     def _call(self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None, manner: str = "") -> Outputs:
         """The outputs, and the gradients of the wanted inputs; or their second derivatives."""
         if manner != "accumulated":
-            outputs = self._forward(problem, placed, opaque)
+            with around_forward(manner, problem, self.device):
+                outputs = self._forward(problem, placed, opaque)
             if manner == "twice":
                 return self._second_derivatives(problem, placed, outputs)
             return outputs | self.gradients(problem, placed, outputs)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.core import autocast_defects as autocast
 from conformance.core import call_defects as calls
 from conformance.core.defect import Defect, Wrapper, int32_view, with_values
 from conformance.core.gradient_defects import NEGATED, reads_no_pending_minus
@@ -89,6 +90,24 @@ DEFECTS: tuple[Defect, ...] = (
         "a sum over its own result is added twice",
         calls.CALLS,
         {"grouped_wgrad": _adds_twice_to_its_own_result()},
+    ),
+    Defect(
+        "C36",
+        "the backward is in bfloat16 where autocast is entered",
+        autocast.INVITED,
+        {"glu": autocast.backward_in_bfloat16},
+    ),
+    Defect(
+        "C37",
+        "a cast under autocast is kept for later calls of its shape",
+        autocast.INVITED,
+        {"activation": autocast.first_of_a_shape()},
+    ),
+    Defect(
+        "C40",
+        "float64 is cast to bfloat16 where autocast is entered",
+        autocast.INVITED,
+        {"grouped_dgrad": autocast.inputs_in_bfloat16},
     ),
     Defect("C10", "the default dtype is left changed", calls.CALLS, {"grouped_wgrad": calls.leaves_another_dtype}),
 )

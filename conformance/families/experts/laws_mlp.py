@@ -8,6 +8,7 @@ import torch
 
 from conformance.core import row_laws
 from conformance.core import universal_laws as universal
+from conformance.core.autocast import of_products
 from conformance.core.contract import Opaque, Problem
 from conformance.core.double_backward import DOUBLE_BACKWARD
 from conformance.core.law import Law, Trial, algebraic, plain, upside_down
@@ -241,7 +242,7 @@ _ELEMENTWISE = (
     *(experts.NEIGHBOUR_INDEPENDENCE, experts.SCALING, experts.COTANGENT_SCALING, DOUBLE_BACKWARD),
 )
 _PRODUCT = (
-    *(*universal.CALLS, DOUBLE_BACKWARD, experts.BUFFER_REUSE),
+    *(*of_products(*universal.CALLS), DOUBLE_BACKWARD, experts.BUFFER_REUSE),
     *(universal.LATE_PRODUCER, universal.HOST_SYNC, experts.GRAPH_CAPTURE),
 )
 _SEGMENTS = (experts.NEIGHBOUR_INDEPENDENCE, experts.PADDING_INDEPENDENCE, experts.EXPERT_RELABELLING)

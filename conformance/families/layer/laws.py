@@ -1,6 +1,7 @@
 """Laws of the layer: those that every function has, and of the ways to run it that change no value.
 
-Without gradients a router is not trained: results in inference mode differ. Products by a recipe
+Without gradients a router is not trained: results in inference mode differ. Under autocast torch
+rounds factors of a layer's products, which are not of float64. Products by a recipe
 are slow where they are emulated, and have all laws in their own families: here they have one.
 """
 
@@ -10,6 +11,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 
 from conformance.core import universal_laws as universal
+from conformance.core.autocast import AUTOCAST
 from conformance.core.contract import Opaque
 from conformance.core.law import Law, Trial, plain
 from conformance.core.ranks import AtRank
@@ -22,7 +24,7 @@ from conformance.judge import Finding
 
 # what may be kept in their place: some integers per row, expert and tile
 BYTES_OF_A_ROW, ALLOWED = 16, {"cpu": 1024, "cuda": 16 * 512}
-_ELSEWHERE = (universal.HISTORY, universal.DETERMINISM, universal.INFERENCE_MODE)
+_ELSEWHERE = (universal.HISTORY, universal.DETERMINISM, universal.INFERENCE_MODE, AUTOCAST)
 _ALONE = (*(law for law in universal.EVERYWHERE if law not in _ELSEWHERE), universal.GRAPH_CAPTURE)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.core import autocast_defects as autocast
 from conformance.core import call_defects as calls
 from conformance.core.defect import Change, Defect, Wrapper, first_in_32_bits, with_values
 
@@ -272,6 +273,12 @@ DEFECTS: tuple[Defect, ...] = (
         "C16", "the first thread alone has its tables", calls.CALLS, {"unpermute": calls.set_up_by_the_first_thread()}
     ),
     Defect("C17", "the global generator is advanced", calls.CALLS, {"permute": calls.draws_from_the_generator}),
+    Defect(
+        "C39",
+        "rows are cast to bfloat16 where autocast is entered",
+        autocast.INVITED,
+        {"unpermute": autocast.inputs_in_bfloat16},
+    ),
     # strange values, single values, large counts
     Defect("V01", "rows copied through a float32 unit that flushes subnormals", STRANGE, _both(_copied(_flushed))),
     Defect("V02", "one 16-bit pattern is copied as its neighbour", EVERY, _both(_copied(_one_pattern))),

@@ -1,5 +1,6 @@
 """Defects of how calls of the router follow one another."""
 
+from conformance.core import autocast_defects as autocast
 from conformance.core import call_defects as calls
 from conformance.core.defect import Defect
 from conformance.core.gradient_defects import (
@@ -26,6 +27,9 @@ DEFECTS: tuple[Defect, ...] = (
         "without gradients the options are ignored",
         calls.CALLS,
         {"topk_routing": calls.another_path_without_gradients},
+    ),
+    Defect(
+        "C38", "the result is float32 where autocast is entered", autocast.INVITED, {"topk_routing": autocast.widened}
     ),
     Defect("C20", "each third call of a shape is wrong", calls.CALLS, {"gate": calls.wrong_at_the_third_call()}),
     Defect(

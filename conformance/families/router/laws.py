@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from conformance.core import universal_laws as universal
+from conformance.core.autocast import AUTOCAST
 from conformance.core.contract import Problem
 from conformance.core.double_backward import DOUBLE_BACKWARD
 from conformance.core.law import Law, Trial, plain
@@ -180,9 +181,10 @@ EVENLY_SPREAD = Law(
 
 _EVERY = (*universal.EVERYWHERE, *universal.STATIC)
 _CHOICE = (TOKEN_REVERSAL, EXPERT_RELABELLING, BATCH_CONCAT, SHIFT)
+_OF_PRODUCTS = (law for law in universal.EVERYWHERE[2:] if law is not AUTOCAST)  # torch rounds their factors
 GATE = (
     *SHARED_OUT,
-    *of_one_process(*universal.EVERYWHERE[2:], *universal.STATIC, DOUBLE_BACKWARD, TOKEN_REVERSAL, BATCH_CONCAT),
+    *of_one_process(*_OF_PRODUCTS, *universal.STATIC, DOUBLE_BACKWARD, TOKEN_REVERSAL, BATCH_CONCAT),
 )
 JITTER = (*_EVERY, EVENLY_SPREAD)
 TOPK_ROUTING = (*_EVERY, DOUBLE_BACKWARD, *_CHOICE, REPLAY)

@@ -1,0 +1,66 @@
+"""A surrounding `torch.autocast`: a call whose inputs are narrow already has its own results."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from conformance.core.axes import Dtype
+from conformance.core.case import axes_of
+from conformance.core.contract import Problem
+from conformance.core.law import Law, Trial, next_values
+from conformance.judge import Finding
+
+NARROW = {"bfloat16", "float16"}
+
+
+def autocast_dtype(problem: Problem) -> torch.dtype:
+    """The dtype of the autocast around a call: the inputs' 16-bit one; bfloat16 if none has one."""
+    narrow = (x.dtype for x in problem.tensors.values() if x.dtype in (torch.bfloat16, torch.float16))
+    return next(narrow, torch.bfloat16)
+
+
+def _autocast(trial: Trial) -> Finding | None:
+    """The forward under `torch.autocast` of the inputs' dtype, the backward after it, and the same
+    with other values before: right results, or an error.
+
+    Inputs that the caller chooses the dtype of have those 16 bits, or are float64, which autocast
+    leaves as it is.
+    """
+    fixed = {x.name for x in trial.contract.signature.inputs if not x.field}
+    chosen = [x for name, x in trial.problem.tensors.items() if name.partition(".")[0] not in fixed]
+    if {x.dtype for x in chosen if x.is_floating_point()} - {torch.float64, autocast_dtype(trial.problem)}:
+        return None
+    if found := next_values(trial):
+        trial.run(found[1], manner="autocast")
+    return trial.judged("autocast", trial.expected, trial.run(trial.problem, manner="autocast"))
+
+
+def _floats(case: Any) -> set[str]:
+    """The floating-point dtypes that the case names."""
+    named = {getattr(case, name) for name, axis in axes_of(type(case)).items() if isinstance(axis, Dtype)}
+    return {name for name in named if "float" in name}
+
+
+def _narrow(case: Any) -> bool:
+    """Whether all of them are the same 16 bits, or float64."""
+    floats = _floats(case)
+    rounded = floats - {"float64"}
+    return not case.golden and not case.illegal and bool(floats) and len(rounded) < 2 and rounded <= NARROW
+
+
+# on a GPU torch makes float32 of more results: of sums, softmax, exponentials
+AUTOCAST = Law("autocast", _autocast, _narrow, device="cpu", may_raise=True)
+
+
+def of_products(*laws: Law) -> tuple[Law, ...]:
+    """The laws of a function that multiplies matrices. Under autocast torch rounds the factors and
+    the product, so that a sum in float32 of several products is not what it was: float64 alone,
+    without a recipe.
+    """
+
+    def applies(case: Any) -> bool:
+        return _narrow(case) and _floats(case) == {"float64"} and not getattr(case, "scaling", "")
+
+    doubles = replace(AUTOCAST, applies=applies)
+    return tuple(doubles if law is AUTOCAST else law for law in laws)
