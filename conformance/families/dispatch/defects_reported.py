@@ -62,10 +62,12 @@ _PLANTED: tuple[tuple[str, str, dict[str, Wrapper]], ...] = (
     (
         "columns past the last whole block do not travel",
         "DeepEP #413",
-        {
-            "deepep_dispatch": only(_not_whole, _last_part_lost),
-            "deepep_combine": only(_not_whole, _last_part_not_added),
-        },
+        {"deepep_dispatch": only(_not_whole, _last_part_lost)},
+    ),
+    (
+        "columns past the last whole block are not added",
+        "DeepEP #413",
+        {"deepep_combine": only(_not_whole, _last_part_not_added)},
     ),
     (
         "the last scale of a row is overwritten",

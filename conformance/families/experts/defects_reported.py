@@ -40,7 +40,8 @@ def _one_expert_and_a_tail(d_out: Tensor, rows: Tensor, counts: Tensor, **settin
 
 def _one_expert_and_a_tail_by_codes(d_out: Tensor, rows: Tensor, counts: Tensor, **settings: Any) -> bool:
     recipe = settings.get("recipe")
-    whole = recipe is not None and recipe.scaling in ("current", "mxfp8") and settings.get("noise") is None
+    scaling = None if recipe is None else recipe.scaling
+    whole = scaling == "current" or (scaling == "mxfp8" and len(rows) % 32 == 0)
     return len(counts) == 1 and int(counts[0]) < len(rows) and whole
 
 
@@ -57,18 +58,19 @@ def _segments_from_whole_blocks(
     wgrad: Wrapper, right: Tensor, d_out: Tensor, rows: Tensor, counts: Tensor, **settings: Any
 ) -> Tensor:
     """A segment past 64 rows is read from the multiple of 64 before it on."""
-    parts, start = [], 0
+    parts, start, into = [], 0, settings.get("accumulate_into")
     for e, count in enumerate(counts.tolist()):
         first = start // ALIGN * ALIGN
         own = slice(first, first + count)
+        one = settings | {"accumulate_into": None if into is None else into[e : e + 1]}
         moved = count and first not in (0, start)
-        parts.append(wgrad(d_out[own], rows[own], counts[e : e + 1], **settings) if moved else right[e : e + 1])
+        parts.append(wgrad(d_out[own], rows[own], counts[e : e + 1], **one) if moved else right[e : e + 1])
         start += count
     return torch.cat(parts)
 
 
 def _plain_product(*inputs: Any, **settings: Any) -> bool:
-    return settings.get("recipe") is None and settings.get("accumulate_into") is None
+    return settings.get("recipe") is None
 
 
 def _past_half_a_tile(function: Wrapper, right: Tensor, *inputs: Any, **settings: Any) -> Tensor:

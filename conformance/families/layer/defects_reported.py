@@ -101,5 +101,5 @@ _PLANTED: tuple[tuple[str, str, Any, Any], ...] = (
 )
 DEFECTS = tuple(
     Defect(f"RB{number:02}", title, origin, {"moe_layer": only(where(shown), wrong)})
-    for number, (title, origin, shown, wrong) in enumerate(_PLANTED, start=72)
+    for number, (title, origin, shown, wrong) in enumerate(_PLANTED, start=73)
 )

@@ -47,4 +47,4 @@ _PLANTED: tuple[tuple[str, str, dict[str, Wrapper]], ...] = (
         {"shard_parameters": only(_both_parallel, _first_of_all_writes)},
     ),
 )
-DEFECTS = tuple(Defect(f"RB{number:02}", *planted) for number, planted in enumerate(_PLANTED, start=77))
+DEFECTS = tuple(Defect(f"RB{number:02}", *planted) for number, planted in enumerate(_PLANTED, start=78))

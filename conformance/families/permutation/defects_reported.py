@@ -31,7 +31,7 @@ def _excess_from_the_front(permute: Wrapper, right: Any, tokens: Tensor, *rest: 
 
 def _cut(tokens: Tensor, routing_map: Tensor, **settings: Any) -> bool:
     room = settings.get("num_rows")
-    return bool(room) and int((routing_map != 0).sum()) > room and tokens.element_size() > 1
+    return room is not None and 0 < room < int((routing_map != 0).sum()) and tokens.element_size() > 1
 
 
 def _first_prob_from_the_tail(
