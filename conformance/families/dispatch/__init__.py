@@ -7,6 +7,7 @@ from conformance.families.dispatch import (
     defects_combined,
     defects_kernels,
     defects_orders,
+    defects_reported,
     defects_wire,
     golden,
     illegal,
@@ -49,5 +50,6 @@ FAMILY = Family(
         *(*defects.DEFECTS, *defects_wire.DEFECTS, *defects_calls.DEFECTS, *defects_orders.DEFECTS),
         *defects_kernels.DEFECTS,
         *defects_combined.DEFECTS,
+        *defects_reported.DEFECTS,
     ),
 )

@@ -187,7 +187,7 @@ def shapes(scope: Scope) -> list[Any]:
         packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
         found.append(few | {"counts": (5, 4)[:ranks]} | packed)
         codes_: Changes = few | {"counts": (5, 4)[:ranks], "hidden": 5}
-        found += [codes_ | {"scale_dtype": dtype, "scales": 3} for dtype in SCALE_DTYPES]
+        found += [codes_ | {"scale_dtype": dtype, "scales": 5} for dtype in SCALE_DTYPES]  # a word of four, and one
     if dispatcher_of(scope) == "deepep_low_latency" and "fp8" in scope.live and not scope.signature.producer:
         found += [AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": name} for name in ("fp8", "powers")]
         found.append(AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": "fp8", "values": "reciprocals"})

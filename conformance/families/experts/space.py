@@ -15,7 +15,7 @@ from conformance.families.experts.cases import PROB_DTYPES as PROB_DTYPES
 from conformance.families.experts.precision import LOW_VALUES, fits, may_override
 from conformance.families.experts.space_long import long_products
 from conformance.families.experts.space_ratios import ratio_cases
-from conformance.families.experts.space_recipes import CONTIGUOUS, LEAST, by_recipe
+from conformance.families.experts.space_recipes import ALONE, CONTIGUOUS, LEAST, by_recipe
 from conformance.families.experts.space_tiles import tiles_of_products
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from moe_ref.config.quantization import OVERRIDES
@@ -210,7 +210,8 @@ def large(scope: Scope) -> list[Any]:
     long += [*tiles_of_products(scope), *long_products(scope)]
     rows = (32, 33) if scope.function == "grouped_wgrad" else (2, 3)  # there the rows cancel
     long.append(CANCELLING | {"experts": 2, "counts": rows, "tokens": sum(rows), "into": ""})
-    return [ragged, many, *long, *ratio_cases(scope), *filter(scope.fits, [scope.case(LEAST)])]
+    low = filter(scope.fits, [scope.case(one) for one in (LEAST, *(one | {"experts": 1} for one in ALONE))])
+    return [ragged, many, *long, *ratio_cases(scope), *low]
 
 
 def large_projections(scope: Scope) -> list[Changes]:

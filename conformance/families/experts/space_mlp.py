@@ -265,10 +265,34 @@ APART: Changes = OVERFLOWING | {"experts": 5, "counts": (4, 1, 4, 1, 2)}
 BARE: Changes = APART | {"probs": "", "bias1": "", "bias2": ""}
 
 
-def _ragged(scope: Scope) -> list[Changes]:
-    """One above a power of two: the last block is nearly empty; stages that overflow."""
+# options of all stages at once; the gates' and the rows' are those that an activation has
+OPTIONS: Changes = {"clamp": 6, "offset": -4, "alpha": 250, "interleave": 1, "values": "rows"}
+OPTIONS |= {"probs": "float32", "weights": "signed", "bias1": "float32", "bias2": "float32", "dtype": "bfloat16"}
+# a kernel of one expert may take the buffer for its rows
+ALONE: Changes = {"scaling": "mxfp8", "variant": 1, "kind": "squared_relu", "experts": 1, "counts": (1,), "tail": 32}
+ALONE |= {"tokens": 1, "hidden": 1, "width": 1, "dtype": "bfloat16"}
+
+
+def _beside_options(scope: Scope) -> list[Any]:
+    """No recipe, and each, beside the options of all stages; probs on the input or not, in turn."""
+    found: list[Any] = []
+    for index, scaling in enumerate(("", *RECIPES)):
+        hidden, width = LOW_SIZES.get(scaling, (6, 8))
+        rows, on_input = LOW_ROWS.get(scaling, 1), index % 2 == 0
+        sizes: Changes = {"hidden": hidden, "width": width, "tokens": 3 * rows}
+        split: Changes = {"experts": 2, "counts": (2 * rows, rows), "tail": 3, "on_input": on_input}
+        recipe: Changes = {"scaling": scaling, "variant": 1} if scaling else {}
+        fields = OPTIONS | recipe | sizes | split
+        if scope.fits(scope.case(recipe)):
+            found.append(scope.fullest(fields))
+    return found
+
+
+def _ragged(scope: Scope) -> list[Any]:
+    """One above a power of two: the last block is nearly empty; stages that overflow; options."""
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
-    return [ragged, BARE, *(APART | {"kind": kind} for kind in ("", "squared_relu")), *long_layers(scope)]
+    apart = [APART | {"kind": kind} for kind in ("", "squared_relu")]
+    return [ragged, BARE, *apart, *long_layers(scope), *_beside_options(scope)]
 
 
 def _large(scope: Scope) -> list[Any]:
@@ -285,10 +309,11 @@ def _large(scope: Scope) -> list[Any]:
     alone, both = (later | {"grads": grads} for grads in ("fc2_weight", "fc1_weight+fc2_weight"))
     waits = [scope.mended(scope.case(one)).changed(law="delayed") for one in (alone, both)]
     large = [many, *([again] if delayed else []), long | {"dtype": "bfloat16"}]
-    return [*_ragged(scope), *large, *waits, *tiles_of_layers(scope)]
+    single = [scope.fullest(ALONE)] if scope.fits(scope.case(ALONE)) else []
+    return [*_ragged(scope), *large, *waits, *single, *tiles_of_layers(scope)]
 
 
-def _large_shared(scope: Scope) -> list[Changes]:
+def _large_shared(scope: Scope) -> list[Any]:
     gpu = scope.space.device == "cuda"
     long = {"tokens": 70 if gpu else 5, "hidden": 2880 if gpu else 257, "width": 264 if gpu else 65}
     over_ranks = {"counts": (2, 0, 3, 1), "tokens": 6, "hidden": 3, "width": 2, "seed": 1}
@@ -297,6 +322,7 @@ def _large_shared(scope: Scope) -> list[Changes]:
         *(OVERFLOWING | {"gate": gate, "kind": kind} for gate, kind in ((False, ""), (True, "squared_relu"))),
         long | {"dtype": "bfloat16"},
         *long_layers(scope),
+        *_beside_options(scope),
         *tiles_of_layers(scope),
         *([over_ranks] if scope.space.most_ranks >= 4 else []),
     ]

@@ -37,6 +37,11 @@ LAWFUL = 3
 # experts of one row, some below the least amax of the recipe
 LEAST: Changes = {"scaling": "current", "variant": 2, "values": "rows", "dtype": "bfloat16"}
 LEAST |= {"tokens": 9, "experts": 9, "counts": (1,) * 9, "hidden": 20, "width": 20}
+# one expert has all rows but some: a kernel of one group may take the buffer for its rows
+ALONE: tuple[Changes, ...] = (
+    {"scaling": "current", "variant": 1, "tokens": 8, "counts": (8,), "tail": 5, "hidden": 9, "width": 7},
+    {"scaling": "mxfp8", "variant": 1, "tokens": 1, "counts": (1,), "tail": 32, "hidden": 1, "width": 1},
+)
 SCOPED: Changes = {"scaling": "nvfp4", "variant": 7, "values": "rows"}  # operands with other bounds of their scales
 SCOPED |= {"tokens": 1, "experts": 1, "counts": (), "hidden": 1, "width": 1}
 OVERRIDDEN: list[dict[str, Any]] = [  # recipes whose columnwise codes differ, or need a dtype and noise

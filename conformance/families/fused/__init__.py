@@ -5,6 +5,7 @@ from conformance.families.fused import (
     defects,
     defects_combined,
     defects_kernels,
+    defects_reported,
     golden,
     golden_activate,
     illegal,
@@ -30,5 +31,5 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws, laws_activate),
     space=by_function(space, space_activate),
-    defects=defects.DEFECTS + defects_kernels.DEFECTS + defects_combined.DEFECTS,
+    defects=defects.DEFECTS + defects_kernels.DEFECTS + defects_combined.DEFECTS + defects_reported.DEFECTS,
 )

@@ -16,7 +16,7 @@ GLU = ("glu_and_quantize", "glu_backward_and_quantize")
 ACTIVATION = ("activation_and_quantize", "activation_backward_and_quantize")
 
 
-def _beside(where: Any, columnwise: bool | None, change: Any, *names: str) -> dict[str, Wrapper]:
+def beside(where: Any, columnwise: bool | None, change: Any, *names: str) -> dict[str, Wrapper]:
     """Readers of a direction read what the function makes of change(inputs, settings)."""
 
     def planted(base: Wrapper, *inputs: Any, **settings: Any) -> Any:
@@ -125,17 +125,17 @@ _PLANTED: tuple[tuple[str, str, dict[str, Wrapper]], ...] = (
     (
         "columns are of halves, whatever is interleaved",
         SEVERAL,
-        _beside(_interleaved_columns, True, _without("interleave"), *GLU),
+        beside(_interleaved_columns, True, _without("interleave"), *GLU),
     ),
     (
         "rows past the groups enter the last amax",
         SEVERAL,
-        _beside(_current_with_tail, None, _tail_in_the_amax, GLU[0], ACTIVATION[0]),
+        beside(_current_with_tail, None, _tail_in_the_amax, GLU[0], ACTIVATION[0]),
     ),
     (
         "columns alone are not rounded first",
         SEVERAL,
-        _beside(_rounds_with_columns_only, None, _with(round_before_quantize=False), *ACTIVATION),
+        beside(_rounds_with_columns_only, None, _with(round_before_quantize=False), *ACTIVATION),
     ),
     (
         "rows past the groups have a gradient of probs",
@@ -165,9 +165,9 @@ _PLANTED: tuple[tuple[str, str, dict[str, Wrapper]], ...] = (
     (
         "the role is the input's",
         SEVERAL,
-        _beside(lambda *x, **s: s.get("role") == "grad_output", None, _with(role="input"), "permute_and_quantize"),
+        beside(lambda *x, **s: s.get("role") == "grad_output", None, _with(role="input"), "permute_and_quantize"),
     ),
-    ("with a clamp the gradient has no offset", SEVERAL, _beside(_clamped_gradients, None, _with(offset=0.0), GLU[1])),
+    ("with a clamp the gradient has no offset", SEVERAL, beside(_clamped_gradients, None, _with(offset=0.0), GLU[1])),
     ("fillers are not counted", STATES, {"permute_and_quantize": only(_capacity_current, _fillers_have_no_amax)}),
     ("probs are taken for contiguous", SEVERAL, dict.fromkeys(GLU + ACTIVATION, reads_flat("probs"))),
     ("splits are taken for contiguous", SEVERAL, dict.fromkeys(GLU + ACTIVATION, reads_flat("splits"))),

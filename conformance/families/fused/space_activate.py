@@ -72,6 +72,9 @@ def always(scope: Scope) -> list[Changes]:
         block | {"tokens": 130, "width": 130, "values": "rows"},
         both | {"scaling": "mxfp8", "tokens": 2, "width": 8, "values": "rows"},
     ]
+    # a history of values that are rounded first
+    remembered = {"scaling": "delayed", "dtype": "bfloat16", "rounded": True, "tokens": 4, "width": 6}
+    found += [remembered | {"values": "rows"}] if accepted(scope, remembered) else []
     if scope.accepts("splits"):
         counts = {"tokens": 133, "experts": 5, "counts": (0, 130, 1, 0, 2), "tail": 3}
         found += [block | counts | {"width": 6}]

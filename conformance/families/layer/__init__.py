@@ -1,7 +1,16 @@
 """The layer: all stages together."""
 
 from conformance.core.family import Family, by_function
-from conformance.families.layer import defects, defects_combined, defects_options, golden, illegal, laws, space
+from conformance.families.layer import (
+    defects,
+    defects_combined,
+    defects_options,
+    defects_reported,
+    golden,
+    illegal,
+    laws,
+    space,
+)
 from conformance.families.layer.layer import MoeLayer
 
 FAMILY = Family(
@@ -10,5 +19,5 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws),
     space=by_function(space),
-    defects=(*defects.DEFECTS, *defects_options.DEFECTS, *defects_combined.DEFECTS),
+    defects=(*defects.DEFECTS, *defects_options.DEFECTS, *defects_combined.DEFECTS, *defects_reported.DEFECTS),
 )

@@ -17,11 +17,11 @@ OWNER = "a mistake about whose memory it is"
 STATE = "a mistake that a module's state invites"
 
 
-def _where(condition: Any) -> Any:
+def where(condition: Any) -> Any:
     return lambda x, p, config, **settings: bool(condition(p, config, settings))
 
 
-def _planted(**wrong: Stage) -> Any:
+def planted_stages(**wrong: Stage) -> Any:
     """The layer with wrong stages."""
 
     def run(layer: Wrapper, right: Any, *arguments: Any, **settings: Any) -> Any:
@@ -72,7 +72,7 @@ def _gate_of_the_jittered(
     def shared(stage: Stage, own: Tensor, *rest: Any, **options: Any) -> Any:
         return stage(own * (1 - eps + 2 * eps * noise), *rest, **options)
 
-    return _planted(shared_experts=shared)(layer, right, x, p, config, **settings)
+    return planted_stages(shared_experts=shared)(layer, right, x, p, config, **settings)
 
 
 def _double_router_is_single(gate: Stage, x: Tensor, weight: Tensor, **settings: Any) -> Any:
@@ -166,19 +166,19 @@ _MORE: tuple[tuple[str, str, Any, Any], ...] = (
         "probs on the input weight the second bias",
         SEVERAL,
         lambda p, c, s: c.probs_on_input and p.fc2_bias is not None,
-        _planted(grouped_mlp=_bias_weighted_on_input),
+        planted_stages(grouped_mlp=_bias_weighted_on_input),
     ),
     (
         "a frozen router gives x no gradient",
         SEVERAL,
         lambda p, c, s: not p.router_weight.requires_grad,
-        _planted(gate=_detached_if_the_router_is_frozen),
+        planted_stages(gate=_detached_if_the_router_is_frozen),
     ),
     (
         "shared experts take x for contiguous",
         SEVERAL,
         lambda p, c, s: p.shared_fc1_weight is not None,
-        _planted(shared_experts=_shared_reads_flat),
+        planted_stages(shared_experts=_shared_reads_flat),
     ),
     (
         "shared experts see the jittered input",
@@ -190,7 +190,7 @@ _MORE: tuple[tuple[str, str, Any, Any], ...] = (
         "a float64 router gives float32",
         SEVERAL,
         lambda p, c, s: c.router_dtype == "fp64",
-        _planted(gate=_double_router_is_single),
+        planted_stages(gate=_double_router_is_single),
     ),
     (
         "an evaluation clears the counters",
@@ -203,13 +203,13 @@ _MORE: tuple[tuple[str, str, Any, Any], ...] = (
         "probs have no gradient where rows are made again",
         SEVERAL,
         lambda p, c, s: s.get("recompute"),
-        _planted(grouped_mlp=_no_probs_gradient_with_rows_again),
+        planted_stages(grouped_mlp=_no_probs_gradient_with_rows_again),
     ),
     (
         "under a mask the z-loss is of all tokens",
         SEVERAL,
         lambda p, c, s: s.get("padding_mask") is not None,
-        _planted(route=_expert_losses_once_per_rank),
+        planted_stages(route=_expert_losses_once_per_rank),
     ),
     ("the way down has half its gradient", SEVERAL, lambda p, c, s: p.latent_down is not None, _latent_gradient_halved),
     (
@@ -252,7 +252,7 @@ _MORE: tuple[tuple[str, str, Any, Any], ...] = (
         "a first bias alone is forgotten",
         SEVERAL,
         lambda p, c, s: p.fc1_bias is not None and p.fc2_bias is None,
-        _planted(grouped_mlp=_without("fc1_bias")),
+        planted_stages(grouped_mlp=_without("fc1_bias")),
     ),
     (
         "two options of the router: groups without the bias",
@@ -266,7 +266,7 @@ _ALWAYS: tuple[tuple[str, str, Wrapper], ...] = (
     ("weights are kept by their address", OWNER, _weights_kept("fc1_weight", "fc2_weight")),
     ("x is changed in place", OWNER, _input_normalised_in_place),
 )
-_PLANTED = tuple((title, origin, only(_where(where), wrong)) for title, origin, where, wrong in _MORE) + _ALWAYS
+_PLANTED = tuple((title, origin, only(where(shown), wrong)) for title, origin, shown, wrong in _MORE) + _ALWAYS
 DEFECTS = tuple(
     Defect(f"AE{number:03}", title, origin, {"moe_layer": wrapper})
     for number, (title, origin, wrapper) in enumerate(_PLANTED, start=176)

@@ -114,6 +114,8 @@ WORLDS: tuple[Changes, ...] = (
         "dtype": "bfloat16",
         "capacity": 3,
         "router_dtype": "fp32",
+        "shared": 2,
+        "scaling": 20,
     },
     {"counts": (3, 4), "experts": 4, "dispatcher": "hybridep", "capacity": 3, "pad": True, "bias": True, "programs": 3},
     {"counts": (5,), "experts": 3, "dispatcher": "deepep", "budget": 7},

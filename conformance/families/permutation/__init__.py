@@ -6,6 +6,7 @@ from conformance.families.permutation import (
     defects_combined,
     defects_edges,
     defects_kernels,
+    defects_reported,
     golden,
     illegal,
     laws,
@@ -21,5 +22,9 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws),
     space=by_function(space),
-    defects=defects.DEFECTS + defects_edges.DEFECTS + defects_kernels.DEFECTS + defects_combined.DEFECTS,
+    defects=defects.DEFECTS
+    + defects_edges.DEFECTS
+    + defects_kernels.DEFECTS
+    + defects_combined.DEFECTS
+    + defects_reported.DEFECTS,
 )

@@ -7,6 +7,7 @@ from conformance.families.quantization import (
     defects_edges,
     defects_inputs,
     defects_kernels,
+    defects_reported,
     golden,
     illegal,
     laws,
@@ -26,5 +27,6 @@ FAMILY = Family(
     + defects_inputs.DEFECTS
     + defects_edges.DEFECTS
     + defects_kernels.DEFECTS
-    + defects_combined.DEFECTS,
+    + defects_combined.DEFECTS
+    + defects_reported.DEFECTS,
 )

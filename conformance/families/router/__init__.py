@@ -12,6 +12,7 @@ from conformance.families.router import (
     defects_kernels,
     defects_plans,
     defects_ranks,
+    defects_reported,
     defects_state,
     defects_steps,
     golden,
@@ -55,5 +56,6 @@ FAMILY = Family(
         *defects_plans.DEFECTS,
         *defects_kernels.DEFECTS,
         *defects_combined.DEFECTS,
+        *defects_reported.DEFECTS,
     ),
 )

@@ -9,6 +9,11 @@ SMALL: Changes = {"tokens": 6, "experts": 5, "topk": 2}
 # a scaling factor that bfloat16 rounds by half a unit in its last place
 FINE_FACTOR: Changes = {"tokens": 5, "experts": 8, "topk": 3, "score": "sigmoid", "scaling": 257, "dtype": "bfloat16"}
 FINE_FACTORS = (FINE_FACTOR, FINE_FACTOR | {"groups": 2, "group_topk": 1})
+# a bias too fine for bfloat16, in groups too; groups of three, with keys below 0
+FINE_BIAS: Changes = {"tokens": 3, "experts": 64, "topk": 8, "spread": "equal", "score": "sigmoid", "bias": "fine"}
+FINE_BIAS |= {"dtype": "bfloat16"}
+BELOW_ZERO: Changes = {"tokens": 5, "experts": 12, "topk": 6, "score": "sigmoid", "bias": "large"}
+BIASED_GROUPS = (FINE_BIAS | {"groups": 4, "group_topk": 2}, BELOW_ZERO | {"groups": 4, "group_topk": 2})
 # keys that float32 cannot tell apart
 FINE_KEYS: Changes = {"tokens": 30, "experts": 3, "topk": 2, "capacity": 3, "dtype": "float64", "values": "fine"}
 # scores whose float32 sum is wrong; a mean length above 1, and no whole number
