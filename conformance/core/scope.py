@@ -7,6 +7,7 @@ import random
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -138,11 +139,22 @@ class Scope:
         return self.mended(case.changed(**changes))
 
     def alike(self, case: Any, other: Any) -> bool:
-        """Whether both cases run the same compiled kernels."""
+        """Whether both cases run the same compiled kernels.
+
+        Strides are products of sizes, so these have a class too: 6·8 is a multiple of 16, 5·8 is
+        not.
+        """
         axes = axes_of(type(case)).values()
-        return case.layout_of == other.layout_of and all(
-            axis.alike(getattr(case, axis.name), getattr(other, axis.name)) for axis in axes
+        return (
+            case.layout_of == other.layout_of
+            and all(axis.alike(getattr(case, axis.name), getattr(other, axis.name)) for axis in axes)
+            and self._strides(case) == self._strides(other)
         )
+
+    def _strides(self, case: Any) -> list[bool]:
+        """For each two sizes, whether their product, and twice it, is a multiple of 16."""
+        sizes = [getattr(case, axis.name) for axis in self.axes if isinstance(axis, Size)]
+        return [a * b % divisor == 0 for a, b in combinations(sizes, 2) for divisor in (8, 16)]
 
     def varied(self, case: Any, count: int, seed: int) -> list[Any]:
         """The case, and up to `count` - 1 others with its kernels: other data, sizes, laws.

@@ -3,6 +3,9 @@
 Over columns, features and rows of an expert. Lengths are a multiple of a step of 64, one more than
 a step of 128, and between two. One dtype may have a kernel of its own, and one recipe too; so
 bfloat16, of which other shapes are longer, is not enough.
+
+On a GPU these cases compile few kernels of their own: they have few optional inputs, and no size of
+1, for which a kernel is specialised.
 """
 
 from typing import Any
@@ -14,6 +17,8 @@ from conformance.families.quantization.cases import RECIPES, UNIT
 LENGTHS = {"float32": 192, "float16": 129, "float64": 130, "bfloat16": 191}  # by dtype
 LENGTH = 130  # by a recipe, at least; rounded up to its unit
 MORE = 192  # longer on a GPU, where a kernel has several steps under way at once
+FEW = 3  # rows, or columns, of a size that is not long
+BARE: Changes = {"probs": "", "bias1": "", "bias2": ""}
 BOTH = "current"  # the recipe of which both layers are long
 CONTRACTED = {"grouped_dgrad": ("width",), "grouped_wgrad": ("tokens",)}  # of other products every size
 HIGH = ("float32", "float16", "float64")
@@ -42,16 +47,28 @@ def _forms(scope: Scope) -> list[tuple[Changes, int]]:
     return [(fields, length) for fields, length in forms if scope.fits(scope.case(fields))]
 
 
+def _few(scope: Scope, fields: Changes) -> int:
+    """A size that is not long, in units."""
+    return 1 if "scaling" in fields and scope.space.device != "cuda" else FEW
+
+
+def _options(scope: Scope, fields: Changes) -> Changes:
+    """On a GPU the options whose kernels other cases have: few, and by a recipe none."""
+    if scope.space.device != "cuda":
+        return {}
+    return BARE | ({"bias": "", "gate": False} if "scaling" in fields else {})
+
+
 def long_products(scope: Scope) -> list[Any]:
     """Of a product and its two gradients, without a law; by a recipe those of the columns alone."""
     sides = CONTRACTED.get(scope.function, ("tokens", "hidden", "width"))
     found: list[Any] = []
     for fields, length in _forms(scope):
         long = ("hidden", "width") if "scaling" in fields and len(sides) > 1 else sides
-        few = 1 if "scaling" in fields else 3
+        few = _few(scope, fields)
         sizes = {name: length if name in long else few for name in ("tokens", "hidden", "width")}
         rows: Changes = {"tokens": length + 1, "experts": 2, "counts": (length, 1)} if "tokens" in long else {}
-        found.append(scope.fullest(sizes | rows | fields))
+        found.append(scope.fullest(sizes | rows | _options(scope, fields) | fields))
     return found
 
 
@@ -61,6 +78,7 @@ def long_layers(scope: Scope) -> list[Any]:
     for fields, length in _forms(scope):
         low = "scaling" in fields
         both = not low or fields["scaling"] == BOTH
-        sizes = {"tokens": 1 if low else 3, "hidden": length, "width": length if both else 1}
-        found.append(scope.fullest(sizes | fields))
+        few = _few(scope, fields)
+        sizes = {"tokens": few, "hidden": length, "width": length if both else few}
+        found.append(scope.fullest(sizes | _options(scope, fields) | fields))
     return found

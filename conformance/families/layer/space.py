@@ -197,8 +197,10 @@ def always(scope: Scope) -> list[Any]:
         SIZES | {"budget": 9, "rerun": True, "dtype": "bfloat16", "losses": ""},
     ]
     many: Changes = {"tokens": 520, "hidden": 64, "width": 48, "experts": 4, "topk": 2, "dtype": "bfloat16"}
+    many |= {"latent": 0, "shared": 48}  # all of them of whole lines
     tiles = [many, *scope.lawful([scope.mended(scope.case(many))])] if gpu else []  # rows of whole lines
-    grads, wide = "x+fc1_weight+fc2_weight", 256 if gpu else 64  # bytes of rows beside those of integers
+    # bytes of rows beside those of integers; on a GPU a width of the other cases' kernels
+    grads, wide = "x+fc1_weight+fc2_weight", 250 if gpu else 64
     less: Changes = SIZES | {"tokens": 256 if gpu else 40, "hidden": wide, "width": wide, "grads": grads, "law": "kept"}
     forms: tuple[Changes, ...] = ({}, {"seed": 1, "recipe": "current"}, {"seed": 2, "dtype": "bfloat16"})
     kept = [scope.case(less | form) for form in forms]
