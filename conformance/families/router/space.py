@@ -13,9 +13,6 @@ from conformance.core.shared_out import worlds
 from conformance.families.router.cases import COUNTED, MORE_SPREADS, SCORES, SPREADS, LogitsCase
 from conformance.families.router.cases_route import EVALUATED, KINDS
 from conformance.families.router.space_chosen import (
-    BIASED_GROUPS,
-    FINE_BIAS,
-    FINE_FACTORS,
     FINE_KEYS,
     FINE_SCALE,
     FINE_SCORES,
@@ -24,6 +21,7 @@ from conformance.families.router.space_chosen import (
     SLOW_PLANS,
     many_factors,
     of_a_model,
+    of_options,
     routed,
     strange,
 )
@@ -146,13 +144,7 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
         {"tokens": 65, "experts": 4, "topk": 2, "spread": "ties", "seed": 3},
         {"tokens": 5, "experts": 8, "topk": 6, "spread": "minus_inf"},  # fewer finite logits than slots
     ]
-    if scope.accepts("scaling_factor"):
-        fields += FINE_FACTORS
-    grouped = scope.accepts("num_groups") and scope.accepts("group_topk")
-    if grouped:
-        fields.append({"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5})
-    if scope.accepts("expert_bias"):
-        fields += [FINE_BIAS, *(BIASED_GROUPS if grouped else ())]
+    fields += of_options(scope)
     base = scope.fullest(FAR_CHOICE | {"tokens": 3, "dtype": "bfloat16", "precomputed": False})
     far = (("logits", "wide_rows"), ("logits", "wide_columns"), ("expert_bias", "wide_rows"))
     placed = (replace(base, layout=layout, layout_of=name) for name, layout in far)

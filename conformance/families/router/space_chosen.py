@@ -14,6 +14,7 @@ FINE_BIAS: Changes = {"tokens": 3, "experts": 64, "topk": 8, "spread": "equal", 
 FINE_BIAS |= {"dtype": "bfloat16"}
 BELOW_ZERO: Changes = {"tokens": 5, "experts": 12, "topk": 6, "score": "sigmoid", "bias": "large"}
 BIASED_GROUPS = (FINE_BIAS | {"groups": 4, "group_topk": 2}, BELOW_ZERO | {"groups": 4, "group_topk": 2})
+MANY_GROUPS: Changes = {"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}
 # keys that float32 cannot tell apart
 FINE_KEYS: Changes = {"tokens": 30, "experts": 3, "topk": 2, "capacity": 3, "dtype": "float64", "values": "fine"}
 # scores whose float32 sum is wrong; a mean length above 1, and no whole number
@@ -35,6 +36,15 @@ PLANNED: tuple[Changes, ...] = (
     {"tokens": 8, "experts": 8, "topk": 3, "sinkhorn": True, "losses": "z", "dtype": "bfloat16"}
     | {"bias": True, "scaling": 20, "groups": 4, "group_topk": 2, "steps": "train+nograd+finish+train"},
 )
+
+
+def of_options(scope: Scope) -> list[Changes]:
+    """Of a scaling factor, of groups and of a bias, where the choice has them."""
+    grouped = scope.accepts("num_groups") and scope.accepts("group_topk")
+    fields = [*FINE_FACTORS] if scope.accepts("scaling_factor") else []
+    fields += [MANY_GROUPS] if grouped else []
+    fields += [FINE_BIAS] if scope.accepts("expert_bias") else []
+    return fields + ([*BIASED_GROUPS] if grouped and scope.accepts("expert_bias") else [])
 
 
 def many_factors(scope: Scope) -> list[GateCase]:
