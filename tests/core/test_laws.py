@@ -8,6 +8,9 @@ import torch
 
 import moe_ref
 from conformance.catalogue import CONTRACTS
+from conformance.core.autocast import AUTOCAST
+from conformance.core.axes import Dtype
+from conformance.core.case import axes_of
 from conformance.core.shared_out_laws import ONE_PROCESS
 from conformance.engine.child.evaluate import evaluate
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
@@ -263,6 +266,23 @@ CALLS += [replace(case, grads="probs") for case in (TO_MULTIHOT, TO_INDICES)]
 CALLS += [replace(case, grads="logits") for case in (Z, SINKHORN)]
 CALLS += [*OF_PARAMETERS, TRAINED_MLP]
 CALLS += [replace(GATE, grads="x+weight"), replace(ATTACH, grads="x+loss"), replace(LOSS, grads="scores")]
+
+
+def inside_autocast(function):
+    """A case of which the law of autocast is asked: in 16 bits, or of products in float64."""
+    law = CONTRACTS[function].laws.get(AUTOCAST.name)
+    for case, dtype in itertools.product(
+        [case for case in CALLS if case.function == function], ("bfloat16", "float64")
+    ):
+        axes = {name: axis for name, axis in axes_of(type(case)).items() if isinstance(axis, Dtype)}
+        floats = {name: axis for name, axis in axes.items() if "float" in getattr(case, name)}
+        narrow = {name: dtype if dtype in axis.values + axis.also else "" for name, axis in floats.items()}
+        if law and law.applies(replace(case, **narrow)):
+            return [replace(case, **narrow)]
+    return []
+
+
+CALLS += [case for function in ON_A_CPU for case in inside_autocast(function)]
 
 
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: f"{case.function}-{case.id}")

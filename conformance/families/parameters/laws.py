@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from conformance.core import universal_laws as universal
+from conformance.core.autocast import AUTOCAST
 from conformance.core.law import Law, Trial, plain
 from conformance.families.parameters.shards import FIELDS, members_of, parameters_of, settings_of, tensors_of
 from conformance.families.parameters.states import Given, read
@@ -138,11 +139,12 @@ def _copies(trial: Trial) -> Finding | None:
 
 ROUND_TRIP = Law("round_trip", _there_and_back, _in_other_layout)
 _MOVES = universal.CALLS  # results may be views: their inputs are not overwritten
+_STATES = tuple(law for law in _MOVES if law is not AUTOCAST)  # their cases name no dtype
 NORMALIZE_PARAMETERS = (*_MOVES, ROUND_TRIP)
 NORMALIZE_MASTER_PARAMETERS = (*_MOVES, replace(ROUND_TRIP, applies=_one_master))
 CONVERT_EXPERTS = (*_MOVES, Law("round_trip", _between_modules, _one_layout))
 SHARD_PARAMETERS = (*_MOVES, Law("whole_again", _whole_again, plain))
 EXPAND_SHARD = (*_MOVES, Law("reassembled", _reassembled, lambda case: plain(case) and case.grouped))
-SPLIT_EXTRA_STATE = (*_MOVES, Law("round_trip", _split_and_merged, lambda case: plain(case) and case.kept == "whole"))
-MERGE_EXTRA_STATE = _MOVES
+SPLIT_EXTRA_STATE = (*_STATES, Law("round_trip", _split_and_merged, lambda case: plain(case) and case.kept == "whole"))
+MERGE_EXTRA_STATE = _STATES
 UPCYCLE = (*universal.EVERYWHERE, *universal.STATIC, Law("copies", _copies, plain))
