@@ -27,7 +27,7 @@ from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
-from tests.honest import EXPERTS, HONEST, OVER_RANKS, ROUTERS, SUMS, TACTICS
+from tests.honest import EXPERTS, HONEST, OVER_RANKS, ROUTERS, STRANGERS, SUMS, TACTICS
 
 
 def main() -> int:
@@ -40,7 +40,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="per variant (default: no limit)")
     options = parser.parse_args()
     rejected = 0
-    for implementation in options.impl or HONEST + TACTICS + ROUTERS + SUMS + OVER_RANKS + EXPERTS:
+    every = HONEST + TACTICS + ROUTERS + SUMS + OVER_RANKS + EXPERTS + STRANGERS
+    for implementation in options.impl or every:
         started, counts = time.monotonic(), Counts()
         profile, last = PROFILES[options.profile], started + options.seconds
         try:
@@ -94,7 +95,7 @@ def sweep(
             if section.kind != "drawn":
                 yield from before(last, cases_of(section, profile, space, 0))
 
-    with Pool(ChildOptions(implementation, "cpu" if implementation in EXPERTS else "auto"), jobs) as pool:
+    with Pool(ChildOptions(implementation, "cpu" if implementation in EXPERTS + STRANGERS else "auto"), jobs) as pool:
         space = Space.of(pool.start())
         for case, outcome in pool.run(cases(space)):
             counts.statuses[outcome.status] += 1
