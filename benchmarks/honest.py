@@ -27,9 +27,9 @@ from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
-from tests.honest import EXPERTS, HONEST, OVER_RANKS, ROUTERS, SUMS, TACTICS
+from tests.honest import EXPERTS, HONEST, OVER_RANKS, ROUTERS, STRANGERS, SUMS, TACTICS
 
-VARIANTS = HONEST + TACTICS + ROUTERS + SUMS + OVER_RANKS + EXPERTS
+VARIANTS = HONEST + TACTICS + ROUTERS + SUMS + OVER_RANKS + EXPERTS + STRANGERS
 
 
 def main() -> int:
@@ -107,7 +107,7 @@ def sweep(
 
 def device_of(implementation: str) -> str:
     """Where a variant runs: some are in plain torch for a CPU."""
-    return "cpu" if implementation in EXPERTS else "auto"
+    return "cpu" if implementation in EXPERTS + STRANGERS else "auto"
 
 
 def before(last: float, cases: list[Case]) -> Iterator[Case]:

@@ -78,7 +78,7 @@ class QuantizedForm:
 
     def expectations(self) -> dict[str, Expectation]:
         right: dict[str, Expectation] = {
-            self.names["amax"]: Exact(self._right("amax")) if self.input is None else self._amax(),
+            self.names["amax"]: Exact(self._right("amax"), "values") if self.input is None else self._amax(),
             self.names["scales"]: self._exact_scales() if self.input is None else self._given("scales", self._scales),
             self.names["codes"]: self._given("codes", self._exact_codes if self.input is None else self._codes),
             self.names["values"]: self._given("values", self._values),

@@ -55,7 +55,8 @@ def grouped_mlp(
             raises those of input and weight to what it quantises, a backward those of grad_output.
 
     Rounding, each once, to the dtype of the rows: p · x; h with its bias; a; a W2ᵀ; and then the
-    sum with p · b2, in float32 (float64 if an input is). Gradients round where these values do.
+    sum with p · b2, in float32 (float64 if an input is). Gradients round where these values do;
+    the two parts of dp may each be rounded to the probs' dtype.
 
     Raises:
         ValueError: see `moe_ref.config`: check_grouped_mlp, check_kind, check_input_store,

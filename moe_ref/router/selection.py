@@ -80,6 +80,8 @@ def topk_routing(logits_TE: Tensor, *, topk: int, **settings) -> Routed:
 
     probs[t, e] = weight of e if e was chosen for t, else 0;   routing_map[t, e] = e was chosen for
     t
+
+    In a row of unspecified weights, experts that were not chosen may have NaN.
     """
     chosen = topk_indices(logits_TE, topk=topk, **settings)
     return spread(chosen, logits_TE.shape[1])

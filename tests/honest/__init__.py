@@ -12,7 +12,9 @@ ROUTERS = tuple(f"tests.honest.routers:{name}" for name in ("Autograd", "BaseTwo
 ACTIVATIONS = tuple(f"tests.honest.activations:{name}" for name in ("Eager", "TanhHalf", "TermByTerm", "Doubles"))
 SUMS = tuple(f"tests.honest.sums:{name}" for name in ("LogSum", "Pairs", "Kahan", "Atomics", "Doubled"))
 OVER_RANKS = ("tests.honest.sums:OverRanks",)
-LAYERS = tuple(f"tests.honest.layers:{name}" for name in ("Stages", "Kept", "Doubles", "OneStep"))
+LAYERS = tuple(f"tests.honest.layers:{name}" for name in ("Stages", "Kept", "Doubles", "OneStep", "Twice"))
+STYLES = ("Slots", "Segments", "Sparse", "Library", "Masked", "Fast", "Frugal", "Padded", "Gathered", "Recomputed")
+STRANGERS = tuple(f"tests.honest.strangers:{name}" for name in STYLES)
 EXPERTS = (  # in plain torch, CPU only
     *(f"tests.honest.experts:{name}" for name in ("Autograd", "BaseTwo", "Wide", "Backwards")),
     *(

@@ -4,6 +4,7 @@ Stages      every stage rounded to the rows' dtype, in autograd; sums over K in 
 Kept        h and the activation stay in float32, as in one fused kernel: one rounding at the end
 Doubles     all stages in float64, rounded at the end
 OneStep     each product of a sum added by a fused multiply-add; erf by erfc, tanh by σ
+Twice       probs widened for each use: activation and second bias have gradients of their own
 """
 
 import math
@@ -41,9 +42,12 @@ def fused_multiply_add(x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layers(Shipped):
-    """A variant of both layers: `kept` ones are not rounded between stages."""
+    """A variant of both layers: `kept` ones are not rounded between stages, `twice` ones widen
+    probs for each use.
+    """
 
     kept: bool = False
+    twice: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,4 +103,5 @@ def make(how: Layers) -> SimpleNamespace:
 Stages = make(Layers(product=in_blocks))
 Kept = make(Layers(kept=True, product=in_blocks))
 Doubles = make(Layers(dtype=torch.float64, kept=True))
+Twice = make(Layers(twice=True))
 OneStep = make(ByComplement(sigmoid=sigmoid_base_two, tanh=tanh_by_sigmoid, product=fused_multiply_add, closed=True))

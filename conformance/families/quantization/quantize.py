@@ -197,7 +197,7 @@ class Quantize(Contract[QuantizeCase]):
                     expected = replace(expected, repeated=case.tokens * case.unit, others=others)
                 right |= expected.expectations()
         if "state.scale" in out:
-            right["state.amax_history"] = Exact(out["state.amax_history"])
+            right["state.amax_history"] = Exact(out["state.amax_history"], "values")
             # reciprocal: FMAX · (1/a) for FMAX / a
             right["state.scale"] = nearly(out["state.scale"], 3) if reciprocal else Exact(out["state.scale"])
         if problem.wanted:
