@@ -13,8 +13,6 @@ from conformance.core.shared_out import worlds
 from conformance.families.router.cases import COUNTED, MORE_SPREADS, SCORES, SPREADS, LogitsCase
 from conformance.families.router.cases_route import EVALUATED, KINDS
 from conformance.families.router.space_chosen import (
-    BIASED_GROUPS,
-    FINE_BIAS,
     FINE_FACTORS,
     FINE_KEYS,
     FINE_SCALE,
@@ -22,6 +20,7 @@ from conformance.families.router.space_chosen import (
     MEAN_LENGTH,
     ONE_LENGTH,
     SLOW_PLANS,
+    grouped,
     many_factors,
     of_a_model,
     routed,
@@ -148,11 +147,7 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
     ]
     if scope.accepts("scaling_factor"):
         fields += FINE_FACTORS
-    grouped = scope.accepts("num_groups") and scope.accepts("group_topk")
-    if grouped:
-        fields.append({"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5})
-    if scope.accepts("expert_bias"):
-        fields += [FINE_BIAS, *(BIASED_GROUPS if grouped else ())]
+    fields += grouped(scope)
     base = scope.fullest(FAR_CHOICE | {"tokens": 3, "dtype": "bfloat16", "precomputed": False})
     far = (("logits", "wide_rows"), ("logits", "wide_columns"), ("expert_bias", "wide_rows"))
     placed = (replace(base, layout=layout, layout_of=name) for name, layout in far)

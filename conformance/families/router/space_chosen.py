@@ -37,6 +37,13 @@ PLANNED: tuple[Changes, ...] = (
 )
 
 
+def grouped(scope: Scope) -> list[Changes]:
+    """Many groups; a fine bias; and both."""
+    groups = scope.accepts("num_groups") and scope.accepts("group_topk")
+    found: list[Changes] = [{"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}] if groups else []
+    return found + ([FINE_BIAS, *(BIASED_GROUPS if groups else ())] if scope.accepts("expert_bias") else [])
+
+
 def many_factors(scope: Scope) -> list[GateCase]:
     """Draws enough to count the different ones."""
     case = scope.case({"tokens": 33, "hidden": 40, "eps": 8, "law": "evenly_spread"})
