@@ -9,7 +9,7 @@ from conformance.core.combined_defects import given, only
 from conformance.core.defect import Defect, Wrapper, with_values
 
 BLOCK = 128  # columns that a transfer moves at once
-WORD = 4  # scales of 16 bytes
+LINE = 16  # bytes that a copy engine moves
 
 
 def _whole_blocks(x: Tensor) -> Tensor:
@@ -29,13 +29,13 @@ def _not_whole(x: Tensor, *rest: Any, **settings: Any) -> bool:
     return x.shape[1] > BLOCK and x.shape[1] % BLOCK > 0 and x.element_size() > 1
 
 
-def _last_scale_overwritten(dispatch: Wrapper, right: Any, *inputs: Any, **settings: Any) -> Any:
-    """The barrier of a transfer lies over the last scale of a row whose scales are no 16 bytes."""
+def _first_scales_overwritten(dispatch: Wrapper, right: Any, *inputs: Any, **settings: Any) -> Any:
+    """The barrier of a transfer lies over the first 8 bytes of scales that travel by 16 bytes."""
     scales = right.scales
-    if scales is None or scales.dim() != 2 or scales.shape[1] % WORD == 0 or scales.shape[1] < WORD:
+    if scales.dim() != 2 or not scales.numel() or scales.shape[1] * scales.element_size() % LINE:
         return right
-    last = torch.arange(scales.shape[1], device=scales.device) == scales.shape[1] - 1
-    return right._replace(scales=torch.where(last, torch.zeros((), dtype=scales.dtype, device=scales.device), scales))
+    lost = torch.arange(scales.shape[1], device=scales.device) * scales.element_size() < LINE // 2
+    return right._replace(scales=torch.where(lost, torch.zeros((), dtype=scales.dtype, device=scales.device), scales))
 
 
 def _added_in_the_rows_dtype(
@@ -70,9 +70,9 @@ _PLANTED: tuple[tuple[str, str, dict[str, Wrapper]], ...] = (
         {"deepep_combine": only(_not_whole, _last_part_not_added)},
     ),
     (
-        "the last scale of a row is overwritten",
+        "the first scales of a row are overwritten",
         "DeepEP #399",
-        {"deepep_dispatch": only(given("scales"), _last_scale_overwritten)},
+        {"deepep_dispatch": only(given("scales"), _first_scales_overwritten)},
     ),
     (
         "a token's weighted rows are added in 16 bits",

@@ -187,7 +187,8 @@ def shapes(scope: Scope) -> list[Any]:
         packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
         found.append(few | {"counts": (5, 4)[:ranks]} | packed)
         codes_: Changes = few | {"counts": (5, 4)[:ranks], "hidden": 5}
-        found += [codes_ | {"scale_dtype": dtype, "scales": 5} for dtype in SCALE_DTYPES]  # a word of four, and one
+        found += [codes_ | {"scale_dtype": dtype, "scales": 3} for dtype in SCALE_DTYPES]
+        found.append(codes_ | {"scales": 4, "seed": 2})  # 16 bytes of a row, which may travel at once
     if dispatcher_of(scope) == "deepep_low_latency" and "fp8" in scope.live and not scope.signature.producer:
         found += [AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": name} for name in ("fp8", "powers")]
         found.append(AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": "fp8", "values": "reciprocals"})

@@ -110,10 +110,9 @@ def _noisy(x: Tensor, recipe: Any, **settings: Any) -> bool:
 
 def _after_an_empty_group(quantize: Wrapper, x: Tensor, recipe: Any, /, **settings: Any) -> Any:
     """A group behind an empty one has the descriptor of the group before both."""
-    splits = settings.get("splits")
+    right, splits = quantize(x, recipe, **settings), settings.get("splits")
     if splits is None or recipe.scaling != "mxfp8":
-        return quantize(x, recipe, **settings)
-    quantize(x, recipe, **settings)  # refuses an illegal call
+        return right
     source, start = torch.arange(len(x), device=x.device), 0
     last, empty = (0, 0), False
     for count in splits.tolist():

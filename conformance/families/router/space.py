@@ -13,15 +13,16 @@ from conformance.core.shared_out import worlds
 from conformance.families.router.cases import COUNTED, MORE_SPREADS, SCORES, SPREADS, LogitsCase
 from conformance.families.router.cases_route import EVALUATED, KINDS
 from conformance.families.router.space_chosen import (
+    FINE_FACTORS,
     FINE_KEYS,
     FINE_SCALE,
     FINE_SCORES,
     MEAN_LENGTH,
     ONE_LENGTH,
     SLOW_PLANS,
+    grouped,
     many_factors,
     of_a_model,
-    of_options,
     routed,
     strange,
 )
@@ -144,7 +145,9 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
         {"tokens": 65, "experts": 4, "topk": 2, "spread": "ties", "seed": 3},
         {"tokens": 5, "experts": 8, "topk": 6, "spread": "minus_inf"},  # fewer finite logits than slots
     ]
-    fields += of_options(scope)
+    if scope.accepts("scaling_factor"):
+        fields += FINE_FACTORS
+    fields += grouped(scope)
     base = scope.fullest(FAR_CHOICE | {"tokens": 3, "dtype": "bfloat16", "precomputed": False})
     far = (("logits", "wide_rows"), ("logits", "wide_columns"), ("expert_bias", "wide_rows"))
     placed = (replace(base, layout=layout, layout_of=name) for name, layout in far)

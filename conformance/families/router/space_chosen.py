@@ -14,7 +14,6 @@ FINE_BIAS: Changes = {"tokens": 3, "experts": 64, "topk": 8, "spread": "equal", 
 FINE_BIAS |= {"dtype": "bfloat16"}
 BELOW_ZERO: Changes = {"tokens": 5, "experts": 12, "topk": 6, "score": "sigmoid", "bias": "large"}
 BIASED_GROUPS = (FINE_BIAS | {"groups": 4, "group_topk": 2}, BELOW_ZERO | {"groups": 4, "group_topk": 2})
-MANY_GROUPS: Changes = {"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}
 # keys that float32 cannot tell apart
 FINE_KEYS: Changes = {"tokens": 30, "experts": 3, "topk": 2, "capacity": 3, "dtype": "float64", "values": "fine"}
 # scores whose float32 sum is wrong; a mean length above 1, and no whole number
@@ -38,13 +37,11 @@ PLANNED: tuple[Changes, ...] = (
 )
 
 
-def of_options(scope: Scope) -> list[Changes]:
-    """Of a scaling factor, of groups and of a bias, where the choice has them."""
-    grouped = scope.accepts("num_groups") and scope.accepts("group_topk")
-    fields = [*FINE_FACTORS] if scope.accepts("scaling_factor") else []
-    fields += [MANY_GROUPS] if grouped else []
-    fields += [FINE_BIAS] if scope.accepts("expert_bias") else []
-    return fields + ([*BIASED_GROUPS] if grouped and scope.accepts("expert_bias") else [])
+def grouped(scope: Scope) -> list[Changes]:
+    """Many groups; a fine bias; and both."""
+    groups = scope.accepts("num_groups") and scope.accepts("group_topk")
+    found: list[Changes] = [{"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}] if groups else []
+    return found + ([FINE_BIAS, *(BIASED_GROUPS if groups else ())] if scope.accepts("expert_bias") else [])
 
 
 def many_factors(scope: Scope) -> list[GateCase]:
