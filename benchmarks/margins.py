@@ -120,11 +120,13 @@ def _degrees(outcome: Outcome) -> dict[str, float]:
 
 def _turns(functions: list[str], space: Space) -> Iterator[Case]:
     """The gate's cases of the functions, of each in turn."""
-    groups = [
-        (case for section in sections() if section.function == function for case in cases_of(section, GATE, space, 0))
-        for function in functions
-    ]
-    return (case for row in zip_longest(*groups) for case in row if case is not None)
+
+    def of(function: str) -> Iterator[Case]:
+        return (
+            case for section in sections() if section.function == function for case in cases_of(section, GATE, space, 0)
+        )
+
+    return (case for row in zip_longest(*map(of, functions)) for case in row if case is not None)
 
 
 def page(honest: dict[str, Any], wrong: dict[str, Any]) -> str:

@@ -54,9 +54,8 @@ def grouped_mlp(
         amaxes: with a state, a pair for fc1 and fc2, or None; for `update_scales`. The forward
             raises those of input and weight to what it quantises, a backward those of grad_output.
 
-    Rounding, each once, to the dtype of the rows: p · x; h with its bias; a; a W2ᵀ; and then the
-    sum with p · b2, in float32 (float64 if an input is). Gradients round where these values do;
-    the two parts of dp may each be rounded to the probs' dtype.
+    Rounding, each once, to the dtype of the rows: p · x; h with its bias; a; a W2ᵀ; the sum with
+    p · b2, in float32 (float64 if an input is). Gradients round where these do; so may dp's parts.
 
     Raises:
         ValueError: see `moe_ref.config`: check_grouped_mlp, check_kind, check_input_store,
