@@ -24,7 +24,7 @@ EXACT_DTYPES = ("quantize",)  # functions whose rules depend on the dtype of x: 
 OF_A_STATE = ("history", "amax_history", "scale", "noise")  # tensors that are float32
 UP_TO_SIGN = ("activation_and", "activation_backward", "glu_and", "glu_backward")  # codes of 0: see the values
 ELEMENTS = 2**15  # of a case's tensors together, at most: a formulation takes one after another
-RELATIVE = 2.0**-40  # of float64's 2⁻⁵³, after sums of thousands and a few functions
+RELATIVE = 2.0**-36  # of float64's 2⁻⁵³: an exponential of float16's largest number loses 16 bits
 CANCELLED = 2.0**-44  # of the largest value in the row, and of the largest cotangent: terms cancel
 
 
@@ -38,6 +38,8 @@ def _small(case: Case) -> Case | None:
     spread, dtype = getattr(case, "spread", ""), getattr(case, "dtype", "")
     if case.is_large or case.is_heavy or spread == "nan" or (spread == "near" and dtype == "float64"):
         return None
+    if case.function == "sinkhorn_routing" and spread == "equal":
+        return None  # the plan's keys would be equal, and rounding decides
     if "backward" in case.function and _strange(case):
         return None
     calls = calls_of(case)

@@ -261,8 +261,8 @@ def _source(x_MN: Tensor, rule: Rule, rows: int) -> Tensor:
     own = x_MN[:rows]
     if rule.transformed:
         matrix = torch.from_numpy(hadamard_matrix()).to(x_MN.dtype)
-        parts = own.reshape(rows // 16, 16, x_MN.shape[1])
-        own = torch.einsum("bin,ij->bjn", parts, matrix).reshape(rows, -1)
+        parts = own.unflatten(0, (rows // 16, 16))
+        own = torch.einsum("bin,ij->bjn", parts, matrix).flatten(0, 1)
     return torch.cat([own, torch.zeros_like(x_MN[rows:])])
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
-from math import ceil, isnan
+from math import ceil, fsum, isnan
+from operator import mul
 from typing import Any
 
 import torch
@@ -89,19 +90,21 @@ def topk_routing(logits_TE: Tensor, **settings: Any) -> Routed:
 
 
 def sinkhorn_routing(logits_TE: Tensor, *, topk: int, training: bool = True) -> Routed:
-    """The plan by products of a matrix and a vector."""
+    """The plan number by number, each sum rounded once."""
     tokens, experts = logits_TE.shape
     rows = [scores_of(x_E, "sigmoid" if topk == 1 else "softmax") for x_E in logits_TE]
     activation = torch.stack(rows) if rows else logits_TE
     keys = activation.detach()
     if training and tokens:
-        cost = logits_TE.detach().exp()
-        left, right, change = torch.ones(tokens).to(cost), torch.ones(experts).to(cost), 1.0
+        cost = logits_TE.detach().exp().tolist()
+        left, right, change = [1.0] * tokens, [1.0] * experts, 1.0
         while change > 1e-4:
-            left, before = (cost @ right + 1e-8).reciprocal() / tokens, right
-            right = (left @ cost + 1e-8).reciprocal() / experts
-            change = sum(abs(a - b) for a, b in zip(right.tolist(), before.tolist(), strict=True)) / experts
-        keys = torch.diag(left) @ cost @ torch.diag(right)
+            before = right
+            left = [1 / (fsum(map(mul, row, right)) + 1e-8) / tokens for row in cost]
+            right = [1 / (fsum(map(mul, column, left)) + 1e-8) / experts for column in zip(*cost, strict=True)]
+            change = fsum(abs(a - b) for a, b in zip(right, before, strict=True)) / experts
+        plan = [[a * c * b for c, b in zip(row, right, strict=True)] for a, row in zip(left, cost, strict=True)]
+        keys = torch.tensor(plan, dtype=torch.float64)
     routing_map = torch.zeros(tokens, experts, dtype=torch.bool)
     for t in range(tokens):
         for e in ranked(keys[t].tolist())[:topk]:
@@ -154,11 +157,12 @@ def load_balancing_loss(
 
 def z_loss(logits_TE: Tensor, *, coeff: float, padding_mask: Tensor | None = None) -> Tensor:
     """The mean over tokens of (ln Σ exp)², one at a time."""
-    squares = [
-        torch.logaddexp(x_E[0], torch.logsumexp(x_E[1:], 0)) ** 2 if len(x_E) > 1 else x_E[0] ** 2
-        for t, x_E in enumerate(logits_TE)
-        if padding_mask is None or not padding_mask[t]
-    ]
+    squares = []
+    for t, x_E in enumerate(logits_TE):
+        if padding_mask is None or not padding_mask[t]:
+            top = x_E.detach().max()
+            total = top + (x_E - top).exp().sum().log() if bool(top.isfinite()) else torch.logsumexp(x_E, 0)
+            squares.append(total**2)
     return coeff * sum(squares, logits_TE.new_zeros(())) / max(len(squares), 1)
 
 

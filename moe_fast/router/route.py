@@ -128,7 +128,7 @@ def _balancing_losses(
     def tokens_of(counts: Tensor, group: RankGroup, sequences: int = 1) -> int | Tensor:
         if padding_mask is None:
             return logits_TE.shape[0] // sequences * group.size
-        return counts.sum() / topk / sequences  # the valid ones: each is counted topk times
+        return counts.sum(dtype=torch.float64) / topk / sequences  # the valid ones: each is counted topk times
 
     losses = {}
     if "aux_loss" in coeffs:

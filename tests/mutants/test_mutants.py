@@ -39,7 +39,7 @@ LISTED = {
     *(f"C{number:02}" for number in range(1, 36)),
     *(f"I{number:02}" for number in range(1, 6)),
     *(f"X{number:02}" for number in range(1, 28)),
-    *(f"U{number:02}" for number in range(1, 67) if number != 11),
+    *(f"U{number:02}" for number in range(1, 68) if number != 11),
     *(f"Y{number:02}" for number in range(1, 48) if number != 15),
     *(f"Z{number:02}" for number in range(1, 25) if number != 13),
     *(f"O{number:02}" for number in range(1, 15)),

@@ -77,7 +77,7 @@ class RouteCase(Case):
     sequences: int = declared(Sharing(default=1, at_least=1, divides="tokens", pairs=(1, 2), argument="batch_size"))
     experts: int = experts(default=2, doubles=True)
     topk: int = slots(spare=1)
-    dtype: str = dtypes("float32", "bfloat16")
+    dtype: str = dtypes("float32", "bfloat16", also=("float64",))
     score: str = declared(Scores(default="sigmoid", values=("sigmoid", *SCORES[:2], SCORES[3])))
     groups: int = groups()
     group_topk: int = number(0)
@@ -166,10 +166,10 @@ def config_of(case: RouteCase) -> RouterConfig:
 
 
 def logits_of_step(case: RouteCase, step: int) -> Tensor:
-    """[T,E] logits with gaps beyond rounding errors: scaled expert ranks, float32 also noise."""
+    """[T,E] logits with gaps beyond rounding errors: scaled expert ranks; noise but in bfloat16."""
     noise = hashed(case.seed, f"logits {step}", case.tokens * case.experts).reshape(case.tokens, case.experts)
     rank = noise.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
-    fine = (noise % 64) / 1024 if case.dtype == "float32" else 0
+    fine = (noise % 64) / 1024 if case.dtype != "bfloat16" else 0
     return torch.from_numpy((rank - case.experts // 2) * min(0.5, 8 / case.experts) + fine).to(DTYPES[case.dtype])
 
 

@@ -89,6 +89,17 @@ def _gradient_in_float32(function: Wrapper, logits: Tensor, **settings: Any) -> 
     return function(_through_float32(with_gradient)(logits), **settings)
 
 
+def _length_in_float32(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
+    """For torch an integer over a number is float32; so is the mean length of padded sequences."""
+    out, mask = route(logits, config, **settings), settings.get("padding_mask")
+    loss = out.losses.seq_aux_loss
+    if loss is None or mask is None or logits.dtype != torch.float64 or settings.get("ranks"):
+        return out
+    length = float((mask == 0).sum()) / settings.get("batch_size", 1)
+    rounded = float(torch.tensor(length, dtype=torch.float32)) or 1.0
+    return out._replace(losses=out.losses._replace(seq_aux_loss=loss * (length / rounded) ** 2))
+
+
 TOPK = ("topk_indices", "topk_routing")
 DEFECTS: tuple[Defect, ...] = (
     Defect("U54", "a plan has at most three rounds", ROUNDS, {"sinkhorn_routing": _stopped(3)}),
@@ -101,4 +112,5 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("U61", "gradients of float64 logits in float32", FLOAT64, dict.fromkeys(TOPK, _gradient_in_float32)),
     Defect("U62", "scores of float64 logits in float32", FLOAT64, {"aux_loss_scores": _results_in_float32}),
     Defect("U63", "a loss of float64 logits in float32", FLOAT64, {"z_loss": _results_in_float32}),
+    Defect("U67", "the mean length of sequences with padding in float32", FLOAT64, {"route": _length_in_float32}),
 )

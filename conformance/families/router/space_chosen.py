@@ -69,6 +69,10 @@ def strange(scope: Scope) -> list[LogitsCase]:
 # tokens and experts past a block of each together
 MANY_ROUTED: Changes = {"experts": 65, "topk": 4, "losses": "aux+global+z", "padding": 0, "steps": "train+finish+train"}
 
+# sequences whose mean length is no number of float32
+AVERAGED: Changes = {"tokens": 12, "sequences": 3, "experts": 4, "topk": 2, "dtype": "float64", "seed": 3}
+AVERAGED |= {"losses": "seq", "score": "sigmoid", "padding": 5, "steps": "train+train"}
+
 
 def routed(scope: Scope) -> list[Changes]:
     """A reload before queued replays; replays in evaluations; sequences over two and four ranks;
@@ -82,6 +86,7 @@ def routed(scope: Scope) -> list[Changes]:
     more = [small | {"steps": many}, small | {"steps": played, "bias": True}]
     saved = [replayed, *more] if scope.accepts("replay") else []
     saved += [MANY_ROUTED | {"tokens": scope.space.many}]
+    saved += [AVERAGED] if scope.accepts("padding_mask") and scope.accepts("batch_size") else []
     saved += [planned | {"padding": 3 if scope.accepts("padding_mask") else 0} for planned in PLANNED]
     if scope.space.most_ranks < 4 or not all(scope.accepts(name) for name in ("ranks", "padding_mask")):
         return saved
