@@ -28,6 +28,8 @@ from moe_ref.config import (
     check_count_values,
     check_grouped_linear,
     check_grouped_wgrad,
+    check_logits,
+    check_topk,
     check_unpermute,
 )
 from moe_ref.permutation.permute import PADDING
@@ -136,8 +138,8 @@ Library = SimpleNamespace(permute=library_permute, unpermute=Segments.unpermute)
 
 
 def masked_routing(logits, *, topk, score_function="softmax", pre_softmax=False, scaling_factor=None, **settings):
-    asked = {"topk": topk, "score_function": score_function, "pre_softmax": pre_softmax, **settings}
-    chosen = routers.Autograd.topk_routing(logits.detach(), **asked).routing_map
+    settings |= {"score_function": score_function, "pre_softmax": pre_softmax, "scaling_factor": scaling_factor}
+    chosen = routers.Autograd.topk_routing(logits.detach(), topk=topk, **settings).routing_map
     x = logits.to(wide_of(logits))
     if score_function == "softmax" and not pre_softmax:
         weights = x.masked_fill(~chosen, -torch.inf).softmax(1)
@@ -186,6 +188,8 @@ class _Weights(torch.autograd.Function):
 
 
 def frugal_indices(logits, *, topk):
+    check_logits(logits)
+    check_topk(topk, logits.shape[1])
     with torch.inference_mode():
         index = logits.topk(topk, sorted=False).indices
     return TopK(_Weights.apply(logits, index.clone()), index.clone())
