@@ -124,6 +124,7 @@ WORLDS: tuple[Changes, ...] = (
     # one rank alone drops a row, of another rank's token
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
     {"counts": (4, 3), "experts": 3, "dispatcher": "alltoall", "shards": 2, "fc2_bias": False, "budget": 8},
+    {"counts": (4, 3), "experts": 4, "dispatcher": "allgather", "shared": 2, "roomless": True},
 )
 
 
@@ -193,6 +194,8 @@ def always(scope: Scope) -> list[Any]:
         ),
         SIZES | {"budget": 5, "shared": 2, "losses": ""},
         SIZES | {"budget": 9, "rerun": True, "dtype": "bfloat16", "losses": ""},
+        SIZES | {"roomless": True, "shared": 2, "losses": ""},
+        SIZES | {"roomless": True, "rerun": True, "losses": ""},
     ]
     many: Changes = {"tokens": 520, "hidden": 64, "width": 48, "experts": 4, "topk": 2, "dtype": "bfloat16"}
     tiles = [many, *scope.lawful([scope.mended(scope.case(many))])] if gpu else []  # rows of whole lines
