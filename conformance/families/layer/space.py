@@ -201,7 +201,13 @@ def always(scope: Scope) -> list[Any]:
     tiles = [many, *scope.lawful([scope.mended(scope.case(many))])] if gpu else []  # rows of whole lines
     grads, wide = "x+fc1_weight+fc2_weight", 256 if gpu else 64  # bytes of rows beside those of integers
     less: Changes = SIZES | {"tokens": 256 if gpu else 40, "hidden": wide, "width": wide, "grads": grads, "law": "kept"}
-    forms: tuple[Changes, ...] = ({}, {"seed": 1, "recipe": "current"}, {"seed": 2, "dtype": "bfloat16"})
+    forms: tuple[Changes, ...] = (
+        *({}, {"seed": 1, "recipe": "current"}, {"seed": 2, "dtype": "bfloat16"}),
+        SIZES | {"tokens": 5, "seed": 4, "recipe": "delayed"},
+        SIZES | {"tokens": 5, "seed": 3, "law": "delayed"},
+        SIZES | {"seed": 5, "law": "delayed"},
+        SIZES | {"jitter": True, "law": "jittered", "grads": ""},
+    )
     kept = [scope.case(less | form) for form in forms]
     many_rows = {"tokens": 260, "hidden": 3, "width": 2, "experts": 3, "topk": 2, "grads": "x+fc1_weight+fc2_weight"}
     return [
