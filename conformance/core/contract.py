@@ -31,6 +31,7 @@ class Problem:
     blame: str = ""  # the argument that makes the call illegal
     # by values that only the device sees: a result that shows it will do
     on_device: bool = False
+    draws: bool = False  # it may draw from torch's generators
     same_as: "Problem | None" = None  # a legal call whose results are right for the illegal one too
     script: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = (
         None  # several calls: (implementation, placed inputs) -> named outputs

@@ -22,17 +22,18 @@ class Exact(Resolved):
 
     Kinds: `bits`, the same bytes (NaN payloads and -0 included) and dtype · `values`, equal numbers
     and dtype, -0 equal to 0 · `integers`, equal values of any width, bool included. An all-zero
-    `flag` may be absent.
+    `flag` may be absent, and so may anything with `or_none`.
     """
 
     kind: str = "bits"
     flag: bool = False
+    or_none: bool = False
 
     check: ClassVar[str] = "exact"
 
     @property
     def optional(self) -> bool:
-        return self.kind == "integers" and self.flag and not self.value.any()
+        return self.or_none or (self.kind == "integers" and self.flag and not bool(self.value.any()))
 
     def dtype_error(self, observed: Tensor) -> str | None:
         if self.kind == "integers":

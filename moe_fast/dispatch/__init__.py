@@ -10,6 +10,10 @@ Read `exchange` first, then `alltoall`, `allgather`, `deepep`, `hybridep`, `low_
 runs other work at the same time as any of them, and `CountsOnHost` copies counts without a wait.
 """
 
+from typing import Any
+
+from torch import Tensor
+
 from moe_fast.declared import COMPUTED, COPY, SUM, TRAVELS, Family
 from moe_fast.dispatch.allgather import allgather_combine, allgather_dispatch
 from moe_fast.dispatch.alltoall import alltoall_combine, alltoall_dispatch
@@ -18,8 +22,16 @@ from moe_fast.dispatch.deepep import deepep_cached_dispatch, deepep_combine, dee
 from moe_fast.dispatch.hybridep import hybridep_cached_dispatch, hybridep_combine, hybridep_dispatch
 from moe_fast.dispatch.indices import flatten_experts
 from moe_fast.dispatch.low_latency import deepep_low_latency_combine, deepep_low_latency_dispatch
+from moe_fast.permutation.permute import check_merged
 
 _COMBINE = SUM | TRAVELS
+_UNPERMUTE = ("allgather_combine", "alltoall_combine", "hybridep_combine")  # first add a rank's rows
+
+
+def _check(function: str, payload: Tensor, settings: dict[str, Any]) -> None:
+    if function in _UNPERMUTE:
+        check_merged(payload, None)
+
 
 _family = Family(
     {
@@ -37,7 +49,8 @@ _family = Family(
         hybridep_dispatch: TRAVELS,
         hybridep_cached_dispatch: TRAVELS,
         hybridep_combine: _COMBINE,
-    }
+    },
+    _check,
 )
 declares, supports = _family.declares, _family.supports
 __all__ = _family.names

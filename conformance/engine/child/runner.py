@@ -76,7 +76,7 @@ def _may_draw(problem: Problem) -> bool:
     """Whether the call is random: by its function, or by a recipe that rounds stochastically."""
     arguments = (problem.required | problem.settings).values()
     rounds = any(getattr(x, "stochastic_rounding", False) for x in arguments)
-    return CONTRACTS[problem.function].signature.random or rounds
+    return CONTRACTS[problem.function].signature.random or rounds or problem.draws
 
 
 def _changed(problem: Problem, placed: dict[str, Tensor]) -> str:

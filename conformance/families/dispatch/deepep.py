@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from conformance.core.contract import Problem, accumulator_of
 from conformance.core.signature import Input, Output, Signature
@@ -74,6 +75,15 @@ def dispatches(case: DispatchCase) -> list[Problem]:
     return calls
 
 
+def counts_of(calls: list[Problem], every: list[Any]) -> list[Tensor]:
+    """Tokens per expert of each rank, also where the reference, given a size, has None."""
+    free = [
+        replace(call, settings={name: x for name, x in call.settings.items() if name != "num_worst_tokens"})
+        for call in calls
+    ]
+    return [out.tokens_per_expert for out in (every if "num_worst_tokens" not in calls[0].settings else together(free))]
+
+
 class DeepEPDispatch(Dispatching):
     """`deepep_dispatch`: rows without duplicates, slots, counts and both gradients."""
 
@@ -112,7 +122,7 @@ class DeepEPDispatch(Dispatching):
         every = together(calls)
         row_tokens = row_tokens_of([out.handle for out in every])
         right: list[dict[str, Expectation]] = []
-        for out in every:
+        for out, counts in zip(every, counts_of(calls, every), strict=True):
             said = specified(case, out)
             own: dict[str, Expectation] = {
                 "rows": free_behind("rows", out.rows, said),
@@ -121,8 +131,7 @@ class DeepEPDispatch(Dispatching):
             for name in ("scales", "probs"):
                 if getattr(out, name) is not None:
                     own[name] = free_behind(name, getattr(out, name), said)
-            if out.tokens_per_expert is not None:
-                own["tokens_per_expert"] = Exact(out.tokens_per_expert, "integers")
+            own["tokens_per_expert"] = Exact(counts, "integers", or_none=out.tokens_per_expert is None)
             right.append(own)
         accumulator = accumulator_of(declared, every[0].rows.dtype)
         for name in calls[0].wanted:

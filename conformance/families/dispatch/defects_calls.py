@@ -9,11 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conformance.core.call_defects import right_once_per_handle
-from conformance.core.defect import Defect, Wrapper
+from conformance.core.defect import Defect, Wrapper, with_values
+from conformance.core.gradient_defects import rounded_to
 from conformance.core.layout_defects import MANY, numbered_in_bytes
 
 SHARDS = "a mistake that sharded experts invite"
 PROGRAMS = "a mistake that numbers of blocks invite"
+DOUBLES = "a class of dtypes: rows of float64"
+SIZED = "a mistake in a result that is seldom read"
 GROUPS = "a mistake that a program with one group does not show"
 
 
@@ -56,6 +59,30 @@ def _numbered(move: Wrapper, rows: Tensor, *rest: Any, **settings: Any) -> Any:
     return move(numbered_in_bytes(rows) if rows.dim() == 2 and len(rows) > 256 else rows, *rest, **settings)
 
 
+def _added_in_float32(combine: Wrapper, rows: Tensor, *rest: Any, **settings: Any) -> Any:
+    """The sums of float64 rows are in float32."""
+    out = combine(rows, *rest, **settings)
+    if rows.dtype != torch.float64:
+        return out
+    narrow = rounded_to(torch.float32)
+    return with_values(out, narrow) if isinstance(out, Tensor) else out._replace(tokens=with_values(out.tokens, narrow))
+
+
+def _counts_of_another(dispatch: Wrapper, *arguments: Any, **settings: Any) -> Any:
+    out = dispatch(*arguments, **settings)
+    if out.tokens_per_expert is not None:
+        return out
+    experts = settings["num_experts"] // dist.get_world_size(settings["group"])
+    return out._replace(tokens_per_expert=torch.full((experts,), len(out.rows)))
+
+
+ADDED = {
+    "M31": "allgather_combine",
+    "M32": "alltoall_combine",
+    "M33": "deepep_combine",
+    "M34": "hybridep_combine",
+    "M35": "deepep_low_latency_combine",
+}
 NUMBERED = {
     "M24": "allgather_dispatch",
     "M25": "alltoall_dispatch",
@@ -69,6 +96,13 @@ DEFECTS: tuple[Defect, ...] = (
     *(
         Defect(name, f"{function} numbers a rank's rows in 8 bits", MANY, {function: _numbered})
         for name, function in NUMBERED.items()
+    ),
+    *(
+        Defect(name, f"{function} adds float64 rows in float32", DOUBLES, {function: _added_in_float32})
+        for name, function in ADDED.items()
+    ),
+    Defect(
+        "M36", "with a size given, the counts of another call are there", SIZED, {"deepep_dispatch": _counts_of_another}
     ),
     Defect("C33", "the last block's rows are not copied", PROGRAMS, {"hybridep_dispatch": _not_copied}),
     Defect("C34", "the last block's rows are not added", PROGRAMS, {"hybridep_combine": _not_added}),

@@ -116,6 +116,7 @@ def near(case: DispatchCase, scope: Scope) -> DispatchCase:
 # ---- chosen cases
 
 SIXTEEN_BITS: Changes = {"dtype": "bfloat16", "probs": "float32"}
+DOUBLES: Changes = {"dtype": "float64", "probs": "float64", "values": "wide"}
 NO_PROBS: Changes = {"dtype": "bfloat16", "probs": ""}
 CROWDED: Changes = {"topk": 3, "spread": "skewed"}
 AT_SCALES: Changes = {"values": "scales", "hidden": 256, "local_experts": 2, "topk": 2}
@@ -174,6 +175,8 @@ def shapes(scope: Scope) -> list[Any]:
         # each rank adds one row of a token: sums of some ranks are no numbers of 16 bits
         {"counts": (3,) * ranks, "local_experts": 1, "topk": ranks, "hidden": 65} | SIXTEEN_BITS,
     ]
+    if scope.function.endswith("_combine"):  # float64 has an accumulator of its own
+        found.append({"counts": (5, 2)[:ranks], "local_experts": 3, "topk": 3, "hidden": 33} | DOUBLES)
     if scope.function == "alltoall_combine" and ranks > 2:
         found.append({"counts": (3,) * ranks, "shards": ranks, "local_experts": 2, "topk": 2, "hidden": 65} | NO_PROBS)
     if scope.function == "deepep_low_latency_combine":  # a probability of 0 hides no NaN

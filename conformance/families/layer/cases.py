@@ -79,6 +79,7 @@ class LayerCase(Case):
     shards: int = number(1, 2)  # ranks that share their experts, each with a part of the width
     programs: int = number(0, 3, data=True)  # numbers of hybridep's multiprocessors and blocks; 0: not given
     budget: int = number(0, *range(1, 25), pairs=(5,))  # room for a rank's rows; 0: for all
+    roomless: bool = choice(False, also=(True,))  # a budget of no row
     rerun: bool = flag(argument="rerun")  # with a budget: no row is dropped
     evaluation: bool = flag(argument="training")
     padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # tokens that are padding, per 8
@@ -107,7 +108,7 @@ class LayerCase(Case):
         """One rank knows a bound on its rows; ranks count what arrives, unless they have a budget;
         the rule that runs a layer again reads whether it must, and a plan has rounds.
         """
-        return not self.rerun and bool(not self.counts or self.budget) and not self.sinkhorn
+        return not self.rerun and bool(not self.counts or self.budget or self.roomless) and not self.sinkhorn
 
     def clash(self) -> str | None:
         if self.stage and self.stage not in self.stages:
@@ -134,7 +135,9 @@ class LayerCase(Case):
             return "hybridep over ranks alone has programs"
         if self.budget and self.pad:
             return "rows that fill a capacity may be any tokens, and take room of others"
-        if self.rerun and not self.budget:
+        if self.roomless and (self.budget or self.pad):
+            return "a budget of no row has no other number, and no row that fills a capacity"
+        if self.rerun and not (self.budget or self.roomless):
             return "without a budget nothing runs again"
         if self.wide_router and self.logit_dtype != "float32":
             return "float32 parameters have logits in float32"
@@ -188,7 +191,7 @@ def config_of_layer(case: LayerCase) -> LayerConfig:
         router_dtype=case.router_dtype or None,
         jitter_eps=0.5 if case.jitter else None,
         dispatcher=case.dispatcher,
-        num_rows=case.budget or None,
+        num_rows=0 if case.roomless else case.budget or None,
         num_sms=case.programs or None,
         num_blocks_permute=case.programs or None,
         num_blocks_unpermute=case.programs or None,

@@ -142,6 +142,41 @@ def _tokens_past_256(layer: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> 
     return layer(numbered_in_bytes(x) if len(x) > 256 else x, *rest, **settings)
 
 
+def _still_without_noise(layer: Wrapper, x: Any, p: Any, config: LayerConfig, **settings: Any) -> Any:
+    eps = None if settings.get("noise") is None else config.jitter_eps
+    return layer(x, p, replace(config, jitter_eps=eps), **settings)
+
+
+def _again(settings: dict[str, Any]) -> bool:
+    return bool(settings.get("recompute") or settings.get("rows_again"))
+
+
+def _exchanged_again(right: Stage, *arguments: Any, **settings: Any) -> Any:
+    exchange = settings.get("state") is not None and _again(settings)
+    return (_states_exchanged if exchange else _as_it_is)(right, *arguments, **settings)
+
+
+def _as_it_is(right: Stage, *arguments: Any, **settings: Any) -> Any:
+    return right(*arguments, **settings)
+
+
+class _Twice(list[Any]):
+    """Gradients that wait; each is doubled in the list of the caller."""
+
+    def __init__(self, waiting: list[Any]) -> None:
+        super().__init__()
+        self.waiting = waiting
+
+    def append(self, wgrad: Any) -> None:
+        self.waiting.append(lambda *into, **named: 2 * wgrad(*into, **named))
+
+
+def _twice_again(right: Stage, *arguments: Any, **settings: Any) -> Any:
+    waiting = settings.get("wgrads")
+    doubled = {"wgrads": _Twice(waiting)} if waiting is not None and _again(settings) else {}
+    return right(*arguments, **settings | doubled)
+
+
 _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("the gates of shared experts are not clamped", in_stages(shared_experts=_without("clamp"))),
     ("the gates of routed experts are not clamped", in_stages(grouped_mlp=_without("clamp"))),
@@ -174,6 +209,10 @@ _PLANTED: tuple[tuple[str, Wrapper], ...] = (
     ("strides of the router are not read", _unstrided("router_weight", "router_bias")),
     ("tokens past 256 are the first ones", _tokens_past_256),
     ("without a group a budget has no effect", _roomy_alone),
+    ("a budget of no row is none", _configured(num_rows=lambda config: config.num_rows or None)),
+    ("without noise there is no jitter", _still_without_noise),
+    ("what is computed again with delayed scales has the other layer's", in_stages(grouped_mlp=_exchanged_again)),
+    ("gradients that wait count twice where the backward computes again", in_stages(grouped_mlp=_twice_again)),
 )
 DEFECTS = tuple(
     Defect(f"ML{number}", title, ORIGIN, {"moe_layer": wrapper})

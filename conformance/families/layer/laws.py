@@ -8,6 +8,7 @@ are slow where they are emulated, and have all laws in their own families: here 
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import checkpoint
 
 from conformance.core import universal_laws as universal
@@ -23,6 +24,7 @@ from conformance.families.layer.layer import MoeLayer, script
 from conformance.judge import Finding
 
 # what may be kept in their place: some integers per row, expert and tile
+LESS = (("permute",), ("moe_act",), ("permute", "moe_act"))
 BYTES_OF_A_ROW, ALLOWED = 16, {"cpu": 1024, "cuda": 16 * 512}
 _ELSEWHERE = (universal.HISTORY, universal.DETERMINISM, universal.INFERENCE_MODE, AUTOCAST)
 _ALONE = (*(law for law in universal.EVERYWHERE if law not in _ELSEWHERE), universal.GRAPH_CAPTURE)
@@ -30,9 +32,30 @@ _ALONE = (*(law for law in universal.EVERYWHERE if law not in _ELSEWHERE), unive
 
 def _delayed(trial: Trial) -> Finding | None:
     """The experts' weights' gradients left for later, as in `grouped_mlp`: the same bits, each
-    once. For functions that name the setting.
+    once; of every second case computed again as well. For functions that name the settings.
     """
-    return left_for_later(trial, lambda *given: script(*given[:2], wgrads=given[2]), "x")
+    both = trial.case.seed % 2 and trial.extras["names"](trial.problem.function, "recompute")
+    less: dict[str, Any] = {"recompute": _saved_less(trial.case)} if both else {}
+    return left_for_later(trial, lambda *given: script(*given[:2], wgrads=given[2], **less), "x")
+
+
+def _saved_less(case: LayerCase) -> tuple[str, ...]:
+    """What the backward computes again, by the seed."""
+    return LESS[case.seed // 2 % len(LESS)]
+
+
+def _jittered(trial: Trial) -> Finding | None:
+    """Without noise the layer draws its own: other results with another state of the generator."""
+    settings = {name: x for name, x in trial.problem.settings.items() if name != "noise"}
+    without = replace(trial.problem, settings=settings, wanted=(), cotangents={}, draws=True)
+    found = []
+    for seed in (1, 2):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            found.append(trial.run(without)["probs"])
+    if not torch.equal(*found):
+        return None
+    return Finding("probs", "jittered", "is the same with other random numbers, where jitter has no noise given")
 
 
 def _again(trial: Trial) -> Finding | None:
@@ -52,7 +75,7 @@ def _kept(trial: Trial) -> Finding | None:
     case, names = trial.case, trial.extras["names"]
     if not names(trial.problem.function, "recompute"):
         return None
-    how = (("permute",), ("moe_act",), ("permute", "moe_act"))[case.seed % 3]
+    how = LESS[case.seed % len(LESS)]
 
     def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         return script(implementation, given, recompute=how if len(how) > 1 else how[0])
@@ -132,10 +155,12 @@ DELAYED = Law(
 )
 RECOMPUTE = Law("recompute", _again, lambda case: _whole(case) and bool(case.grads))
 KEPT = Law("kept", _kept, lambda case: _whole(case) and _saves(case), recompiles=True)
+JITTERED = Law("jittered", _jittered, lambda case: _whole(case) and case.jitter and case.topk > 1 and case.tokens > 2)
 RERUN = Law("rerun", _rerun, lambda case: _whole(case) and case.rerun and bool(case.counts))
 OVERLAP = Law("overlap", _overlap, lambda case: _whole(case) and bool(case.shared))
 MOE_LAYER = (
     universal.DETERMINISM,
     universal.HOST_SYNC,
-    *_unquantised(universal.HISTORY, RERUN, *of_one_process(*_ALONE, DELAYED, RECOMPUTE, OVERLAP, KEPT)),
+    *of_one_process(KEPT),
+    *_unquantised(universal.HISTORY, RERUN, *of_one_process(*_ALONE, DELAYED, RECOMPUTE, OVERLAP, JITTERED)),
 )

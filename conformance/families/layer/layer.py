@@ -88,7 +88,7 @@ class MoeLayer(Ranked[LayerCase]):
 
     def stages(self, case: LayerCase) -> dict[str, LayerCase]:
         plain = replace(case, law="", layout="contiguous", layout_of="")
-        plain = replace(plain, rerun=False, budget=0) if case.rerun else plain
+        plain = replace(plain, rerun=False, budget=0, roomless=False) if case.rerun else plain
         return {} if case.golden or case.illegal else {name: replace(plain, stage=name) for name in case.stages}
 
     def connected(self, call: Problem, place: RankContext) -> Problem:

@@ -128,6 +128,7 @@ WORLDS: tuple[Changes, ...] = (
     {"counts": (4, 3), "experts": 3, "dispatcher": "alltoall", "shards": 2, "fc2_bias": False, "budget": 8},
     # a dispatcher without shards: each is an expert of its own, with a part of the width
     {"counts": (3, 2), "experts": 3, "dispatcher": "deepep", "shards": 2, "fc2_bias": False},
+    {"counts": (4, 3), "experts": 4, "dispatcher": "allgather", "shared": 2, "roomless": True},
 )
 
 
@@ -197,6 +198,8 @@ def always(scope: Scope) -> list[Any]:
         ),
         SIZES | {"budget": 5, "shared": 2, "losses": ""},
         SIZES | {"budget": 9, "rerun": True, "dtype": "bfloat16", "losses": ""},
+        SIZES | {"roomless": True, "shared": 2, "losses": ""},
+        SIZES | {"roomless": True, "rerun": True, "losses": ""},
     ]
     many: Changes = {"tokens": 520, "hidden": 64, "width": 48, "experts": 4, "topk": 2, "dtype": "bfloat16"}
     many |= {"latent": 0, "shared": 48}  # all of them of whole lines
@@ -204,7 +207,13 @@ def always(scope: Scope) -> list[Any]:
     # bytes of rows beside those of integers; on a GPU a width of the other cases' kernels
     grads, wide = "x+fc1_weight+fc2_weight", 250 if gpu else 64
     less: Changes = SIZES | {"tokens": 256 if gpu else 40, "hidden": wide, "width": wide, "grads": grads, "law": "kept"}
-    forms: tuple[Changes, ...] = ({}, {"seed": 1, "recipe": "current"}, {"seed": 2, "dtype": "bfloat16"})
+    forms: tuple[Changes, ...] = (
+        *({}, {"seed": 1, "recipe": "current"}, {"seed": 2, "dtype": "bfloat16"}),
+        SIZES | {"tokens": 5, "seed": 4, "recipe": "delayed"},
+        SIZES | {"tokens": 5, "seed": 3, "law": "delayed"},
+        SIZES | {"seed": 5, "law": "delayed"},
+        SIZES | {"jitter": True, "law": "jittered", "grads": ""},
+    )
     kept = [scope.case(less | form) for form in forms]
     many_rows = {"tokens": 260, "hidden": 3, "width": 2, "experts": 3, "topk": 2, "grads": "x+fc1_weight+fc2_weight"}
     return [
