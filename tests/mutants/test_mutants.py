@@ -45,7 +45,7 @@ LISTED = {
     *(f"O{number:02}" for number in range(1, 15)),
     *(f"M{number:02}" for number in range(1, 31) if number != 10),
     *(f"ML{number:02}" for number in range(1, 60)),
-    *(f"SL{number:02}" for number in range(1, 13)),
+    *(f"SL{number:02}" for number in range(1, 22)),
     *(f"CK{number:02}" for number in range(1, 32)),
     *("DW01", "DW02", "DW03", "DW04", "DW05", "DW06"),
     *(f"AD{number:02}" for number in range(1, 85)),
