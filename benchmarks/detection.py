@@ -23,10 +23,10 @@ defect's first kill, so the table tells what finds it first, not all that would.
 
     moe-conformance mutants --impl moe_ref --report report.json
     moe-conformance mutants --impl moe_ref --only N02 --function permute --one-gpu --report N02.json
-    moe-conformance mutants --impl moe_ref --only N03 --function permute --one-gpu --report N03.json
-    python -m benchmarks.detection report.json N02.json N03.json > docs/detection.md
+    python -m benchmarks.detection report.json N02.json N03.json … > docs/detection.md
 
-N02 and N03 need a GPU's cases, which `--one-gpu` also runs on a CPU.
+N02, N03 and N12 to N17 need a GPU's cases, which `--one-gpu` also runs on a CPU: each has a report of
+its own, of its function.
 
 A list is killed by cases that were made for it, so the share says little about defects to come. Of
 the last 215 that were written without reading the cases (AE), the cases killed 175 at once; 13 were

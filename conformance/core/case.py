@@ -192,6 +192,11 @@ def _earlier(value: Any) -> tuple[Case, ...]:
     return cases
 
 
+def in_turn(cases: list[Any]) -> list[Any]:
+    """Each of the cases after all others, which run before it in its process, in their order."""
+    return [replace(case, before=(*cases[i + 1 :], *cases[:i])) for i, case in enumerate(cases)]
+
+
 def placed(index: int, read: Callable[[Any], Case], given: Any) -> Case:
     """read(given); an error says which one of `before` it is about."""
     try:

@@ -12,7 +12,7 @@ from conformance.core.axes import Size
 from conformance.core.case import Case, axes_of
 from conformance.core.shapes import Shapes
 from conformance.core.signature import Signature
-from conformance.core.tensors import payload
+from conformance.core.tensors import SHARED, laid_out, payload
 from conformance.judge import Expectation
 
 
@@ -119,7 +119,7 @@ class Contract(ABC, Generic[C]):
         """The call that the case describes."""
         if case.golden:
             return self.golden[case.golden][0]
-        problem = expanded(self.legal(case))
+        problem = shared(self.legal(case))
         return self.illegal[case.illegal](problem) if case.illegal else problem
 
     def call(
@@ -176,17 +176,18 @@ def declare(owner: Any, signature: Signature) -> None:
     owner.optional, owner.static, owner.redundant = signature.optional, signature.static, signature.redundant
 
 
-def expanded(problem: Problem) -> Problem:
-    """The problem with the first entry repeated in the master copy of an expanded input."""
+def shared(problem: Problem) -> Problem:
+    """The problem with the values that an input has whose elements share memory."""
     for name, layout in problem.layouts.items():
-        if layout == "expanded":
-            masters = {k: x[:1].expand(x.shape).clone() for k, x in problem.tensors.items() if k == name and len(x)}
-            cotangents = {
-                k: x[:1].expand(x.shape).clone() if f"d_{k}" == name and len(x) else x
-                for k, x in problem.cotangents.items()
-            }
+        if layout in SHARED:
+            masters = {k: _master(x, layout) for k, x in problem.tensors.items() if k == name}
+            cotangents = {k: _master(x, layout) if f"d_{k}" == name else x for k, x in problem.cotangents.items()}
             return replace(problem.with_tensors(masters), cotangents=cotangents)
     return problem
+
+
+def _master(x: Tensor, layout: str) -> Tensor:
+    return laid_out(x, layout).clone(memory_format=torch.contiguous_format)
 
 
 def accumulator_of(declared: Mapping[str, Any], storage: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from torch import Tensor
 import moe_ref
 from conformance.core.contract import Opaque
 from conformance.core.law import Law, Trial
-from conformance.core.tensors import STRANGE, payload
+from conformance.core.tensors import SHARED, STRANGE, payload
 from conformance.interface import named_outputs
 from conformance.judge import Finding
 
@@ -132,7 +132,7 @@ def _double_backward(trial: Trial) -> Finding | None:
 
 def _smooth(case: Any) -> bool:
     """Whether the second derivatives are numbers known to many digits: of no values of codes."""
-    plain = not case.golden and not case.illegal and case.layout != "expanded" and bool(case.grads)
+    plain = not case.golden and not case.illegal and case.layout not in SHARED and bool(case.grads)
     numbers = case.dtype in ("float32", "float64") and getattr(case, "values", "") not in STRANGE
     rounded = isinstance(scaling := getattr(case, "scaling", 0), str) and scaling
     return plain and numbers and not rounded and not getattr(case, "stored", False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.core.contract import Contract, Problem
+from conformance.core.tensors import SHARED
 from conformance.judge import Expectation, Finding, judge
 from conformance.judge.exact import Exact
 
@@ -105,4 +106,4 @@ def algebraic(*laws: Law, where: str = "") -> tuple[Law, ...]:
 
 
 def plain(case: Any) -> bool:
-    return not case.golden and not case.illegal and case.layout != "expanded"
+    return not case.golden and not case.illegal and case.layout not in SHARED

@@ -1,5 +1,6 @@
 """Planted defects of memory layouts: slices of wider tensors, and numbers of rows past 8 bits."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from conformance.core.defect import Defect, Wrapper, with_values
 from conformance.core.gradient_defects import read_as_contiguous
 
+OVERLAPPING = "a mistake that rows which share memory show"
 SLICED = "a mistake that slices of wider tensors show"
 MANY = "a mistake that more than 256 rows show"
 DESCRIBED = 2**20  # the largest stride, in elements, that a copy engine takes here
@@ -26,18 +28,33 @@ def _adjacent(x: Any) -> Any:
     return read_unstrided(x) if sliced and x.dtype not in (torch.int32, torch.int64) else x  # no index is misread
 
 
-def _reads_slices_as_adjacent(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
-    """Inputs are read with their lengths as strides."""
-    return function(*map(_adjacent, inputs), **{name: _adjacent(x) for name, x in settings.items()})
+def _separate(x: Any) -> Any:
+    """x as a reader takes it that knows no rows which begin in each other."""
+    shared = isinstance(x, Tensor) and x.dim() > 1 and x.stride()[-2:] == (1, 1) and min(x.shape[-2:]) > 1
+    return read_unstrided(x) if shared else x
+
+
+def _reading(read: Callable[[Any], Any]) -> Wrapper:
+    """The function of inputs that are read so."""
+
+    def wrong(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
+        return function(*map(read, inputs), **{name: read(x) for name, x in settings.items()})
+
+    return wrong
+
+
+def _each(title: str, origin: str, wrapper: Wrapper, functions: dict[str, str]) -> tuple[Defect, ...]:
+    return tuple(Defect(name, f"{title} in {of}", origin, {of: wrapper}) for name, of in functions.items())
 
 
 def of_slices(**functions: str) -> tuple[Defect, ...]:
-    """A defect for each name, in its function."""
-    title = "rows of a slice are taken for adjacent"
-    return tuple(
-        Defect(name, f"{title} in {function}", SLICED, {function: _reads_slices_as_adjacent})
-        for name, function in functions.items()
-    )
+    """A defect for each name, in its function: lengths are read as strides."""
+    return _each("rows of a slice are taken for adjacent", SLICED, _reading(_adjacent), functions)
+
+
+def of_overlaps(**functions: str) -> tuple[Defect, ...]:
+    """A defect for each name, in its function: rows that share memory are read as adjacent ones."""
+    return _each("rows that share memory are taken for adjacent", OVERLAPPING, _reading(_separate), functions)
 
 
 def numbered_in_bytes(x: Tensor) -> Tensor:

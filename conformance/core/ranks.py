@@ -11,7 +11,7 @@ from typing import Any, Generic
 from zlib import crc32
 
 from conformance.core.case import Case
-from conformance.core.contract import C, Contract, Problem, expanded
+from conformance.core.contract import C, Contract, Problem, shared
 from conformance.judge import Expectation
 from conformance.judge.exact import bits
 
@@ -111,7 +111,7 @@ class AtRank(Contract[C], Generic[C]):
     def calls(self, case: C) -> list[Problem]:
         """The call of each rank, cached between `legal` and `expected`."""
         if case not in self._made:
-            self._made = {case: [expanded(call) for call in self.whole.calls(case)]}
+            self._made = {case: [shared(call) for call in self.whole.calls(case)]}
         return self._made[case]
 
     def own(self, calls: list[Problem]) -> Problem:

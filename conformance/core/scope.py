@@ -20,6 +20,7 @@ from conformance.core.covering import Covered, covering
 from conformance.core.signature import Signature
 from conformance.core.space import Space
 
+SLOW = 0.5  # a lesser weight is of a slow function
 RESIZED = 0.6  # of the structures have cases of other sizes
 # dtypes of at most two bytes: 2³¹ elements fit 4 GiB
 NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "bool", "int16")
@@ -305,7 +306,20 @@ class Scope:
         given = self.contract.shapes.always(self)
         shapes = [self.fullest(one) for one in given if not isinstance(one, Case)]
         placed = self.placed(self.placed(shapes, "negated"), "sliced")
-        return [*self.lawful(placed), *(one for one in given if isinstance(one, Case))]
+        whole = [one for one in given if isinstance(one, Case)]
+        return [*self.lawful(placed), *whole, *self.overlapping()]
+
+    def overlapping(self) -> list[Any]:
+        """Small cases of all rows that may share memory, one tensor each.
+
+        The first alone for few kernels, and of a function whose cases are slow.
+        """
+        covered = self.contract.shapes.covered | self.contract.shapes.far
+        row = self.row(covered, {})
+        base = self.fullest({name: getattr(row, name) for name in covered})
+        placed = [base.changed(layout="overlapping", layout_of=name) for name in self.signature.overlapping]
+        fitting = [case for case in placed if self.fits(case)]
+        return fitting[:1] if self.space.few_kernels or self.weight < SLOW else fitting
 
     def placed(self, cases: list[Any], layout: str) -> list[Any]:
         """The cases, each of the first contiguous ones with another tensor in this layout."""

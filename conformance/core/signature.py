@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from conformance.core.tensors import STRANGE
+from conformance.core.tensors import SHARED, STRANGE
 
 NEAR = ("transposed", "strided", "shifted")
 FAR = ("wide_rows", "wide_columns", "wide_depth")  # by dimension
-LAYOUTS = ("contiguous", *NEAR, "sliced", "negated", "expanded", *FAR)
+LAYOUTS = ("contiguous", *NEAR, "sliced", "negated", *SHARED, *FAR)
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that have a gradient
 
@@ -118,6 +118,20 @@ class Signature:
             if self.names[name].expands if name in self.names else len(dims) > 1 and name not in made:
                 yield name, "expanded"
 
+    @cached_property
+    def overlapping(self) -> list[str]:
+        """Inputs and cotangents whose rows may share memory, because any values are legal.
+
+        No maps, indices, counts, noise and parts of records.
+        """
+        free = {x.name for x in self.inputs if (x.field == "dtype" or x.gradient) and not x.part_of}
+        made = {x.name for x in self.made_from}
+        return [
+            name
+            for name, dims in self.placed.items()
+            if len(dims) > 1 and name not in made and (name in free or name not in self.names)
+        ]
+
     def negatable(self, case: Any) -> Iterator[str]:
         """Inputs and cotangents of the case that torch can negate; not where NaNs are moved."""
         if getattr(case, "values", "") in STRANGE:
@@ -161,6 +175,8 @@ class Signature:
             dims = self.placed.get(case.layout_of, "")
             if case.layout == "negated" and case.layout_of not in self.negatable(case):
                 return f"layout is 'negated', but {case.layout_of!r} is no tensor that torch can negate, bit by bit"
+            if case.layout == "overlapping" and case.layout_of not in self.overlapping:
+                return f"layout is 'overlapping', but rows of {case.layout_of!r} may not share memory"
             if case.layout in FAR[len(dims) :]:
                 return f"layout is {case.layout!r}, but {case.layout_of!r} has {len(dims)} dimensions"
             if case.layout_of not in given:

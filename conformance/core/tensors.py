@@ -16,6 +16,7 @@ SPREAD = 12  # log2 of the largest row scale
 WIDE = 2**31 + 2**12  # elements from the first to the last row of a wide tensor: past 32 bits
 STRANGE = ("special", "edges", "every")  # styles with NaN and infinities
 WIDER = 16  # columns of a matrix beside its slice
+SHARED = ("expanded", "overlapping")  # layouts whose elements share memory, so that their values change
 WIDE_LAYOUTS = ("wide_rows", "wide_columns", "wide_depth")
 BITS = {
     torch.float32: 12,
@@ -132,11 +133,15 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     load is aligned · `sliced`, rows of a wider matrix, whose elements are adjacent (a vector: one
     of its columns) · `negated`, the negative values under a minus that torch leaves pending ·
     `expanded`, stride 0 in the first dimension: the first entry repeats, the values change ·
+    `overlapping`, strides 1 and 1: a row begins at the second element of the row before, the values
+    change ·
     `wide_rows`, `wide_columns`, `wide_depth`, the first and last entry of the first, second or
     third dimension more than 2³¹ elements apart.
     """
     if layout == "expanded":
         return x[:1].expand(x.shape) if x.shape[0] else x
+    if layout == "overlapping":
+        return _overlapping(x)
     if layout == "transposed":
         return x.mT.contiguous().mT if x.dim() >= 2 else laid_out(x, "strided")
     if layout == "strided":
@@ -160,6 +165,16 @@ def _sliced(shape: torch.Size) -> list[int]:
     """Strides of rows of a matrix WIDER columns wider: a multiple of 16 where the length is."""
     wider = torch.empty([*shape[:-1], shape[-1] + WIDER], device="meta") if len(shape) > 1 else None
     return [*wider.stride()] if wider is not None else [1 + WIDER] * len(shape)
+
+
+def _overlapping(x: Tensor) -> Tensor:
+    """All rows in one line: the elements of the first, then the last one of each further row."""
+    if x.dim() < 2 or not x.numel():
+        return x
+    kind, own = x.dtype, x.view(torch.uint8) if x.element_size() == 1 else x
+    line = torch.cat([own[..., 0, :], own[..., 1:, -1]], dim=-1)
+    rows = line.unfold(-1, x.shape[-1], 1)
+    return rows.view(kind) if x.element_size() == 1 else rows
 
 
 def _in_storage(x: Tensor, strides: list[int], offset: int, sizes: torch.Size) -> Tensor:

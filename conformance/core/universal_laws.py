@@ -12,6 +12,7 @@ from conformance.core.contract import Contract, Problem
 from conformance.core.law import Law, Outputs, Trial, next_values, same, upside_down
 from conformance.core.scope import Scope
 from conformance.core.space import Space
+from conformance.core.tensors import SHARED
 from conformance.judge import Exact, Expectation, Finding
 
 
@@ -147,7 +148,7 @@ def _is_drawn(case) -> bool:
 
 
 def _has_values(case) -> bool:
-    return not case.golden and not case.illegal and case.layout != "expanded"
+    return not case.golden and not case.illegal and case.layout not in SHARED
 
 
 def _static(case) -> bool:
@@ -229,7 +230,7 @@ def _inner(a: Tensor, b: Tensor) -> float:
 
 
 def _doubles(case) -> bool:
-    plain = not case.golden and not case.illegal and case.layout != "expanded"
+    plain = not case.golden and not case.illegal and case.layout not in SHARED
     return plain and case.dtype in ("float32", "bfloat16", "float16") and getattr(case, "values", "dyadic") != "special"
 
 

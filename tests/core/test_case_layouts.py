@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from conformance.catalogue import CONTRACTS
+from conformance.core.space import Space
 from conformance.core.tensors import WIDE, laid_out, payload
+from conformance.engine.child.evaluate import evaluate
+from conformance.engine.choose.draw import scope_of
 from conformance.families.permutation.cases import RoutingCase
+from conformance.interface import load
 from conformance.judge.exact import bits
 
 X = payload(0, "tokens", (5, 6), "float32")
@@ -60,6 +64,32 @@ def test_a_slice_has_adjacent_elements_and_rows_as_well_aligned_as_contiguous_on
     assert laid_out(X[:, 0].clone(), "sliced").stride() == (17,)
     assert laid_out(torch.zeros(2, 3, 32), "sliced").stride() == (3 * 48, 48, 1)
     assert torch.empty(0).set_(laid_out(X, "sliced").untyped_storage())[6].isnan()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_rows_that_overlap_share_all_but_one_element_and_are_their_own_layout(dtype):
+    placed = laid_out(payload(0, "tokens", (5, 6), dtype), "overlapping")
+    assert (placed.shape, placed.stride()) == ((5, 6), (1, 1))
+    assert (bits(placed[1:, :-1]) == bits(placed[:-1, 1:])).all()
+    assert (bits(laid_out(placed.clone(), "overlapping")) == bits(placed)).all()
+    assert laid_out(torch.zeros(2, 3, 4), "overlapping").stride() == (6, 1, 1)
+    assert laid_out(X[:0], "overlapping").shape == (0, 6)
+
+
+@pytest.mark.parametrize("function", ["permute", "grouped_dgrad", "glu", "topk_routing", "latent_projection"])
+def test_each_input_whose_rows_may_overlap_has_a_case_and_a_slow_function_one_case(function):
+    scope = scope_of(function, Space())
+    names = scope.signature.overlapping
+    cases = scope.overlapping()
+    assert [case.layout_of for case in cases] == (names[:1] if function == "latent_projection" else names)
+    assert set(cases) <= set(scope.always())
+    assert {evaluate(case, load("moe_ref")).status for case in cases} == {"PASS"}
+
+
+def test_maps_and_indices_have_no_rows_that_overlap():
+    case = RoutingCase(function="permute", tokens=4, experts=2, layout="overlapping", layout_of="routing_map")
+    assert "may not share memory" in CONTRACTS["permute"].signature.fits(case)
+    assert CONTRACTS["permute"].signature.fits(replace(case, layout_of="tokens")) is None
 
 
 def test_an_expanded_layout_repeats_its_first_entry_without_memory():

@@ -27,7 +27,7 @@ from conformance.core.case import Case
 from conformance.core.lists import Parts, Table
 from conformance.core.signature import Signature
 from conformance.core.space import ALIGNMENTS
-from conformance.core.tensors import BITS, DTYPES, hashed, payload, probabilities
+from conformance.core.tensors import BITS, DTYPES, SHARED, hashed, payload, probabilities
 from conformance.families.dispatch.values_of_wire import SCALE_DTYPES, at_edges_of_scales, at_reciprocals
 from moe_ref.config import FP8_BLOCK
 
@@ -299,7 +299,7 @@ class DispatchCase(Case):
             return f"float16 has not the range of {self.values} values"
         if self.values == "reciprocals" and (self.layout, self.layout_of) == ("negated", "scales"):
             return "packed codes are no numbers: a pending minus changes the bits of a NaN"
-        return "ranks have no row that all repeat" if self.layout == "expanded" else None
+        return "ranks have no rows that share memory" if self.layout in SHARED else None
 
     def arguments(self) -> tuple[str, ...]:
         named = ARGUMENTS.get(self.dispatcher, {}).items()

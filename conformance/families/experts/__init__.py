@@ -13,6 +13,7 @@ from conformance.families.experts import (
     defects_inputs,
     defects_kernels,
     defects_long,
+    defects_many,
     defects_overflow,
     defects_products,
     defects_reported,
@@ -45,7 +46,7 @@ FAMILY = Family(
     defects=(
         *(*defects.DEFECTS, *defects_steps.DEFECTS, *defects_calls.DEFECTS, *defects_inputs.DEFECTS),
         *(*defects_curves.DEFECTS, *defects_products.DEFECTS, *defects_fine.DEFECTS, *defects_delayed.DEFECTS),
-        *(*defects_kernels.DEFECTS, *defects_overflow.DEFECTS, *defects_long.DEFECTS),
+        *(*defects_kernels.DEFECTS, *defects_overflow.DEFECTS, *defects_long.DEFECTS, *defects_many.DEFECTS),
         *(*defects_combined_glu.DEFECTS, *defects_combined.DEFECTS, *defects_reported.DEFECTS),
     ),
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from conformance.core.defect import Defect, Wrapper, with_values
-from conformance.core.layout_defects import of_slices
+from conformance.core.layout_defects import of_overlaps, of_slices
 from moe_ref.config.quantization import BLOCK, WHOLE_BLOCKS
 
 STRANGE = "a class of inputs: strange values at the ends of a row"
@@ -66,6 +66,7 @@ DEFECTS: tuple[Defect, ...] = (
         {"activation": _last_is_finite, "glu": _last_is_finite},
     ),
     *of_slices(SL04="glu", SL05="grouped_linear", SL06="grouped_dgrad", SL07="grouped_wgrad"),
+    *of_overlaps(SL15="glu", SL16="grouped_linear", SL17="grouped_wgrad", SL18="shared_experts"),
     *(
         Defect(name, f"illegal counts are cut, silently, by {function}", ILLEGAL, {function: _counts_within_the_rows})
         for name, function in (("I03", "grouped_linear"), ("I04", "grouped_dgrad"), ("I05", "grouped_wgrad"))

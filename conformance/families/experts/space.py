@@ -14,6 +14,7 @@ from conformance.families.experts.cases import COUNTS, CURVES, GATES, GROUPED_VA
 from conformance.families.experts.cases import PROB_DTYPES as PROB_DTYPES
 from conformance.families.experts.precision import LOW_VALUES, fits, may_override
 from conformance.families.experts.space_long import long_products
+from conformance.families.experts.space_many import around_a_class, many_rows
 from conformance.families.experts.space_ratios import ratio_cases
 from conformance.families.experts.space_recipes import ALONE, CONTIGUOUS, LEAST, by_recipe
 from conformance.families.experts.space_tiles import tiles_of_products
@@ -56,7 +57,7 @@ def long_rows(scope: Scope) -> list[Any]:
         found.append({"tokens": 3, "width": 64, "interleave": 32})  # two blocks of the widest
     if scope.accepts("clamp") and scope.accepts("offset"):
         found += FINE
-    return [*found, *_huge(scope), *_strange(scope)]
+    return [*found, *_huge(scope), *_strange(scope), *around_a_class(scope)]
 
 
 def _huge(scope: Scope) -> list[Changes]:
@@ -211,7 +212,7 @@ def large(scope: Scope) -> list[Any]:
     rows = (32, 33) if scope.function == "grouped_wgrad" else (2, 3)  # there the rows cancel
     long.append(CANCELLING | {"experts": 2, "counts": rows, "tokens": sum(rows), "into": ""})
     low = filter(scope.fits, [scope.case(one) for one in (LEAST, *(one | {"experts": 1} for one in ALONE))])
-    return [ragged, many, *long, *ratio_cases(scope), *low]
+    return [ragged, many, *long, *many_rows(scope), *around_a_class(scope), *ratio_cases(scope), *low]
 
 
 def large_projections(scope: Scope) -> list[Changes]:

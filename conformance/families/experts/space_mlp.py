@@ -15,6 +15,7 @@ from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIG
 from conformance.families.experts.cases_mlp import OVERFLOW
 from conformance.families.experts.space import LOW_SHARE, few_segments, near, of_a_model, segments
 from conformance.families.experts.space_long import long_layers
+from conformance.families.experts.space_many import many_rows
 from conformance.families.experts.space_recipes import one_per_recipe
 from conformance.families.experts.space_tiles import tiles_of_layers
 from conformance.families.quantization.cases import RECIPES, UNIT, VARIANTS
@@ -310,7 +311,7 @@ def _large(scope: Scope) -> list[Any]:
     waits = [scope.mended(scope.case(one)).changed(law="delayed") for one in (alone, both)]
     large = [many, *([again] if delayed else []), long | {"dtype": "bfloat16"}]
     single = [scope.fullest(ALONE)] if scope.fits(scope.case(ALONE)) else []
-    return [*_ragged(scope), *large, *waits, *single, *tiles_of_layers(scope)]
+    return [*_ragged(scope), *large, *waits, *single, *tiles_of_layers(scope), *many_rows(scope)]
 
 
 def _large_shared(scope: Scope) -> list[Any]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from conformance.core.defect import Defect, Wrapper, int32_view, with_values
 from conformance.core.gradient_defects import rounded_to, with_backward, with_gradient
-from conformance.core.layout_defects import of_slices
+from conformance.core.layout_defects import of_overlaps, of_slices
 
 PADDED = "a mistake that an index of padding invites"
 MASK = "a mistake that reading a mask or a map invites"
@@ -185,5 +185,6 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("AD13", "a prob of 0 is not listed", MASK, {"multihot_to_indices": _zero_is_not_routed}),
     Defect("AD14", "probs of one expert's slots are added", MASK, {"indices_to_multihot": _duplicates_added}),
     *of_slices(SL01="permute", SL02="unpermute", SL03="sort_chunks"),
+    *of_overlaps(SL13="permute", SL14="unpermute"),
     Defect("AD15", "the last tokens pad", ORDER, {"pad_routing_map": _padded_from_the_end}),
 )

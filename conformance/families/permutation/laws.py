@@ -10,7 +10,7 @@ from conformance.core import universal_laws as universal
 from conformance.core.contract import Problem
 from conformance.core.double_backward import DOUBLE_BACKWARD
 from conformance.core.law import Law, Trial, algebraic, same, upside_down
-from conformance.core.tensors import STRANGE
+from conformance.core.tensors import SHARED, STRANGE
 from conformance.families.permutation.cases import RoutingCase
 from conformance.judge import Finding
 from moe_ref.permutation.permute import PADDING, RowMap, permute
@@ -178,7 +178,7 @@ def _summed_relabelling(trial: Trial) -> Finding | None:
 
 
 def _moves_only(case) -> bool:
-    return not case.golden and not case.illegal and case.layout != "expanded"
+    return not case.golden and not case.illegal and case.layout not in SHARED
 
 
 def _rows(case) -> int:
@@ -235,7 +235,7 @@ def _garbage_independence(trial: Trial) -> Finding | None:
 
 
 def _exact_fp32(case) -> bool:
-    plain = not case.golden and not case.illegal and case.values == "dyadic" and case.layout != "expanded"
+    plain = not case.golden and not case.illegal and case.values == "dyadic" and case.layout not in SHARED
     # a product has 12 + 10 bits; a sum of four adds 2: exact in float32
     exact_products = case.function != "unpermute" or not case.probs or case.experts <= 4
     return plain and exact_products and case.dtype == "float32" and case.probs in ("", "float32")

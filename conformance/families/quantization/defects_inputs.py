@@ -7,7 +7,7 @@ from torch import Tensor
 
 from conformance.core.defect import Defect
 from conformance.core.gradient_defects import NEGATED, reads_no_pending_minus
-from conformance.core.layout_defects import of_slices
+from conformance.core.layout_defects import of_overlaps, of_slices
 from conformance.families.quantization.defects import tagged
 
 STRANGE = "a class of inputs: strange values at the ends of a row"
@@ -48,5 +48,6 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("V04", "one significand is rounded to the next code", EVERY, tagged(_sixteen_bits, codes=_next_code)),
     Defect("Z24", "a pending minus is not read", NEGATED, {"quantize": reads_no_pending_minus}),
     *of_slices(SL08="quantize"),
+    *of_overlaps(SL19="quantize"),
     Defect("V05", "one exponent of a scale is that below", EVERY, tagged(_exponents, scales=_previous_exponent)),
 )

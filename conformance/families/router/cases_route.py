@@ -11,7 +11,7 @@ from conformance.core.axes import Changes, Size, Words, choice, declared, dtypes
 from conformance.core.case import Case
 from conformance.core.shared_out import counts
 from conformance.core.signature import FAR
-from conformance.core.tensors import DTYPES, hashed
+from conformance.core.tensors import DTYPES, SHARED, hashed
 from conformance.families.router.cases import SCORES, Scores, experts, groups, slots
 from moe_ref.config import RouterConfig
 
@@ -105,7 +105,7 @@ class RouteCase(Case):
         return not self.sinkhorn
 
     def clash(self) -> str | None:
-        if self.layout in ("expanded", *FAR) or (self.counts and self.layout != "contiguous"):
+        if self.layout in (*SHARED, *FAR) or (self.counts and self.layout != "contiguous"):
             return f"layout is {self.layout!r}; the logits of all steps are near, and of ranks contiguous"
         if not self.tokens and not self.counts:
             return "one process needs tokens"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from conformance.core.defect import Defect, Wrapper, with_values
-from conformance.core.layout_defects import MANY, SLICED, numbered_in_bytes, of_slices, read_unstrided
+from conformance.core.layout_defects import MANY, SLICED, numbered_in_bytes, of_overlaps, of_slices, read_unstrided
 
 COUNTS = "a class of inputs: counts past a power of two, and fractions"
 STRANGE = "a class of inputs: strange values at the ends of a row"
@@ -100,6 +100,7 @@ DEFECTS: tuple[Defect, ...] = (
         {"topk_indices": _every_second_index, "topk_routing": _every_second_index},
     ),
     *of_slices(SL09="topk_routing", SL10="gate"),
+    *of_overlaps(SL20="topk_routing", SL21="gate"),
     Defect("SL11", "strides of the logits are not read", SLICED, {"route": _unstrided_logits}),
     Defect("SL12", "the stride of the padding mask is not read", SLICED, {"route": _unstrided_mask}),
     Defect("U66", "tokens past 256 are routed as the first ones", MANY, {"route": _tokens_past_256}),
