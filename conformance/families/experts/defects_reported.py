@@ -256,7 +256,11 @@ _PLANTED: tuple[tuple[str, str, dict[str, Wrapper]], ...] = (
         "unsloth-zoo #858",
         dict.fromkeys(("glu", "activation", *MLPS), only(given("probs"), _by_division)),
     ),
-    ("gates are clamped after their sigmoid", "vLLM #43653", {"glu": only(_simple_clamp, _clamped_afterwards)}),
+    (
+        "gates are clamped after their sigmoid",
+        "a mistake that two clamped gates invite",
+        {"glu": only(_simple_clamp, _clamped_afterwards)},
+    ),
     (
         "a clamp has an alpha of its own",
         "onnxruntime #28738",

@@ -178,7 +178,7 @@ _PLANTED: tuple[tuple[str, str, dict[str, Wrapper]], ...] = (
     ),
     (
         "the columns' amax is taken before the transform",
-        "TransformerEngine #2695",
+        "TransformerEngine #2695, a race",
         changed("amax", _amax_of_rows, _transformed),
     ),
     ("with noise all codes are 0", "TransformerEngine #3281", changed("codes", _no_codes, _noisy)),

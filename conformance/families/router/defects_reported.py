@@ -285,7 +285,11 @@ _PLANTED: tuple[tuple[str, str, dict[str, Wrapper]], ...] = (
             )
         },
     ),
-    ("the largest logit is sought from 0 on", "FlashInfer #2822", dict.fromkeys(BOTH, _largest_from_zero)),
+    (
+        "the largest logit is sought from 0 on",
+        "FlashInfer #2822, its cause supposed",
+        dict.fromkeys(BOTH, _largest_from_zero),
+    ),
     (
         "weights of one slot are divided by their sum over the tokens",
         "MegaBlocks #87",
@@ -305,7 +309,7 @@ _PLANTED: tuple[tuple[str, str, dict[str, Wrapper]], ...] = (
     ),
     (
         "the first choice alone counts",
-        "DeepSpeed #5156",
+        "a mistake that losses of one expert invite",
         {"aux_loss_scores": only(lambda x, **s: s["topk"] > 1, _first_choice_counts)},
     ),
     ("shares of the tokens add up to K", "transformers #43775", {"load_balancing_loss": _sum_of_k}),
@@ -331,7 +335,7 @@ _PLANTED: tuple[tuple[str, str, dict[str, Wrapper]], ...] = (
     ),
     (
         "a mask is read sequence by sequence",
-        "transformers #29363",
+        "miles #3146, of a mask",
         {"route": only(_masked_sequences, _mask_by_sequence)},
     ),
     ("replays are read sequence by sequence", "miles #3146", {"route": only(_replayed_sequences, _replay_by_sequence)}),
