@@ -39,7 +39,7 @@ def grouped_mlp(
 
     Args:
         fc1_weight_LFH: [L,2F,H] for a gated kind, gates first or interleaved; [L,F,H] for others.
-        probs: [P] floating point, or None for 1.
+        probs: [P] floating point, or None for 1. Gradients of its uses may be rounded one by one.
         fc1_bias, fc2_bias: [L,2F] or [L,F], and [L,H]; floating point, or None, independently.
         kind, offset, clamp, alpha, interleave, …: as in `glu` and `activation`.
         align: zeros extend each segment to a multiple of it, and are trimmed afterwards.
@@ -55,8 +55,7 @@ def grouped_mlp(
             raises those of input and weight to what it quantises, a backward those of grad_output.
 
     Rounding, each once, to the dtype of the rows: p · x; h with its bias; a; a W2ᵀ; and then the
-    sum with p · b2, in float32 (float64 if an input is). Gradients round where these values do;
-    the two parts of dp may each be rounded to the probs' dtype.
+    sum with p · b2, in float32 (float64 if an input is). Gradients round where these values do.
 
     Raises:
         ValueError: see `moe_ref.config`: check_grouped_mlp, check_kind, check_input_store,
