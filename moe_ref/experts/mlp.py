@@ -39,7 +39,7 @@ def grouped_mlp(
 
     Args:
         fc1_weight_LFH: [L,2F,H] for a gated kind, gates first or interleaved; [L,F,H] for others.
-        probs: [P] floating point, or None for 1.
+        probs: [P] floating point, or None for 1. Gradients of its uses may be rounded one by one.
         fc1_bias, fc2_bias: [L,2F] or [L,F], and [L,H]; floating point, or None, independently.
         kind, offset, clamp, alpha, interleave, …: as in `glu` and `activation`.
         align: zeros extend each segment to a multiple of it, and are trimmed afterwards.

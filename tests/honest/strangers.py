@@ -272,7 +272,7 @@ class _Recomputed(torch.autograd.Function):
 def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(h, *, probs=None, kind=None, offset=0.0, clamp=None, alpha=None, interleave=None):
         given = {"kind": kind, "offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
-        given = {name: x for name, x in given.items() if x not in (None, 0.0)}
+        given = {name: x for name, x in given.items() if x is not None and (x or name != "offset")}
         return _Recomputed.apply(lambda h, probs: function(h, probs=probs, **given), h, probs)
 
     return call
