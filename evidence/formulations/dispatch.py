@@ -99,8 +99,11 @@ def by_map(
         every.append(copies)
         row_probs = None
         if probs is not None:
-            cells = [probs[0].new_zeros(()) if c is None else probs[c[0]][c[1], c[2]] for c in copies]
-            row_probs = torch.stack(cells) if cells else probs[0].new_zeros(0)
+            # of one tensor, so that a gradient, zeros if none, reaches the probs of every source
+            flat = torch.cat([probs[0].new_zeros(1), *(p.flatten() for p in probs)])
+            begins = [1 + sum(p.numel() for p in probs[:s]) for s in range(ranks)]
+            width = probs[0].shape[1]
+            row_probs = flat[[0 if c is None else begins[c[0]] + c[1] * width + c[2] for c in copies]]
         results.append((gathered(tokens, copies), row_probs, torch.tensor(counts), torch.tensor(lost)))
     sent = [Sent(rank, every, [*map(len, tokens)], shards, routing_map[0].shape[1]) for rank in range(ranks)]
     return [Dispatched(*one[:3], own, one[3]) for one, own in zip(results, sent, strict=True)]

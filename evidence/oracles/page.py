@@ -39,7 +39,7 @@ SECOND = """## A second formulation
 docstrings: by loops where the reference is vectorised, all at once where it loops, dense where it
 moves rows, and with autograd's gradients where it derives them by hand. It shares settings and
 results with `moe_ref`, no code. For cases drawn as the gate draws them, widened to float64, all
-results and gradients agree: to 36 bits, or as far as terms of a row cancel. `make test` runs 20
+results and gradients agree: to 36 bits, or as far as terms of a row cancel. `make test` runs 16
 cases of each function, and with each a mistake that must show.
 
     python -m evidence.formulations --cases 1000     # of each function; also --function NAME

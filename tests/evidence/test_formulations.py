@@ -13,7 +13,7 @@ from conformance.core.case import Case
 from evidence.formulations import everything
 from evidence.formulations.agreement import UP_TO_SIGN, cases, difference, played
 
-COUNTS = {"merge_extra_state": 96}  # cases: most states have no parts to merge; of others 20
+COUNTS = {"merge_extra_state": 96}  # cases: most states have no parts to merge; of others 16
 Wrong = Callable[..., Any]
 
 
@@ -124,8 +124,8 @@ def function(request) -> str:
 @pytest.fixture(scope="module")
 def right(function) -> list[tuple[Case, dict[str, Any]]]:
     """Cases of the function, and the reference's results."""
-    drawn = cases(function, COUNTS.get(function, 20))
-    assert len(drawn) == COUNTS.get(function, 20)
+    drawn = cases(function, COUNTS.get(function, 16))
+    assert len(drawn) == COUNTS.get(function, 16)
     return [(case, played(moe_ref, case)) for case in drawn]
 
 
