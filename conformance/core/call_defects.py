@@ -150,6 +150,44 @@ def leaves_another_dtype(function: Wrapper, *inputs: Any, **settings: Any) -> An
     return out
 
 
+class _Result(torch.autograd.Function):
+    """The identity; backward reads the result, which no version counter guards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.result = x.clone()
+        return ctx.result  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return torch.where(ctx.result.isnan(), torch.zeros_like(cotangent), cotangent)
+
+
+def backward_reads_the_result(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
+    """The backward reads the memory of the result, which the caller may have overwritten."""
+    out = function(*inputs, **settings)
+    return _Result.apply(out) if isinstance(out, Tensor) and out.requires_grad else out
+
+
+def results_of_one_buffer(*names: str) -> Wrapper:
+    """Results of one dtype and shape are one tensor where their values agree."""
+
+    def wrapper(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
+        out = function(*inputs, **settings)
+        first, second = (getattr(out, name) for name in names)
+        same = first is not None and second is not None and first.shape == second.shape and torch.equal(first, second)
+        return out._replace(**{names[1]: first.to(second.dtype)}) if same else out
+
+    return wrapper
+
+
+def expands_equal_rows(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
+    """A result whose rows are equal is one row, with stride 0."""
+    out = function(*inputs, **settings)
+    plain = isinstance(out, Tensor) and out.dim() == 2 and len(out) > 1 and not out.requires_grad
+    return out[:1].expand(out.shape) if plain and torch.equal(out, out[:1].expand(out.shape)) else out
+
+
 class _InPlace(torch.autograd.Function):
     """The identity; backward works on the cotangent in place."""
 

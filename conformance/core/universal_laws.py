@@ -117,6 +117,13 @@ def _accumulated(trial: Trial) -> Finding | None:
     return trial.judged("accumulated", numbers, trial.run(trial.problem, manner="accumulated"))
 
 
+def _own_memory(trial: Trial) -> Finding | None:
+    """The caller overwrites the results before the backward: right gradients, or an error."""
+    gradients = {name: x for name, x in trial.expected.items() if name.startswith("d_")}
+    finding = trial.judged("own_memory", gradients, trial.run(trial.problem, manner="overwritten"))
+    return finding and replace(finding, message=f"when the results are overwritten before it, it {finding.message}")
+
+
 def _late_producer(trial: Trial) -> Finding | None:
     """Inputs with writes pending on the current stream."""
     return trial.repeats("late_producer", trial.run(trial.problem, late=True))
@@ -163,11 +170,14 @@ INTERLEAVED = Law("interleaved", _interleaved, _is_drawn)
 OTHER_THREAD = Law("other_thread", _other_thread, _is_drawn)
 INFERENCE_MODE = Law("inference_mode", _inference_mode, lambda case: _is_drawn(case) and not case.grads)
 ACCUMULATED = Law("accumulated", _accumulated, lambda case: _is_drawn(case) and bool(case.grads), gradients=True)
+OWN_MEMORY = Law(
+    "own_memory", _own_memory, lambda case: _is_drawn(case) and bool(case.grads), gradients=True, may_raise=True
+)
 BUFFER_REUSE = Law("buffer_reuse", _buffer_reuse, lambda case: _has_values(case) and not case.grads)
 LATE_PRODUCER = Law("late_producer", _late_producer, _has_values, device="cuda")
 HOST_SYNC = Law("host_sync", _host_sync, _static, device="cuda")
 GRAPH_CAPTURE = Law("graph_capture", _graph_capture, _static, device="cuda")
-CALLS = (HISTORY, DETERMINISM, REPEATED, INTERLEAVED, OTHER_THREAD, INFERENCE_MODE, ACCUMULATED, AUTOCAST)
+CALLS = (HISTORY, DETERMINISM, REPEATED, INTERLEAVED, OTHER_THREAD, INFERENCE_MODE, ACCUMULATED, AUTOCAST, OWN_MEMORY)
 EVERYWHERE = (*CALLS, BUFFER_REUSE, LATE_PRODUCER)
 STATIC = (HOST_SYNC, GRAPH_CAPTURE)
 

@@ -33,6 +33,8 @@ CALL_TWINS = [  # law, case, function that makes the wrapper
     ("double_backward", GLU, lambda: calls.drops_the_second_derivative),
     ("double_backward", replace(Z, grads="logits"), lambda: calls.refuses_only_where_a_cotangent_requires_grad),
     ("double_backward", GLU, lambda: calls.refuses_only_where_a_cotangent_requires_grad),
+    ("own_memory", replace(GLU, grads="h"), lambda: calls.backward_reads_the_result),
+    ("own_memory", LINEAR, lambda: calls.backward_reads_the_result),
     ("autocast", NARROW_GLU, lambda: autocast.backward_in_bfloat16),
     ("autocast", NARROW_GLU, lambda: autocast.inputs_in_bfloat16),
     ("autocast", NARROW_GLU, autocast.first_of_a_shape),

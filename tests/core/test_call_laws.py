@@ -11,13 +11,16 @@ from conformance.core import call_defects as calls
 from conformance.engine.run.blame import blamed
 from tests.common.suite import outcome_of, wrapped
 from tests.core.call_twins import CALL_TWINS, FORWARD_GLU, NARROW_GLU, STILL, itself
-from tests.core.law_twins import FORWARD, GLU, JITTER, LINEAR
+from tests.core.law_twins import FORWARD, FORWARD_LINEAR, GLU, JITTER, LAYOUT, LINEAR
 
+COUNTS = ("num_tokens_per_rank", "num_tokens_per_expert")
 EVERY_CALL = [  # check, case, wrapper
     ("state", FORWARD, calls.draws_from_the_generator),
     ("state", replace(FORWARD_GLU, tokens=0), calls.leaves_another_dtype),
     ("input", LINEAR, calls.changes_the_cotangent),
     ("memory", STILL, itself),
+    ("memory", replace(LAYOUT, experts=2, slots=(0, 1, 1, -1, -1, -1)), calls.results_of_one_buffer(*COUNTS)),
+    ("memory", replace(FORWARD_LINEAR, tokens=0, tail=3, counts=(0, 0, 0)), calls.expands_equal_rows),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Results that lie in the caller's memory: they change when the caller overwrites its inputs."""
+"""Results that lie in the caller's memory, or in that of another result: they change with it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,12 +9,40 @@ from torch.nn import Parameter
 
 
 def alias(outputs: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """The first output of numbers, and the input whose memory it has; None: there is none. Indices
-    that were given may be returned.
+    """The first output of numbers in an input's memory, and what is wrong; None: there is none.
+    Indices that were given may be returned.
     """
     owners = {address: name for name, x in inputs.items() if (address := _address(x))}
     found = ((name, owners.get(_address(x))) for name, x in outputs.items() if _is_plain(x) and x.is_floating_point())
-    return next(((name, owner) for name, owner in found if owner), None)
+    told = ((name, f"lies in the memory of its input {owner}, which is the caller's") for name, owner in found if owner)
+    return next(told, None)
+
+
+def shared_elements(outputs: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first result that has an element in the place of another, and what is wrong; None: there
+    is none. Gradients, which autograd shares, may.
+    """
+    results = {name: x for name, x in outputs.items() if _is_plain(x) and x.numel() and not name.startswith("d_")}
+    for i, (name, x) in enumerate(results.items()):
+        if any(stride == 0 and length > 1 for length, stride in zip(x.shape, x.stride(), strict=True)):
+            return name, "has several elements in one place: it is expanded"
+        for other in list(results)[:i]:
+            if _address(results[other]) == _address(x) and _overlap(x, results[other]):
+                return name, f"lies in the memory of {other}, another result"
+    return None
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether an element of both has the same address."""
+    return bool(torch.isin(_addresses(x), _addresses(y)).any())
+
+
+def _addresses(x: Tensor) -> Tensor:
+    """The addresses of the elements."""
+    places = torch.zeros((), dtype=torch.int64)
+    for length, stride in zip(x.shape, x.stride(), strict=True):
+        places = places[..., None] + torch.arange(length) * stride
+    return places.flatten() * x.element_size() + x.data_ptr()
 
 
 def _is_plain(x: Any) -> bool:

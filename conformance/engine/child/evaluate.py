@@ -112,7 +112,7 @@ def _evaluate(
         Finding(changed, "input", f"changed its input {changed}") if changed else None
     )
     if shared and not finding:
-        finding = Finding(shared[0], "memory", f"lies in the memory of its input {shared[1]}, which is the caller's")
+        finding = Finding(shared[0], "memory", shared[1])
     if unresolved and not finding:
         raise unresolved
     if finding:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from conformance.core.autocast import autocast_dtype
 from conformance.core.contract import Problem
@@ -37,6 +38,7 @@ MANNERS: dict[str, Callable[[Callable[[], Outputs]], Outputs]] = {
     "inference": _in_inference_mode,
     "accumulated": lambda call: call(),  # gradients of views, added to a `.grad`: see `Runner`
     "twice": lambda call: call(),  # second derivatives only: see `Runner`
+    "overwritten": lambda call: call(),  # the results, before the backward: see `overwritten`
     "autocast": lambda call: call(),  # the forward in a context of its own: see `around_forward`
 }
 
@@ -44,3 +46,12 @@ MANNERS: dict[str, Callable[[Callable[[], Outputs]], Outputs]] = {
 def around_forward(manner: str, problem: Problem, device: str) -> AbstractContextManager[Any]:
     """The context in which the forward is called, and the backward is not."""
     return torch.autocast(device, dtype=autocast_dtype(problem)) if manner == "autocast" else nullcontext()
+
+
+def overwritten(outputs: Outputs, gradients: Callable[[], Outputs]) -> Outputs:
+    """The results, and the gradients once NaN has taken the place of those with a graph."""
+    numbers = {name: x for name, x in outputs.items() if isinstance(x, Tensor) and x.requires_grad}
+    kept = {name: x.detach().clone() for name, x in numbers.items()}
+    for x in numbers.values():
+        x.detach().fill_(torch.nan)  # autograd counts the change
+    return outputs | kept | gradients()

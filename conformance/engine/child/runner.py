@@ -15,9 +15,9 @@ from conformance.core.contract import Opaque, Problem
 from conformance.core.double_backward import second_derivatives
 from conformance.core.tensors import laid_out
 from conformance.engine.child.addresses import Addresses
-from conformance.engine.child.aliases import alias
+from conformance.engine.child.aliases import alias, shared_elements
 from conformance.engine.child.kept import alive_bytes, allocated_bytes
-from conformance.engine.child.manners import MANNERS, Outputs, around_forward
+from conformance.engine.child.manners import MANNERS, Outputs, around_forward, overwritten
 from conformance.engine.child.poison import Poison
 from conformance.engine.child.results import Unreadable, is_changed, read
 from conformance.interface import Implementation, ModeChanged, named_outputs
@@ -95,7 +95,7 @@ class Runner:
     outcome: Outcome
     recording: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around calls
     changed: str = ""  # an input or cotangent that the last run's (first) call changed
-    alias: tuple[str, str] | None = None  # an output of the last run, and the input whose memory it has
+    alias: tuple[str, str] | None = None  # an output of the last run without memory of its own, and why
 
     def run(
         self,
@@ -146,7 +146,7 @@ class Runner:
             outputs = self._finished(problem, outputs)
             self.outcome.seconds_implementation += time.perf_counter() - started
         self.changed = _changed(replay or problem, placed)
-        self.alias = alias(outputs, placed)
+        self.alias = alias(outputs, placed) or shared_elements(outputs)
         return self._read(outputs, problem)
 
     def kept(self, problem: Problem) -> int:
@@ -297,6 +297,8 @@ class Runner:
                 outputs = self._forward(problem, placed, opaque)
             if manner == "twice":
                 return self._second_derivatives(problem, placed, outputs)
+            if manner == "overwritten":
+                return overwritten(outputs, lambda: self.gradients(problem, placed, outputs))
             return outputs | self.gradients(problem, placed, outputs)
         views = {name: placed[name].view_as(placed[name]) for name in problem.wanted}
         outputs = self._forward(problem, placed | views, opaque)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conformance.core.call_defects import right_once_per_handle
+from conformance.core.call_defects import CALLS, results_of_one_buffer, right_once_per_handle
 from conformance.core.defect import Defect, Wrapper, with_values
 from conformance.core.gradient_defects import rounded_to
 from conformance.core.layout_defects import MANY, numbered_in_bytes
@@ -76,6 +76,7 @@ def _counts_of_another(dispatch: Wrapper, *arguments: Any, **settings: Any) -> A
     return out._replace(tokens_per_expert=torch.full((experts,), len(out.rows)))
 
 
+COUNTS_OF_A_LAYOUT = ("num_tokens_per_rank", "num_tokens_per_expert")
 ADDED = {
     "M31": "allgather_combine",
     "M32": "alltoall_combine",
@@ -104,6 +105,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "M36", "with a size given, the counts of another call are there", SIZED, {"deepep_dispatch": _counts_of_another}
     ),
+    Defect("C42", "equal counts are one tensor", CALLS, {"deepep_layout": results_of_one_buffer(*COUNTS_OF_A_LAYOUT)}),
     Defect("C33", "the last block's rows are not copied", PROGRAMS, {"hybridep_dispatch": _not_copied}),
     Defect("C34", "the last block's rows are not added", PROGRAMS, {"hybridep_combine": _not_added}),
     Defect("C31", "the shards of an expert are neighbours", SHARDS, {"flatten_experts": _shard_by_shard}),

@@ -109,5 +109,12 @@ DEFECTS: tuple[Defect, ...] = (
         autocast.INVITED,
         {"grouped_dgrad": autocast.inputs_in_bfloat16},
     ),
+    Defect(
+        "C41",
+        "the backward reads the memory of the result",
+        calls.CALLS,
+        dict.fromkeys(("glu", "grouped_linear"), calls.backward_reads_the_result),
+    ),
+    Defect("C43", "a result of equal rows is expanded", calls.CALLS, {"grouped_linear": calls.expands_equal_rows}),
     Defect("C10", "the default dtype is left changed", calls.CALLS, {"grouped_wgrad": calls.leaves_another_dtype}),
 )

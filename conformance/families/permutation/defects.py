@@ -10,6 +10,7 @@ from torch import Tensor
 from conformance.core import autocast_defects as autocast
 from conformance.core import call_defects as calls
 from conformance.core.defect import Change, Defect, Wrapper, first_in_32_bits, with_values
+from conformance.core.gradient_defects import read_as_contiguous
 
 STRANGE = "a class of inputs: strange values at the ends of a row"
 EVERY = "a class of inputs: every bit pattern of a dtype"
@@ -172,6 +173,15 @@ def _both(wrapper: Wrapper) -> dict[str, Wrapper]:
     return {"permute": wrapper, "sort_chunks": wrapper}
 
 
+LAYOUT = "a class of inputs: layouts"
+
+
+def _order_read_flat(function: Wrapper, rows: Tensor, sizes: Tensor, order: Tensor, **settings: Any) -> Any:
+    """Chunks are ranked by the numbers next to each other in memory, which are an order too."""
+    flat = order if order.is_contiguous() else read_as_contiguous(order).argsort(stable=True).argsort()
+    return function(rows, sizes, flat.to(order.dtype), **settings)
+
+
 DEFECTS: tuple[Defect, ...] = (
     Defect(
         "P01",
@@ -279,6 +289,7 @@ DEFECTS: tuple[Defect, ...] = (
         autocast.INVITED,
         {"unpermute": autocast.inputs_in_bfloat16},
     ),
+    Defect("X28", "the order of chunks is taken for contiguous", LAYOUT, {"sort_chunks": _order_read_flat}),
     # strange values, single values, large counts
     Defect("V01", "rows copied through a float32 unit that flushes subnormals", STRANGE, _both(_copied(_flushed))),
     Defect("V02", "one 16-bit pattern is copied as its neighbour", EVERY, _both(_copied(_one_pattern))),

@@ -199,7 +199,8 @@ AUX_LOSS_SCORES = (*_EVERY, DOUBLE_BACKWARD, *_CHOICE, PADDING_TOKENS)
 LOAD_BALANCING_LOSS = (*_EVERY, DOUBLE_BACKWARD, SHARES, universal.SCALING)
 Z_LOSS = (*_EVERY, DOUBLE_BACKWARD, TOKEN_REVERSAL, EXPERT_RELABELLING, PADDING_TOKENS)
 # may return x itself
-ATTACH_LOSS = (*universal.CALLS, universal.LATE_PRODUCER, *universal.STATIC, universal.SCALING, DOUBLE_BACKWARD)
+_NOT_OWNED = tuple(law for law in universal.CALLS if law is not universal.OWN_MEMORY)
+ATTACH_LOSS = (*_NOT_OWNED, universal.LATE_PRODUCER, *universal.STATIC, universal.SCALING, DOUBLE_BACKWARD)
 UPDATE_EXPERT_BIAS = (*_EVERY, EXPERT_RELABELLING)
 # without gradients a router is not trained: its steps say which ones compute them
 _TRAINED = tuple(law for law in universal.CALLS[2:] if law is not universal.INFERENCE_MODE)
