@@ -42,6 +42,13 @@ def test_a_case_of_other_kernels_is_not_alike(change):
     assert scope.alike(case, replace(case, seed=3, values="special", hidden=45))
 
 
+@pytest.mark.parametrize(("hidden", "same"), [(7, True), (5, True), (6, False), (8, False)])
+def test_cases_are_alike_where_products_of_their_sizes_are(hidden, same):
+    scope = scope_of("latent_projection", FEW)
+    case = scope.case({"tokens": 7, "hidden": 5, "width": 12})  # 5 · 12 is no multiple of 8; 6 · 12 is
+    assert scope.alike(case, replace(case, hidden=hidden)) == same
+
+
 @pytest.mark.parametrize(
     ("n", "other", "same"), [(1, 2, False), (5, 7, True), (15, 16, False), (17, 31, True), (48, 64, True)]
 )

@@ -1,0 +1,97 @@
+"""How large the gate's cases are, on a CPU and on one GPU: docs/reach.md from the cases.
+
+python -m benchmarks.reach > docs/reach.md
+
+Takes a minute or two: all cases of all functions are drawn, for both.
+"""
+
+import heapq
+from collections.abc import Iterable
+
+import torch
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.axes import Size
+from conformance.core.case import Case, axes_of
+from conformance.core.ranks import ranks_of
+from conformance.core.space import Space
+from conformance.engine.choose.plan import cases_of, sections
+from conformance.engine.choose.profiles import PROFILES
+
+SPACES = {"CPU": Space(), "GPU": Space(device="cuda", ranks=1, shared_ranks=4)}
+MAPS = 8  # cases with the most tokens, whose maps are made
+INTRODUCTION = """# How large the gate's cases are
+
+The largest sizes of the gate's cases of seed 0, `CPU / GPU`: in the interpreter, and on one GPU. One
+number: both have it. The sizes of a row are of different cases. What is larger on a GPU is judged there
+only.
+
+    python -m benchmarks.reach > docs/reach.md
+
+- *tokens*: rows of all experts together, where a function takes rows. *rows of an expert*: in one call.
+- *columns*: of a row, a hidden size or a width, whichever is more: the terms of a product.
+- *ranks*: of one world; –: called by one rank. *tokens of a rank*: before the exchange.
+
+| function | tokens | experts | rows of an expert | columns | top-k | ranks | tokens of a rank |
+|---|--:|--:|--:|--:|--:|--:|--:|
+"""
+COLUMNS = ("tokens", "experts", "rows", "columns", "topk", "ranks", "on a rank")
+
+
+def sizes_of(case: Case) -> dict[str, int]:
+    """The case's sizes, by column; those that it has."""
+    lengths = {axis.name: getattr(case, axis.name) for axis in axes_of(type(case)).values() if isinstance(axis, Size)}
+    ranks, counts = ranks_of(CONTRACTS[case.function], case), getattr(case, "counts", ())
+    named = [name for name in ("tokens", "experts", "topk") if name in lengths or (ranks and hasattr(case, name))]
+    found: dict[str, int] = {name: getattr(case, name) for name in named}
+    columns = [lengths[name] * case.unit for name in ("hidden", "width") if name in lengths]
+    found |= {"columns": max(columns)} if columns else {}
+    if not ranks and "tokens_per_expert" in CONTRACTS[case.function].signature.names:  # rows in units
+        found["tokens"] *= case.unit
+        found |= {"rows": max(counts) * case.unit} if counts else {}
+    chunks = getattr(case, "sizes", ())
+    found |= {"tokens": sum(chunks)} if chunks else {}
+    return found | ({"ranks": ranks, "on a rank": max(counts, default=0)} if ranks else {})
+
+
+def rows_of_maps(cases: Iterable[Case]) -> int:
+    """The most rows of an expert by the routing maps of the cases with the most tokens."""
+    found = 0
+    for case in heapq.nlargest(MAPS, cases, key=lambda case: getattr(case, "tokens", 0)):
+        routing_map = CONTRACTS[case.function].problem(case).shown.get("routing_map")
+        if isinstance(routing_map, torch.Tensor) and routing_map.numel():
+            found = max(found, int((routing_map != 0).sum(0).max()))
+    return found
+
+
+def reached(function: str, space: Space) -> dict[str, int]:
+    """The largest of each column."""
+    wanted = [section for section in sections() if section.function == function]
+    cases = [case for section in wanted for case in cases_of(section, PROFILES["gate"], space, 0)]
+    legal = [case for case in cases if not case.golden and not case.illegal]
+    found: dict[str, int] = {}
+    for case in legal:
+        for name, number in sizes_of(case).items():
+            found[name] = max(found.get(name, 0), number)
+    alone = [case for case in legal if not ranks_of(CONTRACTS[function], case)]
+    rows = found.get("rows") or rows_of_maps(alone)
+    return found | ({"rows": rows} if rows else {})
+
+
+def cell(both: list[dict[str, int]], name: str) -> str:
+    numbers = [f"{found[name]:,}" for found in both if name in found]
+    return " / ".join(dict.fromkeys(numbers)) or "–"
+
+
+def row(function: str) -> str:
+    both = [reached(function, space) for space in SPACES.values()]
+    return f"| `{function}` | {' | '.join(cell(both, name) for name in COLUMNS)} |\n"
+
+
+def document() -> str:
+    """docs/reach.md."""
+    return INTRODUCTION + "".join(map(row, CONTRACTS))
+
+
+if __name__ == "__main__":
+    print(document(), end="")
