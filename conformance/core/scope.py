@@ -17,6 +17,7 @@ from conformance.core.axes import Axis, Changes, Dtype, Size
 from conformance.core.case import Case, axes_of
 from conformance.core.contract import Contract
 from conformance.core.covering import Covered, covering
+from conformance.core.shapes import TALL
 from conformance.core.signature import Signature
 from conformance.core.space import Space
 
@@ -307,7 +308,12 @@ class Scope:
         shapes = [self.fullest(one) for one in given if not isinstance(one, Case)]
         placed = self.placed(self.placed(shapes, "negated"), "sliced")
         whole = [one for one in given if isinstance(one, Case)]
-        return [*self.lawful(placed), *whole, *self.overlapping()]
+        return [*self.lawful(placed), *whole, *self.overlapping(), *self.tall()]
+
+    def tall(self) -> list[Any]:
+        """A case of `TALL` rows, on a GPU."""
+        fields = self.contract.shapes.tall if self.space.device == "cuda" else {}
+        return [self.fullest(fields | {"tokens": TALL})] if fields else []
 
     def overlapping(self) -> list[Any]:
         """Small cases of all rows that may share memory, one tensor each.

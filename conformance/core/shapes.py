@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from conformance.core.axes import Changes
 from conformance.core.case import Case
 
+TALL = 2**16 + 1  # rows that 16 bits do not count, nor the second dimension of a grid
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -22,6 +24,8 @@ class Shapes:
     more: Callable[[Any, list[Case]], list[Case]] = lambda scope, others: []
     always: Callable[[Any], list[Any]] = lambda scope: []  # fields of cases, or whole cases
     far: Changes = field(default_factory=dict)  # of far cases, which have sizes 3, narrow dtypes
+    # of a narrow case of TALL rows, on a GPU; none: `always` has one, or it would be slow
+    tall: Changes = field(default_factory=dict)
     illegal: Changes = field(default_factory=lambda: {"tokens": 2, "experts": 2})
     real: Callable[[Any], Changes] | None = None  # the fields of a case of a model's size, to be timed
     weight: float = 1  # the function's share of a run

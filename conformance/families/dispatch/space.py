@@ -264,6 +264,7 @@ FLATTEN_EXPERTS = Shapes(
     together=lambda scope: {"groups": [{"groups": groups} for groups in (1, 2, 3)]},
     always=lambda scope: [{"tokens": scope.space.many // 4, "experts": 12, "groups": 4, "shards": 3}, *_MAPS],
     far={"experts": 4, "groups": 2, "shards": 2},
+    tall={"experts": 2},
 )
 ALLGATHER_DISPATCH = ALLGATHER_COMBINE = ALLTOALL_DISPATCH = ALLTOALL_COMBINE = COLLECTIVE
 DEEPEP_DISPATCH = DEEPEP_CACHED_DISPATCH = DEEPEP_COMBINE = COLLECTIVE

@@ -92,7 +92,12 @@ def of_a_model(scope: Scope) -> Changes:
 
 
 ELEMENTWISE = Shapes(
-    drawn=activations, affordable=near, covered={"tokens": 5, "width": 6}, always=long_rows, real=of_a_model
+    drawn=activations,
+    affordable=near,
+    covered={"tokens": 5, "width": 6},
+    always=long_rows,
+    tall={"width": 2},
+    real=of_a_model,
 )
 GLU = ACTIVATION = ELEMENTWISE
 
@@ -264,4 +269,6 @@ PRODUCT = Shapes(
     real=of_a_model,
 )
 GROUPED_LINEAR = GROUPED_DGRAD = GROUPED_WGRAD = PRODUCT
-LATENT_PROJECTION = replace(PRODUCT, together=few_layouts, always=large_projections, weight=0.2)
+LATENT_PROJECTION = replace(
+    PRODUCT, together=few_layouts, always=large_projections, tall={"hidden": 2, "width": 2}, weight=0.2
+)

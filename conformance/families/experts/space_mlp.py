@@ -345,4 +345,5 @@ SHARED_EXPERTS = replace(
     covered={"tokens": 7, "hidden": 5, "width": 6},
     together=_shared_pairs,
     always=_large_shared,
+    tall={"hidden": 2, "width": 2},
 )

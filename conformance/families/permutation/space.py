@@ -26,6 +26,7 @@ PATTERNS: tuple[Changes, ...] = ({"dtype": "bfloat16"}, {"dtype": "float16", "se
 FAR: Changes = {"routing": (0b101, 0b010, 0b111), "topk": 3}
 # 2ⁿ + 1 tokens: a loop that ends early misses the last block; seed 1: two experts per token
 LONG: Changes = {"experts": 5, "topk": 2, "seed": 1, "spread": "uniform"}
+TWO: Changes = {"experts": 2, "topk": 1}
 WIDE: Changes = {"tokens": 33, "experts": 257, "topk": 3, "seed": 1, "spread": "uniform"}
 
 
@@ -238,6 +239,7 @@ INDICES_TO_MULTIHOT = Shapes(
     covered={"tokens": 5, "topk": 3, "experts": 6},
     always=_indexed,
     far=FAR_SLOTS,
+    tall=TWO,
 )
 DEEPEP_LAYOUT = replace(INDICES_TO_MULTIHOT, together=lambda scope: {"ranks": [{"ranks": n} for n in (1, 2, 6)]})
 
@@ -255,10 +257,11 @@ UNPERMUTE = Shapes(
     together=_room,
     always=_permuted,
     far=FAR,
+    tall=TWO | {"hidden": 2},
     weight=3,
     real=of_a_model,
 )
-PERMUTE = replace(UNPERMUTE, always=lambda scope: [*_permuted(scope), *_past_32_bits(scope)])
+PERMUTE = replace(UNPERMUTE, always=lambda scope: [*_permuted(scope), *_past_32_bits(scope)], tall={})
 SORT_CHUNKS = Shapes(
     drawn=chunks,
     affordable=affordable_chunks,
@@ -275,6 +278,7 @@ PAD_ROUTING_MAP = Shapes(
     covered=COVERED,
     always=lambda scope: [long(scope) | {"align": 256, "spread": "sparse"}, WIDE | {"align": 16}],
     far=FAR | {"align": 2},
+    tall=TWO | {"align": 16},
 )
 MULTIHOT_TO_INDICES = Shapes(
     drawn=maps,
@@ -282,4 +286,5 @@ MULTIHOT_TO_INDICES = Shapes(
     covered=COVERED,
     always=lambda scope: [long(scope), WIDE, {"tokens": 5, "experts": 50, "topk": 33, "spread": "all"}],
     far=FAR,
+    tall=TWO,
 )

@@ -303,5 +303,6 @@ QUANTIZE = Shapes(
     always=always,
     far={"scaling": "nvfp4", "role": "grad_output", "tokens": 2, "experts": 2, "hidden": 1, "tail": 0},
     illegal={"tokens": 2, "experts": 2},
+    tall={"experts": 2, "hidden": 32, "dtype": "bfloat16"},
     real=of_a_model,
 )

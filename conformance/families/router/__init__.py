@@ -20,6 +20,7 @@ from conformance.families.router import (
     laws,
     machine,
     space,
+    space_route,
 )
 from conformance.families.router.balancing import (
     AuxLossScores,
@@ -42,7 +43,7 @@ FAMILY = Family(
     golden=by_function(golden),
     illegal=by_function(illegal),
     laws=by_function(laws),
-    space=by_function(space),
+    space=by_function(space, space_route),
     machines=by_function(machine),
     defects=(
         *defects.DEFECTS,

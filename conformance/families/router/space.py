@@ -1,4 +1,4 @@
-"""The router beyond its axes: shapes of logits and loads, steps of route, tokens over ranks."""
+"""The router beyond its axes: shapes of logits and loads, tokens over ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,12 +6,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from conformance.core.axes import Changes, sizes, subsets
+from conformance.core.axes import Changes, sizes
 from conformance.core.scope import NARROW, Scope
 from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
-from conformance.families.router.cases import COUNTED, MORE_SPREADS, SCORES, SPREADS, LogitsCase
-from conformance.families.router.cases_route import EVALUATED, KINDS
+from conformance.families.router.cases import COUNTED, MORE_SPREADS, SPREADS, LogitsCase
 from conformance.families.router.space_chosen import (
     FINE_FACTORS,
     FINE_KEYS,
@@ -23,9 +22,9 @@ from conformance.families.router.space_chosen import (
     grouped,
     many_factors,
     of_a_model,
-    routed,
     strange,
 )
+from conformance.families.router.space_route import over_ranks
 
 # experts and top-k of real models
 REAL_ROUTERS = ((8, 2), (60, 4), (64, 6), (72, 3), (128, 4), (128, 8), (256, 8), (384, 8), (512, 10))
@@ -35,7 +34,6 @@ EDGES = ((1, 1), (31, 4), (32, 32), (33, 3), (65, 16), (1023, 8), (1024, 8), (20
 # 2ⁿ + 1 tokens: a loop that ends early misses the last block; seed 1: two experts per token
 LONG: Changes = {"experts": 5, "topk": 2, "seed": 1}
 WIDE: Changes = {"tokens": 33, "experts": 257, "topk": 3, "seed": 1}
-SHARED_ONE_IN = {"gate": 8, "route": 6}  # one case in this many has several processes
 
 
 def long(scope: Scope) -> Changes:
@@ -230,11 +228,6 @@ def states(draw: st.DrawFn, scope: Scope) -> Changes:
     return fields | {"counts": counts, "tokens": sum(counts), "layout": "contiguous", "layout_of": ""}
 
 
-def over_ranks(draw: st.DrawFn, scope: Scope) -> bool:
-    """Whether the case has several processes."""
-    return scope.space.most_ranks > 1 and draw(st.integers(1, SHARED_ONE_IN[scope.function])) == 1
-
-
 def _special(scope: Scope) -> list[Changes]:
     """Strange values at the ends of rows. On a GPU other shapes draw them."""
     small: Changes = {"tokens": 6, "hidden": 5, "experts": 3, "values": "special"}
@@ -264,88 +257,18 @@ def _gradients(scope: Scope) -> dict[str, list[Changes]]:
     return {"grads": [{"grads": grads} for grads in ("", "x", "weight", "bias", "x+weight", "x+weight+bias")]}
 
 
-# ---- route
-
-
-@st.composite
-def routes(draw: st.DrawFn, scope: Scope) -> Changes:
-    """A configuration and up to eight steps: train, evaluate, replay, update, save and restore."""
-    sequences = draw(st.sampled_from((1, 1, 2, 3))) if scope.accepts("batch_size") else 1
-    experts = draw(st.sampled_from((2, 4, 6, 8, 12, 16)))
-    topk = draw(st.integers(1, min(experts - 1, 4)))
-    score = draw(st.sampled_from(SCORES[1:] if topk == 1 else SCORES))
-    every = subsets(list(KINDS))
-    fields: Changes = {
-        "tokens": draw(st.integers(1, 8)) * sequences,
-        "sequences": sequences,
-        "experts": experts,
-        "topk": topk,
-        "score": score,
-        "bias": not score.startswith("softmax") and draw(st.booleans()),
-        "losses": draw(st.sampled_from(every + every[-1:] * len(every))),
-        "padding": draw(st.sampled_from((0, 0, 2, 5))),
-        "ranks": draw(st.sampled_from((1, 1, 2, 3))),
-        "steps": draw(steps(scope.accepts("replay"))),
-        "groups": 0,
-        "group_topk": 0,
-        "layout": "contiguous",
-        "layout_of": "",
-    }
-    if experts % 4 == 0 and 2 <= topk <= experts // 2 and draw(st.booleans()):
-        fields |= {"groups": 4, "group_topk": 2}
-    room = fields | {"capacity": 0, "pad": False, "policy": "probs", "sinkhorn": draw(st.integers(0, 11)) == 0}
-    if room["sinkhorn"]:
-        room |= {"losses": "z", "steps": draw(steps(False))}
-    elif draw(st.booleans()):
-        policy = draw(st.sampled_from(("probs", "position")))
-        room |= {"capacity": draw(st.integers(1, 8)), "pad": draw(st.booleans()), "policy": policy, "dtype": "float32"}
-    return room | draw(shared_route(scope, room)) if scope.accepts("ranks") and over_ranks(draw, scope) else room
-
-
-@st.composite
-def shared_route(draw: st.DrawFn, scope: Scope, fields: Changes) -> Changes:
-    """The case over ranks, some sharing a sequence, with losses and few steps."""
-    even = not scope.accepts("padding_mask") or draw(st.booleans())
-    counts = draw(worlds(scope.space, fields["sequences"], even, 1 if fields["capacity"] else 0))
-    few = ("train", "train+finish", "train+train", "train+finish+train", "eval+train+frozen", "nograd+train+reload")
-    sharing = draw(st.sampled_from([n for n in range(len(counts), 0, -1) if len(counts) % n == 0]))
-    changes = {"counts": counts, "tokens": sum(counts), "ranks": sharing, "steps": draw(st.sampled_from(few))}
-    if fields["experts"] > 8:
-        changes |= {"experts": 8, "topk": min(fields["topk"], 2), "groups": 0, "group_topk": 0}
-    return changes | {"losses": fields["losses"] or "aux+seq+global"}
-
-
-@st.composite
-def steps(draw: st.DrawFn, replay: bool) -> str:
-    """Steps in a legal order; some with three or four choices that wait, as in a pipeline."""
-    if replay and draw(st.integers(0, 7)) == 0:
-        return "record+forward+" * (number := draw(st.integers(3, 4))) + "reload" + "+backward" * number
-    out, queued = ["record" if replay and draw(st.booleans()) else "train"], 0
-    recorded = int(out[0] == "record")
-    for _ in range(draw(st.integers(0, 7))):
-        choices = ["train", "train", "finish", "reload", "narrow", "eval", "nograd", "frozen"]
-        choices += ["record"] * replay + ["forward"] * bool(recorded) * 2 + ["backward"] * bool(queued) * 2
-        step = draw(st.sampled_from(choices))
-        alone = step in ("record", "forward", "backward") and draw(st.integers(0, 3)) == 0
-        out.append(EVALUATED * alone + step)
-        recorded, queued = recorded + (step == "record"), queued + (step == "forward") - (step == "backward")
-    return "+".join(out)
-
-
-def _route_together(scope: Scope) -> dict[str, list[Changes]]:
-    room: list[Changes] = [{}, {"capacity": 3}, {"capacity": 3, "pad": True}, {"capacity": 3, "policy": "position"}]
-    return {"groups": [{}, {"groups": 4, "group_topk": 2}], "room": room, "layout": [{}]}
-
-
 GATE = Shapes(
     drawn=states,
     affordable=near,
     covered={"tokens": 5, "hidden": 11, "experts": 4},
     together=_gradients,
     always=_gated,
+    tall={"hidden": 2, "experts": 2},
     real=of_a_model,
 )
-JITTER = Shapes(drawn=states, affordable=near, covered={"tokens": 9, "hidden": 11}, always=_jittered)
+JITTER = Shapes(
+    drawn=states, affordable=near, covered={"tokens": 9, "hidden": 11}, always=_jittered, tall={"hidden": 2}
+)
 ATTACH_LOSS = replace(JITTER, covered={"tokens": 5, "hidden": 11}, always=lambda scope: [*_special(scope), FINE_SCALE])
 SINKHORN_ROUTING = Shapes(
     drawn=plans,
@@ -361,6 +284,7 @@ DROP_TOKENS = Shapes(
     covered=LOADS,
     always=_dropped,
     far={"topk": 2, "capacity": 1, "map_dtype": "bool"},
+    tall={"experts": 2, "topk": 2, "capacity": 32000, "seed": 1},
 )
 AUX_LOSS_SCORES = Shapes(
     drawn=losses,
@@ -377,6 +301,7 @@ LOAD_BALANCING_LOSS = Shapes(
     covered=LOADS,
     always=_weighed,
     far={"topk": 2, "sequences": 1, "map_dtype": "int32"},
+    tall={"experts": 2, "topk": 1},
 )
 Z_LOSS = Shapes(
     drawn=losses,
@@ -388,10 +313,3 @@ Z_LOSS = Shapes(
     real=of_a_model,
 )
 UPDATE_EXPERT_BIAS = Shapes(drawn=counted, affordable=near, covered=LOADS, always=_large, far={"map_dtype": "int32"})
-ROUTE = Shapes(
-    drawn=routes,
-    covered={"tokens": 12, "experts": 8, "topk": 3},
-    together=_route_together,
-    always=routed,
-    weight=1.2,  # partly over ranks
-)
