@@ -15,6 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from datetime import date
 from itertools import chain, takewhile, zip_longest
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ correctly, 1 the limit, above 1 is rejected. NaN, and errors where none is allow
     python -m benchmarks.margins wrong report.json --seconds 4 > wrong.json
     python -m benchmarks.margins document honest.json wrong.json > docs/margins.md
 
-A variant runs for {honest_seconds:.0f} s on cases of all its functions, a defect for {wrong_seconds:.0f} s
-on those of its own, on a CPU: {variants} variants, {defects} defects, {cases} cases.
+On a CPU, {date}: a variant runs for {honest_seconds:.0f} s on cases of all its functions, a defect for
+{wrong_seconds:.0f} s on those of its own. {variants} variants, {defects} defects, {cases} cases.
 
 | function | check | honest | of | variants | wrong | of | defects |
 |---|---|--:|---|--:|--:|---|--:|
@@ -64,13 +65,18 @@ def main() -> int:
     document.add_argument("wrong", type=Path)
     given = parser.parse_args()
     if given.part == "honest":
-        print(json.dumps({"seconds": given.seconds, "found": list(of_variants(VARIANTS, given.seconds))}))
+        print(json.dumps(recorded(of_variants(VARIANTS, given.seconds), given.seconds)))
     elif given.part == "wrong":
         defects = [x for x in json.loads(given.report.read_text()) if x["check"] in KINDS.values()]
-        print(json.dumps({"seconds": given.seconds, "found": list(of_defects(defects, given.seconds))}))
+        print(json.dumps(recorded(of_defects(defects, given.seconds), given.seconds)))
     else:
         print(page(*(json.loads(path.read_text()) for path in (given.honest, given.wrong))), end="")
     return 0
+
+
+def recorded(found: Iterator[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """What was found, with the limit and the day of the run."""
+    return {"date": date.today().isoformat(), "seconds": seconds, "found": list(found)}
 
 
 def of_variants(variants: Iterable[str], seconds: float) -> Iterator[dict[str, Any]]:
@@ -135,6 +141,7 @@ def page(honest: dict[str, Any], wrong: dict[str, Any]) -> str:
     cases = sum(found["cases"] for part in (honest, wrong) for found in part["found"])
     rows = [row for function in functions for kind in KINDS if (row := _row(function, kind, honest, wrong))]
     introduction = INTRODUCTION.format(
+        date=wrong["date"],
         honest_seconds=honest["seconds"],
         wrong_seconds=wrong["seconds"],
         variants=len(honest["found"]),
@@ -156,9 +163,9 @@ def _row(function: str, kind: str, honest: dict[str, Any], wrong: dict[str, Any]
     )
     if not right and not worse:
         return ""
-    largest = "| {:.3f} | {}".format(*max(right)) if right else "| | "
-    nearest = "| {:.3g} | {}".format(*min(worse)) if worse else "| | "
-    return f"| `{function}` | {KINDS[kind]} {largest} | {len(right)} {nearest} | {len(worse)} |"
+    largest = "{:.3f} | {}".format(*max(right)) if right else "– | –"
+    nearest = "{:.3g} | {}".format(*min(worse)) if worse else "– | –"
+    return f"| `{function}` | {KINDS[kind]} | {largest} | {len(right)} | {nearest} | {len(worse)} |"
 
 
 if __name__ == "__main__":

@@ -41,11 +41,11 @@ def test_a_variant_has_the_largest_score_of_each_function():
 @pytest.mark.parametrize("wrong", [{"P1": 7.0, "P2": 3.0}, {}])
 def test_the_nearest_wrong_one_stands_beside_the_largest_honest_one(wrong):
     def found(scores):
-        largest = {name: {"glu": {"error": score}} for name, score in scores.items()}
-        return {"seconds": 1.0, "found": [{"name": name, "cases": 1, "largest": x} for name, x in largest.items()]}
+        every = [{"name": name, "cases": 1, "largest": {"glu": {"error": score}}} for name, score in scores.items()]
+        return {"date": "2026-01-01", "seconds": 1.0, "found": every}
 
     text = page(found({"mine": 0.25, "yours": 0.5}), found(wrong))
-    nearest = "3 | P2 | 2 |" if wrong else "|  | 0 |"
+    nearest = "3 | P2 | 2 |" if wrong else "– | – | 0 |"
     assert [line for line in text.splitlines() if "`glu`" in line] == [
         f"| `glu` | bound | 0.500 | yours | 2 | {nearest}"
     ]
