@@ -109,10 +109,10 @@ def score_mutants(
         likely: by the name of a mutant, the id of the case that has killed it before.
 
     Raises:
-        UsageError: an unusable or wrong implementation, or no such mutant.
+        UsageError: an unusable or wrong implementation, automatic mutants of the reference, or no
+            such mutant.
     """
-    if function and function not in CONTRACTS:
-        raise UsageError(f"--function is {function!r}; the functions are {', '.join(CONTRACTS)}")
+    _check(implementation, kind, function)
     passed = _passed(implementation, seed, jobs, function, kind != "planted", one_gpu)
     by_id = {item.case.id: item.case for item in passed} if likely else {}
     # rewriting every file costs more than trying a few mutants
@@ -144,6 +144,14 @@ def score_mutants(
     share = f"{len(killed)} of {len(results)} ({len(killed) / len(results):.1%})"
     print(f"\nscore {share}: {ways}; {len(results) - len(killed)} survived")
     return results
+
+
+def _check(implementation: str, kind: str, function: str) -> None:
+    if function and function not in CONTRACTS:
+        raise UsageError(f"--function is {function!r}; the functions are {', '.join(CONTRACTS)}")
+    if kind != "planted" and implementation.partition(".")[0] == "moe_ref":
+        copy = "a copy of it, by `python -m benchmarks.reference_copy`: its mutants would change the oracle too"
+        raise UsageError(f"--impl is {implementation!r} with --kind {kind}; it must be {copy}")
 
 
 def _mutants(implementation: str, kind: str, files: Container[str] | None) -> Iterator[Mutant]:

@@ -119,3 +119,9 @@ def test_the_command_writes_the_report_that_the_table_of_classes_is_made_of(tmp_
 def test_nothing_is_learned_from_mutants_of_a_wrong_implementation():
     with pytest.raises(UsageError, match="itself fails"):
         score_mutants("tests.engine.misbehaving:LeavesRowsUnwritten", "planted")
+
+
+@pytest.mark.parametrize("kind", ["automatic", "all"])
+def test_the_oracle_is_not_changed_together_with_its_mutants(kind):
+    with pytest.raises(UsageError, match="a copy of it"):
+        score_mutants("moe_ref", kind)
