@@ -1,6 +1,6 @@
 """Level 0: data movement, without tolerance."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -27,7 +27,7 @@ class Exact(Resolved):
 
     kind: str = "bits"
     flag: bool = False
-    or_none: bool = False
+    or_none: bool = field(default=False, kw_only=True)
 
     check: ClassVar[str] = "exact"
 

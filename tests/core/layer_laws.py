@@ -11,6 +11,7 @@ from conformance.peers import reference_layer
 
 LAYER = LayerCase(function="moe_layer", tokens=7, hidden=6, width=5, experts=4, topk=2)
 SHARED = replace(LAYER, shared=2)
+JITTERED = replace(LAYER, jitter=True)
 TRAINED = replace(LAYER, grads="x+fc1_weight+fc2_weight")
 LARGE = replace(TRAINED, tokens=64, hidden=64, width=64)  # seeds 0 to 2: rows, activations, both
 OF_LAYER = [
@@ -18,6 +19,7 @@ OF_LAYER = [
     LAYER,
     replace(LAYER, grads="x+router_weight+fc1_weight+fc2_weight"),
     SHARED,
+    JITTERED,
 ]
 
 
@@ -54,10 +56,17 @@ def layer_of(moe_layer: Callable[..., Any]) -> SimpleNamespace:
     return SimpleNamespace(**vars(reference_layer) | {"moe_layer": moe_layer})
 
 
+def still_without_noise(x: Any, p: Any, config: Any, *, noise: Any = None, **settings: Any) -> Any:
+    """A layer that draws no noise of its own."""
+    config = config if noise is not None else replace(config, jitter_eps=None)
+    return reference_layer.moe_layer(x, p, config, noise=noise, **settings)
+
+
 LAYER_TWINS = [
     *(("kept", replace(LARGE, seed=seed), layer_of(saving)) for seed in range(3)),
     ("kept", replace(LARGE, seed=2), layer_of(saving_rows)),
     ("delayed", TRAINED, spoilt(lambda asked: asked["wgrads"] is not None)),
     ("overlap", SHARED, spoilt(lambda asked: asked["overlap_shared"])),
     ("recompute", TRAINED, from_the_third_call_on),
+    ("jittered", JITTERED, layer_of(still_without_noise)),
 ]

@@ -104,7 +104,7 @@ def test_products_of_16_bit_values_have_long_sums_along_every_dimension(space):
 def test_a_law_that_runs_other_kernels_has_one_case_of_an_array():
     laws = [case.law for case in scope_of("permute", FEW).covering().cases]
     assert laws.count("history") == 1
-    assert [case.law for case in scope_of("permute", GPU).covering().cases].count("history") > 5
+    assert [case.law for case in scope_of("permute", GPU).covering().cases].count("history") > 3
 
 
 def test_a_gpu_gets_fewer_structures_and_more_cases_than_a_cpu():

@@ -78,6 +78,7 @@ LEFT = (
     Left(r"moe-conformance replay .* --sanitize", "a GPU", "tests/engine/test_sanitizer.py"),
     Left(r"TRITON_INSTRUMENTATION_MODE=|python -m triton", "a GPU"),
     Left(r"(\S+=\S+ )*python3? -m (benchmarks|pytest -p)", "minutes or a GPU", "tests/test_benchmarks.py"),
+    Left(r"python -m evidence.formulations", "minutes", "tests/evidence/test_formulations.py"),
 )  # fmt: skip
 
 

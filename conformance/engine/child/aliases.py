@@ -18,11 +18,11 @@ def alias(outputs: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> tuple[str
     return next(told, None)
 
 
-def shared_elements(outputs: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first result that has an element in the place of another, and what is wrong; None: there
-    is none. Gradients, which autograd shares, may.
+def shared_elements(returned: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first tensor that a call returned with an element in the place of another's, and what is
+    wrong; None: there is none. Gradients, which autograd shares, may.
     """
-    results = {name: x for name, x in outputs.items() if _is_plain(x) and x.numel() and not name.startswith("d_")}
+    results = {name: x for name, x in returned.items() if _is_plain(x) and x.numel() and not name.startswith("d_")}
     for i, (name, x) in enumerate(results.items()):
         if any(stride == 0 and length > 1 for length, stride in zip(x.shape, x.stride(), strict=True)):
             return name, "has several elements in one place: it is expanded"
@@ -47,7 +47,7 @@ def _addresses(x: Tensor) -> Tensor:
 
 def _is_plain(x: Any) -> bool:
     """What answers as torch's tensors do: others are judged when they are read."""
-    return type(x) in (Tensor, Parameter) and x.layout == torch.strided
+    return type(x) in (Tensor, Parameter) and x.layout == torch.strided and not x.is_nested
 
 
 def _address(x: Tensor) -> int:

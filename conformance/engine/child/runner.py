@@ -143,10 +143,10 @@ class Runner:
             finally:
                 if forbid_sync:
                     torch.cuda.set_sync_debug_mode("default")
-            outputs = self._finished(problem, outputs)
+            returned, outputs = outputs, self._finished(problem, outputs)
             self.outcome.seconds_implementation += time.perf_counter() - started
         self.changed = _changed(replay or problem, placed)
-        self.alias = alias(outputs, placed) or shared_elements(outputs)
+        self.alias = alias(outputs, placed) or shared_elements(returned)
         return self._read(outputs, problem)
 
     def kept(self, problem: Problem) -> int:
