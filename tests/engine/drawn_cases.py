@@ -18,7 +18,7 @@ DRAWS = {  # what is promised of these is rare; of others 200 reach it
     "aux_loss_scores": 500,
     "load_balancing_loss": 400,
     "route": 500,
-    "permute": 300,
+    "permute": 400,
     "unpermute": 300,
     "sort_chunks": 500,
     "quantize": 1200,
@@ -27,6 +27,7 @@ DRAWS = {  # what is promised of these is rare; of others 200 reach it
     "glu_backward_and_quantize": 300,
     "glu": 300,
     "grouped_dgrad": 300,
+    "shared_experts": 300,
     "deepep_low_latency_dispatch": 500,
     "hybridep_dispatch": 300,
 }

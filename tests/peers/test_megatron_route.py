@@ -280,6 +280,7 @@ def behind_the_waivers():
         one_rank = replace(space, without=space.without | {"route": space.without["route"] | ONE_RANK})
         kept = [case for case in corpus.read_folder(KEPT) if isinstance(case, RouteCase)]
         new = [case for case in drawn(strategy("route", one_rank), 1, 160) if isinstance(case, RouteCase)]
+        new = [case for case in new if case.dtype != "float64"]  # its scores are float32: waived as a whole
         return description["functions"]["route"], kept, list(pool.run(kept + new))
 
 

@@ -213,6 +213,7 @@ def always(scope: Scope) -> list[Any]:
         SIZES | {"tokens": 5, "seed": 3, "law": "delayed"},
         SIZES | {"seed": 5, "law": "delayed"},
         SIZES | {"jitter": True, "law": "jittered", "grads": ""},
+        SIZES | {"jitter": True, "layout": "sliced", "layout_of": "noise", "law": ""},
     )
     kept = [scope.case(less | form) for form in forms]
     many_rows = {"tokens": 260, "hidden": 3, "width": 2, "experts": 3, "topk": 2, "grads": "x+fc1_weight+fc2_weight"}

@@ -60,6 +60,7 @@ class Step:
             dtype,
         )
         self.logits = problem.required[f"logits.{index}"]
+        self.of_losses = torch.promote_types(torch.float32, self.logits.dtype)
         self.cotangent = problem.cotangents.get(f"{index}.probs")
         self.x = Running.of(self.logits, dtype)
         mask = problem.settings.get("padding_mask")
@@ -128,7 +129,7 @@ class Step:
         right[f"{i}.probs"] = self.p.masked(self.stays).bounded(self.logits.dtype, self.out[f"{i}.probs"].detach())
         for name, (loss, _) in self.losses.items():
             right[f"{i}.{name}"] = Running(loss.value.reshape(()), loss.error.reshape(()), self.dtype).bounded(
-                self.dtype, self.out[f"{i}.{name}"]
+                self.of_losses, self.out[f"{i}.{name}"]
             )
         if gradient_value is not None:
             slope, partial = self.slope(self.cotangent)
@@ -185,7 +186,7 @@ class Step:
         for name, coeff in config.balancing_coeffs.items():
             weight = self._column_weights(name) * (coeff * case.experts / case.topk / config.loss_divisor)
             factors = 4 if config.loss_divisor == 1 else 5
-            exact = Running(weight, weight.abs() * factors * ROUNDOFF[self.dtype], self.dtype)
+            exact = Running(weight, weight.abs() * factors * ROUNDOFF[self.of_losses], self.dtype)
             shared = (scores * exact).masked(self.valid[:, None])
             loss = shared.sum(1).sum(0)
             losses[name] = loss, aux_gradient(self.x, exact * (scale * of_all), function).masked(self.valid[:, None])
