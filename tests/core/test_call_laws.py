@@ -107,3 +107,14 @@ def test_a_call_that_refuses_autocast_is_accepted():
         return original(h, **settings)
 
     assert outcome_of(replace(NARROW_GLU, law="autocast"), wrapped("glu", refuses)).status == "PASS"
+
+
+@pytest.mark.parametrize("law", ["autocast", "own_memory"])
+def test_an_error_of_the_suite_itself_is_no_refusal(law, monkeypatch):
+    laws = CONTRACTS["glu"].laws
+    monkeypatch.setitem(laws, law, replace(laws[law], check=lambda trial: trial.nothing))
+    with pytest.raises(AttributeError, match="nothing"):
+        outcome_of(
+            replace(NARROW_GLU, law=law, grads="h"),
+            wrapped("glu", lambda original, h, **settings: original(h, **settings)),
+        )

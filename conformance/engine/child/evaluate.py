@@ -335,7 +335,7 @@ def _judged_law(law: Any, trial: Trial) -> Finding | None:
     except (Blocked, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
-        if device_is_lost(error) or (not law.may_raise and _of_the_harness(error)):
+        if device_is_lost(error) or _of_the_harness(error):
             raise
         if law.may_raise:
             return None
