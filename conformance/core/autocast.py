@@ -33,7 +33,8 @@ def _autocast(trial: Trial) -> Finding | None:
         return None
     if found := next_values(trial):
         trial.run(found[1], manner="autocast")
-    return trial.judged("autocast", trial.expected, trial.run(trial.problem, manner="autocast"))
+    finding = trial.judged("autocast", trial.expected, trial.run(trial.problem, manner="autocast"))
+    return finding and replace(finding, message=f"of a call under torch.autocast it {finding.message}")
 
 
 def _floats(case: Any) -> set[str]:
