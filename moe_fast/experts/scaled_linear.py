@@ -31,6 +31,7 @@ from moe_fast.experts.segments import Plan, copy_of, expert_slices, have_descrip
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, launch_on, strided
+from moe_fast.launch.descriptors import have_lines
 from moe_fast.launch.operators import as_operators, has_memory, launch
 from moe_fast.launch.tuning import GroupedTile, ceil_div
 from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized
@@ -113,8 +114,8 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
     tile = sizes.scaled if unit.rule in ("group", "amax") else sizes.decoded
     codes = [_as_factor(each, quantized, unit) for each, quantized in zip(turned, (d_out, x), strict=True)]
     described = have_descriptors(*codes)
-    blocks = (left.block, right.block)
-    if described and accumulate_into is None and have_descriptors(out) and _on_hopper(unit, device, blocks):
+    on_hopper = _on_hopper(unit, device, (left.block, right.block)) and have_lines(left.scale, right.scale)
+    if described and accumulate_into is None and have_descriptors(out) and on_hopper:
         hopper.scaled_wgrad(codes[0], left.scale, codes[1], right.scale, plan, out)
         return out
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)

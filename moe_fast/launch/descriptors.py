@@ -12,21 +12,20 @@ DESCRIBED_BYTES = 16  # CUDA driver API, cuTensorMapEncodeTiled: the address and
 
 
 def have_descriptors(*tensors: Tensor) -> bool:
-    """Whether descriptors can move tiles: dtypes of a matrix unit, whole lines, no overlap."""
-    return backend.has_descriptors(tensors[0].device) and all(_describable(tensor) for tensor in tensors)
+    """Whether descriptors can move tiles of factors: dtypes of a matrix unit, and `have_lines`."""
+    return all(tensor.itemsize <= 2 for tensor in tensors) and have_lines(*tensors)
 
 
-def _describable(tensor: Tensor) -> bool:
+def have_lines(*tensors: Tensor) -> bool:
+    """Whether descriptors can move tiles of any dtype: whole lines of 16 bytes, no overlap."""
+    return backend.has_descriptors(tensors[0].device) and all(map(_in_lines, tensors))
+
+
+def _in_lines(tensor: Tensor) -> bool:
     aligned = tensor.data_ptr() % DESCRIBED_BYTES == 0 and all(
         stride * tensor.itemsize % DESCRIBED_BYTES == 0 for stride in tensor.stride()[:-1]
     )
-    return (
-        tensor.itemsize <= 2
-        and aligned
-        and tensor.numel() > 0
-        and tensor.stride(-1) == 1
-        and all(stride > 0 for stride in tensor.stride())
-    )
+    return aligned and tensor.numel() > 0 and tensor.stride(-1) == 1 and all(stride > 0 for stride in tensor.stride())
 
 
 def described(x: Tensor, block: list[int], swizzled: int = 128) -> TensorDescriptor:
