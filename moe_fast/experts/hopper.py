@@ -16,7 +16,7 @@ from moe_fast.launch.tuning import ceil_div
 
 # Measured on an H200 (docs/results/low-precision-h200.md). A ring's stages and the tile that leaves
 # share 227 KiB.
-OUTER = {"STAGES": 3, "BLOCK_P": 64, "BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8}
+OUTER = {"STAGES": 6, "BLOCK_P": 32, "BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8}
 MATMUL = {"STAGES": 3, "num_warps": 4}
 MATMUL_TILE = tuple(getattr(_hopper_rows, side).value for side in ("HEIGHT", "DEPTH", "WIDTH"))
 MATMUL_ROWS = MATMUL_TILE[0] * _hopper_rows.GROUPS.value  # of a tile: both groups' rows
