@@ -19,7 +19,8 @@ def sinkhorn_routing(logits_TE: Tensor, *, topk: int, training: bool = True) -> 
 
         C = exp(x),  d1 = 1
         repeat  d0 = (1/T) / (C d1 + 1e-8),  d1 = (1/E) / (Cᵀ d0 + 1e-8)  until mean |Δd1| ≤ 1e-4
-        routing_map = the K largest d1_e · C_te · d0_t of each token    (in evaluation: activations)
+        routing_map = the K largest d1_e · C_te · d0_t of each token, of equal ones the lower
+                      expert    (in evaluation: of the activations)
         probs = activation · routing_map,   activation = σ(x) if K = 1, else softmax(x) over E
 
     The plan is computed in float32 and gets no gradient; weights are not renormalised. A logit
