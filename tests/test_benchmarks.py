@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import benchmarks
 import moe_ref
-from benchmarks import dispatch, exhaustive, growth, layer_ranks, outcomes
+from benchmarks import dispatch, exhaustive, growth, layer_ranks, outcomes, steadiness
 from benchmarks.common import SHAPES, Shape
 from benchmarks.honest import Counts, sweep
 from benchmarks.layer import check, make_layer
@@ -41,6 +41,28 @@ def test_one_wrong_number_of_all_is_found(monkeypatch):
     assert found_in(moe_ref.glu, monkeypatch) == []
     findings = found_in(one_gate_wrong, monkeypatch)
     assert len(findings) == 2 and all("FAIL: out [bound]" in finding for finding in findings)
+
+
+class Unsteady:
+    """The third call's gradient of the weight is another in its last bit."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def grouped_linear(self, rows, weight, counts, **settings):
+        self.calls += 1
+        third = self.calls == 3
+        weight.register_hook(lambda d: (d.view(torch.int16) ^ int(third)).view(d.dtype))
+        return moe_ref.grouped_linear(rows, weight, counts, **settings)
+
+
+@pytest.mark.parametrize(("implementation", "wrong"), [(moe_ref, 0), (Unsteady(), 1)])
+def test_a_run_with_other_bits_is_found(implementation, wrong):
+    layer = steadiness.Layer(2, 8, 16, 24)
+    found = {"out": 0, "d_rows": 0, "d_weight": wrong}
+    assert steadiness.unsteady(implementation, layer, None, 4) == found
+    ((line, equal), _) = steadiness.judged(implementation, {"tiny": layer}, 4)
+    assert line == "tiny, bf16: equal of 3 runs" and equal  # the third call has been
 
 
 def test_every_activation_has_cases():

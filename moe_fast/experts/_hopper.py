@@ -36,19 +36,33 @@ def new_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def find_gradient(plan, work, BAND: gl.constexpr):
+def load_segment(plan, work):
+    """First row, end and first tile of the expert of a piece of work, or of the last expert."""
+    segment_ptr, num_experts, blocks_m, blocks_n = plan
+    place = segment_ptr + gl.minimum(work // (blocks_m * blocks_n), num_experts - 1)
+    return gl.load(place), gl.load(place + num_experts), gl.load(place + 2 * num_experts)
+
+
+@gluon.jit
+def find_gradient(plan, segment, work, BAND: gl.constexpr):
     """(block of outputs, block of inputs, expert, its first row, its number of rows).
 
     Programs that run together have few blocks of outputs and of inputs: bands of BAND of the one.
     """
-    segment_ptr, num_experts, blocks_m, blocks_n = plan
+    _segment_ptr, _num_experts, blocks_m, blocks_n = plan
+    begin, end, _tile = segment
     expert = work // (blocks_m * blocks_n)
     place = work % (blocks_m * blocks_n)
     first = place // (BAND * blocks_n) * BAND
     height = gl.minimum(blocks_m - first, BAND)
     place -= first * blocks_n
-    begin, end = gl.load(segment_ptr + expert), gl.load(segment_ptr + num_experts + expert)
     return first + place % height, place // height, expert, begin.to(gl.int32), (end - begin).to(gl.int32)
+
+
+@gluon.jit
+def find_steps(count, BLOCK_P: gl.constexpr):
+    """How many steps a tile has: one of zeros without rows."""
+    return gl.cdiv(gl.maximum(count, 1), BLOCK_P)
 
 
 @gluon.jit
@@ -62,16 +76,27 @@ def load_outer(
     num_pieces = plan[1] * plan[2] * plan[3]
     step = gl.to_tensor(0)
     for work in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
-        block_m, block_n, _expert, begin, count = find_gradient(plan, work, BAND)
-        for first in range(0, count, BLOCK_P):
+        block_m, block_n, _expert, begin, count = find_gradient(plan, load_segment(plan, work), work, BAND)
+        for done in range(find_steps(count, BLOCK_P)):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(ready.index(stage), BLOCK_P * (BLOCK_M + BLOCK_N) * 2)
-            place = SEGMENT - count + first
+            place = SEGMENT - count + done * BLOCK_P
             at_m, at_n = block_m * BLOCK_M, block_n * BLOCK_N
             load_tile(d_out_desc, [SEGMENT, begin + count, place, at_m], ready.index(stage), left.index(stage))
             load_tile(x_desc, [SEGMENT, begin + count, place, at_n], ready.index(stage), right.index(stage))
             step += 1
+
+
+@gluon.jit
+def add_outer(acc, ring, step, STAGES: gl.constexpr, BLOCK_P: gl.constexpr):
+    """acc plus the products of a step, which may still run."""
+    left, right, ready, _free = ring
+    stage = step % STAGES
+    mbarrier.wait(ready.index(stage), step // STAGES & 1)
+    d_out = left.index(stage).reshape([BLOCK_P, acc.shape[0]]).permute((1, 0))
+    x = right.index(stage).reshape([BLOCK_P, acc.shape[1]])
+    return warpgroup_mma(d_out, x, acc, is_async=True)
 
 
 @gluon.jit
@@ -81,24 +106,25 @@ def multiply_outer(
 ):  # fmt: skip
     """A tile of an expert's gradient after another; NaN of an illegal plan."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
-    left, right, ready, free = ring
-    num_pieces = plan[1] * plan[2] * plan[3]
-    step = gl.to_tensor(0)
+    free = ring[3]
+    step, num_pieces = gl.to_tensor(0), plan[1] * plan[2] * plan[3]
+    piece = find_gradient(plan, load_segment(plan, gl.program_id(0)), gl.program_id(0), BAND)
     for work in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
-        block_m, block_n, expert, _begin, count = find_gradient(plan, work, BAND)
-        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
-        for first in range(0, count, BLOCK_P):
-            stage = step % STAGES
-            mbarrier.wait(ready.index(stage), step // STAGES & 1)
-            d_out = left.index(stage).reshape([BLOCK_P, BLOCK_M]).permute((1, 0))
-            x = right.index(stage).reshape([BLOCK_P, BLOCK_N])
-            acc = warpgroup_mma(d_out, x, acc, is_async=True)
+        block_m, block_n, expert, _begin, count = piece
+        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout) + gl.where(count < 0, float("nan"), 0.0)
+        acc = add_outer(acc, ring, step, STAGES, BLOCK_P)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        step += 1
+        following = work + gl.num_programs(0)
+        segment = load_segment(plan, following)
+        for _ in range(1, find_steps(count, BLOCK_P)):
+            acc = add_outer(acc, ring, step, STAGES, BLOCK_P)
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=first > 0)  # the step before has ended
+            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))  # the step before has ended
             step += 1
+        piece = find_gradient(plan, segment, following, BAND)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=count > 0)
-        acc = gl.where(count < 0, float("nan"), acc)
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
         tma.store_wait(0)
         buffer.reshape([BLOCK_M, BLOCK_N]).store(acc.to(out_desc.dtype))
         fence_async_shared()

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_fast.experts._hopper import PRODUCER_REGISTERS, SEGMENT, find_gradient, new_barriers
+from moe_fast.experts._hopper import PRODUCER_REGISTERS, SEGMENT, find_gradient, load_segment, new_barriers
 from moe_fast.launch._hopper import load_tile, store_tile
 
 HEIGHT = gl.constexpr(64)  # rows of a group
@@ -184,12 +184,10 @@ def scaled_matmul_kernel(
 
 
 @gluon.jit
-def find_turned(plan, work, BAND: gl.constexpr):
+def find_turned(plan, segment, work, BAND: gl.constexpr):
     """(block of outputs, block of inputs, expert, its first tile, its tiles; -1: illegal)."""
-    segment_ptr, num_experts = plan[0], plan[1]
-    block_m, block_n, expert, _begin, count = find_gradient(plan, work, BAND)
-    tile = gl.load(segment_ptr + 2 * num_experts + expert).to(gl.int32)
-    return block_m, block_n, expert, tile, gl.where(count < 0, -1, gl.cdiv(count, CODES))
+    block_m, block_n, expert, _begin, count = find_gradient(plan, segment, work, BAND)
+    return block_m, block_n, expert, segment[2].to(gl.int32), gl.where(count < 0, -1, gl.cdiv(count, CODES))
 
 
 @gluon.jit
@@ -200,7 +198,7 @@ def load_turned(operands, ring, plan, BAND: gl.constexpr, GROUPS: gl.constexpr, 
     num_pieces = plan[1] * plan[2] * plan[3]
     step = gl.to_tensor(0)
     for work in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
-        block_m, block_n, _expert, tile, steps = find_turned(plan, work, BAND)
+        block_m, block_n, _expert, tile, steps = find_turned(plan, load_segment(plan, work), work, BAND)
         for done in range(steps):
             stage, first = step % STAGES, (tile + done) * CODES
             arrived, n = ready.index(stage), block_n * CODES
@@ -225,22 +223,25 @@ def multiply_turned(
     num_pieces = plan[1] * plan[2] * plan[3]
     step = gl.to_tensor(0)
     zeros = gl.zeros([HEIGHT, CODES], gl.float32, layout)
+    segment = load_segment(plan, gl.program_id(0))
     for work in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
-        block_m, block_n, expert, _tile, steps = find_turned(plan, work, BAND)
-        acc = gl.zeros([HEIGHT, CODES], gl.float32, layout)
+        block_m, block_n, expert, _tile, steps = find_turned(plan, segment, work, BAND)
+        segment = load_segment(plan, work + gl.num_programs(0))
+        acc = gl.zeros([HEIGHT, CODES], gl.float32, layout) + gl.where(steps < 0, float("nan"), 0.0)
         for _ in range(steps):
             stage = step % STAGES
             own = stage * GROUPS + GROUP
             mbarrier.wait(ready.index(stage), step // STAGES & 1)
             codes = right.index(stage).permute((1, 0))
             part = warpgroup_mma(left.index(own), codes, zeros, use_acc=False, is_async=True)
+            # the step before is in the sum, so its scales are read; after a barrier alone another
+            # warp's loads of them may still be on their way
+            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=step > 0)
             row = left_scales.index(own).reshape([HEIGHT]).load(gl.SliceLayout(1, layout))
             part = warpgroup_mma_wait(0, deps=(part,))
             column = right_scales.index(stage).reshape([CODES]).load(gl.SliceLayout(0, layout))
             acc += part * (row[:, None] * column[None, :])
-            mbarrier.arrive(free.index(stage))
             step += 1
-        acc = gl.where(steps < 0, float("nan"), acc)
         tma.store_wait(0)
         mine = buffer.index(GROUP)
         mine.reshape([HEIGHT, CODES]).store(acc.to(out_desc.dtype))
