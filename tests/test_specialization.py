@@ -1,5 +1,6 @@
 """Kernels are compiled anew for few integers: sizes, strides and counts stay plain arguments that
-`do_not_specialize` names, which Triton ignores for integers inside a record.
+`do_not_specialize` names, which Triton ignores for integers inside a record, or that are known to
+be divisible together.
 """
 
 import importlib
@@ -35,13 +36,13 @@ def integers_in_records(argument: Any, inside: bool = False) -> int:
     return int(inside and isinstance(argument, int))
 
 
-def specialisation(argument: Any) -> Any:
+def specialisation(argument: Any, on_alignment: bool = True) -> Any:
     """What Triton compiles for: the type, 1, and divisibility by 16."""
     if isinstance(argument, tuple):
         return tuple(map(specialisation, argument))
     if isinstance(argument, torch.Tensor):
         return argument.dtype
-    return argument if argument in (None, 1) else (argument >= 1 << 31, argument % 16 == 0)
+    return argument if argument in (None, 1) else (argument >= 1 << 31, on_alignment and argument % 16 == 0)
 
 
 @pytest.fixture
@@ -53,8 +54,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, set]:
     def recorded(self: Any, *arguments: Any, **settings: Any) -> Any:
         assert sum(map(integers_in_records, arguments)) == 0, self.__name__
         named = zip(self.arg_names, arguments, strict=False)
-        ignored = self.kwargs["do_not_specialize"] or ()
-        key = tuple(specialisation(argument) for name, argument in named if name not in ignored)
+        ignored, at_one = (self.kwargs[key] or () for key in ("do_not_specialize", "do_not_specialize_on_alignment"))
+        key = tuple(specialisation(argument, name not in at_one) for name, argument in named if name not in ignored)
         found.setdefault(self.__name__, set()).add(key)
         return run(self, *arguments, **settings)
 
@@ -89,3 +90,30 @@ def test_other_numbers_of_tokens_and_experts_compile_fused_quantization_once(lau
         moe_fast.glu_and_quantize(h, recipe, splits=splits, columnwise=True)
     kernels = ("scatter_kernel", "gather_kernel", "quantize_activated_blocks_kernel")
     assert [len(launches[kernel]) for kernel in kernels] == [1, 1, 1]
+
+
+def multiply(num_experts: int, height: int, width: int) -> None:
+    """grouped_linear and its gradients, of rows of `width` and results of `height`."""
+    rows, weight = torch.ones(8 * num_experts, width), torch.ones(num_experts, height, width)
+    splits = torch.full((num_experts,), 8)
+    d_out = moe_fast.grouped_linear(rows, weight, splits)
+    moe_fast.grouped_dgrad(d_out, weight, splits)
+    moe_fast.grouped_wgrad(d_out, rows, splits)
+
+
+GROUPED = ("grouped_matmul_kernel", "grouped_wgrad_kernel")
+
+
+@interpreted
+@pytest.mark.parametrize("sizes", [((2, 16, 32), (3, 48, 16)), ((2, 1, 3), (1, 3, 5), (3, 17, 1))], ids=str)
+def test_other_sizes_of_divisible_rows_and_of_others_compile_products_once(launches: dict[str, set], sizes) -> None:
+    for size in sizes:
+        multiply(*size)
+    assert [len(launches[kernel]) for kernel in GROUPED] == [1, 1]
+
+
+@interpreted
+def test_each_side_of_a_product_is_known_to_be_divisible_by_itself(launches: dict[str, set]) -> None:
+    for size in ((2, 16, 32), (2, 16, 3), (2, 3, 16), (2, 3, 5)):
+        multiply(*size)
+    assert [len(launches[kernel]) for kernel in GROUPED] == [6, 4]
