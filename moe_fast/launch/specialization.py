@@ -32,33 +32,39 @@ def jit(
 
 
 class Kernel(KernelInterface[Any]):
-    """A version of a kernel for whether rows are contiguous, and which groups are divisible."""
+    """Versions of a kernel by what it knows: bit 0 is set if the rows are not all contiguous, bit
+    i + 1 if group i is not divisible.
+    """
 
     def __init__(
         self, function: Callable[..., Any], together: Sequence[tuple[str, ...]], along: Sequence[str],
         never: Sequence[str],
     ) -> None:  # fmt: skip
-        self._versions: dict[tuple[bool, ...], Any] = {}
         self._function, self._together, self._along, self._never = function, together, along, never
         self.__name__ = function.__name__
-        self.fn = self._version(True, *(True for _ in together))  # what Triton calls the function of a wrapper
+        self.fn = self._made(0)  # so Triton's wrappers call what they wrap
+        self._versions = {0: self.fn}
         place = self.fn.arg_names.index
         self._along_at = [place(name) for name in along]
-        self._together_at = [[place(name) for name in group] for group in together]
+        self._together_at = [(place(name), 2 << i) for i, group in enumerate(together) for name in group]
 
     def run(self, *args: Any, **settings: Any) -> Any:
-        contiguous = all(args[place] <= 1 for place in self._along_at)
-        divisible = [not any(args[place] % DIVISOR for place in group) for group in self._together_at]
-        return self._version(contiguous, *divisible).run(*args, **settings)
+        unknown = 0  # every launch comes by here: plain loops cost least
+        for place in self._along_at:
+            if args[place] > 1:
+                unknown = 1
+        for place, bit in self._together_at:
+            if args[place] % DIVISOR:
+                unknown |= bit
+        if unknown not in self._versions:
+            self._versions[unknown] = self._made(unknown)
+        return self._versions[unknown].run(*args, **settings)
 
-    def _version(self, contiguous: bool, *divisible: bool) -> Any:
-        known = contiguous, *divisible
-        if known not in self._versions:
-            unknown = [name for group, are in zip(self._together, divisible, strict=True) if not are for name in group]
-            maybe_one = [name for name in unknown if name.startswith("stride_") and not contiguous]
-            never = [*self._never, *(name for name in unknown if name not in maybe_one)]
-            jitted = triton.jit(
-                self._function, do_not_specialize=never, do_not_specialize_on_alignment=[*self._along, *maybe_one]
-            )
-            self._versions[known] = jitted
-        return self._versions[known]
+    def _made(self, unknown: int) -> Any:
+        names = [name for i, group in enumerate(self._together) if unknown & 2 << i for name in group]
+        maybe_one = [name for name in names if name.startswith("stride_") and unknown & 1]
+        return triton.jit(
+            self._function,
+            do_not_specialize=[*self._never, *(name for name in names if name not in maybe_one)],
+            do_not_specialize_on_alignment=[*self._along, *maybe_one],
+        )
