@@ -101,8 +101,7 @@ def load_scales(
         ("stride_weight_scale_l", "stride_weight_scale_d"),  # a stride of 1 along the columns makes loads wide
     ],
     do_not_specialize=[
-        *("stride_x_scale_p", "stride_x_scale_d", "stride_bias_l", "stride_bias_c", "capacity", "num_rows"),
-        *("x_share", "weight_share"),
+        *("stride_x_scale_p", "stride_bias_l", "stride_bias_c", "capacity", "num_rows", "x_share", "weight_share"),
     ],
 )
 def scaled_matmul_kernel(

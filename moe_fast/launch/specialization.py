@@ -6,6 +6,7 @@ divisible. Where either is not, the other's class changes nothing, and a width o
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import triton
@@ -32,18 +33,15 @@ def jit(
 
 
 class Kernel(KernelInterface[Any]):
-    """Versions of a kernel by what it knows: bit 0 is set if the rows are not all contiguous, bit
-    i + 1 if group i is not divisible.
-    """
+    """A kernel in versions; `fn` knows most, as Triton's wrappers call what they wrap."""
 
     def __init__(
         self, function: Callable[..., Any], together: Sequence[tuple[str, ...]], along: Sequence[str],
         never: Sequence[str],
     ) -> None:  # fmt: skip
-        self._function, self._together, self._along, self._never = function, together, along, never
+        self.function, self.together, self.along, self.never = function, together, along, never
         self.__name__ = function.__name__
-        self.fn = self._made(0)  # so Triton's wrappers call what they wrap
-        self._versions = {0: self.fn}
+        self.fn = _version(self, 0)
         place = self.fn.arg_names.index
         self._along_at = [place(name) for name in along]
         self._together_at = [(place(name), 2 << i) for i, group in enumerate(together) for name in group]
@@ -56,15 +54,18 @@ class Kernel(KernelInterface[Any]):
         for place, bit in self._together_at:
             if args[place] % DIVISOR:
                 unknown |= bit
-        if unknown not in self._versions:
-            self._versions[unknown] = self._made(unknown)
-        return self._versions[unknown].run(*args, **settings)
+        return _version(self, unknown).run(*args, **settings)
 
-    def _made(self, unknown: int) -> Any:
-        names = [name for i, group in enumerate(self._together) if unknown & 2 << i for name in group]
-        maybe_one = [name for name in names if name.startswith("stride_") and unknown & 1]
-        return triton.jit(
-            self._function,
-            do_not_specialize=[*self._never, *(name for name in names if name not in maybe_one)],
-            do_not_specialize_on_alignment=[*self._along, *maybe_one],
-        )
+
+@cache
+def _version(kernel: Kernel, unknown: int) -> Any:
+    """Bit 0 of `unknown` is set if not all rows are contiguous, bit i + 1 if group i is not
+    divisible.
+    """
+    names = [name for i, group in enumerate(kernel.together) if unknown & 2 << i for name in group]
+    maybe_one = [name for name in names if name.startswith("stride_") and unknown & 1]
+    return triton.jit(
+        kernel.function,
+        do_not_specialize=[*kernel.never, *(name for name in names if name not in maybe_one)],
+        do_not_specialize_on_alignment=[*kernel.along, *maybe_one],
+    )
