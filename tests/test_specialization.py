@@ -13,6 +13,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 import moe_fast
+from moe_fast.experts.weighting import BiasAdded, ScaledRows
 from moe_ref.config import Recipe
 from tests.common.fast import interpreted
 
@@ -125,13 +126,34 @@ def choose(num_experts: int) -> None:
     bias = torch.ones(num_experts)
     moe_fast.topk_routing(logits, topk=1, expert_bias=bias, score_function="sigmoid").probs.sum().backward()
     moe_fast.permute(torch.ones(4, 2), torch.ones(4, num_experts) > 0, num_rows=4 * num_experts)
+    moe_fast.z_loss(logits, coeff=0.5).backward()
+    moe_fast.aux_loss_scores(logits, topk=1, score_function="sigmoid").scores.sum().backward()
+
+
+def weigh(width: int) -> None:
+    rows, probs, ends = (
+        torch.ones(4, width, requires_grad=True),
+        torch.ones(4, requires_grad=True),
+        torch.tensor([1, 4]),
+    )
+    scaled = ScaledRows.apply(rows, probs, ends)
+    bias = torch.ones(2, width, requires_grad=True)
+    BiasAdded.apply(scaled, bias, probs, ends).sum().backward()
+    x, first, second, gate = (
+        torch.ones(shape, requires_grad=True) for shape in ((4, width), (4, width), (width, 2), (1, width))
+    )
+    moe_fast.shared_experts(x, first, second, gate_weight=gate).sum().backward()
 
 
 OF_WIDTH = {
     move: ("permute_kernel", "unpermute_kernel", "unpermute_backward_kernel", "sort_chunks_kernel"),
     activate: ("activation_kernel", "activation_backward_kernel"),
     quantize: ("quantize_blocks_kernel", "group_amax_kernel", "cast_groups_kernel", "dequantize_kernel"),
-    choose: ("topk_kernel", "topk_backward_kernel", "routing_walk_kernel"),
+    weigh: (
+        *("scale_rows_kernel", "add_bias_kernel", "weighted_rows_backward_kernel", "bias_gradient_kernel"),
+        *("gate_kernel", "gate_backward_kernel"),
+    ),
+    choose: ("topk_kernel", "topk_backward_kernel", "routing_walk_kernel", "z_loss_kernel", "aux_scores_kernel"),
 }
 
 

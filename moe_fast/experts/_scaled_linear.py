@@ -97,12 +97,10 @@ def load_scales(
 
 @jit(
     together=[
-        *(("stride_x_p", "depth"), ("stride_weight_l", "stride_weight_c"), ("num_columns",)),
+        *(("stride_x_p", "depth"), ("stride_weight_l", "stride_weight_c"), ("num_columns",), ("stride_x_scale_p",)),
         ("stride_weight_scale_l", "stride_weight_scale_d"),  # a stride of 1 along the columns makes loads wide
     ],
-    do_not_specialize=[
-        *("stride_x_scale_p", "stride_bias_l", "stride_bias_c", "capacity", "num_rows", "x_share", "weight_share"),
-    ],
+    do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows", "x_share", "weight_share"],
 )
 def scaled_matmul_kernel(
     # rows: codes, contiguous along the depth; block scales; factors of the sum
