@@ -1,9 +1,11 @@
 """Kernels are compiled anew for few integers: sizes, strides and counts stay plain arguments that
-`do_not_specialize` names, which Triton ignores for integers inside a record.
+`do_not_specialize` names, which Triton ignores for integers inside a record, or that are known to
+be divisible together.
 """
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 import moe_fast
-import moe_ref.config
+from moe_fast.experts.weighting import BiasAdded, ScaledRows
+from moe_ref.config import Recipe
 from tests.common.fast import interpreted
 
 MODULES = [
@@ -35,13 +38,13 @@ def integers_in_records(argument: Any, inside: bool = False) -> int:
     return int(inside and isinstance(argument, int))
 
 
-def specialisation(argument: Any) -> Any:
+def specialisation(argument: Any, on_alignment: bool = True) -> Any:
     """What Triton compiles for: the type, 1, and divisibility by 16."""
     if isinstance(argument, tuple):
         return tuple(map(specialisation, argument))
     if isinstance(argument, torch.Tensor):
         return argument.dtype
-    return argument if argument in (None, 1) else (argument >= 1 << 31, argument % 16 == 0)
+    return argument if argument in (None, 1) else (argument >= 1 << 31, on_alignment and argument % 16 == 0)
 
 
 @pytest.fixture
@@ -53,8 +56,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, set]:
     def recorded(self: Any, *arguments: Any, **settings: Any) -> Any:
         assert sum(map(integers_in_records, arguments)) == 0, self.__name__
         named = zip(self.arg_names, arguments, strict=False)
-        ignored = self.kwargs["do_not_specialize"] or ()
-        key = tuple(specialisation(argument) for name, argument in named if name not in ignored)
+        ignored, at_one = (self.kwargs[key] or () for key in ("do_not_specialize", "do_not_specialize_on_alignment"))
+        key = tuple(specialisation(argument, name not in at_one) for name, argument in named if name not in ignored)
         found.setdefault(self.__name__, set()).add(key)
         return run(self, *arguments, **settings)
 
@@ -79,7 +82,7 @@ def test_other_numbers_of_tokens_experts_and_rows_compile_permutation_once(launc
 
 @interpreted
 def test_other_numbers_of_tokens_and_experts_compile_fused_quantization_once(launches: dict[str, set]) -> None:
-    recipe = moe_ref.config.Recipe(scaling="mxfp8")
+    recipe = Recipe(scaling="mxfp8")
     for num_tokens, num_experts in ((1, 2), (16, 3), (17, 16)):
         routing_map = torch.ones(num_tokens, num_experts, dtype=torch.bool)
         moe_fast.permute_and_quantize(
@@ -89,3 +92,111 @@ def test_other_numbers_of_tokens_and_experts_compile_fused_quantization_once(lau
         moe_fast.glu_and_quantize(h, recipe, splits=splits, columnwise=True)
     kernels = ("scatter_kernel", "gather_kernel", "quantize_activated_blocks_kernel")
     assert [len(launches[kernel]) for kernel in kernels] == [1, 1, 1]
+
+
+def multiply(num_experts: int, height: int, width: int, recipe: Recipe | None = None) -> None:
+    """grouped_linear and its gradients, of rows of `width` and results of `height`."""
+    rows, weight = torch.ones(16 * num_experts, width), torch.ones(num_experts, height, width)
+    splits = torch.full((num_experts,), 16)
+    d_out = moe_fast.grouped_linear(rows, weight, splits, recipe=recipe)
+    moe_fast.grouped_dgrad(d_out, weight, splits, recipe=recipe)
+    moe_fast.grouped_wgrad(d_out, rows, splits, recipe=recipe)
+
+
+def move(width: int) -> None:
+    tokens, probs = torch.ones(4, width, requires_grad=True), torch.ones(4, 2, requires_grad=True)
+    result = moe_fast.permute(tokens, probs > 0, probs=probs)
+    moe_fast.unpermute(result.rows, result.row_map, probs=probs).sum().backward()
+    moe_fast.sort_chunks(tokens.detach(), torch.tensor([1, 3]), torch.tensor([1, 0]))
+
+
+def activate(width: int) -> None:
+    h = torch.ones(4, 2 * width)
+    moe_fast.glu_backward(moe_fast.glu(h), h)
+
+
+def quantize(width: int) -> None:
+    for scaling in ("block", "current"):
+        quantized = moe_fast.quantize(torch.ones(4, width), Recipe(scaling)).quantized
+    moe_fast.dequantize(quantized)
+
+
+def choose(num_experts: int) -> None:
+    logits = torch.ones(4, num_experts, requires_grad=True)
+    bias = torch.ones(num_experts)
+    moe_fast.topk_routing(logits, topk=1, expert_bias=bias, score_function="sigmoid").probs.sum().backward()
+    moe_fast.permute(torch.ones(4, 2), torch.ones(4, num_experts) > 0, num_rows=4 * num_experts)
+    moe_fast.z_loss(logits, coeff=0.5).backward()
+    moe_fast.aux_loss_scores(logits, topk=1, score_function="sigmoid").scores.sum().backward()
+
+
+def weigh(width: int) -> None:
+    rows, probs, ends = (
+        torch.ones(4, width, requires_grad=True),
+        torch.ones(4, requires_grad=True),
+        torch.tensor([1, 4]),
+    )
+    scaled = ScaledRows.apply(rows, probs, ends)
+    bias = torch.ones(2, width, requires_grad=True)
+    BiasAdded.apply(scaled, bias, probs, ends).sum().backward()
+    x, first, second, gate = (
+        torch.ones(shape, requires_grad=True) for shape in ((4, width), (4, width), (width, 2), (1, width))
+    )
+    moe_fast.shared_experts(x, first, second, gate_weight=gate).sum().backward()
+
+
+OF_WIDTH = {
+    move: ("permute_kernel", "unpermute_kernel", "unpermute_backward_kernel", "sort_chunks_kernel"),
+    activate: ("activation_kernel", "activation_backward_kernel"),
+    quantize: ("quantize_blocks_kernel", "group_amax_kernel", "cast_groups_kernel", "dequantize_kernel"),
+    weigh: (
+        *("scale_rows_kernel", "add_bias_kernel", "weighted_rows_backward_kernel", "bias_gradient_kernel"),
+        *("gate_kernel", "gate_backward_kernel"),
+    ),
+    choose: ("topk_kernel", "topk_backward_kernel", "routing_walk_kernel", "z_loss_kernel", "aux_scores_kernel"),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("call", OF_WIDTH, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("widths", [(16, 48, 128), (1, 3, 17)], ids=("divisible", "others"))
+def test_other_widths_compile_a_kernel_once_if_they_are_divisible_and_once_if_not(
+    launches: dict[str, set], call: Callable[[int], None], widths: tuple[int, ...]
+) -> None:
+    call(widths[0])
+    assert launches.keys() >= set(OF_WIDTH[call])
+    compiled = {kernel: set(launches[kernel]) for kernel in OF_WIDTH[call]}
+    for width in widths:
+        call(width)
+    assert {kernel: launches[kernel] for kernel in OF_WIDTH[call]} == compiled
+
+
+@interpreted
+@pytest.mark.parametrize("recipe", [None, Recipe("current")], ids=("exact", "codes"))
+def test_products_of_other_sizes_compile_once(launches: dict[str, set], recipe: Recipe | None) -> None:
+    for size in ((2, 16, 32), (3, 48, 16)):
+        multiply(*size, recipe)
+    kind = "grouped" if recipe is None else "scaled"
+    assert [len(launches[f"{kind}_{product}_kernel"]) for product in ("matmul", "wgrad")] == [1, 1]
+
+
+@interpreted
+def test_products_of_sizes_that_are_not_divisible_compile_once(launches: dict[str, set]) -> None:
+    for size in ((2, 1, 3), (1, 3, 5), (3, 17, 1)):
+        multiply(*size)
+    assert [len(launches[kernel]) for kernel in ("grouped_matmul_kernel", "grouped_wgrad_kernel")] == [1, 1]
+
+
+@interpreted
+def test_each_side_of_a_product_is_known_to_be_divisible_by_itself(launches: dict[str, set]) -> None:
+    for size in ((2, 16, 32), (2, 16, 3), (2, 3, 16), (2, 3, 5)):
+        multiply(*size)
+    assert [len(launches[kernel]) for kernel in ("grouped_matmul_kernel", "grouped_wgrad_kernel")] == [6, 4]
+
+
+@interpreted
+def test_rows_that_are_not_contiguous_are_compiled_for_the_dimension_that_is(launches: dict[str, set]) -> None:
+    tokens = torch.ones(3, 5)
+    for each in (tokens, torch.ones(5, 3).t(), torch.ones(3, 10)[:, ::2]):
+        moe_fast.sort_chunks(each, torch.tensor([1, 2]), torch.tensor([1, 0]))
+    assert len(launches["sort_chunks_kernel"]) == 3

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from moe_fast.launch._rounding import number, rounded, score_and_slope, widened
+from moe_fast.launch.specialization import jit
 from moe_fast.quantization._formats import as_float32, decoded, encoded
 
 TWO_ROOT = tl.constexpr(2 * sqrt(2 / pi))
@@ -133,7 +134,11 @@ def rows_of_experts(totals_ptr, num_rows):
     return num_rows
 
 
-@triton.jit(do_not_specialize=["stride_probs", "num_rows", "parts", "offset", "clamp", "alpha"])
+@jit(
+    together=[("stride_h_p", "width"), ("between",)],
+    along=["stride_h_f"],
+    do_not_specialize=["stride_probs", "num_rows", "parts", "offset", "clamp", "alpha"],
+)
 def activation_kernel(
     h_ptr, stride_h_p, stride_h_f, probs_ptr, stride_probs,
     # result, contiguous
@@ -144,8 +149,8 @@ def activation_kernel(
     totals_ptr,
     # sizes; `parts` programs per row
     num_rows, width, between, parts,
-    # numbers, as bits of a float64
-    offset, clamp, alpha,
+    # numbers, as bits of a float64, which are 0 or long
+    offset: tl.int64, clamp: tl.int64, alpha: tl.int64,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
     ACCUMULATOR: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
@@ -177,7 +182,11 @@ def activation_kernel(
     tl.store(out_ptr + p[:, None] * width + f[None, :], rounded(act, out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["stride_probs", "num_rows", "parts", "tiles", "offset", "clamp", "alpha"])
+@jit(
+    together=[("stride_d_out_p", "stride_h_p", "width"), ("between",)],
+    along=["stride_d_out_f", "stride_h_f"],
+    do_not_specialize=["stride_probs", "num_rows", "parts", "tiles", "offset", "clamp", "alpha"],
+)
 def activation_backward_kernel(
     d_out_ptr, stride_d_out_p, stride_d_out_f, h_ptr, stride_h_p, stride_h_f, probs_ptr, stride_probs,
     # results, contiguous; either may be left out
@@ -186,8 +195,8 @@ def activation_backward_kernel(
     totals_ptr,
     # sizes; `parts` programs per row, `tiles` each: one program, if there are d_probs
     num_rows, width, between, parts, tiles,
-    # numbers, as bits of a float64
-    offset, clamp, alpha,
+    # numbers, as bits of a float64, which are 0 or long
+    offset: tl.int64, clamp: tl.int64, alpha: tl.int64,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip

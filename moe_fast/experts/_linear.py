@@ -11,6 +11,7 @@ import triton.language as tl
 
 from moe_fast.launch._rounding import INTERPRETED, rounded
 from moe_fast.launch._tiles import put_tiles
+from moe_fast.launch.specialization import jit
 
 SEGMENT_ROWS = 1 << 30
 SEGMENT = tl.constexpr(SEGMENT_ROWS)  # where every segment ends for a descriptor of segments
@@ -168,10 +169,14 @@ def load_matrix(weight_desc, expert, d, c, TURNED: tl.constexpr, BLOCK_D: tl.con
     return tile
 
 
-@triton.jit(do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows", "num_experts"])
+@jit(
+    together=[("stride_x_p", "depth"), ("stride_weight_l", "stride_weight_row"), ("num_columns",)],
+    along=["stride_x_d", "stride_weight_inner"],
+    do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows"],
+)
 def grouped_matmul_kernel(
-    # operands: rows, a matrix for each expert, bias
-    x_ptr, stride_x_p, stride_x_d, weight_ptr, stride_weight_l, stride_weight_d, stride_weight_c,
+    # operands: rows, a matrix for each expert as it lies in memory, bias
+    x_ptr, stride_x_p, stride_x_d, weight_ptr, stride_weight_l, stride_weight_row, stride_weight_inner,
     bias_ptr, stride_bias_l, stride_bias_c,
     # result, contiguous
     out_ptr,
@@ -189,6 +194,8 @@ def grouped_matmul_kernel(
     """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
     columns = tl.cdiv(num_columns, BLOCK_C)
     pieces = tl.load(total_ptr).to(tl.int32) * columns
+    stride_weight_d = stride_weight_inner if TURNED else stride_weight_row
+    stride_weight_c = stride_weight_row if TURNED else stride_weight_inner
     for work in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=FLATTEN):
         expert, begin, end, row, column = find_tile(tile_ptr, capacity, work, columns, BLOCK_P)
         p = row + tl.arange(0, BLOCK_P)
@@ -222,7 +229,11 @@ def grouped_matmul_kernel(
     fill_rows(out_ptr, tl.load(total_ptr + 1), num_rows, num_columns, BLOCK_P, BLOCK_C)
 
 
-@triton.jit(do_not_specialize=["stride_before_l", "num_experts"])
+@jit(
+    together=[("stride_d_out_p", "num_outs"), ("stride_x_p", "stride_before_m", "num_ins")],
+    along=["stride_d_out_m", "stride_x_n", "stride_before_n"],
+    do_not_specialize=["stride_before_l", "num_experts"],
+)
 def grouped_wgrad_kernel(
     # operands: the gradient of the output, and the rows
     d_out_ptr, stride_d_out_p, stride_d_out_m, x_ptr, stride_x_p, stride_x_n,
@@ -272,7 +283,11 @@ def grouped_wgrad_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_experts"])
+@jit(
+    together=[("stride_x_p", "num_columns")],
+    along=["stride_x_c"],
+    do_not_specialize=["num_experts"],
+)
 def segment_sums_kernel(
     # rows to sum
     x_ptr, stride_x_p, stride_x_c,

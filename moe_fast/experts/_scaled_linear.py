@@ -27,9 +27,10 @@ from moe_fast.experts._factors import (
     times,
 )
 from moe_fast.experts._linear import fill_rows, find_gradient, find_tile, load_matrix, store_gradient, store_rows
+from moe_fast.launch.specialization import jit
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@jit(together=[("num_columns",)], do_not_specialize=["capacity"])
 def turn_kernel(
     codes_ptr,
     # result: a row for each column of the codes, as many tiles long as there are at most
@@ -94,10 +95,12 @@ def load_scales(
     return scale
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("stride_bias_l", "stride_bias_c", "capacity", "num_rows", "num_experts", "x_share", "weight_share"),
-    ]
+@jit(
+    together=[
+        *(("stride_x_p", "depth"), ("stride_weight_l", "stride_weight_c"), ("num_columns",), ("stride_x_scale_p",)),
+        ("stride_weight_scale_l", "stride_weight_scale_d"),  # a stride of 1 along the columns makes loads wide
+    ],
+    do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows", "x_share", "weight_share"],
 )
 def scaled_matmul_kernel(
     # rows: codes, contiguous along the depth; block scales; factors of the sum
@@ -172,7 +175,11 @@ def load_turned(ptr, stride, desc, first_row, row, live, place, BLOCK_P: tl.cons
     return codes
 
 
-@triton.jit(do_not_specialize=["stride_before_l", "num_experts", "d_out_share", "x_share"])
+@jit(
+    together=[("num_outs", "num_ins"), ("stride_before_m",), ("stride_d_out_scale_p", "stride_x_scale_p")],
+    along=["stride_before_n"],
+    do_not_specialize=["stride_before_l", "num_experts", "d_out_share", "x_share"],
+)
 def scaled_wgrad_kernel(
     # the gradient of the output, transposed: codes; block scales along the rows; factors of sums
     d_out_ptr, stride_d_out_m, d_out_scale_ptr, stride_d_out_scale_p, stride_d_out_scale_m,

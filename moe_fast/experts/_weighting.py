@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from moe_fast.launch._rounding import rounded, score_and_slope, widened
+from moe_fast.launch.specialization import jit
 
 
 @triton.jit
@@ -49,7 +50,11 @@ def load_probs(probs_ptr, stride, p, live, dtype: tl.constexpr):
     return probs[:, None]
 
 
-@triton.jit(do_not_specialize=["stride_probs", "num_rows", "num_experts"])
+@jit(
+    together=[("stride_x_p", "width")],
+    along=["stride_x_h"],
+    do_not_specialize=["stride_probs", "num_rows", "num_experts", "parts"],
+)
 def scale_rows_kernel(
     x_ptr, stride_x_p, stride_x_h, probs_ptr, stride_probs,
     # result, contiguous
@@ -72,7 +77,11 @@ def scale_rows_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["stride_probs", "stride_bias_l", "num_rows", "num_experts"])
+@jit(
+    together=[("stride_y_p", "width")],
+    along=["stride_y_h", "stride_bias_h"],
+    do_not_specialize=["stride_probs", "stride_bias_l", "num_rows", "num_experts", "parts"],
+)
 def add_bias_kernel(
     y_ptr, stride_y_p, stride_y_h, bias_ptr, stride_bias_l, stride_bias_h, probs_ptr, stride_probs,
     # result, contiguous
@@ -101,7 +110,11 @@ def add_bias_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["stride_other_r", "stride_probs", "num_rows", "num_experts"])
+@jit(
+    together=[("stride_d_out_p", "width")],
+    along=["stride_d_out_h", "stride_other_h"],
+    do_not_specialize=["stride_other_r", "stride_probs", "num_rows", "num_experts"],
+)
 def weighted_rows_backward_kernel(
     d_out_ptr, stride_d_out_p, stride_d_out_h,
     # the factor of the probs: one row per row, or one per expert
@@ -141,7 +154,11 @@ def weighted_rows_backward_kernel(
         tl.store(d_probs_ptr + p, stored_as(tl.sum(total, axis=1), d_probs_ptr.dtype.element_ty), mask=p < num_rows)
 
 
-@triton.jit(do_not_specialize=["stride_probs", "num_rows", "num_experts"])
+@jit(
+    together=[("stride_d_out_p", "width")],
+    along=["stride_d_out_h"],
+    do_not_specialize=["stride_probs", "num_rows", "num_experts"],
+)
 def bias_gradient_kernel(
     d_out_ptr, stride_d_out_p, stride_d_out_h, probs_ptr, stride_probs,
     # result, contiguous
@@ -170,7 +187,11 @@ def bias_gradient_kernel(
     tl.store(out_ptr + expert * width + c, stored_as(tl.sum(total, axis=0), out_ptr.dtype.element_ty), mask=c < width)
 
 
-@triton.jit(do_not_specialize=["stride_z", "num_rows"])
+@jit(
+    together=[("stride_y_t", "width")],
+    along=["stride_y_h"],
+    do_not_specialize=["stride_z", "num_rows", "parts"],
+)
 def gate_kernel(
     y_ptr, stride_y_t, stride_y_h, z_ptr, stride_z,
     # result, contiguous
@@ -190,7 +211,11 @@ def gate_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["stride_z", "num_rows"])
+@jit(
+    together=[("stride_d_out_t", "stride_y_t", "width")],
+    along=["stride_d_out_h", "stride_y_h"],
+    do_not_specialize=["stride_z", "num_rows"],
+)
 def gate_backward_kernel(
     d_out_ptr, stride_d_out_t, stride_d_out_h, y_ptr, stride_y_t, stride_y_h, z_ptr, stride_z,
     # results, contiguous; either may be none

@@ -320,9 +320,9 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
     if out.numel() == 0 or not has_memory():
         return out
     turned = weight.stride(2) != 1
-    described = have_descriptors(x, weight.transpose(1, 2) if turned else weight, out)
+    matrices = weight.transpose(1, 2) if turned else weight
+    described = have_descriptors(x, matrices, out)
     if described and tile.rows == hopper.MATMUL_ROWS and is_hopper(x.device):
-        matrices = weight.transpose(1, 2) if turned else weight
         hopper.matmul(x, matrices, turned, strided(bias_LC, 2), plan, out, filled)
         return out
     wide = x.dtype == torch.float64
@@ -331,10 +331,10 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
             kernels.grouped_matmul_kernel, (programs(plan.capacity * ceil_div(num_columns, tile.columns), x.device),)
         )(
             *strided(x, 2),
-            *strided(weight, 3),
+            *strided(matrices, 3),
             *strided(bias_LC, 2),
             out,
-            *(_matmul_descriptors(x, weight, out, tile, turned) if described else (None, None, None)),
+            *(_matmul_descriptors(x, matrices, out, tile, turned) if described else (None, None, None)),
             plan.tile_4C,
             plan.total_2,
             plan.capacity,
@@ -385,13 +385,11 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None
 
 
 def _matmul_descriptors(
-    x: Tensor, weight: Tensor, out: Tensor, tile: GroupedTile, turned: bool
+    x: Tensor, matrices: Tensor, out: Tensor, tile: GroupedTile, turned: bool
 ) -> tuple[TensorDescriptor, ...]:
-    matrices, block = (
-        (weight.transpose(1, 2), [1, tile.columns, tile.depth]) if turned else (weight, [1, tile.depth, tile.columns])
-    )
+    block = (tile.columns, tile.depth) if turned else (tile.depth, tile.columns)
     return (
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
-        TensorDescriptor.from_tensor(matrices, block),
+        TensorDescriptor.from_tensor(matrices, [1, *block]),
         expert_slices(out, [tile.rows, tile.columns]),
     )

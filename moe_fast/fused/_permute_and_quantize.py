@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from moe_fast.launch._rounding import number, rounded
+from moe_fast.launch.specialization import jit
 from moe_fast.permutation._permute import find_lists, load_slot, place_lists
 from moe_fast.quantization._formats import E2M1_MAX, FLOAT32_MAX, as_float32, encoded
 from moe_fast.quantization._nvfp4 import multiplier_of
@@ -138,12 +139,14 @@ def scatter_tokens(
         expert, row, live = following
 
 
-@triton.jit(
+@jit(
+    together=[("stride_tokens_t", "num_columns")],
+    along=["stride_tokens_h"],
     do_not_specialize=[
         *("fills", "first_lane", "tail_lanes", "num_tokens", "num_experts", "num_rows", "stride_probs_t"),
-        *("stride_probs_e", "stride_given", "stride_history", "epsilon", "infinity"),
-        *("stride_base_b", "stride_base_e", "tokens_per_block"),
-    ]
+        *("stride_probs_e", "stride_given", "stride_history", "stride_scale_m", "stride_scale_n"),
+        *("stride_base_b", "stride_base_e", "tokens_per_block", "epsilon", "infinity"),
+    ],
 )
 def scatter_kernel(
     # tokens, and probs as bits

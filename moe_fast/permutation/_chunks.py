@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from moe_fast.launch.specialization import jit
+
 
 @triton.jit
 def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chunks, REORDERED: tl.constexpr):
@@ -16,7 +18,11 @@ def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chu
     return chunk, tl.load(sizes_ptr + chunk * stride_sizes, mask=valid, other=0).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_chunks", "stride_probs_r", "stride_sizes", "stride_order"])
+@jit(
+    together=[("stride_rows_r", "num_columns")],
+    along=["stride_rows_h"],
+    do_not_specialize=["num_rows", "num_chunks", "stride_probs_r", "stride_sizes", "stride_order"],
+)
 def sort_chunks_kernel(
     # rows and probs, as bits
     rows_ptr, stride_rows_r, stride_rows_h, probs_ptr, stride_probs_r,

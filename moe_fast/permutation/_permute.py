@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from moe_fast.launch._rounding import rounded
+from moe_fast.launch.specialization import jit
 from moe_fast.permutation._row_map import EXPERT, RANK
 
 
@@ -134,11 +135,13 @@ def place_lists(
         tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
 
 
-@triton.jit(
+@jit(
+    together=[("stride_tokens_t", "num_columns")],
+    along=["stride_tokens_h"],
     do_not_specialize=[
         *("token_blocks", "first_lane", "tail_lanes", "num_tokens", "num_experts", "num_rows", "stride_probs_t"),
         *("stride_probs_e", "stride_base_b", "stride_base_e", "tokens_per_block"),
-    ]
+    ],
 )
 def permute_kernel(
     # tokens and probs, as bits
@@ -192,11 +195,13 @@ def permute_kernel(
             _, row, live = following
 
 
-@triton.jit(
+@jit(
+    together=[("stride_rows_p", "num_columns"), ("num_experts",)],
+    along=["stride_rows_h"],
     do_not_specialize=[
         *("num_tokens", "num_rows", "stride_row_dprobs", "stride_probs_t", "stride_probs_e"),
         *("stride_base_b", "stride_base_e", "tokens_per_block"),
-    ]
+    ],
 )
 def unpermute_kernel(
     # rows to sum, merging probs, result
@@ -247,11 +252,13 @@ def unpermute_kernel(
             )  # the last block sticks out
 
 
-@triton.jit(
+@jit(
+    together=[("stride_dout_t", "stride_rows_p", "num_columns"), ("num_experts",)],
+    along=["stride_dout_h", "stride_rows_h"],
     do_not_specialize=[
         *("token_blocks", "first_lane", "tail_lanes", "num_tokens", "num_rows", "stride_probs_t", "stride_probs_e"),
         *("stride_base_b", "stride_base_e", "tokens_per_block"),
-    ]
+    ],
 )
 def unpermute_backward_kernel(
     # the gradient of the sums; rows and probs of the forward

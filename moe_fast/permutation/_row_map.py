@@ -52,7 +52,7 @@ def field(words, i: tl.constexpr, PACK: tl.constexpr):
 
 
 # a stride of 1 would cost a change of layout at each list
-@triton.jit(do_not_specialize=["stride_map_e", "num_tokens", "tiles"])
+@triton.jit(do_not_specialize=["stride_map_t", "stride_map_e", "num_tokens", "num_experts", "tiles"])
 def routing_walk_kernel(
     # the map, or words of four experts of it
     map_ptr, stride_map_t, stride_map_e,

@@ -1,15 +1,18 @@
 """Back from codes and scales to numbers."""
 
-import triton
 import triton.language as tl
 
 from moe_fast.launch._rounding import rounded
+from moe_fast.launch.specialization import jit
 from moe_fast.quantization._formats import decoded, power_of_two
 from moe_fast.quantization._nvfp4 import global_amax
 from moe_fast.quantization._tiles import are_wrong, place_of_tile, spread
 
 
-@triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
+@jit(
+    together=[("stride_scale_m",), ("num_columns",)],
+    do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"],
+)
 def dequantize_kernel(
     codes_ptr, scale_ptr, stride_scale_m, stride_scale_n,
     # NVFP4: the amax that scales share

@@ -8,13 +8,18 @@ import triton
 import triton.language as tl
 
 from moe_fast.launch._rounding import number, rounded
+from moe_fast.launch.specialization import jit
 from moe_fast.quantization._formats import FLOAT32_MAX, as_float32, encoded
 from moe_fast.quantization._hadamard import SIZE, hadamard_sums
 from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, INFINITE, fitting_scale, over
 from moe_fast.quantization._tiles import load_tile, magnitude, place_of_tile
 
 
-@triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
+@jit(
+    together=[("stride_x_m", "num_columns")],
+    along=["stride_x_n"],
+    do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"],
+)
 def group_amax_kernel(
     x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # result, as integers, zeros before
@@ -123,10 +128,12 @@ def raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group
     tl.atomic_max(history_ptr + group * stride_history, bits, mask=in_group, sem="relaxed")
 
 
-@triton.jit(
+@jit(
+    together=[("stride_x_m", "num_columns")],
+    along=["stride_x_n"],
     do_not_specialize=[
         *("stride_splits", "stride_given", "stride_history", "num_rows", "num_groups", "parts", "steps", "epsilon"),
-    ]
+    ],
 )
 def cast_groups_kernel(
     x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
@@ -139,8 +146,8 @@ def cast_groups_kernel(
     codes_ptr, inverse_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
     num_rows, num_columns, num_groups, parts, steps,
-    # bits of a float64
-    epsilon,
+    # bits of a float64, which are 0 or long
+    epsilon: tl.int64,
     FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from moe_fast.launch._rounding import number, rounded
+from moe_fast.launch.specialization import jit
 from moe_fast.quantization._formats import INFINITY, LARGEST_POWER, encoded, encoded_up, power_of_two
 from moe_fast.quantization._tiles import (
     block_amax,
@@ -147,15 +148,22 @@ def quantize_forms(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"])
+@jit(
+    together=[("stride_x_m", "num_columns")],
+    along=["stride_x_n"],
+    do_not_specialize=[
+        *("stride_row_m", "stride_row_n", "stride_column_m", "stride_column_n", "stride_splits"),
+        *("num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"),
+    ],
+)
 def quantize_blocks_kernel(
     x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # results; either form may be left out
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
     # sizes; `parts` programs per tile of rows, `steps` each
     num_rows, num_columns, num_groups, parts, steps,
-    # numbers, as bits of a float64
-    epsilon, infinity,
+    # numbers, as bits of a float64, which are 0 or long
+    epsilon: tl.int64, infinity: tl.int64,
     RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr,
     WHOLE: tl.constexpr,  # also tiles past the last group

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from moe_fast.launch._rounding import number, rounded, score_and_slope, widened
+from moe_fast.launch.specialization import jit
 from moe_fast.router._scores import inverse_sum, key_of, out_of_choice, softmax, weights_gradient
 from moe_fast.router._selection import mark_largest
 
@@ -27,7 +28,11 @@ def load_padding(padding_ptr, stride_padding, t):
     return padding[:, None]
 
 
-@triton.jit(do_not_specialize=["stride_padding", "num_tokens", "topk"])
+@jit(
+    together=[("stride_logits_t", "num_experts")],
+    along=["stride_logits_e"],
+    do_not_specialize=["stride_padding", "num_tokens", "topk"],
+)
 def aux_scores_kernel(
     logits_ptr, stride_logits_t, stride_logits_e, padding_ptr, stride_padding,
     # results, contiguous
@@ -58,7 +63,11 @@ def aux_scores_kernel(
     tl.store(map_ptr + cell, chosen.to(tl.uint8), mask=real)
 
 
-@triton.jit(do_not_specialize=["stride_padding", "num_tokens"])
+@jit(
+    together=[("stride_dscores_t", "stride_logits_t", "num_experts")],
+    along=["stride_dscores_e", "stride_logits_e"],
+    do_not_specialize=["stride_padding", "num_tokens"],
+)
 def aux_scores_backward_kernel(
     dscores_ptr, stride_dscores_t, stride_dscores_e, logits_ptr, stride_logits_t, stride_logits_e,
     padding_ptr, stride_padding,
@@ -134,7 +143,11 @@ def log_sum_exp(x):
     return top + tl.log(tl.sum(tl.exp(x - top), axis=1))[:, None]
 
 
-@triton.jit(do_not_specialize=["stride_padding", "num_tokens", "tiles"])
+@jit(
+    together=[("stride_logits_t", "num_experts")],
+    along=["stride_logits_e"],
+    do_not_specialize=["stride_padding", "num_tokens", "tiles"],
+)
 def z_loss_kernel(
     logits_ptr, stride_logits_t, stride_logits_e, padding_ptr, stride_padding,
     # for each program
@@ -160,7 +173,11 @@ def z_loss_kernel(
     tl.store(valid_ptr + tl.program_id(0), tl.sum(tl.sum(num_valid, axis=1), axis=0))
 
 
-@triton.jit(do_not_specialize=["stride_padding", "num_tokens"])
+@jit(
+    together=[("stride_logits_t", "num_experts")],
+    along=["stride_logits_e"],
+    do_not_specialize=["stride_padding", "num_tokens"],
+)
 def z_loss_backward_kernel(
     dloss_ptr, factor_ptr, logits_ptr, stride_logits_t, stride_logits_e, padding_ptr, stride_padding,
     # result, contiguous
@@ -185,7 +202,7 @@ def finish_loss_kernel(
     # sums of the first stage's programs
     partial_ptr, valid_ptr,
     # how many tokens share the loss, if it is no mean over valid ones: a tensor of one, or a number
-    total_ptr, total, coeff, loss_ptr, factor_ptr, num_partials,
+    total_ptr, total: tl.int64, coeff: tl.int64, loss_ptr, factor_ptr, num_partials,
     ACCUMULATOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """factor · Σ partial; factor = coeff / max(n, 1) for n valid tokens, or coeff / N², or 0."""

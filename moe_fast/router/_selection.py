@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from moe_fast.launch._rounding import number, rounded, score_and_slope, widened
+from moe_fast.launch.specialization import jit
 from moe_fast.router._scores import inverse_sum, key_of, lowest, out_of_choice, score_of, softmax, weights_gradient
 
 PAIRED = tl.constexpr(16)  # up to 16 groups are ranked at once, each against each
@@ -87,10 +88,12 @@ def mark_given(given_ptrs, stride, e, topk):
     return marked
 
 
-@triton.jit(
+@jit(
+    together=[("stride_logits_t", "num_experts"), ("group_size",)],
+    along=["stride_logits_e", "stride_bias"],
     do_not_specialize=[
         *("stride_given_t", "stride_given_k", "scale", "num_tokens", "topk", "num_groups", "group_topk", "counted"),
-    ]
+    ],
 )
 def topk_kernel(
     # logits, their bias, or indices that are given
@@ -176,8 +179,10 @@ def store_slots(probs_ptr, indices_ptr, t, e, slot, weight, legal, topk, MAY_BE_
         tl.store((indices_ptr + t * topk)[:, None] + slot, expert, mask=slot < topk)
 
 
-@triton.jit(
-    do_not_specialize=["stride_dprobs_t", "stride_indices_t", "stride_indices_k", "scale", "num_tokens", "topk"]
+@jit(
+    together=[("stride_logits_t", "num_experts")],
+    along=["stride_logits_e", "stride_dprobs_x"],
+    do_not_specialize=["stride_dprobs_t", "stride_indices_t", "stride_indices_k", "scale", "num_tokens", "topk"],
 )
 def topk_backward_kernel(
     # the gradient of the probs: of [T,K], with the indices, or of [T,E], with the contiguous map

@@ -7,6 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moe_fast.launch.specialization import Kernel
 from tests.common.launches import Constant, Launch
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -15,6 +16,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 def compile_launch(launch: Launch) -> None:
     """Compile it to machine code; raises what Triton raises."""
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
+    kernel = kernel.fn if isinstance(kernel, Kernel) else kernel
     constants: dict[tuple[int, ...], Any] = {}
 
     def typed(argument: Any, path: tuple[int, ...]) -> Any:

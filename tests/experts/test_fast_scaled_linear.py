@@ -256,7 +256,9 @@ def compile_for_blackwell(scaling: str) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from moe_fast.experts._scaled_linear import scaled_matmul_kernel as kernel
+    from moe_fast.experts._scaled_linear import scaled_matmul_kernel
+
+    kernel = scaled_matmul_kernel.fn
 
     block, format = {"mxfp8": (32, "e4m3"), "nvfp4": (16, "e2m1")}[scaling]
     constants = {
