@@ -26,7 +26,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     def launch(kernel: Any, grid: Any) -> Any:
-        return lambda *arguments, **settings: found.append(kernel.fn.__module__.rpartition(".")[2])
+        while hasattr(kernel, "fn"):
+            kernel = kernel.fn
+        return lambda *arguments, **settings: found.append(kernel.__module__.rpartition(".")[2])
 
     for module in (linear, scaled_linear, hopper):
         monkeypatch.setattr(module, "launch", launch)
