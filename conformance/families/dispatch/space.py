@@ -176,7 +176,10 @@ def shapes(scope: Scope) -> list[Any]:
         {"counts": (3,) * ranks, "local_experts": 1, "topk": ranks, "hidden": 65} | SIXTEEN_BITS,
     ]
     if scope.function.endswith("_combine"):  # float64 has an accumulator of its own
-        found.append({"counts": (5, 2)[:ranks], "local_experts": 3, "topk": 3, "hidden": 33} | DOUBLES)
+        doubled: Changes = {"counts": (5, 2)[:ranks], "local_experts": 3, "topk": 3, "hidden": 33} | DOUBLES
+        found += [doubled, *([doubled | {"dtype": "float32"}] if "probs" in scope.live else [])]
+    else:
+        found.append({"counts": (5, 2)[:ranks], "local_experts": 3, "topk": 3, "hidden": 5} | DOUBLES)
     if scope.function == "alltoall_combine" and ranks > 2:
         found.append({"counts": (3,) * ranks, "shards": ranks, "local_experts": 2, "topk": 2, "hidden": 65} | NO_PROBS)
     if scope.function == "deepep_low_latency_combine":  # a probability of 0 hides no NaN
@@ -189,6 +192,7 @@ def shapes(scope: Scope) -> list[Any]:
         found += [few | dropped, few | dropped | {"repeats": "count each"}, few | dropped | {"repeats": "last slot"}]
         packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
         found.append(few | {"counts": (5, 4)[:ranks]} | packed)
+        found.append(few | {"counts": (5, 4)[:ranks], "probs": "float32", "align": 4, "slack": 2, "trusted": True})
         codes_: Changes = few | {"counts": (5, 4)[:ranks], "hidden": 5}
         found += [codes_ | {"scale_dtype": dtype, "scales": 3} for dtype in SCALE_DTYPES]
         found.append(codes_ | {"scales": 4, "seed": 2})  # 16 bytes of a row, which may travel at once

@@ -19,6 +19,7 @@ from conformance.families.experts.space_many import many_rows
 from conformance.families.experts.space_recipes import one_per_recipe
 from conformance.families.experts.space_tiles import tiles_of_layers
 from conformance.families.quantization.cases import RECIPES, UNIT, VARIANTS
+from moe_ref.config import RECOMPUTED
 from moe_ref.config.quantization import OVERRIDES
 
 HIGH: Changes = {"scaling": "", "variant": 0, "override": ""}
@@ -269,6 +270,8 @@ BARE: Changes = APART | {"probs": "", "bias1": "", "bias2": ""}
 # options of all stages at once; the gates' and the rows' are those that an activation has
 OPTIONS: Changes = {"clamp": 6, "offset": -4, "alpha": 250, "interleave": 1, "values": "rows"}
 OPTIONS |= {"probs": "float32", "weights": "signed", "bias1": "float32", "bias2": "float32", "dtype": "bfloat16"}
+# and experts whose aligned rows the backward makes again
+AGAIN: Changes = {"tokens": 9, "experts": 3, "counts": (4, 2, 3), "hidden": 5, "width": 6, "align": 4}
 # a kernel of one expert may take the buffer for its rows
 ALONE: Changes = {"scaling": "mxfp8", "variant": 1, "kind": "squared_relu", "experts": 1, "counts": (1,), "tail": 32}
 ALONE |= {"tokens": 1, "hidden": 1, "width": 1, "dtype": "bfloat16"}
@@ -293,7 +296,8 @@ def _ragged(scope: Scope) -> list[Any]:
     """One above a power of two: the last block is nearly empty; stages that overflow; options."""
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
     apart = [APART | {"kind": kind} for kind in ("", "squared_relu")]
-    return [ragged, BARE, *apart, *long_layers(scope), *_beside_options(scope)]
+    again = [OPTIONS | AGAIN | {"recompute": word, "on_input": word == "moe"} for word in RECOMPUTED]
+    return [ragged, BARE, *apart, *again, *long_layers(scope), *_beside_options(scope)]
 
 
 def _large(scope: Scope) -> list[Any]:

@@ -44,6 +44,7 @@ ALONE: tuple[Changes, ...] = (
 )
 SCOPED: Changes = {"scaling": "nvfp4", "variant": 7, "values": "rows"}  # operands with other bounds of their scales
 SCOPED |= {"tokens": 1, "experts": 1, "counts": (), "hidden": 1, "width": 1}
+BIASED: Changes = {"scaling": "nvfp4", "dtype": "bfloat16", "bias": "float32", "seed": 1}  # beside noise
 OVERRIDDEN: list[dict[str, Any]] = [  # recipes whose columnwise codes differ, or need a dtype and noise
     {"scaling": "block", "variant": 1, "override": "dequantized", "dtype": "bfloat16", "values": "columns"},
     {"scaling": "nvfp4", "variant": 0, "override": "high_precision", "dtype": "float32"},
@@ -106,7 +107,7 @@ def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
     else:
         first = [values[-1 if name == "grads" else 0].items() for name, values in together.items()]
         simple = {name: value for items in first for name, value in items}
-        single = [scope.checked(BASE | simple | fields) for fields in (*OVERRIDDEN, SCOPED)]
+        single = [scope.checked(BASE | simple | fields) for fields in (*OVERRIDDEN, SCOPED, BIASED)]
         cases = [*one_per_recipe(cases), *filter(scope.fits, single)]
     if gpu and (several or not scope.space.few_kernels):
         real = [scope.mended(scope.case(shape | {"grads": grads})) for shape in REAL]

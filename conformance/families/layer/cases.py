@@ -48,7 +48,7 @@ class LayerCase(Case):
     experts: int = experts(default=2, doubles=True)
     topk: int = slots(spare=0)
     sequences: int = declared(Sharing(default=1, at_least=1, divides="tokens", pairs=(1, 2), argument="batch_size"))
-    dtype: str = dtypes("float32", "bfloat16")
+    dtype: str = dtypes("float32", "bfloat16", also=("float16",))
     router_dtype: str = choice("", "fp32")
     router_bias: bool = flag()
     wide_router: bool = flag()  # the router's weight and bias in float32, with more bits than bfloat16

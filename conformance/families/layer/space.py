@@ -183,6 +183,11 @@ def always(scope: Scope) -> list[Any]:
     worlds_ = [of_world(world) for world in WORLDS if len(world["counts"]) <= scope.space.most_ranks]
     plain = SIZES | {"tokens": 6, "losses": "aux+seq+z", "bias": True}
     batched = [plain | {"sequences": 2}] if scope.accepts("batch_size") else []
+    worlds_ += [
+        of_world({"counts": (4, 2), "experts": 4, "dispatcher": name, "losses": "seq", "sequences": 2, "seed": index})
+        for index, name in enumerate(DISPATCHERS)
+        if batched and scope.space.most_ranks > 1
+    ]
     evaluated = [plain | {"evaluation": True}] if scope.accepts("training") else []
     chosen = [
         large | {"dtype": "bfloat16"},
@@ -191,6 +196,7 @@ def always(scope: Scope) -> list[Any]:
         SIZES
         | {"losses": "aux+global", "per_token": True, "dtype": "bfloat16", "router_dtype": "fp32", "wide_router": True},
         SIZES | {"losses": "z", "sinkhorn": True},
+        SIZES | {"dtype": "float16", "shared": 2, "latent": 3, "fc2_bias": True, "losses": "aux"},
         # what several stages read, each by its strides
         *(
             SIZES | {"shared": 2, "losses": "", "layout": layout, "layout_of": "x"}

@@ -129,6 +129,8 @@ def always(scope: Scope) -> list[Any]:
             both | ragged | {"scaling": "block", "values": "bounds"},
             {"scaling": "mxfp8", "tokens": 0, "experts": 2, "counts": (0, 0), "tail": 3, "hidden": 2},
             {"tokens": 66, "experts": 40, "hidden": 33, "tail": 2, "values": "wide"},
+            both
+            | {"scaling": "delayed", "tokens": 40, "experts": 20, "hidden": 3, "steps": "quantize+update+quantize"},
         ]
     wide = [both | {"dtype": "bfloat16"} | fields for fields in wide_tensors(scope)]
     return [
@@ -168,7 +170,7 @@ def more_recipes(scope: Scope) -> list[Any]:
                 "direction": "both",
                 "seed": variant,
             }
-            kind |= {"steps": "quantize+update+quantize"} if scaling == "delayed" else {}
+            kind |= {"steps": "quantize+update+" * 3 + "quantize"} if scaling == "delayed" else {}
             found += [scope.mended(scope.case(kind | {"role": role})) for role in roles_of(recipe)]
     return [case for case in found if case.variant >= VARIANTS]
 
@@ -200,6 +202,9 @@ def strange(scope: Scope) -> list[Any]:
         {"scaling": "nvfp4", "tokens": 8, "hidden": 4, "variant": 1},
     ]
     cases = [scope.case(common | kind) for common, kinds in ((edges, small), (every, large)) for kind in kinds]
+    # means of neighbours, of nearly all codes of each format
+    halves: Changes = {"values": "midpoints", "tokens": 40, "hidden": 20}
+    cases += [scope.case(halves | {"role": role}) for role in ("input", "grad_output")]
     if scope.space.device == "cuda":
         cases = cases[:2]
     return [case for case in cases if scope.fits(case)]

@@ -13,6 +13,7 @@ from conformance.families.router import (
     defects_plans,
     defects_ranks,
     defects_reported,
+    defects_rewritten,
     defects_state,
     defects_steps,
     golden,
@@ -58,5 +59,6 @@ FAMILY = Family(
         *defects_kernels.DEFECTS,
         *defects_combined.DEFECTS,
         *defects_reported.DEFECTS,
+        *defects_rewritten.DEFECTS,
     ),
 )

@@ -223,7 +223,7 @@ class LoadBalancingLoss(_Wide[LoadCase]):
     signature = Signature(
         inputs=[
             Input("scores", "TC", LOGITS, gradient=True),
-            Input("tokens_per_expert", "C", COUNTS, field="map_dtype"),
+            Input("tokens_per_expert", "C", (*COUNTS, "uint8"), field="map_dtype"),  # as LoadCase
         ],
         outputs=[Output("loss", of="scores")],
         required=("total_num_tokens", "topk", "num_experts", "coeff"),

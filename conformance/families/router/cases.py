@@ -279,13 +279,13 @@ class GateCase(Case):
     tokens: int = size("T")
     hidden: int = declared(Resized(default=1, letter="H"))
     experts: int = experts()
-    dtype: str = dtypes(*FLOATS)
+    dtype: str = dtypes(*FLOATS, also=("float64",))
     weight_dtype: str = choice("", "float32", also=("bfloat16",), of=("weight",))  # empty: as dtype
     router_dtype: str = choice("", "fp32", "fp64", argument="router_dtype")
     bias: bool = flag(of=("bias",))
     eps: int = number(1, *range(16), pairs=(0, 1, 15), argument="eps", data=True)  # in sixteenths
-    # in eighths; 2049 of them have more bits than float16
-    scale: int = number(8, *range(-20, 41), 2049, pairs=(8, 3, -8), argument="scale", data=True)
+    # in eighths; 2049 of them have more bits than float16, 2³⁰ + 1 more than float32
+    scale: int = number(8, *range(-20, 41), 2049, 2**30 + 1, pairs=(8, 3, -8), argument="scale", data=True)
     # of x; special: NaN, infinities and -0 at the ends of rows
     values: str = choice("dyadic", also=("special",), data=True)
     # tokens per rank, all with the same weights; empty: one process
@@ -295,6 +295,11 @@ class GateCase(Case):
     def parameter_dtype(self) -> str:
         """The dtype of weight and bias."""
         return self.weight_dtype or self.dtype
+
+    @property
+    def loss_dtype(self) -> str:
+        """The dtype of the loss that x carries."""
+        return "float64" if self.dtype == "float64" else "float32"
 
     def clash(self) -> str | None:
         if self.eps > 15:
@@ -332,7 +337,7 @@ class LoadCase(Case):
     def clash(self) -> str | None:
         if self.counted == "past_31_bits" and self.map_dtype == "int32":
             return "int32 holds no count past 31 bits"
-        if self.counted == "fractions" and (self.function, self.map_dtype) != ("update_expert_bias", "uint8"):
+        if self.counted == "fractions" and self.map_dtype != "uint8":
             return "only counts in float32 have fractions"
         return None
 

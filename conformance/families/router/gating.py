@@ -126,8 +126,8 @@ class AttachLoss(Contract[GateCase]):
     case_type = GateCase
     signature = Signature(
         inputs=[
-            Input("x", "TH", FLOATS, gradient=True),
-            Input("loss", "", ("float32",), field="", gradient=True),
+            Input("x", "TH", (*FLOATS, "float64"), gradient=True),
+            Input("loss", "", field="loss_dtype", gradient=True),
         ],
         outputs=[Output("x", "TH", of="x")],
         required=("scale",),
@@ -136,7 +136,7 @@ class AttachLoss(Contract[GateCase]):
 
     def legal(self, case: GateCase) -> Problem:
         x = states_of(case)
-        loss = payload(case.seed, "loss", (), "float32")
+        loss = payload(case.seed, "loss", (), case.loss_dtype)
         return self.call(case, {"x": x, "loss": loss}, {"scale": case.scale / 8})
 
     def expected(self, case: GateCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
@@ -144,5 +144,7 @@ class AttachLoss(Contract[GateCase]):
         if "x" in problem.wanted:
             right["d_x"] = Exact(problem.cotangents["x"], "values")
         if "loss" in problem.wanted:
-            right["d_loss"] = Exact(torch.tensor(problem.settings["scale"], dtype=torch.float32), "values")
+            right["d_loss"] = Exact(
+                torch.tensor(problem.settings["scale"], dtype=problem.required["loss"].dtype), "values"
+            )
         return right
