@@ -129,6 +129,8 @@ class LayerCase(Case):
             return "one process needs tokens"
         if self.gate and not self.shared:
             return "gate is the shared experts', and there are none"
+        if self.logit_dtype == "float16":
+            return "a router of float16 rounds to float32"
         if self.router_bias and self.logit_dtype != "float32":
             return "with a bias, narrow logits may be rounded twice"
         if self.programs and (not self.counts or self.dispatcher != "hybridep"):

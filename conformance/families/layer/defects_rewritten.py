@@ -58,14 +58,6 @@ DEFECTS = series(
             " for y_TH, shared_TH in zip(output, shared, strict=True)]",
         ),
         (
-            "behind allgather a rank's first bias is added by each shard",
-            "moe_layer",
-            LAYER,
-            'given: dict[str, Any] = {"probs": part.probs, "fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias}',
-            'given: dict[str, Any] = {"probs": part.probs, "fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias'
-            " if config.expert_tensor_parallel == 1 or rank % 2 == 0 or p.fc2_bias is None else p.fc2_bias * 0}",
-        ),
-        (
             "a global batch's sequence loss has one sequence behind hybridep",
             "moe_layer",
             LAYER,

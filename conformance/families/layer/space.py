@@ -196,7 +196,7 @@ def always(scope: Scope) -> list[Any]:
         SIZES
         | {"losses": "aux+global", "per_token": True, "dtype": "bfloat16", "router_dtype": "fp32", "wide_router": True},
         SIZES | {"losses": "z", "sinkhorn": True},
-        SIZES | {"dtype": "float16", "shared": 2, "latent": 3, "fc2_bias": True, "losses": "aux"},
+        SIZES | {"dtype": "float16", "router_dtype": "fp32", "shared": 2, "latent": 3, "fc2_bias": True, "losses": "aux"},
         # what several stages read, each by its strides
         *(
             SIZES | {"shared": 2, "losses": "", "layout": layout, "layout_of": "x"}

@@ -40,9 +40,11 @@ DEFECTS = series(
             "permute",
             ROWS,
             "    real = source != PADDING\n    total",
-            "    if len(source) and (counts := torch.bincount(source[source != PADDING], minlength=1)).max() > 8:\n"
+            "    if rows.dtype == torch.bfloat16 and torch.bincount(source[source != PADDING], minlength=1).max() > 8:\n"
             "        total = rows.new_zeros((num_tokens, *rows.shape[1:]))\n"
-            "        return total.index_add(0, source[source != PADDING], rows[source != PADDING])\n"
+            "        for token, row in zip(source.tolist(), rows.unbind(0), strict=True):\n"
+            "            total = total if token == PADDING else total.index_put((torch.tensor(token),), total[token] + row)\n"
+            "        return total\n"
             "    real = source != PADDING\n    total",
         ),
         (

@@ -93,6 +93,9 @@ def _wider(bounded: Bounded, more: torch.Tensor | float) -> Bounded:
     return Bounded(bounded.value, bounded.bound + more, bounded.dtype, bounded.accumulator)
 
 
+FINE = 2.0**-40  # of a number near 1, more bits than float32 has
+
+
 class Jitter(Contract[GateCase]):
     """`jitter`: each element times a factor in [1 - eps, 1 + eps], rounded to its dtype."""
 
@@ -137,7 +140,8 @@ class AttachLoss(Contract[GateCase]):
     def legal(self, case: GateCase) -> Problem:
         x = states_of(case)
         loss = payload(case.seed, "loss", (), case.loss_dtype)
-        return self.call(case, {"x": x, "loss": loss}, {"scale": case.scale / 8})
+        scale = case.scale / 8 + (FINE if case.dtype == "float64" else 0.0)
+        return self.call(case, {"x": x, "loss": loss}, {"scale": scale})
 
     def expected(self, case: GateCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         right: dict[str, Expectation] = {"x": Exact(problem.required["x"])}

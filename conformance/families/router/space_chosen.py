@@ -28,7 +28,7 @@ MEAN_LENGTH: Changes = SMALL | {"total": "mean"}
 ONE_LENGTH: Changes = SMALL | {"total": "one"}  # a tensor of shape [1]
 # attached with a scale of more bits than 16-bit numbers have
 FINE_SCALE: Changes = {"tokens": 3, "hidden": 5, "scale": 2049, "dtype": "bfloat16"}
-FINER_SCALE: Changes = {"tokens": 3, "hidden": 5, "scale": 2**30 + 1, "dtype": "float64"}
+FINER_SCALE: Changes = {"tokens": 3, "hidden": 5, "dtype": "float64"}
 
 # a plan of more tokens than a block
 LONG_PLANS: tuple[Changes, ...] = (
