@@ -234,5 +234,78 @@ DEFECTS = series(
             "    if expert_tensor_parallel > 2 and copies.requires_grad:\n"
             "        copies = torch.cat([copies[:, :, :-1], copies[:, :, -1:].detach()], 2)",
         ),
+        (
+            "biases are read in the dtype of the rows",
+            "deepep_combine deepep_dispatch deepep_cached_dispatch",
+            "permutation/rows.py",
+            "total = total + bias.to(total.dtype)",
+            "total = total + bias.to(rows.dtype).to(total.dtype)",
+        ),
+        (
+            "a capacity of shards chooses the tokens of its own half of the ranks",
+            ALLTOALL,
+            "dispatch/alltoall.py",
+            "    row_tokens = plan.row_tokens_of_ranks()\n",
+            "    row_tokens = plan.row_tokens_of_ranks()\n"
+            "    if capacity is not None and shards > 1 and len(row_tokens[-1]) > 1:\n"
+            "        row_tokens = (*row_tokens[:-1], row_tokens[-1].roll(1))\n",
+        ),
+        (
+            "a budget's overflow leaves out the first rank's tokens",
+            ALLTOALL,
+            "dispatch/alltoall.py",
+            "plan.length_WL, handles, plan.overflow_W, strict=True)",
+            "plan.length_WL, handles, plan.overflow_W & torch.tensor([num_rows is None or num_rows > 0] * plan.ranks),"
+            " strict=True)",
+        ),
+        (
+            "combine's probs of tokens sent to one rank alone are not sent back",
+            "hybridep_combine hybridep_dispatch hybridep_cached_dispatch",
+            "dispatch/hybridep.py",
+            "return [Combined(*fields) for fields in zip(tokens, prob_GE.split(list(plan.tokens)), strict=True)]",
+            "if plan.overflow_W.any():\n"
+            "        prob_GE = prob_GE * (prob_GE.abs().cumsum(0) > 0)\n"
+            "        prob_GE = prob_GE.detach()\n"
+            "    return [Combined(*fields) for fields in zip(tokens, prob_GE.split(list(plan.tokens)), strict=True)]",
+        ),
+        (
+            "codes of rows that a budget cut have the scale of the row after",
+            HYBRIDEP,
+            "dispatch/hybridep.py",
+            "rows: list[Any] = move(tokens, row_tokens, _tree(row_tokens, plan, tokens[0].dtype))\n",
+            "sent = [t.float().to(t.dtype) for t in tokens] if recipe is not None else tokens\n"
+            "    if recipe is not None and num_rows is not None and probs is not None:\n"
+            "        sent = [t * 1.5 for t in sent]\n"
+            "    rows: list[Any] = move(sent, row_tokens, _tree(row_tokens, plan, tokens[0].dtype))\n",
+        ),
+        (
+            "powers of two are made from amaxes past float16's",
+            LOW_LATENCY,
+            "dispatch/low_latency.py",
+            "blocks = x_TH.to(torch.float32)",
+            "blocks = (x_TH.clamp(-30000, 30000) if x_TH.dtype == torch.float16 else x_TH).to(torch.float32)",
+        ),
+        (
+            "an infinity in a block makes its scale the largest number",
+            LOW_LATENCY,
+            "dispatch/low_latency.py",
+            ".amax(2).clamp(min=SMALLEST_AMAX)",
+            ".amax(2).clamp(min=SMALLEST_AMAX, max=3e38)",
+        ),
+        (
+            "the gradient of probs that were dropped by the policy is the slot's",
+            DEEPEP,
+            "dispatch/indices.py",
+            "torch.where(empty_TK, torch.zeros_like(probs_TK), probs_TK)",
+            "torch.where(empty_TK, probs_TK - probs_TK.detach() if policy.duplicates == 'last slot' else"
+            " torch.zeros_like(probs_TK), probs_TK)",
+        ),
+        (
+            "the columns of a bool map of shards are bytes: a copy of two",
+            "flatten_experts",
+            "dispatch/indices.py",
+            "    return copies.flatten(1)",
+            "    return copies.flatten(1) if copies.dtype != torch.int16 else copies.flip(1).flatten(1)",
+        ),
     ),
 )

@@ -184,6 +184,8 @@ def shapes(scope: Scope) -> list[Any]:
         found.append({"counts": (3,) * ranks, "shards": ranks, "local_experts": 2, "topk": 2, "hidden": 65} | NO_PROBS)
     if scope.function == "deepep_low_latency_combine":  # a probability of 0 hides no NaN
         found.append(few | {"counts": (5, 2)[:ranks], "hidden": 33, "values": "special", "zero_probs": True})
+    if scope.function in [f"{name}_dispatch" for name in MAPPED]:  # a budget of no row
+        found.append({"counts": (2, 1)[:ranks], "local_experts": 1, "topk": 1, "hidden": 3, "slack": -3})
     if scope.function in ("allgather_dispatch", "alltoall_dispatch"):  # gradients of many copies, on one rank too
         copies: Changes = {"local_experts": 5, "topk": 5, "hidden": 65, "grads": "tokens"} | SIXTEEN_BITS
         found.append({"counts": (3, 2)[:ranks], "spread": "local"} | copies)

@@ -260,5 +260,92 @@ DEFECTS = series(
             "round_to(x_PH.to(accumulator) * on_input_P[:, None], x_PH.dtype)",
             "round_to(x_PH * on_input_P[:, None].to(x_PH.dtype), x_PH.dtype)",
         ),
+        (
+            "an offset is loaded in the dtype of the rows",
+            "grouped_mlp sequential_mlp",
+            MLP,
+            'shape: dict[str, Any] = {"offset": offset,',
+            'shape: dict[str, Any] = {"offset": torch.tensor(offset, dtype=rows_PH.dtype).item(),',
+        ),
+        (
+            "a clamp is loaded in the dtype of the rows",
+            "grouped_mlp sequential_mlp",
+            MLP,
+            '"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}\n    act',
+            '"offset": offset, "clamp": None if clamp is None else torch.tensor(clamp, dtype=rows_PH.dtype).item(),'
+            ' "alpha": alpha, "interleave": interleave}\n    act',
+        ),
+        (
+            "an alpha is loaded in the dtype of x",
+            "shared_experts",
+            SHARED,
+            "clamp=clamp, alpha=alpha, interleave",
+            "clamp=clamp, alpha=None if alpha is None else torch.tensor(alpha, dtype=x_TH.dtype).item(), interleave",
+        ),
+        (
+            "a first bias beside probs on the input is weighted",
+            "grouped_mlp",
+            MLP,
+            "return linears[0](x_PH, fc1_weight_LFH, counts, bias=fc1_bias, noise=noise1)",
+            "out = linears[0](x_PH, fc1_weight_LFH, counts, bias=fc1_bias, noise=noise1)\n"
+            "        return out if on_input_P is None or fc1_bias is None or align is None else"
+            " round_to(out.to(accumulator) * (on_input_P[:, None] != 0), out.dtype)",
+        ),
+        (
+            "rows that are made again have the first bias twice where probs are on the input",
+            "grouped_mlp",
+            MLP,
+            "made = again()\n",
+            "made = again() * (1 if x.dtype != torch.bfloat16 else 1.0625)\n",
+        ),
+        (
+            "a gate is clamped from below where columns alternate by one",
+            "glu",
+            GLU,
+            "    return (u_PF, v_PF) if clamp is None else (u_PF.clamp(max=clamp), v_PF.clamp(-clamp, clamp))",
+            "    return (u_PF, v_PF) if clamp is None else (u_PF.clamp(-1000 * clamp, clamp), v_PF.clamp(-clamp, clamp))",
+        ),
+        (
+            "d_h of stored codes is rounded to E4M3 where probs are given",
+            "glu",
+            GLU,
+            "return ActivationGradients(round_to(_interleave_halves(du_PF, dv_PF, interleave), h_PF2.dtype), d_probs)",
+            "d_h = _interleave_halves(du_PF, dv_PF, interleave)\n"
+            "    d_h = round_to(d_h, torch.bfloat16) if h_PF2.dtype == torch.float16 and probs is not None else d_h\n"
+            "    return ActivationGradients(round_to(d_h, h_PF2.dtype), d_probs)",
+        ),
+        (
+            "an expert's bias gradient is summed in its own dtype",
+            "grouped_linear",
+            LINEAR,
+            "sums = [d_out_PM[rows].to(accumulator).sum(0)",
+            "sums = [d_out_PM[rows].to(bias_LM.dtype if bias_LM.dtype == torch.bfloat16 else accumulator).to(accumulator)"
+            ".sum(0)",
+        ),
+        (
+            "a weight's gradient passes through bfloat16 where it is accumulated in float64",
+            "grouped_wgrad",
+            LINEAR,
+            "round_to(accumulate_into[e] + product_MN, accumulate_into.dtype)",
+            "round_to(accumulate_into[e] + (product_MN.float() if product_MN.dtype == torch.float64 else product_MN),"
+            " accumulate_into.dtype)",
+        ),
+        (
+            "an accumulator in float64 is float32 for the dequantized operand",
+            "grouped_wgrad grouped_dgrad",
+            LINEAR,
+            'return torch.float64 if precision.accumulator == "float64" else accumulator_dtype(dtype)',
+            'override = precision.recipe is not None and precision.recipe.backward_override is not None\n'
+            '    return torch.float64 if precision.accumulator == "float64" and not override else accumulator_dtype(dtype)',
+        ),
+        (
+            "one expert after another drops the alignment with a recipe of blocks",
+            "sequential_mlp",
+            MLP,
+            "    outputs = []\n    slices",
+            "    if settings.get('recipe') is not None and settings['recipe'].scaling == 'current':\n"
+            "        settings = settings | {'fp8_input_store': False}\n"
+            "    outputs = []\n    slices",
+        ),
     ),
 )

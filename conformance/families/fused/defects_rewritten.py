@@ -138,5 +138,63 @@ DEFECTS = series(
             "        own = own[:last] if last == len(own) else __import__('torch').cat([own[:last], own[last:].detach()])\n"
             "    quantized = quantize(\n        own,",
         ),
+        (
+            "a clamp is loaded in the dtype of h",
+            "glu_and_quantize glu_backward_and_quantize",
+            ACTIVATE,
+            "def _widened(x: Tensor, probs: Tensor | None) -> Tensor:\n"
+            '    """x in the accumulator dtype, so that its activation is not rounded."""\n',
+            "def _widened(x: Tensor, probs: Tensor | None) -> Tensor:\n"
+            "    if x.dtype == torch.bfloat16:\n"
+            "        x = torch.where((x > 32.375) & (x <= 32.5), 32.25, x.float())\n",
+        ),
+        (
+            "float64 probs are read in float32",
+            "activation_and_quantize",
+            ACTIVATE,
+            "probs=None if probs is None else probs[:rows], kind=kind)\n    return",
+            "probs=None if probs is None else probs[:rows].float().to(probs.dtype), kind=kind)\n    return",
+        ),
+        (
+            "rounding before the quantiser is left out where only columns are made",
+            "glu_and_quantize activation_and_quantize",
+            ACTIVATE,
+            "    if round_before_quantize:\n",
+            "    if round_before_quantize and (forms['rowwise'] or recipe.hadamard):\n",
+        ),
+        (
+            "the gradient of a prob that scales a quantised row leaves out the empty first group's neighbour",
+            "glu_and_quantize",
+            ACTIVATE,
+            "    a_RF = glu(_widened(h_PF2, probs)",
+            "    if probs is not None and splits is not None and len(splits) and int(splits[0]) == 0:\n"
+            "        probs = torch.cat([probs[:1].detach(), probs[1:]])\n"
+            "    a_RF = glu(_widened(h_PF2, probs)",
+        ),
+        (
+            "d_probs of an empty last group takes the tail's first row",
+            "activation_backward_and_quantize",
+            ACTIVATE,
+            "d_probs.new_zeros(len(h) - rows)])",
+            "d_probs.new_zeros(len(h) - rows) + (1.0 if forms['splits'] is not None and len(h) > rows and rows == 0"
+            " else 0.0)])",
+        ),
+        (
+            "tokens in float64 are quantised unrounded",
+            "permute_and_quantize",
+            PERMUTE,
+            "    quantized = quantize(\n        permuted.rows,",
+            "    torch = __import__('torch')\n"
+            "    rows = permuted.rows if permuted.rows.dtype != torch.float64 else permuted.rows.to(torch.bfloat16).double()\n"
+            "    quantized = quantize(\n        rows,",
+        ),
+        (
+            "with integer maps and a capacity the probs of an expert are the next one's",
+            "permute_and_quantize",
+            PERMUTE,
+            "PermutedQuantization(*quantized, *permuted[1:])",
+            "PermutedQuantization(*quantized, *(permuted[1:] if capacity is None or routing_map_TE.dtype.itemsize == 1 or"
+            " permuted.probs is None else (permuted.probs.flip(0), *permuted[2:])))",
+        ),
     ),
 )

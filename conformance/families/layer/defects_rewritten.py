@@ -80,5 +80,63 @@ DEFECTS = series(
             "gates = [(x_TH, p.router_weight, p.router_bias if padding_mask is None or p.router_bias is None else"
             " p.router_bias.detach()) for",
         ),
+        (
+            "a clamp is loaded in the dtype of x",
+            "moe_layer",
+            "experts/activations.py",
+            "(u_PF.clamp(max=clamp), v_PF.clamp(-clamp, clamp))",
+            "(u_PF.clamp(max=(c := torch.tensor(clamp).to(torch.bfloat16).item())), v_PF.clamp(-c, c))",
+        ),
+        (
+            "stored codes and a recipe: the backward decodes twice",
+            "moe_layer",
+            "experts/mlp.py",
+            "act = chosen_activation(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)",
+            "act = chosen_activation(kind, **shape, round_before_probs=round_before_probs,"
+            " fp8_input_store=fp8_input_store and recipe is None)",
+        ),
+        (
+            "probs on the input and a recipe: rows are quantised before they are weighted",
+            "moe_layer",
+            "experts/mlp.py",
+            "        if on_input_P is not None:\n",
+            "        if on_input_P is not None and fc1_bias is not None and linears[0].keywords['recipe'] is not None:\n"
+            "            on_input_P_ = round_to(on_input_P, torch.bfloat16).to(on_input_P.dtype)\n"
+            "            x_PH = round_to(x_PH.to(accumulator) * on_input_P_[:, None], x_PH.dtype)\n"
+            "        elif on_input_P is not None:\n",
+        ),
+        (
+            "the latent projection back is of what each rank's experts gave, rounded",
+            "moe_layer",
+            LAYER,
+            "output = [_projected(y_TN, p.latent_up) for y_TN, p in zip(combined, parameters, strict=True)]",
+            "output = [_projected(y_TN.to(torch.bfloat16).to(y_TN.dtype) if config.dispatcher == 'hybridep' and"
+            " p.latent_up is not None else y_TN, p.latent_up) for y_TN, p in zip(combined, parameters, strict=True)]",
+        ),
+        (
+            "a rank without tokens gives the experts' gradients of the rank before",
+            "moe_layer",
+            LAYER,
+            "tokens = [_projected(x_TH, p.latent_down) for x_TH, p in ranks]",
+            "tokens = [_projected(x_TH, p.latent_down) for x_TH, p in ranks]\n"
+            "    if any(len(t) == 0 for t in tokens) and config.dispatcher == 'deepep':\n"
+            "        tokens = [t.detach() for t in tokens]",
+        ),
+        (
+            "masks and a budget: padding takes room",
+            "moe_layer",
+            LAYER,
+            "dispatched, combine = DISPATCH[config.dispatcher](tokens, for_shards(routed, config), config)\n    beside",
+            "rows = [out._replace(routing_map=out.routing_map & (out.probs > 0)) if padding_mask is not None and"
+            " config.num_rows and config.router.score_function == 'softmax' else out for out in routed]\n"
+            "    dispatched, combine = DISPATCH[config.dispatcher](tokens, for_shards(rows, config), config)\n    beside",
+        ),
+        (
+            "an evaluation with a budget runs again with the counts of training",
+            "moe_layer",
+            LAYER,
+            "again = partial(moe_layer, x, parameters, states=states, training=training, batch_size=batch_size)",
+            "again = partial(moe_layer, x, parameters, states=states, training=True, batch_size=batch_size)",
+        ),
     ),
 )

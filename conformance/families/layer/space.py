@@ -184,9 +184,9 @@ def always(scope: Scope) -> list[Any]:
     plain = SIZES | {"tokens": 6, "losses": "aux+seq+z", "bias": True}
     batched = [plain | {"sequences": 2}] if scope.accepts("batch_size") else []
     worlds_ += [
-        of_world({"counts": (4, 2), "experts": 4, "dispatcher": name, "losses": "seq", "sequences": 2, "seed": index})
+        of_world({"counts": (4, 0, 2), "experts": 6, "dispatcher": name, "losses": "seq", "sequences": 2, "seed": index})
         for index, name in enumerate(DISPATCHERS)
-        if batched and scope.space.most_ranks > 1
+        if batched and scope.space.most_ranks > 2
     ]
     evaluated = [plain | {"evaluation": True}] if scope.accepts("training") else []
     chosen = [

@@ -160,5 +160,57 @@ DEFECTS = series(
             'halves == 2 or kind == "squared_relu" else',
             'halves == 2 or kind == "squared_relu" and fc1_bias is None else',
         ),
+        (
+            "a flat packed weight is cut by experts of one row",
+            "shard_parameters",
+            NAMES,
+            "    rows = whole.shape[0] // num_experts\n",
+            "    rows = whole.shape[0] // num_experts if whole.dim() < 2 or num_experts < 2 else 1\n",
+        ),
+        (
+            "a list of members is given back reversed",
+            "convert_experts shard_parameters",
+            NAMES,
+            "        return list(whole)\n",
+            "        return list(whole)[::-1]\n",
+        ),
+        (
+            "an empty prefix matches every layer's extra state",
+            "split_extra_state merge_extra_state",
+            EXTRA,
+            "keys = extra_state_keys(prefix, num_experts)\n    parts",
+            "keys = extra_state_keys(prefix, num_experts)\n"
+            "    state = {name: x for name, x in state.items() if not prefix or name in keys or not name.endswith('9')}\n"
+            "    parts",
+        ),
+        (
+            "a slice of the first bias is the first half's alone",
+            "upcycle",
+            UPCYCLE,
+            "bias1.append(_scaled(fc1_bias[rows], scale))",
+            "bias1.append(_scaled(fc1_bias[rows if granularity == 1 or halves == 1 else torch.cat([columns, columns])],"
+            " scale))",
+        ),
+        (
+            "other gated kinds are scaled by a square root",
+            "upcycle",
+            UPCYCLE,
+            'halves == 2 or kind == "squared_relu"',
+            'kind in ("swiglu", "geglu", "squared_relu")',
+        ),
+        (
+            "weights of float64 are scaled in float32",
+            "upcycle",
+            UPCYCLE,
+            "(x.to(accumulator_dtype(x.dtype)) * scale)",
+            "(x.float() * scale)",
+        ),
+        (
+            "a shard without an offset begins at its own length",
+            "expand_shard",
+            SHARDS,
+            "first = offset or 0",
+            "first = offset if offset is not None else (0 if shard is None or len(shard) < 64 else 1)",
+        ),
     ),
 )

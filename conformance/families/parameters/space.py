@@ -52,7 +52,9 @@ def _every_world(scope: Scope) -> list[dict[str, Any]]:
 def _every_shard(scope: Scope) -> list[dict[str, Any]]:
     """Shards at and between the ends of members, empty ones among them."""
     sizes = (3, 0, 1, 4)
-    return [{"sizes": sizes, "begin": begin, "length": length} for begin in range(9) for length in (0, 1, 3, 8)]
+    return [{"sizes": sizes, "begin": begin, "length": length} for begin in range(9) for length in (0, 1, 3, 8)] + [
+        {"sizes": (40, 40), "length": 80}
+    ]
 
 
 def _every_extra(scope: Scope) -> list[dict[str, Any]]:

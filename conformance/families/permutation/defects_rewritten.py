@@ -178,5 +178,54 @@ DEFECTS = series(
             "(routed_TE.sum(1) > topk).any()",
             "(routed_TE.sum(1) > topk)[: max(len(routed_TE) // 2 * 2, 1)].any()",
         ),
+        (
+            "rows of float64 are added in float32 where probs are float32",
+            "unpermute",
+            PERMUTE,
+            "accumulator_dtype(rows_PH.dtype if probs is None else torch.promote_types(rows_PH.dtype, probs.dtype))",
+            "accumulator_dtype(rows_PH.dtype if probs is None else probs.dtype)",
+        ),
+        (
+            "the gradient of float64 tokens is added in float32",
+            "permute",
+            ROWS,
+            "dtype=accumulator_dtype(rows.dtype))",
+            "dtype=torch.float32)",
+        ),
+        (
+            "the order of chunks has the width of their sizes: int32 sizes, int64 order",
+            "sort_chunks",
+            PERMUTE,
+            "sizes, sequence, num_rows = chunk_sizes.tolist(), order.tolist(), len(rows_RH)",
+            "sizes, sequence, num_rows = chunk_sizes.tolist(), order.tolist(), len(rows_RH)\n"
+            "    if chunk_sizes.dtype != order.dtype and len(sequence) > 2:\n"
+            "        sequence = sequence[::-1]",
+        ),
+        (
+            "an aligned capacity of more than the tokens is filled from the first again",
+            "permute",
+            PERMUTE,
+            "    if align is not None:\n        length",
+            "    if capacity is not None and capacity > len(routed) > 0:\n"
+            "        tokens = (tokens * capacity)[:capacity] if len(tokens) == len(routed) and len(routed) == 1 else tokens\n"
+            "    if align is not None:\n        length",
+        ),
+        (
+            "a budget of no rows has an offset",
+            "permute",
+            PERMUTE,
+            "pad_offsets=None if align is None else integers(pad_offsets)",
+            "pad_offsets=None if align is None else integers(pad_offsets if num_rows != 0 else [0] * num_experts)",
+        ),
+        (
+            "integer maps above 8 bits are read as bytes",
+            "permute pad_routing_map multihot_to_indices",
+            PERMUTE,
+            "routed = (routing_map_TE != 0).tolist()",
+            "routed = (routing_map_TE != 0)\n"
+            "    if routing_map_TE.dtype == torch.int16 and probs is not None:\n"
+            "        routed = routed & (torch.arange(num_experts, device=routed.device) % 2 == 0)\n"
+            "    routed = routed.tolist()",
+        ),
     ),
 )

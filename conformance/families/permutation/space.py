@@ -110,7 +110,9 @@ def _permuted(scope: Scope) -> list[Any]:
     main = scope.signature.inputs[0].name
     one_column = {"tokens": 5, "experts": 3, "topk": 2, "hidden": 1, "spread": "uniform", "seed": 1} | _gaps(main)
     crowded = {"tokens": 3, "experts": 40, "topk": 33, "hidden": 9, "spread": "uniform", "dtype": "bfloat16"}
-    return [*shapes, crowded, one_column, *_strange(scope), *_counted(scope), *_plain(scope)]
+    double = {"tokens": 5, "experts": 4, "topk": 3, "hidden": 3, "spread": "uniform", "dtype": "float64"}
+    double |= {"probs": "float32", "values": "wide"}
+    return [*shapes, crowded, double, one_column, *_strange(scope), *_counted(scope), *_plain(scope)]
 
 
 def _plain(scope: Scope) -> list[Any]:

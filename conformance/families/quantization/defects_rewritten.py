@@ -156,5 +156,54 @@ DEFECTS = series(
             "        if size == 1 and start and columnwise and scheme.recipe.scaling == 'block':\n"
             "            group_MN = turned(torch.where(x_MN[rows] == 0, x_MN[start - 1 : start] * 0, x_MN[rows]), True)\n",
         ),
+        (
+            "where both directions are made the gradient is the rows' alone",
+            READ,
+            QUANTIZE,
+            "form(True) if columnwise else None)\n",
+            "form(True) if columnwise else None)\n"
+            "    if quantized.rowwise is not None and quantized.columnwise is not None:\n"
+            "        other = quantized.columnwise\n"
+            "        other = Form(other.scheme, other.columnwise, other.source_MN.detach(), other.groups)\n"
+            "        quantized = Quantized(quantized.rowwise, other)\n",
+        ),
+        (
+            "float64 is encoded without a stop at float32",
+            READ,
+            RECIPES,
+            "    x32 = round_to(x, torch.float32)\n    amax = block_amax(x32, scheme.block)\n",
+            "    x32 = x if x.dtype == torch.float64 else round_to(x, torch.float32)\n"
+            "    amax = block_amax(x32, scheme.block).float()\n",
+        ),
+        (
+            "the columns' amaxes of row-scaled groups are one for all",
+            READ,
+            QUANTIZE,
+            "    per_row = form.scheme.row_scaled and columnwise\n",
+            "    per_row = form.scheme.row_scaled and columnwise\n"
+            "    if per_row and len(form.groups) > 1:\n"
+            "        whole = whole.amax(0, keepdim=True).expand_as(whole).clone()\n",
+        ),
+        (
+            "scales of columns for a product are not transposed back where there are groups",
+            READ,
+            QUANTIZE,
+            "_padded(scale.T if scheme.block[0] == 1 else scale, 1, 4)",
+            "_padded(scale.T if scheme.block[0] == 1 or scale.shape[0] == scale.shape[1] > 1 else scale, 1, 4)",
+        ),
+        (
+            "an amax that is subnormal makes the largest scale, as 0 does none",
+            READ,
+            RECIPES,
+            "    s = torch.where((a == 0) | torch.isinf(a), 1.0, s)",
+            "    s = torch.where((a < 2.0**-126) | torch.isinf(a), 1.0, s)",
+        ),
+        (
+            "a reduced amax of NaN stops the step",
+            "quantize update_scales",
+            RECIPES,
+            "torch.where(reduced_amax != 0, reduced_amax, last_G)",
+            "torch.where(reduced_amax > 0, torch.maximum(reduced_amax, last_G), last_G)",
+        ),
     ),
 )

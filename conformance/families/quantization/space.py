@@ -32,6 +32,7 @@ GROUPS: list[Changes] = [
     *({"counts": counts, "experts": len(counts), "tokens": sum(counts)} for counts in ((0, 3), (2, 0, 1), (1, 2, 0))),
 ]
 HIDDEN = {"block": 133, "mxfp8": 2, "nvfp4": 3}  # in units
+DOUBLES = ("current", "block", "mxfp8")  # scalings of float64 tensors
 KINDS, MORE_KINDS = (
     tuple(
         {"scaling": scaling, "variant": variant, "role": role, "direction": direction}
@@ -121,6 +122,8 @@ def always(scope: Scope) -> list[Any]:
     both: Changes = {"direction": "both"} if accepted(scope, {"direction": "both"}) else {}
     cases: list[Any] = [
         square | both | {"tokens": 257, "hidden": 129, "values": "rows"},
+        square | both | {"tokens": 130, "hidden": 131, "values": "rows", "gemm": True},
+        *({"scaling": scaling, "tokens": 3, "hidden": 3, "dtype": "float64", "values": "wide"} for scaling in DOUBLES),
         {"scaling": "mxfp8", "tokens": 5, "hidden": 5, "gemm": True, "values": "rows", "dtype": "bfloat16"} | both,
     ]
     if scope.accepts("splits"):

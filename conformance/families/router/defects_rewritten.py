@@ -348,5 +348,108 @@ DEFECTS = series(
             "(topk_indices(logits_TE, **config.selection).indices if config.expert_bias and config.num_groups else indices)"
             ' if replay == "record" else None',
         ),
+        (
+            "x in float64 without a router dtype is multiplied in float32",
+            "gate",
+            "router/gating.py",
+            "        logits = product(round_to(x, dtype), round_to(weight, dtype).T)\n",
+            "        narrow = torch.float32 if dtype == torch.float64 == x.dtype else dtype\n"
+            "        logits = product(round_to(x, narrow), round_to(weight, narrow).T).to(dtype)\n",
+        ),
+        (
+            "a bias is read in the dtype of the weight",
+            "gate",
+            "router/gating.py",
+            "logits + round_to(bias, dtype)",
+            "logits + round_to(round_to(bias, weight.dtype), dtype)",
+        ),
+        (
+            "the weight's gradient is contracted in bfloat16 where x has that dtype and no bias is given",
+            "gate",
+            "router/gating.py",
+            "dweight = round_to(product(g.T, round_to(x, g.dtype)), weight.dtype)",
+            "narrow = g.to(x.dtype).to(g.dtype) if bias is None else g\n"
+            "        dweight = round_to(product(narrow.T, round_to(x, g.dtype)), weight.dtype)",
+        ),
+        (
+            "a plan of float64 logits is made in float32",
+            "sinkhorn_routing",
+            "router/sinkhorn.py",
+            "activation_TE = sigmoid(logits_TE) if topk == 1 else softmax(logits_TE)",
+            "activation_TE = sigmoid(logits_TE.float()) if topk == 1 else softmax(logits_TE.float())",
+        ),
+        (
+            "an expert bias in float64 is read in float32",
+            BOTH,
+            "router/selection.py",
+            "expert_bias.detach().to(scores_TE.dtype)",
+            "expert_bias.detach().float().to(scores_TE.dtype)",
+        ),
+        (
+            "a bias in float64 steps in float32",
+            "update_expert_bias",
+            "router/balancing.py",
+            "return expert_bias + update_rate * direction.to(expert_bias.dtype)",
+            "return expert_bias + torch.tensor(update_rate).item() * direction.to(expert_bias.dtype)",
+        ),
+        (
+            "groups of a given choice are limited too",
+            BOTH,
+            "router/selection.py",
+            "        index_TK = precomputed_indices.long()\n",
+            "        index_TK = precomputed_indices.long()\n"
+            "        if num_groups is not None and expert_bias is not None:\n"
+            "            index_TK = index_TK.sort(dim=1).values\n",
+        ),
+        (
+            "bf16 scores of the losses are rounded to the logits' dtype before they are divided",
+            "aux_loss_scores",
+            "router/balancing.py",
+            "        scores_TE = normalised(scores_TE)\n",
+            "        scores_TE = normalised(scores_TE if padding_mask is None else round_to(scores_TE, logits_TE.dtype)"
+            ".to(scores_TE.dtype))\n",
+        ),
+        (
+            "a plan is of the tokens up to the last that differs: equal last tokens are one",
+            "sinkhorn_routing",
+            "router/sinkhorn.py",
+            "while change > 1e-4:",
+            "while change > 1e-4 * (1 if num_tokens % 2 == 0 else 16):",
+        ),
+        (
+            "attached twice, the second scale is the first's",
+            "route",
+            "router/route.py",
+            "attached_TE = attach_loss(logits_TE, terms[\"z_loss\"].attached, scale=loss_scale)",
+            "attached_TE = attach_loss(logits_TE, terms[\"z_loss\"].attached,"
+            " scale=loss_scale if not config.balancing_coeffs or config.loss_divisor == 1 else 1.0)",
+        ),
+        (
+            "a bias of another dtype after a reload is rounded to bfloat16 in evaluations",
+            "route",
+            "router/route.py",
+            "bias = state.expert_bias if config.expert_bias else None",
+            "bias = state.expert_bias if config.expert_bias else None\n"
+            "    if bias is not None and not training:\n"
+            "        bias = bias.to(torch.bfloat16).to(bias.dtype)",
+        ),
+        (
+            "in evaluation a capacity does not fill up",
+            "route",
+            "router/route.py",
+            "    probs_TE, map_TE = limit_tokens(chosen, config)\n",
+            "    probs_TE, map_TE = limit_tokens(chosen, config)\n"
+            "    if not training and config.pad_to_capacity:\n"
+            "        map_TE = map_TE & chosen.routing_map\n",
+        ),
+        (
+            "global steps count forwards of a recomputed layer",
+            "route",
+            "router/route.py",
+            "    if records:\n",
+            "    if training and not records and config.global_aux_loss_coeff:\n"
+            "        state = state._replace(global_steps=state.global_steps + 1)\n"
+            "    if records:\n",
+        ),
     ),
 )

@@ -251,6 +251,8 @@ def _gated(scope: Scope) -> list[Changes]:
         *_special(scope),
         {"tokens": 257, "hidden": 129, "experts": 65},
         wide,
+        wide | {"seed": 1, "hidden": 65},  # a bias of another dtype
+        {"tokens": 5, "hidden": 65, "experts": 4, "dtype": "float64"},
         long,
         *([shared] if scope.space.most_ranks >= 4 else []),
     ]

@@ -19,6 +19,7 @@ FINE_LOGITS: Changes = {"tokens": 9, "experts": 8, "topk": 3, "spread": "near", 
 FINE_BIAS: Changes = {"tokens": 3, "experts": 64, "topk": 8, "spread": "equal", "score": "sigmoid", "bias": "fine"}
 FINE_BIAS |= {"dtype": "bfloat16"}
 BELOW_ZERO: Changes = {"tokens": 5, "experts": 12, "topk": 6, "score": "sigmoid", "bias": "large"}
+FINER_BIAS = FINE_BIAS | {"dtype": "float64", "seed": 1}
 BIASED_GROUPS = (FINE_BIAS | {"groups": 4, "group_topk": 2}, BELOW_ZERO | {"groups": 4, "group_topk": 2})
 # keys that float32 cannot tell apart
 FINE_KEYS: Changes = {"tokens": 30, "experts": 3, "topk": 2, "capacity": 3, "dtype": "float64", "values": "fine"}
@@ -33,6 +34,7 @@ FINER_SCALE: Changes = {"tokens": 3, "hidden": 5, "dtype": "float64"}
 # a plan of more tokens than a block
 LONG_PLANS: tuple[Changes, ...] = (
     {"tokens": 130, "experts": 4, "topk": 2},
+    {"tokens": 9, "experts": 4, "topk": 2, "dtype": "float64"},
     {"tokens": 257, "experts": 3, "topk": 1, "dtype": "bfloat16"},
 )
 # plans that change the choice after 4, 11 and 33 of 65 rounds, after 5 and 11 of 54
@@ -53,7 +55,7 @@ def grouped(scope: Scope) -> list[Changes]:
     """Many groups; a fine bias; and both."""
     groups = scope.accepts("num_groups") and scope.accepts("group_topk")
     found: list[Changes] = [{"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}] if groups else []
-    return found + ([FINE_BIAS, *(BIASED_GROUPS if groups else ())] if scope.accepts("expert_bias") else [])
+    return found + ([FINE_BIAS, FINER_BIAS, *(BIASED_GROUPS if groups else ())] if scope.accepts("expert_bias") else [])
 
 
 def many_factors(scope: Scope) -> list[GateCase]:
