@@ -201,6 +201,7 @@ def shapes(scope: Scope) -> list[Any]:
     if dispatcher_of(scope) == "deepep_low_latency" and "fp8" in scope.live and not scope.signature.producer:
         found += [AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": name} for name in ("fp8", "powers")]
         found.append(AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": "fp8", "values": "reciprocals"})
+        found.append(AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": "fp8", "dtype": "float16"})
     if scope.function != "hybridep_dispatch" or not scope.accepts("recipe"):
         return [common | row for row in found]
     sent = common | few | {"hidden": 130, "counts": (4, 0, 3, 2)[:ranks]}

@@ -8,7 +8,7 @@ ACTIVATE = "fused/activate_and_quantize.py"
 PERMUTE = "fused/permute_and_quantize.py"
 
 DEFECTS = series(
-    121,
+    107,
     (
         (
             "the amax of delayed scaling is taken before the probs",
@@ -90,7 +90,8 @@ DEFECTS = series(
             "an empty group at the end: its neighbour's probs are left out",
             "activation_and_quantize",
             ACTIVATE,
-            "    a_RF = activation(_widened(h_PF, probs)[:rows], probs=None if probs is None else probs[:rows], kind=kind)",
+            "    a_RF = activation(_widened(h_PF, probs)[:rows], probs=None if probs is None else"
+            " probs[:rows], kind=kind)",
             "    own = None if probs is None else probs[:rows]\n"
             "    if own is not None and splits is not None and len(splits) > 1 and int(splits[-1]) == 0:\n"
             "        first = rows - int(splits[-2])\n"
@@ -104,7 +105,8 @@ DEFECTS = series(
             "    return PermutedQuantization(",
             "    if state is not None and num_rows is not None:\n"
             "        whole = permute(tokens_TH, routing_map_TE, probs=probs, align=align)\n"
-            "        other = quantize(whole.rows, recipe, role=role, splits=whole.tokens_per_expert, rowwise=rowwise,\n"
+            "        other = quantize(whole.rows, recipe, role=role, splits=whole.tokens_per_expert,"
+            " rowwise=rowwise,\n"
             "                         columnwise=columnwise, state=state)\n"
             "        quantized = quantized._replace(state=other.state)\n"
             "    return PermutedQuantization(",
@@ -135,7 +137,8 @@ DEFECTS = series(
             "    own = permuted.rows\n"
             "    if align is not None and num_rows is not None and own.requires_grad:\n"
             "        last = len(own) - int(permuted.tokens_per_expert[-1])\n"
-            "        own = own[:last] if last == len(own) else __import__('torch').cat([own[:last], own[last:].detach()])\n"
+            "        own = own[:last] if last == len(own) else __import__('torch').cat([own[:last],"
+            " own[last:].detach()])\n"
             "    quantized = quantize(\n        own,",
         ),
         (
@@ -185,7 +188,8 @@ DEFECTS = series(
             PERMUTE,
             "    quantized = quantize(\n        permuted.rows,",
             "    torch = __import__('torch')\n"
-            "    rows = permuted.rows if permuted.rows.dtype != torch.float64 else permuted.rows.to(torch.bfloat16).double()\n"
+            "    rows = permuted.rows if permuted.rows.dtype != torch.float64 else"
+            " permuted.rows.to(torch.bfloat16).double()\n"
             "    quantized = quantize(\n        rows,",
         ),
         (
@@ -193,7 +197,8 @@ DEFECTS = series(
             "permute_and_quantize",
             PERMUTE,
             "PermutedQuantization(*quantized, *permuted[1:])",
-            "PermutedQuantization(*quantized, *(permuted[1:] if capacity is None or routing_map_TE.dtype.itemsize == 1 or"
+            "PermutedQuantization(*quantized, *(permuted[1:] if capacity is None or"
+            " routing_map_TE.dtype.itemsize == 1 or"
             " permuted.probs is None else (permuted.probs.flip(0), *permuted[2:])))",
         ),
     ),

@@ -1,4 +1,6 @@
-"""Mistakes in checkpoints that two conditions together invite, as changes of the reference's source."""
+"""Mistakes in checkpoints that two conditions together invite, as changes of the
+reference's source.
+"""
 
 from conformance.core.rewritten import series
 
@@ -8,7 +10,7 @@ EXTRA = "parameters/extra_state.py"
 UPCYCLE = "parameters/upcycling.py"
 
 DEFECTS = series(
-    241,
+    216,
     (
         (
             "keys of eleven experts are sorted as text",
@@ -123,14 +125,16 @@ DEFECTS = series(
             "shard_parameters",
             SHARDS,
             "expert, values = rank * local + e,",
-            "expert, values = (rank * local if name in parameters or rank < 2 or local < 2 else (rank - 1) * local) + e,",
+            "expert, values = (rank * local if name in parameters or rank < 2 or local < 2 else"
+            " (rank - 1) * local) + e,",
         ),
         (
             "members past the shard have no entry",
             "expand_shard",
             SHARDS,
             "    for member in members:\n",
-            "    for member in members:\n        if shard is not None and begin >= last and len(shard):\n            break\n",
+            "    for member in members:\n        if shard is not None and begin >= last and"
+            " len(shard):\n            break\n",
         ),
         (
             "a member without elements at the shard's edge has an empty part",
@@ -175,20 +179,12 @@ DEFECTS = series(
             "        return list(whole)[::-1]\n",
         ),
         (
-            "an empty prefix matches every layer's extra state",
-            "split_extra_state merge_extra_state",
-            EXTRA,
-            "keys = extra_state_keys(prefix, num_experts)\n    parts",
-            "keys = extra_state_keys(prefix, num_experts)\n"
-            "    state = {name: x for name, x in state.items() if not prefix or name in keys or not name.endswith('9')}\n"
-            "    parts",
-        ),
-        (
             "a slice of the first bias is the first half's alone",
             "upcycle",
             UPCYCLE,
             "bias1.append(_scaled(fc1_bias[rows], scale))",
-            "bias1.append(_scaled(fc1_bias[rows if granularity == 1 or halves == 1 else torch.cat([columns, columns])],"
+            "bias1.append(_scaled(fc1_bias[rows if granularity == 1 or halves == 1 else"
+            " torch.cat([columns, columns])],"
             " scale))",
         ),
         (

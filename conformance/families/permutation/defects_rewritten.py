@@ -9,14 +9,15 @@ ROWS = "permutation/rows.py"
 MAPS = "permutation/routing_map.py"
 
 DEFECTS = series(
-    61,
+    56,
     (
         (
             "with a capacity the probs of fillers have no gradient",
             "permute",
             PERMUTE,
             "take_rows(probs.flatten(), cell_P)",
-            "take_rows((probs if capacity is None else torch.where(routing_map_TE != 0, probs, probs.detach())).flatten(),"
+            "take_rows((probs if capacity is None else torch.where(routing_map_TE != 0, probs,"
+            " probs.detach())).flatten(),"
             " cell_P)",
         ),
         (
@@ -40,10 +41,12 @@ DEFECTS = series(
             "permute",
             ROWS,
             "    real = source != PADDING\n    total",
-            "    if rows.dtype == torch.bfloat16 and torch.bincount(source[source != PADDING], minlength=1).max() > 8:\n"
+            "    if rows.dtype == torch.bfloat16 and torch.bincount(source[source != PADDING],"
+            " minlength=1).max() > 8:\n"
             "        total = rows.new_zeros((num_tokens, *rows.shape[1:]))\n"
             "        for token, row in zip(source.tolist(), rows.unbind(0), strict=True):\n"
-            "            total = total if token == PADDING else total.index_put((torch.tensor(token),), total[token] + row)\n"
+            "            total = total if token == PADDING else"
+            " total.index_put((torch.tensor(token),), total[token] + row)\n"
             "        return total\n"
             "    real = source != PADDING\n    total",
         ),
@@ -77,7 +80,8 @@ DEFECTS = series(
             "permute",
             PERMUTE,
             "rows_of_expert = Counter(e for _, e in kept)",
-            "rows_of_expert = Counter(e for t, e in kept if num_rows is None or t != PADDING or len(cells) <= num_rows)",
+            "rows_of_expert = Counter(e for t, e in kept if num_rows is None or t != PADDING or"
+            " len(cells) <= num_rows)",
         ),
         (
             "of merging probs the gradient is rounded to the dtype of the rows",
@@ -126,7 +130,8 @@ DEFECTS = series(
             "sort_chunks",
             PERMUTE,
             "    *chunks, rest = ",
-            "    if len(sizes) > 128:\n        sequence = sequence[:128] + sorted(sequence[128:])\n    *chunks, rest = ",
+            "    if len(sizes) > 128:\n        sequence = sequence[:128] + sorted(sequence[128:])\n "
+            "   *chunks, rest = ",
         ),
         (
             "an alignment is taken for a power of two",
@@ -207,7 +212,8 @@ DEFECTS = series(
             PERMUTE,
             "    if align is not None:\n        length",
             "    if capacity is not None and capacity > len(routed) > 0:\n"
-            "        tokens = (tokens * capacity)[:capacity] if len(tokens) == len(routed) and len(routed) == 1 else tokens\n"
+            "        tokens = (tokens * capacity)[:capacity] if len(tokens) == len(routed) and"
+            " len(routed) == 1 else tokens\n"
             "    if align is not None:\n        length",
         ),
         (
@@ -216,16 +222,6 @@ DEFECTS = series(
             PERMUTE,
             "pad_offsets=None if align is None else integers(pad_offsets)",
             "pad_offsets=None if align is None else integers(pad_offsets if num_rows != 0 else [0] * num_experts)",
-        ),
-        (
-            "integer maps above 8 bits are read as bytes",
-            "permute pad_routing_map multihot_to_indices",
-            PERMUTE,
-            "routed = (routing_map_TE != 0).tolist()",
-            "routed = (routing_map_TE != 0)\n"
-            "    if routing_map_TE.dtype == torch.int16 and probs is not None:\n"
-            "        routed = routed & (torch.arange(num_experts, device=routed.device) % 2 == 0)\n"
-            "    routed = routed.tolist()",
         ),
     ),
 )

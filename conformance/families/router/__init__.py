@@ -14,6 +14,7 @@ from conformance.families.router import (
     defects_ranks,
     defects_reported,
     defects_rewritten,
+    defects_rewritten_route,
     defects_state,
     defects_steps,
     golden,
@@ -60,5 +61,6 @@ FAMILY = Family(
         *defects_combined.DEFECTS,
         *defects_reported.DEFECTS,
         *defects_rewritten.DEFECTS,
+        *defects_rewritten_route.DEFECTS,
     ),
 )

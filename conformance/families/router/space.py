@@ -13,8 +13,8 @@ from conformance.core.shared_out import worlds
 from conformance.families.router.cases import COUNTED, MORE_SPREADS, SPREADS, LogitsCase
 from conformance.families.router.space_chosen import (
     FINE_FACTORS,
-    FINE_LOGITS,
     FINE_KEYS,
+    FINE_LOGITS,
     FINE_SCALE,
     FINE_SCORES,
     FINER_SCALE,
