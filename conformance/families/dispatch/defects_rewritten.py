@@ -11,7 +11,7 @@ LOW_LATENCY = "deepep_low_latency_dispatch deepep_low_latency_combine"
 HYBRIDEP = "hybridep_dispatch hybridep_cached_dispatch hybridep_combine"
 
 DEFECTS = series(
-    169,
+    167,
     (
         (
             "without probs ranks add in the dtype of the rows",

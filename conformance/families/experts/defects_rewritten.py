@@ -6,7 +6,6 @@ GLU = "experts/activations.py"
 LINEAR = "experts/linear.py"
 MLP = "experts/mlp.py"
 SHARED = "experts/shared.py"
-PRODUCTS = "grouped_linear grouped_dgrad grouped_wgrad"
 
 DEFECTS = series(
     127,
@@ -146,7 +145,7 @@ DEFECTS = series(
         ),
         (
             "dequantized weights are not rounded: the backward decodes in its loop",
-            PRODUCTS,
+            "grouped_dgrad grouped_linear",
             LINEAR,
             'if operand.kept == "dequantized" else',
             'if operand.kept == "dequantized" and role != "weight" else',
@@ -262,21 +261,6 @@ DEFECTS = series(
             MLP,
             "round_to(x_PH.to(accumulator) * on_input_P[:, None], x_PH.dtype)",
             "round_to(x_PH * on_input_P[:, None].to(x_PH.dtype), x_PH.dtype)",
-        ),
-        (
-            "an offset is loaded in the dtype of the rows",
-            "grouped_mlp sequential_mlp",
-            MLP,
-            'shape: dict[str, Any] = {"offset": offset,',
-            'shape: dict[str, Any] = {"offset": torch.tensor(offset, dtype=rows_PH.dtype).item(),',
-        ),
-        (
-            "a clamp is loaded in the dtype of the rows",
-            "grouped_mlp sequential_mlp",
-            MLP,
-            '"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}\n    act',
-            '"offset": offset, "clamp": None if clamp is None else torch.tensor(clamp, dtype=rows_PH.dtype).item(),'
-            ' "alpha": alpha, "interleave": interleave}\n    act',
         ),
         (
             "an alpha is loaded in the dtype of x",

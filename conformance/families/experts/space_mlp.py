@@ -272,8 +272,6 @@ OPTIONS: Changes = {"clamp": 6, "offset": -4, "alpha": 250, "interleave": 1, "va
 OPTIONS |= {"probs": "float32", "weights": "signed", "bias1": "float32", "bias2": "float32", "dtype": "bfloat16"}
 # and experts whose aligned rows the backward makes again
 AGAIN: Changes = {"tokens": 9, "experts": 3, "counts": (4, 2, 3), "hidden": 5, "width": 6, "align": 4}
-# options that bfloat16 rounds
-FINE: Changes = {"clamp": 259, "offset": 257, "on_input": True}
 # a kernel of one expert may take the buffer for its rows
 ALONE: Changes = {"scaling": "mxfp8", "variant": 1, "kind": "squared_relu", "experts": 1, "counts": (1,), "tail": 32}
 ALONE |= {"tokens": 1, "hidden": 1, "width": 1, "dtype": "bfloat16"}
@@ -298,7 +296,7 @@ def _ragged(scope: Scope) -> list[Any]:
     """One above a power of two: the last block is nearly empty; stages that overflow; options."""
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
     apart = [APART | {"kind": kind} for kind in ("", "squared_relu")]
-    again = [OPTIONS | AGAIN | {"recompute": word} | more for word, more in zip(RECOMPUTED, ({}, FINE), strict=True)]
+    again = [OPTIONS | AGAIN | {"recompute": word, "on_input": word == "moe"} for word in RECOMPUTED]
     return [ragged, BARE, *apart, *again, *long_layers(scope), *_beside_options(scope)]
 
 

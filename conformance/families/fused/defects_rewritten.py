@@ -143,13 +143,11 @@ DEFECTS = series(
         ),
         (
             "a clamp is loaded in the dtype of h",
-            "glu_and_quantize glu_backward_and_quantize",
+            "glu_and_quantize",
             ACTIVATE,
-            "def _widened(x: Tensor, probs: Tensor | None) -> Tensor:\n"
-            '    """x in the accumulator dtype, so that its activation is not rounded."""\n',
-            "def _widened(x: Tensor, probs: Tensor | None) -> Tensor:\n"
-            "    if x.dtype == torch.bfloat16:\n"
-            "        x = torch.where((x > 32.375) & (x <= 32.5), 32.25, x.float())\n",
+            "    rows = _rows_of_groups(splits, len(h_PF2), recipe)\n    options",
+            "    clamp = None if clamp is None else torch.tensor(clamp).to(h_PF2.dtype).item()\n"
+            "    rows = _rows_of_groups(splits, len(h_PF2), recipe)\n    options",
         ),
         (
             "float64 probs are read in float32",

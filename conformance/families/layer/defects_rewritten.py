@@ -5,7 +5,7 @@ from conformance.core.rewritten import series
 LAYER = "layer.py"
 
 DEFECTS = series(
-    202,
+    200,
     (
         (
             "counts of the run before a rerun stay",

@@ -10,7 +10,7 @@ EXTRA = "parameters/extra_state.py"
 UPCYCLE = "parameters/upcycling.py"
 
 DEFECTS = series(
-    216,
+    214,
     (
         (
             "keys of eleven experts are sorted as text",

@@ -98,7 +98,8 @@ STEPS = ("quantize", "update", "reduced", "reload")
 EVERY_STEP = "quantize+quantize+reduced+quantize+reload+update+quantize"
 VALUES = ("dyadic", "rows", "wide", "bounds", "midpoints", "tiny", "huge", "zeros", "special")
 MORE_VALUES = ("edges", "every")
-PLAIN = ("dyadic", "rows", "wide")  # values of float64, which float32 rounds
+PLAIN = ("dyadic", "rows", "wide", "midpoints")  # values of float64, which float32 rounds
+NEAR_HALF = 2.0**-40  # of a midpoint, which float32 cannot tell from it
 # sums of 16 are exact in float32 in any order: the transform's order is free
 TRANSFORMED = ("dyadic", "midpoints", "tiny", "zeros", "special")
 EVERY_SECOND = ("x", "x.2", "x.4")  # tensors of steps
@@ -294,6 +295,8 @@ def _midpoints(case: QuantizeCase, noise: Tensor) -> Tensor:
     positive = decode(torch.arange(format.max_code + 1, dtype=torch.uint8), format, dtype=torch.float64)
     middle = (positive[1:] + positive[:-1]) / 2
     value = middle[(noise >> 8) % len(middle)] * torch.where(noise >> 5 & 1 == 1, 1.0, -1.0)
+    if case.dtype == "float64":
+        value = value * (1 + NEAR_HALF * ((noise >> 16) % 3 - 1).double())
     _, decides = _cells(value)
     # negative: float16 ends near E5M2's FMAX; 0: the first delayed scale is 1
     shift = 0 if case.scaling == "delayed" else -(case.seed % 4)

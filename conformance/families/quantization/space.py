@@ -124,6 +124,7 @@ def always(scope: Scope) -> list[Any]:
         square | both | {"tokens": 257, "hidden": 129, "values": "rows"},
         square | both | {"tokens": 130, "hidden": 131, "values": "rows", "gemm": True},
         *({"scaling": scaling, "tokens": 3, "hidden": 3, "dtype": "float64", "values": "wide"} for scaling in DOUBLES),
+        {"tokens": 40, "hidden": 20, "dtype": "float64", "values": "midpoints"},
         {"scaling": "mxfp8", "tokens": 5, "hidden": 5, "gemm": True, "values": "rows", "dtype": "bfloat16"} | both,
     ]
     if scope.accepts("splits"):
