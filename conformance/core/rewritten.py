@@ -35,6 +35,13 @@ class _Copies(MetaPathFinder):
     def __init__(self) -> None:
         self.changes: dict[str, Rewrite] = {}  # by the name of the copy
 
+    @staticmethod
+    def reference() -> Path:
+        """The folder of the reference."""
+        found = find_spec("moe_ref")
+        assert found is not None and found.origin is not None
+        return Path(found.origin).parent
+
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         copy, _, rest = fullname.partition(".")
         if copy not in self.changes:
