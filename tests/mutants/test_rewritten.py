@@ -1,9 +1,9 @@
 """A changed copy of the reference: the change is there, once, and nothing else is another's."""
 
-import moe_ref
 import pytest
 import torch
 
+import moe_ref
 from conformance import catalogue as catalogue  # which lists the defects
 from conformance.core.rewritten import COPIES, Rewrite, changed, of_copy, rewritten
 from conformance.mutants.planted import DEFECTS
@@ -26,7 +26,8 @@ def test_a_text_that_is_not_there_or_twice_is_refused():
 
 
 def test_a_copy_has_the_change_and_the_reference_has_not(monkeypatch):
-    change = Rewrite("permutation/permute.py", "tokens = [t for t, wanted in enumerate(routed) if wanted]", "tokens = []")
+    routed = "tokens = [t for t, wanted in enumerate(routed) if wanted]"
+    change = Rewrite("permutation/permute.py", routed, "tokens = []")
     monkeypatch.setattr(COPIES, "changes", dict(COPIES.changes))
     defect = rewritten("RC999", "nothing is routed", "invited", ("permute",), change)
     tokens = torch.arange(2.0)[:, None]
@@ -35,7 +36,7 @@ def test_a_copy_has_the_change_and_the_reference_has_not(monkeypatch):
 
 
 def test_a_copy_takes_its_settings_from_the_reference():
-    lines = [line for line in of_copy("from moe_ref.config import Recipe\nfrom moe_ref.layer import x", "c").split("\n")]
-    assert lines == ["from moe_ref.config import Recipe", "from c.layer import x"]
+    read = of_copy("from moe_ref.config import Recipe\nfrom moe_ref.layer import x", "c")
+    assert read.split("\n") == ["from moe_ref.config import Recipe", "from c.layer import x"]
     assert {"moe_ref_rc001", "moe_ref_rc240"} <= set(COPIES.changes)
     assert len([name for name in DEFECTS if name.startswith("RC")]) == 240

@@ -322,11 +322,11 @@ DEFECTS = series(
             " accumulator_dtype(dtype)",
         ),
         (
-            "one expert after another drops the alignment with a recipe of blocks",
+            "one expert after another forgets stored codes with a recipe",
             "sequential_mlp",
             MLP,
             "    outputs = []\n    slices",
-            "    if settings.get('recipe') is not None and settings['recipe'].scaling == 'current':\n"
+            "    if getattr(settings.get('recipe'), 'scaling', '') == 'current':\n"
             "        settings = settings | {'fp8_input_store': False}\n"
             "    outputs = []\n    slices",
         ),

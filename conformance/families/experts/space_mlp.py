@@ -278,14 +278,14 @@ ALONE |= {"tokens": 1, "hidden": 1, "width": 1, "dtype": "bfloat16"}
 
 
 def _beside_options(scope: Scope) -> list[Any]:
-    """Each recipe beside the options of all stages; probs on the input or not, in turn."""
+    """Each recipe beside all stages' options; probs on the input and stored codes in turn."""
     found: list[Any] = []
     for index, scaling in enumerate(RECIPES):
         hidden, width = LOW_SIZES.get(scaling, (6, 8))
         rows, on_input = LOW_ROWS.get(scaling, 1), index % 2 == 1
         recipe: Changes = {"scaling": scaling, "variant": 1}
         sizes: Changes = {"hidden": hidden, "width": width, "tokens": 3 * rows}
-        split: Changes = {"experts": 2, "counts": (2 * rows, rows), "tail": 3, "on_input": on_input}
+        split: Changes = {"experts": 2, "counts": (2 * rows, rows), "tail": 3, "on_input": on_input, "stored": on_input}
         few = scope.function == "sequential_mlp" and scaling not in ("current", "mxfp8")
         if not few and scope.fits(scope.case(recipe)):
             found.append(scope.fullest(OPTIONS | recipe | sizes | split))

@@ -165,11 +165,11 @@ DEFECTS = series(
             'halves == 2 or kind == "squared_relu" and fc1_bias is None else',
         ),
         (
-            "a flat packed weight is cut by experts of one row",
+            "flat experts are cut from the last to the first",
             "shard_parameters",
             NAMES,
-            "    rows = whole.shape[0] // num_experts\n",
-            "    rows = whole.shape[0] // num_experts if whole.dim() < 2 or num_experts < 2 else 1\n",
+            "return [whole[e * rows : (e + 1) * rows] for e in range(num_experts)]",
+            "return [whole[e * rows : (e + 1) * rows] for e in reversed(range(num_experts))]",
         ),
         (
             "a list of members is given back reversed",
