@@ -30,8 +30,9 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {  # by scaling and variant
         Recipe("delayed", amax_compute_algo="most_recent", margin=2),
         Recipe("delayed", fp8_format="e4m3", amax_history_len=1, margin=2),
         Recipe("delayed", fp8_format="e4m3", amax_history_len=3, amax_compute_algo="most_recent"),
-        Recipe("delayed", amax_history_len=2, margin=2),
+        Recipe("delayed", amax_history_len=3, margin=2),
         Recipe("delayed", amax_history_len=1, amax_compute_algo="most_recent"),
+        Recipe("delayed", amax_history_len=2),
     ),
     "current": (
         Recipe("current"),
