@@ -27,7 +27,8 @@ def _autocast(trial: Trial) -> Finding | None:
     Inputs that the caller chooses the dtype of have those 16 bits, or are float64, which autocast
     leaves as it is.
     """
-    fixed = {x.name for x in trial.contract.signature.inputs if not x.field}
+    axes = axes_of(trial.contract.case_type)
+    fixed = {x.name for x in trial.contract.signature.inputs if x.field not in axes}
     chosen = [x for name, x in trial.problem.tensors.items() if name.partition(".")[0] not in fixed]
     if {x.dtype for x in chosen if x.is_floating_point()} - {torch.float64, autocast_dtype(trial.problem)}:
         return None

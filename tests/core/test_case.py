@@ -152,7 +152,7 @@ def test_a_name_that_its_function_does_not_have_is_refused(name):
         {"function": "quantize", "role": "output"},
         {"function": "quantize", "direction": "diagonal"},
         {"function": "quantize", "values": "saturated"},
-        {"function": "quantize", "dtype": "float64"},
+        {"function": "quantize", "dtype": "uint8"},
     ],
     ids=str,
 )

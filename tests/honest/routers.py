@@ -344,12 +344,12 @@ class Gate(torch.autograd.Function):
 class Riding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, loss, scale):
-        ctx.scale = scale
+        ctx.scale, ctx.dtype = scale, loss.dtype
         return x.clone()
 
     @staticmethod
     def backward(ctx, g):
-        return g, torch.tensor(ctx.scale, device=g.device), None
+        return g, torch.tensor(ctx.scale, dtype=ctx.dtype, device=g.device), None
 
 
 Autograd = make(How())

@@ -8,6 +8,7 @@ from conformance.families.dispatch import (
     defects_kernels,
     defects_orders,
     defects_reported,
+    defects_rewritten,
     defects_wire,
     golden,
     illegal,
@@ -51,5 +52,6 @@ FAMILY = Family(
         *defects_kernels.DEFECTS,
         *defects_combined.DEFECTS,
         *defects_reported.DEFECTS,
+        *defects_rewritten.DEFECTS,
     ),
 )

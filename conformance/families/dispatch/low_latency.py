@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.core.contract import Problem, accumulator_of
+from conformance.core.contract import Problem, computed_in
 from conformance.core.signature import Input, Output, Signature
 from conformance.families.dispatch.cases import FLOATS, MOVED, PROBS, DispatchCase, indices_of, probs_of, values_of
 from conformance.families.dispatch.deepep import policy_of
@@ -289,7 +289,7 @@ class LowLatencyCombine(Dispatching):
         plan: RoutePlan = handle.plan
         rows = torch.cat([call.required["rows"].flatten(0, 1) for call in calls])
         probs = torch.cat([call.required["probs"] for call in calls])
-        accumulator = accumulator_of(declared, rows.dtype)
+        accumulator = computed_in(declared, rows, probs)
         row_GK = slot_rows(plan, case.topk)
         token, slot = (row_GK != PADDING).nonzero().unbind(1)
         row, weight = row_GK[token, slot], probs[token, slot].double()

@@ -176,11 +176,16 @@ def shapes(scope: Scope) -> list[Any]:
         {"counts": (3,) * ranks, "local_experts": 1, "topk": ranks, "hidden": 65} | SIXTEEN_BITS,
     ]
     if scope.function.endswith("_combine"):  # float64 has an accumulator of its own
-        found.append({"counts": (5, 2)[:ranks], "local_experts": 3, "topk": 3, "hidden": 33} | DOUBLES)
+        doubled: Changes = {"counts": (5, 2)[:ranks], "local_experts": 3, "topk": 3, "hidden": 33} | DOUBLES
+        found += [doubled, *([doubled | {"dtype": "float32"}] if "probs" in scope.live else [])]
+    else:
+        found.append({"counts": (5, 2)[:ranks], "local_experts": 3, "topk": 3, "hidden": 5} | DOUBLES)
     if scope.function == "alltoall_combine" and ranks > 2:
         found.append({"counts": (3,) * ranks, "shards": ranks, "local_experts": 2, "topk": 2, "hidden": 65} | NO_PROBS)
     if scope.function == "deepep_low_latency_combine":  # a probability of 0 hides no NaN
         found.append(few | {"counts": (5, 2)[:ranks], "hidden": 33, "values": "special", "zero_probs": True})
+    if scope.function in [f"{name}_dispatch" for name in MAPPED]:  # a budget of no row
+        found.append({"counts": (2, 1)[:ranks], "local_experts": 1, "topk": 1, "hidden": 3, "slack": -3})
     if scope.function in ("allgather_dispatch", "alltoall_dispatch"):  # gradients of many copies, on one rank too
         copies: Changes = {"local_experts": 5, "topk": 5, "hidden": 65, "grads": "tokens"} | SIXTEEN_BITS
         found.append({"counts": (3, 2)[:ranks], "spread": "local"} | copies)
@@ -189,12 +194,14 @@ def shapes(scope: Scope) -> list[Any]:
         found += [few | dropped, few | dropped | {"repeats": "count each"}, few | dropped | {"repeats": "last slot"}]
         packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
         found.append(few | {"counts": (5, 4)[:ranks]} | packed)
+        found.append(few | {"counts": (5, 4)[:ranks], "probs": "float32", "align": 4, "slack": 2, "trusted": True})
         codes_: Changes = few | {"counts": (5, 4)[:ranks], "hidden": 5}
         found += [codes_ | {"scale_dtype": dtype, "scales": 3} for dtype in SCALE_DTYPES]
         found.append(codes_ | {"scales": 4, "seed": 2})  # 16 bytes of a row, which may travel at once
     if dispatcher_of(scope) == "deepep_low_latency" and "fp8" in scope.live and not scope.signature.producer:
         found += [AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": name} for name in ("fp8", "powers")]
         found.append(AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": "fp8", "values": "reciprocals"})
+        found.append(AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": "fp8", "dtype": "float16"})
     if scope.function != "hybridep_dispatch" or not scope.accepts("recipe"):
         return [common | row for row in found]
     sent = common | few | {"hidden": 130, "counts": (4, 0, 3, 2)[:ranks]}

@@ -17,6 +17,7 @@ from conformance.families.experts import (
     defects_overflow,
     defects_products,
     defects_reported,
+    defects_rewritten,
     defects_steps,
     golden,
     golden_mlp,
@@ -47,6 +48,11 @@ FAMILY = Family(
         *(*defects.DEFECTS, *defects_steps.DEFECTS, *defects_calls.DEFECTS, *defects_inputs.DEFECTS),
         *(*defects_curves.DEFECTS, *defects_products.DEFECTS, *defects_fine.DEFECTS, *defects_delayed.DEFECTS),
         *(*defects_kernels.DEFECTS, *defects_overflow.DEFECTS, *defects_long.DEFECTS, *defects_many.DEFECTS),
-        *(*defects_combined_glu.DEFECTS, *defects_combined.DEFECTS, *defects_reported.DEFECTS),
+        *(
+            *defects_combined_glu.DEFECTS,
+            *defects_combined.DEFECTS,
+            *defects_reported.DEFECTS,
+            *defects_rewritten.DEFECTS,
+        ),
     ),
 )

@@ -81,6 +81,7 @@ def _strange(scope: Scope) -> list[Any]:
 FINE: list[Changes] = [
     {"tokens": 9, "width": 6, "values": "bounds", "clamp": 257},
     {"tokens": 9, "width": 6, "values": "bounds", "clamp": 257, "dtype": "bfloat16"},
+    {"tokens": 9, "width": 6, "values": "bounds", "clamp": 259, "dtype": "bfloat16"},  # there above it
     {"tokens": 9, "width": 6, "offset": 257},
 ]
 

@@ -19,6 +19,7 @@ from conformance.families.experts.space_many import many_rows
 from conformance.families.experts.space_recipes import one_per_recipe
 from conformance.families.experts.space_tiles import tiles_of_layers
 from conformance.families.quantization.cases import RECIPES, UNIT, VARIANTS
+from moe_ref.config import RECOMPUTED
 from moe_ref.config.quantization import OVERRIDES
 
 HIGH: Changes = {"scaling": "", "variant": 0, "override": ""}
@@ -269,20 +270,22 @@ BARE: Changes = APART | {"probs": "", "bias1": "", "bias2": ""}
 # options of all stages at once; the gates' and the rows' are those that an activation has
 OPTIONS: Changes = {"clamp": 6, "offset": -4, "alpha": 250, "interleave": 1, "values": "rows"}
 OPTIONS |= {"probs": "float32", "weights": "signed", "bias1": "float32", "bias2": "float32", "dtype": "bfloat16"}
+# and experts whose aligned rows the backward makes again
+AGAIN: Changes = {"tokens": 9, "experts": 3, "counts": (4, 2, 3), "hidden": 5, "width": 6, "align": 4}
 # a kernel of one expert may take the buffer for its rows
 ALONE: Changes = {"scaling": "mxfp8", "variant": 1, "kind": "squared_relu", "experts": 1, "counts": (1,), "tail": 32}
 ALONE |= {"tokens": 1, "hidden": 1, "width": 1, "dtype": "bfloat16"}
 
 
 def _beside_options(scope: Scope) -> list[Any]:
-    """Each recipe beside the options of all stages; probs on the input or not, in turn."""
+    """Each recipe beside all stages' options; probs on the input and stored codes in turn."""
     found: list[Any] = []
     for index, scaling in enumerate(RECIPES):
         hidden, width = LOW_SIZES.get(scaling, (6, 8))
         rows, on_input = LOW_ROWS.get(scaling, 1), index % 2 == 1
         recipe: Changes = {"scaling": scaling, "variant": 1}
         sizes: Changes = {"hidden": hidden, "width": width, "tokens": 3 * rows}
-        split: Changes = {"experts": 2, "counts": (2 * rows, rows), "tail": 3, "on_input": on_input}
+        split: Changes = {"experts": 2, "counts": (2 * rows, rows), "tail": 3, "on_input": on_input, "stored": on_input}
         few = scope.function == "sequential_mlp" and scaling not in ("current", "mxfp8")
         if not few and scope.fits(scope.case(recipe)):
             found.append(scope.fullest(OPTIONS | recipe | sizes | split))
@@ -293,7 +296,8 @@ def _ragged(scope: Scope) -> list[Any]:
     """One above a power of two: the last block is nearly empty; stages that overflow; options."""
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
     apart = [APART | {"kind": kind} for kind in ("", "squared_relu")]
-    return [ragged, BARE, *apart, *long_layers(scope), *_beside_options(scope)]
+    again = [OPTIONS | AGAIN | {"recompute": word, "on_input": word == "moe"} for word in RECOMPUTED]
+    return [ragged, BARE, *apart, *again, *long_layers(scope), *_beside_options(scope)]
 
 
 def _large(scope: Scope) -> list[Any]:

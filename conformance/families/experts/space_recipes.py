@@ -44,10 +44,13 @@ ALONE: tuple[Changes, ...] = (
 )
 SCOPED: Changes = {"scaling": "nvfp4", "variant": 7, "values": "rows"}  # operands with other bounds of their scales
 SCOPED |= {"tokens": 1, "experts": 1, "counts": (), "hidden": 1, "width": 1}
+BIASED: Changes = {"scaling": "nvfp4", "dtype": "bfloat16", "bias": "float32", "seed": 1}  # beside noise
 OVERRIDDEN: list[dict[str, Any]] = [  # recipes whose columnwise codes differ, or need a dtype and noise
     {"scaling": "block", "variant": 1, "override": "dequantized", "dtype": "bfloat16", "values": "columns"},
     {"scaling": "nvfp4", "variant": 0, "override": "high_precision", "dtype": "float32"},
 ]
+# an accumulator of its own beside an override
+WIDE: Changes = {"scaling": "block", "variant": 1, "override": "dequantized", "accumulator": "float64", "seed": 2}
 REAL: list[dict[str, Any]] = [  # on a GPU: sums long enough to show missing promotion of partial sums
     {"scaling": "current", "tokens": 4100, "experts": 2, "hidden": 66, "width": 66},
     {"scaling": "block", "variant": 1, "tokens": 70, "experts": 1, "hidden": 66, "width": 2100, "dtype": "bfloat16"},
@@ -106,7 +109,7 @@ def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
     else:
         first = [values[-1 if name == "grads" else 0].items() for name, values in together.items()]
         simple = {name: value for items in first for name, value in items}
-        single = [scope.checked(BASE | simple | fields) for fields in (*OVERRIDDEN, SCOPED)]
+        single = [scope.checked(BASE | simple | fields) for fields in (*OVERRIDDEN, SCOPED, BIASED, WIDE)]
         cases = [*one_per_recipe(cases), *filter(scope.fits, single)]
     if gpu and (several or not scope.space.few_kernels):
         real = [scope.mended(scope.case(shape | {"grads": grads})) for shape in REAL]

@@ -6,6 +6,7 @@ from conformance.families.fused import (
     defects_combined,
     defects_kernels,
     defects_reported,
+    defects_rewritten,
     golden,
     golden_activate,
     illegal,
@@ -31,5 +32,9 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws, laws_activate),
     space=by_function(space, space_activate),
-    defects=defects.DEFECTS + defects_kernels.DEFECTS + defects_combined.DEFECTS + defects_reported.DEFECTS,
+    defects=defects.DEFECTS
+    + defects_kernels.DEFECTS
+    + defects_combined.DEFECTS
+    + defects_reported.DEFECTS
+    + defects_rewritten.DEFECTS,
 )

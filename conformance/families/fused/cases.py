@@ -36,7 +36,7 @@ from moe_ref.config import Recipe
 class PermutedQuantizationCase(RecipeFields, RoutingCase):
     """A routing map, and a quantiser of its rows. `hidden`, `align` and `capacity` are in UNITs."""
 
-    dtype: str = dtypes(*FLOATS)
+    dtype: str = dtypes(*FLOATS, also=("float64",))
     values: str = choice(*quantization.VALUES, also=quantization.MORE_VALUES, data=True)
     scaling: str = choice(*SCALINGS)
     variant: int = choice(*range(VARIANTS), also=MORE_VARIANTS, turns=True)

@@ -90,6 +90,7 @@ def always(scope: Scope) -> list[Changes]:
         both | {"scaling": "mxfp8", "dtype": "bfloat16"},
         both | {"scaling": "nvfp4", "variant": 2, "role": "grad_output"},
         {"tokens": 33, "experts": 257 if cuda else 65, "topk": 3, "hidden": 3, "values": "wide"},
+        {"tokens": 5, "experts": 3, "hidden": 3, "dtype": "float64", "values": "wide"},
     ]
     wide = [fields | {"tokens": 40 if cuda else 5, "experts": 3} for fields in wide_tensors(scope)]
     wide = [fields | ({} if fields["scaling"] == "current" else {"direction": "both"}) for fields in wide]

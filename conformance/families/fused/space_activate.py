@@ -75,6 +75,9 @@ def always(scope: Scope) -> list[Changes]:
     # a history of values that are rounded first
     remembered = {"scaling": "delayed", "dtype": "bfloat16", "rounded": True, "tokens": 4, "width": 6}
     found += [remembered | {"values": "rows", "seed": 3}] if accepted(scope, remembered) else []
+    # a clamp that bfloat16 rounds up, and values at it
+    fine = {"dtype": "bfloat16", "values": "bounds", "tokens": 4, "width": 6, "clamp": 259}
+    found += [fine] if scope.accepts("clamp") else []
     if scope.accepts("splits"):
         counts = {"tokens": 133, "experts": 5, "counts": (0, 130, 1, 0, 2), "tail": 3}
         found += [block | counts | {"width": 6}]

@@ -6,6 +6,7 @@ from conformance.families.layer import (
     defects_combined,
     defects_options,
     defects_reported,
+    defects_rewritten,
     golden,
     illegal,
     laws,
@@ -19,5 +20,11 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws),
     space=by_function(space),
-    defects=(*defects.DEFECTS, *defects_options.DEFECTS, *defects_combined.DEFECTS, *defects_reported.DEFECTS),
+    defects=(
+        *defects.DEFECTS,
+        *defects_options.DEFECTS,
+        *defects_combined.DEFECTS,
+        *defects_reported.DEFECTS,
+        *defects_rewritten.DEFECTS,
+    ),
 )

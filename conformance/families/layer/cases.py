@@ -48,7 +48,7 @@ class LayerCase(Case):
     experts: int = experts(default=2, doubles=True)
     topk: int = slots(spare=0)
     sequences: int = declared(Sharing(default=1, at_least=1, divides="tokens", pairs=(1, 2), argument="batch_size"))
-    dtype: str = dtypes("float32", "bfloat16")
+    dtype: str = dtypes("float32", "bfloat16", also=("float16",))
     router_dtype: str = choice("", "fp32")
     router_bias: bool = flag()
     wide_router: bool = flag()  # the router's weight and bias in float32, with more bits than bfloat16
@@ -129,6 +129,8 @@ class LayerCase(Case):
             return "one process needs tokens"
         if self.gate and not self.shared:
             return "gate is the shared experts', and there are none"
+        if self.logit_dtype == "float16":
+            return "a router of float16 rounds to float32"
         if self.router_bias and self.logit_dtype != "float32":
             return "with a bias, narrow logits may be rounded twice"
         if self.programs and (not self.counts or self.dispatcher != "hybridep"):

@@ -95,6 +95,8 @@ GATES: tuple[Changes, ...] = (
     {"clamp": 6, "offset": 8, "shared_interleave": 1},
     {"stored": True, "offset": -4, "interleave": 1},
 )
+SEQUENCES: Changes = {"losses": "seq", "sequences": 2}
+HALVES: Changes = {"dtype": "float16", "router_dtype": "fp32"}
 LOSSES: tuple[Changes, ...] = (
     {"losses": ""},
     {"losses": "z", "per_token": True},
@@ -183,6 +185,13 @@ def always(scope: Scope) -> list[Any]:
     worlds_ = [of_world(world) for world in WORLDS if len(world["counts"]) <= scope.space.most_ranks]
     plain = SIZES | {"tokens": 6, "losses": "aux+seq+z", "bias": True}
     batched = [plain | {"sequences": 2}] if scope.accepts("batch_size") else []
+    worlds_ += [
+        of_world(
+            {"counts": (4, 0, 2), "experts": 6, "dispatcher": name, "losses": "seq", "sequences": 2, "seed": index}
+        )
+        for index, name in enumerate(DISPATCHERS)
+        if batched and scope.space.most_ranks > 2
+    ]
     evaluated = [plain | {"evaluation": True}] if scope.accepts("training") else []
     chosen = [
         large | {"dtype": "bfloat16"},
@@ -191,6 +200,8 @@ def always(scope: Scope) -> list[Any]:
         SIZES
         | {"losses": "aux+global", "per_token": True, "dtype": "bfloat16", "router_dtype": "fp32", "wide_router": True},
         SIZES | {"losses": "z", "sinkhorn": True},
+        SIZES
+        | {"dtype": "float16", "router_dtype": "fp32", "shared": 2, "latent": 3, "fc2_bias": True, "losses": "aux"},
         # what several stages read, each by its strides
         *(
             SIZES | {"shared": 2, "losses": "", "layout": layout, "layout_of": "x"}

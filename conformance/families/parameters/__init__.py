@@ -1,7 +1,16 @@
 """Parameters in checkpoints: names, shards, extra states, and experts of a dense layer."""
 
 from conformance.core.family import Family, by_function
-from conformance.families.parameters import defects, defects_combined, defects_reported, golden, illegal, laws, space
+from conformance.families.parameters import (
+    defects,
+    defects_combined,
+    defects_reported,
+    defects_rewritten,
+    golden,
+    illegal,
+    laws,
+    space,
+)
 from conformance.families.parameters.extra_state import MergeExtraState, SplitExtraState
 from conformance.families.parameters.names import ConvertExperts, NormalizeMasterParameters, NormalizeParameters
 from conformance.families.parameters.shards import ExpandShard, ShardParameters
@@ -16,5 +25,5 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws),
     space=by_function(space),
-    defects=defects.DEFECTS + defects_combined.DEFECTS + defects_reported.DEFECTS,
+    defects=defects.DEFECTS + defects_combined.DEFECTS + defects_reported.DEFECTS + defects_rewritten.DEFECTS,
 )

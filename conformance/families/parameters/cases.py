@@ -70,16 +70,16 @@ class ConvertCase(NearCase):
     dtype: str = dtypes("float32", "bfloat16", "float8_e4m3fn", also=("float16", "float64"))
     layout_to: str = choice("sequential", "grouped", argument="layout")
     prefixed: bool = flag(argument="prefix")
-    fc1: str = choice("indexed", "packed", "sequential", "none")
-    fc2: str = choice("indexed", "packed", "sequential", "none")
-    biases: str = choice("none", "indexed", "packed", "sequential")
+    fc1: str = choice("indexed", "packed", "sequential", "none", "flat", "members")
+    fc2: str = choice("indexed", "packed", "sequential", "none", "flat")
+    biases: str = choice("none", "indexed", "packed", "sequential", "flat")
 
     @property
     def has_bias(self) -> bool:
         return self.biases != "none"
 
     def clash(self) -> str | None:
-        if self.layout_to == "grouped" and "packed" in (self.fc1, self.fc2, self.biases):
+        if self.layout_to == "grouped" and {"packed", "flat", "members"} & {self.fc1, self.fc2, self.biases}:
             return "packed parameters are grouped"
         return super().clash()
 
@@ -95,7 +95,7 @@ class ShardCase(NearCase):
     ranks: int = size(at_least=1, most=5, pairs=(1, 3))
     tensor_ranks: int = size(at_least=1, most=4, pairs=(1, 2), argument="tensor_ranks")
     place: int = number(0, *range(1, 20), pairs=(5,), data=True)  # among all ranks, modulo their number
-    names: str = choice("packed", "indexed")
+    names: str = choice("packed", "indexed", "flat")
     gated: bool = flag(argument="gated")
     singleton: bool = flag(argument="singleton")
     prefixed: bool = flag(argument="prefix")

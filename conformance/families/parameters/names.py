@@ -25,7 +25,8 @@ from moe_ref.parameters import names as reference
 
 OUTPUTS = (Output("keys"), Output("state"), Output("given"))
 MASTER = "linear_fc1.weight"  # the parameter of MasterCase
-STEMS = ("a.experts.", "", "b.experts.", "a.experts.shared_")  # of its keys
+# of its keys; the first has a name of the parameter inside
+STEMS = (f"a.{MASTER}1.experts.", "", "b.experts.", "a.experts.shared_")
 LINEARS = {"fc1": "linear_fc1", "fc2": "linear_fc2"}
 
 C = TypeVar("C", bound=Case)

@@ -8,6 +8,9 @@ from conformance.core.shapes import Shapes
 
 SHARE = 0.4  # of a run: a case takes a millisecond, and nothing is computed
 
+# more than ten: as text their keys have another order
+_MANY: dict[str, Any] = {"experts": 12, "rows": 2, "columns": 3}
+
 
 def _every_state(scope: Scope) -> list[dict[str, Any]]:
     """Each row of the table of early returns; one expert; parameters without elements."""
@@ -19,7 +22,11 @@ def _every_state(scope: Scope) -> list[dict[str, Any]]:
         for word in kept
     ]
     one: dict[str, Any] = {"experts": 1, "rows": 3, "columns": 2}
-    return [*found, one, one | {"weights": "packed", "packed": False}, {"experts": 2, "rows": 0, "weights": "packed"}]
+    many = [_MANY | {"packed": packed, "weights": word} for packed, word in ((True, "indexed"), (False, "packed"))]
+    # one value of a bias for each expert
+    least: dict[str, Any] = {"experts": 3, "rows": 1, "columns": 2, "weights": "flat", "biases": "flat", "bias": True}
+    found += [one, one | {"weights": "packed", "packed": False}, *many, least | {"packed": False}]
+    return [*found, {"experts": 2, "rows": 0, "weights": "packed"}]
 
 
 def _every_master(scope: Scope) -> list[dict[str, Any]]:
@@ -27,7 +34,8 @@ def _every_master(scope: Scope) -> list[dict[str, Any]]:
     sizes = {"experts": 3, "rows": 2, "columns": 4}
     words = [("indexed", "indexed"), ("indexed", "rest"), ("some", "rest"), ("packed", "packed"), ("packed", "rest")]
     words += [("packed", "indexed"), ("none", "packed"), ("none", "none")]
-    return [
+    many = [_MANY | {"packed": packed, "first": word} for packed, word in ((True, "indexed"), (False, "packed"))]
+    return many + [
         sizes | {"packed": packed, "first": first, "second": second, "longer": longer}
         for packed in (False, True)
         for first, second in words
@@ -44,12 +52,17 @@ def _every_world(scope: Scope) -> list[dict[str, Any]]:
 def _every_shard(scope: Scope) -> list[dict[str, Any]]:
     """Shards at and between the ends of members, empty ones among them."""
     sizes = (3, 0, 1, 4)
-    return [{"sizes": sizes, "begin": begin, "length": length} for begin in range(9) for length in (0, 1, 3, 8)]
+    return [{"sizes": sizes, "begin": begin, "length": length} for begin in range(9) for length in (0, 1, 3, 8)] + [
+        {"sizes": (40, 40), "length": 80}
+    ]
 
 
 def _every_extra(scope: Scope) -> list[dict[str, Any]]:
     words = ("whole", "split", "gap", "first", "empty", "empty_first", "listed", "plain")
-    return [{"kept": word, "experts": 3, "history": 2, "others": True, "prefixed": True} for word in words]
+    found: list[dict[str, Any]] = [
+        {"kept": word, "experts": 3, "history": 2, "others": True, "prefixed": True} for word in words
+    ]
+    return [*found, *({"kept": word, "experts": 12, "history": 2} for word in words[:2])]
 
 
 _SIZES = {"experts": 3, "rows": 2, "columns": 4}

@@ -7,6 +7,7 @@ from conformance.families.permutation import (
     defects_edges,
     defects_kernels,
     defects_reported,
+    defects_rewritten,
     golden,
     illegal,
     laws,
@@ -26,5 +27,6 @@ FAMILY = Family(
     + defects_edges.DEFECTS
     + defects_kernels.DEFECTS
     + defects_combined.DEFECTS
-    + defects_reported.DEFECTS,
+    + defects_reported.DEFECTS
+    + defects_rewritten.DEFECTS,
 )

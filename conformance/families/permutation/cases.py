@@ -128,6 +128,11 @@ class ChunksCase(Case):
     values: str = choice("dyadic", "special", also=("wide", *STRANGE[1:]), data=True)
     index_dtype: str = dtypes("int64", "int32", also=("int16",))
 
+    @property
+    def order_dtype(self) -> str:
+        """The dtype of the order: every second one has its own."""
+        return "int64" if self.seed % 2 else self.index_dtype
+
 
 @dataclass(frozen=True, kw_only=True)
 class IndicesCase(Case):

@@ -23,7 +23,7 @@ class SortChunks(Contract[ChunksCase]):
         inputs=[
             Input("rows", "PH", MOVED, gradient=True),
             Input("chunk_sizes", "C", field="index_dtype"),
-            Input("order", "C", field="index_dtype"),
+            Input("order", "C", field="order_dtype"),
             Input("probs", "P", PROBS, field="probs", gradient=True, optional="probs"),
         ],
         outputs=[Output("rows", "PH", of="rows"), Output("probs", "P", of="probs")],
@@ -36,7 +36,7 @@ class SortChunks(Contract[ChunksCase]):
         required = {
             "rows": payload(case.seed, "rows", (count, case.hidden), case.dtype, case.values),
             "chunk_sizes": torch.tensor(case.sizes, dtype=kind),
-            "order": torch.tensor(case.order, dtype=kind),
+            "order": torch.tensor(case.order, dtype=getattr(torch, case.order_dtype)),
         }
         settings: dict[str, Any] = (
             {"probs": probabilities(case.seed, "probs", (count,), case.probs)} if case.probs else {}

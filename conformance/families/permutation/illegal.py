@@ -18,7 +18,7 @@ from conformance.core.illegal import (
 
 
 def _restore_one_more(problem: Problem) -> Problem:
-    tokens, hidden = problem.settings["restore_shape"]
+    tokens, hidden = problem.produced.row_map.num_tokens, problem.required["rows"].shape[1]
     return replace(
         bare(problem), settings=problem.settings | {"restore_shape": (tokens + 1, hidden)}, blame="restore_shape"
     )

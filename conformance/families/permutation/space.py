@@ -23,6 +23,7 @@ COVERED: Changes = {  # the map of every covering array: T = 7, E = 4, one token
 # mutually exclusive, so covered as one axis
 ROOM: list[Changes] = [{}, {"align": 4}, {"capacity": 3}, {"slack": -2}, {"align": 2, "slack": 3}]
 PATTERNS: tuple[Changes, ...] = ({"dtype": "bfloat16"}, {"dtype": "float16", "seed": 1})
+PADDED = {"align": 5}
 FAR: Changes = {"routing": (0b101, 0b010, 0b111), "topk": 3}
 # 2ⁿ + 1 tokens: a loop that ends early misses the last block; seed 1: two experts per token
 LONG: Changes = {"experts": 5, "topk": 2, "seed": 1, "spread": "uniform"}
@@ -108,7 +109,10 @@ def _permuted(scope: Scope) -> list[Any]:
     shapes = [long(scope) | align | {"hidden": 3}, WIDE | align | {"hidden": 3}, columns]
     main = scope.signature.inputs[0].name
     one_column = {"tokens": 5, "experts": 3, "topk": 2, "hidden": 1, "spread": "uniform", "seed": 1} | _gaps(main)
-    return [*shapes, one_column, *_strange(scope), *_counted(scope), *_plain(scope)]
+    crowded = {"tokens": 3, "experts": 40, "topk": 33, "hidden": 9, "spread": "uniform", "dtype": "bfloat16"}
+    double = {"tokens": 5, "experts": 4, "topk": 3, "hidden": 3, "spread": "uniform", "dtype": "float64"}
+    double |= {"probs": "float32", "values": "wide"}
+    return [*shapes, crowded, double, one_column, *_strange(scope), *_counted(scope), *_plain(scope)]
 
 
 def _plain(scope: Scope) -> list[Any]:
@@ -117,6 +121,11 @@ def _plain(scope: Scope) -> list[Any]:
     still = scope.case(few | {"experts": 1, "topk": 1, "spread": "all"})
     wide: Changes = {"tokens": 5, "hidden": 3, "experts": 3, "topk": 2, "spread": "uniform", "probs": "float64"}
     return [*([still] if scope.fits(still) else []), *([wide] if scope.function == Permute.function else [])]
+
+
+def _full(scope: Scope) -> list[Changes]:
+    """One token, the first or the last, with more experts than slots."""
+    return [{"tokens": 3, "experts": 3, "topk": 2, "routing": routing} for routing in ((7, 3, 4), (3, 4, 7))]
 
 
 def _gaps(name: str) -> Changes:
@@ -128,7 +137,8 @@ def _strange(scope: Scope) -> list[Any]:
     """Every 16-bit pattern; strange values at the ends of rows, unless other shapes draw them."""
     edges: Changes = {"tokens": 7, "experts": 3, "topk": 2, "hidden": 5, "spread": "uniform", "values": "edges"}
     every: Changes = {"tokens": 16, "experts": 2, "topk": 1, "hidden": 4096, "spread": "uniform", "values": "every"}
-    patterns = [scope.case(every | kind) for kind in PATTERNS if scope.function == Permute.function]
+    patterns = [scope.case(every | kind) for kind in (PATTERNS[0], PATTERNS[1] | PADDED)]
+    patterns = patterns if scope.function == Permute.function else []
     if scope.space.device == "cuda":
         return patterns[:1]
     return [*(edges | kind for kind in ({"dtype": "float32"}, *PATTERNS)), *patterns]
@@ -284,7 +294,7 @@ MULTIHOT_TO_INDICES = Shapes(
     drawn=maps,
     affordable=affordable,
     covered=COVERED,
-    always=lambda scope: [long(scope), WIDE, {"tokens": 5, "experts": 50, "topk": 33, "spread": "all"}],
+    always=lambda scope: [long(scope), WIDE, {"tokens": 5, "experts": 50, "topk": 33, "spread": "all"}, *_full(scope)],
     far=FAR,
     tall=TWO,
 )

@@ -8,6 +8,7 @@ from conformance.families.quantization import (
     defects_inputs,
     defects_kernels,
     defects_reported,
+    defects_rewritten,
     golden,
     illegal,
     laws,
@@ -28,5 +29,6 @@ FAMILY = Family(
     + defects_edges.DEFECTS
     + defects_kernels.DEFECTS
     + defects_combined.DEFECTS
-    + defects_reported.DEFECTS,
+    + defects_reported.DEFECTS
+    + defects_rewritten.DEFECTS,
 )

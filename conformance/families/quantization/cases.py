@@ -32,6 +32,7 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {  # by scaling and variant
         Recipe("delayed", fp8_format="e4m3", amax_history_len=3, amax_compute_algo="most_recent"),
         Recipe("delayed", amax_history_len=3, margin=2),
         Recipe("delayed", amax_history_len=1, amax_compute_algo="most_recent"),
+        Recipe("delayed", amax_history_len=2),
     ),
     "current": (
         Recipe("current"),
@@ -98,6 +99,8 @@ STEPS = ("quantize", "update", "reduced", "reload")
 EVERY_STEP = "quantize+quantize+reduced+quantize+reload+update+quantize"
 VALUES = ("dyadic", "rows", "wide", "bounds", "midpoints", "tiny", "huge", "zeros", "special")
 MORE_VALUES = ("edges", "every")
+PLAIN = ("dyadic", "rows", "wide", "midpoints")  # values of float64, which float32 rounds
+NEAR_HALF = 2.0**-40  # of a midpoint, which float32 cannot tell from it
 # sums of 16 are exact in float32 in any order: the transform's order is free
 TRANSFORMED = ("dyadic", "midpoints", "tiny", "zeros", "special")
 EVERY_SECOND = ("x", "x.2", "x.4")  # tensors of steps
@@ -154,7 +157,6 @@ class RecipeFields:
 class QuantizeCase(RecipeFields, Case):
     """A tensor, or for delayed scaling one after the other, and its steps."""
 
-    # float64: only for operands quantised inside an expert GEMM; `quantize` refuses it
     dtype: str = dtypes("float32", "bfloat16", "float16", also=("float64",))
     values: str = choice(*VALUES, also=MORE_VALUES, data=True)  # see `x_of`
     scaling: str = choice(*SCALINGS)
@@ -178,8 +180,8 @@ class QuantizeCase(RecipeFields, Case):
     def clash(self) -> str | None:
         if self.no_recipe():
             return self.no_recipe()
-        if self.dtype == "float64":
-            return f"dtype is {self.dtype!r}; a quantiser takes float32, bfloat16 or float16"
+        if self.dtype == "float64" and self.values not in PLAIN:
+            return f"values is {self.values!r}; of float64 they are {', '.join(PLAIN)}"
         if self.tail and not self.experts:
             return f"tail is {self.tail}; without groups (experts 0) no row is past the last one"
         if self.steps.split("+")[0] != "quantize":
@@ -294,6 +296,8 @@ def _midpoints(case: QuantizeCase, noise: Tensor) -> Tensor:
     positive = decode(torch.arange(format.max_code + 1, dtype=torch.uint8), format, dtype=torch.float64)
     middle = (positive[1:] + positive[:-1]) / 2
     value = middle[(noise >> 8) % len(middle)] * torch.where(noise >> 5 & 1 == 1, 1.0, -1.0)
+    if case.dtype == "float64":
+        value = value * (1 + NEAR_HALF * ((noise >> 16) % 3 - 1).double())
     _, decides = _cells(value)
     # negative: float16 ends near E5M2's FMAX; 0: the first delayed scale is 1
     shift = 0 if case.scaling == "delayed" else -(case.seed % 4)

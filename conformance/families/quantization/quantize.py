@@ -147,7 +147,7 @@ class Quantize(Contract[QuantizeCase]):
     case_type = QuantizeCase
     signature = Signature(
         inputs=[
-            Input("x", "MN", ("float32", "bfloat16", "float16"), gradient=True),
+            Input("x", "MN", gradient=True),
             Input("splits", "E", field="index_dtype", optional="experts"),
             Input("noise", "2MN", ("float32",), field="", optional="noisy"),
         ],

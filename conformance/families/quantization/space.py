@@ -32,6 +32,7 @@ GROUPS: list[Changes] = [
     *({"counts": counts, "experts": len(counts), "tokens": sum(counts)} for counts in ((0, 3), (2, 0, 1), (1, 2, 0))),
 ]
 HIDDEN = {"block": 133, "mxfp8": 2, "nvfp4": 3}  # in units
+DOUBLES = ("current", "block", "mxfp8")  # scalings of float64 tensors
 KINDS, MORE_KINDS = (
     tuple(
         {"scaling": scaling, "variant": variant, "role": role, "direction": direction}
@@ -121,6 +122,9 @@ def always(scope: Scope) -> list[Any]:
     both: Changes = {"direction": "both"} if accepted(scope, {"direction": "both"}) else {}
     cases: list[Any] = [
         square | both | {"tokens": 257, "hidden": 129, "values": "rows"},
+        square | both | {"tokens": 130, "hidden": 131, "values": "rows", "gemm": True},
+        *({"scaling": scaling, "tokens": 3, "hidden": 3, "dtype": "float64", "values": "wide"} for scaling in DOUBLES),
+        {"tokens": 40, "hidden": 20, "dtype": "float64", "values": "midpoints"},
         {"scaling": "mxfp8", "tokens": 5, "hidden": 5, "gemm": True, "values": "rows", "dtype": "bfloat16"} | both,
     ]
     if scope.accepts("splits"):
@@ -129,6 +133,8 @@ def always(scope: Scope) -> list[Any]:
             both | ragged | {"scaling": "block", "values": "bounds"},
             {"scaling": "mxfp8", "tokens": 0, "experts": 2, "counts": (0, 0), "tail": 3, "hidden": 2},
             {"tokens": 66, "experts": 40, "hidden": 33, "tail": 2, "values": "wide"},
+            both
+            | {"scaling": "delayed", "tokens": 40, "experts": 20, "hidden": 3, "steps": "quantize+update+quantize"},
         ]
     wide = [both | {"dtype": "bfloat16"} | fields for fields in wide_tensors(scope)]
     return [
@@ -168,7 +174,7 @@ def more_recipes(scope: Scope) -> list[Any]:
                 "direction": "both",
                 "seed": variant,
             }
-            kind |= {"steps": "quantize+update+quantize"} if scaling == "delayed" else {}
+            kind |= {"steps": "quantize+update+" * 3 + "quantize"} if scaling == "delayed" else {}
             found += [scope.mended(scope.case(kind | {"role": role})) for role in roles_of(recipe)]
     return [case for case in found if case.variant >= VARIANTS]
 
@@ -200,6 +206,9 @@ def strange(scope: Scope) -> list[Any]:
         {"scaling": "nvfp4", "tokens": 8, "hidden": 4, "variant": 1},
     ]
     cases = [scope.case(common | kind) for common, kinds in ((edges, small), (every, large)) for kind in kinds]
+    # means of neighbours, of nearly all codes of each format
+    halves: Changes = {"values": "midpoints", "tokens": 40, "hidden": 20}
+    cases += [scope.case(halves | {"role": role}) for role in ("input", "grad_output")]
     if scope.space.device == "cuda":
         cases = cases[:2]
     return [case for case in cases if scope.fits(case)]

@@ -13,6 +13,8 @@ from conformance.families.router import (
     defects_plans,
     defects_ranks,
     defects_reported,
+    defects_rewritten,
+    defects_rewritten_route,
     defects_state,
     defects_steps,
     golden,
@@ -58,5 +60,7 @@ FAMILY = Family(
         *defects_kernels.DEFECTS,
         *defects_combined.DEFECTS,
         *defects_reported.DEFECTS,
+        *defects_rewritten.DEFECTS,
+        *defects_rewritten_route.DEFECTS,
     ),
 )

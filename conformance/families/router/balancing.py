@@ -10,10 +10,9 @@ from torch import Tensor
 from conformance.analysis.running import Running
 from conformance.core.contract import C, Contract, Problem, accumulator_of, computed_in, leaf
 from conformance.core.signature import Input, Output, Signature
-from conformance.core.tensors import hashed
+from conformance.core.tensors import DTYPES, hashed
 from conformance.families.router.cases import (
     COUNTED,
-    FLOATS,
     LOGITS,
     LoadCase,
     LogitsCase,
@@ -25,7 +24,7 @@ from conformance.families.router.cases import (
 from conformance.families.router.plans import activation_of, plan_of, slope_by_plan
 from conformance.families.router.selection import UNDERFLOW, score, slope_of, unspecified_rows
 from conformance.judge import Expectation, Given
-from conformance.judge.bound import Bounded, sum_bound
+from conformance.judge.bound import ROUNDOFF, Bounded, sum_bound
 from conformance.judge.choice import Chosen
 from moe_ref.rounding import accumulator_dtype
 from moe_ref.router.balancing import aux_loss_scores, load_balancing_loss, update_expert_bias, z_loss
@@ -179,7 +178,7 @@ class SinkhornRouting(Contract[LogitsCase]):
     function = "sinkhorn_routing"
     case_type = LogitsCase
     signature = Signature(
-        inputs=[Input("logits", "TE", FLOATS, gradient=True)],
+        inputs=[Input("logits", "TE", LOGITS, gradient=True)],
         outputs=[Output("probs", "TE", of="logits"), Output("routing_map", "TE")],
         required=("topk", "training"),
     )
@@ -223,7 +222,7 @@ class LoadBalancingLoss(_Wide[LoadCase]):
     signature = Signature(
         inputs=[
             Input("scores", "TC", LOGITS, gradient=True),
-            Input("tokens_per_expert", "C", COUNTS, field="map_dtype"),
+            Input("tokens_per_expert", "C", (*COUNTS, "uint8"), field="map_dtype"),  # as LoadCase
         ],
         outputs=[Output("loss", of="scores")],
         required=("total_num_tokens", "topk", "num_experts", "coeff"),
@@ -261,7 +260,7 @@ class UpdateExpertBias(Contract[LoadCase]):
     case_type = LoadCase
     signature = Signature(
         inputs=[
-            Input("expert_bias", "E", ("float32",), field=""),
+            Input("expert_bias", "E", ("float32", "float64")),
             Input("tokens_per_expert", "E", (*COUNTS, "uint8"), field="map_dtype"),  # as LoadCase
         ],
         outputs=[Output("expert_bias", "E")],
@@ -270,7 +269,7 @@ class UpdateExpertBias(Contract[LoadCase]):
 
     def legal(self, case: LoadCase) -> Problem:
         noise = hashed(case.seed, "bias", case.experts).astype(np.int64)
-        bias = torch.from_numpy((noise % 1025 - 512) / 512 * (case.bias / 2)).float()
+        bias = torch.from_numpy((noise % 1025 - 512) / 512 * (case.bias / 2)).to(DTYPES[case.dtype])
         counts = hashed(case.seed, "counts", case.experts).astype(np.int64) % (case.tokens + 1)
         held = counts_past(case, counts if not case.even else np.full(case.experts, case.tokens))
         required = {"expert_bias": bias, "tokens_per_expert": held}
@@ -280,5 +279,5 @@ class UpdateExpertBias(Contract[LoadCase]):
         bias, counts = problem.required.values()
         value = update_expert_bias(bias.double(), counts, **problem.settings)
         step = (value - bias.double()).abs()
-        bound = 2.0**-23 * (value.abs() + step)  # rate and sum are each rounded once
-        return {"expert_bias": Bounded(value, torch.where(step > 0, bound, 0.0), torch.float32, torch.float32)}
+        bound = 2 * ROUNDOFF[bias.dtype] * (value.abs() + step)  # rate and sum are each rounded once
+        return {"expert_bias": Bounded(value, torch.where(step > 0, bound, 0.0), bias.dtype, bias.dtype)}

@@ -147,6 +147,11 @@ class LogitsCase(Case):
     coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff", data=True)  # in eighths
     evaluation: bool = flag(argument="training")
 
+    @property
+    def bias_dtype(self) -> str:
+        """The dtype of the expert bias."""
+        return "float64" if self.dtype == "float64" else "float32"
+
     def clash(self) -> str | None:
         if self.logits and self.spread != "distinct":
             return "explicit logits have no spread"
@@ -254,10 +259,11 @@ def _every(case: LogitsCase, noise: np.ndarray, plain: np.ndarray, dtype: torch.
 
 
 def bias_of(case: LogitsCase) -> Tensor:
-    """[E] expert bias, float32."""
+    """[E] expert bias; a fine one is near 1, in float64 too fine for float32."""
     noise = hashed(case.seed, "bias", case.experts).astype(np.int64)
-    steps = (noise % 257 - 128) / {"small": 256, "large": 2, "fine": 4096}[case.bias] + (case.bias == "fine")
-    return torch.from_numpy(steps).float()
+    fine = 4096 if case.bias_dtype == "float32" else 2**40
+    steps = (noise % 257 - 128) / {"small": 256, "large": 2, "fine": fine}[case.bias] + (case.bias == "fine")
+    return torch.from_numpy(steps).to(DTYPES[case.bias_dtype])
 
 
 def padding_of(case: LogitsCase) -> Tensor:
@@ -279,7 +285,7 @@ class GateCase(Case):
     tokens: int = size("T")
     hidden: int = declared(Resized(default=1, letter="H"))
     experts: int = experts()
-    dtype: str = dtypes(*FLOATS)
+    dtype: str = dtypes(*FLOATS, also=("float64",))
     weight_dtype: str = choice("", "float32", also=("bfloat16",), of=("weight",))  # empty: as dtype
     router_dtype: str = choice("", "fp32", "fp64", argument="router_dtype")
     bias: bool = flag(of=("bias",))
@@ -295,6 +301,16 @@ class GateCase(Case):
     def parameter_dtype(self) -> str:
         """The dtype of weight and bias."""
         return self.weight_dtype or self.dtype
+
+    @property
+    def bias_dtype(self) -> str:
+        """The dtype of the bias: every second one is not the weight's."""
+        return "float32" if self.seed % 2 and self.dtype != "float64" else self.parameter_dtype
+
+    @property
+    def loss_dtype(self) -> str:
+        """The dtype of the loss that x carries."""
+        return "float64" if self.dtype == "float64" else "float32"
 
     def clash(self) -> str | None:
         if self.eps > 15:
@@ -332,7 +348,7 @@ class LoadCase(Case):
     def clash(self) -> str | None:
         if self.counted == "past_31_bits" and self.map_dtype == "int32":
             return "int32 holds no count past 31 bits"
-        if self.counted == "fractions" and (self.function, self.map_dtype) != ("update_expert_bias", "uint8"):
+        if self.counted == "fractions" and self.map_dtype != "uint8":
             return "only counts in float32 have fractions"
         return None
 

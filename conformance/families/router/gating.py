@@ -8,11 +8,13 @@ import torch
 from conformance.core.contract import Contract, Problem
 from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import payload
-from conformance.families.router.cases import FLOATS, GateCase
+from conformance.families.router.cases import LOGITS, GateCase
 from conformance.judge import Expectation
 from conformance.judge.bound import ROUNDOFF, Bounded, sum_bound
 from conformance.judge.exact import Exact
 from moe_ref.router.gating import ROUTER_DTYPES, gate
+
+FINE = 2.0**-40  # of a number near 1, more bits than float32 has
 
 
 def states_of(case: GateCase) -> torch.Tensor:
@@ -29,9 +31,9 @@ class Gate(Contract[GateCase]):
     case_type = GateCase
     signature = Signature(
         inputs=[
-            Input("x", "TH", FLOATS, gradient=True),
+            Input("x", "TH", LOGITS, gradient=True),
             Input("weight", "EH", field="parameter_dtype", gradient=True),
-            Input("bias", "E", field="parameter_dtype", optional="bias", gradient=True),
+            Input("bias", "E", field="bias_dtype", optional="bias", gradient=True),
         ],
         outputs=[Output("logits", "TE", of="x")],
         settings=("router_dtype",),
@@ -42,7 +44,7 @@ class Gate(Contract[GateCase]):
         weight = payload(case.seed, "weight", (case.experts, case.hidden), case.parameter_dtype)
         settings: dict[str, Any] = {}
         if case.bias:
-            settings["bias"] = payload(case.seed, "bias", (case.experts,), case.parameter_dtype)
+            settings["bias"] = payload(case.seed, "bias", (case.experts,), case.bias_dtype)
         if case.router_dtype:
             settings["router_dtype"] = case.router_dtype
         return self.call(case, {"x": x, "weight": weight}, settings)
@@ -99,7 +101,7 @@ class Jitter(Contract[GateCase]):
     function = "jitter"
     case_type = GateCase
     signature = Signature(
-        inputs=[Input("x", "TH", FLOATS)], outputs=[Output("x", "TH")], required=("eps",), random=True
+        inputs=[Input("x", "TH", LOGITS)], outputs=[Output("x", "TH")], required=("eps",), random=True
     )
 
     def legal(self, case: GateCase) -> Problem:
@@ -126,8 +128,8 @@ class AttachLoss(Contract[GateCase]):
     case_type = GateCase
     signature = Signature(
         inputs=[
-            Input("x", "TH", FLOATS, gradient=True),
-            Input("loss", "", ("float32",), field="", gradient=True),
+            Input("x", "TH", LOGITS, gradient=True),
+            Input("loss", "", field="loss_dtype", gradient=True),
         ],
         outputs=[Output("x", "TH", of="x")],
         required=("scale",),
@@ -136,13 +138,16 @@ class AttachLoss(Contract[GateCase]):
 
     def legal(self, case: GateCase) -> Problem:
         x = states_of(case)
-        loss = payload(case.seed, "loss", (), "float32")
-        return self.call(case, {"x": x, "loss": loss}, {"scale": case.scale / 8})
+        loss = payload(case.seed, "loss", (), case.loss_dtype)
+        scale = case.scale / 8 + (FINE if case.dtype == "float64" else 0.0)
+        return self.call(case, {"x": x, "loss": loss}, {"scale": scale})
 
     def expected(self, case: GateCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         right: dict[str, Expectation] = {"x": Exact(problem.required["x"])}
         if "x" in problem.wanted:
             right["d_x"] = Exact(problem.cotangents["x"], "values")
         if "loss" in problem.wanted:
-            right["d_loss"] = Exact(torch.tensor(problem.settings["scale"], dtype=torch.float32), "values")
+            right["d_loss"] = Exact(
+                torch.tensor(problem.settings["scale"], dtype=problem.required["loss"].dtype), "values"
+            )
         return right

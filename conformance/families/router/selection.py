@@ -186,7 +186,7 @@ def _signature(probs: str, chosen: Output) -> Signature:
     return Signature(
         inputs=[
             Input("logits", "TE", LOGITS, gradient=True),
-            Input("expert_bias", "E", ("float32",), field="", optional="bias"),
+            Input("expert_bias", "E", field="bias_dtype", optional="bias"),
             Input("precomputed_indices", "TK", field="index_dtype", optional="precomputed"),
         ],
         outputs=[Output("probs", probs, of="logits"), chosen],

@@ -14,8 +14,11 @@ from conformance.families.router.cases import COUNTED, MORE_SPREADS, SPREADS, Lo
 from conformance.families.router.space_chosen import (
     FINE_FACTORS,
     FINE_KEYS,
+    FINE_LOGITS,
     FINE_SCALE,
     FINE_SCORES,
+    FINER_SCALE,
+    LONG_PLANS,
     MEAN_LENGTH,
     ONE_LENGTH,
     SLOW_PLANS,
@@ -142,6 +145,7 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
         {"tokens": 3, "experts": 8, "topk": 8, "spread": "equal"},
         {"tokens": 65, "experts": 4, "topk": 2, "spread": "ties", "seed": 3},
         {"tokens": 5, "experts": 8, "topk": 6, "spread": "minus_inf"},  # fewer finite logits than slots
+        FINE_LOGITS,
     ]
     if scope.accepts("scaling_factor"):
         fields += FINE_FACTORS
@@ -189,9 +193,8 @@ def _dropped(scope: Scope) -> list[Changes]:
 @st.composite
 def counted(draw: st.DrawFn, scope: Scope) -> Changes:
     """load_balancing_loss and update_expert_bias."""
-    dtypes = ("int64", "int32", "uint8") if scope.function == "update_expert_bias" else ("int64", "int32")
     return draw(shape(scope)) | {
-        "map_dtype": draw(st.sampled_from(dtypes)),
+        "map_dtype": draw(st.sampled_from(("int64", "int32", "uint8"))),
         "values": draw(st.sampled_from(("distinct", "zeros", "negative"))),
         "sequences": draw(st.sampled_from((1, 1, 2, 3))),
         "even": draw(st.sampled_from((False, False, False, True))),
@@ -207,8 +210,8 @@ def _large(scope: Scope) -> list[Changes]:
     """Counts past each number of bits, and with fractions."""
     small: Changes = {"tokens": 6, "experts": 5, "topk": 2}
     found: list[Changes] = [small | {"counted": counted} for counted in COUNTED]
+    found += [small | {"counted": counted, "map_dtype": "uint8"} for counted in (*COUNTED, "fractions")]
     if scope.function == "update_expert_bias":
-        found += [small | {"counted": counted, "map_dtype": "uint8"} for counted in (*COUNTED, "fractions")]
         found += [small | {"counted": "past_24_bits", "map_dtype": "int32"}]
     return found
 
@@ -248,6 +251,8 @@ def _gated(scope: Scope) -> list[Changes]:
         *_special(scope),
         {"tokens": 257, "hidden": 129, "experts": 65},
         wide,
+        wide | {"seed": 1, "hidden": 65},  # a bias of another dtype
+        {"tokens": 5, "hidden": 65, "experts": 4, "dtype": "float64"},
         long,
         *([shared] if scope.space.most_ranks >= 4 else []),
     ]
@@ -269,13 +274,15 @@ GATE = Shapes(
 JITTER = Shapes(
     drawn=states, affordable=near, covered={"tokens": 9, "hidden": 11}, always=_jittered, tall={"hidden": 2}
 )
-ATTACH_LOSS = replace(JITTER, covered={"tokens": 5, "hidden": 11}, always=lambda scope: [*_special(scope), FINE_SCALE])
+ATTACH_LOSS = replace(
+    JITTER, covered={"tokens": 5, "hidden": 11}, always=lambda scope: [*_special(scope), FINE_SCALE, FINER_SCALE]
+)
 SINKHORN_ROUTING = Shapes(
     drawn=plans,
     affordable=convergent,
     covered=LOGITS,
     together=lambda scope: _values("spread", "distinct", "ties", "negative")(scope) | _values("topk", 1, 2)(scope),
-    always=lambda scope: [*SLOW_PLANS],
+    always=lambda scope: [*SLOW_PLANS, *LONG_PLANS],
     far={"experts": 4, "topk": 3},
 )
 DROP_TOKENS = Shapes(

@@ -8,11 +8,18 @@ MANY_REPLAYS = 11  # queued names have numbers of one digit and of two
 SMALL: Changes = {"tokens": 6, "experts": 5, "topk": 2}
 # a scaling factor that bfloat16 rounds by half a unit in its last place
 FINE_FACTOR: Changes = {"tokens": 5, "experts": 8, "topk": 3, "score": "sigmoid", "scaling": 257, "dtype": "bfloat16"}
-FINE_FACTORS = (FINE_FACTOR, FINE_FACTOR | {"groups": 2, "group_topk": 1})
+FINE_FACTORS = tuple(
+    FINE_FACTOR | {"score": score} | groups
+    for score in ("sigmoid", "softmax_pre")
+    for groups in ({}, {"groups": 2, "group_topk": 1})
+)
+# logits that float32 cannot tell apart
+FINE_LOGITS: Changes = {"tokens": 9, "experts": 8, "topk": 3, "spread": "near", "dtype": "float64"}
 # a bias too fine for bfloat16, in groups too; groups of three, with keys below 0
 FINE_BIAS: Changes = {"tokens": 3, "experts": 64, "topk": 8, "spread": "equal", "score": "sigmoid", "bias": "fine"}
 FINE_BIAS |= {"dtype": "bfloat16"}
 BELOW_ZERO: Changes = {"tokens": 5, "experts": 12, "topk": 6, "score": "sigmoid", "bias": "large"}
+FINER_BIAS = FINE_BIAS | {"dtype": "float64", "seed": 1}
 BIASED_GROUPS = (FINE_BIAS | {"groups": 4, "group_topk": 2}, BELOW_ZERO | {"groups": 4, "group_topk": 2})
 # keys that float32 cannot tell apart
 FINE_KEYS: Changes = {"tokens": 30, "experts": 3, "topk": 2, "capacity": 3, "dtype": "float64", "values": "fine"}
@@ -22,7 +29,14 @@ MEAN_LENGTH: Changes = SMALL | {"total": "mean"}
 ONE_LENGTH: Changes = SMALL | {"total": "one"}  # a tensor of shape [1]
 # attached with a scale of more bits than 16-bit numbers have
 FINE_SCALE: Changes = {"tokens": 3, "hidden": 5, "scale": 2049, "dtype": "bfloat16"}
+FINER_SCALE: Changes = {"tokens": 3, "hidden": 5, "dtype": "float64"}
 
+# a plan of more tokens than a block
+LONG_PLANS: tuple[Changes, ...] = (
+    {"tokens": 130, "experts": 4, "topk": 2},
+    {"tokens": 9, "experts": 4, "topk": 2, "dtype": "float64"},
+    {"tokens": 257, "experts": 3, "topk": 1, "dtype": "bfloat16"},
+)
 # plans that change the choice after 4, 11 and 33 of 65 rounds, after 5 and 11 of 54
 SLOW_PLANS: tuple[Changes, ...] = (
     {"tokens": 64, "experts": 2, "topk": 1, "spread": "slow"},
@@ -41,7 +55,7 @@ def grouped(scope: Scope) -> list[Changes]:
     """Many groups; a fine bias; and both."""
     groups = scope.accepts("num_groups") and scope.accepts("group_topk")
     found: list[Changes] = [{"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}] if groups else []
-    return found + ([FINE_BIAS, *(BIASED_GROUPS if groups else ())] if scope.accepts("expert_bias") else [])
+    return found + ([FINE_BIAS, FINER_BIAS, *(BIASED_GROUPS if groups else ())] if scope.accepts("expert_bias") else [])
 
 
 def many_factors(scope: Scope) -> list[GateCase]:
@@ -69,6 +83,10 @@ def strange(scope: Scope) -> list[LogitsCase]:
 # tokens and experts past a block of each together
 MANY_ROUTED: Changes = {"experts": 65, "topk": 4, "losses": "aux+global+z", "padding": 0, "steps": "train+finish+train"}
 
+# recorded and played choices that a bias has moved, among groups; a capacity beside them
+RECORDED: Changes = {"tokens": 9, "experts": 8, "topk": 2, "groups": 4, "group_topk": 2, "bias": True, "rate": 40}
+RECORDED |= {"padding": 0, "losses": "aux", "steps": "train+finish+" * 3 + "record+forward+finish+record+backward"}
+
 # sequences whose mean length is no number of float32
 AVERAGED: Changes = {"tokens": 12, "sequences": 3, "experts": 4, "topk": 2, "dtype": "float64", "seed": 3}
 AVERAGED |= {"losses": "seq", "score": "sigmoid", "padding": 5, "steps": "train+train"}
@@ -85,6 +103,7 @@ def routed(scope: Scope) -> list[Changes]:
     small: Changes = {"tokens": 2, "experts": 4, "topk": 1, "score": "sigmoid", "padding": 0, "losses": ""}
     more = [small | {"steps": many}, small | {"steps": played, "bias": True}]
     saved = [replayed, *more] if scope.accepts("replay") else []
+    saved += [RECORDED] if scope.accepts("replay") else []
     saved += [MANY_ROUTED | {"tokens": scope.space.many}]
     saved += [AVERAGED] if scope.accepts("padding_mask") and scope.accepts("batch_size") else []
     saved += [planned | {"padding": 3 if scope.accepts("padding_mask") else 0} for planned in PLANNED]
