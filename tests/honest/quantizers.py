@@ -212,7 +212,8 @@ def quantize(
         real = x[: sum(sizes)]
         source = TransformedRows.apply(real) if turning else real
         source = torch.cat([source, torch.zeros_like(x[sum(sizes) :])])
-        parts = source.detach()[: sum(sizes)].split(sizes)
+        plain = source.detach()[: sum(sizes)]
+        parts = (plain.float() if plain.dtype == torch.float64 else plain).split(sizes)
         random = (
             [None] * len(sizes)
             if noise is None or role != "grad_output"

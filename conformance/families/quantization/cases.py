@@ -31,8 +31,8 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {  # by scaling and variant
         Recipe("delayed", fp8_format="e4m3", amax_history_len=1, margin=2),
         Recipe("delayed", fp8_format="e4m3", amax_history_len=3, amax_compute_algo="most_recent"),
         Recipe("delayed", amax_history_len=3, margin=2),
-        Recipe("delayed", amax_history_len=1, amax_compute_algo="most_recent"),
         Recipe("delayed", amax_history_len=2),
+        Recipe("delayed", amax_history_len=1, amax_compute_algo="most_recent"),
     ),
     "current": (
         Recipe("current"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from conformance.analysis.running import Running
 from conformance.core.contract import C, Contract, Problem, accumulator_of, computed_in, leaf
 from conformance.core.signature import Input, Output, Signature
-from conformance.core.tensors import DTYPES, hashed
+from conformance.core.tensors import hashed
 from conformance.families.router.cases import (
     COUNTED,
     LOGITS,
@@ -269,7 +269,8 @@ class UpdateExpertBias(Contract[LoadCase]):
 
     def legal(self, case: LoadCase) -> Problem:
         noise = hashed(case.seed, "bias", case.experts).astype(np.int64)
-        bias = torch.from_numpy((noise % 1025 - 512) / 512 * (case.bias / 2)).to(DTYPES[case.dtype])
+        bias = torch.from_numpy((noise % 1025 - 512) / 512 * (case.bias / 2))
+        bias = bias if case.dtype == "float64" else bias.float()
         counts = hashed(case.seed, "counts", case.experts).astype(np.int64) % (case.tokens + 1)
         held = counts_past(case, counts if not case.even else np.full(case.experts, case.tokens))
         required = {"expert_bias": bias, "tokens_per_expert": held}
