@@ -25,6 +25,7 @@ class Input:
     gradient: bool = False
     optional: str = ""  # the case's field or property that is true where it is given
     expands: bool = False  # all its rows may be one row, with stride 0
+    masked: bool = False  # NaN where no element is read: a value has its place
     part_of: str = ""  # the keyword argument, a record, that the tensor is passed in; empty: it is passed itself
 
     @property
@@ -122,9 +123,10 @@ class Signature:
     def overlapping(self) -> list[str]:
         """Inputs and cotangents whose rows may share memory, because any values are legal.
 
-        No maps, indices, counts, noise and parts of records.
+        No maps, indices, counts, noise, parts of records and `masked` inputs.
         """
-        free = {x.name for x in self.inputs if (x.field == "dtype" or x.gradient) and not x.part_of}
+        values = [x for x in self.inputs if x.field == "dtype" or x.gradient]
+        free = {x.name for x in values if not x.part_of and not x.masked}
         made = {x.name for x in self.made_from}
         return [
             name

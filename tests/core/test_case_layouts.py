@@ -92,6 +92,14 @@ def test_maps_and_indices_have_no_rows_that_overlap():
     assert CONTRACTS["permute"].signature.fits(replace(case, layout_of="tokens")) is None
 
 
+def test_an_honest_choice_is_not_judged_by_the_nan_of_another_place():
+    """The NaN of a token that is not routed would be that of a routed one in another row."""
+    scope = scope_of("drop_tokens", Space())
+    assert scope.signature.overlapping == ["d_probs"]
+    (case,) = scope.overlapping()
+    assert evaluate(case, load("tests.honest.routers:OneByOne")).status == "PASS"
+
+
 def test_an_expanded_layout_repeats_its_first_entry_without_memory():
     expanded = laid_out(X, "expanded")
     assert expanded.stride() == (0, 1)

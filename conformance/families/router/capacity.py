@@ -22,7 +22,7 @@ class DropTokens(Contract[LoadCase]):
     case_type = LoadCase
     signature = Signature(
         inputs=[
-            Input("probs", "TE", FLOATS, gradient=True),
+            Input("probs", "TE", FLOATS, gradient=True, masked=True),
             Input("routing_map", "TE", ("bool", "uint8", "int32", "int64"), field="map_dtype"),
         ],
         outputs=[Output("probs", "TE", of="probs"), Output("routing_map", "TE")],
