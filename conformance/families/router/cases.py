@@ -291,7 +291,7 @@ class GateCase(Case):
     bias: bool = flag(of=("bias",))
     eps: int = number(1, *range(16), pairs=(0, 1, 15), argument="eps", data=True)  # in sixteenths
     # in eighths; 2049 of them have more bits than float16
-    scale: int = number(8, *range(-20, 41), 2049, pairs=(8, 3, -8), argument="scale", data=True)
+    scale: int = number(8, *range(-20, 41), 2049, pairs=(8, 3, -8, 0), argument="scale", data=True)
     # of x; special: NaN, infinities and -0 at the ends of rows
     values: str = choice("dyadic", also=("special",), data=True)
     # tokens per rank, all with the same weights; empty: one process

@@ -139,7 +139,7 @@ class AttachLoss(Contract[GateCase]):
     def legal(self, case: GateCase) -> Problem:
         x = states_of(case)
         loss = payload(case.seed, "loss", (), case.loss_dtype)
-        scale = case.scale / 8 + (FINE if case.dtype == "float64" else 0.0)
+        scale = case.scale / 8 + (FINE if case.scale and case.dtype == "float64" else 0.0)
         return self.call(case, {"x": x, "loss": loss}, {"scale": scale})
 
     def expected(self, case: GateCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
