@@ -106,9 +106,12 @@ def rewritten(name: str, title: str, origin: str, functions: Sequence[str], chan
     return Defect(name, title, origin, {function: planted(function) for function in functions})
 
 
+TWO_CONDITIONS = "a mistake that two conditions together invite"
+
+
 def series(first: int, planted: Sequence[tuple[str, str, str, str, str]]) -> tuple[Defect, ...]:
     """RC defects from that number on, each (title, functions, file, old, new)."""
     return tuple(
-        rewritten(f"RC{number:03}", title, "invited", functions.split(), Rewrite(file, old, new))
+        rewritten(f"RC{number:03}", title, TWO_CONDITIONS, functions.split(), Rewrite(file, old, new))
         for number, (title, functions, file, old, new) in enumerate(planted, start=first)
     )
