@@ -54,7 +54,11 @@ DECLARED: dict[str, dict[str, Any]] = {
 
 
 def supports(function: str, **arguments: Any) -> str | None:
-    """A score function that the package refuses: up to 0.16 it has softmax and sigmoid."""
+    """A score function that the package refuses: up to 0.16 it has softmax and sigmoid; and float64
+    where the package has float32 inside: plans, the scale of losses, biases."""
+    narrow = function in ("sinkhorn_routing", "attach_loss", "update_expert_bias")
+    if narrow and any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in arguments.values()):
+        return "float64 is float32 inside"
     return refused(arguments.get("score_function", "softmax"))
 
 

@@ -63,7 +63,8 @@ class Adapter:
         """The answer of Transformer Engine alone, or of ours for what it cannot do."""
         payload = next(iter(arguments.values()), None)
         reason = self._part[function].supports(function, payload, arguments) if function in self._part else ""
-        if reason is None or self.ours is None:
+        # a row map of Transformer Engine is nothing that ours reads
+        if reason is None or self.ours is None or (reason and function == "unpermute"):
             return reason
         answer: str | None = self.ours.supports(function, **arguments) if hasattr(self.ours, "supports") else None
         return answer

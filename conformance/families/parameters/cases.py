@@ -116,6 +116,11 @@ class ShardCase(NearCase):
     def arguments(self) -> tuple[str, ...]:
         return ("tensor_rank",) if self.tensor_ranks > 1 else ()
 
+    def clash(self) -> str | None:
+        if self.names == "flat" and 1 in (self.fc1_rows, self.columns):
+            return "a flat weight of one row for each expert has an entry for each"
+        return super().clash()
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpandCase(NearCase):

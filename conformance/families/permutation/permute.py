@@ -178,8 +178,7 @@ class Unpermute(Contract[RoutingCase]):
         rows = payload(case.seed, "rows", (len(row_map.token_P), case.hidden), case.dtype, style)
         garbage = POISONED[case.poison]
         rows[row_map.token_P == PADDING] = torch.finfo(rows.dtype).max if garbage is None else garbage
-        # the row map and the rows have it too
-        settings: dict[str, Any] = {"restore_shape": (case.tokens, case.hidden)} if case.seed % 3 else {}
+        settings: dict[str, Any] = {"restore_shape": (case.tokens, case.hidden)}
         if case.probs:
             real = row_map.token_P != PADDING
             has_row = torch.zeros(chosen.shape, dtype=torch.bool)

@@ -138,7 +138,7 @@ def _strange(scope: Scope) -> list[Any]:
     edges: Changes = {"tokens": 7, "experts": 3, "topk": 2, "hidden": 5, "spread": "uniform", "values": "edges"}
     every: Changes = {"tokens": 16, "experts": 2, "topk": 1, "hidden": 4096, "spread": "uniform", "values": "every"}
     patterns = [scope.case(every | kind) for kind in (PATTERNS[0], PATTERNS[1] | PADDED)]
-    patterns = patterns if scope.function == Permute.function else []
+    patterns = [case for case in patterns if scope.function == Permute.function and scope.fits(case)]
     if scope.space.device == "cuda":
         return patterns[:1]
     return [*(edges | kind for kind in ({"dtype": "float32"}, *PATTERNS)), *patterns]
