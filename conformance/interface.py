@@ -131,6 +131,12 @@ class Implementation:
         signature = signature_of(getattr(self.namespace, function, None))
         return signature is not None and parameter in signature.parameters
 
+    def has_default(self, function: str, parameter: str) -> bool:
+        """Whether the function's signature names the parameter, with a default."""
+        signature = signature_of(getattr(self.namespace, function, None))
+        named = signature.parameters.get(parameter) if signature else None
+        return named is not None and named.default is not inspect.Parameter.empty
+
     def _takes(self, name: str) -> bool:
         """Whether the function is offered, and takes the parameter by keyword."""
         function, _, parameter = name.partition(".")

@@ -38,6 +38,7 @@ class Problem:
     )
     first: dict[str, Any] = field(default_factory=dict)  # arguments of a script's first call
     others: tuple[str, ...] = ()  # functions that this call needs beside the companions of all
+    omitted: tuple[str, ...] = ()  # redundant settings left out where the implementation has a default
     read: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = (
         None  # reads the outputs' contents after all calls: (implementation, outputs)
     )

@@ -12,7 +12,7 @@ from moe_fast.te.experts import Experts
 from moe_fast.te.features import Features
 from moe_fast.te.mlp import Mlp
 from moe_fast.te.part import Part
-from moe_fast.te.permutation import Permutation
+from moe_fast.te.permutation import Permutation, RowMap
 from moe_fast.te.probes import Probes
 from moe_fast.te.quantized import Quantized
 from moe_fast.te.router import Router
@@ -101,6 +101,9 @@ class Adapter:
                     raise Unavailable(f"it has no {', '.join(lacking)}")
                 return through(*args, **given)
             except Unavailable as reason:
+                if any(isinstance(x, RowMap) for x in args):
+                    told = f"row_map is Transformer Engine's, which cannot do this call ({reason})"
+                    raise TypeError(f"{told}, and ours does not read it: permute with rows like these") from None
                 self._trace.step(f"ours: {reason}")
                 return self._as_declared(function, own(*args, **settings), settings)
 

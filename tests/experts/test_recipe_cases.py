@@ -71,7 +71,8 @@ def test_the_gate_of_an_interpreter_has_every_recipe_and_every_value_once(functi
     assert {case.into for case in cases} == {"", "float32", "float64"} or function != "grouped_wgrad"
     section = next(s for s in sections() if (s.kind, s.function) == ("covering", function))
     assert set(cases) <= set(cases_of(section, PROFILES["gate"], Space(), 0))
-    assert len(cases) < 25
+    # few, as a kernel is interpreted in seconds; a bias has two dtypes more
+    assert len(cases) == (24 if function == "grouped_linear" else 22)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

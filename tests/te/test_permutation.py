@@ -64,6 +64,17 @@ def test_a_release_without_routing_maps_gets_lists_of_experts():
     assert narrow == "permute of 3 columns of float32: no whole 16 bytes"
 
 
+def test_a_row_map_that_ours_cannot_read_is_refused_by_name():
+    adapter = Adapter(standin("2.20"), ours=moe_ref)
+    permuted = adapter.permute(number(5, 16), MAP)
+    rows = permuted.rows.double()
+    assert adapter.supports("unpermute", rows=rows) == "unpermute of float64"
+    with pytest.raises(TypeError, match="row_map is Transformer Engine's, which cannot do this call"):
+        adapter.unpermute(rows, permuted.row_map, restore_shape=(5, 16))
+    own = adapter.permute(number(5, 16).double(), MAP)  # by ours
+    assert adapter.unpermute(own.rows, own.row_map, restore_shape=(5, 16)).dtype == torch.float64
+
+
 def moe_ref_adapter():
     """An adapter of nothing: all is ours."""
     return Adapter(SimpleNamespace(), ours=moe_ref)

@@ -321,10 +321,12 @@ class Runner:
             for name, x in problem.required.items()
         ]
         lacking = self.implementation.lacks(problem.function, problem.settings)
+        omitted = {x for x in problem.omitted if self.implementation.has_default(problem.function, x)} - {problem.blame}
+        left_out = omitted | {*lacking} & {*CONTRACTS[problem.function].redundant}
         settings = {
             name: placed[name] if name in placed else self._on_device(x)
             for name, x in problem.settings.items()
-            if not (name in lacking and name in CONTRACTS[problem.function].redundant)
+            if name not in left_out
         }
         return arguments, settings
 

@@ -89,7 +89,7 @@ DEFECTS = series(
             PERMUTE,
             "weighted_RH = weighted_RH * probs[token_R, expert_R].to(accumulator)[:, None]",
             "read_R = probs[token_R, expert_R]\n"
-            "        if read_R.requires_grad:\n"
+            "        if read_R.requires_grad and restore_shape is None:\n"
             "            read_R.register_hook(lambda g: g.to(rows_PH.dtype).to(g.dtype))\n"
             "        weighted_RH = weighted_RH * read_R.to(accumulator)[:, None]",
         ),
