@@ -7,7 +7,7 @@ whatever base it is planted in.
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from conformance.core.defect import Defect, Wrapper
 
 PEERS = ("reference_world", "reference_layer")  # the collectives and the layer of one rank
+TWO_CONDITIONS = "a mistake that two conditions together invite"
 
 
 class Rewrite(NamedTuple):
@@ -64,7 +65,7 @@ class _Loader(InspectLoader):
         source = self.path.read_text(encoding="utf-8")
         if self.path.as_posix().endswith(f"moe_ref/{self.change.file}"):
             source = changed(source, self.change)
-        return of_copy(source, self.copy)
+        return of_copy(source, self.copy, {peer: f"{self.copy}.{peer}" for peer in PEERS})
 
 
 COPIES = _Copies()
@@ -81,12 +82,13 @@ def changed(source: str, change: Rewrite) -> str:
     return source.replace(change.old, change.new)
 
 
-def of_copy(source: str, copy: str) -> str:
-    """The source with the copy in the place of the reference and its peers."""
-    for peer in PEERS:
-        source = source.replace(f"conformance.peers.{peer}", f"{copy}.{peer}")
-    source = source.replace("import moe_ref\n", f"import {copy} as moe_ref\n").replace('f"moe_ref.', f'f"{copy}.')
-    return re.sub(r"\bfrom moe_ref\b(?!\.config)", f"from {copy}", source)
+def of_copy(source: str, reference: str, peers: Mapping[str, str]) -> str:
+    """The source with other modules in the place of the reference and its peers."""
+    for peer, module in peers.items():
+        source = source.replace(f"conformance.peers.{peer}", module)
+    source = source.replace("import moe_ref\n", f"import {reference} as moe_ref\n")
+    source = source.replace('f"moe_ref.', f'f"{reference}.')
+    return re.sub(r"\bfrom moe_ref\b(?!\.config)", f"from {reference}", source)
 
 
 def rewritten(name: str, title: str, origin: str, functions: Sequence[str], change: Rewrite) -> Defect:
@@ -104,9 +106,6 @@ def rewritten(name: str, title: str, origin: str, functions: Sequence[str], chan
         )
 
     return Defect(name, title, origin, {function: planted(function) for function in functions})
-
-
-TWO_CONDITIONS = "a mistake that two conditions together invite"
 
 
 def series(first: int, planted: Sequence[tuple[str, str, str, str, str]]) -> tuple[Defect, ...]:

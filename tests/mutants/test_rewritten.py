@@ -16,7 +16,7 @@ def test_every_change_is_of_a_text_that_occurs_once_and_gives_python(copy):
     change = COPIES.changes[copy]
     source = (COPIES.reference() / change.file).read_text()
     assert changed(source, change) != source
-    compile(of_copy(changed(source, change), copy), change.file, "exec")
+    compile(of_copy(changed(source, change), copy, {}), change.file, "exec")
 
 
 def test_a_text_that_is_not_there_or_twice_is_refused():
@@ -36,7 +36,8 @@ def test_a_copy_has_the_change_and_the_reference_has_not(monkeypatch):
 
 
 def test_a_copy_takes_its_settings_from_the_reference():
-    read = of_copy("from moe_ref.config import Recipe\nfrom moe_ref.layer import x", "c")
-    assert read.split("\n") == ["from moe_ref.config import Recipe", "from c.layer import x"]
+    source = "from moe_ref.config import Recipe\nfrom moe_ref.layer import x\nfrom conformance.peers.peer import y"
+    expected = "from moe_ref.config import Recipe\nfrom c.layer import x\nfrom c.peer import y"
+    assert of_copy(source, "c", {"peer": "c.peer"}) == expected
     assert {"moe_ref_rc001", "moe_ref_rc240"} <= set(COPIES.changes)
     assert len([name for name in DEFECTS if name.startswith("RC")]) == 240
