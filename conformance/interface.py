@@ -25,7 +25,7 @@ import importlib
 import inspect
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -131,11 +131,11 @@ class Implementation:
         signature = signature_of(getattr(self.namespace, function, None))
         return signature is not None and parameter in signature.parameters
 
-    def has_default(self, function: str, parameter: str) -> bool:
-        """Whether the function's signature names the parameter, with a default."""
+    def with_default(self, function: str, names: Iterable[str]) -> set[str]:
+        """Those of these parameters that the function's signature names, with a default."""
         signature = signature_of(getattr(self.namespace, function, None))
-        named = signature.parameters.get(parameter) if signature else None
-        return named is not None and named.default is not inspect.Parameter.empty
+        known = signature.parameters if signature else {}
+        return {x for x in names if x in known and known[x].default is not inspect.Parameter.empty}
 
     def _takes(self, name: str) -> bool:
         """Whether the function is offered, and takes the parameter by keyword."""

@@ -28,3 +28,8 @@ def with_a_wrong_default(rows, row_map, *, restore_shape=None, probs=None):
 )
 def test_restore_shape_is_left_out_where_it_has_a_default(unpermute, found):
     assert [outcome_of(case, reference(unpermute=unpermute)).status for case in CASES] == found
+
+
+def test_the_finding_says_what_the_call_was_without():
+    wrong = reference(unpermute=with_a_wrong_default)
+    assert outcome_of(CASES[0], wrong).finding["message"].endswith("; called without restore_shape")

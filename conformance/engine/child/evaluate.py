@@ -115,6 +115,9 @@ def _evaluate(
         finding = Finding(shared[0], "memory", shared[1])
     if unresolved and not finding:
         raise unresolved
+    without = ", ".join(implementation.with_default(problem.function, problem.omitted))
+    if finding and without:
+        finding = replace(finding, message=f"{finding.message}; called without {without}")
     if finding:
         _fail(outcome, finding if rank else _with_nan(finding, runner, problem, expected, outputs))
     if scores:

@@ -320,14 +320,11 @@ class Runner:
             opaque[x.field_name] if isinstance(x, Opaque) and opaque else placed.get(name, x)
             for name, x in problem.required.items()
         ]
-        lacking = self.implementation.lacks(problem.function, problem.settings)
-        omitted = {x for x in problem.omitted if self.implementation.has_default(problem.function, x)} - {problem.blame}
-        left_out = omitted | {*lacking} & {*CONTRACTS[problem.function].redundant}
-        settings = {
-            name: placed[name] if name in placed else self._on_device(x)
-            for name, x in problem.settings.items()
-            if name not in left_out
-        }
+        left_out = {*self.implementation.lacks(problem.function, problem.settings)}
+        left_out &= {*CONTRACTS[problem.function].redundant}
+        left_out |= self.implementation.with_default(problem.function, problem.omitted)
+        given = {name: x for name, x in problem.settings.items() if name not in left_out or name == problem.blame}
+        settings = {name: placed[name] if name in placed else self._on_device(x) for name, x in given.items()}
         return arguments, settings
 
     def _forward(self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None) -> Outputs:
