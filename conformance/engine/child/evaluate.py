@@ -13,13 +13,13 @@ from conformance.core.case import Case
 from conformance.core.contract import Contract, Problem
 from conformance.core.law import Trial
 from conformance.core.ranks import AtRank, RankContext
-from conformance.engine.child import relations
+from conformance.engine.child import judged, relations
 from conformance.engine.child.interpreting import mended
 from conformance.engine.child.reached import Reached
 from conformance.engine.child.runner import Blocked, Misbehaved, Outcome, Runner
 from conformance.engine.child.scopes import scope_of_function
 from conformance.interface import Implementation
-from conformance.judge import Expectation, Finding, Resolved, controls, gives_nan, judge
+from conformance.judge import Expectation, Finding, Resolved, gives_nan
 from conformance.judge.exact import bits
 from conformance.texts import described, message
 
@@ -102,26 +102,11 @@ def _evaluate(
     expected = contract.golden[case.golden][1] if case.golden else contract.expected(case, problem, declared)
     expected = {name: x for name, x in expected.items() if name not in declared.get("omits", ())}
     outcome.seconds_reference += time.perf_counter() - started
-    before = _digest(expected)
-    outputs = _guarded(runner, problem)
-    changed, shared = runner.changed, runner.alias if _owns_its_results(contract, case) else None
-    if _digest(expected) != before:
-        raise Misbehaved("memory", "memory", "overwrote memory that belongs to the test")
-    right, unresolved = _resolved(expected, outputs)
-    finding = _first_wrong(contract, problem, right, outputs) or (
-        Finding(changed, "input", f"changed its input {changed}") if changed else None
-    )
-    if shared and not finding:
-        finding = Finding(shared[0], "memory", shared[1])
-    if unresolved and not finding:
-        raise unresolved
-    without = ", ".join(implementation.with_default(problem.function, problem.omitted))
-    if finding and without:
-        finding = replace(finding, message=f"{finding.message}; called without {without}")
+    outputs, right, finding = _called(runner, contract, case, problem, expected)
     if finding:
         _fail(outcome, finding if rank else _with_nan(finding, runner, problem, expected, outputs))
     if scores:
-        outcome.scores = _excess(finding, right, outputs) if finding else _scores(right, outputs)
+        outcome.scores = judged.excess(finding, right, outputs) if finding else judged.scores(right, outputs)
     if rank and not rank.agree(not finding):  # all ranks check the law, or none does
         return
     if finding:
@@ -132,21 +117,41 @@ def _evaluate(
         if finding:
             _fail(outcome, finding)
             return
-    _control(contract, problem, right, outcome)
+    _need_informative(contract, problem, right, outcome)
+
+
+def _called(
+    runner: Runner, contract: Contract[Any], case: Case, problem: Problem, expected: dict[str, Expectation]
+) -> tuple[dict[str, Any], dict[str, Resolved], Finding | None]:
+    """One call's outputs, what is expected given them, and what is wrong with them or memory."""
+    before = _digest(expected)
+    outputs = _guarded(runner, problem)
+    changed, shared = runner.changed, runner.alias if _owns_its_results(contract, case) else None
+    if _digest(expected) != before:
+        raise Misbehaved("memory", "memory", "overwrote memory that belongs to the test")
+    right, unresolved = judged.resolved(expected, outputs)
+    finding = judged.first_wrong(contract, problem, right, outputs)
+    if changed and not finding:
+        finding = Finding(changed, "input", f"changed its input {changed}")
+    if shared and not finding:
+        finding = Finding(shared[0], "memory", shared[1])
+    if unresolved and not finding:
+        raise unresolved
+    without = ", ".join(runner.implementation.with_default(problem.function, problem.omitted))
+    if finding and without:
+        finding = replace(finding, message=f"{finding.message}; called without {without}")
+    return outputs, right, finding
+
+
+def _need_informative(contract: Contract[Any], problem: Problem, right: dict[str, Resolved], outcome: Outcome) -> None:
+    if not judged.is_informative(contract, problem, right):
+        outcome.status, outcome.reason = "UNINFORMATIVE", "no corruption of the expected output would change it"
 
 
 def _owns_its_results(contract: Contract[Any], case: Case) -> bool:
     """Whether the caller may overwrite the inputs and keep the results, as in `buffer_reuse`."""
     law = contract.laws.get("buffer_reuse")
     return law is not None and law.applies(case)
-
-
-def _control(contract: Contract[Any], problem: Problem, right: dict[str, Resolved], outcome: Outcome) -> None:
-    """UNINFORMATIVE, unless a corrupted output would be rejected."""
-    main = (contract.primary, *(f"d_{name}" for name in problem.wanted))
-    informative = sum(controls.check(name, right[name]) for name in main if name in right)
-    if not informative and not any(controls.check(name, x) for name, x in right.items() if name not in main):
-        outcome.status, outcome.reason = "UNINFORMATIVE", "no corruption of the expected output would change it"
 
 
 def _related(case: Case, implementation: Implementation, device: str, outcome: Outcome) -> None:
@@ -167,8 +172,8 @@ def _related(case: Case, implementation: Implementation, device: str, outcome: O
     expected = contract.expected(case, problem, declared)
     outputs = _guarded(runner, problem)
     kept = {name: x for name, x in expected.items() if name not in declared.get("omits", ())}
-    right, unresolved = _resolved(relations.another_run(kept, outputs), outputs)
-    finding = _first_wrong(contract, problem, right, outputs)
+    right, unresolved = judged.resolved(relations.another_run(kept, outputs), outputs)
+    finding = judged.first_wrong(contract, problem, right, outputs)
     if unresolved and not finding:
         raise unresolved
     trial = _trial(case, contract, problem, right, outputs, runner, declared, implementation)
@@ -177,50 +182,7 @@ def _related(case: Case, implementation: Implementation, device: str, outcome: O
     if finding:
         _fail(outcome, finding)
     else:
-        _control(contract, problem, right, outcome)
-
-
-def _resolved(
-    expected: dict[str, Expectation], outputs: dict[str, Any]
-) -> tuple[dict[str, Resolved], Exception | None]:
-    """The expectations given the outputs, and the first error of one, whose dependency is wrong."""
-    right: dict[str, Resolved] = {}
-    first = None
-    for name, expectation in expected.items():
-        try:
-            right[name] = expectation.resolve(outputs)
-        except Exception as error:
-            first = first or error
-    return right, first
-
-
-def _scores(right: dict[str, Resolved], outputs: dict[str, Any]) -> dict[str, float]:
-    """The largest score of each kind over right outputs."""
-    found: dict[str, float] = {}
-    for name, expectation in right.items():
-        observed = outputs.get(name)
-        for kind, score in expectation.scores(observed).items() if isinstance(observed, torch.Tensor) else ():
-            found[kind] = max(found.get(kind, 0.0), score)
-    return found
-
-
-def _excess(finding: Finding, right: dict[str, Resolved], outputs: dict[str, Any]) -> dict[str, float]:
-    """The scores of the wrong output by the check that it failed, none if that has no degrees."""
-    stages = right[finding.output].stages if finding.output in right else ()
-    check = next((stage for stage in stages if stage.check == finding.check), None)
-    return check.scores(outputs[finding.output]) if check else {}
-
-
-def _first_wrong(
-    contract: Contract[Any], problem: Problem, right: dict[str, Any], outputs: dict[str, Any]
-) -> Finding | None:
-    """The first wrong output, explained by the contract where it can."""
-    for name, expectation in right.items():
-        finding = judge(name, expectation, outputs.get(name))
-        if finding:
-            text = contract.explain(problem, name, finding.index, outputs[name]) if finding.index else None
-            return replace(finding, message=text) if text else finding
-    return None
+        _need_informative(contract, problem, right, outcome)
 
 
 def _with_nan(
@@ -300,8 +262,8 @@ def _must_not_pass(
     if problem.on_device and _is_marked(outputs):
         return
     if problem.same_as:
-        right, unresolved = _resolved(contract.expected(case, problem.same_as, declared), outputs)
-        if not unresolved and not _first_wrong(contract, problem.same_as, right, outputs):
+        right, unresolved = judged.resolved(contract.expected(case, problem.same_as, declared), outputs)
+        if not unresolved and not judged.first_wrong(contract, problem.same_as, right, outputs):
             return
     must = "must raise ValueError" + (", or return NaN in each output of numbers" if problem.on_device else "")
     accepted = f"accepted an illegal {problem.blame}; it {must}, or be declared unchecked"
