@@ -113,7 +113,7 @@ def score_mutants(
             such mutant.
     """
     _check(implementation, kind, function)
-    passed = _passed(implementation, seed, jobs, function, kind != "planted", one_gpu)
+    passed = passed_cases(implementation, seed, jobs, function, kind != "planted", one_gpu)
     by_id = {item.case.id: item.case for item in passed} if likely else {}
     # rewriting every file costs more than trying a few mutants
     files = {call.partition(":")[0] for item in passed for call in item.calls} if function else None
@@ -132,7 +132,7 @@ def score_mutants(
     chosen = [chosen[i * len(chosen) // count] for i in range(count)]
     results = []
     with ThreadPoolExecutor(jobs) as workers:
-        for result in workers.map(lambda mutant: _try(mutant, passed), chosen):
+        for result in workers.map(lambda mutant: attempt(mutant, passed), chosen):
             print(result.line, flush=True)
             results.append(result)
     killed = [result for result in results if result.killed]
@@ -181,7 +181,9 @@ def _reached(mutant: Mutant, function: str, passed: list[PassedCase]) -> bool:
     return function in mutant.first or any(mutant.touches in item.calls for item in passed)
 
 
-def _passed(implementation: str, seed: int, jobs: int, function: str, trace: bool, one_gpu: bool) -> list[PassedCase]:
+def passed_cases(
+    implementation: str, seed: int, jobs: int, function: str, trace: bool, one_gpu: bool
+) -> list[PassedCase]:
     """The gate's cases of one or all offered functions, passed by the implementation itself.
 
     Raises:
@@ -273,7 +275,7 @@ def _order(mutant: Mutant, passed: list[PassedCase]) -> Iterator[Case]:
         yield from (case for row in rows for case in row if case is not None)
 
 
-def _try(mutant: Mutant, passed: list[PassedCase]) -> Result:
+def attempt(mutant: Mutant, passed: list[PassedCase]) -> Result:
     """Run cases until a wrong value or a broken law, or to the end."""
     started, count, crash, hangs = time.monotonic(), 0, None, 0
     with tempfile.TemporaryDirectory(prefix="moe-conformance-mutant-") as folder:
