@@ -241,7 +241,7 @@ def check_topk_routing(
 
 
 def check_padding_mask(padding_mask: Tensor | None, tokens: int) -> None:
-    """True marks padding; one entry per token."""
+    """A bool for each token, True for padding."""
     if padding_mask is not None:
         require(
             tuple(padding_mask.shape) == (tokens,),
@@ -249,7 +249,7 @@ def check_padding_mask(padding_mask: Tensor | None, tokens: int) -> None:
             f"of shape {tuple(padding_mask.shape)}",
             f"of shape ({tokens},)",
         )
-        require(not padding_mask.is_floating_point(), "padding_mask", f"of dtype {padding_mask.dtype}", "bool")
+        require(padding_mask.dtype == torch.bool, "padding_mask", f"of dtype {padding_mask.dtype}", "torch.bool")
 
 
 def check_drop_tokens(probs: Tensor, routing_map: Tensor, capacity: int, drop_policy: str) -> None:

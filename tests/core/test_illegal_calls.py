@@ -124,6 +124,7 @@ ILLEGAL = [
     (scored, {"padding_mask": ROUTED[:3, 0]}, "padding_mask is of shape (3,)"),
     (scored, {"padding_mask": ROUTED}, "padding_mask is of shape (4, 6)"),
     (scored, {"padding_mask": SCORES[:, 0]}, "padding_mask is of dtype torch.float32"),
+    (scored, {"padding_mask": SCORES[:, 0].int()}, "padding_mask is of dtype torch.int32; it must be torch.bool"),
     (balanced, {"scores": SCORES[0]}, "scores is of shape (6,)"),
     (balanced, {"num_experts": 4}, "scores is of shape (4, 6)"),
     (balanced, {"num_experts": 0}, "num_experts is 0"),
