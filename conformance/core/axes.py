@@ -23,6 +23,7 @@ from conformance.core.signature import Signature
 
 Changes = dict[str, Any]
 
+FEW = 16  # values that are a list; more are a range
 LATTICE = tuple(sorted({max(2**p + d, 0) for p in range(12) for d in (-1, 0, 1)}))  # 2^p, 2^p ± 1
 
 
@@ -70,6 +71,10 @@ class Axis:
     def covered(self, signature: Signature) -> list[Changes]:
         """Values whose pairs with other axes' values a covering array has."""
         return []
+
+    def each(self, signature: Signature) -> list[list[Changes]]:
+        """Values of which every run has each in some case; equal ones together, one is enough."""
+        return [[changes] for changes in self.covered(signature)]
 
     def wrong(self, value: Any) -> str:
         """The legal values, if `value` is not one of them; else empty."""
@@ -207,6 +212,9 @@ class Choice(Axis):
     def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: value} for value in self.values]
 
+    def each(self, signature: Signature) -> list[list[Changes]]:
+        return [[{self.name: value}] for value in self.values + self.also]
+
     def wrong(self, value: Any) -> str:
         known = self.values + self.also
         right = any(type(value) is type(one) and value == one for one in known)
@@ -246,6 +254,9 @@ class Dtype(Choice):
     def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: value} for value in self.allowed(signature, self.values)]
 
+    def each(self, signature: Signature) -> list[list[Changes]]:
+        return [[{self.name: value}] for value in self.allowed(signature, self.values + self.also)]
+
 
 @dataclass(kw_only=True)
 class Number(Choice):
@@ -261,6 +272,11 @@ class Number(Choice):
     def covered(self, signature: Signature) -> list[Changes]:
         given = [{self.name: value} for value in self.pairs]
         return given if self.argument in signature.required else [{self.name: self.default}, *given]
+
+    def each(self, signature: Signature) -> list[list[Changes]]:
+        """Its values; of many the first and the last."""
+        given = self.values[1:] if len(self.values) <= FEW else (self.values[1], self.values[-1])
+        return [[{self.name: value}] for value in dict.fromkeys(given + self.pairs)]
 
     def wrong(self, value: Any) -> str:
         least = min(0, *(v for v in self.values if v is not None))

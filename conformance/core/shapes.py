@@ -29,3 +29,4 @@ class Shapes:
     illegal: Changes = field(default_factory=lambda: {"tokens": 2, "experts": 2})
     real: Callable[[Any], Changes] | None = None  # the fields of a case of a model's size, to be timed
     weight: float = 1  # the function's share of a run
+    kernels: bool = True  # whether its calls compile some; without, a GPU has a CPU's cases

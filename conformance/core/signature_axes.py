@@ -77,6 +77,11 @@ class Layout(Axis):
     def covered(self, signature: Signature) -> list[Changes]:
         return [self.placed(), *(self.placed(x, of) for of, x in signature.layouts(far=False))]
 
+    def each(self, signature: Signature) -> list[list[Changes]]:
+        """Each layout of near addresses, of any tensor."""
+        every = [*signature.layouts(far=False), *((of, x) for x in ("negated", "sliced") for of in signature.placed)]
+        return [[self.placed(x, of) for of, x in every if x == layout] for layout in dict.fromkeys(x for _, x in every)]
+
     def wrong(self, value: Any) -> str:
         return "" if value in LAYOUTS else f"one of {', '.join(LAYOUTS)}"
 

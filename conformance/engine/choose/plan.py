@@ -6,9 +6,11 @@ The cases depend only on the section, the profile, the run's seed and the implem
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
+from conformance.core.each_value import left_out
 from conformance.core.ranks import ranks_of
 from conformance.core.scope import Scope
 from conformance.core.signature import FAR
@@ -67,7 +69,7 @@ def structures_of(
 
 def _structures(section: Section, profile: Profile, space: Space, seed: int, where: Where) -> Iterator[Structure]:
     """The same with further cases, which do not match. Rows and drawn cases are moved to match."""
-    amount = profile.amount(space)
+    amount = profile.amount(section.function, space)
     scope = scope_of(section.function, replace(space, few_kernels=amount.few_kernels))
     if section.kind == "fixed":
         yield from ([case] for case in fixed_cases(section.function, space))
@@ -78,7 +80,9 @@ def _structures(section: Section, profile: Profile, space: Space, seed: int, whe
         rows = scope.covering().first(amount.covering(section.function), amount.share)
         others = [*fixed_cases(section.function, space), *scope.always(), *scope.far(), *rows]
         chosen = [*rows, *scope.more(others)]
-        yield from _varied(scope, _moved(scope, chosen, where, seed), amount.cases, seed)
+        varied = list(_varied(scope, _moved(scope, chosen, where, seed), amount.cases, seed))
+        yield from varied
+        yield from ([case] for case in left_out(scope, [*others, *chain(*varied)]))
     elif section.kind == "drawn":
         source, random_source = run_seed(section.function, seed), random.Random(seed)
         kept, most = (lambda case: where.steered(scope, case, random_source)), DRAWS if where.terms else 4

@@ -197,7 +197,7 @@ class Session:
 
     def _has_cases(self, section: Section) -> bool:
         """Whether cases may fall to the section: the others would leave parts of a run empty."""
-        if section.kind == "covering" and not self.profile.amount(self.space).rows:
+        if section.kind == "covering" and not self.profile.amount(section.function, self.space).rows:
             return False
         chosen = section.function in self.choice.functions
         return section.kind == "corpus" or (chosen and self._offered(section.function))

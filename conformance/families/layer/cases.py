@@ -4,13 +4,14 @@ Every logit is exact in the router's dtype, and the keys of the choice have gaps
 router has one map, whatever the order of its sums, and all that follows can be bounded given it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from conformance.core.axes import choice, declared, dtypes, flag, number, size, words
+from conformance.core.axes import Changes, Choice, choice, declared, dtypes, flag, number, size, words
 from conformance.core.case import Case
 from conformance.core.shared_out import counts
 from conformance.core.signature import FAR
@@ -33,6 +34,17 @@ ROUTER_FIELDS = (
     *("capacity", "pad", "policy", "per_token", "divisor", "sinkhorn"),
 )
 KIND = ("", "squared_relu", "geglu")
+
+
+@dataclass(kw_only=True)
+class Padded(Choice):
+    """A recipe, and to which multiple it pads an expert's rows."""
+
+    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+        recipe = getattr(case, self.name)
+        yield {self.name: recipe, "align": case.align}
+        yield {self.name: recipe, "align": UNIT["mxfp8"] if recipe == "mxfp8" else 0}
+        yield {self.name: self.default, "align": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +84,8 @@ class LayerCase(Case):
     shared_interleave: int = number(0, 1, 2, pairs=(2,))
     stored: bool = flag()  # fp8_input_store
     on_input: bool = flag()
-    recipe: str = choice("", "current", "block", "mxfp8", "delayed")  # scaling of the experts' products
+    # scaling of the experts' products
+    recipe: str = declared(Padded(default="", values=("", "current", "block", "mxfp8", "delayed")))
     align: int = number(0, 16, 32, 64, 256, pairs=(16, 32))  # rows of an expert, padded with a recipe; 0: not given
     dispatcher: str = choice(*DISPATCHERS)
     counts: tuple[int, ...] = counts()  # tokens per rank; empty: one process

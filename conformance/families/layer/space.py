@@ -87,7 +87,7 @@ PRODUCTS: tuple[Changes, ...] = (
     {"recipe": "current", "align": 16},
     {"recipe": "block"},
 )
-BLOCKS: Changes = {"recipe": "mxfp8", "align": 32, "hidden": 1, "width": 1, "dtype": "bfloat16"}
+BLOCKS: Changes = {"recipe": "mxfp8", "align": 32, "hidden": 1, "width": 1, "dtype": "bfloat16", "router_dtype": "fp32"}
 GATES: tuple[Changes, ...] = (
     {},
     {"kind": "squared_relu"},

@@ -1,6 +1,7 @@
 """Which cases of parameters run: small ones, because nothing is computed."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from conformance.core.scope import Scope
@@ -65,21 +66,20 @@ def _every_extra(scope: Scope) -> list[dict[str, Any]]:
     return [*found, *({"kept": word, "experts": 12, "history": 2} for word in words[:2])]
 
 
+_on_host = partial(Shapes, weight=SHARE, kernels=False)
 _SIZES = {"experts": 3, "rows": 2, "columns": 4}
-NORMALIZE_PARAMETERS = Shapes(weight=SHARE, covered=_SIZES, always=_every_state, illegal=_SIZES | {"weights": "packed"})
+NORMALIZE_PARAMETERS = _on_host(covered=_SIZES, always=_every_state, illegal=_SIZES | {"weights": "packed"})
 NORMALIZE_MASTER_PARAMETERS = replace(NORMALIZE_PARAMETERS, always=_every_master, illegal=_SIZES | {"first": "packed"})
-CONVERT_EXPERTS = Shapes(weight=SHARE, covered=_SIZES, illegal=_SIZES | {"fc1": "packed", "fc2": "packed"})
-SHARD_PARAMETERS = Shapes(weight=SHARE, covered=_SIZES, always=_every_world, illegal=_SIZES)
-EXPAND_SHARD = Shapes(weight=SHARE, covered={"sizes": (3, 0, 1, 4)}, always=_every_shard, illegal={"sizes": (2, 3)})
-SPLIT_EXTRA_STATE = Shapes(
-    weight=SHARE,
+CONVERT_EXPERTS = _on_host(covered=_SIZES, illegal=_SIZES | {"fc1": "packed", "fc2": "packed"})
+SHARD_PARAMETERS = _on_host(covered=_SIZES, always=_every_world, illegal=_SIZES)
+EXPAND_SHARD = _on_host(covered={"sizes": (3, 0, 1, 4)}, always=_every_shard, illegal={"sizes": (2, 3)})
+SPLIT_EXTRA_STATE = _on_host(
     covered={"experts": 3, "history": 2},
     always=_every_extra,
     illegal={"experts": 2, "kept": "whole"},
 )
 MERGE_EXTRA_STATE = replace(SPLIT_EXTRA_STATE, illegal={"experts": 2, "kept": "split"})
-UPCYCLE = Shapes(
-    weight=SHARE,
+UPCYCLE = _on_host(
     covered={"width": 3, "hidden": 5},
     illegal={"copies": 2, "granularity": 2, "width": 3, "hidden": 2},
 )

@@ -1,0 +1,89 @@
+"""Each value of each axis in some case: what a covering array cut short, or a draw, has left out.
+
+Pairs of values cost structures, which a compiler takes seconds for, so a gate on a GPU has part of
+them. Single values are few: each that no case has yet gets one. Those that need kernels of their
+own share a case; those of data have one each, because empty or zero data may hide what else is new.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from conformance.core.axes import Changes
+from conformance.core.scope import Scope
+from conformance.core.signature import FAR
+
+WHOLE = "recipe"  # its fields are numbers in a table
+
+
+def left_out(scope: Scope, cases: list[Any]) -> list[Any]:
+    """Cases with the values of axes, and the laws, that none of these has.
+
+    Each is one of the cases with some of its fields changed, mended; laws in turn. A value that no
+    case takes is left out.
+    """
+    drawn = [case for case in cases if not (case.golden or case.illegal or case.before)]
+    wanted = [each for each in values(scope) if not any(_has(case, one) for case in drawn for one in each)]
+    bases = [case for case in drawn if case.layout not in FAR and not case.is_large]
+    found: list[Any] = []
+    while wanted:
+        first, *wanted = wanted
+        turn = len(found) % max(len(bases), 1)
+        case, kept = next(_placed(scope, bases[turn:] + bases[:turn], {}, first), (None, {}))
+        if case is None:
+            continue
+        for each in [each for each in wanted if not (_of_data(scope, first) or _of_data(scope, each))]:
+            more = next(_placed(scope, [case], kept, each), None)
+            if more:
+                case, kept = more
+                wanted = [left for left in wanted if left is not each]
+        found.append(case.changed(seed=case.seed + 1 + len(found)))
+    found = scope.lawful(found)
+    tested = {case.law for case in drawn + found}
+    plain = [scope.mended(case.changed(grads="", layout="contiguous", layout_of="")) for case in drawn]
+    for law in scope.contract.laws.values():
+        if law.name not in tested and law.device in ("", scope.space.device):
+            found += [case.changed(law=law.name) for case in drawn + plain if law.applies(case)][:1]
+    return found
+
+
+def values(scope: Scope) -> Iterator[list[Changes]]:
+    """The values that are to occur, each with its equals: of axes, and of axes that go together.
+
+    A field that is covered by itself in another way has only those values; one that is covered with
+    others also its own, unless it means nothing without them.
+    """
+    joint = scope.contract.shapes.together(scope)
+    fixed = {name for key, group in joint.items() for name in _fields(group) if key == WHOLE or len(_fields(group)) < 2}
+    single = [each for axis in scope.axes if axis.name not in fixed for each in axis.each(scope.signature)]
+    for each in [*([changes] for group in joint.values() for changes in group if changes), *single]:
+        if not any(map(callable, each[0].values())):
+            yield each
+
+
+def _fields(group: list[Changes]) -> set[str]:
+    return {name for changes in group for name in changes}
+
+
+def _of_data(scope: Scope, each: list[Changes]) -> bool:
+    """Whether the values change the contents of tensors alone."""
+    return all(axis.data for axis in scope.axes if axis.name in each[0])
+
+
+def _has(case: Any, changes: Changes) -> bool:
+    return all(getattr(case, name) == value for name, value in changes.items())
+
+
+def _placed(scope: Scope, cases: list[Any], kept: Changes, each: list[Changes]) -> Iterator[tuple[Any, Changes]]:
+    """The cases with one of the values, where it fits beside what is kept, and all to be kept."""
+    for case in cases:
+        for changes in each:
+            if any(name in kept for name in changes):
+                continue
+            wanted = kept | changes
+            try:
+                changed = case.changed(**wanted)
+            except ValueError:
+                continue
+            other = scope.mended(scope.contract.shapes.affordable(changed, scope))
+            if _has(other, wanted) and scope.fits(other):
+                yield other, wanted

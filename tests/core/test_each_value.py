@@ -1,0 +1,74 @@
+"""Each value of each axis, and each law, is in some case of the gate, on a CPU and on a GPU."""
+
+import pytest
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.each_value import left_out, values
+from conformance.core.space import Space
+from conformance.engine.child.child import MOST_RANKS
+from conformance.engine.choose.draw import scope_of
+from conformance.engine.choose.plan import KINDS, Section, cases_of
+from conformance.engine.choose.profiles import PROFILES
+
+GATE = PROFILES["gate"]
+SPACES = {"cpu": Space(ranks=4), "cuda": Space(device="cuda", ranks=1, shared_ranks=MOST_RANKS)}
+PLAIN = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
+GATED = ("geglu", "geglu_erf", "quick_geglu", "reglu", "swiglu")
+
+
+def missing(function, space, cases):
+    """The values that no case has, and the laws."""
+    scope = scope_of(function, space)
+    drawn = [case for case in cases if not (case.golden or case.illegal)]
+    lost = [
+        each[0]
+        for each in values(scope)
+        if not any(all(getattr(case, name) == value for name, value in one.items()) for case in drawn for one in each)
+    ]
+    known = {name for name, law in scope.contract.laws.items() if law.device in ("", space.device)}
+    return lost + [{"law": name} for name in known - {case.law for case in drawn}]
+
+
+def impossible(function):
+    """Values that no case has, though the axis does: other functions of the family have them."""
+    if "glu" in function or function.startswith("activation"):
+        return [{"kind": kind} for kind in (PLAIN if "glu" in function else GATED)]
+    if function == "aux_loss_scores":
+        return [{"score": "softmax_pre"}]
+    found = [{"law": "autocast"}] if function in ("pad_routing_map", "deepep_layout", "sequential_mlp") else []
+    name = {"pad_routing_map": "routing_map", "deepep_layout": "indices"}.get(function)
+    if name:  # negated integers
+        found += [{"layout": "negated", "layout_of": name}]
+    if function.endswith(("_dispatch", "_combine")):  # cotangents of all ranks together
+        found += [{"layout": "expanded", "layout_of": f"d_{out}"} for out in ("rows", "tokens", "ordered")]
+    if function in ("deepep_cached_dispatch", "deepep_combine"):  # rows without scales
+        found += [{"scale_dtype": dtype} for dtype in ("int32", "uint8", "float8_e8m0fnu")]
+        found += [{"layout": "strided", "layout_of": "scales"}]
+    if "low_latency" in function:
+        found += [{"drop_zeros": True}, {"fp8": "least"}]
+    return found
+
+
+@pytest.mark.parametrize("device", SPACES)
+@pytest.mark.parametrize("function", CONTRACTS)
+def test_each_value_and_each_law_has_a_case(function, device):
+    cases = [case for kind in KINDS[1:] for case in cases_of(Section(kind, function), GATE, SPACES[device], 0)]
+    assert [lost for lost in missing(function, SPACES[device], cases) if lost not in impossible(function)] == []
+
+
+def test_without_them_values_and_laws_are_missing():
+    scope = scope_of("grouped_mlp", SPACES["cuda"])
+    rows = scope.covering().cases[:8]
+    assert {"kind": "gelu"} in missing("grouped_mlp", SPACES["cuda"], rows)
+    assert {"law": "host_sync"} in missing("grouped_mlp", SPACES["cuda"], rows)
+    assert missing("grouped_mlp", SPACES["cuda"], rows + left_out(scope, rows)) == []
+
+
+def test_what_is_left_out_is_little_and_nothing_comes_twice():
+    scope = scope_of("permute", SPACES["cpu"])
+    rows = scope.covering().cases
+    found = left_out(scope, rows)
+    assert 0 < len(found) < 20
+    assert len({case.text for case in rows + found}) == len(rows) + len(found)
+    assert left_out(scope, rows + found) == []
+    assert all(scope.fits(case) for case in found)
