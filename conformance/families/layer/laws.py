@@ -142,9 +142,10 @@ def _whole(case: Any) -> bool:
 
 
 def _saves(case: Any) -> bool:
-    """Whether rows and activations are saved as they are, or codes of them."""
+    """Whether all rows and activations are saved, as they are or as codes."""
     every = all(name in case.grads.split("+") for name in ("x", *DELAYED_WEIGHTS))
-    return every and not (case.stored or case.on_input or case.align or case.override)
+    fewer = case.budget or case.roomless  # rows for which there is no room are not saved
+    return every and not (case.stored or case.on_input or case.align or case.override or fewer)
 
 
 DELAYED = Law(
