@@ -282,7 +282,8 @@ DEFECTS = series(
             "permutation/_routing_map.py",
             "for slot in range(num_slots):\n        later",
             (
-                "for slot in range(tl.program_id(1) * BLOCK_K, tl.minimum(num_slots, (tl.program_id(1) + 1) * BLOCK_K)):\n"
+                "here = tl.program_id(1) * BLOCK_K\n"
+                "    for slot in range(here, tl.minimum(num_slots, here + BLOCK_K)):\n"
                 "        later"
             ),
         ),
