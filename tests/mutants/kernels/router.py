@@ -101,7 +101,7 @@ DEFECTS = series(
             "drop_tokens",
             "router/_capacity.py",
             "word = tl.where(word == -magnitude - 1, 0, word)",
-            "word = tl.where(word == -magnitude - 2, 0, word)",
+            "word = tl.where(word == 0, 0, word)",
         ),
         (
             "with as many tokens as a power of two, the last is not kept at a tie",
@@ -272,14 +272,14 @@ DEFECTS = series(
         ),
         (
             "a frozen router keeps its counts",
-            "finish_batch",
+            "route",
             "router/route.py",
             "return state._replace(\n        tokens_per_expert=zero(",
             ("return state if frozen else state._replace(\n        tokens_per_expert=zero("),
         ),
         (
             "the bias moves by the counts of the ranks that share a sequence",
-            "finish_batch",
+            "route",
             "router/route.py",
             "counts = (ranks or RouterRanks()).tp_dp_cp.sum",
             "counts = (ranks or RouterRanks()).tp_cp.sum",
