@@ -157,7 +157,8 @@ def _strange(scope: Scope) -> list[Any]:
 
 def _counted(scope: Scope) -> list[Changes]:
     """Rows of one expert: exactly a tile's, past 8 and on a GPU past 15 and 16 bits; as many of one
-    of four experts; room for more than a tile, on a GPU past 15 bits.
+    of four experts; room for more than a tile, on a GPU past 15 bits; there as many rows of fewer
+    tokens.
     """
     one: Changes = {"experts": 2, "topk": 1, "hidden": 1, "spread": "one_hot", "probs": ""}
     rows: tuple[int, ...] = (128, 256, 32769, 65538) if scope.space.device == "cuda" else (64, 128, 258)
@@ -169,6 +170,8 @@ def _counted(scope: Scope) -> list[Changes]:
         found.append(one | {"tokens": 32770, "capacity": 32769, "align": 0})
     if scope.accepts("align"):
         found.append(one | {"tokens": 67, "align": 256})
+    if scope.space.device == "cuda" and scope.function == Permute.function:
+        found.append({"tokens": 4100, "experts": 8, "topk": 8, "hidden": 1, "spread": "all", "probs": ""})
     if scope.space.device == "cuda":  # experts and tokens past a block together
         found.append({"tokens": 300, "experts": 300, "topk": 3, "hidden": 3, "spread": "uniform"})
     return found

@@ -135,31 +135,11 @@ DEFECTS = series(
             "*(None if drow_probs is None else bits(drow_probs), 1),",
         ),
         (
-            "without columns and probs the lists of rows are not written",
-            "permute unpermute",
-            "permutation/permute.py",
-            "columns = columns if row_slots is None else max(1, columns)",
-            "columns = columns if row_probs is None else max(1, columns)",
-        ),
-        (
             "align 1 has no pad_offsets",
             "permute",
             "permutation/permute.py",
             "pad_offsets = None if align is None else slots.pad_offsets",
             "pad_offsets = None if align in (None, 1) else slots.pad_offsets",
-        ),
-        (
-            "the rows' probs require a gradient if the tokens alone do",
-            "permute",
-            "permutation/permute.py",
-            (
-                "for output, needed in zip((rows, row_probs), ctx.needs_input_grad, strict=False)\n"
-                "            if output is not None and not needed"
-            ),
-            (
-                "for output, needed in zip((rows, row_probs), ctx.needs_input_grad, strict=False)\n"
-                "            if output is not None and not (needed or ctx.needs_input_grad[0])"
-            ),
         ),
         (
             "of restore_shape the tokens are not checked",
@@ -188,20 +168,6 @@ DEFECTS = series(
             "permutation/row_map.py",
             'gaps = {"expert_gaps": bool(capacity > num_tokens), "tail_gap": False}',
             'gaps = {"expert_gaps": False, "tail_gap": False}',
-        ),
-        (
-            "a slot has 32 bits up to 65536 tokens",
-            "permute unpermute",
-            "permutation/row_map.py",
-            "torch.int32 if num_tokens <= 1 << 15 else torch.int64",
-            "torch.int32 if num_tokens <= 1 << 16 else torch.int64",
-        ),
-        (
-            "lists of rows have 32 bits, too few for 32768 rows",
-            "permute unpermute",
-            "permutation/row_map.py",
-            ("slots_TE = torch.empty(self.slots_TE.shape, dtype=torch.int64, device=self.slots_TE.device)"),
-            "slots_TE = torch.empty_like(self.slots_TE)",
         ),
         (
             "lists of rows are kept by their shape, and overwritten by the next call",
