@@ -3,7 +3,7 @@
 A set S is admissible if min_{e∈S} (key + δ) ≥ max_{e∉S} (key - δ). If the K-th and the next key
 differ by more than 2δ, exactly one set is admissible. Under group limits, S is admissible if it
 lies in an admissible set of groups. If `tie_rule` is "lowest_index", experts with identical inputs
-must be chosen in that order.
+must be chosen in that order, and groups too.
 """
 
 import itertools
@@ -111,15 +111,23 @@ def _best(high: Tensor, low: Tensor, chosen: Tensor, allowed: Tensor) -> bool:
 
 
 def _jumps(expected: Chosen, row: int, chosen: Tensor) -> bool:
-    """Whether a later expert with the same input was chosen over an earlier one."""
+    """Whether a later expert with the same input was chosen over an earlier one of its group, or
+    over the one at its place in a group of all the same inputs.
+    """
     size = len(chosen) // expected.groups if expected.groups else len(chosen)
+    taken = chosen.tolist()
+    places: dict[tuple[tuple[float, ...], ...], set[int]] = {}  # those chosen in the last group of such inputs
     for start in range(0, len(chosen), size):
+        keys = tuple(tuple(float(x[row, e]) for x in expected.inputs) for e in range(start, start + size))
         seen: dict[tuple[float, ...], bool] = {}
-        for e in range(start, start + size):
-            key = tuple(float(x[row, e]) for x in expected.inputs)
-            if seen.get(key, True) is False and bool(chosen[e]):
+        for key, one in zip(keys, taken[start : start + size], strict=True):
+            if seen.get(key, True) is False and one:
                 return True
-            seen[key] = bool(chosen[e]) and seen.get(key, True)
+            seen[key] = one and seen.get(key, True)
+        here = {place for place in range(size) if taken[start + place]}
+        if not here <= places.get(keys, here):
+            return True
+        places[keys] = here
     return False
 
 

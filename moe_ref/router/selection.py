@@ -33,7 +33,8 @@ def topk_indices(
 
     S holds the K largest keys; of equal keys the lower expert. With G groups of E/G consecutive
     experts, S is chosen in the `group_topk` groups with the largest Σ of their K // group_topk
-    largest keys. Weights are multiplied by `scaling_factor`. Bias and choice get no gradient.
+    largest keys; of equal groups the lower. Weights are multiplied by `scaling_factor`. Bias and
+    choice get no gradient.
 
     -∞ is a key like others, of weight 0. A row with NaN or +∞, or softmax of -∞ alone, gives K
     different experts of unspecified weights; sqrtsoftplus of a logit below -87 has no specified

@@ -1,6 +1,7 @@
 """Illegal calls of permutation."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -40,6 +41,15 @@ def _sizes_too_large(problem: Problem) -> Problem:
     )
 
 
+def _index_too_large_with_gradient(problem: Problem) -> Problem:
+    """The gradient of a slot that may be read as empty is then 0, and that of no other expert."""
+    wrong, probs = index_too_large_for_a_slot(problem), problem.required["probs"]
+    assert wrong.same_as is not None
+    shape = (len(probs), problem.settings["num_experts"])
+    learns: dict[str, Any] = {"wanted": ("probs",), "cotangents": {"probs": torch.ones(shape, dtype=probs.dtype)}}
+    return replace(wrong, same_as=replace(wrong.same_as, **learns), **learns)
+
+
 PERMUTE: dict[str, Rule] = {
     "num_rows_negative": only_setting("num_rows", -1),
     "align_zero": only_setting("align", 0),
@@ -60,5 +70,6 @@ INDICES_TO_MULTIHOT: dict[str, Rule] = {
     "no_experts": setting("num_experts", 0),
     "probs_longer_than_indices": one_more("probs"),
     "index_too_large": index_too_large_for_a_slot,
+    "index_too_large_with_gradient": _index_too_large_with_gradient,
 }
 MULTIHOT_TO_INDICES: dict[str, Rule] = {"no_slots": setting("topk", 0), "probs_longer_than_map": one_more("probs")}

@@ -27,6 +27,9 @@ PADDED = {"align": 5}
 FAR: Changes = {"routing": (0b101, 0b010, 0b111), "topk": 3}
 # 2ⁿ + 1 tokens: a loop that ends early misses the last block; seed 1: two experts per token
 LONG: Changes = {"experts": 5, "topk": 2, "seed": 1, "spread": "uniform"}
+MERGED: Changes = {"values": "wide", "grads": "rows+probs"}  # products and their sums that float32 cannot hold
+# a byte for each of four experts: 256 tokens of one in each of a few blocks overflow it
+FOUR: Changes = {"experts": 4, "map_dtype": "bool"}
 TWO: Changes = {"experts": 2, "topk": 1}
 WIDE: Changes = {"tokens": 33, "experts": 257, "topk": 3, "seed": 1, "spread": "uniform"}
 
@@ -116,16 +119,24 @@ def _permuted(scope: Scope) -> list[Any]:
 
 
 def _plain(scope: Scope) -> list[Any]:
-    """Tokens that stay where they are, without gradients, moved probs that float32 cannot hold."""
+    """Tokens that stay where they are, without gradients; probs that float32 cannot hold; probs
+    without columns beside them.
+    """
     few: Changes = {"tokens": 5, "hidden": 3, "grads": ""}
     still = scope.case(few | {"experts": 1, "topk": 1, "spread": "all"})
     wide: Changes = {"tokens": 5, "hidden": 3, "experts": 3, "topk": 2, "spread": "uniform", "probs": "float64"}
-    return [*([still] if scope.fits(still) else []), *([wide] if scope.function == Permute.function else [])]
+    found = [*([still] if scope.fits(still) else []), wide if scope.function == Permute.function else wide | MERGED]
+    bare = {"tokens": 5, "hidden": 0, "experts": 3, "topk": 2, "spread": "uniform", "probs": "float32", "align": 4}
+    return [*found, *([bare] if scope.function == Permute.function and scope.accepts("align") else [])]
 
 
 def _full(scope: Scope) -> list[Changes]:
-    """One token, the first or the last, with more experts than slots."""
-    return [{"tokens": 3, "experts": 3, "topk": 2, "routing": routing} for routing in ((7, 3, 4), (3, 4, 7))]
+    """One token, the first or the last, also of a later tile, with more experts than slots. More
+    slots than a tile has, and than there are experts.
+    """
+    full = ((7, 3, 4), (3, 4, 7), (*[1] * 128, 7))
+    found: list[Changes] = [{"tokens": len(one), "experts": 3, "topk": 2, "routing": one} for one in full]
+    return [*found, {"tokens": 5, "experts": 3, "topk": 130, "spread": "ragged"}]
 
 
 def _gaps(name: str) -> Changes:
@@ -145,16 +156,22 @@ def _strange(scope: Scope) -> list[Any]:
 
 
 def _counted(scope: Scope) -> list[Changes]:
-    """Rows of one expert: exactly a tile's, past 8 and on a GPU past 15 and 16 bits; room for more
-    than a tile.
+    """Rows of one expert: exactly a tile's, past 8 and on a GPU past 15 and 16 bits; as many of one
+    of four experts; room for more than a tile, on a GPU past 15 bits; there as many rows of fewer
+    tokens.
     """
     one: Changes = {"experts": 2, "topk": 1, "hidden": 1, "spread": "one_hot", "probs": ""}
     rows: tuple[int, ...] = (128, 256, 32769, 65538) if scope.space.device == "cuda" else (64, 128, 258)
     found = [one | {"tokens": n} for n in (rows if scope.function == Permute.function else rows[:1])]
+    found.append(one | FOUR | {"tokens": 32768 if scope.space.device == "cuda" else 768})
     if scope.accepts("capacity"):
         found.append(one | {"tokens": 69, "capacity": 67, "align": 0})
+    if scope.accepts("capacity") and scope.space.device == "cuda":
+        found.append(one | {"tokens": 32770, "capacity": 32769, "align": 0})
     if scope.accepts("align"):
         found.append(one | {"tokens": 67, "align": 256})
+    if scope.space.device == "cuda" and scope.function == Permute.function:
+        found.append({"tokens": 4100, "experts": 8, "topk": 8, "hidden": 1, "spread": "all", "probs": ""})
     if scope.space.device == "cuda":  # experts and tokens past a block together
         found.append({"tokens": 300, "experts": 300, "topk": 3, "hidden": 3, "spread": "uniform"})
     return found
@@ -286,7 +303,10 @@ PAD_ROUTING_MAP = Shapes(
     drawn=maps,
     affordable=affordable,
     covered=COVERED,
-    always=lambda scope: [long(scope) | {"align": 256, "spread": "sparse"}, WIDE | {"align": 16}],
+    always=lambda scope: [
+        *(long(scope) | {"align": 256, "spread": "sparse"}, WIDE | {"align": 16}),
+        FOUR | {"tokens": 32768 if scope.space.device == "cuda" else 768, "spread": "one_hot", "align": 256},
+    ],
     far=FAR | {"align": 2},
     tall=TWO | {"align": 16},
 )

@@ -207,7 +207,7 @@ class _TopK(Contract[LogitsCase]):
         if case.groups:
             settings |= {"num_groups": case.groups, "group_topk": case.group_topk}
         if case.scaling:
-            settings["scaling_factor"] = case.scaling / 8
+            settings["scaling_factor"] = case.factor
         if case.bias:
             settings["expert_bias"] = bias_of(case)
         if case.precomputed:

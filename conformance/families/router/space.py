@@ -22,6 +22,8 @@ from conformance.families.router.space_chosen import (
     MEAN_LENGTH,
     ONE_LENGTH,
     SLOW_PLANS,
+    SPECIAL_KEYS,
+    UNREAD,
     grouped,
     many_factors,
     of_a_model,
@@ -187,7 +189,7 @@ def _dropped(scope: Scope) -> list[Changes]:
     double = {"tokens": 9, "experts": 3, "topk": 2, "capacity": 2, "dtype": "float64"}
     last = long(scope) | {"seed": 2, "capacity": 65}  # some expert keeps the last token
     room = [WIDE | {"capacity": 1}, long(scope) | {"capacity": 257}]  # few kept, all kept
-    return [*(last | fields for fields in more), *room, double, FINE_KEYS]
+    return [*(last | fields for fields in more), *room, double, FINE_KEYS, *SPECIAL_KEYS]
 
 
 @st.composite
@@ -315,7 +317,7 @@ Z_LOSS = Shapes(
     affordable=near,
     covered=LOGITS,
     together=_values("spread", "distinct", "negative", "minus_inf"),
-    always=lambda scope: [long(scope), WIDE, *strange(scope)],
+    always=lambda scope: [long(scope), WIDE, *strange(scope), *([UNREAD] if scope.accepts("padding_mask") else [])],
     far={"experts": 4, "padding": 4},
     real=of_a_model,
 )

@@ -23,6 +23,13 @@ FINER_BIAS = FINE_BIAS | {"dtype": "float64", "seed": 1}
 BIASED_GROUPS = (FINE_BIAS | {"groups": 4, "group_topk": 2}, BELOW_ZERO | {"groups": 4, "group_topk": 2})
 # keys that float32 cannot tell apart
 FINE_KEYS: Changes = {"tokens": 30, "experts": 3, "topk": 2, "capacity": 3, "dtype": "float64", "values": "fine"}
+# NaN and infinities among the keys, with room for all and for few
+SPECIAL_KEYS: tuple[Changes, ...] = (
+    {"tokens": 9, "experts": 3, "topk": 2, "capacity": 9, "values": "special"},
+    {"tokens": 9, "experts": 3, "topk": 2, "capacity": 2, "values": "special", "dtype": "bfloat16"},
+)
+# NaN and infinities in padding
+UNREAD: Changes = {"tokens": 9, "experts": 5, "spread": "nan", "padding": 4}
 # scores whose float32 sum is wrong; a mean length above 1, and no whole number
 FINE_SCORES: Changes = SMALL | {"dtype": "float64", "values": "fine"}
 MEAN_LENGTH: Changes = SMALL | {"total": "mean"}
@@ -52,9 +59,11 @@ PLANNED: tuple[Changes, ...] = (
 
 
 def grouped(scope: Scope) -> list[Changes]:
-    """Many groups; a fine bias; and both."""
+    """Many groups, and many and few of equal sums; a fine bias; and both."""
     groups = scope.accepts("num_groups") and scope.accepts("group_topk")
-    found: list[Changes] = [{"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}] if groups else []
+    many: Changes = {"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}
+    even: Changes = {"tokens": 3, "experts": 8, "topk": 2, "groups": 4, "group_topk": 2, "spread": "equal"}
+    found: list[Changes] = [many, many | {"spread": "ties"}, even] if groups else []
     return found + ([FINE_BIAS, FINER_BIAS, *(BIASED_GROUPS if groups else ())] if scope.accepts("expert_bias") else [])
 
 
