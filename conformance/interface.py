@@ -328,6 +328,7 @@ def named_outputs(result: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """
     if isinstance(result, Tensor) and len(names) == 1:
         return {names[0]: result}
+    kind = type(result).__name__
     if isinstance(result, dict):
         result = SimpleNamespace(**result)
     if isinstance(result, (tuple, list)) and not hasattr(result, "_fields"):
@@ -336,9 +337,8 @@ def named_outputs(result: Any, names: tuple[str, ...]) -> dict[str, Any]:
         return dict(zip(names, result, strict=True))
     missing = [name for name in names if not hasattr(result, name)]
     if missing:
-        raise ValueError(
-            f"returned {type(result).__name__} without {', '.join(missing)}; it must have {', '.join(names)}"
-        )
+        told = f"it must have {', '.join(names)}, each with a value or None, unless it is declared to omit some"
+        raise ValueError(f"returned {kind} without {', '.join(missing)}; {told}")
     return {name: getattr(result, name) for name in names}
 
 
