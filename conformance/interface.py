@@ -98,9 +98,10 @@ def signature_of(function: Any) -> inspect.Signature | None:
     """The signature; None if it cannot be read, as of a builtin.
 
     A wrapper has its own, which may lack settings of the function that it wraps. Only one that
-    takes any keyword has the signature of that function.
+    takes any keyword has the signature of that function. A module of torch has its forward's.
     """
     try:
+        function = function.forward if isinstance(function, torch.nn.Module) else function
         own = inspect.signature(function, follow_wrapped=False)
         passes_on = any(p.kind is p.VAR_KEYWORD for p in own.parameters.values())
         return inspect.signature(function) if passes_on else own
