@@ -142,7 +142,8 @@ def _declarations(verdict: Verdict) -> list[str]:
     """Declarations other than the defaults, one line per set of functions that share them."""
     groups: dict[str, list[str]] = {}
     for name, function in verdict.functions.items():
-        words = [_declared(key, value) for key, value in function.declares.items() if value != DEFAULTS.get(key)]
+        told = {key: x for key, x in function.declares.items() if x not in (DEFAULTS.get(key), (), [])}
+        words = [_declared(key, value) for key, value in told.items()]
         if words:
             groups.setdefault(", ".join(words), []).append(name)
     return [f"declares: {', '.join(names)}: {words}" for words, names in groups.items()]

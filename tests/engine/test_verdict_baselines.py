@@ -282,6 +282,15 @@ def test_a_call_that_a_kernel_refuses_says_how_to_refuse_it(book, tmp_path):
     assert contiguous not in shown_failures(Book(tmp_path / "wrong"), ("FAIL", ROWS_WRONG), case=strided)
 
 
+def test_outputs_that_are_not_omitted_are_no_declaration(tmp_path):
+    def told(**declared) -> str:
+        book = Book(tmp_path / str(len(declared["omits"])), permute={"declares": declared}).all_pass("permute")
+        return "\n".join(lines(book.verdict()))
+
+    assert "declares: permute: omits pad_offsets" in told(omits=("pad_offsets",))
+    assert "declares" not in told(omits=())
+
+
 def test_long_names_keep_the_table_and_the_others_have_one_line(tmp_path):
     long = "activation_backward_and_quantize"
     offered = {name: {"offered": name in ("permute", long)} for name in CONTRACTS}
