@@ -27,7 +27,6 @@ import os
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -329,18 +328,16 @@ def named_outputs(result: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """
     if isinstance(result, Tensor) and len(names) == 1:
         return {names[0]: result}
-    kind = type(result).__name__
-    if isinstance(result, dict):
-        result = SimpleNamespace(**result)
     if isinstance(result, (tuple, list)) and not hasattr(result, "_fields"):
         if len(result) != len(names):
             raise ValueError(f"returned {len(result)} values; it must return {len(names)}: {', '.join(names)}")
         return dict(zip(names, result, strict=True))
-    missing = [name for name in names if not hasattr(result, name)]
+    found = result if isinstance(result, dict) else {x: getattr(result, x) for x in names if hasattr(result, x)}
+    missing = [name for name in names if name not in found]
     if missing:
-        told = f"it must have {', '.join(names)}, each with a value or None, unless it is declared to omit some"
-        raise ValueError(f"returned {kind} without {', '.join(missing)}; {told}")
-    return {name: getattr(result, name) for name in names}
+        told = f"it must have {', '.join(names)}, or be declared to omit some"
+        raise ValueError(f"returned {type(result).__name__} without {', '.join(missing)}; {told}")
+    return {name: found[name] for name in names}
 
 
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
