@@ -1,5 +1,5 @@
 """An FP8 quantiser in the style of other teams: codes by integer arithmetic on the bits of float32,
-scales by frexp, blocks as views of a padded tensor; scopes leave NVFP4 out.
+scales by frexp, blocks as views of a padded tensor. No NVFP4.
 """
 
 from dataclasses import dataclass
@@ -171,6 +171,10 @@ def dequantize(quantized, *, columnwise=False):
     return _StraightThrough.apply(form.source, form.rows_of("values").to(form.source.dtype))
 
 
+def supports(function: str, *, recipe: Recipe, **others: Any) -> str | None:
+    return "no NVFP4" if recipe.scaling == "nvfp4" else None
+
+
 Bits = SimpleNamespace(
-    quantize=quantize, codes=codes, scales=scales, amax=amax, dequantize=dequantize, scope="scaling!=nvfp4"
+    quantize=quantize, codes=codes, scales=scales, amax=amax, dequantize=dequantize, supports=supports
 )
