@@ -65,7 +65,7 @@ def by_exponent(x: Tensor, square: bool, name: str) -> Group:
     amax = largest_of(x, rows, 32).repeat_interleave(rows, 0)
     part, exponent = torch.frexp((amax * torch.tensor(1 / FORMATS[name][2])).double())
     code = torch.where(part == 0.5, exponent - 1, exponent).clamp(-127, 127) + 127
-    code = torch.where(amax == 0, 0, torch.where(amax == torch.inf, 254, code))
+    code = torch.where(part == 0, 0, torch.where(amax == torch.inf, 254, code))
     codes = encoded(x * over_blocks(power_of_two(127 - code), 1, 32, x), name)
     values = codes.view(FORMATS[name][3]).float() * over_blocks(power_of_two(code - 127), 1, 32, x)
     return Group(codes, code.to(torch.uint8), amax, values)
