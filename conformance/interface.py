@@ -27,7 +27,6 @@ import os
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -98,9 +97,10 @@ def signature_of(function: Any) -> inspect.Signature | None:
     """The signature; None if it cannot be read, as of a builtin.
 
     A wrapper has its own, which may lack settings of the function that it wraps. Only one that
-    takes any keyword has the signature of that function.
+    takes any keyword has the signature of that function. A module of torch has its forward's.
     """
     try:
+        function = function.forward if isinstance(function, torch.nn.Module) else function
         own = inspect.signature(function, follow_wrapped=False)
         passes_on = any(p.kind is p.VAR_KEYWORD for p in own.parameters.values())
         return inspect.signature(function) if passes_on else own
@@ -328,18 +328,16 @@ def named_outputs(result: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """
     if isinstance(result, Tensor) and len(names) == 1:
         return {names[0]: result}
-    if isinstance(result, dict):
-        result = SimpleNamespace(**result)
     if isinstance(result, (tuple, list)) and not hasattr(result, "_fields"):
         if len(result) != len(names):
             raise ValueError(f"returned {len(result)} values; it must return {len(names)}: {', '.join(names)}")
         return dict(zip(names, result, strict=True))
-    missing = [name for name in names if not hasattr(result, name)]
+    found = result if isinstance(result, dict) else {x: getattr(result, x) for x in names if hasattr(result, x)}
+    missing = [name for name in names if name not in found]
     if missing:
-        raise ValueError(
-            f"returned {type(result).__name__} without {', '.join(missing)}; it must have {', '.join(names)}"
-        )
-    return {name: getattr(result, name) for name in names}
+        told = f"it must have {', '.join(names)}, or be declared to omit some"
+        raise ValueError(f"returned {type(result).__name__} without {', '.join(missing)}; {told}")
+    return {name: found[name] for name in names}
 
 
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:

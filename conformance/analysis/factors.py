@@ -47,6 +47,7 @@ class ProductPrecision:
     # the reference's: accumulator, recipe, state, noise
     settings: dict[str, Any] = field(default_factory=dict)
     scaled: bool = True  # with a recipe: whether the operands are codes and scales
+    narrowed: int = 0  # factors that are rounded to the accumulator first
 
     @property
     def recipe(self) -> Recipe | None:
@@ -59,9 +60,9 @@ class ProductPrecision:
 
     @property
     def roundings(self) -> int:
-        """The float32 roundings of a product by scales."""
+        """The float32 roundings of a product by scales, or of its factors."""
         if self.recipe is None or not self.scaled:
-            return 0
+            return self.narrowed
         return SCALED_BY_RECIPROCALS if self.reciprocal else SCALED
 
     def of(self, gemm: str) -> "ProductPrecision":

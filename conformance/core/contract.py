@@ -203,6 +203,11 @@ def leaf(x: Tensor) -> Tensor:
 
 
 def computed_in(declared: Mapping[str, Any], *tensors: Tensor | None) -> torch.dtype:
-    """float64 if an input has this dtype, else the declared accumulator."""
-    given = [x for x in tensors if x is not None]
-    return torch.float64 if any(x.dtype == torch.float64 for x in given) else accumulator_of(declared, given[0].dtype)
+    """The declared accumulator of values of the widest input's dtype, or of the first one's."""
+    given = [x.dtype for x in tensors if x is not None]
+    return accumulator_of(declared, torch.float64 if torch.float64 in given else given[0])
+
+
+def narrowed(accumulator: torch.dtype, *tensors: Tensor | None) -> int:
+    """The factors of a product that are rounded before it: of float64, to float32."""
+    return sum(x is not None and x.dtype == torch.float64 and accumulator == torch.float32 for x in tensors)

@@ -15,6 +15,7 @@ from conformance.engine.run.session import NOT_SAVED
 from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
 from conformance.interface import DEFAULTS
 
+REFUSALS = ("raises TypeError", "raises NotImplementedError")  # of a call that a kernel does not support
 INDENT = 19  # columns of the name
 WIDTH = 160
 WIDE = ("float32", "float64")  # dtypes in which sums are no narrower than they must be
@@ -90,18 +91,26 @@ def damage(failure: dict[str, Any]) -> int:
 
 
 def way_out(failure: dict[str, Any], declares: dict[str, Any]) -> str:
-    """What to declare if the difference is how the kernel rounds; empty: nothing helps."""
-    finding = failure["finding"] or {}
-    if finding.get("check") not in ("bound", "ratio") or finding.get("nan"):
+    """What to declare if the difference is how the kernel rounds, or if the call is not supported;
+    empty: nothing helps.
+    """
+    finding, function = failure["finding"] or {}, failure["function"]
+    case, check = case_from(failure["case"]), finding.get("check", "")
+    if check.startswith("raises ") and case.layout != "contiguous" and declares.get("noncontiguous", True):
+        return f'if inputs must be contiguous, declare it: declares("{function}") -> {{"noncontiguous": False}}'
+    if check in REFUSALS:
+        told = "leave it out of the signature, in which **settings stands for all"
+        return f'if a setting is not supported, {told}; or let supports("{function}", …) return a reason'
+    if check not in ("bound", "ratio") or finding.get("nan"):
         return ""
     scales = "scale" in finding["output"]
-    if not scales and getattr(case_from(failure["case"]), "dtype", "") in WIDE:
+    if not scales and getattr(case, "dtype", "") in WIDE:
         return ""
     key, value = ("scale_arithmetic", "reciprocal") if scales else ("accumulator", "storage")
     if declares.get(key, DEFAULTS.get(key)) == value:
         return ""
     reason = "if a scale is a product with a reciprocal" if scales else "if sums are in the dtype of the tensors"
-    return f'{reason}, declare it: declares("{failure["function"]}") -> {{"{key}": "{value}"}}'
+    return f'{reason}, declare it: declares("{function}") -> {{"{key}": "{value}"}}'
 
 
 def scope_lines(verdict: Verdict) -> list[str]:
@@ -133,7 +142,8 @@ def _declarations(verdict: Verdict) -> list[str]:
     """Declarations other than the defaults, one line per set of functions that share them."""
     groups: dict[str, list[str]] = {}
     for name, function in verdict.functions.items():
-        words = [_declared(key, value) for key, value in function.declares.items() if value != DEFAULTS.get(key)]
+        told = {key: x for key, x in function.declares.items() if x not in (DEFAULTS.get(key), (), [])}
+        words = [_declared(key, value) for key, value in told.items()]
         if words:
             groups.setdefault(", ".join(words), []).append(name)
     return [f"declares: {', '.join(names)}: {words}" for words, names in groups.items()]

@@ -39,7 +39,7 @@ MESSAGES = {
     "text": "call returned str without rows",
     "too_short": "call returned 2 values; it must return 6",
     "too_long": "call returned 7 values; it must return 6",
-    "numbered": "call raised TypeError on a legal call",
+    "numbered": "call returned dict without rows",
 }
 
 

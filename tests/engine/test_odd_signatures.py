@@ -55,6 +55,11 @@ class Method:
         return gate(x, weight)
 
 
+class Module(torch.nn.Module):
+    def forward(self, x, weight, *, bias=None):
+        return gate(x, weight)
+
+
 FUNCTIONS = {  # and the settings that they lack
     "function": (gate, []),
     "builtin": (torch._C._nn.linear, []),
@@ -62,6 +67,7 @@ FUNCTIONS = {  # and the settings that they lack
     "partial of a partial": (functools.partial(functools.partial(gate), bias=None), []),
     "callable": (Callable(), ["router_dtype"]),
     "callable without a signature": (WithoutSignature(), []),
+    "module": (Module(), ["router_dtype"]),
     "class": (Class, ["router_dtype"]),
     "method": (Method().gate, ["router_dtype"]),
     "positional": (positional, ["bias", "router_dtype"]),

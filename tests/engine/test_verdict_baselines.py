@@ -267,6 +267,30 @@ def test_a_sum_that_is_wrong_says_what_may_be_declared(book, tmp_path):
     assert hint not in shown_failures(Book(tmp_path / "wide"), ("FAIL", BOUND))  # float32 is no narrower
 
 
+RAISED = {"output": "call", "message": "raised on a legal call"}
+
+
+def test_a_call_that_a_kernel_refuses_says_how_to_refuse_it(book, tmp_path):
+    refusing, contiguous = 'let supports("permute", …) return a reason', '{"noncontiguous": False}'
+    unknown, other = (RAISED | {"check": f"raises {name}"} for name in ("TypeError", "RuntimeError"))
+    assert refusing in shown_failures(book, ("FAIL", unknown))
+    assert "way out" not in shown_failures(Book(tmp_path / "other"), ("FAIL", other))
+    strided = replace(SMALL, layout="transposed", layout_of="tokens")
+    assert contiguous in shown_failures(Book(tmp_path / "strided"), ("FAIL", other), case=strided)
+    declaring = Book(tmp_path / "declaring", permute={"declares": {"noncontiguous": False}})
+    assert contiguous not in shown_failures(declaring, ("FAIL", other), case=strided)
+    assert contiguous not in shown_failures(Book(tmp_path / "wrong"), ("FAIL", ROWS_WRONG), case=strided)
+
+
+def test_outputs_that_are_not_omitted_are_no_declaration(tmp_path):
+    def told(**declared) -> str:
+        book = Book(tmp_path / str(len(declared["omits"])), permute={"declares": declared}).all_pass("permute")
+        return "\n".join(lines(book.verdict()))
+
+    assert "declares: permute: omits pad_offsets" in told(omits=("pad_offsets",))
+    assert "declares" not in told(omits=())
+
+
 def test_long_names_keep_the_table_and_the_others_have_one_line(tmp_path):
     long = "activation_backward_and_quantize"
     offered = {name: {"offered": name in ("permute", long)} for name in CONTRACTS}

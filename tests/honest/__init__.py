@@ -14,7 +14,12 @@ SUMS = tuple(f"tests.honest.sums:{name}" for name in ("LogSum", "Pairs", "Kahan"
 OVER_RANKS = ("tests.honest.sums:OverRanks",)
 LAYERS = tuple(f"tests.honest.layers:{name}" for name in ("Stages", "Kept", "Doubles", "OneStep", "Twice"))
 STYLES = ("Slots", "Segments", "Sparse", "Library", "Masked", "Fast", "Frugal", "Padded", "Gathered", "Recomputed")
-STRANGERS = tuple(f"tests.honest.strangers:{name}" for name in STYLES)
+STRANGERS = (
+    *(f"tests.honest.strangers:{name}" for name in STYLES),
+    *(f"tests.honest.rows:{name}" for name in ("Cumsum", "OneHot", "Narrow")),
+    *(f"tests.honest.choices:{name}" for name in ("Grouped", "Losses", "Online")),
+    "tests.honest.codes:Bits",
+)
 EXPERTS = (  # in plain torch, CPU only
     *(f"tests.honest.experts:{name}" for name in ("Autograd", "BaseTwo", "Wide", "Backwards")),
     *(

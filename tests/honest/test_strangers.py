@@ -10,12 +10,15 @@ import pytest
 import torch
 
 import moe_ref
+from conformance.catalogue import CONTRACTS
+from conformance.core.ranks import ranks_of
 from conformance.families.experts.cases_mlp import MlpCase
+from conformance.families.permutation.cases import RoutingCase
 from conformance.families.quantization.cases import QuantizeCase
 from conformance.families.router.cases import LogitsCase
 from conformance.interface import load
-from tests.common.suite import assert_accepted, failures, gate_cases, outcome_of, reference
-from tests.honest import STRANGERS, layers, routers, strangers
+from tests.common.suite import assert_accepted, failures, gate_cases, outcome_of, reference, statuses
+from tests.honest import STRANGERS, choices, codes, layers, routers, rows, strangers
 from tests.honest.strangers import permuting
 
 ENDS = ("PASS", "UNINFORMATIVE", "NOT_OFFERED")
@@ -28,14 +31,16 @@ TWICE = MlpCase(
 
 @functools.cache
 def cases_of(function: str) -> list:
-    """Every sixteenth of the gate's cases, without recipes."""
-    return [case for case in gate_cases(function) if not getattr(case, "scaling", "")][::16]
+    """Every sixteenth of the gate's cases, on one rank; recipes in `quantize` alone, and of FP8."""
+    recipes = ("delayed", "current", "block", "mxfp8") if function == "quantize" else ("",)
+    cases = [case for case in gate_cases(function) if getattr(case, "scaling", "") in recipes]
+    return [case for case in cases if ranks_of(CONTRACTS[function], case) <= 1][::16]
 
 
 @pytest.mark.parametrize("name", STRANGERS, ids=lambda name: name.partition(":")[2])
 def test_a_stranger_is_accepted(name):
     implementation = load(name)
-    for function in vars(implementation.namespace):
+    for function in CONTRACTS.keys() & vars(implementation.namespace):
         assert_accepted(cases_of(function), implementation, statuses=ENDS, share=0.1)
 
 
@@ -55,6 +60,43 @@ def test_a_row_of_nan_may_be_nan_everywhere_but_holds_no_other_number():
 
     assert outcome_of(NAN, SimpleNamespace(topk_routing=spread(torch.nan))).status == "PASS"
     assert failures(NAN, SimpleNamespace(topk_routing=spread(0.25)), 3) == {("probs", "bound")}
+
+
+ONE_PRODUCT = CONTRACTS["grouped_linear"].case_type(
+    function="grouped_linear", dtype="float64", tokens=3, hidden=1, width=1, grads="rows+weight"
+)
+DOUBLES = [
+    RoutingCase(
+        function="unpermute", dtype="float64", tokens=2, hidden=3, experts=2, probs="float64", grads="rows+probs"
+    ),
+    ONE_PRODUCT,
+    replace(ONE_PRODUCT, hidden=9, width=5, law="autocast"),
+]
+
+
+@pytest.mark.parametrize("case", DOUBLES, ids=["sum", "product", "autocast"])
+def test_float64_may_be_summed_in_float32_if_declared(case):
+    assert statuses(case, rows.Narrow, 3) == {"PASS"}
+    undeclared = SimpleNamespace(**{k: f for k, f in vars(rows.Narrow).items() if k != "declares"})
+    assert statuses(case, undeclared, 3) == {"FAIL"}
+
+
+def test_declared_float32_sums_are_no_sums_in_bfloat16():
+    def narrower(x, weight, tokens_per_expert):
+        return rows.linear_in_float32(x.bfloat16(), weight.bfloat16(), tokens_per_expert).to(x.dtype)
+
+    wrong = SimpleNamespace(grouped_linear=narrower, declares=rows.in_float32)
+    assert statuses(ONE_PRODUCT, wrong, 3) == {"FAIL"}
+
+
+def test_an_activation_of_float64_is_in_float64_whatever_is_declared():
+    def activation(h, *, kind):
+        return moe_ref.activation(h.float(), kind=kind).to(h.dtype)
+
+    case = CONTRACTS["activation"].case_type(function="activation", dtype="float64", tokens=3, width=4, kind="silu")
+    wrong = SimpleNamespace(activation=activation, declares=rows.in_float32)
+    assert statuses(case, wrong, 3) == {"FAIL"}
+    assert statuses(case, moe_ref, 3) == {"PASS"}
 
 
 def test_the_largest_of_zeros_may_be_minus_zero_but_no_other_number():
@@ -85,6 +127,20 @@ def without_end(rows, weight, tokens_per_expert):
     return strangers.padded_linear(rows, weight, tokens_per_expert - (tokens_per_expert > 1).long())
 
 
+def rolled(tokens, routing_map, **settings):
+    out = rows.permute_by_cumsum(tokens, routing_map, **settings)
+    return replace(out, rows=out.rows.roll(1, 0))
+
+
+def unsorted_drops(probs, routing_map, *, capacity):
+    """By place, whatever the policy."""
+    return choices.drop_tokens(probs, routing_map, capacity=capacity, drop_policy="position")
+
+
+def larger(x, recipe, **settings):
+    return codes.quantize(torch.where(x.isfinite(), x * (1 + 2.0**-7), x).to(x.dtype), recipe, **settings)
+
+
 COARSE = routers.make(routers.How(exp=coarse, closed=True))
 WRONG = [
     (
@@ -93,9 +149,14 @@ WRONG = [
     ),
     ([replace(NAN, spread="distinct")], SimpleNamespace(topk_routing=COARSE.topk_routing)),
     (cases_of("grouped_linear"), SimpleNamespace(grouped_linear=without_end)),
+    (cases_of("permute"), SimpleNamespace(permute=rolled)),
+    (cases_of("drop_tokens"), SimpleNamespace(drop_tokens=unsorted_drops)),
+    (cases_of("quantize"), SimpleNamespace(**vars(codes.Bits) | {"quantize": larger})),
 ]
 
 
-@pytest.mark.parametrize(("cases", "implementation"), WRONG, ids=["slots", "fast", "padded"])
+@pytest.mark.parametrize(
+    ("cases", "implementation"), WRONG, ids=["slots", "fast", "padded", "rolled", "by place", "larger"]
+)
 def test_a_stranger_with_a_mistake_is_found(cases, implementation):
     assert "FAIL" in {outcome_of(case, implementation).status for case in cases}

@@ -58,7 +58,7 @@ class _Elementwise(Contract[ActivationCase]):
     def expected(self, case: ActivationCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         h, probs = problem.required["h"], problem.settings.get("probs")
         early = bool(problem.settings.get("round_before_probs")) and probs is not None
-        dtype = computed_in(declared, h, probs)
+        dtype = evaluated_in(declared, h, probs)
         p = None if probs is None else Running.of(probs[:, None], dtype)
         held, oracle, value = self.held(h, probs, problem.settings, dtype, early)
         out = held if p is None else held * p
@@ -122,6 +122,14 @@ class _Elementwise(Contract[ActivationCase]):
         A NaN enters a minimum or a maximum, which may or may not propagate it; or the erf of +∞ is
         a polynomial times exp(-∞), which is ∞ · 0 in oneDNN, and so in torch on a CPU.
         """
+
+
+def evaluated_in(declared: Mapping[str, Any], h: Tensor, probs: Tensor | None) -> torch.dtype:
+    """The dtype of an activation: float64 if an input is, whatever is declared of sums. In float32
+    a number may be on the other side of a bend, or infinite.
+    """
+    wide = torch.float64 in (h.dtype, None if probs is None else probs.dtype)
+    return torch.float64 if wide else computed_in(declared, h)
 
 
 def activation_settings(case: Any) -> dict[str, Any]:

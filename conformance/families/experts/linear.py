@@ -9,7 +9,7 @@ from torch import Tensor
 
 from conformance.analysis.factors import ProductPrecision
 from conformance.analysis.products import Product, compared, expert_slices
-from conformance.core.contract import Contract, Opaque, Problem, computed_in
+from conformance.core.contract import Contract, Opaque, Problem, computed_in, narrowed
 from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import DTYPES, payload
 from conformance.families.experts.cases import GroupedCase, counts_of, grouped_rows, weights_of
@@ -45,7 +45,8 @@ def precision_of(problem: Problem, declared: Mapping[str, Any], *tensors: Tensor
     else:
         factors = tensors[0].dtype if recipe is None else torch.float8_e4m3fn
         sums = accumulating(computed_in(declared, *tensors), factors)
-    return ProductPrecision(sums, declared.get("scale_arithmetic") == "reciprocal", settings)
+    rounded = 2 * narrowed(torch.float32, tensors[0]) if sums.unit == ROUNDOFF[torch.float32] else 0
+    return ProductPrecision(sums, declared.get("scale_arithmetic") == "reciprocal", settings, narrowed=rounded)
 
 
 def product_signature(inputs: list[Input], output: Output, *settings: str, linear: str) -> Signature:

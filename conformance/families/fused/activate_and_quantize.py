@@ -13,9 +13,9 @@ from torch import Tensor
 import moe_ref
 from conformance.analysis.forms import QuantizedForm
 from conformance.analysis.running import Running
-from conformance.core.contract import Contract, Opaque, Problem, computed_in
+from conformance.core.contract import Contract, Opaque, Problem
 from conformance.core.signature import Input, Output, Signature
-from conformance.families.experts.activations import Activation, Glu
+from conformance.families.experts.activations import Activation, Glu, evaluated_in
 from conformance.families.experts.cases import PROB_DTYPES, ActivationCase
 from conformance.families.fused.cases import QuantizedActivationCase, inputs_of
 from conformance.families.quantization.quantize import STATE, Script, directions, of_readers, reader_of
@@ -149,7 +149,7 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
     ) -> tuple[Running, Tensor]:
         """All groups' rows before their final rounding, and the mask of unspecified ones."""
         probs = activating.get("probs")
-        dtype = computed_in(declared, h, probs)
+        dtype = evaluated_in(declared, h, probs)
         p = None if probs is None else Running.of(probs[:, None], dtype)
         if "d_out" not in given:
             act = self.plain.activated(h, activating, dtype)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance.core.contract import Contract, Opaque, Problem, computed_in
+from conformance.core.contract import Contract, Opaque, Problem, computed_in, narrowed
 from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import STRANGE, payload, probabilities
 from conformance.families.permutation.cases import FLOATS, MAPS, MOVED, PROBS, RoutingCase, routed, routing_map
@@ -97,8 +97,9 @@ class Permute(Contract[RoutingCase]):
             tokens = problem.required["tokens"]
             d_rows = problem.cotangents.get("rows", torch.zeros_like(out.rows)).double()
             value, magnitude = (unpermute(x, out.row_map) for x in (d_rows, d_rows.abs()))
-            terms = max(problem.required["routing_map"].shape[1], 1)
-            right["d_tokens"] = sum_bound(value, magnitude, terms, tokens.dtype, computed_in(declared, tokens))
+            acc = computed_in(declared, tokens)
+            terms = max(problem.required["routing_map"].shape[1], 1) + narrowed(acc, tokens)
+            right["d_tokens"] = sum_bound(value, magnitude, terms, tokens.dtype, acc)
         if "probs" in problem.wanted:
             probs = problem.settings["probs"]
             d_probs = torch.zeros_like(probs)
@@ -193,7 +194,7 @@ class Unpermute(Contract[RoutingCase]):
         row_map = problem.produced.row_map
         rows, probs = problem.required["rows"], problem.settings.get("probs")
         acc = computed_in(declared, rows, probs)
-        terms = max(row_map.num_experts, 1)
+        terms = max(row_map.num_experts, 1) + narrowed(acc, rows, probs)
         wide = rows.double(), None if probs is None else probs.double()
         value = unpermute(wide[0], row_map, probs=wide[1])
         magnitude = unpermute(wide[0].abs(), row_map, probs=None if wide[1] is None else wide[1].abs())
@@ -213,11 +214,12 @@ class Unpermute(Contract[RoutingCase]):
         if "rows" in problem.wanted:
             value = torch.zeros(rows.shape, dtype=torch.float64)
             value[real] = d_out if wide[1] is None else d_out * wide[1][token_R, expert_R][:, None]
-            right["d_rows"] = sum_bound(value, value.abs(), 1, rows.dtype, acc)
+            right["d_rows"] = sum_bound(value, value.abs(), 1 + narrowed(acc, rows, probs), rows.dtype, acc)
         if "probs" in problem.wanted and probs is not None:
             value, magnitude = torch.zeros((2, *probs.shape), dtype=torch.float64)
             terms_RH = wide[0][real] * d_out
             value[token_R, expert_R] = terms_RH.sum(1)
             magnitude[token_R, expert_R] = terms_RH.abs().sum(1)
-            right["d_probs"] = sum_bound(value, magnitude, max(rows.shape[1], 1), probs.dtype, acc)
+            terms = max(rows.shape[1], 1) + narrowed(acc, rows, rows)  # rows and their cotangent
+            right["d_probs"] = sum_bound(value, magnitude, terms, probs.dtype, acc)
         return right
