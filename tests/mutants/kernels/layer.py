@@ -103,7 +103,7 @@ DEFECTS = series(
             "moe_layer",
             "layer/layer.py",
             "if config.num_rows is None else config.num_rows\n    tile",
-            "if config.num_rows is None else min(config.num_rows, _most_rows(tokens.shape[0], config.router))\n    tile",
+            "if config.num_rows is None else min(config.num_rows, tokens.shape[0] * config.router.topk)\n    tile",
         ),
         (
             "amaxes are not raised where something is computed again",
