@@ -20,13 +20,6 @@ DEFECTS = series(
             "(whole if whole.shape[0] == num_experts and whole.dim() > 2 else",
         ),
         (
-            "masters of several prefixes are packed together",
-            "normalize_master_parameters",
-            "parameters/names.py",
-            "not whole and len(set(parts)) == 1 if packed",
-            "not whole and len(parts) == num_experts if packed",
-        ),
-        (
             "a state that lacks the first expert's parameter is left as it is, not refused",
             "convert_experts",
             "parameters/names.py",
