@@ -124,12 +124,16 @@ WORLDS: tuple[Changes, ...] = (
     {"counts": (4, 3), "experts": 4, "dispatcher": "hybridep", "budget": 6, "shared": 2},
     # nearly every token goes to both ranks, by several copies
     {"counts": (9, 6), "experts": 8, "topk": 5, "dispatcher": "hybridep", "budget": 44, "dtype": "bfloat16"},
-    {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3},
+    {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3}
+    | {"capacity": 3},
     # one rank alone drops a row, of another rank's token
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
     {"counts": (4, 3), "experts": 3, "dispatcher": "alltoall", "shards": 2, "fc2_bias": False, "budget": 8},
     # a dispatcher without shards: each is an expert of its own, with a part of the width
     {"counts": (3, 2), "experts": 3, "dispatcher": "deepep", "shards": 2, "fc2_bias": False},
+    # experts that are filled give a token more of them than it chose; more than arrive from itself
+    {"counts": (5, 3), "experts": 4, "dispatcher": "deepep", "capacity": 4, "pad": True, "law": "rows_again"},
+    {"counts": (4, 3), "experts": 4, "dispatcher": "deepep", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
     {"counts": (4, 3), "experts": 4, "dispatcher": "allgather", "shared": 2, "roomless": True},
 )
 
