@@ -55,13 +55,6 @@ DEFECTS = series(
             "whole_E = asked_SE.sum(0)",
         ),
         (
-            "with a budget and shards, what sources have before each other goes back by the order itself",
-            "alltoall_dispatch",
-            "dispatch/budget.py",
-            "(asked_SE[order].cumsum(0) - asked_SE[order])[order.argsort()]",
-            "(asked_SE[order].cumsum(0) - asked_SE[order])[order]",
-        ),
-        (
             "with a budget a rank counts its copies for an expert in eight bits",
             "allgather_dispatch hybridep_dispatch",
             "dispatch/budget.py",
@@ -139,13 +132,6 @@ DEFECTS = series(
             "empty_TK = empty_TK | ~(probs_TK > 0)",
         ),
         (
-            "there is room for each expert once, also where an expert in two slots counts twice",
-            "deepep_low_latency_dispatch",
-            "dispatch/low_latency.py",
-            'kept_TK.shape[1] if policy.duplicates == "count each" else min(kept_TK.shape[1], local)',
-            "min(kept_TK.shape[1], local)",
-        ),
-        (
             "each slot of a repeated expert reads a row of its own",
             "deepep_low_latency_combine",
             "dispatch/low_latency.py",
@@ -186,14 +172,6 @@ DEFECTS = series(
             "dispatch/exchange.py",
             "[g for g, needed in zip(gradients, wanted, strict=True) if needed]",
             "gradients",
-        ),
-        (
-            "gradients of a tensor that went to all ranks are added in float32",
-            "allgather_dispatch alltoall_dispatch",
-            "dispatch/exchange.py",
-            "return _add(gradient.unflatten(0, (ctx.times, -1)), gradient.dtype), None",
-            "return _add(gradient.unflatten(0, (ctx.times, -1)), max(gradient.dtype, torch.float32, "
-            "key=lambda dtype: dtype.itemsize)), None",
         ),
     ),
 )

@@ -6,25 +6,11 @@ DEFECTS = series(
     "L",
     (
         (
-            "room for a capacity that is larger than the tokens are many",
-            "moe_layer",
-            "layer/layer.py",
-            "room = min(expert_capacity(tokens, capacity_factor=router.capacity_factor, **sizes), tokens)",
-            "room = expert_capacity(tokens, capacity_factor=router.capacity_factor, **sizes)",
-        ),
-        (
             "experts that are filled to their capacity have room for the routed copies alone",
             "moe_layer",
             "layer/layer.py",
             "return room if router.pad_to_capacity else min(copies, room)",
             "return min(copies, room)",
-        ),
-        (
-            "probs of padding are multiplied by 0 and not replaced by it",
-            "moe_layer",
-            "layer/layer.py",
-            "torch.where(token_T1, routed.probs, 0)",
-            "routed.probs * token_T1",
         ),
         (
             "the jitter is left out of evaluation",
@@ -63,13 +49,6 @@ DEFECTS = series(
             '"padding_mask": padding_mask}',
         ),
         (
-            "tokens that were written over after the forward are copied again unseen",
-            "moe_layer",
-            "layer/layer.py",
-            "if version is not None and version != tokens._version:",
-            "if version is None:",
-        ),
-        (
             "deepep's rows come again from this rank's tokens, not from those that arrived",
             "moe_layer",
             "layer/layer.py",
@@ -97,13 +76,6 @@ DEFECTS = series(
             "layer/layer.py",
             "permuted = permuted if kept is None else permuted._replace(overflow=kept.overflow)",
             "permuted = permuted._replace(overflow=permuted.overflow)",
-        ),
-        (
-            "on one rank a budget is cut to what the copies can fill",
-            "moe_layer",
-            "layer/layer.py",
-            "if config.num_rows is None else config.num_rows\n    tile",
-            "if config.num_rows is None else min(config.num_rows, tokens.shape[0] * config.router.topk)\n    tile",
         ),
         (
             "amaxes are not raised where something is computed again",
