@@ -188,7 +188,8 @@ def always(scope: Scope) -> list[Any]:
     large: Changes = {"tokens": size, "hidden": 65 if gpu else 17, "width": 33 if gpu else 9, "experts": 8, "topk": 3}
     worlds_ = [of_world(world) for world in WORLDS if len(world["counts"]) <= scope.space.most_ranks]
     plain = SIZES | {"tokens": 6, "losses": "aux+seq+z", "bias": True}
-    batched = [plain | {"sequences": 2}] if scope.accepts("batch_size") else []
+    again: Changes = {"roomless": True, "rerun": True}
+    batched = [plain | {"sequences": 2}, plain | {"sequences": 2} | again] if scope.accepts("batch_size") else []
     worlds_ += [
         of_world(
             {"counts": (4, 0, 2), "experts": 6, "dispatcher": name, "losses": "seq", "sequences": 2, "seed": index}
@@ -214,7 +215,7 @@ def always(scope: Scope) -> list[Any]:
         SIZES | {"budget": 5, "shared": 2, "losses": ""},
         SIZES | {"budget": 9, "rerun": True, "dtype": "bfloat16", "losses": ""},
         SIZES | {"roomless": True, "shared": 2, "losses": ""},
-        SIZES | {"roomless": True, "rerun": True, "losses": ""},
+        SIZES | {"losses": ""} | again,
     ]
     many: Changes = {"tokens": 520, "hidden": 64, "width": 48, "experts": 4, "topk": 2, "dtype": "bfloat16"}
     many |= {"latent": 0, "shared": 48}  # all of them of whole lines
