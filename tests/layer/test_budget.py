@@ -169,10 +169,10 @@ REFUSED = SimpleNamespace(**vars(reference_layer) | {"moe_layer": _refused})
 
 @pytest.mark.parametrize(("name", "status"), [("OTHER_ROWS", "FAIL"), ("REFUSED", "PASS")])
 def test_rows_that_are_made_again_over_ranks_are_the_same_or_refused(name, status):
-    case = replace(RULED, rerun=False, budget=0, grads="x+fc1_weight", law="rows_again")
+    case = replace(RULED, rerun=False, budget=0, grads="x+fc1_weight", law="sent_again")
     with Pool(ChildOptions(f"tests.layer.test_budget:{name}", "cpu", search=HERE)) as pool:
         ((_, outcome),) = pool.run([case])
-    assert (outcome.status, (outcome.finding or {"check": "rows_again"})["check"]) == (status, "rows_again")
+    assert (outcome.status, (outcome.finding or {"check": "sent_again"})["check"]) == (status, "sent_again")
 
 
 @interpreted

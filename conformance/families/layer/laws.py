@@ -92,7 +92,7 @@ def _kept(trial: Trial) -> Finding | None:
     return None if before - after >= wanted - allowed else Finding("call", "kept", f"{told}; it must drop {wanted}")
 
 
-def _rows_again(trial: Trial) -> Finding | None:
+def _sent_again(trial: Trial) -> Finding | None:
     """Over ranks, the rows of a rank's experts made again in the backward: the same results, or an
     error. For functions that name the setting.
     """
@@ -103,7 +103,7 @@ def _rows_again(trial: Trial) -> Finding | None:
         return script(implementation, given, recompute="permute")
 
     settings = trial.problem.settings | {"recompute": Opaque("recompute")}
-    return trial.repeats("rows_again", trial.run(replace(trial.problem, script=run, settings=settings)))
+    return trial.repeats("sent_again", trial.run(replace(trial.problem, script=run, settings=settings)))
 
 
 def saved_by(case: LayerCase, how: tuple[str, ...], rows: int) -> int:
@@ -170,9 +170,9 @@ DELAYED = Law(
 RECOMPUTE = Law("recompute", _again, lambda case: _whole(case) and bool(case.grads))
 KEPT = Law("kept", _kept, lambda case: _whole(case) and _saves(case), recompiles=True)
 JITTERED = Law("jittered", _jittered, lambda case: _whole(case) and case.jitter and case.topk > 1 and case.tokens > 2)
-ROWS_AGAIN = Law(
-    "rows_again",
-    _rows_again,
+SENT_AGAIN = Law(
+    "sent_again",
+    _sent_again,
     lambda case: _whole(case) and bool(case.counts) and bool(case.grads) and not case.rerun,
     may_raise=True,
 )
@@ -183,6 +183,6 @@ MOE_LAYER = (
     universal.HOST_SYNC,
     *of_one_process(KEPT),
     *_unquantised(
-        universal.HISTORY, RERUN, ROWS_AGAIN, *of_one_process(*_ALONE, DELAYED, RECOMPUTE, OVERLAP, JITTERED)
+        universal.HISTORY, RERUN, SENT_AGAIN, *of_one_process(*_ALONE, DELAYED, RECOMPUTE, OVERLAP, JITTERED)
     ),
 )

@@ -132,7 +132,7 @@ WORLDS: tuple[Changes, ...] = (
     # a dispatcher without shards: each is an expert of its own, with a part of the width
     {"counts": (3, 2), "experts": 3, "dispatcher": "deepep", "shards": 2, "fc2_bias": False},
     # experts that are filled give a token more of them than it chose; more than arrive from itself
-    {"counts": (5, 3), "experts": 4, "dispatcher": "deepep", "capacity": 4, "pad": True, "law": "rows_again"},
+    {"counts": (5, 3), "experts": 4, "dispatcher": "deepep", "capacity": 4, "pad": True, "law": "sent_again"},
     {"counts": (4, 3), "experts": 4, "dispatcher": "deepep", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
     {"counts": (4, 3), "experts": 4, "dispatcher": "allgather", "shared": 2, "roomless": True},
 )
