@@ -75,6 +75,17 @@ def _settings_of_others(problem: Problem) -> Problem:
     return replace(bare(problem), settings=problem.settings | {"noise": noise}, script=run, blame="noise")
 
 
+def _stage_once_known(problem: Problem) -> Problem:
+    """The router's weight turned over, in a call of `gate` after two legal calls of the layer."""
+
+    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+        for _ in range(2):
+            script(implementation, given)
+        return {"logits": implementation.call("gate", given["x"], given["router_weight"].mT)}
+
+    return replace(bare(problem), script=run, others=("gate",), blame="weight")
+
+
 _PARAMETERS: dict[str, Rule] = {
     "an_expert_without_weights": _experts_missing,
     "an_expert_without_a_bias": _bias_missing,
@@ -92,4 +103,5 @@ MOE_LAYER: dict[str, Rule] = {
     **_CALLS,
     **{f"{name}_once_known": _once_known(rule) for name, rule in _CALLS.items()},
     "noise_where_another_had_jitter": _settings_of_others,
+    "gate_once_known": _stage_once_known,
 }
