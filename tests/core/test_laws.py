@@ -16,7 +16,7 @@ from conformance.engine.child.evaluate import evaluate
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.dispatch.flat_experts import FlatCase
 from conformance.families.experts.laws import ordinary
-from conformance.families.layer.laws import RERUN
+from conformance.families.layer.laws import RERUN, SENT_AGAIN
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import Implementation, load
 from tests.common.suite import outcome_of, wrapped
@@ -63,7 +63,7 @@ from tests.core.law_twins import (
 from tests.core.layer_laws import LAYER_TWINS, OF_LAYER
 from tests.core.parameter_laws import OF_PARAMETERS, PARAMETER_TWINS
 
-OF_RANKS = {ONE_PROCESS.name, RERUN.name}  # their twins are ranks
+OF_RANKS = {ONE_PROCESS.name, RERUN.name, SENT_AGAIN.name}  # their twins are ranks
 ALONE = {
     function: [law for law in contract.laws.values() if law.name not in OF_RANKS]
     for function, contract in CONTRACTS.items()

@@ -152,6 +152,29 @@ def test_the_law_finds_a_second_run_that_is_not_the_layer_with_room_for_all():
     assert (found[1].finding["output"], found[1].finding["check"]) == ("output", "rerun")
 
 
+def _other_rows(x: Any, p: Any, *rest: Any, recompute: Any = None, **settings: Any) -> Any:
+    p = p._replace(fc2_weight=p.fc2_weight * 2) if recompute else p
+    return reference_layer.moe_layer(x, p, *rest, **settings)
+
+
+def _refused(*given: Any, recompute: Any = None, **settings: Any) -> Any:
+    if recompute:
+        raise ValueError("rows of other ranks are not made again")
+    return reference_layer.moe_layer(*given, **settings)
+
+
+OTHER_ROWS = SimpleNamespace(**vars(reference_layer) | {"moe_layer": _other_rows})
+REFUSED = SimpleNamespace(**vars(reference_layer) | {"moe_layer": _refused})
+
+
+@pytest.mark.parametrize(("name", "status"), [("OTHER_ROWS", "FAIL"), ("REFUSED", "PASS")])
+def test_rows_that_are_made_again_over_ranks_are_the_same_or_refused(name, status):
+    case = replace(RULED, rerun=False, budget=0, grads="x+fc1_weight", law="sent_again")
+    with Pool(ChildOptions(f"tests.layer.test_budget:{name}", "cpu", search=HERE)) as pool:
+        ((_, outcome),) = pool.run([case])
+    assert (outcome.status, (outcome.finding or {"check": "sent_again"})["check"]) == (status, "sent_again")
+
+
 @interpreted
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "deepep", "hybridep"])
 def test_with_a_budget_the_host_reads_nothing_and_rows_are_dropped_alike(group, dispatcher, monkeypatch):

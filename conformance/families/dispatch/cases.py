@@ -28,7 +28,7 @@ from conformance.core.lists import Parts, Table
 from conformance.core.signature import Signature
 from conformance.core.space import ALIGNMENTS
 from conformance.core.tensors import BITS, DTYPES, SHARED, hashed, payload, probabilities
-from conformance.families.dispatch.values_of_wire import SCALE_DTYPES, at_edges_of_scales, at_reciprocals
+from conformance.families.dispatch.values_of_wire import SCALE_DTYPES, at_edges_of_scales, at_reciprocals, with_special
 from moe_ref.config import FP8_BLOCK
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -380,7 +380,7 @@ def values_of(
 
 
 def probs_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[int, ...]) -> list[Tensor]:
-    """Probabilities per rank; for small integers ½, 1 and 2; 0 with `zero_probs`."""
+    """Per rank; for small integers ½, 1 and 2; 0 with `zero_probs`; special ones are moved."""
     shape, dtype = (sum(lengths), *columns), case.probs or "float32"
     if case.values == "integers":
         noise = hashed(case.seed, name, int(np.prod(shape)))
@@ -388,13 +388,12 @@ def probs_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[i
         whole = torch.from_numpy(steps).to(DTYPES[dtype]).reshape(shape)
     else:
         whole = probabilities(case.seed, name, shape, dtype, case.zero_probs)
+    special = case.values == "special" and not case.function.endswith("_combine")
+    whole = with_special(whole, case.seed) if special else whole
     return [own.clone() for own in whole.split(lengths)]
 
 
 def is_exact(case: DispatchCase, dtype: torch.dtype, magnitude: Tensor) -> Tensor:
     """Where sums of small integers and halves are exact in `dtype` in any order."""
-    return (
-        2 * magnitude <= 2 ** min(BITS[dtype], 11)
-        if case.values == "integers" and dtype in BITS
-        else torch.zeros_like(magnitude, dtype=torch.bool)
-    )
+    exact = 2 * magnitude <= 2 ** min(BITS.get(dtype, 0), 11)
+    return exact if case.values == "integers" and dtype in BITS else torch.zeros_like(exact)

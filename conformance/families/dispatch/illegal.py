@@ -42,6 +42,13 @@ def _slot_empty(problem: Problem) -> Problem:
     return replace(empty, settings=empty.settings | {"policy": IndexPolicy(empty="reject")}, blame="indices")
 
 
+def _no_room_for_all(problem: Problem) -> Problem:
+    """All tokens go to the first expert: its rank has room for what one rank sends, not for all."""
+    first = bare(problem).with_tensors({"indices": torch.zeros_like(problem.required["indices"])[:, :1]})
+    ranks = problem.settings["num_experts"]  # of one expert each; the first has one token more than the last
+    return replace(first, settings=first.settings | {"num_worst_tokens": ranks}, blame="num_worst_tokens")
+
+
 _DISPATCH: dict[str, Rule] = {"tokens_flat": flat("tokens")}
 
 
@@ -110,6 +117,7 @@ DEEPEP_DISPATCH: dict[str, Rule] = _INDICES | {
     "scales_too_few": added("scales", torch.ones(0, 1)),
     "alignment_zero": setting("expert_alignment", 0),
     "worst_tokens_negative": setting("num_worst_tokens", -1),
+    "worst_tokens_of_one_rank": _no_room_for_all,
 }
 DEEPEP_COMBINE: dict[str, Rule] = _COMBINE
 DEEPEP_CACHED_DISPATCH: dict[str, Rule] = _OTHER_TOKENS

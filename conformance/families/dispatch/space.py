@@ -21,7 +21,7 @@ WORLDS = ((5,), (4, 3), (3, 0, 4), (2, 3, 0, 4))
 ROOMS: dict[str, list[Changes]] = {
     "allgather": [{}, {"slack": -1}, {"slack": 2}],
     "alltoall": [{}, {"capacity": 2}, {"slack": -2}, {"slack": 2}],
-    "hybridep": [{}, {"align": 4}, {"slack": -2}, {"align": 2, "slack": 3}],
+    "hybridep": [{}, {"align": 4}, {"slack": -2}, {"align": 2, "slack": 3}, {"align": 4, "slack": -1}],
     "deepep": [{}, {"align": 4}, {"slack": 2, "trusted": True}],
     "deepep_low_latency": [{}, {"slack": 2, "trusted": True}],
 }
@@ -180,18 +180,24 @@ def shapes(scope: Scope) -> list[Any]:
         found += [doubled, *([doubled | {"dtype": "float32"}] if "probs" in scope.live else [])]
     else:
         found.append({"counts": (5, 2)[:ranks], "local_experts": 3, "topk": 3, "hidden": 5} | DOUBLES)
+    if scope.function == "allgather_combine":  # sums of ranks by the dtype of the probs
+        fine: Changes = {"dtype": "float32", "probs": "float64", "values": "wide", "slack": 2}
+        found.append({"counts": (3,) * ranks, "local_experts": 1, "topk": ranks, "hidden": 65} | fine)
     if scope.function == "alltoall_combine" and ranks > 2:
         found.append({"counts": (3,) * ranks, "shards": ranks, "local_experts": 2, "topk": 2, "hidden": 65} | NO_PROBS)
     if scope.function == "deepep_low_latency_combine":  # a probability of 0 hides no NaN
         found.append(few | {"counts": (5, 2)[:ranks], "hidden": 33, "values": "special", "zero_probs": True})
     if scope.function in [f"{name}_dispatch" for name in MAPPED]:  # a budget of no row
         found.append({"counts": (2, 1)[:ranks], "local_experts": 1, "topk": 1, "hidden": 3, "slack": -3})
+        last: Changes = {"counts": (*(0,) * (ranks - 1), 260), "local_experts": 1, "topk": 1, "hidden": 3}
+        found.append(last | {"spread": "same", "slack": -1})  # a token behind 255 others of its rank has no room
     if scope.function in ("allgather_dispatch", "alltoall_dispatch"):  # gradients of many copies, on one rank too
         copies: Changes = {"local_experts": 5, "topk": 5, "hidden": 65, "grads": "tokens"} | SIXTEEN_BITS
         found.append({"counts": (3, 2)[:ranks], "spread": "local"} | copies)
     if scope.function == "deepep_dispatch":
         dropped: Changes = {"counts": (5, 4)[:ranks], "probs": "float32", "zero_probs": True, "drop_zeros": True}
         found += [few | dropped, few | dropped | {"repeats": "count each"}, few | dropped | {"repeats": "last slot"}]
+        found.append(few | dropped | {"values": "special", "seed": 3})
         packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
         found.append(few | {"counts": (5, 4)[:ranks]} | packed)
         found.append(few | {"counts": (5, 4)[:ranks], "probs": "float32", "align": 4, "slack": 2, "trusted": True})

@@ -40,3 +40,10 @@ def packed_codes(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.f
     whole = torch.empty(int(np.prod(shape)), dtype=dtype)
     whole.view(torch.uint8).copy_(torch.from_numpy(codes))
     return whole.reshape(shape)
+
+
+def with_special(probs: Tensor, seed: int) -> Tensor:
+    """The probabilities, of which a quarter are NaN, infinite or negative."""
+    noise = torch.from_numpy(hashed(seed, "special probs", probs.numel()) % 16.0).long().reshape(probs.shape)
+    strange = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.5], dtype=probs.dtype)
+    return torch.where(noise < len(strange), strange[noise.clamp(max=len(strange) - 1)], probs)

@@ -1,11 +1,19 @@
-"""Calls of the layer that must raise."""
+"""Calls of the layer that must raise: also after legal calls of the same settings.
+
+A layer runs thousands of times alike, so that its checks may be made once: for what they read.
+"""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from conformance.core.contract import Problem
-from conformance.core.illegal import Rule, added, bare
+from conformance.core.illegal import Rule, added, bare, in_dtype, setting
+from conformance.families.layer.layer import script
+
+OTHERS = 64  # settings, one of which has the place of settings that were dropped
 
 
 def _without(name: str) -> Rule:
@@ -29,11 +37,71 @@ def _bias_missing(problem: Problem) -> Problem:
     return replace(bare(problem), required=bare(problem).required | missing, blame="parameters")
 
 
-MOE_LAYER: dict[str, Rule] = {
+def _once_known(rule: Rule) -> Rule:
+    """The broken call after two legal ones with the same settings, and after one like it."""
+
+    def break_it(problem: Problem) -> Problem:
+        def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+            legal = {name: _beside(x, given["x"]) for name, x in (problem.required | problem.settings).items()}
+            for _ in range(2):
+                script(implementation, legal | {"config": given["config"]})
+            try:
+                return script(implementation, given)
+            except (ValueError, TypeError):
+                return script(implementation, given)
+
+        return replace(rule(problem), script=run)
+
+    return break_it
+
+
+def _beside(value: Any, x: Tensor) -> Any:
+    return value.to(x.device) if isinstance(value, Tensor) else value
+
+
+def _settings_of_others(problem: Problem) -> Problem:
+    """Noise without jitter, by settings in the place of some with jitter that nothing keeps."""
+
+    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+        before = replace(given["config"], jitter_eps=0.5)
+        place = id(before)
+        script(implementation, given | {"config": before})
+        del before
+        others = [replace(given["config"]) for _ in range(OTHERS)]
+        here = next((other for other in others if id(other) == place), others[0])
+        return script(implementation, given | {"config": here})
+
+    noise = torch.zeros_like(problem.required["x"])
+    return replace(bare(problem), settings=problem.settings | {"noise": noise}, script=run, blame="noise")
+
+
+def _stage_once_known(problem: Problem) -> Problem:
+    """The router's weight turned over, in a call of `gate` after two legal calls of the layer."""
+
+    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+        for _ in range(2):
+            script(implementation, given)
+        return {"logits": implementation.call("gate", given["x"], given["router_weight"].mT)}
+
+    return replace(bare(problem), script=run, others=("gate",), blame="weight")
+
+
+_PARAMETERS: dict[str, Rule] = {
     "an_expert_without_weights": _experts_missing,
     "an_expert_without_a_bias": _bias_missing,
     "into_a_latent_space_alone": _without("latent_up"),
     "half_of_the_shared_experts": _without("shared_fc2_weight"),
+}
+_CALLS: dict[str, Rule] = {
     "noise_without_jitter": added("noise", torch.zeros(2, 1)),
     "mask_too_long": added("padding_mask", torch.zeros(3, dtype=torch.bool)),
+    "sequences_cut_in_two": setting("batch_size", 3),
+    "weights_in_another_dtype": in_dtype("fc1_weight", torch.float64),
+}
+MOE_LAYER: dict[str, Rule] = {
+    **_PARAMETERS,
+    **_CALLS,
+    **{f"{name}_once_known": _once_known(rule) for name, rule in _CALLS.items()},
+    "noise_where_another_had_jitter": _settings_of_others,
+    "gate_once_known": _stage_once_known,
 }

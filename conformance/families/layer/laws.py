@@ -92,6 +92,20 @@ def _kept(trial: Trial) -> Finding | None:
     return None if before - after >= wanted - allowed else Finding("call", "kept", f"{told}; it must drop {wanted}")
 
 
+def _sent_again(trial: Trial) -> Finding | None:
+    """Over ranks, the rows of a rank's experts made again in the backward: the same results, or an
+    error. For functions that name the setting.
+    """
+    if not trial.extras["names"](trial.problem.function, "recompute"):
+        return None
+
+    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+        return script(implementation, given, recompute="permute")
+
+    settings = trial.problem.settings | {"recompute": Opaque("recompute")}
+    return trial.repeats("sent_again", trial.run(replace(trial.problem, script=run, settings=settings)))
+
+
 def saved_by(case: LayerCase, how: tuple[str, ...], rows: int) -> int:
     """The bytes of what is not kept: rows, less projected tokens that are kept for them, and
     activations; with a recipe one for each code.
@@ -157,11 +171,19 @@ DELAYED = Law(
 RECOMPUTE = Law("recompute", _again, lambda case: _whole(case) and bool(case.grads))
 KEPT = Law("kept", _kept, lambda case: _whole(case) and _saves(case), recompiles=True)
 JITTERED = Law("jittered", _jittered, lambda case: _whole(case) and case.jitter and case.topk > 1 and case.tokens > 2)
+SENT_AGAIN = Law(
+    "sent_again",
+    _sent_again,
+    lambda case: _whole(case) and bool(case.counts) and bool(case.grads) and not case.rerun,
+    may_raise=True,
+)
 RERUN = Law("rerun", _rerun, lambda case: _whole(case) and case.rerun and bool(case.counts))
 OVERLAP = Law("overlap", _overlap, lambda case: _whole(case) and bool(case.shared))
 MOE_LAYER = (
     universal.DETERMINISM,
     universal.HOST_SYNC,
     *of_one_process(KEPT),
-    *_unquantised(universal.HISTORY, RERUN, *of_one_process(*_ALONE, DELAYED, RECOMPUTE, OVERLAP, JITTERED)),
+    *_unquantised(
+        universal.HISTORY, RERUN, SENT_AGAIN, *of_one_process(*_ALONE, DELAYED, RECOMPUTE, OVERLAP, JITTERED)
+    ),
 )

@@ -124,12 +124,16 @@ WORLDS: tuple[Changes, ...] = (
     {"counts": (4, 3), "experts": 4, "dispatcher": "hybridep", "budget": 6, "shared": 2},
     # nearly every token goes to both ranks, by several copies
     {"counts": (9, 6), "experts": 8, "topk": 5, "dispatcher": "hybridep", "budget": 44, "dtype": "bfloat16"},
-    {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3},
+    {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3}
+    | {"capacity": 3},
     # one rank alone drops a row, of another rank's token
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
     {"counts": (4, 3), "experts": 3, "dispatcher": "alltoall", "shards": 2, "fc2_bias": False, "budget": 8},
     # a dispatcher without shards: each is an expert of its own, with a part of the width
     {"counts": (3, 2), "experts": 3, "dispatcher": "deepep", "shards": 2, "fc2_bias": False},
+    # experts that are filled give a token more of them than it chose; more than arrive from itself
+    {"counts": (5, 3), "experts": 4, "dispatcher": "deepep", "capacity": 4, "pad": True, "law": "sent_again"},
+    {"counts": (4, 3), "experts": 4, "dispatcher": "deepep", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
     {"counts": (4, 3), "experts": 4, "dispatcher": "allgather", "shared": 2, "roomless": True},
 )
 
@@ -184,7 +188,8 @@ def always(scope: Scope) -> list[Any]:
     large: Changes = {"tokens": size, "hidden": 65 if gpu else 17, "width": 33 if gpu else 9, "experts": 8, "topk": 3}
     worlds_ = [of_world(world) for world in WORLDS if len(world["counts"]) <= scope.space.most_ranks]
     plain = SIZES | {"tokens": 6, "losses": "aux+seq+z", "bias": True}
-    batched = [plain | {"sequences": 2}] if scope.accepts("batch_size") else []
+    again: Changes = {"roomless": True, "rerun": True}
+    batched = [plain | {"sequences": 2}, plain | {"sequences": 2} | again] if scope.accepts("batch_size") else []
     worlds_ += [
         of_world(
             {"counts": (4, 0, 2), "experts": 6, "dispatcher": name, "losses": "seq", "sequences": 2, "seed": index}
@@ -210,7 +215,7 @@ def always(scope: Scope) -> list[Any]:
         SIZES | {"budget": 5, "shared": 2, "losses": ""},
         SIZES | {"budget": 9, "rerun": True, "dtype": "bfloat16", "losses": ""},
         SIZES | {"roomless": True, "shared": 2, "losses": ""},
-        SIZES | {"roomless": True, "rerun": True, "losses": ""},
+        SIZES | {"losses": ""} | again,
     ]
     many: Changes = {"tokens": 520, "hidden": 64, "width": 48, "experts": 4, "topk": 2, "dtype": "bfloat16"}
     many |= {"latent": 0, "shared": 48}  # all of them of whole lines

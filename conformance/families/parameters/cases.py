@@ -160,6 +160,7 @@ class ExtraStateCase(NearCase):
     # of bytes; plain: no FP8
     kept: str = choice("whole", "split", "gap", "first", "empty", "empty_first", "listed", "plain", "bytes")
     others: bool = flag()  # keys of another layer
+    no_variables: bool = flag()  # states lack extra_fp8_variables
 
     def clash(self) -> str | None:
         if self.function == "split_extra_state" and self.kept == "gap" and self.experts == 2:

@@ -68,15 +68,19 @@ def keys_of(prefix: str, experts: int) -> list[str]:
 def entries_of(case: ExtraStateCase, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The extra state as the case keeps it."""
     keys = keys_of(prefix, case.experts)
-    recipe = {"recipe": 3, "extra_fp8_variables": {"num_gemms": case.experts, "other": 5}}
+
+    def told(recipe: int, experts: int) -> dict[str, Any]:
+        variables = {} if case.no_variables else {"extra_fp8_variables": {"num_gemms": experts, "other": 5}}
+        return {"recipe": recipe} | variables
+
     if case.kept == "whole":
-        return {keys[0]: tensors | recipe}
+        return {keys[0]: tensors | told(3, case.experts)}
     if case.kept == "plain":
         return {key: {"recipe": 3} for key in keys}
     found: dict[str, Any] = {}
     for e, key in enumerate(keys):
         own = {name: x[..., [c * case.experts + e for c in range(COLUMNS[name])]] for name, x in tensors.items()}
-        found[key] = own | {"recipe": 3 + e, "extra_fp8_variables": {"num_gemms": 1, "other": 5}}
+        found[key] = own | told(3 + e, 1)
     if case.kept == "gap":
         found.pop(keys[-1])
     if case.kept == "first":

@@ -34,9 +34,9 @@ def _both_layouts(state: dict[str, Any]) -> dict[str, Any]:
     return state | {"local_experts.0.linear_fc1.weight": torch.zeros(2, 4)}
 
 
-def _an_expert_less(state: dict[str, Any]) -> dict[str, Any]:
-    """Sequential fc1 weights, but not the last expert's."""
-    return {f"local_experts.{e}.linear_fc1.weight": torch.zeros(2, 4) for e in range(2)}
+def _without_expert(expert: int) -> Rule:
+    """fc1's weights of three experts, but not this one's."""
+    return _on_state(lambda _: {f"linear_fc1.weight{e}": torch.zeros(2, 4) for e in range(3) if e != expert})
 
 
 def _narrow(state: dict[str, Any]) -> dict[str, Any]:
@@ -53,6 +53,8 @@ NORMALIZE_MASTER_PARAMETERS: dict[str, Rule] = dict(_SHARED)
 CONVERT_EXPERTS: dict[str, Rule] = _SHARED | {
     "unknown_layout": setting("layout", "flat"),
     "in_both_layouts": _on_state(_both_layouts),
+    "first_expert_missing": _without_expert(0),
+    "last_expert_missing": _without_expert(2),
 }
 SHARD_PARAMETERS: dict[str, Rule] = {
     "experts_not_divided": setting("ranks", 2),

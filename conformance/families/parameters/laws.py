@@ -65,6 +65,11 @@ def _one_master(case: Any) -> bool:
     return plain(case) and (case.first, case.second) == (other, "none")
 
 
+def _whole_and_told(case: Any) -> bool:
+    """Merging adds variables where there were none."""
+    return plain(case) and case.kept == "whole" and not case.no_variables
+
+
 def _one_layout(case: Any) -> bool:
     words = {case.fc1, case.fc2, case.biases} - {"none"}
     return plain(case) and words <= {"indexed" if case.layout_to == "sequential" else "sequential"}
@@ -145,6 +150,6 @@ NORMALIZE_MASTER_PARAMETERS = (*_MOVES, replace(ROUND_TRIP, applies=_one_master)
 CONVERT_EXPERTS = (*_MOVES, Law("round_trip", _between_modules, _one_layout))
 SHARD_PARAMETERS = (*_MOVES, Law("whole_again", _whole_again, plain))
 EXPAND_SHARD = (*_MOVES, Law("reassembled", _reassembled, lambda case: plain(case) and case.grouped))
-SPLIT_EXTRA_STATE = (*_STATES, Law("round_trip", _split_and_merged, lambda case: plain(case) and case.kept == "whole"))
+SPLIT_EXTRA_STATE = (*_STATES, Law("round_trip", _split_and_merged, _whole_and_told))
 MERGE_EXTRA_STATE = _STATES
 UPCYCLE = (*universal.EVERYWHERE, *universal.STATIC, Law("copies", _copies, plain))

@@ -63,6 +63,7 @@ def _every_extra(scope: Scope) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [
         {"kept": word, "experts": 3, "history": 2, "others": True, "prefixed": True} for word in words
     ]
+    found += [{"kept": word, "experts": 3, "history": 2, "no_variables": True} for word in words[:2]]
     return [*found, *({"kept": word, "experts": 12, "history": 2} for word in words[:2])]
 
 

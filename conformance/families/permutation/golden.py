@@ -105,6 +105,20 @@ UNPERMUTE: Golden = {
         _unpermute(floats([1], [2], [10], [20]), BOTH, (2, 1), floats([0.5, 0.25], [1, 2])),
         {"tokens": exactly(floats([0.5 * 1 + 0.25 * 10], [1 * 2 + 2 * 20]))},
     ),
+    # in bfloat16 numbers from 256 on are even: 257 is halfway, and so is 259
+    "halfway_to_even": (
+        _unpermute(floats([256], [258], [1], [1]).bfloat16(), BOTH, (2, 1)),
+        {"tokens": Exact(floats([256], [260]).bfloat16(), "values")},
+    ),
+    "nan_of_all_bits": (  # a carry would make it another number
+        _unpermute(
+            floats([1], [2]).bfloat16(),
+            BOTH[:1],
+            (1, 1),
+            torch.tensor([[0x7FFFFFFF, 0]], dtype=torch.int32).view(torch.float32),
+        ),
+        {"tokens": Exact(floats([torch.nan]).bfloat16(), "values")},
+    ),
     "padding_is_not_read": (
         _unpermute(floats([5], [torch.nan], [1], [3]), MAP, (3, 1), align=2),
         {"tokens": exactly(floats([1], [3], [5]))},
