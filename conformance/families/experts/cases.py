@@ -94,7 +94,7 @@ class ActivationCase(Case):
     dtype: str = dtypes(*LOGIT_DTYPES)
     probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: not given
     weights: str = choice(*WEIGHTS, of=("probs",), data=True)  # of the probs: see `probs_of`
-    values: str = choice(*VALUES, also=(*STRANGE[1:], "huge"), data=True)  # of h: see `hidden_of`
+    values: str = choice(*VALUES, also=(*STRANGE[1:], "huge", "tiny"), data=True)  # of h: see `hidden_of`
     offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset")  # in eighths
     clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp")  # in eighths; 0: none
     # pairs: of no kind its own
@@ -128,7 +128,8 @@ class ActivationCase(Case):
 
 def hidden_of(case: ActivationCase, columns: int) -> Tensor:
     """h: dyadic · rows, dyadic times a power of two per row · bounds, near 0 and the clamp (or 1) ·
-    saturated, where curves are flat · huge, where powers of h overflow · special, dyadic with a NaN
+    saturated, where curves are flat · huge, where powers of h overflow · tiny, dyadic times 16
+    times the smallest normal number · special, dyadic with a NaN
     or an infinity in some rows · edges, dyadic with these and subnormal numbers at the ends of
     every second row · every, all bit patterns; of a gated activation those of the gate, times
     dyadic values.
@@ -157,6 +158,8 @@ def hidden_of(case: ActivationCase, columns: int) -> Tensor:
         power = torch.tensor(HUGE, dtype=torch.float64)[torch.from_numpy((noise >> 8).astype(np.int64) % len(HUGE))]
         large = float(torch.finfo(kind).max) ** power * sign
         return torch.where(torch.from_numpy(noise % 2 == 0), large, plain.double()).to(kind)
+    if case.values == "tiny":
+        return (plain.double() * (16 * torch.finfo(kind).tiny)).to(kind)
     if case.values == "special":
         strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
         hit = torch.from_numpy((noise % 4 == 0) & (np.arange(case.tokens) % 2 == case.seed % 2)[:, None])
