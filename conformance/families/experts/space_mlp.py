@@ -277,9 +277,19 @@ ALONE: Changes = {"scaling": "mxfp8", "variant": 1, "kind": "squared_relu", "exp
 ALONE |= {"tokens": 1, "hidden": 1, "width": 1, "dtype": "bfloat16"}
 
 
+# all but the gate is frozen
+FROZEN: Changes = {"tokens": 5, "hidden": 3, "width": 2, "gate": True, "grads": "gate_weight"}
 # experts of one row, whose padding would have larger activations: of a bias, without the row's prob
-PADDED: Changes = {"scaling": "current", "tokens": 8, "experts": 8, "counts": (1,) * 8, "align": 4, "hidden": 3}
-PADDED |= {"width": 4, "probs": "float32", "weights": "signed", "bias1": "float32", "dtype": "bfloat16", "grads": ""}
+PADDED: Changes = {"scaling": "current", "tokens": 16, "experts": 16, "counts": (1,) * 16, "align": 4}
+PADDED |= {
+    "hidden": 3,
+    "width": 1,
+    "probs": "float32",
+    "weights": "signed",
+    "bias1": "float32",
+    "dtype": "bfloat16",
+    "grads": "",
+}
 
 
 def _beside_options(scope: Scope) -> list[Any]:
@@ -342,7 +352,7 @@ def _large_shared(scope: Scope) -> list[Any]:
         {"tokens": 129, "hidden": 65, "width": 33},
         *(OVERFLOWING | {"gate": gate, "kind": kind} for gate, kind in ((False, ""), (True, "squared_relu"))),
         long | {"dtype": "bfloat16"},
-        {"tokens": 5, "hidden": 3, "width": 2, "gate": True, "grads": "gate_weight"},  # all else is frozen
+        *filter(scope.fits, [scope.case(FROZEN)]),
         *long_layers(scope),
         *_beside_options(scope),
         *tiles_of_layers(scope),
