@@ -94,7 +94,7 @@ class ActivationCase(Case):
     dtype: str = dtypes(*LOGIT_DTYPES)
     probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: not given
     weights: str = choice(*WEIGHTS, of=("probs",), data=True)  # of the probs: see `probs_of`
-    values: str = choice(*VALUES, also=(*STRANGE[1:], "huge"), data=True)  # of h: see `hidden_of`
+    values: str = choice(*VALUES, also=(*STRANGE[1:], "huge", "tiny"), data=True)  # of h: see `hidden_of`
     offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset")  # in eighths
     clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp")  # in eighths; 0: none
     # pairs: of no kind its own
@@ -128,10 +128,10 @@ class ActivationCase(Case):
 
 def hidden_of(case: ActivationCase, columns: int) -> Tensor:
     """h: dyadic · rows, dyadic times a power of two per row · bounds, near 0 and the clamp (or 1) ·
-    saturated, where curves are flat · huge, where powers of h overflow · special, dyadic with a NaN
-    or an infinity in some rows · edges, dyadic with these and subnormal numbers at the ends of
-    every second row · every, all bit patterns; of a gated activation those of the gate, times
-    dyadic values.
+    saturated, where curves are flat · huge, where powers of h overflow · tiny, from 8 times the
+    smallest normal number to twice that · special, dyadic with a NaN or an infinity in some rows ·
+    edges, dyadic with these and subnormal numbers at the ends of every second row · every, all bit
+    patterns; of a gated activation those of the gate, times dyadic values.
     """
     shape, kind = (case.tokens, columns), DTYPES[case.dtype]
     plain = payload(case.seed, "h", shape, case.dtype)
@@ -157,6 +157,8 @@ def hidden_of(case: ActivationCase, columns: int) -> Tensor:
         power = torch.tensor(HUGE, dtype=torch.float64)[torch.from_numpy((noise >> 8).astype(np.int64) % len(HUGE))]
         large = float(torch.finfo(kind).max) ** power * sign
         return torch.where(torch.from_numpy(noise % 2 == 0), large, plain.double()).to(kind)
+    if case.values == "tiny":
+        return ((1 + plain.double().abs() / 2) * sign * (8 * torch.finfo(kind).tiny)).to(kind)
     if case.values == "special":
         strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
         hit = torch.from_numpy((noise % 4 == 0) & (np.arange(case.tokens) % 2 == case.seed % 2)[:, None])
@@ -238,7 +240,8 @@ class GroupedCase(Case):
     accumulator: str = choice("", "float64", argument="accumulator")
     # rows: a power of two per row; special: NaN and infinities in some rows and weights
     # cancelling: of float16, halves of the terms add up to more than its largest number
-    values: str = choice(*GROUPED_VALUES, also=(*LOW_VALUES, "cancelling"), data=True)
+    # outgrown: earlier steps' amaxes of delayed scaling are so large that all codes are 0
+    values: str = choice(*GROUPED_VALUES, also=(*LOW_VALUES, "cancelling", "outgrown"), data=True)
     index_dtype: str = dtypes("int64", "int32")
 
     @property
@@ -256,6 +259,8 @@ class GroupedCase(Case):
             return f"values is {self.values!r}; that is made for a scaling"
         if self.values == "cancelling" and (self.scaling or self.dtype != "float16"):
             return f"values {self.values!r} are for products of float16 in high precision"
+        if self.values == "outgrown" and self.scaling != "delayed":
+            return f"values {self.values!r} are for the scales of delayed scaling"
         return None if fits(self) else f"no exact quantiser of {self.dtype} has values {self.values!r} in this call"
 
     @property

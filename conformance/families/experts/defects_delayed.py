@@ -1,5 +1,5 @@
-"""Defects of weight gradients that the backward leaves for later, and of rows that it makes again;
-see `planted`.
+"""Defects of what a call leaves behind: weight gradients for later, rows to be made again, amaxes,
+and gradients that are added to; see `planted`.
 """
 
 from typing import Any
@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from conformance.core.defect import Defect, Wrapper
+from conformance.core.rewritten import Rewrite, rewritten
 
 
 class _Reversed(list[Any]):
@@ -64,6 +65,7 @@ def _upside_down(grouped_mlp: Wrapper, *arguments: Any, **settings: Any) -> Any:
 
 DELAY = "a mistake that delayed gradients invite"
 KEEP = "a mistake that recomputation invites"
+LEAVE = "a mistake that results written in place invite"
 DEFECTS: tuple[Defect, ...] = (
     Defect("DW01", "gradients wait in the order of the forward", DELAY, {"grouped_mlp": _in_the_order_of_the_forward}),
     Defect("DW02", "gradients that wait are the backward's too", DELAY, {"grouped_mlp": _now_and_later}),
@@ -71,4 +73,24 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("DW04", "no gradient waits where the rows need none", DELAY, {"grouped_mlp": _beside_other_gradients}),
     Defect("DW05", "rows that are made again are saved nonetheless", KEEP, {"grouped_mlp": _rows_saved}),
     Defect("DW06", "rows are made again in another order", KEEP, {"grouped_mlp": _upside_down}),
+    rewritten(
+        "DW07",
+        "amaxes of a step are the last call's",
+        LEAVE,
+        ["grouped_mlp"],
+        Rewrite(
+            "experts/linear.py",
+            "torch.maximum(seen_L, torch.cat([group.amax for group in form.groups]).flatten())",
+            "torch.cat([group.amax for group in form.groups]).flatten()",
+        ),
+    ),
+    rewritten(
+        "DW08",
+        "an expert without rows adds a zero to its gradient",
+        LEAVE,
+        ["grouped_wgrad"],
+        Rewrite(
+            "experts/linear.py", "gradients.append(accumulate_into[e])", "gradients.append(accumulate_into[e] + 0.0)"
+        ),
+    ),
 )

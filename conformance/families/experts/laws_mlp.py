@@ -5,7 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+import moe_ref
 from conformance.core import row_laws
 from conformance.core import universal_laws as universal
 from conformance.core.autocast import of_products
@@ -16,10 +18,15 @@ from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
 from conformance.families.experts import laws as experts
 from conformance.families.experts.laws import doubled
 from conformance.families.experts.precision import recipe_of
+from conformance.families.experts.precision_mlp import LAYERS, pairs_from
+from conformance.families.quantization.cases import ROLES
+from conformance.interface import Implementation
 from conformance.judge import Expectation, Finding
 from conformance.judge.bound import Bounded
+from moe_ref.config import LinearAmax
 
 DELAYED_WEIGHTS = ("fc2_weight", "fc1_weight")  # in the order of a backward
+ROUNDED = 1 / 16  # of an amax of what is computed
 ALIGNED = 16  # rows: more than most experts of a small case
 
 
@@ -68,27 +75,93 @@ def _delayed(trial: Trial) -> Finding | None:
     """The weights' gradients left for later: each once, fc2's first, with the same bits if
     deterministic; and the backward gives none. For functions that name the setting.
     """
-    problem = replace(trial.problem, first=trial.problem.required)
+    problem = replace(trial.problem, first=arguments_of(trial.problem))
 
     def call(implementation: Any, given: dict[str, Any], wgrads: list[Any]) -> dict[str, Any]:
-        arguments = [given[name] for name in problem.required]
-        settings = {name: given[name] for name in problem.settings}
-        return {"out": implementation.call(problem.function, *arguments, **settings, wgrads=wgrads)}
+        arguments = [given[name] for name in problem.first]
+        return {"out": implementation.call(problem.function, *arguments, **_settings(problem, given), wgrads=wgrads)}
 
     return left_for_later(replace(trial, problem=problem), call, "rows")
+
+
+def arguments_of(problem: Problem) -> dict[str, Any]:
+    """The arguments before the keywords: of a script those of its call."""
+    return problem.first if problem.script else problem.required
+
+
+def _settings(problem: Problem, given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords, with the states and the noise of both layers."""
+    named = {name: given[name] for name, x in problem.settings.items() if not isinstance(x, Opaque)}
+    return named | pairs_from(given)
+
+
+def _amaxes(trial: Trial) -> Finding | None:
+    """Amaxes of both layers, some larger before the call than what it quantises: these stay, the
+    others become that. For functions that name the setting.
+    """
+    problem = replace(trial.problem, first=arguments_of(trial.problem))
+    if not trial.extras["names"](problem.function, "amaxes"):
+        return None
+    parts = [f"amax.{layer}.{role}" for layer in LAYERS for role in ROLES]
+    nothing = torch.zeros(len(problem.first["tokens_per_expert"]))
+
+    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+        arguments = [given[name] for name in problem.first]
+        seen = [given[name].clone() for name in parts]  # an argument may not change
+        amaxes = LinearAmax(*seen[:3]), LinearAmax(*seen[3:])
+        out = implementation.call(problem.function, *arguments, **_settings(problem, given), amaxes=amaxes)
+        return {"out": out, "amaxes": amaxes}
+
+    def read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
+        first, second = outputs.pop("amaxes")
+        return outputs | dict(zip(parts, (*first, *second), strict=True))
+
+    settings = problem.settings | {"amaxes": Opaque("amaxes")}
+    raised = replace(problem, settings=settings, script=script, read=read)
+    fresh = _in_reference(_beside(raised, dict.fromkeys(parts, nothing)))
+    before = {
+        name: torch.where((torch.arange(len(nothing)) + place) % 2 == 0, fresh[name] * 2 + 1, fresh[name] / 2)
+        for place, name in enumerate(parts)
+    }
+    outputs = trial.run(_beside(raised, before))
+    right = {name: _raised(before[name], fresh[name], name.endswith("weight")) for name in parts}
+    return trial.judged("amaxes", trial.expected | right, outputs)
+
+
+def _beside(problem: Problem, tensors: dict[str, Tensor]) -> Problem:
+    """The call with more tensors for its script."""
+    return replace(problem, required=problem.required | tensors)
+
+
+def _in_reference(problem: Problem) -> dict[str, Any]:
+    """The outputs of the reference, after its backward."""
+    given = problem.required | problem.settings
+    given = given | {name: given[name].detach().clone().requires_grad_() for name in problem.wanted}
+    assert problem.script is not None and problem.read is not None
+    outputs = problem.script(Implementation(moe_ref), given)
+    if problem.wanted:
+        torch.autograd.grad(outputs["out"], [given[name] for name in problem.wanted], problem.cotangents["out"])
+    return problem.read(Implementation(moe_ref), outputs)
+
+
+def _raised(before: Tensor, fresh: Tensor, known: bool) -> Bounded:
+    """The larger of both; what is quantised may be rounded differently, unless it is `known`."""
+    right = torch.maximum(before, fresh).double()
+    bound = torch.where((before > fresh) | torch.tensor(known), 0.0, right * ROUNDED)
+    return Bounded(right, bound, torch.float32, torch.float32)
 
 
 def _rows_again(trial: Trial) -> Finding | None:
     """Rows that are NaN after the forward, and made again by a function: the same bits if
     deterministic, so that no saved row was read. For functions that name the setting.
     """
-    problem = replace(trial.problem, first=trial.problem.required)
+    problem = replace(trial.problem, first=arguments_of(trial.problem))
     if not trial.extras["names"](problem.function, "rows_again"):
         return None
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        rows, *rest = (given[name] for name in problem.required)
-        settings = {name: given[name] for name in problem.settings}
+        rows, *rest = (given[name] for name in problem.first)
+        settings = _settings(problem, given)
         copy, values = rows.clone(), rows.detach().clone()
         out = implementation.call(problem.function, copy, *rest, **settings, rows_again=values.clone)
         copy.data.fill_(torch.nan)  # no change that autograd counts
@@ -205,11 +278,6 @@ def _random(case: Any) -> bool:
     return recipe is not None and bool(recipe.stochastic_rounding) and bool(case.grads)
 
 
-def _has_pairs(case: Any) -> bool:
-    """Whether the call's script makes states or noise."""
-    return bool(case.scaling == "delayed" or _random(case))
-
-
 ZERO_PROBS = Law(
     "zero_probs", _zero_probs, lambda case: _weighted(case) and case.weights != "plain" and not case.scaling
 )  # a scale covers all rows
@@ -223,15 +291,16 @@ RECOMPUTE = Law(
 DELAYED = Law(
     "delayed",
     _delayed,
-    lambda case: plain(case) and any(name in case.grads for name in DELAYED_WEIGHTS) and not _has_pairs(case),
+    lambda case: plain(case) and any(name in case.grads for name in DELAYED_WEIGHTS),
     recompiles=True,
 )
 ROWS_AGAIN = Law(
     "rows_again",
     _rows_again,
-    lambda case: plain(case) and "fc1_weight" in case.grads and case.recompute != "moe" and not _has_pairs(case),
+    lambda case: plain(case) and "fc1_weight" in case.grads and case.recompute != "moe",
     recompiles=True,
 )
+AMAXES = Law("amaxes", _amaxes, lambda case: plain(case) and case.scaling == "delayed", recompiles=True)
 ALIGNMENT = Law("alignment", _alignment, lambda case: plain(case) and _padded_by_nothing(case), recompiles=True)
 GROUPED = Law("grouped", _one_after_another, plain)
 ONE_GROUP = Law("one_group", _one_group, _plain_products, recompiles=True)
@@ -262,8 +331,8 @@ _EXPERTS = (*_MLP, *_SEGMENTS, experts.GROUP_SPLIT, ZERO_PROBS, SCALING, ALIGNME
 GLU = ACTIVATION = _ELEMENTWISE
 GROUPED_LINEAR = (*(*_PRODUCT, *_ALGEBRA, *_BY_ROW, *_contraction("N"), experts.SCALING, experts.COTANGENT_SCALING),)
 GROUPED_DGRAD = (*_PRODUCT, *_ALGEBRA, *_BY_ROW, *_contraction("M"), experts.SCALING)
-GROUPED_WGRAD = (*_PRODUCT, *_ALGEBRA, experts.TWO_PARTS, experts.SCALING)
-GROUPED_MLP = (*_EXPERTS, DELAYED, ROWS_AGAIN)
+GROUPED_WGRAD = (*_PRODUCT, *_ALGEBRA, experts.TWO_PARTS, experts.SCALING, experts.KEPT)
+GROUPED_MLP = (*_EXPERTS, DELAYED, ROWS_AGAIN, AMAXES)
 SEQUENTIAL_MLP = (GROUPED, *_EXPERTS)
 SHARED_EXPERTS = (*SHARED_OUT, *of_one_process(*_MLP[2:], TOKEN_REVERSAL, ONE_GROUP))
 LATENT_PROJECTION = (

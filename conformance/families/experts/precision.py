@@ -42,6 +42,7 @@ PATCH, PATCH_SPREAD = (
 )  # side of a patch without block scales; exponents of its scale are at most this
 # earlier amaxes lie in [1, this]; payloads reach 2: some groups saturate, others lose a bit
 MOST_SEEN = 3.0
+OUTGROWN = 2.0**80  # the product of two scales of such an amax is infinite
 
 
 # ---- cases
@@ -147,7 +148,8 @@ def state_tensors(case: Any, prefix: str = "state") -> dict[str, Tensor]:
             case.seed, f"{role} seen{prefix.removeprefix('state')}", case.experts * (recipe.amax_history_len or 1)
         ).reshape(case.experts, -1)
         seen = torch.from_numpy(1 + (MOST_SEEN - 1) * (noise % 1000 / 1000)).float()
-        last = torch.full((case.experts,), largest) if case.values == "midpoints" else seen[:, -1]
+        known = {"midpoints": largest, "outgrown": OUTGROWN}.get(case.values)
+        last = seen[:, -1] if known is None else torch.full((case.experts,), known)
         found |= {
             f"{prefix}.{role}.amax_history": seen,
             f"{prefix}.{role}.scale": torch.full_like(last, largest * 2.0 ** -(recipe.margin or 0)) / last,

@@ -16,7 +16,7 @@ from conformance.families.experts.precision import LOW_VALUES, fits, may_overrid
 from conformance.families.experts.space_long import long_products
 from conformance.families.experts.space_many import around_a_class, many_rows
 from conformance.families.experts.space_ratios import ratio_cases
-from conformance.families.experts.space_recipes import ALONE, CONTIGUOUS, LEAST, by_recipe
+from conformance.families.experts.space_recipes import ALONE, CONTIGUOUS, LEAST, OUTGROWN, by_recipe
 from conformance.families.experts.space_tiles import tiles_of_products
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from moe_ref.config.quantization import OVERRIDES
@@ -217,7 +217,12 @@ def large(scope: Scope) -> list[Any]:
     long += [*tiles_of_products(scope), *long_products(scope)]
     rows = (32, 33) if scope.function == "grouped_wgrad" else (2, 3)  # there the rows cancel
     long.append(CANCELLING | {"experts": 2, "counts": rows, "tokens": sum(rows), "into": ""})
-    low = filter(scope.fits, [scope.case(one) for one in (LEAST, *(one | {"experts": 1} for one in ALONE))])
+    if "accumulate_into" in scope.signature.names:
+        kept: Changes = {"tokens": 5, "experts": 3, "counts": (2, 0, 3), "hidden": 3, "width": 2, "into": "float32"}
+        long += [scope.mended(scope.case(kept)).changed(law="kept")] if scope.fits(scope.case(kept)) else []
+    if "bias" in scope.signature.names:
+        long.append({"tokens": 5, "experts": 2, "hidden": 3, "width": 3, "dtype": "float64", "bias": "float64"})
+    low = filter(scope.fits, [scope.case(one) for one in (LEAST, OUTGROWN, *(one | {"experts": 1} for one in ALONE))])
     return [ragged, many, *long, *many_rows(scope), *around_a_class(scope), *ratio_cases(scope), *low]
 
 

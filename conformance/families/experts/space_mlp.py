@@ -277,6 +277,21 @@ ALONE: Changes = {"scaling": "mxfp8", "variant": 1, "kind": "squared_relu", "exp
 ALONE |= {"tokens": 1, "hidden": 1, "width": 1, "dtype": "bfloat16"}
 
 
+# all but the gate is frozen
+FROZEN: Changes = {"tokens": 5, "hidden": 3, "width": 2, "gate": True, "grads": "gate_weight"}
+# experts of one row, whose padding would have larger activations: of a bias, without the row's prob
+PADDED: Changes = {"scaling": "current", "tokens": 16, "experts": 16, "counts": (1,) * 16, "align": 4}
+PADDED |= {
+    "hidden": 3,
+    "width": 1,
+    "probs": "float32",
+    "weights": "signed",
+    "bias1": "float32",
+    "dtype": "bfloat16",
+    "grads": "",
+}
+
+
 def _beside_options(scope: Scope) -> list[Any]:
     """Each recipe beside all stages' options; probs on the input and stored codes in turn."""
     found: list[Any] = []
@@ -300,9 +315,18 @@ def _ragged(scope: Scope) -> list[Any]:
     return [ragged, BARE, *apart, *again, *long_layers(scope), *_beside_options(scope)]
 
 
+def _beside_pairs(scope: Scope) -> list[Any]:
+    """Laws of a recipe with noise, and of one with states, of both layers."""
+    narrow: Changes = {"dtype": "bfloat16", "grads": "fc1_weight+fc2_weight"}
+    noise = narrow | {"scaling": "nvfp4", "tokens": 2, "experts": 2, "hidden": 1, "width": 1}
+    state = narrow | {"scaling": "delayed", "tokens": 5, "experts": 3, "counts": (4, 0, 1), "hidden": 3, "width": 2}
+    found = {"delayed": scope.case(noise), "amaxes": scope.case(state)}
+    return [case.changed(law=law) for law, case in found.items() if scope.fits(case)]
+
+
 def _large(scope: Scope) -> list[Any]:
     """Ragged; more experts than rows; scales per layer with recompute; long sums of bfloat16; one
-    weight alone whose gradient waits, and both.
+    weight alone whose gradient waits, and both, also beside noise; amaxes of a step.
     """
     gpu = scope.space.device == "cuda"
     many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 17, "hidden": 9, "width": 5}
@@ -313,8 +337,10 @@ def _large(scope: Scope) -> list[Any]:
     later: Changes = {"tokens": 5, "experts": 2, "hidden": 3, "width": 2}
     alone, both = (later | {"grads": grads} for grads in ("fc2_weight", "fc1_weight+fc2_weight"))
     waits = [scope.mended(scope.case(one)).changed(law="delayed") for one in (alone, both)]
+    waits += _beside_pairs(scope)
     large = [many, *([again] if delayed else []), long | {"dtype": "bfloat16"}]
     single = [scope.fullest(ALONE)] if scope.fits(scope.case(ALONE)) else []
+    single += [scope.case(PADDED)] if scope.fits(scope.case(PADDED)) else []
     return [*_ragged(scope), *large, *waits, *single, *tiles_of_layers(scope), *many_rows(scope)]
 
 
@@ -326,6 +352,7 @@ def _large_shared(scope: Scope) -> list[Any]:
         {"tokens": 129, "hidden": 65, "width": 33},
         *(OVERFLOWING | {"gate": gate, "kind": kind} for gate, kind in ((False, ""), (True, "squared_relu"))),
         long | {"dtype": "bfloat16"},
+        *filter(scope.fits, [scope.case(FROZEN)]),
         *long_layers(scope),
         *_beside_options(scope),
         *tiles_of_layers(scope),

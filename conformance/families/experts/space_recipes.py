@@ -42,6 +42,8 @@ ALONE: tuple[Changes, ...] = (
     {"scaling": "current", "variant": 1, "tokens": 8, "counts": (8,), "tail": 5, "hidden": 9, "width": 7},
     {"scaling": "mxfp8", "variant": 1, "tokens": 1, "counts": (1,), "tail": 32, "hidden": 1, "width": 1},
 )
+OUTGROWN: Changes = {"scaling": "delayed", "values": "outgrown", "dtype": "bfloat16"}
+OUTGROWN |= {"tokens": 4, "experts": 2, "hidden": 20, "width": 9}
 SCOPED: Changes = {"scaling": "nvfp4", "variant": 7, "values": "rows"}  # operands with other bounds of their scales
 SCOPED |= {"tokens": 1, "experts": 1, "counts": (), "hidden": 1, "width": 1}
 BIASED: Changes = {"scaling": "nvfp4", "dtype": "bfloat16", "bias": "float32", "seed": 1}  # beside noise

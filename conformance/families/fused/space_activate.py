@@ -78,7 +78,14 @@ def always(scope: Scope) -> list[Changes]:
     # a clamp that bfloat16 rounds up, and values at it
     fine = {"dtype": "bfloat16", "values": "bounds", "tokens": 4, "width": 6, "clamp": 259}
     found += [fine] if scope.accepts("clamp") else []
+    # amaxes whose scale has no bound, of an activation that is not rounded
+    tiny: Changes = {"scaling": "block", "variant": 1, "values": "tiny", "dtype": "bfloat16", "tokens": 2, "width": 3}
+    tiny |= {"kind": "reglu", "offset": 8} if scope.accepts("offset") else {"kind": "relu"}
+    found += [tiny] if "d_out" not in scope.signature.names and accepted(scope, tiny) else []
     if scope.accepts("splits"):
+        if scope.accepts("clamp") and "d_out" in scope.signature.names:
+            # halves that are whole tiles; of some groups the values' gradients are the largest
+            found += [{"tokens": 9, "experts": 9, "width": 64, "dtype": "bfloat16"}]
         counts = {"tokens": 133, "experts": 5, "counts": (0, 130, 1, 0, 2), "tail": 3}
         found += [block | counts | {"width": 6}]
         found += [{"tokens": 40, "experts": 33, "tail": 2, "width": 9, "dtype": "bfloat16"}]

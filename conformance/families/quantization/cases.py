@@ -12,7 +12,7 @@ from conformance.core.case import Case
 from conformance.core.lists import parts
 from conformance.core.tensors import DTYPES, hashed, payload, row_scales, with_ends
 from moe_ref.config import Recipe
-from moe_ref.quantization.formats import Format, decode
+from moe_ref.quantization.formats import E4M3, Format, decode
 from moe_ref.quantization.recipes import scheme
 
 
@@ -98,7 +98,7 @@ DIRECTIONS = ("rowwise", "columnwise", "both")
 STEPS = ("quantize", "update", "reduced", "reload")
 EVERY_STEP = "quantize+quantize+reduced+quantize+reload+update+quantize"
 VALUES = ("dyadic", "rows", "wide", "bounds", "midpoints", "tiny", "huge", "zeros", "special")
-MORE_VALUES = ("edges", "every")
+MORE_VALUES = ("edges", "every", "levels")
 PLAIN = ("dyadic", "rows", "wide", "midpoints")  # values of float64, which float32 rounds
 NEAR_HALF = 2.0**-40  # of a midpoint, which float32 cannot tell from it
 # sums of 16 are exact in float32 in any order: the transform's order is free
@@ -167,6 +167,7 @@ class QuantizeCase(RecipeFields, Case):
     steps: str = words("quantize", *STEPS, of=(STEPS[0], EVERY_STEP))
     # copies of the rows per step, with noise drawn by the implementation; 0: noise is an argument
     repeats: int = number(0)
+    noise_dtype: str = choice("float32", also=("float64",))  # float64: some of it is next to a quotient
     tokens: int = size("M")  # rows in all groups, in UNITs
     experts: int = size("E", default=0)  # groups; 0: no splits, all rows in one group
     counts: tuple[int, ...] = parts(  # rows per group, in UNITs; empty: even
@@ -190,6 +191,8 @@ class QuantizeCase(RecipeFields, Case):
             return f"steps is {self.steps!r}; delayed scaling alone has a state"
         if self.repeats and (not is_random(self) or self.experts or self.grads):
             return f"repeats is {self.repeats}; it needs stochastic rounding of a gradient, without groups and grads"
+        if self.noise_dtype != "float32" and not self.noisy:
+            return f"noise_dtype is {self.noise_dtype}; no noise is given"
         recipe = recipe_of(self)
         both_levels = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all")
         if both_levels and self.role == "input" and self.direction != "rowwise":
@@ -237,6 +240,7 @@ def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
     special       dyadic, with NaN, infinities and -0 in every third row, in every second step
     edges         dyadic, with these and subnormal numbers at both ends of every third row, and with
                   columns of zeros
+    levels        each cell's amax is 6, or halfway between two scales under an amax of 6, ±1 ulp
     every         all significands and BINADES below each cell's largest, in blocks of all exponents
     """
     rows, columns = (case.tokens * case.unit + case.tail, case.hidden * case.unit)
@@ -260,6 +264,7 @@ def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
         "special": lambda: _special(case, plain, noise) if name in EVERY_SECOND else plain,
         "edges": lambda: _edges(case, plain.to(kind)),
         "every": lambda: _every(case, plain),
+        "levels": lambda: _levels(case, plain, noise),
     }[case.values]()
     x = values.to(kind)
     x = torch.where(x.isnan(), torch.nan, x)  # one NaN payload: conversions differ by machine
@@ -290,11 +295,27 @@ def _bounds(case: QuantizeCase, plain: Tensor, noise: Tensor) -> Tensor:
     return torch.where(decides, near.double() * torch.where(noise >> 5 & 1 == 1, 1.0, -1.0), plain / 4 * scale)
 
 
+def _levels(case: QuantizeCase, plain: Tensor, noise: Tensor) -> Tensor:
+    """Cell maxima at the decision points of NVFP4's scales; the rest is smaller."""
+    number, decides = _cells(plain)
+    kind, middle = DTYPES[case.dtype], _means_of_codes(E4M3)
+    below = (middle * 6 / E4M3.max)[(noise >> 8) % len(middle)].to(kind)
+    near = (below.view(BITS_OF[kind]) + ((noise >> 20) % 3 - 1).to(BITS_OF[kind])).view(kind)
+    top = torch.where((number + case.seed) % 3 == 0, 6.0, near.double())
+    sign = torch.where(noise >> 5 & 1 == 1, 1.0, -1.0)
+    return torch.where(decides, top * sign, plain / 4 * below.double().min())
+
+
+def _means_of_codes(format: Format) -> Tensor:
+    """Of neighbouring positive codes, float64."""
+    positive = decode(torch.arange(format.max_code + 1, dtype=torch.uint8), format, dtype=torch.float64)
+    return (positive[1:] + positive[:-1]) / 2
+
+
 def _midpoints(case: QuantizeCase, noise: Tensor) -> Tensor:
     """Means of neighbouring codes and FMAX in each cell, times a power of two."""
     format = _format(case)
-    positive = decode(torch.arange(format.max_code + 1, dtype=torch.uint8), format, dtype=torch.float64)
-    middle = (positive[1:] + positive[:-1]) / 2
+    middle = _means_of_codes(format)
     value = middle[(noise >> 8) % len(middle)] * torch.where(noise >> 5 & 1 == 1, 1.0, -1.0)
     if case.dtype == "float64":
         value = value * (1 + NEAR_HALF * ((noise >> 16) % 3 - 1).double())
@@ -348,10 +369,15 @@ def _every(case: QuantizeCase, plain: Tensor) -> Tensor:
 
 
 def noise_of(case: QuantizeCase) -> Tensor:
-    """[2,M,N] float32 in (0, 1): odd multiples of 2^-24, never equal to a dyadic quotient."""
+    """[2,M,N] in (0, 1): odd multiples of 2^-24, never equal to a dyadic quotient; of float64 every
+    second is ½ ± NEAR_HALF.
+    """
     shape = (2, case.tokens * case.unit + case.tail, case.hidden * case.unit)
     bits = hashed(case.seed, "noise", int(np.prod(shape))) >> 9
-    return torch.from_numpy((2.0 * bits + 1) / 2**24).to(torch.float32).reshape(shape)
+    noise = (2.0 * bits + 1) / 2**24
+    if case.noise_dtype == "float64":
+        noise = np.where(bits % 2 == 0, noise, 0.5 + (bits // 2 % 2 * 2.0 - 1) * NEAR_HALF)
+    return torch.from_numpy(noise).to(DTYPES[case.noise_dtype]).reshape(shape)
 
 
 def inputs_of(case: QuantizeCase) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,6 +11,7 @@ import moe_ref
 from conformance.analysis.forms import QuantizedForm, nearly, one_nan
 from conformance.core.contract import Contract, Opaque, Problem
 from conformance.core.signature import Input, Output, Signature
+from conformance.core.tensors import laid_out
 from conformance.families.quantization.cases import QuantizeCase, inputs_of
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation
@@ -63,7 +64,7 @@ def _of_the_state(settings: Mapping[str, Any], steps: str) -> dict[str, Opaque]:
 
 
 def script_of(steps: list[str], watch: Watch | None = None) -> Script:
-    """Runs the steps: quantise, dequantise, pass the state on."""
+    """Runs the steps: quantise, dequantise, pass the state on; reload it, as views like x."""
 
     def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
         recipe, count = given["recipe"], 0
@@ -79,7 +80,9 @@ def script_of(steps: list[str], watch: Watch | None = None) -> Script:
                 reduced = {"reduced_amax": given["reduced_amax"]} if step == "reduced" else {}
                 state = implementation.call("update_scales", state, recipe, **role, **reduced)
             elif step == "reload":
-                state = QuantizerState(**{name: x.detach().clone() for name, x in named_outputs(state, STATE).items()})
+                layout = "contiguous" if given["x"].is_contiguous() else "strided"
+                kept = {name: x.detach().clone() for name, x in named_outputs(state, STATE).items()}
+                state = QuantizerState(**{name: laid_out(x, layout) for name, x in kept.items()})
             else:
                 prefix, x = (f"{count}.", given[f"x.{count}"]) if count else ("", given["x"])
                 remembered = {"state": state} if state is not None else {}

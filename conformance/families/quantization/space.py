@@ -68,7 +68,9 @@ def _of_kind(draw: st.DrawFn, scope: Scope, kind: Changes) -> Changes:
     fields["values"] = draw(st.sampled_from(TRANSFORMED if transformed else VALUES))
     fields["hidden"] = draw(mostly_some(COLUMNS.get(kind["scaling"], 70)))
     fields |= draw(groups(ROWS.get(kind["scaling"], 40), scope.accepts("splits")))
-    return fields | {"steps": draw(steps()) if kind["scaling"] == "delayed" else "quantize", "repeats": 0}
+    fields |= {"steps": draw(steps()) if kind["scaling"] == "delayed" else "quantize", "repeats": 0}
+    noise = ("float32", "float32", "float64") if scope.case(fields).noisy else ("float32",)
+    return fields | {"noise_dtype": draw(st.sampled_from(noise))}
 
 
 def mostly_some(most: int) -> st.SearchStrategy[int]:
@@ -133,6 +135,7 @@ def always(scope: Scope) -> list[Any]:
             both | ragged | {"scaling": "block", "values": "bounds"},
             {"scaling": "mxfp8", "tokens": 0, "experts": 2, "counts": (0, 0), "tail": 3, "hidden": 2},
             {"tokens": 66, "experts": 40, "hidden": 33, "tail": 2, "values": "wide"},
+            {"tokens": 18, "experts": 16, "hidden": 3, "tail": 2},  # a power of two, and rows past the last
             both
             | {"scaling": "delayed", "tokens": 40, "experts": 20, "hidden": 3, "steps": "quantize+update+quantize"},
         ]
@@ -143,6 +146,7 @@ def always(scope: Scope) -> list[Any]:
         *more_recipes(scope),
         *random_cases(scope),
         *given_noise(scope),
+        *saved_states(scope),
         *far_current(scope),
         *strange(scope),
         *zero_tensors(scope),
@@ -241,7 +245,8 @@ def scales_without_bound(scope: Scope) -> list[QuantizeCase]:
 def rare_amaxes(scope: Scope) -> list[QuantizeCase]:
     """Row-scaled rows of several programs, whose largest values are far apart; a least amax above
     all values, for each recipe that has one; an infinity among the amaxes of earlier steps; float16
-    up to its largest number, whose codes may stand for more; and weights that change in place.
+    up to its largest number, whose codes may stand for more; weights that change in place; and
+    scales of blocks halfway between two codes.
     """
     kinds: list[Changes] = [
         {"scaling": "nvfp4", "variant": 1, "tokens": 1, "hidden": 34, "values": "wide", "dtype": "bfloat16"},
@@ -253,6 +258,7 @@ def rare_amaxes(scope: Scope) -> list[QuantizeCase]:
         ),
         {"scaling": "delayed", "tokens": 3, "hidden": 40, "values": "special", "steps": AFTER_AN_INFINITY},
         {"scaling": "block", "tokens": 3, "hidden": 5, "role": "weight", "law": "buffer_reuse"},
+        {"scaling": "nvfp4", "variant": 1, "role": "weight", "tokens": 4, "hidden": 4, "values": "levels"},
         *(
             {"scaling": scaling, "tokens": 2, "hidden": 2, "values": "huge", "dtype": "float16", "seed": 1}
             for scaling in ("block", "mxfp8")
@@ -271,10 +277,20 @@ def random_cases(scope: Scope) -> list[QuantizeCase]:
 
 
 def given_noise(scope: Scope) -> list[QuantizeCase]:
-    """Gradients with given noise, which differs between the directions."""
+    """Gradients with given noise, which differs between the directions; of NaN, infinities and -0;
+    and noise that only float64 tells from the quotient it is compared with.
+    """
     kind: Changes = {"scaling": "nvfp4", "role": "grad_output", "direction": "both", "dtype": "bfloat16"}
     kind |= {"tokens": 2, "hidden": 2}
-    return [scope.case(kind)] if accepted(scope, kind) else []
+    more: list[Changes] = [{}, {"values": "special"}, {"values": "midpoints", "noise_dtype": "float64"}]
+    return [scope.case(kind | one) for one in more] if accepted(scope, kind) else []
+
+
+def saved_states(scope: Scope) -> list[QuantizeCase]:
+    """A state that comes back as views of other memory, where tensors may be such views."""
+    kind: Changes = {"scaling": "delayed", "tokens": 7, "experts": 3, "hidden": 3, "dtype": "bfloat16"}
+    kind |= {"steps": "quantize+update+reload+quantize+update", "layout": "strided", "layout_of": "x"}
+    return [case for case in [scope.case(kind)] if scope.fits(case)]
 
 
 def far_current(scope: Scope) -> list[QuantizeCase]:
