@@ -39,10 +39,11 @@ def left_out(scope: Scope, cases: list[Any]) -> list[Any]:
         found.append(case.changed(seed=case.seed + 1 + len(found)))
     found = scope.lawful(found)
     tested = {case.law for case in drawn + found}
-    plain = [scope.mended(case.changed(grads="", layout="contiguous", layout_of="")) for case in drawn]
+    every = drawn + found
+    every += [scope.mended(case.changed(grads="", layout="contiguous", layout_of="")) for case in every]
     for law in scope.contract.laws.values():
         if law.name not in tested and law.device in ("", scope.space.device):
-            found += [case.changed(law=law.name) for case in drawn + plain if law.applies(case)][:1]
+            found += [case.changed(law=law.name) for case in every if law.applies(case)][:1]
     return found
 
 

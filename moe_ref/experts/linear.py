@@ -179,7 +179,7 @@ def grouped_wgrad(
 
     With `accumulate_into` the result is accumulate_into + dW, a new tensor: the product is added
     before it is rounded, and the sum is rounded once, to the dtype of `accumulate_into`. An expert
-    without rows keeps its value bit by bit.
+    without rows keeps its values; elsewhere a sum with nothing may turn -0 into 0.
 
     Args:
         d_out_PM: in the dtype of the rows; not read past the last segment, nor is rows_PN.

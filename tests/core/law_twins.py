@@ -313,7 +313,6 @@ SPOILT = [  # law, case, corruption of a right result, condition on the call (te
     ("expert_relabelling", FORWARD_LINEAR, nothing, lambda x, kw: x[2][0] == x[2].max()),
     ("row_reversal", FORWARD_LINEAR, nothing, lambda x, kw: x[0][0, 0] > x[0][3, 0]),
     ("row_reversal", WGRAD, nothing, lambda x, kw: x[0][0, 0] > x[0][3, 0]),
-    ("kept", replace(WGRAD, into="float32"), nothing, lambda x, kw: (kw["accumulate_into"] == 0).any()),
     ("two_parts", replace(WGRAD, into="float32"), nothing, lambda x, kw: int(x[2].sum()) < WGRAD.tokens),
     ("contraction_reversal", FORWARD_LINEAR, nothing, lambda x, kw: x[0][0, 0] > x[0][0, -1]),
     ("contraction_reversal", DGRAD, nothing, lambda x, kw: x[0][0, 0] > x[0][0, -1]),

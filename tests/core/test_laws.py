@@ -264,7 +264,7 @@ CALLS += OF_LAYER
 CALLS += [FLAT, replace(FLAT, grads="")]
 CALLS += [replace(case, grads="probs") for case in (TO_MULTIHOT, TO_INDICES)]
 CALLS += [replace(case, grads="logits") for case in (Z, SINKHORN)]
-CALLS += [*OF_PARAMETERS, TRAINED_MLP]
+CALLS += [*OF_PARAMETERS, TRAINED_MLP, replace(TRAINED_MLP, scaling="delayed")]
 CALLS += [replace(GATE, grads="x+weight"), replace(ATTACH, grads="x+loss"), replace(LOSS, grads="scores")]
 
 

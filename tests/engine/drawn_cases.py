@@ -30,6 +30,7 @@ DRAWS = {  # what is promised of these is rare; of others 200 reach it
     "shared_experts": 300,
     "deepep_low_latency_dispatch": 500,
     "hybridep_dispatch": 300,
+    "moe_layer": 300,
 }
 CHOOSE = ("topk_indices", "topk_routing")
 ELEMENTWISE = ("glu", "activation")

@@ -6,6 +6,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.space import DTYPES, LAYOUTS, LOGIT_DTYPES, MAP_DTYPES, MOVED_DTYPES, POISONS
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.dispatch.laws_sequences import SEQUENCE
+from conformance.families.experts.laws_mlp import AMAXES
 from conformance.families.permutation.cases import SPREADS, indices, routed
 from conformance.families.router.cases import logits_of, map_of, padding_of
 from conformance.families.router.cases_route import LOSSES, STEPS
@@ -178,8 +179,11 @@ WITHOUT_NEGATED = ("route", "pad_routing_map", "deepep_layout")  # not drawn; no
 
 
 def laws_of_draws(function: str) -> list[str]:
-    """Laws of any device; sequences of calls are chosen, or grown by a machine, and never drawn."""
-    return [law.name for law in CONTRACTS[function].laws.values() if not law.device and law is not SEQUENCE]
+    """Laws of any device; sequences of calls are chosen, or grown by a machine, and never drawn, nor
+    are delayed scales of an MLP.
+    """
+    chosen = (SEQUENCE, AMAXES)
+    return [law.name for law in CONTRACTS[function].laws.values() if not law.device and law not in chosen]
 
 
 def everywhere(function: str) -> dict:

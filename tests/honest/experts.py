@@ -276,10 +276,7 @@ def grouped_wgrad(how: How, d_out, rows, tokens_per_expert, *, accumulate_into=N
         for segment in _segments(tokens_per_expert, len(rows))
     ]
     whole = torch.stack(gradients)
-    if accumulate_into is None:
-        return whole.to(rows.dtype)
-    empty = (tokens_per_expert == 0)[:, None, None]  # kept bit by bit: -0 + 0 is another zero
-    return torch.where(empty, accumulate_into, (whole + accumulate_into).to(accumulate_into.dtype))
+    return whole.to(rows.dtype) if accumulate_into is None else (whole + accumulate_into).to(accumulate_into.dtype)
 
 
 def make(how: How) -> SimpleNamespace:

@@ -318,10 +318,7 @@ def grouped_wgrad(
     if recipe is None:
         return moe_ref.grouped_wgrad(d_out, rows, counts, accumulate_into=accumulate_into, accumulator=accumulator)
     whole = torch.stack(products(way, (d_out, counts, "grad_output"), (rows, counts, "input"), "wgrad", options))
-    if accumulate_into is None:
-        return whole.to(rows.dtype)
-    empty = (counts == 0)[:, None, None]  # kept bit by bit: -0 + 0 is another zero
-    return torch.where(empty, accumulate_into, (whole + accumulate_into).to(accumulate_into.dtype))
+    return whole.to(rows.dtype) if accumulate_into is None else (whole + accumulate_into).to(accumulate_into.dtype)
 
 
 def supports(function, **arguments):

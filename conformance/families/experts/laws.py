@@ -10,7 +10,6 @@ from conformance.core import universal_laws as general
 from conformance.core.contract import Problem
 from conformance.core.law import Law, Outputs, Trial, plain, same, upside_down
 from conformance.core.tensors import STRANGE
-from conformance.families.experts.cases import counts_of
 from conformance.families.experts.precision import recipe_of
 from conformance.judge import Bounded, Expectation, Finding, judge
 from conformance.judge.bound import ROUNDOFF
@@ -268,18 +267,6 @@ def _graph_capture(trial: Trial) -> Finding | None:
     return trial.judged("graph_capture", trial.reference(second), trial.run(trial.problem, replay=second))
 
 
-def _kept(trial: Trial) -> Finding | None:
-    """The gradient before of an expert without rows, with zeros of both signs, comes back bit by
-    bit.
-    """
-    counts, into = trial.problem.required["tokens_per_expert"], trial.problem.settings["accumulate_into"]
-    zeros = torch.where(torch.arange(into.shape[2]) % 3 == 0, 0.0, -0.0).to(into.dtype)
-    before = torch.where(torch.arange(into.shape[2]) % 2 == 0, zeros, into)
-    outputs = trial.run(trial.problem.with_tensors({"accumulate_into": before}))
-    empty = counts == 0
-    return same("kept", {"d_weight": before[empty]}, outputs | {"d_weight": outputs["d_weight"][empty]})
-
-
 def _linear(case: Any) -> bool:
     """Whether the output is linear in the doubled input."""
     without = not getattr(case, "bias", "") and not getattr(case, "into", "") and _doubles(case)
@@ -346,7 +333,6 @@ ROW_INDEPENDENCE = replace(
 PADDING_INDEPENDENCE = Law("padding_independence", _padding_independence, _grouped)
 EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, lambda case: _grouped(case) and case.experts > 1)
 TWO_PARTS = Law("two_parts", _two_parts, lambda case: _grouped(case) and unquantised(case) and case.into == "float32")
-KEPT = Law("kept", _kept, lambda case: plain(case) and bool(case.into) and 0 in counts_of(case))
 ROW_REVERSAL = Law("row_reversal", _row_reversal, lambda case: _grouped(case) and unquantised(case))
 GROUP_SPLIT = Law(
     "group_split",

@@ -184,8 +184,7 @@ def together(scope: Scope) -> dict[str, list[Changes]]:
 def always(scope: Scope) -> list[Any]:
     """Worlds; one above a power of two, with more experts than rows of some."""
     gpu = scope.space.device == "cuda"
-    size = 129 if gpu else 33
-    large: Changes = {"tokens": size, "hidden": 65 if gpu else 17, "width": 33 if gpu else 9, "experts": 8, "topk": 3}
+    size: Changes = {"tokens": 129, "hidden": 65, "width": 33} if gpu else {"tokens": 33, "hidden": 17, "width": 9}
     worlds_ = [of_world(world) for world in WORLDS if len(world["counts"]) <= scope.space.most_ranks]
     plain = SIZES | {"tokens": 6, "losses": "aux+seq+z", "bias": True}
     again: Changes = {"roomless": True, "rerun": True}
@@ -199,7 +198,7 @@ def always(scope: Scope) -> list[Any]:
     ]
     evaluated = [plain | {"evaluation": True}] if scope.accepts("training") else []
     chosen = [
-        large | {"dtype": "bfloat16"},
+        size | {"experts": 8, "topk": 3, "dtype": "bfloat16"},
         SIZES | BLOCKS,
         {"recipe": "delayed", "align": 16, "tokens": 4, "hidden": 3, "width": 2, "experts": 3, "topk": 2},
         SIZES

@@ -79,13 +79,6 @@ DEFECTS = series(
             "BIAS_AS=tl.float32,",
         ),
         (
-            "an expert without rows turns the -0 of a gradient before into 0",
-            "grouped_wgrad",
-            "experts/_linear.py",
-            "result = tl.where(count != 0, (before + acc).to(before.dtype), before)",
-            "result = (before + acc).to(before.dtype)",
-        ),
-        (
             "the gradient of the bias is rounded to the dtype of the rows first",
             "grouped_linear grouped_mlp",
             "experts/linear.py",
