@@ -179,9 +179,7 @@ WITHOUT_NEGATED = ("route", "pad_routing_map", "deepep_layout")  # not drawn; no
 
 
 def laws_of_draws(function: str) -> list[str]:
-    """Laws of any device; sequences of calls are chosen, or grown by a machine, and never drawn, nor
-    are delayed scales of an MLP.
-    """
+    """Laws of any device. Sequences of calls and an MLP's delayed scales are chosen, not drawn."""
     chosen = (SEQUENCE, AMAXES)
     return [law.name for law in CONTRACTS[function].laws.values() if not law.device and law not in chosen]
 
