@@ -47,7 +47,7 @@ LISTED = {
     *(f"ML{number:02}" for number in range(1, 64)),
     *(f"SL{number:02}" for number in range(1, 22)),
     *(f"CK{number:02}" for number in range(1, 32)),
-    *(f"DW{number:02}" for number in range(1, 9)),
+    *(f"DW{number:02}" for number in range(1, 8)),
     *(f"AD{number:02}" for number in range(1, 85)),
     *(f"AE{number:03}" for number in range(1, 197)),
     *(f"RB{number:02}" for number in range(1, 81)),

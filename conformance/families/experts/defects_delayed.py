@@ -84,13 +84,4 @@ DEFECTS: tuple[Defect, ...] = (
             "torch.cat([group.amax for group in form.groups]).flatten()",
         ),
     ),
-    rewritten(
-        "DW08",
-        "an expert without rows adds a zero to its gradient",
-        LEAVE,
-        ["grouped_wgrad"],
-        Rewrite(
-            "experts/linear.py", "gradients.append(accumulate_into[e])", "gradients.append(accumulate_into[e] + 0.0)"
-        ),
-    ),
 )
