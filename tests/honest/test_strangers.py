@@ -33,7 +33,7 @@ TWICE = MlpCase(
 def cases_of(function: str) -> list:
     """Every sixteenth of the gate's cases, on one rank; recipes in `quantize` alone, and of FP8."""
     recipes = ("delayed", "current", "block", "mxfp8") if function == "quantize" else ("",)
-    cases = [case for case in gate_cases(function) if getattr(case, "scaling", "") in recipes]
+    cases = [case for case in gate_cases(function) if (getattr(case, "scaling", "") or "") in recipes]
     return [case for case in cases if ranks_of(CONTRACTS[function], case) <= 1][::16]
 
 
