@@ -55,7 +55,10 @@ class Permutation(Part):
         return None if function in ("permute", "unpermute") and self.by_indices else super().missing(function)
 
     def supports(self, function: str, payload: Any, settings: dict[str, Any]) -> str | None:
-        """The documented dtypes; by lists of experts, rows of whole vectors."""
+        """The documented dtypes; by lists of experts, whole vectors, and no probs of float64."""
+        probs = settings.get("probs")
+        if function == "unpermute" and self.by_indices and isinstance(probs, Tensor) and probs.dtype == torch.float64:
+            return "unpermute with probs of float64"
         alone = function != "sort_chunks" and self.by_indices and not self.complete
         if alone and isinstance(payload, Tensor) and payload.shape[1] * payload.element_size() % VECTOR:
             return f"{function} of {payload.shape[1]} columns of {named(payload)}: no whole {VECTOR} bytes"

@@ -35,8 +35,6 @@ def impossible(function):
         return [{"kind": kind} for kind in (PLAIN if "glu" in function else GATED)]
     if function == "aux_loss_scores":
         return [{"score": "softmax_pre"}]
-    if function == "load_balancing_loss":
-        return [{"values": "special"}]
     found = [{"law": "autocast"}] if function in ("pad_routing_map", "deepep_layout", "sequential_mlp") else []
     name = {"pad_routing_map": "routing_map", "deepep_layout": "indices"}.get(function)
     if name:  # negated integers

@@ -53,6 +53,9 @@ def long_rows(scope: Scope) -> list[Any]:
         {"tokens": 97, "width": 257},
         *wide,
     ]
+    # rows of one value, some of them 0, where this kind has a slope
+    kind = {"kind": "silu"} if scope.function == "activation" else {}
+    found.append({"tokens": 9, "width": 1, "values": "edges"} | kind)
     if scope.accepts("interleave"):
         found.append({"tokens": 3, "width": 64, "interleave": 32})  # two blocks of the widest
     if scope.accepts("clamp") and scope.accepts("offset"):
@@ -217,9 +220,6 @@ def large(scope: Scope) -> list[Any]:
     long += [*tiles_of_products(scope), *long_products(scope)]
     rows = (32, 33) if scope.function == "grouped_wgrad" else (2, 3)  # there the rows cancel
     long.append(CANCELLING | {"experts": 2, "counts": rows, "tokens": sum(rows), "into": ""})
-    if "accumulate_into" in scope.signature.names:
-        kept: Changes = {"tokens": 5, "experts": 3, "counts": (2, 0, 3), "hidden": 3, "width": 2, "into": "float32"}
-        long += [scope.mended(scope.case(kept)).changed(law="kept")] if scope.fits(scope.case(kept)) else []
     if "bias" in scope.signature.names:
         long.append({"tokens": 5, "experts": 2, "hidden": 3, "width": 3, "dtype": "float64", "bias": "float64"})
     low = filter(scope.fits, [scope.case(one) for one in (LEAST, OUTGROWN, *(one | {"experts": 1} for one in ALONE))])

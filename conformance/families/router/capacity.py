@@ -49,14 +49,12 @@ class DropTokens(Contract[LoadCase]):
         rank = -torch.arange(len(probs), dtype=torch.float64)[:, None].expand(probs.shape)
         value = rank if by_position else probs.double()
         keys = torch.where(routed, value, -torch.inf).T
-        anywhere = keys.isnan()  # among the routed ones
-        error = torch.zeros_like(keys).masked_fill(anywhere, torch.finfo(torch.float64).max)
         counts = torch.full((probs.shape[1],), min(capacity, len(probs)))
         if not problem.settings.get("pad_to_capacity"):
             counts = torch.minimum(counts, routed.sum(0))
         inputs = (torch.where(routed, value, -torch.inf).T, routed.double().T)
         lowest = declared.get("tie_rule") == "lowest_index"
-        choice = Chosen(reference.routing_map, keys.masked_fill(anywhere, 0), error, counts, inputs, lowest, dim=0)
+        choice = Chosen(reference.routing_map, keys, torch.zeros_like(keys), counts, inputs, lowest, dim=0)
 
         def kept(out: Mapping[str, Any]) -> Tensor:
             return (out["routing_map"] != 0) & routed

@@ -22,7 +22,6 @@ EXPLICIT_CELLS = 64  # most logits written out
 MINUS_INFINITY, NOT_A_NUMBER = -(10**6), 10**6  # codes of -∞ and NaN in explicit logits
 SPREADS = ("distinct", "ties", "near", "negative", "minus_inf", "nan", "extreme", "equal", "saturated")
 MORE_SPREADS = ("edges", "every", "far")
-VALUES = ("distinct", "ties", "zeros", "negative", "fine", "special")
 CROSSING = (1.0, 2.0, 3.0, 4.0)  # preferences that a slow plan outweighs after 4, 11, 33 rounds
 COUNTED = {"past_16_bits": 2**16, "past_24_bits": 2**24, "past_31_bits": 2**31}
 SCORES = ("softmax", "softmax_pre", "sigmoid", "sqrtsoftplus")
@@ -339,8 +338,8 @@ class LoadCase(Case):
     sequences: int = declared(Size(default=1, letter="C", at_least=1, most=3, pairs=(1, 3)))
     dtype: str = dtypes(*LOGITS)
     map_dtype: str = dtypes("bool", "uint8", "int32", "int64")  # bool, uint8: int64, float32 counts
-    # fine: 2⁻⁵³ apart, a unit in the last place of float64; special: NaN, infinities and -0
-    values: str = choice(*VALUES[:4], also=VALUES[4:], of=("probs", "scores"), data=True)
+    # fine: 2⁻⁵³ apart, a unit in the last place of float64
+    values: str = choice("distinct", "ties", "zeros", "negative", also=("fine",), of=("probs", "scores"), data=True)
     capacity: int = declared(Room(default=0, values=(0,), pairs=(1, 3, 9), argument="capacity"))
     policy: str = choice("probs", "position", argument="drop_policy", turns=True)
     pad: bool = flag(argument="pad_to_capacity")
@@ -356,8 +355,6 @@ class LoadCase(Case):
     def clash(self) -> str | None:
         if self.counted == "past_31_bits" and self.map_dtype == "int32":
             return "int32 holds no count past 31 bits"
-        if self.values == "special" and self.function != "drop_tokens":
-            return "special values make a sum NaN"
         if self.counted == "fractions" and self.map_dtype != "uint8":
             return "only counts in float32 have fractions"
         return None
@@ -391,10 +388,5 @@ def numbers(case: LoadCase, name: str, shape: tuple[int, ...]) -> Tensor:
         "zeros": np.where(noise % 2 == 0, np.where(noise % 4 == 0, 0.0, -0.0), (noise >> 8) % 64 / 64),
         "negative": (noise % 2**16) / 2**15 - 1,
         "fine": 0.5 + (noise % 2**16 + 1) / 2**53,
-        "special": np.choose(noise % 8, (0.5, 0.25, -0.0, np.nan, np.nan, np.nan, np.inf, -np.inf)),
     }[case.values]
-    x = torch.from_numpy(value).reshape(shape).to(DTYPES[case.dtype])
-    if case.values != "special":
-        return x
-    every = torch.full((*shape, x.itemsize), -1, dtype=torch.int8).view(x.dtype)[..., 0]  # the NaN of all bits 1
-    return torch.where(torch.from_numpy(noise % 8 // 2 == 2).reshape(shape), every, x)
+    return torch.from_numpy(value).reshape(shape).to(DTYPES[case.dtype])

@@ -22,7 +22,6 @@ from conformance.families.router.space_chosen import (
     MEAN_LENGTH,
     ONE_LENGTH,
     SLOW_PLANS,
-    SPECIAL_KEYS,
     UNREAD,
     grouped,
     many_factors,
@@ -189,7 +188,7 @@ def _dropped(scope: Scope) -> list[Changes]:
     double = {"tokens": 9, "experts": 3, "topk": 2, "capacity": 2, "dtype": "float64"}
     last = long(scope) | {"seed": 2, "capacity": 65}  # some expert keeps the last token
     room = [WIDE | {"capacity": 1}, long(scope) | {"capacity": 257}]  # few kept, all kept
-    return [*(last | fields for fields in more), *room, double, FINE_KEYS, *SPECIAL_KEYS]
+    return [*(last | fields for fields in more), *room, double, FINE_KEYS]
 
 
 @st.composite

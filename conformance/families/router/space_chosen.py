@@ -23,11 +23,6 @@ FINER_BIAS = FINE_BIAS | {"dtype": "float64", "seed": 1}
 BIASED_GROUPS = (FINE_BIAS | {"groups": 4, "group_topk": 2}, BELOW_ZERO | {"groups": 4, "group_topk": 2})
 # keys that float32 cannot tell apart
 FINE_KEYS: Changes = {"tokens": 30, "experts": 3, "topk": 2, "capacity": 3, "dtype": "float64", "values": "fine"}
-# NaN and infinities among the keys, with room for all and for few
-SPECIAL_KEYS: tuple[Changes, ...] = (
-    {"tokens": 9, "experts": 3, "topk": 2, "capacity": 9, "values": "special"},
-    {"tokens": 9, "experts": 3, "topk": 2, "capacity": 2, "values": "special", "dtype": "bfloat16"},
-)
 # NaN and infinities in padding
 UNREAD: Changes = {"tokens": 9, "experts": 5, "spread": "nan", "padding": 4}
 # scores whose float32 sum is wrong; a mean length above 1, and no whole number

@@ -90,13 +90,6 @@ DEFECTS = series(
             "0.0), axis=1) + 0.0)",
         ),
         (
-            "a negative NaN is not routed",
-            "drop_tokens",
-            "router/_capacity.py",
-            "key = tl.maximum(ordered(word, magnitude), least_key(KEY_BITS, KEY) + 1)",
-            "key = ordered(word, magnitude)",
-        ),
-        (
             "a prob of -0 comes after +0",
             "drop_tokens",
             "router/_capacity.py",
