@@ -75,7 +75,7 @@ def _has(case: Any, changes: Changes) -> bool:
 
 
 def _placed(scope: Scope, cases: list[Any], kept: Changes, each: list[Changes]) -> Iterator[tuple[Any, Changes]]:
-    """The cases with one of the values, where it fits beside what is kept, and all to be kept."""
+    """Cases changed to have one of the values and all that is kept, and what is to be kept then."""
     for case in cases:
         for changes in each:
             if any(name in kept for name in changes):

@@ -40,8 +40,11 @@ def _function(name: str) -> Iterator[str]:
 
 def _profiles() -> Iterator[str]:
     for profile in PROFILES.values():
-        for device, amount in (("a CPU", profile.interpreted), ("a GPU", profile.compiled)):
-            rows = {0: "none", EVERY: "all"}.get(amount.rows, f"the first {amount.rows}")
-            counts = ", ".join(f"{name} {amount.structures(name)}" for name in CONTRACTS)
-            yield f"profile {profile.name} on {device}: {amount.cases} cases per structure; drawn structures: {counts};"
-            yield f"  rows of covering arrays: {rows}"
+        for device, space in (("a CPU", Space()), ("a GPU", Space(device="cuda"))):
+            amounts = {name: profile.amount(name, space) for name in CONTRACTS}
+            for amount in dict.fromkeys(amounts.values()):
+                rows = {0: "none", EVERY: "all"}.get(amount.rows, f"the first {amount.rows}")
+                names = [name for name in CONTRACTS if amounts[name] == amount]
+                counts = ", ".join(f"{name} {amount.structures(name)}" for name in names)
+                yield f"profile {profile.name} on {device}: {amount.cases} cases per structure; drawn: {counts};"
+                yield f"  rows of covering arrays: {rows}"

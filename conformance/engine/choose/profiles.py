@@ -51,7 +51,7 @@ class Profile:
         return int(self.least * weight_of(function))
 
     def amount(self, function: str, space: Space) -> Amount:
-        """Of a function that compiles no kernels as on a CPU."""
+        """How much runs of a function. One that compiles no kernels has the cases of a CPU."""
         compiles = space.device == "cuda" and scope_of(function, space).contract.shapes.kernels
         return self.compiled if compiles else self.interpreted
 
