@@ -127,7 +127,8 @@ class Source:
 def source_of(d_out: Tensor | None, h: Tensor, probs: Tensor | None, settings: Settings, forms: Forms) -> Source:
     """What the kernels read: memory, not a pending minus, on the device of h."""
     check_fused(h, probs)
-    splits = None if forms.splits is None else forms.splits.to(h.device, non_blocking=True)
+    # a copy, as the result reads them later
+    splits = None if forms.splits is None else forms.splits.to(h.device, non_blocking=True, copy=True)
     memories = (None if x is None else x.detach().resolve_neg() for x in (d_out, h, probs))
     d_out, memory, probs = memories
     assert memory is not None

@@ -68,7 +68,8 @@ def _quantize(
     if splits is None:
         check_splits([x_MN.shape[0]], x_MN.shape[0], recipe)
     else:
-        splits = splits.to(x_MN.device, non_blocking=True)
+        # the result reads them later, when the caller may have others there
+        splits = splits.to(x_MN.device, non_blocking=True, copy=not for_products)
     x = x_MN.detach().resolve_neg()  # a kernel sees memory, not a pending minus
     format = format_of(recipe, role)
     if recipe.stochastic_rounding and role == "grad_output" and noise is None:
