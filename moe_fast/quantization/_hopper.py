@@ -27,6 +27,8 @@ PAIRED = gl.constexpr(
 )
 ROW = gl.constexpr(gl.SliceLayout(1, TILE.value))  # a number for each row
 COLUMN = gl.constexpr(gl.SliceLayout(0, TILE.value))
+# the largest number of each column in the rows of each warp, for one thread of each column
+PARTS = gl.constexpr(gl.BlockedLayout([8, 1], [1, 32], [1, 8], [1, 0]))
 TURNED = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
 FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 
@@ -87,15 +89,27 @@ def store_turned(form, code, column, tile, tiles, columns):
 
 
 @gluon.jit
+def column_amax(x):
+    """max |x| of each column: of each warp's rows by itself, then of the warps in one thread.
+
+    `gl.max` of all rows at once would store the warps' numbers in one bank of shared memory.
+    """
+    warps = gl.max(gl.reshape(gl.abs(x), [8, SIZE // 8, SIZE]), 1)
+    return gl.max(gl.convert_layout(warps, PARTS), 0)
+
+
+@gluon.jit
 def quantize_tile(
     x, form, stride_m, stride_n, tile, tiles, first, column, rows, columns, num_columns, limits,
     FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_C: gl.constexpr,
 ):  # fmt: skip
     """One form of a tile that has `rows` and `columns`."""
-    if BLOCK_R > 1 and BLOCK_C > 1:
-        amax = gl.max(gl.max(gl.abs(x), 1), 0)
+    if BLOCK_C == 1:
+        amax = column_amax(x)
+    elif BLOCK_R == 1:
+        amax = gl.max(gl.abs(x), 1)
     else:
-        amax = gl.max(gl.abs(x), 0 if BLOCK_R > 1 else 1)
+        amax = gl.max(gl.max(gl.abs(x), 1), 0)
     if BLOCK_R == 1 or BLOCK_C == 1:
         amax = gl.convert_layout(amax, FLAT)  # a scale is computed by one thread, not by all that use it
     amax = gl.maximum(amax, 0.0)  # a maximum passes over NaN

@@ -11,6 +11,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from moe_fast.quantization._quantize import FormPointers
 
 POINTERS = {"segment_ptr": "*i64", "tile_ptr": "*i64", "total_ptr": "*i64", "splits_ptr": "*i64", "out_ptr": "*bf16"}
+POINTERS |= {"tokens_ptr": "*bf16", "source_ptr": "*i32"}
 
 
 def tile(dtype: str, block: list[int]) -> str:
@@ -24,6 +25,7 @@ def tile(dtype: str, block: list[int]) -> str:
 def compile_gluon(
     module: str, kernel: str, tiles: dict[str, Any], constants: dict[str, Any], bias: str | None = None,
     forms: dict[str, Any] | None = None, absent: tuple[str, ...] = (), wide: tuple[str, ...] = (),
+    divisible: tuple[str, ...] = (),
 ) -> tuple[int, int, int]:  # fmt: skip
     """Bytes of shared memory, products of the matrix unit, registers spilled."""
     function = getattr(importlib.import_module(f"moe_fast.{module}"), kernel)
@@ -41,6 +43,7 @@ def compile_gluon(
         types[name] = FormPointers(*(part or "constexpr" for part in parts))
         indices |= {(names.index(name), i): None for i, part in enumerate(parts) if part is None}
     options = {name: constants[name] for name in ("num_warps", "maxnreg") if name in constants}
-    built = compile(GluonASTSource(function, types, indices, {}), target=GPUTarget("cuda", 90, 32), options=options)
+    by_16 = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
+    built = compile(GluonASTSource(function, types, indices, by_16), target=GPUTarget("cuda", 90, 32), options=options)
     ptx = built.asm["ptx"]
     return built.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count(".local")
