@@ -18,6 +18,7 @@ from moe_fast.experts.linear import FILLED, activated_linear, check_product, gro
 from moe_fast.experts.padding import Padding
 from moe_fast.experts.scaled_linear import multiple_of, scaled_tile
 from moe_fast.experts.segments import plans_shared, shared_totals, tile_of
+from moe_fast.experts.token_linear import RowsOfTokens, linear_of_tokens, linear_to_tokens
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
 from moe_fast.launch.backend import check_device
 from moe_fast.launch.legal import unless_known
@@ -97,6 +98,31 @@ def grouped_mlp(
     )
     inputs = (rows_PH, tokens_per_expert_L, probs, *weights, fc1_bias, fc2_bias)
     return run_again(run, *inputs) if recompute == "moe" else run(*inputs)
+
+
+def mlp_of_tokens(
+    sent: RowsOfTokens, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, *,
+    probs: Tensor | None, recipe: Recipe, fc1_bias: Tensor | None = None, interleave: int | None = None,
+    recompute: str | None = None, tokens_again: bool = False, fp8_input_store: bool = False, kind: str = "swiglu",
+    **shape: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(`grouped_mlp`, `unpermute` of it) of rows that are still tokens: see `token_linear`. With
+    `tokens_again` no codes of the rows are saved, but the tokens.
+    """
+    settings = checked_settings(kind, **shape, interleave=interleave, fp8_input_store=fp8_input_store)
+    _check(
+        sent.rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, None, interleave, kind,
+        False, None, recompute, recipe=recipe, state=None, noise=None, wgrads=None, rows_again=None, amaxes=None,
+    )  # fmt: skip
+    with plans_shared():
+        fc1 = partial(linear_of_tokens, bias=fc1_bias, recipe=recipe, tokens_again=tokens_again)
+        h_PF = fc1(sent, fc1_weight_LFH, tokens_per_expert_L)
+        act = partial(activated, settings=settings, fp8_input_store=fp8_input_store, totals=shared_totals())
+        a_PF, again = act(h_PF, probs=probs), recompute == "moe_act"
+        a_again = partial(act, h_PF.detach(), probs=None if probs is None else probs.detach()) if again else None
+        fc2 = partial(linear_to_tokens, recipe=recipe, row_map=sent.row_map, source_P=sent.source_P, rows_again=again)
+        with _computed_again(a_PF, a_again):
+            return fc2(a_PF, fc2_weight_LHF, tokens_per_expert_L)
 
 
 @unless_known

@@ -320,44 +320,56 @@ class ScaledLinear(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision,
         rows_again: bool, filled: tuple[bool, bool],
     ) -> Tensor:  # fmt: skip
-        wants_rows, wants_weight, *_ = ctx.needs_input_grad
+        wants_weight = ctx.needs_input_grad[1]
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
-        columns = wants_weight and not rows_again and _has_columns(precision.recipe, rows.dtype)
+        columns = wants_weight and not rows_again and has_columns(precision.recipe, rows.dtype)
         x = quantized_rows(rows, "input", counts, precision, True, columns)
-        matrices = quantized_weight(weight, precision, True, wants_rows)
-        plan = scaled_plan(counts, rows.shape[0], precision.recipe)
-        out = scaled_fprop(x, matrices, plan, bias=bias, filled=filled[0])
-        ctx.filled = filled
-        ctx.plan, ctx.precision, ctx.bias_dtype = (
-            plan.without_tensors(),
-            precision,
-            None if bias is None else bias.dtype,
-        )
-        ctx.x, ctx.weight = without_tensors(x, True), without_tensors(matrices, True)
-        saved = *tensors_of(x, True), *tensors_of(matrices, True)
-        ctx.save_for_backward(counts, rows if rows_again and wants_weight else None, *saved, *plan.tensors)
+        out, saved = product(ctx, x, weight, bias, counts, precision, filled)
+        ctx.save_for_backward(rows if rows_again and wants_weight else None, *saved)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        counts, rows, *tensors = ctx.saved_tensors
-        plan = ctx.plan.with_tensors(tensors[6:])
-        wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        d_rows = d_weight = None
+        rows, counts, *tensors = ctx.saved_tensors
+        wants_rows, wants_weight, *_ = ctx.needs_input_grad
+        d = x = None
         if wants_rows or wants_weight:
             d = quantized_rows(d_out, "grad_output", counts, ctx.precision, wants_rows, wants_weight)
-        if wants_rows:
-            d_rows = scaled_dgrad(d, with_tensors(ctx.weight, tensors[3:6], True), plan, filled=ctx.filled[1])
-        if wants_weight:
-            again = rows is not None
-            x = quantized_rows(rows, "input", counts, ctx.precision, False, True) if again else ctx.x
-            d_weight = scaled_wgrad(d, x if again else with_tensors(x, tensors[:3], True), plan)
-        d_bias = segment_sums(d_out, ctx.bias_dtype, plan) if wants_bias else None
-        return d_rows, d_weight, d_bias, None, None, None, None
+        if wants_weight and rows is not None:
+            x = quantized_rows(rows, "input", counts, ctx.precision, False, True)
+        return *gradients(ctx, d, x, d_out, tensors), None, None, None, None
 
 
-def _has_columns(recipe: Recipe, dtype: torch.dtype) -> bool:
+def product(
+    ctx: Any, x: Quantized, weight: Tensor, bias: Tensor | None, counts: Tensor, precision: Precision,
+    filled: tuple[bool, bool],
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
+    """(x Wᵀ + b, the tensors that `gradients` takes), the counts first of these."""
+    matrices = quantized_weight(weight, precision, True, ctx.needs_input_grad[0])
+    plan = scaled_plan(counts, x.form(False).codes_MN.shape[0], precision.recipe)
+    out = scaled_fprop(x, matrices, plan, bias=bias, filled=filled[0])
+    ctx.filled, ctx.plan, ctx.precision = filled, plan.without_tensors(), precision
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.x, ctx.weight = without_tensors(x, True), without_tensors(matrices, True)
+    return out, (counts, *tensors_of(x, True), *tensors_of(matrices, True), *plan.tensors)
+
+
+def gradients(
+    ctx: Any, d: Quantized | None, x: Quantized | None, d_out: Tensor | None, tensors: list[Any]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of rows, weight and bias, each if wanted; `x` is in place of the saved codes, if given."""
+    wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+    plan, d_rows, d_weight = ctx.plan.with_tensors(tensors[6:]), None, None
+    if wants_rows and d is not None:
+        d_rows = scaled_dgrad(d, with_tensors(ctx.weight, tensors[3:6], True), plan, filled=ctx.filled[1])
+    if wants_weight and d is not None:
+        d_weight = scaled_wgrad(d, with_tensors(ctx.x, tensors[:3], True) if x is None else x, plan)
+    d_bias = segment_sums(d_out, ctx.bias_dtype, plan) if wants_bias and d_out is not None else None
+    return d_rows, d_weight, d_bias
+
+
+def has_columns(recipe: Recipe, dtype: torch.dtype) -> bool:
     """Whether rows have a form for the weight's gradient; else the backward raises."""
     impossible = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all")
     return not impossible and (dtype == torch.bfloat16 or not recipe.hadamard)

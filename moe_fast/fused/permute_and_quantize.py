@@ -17,6 +17,7 @@ from moe_fast.launch.operators import has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation.permute import permute, sum_rows
 from moe_fast.permutation.row_map import RowMap, place, place_in_capacity
+from moe_fast.quantization.gathered import Gathered, can_gather, quantize_gathered
 from moe_fast.quantization.group_scales import FORMAT_MAX
 from moe_fast.quantization.nvfp4 import SCOPES
 from moe_fast.quantization.quantize import form_arguments, quantize
@@ -42,7 +43,8 @@ def permute_and_quantize(
         blocks along rows, delayed     one reads each token once and writes the codes of its rows;
                                        block scaling: one more for scales, which lie across rows
         current, plain NVFP4 by rows   one more before it, for the amax of each expert
-        blocks that span rows          one writes each row's token (or the first above), one gathers
+        blocks that span rows          one writes each row's token (or the first above); one
+                                       gathers, for both directions of block scaling on a Hopper
 
     Other NVFP4 (by columns, square blocks, row-scaled, four over six) permutes first and then
     quantises. The host waits once, for the number of rows, if neither `capacity` nor `num_rows` is
@@ -73,7 +75,7 @@ def permute_and_quantize(
     )
     row_map, source = replace(lists, slots_TE=row_slots, base_BE=None), None
     if torch.is_grad_enabled() and (tokens_TH.requires_grad or (probs is not None and probs.requires_grad)):
-        source, row_probs = _Place.apply(tokens_TH, probs, row_probs, row_map)
+        source, row_probs = Place.apply(tokens_TH, probs, row_probs, row_map)
     source = source if source is not None and source.requires_grad else None
     quantized = Quantized(recipe, format, tokens_TH.dtype, counts, source, *forms)
     pad_offsets = None if align is None else slots.pad_offsets
@@ -104,7 +106,7 @@ def _in_one_step(recipe: Recipe, role: str, columnwise: bool) -> bool:
     )
 
 
-class _Place(torch.autograd.Function):
+class Place(torch.autograd.Function):
     """The rows' node in the graph, a tensor of their shape that is never read; and their probs."""
 
     @staticmethod
@@ -142,7 +144,7 @@ class Work:
         self.tokens, self.probs, self.recipe, self.splits = tokens, probs, recipe, splits
         self.lists, self.row_map = lists, lists.without_bases()
         self.rule, self.size = KERNEL_OF[recipe.scaling], BLOCK.get(recipe.scaling, 1)
-        self.format = format_of(recipe, role)
+        self.role, self.format = role, format_of(recipe, role)
         self.square = recipe.scaling in BLOCK and role == "weight" and bool(recipe.two_dimensional_weights)
         self.sizes = tuning.for_device(tokens.device)
         self.source: Tensor | None = None  # [P] the token of each row, or -1
@@ -158,6 +160,9 @@ class Work:
             return form if rowwise else None, form if columnwise else None, state
         if self.rule == "nvfp4":
             return self._two_levels(), None, None
+        if columnwise and can_gather(self.tokens, self.recipe, square=self.square):
+            both = self._gather_tiles(rowwise)
+            return both.rowwise, both.columnwise, None
         if self.square:
             form = self._gather()
             return form if rowwise else None, form if columnwise else None, None
@@ -306,6 +311,17 @@ class Work:
                 **NO_FP_FUSION,
             )
 
+    def places(self) -> None:
+        """`source`, the lists of rows, and the probs: no row."""
+        self._scatter("none", None)
+
+    def _gather_tiles(self, rowwise: bool) -> Quantized:
+        """Blocks of rows, if wanted, and of columns, from one look at each token's row."""
+        self.places()
+        assert self.source is not None
+        rows = Gathered(self.tokens, self.source)
+        return quantize_gathered(rows, self.recipe, self.role, self.splits, rowwise, True, for_products=False)
+
     def _gather(self) -> Form:
         """A scale for each block that spans rows: of columns, or square."""
         aligned = self.rule == "amax"  # whole groups of MXFP8 consist of whole blocks, wherever the rows are cut
@@ -315,7 +331,7 @@ class Work:
         grid = grid_of(self.shape, self.splits, walk, aligned, block, height)
         form = self._blank(block, grid.tiles if aligned else ceil_div(self.shape[0], self.size))
         if self.source is None:
-            self._scatter("none", None)
+            self.places()
         programs = grid.tiles * ceil_div(grid.parts, tuned.slab) * tuned.slab
         if has_memory() and programs:
             with launch_on(self.tokens):

@@ -20,16 +20,19 @@ from moe_fast.dispatch.exchange import counts_of_all
 from moe_fast.dispatch.hybridep import hybridep_combine, hybridep_dispatch
 from moe_fast.dispatch.indices import flatten_experts
 from moe_fast.dispatch.overlap import beside, in_backward
-from moe_fast.experts.delayed import Waiting
-from moe_fast.experts.mlp import first_tile, grouped_mlp, latent_projection
+from moe_fast.experts.delayed import Waiting, waiting_for
+from moe_fast.experts.mlp import first_tile, grouped_mlp, latent_projection, mlp_of_tokens
 from moe_fast.experts.segments import plan_ready
 from moe_fast.experts.shared import shared_experts
+from moe_fast.experts.token_linear import RowsOfTokens
+from moe_fast.fused.token_rows import rows_of_tokens
 from moe_fast.launch.legal import Key, checked_once, key_of, unless_known
-from moe_fast.launch.operators import traceable
+from moe_fast.launch.operators import traceable, tracing
 from moe_fast.layer.room import in_room
 from moe_fast.permutation.permute import move_to_rows, permute, permute_in_tiles, unpermute
 from moe_fast.permutation.routing_map import indices_to_multihot, multihot_to_indices
 from moe_fast.permutation.row_map import RowMap
+from moe_fast.quantization.gathered import can_gather
 from moe_fast.router.gating import gate, jitter
 from moe_fast.router.route import route
 from moe_ref.config import (
@@ -67,6 +70,7 @@ class Sent(NamedTuple):
     combine: Combine
     permuted: tuple[Tensor, RowMap] | None = None
     plan: Callable[[], AbstractContextManager[None]] = nullcontext  # in which the experts have their plan already
+    of_tokens: RowsOfTokens | None = None  # the rows, where none is written
 
 
 @traceable
@@ -86,6 +90,7 @@ def moe_layer(
             dispatcher's host waits for its counts.
         recompute: of the routed experts alone, as in the reference. The result holds every
             intermediate; `MoELayer` drops it, and computes the whole layer again with "moe".
+            On one Hopper, FP8 by blocks leaves `dispatched.rows` None: see `stay_tokens`.
         wgrads, linear_states, amaxes: as wgrads, state and amaxes in `grouped_mlp`, of the routed
             experts.
         overlap_shared: on a GPU the shared experts run on a stream beside the dispatch, and so do
@@ -153,25 +158,55 @@ def after_router(
 ) -> tuple[Any, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """`moe_layer` of tokens that are routed, or on their way: its results after the router's."""
     tokens, started = early or (_narrowed(x_TH, p), {})
-    dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory, started)
+    special = (wgrads, linear_states, amaxes, in_dispatch_backward)
+    stay = group is None and all(one is None for one in special) and stay_tokens(tokens, p, config, recompute)
+    dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory, started, stay)
     shared_part = partial(_shared, x_TH, p, config)
     if overlap_shared:
-        shared, (dispatched, combine, permuted, plan) = beside(shared_part, dispatch, x_TH.device)
+        shared, sent = beside(shared_part, dispatch, x_TH.device)
     else:
-        dispatched, combine, permuted, plan = dispatch()
-    sent = dispatched.rows if in_dispatch_backward is None else in_backward(dispatched.rows, in_dispatch_backward)
-    settings = config.experts | {"fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias, "probs": dispatched.probs}
-    settings |= {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes}
-    settings |= _recomputed(recompute, permuted, config)
-    with plan():
-        rows = grouped_mlp(sent, dispatched.tokens_per_expert, p.fc1_weight, p.fc2_weight, **settings)
-    combined = combine(rows)
+        sent = dispatch()
+    dispatched = sent.dispatched
+    kept = {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes}
+    rows, combined = _through_experts(sent, p, config, recompute, in_dispatch_backward, kept)
     output = combined if p.latent_up is None else latent_projection(combined, p.latent_up)
 
     shared = shared if overlap_shared else shared_part()
     if shared is not None:
         output = output + shared
     return dispatched, rows, combined, shared, output
+
+
+def stay_tokens(tokens: Tensor, p: LayerParameters, config: LayerConfig, recompute: Any) -> bool:
+    """Whether the experts gather their rows, so that `permute` writes none: FP8 by blocks on one
+    Hopper, where nothing else needs the rows.
+    """
+    recipe = config.recipe
+    if recipe is None or recipe.scaling != "block" or recipe.backward_override is not None or recompute == "moe":
+        return False
+    plain = config.align is None and not config.probs_on_input and p.fc2_bias is None
+    waits = any(waiting_for(weight) is not None for weight in (p.fc1_weight, p.fc2_weight))
+    return plain and not waits and not tracing() and can_gather(tokens, recipe)
+
+
+def _through_experts(
+    sent: Sent, p: LayerParameters, config: LayerConfig, recompute: Any,
+    in_dispatch_backward: Callable[[], None] | None, kept: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(the experts' rows, their sums by token)."""
+    dispatched, weights = sent.dispatched, (p.fc1_weight, p.fc2_weight)
+    settings = config.experts | {"fc1_bias": p.fc1_bias, "probs": dispatched.probs}
+    with sent.plan():
+        if sent.of_tokens is not None:
+            again, of_experts = check_recompute(recompute)
+            settings = {name: x for name, x in settings.items() if name not in ("align", "probs_on_input")}
+            settings |= {"recompute": of_experts, "tokens_again": again}
+            return mlp_of_tokens(sent.of_tokens, dispatched.tokens_per_expert, *weights, **settings)
+        settings |= kept | {"fc2_bias": p.fc2_bias} | _recomputed(recompute, sent.permuted, config)
+        rows = dispatched.rows
+        rows = rows if in_dispatch_backward is None else in_backward(rows, in_dispatch_backward)
+        rows = grouped_mlp(rows, dispatched.tokens_per_expert, *weights, **settings)
+    return rows, sent.combine(rows)
 
 
 def routed_by(
@@ -237,11 +272,12 @@ def _started(x_TH: Tensor, p: LayerParameters, config: LayerConfig, group: Any, 
 
 
 def _dispatched(
-    tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, shared_memory: bool, started: dict[str, Any]
-) -> Sent:
+    tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, shared_memory: bool,
+    started: dict[str, Any], stay: bool,
+) -> Sent:  # fmt: skip
     """The rows of this rank's experts, and the way back."""
     if group is None:
-        return _on_one_rank(tokens, routed, config)
+        return _on_one_rank(tokens, routed, config, stay)
     right = f"False with {config.dispatcher}: hybridep alone has it"
     require(config.dispatcher == "hybridep" or not shared_memory, "shared_memory", shared_memory, right)
     way, shards = "symmetric" if shared_memory else config.dispatcher, config.expert_tensor_parallel
@@ -253,18 +289,24 @@ def _dispatched(
     return sent
 
 
-def _on_one_rank(tokens: Tensor, routed: RouteOutput, config: LayerConfig) -> Sent:
+def _on_one_rank(tokens: Tensor, routed: RouteOutput, config: LayerConfig, stay: bool) -> Sent:
     """All experts are here: the dispatchers move no row, and have one sum."""
     most = _most_rows(tokens.shape[0], config.router) if config.num_rows is None else config.num_rows
     tile = first_tile(tokens, most, config.router.num_experts, config.align, config.recipe)
     rows = None if tile is None else tile.rows
-    permuted, tiles = permute_in_tiles(tokens, routed.routing_map, probs=routed.probs, num_rows=most, tile_rows=rows)
+    sizes: dict[str, Any] = {"probs": routed.probs, "num_rows": most, "tile_rows": rows}
+    of_tokens = None
+    if stay:
+        assert config.recipe is not None
+        of_tokens, permuted, tiles = rows_of_tokens(tokens, routed.routing_map, config.recipe, **sizes)
+    else:
+        permuted, tiles = permute_in_tiles(tokens, routed.routing_map, **sizes)
     shape = (tokens.shape[0], tokens.shape[1])
     back = partial(unpermute, row_map=permuted.row_map, restore_shape=shape)
     plan: Any = nullcontext
     if tile is not None and tiles is not None:
         plan = partial(plan_ready, permuted.tokens_per_expert, tile, tiles, most)
-    return Sent(permuted, back, (tokens, permuted.row_map), plan)
+    return Sent(permuted, back, (tokens, permuted.row_map), plan, of_tokens)
 
 
 def _recomputed(

@@ -1,0 +1,134 @@
+"""The linear layers between tokens and experts' rows, with FP8 by blocks: neither the rows that fc1
+reads are written, nor the gradient of those that fc2 writes. Both are quantised where they are
+gathered from tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_fast.experts.factors import Precision, quantized_rows
+from moe_fast.experts.scaled_linear import gradients, has_columns, product
+from moe_fast.experts.segments import copy_of
+from moe_fast.launch.autograd import once_differentiable
+from moe_fast.permutation.permute import move_to_rows, sum_rows
+from moe_fast.permutation.row_map import RowMap
+from moe_fast.quantization.gathered import Gathered, can_gather, quantize_gathered
+from moe_fast.quantization.quantized import Quantized
+from moe_ref.config import Recipe
+
+FILLED = (False, False)  # what stays within needs no zeros past the experts' rows
+
+
+@dataclass(frozen=True)
+class RowsOfTokens:
+    """The rows of `permute`, not written."""
+
+    rows_PH: Tensor  # without memory: the rows' node in the graph
+    tokens_TH: Tensor
+    row_map: RowMap
+    source_P: Tensor  # int32, the token of each row, or -1
+
+
+def quantized_tokens(
+    tokens_TH: Tensor, row_map: RowMap, source_P: Tensor, role: str, counts_L: Tensor, recipe: Recipe,
+    rowwise: bool, columnwise: bool,
+) -> Quantized:  # fmt: skip
+    """`quantized_rows` of the tokens' rows; they are written first where no kernel gathers."""
+    if can_gather(tokens_TH, recipe):
+        rows = Gathered(tokens_TH, source_P)
+        return quantize_gathered(rows, recipe, role, counts_L, rowwise, columnwise, for_products=True)
+    rows_PH = move_to_rows(tokens_TH.detach(), None, row_map)[0]
+    return quantized_rows(rows_PH, role, counts_L, Precision(recipe, None, None), rowwise, columnwise)
+
+
+def linear_of_tokens(
+    sent: RowsOfTokens, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
+    *, bias: Tensor | None = None, recipe: Recipe, tokens_again: bool = False,
+) -> Tensor:  # fmt: skip
+    """`grouped_linear`; if `tokens_again`, the tokens are saved in place of the rows' codes."""
+    tokens = sent.tokens_TH.detach()
+    more = (tokens, sent.row_map, sent.source_P, recipe, tokens_again)
+    return _LinearOfTokens.apply(sent.rows_PH, weight_LMN, bias, tokens_per_expert_L, *more)
+
+
+def linear_to_tokens(
+    rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
+    *, recipe: Recipe, row_map: RowMap, source_P: Tensor, rows_again: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(`grouped_linear`, `unpermute` of it)."""
+    more = (recipe, row_map, source_P, rows_again)
+    return _LinearToTokens.apply(rows_PN, weight_LMN, None, tokens_per_expert_L, *more)
+
+
+class _LinearOfTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, tokens: Tensor,
+        row_map: RowMap, source: Tensor, recipe: Recipe, again: bool,
+    ) -> Tensor:  # fmt: skip
+        wants_weight = ctx.needs_input_grad[1]
+        counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
+        columns = wants_weight and not again and has_columns(recipe, tokens.dtype)
+        x = quantized_tokens(tokens, row_map, source, "input", counts, recipe, True, columns)
+        out, saved = product(ctx, x, weight, bias, counts, Precision(recipe, None, None), FILLED)
+        kept, ctx.numbers = row_map.parts()
+        ctx.lists = len(kept) + 2 if wants_weight and again else 0
+        ctx.save_for_backward(*((tokens, source, *kept) if ctx.lists else ()), *saved)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+        (counts, *tensors), lists = ctx.saved_tensors[ctx.lists :], ctx.saved_tensors[: ctx.lists]
+        wants_rows, wants_weight, *_ = ctx.needs_input_grad
+        d = x = None
+        if wants_rows or wants_weight:
+            d = quantized_rows(d_out, "grad_output", counts, ctx.precision, wants_rows, wants_weight)
+        if lists:
+            tokens, source, *kept = lists
+            row_map = RowMap(*kept, *ctx.numbers)
+            x = quantized_tokens(tokens, row_map, source, "input", counts, ctx.precision.recipe, False, True)
+        return *gradients(ctx, d, x, d_out, tensors), *(None,) * 6
+
+
+class _LinearToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: None, tokens_per_expert: Tensor, recipe: Recipe,
+        row_map: RowMap, source: Tensor, rows_again: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        wants_weight = ctx.needs_input_grad[1]
+        precision = Precision(recipe, None, None)
+        counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
+        columns = wants_weight and not rows_again and has_columns(recipe, rows.dtype)
+        x = quantized_rows(rows, "input", counts, precision, True, columns)
+        out, saved = product(ctx, x, weight, bias, counts, precision, (True, False))
+        kept, ctx.numbers = row_map.parts()
+        ctx.save_for_backward(rows if rows_again and wants_weight else None, source, *kept, *saved)
+        combined = sum_rows(out, None, None, row_map)[0]
+        assert combined is not None
+        return out, combined
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_combined: Tensor | None) -> tuple[Any, ...]:
+        rows, source, slots, num_slots, base, gap, counts, *tensors = ctx.saved_tensors
+        row_map = RowMap(slots, num_slots, base, gap, *ctx.numbers)
+        wants_rows, wants_weight, *_ = ctx.needs_input_grad
+        if d_out is not None and d_combined is not None:
+            d_out, d_combined = d_out + move_to_rows(d_combined, None, row_map)[0], None
+        recipe, x = ctx.precision.recipe, None
+        if d_combined is not None:
+            forms = (wants_rows, wants_weight)
+            d = quantized_tokens(d_combined, row_map, source, "grad_output", counts, recipe, *forms)
+        elif d_out is not None:
+            d = quantized_rows(d_out, "grad_output", counts, ctx.precision, wants_rows, wants_weight)
+        else:
+            return (None,) * 8
+        if wants_weight and rows is not None:
+            x = quantized_rows(rows, "input", counts, ctx.precision, False, True)
+        return *gradients(ctx, d, x, None, tensors), *(None,) * 5

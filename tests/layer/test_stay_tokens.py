@@ -1,0 +1,106 @@
+"""Experts that gather their rows from tokens: the bits of the layer that writes the rows. Without a
+Hopper the rows are written where a kernel would gather them; the kernel is judged on one.
+"""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_fast
+from moe_fast.experts import token_linear
+from moe_fast.launch import operators
+from moe_ref.config import LayerConfig, Recipe, RouterConfig
+from moe_ref.config.state import new_state
+from tests.common.fast import interpreted, normal
+
+pytestmark = interpreted
+layers = importlib.import_module("moe_fast.layer.layer")
+TOKENS, HIDDEN, WIDTH, EXPERTS, TOPK = 13, 48, 32, 4, 2
+BLOCK = Recipe("block")
+
+
+def results(
+    recompute: Any = None, seen: bool = False, grads: bool = True, expanded: bool = False, **options: Any
+) -> list[Tensor | None]:
+    """Output, and the gradients of input and parameters; `seen`: the loss also reads the experts'
+    rows."""
+    router = RouterConfig(num_experts=EXPERTS, topk=TOPK)
+    config = LayerConfig(router=router, recipe=BLOCK, **options)
+    torch.manual_seed(0)
+    layer = moe_fast.MoELayer(config, HIDDEN, WIDTH, init_std=0.5, dtype=torch.bfloat16)
+    x = normal(TOKENS, HIDDEN, seed=1, dtype=torch.bfloat16).requires_grad_(grads)
+    state = new_state(router, x.device)
+    with torch.set_grad_enabled(grads):
+        out = moe_fast.moe_layer(x, layer.layer_parameters, config, state=state, recompute=recompute)
+    if not grads:
+        return [out.output]
+    loss = out.output.float().sum() if expanded else (out.output * normal(TOKENS, HIDDEN, seed=2)).sum()
+    loss = loss + (out.expert_rows.float() ** 2).sum() if seen else loss
+    loss.backward()
+    names = ("router.weight", "experts.linear_fc1.weight", "experts.linear_fc2.weight")
+    leaves = [x, *(dict(layer.named_parameters())[name] for name in names)]
+    assert all(leaf.grad is not None and leaf.grad.any() for leaf in leaves)
+    return [out.output, *(leaf.grad for leaf in leaves)]
+
+
+def agree(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    """Both ways are taken, and have the same bits."""
+    taken = []
+    right = layers.rows_of_tokens
+    monkeypatch.setattr(layers, "rows_of_tokens", lambda *a, **k: taken.append(a) or right(*a, **k))
+    rows = results(**settings)
+    assert not taken
+    monkeypatch.setattr(layers, "can_gather", lambda tokens, recipe: True)
+    tokens = results(**settings)
+    assert taken
+    assert all(torch.equal(a, b) for a, b in zip(rows, tokens, strict=True))
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"recompute": "permute"},
+    {"recompute": ("permute", "moe_act")},
+    {"recompute": "moe_act", "fp8_input_store": True},
+    {"grads": False},
+    {"seen": True},
+    {"expanded": True},
+    {"num_rows": 2 * TOKENS * TOPK},
+    {"num_rows": TOKENS},
+    {"kind": "squared_relu"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_no_bit_changes(settings, monkeypatch):
+    agree(monkeypatch, **settings)
+
+
+def test_a_gradient_of_other_tokens_is_found(monkeypatch):
+    right = token_linear.move_to_rows
+
+    def late(tokens: Tensor, *rest: Any) -> Any:
+        return right(tokens.roll(1, 0), *rest)
+
+    monkeypatch.setattr(token_linear, "move_to_rows", late)
+    with pytest.raises(AssertionError):
+        agree(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"align": 16}, {"probs_on_input": True}, {"recipe": Recipe("current")}, {"recipe": None}],
+    ids=str,
+)
+def test_where_rows_are_written(options, monkeypatch):
+    monkeypatch.setattr(layers, "can_gather", lambda tokens, recipe: True)
+    config = LayerConfig(router=RouterConfig(num_experts=EXPERTS, topk=TOPK), **({"recipe": BLOCK} | options))
+    p = moe_fast.MoELayer(config, HIDDEN, WIDTH).layer_parameters
+    tokens = normal(TOKENS, HIDDEN, seed=1)
+    assert not layers.stay_tokens(tokens, p, config, None)
+    plain = LayerConfig(router=config.router, recipe=BLOCK)
+    assert layers.stay_tokens(tokens, p, plain, None) and not layers.stay_tokens(tokens, p, plain, "moe")
+    monkeypatch.setattr(layers, "tracing", lambda: True)
+    assert not operators.tracing() and not layers.stay_tokens(tokens, p, plain, None)
