@@ -322,7 +322,7 @@ class ScaledLinear(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         wants_weight = ctx.needs_input_grad[1]
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
-        columns = wants_weight and not rows_again and has_columns(precision.recipe, rows.dtype)
+        columns = wants_weight and not rows_again and _has_columns(precision.recipe, rows.dtype)
         x = quantized_rows(rows, "input", counts, precision, True, columns)
         out, saved = product(ctx, x, weight, bias, counts, precision, filled)
         ctx.save_for_backward(rows if rows_again and wants_weight else None, *saved)
@@ -369,7 +369,7 @@ def gradients(
     return d_rows, d_weight, d_bias
 
 
-def has_columns(recipe: Recipe, dtype: torch.dtype) -> bool:
+def _has_columns(recipe: Recipe, dtype: torch.dtype) -> bool:
     """Whether rows have a form for the weight's gradient; else the backward raises."""
     impossible = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all")
     return not impossible and (dtype == torch.bfloat16 or not recipe.hadamard)

@@ -1,18 +1,19 @@
 """The linear layers between tokens and experts' rows, with FP8 by blocks: neither the rows that fc1
-reads are written, nor the gradient of those that fc2 writes. Both are quantised where they are
-gathered from tokens.
+reads are written, nor the gradient of those that fc2 writes. Tokens are quantised on their way to
+rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_fast.experts.factors import Precision, quantized_rows
-from moe_fast.experts.scaled_linear import gradients, has_columns, product
+from moe_fast.experts.scaled_linear import gradients, product
 from moe_fast.experts.segments import copy_of
 from moe_fast.launch.autograd import once_differentiable
+from moe_fast.launch.operators import as_operators
 from moe_fast.permutation.permute import move_to_rows, sum_rows
 from moe_fast.permutation.row_map import RowMap
 from moe_fast.quantization.gathered import Gathered, can_gather, quantize_gathered
@@ -27,6 +28,7 @@ class RowsOfTokens:
     """The rows of `permute`, not written."""
 
     rows_PH: Tensor  # without memory: the rows' node in the graph
+    codes: Quantized  # of the rows, by rows
     tokens_TH: Tensor
     row_map: RowMap
     source_P: Tensor  # int32, the token of each row, or -1
@@ -50,7 +52,7 @@ def linear_of_tokens(
 ) -> Tensor:  # fmt: skip
     """`grouped_linear`; if `tokens_again`, the tokens are saved in place of the rows' codes."""
     tokens = sent.tokens_TH.detach()
-    more = (tokens, sent.row_map, sent.source_P, recipe, tokens_again)
+    more = (sent.codes, tokens, sent.row_map, sent.source_P, recipe, tokens_again)
     return _LinearOfTokens.apply(sent.rows_PH, weight_LMN, bias, tokens_per_expert_L, *more)
 
 
@@ -63,16 +65,19 @@ def linear_to_tokens(
     return _LinearToTokens.apply(rows_PN, weight_LMN, None, tokens_per_expert_L, *more)
 
 
+@as_operators
 class _LinearOfTokens(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, tokens: Tensor,
-        row_map: RowMap, source: Tensor, recipe: Recipe, again: bool,
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, codes: Quantized,
+        tokens: Tensor, row_map: RowMap, source: Tensor, recipe: Recipe, again: bool,
     ) -> Tensor:  # fmt: skip
         wants_weight = ctx.needs_input_grad[1]
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
-        columns = wants_weight and not again and has_columns(recipe, tokens.dtype)
-        x = quantized_tokens(tokens, row_map, source, "input", counts, recipe, True, columns)
+        x = replace(codes, splits=counts)
+        if wants_weight and not again:
+            tall = quantized_tokens(tokens, row_map, source, "input", counts, recipe, False, True)
+            x = replace(x, columnwise=tall.columnwise)
         out, saved = product(ctx, x, weight, bias, counts, Precision(recipe, None, None), FILLED)
         kept, ctx.numbers = row_map.parts()
         ctx.lists = len(kept) + 2 if wants_weight and again else 0
@@ -91,9 +96,10 @@ class _LinearOfTokens(torch.autograd.Function):
             tokens, source, *kept = lists
             row_map = RowMap(*kept, *ctx.numbers)
             x = quantized_tokens(tokens, row_map, source, "input", counts, ctx.precision.recipe, False, True)
-        return *gradients(ctx, d, x, d_out, tensors), *(None,) * 6
+        return *gradients(ctx, d, x, d_out, tensors), *(None,) * 7
 
 
+@as_operators
 class _LinearToTokens(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -104,8 +110,7 @@ class _LinearToTokens(torch.autograd.Function):
         wants_weight = ctx.needs_input_grad[1]
         precision = Precision(recipe, None, None)
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
-        columns = wants_weight and not rows_again and has_columns(recipe, rows.dtype)
-        x = quantized_rows(rows, "input", counts, precision, True, columns)
+        x = quantized_rows(rows, "input", counts, precision, True, wants_weight and not rows_again)
         out, saved = product(ctx, x, weight, bias, counts, precision, (True, False))
         kept, ctx.numbers = row_map.parts()
         ctx.save_for_backward(rows if rows_again and wants_weight else None, source, *kept, *saved)

@@ -43,8 +43,7 @@ def permute_and_quantize(
         blocks along rows, delayed     one reads each token once and writes the codes of its rows;
                                        block scaling: one more for scales, which lie across rows
         current, plain NVFP4 by rows   one more before it, for the amax of each expert
-        blocks that span rows          one writes each row's token (or the first above); one
-                                       gathers, for both directions of block scaling on a Hopper
+        blocks that span rows          one writes each row's token (or the first above), one gathers
 
     Other NVFP4 (by columns, square blocks, row-scaled, four over six) permutes first and then
     quantises. The host waits once, for the number of rows, if neither `capacity` nor `num_rows` is
@@ -160,14 +159,12 @@ class Work:
             return form if rowwise else None, form if columnwise else None, state
         if self.rule == "nvfp4":
             return self._two_levels(), None, None
-        if columnwise and can_gather(self.tokens, self.recipe, square=self.square):
-            both = self._gather_tiles(rowwise)
-            return both.rowwise, both.columnwise, None
         if self.square:
             form = self._gather()
             return form if rowwise else None, form if columnwise else None, None
         by_rows = self._blocks_along_rows(with_source=columnwise) if rowwise else None
-        return by_rows, self._gather() if columnwise else None, None
+        tall = self._gather_tiles if can_gather(self.tokens, self.recipe) else self._gather
+        return by_rows, tall() if columnwise else None, None
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.tokens.device)
@@ -315,12 +312,14 @@ class Work:
         """`source`, the lists of rows, and the probs: no row."""
         self._scatter("none", None)
 
-    def _gather_tiles(self, rowwise: bool) -> Quantized:
-        """Blocks of rows, if wanted, and of columns, from one look at each token's row."""
-        self.places()
+    def _gather_tiles(self) -> Form:
+        """A scale for each block of columns, by the kernel for Hopper."""
+        if self.source is None:
+            self.places()
         assert self.source is not None
         rows = Gathered(self.tokens, self.source)
-        return quantize_gathered(rows, self.recipe, self.role, self.splits, rowwise, True, for_products=False)
+        made = quantize_gathered(rows, self.recipe, self.role, self.splits, False, True, for_products=False)
+        return made.form(True)
 
     def _gather(self) -> Form:
         """A scale for each block that spans rows: of columns, or square."""

@@ -32,9 +32,9 @@ class Gathered:
         return self.tokens_TH.new_empty(()).expand(len(self.source_P), self.tokens_TH.shape[1])
 
 
-def can_gather(tokens: Tensor, recipe: Recipe, *, square: bool = False) -> bool:
+def can_gather(tokens: Tensor, recipe: Recipe) -> bool:
     """Whether `quantize_gathered` takes them: whole lines of two-byte numbers."""
-    if not (has_memory() and is_hopper(tokens.device)) or KERNEL_OF[recipe.scaling] != "amax" or square:
+    if not (has_memory() and is_hopper(tokens.device)) or KERNEL_OF[recipe.scaling] != "amax":
         return False
     stride_t, stride_h = tokens.stride()
     in_lines = stride_h == 1 and stride_t % LINE == 0 and tokens.shape[1] % LINE == 0 and tokens.data_ptr() % LINE == 0
