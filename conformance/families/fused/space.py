@@ -92,6 +92,15 @@ def always(scope: Scope) -> list[Changes]:
         {"tokens": 33, "experts": 257 if cuda else 65, "topk": 3, "hidden": 3, "values": "wide"},
         {"tokens": 5, "experts": 3, "hidden": 3, "dtype": "float64", "values": "wide"},
     ]
+    # tokens of whole lines, but no whole blocks; segments of more rows than a block; padding
+    lines: Changes = {"scaling": "block", "hidden": 144, "tokens": 300, "experts": 5, "topk": 2, "dtype": "bfloat16"}
+    if cuda:
+        tall = {"direction": "columnwise", "dtype": "float16", "align": 64, "values": "rows"}
+        found += [
+            lines | {"direction": "both", "slack": 70},
+            lines | tall,
+            lines | {"direction": "both", "capacity": 131},
+        ]
     wide = [fields | {"tokens": 40 if cuda else 5, "experts": 3} for fields in wide_tensors(scope)]
     wide = [fields | ({} if fields["scaling"] == "current" else {"direction": "both"}) for fields in wide]
     uniform: Changes = {"spread": "uniform", "topk": 2, "seed": 1}

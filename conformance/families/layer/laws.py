@@ -182,8 +182,6 @@ OVERLAP = Law("overlap", _overlap, lambda case: _whole(case) and bool(case.share
 MOE_LAYER = (
     universal.DETERMINISM,
     universal.HOST_SYNC,
-    *of_one_process(KEPT),
-    *_unquantised(
-        universal.HISTORY, RERUN, SENT_AGAIN, *of_one_process(*_ALONE, DELAYED, RECOMPUTE, OVERLAP, JITTERED)
-    ),
+    *of_one_process(KEPT, RECOMPUTE, *_ALONE),
+    *_unquantised(universal.HISTORY, RERUN, SENT_AGAIN, *of_one_process(DELAYED, OVERLAP, JITTERED)),
 )
