@@ -87,7 +87,8 @@ class _LinearOfTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        (counts, *tensors), lists = ctx.saved_tensors[ctx.lists :], ctx.saved_tensors[: ctx.lists]
+        saved = ctx.saved_tensors  # read once: a checkpoint unpacks each tensor once
+        lists, (counts, *tensors) = saved[: ctx.lists], saved[ctx.lists :]
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
         d = x = None
         if wants_rows or wants_weight:

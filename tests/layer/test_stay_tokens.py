@@ -78,6 +78,20 @@ def test_no_bit_changes(settings, monkeypatch):
     agree(monkeypatch, **settings)
 
 
+def test_a_layer_that_is_computed_again(monkeypatch):
+    monkeypatch.setattr(layers, "can_gather", lambda tokens, recipe: True)
+    found = []
+    for recompute in (None, "moe", ("permute", "moe_act")):
+        torch.manual_seed(0)
+        config = LayerConfig(router=RouterConfig(num_experts=EXPERTS, topk=TOPK), recipe=BLOCK)
+        layer = moe_fast.MoELayer(config, HIDDEN, WIDTH, init_std=0.5, recompute=recompute, dtype=torch.bfloat16)
+        x = normal(TOKENS, HIDDEN, seed=1, dtype=torch.bfloat16).requires_grad_()
+        layer(x).backward(normal(TOKENS, HIDDEN, seed=2, dtype=torch.bfloat16))
+        found.append([x.grad, *(p.grad for p in layer.parameters())])
+    assert all(g.any() for g in found[0])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
 def test_a_gradient_of_other_tokens_is_found(monkeypatch):
     right = token_linear.move_to_rows
 

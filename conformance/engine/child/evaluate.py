@@ -314,9 +314,9 @@ def _of_the_harness(error: BaseException) -> bool:
     while trace is not None:
         frames.append(trace.tb_frame.f_code)
         trace = trace.tb_next
-    return not any(
-        code.co_filename.endswith("interface.py") and code.co_name == "call" for code in frames
-    ) and "backward" not in str(frames[-1])
+    called = any(code.co_filename.endswith("interface.py") and code.co_name == "call" for code in frames)
+    in_backward = any(code.co_name == "_engine_run_backward" for code in frames)  # torch.autograd's call of the engine
+    return not (called or in_backward)
 
 
 def device_is_lost(error: BaseException) -> bool:
