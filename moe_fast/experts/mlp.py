@@ -18,7 +18,6 @@ from moe_fast.experts.linear import FILLED, activated_linear, check_product, gro
 from moe_fast.experts.padding import Padding
 from moe_fast.experts.scaled_linear import multiple_of, scaled_tile
 from moe_fast.experts.segments import plans_shared, shared_totals, tile_of
-from moe_fast.experts.token_linear import RowsOfTokens, linear_of_tokens, linear_to_tokens
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
 from moe_fast.launch.backend import check_device
 from moe_fast.launch.legal import unless_known
@@ -74,7 +73,7 @@ def grouped_mlp(
     """
     shape: dict[str, Any] = {"offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
     settings = checked_settings(kind, **shape, round_before_probs=round_before_probs, fp8_input_store=fp8_input_store)
-    _check(
+    check_mlp(
         rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias, interleave, kind,
         probs_on_input, align, recompute, recipe=recipe, state=state, noise=noise, wgrads=wgrads,
         rows_again=rows_again, amaxes=amaxes,
@@ -100,33 +99,8 @@ def grouped_mlp(
     return run_again(run, *inputs) if recompute == "moe" else run(*inputs)
 
 
-def mlp_of_tokens(
-    sent: RowsOfTokens, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, *,
-    probs: Tensor | None, recipe: Recipe, fc1_bias: Tensor | None = None, interleave: int | None = None,
-    recompute: str | None = None, tokens_again: bool = False, fp8_input_store: bool = False, kind: str = "swiglu",
-    **shape: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(`grouped_mlp`, `unpermute` of it) of rows that are still tokens: see `token_linear`. With
-    `tokens_again` no codes of the rows are saved, but the tokens.
-    """
-    settings = checked_settings(kind, **shape, interleave=interleave, fp8_input_store=fp8_input_store)
-    _check(
-        sent.rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, None, interleave, kind,
-        False, None, recompute, recipe=recipe, state=None, noise=None, wgrads=None, rows_again=None, amaxes=None,
-    )  # fmt: skip
-    with plans_shared():
-        fc1 = partial(linear_of_tokens, bias=fc1_bias, recipe=recipe, tokens_again=tokens_again)
-        h_PF = fc1(sent, fc1_weight_LFH, tokens_per_expert_L)
-        act = partial(activated, settings=settings, fp8_input_store=fp8_input_store, totals=shared_totals())
-        a_PF, again = act(h_PF, probs=probs), recompute == "moe_act"
-        a_again = partial(act, h_PF.detach(), probs=None if probs is None else probs.detach()) if again else None
-        fc2 = partial(linear_to_tokens, recipe=recipe, row_map=sent.row_map, source_P=sent.source_P, rows_again=again)
-        with _computed_again(a_PF, a_again):
-            return fc2(a_PF, fc2_weight_LHF, tokens_per_expert_L)
-
-
 @unless_known
-def _check(
+def check_mlp(
     rows_PH: Tensor, *rest: Any, recipe: Recipe | None, state: Any, noise: Any, wgrads: Any, rows_again: Any,
     amaxes: Any,
 ) -> None:  # fmt: skip
@@ -240,7 +214,7 @@ def _experts(
     ends_L = tokens_per_expert_L.clamp(min=0).cumsum(0) if needs_ends else None
     if probs_on_input:
         assert p_P is not None
-        with _computed_again(rows_PH, rows_again):
+        with computed_again(rows_PH, rows_again):
             rows_PH, given, p_P = ScaledRows.apply(rows_PH, p_P, ends_L), p_P.detach(), None
         rows_again = rows_again and _then(rows_again, lambda rows: ScaledRows.apply(rows, given, ends_L))
     noise1, noise2 = (None, None) if noise is None else (_of_length(each, rows_PH.shape[0]) for each in noise)
@@ -250,20 +224,20 @@ def _experts(
             more: dict[str, Any] = {"bias": fc1_bias, "probs": p_P, "settings": settings}
             a_PF = activated_linear(rows_PH, fc1_weight_LFH, tokens_per_expert_L, **more)
         if a_PF is None:
-            with _computed_again(rows_PH, rows_again):
+            with computed_again(rows_PH, rows_again):
                 fc1 = partial(linears[0], bias=fc1_bias, noise=noise1, rows_again=rows_again is not None)
                 h_PF = fc1(rows_PH, fc1_weight_LFH, tokens_per_expert_L)
             act = partial(act, totals=shared_totals())
             a_PF = act(h_PF, probs=p_P)
             a_again = partial(act, h_PF.detach(), probs=None if p_P is None else p_P.detach()) if again else None
-        with _computed_again(a_PF, a_again):
+        with computed_again(a_PF, a_again):
             y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2, rows_again=a_again is not None)
     if fc2_bias is not None:
         y_PH = BiasAdded.apply(y_PH, fc2_bias, p_P, ends_L)
     return y_PH if padding is None else padding.trim(y_PH)
 
 
-def _computed_again(made: Tensor, again: Callable[[], Tensor] | None) -> AbstractContextManager[Any]:
+def computed_again(made: Tensor, again: Callable[[], Tensor] | None) -> AbstractContextManager[Any]:
     """A context that does not save `made` for a backward, which makes it by again(), if given."""
     if again is None:
         return nullcontext()

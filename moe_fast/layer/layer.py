@@ -21,11 +21,11 @@ from moe_fast.dispatch.hybridep import hybridep_combine, hybridep_dispatch
 from moe_fast.dispatch.indices import flatten_experts
 from moe_fast.dispatch.overlap import beside, in_backward
 from moe_fast.experts.delayed import Waiting, waiting_for
-from moe_fast.experts.mlp import first_tile, grouped_mlp, latent_projection, mlp_of_tokens
+from moe_fast.experts.mlp import first_tile, grouped_mlp, latent_projection
 from moe_fast.experts.segments import plan_ready
 from moe_fast.experts.shared import shared_experts
 from moe_fast.experts.token_linear import RowsOfTokens
-from moe_fast.fused.token_rows import rows_of_tokens
+from moe_fast.fused.token_mlp import mlp_of_tokens, rows_of_tokens
 from moe_fast.launch.legal import Key, checked_once, key_of, unless_known
 from moe_fast.launch.operators import traceable, tracing
 from moe_fast.layer.room import in_room

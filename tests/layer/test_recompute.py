@@ -201,7 +201,7 @@ def test_no_row_is_kept_that_is_permuted_again():
 
 def test_an_activation_that_a_hook_keeps_is_found(monkeypatch):
     kept_by_hook = saved_tensors_hooks(lambda x: x, lambda x: x)
-    monkeypatch.setattr(mlp, "_computed_again", lambda *_: kept_by_hook)
+    monkeypatch.setattr(mlp, "computed_again", lambda *_: kept_by_hook)
     with pytest.raises(AssertionError):
         keeps_no_activation()
     with pytest.raises(AssertionError):

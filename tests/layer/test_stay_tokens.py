@@ -65,6 +65,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"recompute": ("permute", "moe_act")},
     {"recompute": "moe_act", "fp8_input_store": True},
     {"grads": False},
+    {"grads": False, "kind": "squared_relu"},
+    {"grads": False, "kind": "geglu", "clamp": 2.0, "interleave": 2, "num_rows": 2 * TOKENS * TOPK},
     {"seen": True},
     {"expanded": True},
     {"num_rows": 2 * TOKENS * TOPK},

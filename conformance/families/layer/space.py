@@ -216,10 +216,6 @@ def always(scope: Scope) -> list[Any]:
         SIZES | {"roomless": True, "shared": 2, "losses": ""},
         SIZES | {"losses": ""} | again,
     ]
-    many: Changes = {"tokens": 520, "hidden": 64, "width": 48, "experts": 4, "topk": 2, "dtype": "bfloat16"}
-    many |= {"latent": 0, "shared": 48}  # all of them of whole lines
-    tiles = [many, *scope.lawful([scope.mended(scope.case(many))])] if gpu else []  # rows of whole lines
-    tiles += coded_lines(scope, many | {"shared": 0}) if gpu else []
     # bytes of rows beside those of integers; on a GPU a width of the other cases' kernels
     grads, wide = "x+fc1_weight+fc2_weight", 250 if gpu else 64
     less: Changes = SIZES | {"tokens": 256 if gpu else 40, "hidden": wide, "width": wide, "grads": grads, "law": "kept"}
@@ -235,7 +231,7 @@ def always(scope: Scope) -> list[Any]:
     many_rows = {"tokens": 260, "hidden": 3, "width": 2, "experts": 3, "topk": 2, "grads": "x+fc1_weight+fc2_weight"}
     return [
         *chosen,
-        *tiles,
+        *(lines_of_rows(scope) if gpu else []),
         *kept,
         scope.case(many_rows),
         *batched,
@@ -244,15 +240,18 @@ def always(scope: Scope) -> list[Any]:
     ]
 
 
-def coded_lines(scope: Scope, many: Changes) -> list[LayerCase]:
-    """FP8 by blocks of tokens that are whole lines, but no whole blocks, by each law; and dropped
-    rows.
-    """
-    lines = many | {"recipe": "block", "hidden": 144, "width": 80, "grads": "x+router_weight+fc1_weight+fc2_weight"}
-    less: list[Changes] = [{"budget": 400}, {"fc2_bias": True}, {"dtype": "float16", "grads": "x+fc1_weight"}]
-    less += [{"grads": ""}, {"grads": "fc2_weight"}, {"bias": True, "kind": "squared_relu"}]
-    whole, *others = (scope.mended(scope.case(lines | one)) for one in ({}, *less))
-    return [one for one in [*(whole.changed(law=law) for law in scope.laws(whole)), *others] if scope.fits(one)]
+def lines_of_rows(scope: Scope) -> list[Any]:
+    """Tokens of whole lines; and in FP8 by blocks, no whole blocks of them, by each law."""
+    many: Changes = {"tokens": 520, "hidden": 64, "width": 48, "experts": 4, "topk": 2, "dtype": "bfloat16"}
+    many |= {"latent": 0, "shared": 48}  # all of them of whole lines
+    plain = [many, *scope.lawful([scope.mended(scope.case(many))])]
+    coded = many | {"recipe": "block", "hidden": 144, "width": 80, "shared": 0}
+    coded |= {"grads": "x+router_weight+fc1_weight+fc2_weight"}
+    less: list[Changes] = [{"budget": 400}, {"fc2_bias": True}, {"grads": "fc2_weight"}]
+    less += [{"grads": "", "law": "graph_capture"}]
+    whole, *others = (scope.mended(scope.case(coded | one)) for one in ({}, *less))
+    cases = [*(whole.changed(law=law) for law in scope.laws(whole)), *others]
+    return [*plain, *(case for case in cases if scope.fits(case))]
 
 
 def of_world(world: Changes) -> Changes:

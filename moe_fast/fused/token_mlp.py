@@ -1,0 +1,86 @@
+"""A layer's experts between tokens and tokens, with FP8 by blocks: `permute`, `grouped_mlp` and
+`unpermute` without the rows that travel, in high precision, from one to the next.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_fast.experts.activations import Settings, activated
+from moe_fast.experts.factors import Precision, quantized_weight
+from moe_fast.experts.mlp import check_mlp, checked_settings, computed_again
+from moe_fast.experts.scaled_linear import scaled_fprop, scaled_plan
+from moe_fast.experts.segments import plans_shared, shared_totals
+from moe_fast.experts.token_linear import RowsOfTokens, linear_of_tokens, linear_to_tokens
+from moe_fast.fused.activate_and_quantize import activation_and_quantize, glu_and_quantize
+from moe_fast.fused.permute_and_quantize import Place, Work
+from moe_fast.permutation.permute import sum_rows
+from moe_fast.permutation.row_map import Tiles, place
+from moe_fast.quantization.quantized import Quantized
+from moe_ref.config import Permuted, Recipe
+
+
+def rows_of_tokens(
+    tokens_TH: Tensor, routing_map_TE: Tensor, recipe: Recipe, *, probs: Tensor, num_rows: int, tile_rows: int | None
+) -> tuple[RowsOfTokens, Permuted, Tiles | None]:
+    """(the rows, `permute`'s other results, the segments in tiles of `tile_rows`)."""
+    lists, slots, tiles = place(routing_map_TE, None, num_rows, tile_rows)
+    work = Work(tokens_TH.detach(), probs, recipe, "input", lists, slots.tokens_per_expert)
+    by_rows, _, _ = work.done(True, False, None)
+    row_map, source, row_probs = work.row_map, work.source, work.row_probs
+    assert source is not None and row_probs is not None
+    rows = tokens_TH.new_empty(()).expand(num_rows, tokens_TH.shape[1])  # no memory
+    if torch.is_grad_enabled() and (tokens_TH.requires_grad or probs.requires_grad):
+        rows, row_probs = Place.apply(tokens_TH, probs, row_probs, row_map)
+    counts = slots.tokens_per_expert
+    codes = Quantized(recipe, work.format, tokens_TH.dtype, counts, None, by_rows, None)
+    permuted = Permuted(None, row_probs, row_map, counts, None, slots.overflow)  # type: ignore[arg-type]
+    return RowsOfTokens(rows, codes, tokens_TH, row_map, source), permuted, tiles
+
+
+def mlp_of_tokens(
+    sent: RowsOfTokens, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, *,
+    probs: Tensor | None, recipe: Recipe, fc1_bias: Tensor | None = None, interleave: int | None = None,
+    recompute: str | None = None, tokens_again: bool = False, fp8_input_store: bool = False, kind: str = "swiglu",
+    **shape: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(`grouped_mlp`, `unpermute` of it). With `tokens_again` no codes of the rows are saved, but
+    the tokens.
+    """
+    settings = checked_settings(kind, **shape, interleave=interleave, fp8_input_store=fp8_input_store)
+    check_mlp(
+        sent.rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, None, interleave, kind,
+        False, None, recompute, recipe=recipe, state=None, noise=None, wgrads=None, rows_again=None, amaxes=None,
+    )  # fmt: skip
+    with plans_shared():
+        fc1 = partial(linear_of_tokens, bias=fc1_bias, recipe=recipe, tokens_again=tokens_again)
+        h_PF = fc1(sent, fc1_weight_LFH, tokens_per_expert_L)
+        wanted = any(x is not None and x.requires_grad for x in (h_PF, probs, fc2_weight_LHF))
+        if not (wanted and torch.is_grad_enabled()):
+            return _rest(h_PF, probs, settings, sent, fc2_weight_LHF, tokens_per_expert_L, recipe)
+        act = partial(activated, settings=settings, fp8_input_store=fp8_input_store, totals=shared_totals())
+        a_PF, again = act(h_PF, probs=probs), recompute == "moe_act"
+        a_again = partial(act, h_PF.detach(), probs=None if probs is None else probs.detach()) if again else None
+        fc2 = partial(linear_to_tokens, recipe=recipe, row_map=sent.row_map, source_P=sent.source_P, rows_again=again)
+        with computed_again(a_PF, a_again):
+            return fc2(a_PF, fc2_weight_LHF, tokens_per_expert_L)
+
+
+def _rest(
+    h_PF: Tensor, probs: Tensor | None, settings: Settings, sent: RowsOfTokens, fc2_weight_LHF: Tensor,
+    counts_L: Tensor, recipe: Recipe,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """After fc1, without gradients: the activation leaves as codes."""
+    options: dict[str, Any] = {"splits": counts_L, "probs": probs, "kind": settings.kind, "round_before_quantize": True}
+    if settings.gated:
+        more = {name: getattr(settings, name) for name in ("offset", "clamp", "alpha", "interleave")}
+        codes = glu_and_quantize(h_PF, recipe, **options, **more).quantized
+    else:
+        codes = activation_and_quantize(h_PF, recipe, **options).quantized
+    matrices = quantized_weight(fc2_weight_LHF, Precision(recipe, None, None), True, False)
+    rows = scaled_fprop(codes, matrices, scaled_plan(counts_L, len(h_PF), recipe))
+    combined = sum_rows(rows, None, None, sent.row_map)[0]
+    assert combined is not None
+    return rows, combined
