@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import moe_fast
-from moe_fast.quantization import hopper
+from moe_fast.quantization import gathered, hopper
 from moe_fast.quantization.quantize import quantize_for_products
 from moe_ref.config import Recipe
 from tests.common.compiler import compiled
@@ -41,6 +41,46 @@ def test_both_directions_compile_and_two_programs_fit_a_multiprocessor(forms, sp
         absent=() if splits else ("splits_ptr",),
     )
     assert shared <= SHARED_BYTES
+
+
+GATHERED = {
+    "public columns": (ABSENT, PUBLIC, True),
+    "public": (PUBLIC, PUBLIC, True),
+    "rows": ((*ROWS, None, None), ABSENT, False),
+    "both": ((*ROWS, None, None), TURNED, False),
+    "columns": (ABSENT, TURNED, False),
+}
+
+
+@pytest.mark.parametrize("forms", GATHERED)
+def test_rows_that_are_gathered_compile_and_two_programs_fit(forms):
+    rows, columns, whole = GATHERED[forms]
+    constants = {"FORMAT": "e5m2", "POWER_OF_TWO": True, "WHOLE": whole, "BLOCK_G": 128, "STAGES": hopper.WALK.stages}
+    constants |= {"num_warps": hopper.WALK.num_warps, "maxnreg": hopper.WALK.registers}
+    shared, _, spilled = compiled(
+        compile_gluon,
+        "quantization._hopper_gathered",
+        "quantize_gathered_kernel",
+        {},
+        constants,
+        forms={"row_form": rows, "column_form": columns},
+        wide=("epsilon", "infinity"),
+        divisible=("tokens_ptr", "stride_tokens_t", "num_columns"),
+    )
+    assert shared <= SHARED_BYTES and not spilled
+
+
+def test_which_tokens_are_gathered(monkeypatch):
+    """Whole lines of two-byte numbers, on a Hopper, by blocks."""
+    monkeypatch.setattr(gathered, "is_hopper", lambda device: True)
+    block, x = Recipe("block"), torch.zeros(8, 160, dtype=torch.bfloat16)
+    assert gathered.can_gather(x[:, :144], block) and gathered.can_gather(x.half(), block)
+    for tokens in (x[:, :136], x[:, 4:148], x.T, x[:, ::2], x.float(), x[:0]):
+        assert not gathered.can_gather(tokens, block)
+    assert not gathered.can_gather(torch.empty(2**20, 2**12, dtype=torch.bfloat16, device="meta"), block)
+    assert not any(gathered.can_gather(x, Recipe(scaling)) for scaling in ("mxfp8", "nvfp4", "current"))
+    monkeypatch.undo()
+    assert not gathered.can_gather(x, block)
 
 
 @pytest.mark.parametrize("square", [False, True])

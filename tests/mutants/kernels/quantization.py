@@ -173,5 +173,12 @@ DEFECTS = series(
             "tl.load(amax_ptr + group * num_columns + column, mask=there, other=0.0)",
             "tl.load(amax_ptr + column, mask=there, other=0.0)",
         ),
+        (
+            "the result reads the splits in the caller's memory",
+            "quantize",
+            "quantization/quantize.py",
+            "copy=not for_products",
+            "copy=False",
+        ),
     ),
 )
