@@ -4,7 +4,8 @@ Pairs of values cost structures, which a compiler takes seconds for, so a gate o
 them. Single values are few: each that no case has yet gets one. Those that need kernels of their
 own share a case; those of data have one each, because empty or zero data may hide what else is new.
 
-A gate on a GPU draws few sizes, too: there sizes of 0, and each law with gradients, have a case.
+A gate on a GPU draws few sizes, too: there sizes of 0, each tensor as a lazily negated view, and
+each law with gradients have a case.
 """
 
 from collections.abc import Iterator
@@ -75,7 +76,7 @@ def values(scope: Scope) -> Iterator[list[Changes]]:
     joint = scope.contract.shapes.together(scope)
     fixed = {name for key, group in joint.items() for name in _fields(group) if key == WHOLE or len(_fields(group)) < 2}
     single = [each for axis in scope.axes if axis.name not in fixed for each in axis.each(scope.signature)]
-    single += _empty(scope) if scope.space.few_kernels else []
+    single += [*_empty(scope), *_negated(scope)] if scope.space.few_kernels else []
     for each in [*([changes] for group in joint.values() for changes in group if changes), *single]:
         if not any(map(callable, each[0].values())):
             yield each
@@ -85,9 +86,15 @@ def _empty(scope: Scope) -> Iterator[list[Changes]]:
     """Sizes of 0, in turn with gradients and without, where the function has some."""
     sizes = [axis for axis in scope.axes if isinstance(axis, Size) and axis.letter and not axis.at_least]
     for turn, axis in enumerate(sizes):
-        some = [changes["grads"] for changes in axes_of(scope.contract.case_type)["grads"].covered(scope.signature)]
+        covered = axes_of(scope.contract.case_type)["grads"].covered(scope.signature)
+        some = [changes["grads"] for changes in covered if not callable(changes["grads"])]
         wanted = [grads for grads in some if bool(grads) == (turn % 2 == 0)]
         yield [{axis.name: 0, "grads": grads} for grads in wanted[::-1]] if any(some) else [{axis.name: 0}]
+
+
+def _negated(scope: Scope) -> Iterator[list[Changes]]:
+    """Each tensor as a lazily negated view; integers are none."""
+    yield from ([{"layout": "negated", "layout_of": name}] for name in scope.signature.placed)
 
 
 def _fields(group: list[Changes]) -> set[str]:

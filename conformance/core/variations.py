@@ -14,6 +14,7 @@ from conformance.core.signature_axes import Layout
 
 CANDIDATES = 6
 MANY = 0.2  # new pairs per value of the structure, for more cases than it is to have
+PLACED = 3  # pairs that a layout new to the structure is worth
 RESIZED = 0.6  # of the structures have cases of other sizes
 CHANGED = 0.7  # of the fields of a candidate; the others are the structure's
 WANTED = 0.5  # of the candidates have a value that no case of the structure has
@@ -39,10 +40,12 @@ class Variations:
         bases = [case, structure.resized(source)]
         self._meet(structure, case)
         for _ in range(2 * most):
+            if len(found) == most:
+                break
             missing = [changes for value, changes in structure.every if structure.own not in self._met.get(value, ())]
             made = [structure.candidate(source.choice(bases), missing, source) for _ in range(CANDIDATES)]
             new, best = max((self._lawful(structure, other, source) for other in made), key=lambda one: one[0])
-            if len(found) == most or (len(found) >= count and new < MANY * len(structure.every)):
+            if len(found) >= count and new <= MANY * len(structure.every):
                 break
             self._meet(structure, best)
             found.setdefault(best.text, best)
@@ -55,14 +58,16 @@ class Variations:
         self._met.setdefault(structure.layout(case), set()).add(structure.own)
 
     def _lawful(self, structure: "_Structure", case: Any, source: random.Random) -> tuple[int, Any]:
-        """The case with the law of the most new pairs, and the number of all its new pairs."""
-        values, laws = structure.values(case), self.scope.cheap_laws(case)
+        """The case with the law of the most new pairs, and the number of all its new pairs. Where
+        the structure's own case has no law, as a case of random results, others have none.
+        """
+        values, laws = structure.values(case), self.scope.cheap_laws(case) if structure.case.law else [""]
         source.shuffle(laws)
         new = {law: len(values - self._met.get(("law", law), set())) for law in laws}
         law = max(laws, key=new.__getitem__)
         both_ways = sum(len(values - self._met.get(value, set())) for value in values)
         placed = structure.own not in self._met.get(structure.layout(case), ())
-        return both_ways // 2 + new[law] + placed, case.changed(law=law)
+        return both_ways // 2 + new[law] + placed * PLACED, case.changed(law=law)
 
 
 class _Structure:
