@@ -57,7 +57,7 @@ def _double(case: Any) -> bool:
 
 
 # on a GPU torch makes float32 of more 16-bit results: of sums, softmax, exponentials
-AUTOCAST = Law("autocast", _autocast, _narrow, on_a_gpu=_double, may_raise=True)
+AUTOCAST = Law("autocast", _autocast, _narrow, device="cpu", on_a_gpu=_double, may_raise=True)
 
 
 def of_products(*laws: Law) -> tuple[Law, ...]:

@@ -92,7 +92,7 @@ class Law:
     check: Callable[[Trial], Finding | None]
     applies: Callable[[Any], bool] = lambda case: True
     device: str = ""  # required device type; empty: any
-    on_a_gpu: Callable[[Any], bool] = lambda case: True  # the cases that it applies to there
+    on_a_gpu: Callable[[Any], bool] | None = None  # of another device: its cases that a GPU checks
     recompiles: bool = False  # its calls run other kernels than the case's own call
     gradients: bool = False  # for functions with gradients only
     may_raise: bool = False  # a call that raises in it is refused, which is no failure
@@ -102,7 +102,7 @@ class Law:
 
     def holds(self, case: Any, device: str) -> bool:
         """Whether the case is to be checked on the device."""
-        there = self.device in ("", device) and (device != "cuda" or self.on_a_gpu(case))
+        there = self.device in ("", device) or bool(device == "cuda" and self.on_a_gpu and self.on_a_gpu(case))
         return there and self.applies(case)
 
 
