@@ -51,8 +51,13 @@ def _narrow(case: Any) -> bool:
     return not case.golden and not case.illegal and bool(floats) and len(rounded) < 2 and rounded <= NARROW
 
 
-# on a GPU torch makes float32 of more results: of sums, softmax, exponentials
-AUTOCAST = Law("autocast", _autocast, _narrow, device="cpu", may_raise=True)
+def _double(case: Any) -> bool:
+    """Whether all of them are float64."""
+    return _floats(case) == {"float64"}
+
+
+# on a GPU torch makes float32 of more 16-bit results: of sums, softmax, exponentials
+AUTOCAST = Law("autocast", _autocast, _narrow, device="cpu", on_a_gpu=_double, may_raise=True)
 
 
 def of_products(*laws: Law) -> tuple[Law, ...]:
@@ -65,7 +70,7 @@ def of_products(*laws: Law) -> tuple[Law, ...]:
         return None if trial.declared.get("accumulator") == "float32_only" else _autocast(trial)
 
     def applies(case: Any) -> bool:
-        return _narrow(case) and _floats(case) == {"float64"} and not getattr(case, "scaling", "")
+        return _narrow(case) and _double(case) and not getattr(case, "scaling", "")
 
     doubles = replace(AUTOCAST, check=check, applies=applies)
     return tuple(doubles if law is AUTOCAST else law for law in laws)

@@ -106,8 +106,12 @@ class Axis:
         """Whether both values run the same compiled kernels."""
         return self.data or bool(value == other)
 
+    def alternatives(self, signature: Signature, case: Any) -> list[Changes]:
+        """The values that are `alike`, each of which a structure has; empty: many, or one."""
+        return []
+
     def varied(self, case: Any, source: random.Random) -> Changes:
-        """A random value that is `alike`; empty: no change."""
+        """A random value that is `alike`, where they are many; empty: no change."""
         return {}
 
 
@@ -200,6 +204,7 @@ class Choice(Axis):
     also: tuple[Any, ...] = ()  # drawn, but their pairs are not covered
     of: tuple[str, ...] = ()  # inputs the field describes; dead in a function without them
     turns: bool = False  # a second call has the next value
+    given: bool = False  # values other than the default are data: kernels depend on whether it is the default
 
     def live(self, signature: Signature) -> bool:
         return super().live(signature) and (not self.of or any(name in signature.names for name in self.of))
@@ -230,8 +235,17 @@ class Choice(Axis):
         place = known.index(getattr(case, self.name)) + 1
         return {self.name: known[place % len(known)]} if self.turns else {}
 
-    def varied(self, case: Any, source: random.Random) -> Changes:
-        return {self.name: source.choice(self.values + self.also)} if self.data else {}
+    def alike(self, value: Any, other: Any) -> bool:
+        return super().alike(value, other) or (self.given and self.default not in (value, other))
+
+    def listed(self) -> tuple[Any, ...]:
+        """The values that cases shall have."""
+        return self.values + self.also
+
+    def alternatives(self, signature: Signature, case: Any) -> list[Changes]:
+        value = getattr(case, self.name)
+        alike = [one for one in self.listed() if self.alike(value, one)]
+        return [{self.name: one} for one in alike] if len(alike) > 1 else []
 
 
 @dataclass(kw_only=True)
@@ -282,6 +296,16 @@ class Number(Choice):
         least = min(0, *(v for v in self.values if v is not None))
         right = value == self.default or (type(value) is int and (value >= 0 or least < 0))
         return "" if right and not isinstance(value, bool) else f"{self.default} or a whole number"
+
+    def listed(self) -> tuple[Any, ...]:
+        """Its values; of many the first, the last and those whose pairs are covered."""
+        few = self.values if len(self.values) <= FEW else (*self.values[:2], self.values[-1])
+        return tuple(dict.fromkeys(few + self.pairs))
+
+    def varied(self, case: Any, source: random.Random) -> Changes:
+        value = getattr(case, self.name)
+        alike = [one for one in self.values if self.alike(value, one)] if len(self.values) > FEW else []
+        return {self.name: source.choice(alike)} if len(alike) > 1 else {}
 
     def smaller(self, case: Any) -> Iterator[Changes]:
         """Numbers nearer to 0."""

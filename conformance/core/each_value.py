@@ -3,12 +3,16 @@
 Pairs of values cost structures, which a compiler takes seconds for, so a gate on a GPU has part of
 them. Single values are few: each that no case has yet gets one. Those that need kernels of their
 own share a case; those of data have one each, because empty or zero data may hide what else is new.
+
+A gate on a GPU draws few sizes, too: there sizes of 0, each tensor as a lazily negated view, and
+each law with gradients have a case.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-from conformance.core.axes import Changes
+from conformance.core.axes import Changes, Size
+from conformance.core.case import axes_of
 from conformance.core.scope import Scope
 from conformance.core.signature import FAR
 
@@ -42,8 +46,24 @@ def left_out(scope: Scope, cases: list[Any]) -> list[Any]:
     every = drawn + found
     every += [scope.mended(case.changed(grads="", layout="contiguous", layout_of="")) for case in every]
     for law in scope.contract.laws.values():
-        if law.name not in tested and law.device in ("", scope.space.device):
-            found += [case.changed(law=law.name) for case in every if law.applies(case)][:1]
+        if law.name not in tested:
+            found += [case.changed(law=law.name) for case in every if law.holds(case, scope.space.device)][:1]
+    return found + (_with_gradients(scope, drawn + found) if scope.space.few_kernels else [])
+
+
+def _with_gradients(scope: Scope, cases: list[Any]) -> list[Any]:
+    """A case with all gradients for each law that none of these is a case of.
+
+    It has the kernels of one of them, if one will do; else it is in float64, which some laws need.
+    """
+    seen = {case.law for case in cases if case.grads and case.grads == scope.signature.all_gradients(case)}
+    bases = [scope.mended(case.changed(layout="contiguous", layout_of="")) for case in cases if not case.is_large]
+    fullest = [case.changed(grads=scope.signature.all_gradients(case)) for case in [*bases, *map(scope.doubled, bases)]]
+    fitting = [case for case in fullest if case.grads and scope.fits(case)]
+    found = []
+    for law in scope.contract.laws.values():
+        if law.name not in seen and not law.recompiles:
+            found += [case.changed(law=law.name) for case in fitting if law.holds(case, scope.space.device)][:1]
     return found
 
 
@@ -56,9 +76,25 @@ def values(scope: Scope) -> Iterator[list[Changes]]:
     joint = scope.contract.shapes.together(scope)
     fixed = {name for key, group in joint.items() for name in _fields(group) if key == WHOLE or len(_fields(group)) < 2}
     single = [each for axis in scope.axes if axis.name not in fixed for each in axis.each(scope.signature)]
+    single += [*_empty(scope), *_negated(scope)] if scope.space.few_kernels else []
     for each in [*([changes] for group in joint.values() for changes in group if changes), *single]:
         if not any(map(callable, each[0].values())):
             yield each
+
+
+def _empty(scope: Scope) -> Iterator[list[Changes]]:
+    """Sizes of 0, in turn with gradients and without, where the function has some."""
+    sizes = [axis for axis in scope.axes if isinstance(axis, Size) and axis.letter and not axis.at_least]
+    for turn, axis in enumerate(sizes):
+        covered = axes_of(scope.contract.case_type)["grads"].covered(scope.signature)
+        some = [changes["grads"] for changes in covered if not callable(changes["grads"])]
+        wanted = [grads for grads in some if bool(grads) == (turn % 2 == 0)]
+        yield [{axis.name: 0, "grads": grads} for grads in wanted[::-1]] if any(some) else [{axis.name: 0}]
+
+
+def _negated(scope: Scope) -> Iterator[list[Changes]]:
+    """Each tensor as a lazily negated view; integers are none."""
+    yield from ([{"layout": "negated", "layout_of": name}] for name in scope.signature.placed)
 
 
 def _fields(group: list[Changes]) -> set[str]:
@@ -66,8 +102,9 @@ def _fields(group: list[Changes]) -> set[str]:
 
 
 def _of_data(scope: Scope, each: list[Changes]) -> bool:
-    """Whether the values change the contents of tensors alone."""
-    return all(axis.data for axis in scope.axes if axis.name in each[0])
+    """Whether the values change the contents of tensors alone, or empty them."""
+    named = [axis for axis in scope.axes if axis.name in each[0]]
+    return all(axis.data for axis in named) or any(isinstance(axis, Size) for axis in named)
 
 
 def _has(case: Any, changes: Changes) -> bool:

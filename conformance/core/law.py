@@ -92,12 +92,18 @@ class Law:
     check: Callable[[Trial], Finding | None]
     applies: Callable[[Any], bool] = lambda case: True
     device: str = ""  # required device type; empty: any
+    on_a_gpu: Callable[[Any], bool] | None = None  # of another device: its cases that a GPU checks
     recompiles: bool = False  # its calls run other kernels than the case's own call
     gradients: bool = False  # for functions with gradients only
     may_raise: bool = False  # a call that raises in it is refused, which is no failure
     # the predicate of cases in which it is an identity of sums, products and copies, "" if in all,
     # None if in none: there it holds bit by bit in every ring, as where a sanitizer makes one
     algebraic: str | None = None
+
+    def holds(self, case: Any, device: str) -> bool:
+        """Whether the case is to be checked on the device."""
+        there = self.device in ("", device) or bool(device == "cuda" and self.on_a_gpu and self.on_a_gpu(case))
+        return there and self.applies(case)
 
 
 def algebraic(*laws: Law, where: str = "") -> tuple[Law, ...]:

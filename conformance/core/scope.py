@@ -3,7 +3,6 @@
 All families share it: random cases, covering arrays, far addresses, the walk to smaller cases.
 """
 
-import random
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,10 +18,10 @@ from conformance.core.contract import Contract
 from conformance.core.covering import Covered, covering
 from conformance.core.shapes import TALL
 from conformance.core.signature import Signature
+from conformance.core.signature_axes import WRITTEN_OUT
 from conformance.core.space import Space
 
 SLOW = 0.5  # a lesser weight is of a slow function
-RESIZED = 0.6  # of the structures have cases of other sizes
 # dtypes of at most two bytes: 2³¹ elements fit 4 GiB
 NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "bool", "int16")
 
@@ -65,7 +64,7 @@ class Scope:
     def laws(self, case: Case) -> list[str]:
         """The laws that apply to the case on this device; never empty."""
         laws = self.contract.laws.values()
-        return [law.name for law in laws if law.device in ("", self.space.device) and law.applies(case)]
+        return [law.name for law in laws if law.holds(case, self.space.device)]
 
     def cheap_laws(self, case: Case) -> list[str]:
         """The same without laws that run other kernels, where these shall be few; never empty."""
@@ -148,7 +147,7 @@ class Scope:
         """
         axes = axes_of(type(case)).values()
         return (
-            case.layout_of == other.layout_of
+            (case.layout_of == other.layout_of or {case.layout, other.layout} <= {*WRITTEN_OUT})
             and all(axis.alike(getattr(case, axis.name), getattr(other, axis.name)) for axis in axes)
             and self._strides(case) == self._strides(other)
         )
@@ -157,33 +156,6 @@ class Scope:
         """For each two sizes, whether their product, and twice it, is a multiple of 16."""
         sizes = [getattr(case, axis.name) for axis in self.axes if isinstance(axis, Size)]
         return [a * b % divisor == 0 for a, b in combinations(sizes, 2) for divisor in (8, 16)]
-
-    def varied(self, case: Any, count: int, seed: int) -> list[Any]:
-        """The case, and up to `count` - 1 others with its kernels: other data, sizes, laws.
-
-        There are at most two sets of sizes, because an implementation may be specialised for more
-        than `size_class`.
-        """
-        source, found = random.Random(seed), {case.text: case}
-        sizes: list[Axis] = [axis for axis in self.axes if isinstance(axis, Size)]
-        resized = self._varied(case, case, sizes, source) if source.random() < RESIZED else case
-        for _ in range(2 * count):
-            if len(found) == count:
-                break
-            some = [axis for axis in self.axes if not isinstance(axis, Size) and source.random() < 0.7]
-            other = self._varied(case, source.choice((case, resized)), some, source)
-            other = other.changed(law=source.choice(self.cheap_laws(other)))
-            found.setdefault(other.text, other)
-        return list(found.values())
-
-    def _varied(self, case: Any, other: Any, axes: list[Axis], source: random.Random) -> Any:
-        """`other` with random values of these axes, if it is still alike to `case`."""
-        changes: Changes = {}
-        for axis in axes:
-            changes |= axis.varied(other, source)
-        changed = _changed(other, changes)
-        changed = changed and self.mended(self.contract.shapes.affordable(changed, self))
-        return changed if changed and self.alike(case, changed) else other
 
     # ---- chosen cases
 
@@ -258,24 +230,28 @@ class Scope:
             for name, values in covered.items()
             if only is None or name in only
         }
-        return {
-            name: values
-            for name, values in taken.items()
-            if len(values) > 1 and not (self.space.few_kernels and self._is_data(values))
-        }
+        if self.space.few_kernels:
+            taken = {name: self._unlike(values) for name, values in taken.items()}
+        return {name: values for name, values in taken.items() if len(values) > 1}
 
-    def _is_data(self, values: tuple[tuple[tuple[str, Any], ...], ...]) -> bool:
-        """Whether all these changes are alike, and of data alone."""
-        axes = axes_of(self.contract.case_type)
-        first = dict(values[0])
-        return all(
-            field in axes
-            and axes[field].data
-            and not callable(value)
-            and axes[field].alike(value, first.get(field, axes[field].default))
-            for changes in values
-            for field, value in changes
-        )
+    def _unlike(self, values: tuple[tuple[tuple[str, Any], ...], ...]) -> tuple[tuple[tuple[str, Any], ...], ...]:
+        """The first of those changes that run the same kernels."""
+        axes, found = axes_of(self.contract.case_type), list[Changes]()
+        for changes in map(dict, values):
+            defaults = {name: axes[name].default for name in {name for one in values for name, _ in one} & {*axes}}
+            new = defaults | changes
+            alike = (
+                all(
+                    not callable(value) and axes[name].alike(value, (defaults | one)[name])
+                    if name in axes
+                    else value == one.get(name)
+                    for name, value in new.items()
+                )
+                for one in found
+            )
+            if not any(alike):
+                found.append(changes)
+        return tuple(tuple(changes.items()) for changes in found)
 
     def row(self, base: Changes, row: dict[str, Any]) -> Any:
         """The case of a row of the covering array, of values that `covered_axes` has checked."""
@@ -347,6 +323,13 @@ class Scope:
                 given[x.optional] = next((value for value in values if value), known[x.optional].default)
         case = self.mended(self.case(given | fields))
         return self.mended(case.changed(grads=self.signature.all_gradients(case)))
+
+    def doubled(self, case: Any) -> Any:
+        """The case in float64, with values that 16 bits do not hold, as far as it has them."""
+        dtypes = [axis for axis in self.axes if isinstance(axis, Dtype) and "float" in getattr(case, axis.name)]
+        changes: Changes = {axis.name: "float64" for axis in dtypes if not axis.wrong("float64")}
+        changes |= {axis.name: "wide" for axis in self.axes if axis.name == "values" and not axis.wrong("wide")}
+        return self.mended(case.changed(**changes))
 
     def far(self) -> list[Any]:
         """Sizes 3, narrow dtypes: each input and cotangent far in each of its dimensions.

@@ -10,6 +10,8 @@ from conformance.core.axes import Axis, Changes, subsets
 from conformance.core.signature import LAYOUTS, Signature
 from conformance.core.space import some_of
 
+WRITTEN_OUT = ("contiguous", "negated")  # layouts that kernels read as contiguous
+
 
 @dataclass(kw_only=True)
 class Gradients(Axis):
@@ -95,3 +97,12 @@ class Layout(Axis):
 
     def other(self, case: Any) -> Changes:
         return self.placed()
+
+    def alike(self, value: Any, other: Any) -> bool:
+        """A lazily negated view is written out before a kernel reads it."""
+        return bool(value == other) or {value, other} == {*WRITTEN_OUT}
+
+    def alternatives(self, signature: Signature, case: Any) -> list[Changes]:
+        if getattr(case, self.name) not in WRITTEN_OUT:
+            return []
+        return [self.placed(), *(self.placed("negated", of) for of in signature.negatable(case))]

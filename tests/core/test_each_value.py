@@ -1,8 +1,11 @@
 """Each value of each axis, and each law, is in some case of the gate, on a CPU and on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 
 from conformance.catalogue import CONTRACTS
+from conformance.core.axes import Size
 from conformance.core.each_value import left_out, values
 from conformance.core.space import Space
 from conformance.engine.child.child import MOST_RANKS
@@ -11,6 +14,7 @@ from conformance.engine.choose.plan import KINDS, Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
 
 GATE = PROFILES["gate"]
+FEW = Space("cuda", ranks=1, few_kernels=True)
 SPACES = {"cpu": Space(ranks=4), "cuda": Space(device="cuda", ranks=1, shared_ranks=MOST_RANKS)}
 PLAIN = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
 GATED = ("geglu", "geglu_erf", "quick_geglu", "reglu", "swiglu")
@@ -63,6 +67,38 @@ def test_without_them_values_and_laws_are_missing():
     for lost in ({"kind": "geglu"}, {"law": "host_sync"}, {"dtype": "float64"}):
         assert lost in without
         assert lost not in with_them
+
+
+def empty(function, cases):
+    """The sizes of 0 that cases have, with whether they have gradients."""
+    named = [axis.name for axis in scope_of(function, FEW).axes if isinstance(axis, Size)]
+    return {(name, bool(case.grads)) for case in cases for name in named if getattr(case, name) == 0}
+
+
+def full(function, cases):
+    """The laws of cases with all gradients."""
+    signature = scope_of(function, FEW).signature
+    return {case.law for case in cases if case.grads and case.grads == signature.all_gradients(case)}
+
+
+@pytest.mark.parametrize("function", ["attach_loss", "grouped_linear", "unpermute", "glu"])
+def test_with_few_kernels_sizes_of_0_and_each_law_with_gradients_have_a_case(function):
+    scope = scope_of(function, FEW)
+    rows = [case for case in scope.covering().cases[:5] if case.law != "autocast"]
+    laws = {"autocast", "interleaved", "accumulated"} & {*CONTRACTS[function].laws}
+    cases = rows + left_out(scope, rows)
+    letters = [axis.name for axis in scope.axes if isinstance(axis, Size) and axis.letter and not axis.at_least]
+    assert empty(function, rows) == set() and "autocast" not in full(function, rows)
+    assert empty(function, cases) >= {(name, turn % 2 == 0) for turn, name in enumerate(letters)}
+    assert full(function, cases) >= laws
+    assert all(scope.fits(case) for case in cases)
+
+
+def test_autocast_is_asked_of_float64_alone_on_a_gpu():
+    law, cases = CONTRACTS["glu"].laws["autocast"], scope_of("glu", FEW).covering().cases
+    wide, narrow = (replace(cases[0], dtype=dtype, probs="", law="") for dtype in ("float64", "bfloat16"))
+    assert (law.holds(wide, "cuda"), law.holds(narrow, "cuda")) == (True, False)
+    assert law.holds(wide, "cpu") and law.holds(narrow, "cpu")
 
 
 def test_what_is_left_out_is_little_and_nothing_comes_twice():

@@ -10,6 +10,7 @@ from conformance.core.case import axes_of
 from conformance.core.covering import Covered, covering
 from conformance.core.ranks import ranks_of
 from conformance.core.space import Space
+from conformance.core.variations import Variations
 from conformance.engine.choose.draw import scope_of
 from conformance.engine.choose.plan import Section, cases_of, structures_of
 from conformance.engine.choose.profiles import PROFILES, Amount
@@ -24,9 +25,9 @@ GATE = PROFILES["gate"]
 def test_the_cases_of_a_structure_are_legal_distinct_and_alike(function):
     scope = scope_of(function, FEW)
     for seed, first in enumerate(scope.covering().cases[:6]):
-        cases = scope.varied(first, 10, seed)
+        cases = Variations(scope).of(first, 10, 10, seed)
         assert cases[0] == first
-        assert cases == scope.varied(first, 10, seed)
+        assert cases == Variations(scope).of(first, 10, 10, seed)
         assert len({case.text for case in cases}) == len(cases) > 4
         assert all(scope.fits(case) and scope.alike(first, case) for case in cases)
         assert all(not case.law or case.law in scope.laws(case) for case in cases)
@@ -40,6 +41,21 @@ def test_a_case_of_other_kernels_is_not_alike(change):
     case = scope.case({"tokens": 20, "experts": 5, "hidden": 33, "topk": 2})
     assert not scope.alike(case, replace(case, **change))
     assert scope.alike(case, replace(case, seed=3, values="special", hidden=45))
+    assert scope.alike(case, replace(case, layout="negated", layout_of="tokens"))
+
+
+@pytest.mark.parametrize(("align", "same"), [(2, True), (64, True), (0, False)])
+def test_cases_of_other_numbers_are_alike_where_both_are_given(align, same):
+    scope = scope_of("permute", FEW)
+    case = scope.case({"tokens": 20, "experts": 5, "hidden": 33, "topk": 2, "align": 16})
+    assert scope.alike(case, replace(case, align=align)) == same
+
+
+@pytest.mark.parametrize(("space", "values"), [(FEW, {0, 2}), (GPU, {0, 1, 2, 5, 16})], ids=["few", "all"])
+def test_with_few_kernels_an_array_pairs_one_of_alike_values(space, values):
+    scope = scope_of("permute_and_quantize", space)
+    axes = scope.covered_axes({}, {"room": [{"align": n} for n in (0, 2, 1, 5, 16)]}, only=("room",))
+    assert {value for ((_, value),) in axes["room"]} == values
 
 
 @pytest.mark.parametrize(("hidden", "same"), [(7, True), (5, True), (6, False), (8, False)])
@@ -150,5 +166,5 @@ def test_functions_of_ranks_have_cases_of_four_even_on_one_gpu(function):
 
 def test_cases_of_a_structure_have_plans_that_converge():
     scope = scope_of("sinkhorn_routing", FEW)
-    found = {case.spread for first in scope.covering().cases for case in scope.varied(first, 40, 0)}
+    found = {case.spread for first in scope.covering().cases for case in Variations(scope).of(first, 40, 40, 0)}
     assert {"distinct", "ties", "near"} <= found <= {*SINKHORN_SPREADS}

@@ -66,8 +66,7 @@ def laws_of(contract: Any, case: Any, device: str) -> list[Law]:
         for law in contract.laws.values()
         if law.algebraic is not None
         and (DRAWN & parsed(law.algebraic, law.name)).holds(case)
-        and law.device in ("", device)
-        and law.applies(case)
+        and law.holds(case, device)
     ]
 
 

@@ -15,6 +15,7 @@ from conformance.core.ranks import ranks_of
 from conformance.core.scope import Scope
 from conformance.core.signature import FAR
 from conformance.core.space import Space
+from conformance.core.variations import Variations
 from conformance.core.where import EVERYWHERE, Where
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.choose.profiles import Profile
@@ -22,6 +23,7 @@ from conformance.engine.choose.profiles import Profile
 Structure = list[Case]  # cases that run the same kernels
 KINDS = ("corpus", "fixed", "covering", "drawn")  # those with the most findings per second first
 RANKED_CASES = 4  # of a structure
+WHOLE_CASES = 3  # of the structure of a case without a law, which a family has made whole
 DRAWS = 60  # per case that matches a predicate
 
 
@@ -100,13 +102,18 @@ def _moved(scope: Scope, cases: list[Case], where: Where, seed: int) -> list[Cas
 
 
 def _varied(scope: Scope, cases: list[Case], count: int, seed: int) -> Iterator[Structure]:
-    """Each case with others of its structure; few of several processes, none of a slow one."""
+    """Each case with others of its structure; few of several processes and of a case that a family
+    has made whole, none of a slow one.
+    """
+    variations = Variations(scope)
     for case in cases:
         ranks = ranks_of(scope.contract, case)
-        alone = case.layout in FAR or case.is_large or not case.law
+        alone = case.layout in FAR or case.is_large
         shared = ranks > scope.space.ranks  # these ranks share a GPU, and wait long for each other
-        number = 1 if alone or shared else min(count, RANKED_CASES) if ranks else count
-        yield scope.varied(case, number, run_seed(case.text, seed)) if number > 1 else [case]
+        few = RANKED_CASES if ranks else WHOLE_CASES if not case.law else count
+        number = 1 if alone or shared else min(few, count)
+        most = 2 * count if number == count and not ranks else number
+        yield variations.of(case, number, most, run_seed(case.text, seed)) if number > 1 else [case]
 
 
 def cases_of(section: Section, profile: Profile, space: Space, seed: int) -> list[Case]:

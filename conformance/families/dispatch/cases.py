@@ -234,10 +234,10 @@ class DispatchCase(Case):
     # policy for values: whether the indices, which are legal, need be read
     trusted: bool = choice(False, also=(True,), argument="policy")
     values: str = choice("dyadic", "integers", "special", also=("wide", *AT_SCALES), data=True)
-    align: int = setting(0, *ALIGNMENTS, pairs=(4, 2))
-    capacity: int = setting(0, 1, 2, 5, pairs=(2, 3))
+    align: int = setting(0, *ALIGNMENTS, pairs=(4, 2), given=True)
+    capacity: int = setting(0, 1, 2, 5, pairs=(2, 3), given=True)
     # buffer rows beyond the fullest rank's need, in units of align
-    slack: int | None = setting(None, *range(-3, 4), pairs=(2, 3))
+    slack: int | None = setting(None, *range(-3, 4), pairs=(2, 3), given=True)
     num_sms: int = setting(0, 1, 3, pairs=(1,), data=True)  # 0: not given
     num_blocks: int = setting(0, 1, 3, pairs=(3,), data=True)
     scales: int = setting(0, 1, 3, pairs=(3,))  # columns of the tokens' scales

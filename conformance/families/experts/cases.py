@@ -95,10 +95,10 @@ class ActivationCase(Case):
     probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: not given
     weights: str = choice(*WEIGHTS, of=("probs",), data=True)  # of the probs: see `probs_of`
     values: str = choice(*VALUES, also=(*STRANGE[1:], "huge", "tiny"), data=True)  # of h: see `hidden_of`
-    offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset")  # in eighths
-    clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp")  # in eighths; 0: none
+    offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset", given=True)  # in eighths
+    clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp", given=True)  # in eighths; 0: none
     # pairs: of no kind its own
-    alpha: int = number(0, 1000, 1702, 250, pairs=(250,), argument="alpha")  # in thousandths; 0: none
+    alpha: int = number(0, 1000, 1702, 250, pairs=(250,), argument="alpha", given=True)  # in thousandths; 0: none
     interleave: int = number(0, 1, 2, 3, 8, 16, 32, pairs=(1, 2), argument="interleave")  # 0: none
     early: bool = flag(argument="round_before_probs")
     stored: bool = flag(argument="fp8_input_store")

@@ -40,10 +40,10 @@ class LayersCase(Case):
     override: str = declared(Name(default="", values=("", *OVERRIDES)))  # the recipe's backward_override
     values: str = choice(*GROUPED_VALUES, also=(OVERFLOW,), data=True)  # see `rows_of`
     kind: str = declared(Name(default="", values=("", *GATED, *PLAIN), argument="kind"))  # empty: the function's own
-    offset: int = number(0, 8, -4, pairs=(8, -4), argument="offset")  # in eighths
-    clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp")  # in eighths; 0: none
+    offset: int = number(0, 8, -4, pairs=(8, -4), argument="offset", given=True)  # in eighths
+    clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp", given=True)  # in eighths; 0: none
     # pairs: of no kind its own
-    alpha: int = number(0, 1702, 250, pairs=(250,), argument="alpha")  # in thousandths; 0: none
+    alpha: int = number(0, 1702, 250, pairs=(250,), argument="alpha", given=True)  # in thousandths; 0: none
     interleave: int = number(0, 1, 2, 3, pairs=(1, 2), argument="interleave")  # 0: none
     stored: bool = flag(argument="fp8_input_store")
 

@@ -133,7 +133,7 @@ class QuantizedActivationCase(ActivationCase, _ScalingCase):
     counts: tuple[int, ...] = parts(  # rows per group; like tokens and width in UNITs
         total="tokens", number="experts", written_out=lambda case: tuple(n // case.unit for n in splits_of(case))
     )
-    tail: int = number(0, 1, 4, 5, pairs=(4,))  # rows past the last group
+    tail: int = number(0, 1, 4, 5, pairs=(4,), given=True)  # rows past the last group
     index_dtype: str = dtypes("int64", "int32")
 
     recipes: ClassVar[dict[str, tuple[Recipe, ...]]] = ACTIVATION_RECIPES

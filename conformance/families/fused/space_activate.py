@@ -93,8 +93,19 @@ def always(scope: Scope) -> list[Changes]:
         found += [
             both | {"scaling": scaling, "tokens": 8, "width": n} for scaling, n in (("block", 2880), ("mxfp8", 90))
         ]
-        return [*found, block | {"tokens": 2049, "width": 256}, {"tokens": 300, "width": 2048}]
+        found += [block | {"tokens": 2049, "width": 256}, {"tokens": 300, "width": 2048}]
+        return [*found, *(one for one in _few_of_groups(both) if accepted(scope, one))]
     return [*found, *(both | {"width": fields["hidden"]} | fields for fields in wide_tensors(scope))]
+
+
+def _few_of_groups(both: Changes) -> list[Changes]:
+    """What few rows of the covering array leave out: a transform of groups, by noise in both
+    directions if backward, under probs of float64; groups without rows before a tail.
+    """
+    turned: Changes = ROUNDED | both | {"scaling": "nvfp4", "variant": 1, "width": 2, "probs": "float64"}
+    turned |= {"tokens": 3, "experts": 3, "counts": (2, 0, 1), "tail": 4, "values": "rows"}
+    empty: Changes = {"scaling": "mxfp8", "tokens": 0, "experts": 2, "counts": (0, 0), "tail": 3, "width": 2}
+    return [turned, empty]
 
 
 def in_blocks(scope: Scope) -> Changes:

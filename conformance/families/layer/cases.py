@@ -71,7 +71,7 @@ class LayerCase(Case):
     bias: bool = flag()  # whether the expert bias is on
     losses: str = words("", *KINDS, repeat=False, of=("", *KINDS, "+".join(KINDS)))
     coeff: int = number(4, *range(1, 21), data=True)  # of each loss, in eighths
-    capacity: int = number(0, *range(1, 9))  # capacity factor in quarters; 0: none
+    capacity: int = number(0, *range(1, 9), given=True)  # capacity factor in quarters; 0: none
     pad: bool = flag()
     policy: str = choice("probs", "position")
     per_token: bool = flag()  # losses per token
@@ -95,7 +95,7 @@ class LayerCase(Case):
     roomless: bool = choice(False, also=(True,))  # a budget of no row
     rerun: bool = flag(argument="rerun")  # with a budget: no row is dropped
     evaluation: bool = flag(argument="training")
-    padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # tokens that are padding, per 8
+    padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",), given=True)  # tokens that are padding, per 8
     fc1_bias: bool = flag()
     fc2_bias: bool = flag()
     jitter: bool = flag()  # whether the router's input has it: factors are ½ and 1

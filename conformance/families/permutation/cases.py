@@ -40,10 +40,10 @@ class RoutingCase(Case):
     probs: str = dtypes("", *PROBS, also=("float16", "float64"))  # empty: none
     zero_probs: bool = flag(of=("probs",), data=True)
     values: str = choice("dyadic", "wide", "special", also=STRANGE[1:], of=("tokens", "rows"), data=True)
-    align: int = number(0, *ALIGNMENTS, pairs=(1, 2, 5, 16), argument="align")
-    capacity: int = number(0, *range(1, 41), pairs=(3, 2), argument="capacity")
+    align: int = number(0, *ALIGNMENTS, pairs=(1, 2, 5, 16), argument="align", given=True)
+    capacity: int = number(0, *range(1, 41), pairs=(3, 2), argument="capacity", given=True)
     # num_rows less the rows needed, in units of align
-    slack: int | None = number(None, *range(-4, 5), pairs=(-2, 3), argument="num_rows")
+    slack: int | None = number(None, *range(-4, 5), pairs=(-2, 3), argument="num_rows", given=True)
 
     @property
     def is_heavy(self) -> bool:
@@ -121,7 +121,7 @@ class ChunksCase(Case):
 
     sizes: tuple[int, ...] = parts(order="order")
     order: tuple[int, ...] = order(of="sizes")
-    tail: int = number(0, 1, 5, pairs=(2,))  # rows past the last chunk
+    tail: int = number(0, 1, 5, pairs=(2,), given=True)  # rows past the last chunk
     hidden: int = size("H")
     dtype: str = dtypes(*FLOATS, "float8_e4m3fn", also=("float8_e5m2", "uint8", "float64"))
     probs: str = dtypes("", *PROBS, also=("float16", "float64"))

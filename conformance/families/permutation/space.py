@@ -172,8 +172,8 @@ def _counted(scope: Scope) -> list[Changes]:
         found.append(one | {"tokens": 67, "align": 256})
     if scope.space.device == "cuda" and scope.function == Permute.function:
         found.append({"tokens": 4100, "experts": 8, "topk": 8, "hidden": 1, "spread": "all", "probs": ""})
-    if scope.space.device == "cuda":  # experts and tokens past a block together
-        found.append({"tokens": 300, "experts": 300, "topk": 3, "hidden": 3, "spread": "uniform"})
+    if scope.space.device == "cuda":  # experts, tokens and columns past a block together
+        found.append({"tokens": 300, "experts": 300, "topk": 3, "hidden": 67, "spread": "uniform"})
     return found
 
 

@@ -173,7 +173,7 @@ class QuantizeCase(RecipeFields, Case):
     counts: tuple[int, ...] = parts(  # rows per group, in UNITs; empty: even
         total="tokens", number="experts", written_out=lambda case: tuple(n // case.unit for n in splits_of(case))
     )
-    tail: int = number(0, 1, 4, 5, pairs=(4,))  # rows past the last group
+    tail: int = number(0, 1, 4, 5, pairs=(4,), given=True)  # rows past the last group
     hidden: int = size("N")  # columns, in UNITs
     gemm: bool = flag(argument="scales.layout")  # also reads scales in the GEMM layout
     index_dtype: str = dtypes("int64", "int32")

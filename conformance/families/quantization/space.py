@@ -153,6 +153,7 @@ def always(scope: Scope) -> list[Any]:
         *zero_tensors(scope),
         *scales_without_bound(scope),
         *rare_amaxes(scope),
+        *in_groups(scope),
     ]
 
 
@@ -267,6 +268,19 @@ def rare_amaxes(scope: Scope) -> list[QuantizeCase]:
     ]
     cases = [scope.case(kind) for kind in kinds]
     return [case for case in cases if scope.fits(case)]
+
+
+def in_groups(scope: Scope) -> list[Any]:
+    """GPU only, where few rows of the covering array run: groups, and rows past the last, of a
+    transform and of row scaling in both directions; multipliers past float16's largest number.
+    """
+    if scope.space.device != "cuda":
+        return []
+    ragged: Changes = {"tokens": 3, "experts": 3, "counts": (2, 0, 1), "tail": 4, "hidden": 3}
+    kinds = [{"scaling": "nvfp4", "variant": variant, "direction": "both", "dtype": "bfloat16"} for variant in (0, 1)]
+    tiny: Changes = {"scaling": "mxfp8", "tokens": 2, "hidden": 2, "values": "tiny", "dtype": "float16", "seed": 1}
+    given = [ragged | kind for kind in kinds if accepted(scope, ragged | kind)]
+    return [*given, *(case for case in [scope.case(tiny)] if scope.fits(case))]
 
 
 def random_cases(scope: Scope) -> list[QuantizeCase]:

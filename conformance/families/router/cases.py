@@ -138,12 +138,12 @@ class LogitsCase(Case):
     score: str = declared(Scores(default="softmax", values=SCORES, argument="score_function"))
     groups: int = groups("num_groups")
     group_topk: int = number(0, argument="group_topk")
-    scaling: int = number(0, 4, 20, 35, pairs=(20,), argument="scaling_factor")  # eighths; 0: none
+    scaling: int = number(0, 4, 20, 35, pairs=(20,), argument="scaling_factor", given=True)  # eighths; 0: none
     # expert bias: small (within ±1/2), large (within ±64), fine (near 1, too fine for bfloat16)
-    bias: str = choice("", "small", "large", also=("fine",), of=("expert_bias",))
+    bias: str = choice("", "small", "large", also=("fine",), of=("expert_bias",), given=True)
     precomputed: bool = flag(of=("precomputed_indices",))
     index_dtype: str = dtypes("int64", "int32")
-    padding: int = number(0, 1, 4, 8, pairs=(3,), of=("padding_mask",))  # per 8 tokens
+    padding: int = number(0, 1, 4, 8, pairs=(3,), of=("padding_mask",), given=True)  # per 8 tokens
     coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff", data=True)  # in eighths
     evaluation: bool = flag(argument="training")
 
@@ -340,14 +340,14 @@ class LoadCase(Case):
     map_dtype: str = dtypes("bool", "uint8", "int32", "int64")  # bool, uint8: int64, float32 counts
     # fine: 2⁻⁵³ apart, a unit in the last place of float64
     values: str = choice("distinct", "ties", "zeros", "negative", also=("fine",), of=("probs", "scores"), data=True)
-    capacity: int = declared(Room(default=0, values=(0,), pairs=(1, 3, 9), argument="capacity"))
+    capacity: int = declared(Room(default=0, values=(0,), pairs=(1, 3, 9), argument="capacity", data=True))
     policy: str = choice("probs", "position", argument="drop_policy", turns=True)
     pad: bool = flag(argument="pad_to_capacity")
     coeff: int = number(8, *range(21), pairs=(8, 1), argument="coeff", data=True)  # in eighths
     # total_num_tokens: a number, a device tensor ("one": of shape [1]), zero, or a mean length
     total: str = choice("number", "device", also=("zero", "mean", "one"), argument="total_num_tokens")
     rate: int = number(1, *range(501), pairs=(0, 1, 250), argument="update_rate", data=True)  # in thousandths
-    bias: int = number(0, 1, 4, 100, pairs=(1, 40), of=("expert_bias",))  # range, in halves
+    bias: int = number(0, 1, 4, 100, pairs=(1, 40), of=("expert_bias",), data=True)  # range, in halves
     even: bool = flag(of=("expert_bias",), data=True)  # all counts equal
     # of tokens per expert: see `counts_past`
     counted: str = choice("few", also=(*COUNTED, "fractions"), of=("tokens_per_expert",), data=True)

@@ -89,10 +89,10 @@ class RouteCase(Case):
     losses: str = words("", *KINDS, repeat=False, of=("", *KINDS, "+".join(KINDS)))
     coeff: int = number(4, *range(1, 21), data=True)  # of each loss, in eighths
     divisor: int = number(1, 2, 3, 4, pairs=(3,), data=True)  # loss_divisor
-    capacity: int = number(0, *range(1, 9))  # capacity factor in quarters; 0: none
+    capacity: int = number(0, *range(1, 9), given=True)  # capacity factor in quarters; 0: none
     pad: bool = flag()
     policy: str = choice("probs", "position")
-    padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",))  # per 8 tokens
+    padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",), given=True)  # per 8 tokens
     per_token: bool = flag()  # calculate_per_token_loss
     scale: int = number(8, *range(1, 33), data=True)  # loss scale in eighths
     counts: tuple[int, ...] = counts()  # tokens per real rank; empty: one process

@@ -150,6 +150,8 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
     ]
     if scope.accepts("scaling_factor"):
         fields += FINE_FACTORS
+    if scope.space.few_kernels:  # which few rows of the covering array leave out
+        fields.append({"tokens": 3, "experts": 8, "topk": 8, "score": "sigmoid", "spread": "ties"})
     fields += grouped(scope)
     base = scope.fullest(FAR_CHOICE | {"tokens": 3, "dtype": "bfloat16", "precomputed": False})
     far = (("logits", "wide_rows"), ("logits", "wide_columns"), ("expert_bias", "wide_rows"))
