@@ -117,8 +117,8 @@ def two_calls(p: Problem, kind: Kind, state: QuantizerState | None) -> tuple[Any
 
 def moves(p: Problem, kind: Kind, state: QuantizerState | None) -> Call:
     """The launches after the row map."""
-    lists, slots = row_maps.place(p.routing_map_TE, p.align, p.num_rows)
-    arguments = p.tokens_TH, p.probs_TE, kind.recipe, "input", lists, lists.without_bases(), slots.tokens_per_expert
+    lists, slots, _ = row_maps.place(p.routing_map_TE, p.align, p.num_rows)
+    arguments = p.tokens_TH, p.probs_TE, kind.recipe, "input", lists, slots.tokens_per_expert
     return lambda: Work(*arguments).done(True, kind.columnwise, state)
 
 
@@ -163,6 +163,7 @@ def permute_operations(shape: Shape, num_tokens: int) -> Iterator[Operation]:
     for kind in KINDS:
         p, state = make_problem(shape, num_tokens, kind.align), kind.state(shape.experts)
         check_permuted(p, kind, state)
+        moves(p, kind, state)()
         if DEVICE == "cuda":
             check_permuted_graph(p, kind, state)
         minimum = (kind.reads * num_tokens * BF16 + p.num_rows * kind.written) * shape.hidden

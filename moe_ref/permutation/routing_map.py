@@ -107,8 +107,9 @@ def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) 
 def _only(values_TE: Tensor, here_TE: Tensor) -> Tensor:
     """Each row's value where `here_TE` is set, bit by bit, or 0 without one."""
     column_T = here_TE.to(torch.int8).argmax(1)
+    row_T = torch.arange(len(column_T), device=column_T.device)
     return torch.where(
         here_TE.any(1),
-        values_TE.gather(1, column_T[:, None])[:, 0],
+        values_TE[row_T, column_T],  # torch's gather changes the bits of some NaNs on a CPU
         torch.zeros((), dtype=values_TE.dtype, device=values_TE.device),
     )

@@ -271,7 +271,9 @@ def _with_slots(calls: list[Problem]) -> list[Problem]:
         settings: dict[str, Any] = {"num_experts": num_experts}
         if "probs" in call.settings:
             probs = call.settings["probs"]
-            settings["probs"] = torch.cat([probs, torch.full_like(probs[:, :1], torch.nan)], 1).gather(1, slots)
+            wider = torch.cat([probs, torch.full_like(probs[:, :1], torch.nan)], 1)
+            # by index: torch's gather and scatter change the bits of some NaNs on a CPU
+            settings["probs"] = wider[torch.arange(len(probs))[:, None], slots]
         indices = torch.where(slots == num_experts, PADDING, slots)
         out.append(Problem("deepep_dispatch", {"tokens": call.required["tokens"], "indices": indices}, settings))
     return out
@@ -287,7 +289,8 @@ def _local(made: dict[str, Any], local_experts: int) -> dict[str, Tensor]:
     out = {"tokens": made["rows"], "routing_map": routing_map[:, :-1]}
     if made["probs"] is None:
         return out
-    probs = made["probs"].new_full(routing_map.shape, torch.nan).scatter_(1, column, made["probs"])
+    probs = made["probs"].new_full(routing_map.shape, torch.nan)
+    probs[torch.arange(len(column), device=column.device)[:, None], column] = made["probs"]  # bit by bit
     return out | {"probs": probs[:, :-1]}
 
 
