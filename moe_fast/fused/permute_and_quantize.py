@@ -113,7 +113,8 @@ class Place(torch.autograd.Function):
         ctx: Any, tokens: Tensor, probs: Tensor | None, row_probs: Tensor | None, row_map: RowMap
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.row_map = row_map
+        tensors, ctx.numbers = row_map.parts()
+        ctx.save_for_backward(*tensors)
         source = tokens.new_empty(()).expand(row_map.num_rows, tokens.shape[1])  # no memory
         moved = None if row_probs is None else row_probs.view_as(row_probs)
         constant = [
@@ -131,7 +132,7 @@ class Place(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         d_rows = d_rows if ctx.needs_input_grad[0] else None
         d_row_probs = d_row_probs if ctx.needs_input_grad[1] else None
-        return *sum_rows(d_rows, None, d_row_probs, ctx.row_map), None, None
+        return *sum_rows(d_rows, None, d_row_probs, RowMap(*ctx.saved_tensors, *ctx.numbers)), None, None
 
 
 class Work:
