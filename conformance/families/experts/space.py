@@ -59,7 +59,7 @@ def long_rows(scope: Scope) -> list[Any]:
     if scope.accepts("interleave"):
         found.append({"tokens": 3, "width": 64, "interleave": 32})  # two blocks of the widest
     if scope.accepts("clamp") and scope.accepts("offset"):
-        found += FINE
+        found += [*FINE, *(SELDOM if gpu and scope.accepts("fp8_input_store") else [])]
     return [*found, *_huge(scope), *_strange(scope), *around_a_class(scope)]
 
 
@@ -86,6 +86,14 @@ FINE: list[Changes] = [
     {"tokens": 9, "width": 6, "values": "bounds", "clamp": 257, "dtype": "bfloat16"},
     {"tokens": 9, "width": 6, "values": "bounds", "clamp": 259, "dtype": "bfloat16"},  # there above it
     {"tokens": 9, "width": 6, "offset": 257},
+]
+
+
+# what a GPU's few structures lack: an offset, or probs, in rows of several blocks; clamp and codes
+SELDOM: list[Changes] = [
+    {"tokens": 9, "width": 260, "values": "rows", "offset": 257},
+    {"tokens": 9, "width": 260, "values": "rows", "dtype": "bfloat16", "probs": "float32", "grads": "h+probs"},
+    {"tokens": 9, "width": 6, "values": "bounds", "clamp": 257, "stored": True, "grads": "h"},
 ]
 
 
