@@ -81,8 +81,8 @@ DEFECTS = series(
             "amaxes are not raised where something is computed again",
             "moe_layer",
             "layer/layer.py",
-            'settings |= {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes}',
-            'settings |= {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes if recompute is None else None}',
+            'kept = {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes}',
+            'kept = {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes if recompute is None else None}',
         ),
         (
             "the noise is no part of what tells a checked call from another",
