@@ -150,6 +150,17 @@ def _unquantised(*laws: Law) -> tuple[Law, ...]:
     return tuple(replace(law, applies=lambda case, law=law: not case.recipe and law.applies(case)) for law in laws)  # type: ignore[misc]
 
 
+def _or_in_lines(*laws: Law) -> tuple[Law, ...]:
+    """The laws, for cases without a recipe, or in FP8 by blocks of long whole lines: a GPU may have
+    kernels from token to token there.
+    """
+
+    def few(case: Any) -> bool:
+        return not case.recipe or (case.recipe == "block" and case.hidden % 16 == 0 and case.hidden > 128)
+
+    return tuple(replace(law, applies=lambda case, law=law: few(case) and law.applies(case)) for law in laws)  # type: ignore[misc]
+
+
 def _whole(case: Any) -> bool:
     """Whether the layer is called, and not one stage."""
     return plain(case) and not case.stage
@@ -182,6 +193,10 @@ OVERLAP = Law("overlap", _overlap, lambda case: _whole(case) and bool(case.share
 MOE_LAYER = (
     universal.DETERMINISM,
     universal.HOST_SYNC,
-    *of_one_process(KEPT, RECOMPUTE, *_ALONE),
-    *_unquantised(universal.HISTORY, RERUN, SENT_AGAIN, *of_one_process(DELAYED, OVERLAP, JITTERED)),
+    *of_one_process(KEPT),
+    *_unquantised(universal.HISTORY, RERUN, SENT_AGAIN),
+    *_or_in_lines(*of_one_process(*_ALONE)),
+    *_unquantised(*of_one_process(DELAYED)),
+    *_or_in_lines(*of_one_process(RECOMPUTE)),
+    *_unquantised(*of_one_process(OVERLAP, JITTERED)),
 )
