@@ -20,7 +20,7 @@ from moe_fast.quantization.gathered import Gathered, can_gather, quantize_gather
 from moe_fast.quantization.quantized import Quantized
 from moe_ref.config import Recipe
 
-FILLED = (False, False)  # what stays within needs no zeros past the experts' rows
+UNFILLED = (False, False)  # what stays within needs no zeros past the experts' rows
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _LinearOfTokens(torch.autograd.Function):
         if wants_weight and not again:
             tall = quantized_tokens(tokens, row_map, source, "input", counts, recipe, False, True)
             x = replace(x, columnwise=tall.columnwise)
-        out, saved = product(ctx, x, weight, bias, counts, Precision(recipe, None, None), FILLED)
+        out, saved = product(ctx, x, weight, bias, counts, Precision(recipe, None, None), UNFILLED)
         kept, ctx.numbers = row_map.parts()
         ctx.lists = len(kept) + 2 if wants_weight and again else 0
         ctx.save_for_backward(*((tokens, source, *kept) if ctx.lists else ()), *saved)

@@ -181,8 +181,8 @@ def stay_tokens(tokens: Tensor, p: LayerParameters, config: LayerConfig, recompu
     """Whether the experts gather their rows, so that `permute` writes none: FP8 by blocks on one
     Hopper, where nothing else needs the rows.
     """
-    recipe = config.recipe
-    if recipe is None or recipe.scaling != "block" or recipe.backward_override is not None or recompute == "moe":
+    recipe, (_, of_experts) = config.recipe, check_recompute(recompute)
+    if recipe is None or recipe.scaling != "block" or recipe.backward_override is not None or of_experts == "moe":
         return False
     plain = config.align is None and not config.probs_on_input and p.fc2_bias is None
     waits = any(waiting_for(weight) is not None for weight in (p.fc1_weight, p.fc2_weight))

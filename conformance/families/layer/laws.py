@@ -2,9 +2,11 @@
 
 Without gradients a router is not trained: results in inference mode differ. Under autocast torch
 rounds factors of a layer's products, which are not of float64. Products by a recipe
-are slow where they are emulated, and have all laws in their own families: here they have one.
+are slow where they are emulated, and have all laws in their own families: here they have few, but
+for those that a GPU may take other kernels for.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -145,20 +147,24 @@ def _rerun(trial: Trial) -> Finding | None:
     return trial.repeats("rerun", trial.run(replace(problem, first=problem.first | free)))
 
 
-def _unquantised(*laws: Law) -> tuple[Law, ...]:
-    """The laws, for cases without a recipe."""
-    return tuple(replace(law, applies=lambda case, law=law: not case.recipe and law.applies(case)) for law in laws)  # type: ignore[misc]
+def _where(holds: Callable[[Any], bool], *laws: Law) -> tuple[Law, ...]:
+    """The laws, for cases of which `holds` is true as well."""
+    return tuple(replace(law, applies=_both(holds, law.applies)) for law in laws)
 
 
-def _or_in_lines(*laws: Law) -> tuple[Law, ...]:
-    """The laws, for cases without a recipe, or in FP8 by blocks of long whole lines: a GPU may have
-    kernels from token to token there.
+def _both(first: Callable[[Any], bool], second: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda case: first(case) and second(case)
+
+
+def _unquantised(case: Any) -> bool:
+    return not case.recipe
+
+
+def _or_in_lines(case: Any) -> bool:
+    """Whether it has no recipe, or FP8 by blocks of long whole lines: a GPU may have kernels from
+    token to token there.
     """
-
-    def few(case: Any) -> bool:
-        return not case.recipe or (case.recipe == "block" and case.hidden % 16 == 0 and case.hidden > 128)
-
-    return tuple(replace(law, applies=lambda case, law=law: few(case) and law.applies(case)) for law in laws)  # type: ignore[misc]
+    return not case.recipe or (case.recipe == "block" and case.hidden % 16 == 0 and case.hidden > 128)
 
 
 def _whole(case: Any) -> bool:
@@ -194,9 +200,9 @@ MOE_LAYER = (
     universal.DETERMINISM,
     universal.HOST_SYNC,
     *of_one_process(KEPT),
-    *_unquantised(universal.HISTORY, RERUN, SENT_AGAIN),
-    *_or_in_lines(*of_one_process(*_ALONE)),
-    *_unquantised(*of_one_process(DELAYED)),
-    *_or_in_lines(*of_one_process(RECOMPUTE)),
-    *_unquantised(*of_one_process(OVERLAP, JITTERED)),
+    *_where(_unquantised, universal.HISTORY, RERUN, SENT_AGAIN),
+    *_where(_or_in_lines, *of_one_process(*_ALONE)),
+    *_where(_unquantised, *of_one_process(DELAYED)),
+    *_where(_or_in_lines, *of_one_process(RECOMPUTE)),
+    *_where(_unquantised, *of_one_process(OVERLAP, JITTERED)),
 )
