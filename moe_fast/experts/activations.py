@@ -61,10 +61,14 @@ class Settings:
             return "pairs"  # also a gate and its only value
         return "halves" if between == self.width(h) else "blocks"
 
+    @property
+    def slope(self) -> float:
+        """α."""
+        return CURVES[self.kind][1] if self.alpha is None else self.alpha
+
     def numbers(self) -> tuple[int, int, int]:
         """offset, clamp and α."""
-        alpha = CURVES[self.kind][1] if self.alpha is None else self.alpha
-        return number_bits(self.offset), number_bits(self.clamp or 0.0), number_bits(alpha)
+        return number_bits(self.offset), number_bits(self.clamp or 0.0), number_bits(self.slope)
 
 
 @traceable
