@@ -24,12 +24,12 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def new_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+def new_barriers(STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
     """(ready, free) of a ring."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(ready.index(stage), count=WRITERS)
         mbarrier.init(free.index(stage), count=READERS)
     fence_async_shared()
     return ready, free

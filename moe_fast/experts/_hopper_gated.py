@@ -3,18 +3,19 @@
 As `_hopper_rows`, but a tile is 128 gates and their 128 values, and only its activation leaves the
 multiprocessor. It is computed beside the products of the next tile, a piece of 32 columns at each
 of its first four steps, while the matrix unit multiplies. The bits are those of the product,
-rounded, and of `_activations` on it.
+rounded, and of `_activations` on it. Rows may still be tokens: four warps then copy each row's.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moe_fast.experts._activations import value_and_slope, within
 from moe_fast.experts._hopper import PRODUCER_REGISTERS, SEGMENT, new_barriers
 from moe_fast.experts._hopper_codes import FIRST, HEIGHT, SECOND, fill_rows, find_tile
 from moe_fast.experts._hopper_rows import DEPTH, GROUPS, SUM, SUM_REGISTERS, WIDTH, add_step, end_step
-from moe_fast.launch._hopper import load_tile, store_tile
+from moe_fast.launch._hopper import gather_tile, load_tile, store_tile
 from moe_fast.launch._rounding import number
 
 HALF = gl.constexpr(128)  # gates of a tile
@@ -22,6 +23,9 @@ PIECE = gl.constexpr(32)  # columns that are activated beside a step
 PIECES = gl.constexpr(4)
 HALF_SUM = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 PIECE_SUM = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes of a token for each thread
+GATHER_REGISTERS = gl.constexpr(56)
+GATHERED_SUM_REGISTERS = gl.constexpr(224)
 
 
 @gluon.jit
@@ -47,6 +51,42 @@ def load_operands(x_desc, weight_desc, ring, plan, STAGES: gl.constexpr):
                 load_tile(x_desc, [row + group * HEIGHT, done * DEPTH], arrived, left.index(stage * GROUPS + group))
             load_tile(weight_desc, [expert, 0, column * HALF, done * DEPTH], arrived, right.index(stage))
             step += 1
+
+
+@gluon.jit
+def gather_operands(tokens, weight_desc, ring, plan, STAGES: gl.constexpr):
+    """As `load_operands`, where row p is token source[p], or zeros where that is -1."""
+    tokens_ptr, stride, source_ptr, num_rows = tokens
+    left, right, ready, free = ring
+    tile_ptr, total_ptr, capacity, columns, depth = plan
+    h = gl.arange(0, DEPTH, gl.SliceLayout(0, COPY))
+    step = gl.to_tensor(0)
+    for work in range(gl.program_id(0), gl.load(total_ptr).to(gl.int32) * columns, gl.num_programs(0)):
+        expert, _begin, _end, row, column = find_tile(tile_ptr, capacity, work, columns, GROUPS * HEIGHT)
+        p = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, COPY))
+        first = gl.load(source_ptr + p, mask=p < num_rows, other=-1)
+        second = gl.load(source_ptr + p + HEIGHT, mask=p + HEIGHT < num_rows, other=-1)
+        for done in range(find_steps(depth)):
+            stage = step % STAGES
+            arrived = ready.index(stage)
+            mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(arrived, WIDTH * DEPTH * 2)
+            load_tile(weight_desc, [expert, 0, column * HALF, done * DEPTH], arrived, right.index(stage))
+            inside = (done * DEPTH + h < depth)[None, :]
+            place = tokens_ptr + (done * DEPTH + h)[None, :]
+            mask = (first >= 0)[:, None] & inside
+            gather_tile(left.index(stage * GROUPS), place + (first * stride)[:, None], mask=mask)
+            mask = (second >= 0)[:, None] & inside
+            gather_tile(left.index(stage * GROUPS + 1), place + (second * stride)[:, None], mask=mask)
+            async_copy.commit_group()
+            # the rows of the step before have arrived, and the matrix unit may read them
+            async_copy.wait_group(1)
+            fence_async_shared()
+            mbarrier.arrive(ready.index((step + STAGES - 1) % STAGES), pred=step > 0)
+            step += 1
+    async_copy.wait_group(0)
+    fence_async_shared()
+    mbarrier.arrive(ready.index((step + STAGES - 1) % STAGES), pred=step > 0)
 
 
 @gluon.jit
@@ -111,10 +151,11 @@ def activate_piece(
 
 @gluon.jit
 def multiply_and_activate(
-    out_desc, buffer, ring, plan, bias, probs, numbers, width, CURVE: gl.constexpr, CLAMPED: gl.constexpr,
-    ROUND_FIRST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    out_desc, buffer, ring, plan, given, CURVE: gl.constexpr, CLAMPED: gl.constexpr, ROUND_FIRST: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The group's rows of a tile after another, stored up to the end of their expert's."""
+    bias, probs, numbers, width = given
     tile_ptr, total_ptr, capacity, columns, depth = plan
     step, before, end_before, column_before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     for work in range(gl.program_id(0), gl.load(total_ptr).to(gl.int32) * columns, gl.num_programs(0)):
@@ -152,11 +193,13 @@ def multiply_and_activate(
 @gluon.jit(
     do_not_specialize=[
         "stride_probs", "stride_bias_l", "stride_bias_c", "capacity", "num_rows", "offset", "clamp", "alpha",
+        "num_places",
     ]
 )  # fmt: skip
 def activated_matmul_kernel(
-    # rows, a matrix of gates and values for each expert; the result, a descriptor of its segments
-    x_desc, weight_desc, out_ptr, out_desc,
+    # rows, or tokens and each row's; a matrix of gates and values for each expert; the result, a
+    # descriptor of its segments
+    x_desc, tokens_ptr, stride_tokens_t, source_ptr, num_places, weight_desc, out_ptr, out_desc,
     bias_ptr, stride_bias_l, stride_bias_c, probs_ptr, stride_probs,
     # plan and sizes
     tile_ptr, total_ptr, capacity, num_rows, width, depth,
@@ -172,23 +215,36 @@ def activated_matmul_kernel(
     right = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, 1, 2, HALF, DEPTH], weight_desc.layout)
     own = gl.allocate_shared_memory(out_desc.dtype, [2 * PIECES, 1, 1, HEIGHT, PIECE], out_desc.layout)
     other = gl.allocate_shared_memory(out_desc.dtype, [2 * PIECES, 1, 1, HEIGHT, PIECE], out_desc.layout)
-    ready, free = new_barriers(STAGES, GROUPS)
+    ready, free = new_barriers(STAGES, GROUPS, 1 if source_ptr is None else 2)
     ring = (left, right, ready, free)
     plan = (tile_ptr, total_ptr, capacity, gl.cdiv(width, HALF), depth)
     bias, probs, numbers = (bias_ptr, stride_bias_l, stride_bias_c), (probs_ptr, stride_probs), (offset, clamp, alpha)
+    given = (bias, probs, numbers, width)
     fill_rows(out_ptr, gl.load(total_ptr + 1).to(gl.int32), num_rows, width, num_warps)
-    gl.warp_specialize(
-        [
-            (
-                multiply_and_activate,
-                (out_desc, own, ring, plan, bias, probs, numbers, width, CURVE, CLAMPED, ROUND_FIRST, FIRST, STAGES),
-            ),
-            (
-                multiply_and_activate,
-                (out_desc, other, ring, plan, bias, probs, numbers, width, CURVE, CLAMPED, ROUND_FIRST, SECOND, STAGES),
-            ),
-            (load_operands, (x_desc, weight_desc, ring, plan, STAGES)),
-        ],
-        [4, 1],
-        [SUM_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if source_ptr is None:
+        gl.warp_specialize(
+            [
+                (multiply_and_activate, (out_desc, own, ring, plan, given, CURVE, CLAMPED, ROUND_FIRST, FIRST, STAGES)),
+                (
+                    multiply_and_activate,
+                    (out_desc, other, ring, plan, given, CURVE, CLAMPED, ROUND_FIRST, SECOND, STAGES),
+                ),
+                (load_operands, (x_desc, weight_desc, ring, plan, STAGES)),
+            ],
+            [4, 1],
+            [SUM_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        tokens = (tokens_ptr, stride_tokens_t, source_ptr, num_places)
+        gl.warp_specialize(
+            [
+                (multiply_and_activate, (out_desc, own, ring, plan, given, CURVE, CLAMPED, ROUND_FIRST, FIRST, STAGES)),
+                (
+                    multiply_and_activate,
+                    (out_desc, other, ring, plan, given, CURVE, CLAMPED, ROUND_FIRST, SECOND, STAGES),
+                ),
+                (gather_operands, (tokens, weight_desc, ring, plan, STAGES)),
+            ],
+            [4, 4],
+            [GATHERED_SUM_REGISTERS, GATHER_REGISTERS],
+        )

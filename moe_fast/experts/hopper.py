@@ -13,6 +13,7 @@ from moe_fast.launch.backend import launch_on
 from moe_fast.launch.descriptors import described, layout_of
 from moe_fast.launch.prepared import launch
 from moe_fast.launch.tuning import ceil_div
+from moe_fast.quantization.gathered import Gathered
 
 # Measured on an H200 (docs/results/low-precision-h200.md). A ring's stages and the tile that leaves
 # share 227 KiB.
@@ -78,24 +79,27 @@ def matmul(
 
 
 def activated_matmul(
-    x_PD: Tensor, weight_LCD: Tensor, bias: tuple[Any, ...], probs: tuple[Any, ...], settings: Settings, plan: Plan,
-    out_PF: Tensor,
+    x: Tensor | Gathered, weight_LCD: Tensor, bias: tuple[Any, ...], probs: tuple[Any, ...], settings: Settings,
+    plan: Plan, out_PF: Tensor,
 ) -> None:  # fmt: skip
     """out[p] = the gated activation of x[p] · weight[e]ᵀ + bias[e], times probs[p], for operands
     and a result that have descriptors.
 
     Args:
+        x: [P, D] rows, or tokens that `can_gather` takes.
         weight_LCD: C = 2F rows, the gates', then the values'.
         bias, probs: each a tensor, or none, and its strides.
         plan: of tiles of `MATMUL_ROWS`.
     """
     high, deep, _wide = MATMUL_TILE
     half, piece = _hopper_gated.HALF.value, _hopper_gated.PIECE.value
-    depth, width = x_PD.shape[1], out_PF.shape[1]
+    depth, width = weight_LCD.shape[2], out_PF.shape[1]
+    source_PD, token_map = (x.tokens_TH, x.token_map) if isinstance(x, Gathered) else (x, (None, 0, None, 0))
     by_half, tiles = weight_LCD.unflatten(1, (2, width)), plan.capacity * ceil_div(width, half)
     with launch_on(out_PF):
         launch(_hopper_gated.activated_matmul_kernel, (programs(tiles, out_PF.device),))(
-            described(x_PD, [high, deep]),
+            described(source_PD, [high, deep]),
+            *token_map,
             described(by_half, [1, 2, half, deep]),
             out_PF,
             segments_of(out_PF, [high, piece], swizzled=2 * piece),

@@ -15,7 +15,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _linear as kernels
 from moe_fast.experts import hopper
-from moe_fast.experts.activations import Settings
 from moe_fast.experts.delayed import Later, waiting_for
 from moe_fast.experts.factors import (
     Precision,
@@ -38,9 +37,8 @@ from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, pla
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import check_device, is_hopper, launch_on, strided
-from moe_fast.launch.descriptors import DESCRIBED_BYTES
 from moe_fast.launch.legal import unless_known
-from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable, tracing
+from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import GroupedTile, ceil_div
 from moe_fast.quantization.quantized import Quantized, dequantize
 from moe_ref.config import (
@@ -114,31 +112,6 @@ def _check(rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor, bia
     check_precision(*precision)
     check_product(rows_PN, precision[0], precision[-1])
     check_device("rows", rows_PN)
-
-
-def activated_linear(
-    rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
-    *, bias: Tensor | None, probs: Tensor | None, settings: Settings,
-) -> Tensor | None:  # fmt: skip
-    """A gated activation of `grouped_linear`'s result, which is not stored; or None: it is only for
-    calls without a backward, and for operands that `hopper.activated_matmul` takes.
-    """
-    given = (rows_PN, weight_LMN, bias, probs)
-    saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    if saves or tracing() or not has_memory() or not is_hopper(rows_PN.device):
-        return None
-    rows, weight = rows_PN.resolve_neg(), weight_LMN.resolve_neg()
-    num_rows, width = rows.shape[0], weight.shape[1] // 2
-    halves = settings.gated and (settings.interleave or width) == width > 1
-    if not halves or not num_rows or (probs is not None and probs.dtype == torch.float64):
-        return None
-    plan = plan_of(tokens_per_expert_L, rows)
-    result_fits = width * rows.itemsize % DESCRIBED_BYTES == 0  # new memory is aligned
-    if plan.tile.rows != hopper.MATMUL_ROWS or not have_descriptors(rows, weight) or not result_fits:
-        return None
-    out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)  # all by activated_matmul_kernel
-    hopper.activated_matmul(rows, weight, strided(bias, 2), strided(probs, 1), settings, plan, out)
-    return out
 
 
 @traceable

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from moe_fast.experts.activated_linear import activated_linear
 from moe_fast.experts.activations import Settings, activated, check_probs
 from moe_fast.experts.delayed import Waiting, delaying
-from moe_fast.experts.linear import FILLED, activated_linear, check_product, grouped_linear, linear_of
+from moe_fast.experts.linear import FILLED, check_product, grouped_linear, linear_of
 from moe_fast.experts.padding import Padding
 from moe_fast.experts.scaled_linear import multiple_of, scaled_tile
 from moe_fast.experts.segments import plans_shared, shared_totals, tile_of

@@ -28,7 +28,7 @@ class RowsOfTokens:
     """The rows of `permute`, not written."""
 
     rows_PH: Tensor  # without memory: the rows' node in the graph
-    codes: Quantized  # of the rows, by rows
+    codes: Quantized | None  # of the rows, by rows; without a recipe none
     tokens_TH: Tensor
     row_map: RowMap
     source_P: Tensor  # int32, the token of each row, or -1
@@ -51,6 +51,7 @@ def linear_of_tokens(
     *, bias: Tensor | None = None, recipe: Recipe, tokens_again: bool = False,
 ) -> Tensor:  # fmt: skip
     """`grouped_linear`; if `tokens_again`, the tokens are saved in place of the rows' codes."""
+    assert sent.codes is not None
     tokens = sent.tokens_TH.detach()
     more = (sent.codes, tokens, sent.row_map, sent.source_P, recipe, tokens_again)
     return _LinearOfTokens.apply(sent.rows_PH, weight_LMN, bias, tokens_per_expert_L, *more)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from moe_fast.launch._rounding import number, rounded
 from moe_fast.launch.specialization import jit
-from moe_fast.permutation._permute import find_lists, load_slot, place_lists
+from moe_fast.permutation._permute import fill_places, find_gaps, find_lists, load_slot, place_lists, rows_of_gaps
 from moe_fast.quantization._formats import E2M1_MAX, FLOAT32_MAX, as_float32, encoded
 from moe_fast.quantization._nvfp4 import multiplier_of
 from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, block_scale, fitting_scale, over, quantize_blocks
@@ -62,27 +62,18 @@ def fill_padding(
     RULE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Codes, scales and probs of zeros in rows without a token, whose source is -1."""
-    lane = first_lane + tl.arange(0, BLOCK_G)
-    gap = tl.minimum(lane, num_experts)
-    end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + gap), num_rows)
-    begin = tl.load(gap_ptr + gap) + (lane - gap) * BLOCK_R
-    step = tl.where(gap == num_experts, tail_lanes, 1) * BLOCK_R
+    if column == 0:
+        fill_places(row_probs_ptr, source_ptr, gap_ptr, first_lane, tail_lanes, num_experts, num_rows, BLOCK_G, BLOCK_R)
+    begin, end, step = find_gaps(gap_ptr, first_lane, tail_lanes, num_experts, num_rows, BLOCK_G, BLOCK_R)
     h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     for i in range(tl.max(tl.cdiv(end - begin, step), axis=0)):
-        row_GR = (begin + i * step)[:, None] + tl.arange(0, BLOCK_R)[None, :]
-        row = tl.reshape(row_GR, [BLOCK_G * BLOCK_R])
-        in_gap = tl.reshape(row_GR < end[:, None], [BLOCK_G * BLOCK_R])  # other lanes' gaps may be longer
-        if column == 0 and row_probs_ptr is not None:
-            tl.store(row_probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], row_probs_ptr.dtype.element_ty), mask=in_gap)
-        if source_ptr is not None:
-            tl.store(source_ptr + row, tl.full([BLOCK_G * BLOCK_R], -1, source_ptr.dtype.element_ty), mask=in_gap)
-        if RULE != "none":
-            inside = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
-            tl.store(
-                codes_ptr + row[:, None] * num_columns + h[None, :],
-                tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H], tl.uint8),
-                mask=inside,
-            )
+        row, in_gap = rows_of_gaps(begin, end, step, i, BLOCK_G, BLOCK_R)
+        inside = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
+        tl.store(
+            codes_ptr + row[:, None] * num_columns + h[None, :],
+            tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H], tl.uint8),
+            mask=inside,
+        )
         if RULE == "mxfp8" or RULE == "nvfp4":
             b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
             amax = tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H // BLOCK], tl.float32)
@@ -163,7 +154,7 @@ def scatter_kernel(
     num_tokens, num_experts, num_columns, num_rows,
     # numbers, as bits of a float64
     epsilon, infinity,
-    RULE: tl.constexpr,  # a rule of blocks; "nvfp4"; "group": one scale per expert; "none": no codes
+    RULE: tl.constexpr,  # a rule of blocks; "nvfp4"; "group": one scale per expert
     FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -175,7 +166,7 @@ def scatter_kernel(
     -1. Scales of rule "amax" stay with the tokens, a row each: they lie across the rows that they
     are for, and so are not written here.
     """
-    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1) if RULE != "none" else 1  # lists need no columns
+    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)  # lists are without columns too
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     block = tl.program_id(0) // columns
     list_blocks = tl.cdiv(num_tokens, BLOCK_L)
@@ -197,7 +188,7 @@ def scatter_kernel(
             first_lane + (block - list_blocks) * BLOCK_G, column, tail_lanes, num_experts, num_columns, num_rows,
             RULE, BLOCK, BLOCK_G, BLOCK_R, BLOCK_H,
         )  # fmt: skip
-    elif RULE != "none":
+    else:
         scatter_tokens(
             tokens_ptr, stride_tokens_t, stride_tokens_h, given_ptr, stride_given, group_amax_ptr, history_ptr,
             stride_history, codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row_map, stride_base_b,

@@ -16,6 +16,7 @@ from moe_fast.launch.backend import bits, check_device, launch_on, strided
 from moe_fast.launch.operators import has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation.permute import permute, sum_rows
+from moe_fast.permutation.places import place_rows
 from moe_fast.permutation.row_map import RowMap, place, place_in_capacity
 from moe_fast.quantization.gathered import Gathered, can_gather, quantize_gathered
 from moe_fast.quantization.group_scales import FORMAT_MAX
@@ -149,7 +150,7 @@ class Work:
         self.sizes = tuning.for_device(tokens.device)
         self.source: Tensor | None = None  # [P] the token of each row, or -1
         self.shape = torch.Size((lists.num_rows, tokens.shape[1]))
-        self.row_probs = None if probs is None else self._empty(lists.num_rows, dtype=probs.dtype)  # by scatter_kernel
+        self.row_probs: Tensor | None = None
 
     def done(
         self, rowwise: bool, columnwise: bool, state: QuantizerState | None
@@ -258,13 +259,15 @@ class Work:
         return form, state
 
     def _scatter(
-        self, rule: str, form: Form | None, by_expert: dict[str, Any] | None = None, with_source: bool = False
+        self, rule: str, form: Form, by_expert: dict[str, Any] | None = None, with_source: bool = False
     ) -> None:
-        """Move the probs, write the lists of rows, and with a form, codes to each row."""
-        if with_source or form is None:
+        """Move the probs, write the lists of rows, and codes to each row."""
+        if with_source:
             narrow = self.tokens.shape[0] < 2**31
             # all by scatter_kernel
             self.source = self._empty(self.row_map.num_rows, dtype=torch.int32 if narrow else torch.int64)
+        if self.probs is not None:
+            self.row_probs = self._empty(self.row_map.num_rows, dtype=self.probs.dtype)  # as above
         given, group_amax, history, inverse = (
             (by_expert or {}).get(name) for name in ("given", "group_amax", "history", "inverse")
         )
@@ -272,10 +275,9 @@ class Work:
         block_columns = max(tile.columns, self.size)
         programs, (token_blocks, *lanes) = row_map.programs(tile.tokens, fill)
         columns, fills = max(1, ceil_div(self.shape[1], block_columns)), programs - token_blocks
-        programs, columns = (fills, 1) if form is None else (programs, columns)
         programs += ceil_div(row_map.num_tokens, self.sizes.list_tokens)
         blocks: tuple[Any, ...] = (None, None, 0, 0)
-        if form is not None and rule != "group":
+        if rule != "group":
             blocks = (form.scale, form.amax if group_amax is None else None, *form.scale.stride())
         with launch_on(self.tokens):
             launch(kernels.scatter_kernel, (max(programs * columns, 1),))(
@@ -285,7 +287,7 @@ class Work:
                 group_amax,
                 *strided(None if history is None else history.view(torch.int32))[:2],
                 inverse,
-                None if form is None else form.codes_MN,
+                form.codes_MN,
                 *blocks,
                 None if self.row_probs is None else bits(self.row_probs),
                 row_map.slots_TE,
@@ -311,7 +313,7 @@ class Work:
 
     def places(self) -> None:
         """`source`, the lists of rows, and the probs: no row."""
-        self._scatter("none", None)
+        self.source, self.row_probs = place_rows(self.probs, self.lists, self.row_map)
 
     def _gather_tiles(self) -> Form:
         """A scale for each block of columns, by the kernel for Hopper."""

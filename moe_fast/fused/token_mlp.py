@@ -1,5 +1,5 @@
-"""A layer's experts between tokens and tokens, with FP8 by blocks: `permute`, `grouped_mlp` and
-`unpermute` without the rows that travel, in high precision, from one to the next.
+"""A layer's experts between tokens and tokens: `permute`, `grouped_mlp` and `unpermute` without the
+rows that travel, in high precision, from one to the next. With FP8 by blocks, or without gradients.
 """
 
 from functools import partial
@@ -8,52 +8,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fast.experts.activated_linear import activated_linear
 from moe_fast.experts.activations import Settings, activated
 from moe_fast.experts.factors import Precision, quantized_weight
+from moe_fast.experts.linear import grouped_linear
 from moe_fast.experts.mlp import check_mlp, checked_settings, computed_again
 from moe_fast.experts.scaled_linear import scaled_fprop, scaled_plan
 from moe_fast.experts.segments import plans_shared, shared_totals
 from moe_fast.experts.token_linear import RowsOfTokens, linear_of_tokens, linear_to_tokens
 from moe_fast.fused.activate_and_quantize import activation_and_quantize, glu_and_quantize
 from moe_fast.fused.permute_and_quantize import Place, Work
-from moe_fast.permutation.permute import sum_rows
+from moe_fast.permutation.permute import move_to_rows, sum_rows, unpermute
+from moe_fast.permutation.places import place_rows
 from moe_fast.permutation.row_map import Tiles, place
+from moe_fast.quantization.gathered import Gathered
 from moe_fast.quantization.quantized import Quantized
 from moe_ref.config import Permuted, Recipe
 
 
 def rows_of_tokens(
-    tokens_TH: Tensor, routing_map_TE: Tensor, recipe: Recipe, *, probs: Tensor, num_rows: int, tile_rows: int | None
-) -> tuple[RowsOfTokens, Permuted, Tiles | None]:
+    tokens_TH: Tensor, routing_map_TE: Tensor, recipe: Recipe | None,
+    *, probs: Tensor, num_rows: int, tile_rows: int | None,
+) -> tuple[RowsOfTokens, Permuted, Tiles | None]:  # fmt: skip
     """(the rows, `permute`'s other results, the segments in tiles of `tile_rows`)."""
     lists, slots, tiles = place(routing_map_TE, None, num_rows, tile_rows)
-    work = Work(tokens_TH.detach(), probs, recipe, "input", lists, slots.tokens_per_expert)
-    by_rows, _, _ = work.done(True, False, None)
-    row_map, source, row_probs = work.row_map, work.source, work.row_probs
-    assert source is not None and row_probs is not None
     rows = tokens_TH.new_empty(()).expand(num_rows, tokens_TH.shape[1])  # no memory
-    if torch.is_grad_enabled() and (tokens_TH.requires_grad or probs.requires_grad):
-        rows, row_probs = Place.apply(tokens_TH, probs, row_probs, row_map)
-    counts = slots.tokens_per_expert
-    codes = Quantized(recipe, work.format, tokens_TH.dtype, counts, None, by_rows, None)
+    counts, codes = slots.tokens_per_expert, None
+    source: Tensor | None
+    if recipe is None:
+        row_map = lists.without_bases()
+        source, row_probs = place_rows(probs.detach(), lists, row_map)
+    else:
+        work = Work(tokens_TH.detach(), probs, recipe, "input", lists, counts)
+        by_rows, _, _ = work.done(True, False, None)
+        codes = Quantized(recipe, work.format, tokens_TH.dtype, counts, None, by_rows, None)
+        row_map, source, row_probs = work.row_map, work.source, work.row_probs
+        if torch.is_grad_enabled() and (tokens_TH.requires_grad or probs.requires_grad):
+            rows, row_probs = Place.apply(tokens_TH, probs, row_probs, row_map)
+    assert source is not None and row_probs is not None
     permuted = Permuted(None, row_probs, row_map, counts, None, slots.overflow)  # type: ignore[arg-type]
     return RowsOfTokens(rows, codes, tokens_TH, row_map, source), permuted, tiles
 
 
 def mlp_of_tokens(
     sent: RowsOfTokens, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, *,
-    probs: Tensor | None, recipe: Recipe, fc1_bias: Tensor | None = None, interleave: int | None = None,
+    probs: Tensor | None, recipe: Recipe | None, fc1_bias: Tensor | None = None, interleave: int | None = None,
     recompute: str | None = None, tokens_again: bool = False, fp8_input_store: bool = False, kind: str = "swiglu",
     **shape: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(`grouped_mlp`, `unpermute` of it). With `tokens_again` no codes of the rows are saved, but
-    the tokens.
+    the tokens. Without a recipe neither the rows nor the probs may need a gradient.
     """
     settings = checked_settings(kind, **shape, interleave=interleave, fp8_input_store=fp8_input_store)
     check_mlp(
         sent.rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, None, interleave, kind,
         False, None, recompute, recipe=recipe, state=None, noise=None, wgrads=None, rows_again=None, amaxes=None,
     )  # fmt: skip
+    if recipe is None:
+        return _without_gradients(sent, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, settings)
     with plans_shared():
         fc1 = partial(linear_of_tokens, bias=fc1_bias, recipe=recipe, tokens_again=tokens_again)
         h_PF = fc1(sent, fc1_weight_LFH, tokens_per_expert_L)
@@ -66,6 +78,22 @@ def mlp_of_tokens(
         fc2 = partial(linear_to_tokens, recipe=recipe, row_map=sent.row_map, source_P=sent.source_P, rows_again=again)
         with computed_again(a_PF, a_again):
             return fc2(a_PF, fc2_weight_LHF, tokens_per_expert_L)
+
+
+def _without_gradients(
+    sent: RowsOfTokens, counts_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, probs: Tensor | None,
+    fc1_bias: Tensor | None, settings: Settings,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """In high precision; the rows are written first where no kernel gathers."""
+    tokens = sent.tokens_TH.detach().resolve_neg()
+    more: dict[str, Any] = {"bias": fc1_bias, "probs": probs, "settings": settings}
+    with plans_shared():
+        a_PF = activated_linear(Gathered(tokens, sent.source_P), fc1_weight_LFH, counts_L, **more)
+        if a_PF is None:
+            h_PF = grouped_linear(move_to_rows(tokens, None, sent.row_map)[0], fc1_weight_LFH, counts_L, bias=fc1_bias)
+            a_PF = activated(h_PF, probs=probs, settings=settings)
+        rows = grouped_linear(a_PF, fc2_weight_LHF, counts_L)
+    return rows, unpermute(rows, sent.row_map, restore_shape=(tokens.shape[0], tokens.shape[1]))
 
 
 def _rest(

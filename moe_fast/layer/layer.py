@@ -20,19 +20,19 @@ from moe_fast.dispatch.exchange import counts_of_all
 from moe_fast.dispatch.hybridep import hybridep_combine, hybridep_dispatch
 from moe_fast.dispatch.indices import flatten_experts
 from moe_fast.dispatch.overlap import beside, in_backward
-from moe_fast.experts.delayed import Waiting, waiting_for
+from moe_fast.experts.delayed import Waiting
 from moe_fast.experts.mlp import first_tile, grouped_mlp, latent_projection
 from moe_fast.experts.segments import plan_ready
 from moe_fast.experts.shared import shared_experts
 from moe_fast.experts.token_linear import RowsOfTokens
 from moe_fast.fused.token_mlp import mlp_of_tokens, rows_of_tokens
 from moe_fast.launch.legal import Key, checked_once, key_of, unless_known
-from moe_fast.launch.operators import traceable, tracing
+from moe_fast.launch.operators import traceable
 from moe_fast.layer.room import in_room
+from moe_fast.layer.token_rows import most_rows, stay_tokens
 from moe_fast.permutation.permute import move_to_rows, permute, permute_in_tiles, unpermute
 from moe_fast.permutation.routing_map import indices_to_multihot, multihot_to_indices
 from moe_fast.permutation.row_map import RowMap
-from moe_fast.quantization.gathered import can_gather
 from moe_fast.router.gating import gate, jitter
 from moe_fast.router.route import route
 from moe_ref.config import (
@@ -45,7 +45,6 @@ from moe_ref.config import (
     LinearState,
     RankGroup,
     RouteOutput,
-    RouterConfig,
     RouterRanks,
     RouterState,
     check_layer,
@@ -53,7 +52,6 @@ from moe_ref.config import (
     require,
 )
 from moe_ref.config.layer import ROWS_AGAIN
-from moe_ref.config.router import expert_capacity
 
 Combine = Callable[[Tensor], Tensor]
 Early = tuple[Tensor, dict[str, Any]] | None  # tokens on their way, as a setting of their dispatch
@@ -159,7 +157,8 @@ def after_router(
     """`moe_layer` of tokens that are routed, or on their way: its results after the router's."""
     tokens, started = early or (_narrowed(x_TH, p), {})
     special = (wgrads, linear_states, amaxes, in_dispatch_backward)
-    stay = group is None and all(one is None for one in special) and stay_tokens(tokens, p, config, recompute)
+    alone = group is None and all(one is None for one in special)
+    stay = alone and stay_tokens(tokens, routed.probs, p, config, recompute)
     dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory, started, stay)
     shared_part = partial(_shared, x_TH, p, config)
     if overlap_shared:
@@ -175,18 +174,6 @@ def after_router(
     if shared is not None:
         output = output + shared
     return dispatched, rows, combined, shared, output
-
-
-def stay_tokens(tokens: Tensor, p: LayerParameters, config: LayerConfig, recompute: Any) -> bool:
-    """Whether the experts gather their rows, so that `permute` writes none: FP8 by blocks on one
-    Hopper, where nothing else needs the rows.
-    """
-    recipe, (_, of_experts) = config.recipe, check_recompute(recompute)
-    if recipe is None or recipe.scaling != "block" or recipe.backward_override is not None or of_experts == "moe":
-        return False
-    plain = config.align is None and not config.probs_on_input and p.fc2_bias is None
-    waits = any(waiting_for(weight) is not None for weight in (p.fc1_weight, p.fc2_weight))
-    return plain and not waits and not tracing() and can_gather(tokens, recipe)
 
 
 def _through_experts(
@@ -291,13 +278,12 @@ def _dispatched(
 
 def _on_one_rank(tokens: Tensor, routed: RouteOutput, config: LayerConfig, stay: bool) -> Sent:
     """All experts are here: the dispatchers move no row, and have one sum."""
-    most = _most_rows(tokens.shape[0], config.router) if config.num_rows is None else config.num_rows
+    most = most_rows(tokens.shape[0], config)
     tile = first_tile(tokens, most, config.router.num_experts, config.align, config.recipe)
     rows = None if tile is None else tile.rows
     sizes: dict[str, Any] = {"probs": routed.probs, "num_rows": most, "tile_rows": rows}
     of_tokens = None
     if stay:
-        assert config.recipe is not None
         of_tokens, permuted, tiles = rows_of_tokens(tokens, routed.routing_map, config.recipe, **sizes)
     else:
         permuted, tiles = permute_in_tiles(tokens, routed.routing_map, **sizes)
@@ -336,16 +322,6 @@ def _copied_again(tokens: Tensor, row_map: RowMap) -> Callable[[], Tensor]:
         return move_to_rows(tokens, None, row_map)[0]
 
     return again
-
-
-def _most_rows(tokens: int, router: RouterConfig) -> int:
-    """A bound on the routed copies that needs no counts; exact without a capacity."""
-    copies = tokens * router.topk
-    if router.capacity_factor is None:
-        return copies
-    sizes = {"num_experts": router.num_experts, "topk": router.topk}
-    room = min(expert_capacity(tokens, capacity_factor=router.capacity_factor, **sizes), tokens) * router.num_experts
-    return room if router.pad_to_capacity else min(copies, room)
 
 
 def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callable[..., Sent]:

@@ -88,21 +88,34 @@ def add_rows(
 
 
 @triton.jit
-def fill_gaps(
-    rows_ptr, probs_ptr, gap_ptr, first_lane, column, tail_lanes, num_experts, num_columns, num_rows,
-    BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Zeros in rows without a token; a lane fills one expert's, or a share of the tail's."""
+def find_gaps(gap_ptr, first_lane, tail_lanes, num_experts, num_rows, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr):
+    """First row, end and step of each lane's rows without a token; a lane has one expert's, or a
+    share of the tail's.
+    """
     lane = first_lane + tl.arange(0, BLOCK_G)
     gap = tl.minimum(lane, num_experts)
     end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + gap), num_rows)
     begin = tl.load(gap_ptr + gap) + (lane - gap) * BLOCK_R
-    step = tl.where(gap == num_experts, tail_lanes, 1) * BLOCK_R
+    return begin, end, tl.where(gap == num_experts, tail_lanes, 1) * BLOCK_R
+
+
+@triton.jit
+def rows_of_gaps(begin, end, step, i, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr):
+    """(rows of the lanes' step i, whether they are in their gap: other lanes' may be longer)."""
+    row_GR = (begin + i * step)[:, None] + tl.arange(0, BLOCK_R)[None, :]
+    return tl.reshape(row_GR, [BLOCK_G * BLOCK_R]), tl.reshape(row_GR < end[:, None], [BLOCK_G * BLOCK_R])
+
+
+@triton.jit
+def fill_gaps(
+    rows_ptr, probs_ptr, gap_ptr, first_lane, column, tail_lanes, num_experts, num_columns, num_rows,
+    BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Zeros in rows without a token."""
+    begin, end, step = find_gaps(gap_ptr, first_lane, tail_lanes, num_experts, num_rows, BLOCK_G, BLOCK_R)
     h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     for i in range(tl.max(tl.cdiv(end - begin, step), axis=0)):
-        row_GR = (begin + i * step)[:, None] + tl.arange(0, BLOCK_R)[None, :]
-        row = tl.reshape(row_GR, [BLOCK_G * BLOCK_R])
-        in_gap = tl.reshape(row_GR < end[:, None], [BLOCK_G * BLOCK_R])
+        row, in_gap = rows_of_gaps(begin, end, step, i, BLOCK_G, BLOCK_R)
         inside = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
         tl.store(
             rows_ptr + row[:, None] * num_columns + h[None, :],
@@ -110,8 +123,22 @@ def fill_gaps(
             mask=inside,
         )
         if probs_ptr is not None and column == 0:  # once a row
-            # other lanes' gaps may be longer
             tl.store(probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], probs_ptr.dtype.element_ty), mask=in_gap)
+
+
+@triton.jit
+def fill_places(
+    probs_ptr, source_ptr, gap_ptr, first_lane, tail_lanes, num_experts, num_rows,
+    BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Probs of 0 and sources of -1 in rows without a token; either may be left out."""
+    begin, end, step = find_gaps(gap_ptr, first_lane, tail_lanes, num_experts, num_rows, BLOCK_G, BLOCK_R)
+    for i in range(tl.max(tl.cdiv(end - begin, step), axis=0)):
+        row, in_gap = rows_of_gaps(begin, end, step, i, BLOCK_G, BLOCK_R)
+        if probs_ptr is not None:
+            tl.store(probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], probs_ptr.dtype.element_ty), mask=in_gap)
+        if source_ptr is not None:
+            tl.store(source_ptr + row, tl.full([BLOCK_G * BLOCK_R], -1, source_ptr.dtype.element_ty), mask=in_gap)
 
 
 @triton.jit
@@ -133,6 +160,35 @@ def place_lists(
             tl.store(source_ptr + row, t.to(source_ptr.dtype.element_ty), mask=live)
         # dropped rows too
         tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("list_blocks", "first_lane", "tail_lanes", "num_tokens", "num_experts", "num_rows", "stride_probs_t"),
+        *("stride_probs_e", "stride_base_b", "stride_base_e", "tokens_per_block"),
+    ],
+)
+def place_kernel(
+    # probs, as bits
+    probs_ptr, stride_probs_t, stride_probs_e,
+    # results by row, and the lists of rows
+    row_probs_ptr, source_ptr, row_slots_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block, gap_ptr,
+    # programs: lists of tokens, then lanes that fill gaps
+    list_blocks, first_lane, tail_lanes,
+    # sizes
+    num_tokens, num_experts, num_rows,
+    BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """As `permute_kernel`, but no row is written: each row's prob and token, or 0 and -1."""
+    block = tl.program_id(0)
+    if block < list_blocks:
+        place_lists(
+            probs_ptr, stride_probs_t, stride_probs_e, row_probs_ptr, row_slots_ptr, source_ptr, row_map,
+            stride_base_b, stride_base_e, tokens_per_block, block, num_tokens, num_experts, num_rows, BLOCK_L,
+        )  # fmt: skip
+    else:
+        lane = first_lane + (block - list_blocks) * BLOCK_G
+        fill_places(row_probs_ptr, source_ptr, gap_ptr, lane, tail_lanes, num_experts, num_rows, BLOCK_G, BLOCK_R)
 
 
 @jit(

@@ -27,18 +27,26 @@ class Gathered:
     source_P: Tensor  # int32
 
     @property
+    def token_map(self) -> tuple[Tensor, int, Tensor, int]:
+        """The arguments of a kernel."""
+        return self.tokens_TH, self.tokens_TH.stride(0), self.source_P, len(self.source_P)
+
+    @property
     def like(self) -> Tensor:
         """A tensor of the rows' shape and dtype, without memory."""
         return self.tokens_TH.new_empty(()).expand(len(self.source_P), self.tokens_TH.shape[1])
 
 
 def can_gather(tokens: Tensor, recipe: Recipe) -> bool:
-    """Whether `quantize_gathered` takes them: whole lines of two-byte numbers."""
-    if not (has_memory() and is_hopper(tokens.device)) or KERNEL_OF[recipe.scaling] != "amax":
-        return False
+    """Whether `quantize_gathered` takes them."""
+    return has_memory() and is_hopper(tokens.device) and KERNEL_OF[recipe.scaling] == "amax" and in_lines(tokens)
+
+
+def in_lines(tokens: Tensor) -> bool:
+    """Whether kernels can gather them: whole lines of two-byte numbers."""
     stride_t, stride_h = tokens.stride()
-    in_lines = stride_h == 1 and stride_t % LINE == 0 and tokens.shape[1] % LINE == 0 and tokens.data_ptr() % LINE == 0
-    return tokens.itemsize == 2 and in_lines and tokens.numel() > 0 and len(tokens) * stride_t < MOST
+    whole = stride_h == 1 and stride_t % LINE == 0 and tokens.shape[1] % LINE == 0 and tokens.data_ptr() % LINE == 0
+    return tokens.itemsize == 2 and whole and tokens.numel() > 0 and len(tokens) * stride_t < MOST
 
 
 def quantize_gathered(

@@ -37,12 +37,14 @@ def test_products_of_rows_compile(turned, bias):
     assert shared <= SHARED_BYTES and products == 4 * 2 and spilled == 0
 
 
-def test_activated_products_compile():
+@pytest.mark.parametrize("gathered", [False, True])
+def test_activated_products_compile(gathered):
     tiles = {"weight_desc": ("bf16", [1, 2, 128, 64]), "out_desc": ("bf16", [1, 1, 64, 32])}
     constants = {"CURVE": "sigmoid", "CLAMPED": True, "ROUND_FIRST": True, **hopper.MATMUL}
+    divisible, absent = ("tokens_ptr", "stride_tokens_t", "depth"), ("tokens_ptr", "source_ptr")
     shared, products, spilled = compiled(
         compile_gluon, "experts._hopper_gated", "activated_matmul_kernel", ROWS | tiles, constants, "*bf16",
-        wide=("offset", "clamp", "alpha"),
+        absent=() if gathered else absent, divisible=divisible if gathered else (), wide=("offset", "clamp", "alpha"),
     )  # fmt: skip
     assert shared <= SHARED_BYTES and spilled == 0
     assert products == 4 * 2 * 5  # of each group: four steps that activate, and the loop

@@ -11,7 +11,10 @@ from torch import Tensor
 
 import moe_fast
 from moe_fast.experts import token_linear
+from moe_fast.fused import token_mlp
 from moe_fast.launch import operators
+from moe_fast.layer import token_rows
+from moe_fast.permutation.permute import move_to_rows
 from moe_ref.config import LayerConfig, Recipe, RouterConfig
 from moe_ref.config.state import new_state
 from tests.common.fast import interpreted, normal
@@ -20,6 +23,7 @@ pytestmark = interpreted
 layers = importlib.import_module("moe_fast.layer.layer")
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOPK = 13, 48, 32, 4, 2
 BLOCK = Recipe("block")
+PROBS = torch.zeros(TOKENS, EXPERTS)
 
 
 def results(
@@ -28,7 +32,7 @@ def results(
     """Output, and the gradients of input and parameters; `seen`: the loss also reads the experts'
     rows."""
     router = RouterConfig(num_experts=EXPERTS, topk=TOPK)
-    config = LayerConfig(router=router, recipe=BLOCK, **options)
+    config = LayerConfig(router=router, **({"recipe": BLOCK} | options))
     torch.manual_seed(0)
     layer = moe_fast.MoELayer(config, HIDDEN, WIDTH, init_std=0.5, dtype=torch.bfloat16)
     x = normal(TOKENS, HIDDEN, seed=1, dtype=torch.bfloat16).requires_grad_(grads)
@@ -53,7 +57,8 @@ def agree(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     monkeypatch.setattr(layers, "rows_of_tokens", lambda *a, **k: taken.append(a) or right(*a, **k))
     rows = results(**settings)
     assert not taken
-    monkeypatch.setattr(layers, "can_gather", lambda tokens, recipe: True)
+    monkeypatch.setattr(token_rows, "can_gather", lambda tokens, recipe: True)
+    monkeypatch.setattr(token_rows, "can_gather_activated", lambda *a: True)
     tokens = results(**settings)
     assert taken
     assert all(torch.equal(a, b) for a, b in zip(rows, tokens, strict=True))
@@ -72,6 +77,9 @@ SETTINGS: list[dict[str, Any]] = [
     {"num_rows": 2 * TOKENS * TOPK},
     {"num_rows": TOKENS},
     {"kind": "squared_relu"},
+    {"recipe": None, "grads": False},
+    {"recipe": None, "grads": False, "kind": "geglu", "clamp": 2.0, "num_rows": 2 * TOKENS * TOPK},
+    {"recipe": None, "grads": False, "num_rows": TOKENS},
 ]
 
 
@@ -81,7 +89,7 @@ def test_no_bit_changes(settings, monkeypatch):
 
 
 def test_a_layer_that_is_computed_again(monkeypatch):
-    monkeypatch.setattr(layers, "can_gather", lambda tokens, recipe: True)
+    monkeypatch.setattr(token_rows, "can_gather", lambda tokens, recipe: True)
     found = []
     for recompute in (None, "moe", ("permute", "moe_act")):
         torch.manual_seed(0)
@@ -92,6 +100,12 @@ def test_a_layer_that_is_computed_again(monkeypatch):
         found.append([x.grad, *(p.grad for p in layer.parameters())])
     assert all(g.any() for g in found[0])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_rows_of_other_tokens_are_found(monkeypatch):
+    monkeypatch.setattr(token_mlp, "move_to_rows", lambda tokens, *rest: move_to_rows(tokens.roll(1, 0), *rest))
+    with pytest.raises(AssertionError):
+        agree(monkeypatch, recipe=None, grads=False)
 
 
 def test_a_gradient_of_other_tokens_is_found(monkeypatch):
@@ -111,13 +125,13 @@ def test_a_gradient_of_other_tokens_is_found(monkeypatch):
     ids=str,
 )
 def test_where_rows_are_written(options, monkeypatch):
-    monkeypatch.setattr(layers, "can_gather", lambda tokens, recipe: True)
+    monkeypatch.setattr(token_rows, "can_gather", lambda tokens, recipe: True)
     config = LayerConfig(router=RouterConfig(num_experts=EXPERTS, topk=TOPK), **({"recipe": BLOCK} | options))
     p = moe_fast.MoELayer(config, HIDDEN, WIDTH).layer_parameters
     tokens = normal(TOKENS, HIDDEN, seed=1)
-    assert not layers.stay_tokens(tokens, p, config, None)
+    assert not token_rows.stay_tokens(tokens, PROBS, p, config, None)
     plain = LayerConfig(router=config.router, recipe=BLOCK)
-    assert layers.stay_tokens(tokens, p, plain, None)
-    assert not any(layers.stay_tokens(tokens, p, plain, how) for how in ("moe", ("moe",)))
-    monkeypatch.setattr(layers, "tracing", lambda: True)
-    assert not operators.tracing() and not layers.stay_tokens(tokens, p, plain, None)
+    assert token_rows.stay_tokens(tokens, PROBS, p, plain, None)
+    assert not any(token_rows.stay_tokens(tokens, PROBS, p, plain, how) for how in ("moe", ("moe",)))
+    monkeypatch.setattr(token_rows, "tracing", lambda: True)
+    assert not operators.tracing() and not token_rows.stay_tokens(tokens, PROBS, p, plain, None)

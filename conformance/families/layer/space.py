@@ -241,17 +241,27 @@ def always(scope: Scope) -> list[Any]:
 
 
 def lines_of_rows(scope: Scope) -> list[Any]:
-    """Tokens of whole lines; and in FP8 by blocks, no whole blocks of them, by each law."""
+    """Tokens of whole lines, as a GPU may gather them: without gradients, and in FP8 by blocks, no
+    whole blocks of them; by each law.
+    """
     many: Changes = {"tokens": 520, "hidden": 64, "width": 48, "experts": 4, "topk": 2, "dtype": "bfloat16"}
     many |= {"latent": 0, "shared": 48}  # all of them of whole lines
     plain = [many, *scope.lawful([scope.mended(scope.case(many))])]
+    deep = many | {"hidden": 336, "shared": 0, "grads": ""}  # no whole number of steps
+    forms: list[Changes] = [{"budget": 400}, {"budget": 1100}, {"clamp": 8, "offset": 8, "fc1_bias": True}]
+    forms += [{"padding": 2, "dtype": "float16", "router_dtype": "fp32"}]
     coded = many | {"recipe": "block", "hidden": 144, "width": 80, "shared": 0}
     coded |= {"grads": "x+router_weight+fc1_weight+fc2_weight"}
     less: list[Changes] = [{"budget": 400}, {"fc2_bias": True}, {"grads": "fc2_weight"}]
     less += [{"grads": "", "law": "graph_capture"}]
-    whole, *others = (scope.mended(scope.case(coded | one)) for one in ({}, *less))
-    cases = [*(whole.changed(law=law) for law in scope.laws(whole)), *others]
-    return [*plain, *(case for case in cases if scope.fits(case))]
+    return [*plain, *_by_each_law(scope, deep, forms), *_by_each_law(scope, coded, less)]
+
+
+def _by_each_law(scope: Scope, form: Changes, others: list[Changes]) -> list[Any]:
+    """A case by all its laws, and others near it without."""
+    whole, *rest = (scope.mended(scope.case(form | one)) for one in ({}, *others))
+    cases = [*(whole.changed(law=law) for law in scope.laws(whole)), *rest]
+    return [case for case in cases if scope.fits(case)]
 
 
 def of_world(world: Changes) -> Changes:

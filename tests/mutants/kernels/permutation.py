@@ -23,8 +23,8 @@ DEFECTS = series(
             "a gap longer than a lane's step is zeroed in its first rows alone",
             "permute",
             "permutation/_permute.py",
-            "for i in range(tl.max(tl.cdiv(end - begin, step), axis=0)):",
-            "for i in range(tl.minimum(tl.max(tl.cdiv(end - begin, step), axis=0), 1)):",
+            "BLOCK_H)\n    for i in range(tl.max(tl.cdiv(end - begin, step), axis=0)):",
+            "BLOCK_H)\n    for i in range(tl.minimum(tl.max(tl.cdiv(end - begin, step), axis=0), 1)):",
         ),
         (
             "without columns the probs of rows without a token are not zeroed",
