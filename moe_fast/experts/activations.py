@@ -62,13 +62,13 @@ class Settings:
         return "halves" if between == self.width(h) else "blocks"
 
     @property
-    def slope(self) -> float:
+    def effective_alpha(self) -> float:
         """α."""
         return CURVES[self.kind][1] if self.alpha is None else self.alpha
 
     def numbers(self) -> tuple[int, int, int]:
         """offset, clamp and α."""
-        return number_bits(self.offset), number_bits(self.clamp or 0.0), number_bits(self.slope)
+        return number_bits(self.offset), number_bits(self.clamp or 0.0), number_bits(self.effective_alpha)
 
 
 @traceable
@@ -155,7 +155,12 @@ def activated(
     """`glu` or `activation` of a call that is checked. With the `totals` of a plan, rows past the
     experts' are not written, nor is d_h there.
     """
-    return _Activation.apply(h, probs, settings, fp8_input_store, totals)
+    return _Activation.apply(h, probs, settings, fp8_input_store, totals, True)
+
+
+def unwritten(h: Tensor, settings: Settings, *, probs: Tensor | None, totals: Tensor | None) -> Tensor:
+    """The node of `activated` in autograd's graph: a tensor of its shape, never read."""
+    return _Activation.apply(h, probs, settings, False, totals, False)
 
 
 def check_fused(h: Tensor, probs: Tensor | None) -> None:
@@ -176,8 +181,9 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, fp8_input_store: bool, totals: Tensor | None
-    ) -> Tensor:
+        ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, fp8_input_store: bool, totals: Tensor | None,
+        written: bool,
+    ) -> Tensor:  # fmt: skip
         ctx.settings = settings
         codes = (
             torch.empty(h.shape, dtype=torch.uint8, device=h.device)
@@ -185,14 +191,16 @@ class _Activation(torch.autograd.Function):
             else None
         )  # all by activation_kernel
         ctx.save_for_backward(h if codes is None else codes, probs, totals)
+        if not written:
+            return h.new_empty(()).expand(h.shape[0], settings.width(h))  # no memory
         return _forward(h, probs, settings, codes, totals)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         h, probs, totals = ctx.saved_tensors
         wants_h, wants_probs, *_ = ctx.needs_input_grad
-        return *backward_of(d_out, h, probs, ctx.settings, wants_h, wants_probs, totals), None, None, None
+        return *backward_of(d_out, h, probs, ctx.settings, wants_h, wants_probs, totals), *(None,) * 4
 
 
 def _checked_backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings) -> ActivationGradients:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_fast.experts._factors import TILE_ROWS
+from moe_fast.experts.activated import Activated, quantize_activated
 from moe_fast.launch.operators import in_graph
 from moe_fast.quantization.quantize import quantize_for_products
 from moe_fast.quantization.quantized import Form, Quantized
@@ -26,9 +27,12 @@ class Precision(NamedTuple):
 
 
 def quantized_rows(
-    x: Tensor, role: str, tokens_per_expert: Tensor | None, precision: Precision, rowwise: bool, columnwise: bool
-) -> Quantized:
+    x: Tensor | Activated, role: str, tokens_per_expert: Tensor | None, precision: Precision, rowwise: bool,
+    columnwise: bool,
+) -> Quantized:  # fmt: skip
     """Each expert's rows, quantised by themselves, in the forms asked for."""
+    if isinstance(x, Activated):
+        return quantize_activated(x, precision.recipe, tokens_per_expert, rowwise, columnwise, for_products=True)
     state = None if precision.state is None else getattr(precision.state, role)
     noise = precision.noise if role == "grad_output" else None
     forms = {"rowwise": rowwise, "columnwise": columnwise}

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_fast.experts import _linear as kernels
 from moe_fast.experts import hopper
+from moe_fast.experts.activated import Activated
 from moe_fast.experts.delayed import Later, waiting_for
 from moe_fast.experts.factors import (
     Precision,
@@ -78,7 +79,7 @@ def linear_of(
     rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
     *, bias: Tensor | None = None, recipe: Recipe | None = None, state: LinearState | None = None,
     noise: Tensor | None = None, accumulator: str = "float32", rows_again: bool = False,
-    amaxes: LinearAmax | None = None, filled: tuple[bool, bool] = FILLED,
+    amaxes: LinearAmax | None = None, filled: tuple[bool, bool] = FILLED, made: Activated | None = None,
 ) -> Tensor:  # fmt: skip
     """`grouped_linear`.
 
@@ -88,6 +89,8 @@ def linear_of(
         amaxes: as in `grouped_mlp`.
         filled: whether zeros are written past the last expert's rows of the result, and of the
             gradient of the rows. A backward_override writes them anyway.
+        made: what the rows are made of, if they have no memory: with block scaling, gradients of
+            low precision, and a weight whose gradient is not delayed.
     """
     _check(rows_PN, weight_LMN, tokens_per_expert_L, bias, recipe, state, noise, accumulator)
     waiting = waiting_for(weight_LMN)
@@ -103,7 +106,7 @@ def linear_of(
     precision = Precision(recipe, state, noise, amaxes)
     if recipe.backward_override is not None:
         return _OverriddenLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
-    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again, filled)
+    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again, filled, made)
 
 
 @unless_known

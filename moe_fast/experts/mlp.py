@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from moe_fast.experts.activated import Activated, can_quantize_activated
 from moe_fast.experts.activated_linear import activated_linear
-from moe_fast.experts.activations import Settings, activated, check_probs
-from moe_fast.experts.delayed import Waiting, delaying
+from moe_fast.experts.activations import Settings, activated, check_probs, unwritten
+from moe_fast.experts.delayed import Waiting, delaying, waiting_for
 from moe_fast.experts.linear import FILLED, check_product, grouped_linear, linear_of
 from moe_fast.experts.padding import Padding
 from moe_fast.experts.scaled_linear import multiple_of, scaled_tile
@@ -83,8 +84,9 @@ def grouped_mlp(
     weights = (fc1_weight_LFH, fc2_weight_LHF)
     run = partial(
         _experts,
-        act=partial(activated, settings=settings, fp8_input_store=fp8_input_store),
-        settings=None if recipe is not None else settings,
+        settings=settings,
+        fp8_input_store=fp8_input_store,
+        recipe=recipe,
         linears=[
             partial(linear_of, recipe=recipe, state=own, amaxes=seen, filled=filled)
             for (own, seen), filled in zip(pairs, (FILLED, FILLED) if tracing() else WITHIN, strict=True)
@@ -197,7 +199,7 @@ def run_again(run: Callable[..., X], *inputs: Tensor | None, random: bool = Fals
 def _experts(
     rows_PH: Tensor, tokens_per_expert_L: Tensor, probs: Tensor | None, fc1_weight_LFH: Tensor,
     fc2_weight_LHF: Tensor, fc1_bias: Tensor | None, fc2_bias: Tensor | None,
-    *, act: Callable[..., Tensor], settings: Settings | None, linears: list[Callable[..., Tensor]],
+    *, settings: Settings, fp8_input_store: bool, recipe: Recipe | None, linears: list[Callable[..., Tensor]],
     noise: tuple[Tensor, Tensor] | None, align: int | None, probs_on_input: bool, recompute: bool,
     rows_again: Callable[[], Tensor] | None, delayed: Callable[[], AbstractContextManager[None]],
 ) -> Tensor:  # fmt: skip
@@ -220,22 +222,40 @@ def _experts(
         rows_again = rows_again and _then(rows_again, lambda rows: ScaledRows.apply(rows, given, ends_L))
     noise1, noise2 = (None, None) if noise is None else (_of_length(each, rows_PH.shape[0]) for each in noise)
     with plans_shared(), delayed():
-        a_PF, a_again = None, None
-        if settings is not None:
+        fc2 = partial(linears[1], weight_LMN=fc2_weight_LHF, tokens_per_expert_L=tokens_per_expert_L, noise=noise2)
+        a_PF = None
+        if recipe is None:
             more: dict[str, Any] = {"bias": fc1_bias, "probs": p_P, "settings": settings}
             a_PF = activated_linear(rows_PH, fc1_weight_LFH, tokens_per_expert_L, **more)
-        if a_PF is None:
+        if a_PF is not None:
+            y_PH = fc2(a_PF)
+        else:
             with computed_again(rows_PH, rows_again):
                 fc1 = partial(linears[0], bias=fc1_bias, noise=noise1, rows_again=rows_again is not None)
                 h_PF = fc1(rows_PH, fc1_weight_LFH, tokens_per_expert_L)
-            act = partial(act, totals=shared_totals())
-            a_PF = act(h_PF, probs=p_P)
-            a_again = partial(act, h_PF.detach(), probs=None if p_P is None else p_P.detach()) if again else None
-        with computed_again(a_PF, a_again):
-            y_PH = linears[1](a_PF, fc2_weight_LHF, tokens_per_expert_L, noise=noise2, rows_again=a_again is not None)
+            written = recipe is None or recipe.backward_override is not None or waiting_for(fc2_weight_LHF) is not None
+            how = (settings, fp8_input_store, again, None if written else recipe)
+            y_PH = activated_then(fc2, h_PF, p_P, *how)
     if fc2_bias is not None:
         y_PH = BiasAdded.apply(y_PH, fc2_bias, p_P, ends_L)
     return y_PH if padding is None else padding.trim(y_PH)
+
+
+def activated_then(
+    linear: Callable[..., X], h_PF: Tensor, probs: Tensor | None, settings: Settings, fp8_input_store: bool,
+    again: bool, recipe: Recipe | None,
+) -> X:  # fmt: skip
+    """linear(a), of an activation that with `again` is not saved. With a recipe it is not written
+    where a kernel quantises it.
+    """
+    totals, held = shared_totals(), None if probs is None else probs.detach()
+    made = Activated(h_PF.detach(), held, settings)
+    if recipe is not None and not fp8_input_store and can_quantize_activated(made, recipe):
+        return linear(unwritten(h_PF, settings, probs=probs, totals=totals), rows_again=again, made=made)
+    act = partial(activated, settings=settings, fp8_input_store=fp8_input_store, totals=totals)
+    a_PF = act(h_PF, probs=probs)
+    with computed_again(a_PF, partial(act, made.h_PF2, probs=held) if again else None):
+        return linear(a_PF, rows_again=again)
 
 
 def computed_again(made: Tensor, again: Callable[[], Tensor] | None) -> AbstractContextManager[Any]:

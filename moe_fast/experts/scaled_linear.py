@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_fast.experts import _scaled_linear as kernels
 from moe_fast.experts import hopper
 from moe_fast.experts._factors import TILE_ROWS
+from moe_fast.experts.activated import Activated, kept_rows, rows_of_kept
 from moe_fast.experts.factors import (
     Precision,
     quantized_rows,
@@ -312,33 +313,35 @@ def _weight_outer(weight: Matrices) -> tuple[Any, ...]:
 @as_operators
 class ScaledLinear(torch.autograd.Function):
     """`grouped_linear`; the forward quantises both forms at once, each gradient reads one. If the
-    rows are computed again in the backward, they are saved in place of their codes by columns.
+    rows are computed again in the backward, they are saved in place of their codes by columns; of
+    rows that are `made` of gates and values, these.
     """
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision,
-        rows_again: bool, filled: tuple[bool, bool],
+        rows_again: bool, filled: tuple[bool, bool], made: Activated | None,
     ) -> Tensor:  # fmt: skip
         wants_weight = ctx.needs_input_grad[1]
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
         columns = wants_weight and not rows_again and _has_columns(precision.recipe, rows.dtype)
-        x = quantized_rows(rows, "input", counts, precision, True, columns)
+        x = quantized_rows(rows if made is None else made, "input", counts, precision, True, columns)
         out, saved = product(ctx, x, weight, bias, counts, precision, filled)
-        ctx.save_for_backward(rows if rows_again and wants_weight else None, *saved)
+        ctx.save_for_backward(*kept_rows(ctx, rows, made, rows_again and wants_weight), *saved)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        rows, counts, *tensors = ctx.saved_tensors
+        kept, probs, counts, *tensors = ctx.saved_tensors
+        rows = rows_of_kept(ctx, kept, probs)
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
         d = x = None
         if wants_rows or wants_weight:
             d = quantized_rows(d_out, "grad_output", counts, ctx.precision, wants_rows, wants_weight)
         if wants_weight and rows is not None:
             x = quantized_rows(rows, "input", counts, ctx.precision, False, True)
-        return *gradients(ctx, d, x, d_out, tensors), None, None, None, None
+        return *gradients(ctx, d, x, d_out, tensors), *(None,) * 5
 
 
 def product(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fast.experts.activated import Activated, kept_rows, rows_of_kept
 from moe_fast.experts.factors import Precision, quantized_rows
 from moe_fast.experts.scaled_linear import gradients, product
 from moe_fast.experts.segments import copy_of
@@ -59,10 +60,10 @@ def linear_of_tokens(
 
 def linear_to_tokens(
     rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
-    *, recipe: Recipe, row_map: RowMap, source_P: Tensor, rows_again: bool = False,
+    *, recipe: Recipe, row_map: RowMap, source_P: Tensor, rows_again: bool = False, made: Activated | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(`grouped_linear`, `unpermute` of it)."""
-    more = (recipe, row_map, source_P, rows_again)
+    """(`linear_of`, `unpermute` of it)."""
+    more = (recipe, row_map, source_P, rows_again, made)
     return _LinearToTokens.apply(rows_PN, weight_LMN, None, tokens_per_expert_L, *more)
 
 
@@ -106,16 +107,17 @@ class _LinearToTokens(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: None, tokens_per_expert: Tensor, recipe: Recipe,
-        row_map: RowMap, source: Tensor, rows_again: bool,
+        row_map: RowMap, source: Tensor, rows_again: bool, made: Activated | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         wants_weight = ctx.needs_input_grad[1]
         precision = Precision(recipe, None, None)
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
-        x = quantized_rows(rows, "input", counts, precision, True, wants_weight and not rows_again)
+        given = rows if made is None else made
+        x = quantized_rows(given, "input", counts, precision, True, wants_weight and not rows_again)
         out, saved = product(ctx, x, weight, bias, counts, precision, (True, False))
-        kept, ctx.numbers = row_map.parts()
-        ctx.save_for_backward(rows if rows_again and wants_weight else None, source, *kept, *saved)
+        lists, ctx.numbers = row_map.parts()
+        ctx.save_for_backward(*kept_rows(ctx, rows, made, rows_again and wants_weight), source, *lists, *saved)
         combined = sum_rows(out, None, None, row_map)[0]
         assert combined is not None
         return out, combined
@@ -123,7 +125,8 @@ class _LinearToTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_combined: Tensor | None) -> tuple[Any, ...]:
-        rows, source, slots, num_slots, base, gap, counts, *tensors = ctx.saved_tensors
+        kept, probs, source, slots, num_slots, base, gap, counts, *tensors = ctx.saved_tensors
+        rows = rows_of_kept(ctx, kept, probs)
         row_map = RowMap(slots, num_slots, base, gap, *ctx.numbers)
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
         if d_out is not None and d_combined is not None:
@@ -135,7 +138,7 @@ class _LinearToTokens(torch.autograd.Function):
         elif d_out is not None:
             d = quantized_rows(d_out, "grad_output", counts, ctx.precision, wants_rows, wants_weight)
         else:
-            return (None,) * 8
+            return (None,) * 9
         if wants_weight and rows is not None:
             x = quantized_rows(rows, "input", counts, ctx.precision, False, True)
-        return *gradients(ctx, d, x, None, tensors), *(None,) * 5
+        return *gradients(ctx, d, x, None, tensors), *(None,) * 6

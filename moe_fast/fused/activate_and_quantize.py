@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from moe_fast.experts import _activations as activation_kernels
+from moe_fast.experts.activated import Activated, can_quantize_activated, quantize_activated
 from moe_fast.experts.activations import Settings, backward_of, constants_of
 from moe_fast.fused import _activate_and_quantize as kernels
 from moe_fast.fused.activation_source import Forms, Source, source_of
-from moe_fast.fused.hopper import can_activate, quantize_activated
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
 from moe_fast.launch.autograd import once_differentiable
@@ -131,12 +131,10 @@ def _quantized(source: Source) -> tuple[Quantized, QuantizerState | None, Tensor
     if recipe.scaling == "nvfp4" or source.faster_apart:
         return _quantized_apart(source)
     state = forms.state
-    if source.d_out is None and forms.rounds and can_activate(source.h, source.probs, source.settings, recipe):
+    rows = Activated(source.h, source.probs, source.settings)
+    if source.d_out is None and forms.rounds and can_quantize_activated(rows, recipe):
         kinds = (forms.rowwise, forms.columnwise)
-        made = quantize_activated(
-            source.h, source.probs, source.settings, recipe, forms.splits, *kinds, for_products=False
-        )
-        return made, None, None
+        return quantize_activated(rows, recipe, forms.splits, *kinds, for_products=False), None, None
     if recipe.scaling in BLOCK:
         by_rows, by_columns, parts = _quantize_blocks(source)
     else:

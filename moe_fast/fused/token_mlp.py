@@ -12,9 +12,9 @@ from moe_fast.experts.activated_linear import activated_linear
 from moe_fast.experts.activations import Settings, activated
 from moe_fast.experts.factors import Precision, quantized_weight
 from moe_fast.experts.linear import grouped_linear
-from moe_fast.experts.mlp import check_mlp, checked_settings, computed_again
+from moe_fast.experts.mlp import activated_then, check_mlp, checked_settings
 from moe_fast.experts.scaled_linear import scaled_fprop, scaled_plan
-from moe_fast.experts.segments import plans_shared, shared_totals
+from moe_fast.experts.segments import plans_shared
 from moe_fast.experts.token_linear import RowsOfTokens, linear_of_tokens, linear_to_tokens
 from moe_fast.fused.activate_and_quantize import activation_and_quantize, glu_and_quantize
 from moe_fast.fused.permute_and_quantize import Place, Work
@@ -72,12 +72,9 @@ def mlp_of_tokens(
         wanted = any(x is not None and x.requires_grad for x in (h_PF, probs, fc2_weight_LHF))
         if not (wanted and torch.is_grad_enabled()):
             return _rest(h_PF, probs, settings, sent, fc2_weight_LHF, tokens_per_expert_L, recipe)
-        act = partial(activated, settings=settings, fp8_input_store=fp8_input_store, totals=shared_totals())
-        a_PF, again = act(h_PF, probs=probs), recompute == "moe_act"
-        a_again = partial(act, h_PF.detach(), probs=None if probs is None else probs.detach()) if again else None
-        fc2 = partial(linear_to_tokens, recipe=recipe, row_map=sent.row_map, source_P=sent.source_P, rows_again=again)
-        with computed_again(a_PF, a_again):
-            return fc2(a_PF, fc2_weight_LHF, tokens_per_expert_L)
+        fc2 = partial(linear_to_tokens, weight_LMN=fc2_weight_LHF, tokens_per_expert_L=tokens_per_expert_L)
+        fc2 = partial(fc2, recipe=recipe, row_map=sent.row_map, source_P=sent.source_P)
+        return activated_then(fc2, h_PF, probs, settings, fp8_input_store, recompute == "moe_act", recipe)
 
 
 def _without_gradients(

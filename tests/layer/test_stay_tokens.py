@@ -17,6 +17,7 @@ from moe_fast.layer import token_rows
 from moe_fast.permutation.permute import move_to_rows
 from moe_ref.config import LayerConfig, Recipe, RouterConfig
 from moe_ref.config.state import new_state
+from tests.common.activated import as_on_a_hopper
 from tests.common.fast import interpreted, normal
 
 pytestmark = interpreted
@@ -26,16 +27,23 @@ BLOCK = Recipe("block")
 PROBS = torch.zeros(TOKENS, EXPERTS)
 
 
+LEAVES = ("x", "router.weight", "experts.linear_fc1.weight", "experts.linear_fc2.weight")
+
+
 def results(
-    recompute: Any = None, seen: bool = False, grads: bool = True, expanded: bool = False, **options: Any
-) -> list[Tensor | None]:
+    recompute: Any = None, seen: bool = False, grads: bool = True, expanded: bool = False,
+    wanted: tuple[str, ...] = LEAVES, **options: Any,
+) -> list[Tensor | None]:  # fmt: skip
     """Output, and the gradients of input and parameters; `seen`: the loss also reads the experts'
     rows."""
     router = RouterConfig(num_experts=EXPERTS, topk=TOPK)
     config = LayerConfig(router=router, **({"recipe": BLOCK} | options))
     torch.manual_seed(0)
     layer = moe_fast.MoELayer(config, HIDDEN, WIDTH, init_std=0.5, dtype=torch.bfloat16)
-    x = normal(TOKENS, HIDDEN, seed=1, dtype=torch.bfloat16).requires_grad_(grads)
+    x = normal(TOKENS, HIDDEN, seed=1, dtype=torch.bfloat16)
+    leaves = {name: x if name == "x" else dict(layer.named_parameters())[name] for name in LEAVES}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(grads and name in wanted)
     state = new_state(router, x.device)
     with torch.set_grad_enabled(grads):
         out = moe_fast.moe_layer(x, layer.layer_parameters, config, state=state, recompute=recompute)
@@ -44,14 +52,12 @@ def results(
     loss = out.output.float().sum() if expanded else (out.output * normal(TOKENS, HIDDEN, seed=2)).sum()
     loss = loss + (out.expert_rows.float() ** 2).sum() if seen else loss
     loss.backward()
-    names = ("router.weight", "experts.linear_fc1.weight", "experts.linear_fc2.weight")
-    leaves = [x, *(dict(layer.named_parameters())[name] for name in names)]
-    assert all(leaf.grad is not None and leaf.grad.any() for leaf in leaves)
-    return [out.output, *(leaf.grad for leaf in leaves)]
+    assert all(leaf.grad is not None and leaf.grad.any() for name, leaf in leaves.items() if name in wanted)
+    return [out.output, *(leaf.grad for leaf in leaves.values())]
 
 
 def agree(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
-    """Both ways are taken, and have the same bits."""
+    """Both ways are taken, and have the same bits, also where no activation is written."""
     taken = []
     right = layers.rows_of_tokens
     monkeypatch.setattr(layers, "rows_of_tokens", lambda *a, **k: taken.append(a) or right(*a, **k))
@@ -61,7 +67,17 @@ def agree(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     monkeypatch.setattr(token_rows, "can_gather_activated", lambda *a: True)
     tokens = results(**settings)
     assert taken
-    assert all(torch.equal(a, b) for a, b in zip(rows, tokens, strict=True))
+    assert alike(rows, tokens)
+    asked = as_on_a_hopper(monkeypatch)
+    assert alike(rows, results(**settings))
+    trained = settings.get("grads", True) and not settings.get("fp8_input_store")
+    again = "moe_act" in str(settings.get("recompute"))
+    wants_weight = LEAVES[-1] in settings.get("wanted", LEAVES)
+    assert asked == ([(True, wants_weight and not again)] + [(False, True)] * (again and wants_weight)) * trained
+
+
+def alike(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -77,6 +93,9 @@ SETTINGS: list[dict[str, Any]] = [
     {"num_rows": 2 * TOKENS * TOPK},
     {"num_rows": TOKENS},
     {"kind": "squared_relu"},
+    *({"wanted": (name,)} for name in LEAVES),
+    {"wanted": LEAVES[:3], "recompute": "moe_act"},
+    {"wanted": LEAVES[2:], "recompute": ("permute", "moe_act"), "seen": True},
     {"recipe": None, "grads": False},
     {"recipe": None, "grads": False, "kind": "geglu", "clamp": 2.0, "num_rows": 2 * TOKENS * TOPK},
     {"recipe": None, "grads": False, "num_rows": TOKENS},
@@ -88,8 +107,10 @@ def test_no_bit_changes(settings, monkeypatch):
     agree(monkeypatch, **settings)
 
 
-def test_a_layer_that_is_computed_again(monkeypatch):
+@pytest.mark.parametrize("activation_written", [True, False])
+def test_a_layer_that_is_computed_again(activation_written, monkeypatch):
     monkeypatch.setattr(token_rows, "can_gather", lambda tokens, recipe: True)
+    asked = [] if activation_written else as_on_a_hopper(monkeypatch)
     found = []
     for recompute in (None, "moe", ("permute", "moe_act")):
         torch.manual_seed(0)
@@ -100,6 +121,7 @@ def test_a_layer_that_is_computed_again(monkeypatch):
         found.append([x.grad, *(p.grad for p in layer.parameters())])
     assert all(g.any() for g in found[0])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert activation_written or asked == [(True, True)] * 3 + [(True, False), (False, True)]
 
 
 def test_rows_of_other_tokens_are_found(monkeypatch):
