@@ -1,7 +1,13 @@
-"""Codes and scales of blocks of 128 of an activation, on NVIDIA's Hopper, in Gluon.
+"""Codes and scales of blocks of 128 of a gated activation, on NVIDIA's Hopper, in Gluon.
 
-As `quantization._hopper`, but a tile is computed from its gates and its values: no activation is
-stored before it is encoded. The bits are those of `_activations`, and then of `_quantize`.
+As `quantization._hopper`, but a tile is computed in registers from its gates u and its values v,
+
+    a = u σ(αu) · (v + offset) · p
+
+so that no activation is stored before it is encoded. Numbers are computed eight at a time, by one
+text of instructions, which keeps them packed in 16 bits before and after: so a thread's 64 numbers,
+their codes and their addresses fit in 128 registers, and two programs share a multiprocessor. The
+bits are those of `_activations`, and then of `_quantize`.
 """
 
 from triton import constexpr_function
@@ -24,10 +30,13 @@ def load_gates_and_values(h_desc, ready, buffer, first, column, wanted):
 
 @constexpr_function
 def assembly_of_eight(half: bool, scaled: bool, clamped: bool, round_first: bool) -> str:
-    """u σ(αu) · (v + offset) · p of eight numbers.
+    """u σ(αu) · (v + offset) · p of eight numbers; with e = exp(-|x|)
 
-    The instructions are those of `_activations`, or fewer that differ in no bit: σ's denominator is
-    1 to 2, so that its reciprocal is that of the quotient; and an exponential is seldom subnormal.
+        σ(x) = (e if x < 0, or 1) / (1+e)
+
+    The instructions are those of `_activations`, or fewer that differ in no bit: as 1+e is 1 to 2,
+    its reciprocal is that of the quotient, without a case for large ones; and e is computed as if
+    it were no subnormal number, and again where one of eight is.
     """
     kind = "f16" if half else "bf16"
     eight, four = range(8), range(4)
@@ -65,9 +74,9 @@ def assembly_of_eight(half: bool, scaled: bool, clamped: bool, round_first: bool
 
 
 @gluon.jit
-def clear_below(buffer, known, TILES: gl.constexpr):
-    """Rows from `known` on become 0, and so does their activation."""
-    for half in gl.static_range(TILES):
+def clear_below(buffer, known):
+    """Gates and values of rows from `known` on become 0, and so does their activation."""
+    for half in gl.static_range(2):
         tile = buffer.index(half).reshape([SIZE, SIZE])
         inside = gl.arange(0, SIZE, ROW) < known
         tile.store(gl.where(inside[:, None], tile.load(TILE), 0.0))
@@ -125,7 +134,7 @@ def quantize_activated_kernel(
         column = begin + i * SIZE
         mbarrier.wait(ready, i & 1)
         if known < SIZE:  # few tiles; below are the next group's rows
-            clear_below(buffer, known, 2)
+            clear_below(buffer, known)
             fence_async_shared()
             barrier()
         u = buffer.index(0).reshape([SIZE, SIZE]).load(TILE)

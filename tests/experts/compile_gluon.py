@@ -27,7 +27,8 @@ def compile_gluon(
     forms: dict[str, Any] | None = None, absent: tuple[str, ...] = (), wide: tuple[str, ...] = (),
     divisible: tuple[str, ...] = (),
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Bytes of shared memory, products of the matrix unit, registers spilled."""
+    """Bytes of shared memory, products of the matrix unit, mentions of local memory in PTX (what
+    ptxas spills later is not seen)."""
     function = getattr(importlib.import_module(f"moe_fast.{module}"), kernel)
     names = function.arg_names
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names}
