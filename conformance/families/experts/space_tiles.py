@@ -51,4 +51,15 @@ def tiles_of_layers(scope: Scope) -> list[Any]:
         {"kind": "quick_geglu", "probs": "bfloat16", "early": True},
     ]
     alone = [scope.mended(scope.case(base | form)) for form in (forms if alike else forms + further)]
-    return [base, *scope.lawful([case for case in alone if scope.fits(case)])]
+    coded = [] if alike else _coded(scope, base)
+    return [base, *scope.lawful([case for case in alone if scope.fits(case)]), *coded]
+
+
+def _coded(scope: Scope, base: Changes) -> list[Any]:
+    """An activation of σ in FP8 by blocks, of lines that are no whole blocks, with all gradients: a
+    kernel for Hopper encodes both directions at once, or one after the other.
+    """
+    ragged: Changes = {"tokens": 300, "counts": (0, 129, 1, 170), "tail": 3, "scaling": "block", "width": 200}
+    numbers: Changes = {"offset": 8, "clamp": 56, "alpha": 1702, "dtype": "float16", "recompute": "moe_act"}
+    forms = [base | ragged | form for form in ({"early": True, "probs": "bfloat16"}, numbers | {"probs": "float32"})]
+    return [scope.fullest(form) for form in forms if scope.fits(scope.case(form))]

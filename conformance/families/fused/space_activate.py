@@ -1,5 +1,7 @@
 """Cases of fused activations beyond axes: ragged groups, fixed shapes."""
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes
@@ -64,7 +66,7 @@ def together(scope: Scope) -> dict[str, list[Changes]]:
 EXPANDED: Changes = {"layout": "expanded", "layout_of": "d_dequantized"}
 
 
-def always(scope: Scope) -> list[Changes]:
+def always(scope: Scope) -> list[Any]:
     """One more than a block, many groups, blocks of gates and values; wide rows."""
     both: Changes = {"direction": "both"} if accepted(scope, {"direction": "both"}) else {}
     block: Changes = both | {"scaling": "block", "dtype": "bfloat16"}
@@ -94,8 +96,33 @@ def always(scope: Scope) -> list[Changes]:
             both | {"scaling": scaling, "tokens": 8, "width": n} for scaling, n in (("block", 2880), ("mxfp8", 90))
         ]
         found += [block | {"tokens": 2049, "width": 256}, {"tokens": 300, "width": 2048}]
-        return [*found, *(one for one in _few_of_groups(both) if accepted(scope, one))]
+        return [*found, *(one for one in _few_of_groups(both) if accepted(scope, one)), *_lines(scope)]
     return [*found, *(both | {"width": fields["hidden"]} | fields for fields in wide_tensors(scope))]
+
+
+# gates and values in whole lines of 16 bytes, no whole blocks of them; groups of several blocks of
+# rows, of one and one more, and empty ones
+LINES: Changes = {"scaling": "block", "rounded": True, "dtype": "bfloat16", "width": 200, "kind": "swiglu"}
+RAGGED: Changes = {"tokens": 300, "experts": 5, "counts": (0, 129, 1, 0, 170), "tail": 3}
+
+
+def _lines(scope: Scope) -> list[Any]:
+    """A rounded activation of σ, as a kernel for Hopper encodes it: each direction alone, and both;
+    with each number that it takes.
+    """
+    if scope.function != "glu_and_quantize":
+        return []
+    both: Changes = {"direction": "both"}
+    forms: list[Changes] = [
+        RAGGED | both | {"values": "rows", "probs": "float32"},
+        RAGGED | both | {"values": "edges", "probs": "bfloat16", "variant": 1, "seed": 1},
+        RAGGED | {"direction": "columnwise", "values": "special", "probs": "", "kind": "quick_geglu", "offset": 3},
+        RAGGED | {"clamp": 56, "alpha": 1702, "offset": 8, "values": "bounds", "dtype": "float16", "probs": "bfloat16"},
+        both | {"tokens": 260, "width": 264, "clamp": 8, "values": "saturated", "dtype": "float16", "probs": ""},
+        both | {"tokens": 70, "width": 128, "values": "every", "probs": "float32"},
+    ]
+    cases = [scope.case(LINES | form) for form in forms]
+    return scope.lawful([case for case in cases if scope.fits(case)])
 
 
 def _few_of_groups(both: Changes) -> list[Changes]:

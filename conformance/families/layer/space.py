@@ -242,7 +242,7 @@ def always(scope: Scope) -> list[Any]:
 
 def lines_of_rows(scope: Scope) -> list[Any]:
     """Tokens of whole lines, as a GPU may gather them: without gradients, and in FP8 by blocks, no
-    whole blocks of them; by each law.
+    whole blocks of them, nor of the activation; by each law.
     """
     many: Changes = {"tokens": 520, "hidden": 64, "width": 48, "experts": 4, "topk": 2, "dtype": "bfloat16"}
     many |= {"latent": 0, "shared": 48}  # all of them of whole lines
@@ -250,10 +250,11 @@ def lines_of_rows(scope: Scope) -> list[Any]:
     deep = many | {"hidden": 336, "shared": 0, "grads": ""}  # no whole number of steps
     forms: list[Changes] = [{"budget": 400}, {"budget": 1100}, {"clamp": 8, "offset": 8, "fc1_bias": True}]
     forms += [{"padding": 2, "dtype": "float16", "router_dtype": "fp32"}]
-    coded = many | {"recipe": "block", "hidden": 144, "width": 80, "shared": 0}
+    coded = many | {"recipe": "block", "hidden": 144, "width": 208, "shared": 0}
     coded |= {"grads": "x+router_weight+fc1_weight+fc2_weight"}
     less: list[Changes] = [{"budget": 400}, {"fc2_bias": True}, {"grads": "fc2_weight"}]
     less += [{"grads": "", "law": "graph_capture"}]
+    less += [{"clamp": 8, "offset": 8, "dtype": "float16", "router_dtype": "fp32"}]
     return [*plain, *_by_each_law(scope, deep, forms), *_by_each_law(scope, coded, less)]
 
 
