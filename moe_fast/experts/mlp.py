@@ -61,7 +61,8 @@ def grouped_mlp(
     amaxes: tuple[LinearAmax, LinearAmax] | None = None,
 ) -> Tensor:  # fmt: skip
     """`moe_ref.experts.mlp.grouped_mlp` by grouped products, and one launch per activation; by two
-    launches on a Hopper where no gradient is wanted, if the gates stand before the values.
+    launches on a Hopper where no gradient is wanted, if the gates stand before the values. There an
+    activation in FP8 by blocks is quantised by the launch that computes it, see `activated`.
 
     The host never waits: where the counts are illegal the result is NaN. Saved for the
     backward are the rows, h and a (with a recipe codes of the rows and of a); with recompute

@@ -3,8 +3,9 @@
 Blocks and delayed scaling take one pass over h; current scaling takes two, the first for each
 group's amax, and computes the activation twice. Both directions come from one load. NVFP4 writes
 the activation, in float32 or rounded as asked, and then quantises: a pass cannot hold its group
-scale, transform and noise. So does the rounded gradient of block scaling in both directions, where
-two kernels are faster.
+scale, transform and noise. A rounded activation in blocks of 128 has a kernel of its own on a
+Hopper, see `experts.activated`. Its rounded gradient in both directions is written, and then
+quantised: two kernels are faster.
 """
 
 from dataclasses import replace
