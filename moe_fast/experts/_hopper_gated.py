@@ -127,7 +127,7 @@ def load_probs(probs, row, end):
 
 @gluon.jit
 def activate_piece(
-    out_desc, buffer, numbers, probs, prob, place, i: gl.constexpr, CURVE: gl.constexpr, CLAMPED: gl.constexpr,
+    out_desc, buffer, numbers, probs, prob, place, i, CURVE: gl.constexpr, CLAMPED: gl.constexpr,
     ROUND_FIRST: gl.constexpr,
 ):  # fmt: skip
     """f(u) · (v + offset) · p of a piece, as in `_activations`; it takes u's place."""
@@ -165,7 +165,7 @@ def multiply_and_activate(
         # the tile before the first ends at row 0: nothing of it is stored
         place = (SEGMENT, end_before, SEGMENT - end_before + before, column_before * HALF)
         acc = gl.zeros([HEIGHT, WIDTH], gl.float32, SUM)
-        for i in gl.static_range(PIECES):
+        for i in range(PIECES):
             acc = add_step(acc, ring, step, True, GROUP, STAGES)
             activate_piece(out_desc, buffer, numbers, probs, prob, place, i, CURVE, CLAMPED, ROUND_FIRST)
             acc = end_step(acc, ring, step, 1, i > 0, STAGES)
@@ -185,7 +185,7 @@ def multiply_and_activate(
         before, end_before, column_before = row, end, column
     prob = load_probs(probs, before, end_before)
     place = (SEGMENT, end_before, SEGMENT - end_before + before, column_before * HALF)
-    for i in gl.static_range(PIECES):
+    for i in range(PIECES):
         activate_piece(out_desc, buffer, numbers, probs, prob, place, i, CURVE, CLAMPED, ROUND_FIRST)
     tma.store_wait(0)
 

@@ -88,7 +88,8 @@ def moe_layer(
             dispatcher's host waits for its counts.
         recompute: of the routed experts alone, as in the reference. The result holds every
             intermediate; `MoELayer` drops it, and computes the whole layer again with "moe".
-            On one Hopper, FP8 by blocks leaves `dispatched.rows` None: see `stay_tokens`.
+            On one Hopper experts may gather their rows: `dispatched.rows` is None then, see
+            `stay_tokens`.
         wgrads, linear_states, amaxes: as wgrads, state and amaxes in `grouped_mlp`, of the routed
             experts.
         overlap_shared: on a GPU the shared experts run on a stream beside the dispatch, and so do

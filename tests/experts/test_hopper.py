@@ -47,7 +47,7 @@ def test_activated_products_compile(gathered):
         absent=() if gathered else absent, divisible=divisible if gathered else (), wide=("offset", "clamp", "alpha"),
     )  # fmt: skip
     assert shared <= SHARED_BYTES and spilled == 0
-    assert products == 4 * 2 * 5  # of each group: four steps that activate, and the loop
+    assert products == 4 * 2 * 2  # of each group: the steps that activate, and the others
 
 
 @pytest.mark.parametrize("groups", [2, 3])

@@ -14,6 +14,9 @@ from conformance.families.experts import FAMILY
 from tests.honest import EXPERTS, HONEST, ROUTERS, SUMS
 
 EACH = 1
+PRODUCTS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad")
+OF_PRODUCTS = [name for name in EXPERTS if ".experts:" in name or ".low_precision:" in name]
+ACCEPTED = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
 BY_RECIPE = {contract.function for contract in FAMILY.contracts}
 
 
@@ -30,9 +33,17 @@ def test_it_is_accepted(implementation):
             cases += scope_of(function, space).more([])[:1] if function in BY_RECIPE else []
         statuses = {case.text: outcome for case, outcome in pool.run(cases)}
     assert offered
-    assert {
-        text: (o.finding, o.reason)
-        for text, o in statuses.items()
-        if o.status not in ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
-    } == {}
+    assert {text: (o.finding, o.reason) for text, o in statuses.items() if o.status not in ACCEPTED} == {}
     assert any(outcome.status == "PASS" for outcome in statuses.values())
+
+
+@pytest.mark.parametrize("implementation", OF_PRODUCTS)
+def test_no_chosen_case_of_a_product_rejects_it(implementation):
+    """A case that was made for a defect may find it in honest kernels, too."""
+    with Pool(ChildOptions(implementation, "cpu"), 1) as pool:
+        space = Space.of(pool.start())
+        chosen = [Section(kind, function) for function in PRODUCTS for kind in ("fixed", "covering")]
+        cases = [case for section in chosen for case in cases_of(section, PROFILES["gate"], space, 0)]
+        outcomes = [(case.text, outcome) for case, outcome in pool.run(cases)]
+    assert [(text, o.finding, o.reason) for text, o in outcomes if o.status not in ACCEPTED] == []
+    assert sum(outcome.status == "PASS" for _, outcome in outcomes) > len(outcomes) // 2

@@ -42,7 +42,7 @@ PATCH, PATCH_SPREAD = (
 )  # side of a patch without block scales; exponents of its scale are at most this
 # earlier amaxes lie in [1, this]; payloads reach 2: some groups saturate, others lose a bit
 MOST_SEEN = 3.0
-OUTGROWN = 2.0**80  # the product of two scales of such an amax is infinite
+OUTGROWN = 2.0**64  # all codes are 0; the product of two scales is finite, as kernels may take it first
 
 
 # ---- cases

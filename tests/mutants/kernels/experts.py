@@ -121,13 +121,12 @@ DEFECTS = series(
             "height // self.form.block[0] * stride_m, *along",
         ),
         (
-            "two scales far from 1 overflow before they meet the sum",
+            "the product of two scales is rounded to 16 bits before it meets the sum",
             PRODUCTS,
             "experts/_factors.py",
-            "    left, left_back = centred(left)\n"
-            "    right, right_back = centred(right)\n"
             "    return acc * (left[:, None] * right[None, :]) * (left_back[:, None] * right_back[None, :])",
-            "    return acc * (left[:, None] * right[None, :])",
+            "    scale = (left[:, None] * right[None, :]).to(tl.bfloat16).to(tl.float32)\n"
+            "    return acc * scale * (left_back[:, None] * right_back[None, :])",
         ),
         (
             "block scaling: the scales of the weight's gradient are those of the rows' blocks in the whole tensor",
