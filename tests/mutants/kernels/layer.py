@@ -8,7 +8,7 @@ DEFECTS = series(
         (
             "experts that are filled to their capacity have room for the routed copies alone",
             "moe_layer",
-            "layer/layer.py",
+            "layer/token_rows.py",
             "return room if router.pad_to_capacity else min(copies, room)",
             "return min(copies, room)",
         ),
