@@ -197,7 +197,11 @@ def shapes(scope: Scope) -> list[Any]:
         found.append({"counts": (3, 2)[:ranks], "spread": "local"} | copies)
     if scope.function == "deepep_dispatch":
         dropped: Changes = {"counts": (5, 4)[:ranks], "probs": "float32", "zero_probs": True, "drop_zeros": True}
-        found += [few | dropped, few | dropped | {"repeats": "count each"}, few | dropped | {"repeats": "last slot", "scales": 3}]
+        found += [
+            few | dropped,
+            few | dropped | {"repeats": "count each"},
+            few | dropped | {"repeats": "last slot", "scales": 3},
+        ]
         found.append(few | dropped | {"values": "special", "seed": 3})
         packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
         found.append(few | {"counts": (5, 4)[:ranks]} | packed)

@@ -231,8 +231,9 @@ def large(scope: Scope) -> list[Any]:
     long.append(CANCELLING | {"experts": 2, "counts": rows, "tokens": sum(rows), "into": ""})
     if "bias" in scope.signature.names:
         long.append({"tokens": 5, "experts": 2, "hidden": 3, "width": 3, "dtype": "float64", "bias": "float64"})
-    low = filter(scope.fits, [scope.case(one) for one in (LEAST, OUTGROWN, *(one | {"experts": 1} for one in ALONE))])
-    return [ragged, many, *long, *many_rows(scope), *around_a_class(scope), *ratio_cases(scope), *low]
+    low = filter(scope.fits, [scope.case(one) for one in (LEAST, OUTGROWN)])
+    alone = [scope.fullest(one | {"experts": 1}) for one in ALONE if scope.fits(scope.case(one))]
+    return [ragged, many, *long, *many_rows(scope), *around_a_class(scope), *ratio_cases(scope), *low, *alone]
 
 
 def large_projections(scope: Scope) -> list[Changes]:
