@@ -94,6 +94,23 @@ def test_with_few_kernels_sizes_of_0_and_each_law_with_gradients_have_a_case(fun
     assert all(scope.fits(case) for case in cases)
 
 
+def strided(cases):
+    """The tensors that have strides of their own in some case."""
+    plain = ("contiguous", "shifted", "negated", "overlapping")
+    return {case.layout_of for case in cases if case.layout not in plain}
+
+
+@pytest.mark.parametrize("function", ["permute", "glu", "topk_routing", "gate"])
+def test_with_few_kernels_sizes_of_1_and_strides_of_each_tensor_have_a_case(function):
+    scope = scope_of(function, FEW)
+    rows = scope.covering().cases[:5]
+    cases = rows + left_out(scope, rows)
+    letters = {axis.name for axis in scope.axes if isinstance(axis, Size) and axis.letter}
+    single, before = ({name for name in letters for case in some if getattr(case, name) == 1} for some in (cases, rows))
+    assert single == letters > before
+    assert strided(cases) == {name for name, _ in scope.signature.layouts(far=False)} > strided(rows)
+
+
 def test_autocast_is_asked_of_float64_alone_on_a_gpu():
     law, cases = CONTRACTS["glu"].laws["autocast"], scope_of("glu", FEW).covering().cases
     wide, narrow = (replace(cases[0], dtype=dtype, probs="", law="") for dtype in ("float64", "bfloat16"))
