@@ -268,7 +268,7 @@ def law_cases(scope: Scope, others: list[Case]) -> list[Case]:
 COLLECTIVE = Shapes(
     drawn=dispatches,
     affordable=near,
-    covered={"local_experts": 2, "hidden": 5, "topk": 2, "probs": "bfloat16"},
+    covered={"counts": WORLDS[0], "local_experts": 2, "hidden": 5, "topk": 2, "probs": "bfloat16"},
     together=together,
     more=more_cases,
     always=shapes,

@@ -304,7 +304,7 @@ SORT_CHUNKS = Shapes(
 PAD_ROUTING_MAP = Shapes(
     drawn=maps,
     affordable=affordable,
-    covered=COVERED,
+    covered=COVERED | {"align": 2},
     always=lambda scope: [
         *(long(scope) | {"align": 256, "spread": "sparse"}, WIDE | {"align": 16}),
         FOUR | {"tokens": 32768 if scope.space.device == "cuda" else 768, "spread": "one_hot", "align": 256},
