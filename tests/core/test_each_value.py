@@ -47,7 +47,7 @@ def impossible(function):
         found += [{"layout": "expanded", "layout_of": f"d_{out}"} for out in ("rows", "tokens", "ordered")]
     if function in ("deepep_cached_dispatch", "deepep_combine"):  # rows without scales
         found += [{"scale_dtype": dtype} for dtype in ("int32", "uint8", "float8_e8m0fnu")]
-        found += [{"layout": "strided", "layout_of": "scales"}]
+        found += [{"layout": layout, "layout_of": "scales"} for layout in ("strided", "transposed")]
     if "low_latency" in function:
         found += [{"drop_zeros": True}, {"fp8": "least"}]
     return found

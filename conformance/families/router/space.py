@@ -135,8 +135,8 @@ def _limits(scope: Scope) -> dict[str, list[Changes]]:
 
 
 def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
-    """Real routers, block edges, ties; choices (not precomputed) from far addresses; for few kernels
-    one given expert of a token.
+    """Real routers, block edges, ties; choices (not precomputed) from far addresses; for few
+    kernels one given expert of a token.
     """
     shapes: tuple[tuple[int, int], ...] = REAL_ROUTERS + EDGES
     if scope.space.few_kernels:  # topk_indices and topk_routing share their kernels, and the shapes
