@@ -4,8 +4,9 @@ Pairs of values cost structures, which a compiler takes seconds for, so a gate o
 them. Single values are few: each that no case has yet gets one. Those that need kernels of their
 own share a case; those of data have one each, because empty or zero data may hide what else is new.
 
-A gate on a GPU draws few sizes, too: there sizes of 0, each tensor as a lazily negated view, and
-each law with gradients have a case.
+Each tensor has strides of its own in some case. A gate on a GPU draws few sizes, too: there sizes
+of 0, and of 1, for which kernels are specialised, each tensor as a lazily negated view, and each
+law with gradients have a case.
 """
 
 from collections.abc import Iterator
@@ -76,7 +77,8 @@ def values(scope: Scope) -> Iterator[list[Changes]]:
     joint = scope.contract.shapes.together(scope)
     fixed = {name for key, group in joint.items() for name in _fields(group) if key == WHOLE or len(_fields(group)) < 2}
     single = [each for axis in scope.axes if axis.name not in fixed for each in axis.each(scope.signature)]
-    single += [*_empty(scope), *_negated(scope)] if scope.space.few_kernels else []
+    single += _strided(scope)
+    single += [*_empty(scope), *_single(scope), *_negated(scope)] if scope.space.few_kernels else []
     for each in [*([changes] for group in joint.values() for changes in group if changes), *single]:
         if not any(map(callable, each[0].values())):
             yield each
@@ -90,6 +92,19 @@ def _empty(scope: Scope) -> Iterator[list[Changes]]:
         some = [changes["grads"] for changes in covered if not callable(changes["grads"])]
         wanted = [grads for grads in some if bool(grads) == (turn % 2 == 0)]
         yield [{axis.name: 0, "grads": grads} for grads in wanted[::-1]] if any(some) else [{axis.name: 0}]
+
+
+def _single(scope: Scope) -> Iterator[list[Changes]]:
+    """Sizes of 1."""
+    yield from ([{axis.name: 1}] for axis in scope.axes if isinstance(axis, Size) and axis.letter)
+
+
+def _strided(scope: Scope) -> Iterator[list[Changes]]:
+    """Each tensor by strides of its own, in any layout that has some."""
+    every = [*scope.signature.layouts(far=False), *scope.signature.layouts(far=True)]
+    strided = [(of, layout) for of, layout in every if layout != "shifted"]
+    for name in dict.fromkeys(of for of, _ in strided):
+        yield [{"layout": layout, "layout_of": of} for of, layout in strided if of == name]
 
 
 def _negated(scope: Scope) -> Iterator[list[Changes]]:

@@ -47,7 +47,7 @@ def impossible(function):
         found += [{"layout": "expanded", "layout_of": f"d_{out}"} for out in ("rows", "tokens", "ordered")]
     if function in ("deepep_cached_dispatch", "deepep_combine"):  # rows without scales
         found += [{"scale_dtype": dtype} for dtype in ("int32", "uint8", "float8_e8m0fnu")]
-        found += [{"layout": "strided", "layout_of": "scales"}]
+        found += [{"layout": layout, "layout_of": "scales"} for layout in ("strided", "transposed")]
     if "low_latency" in function:
         found += [{"drop_zeros": True}, {"fp8": "least"}]
     return found
@@ -92,6 +92,23 @@ def test_with_few_kernels_sizes_of_0_and_each_law_with_gradients_have_a_case(fun
     assert empty(function, cases) >= {(name, turn % 2 == 0) for turn, name in enumerate(letters)}
     assert full(function, cases) >= laws
     assert all(scope.fits(case) for case in cases)
+
+
+def strided(cases):
+    """The tensors that have strides of their own in some case."""
+    plain = ("contiguous", "shifted", "negated", "overlapping")
+    return {case.layout_of for case in cases if case.layout not in plain}
+
+
+@pytest.mark.parametrize("function", ["permute", "glu", "topk_routing", "gate"])
+def test_with_few_kernels_sizes_of_1_and_strides_of_each_tensor_have_a_case(function):
+    scope = scope_of(function, FEW)
+    rows = scope.covering().cases[:5]
+    cases = rows + left_out(scope, rows)
+    letters = {axis.name for axis in scope.axes if isinstance(axis, Size) and axis.letter}
+    single, before = ({name for name in letters for case in some if getattr(case, name) == 1} for some in (cases, rows))
+    assert single == letters > before
+    assert strided(cases) == {name for name, _ in scope.signature.layouts(far=False)} > strided(rows)
 
 
 def test_autocast_is_asked_of_float64_alone_on_a_gpu():

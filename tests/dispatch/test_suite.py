@@ -111,6 +111,14 @@ def test_ranks_that_share_a_gpu_get_few_small_cases_of_every_number_of_ranks(fun
     assert max(max(case.counts) for case in shared if case.counts) <= 6
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_rows_that_ranks_add_are_of_all_ranks_even_on_one_gpu(function):
+    for space, most in ((ONE_GPU, 4), (replace(ONE_GPU, shared_ranks=0), 1)):
+        added = [case for case in shape_cases(function, space) if case.dtype == "bfloat16" and case.hidden == 65]
+        assert max(case.topk for case in added if case.local_experts == 1) == most
+        assert {len(case.counts) for case in added if case.topk == most and case.local_experts == 1} == {most}
+
+
 @pytest.mark.parametrize(("gpus", "sharing"), [(2, {3, 4}), (3, {4})])
 def test_with_some_gpus_only_cases_of_more_ranks_share_them(gpus, sharing):
     scope = scope_of("deepep_combine", Space("cuda", ranks=gpus, shared_ranks=4))

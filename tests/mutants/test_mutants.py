@@ -68,6 +68,16 @@ LEFT_OUT |= {f"RC{number:03}" for number in range(1, 241) if number not in LACKI
 ROWS = {"N02", "N03"}  # need more rows than an interpreter can run
 LARGE = ROWS | {f"N{number}" for number in range(12, 18)}  # N12 to N17: tests/experts/test_many_rows.py
 
+# of classes that a CPU's cases had, and a GPU's fewer structures had not
+FEW_STRUCTURES = {
+    "AD41": "activation",
+    "M22": "alltoall_combine",
+    "RB36": "grouped_wgrad",
+    "RC080": "permute",
+    "RC183": "deepep_dispatch",
+    "Y21": "grouped_dgrad",
+}
+
 
 def test_every_listed_defect_is_planted_and_killed_by_a_value_or_a_law(monkeypatch):
     assert set(DEFECTS) == LISTED
@@ -94,6 +104,12 @@ def test_every_listed_defect_is_planted_and_killed_by_a_value_or_a_law(monkeypat
 def test_a_defect_of_many_rows_is_killed_by_the_cases_of_a_gpu(name):
     (result,) = score_mutants("moe_ref", "planted", only=name, function="permute", one_gpu=True)
     assert (result.way, result.function) == ("value", "permute")
+
+
+@pytest.mark.parametrize(("name", "function"), FEW_STRUCTURES.items())
+def test_a_gpus_cases_have_classes_that_few_structures_leave_out(name, function):
+    (result,) = score_mutants("moe_ref", "planted", only=name, function=function, one_gpu=True)
+    assert (result.way, result.function) == ("value", function)
 
 
 def test_a_case_that_a_cpu_cannot_run_in_time_is_left_out_and_named(capsys):

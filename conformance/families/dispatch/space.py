@@ -165,7 +165,7 @@ def shapes(scope: Scope) -> list[Any]:
     """On all ranks: more than one block of tokens, experts past a warp's lanes, wide rows."""
     few: Changes = {"local_experts": 2, "topk": 2}
     common: Changes = {"probs": "bfloat16", "seed": 1, "scales": 0, "biases": 0}
-    ranks = scope.space.ranks
+    ranks, several = scope.space.ranks, scope.space.most_ranks  # several may share a GPU
     wide = 4097 if scope.space.device == "cuda" else 513
     found = [
         # more tokens of a rank, and more rows for one, than 8 bits count
@@ -173,7 +173,7 @@ def shapes(scope: Scope) -> list[Any]:
         {"counts": (2,) * ranks, "local_experts": 33, "topk": 8, "hidden": 3},
         few | {"counts": (3,) * ranks, "hidden": wide},
         # each rank adds one row of a token: sums of some ranks are no numbers of 16 bits
-        {"counts": (3,) * ranks, "local_experts": 1, "topk": ranks, "hidden": 65} | SIXTEEN_BITS,
+        {"counts": (3,) * several, "local_experts": 1, "topk": several, "hidden": 65} | SIXTEEN_BITS,
     ]
     if scope.function.endswith("_combine"):  # float64 has an accumulator of its own
         doubled: Changes = {"counts": (5, 2)[:ranks], "local_experts": 3, "topk": 3, "hidden": 33} | DOUBLES
@@ -182,9 +182,10 @@ def shapes(scope: Scope) -> list[Any]:
         found.append({"counts": (5, 2)[:ranks], "local_experts": 3, "topk": 3, "hidden": 5} | DOUBLES)
     if scope.function == "allgather_combine":  # sums of ranks by the dtype of the probs
         fine: Changes = {"dtype": "float32", "probs": "float64", "values": "wide", "slack": 2}
-        found.append({"counts": (3,) * ranks, "local_experts": 1, "topk": ranks, "hidden": 65} | fine)
-    if scope.function == "alltoall_combine" and ranks > 2:
-        found.append({"counts": (3,) * ranks, "shards": ranks, "local_experts": 2, "topk": 2, "hidden": 65} | NO_PROBS)
+        found.append({"counts": (3,) * several, "local_experts": 1, "topk": several, "hidden": 65} | fine)
+    if scope.function == "alltoall_combine" and several > 2:
+        sharded: Changes = {"counts": (3,) * several, "shards": several, "local_experts": 2, "topk": 2, "hidden": 65}
+        found.append(sharded | NO_PROBS)
     if scope.function == "deepep_low_latency_combine":  # a probability of 0 hides no NaN
         found.append(few | {"counts": (5, 2)[:ranks], "hidden": 33, "values": "special", "zero_probs": True})
     if scope.function in [f"{name}_dispatch" for name in MAPPED]:  # a budget of no row
@@ -196,11 +197,15 @@ def shapes(scope: Scope) -> list[Any]:
         found.append({"counts": (3, 2)[:ranks], "spread": "local"} | copies)
     if scope.function == "deepep_dispatch":
         dropped: Changes = {"counts": (5, 4)[:ranks], "probs": "float32", "zero_probs": True, "drop_zeros": True}
-        found += [few | dropped, few | dropped | {"repeats": "count each"}, few | dropped | {"repeats": "last slot"}]
+        found += [
+            few | dropped,
+            few | dropped | {"repeats": "count each"},
+            few | dropped | {"repeats": "last slot", "scales": 3},
+        ]
         found.append(few | dropped | {"values": "special", "seed": 3})
         packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
         found.append(few | {"counts": (5, 4)[:ranks]} | packed)
-        found.append(few | {"counts": (5, 4)[:ranks], "probs": "float32", "align": 4, "slack": 2, "trusted": True})
+        found.append(few | {"counts": (5, 4)[:several], "probs": "float32", "align": 4, "slack": 2, "trusted": True})
         codes_: Changes = few | {"counts": (5, 4)[:ranks], "hidden": 5}
         found += [codes_ | {"scale_dtype": dtype, "scales": 3} for dtype in SCALE_DTYPES]
         found.append(codes_ | {"scales": 4, "seed": 2})  # 16 bytes of a row, which may travel at once
@@ -263,7 +268,7 @@ def law_cases(scope: Scope, others: list[Case]) -> list[Case]:
 COLLECTIVE = Shapes(
     drawn=dispatches,
     affordable=near,
-    covered={"local_experts": 2, "hidden": 5, "topk": 2, "probs": "bfloat16"},
+    covered={"counts": WORLDS[0], "local_experts": 2, "hidden": 5, "topk": 2, "probs": "bfloat16"},
     together=together,
     more=more_cases,
     always=shapes,

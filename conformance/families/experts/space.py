@@ -71,9 +71,10 @@ def _huge(scope: Scope) -> list[Changes]:
 
 def _strange(scope: Scope) -> list[Any]:
     """Every 16-bit pattern; strange values at the ends of rows, unless other shapes draw them."""
-    edges: Changes = {"tokens": 4, "width": 5, "values": "edges", "seed": 3}
-    edges |= {"kind": "silu"} if scope.function == "activation" else {}  # relu may hide a NaN
-    every: Changes = {"tokens": 64, "width": 1024, "values": "every"}
+    # relu may hide a NaN, and rounds nothing
+    kind: Changes = {"kind": "silu"} if scope.function == "activation" else {}
+    edges: Changes = {"tokens": 4, "width": 5, "values": "edges", "seed": 3} | kind
+    every: Changes = {"tokens": 64, "width": 1024, "values": "every"} | kind
     patterns = [scope.case(every | {"dtype": dtype}) for dtype in ("bfloat16", "float16")]
     if scope.space.device == "cuda":
         return patterns
@@ -230,8 +231,9 @@ def large(scope: Scope) -> list[Any]:
     long.append(CANCELLING | {"experts": 2, "counts": rows, "tokens": sum(rows), "into": ""})
     if "bias" in scope.signature.names:
         long.append({"tokens": 5, "experts": 2, "hidden": 3, "width": 3, "dtype": "float64", "bias": "float64"})
-    low = filter(scope.fits, [scope.case(one) for one in (LEAST, OUTGROWN, *(one | {"experts": 1} for one in ALONE))])
-    return [ragged, many, *long, *many_rows(scope), *around_a_class(scope), *ratio_cases(scope), *low]
+    low = filter(scope.fits, [scope.case(one) for one in (LEAST, OUTGROWN)])
+    alone = [scope.fullest(one | {"experts": 1}) for one in ALONE if scope.fits(scope.case(one))]
+    return [ragged, many, *long, *many_rows(scope), *around_a_class(scope), *ratio_cases(scope), *low, *alone]
 
 
 def large_projections(scope: Scope) -> list[Changes]:

@@ -277,6 +277,9 @@ ALONE: Changes = {"scaling": "mxfp8", "variant": 1, "kind": "squared_relu", "exp
 ALONE |= {"tokens": 1, "hidden": 1, "width": 1, "dtype": "bfloat16"}
 
 
+# an alpha that float16 rounds, and too few rows to hide it: few roundings in a gradient by codes
+FINE: Changes = {"tokens": 2, "hidden": 7, "width": 65, "dtype": "float16", "alpha": 1702, "stored": True}
+FINE |= {"gate": False}
 # all but the gate is frozen
 FROZEN: Changes = {"tokens": 5, "hidden": 3, "width": 2, "gate": True, "grads": "gate_weight"}
 # experts of one row, whose padding would have larger activations: of a bias, without the row's prob
@@ -357,6 +360,7 @@ def _large_shared(scope: Scope) -> list[Any]:
         *_beside_options(scope),
         *tiles_of_layers(scope),
         *([over_ranks] if scope.space.most_ranks >= 4 else []),
+        FINE,
     ]
 
 

@@ -39,6 +39,7 @@ LEAST: Changes = {"scaling": "current", "variant": 2, "values": "rows", "dtype":
 LEAST |= {"tokens": 9, "experts": 9, "counts": (1,) * 9, "hidden": 20, "width": 20}
 # one expert has all rows but some: a kernel of one group may take the buffer for its rows
 ALONE: tuple[Changes, ...] = (
+    {"tokens": 8, "counts": (8,), "tail": 5, "hidden": 9, "width": 7},
     {"scaling": "current", "variant": 1, "tokens": 8, "counts": (8,), "tail": 5, "hidden": 9, "width": 7},
     {"scaling": "mxfp8", "variant": 1, "tokens": 1, "counts": (1,), "tail": 32, "hidden": 1, "width": 1},
 )

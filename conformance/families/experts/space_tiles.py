@@ -14,6 +14,7 @@ MANY_ROWS: Changes = {"tokens": 700, "experts": 4, "counts": (300, 0, 129, 271),
 WHOLE_TILES: Changes = {"tokens": 640, "experts": 3, "counts": (384, 128, 128), "dtype": "float16"}
 LINES: Changes = {"hidden": 272, "width": 144}
 ODD_LINES: Changes = {"hidden": 136, "width": 264}  # of 16 bytes, not of 32
+EMPTY: Changes = {"tokens": 5, "experts": 2, "counts": (2, 3), "hidden": 0, "width": 5}  # sums of nothing
 STEPS: Changes = {"hidden": 512, "width": 256}
 LONG: Changes = {
     "tokens": 1500,
@@ -26,14 +27,17 @@ LONG: Changes = {
 
 
 def tiles_of_products(scope: Scope) -> list[Any]:
-    """With all gradients, and without any; codes of blocks, where more rows fill a larger tile."""
+    """With all gradients, and without any; codes of blocks, where more rows fill a larger tile;
+    of a product nothing to contract.
+    """
     if scope.space.device != "cuda":
         return []
     blocks = LONG | {"scaling": "block", "values": "dyadic"}
     low = [blocks] if scope.takes(scope.case(blocks)) else []
     apart: Changes = {"into": ""} if scope.accepts("accumulate_into") else {}  # a sum has another kernel
     sizes = [MANY_ROWS | LINES, WHOLE_TILES | STEPS | apart, MANY_ROWS | ODD_LINES | {"tail": 3} | apart]
-    return [*sizes, *low]
+    nothing = [scope.case(EMPTY)] if scope.function == "grouped_linear" else []
+    return [*sizes, *low, *nothing]
 
 
 def tiles_of_layers(scope: Scope) -> list[Any]:

@@ -127,12 +127,16 @@ def _lines(scope: Scope) -> list[Any]:
 
 def _few_of_groups(both: Changes) -> list[Changes]:
     """What few rows of the covering array leave out: a transform of groups, by noise in both
-    directions if backward, under probs of float64; groups without rows before a tail.
+    directions if backward, under probs of float64; groups without rows before a tail; columns
+    alone, by the delayed recipe whose gradients have a format of their own, of clamped gates with
+    an alpha.
     """
     turned: Changes = ROUNDED | both | {"scaling": "nvfp4", "variant": 1, "width": 2, "probs": "float64"}
     turned |= {"tokens": 3, "experts": 3, "counts": (2, 0, 1), "tail": 4, "values": "rows"}
     empty: Changes = {"scaling": "mxfp8", "tokens": 0, "experts": 2, "counts": (0, 0), "tail": 3, "width": 2}
-    return [turned, empty]
+    alone: Changes = {"scaling": "delayed", "variant": 2, "direction": "columnwise", "dtype": "bfloat16"}
+    alone |= {"tokens": 3, "experts": 2, "counts": (0, 3), "width": 6, "clamp": 6, "alpha": 250}
+    return [turned, empty, alone]
 
 
 def in_blocks(scope: Scope) -> Changes:

@@ -200,7 +200,9 @@ def always(scope: Scope) -> list[Any]:
     chosen = [
         size | {"experts": 8, "topk": 3, "dtype": "bfloat16"},
         SIZES | BLOCKS,
-        {"recipe": "delayed", "align": 16, "tokens": 4, "hidden": 3, "width": 2, "experts": 3, "topk": 2},
+        # a recipe beside probs on the input and biases
+        {"recipe": "delayed", "align": 16, "tokens": 4, "hidden": 3, "width": 2, "experts": 3, "topk": 2}
+        | {"on_input": True},
         SIZES
         | {"losses": "aux+global", "per_token": True, "dtype": "bfloat16", "router_dtype": "fp32", "wide_router": True},
         SIZES | {"losses": "z", "sinkhorn": True},
@@ -237,6 +239,7 @@ def always(scope: Scope) -> list[Any]:
         *batched,
         *evaluated,
         *(worlds_ + in_room(scope) if scope.accepts("group") else []),
+        *(one | {"budget": 5, "rerun": True} for one in evaluated),
     ]
 
 

@@ -105,7 +105,7 @@ def affordable(case: RoutingCase, scope: Scope) -> RoutingCase:
 
 
 def _permuted(scope: Scope) -> list[Any]:
-    """A last block of one token; many experts; wide rows."""
+    """A last block of one token; many experts; wide rows; room for more than the one token."""
     align = {"align": 4} if scope.accepts("align") else {}
     cuda = scope.space.device == "cuda"
     columns = {"tokens": 5, "experts": 4, "topk": 2, "hidden": 4097 if cuda else 513, "spread": "uniform"}
@@ -115,7 +115,9 @@ def _permuted(scope: Scope) -> list[Any]:
     crowded = {"tokens": 3, "experts": 40, "topk": 33, "hidden": 9, "spread": "uniform", "dtype": "bfloat16"}
     double = {"tokens": 5, "experts": 4, "topk": 3, "hidden": 3, "spread": "uniform", "dtype": "float64"}
     double |= {"probs": "float32", "values": "wide"}
-    return [*shapes, crowded, double, one_column, *_strange(scope), *_counted(scope), *_plain(scope)]
+    alone = {"tokens": 1, "experts": 3, "topk": 2, "hidden": 5, "capacity": 4, "align": 0}
+    found = [*shapes, crowded, double, one_column, *_strange(scope), *_counted(scope), *_plain(scope)]
+    return [*found, *([alone] if scope.accepts("capacity") else [])]
 
 
 def _plain(scope: Scope) -> list[Any]:
@@ -302,7 +304,7 @@ SORT_CHUNKS = Shapes(
 PAD_ROUTING_MAP = Shapes(
     drawn=maps,
     affordable=affordable,
-    covered=COVERED,
+    covered=COVERED | {"align": 2},
     always=lambda scope: [
         *(long(scope) | {"align": 256, "spread": "sparse"}, WIDE | {"align": 16}),
         FOUR | {"tokens": 32768 if scope.space.device == "cuda" else 768, "spread": "one_hot", "align": 256},

@@ -135,7 +135,9 @@ def _limits(scope: Scope) -> dict[str, list[Changes]]:
 
 
 def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
-    """Real routers, block edges, ties; choices (not precomputed) from far addresses."""
+    """Real routers, block edges, ties; choices (not precomputed) from far addresses; for few
+    kernels one given expert of a token.
+    """
     shapes: tuple[tuple[int, int], ...] = REAL_ROUTERS + EDGES
     if scope.space.few_kernels:  # topk_indices and topk_routing share their kernels, and the shapes
         shapes = shapes[scope.function == "topk_indices" :: 2]
@@ -156,7 +158,10 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
     base = scope.fullest(FAR_CHOICE | {"tokens": 3, "dtype": "bfloat16", "precomputed": False})
     far = (("logits", "wide_rows"), ("logits", "wide_columns"), ("expert_bias", "wide_rows"))
     placed = (replace(base, layout=layout, layout_of=name) for name, layout in far)
-    return [*(one | {"precomputed": False} for one in fields), *filter(scope.fits, placed), *strange(scope)]
+    alone: Changes = {"tokens": 7, "experts": 8, "topk": 1, "score": "sigmoid", "precomputed": True}
+    given = [alone] if scope.space.few_kernels else []
+    chosen = [one | {"precomputed": False} for one in fields] + given
+    return [*chosen, *filter(scope.fits, placed), *strange(scope)]
 
 
 FAR_CHOICE: Changes = {"experts": 4, "topk": 3, "score": "sigmoid"}
@@ -291,7 +296,7 @@ SINKHORN_ROUTING = Shapes(
 DROP_TOKENS = Shapes(
     drawn=drops,
     affordable=near,
-    covered=LOADS,
+    covered=LOADS | {"capacity": 3},
     always=_dropped,
     far={"topk": 2, "capacity": 1, "map_dtype": "bool"},
     tall={"experts": 2, "topk": 2, "capacity": 32000, "seed": 1},
@@ -301,7 +306,7 @@ AUX_LOSS_SCORES = Shapes(
     affordable=near,
     covered=LOGITS,
     together=_values("topk", 1, 2, 8),
-    always=lambda scope: [long(scope), WIDE, *strange(scope)],
+    always=lambda scope: [long(scope) | {"dtype": "bfloat16", "score": "sigmoid"}, WIDE, *strange(scope)],
     far={"experts": 4, "topk": 3, "padding": 4},
     real=of_a_model,
 )

@@ -87,7 +87,7 @@ def strange(scope: Scope) -> list[LogitsCase]:
 # tokens and experts past a block of each together
 MANY_ROUTED: Changes = {"experts": 65, "topk": 4, "losses": "aux+global+z", "padding": 0, "steps": "train+finish+train"}
 
-# recorded and played choices that a bias has moved, among groups; a capacity beside them
+# recorded and played choices that a bias has moved, among groups
 RECORDED: Changes = {"tokens": 9, "experts": 8, "topk": 2, "groups": 4, "group_topk": 2, "bias": True, "rate": 40}
 RECORDED |= {"padding": 0, "losses": "aux", "steps": "train+finish+" * 3 + "record+forward+finish+record+backward"}
 
@@ -97,8 +97,8 @@ AVERAGED |= {"losses": "seq", "score": "sigmoid", "padding": 5, "steps": "train+
 
 
 def routed(scope: Scope) -> list[Changes]:
-    """A reload before queued replays; replays in evaluations; sequences over two and four ranks;
-    empty ranks.
+    """A reload before queued replays, also with a capacity; replays in evaluations; sequences over
+    two and four ranks; empty ranks.
     """
     queued = "record+forward+" * 3 + "reload" + "+backward" * 3
     replayed: Changes = {"steps": queued, "tokens": 5, "experts": 4, "topk": 2, "padding": 0}
@@ -111,8 +111,9 @@ def routed(scope: Scope) -> list[Changes]:
     saved += [MANY_ROUTED | {"tokens": scope.space.many}]
     saved += [AVERAGED] if scope.accepts("padding_mask") and scope.accepts("batch_size") else []
     saved += [planned | {"padding": 3 if scope.accepts("padding_mask") else 0} for planned in PLANNED]
+    limited = [replayed | {"capacity": 4}] if scope.accepts("replay") else []
     if scope.space.most_ranks < 4 or not all(scope.accepts(name) for name in ("ranks", "padding_mask")):
-        return saved
+        return saved + limited
     common = {"experts": 6, "topk": 2, "losses": "aux+seq+global+z", "bias": True, "seed": 3, "padding": 0}
     uneven = {"counts": (3, 0, 2, 4), "tokens": 9, "padding": 2, "per_token": True}
     return [
@@ -121,6 +122,7 @@ def routed(scope: Scope) -> list[Changes]:
         common | uneven | {"ranks": 4, "losses": "aux+seq+global", "steps": "train"},
         common | uneven | {"ranks": 2, "steps": "train+train+finish"},
         common | {"counts": (4, 2), "tokens": 6, "sequences": 2, "per_token": True, "steps": "train+finish"},
+        *limited,
     ]
 
 
