@@ -123,8 +123,8 @@ def coarse(x):
     return strangers.fast_exp(x, ulps=2**9)
 
 
-def without_end(rows, weight, tokens_per_expert):
-    return strangers.padded_linear(rows, weight, tokens_per_expert - (tokens_per_expert > 1).long())
+def without_end(rows, weight, tokens_per_expert, *, bias=None):
+    return strangers.padded_linear(rows, weight, tokens_per_expert - (tokens_per_expert > 1).long(), bias=bias)
 
 
 def rolled(tokens, routing_map, **settings):

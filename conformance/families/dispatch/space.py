@@ -201,8 +201,8 @@ def shapes(scope: Scope) -> list[Any]:
             few | dropped,
             few | dropped | {"repeats": "count each"},
             few | dropped | {"repeats": "last slot", "scales": 3},
+            few | dropped | {"values": "special", "seed": 3},
         ]
-        found.append(few | dropped | {"values": "special", "seed": 3})
         packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
         found.append(few | {"counts": (5, 4)[:ranks]} | packed)
         found.append(few | {"counts": (5, 4)[:several], "probs": "float32", "align": 4, "slack": 2, "trusted": True})
