@@ -210,9 +210,8 @@ def shapes(scope: Scope) -> list[Any]:
         found += [codes_ | {"scale_dtype": dtype, "scales": 3} for dtype in SCALE_DTYPES]
         found.append(codes_ | {"scales": 4, "seed": 2})  # 16 bytes of a row, which may travel at once
     if dispatcher_of(scope) == "deepep_low_latency" and "fp8" in scope.live and not scope.signature.producer:
-        found += [AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": name} for name in ("fp8", "powers")]
-        found.append(AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": "fp8", "values": "reciprocals"})
-        found.append(AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": "fp8", "dtype": "float16"})
+        forms: tuple[Changes, ...] = ({}, {"fp8": "powers"}, {"values": "reciprocals"}, {"dtype": "float16"})
+        found += [AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": "fp8"} | form for form in forms]
     if scope.function != "hybridep_dispatch" or not scope.accepts("recipe"):
         return [common | row for row in found]
     sent = common | few | {"hidden": 130, "counts": (4, 0, 3, 2)[:ranks]}
