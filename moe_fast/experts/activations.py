@@ -63,7 +63,7 @@ class Settings:
 
     @property
     def effective_alpha(self) -> float:
-        """α."""
+        """α as given, else the kind's own."""
         return CURVES[self.kind][1] if self.alpha is None else self.alpha
 
     def numbers(self) -> tuple[int, int, int]:
