@@ -44,6 +44,26 @@ def test_the_function_with_the_most_work_left_comes_first():
     assert agenda.take(True)[0].function == "permute"
 
 
+def test_processes_spread_over_the_functions():
+    agenda = Agenda()
+    for seed in range(6):
+        agenda.add(structure("permute", seed))
+    for seed in range(4):
+        agenda.add(structure("unpermute", seed))
+    assert agenda.take(True, "", ["permute"])[0].function == "unpermute"
+    assert agenda.take(True, "", ["permute", "unpermute"])[0].function == "permute"
+
+
+def test_a_process_leaves_its_function_where_far_more_is_left_for_each():
+    agenda = Agenda()
+    for seed in range(3):
+        agenda.add(structure("permute", seed))
+    for seed in range(5):
+        agenda.add(structure("unpermute", seed))
+    assert agenda.take(True, "permute")[0].function == "permute"
+    assert agenda.take(True, "permute", ["permute"] * 2)[0].function == "unpermute"
+
+
 def test_what_a_dead_process_has_left_comes_first():
     agenda = Agenda()
     agenda.add(structure("permute", 0))

@@ -1,6 +1,6 @@
 """What is left to run, in rounds: requests for cases first, then each kind of section."""
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
@@ -11,6 +11,7 @@ from conformance.engine.choose.plan import Draw, Structure
 
 Work = Draw | Structure
 REQUESTS = -1  # their round
+STAY = 4  # times as much must be left of another function for a process to leave its own
 
 
 def function_of(work: Work) -> str:
@@ -20,8 +21,9 @@ def function_of(work: Work) -> str:
 class Agenda:
     """Queues by round and function.
 
-    A process that asks for work gets more of its last function, whose kernels it has; else the
-    function of which the most is left, so that all end at about the same time.
+    A process that asks for work gets the function of which the most is left for each process at
+    work on it, so that all end at about the same time, and few wait for a kernel that another one
+    compiles. It prefers its last function, whose kernels it has.
     """
 
     def __init__(self) -> None:
@@ -56,19 +58,29 @@ class Agenda:
             queue = self._queue(turn, alone)
             queue.appendleft(alone) if first else queue.append(alone)
 
-    def take(self, heavy: bool, last: str = "") -> Work | None:
-        """The next work of a process whose last function was `last`; None: there is none."""
+    def take(self, heavy: bool, last: str = "", others: Sequence[str] = ()) -> Work | None:
+        """The next work of a process whose last function was `last`; None: there is none.
+
+        Args:
+            heavy: whether it may be heavy.
+            others: the functions of the other processes that work.
+        """
         if heavy and self._heavy and REQUESTS not in self._single:
             return self._heavy.popleft()
         if not self._single:
             return None
         turn = min(self._single)
         functions = self._single[turn]
-        if last not in functions:
-            last = max(functions, key=lambda name: len(functions[name]) * self._seconds.get(name, 1.0))
-        work = functions[last].popleft()
-        if not functions[last]:
-            del functions[last]
+        working = Counter(others)
+
+        def left_for_each(name: str) -> float:
+            left = len(functions[name]) * self._seconds.get(name, 1.0)
+            return left / (1 + working[name]) * (STAY if name == last else 1)
+
+        function = max(functions, key=left_for_each)
+        work = functions[function].popleft()
+        if not functions[function]:
+            del functions[function]
         if not functions:
             del self._single[turn]
         return work
