@@ -170,7 +170,7 @@ def load_matrix(weight_desc, expert, d, c, TURNED: tl.constexpr, BLOCK_D: tl.con
 
 
 @jit(
-    together=[("stride_x_p", "depth"), ("stride_weight_l", "stride_weight_row"), ("num_columns",)],
+    together=[("stride_x_p", "depth", "stride_weight_l", "stride_weight_row", "num_columns")],
     along=["stride_x_d", "stride_weight_inner"],
     do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows"],
 )
@@ -194,8 +194,6 @@ def grouped_matmul_kernel(
     """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
     columns = tl.cdiv(num_columns, BLOCK_C)
     pieces = tl.load(total_ptr).to(tl.int32) * columns
-    stride_weight_d = stride_weight_inner if TURNED else stride_weight_row
-    stride_weight_c = stride_weight_row if TURNED else stride_weight_inner
     for work in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=FLATTEN):
         expert, begin, end, row, column = find_tile(tile_ptr, capacity, work, columns, BLOCK_P)
         p = row + tl.arange(0, BLOCK_P)
@@ -216,11 +214,12 @@ def grouped_matmul_kernel(
                     other=0.0,
                 )
                 matrix_ptr = weight_ptr + expert.to(tl.int64) * stride_weight_l
-                weight = tl.load(
-                    matrix_ptr + d[:, None] * stride_weight_d + c[None, :] * stride_weight_c,
-                    mask=in_depth[:, None] & in_row,
-                    other=0.0,
-                )
+                if TURNED:
+                    ptrs = matrix_ptr + d[None, :] * stride_weight_inner + c[:, None] * stride_weight_row
+                    weight = tl.trans(tl.load(ptrs, mask=in_depth[None, :] & (c < num_columns)[:, None], other=0.0))
+                else:
+                    ptrs = matrix_ptr + d[:, None] * stride_weight_row + c[None, :] * stride_weight_inner
+                    weight = tl.load(ptrs, mask=in_depth[:, None] & in_row, other=0.0)
             acc = add_product(acc, x, weight)
         store_rows(
             acc, bias_ptr, stride_bias_l, stride_bias_c, out_ptr, out_desc, num_columns, expert, begin, end, row,
@@ -230,7 +229,7 @@ def grouped_matmul_kernel(
 
 
 @jit(
-    together=[("stride_d_out_p", "num_outs"), ("stride_x_p", "stride_before_m", "num_ins")],
+    together=[("stride_d_out_p", "num_outs", "stride_x_p", "num_ins", "stride_before_m")],
     along=["stride_d_out_m", "stride_x_n", "stride_before_n"],
     do_not_specialize=["stride_before_l", "num_experts"],
 )
