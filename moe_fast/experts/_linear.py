@@ -194,6 +194,8 @@ def grouped_matmul_kernel(
     """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
     columns = tl.cdiv(num_columns, BLOCK_C)
     pieces = tl.load(total_ptr).to(tl.int32) * columns
+    stride_weight_d = stride_weight_inner if TURNED else stride_weight_row
+    stride_weight_c = stride_weight_row if TURNED else stride_weight_inner
     for work in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=FLATTEN):
         expert, begin, end, row, column = find_tile(tile_ptr, capacity, work, columns, BLOCK_P)
         p = row + tl.arange(0, BLOCK_P)
@@ -214,12 +216,11 @@ def grouped_matmul_kernel(
                     other=0.0,
                 )
                 matrix_ptr = weight_ptr + expert.to(tl.int64) * stride_weight_l
-                if TURNED:
-                    ptrs = matrix_ptr + d[None, :] * stride_weight_inner + c[:, None] * stride_weight_row
-                    weight = tl.trans(tl.load(ptrs, mask=in_depth[None, :] & (c < num_columns)[:, None], other=0.0))
-                else:
-                    ptrs = matrix_ptr + d[:, None] * stride_weight_row + c[None, :] * stride_weight_inner
-                    weight = tl.load(ptrs, mask=in_depth[:, None] & in_row, other=0.0)
+                weight = tl.load(
+                    matrix_ptr + d[:, None] * stride_weight_d + c[None, :] * stride_weight_c,
+                    mask=in_depth[:, None] & in_row,
+                    other=0.0,
+                )
             acc = add_product(acc, x, weight)
         store_rows(
             acc, bias_ptr, stride_bias_l, stride_bias_c, out_ptr, out_desc, num_columns, expert, begin, end, row,
