@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 import moe_fast
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
+from moe_fast.launch.specialization import jit
 from moe_ref.config import Recipe
 from tests.common.fast import interpreted
 
@@ -181,22 +183,61 @@ def test_products_of_other_sizes_compile_once(launches: dict[str, set], recipe: 
 
 
 @interpreted
-def test_products_of_sizes_that_are_not_divisible_compile_once(launches: dict[str, set]) -> None:
-    for size in ((2, 1, 3), (1, 3, 5), (3, 17, 1)):
+def test_products_of_which_not_all_sizes_are_divisible_compile_once(launches: dict[str, set]) -> None:
+    for size in ((2, 1, 3), (1, 3, 5), (3, 17, 1), (2, 16, 3), (2, 3, 16)):
         multiply(*size)
-    assert [len(launches[kernel]) for kernel in ("grouped_matmul_kernel", "grouped_wgrad_kernel")] == [1, 1]
+    assert [len(launches[f"grouped_{product}_kernel"]) for product in ("matmul", "wgrad")] == [1, 1]
+    multiply(2, 16, 32)
+    assert [len(launches[f"grouped_{product}_kernel"]) for product in ("matmul", "wgrad")] == [2, 2]
 
 
 @interpreted
-def test_each_side_of_a_product_is_known_to_be_divisible_by_itself(launches: dict[str, set]) -> None:
-    for size in ((2, 16, 32), (2, 16, 3), (2, 3, 16), (2, 3, 5)):
-        multiply(*size)
-    assert [len(launches[kernel]) for kernel in ("grouped_matmul_kernel", "grouped_wgrad_kernel")] == [6, 4]
+def test_scales_of_a_weight_compile_a_product_once_for_each_direction(launches: dict[str, set]) -> None:
+    for depth in (32, 64, 96):  # one block of the depth has columns that lie side by side
+        multiply(2, 64, depth, Recipe("mxfp8"))
+    assert len(launches["scaled_matmul_kernel"]) == 2
 
 
 @interpreted
-def test_rows_that_are_not_contiguous_are_compiled_for_the_dimension_that_is(launches: dict[str, set]) -> None:
-    tokens = torch.ones(3, 5)
-    for each in (tokens, torch.ones(5, 3).t(), torch.ones(3, 10)[:, ::2]):
-        moe_fast.sort_chunks(each, torch.tensor([1, 2]), torch.tensor([1, 0]))
-    assert len(launches["sort_chunks_kernel"]) == 3
+def test_rows_that_are_not_in_whole_lines_compile_once(launches: dict[str, set]) -> None:
+    sizes, order = torch.tensor([1, 2]), torch.tensor([1, 0])
+    narrow = (torch.ones(3, 5), torch.ones(5, 3).t(), torch.ones(3, 10)[:, ::2], torch.ones(3, 1))
+    wide = (torch.ones(16, 3).t(), torch.ones(3, 32)[:, ::2], torch.ones(3, 17)[:, :16])
+    for tokens in (*narrow, *wide):
+        moe_fast.sort_chunks(tokens, sizes, order)
+    assert len(launches["sort_chunks_kernel"]) == 1
+    for tokens in (torch.ones(3, 16), torch.ones(3, 48)[:, 16:]):
+        moe_fast.sort_chunks(tokens, sizes, order)
+    assert len(launches["sort_chunks_kernel"]) == 2
+
+
+@jit(together=[("stride_x", "width"), ("size",)], along=["step_x", "step_y"], do_not_specialize=["count"])
+def nothing_kernel(stride_x, step_x, step_y, width, size, count):
+    triton.language.static_assert(True)
+
+
+LINES, LINE_OF_X, NO_LINES = (16, 1, 1, 32), (16, 1, 0, 32), ((17, 1, 1, 32), (16, 1, 1, 3), (1, 16, 1, 16))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        ((*LINES, 48, 1), ["stride_x", "step_x", "step_y", "width", "size"]),
+        ((*LINE_OF_X, 48, 16), ["stride_x", "step_x", "step_y", "width", "size"]),
+        ((*LINES, 5, 16), ["stride_x", "step_x", "step_y", "width"]),
+        *(((*sizes, 48, 16), ["size"]) for sizes in NO_LINES),
+        ((1, 1, 1, 1, 1, 1), []),
+    ],
+)
+def test_a_kernel_knows_the_integers_of_whole_lines_and_of_each_other_group(
+    monkeypatch: pytest.MonkeyPatch, given: tuple[int, ...], known: list[str]
+) -> None:
+    found: list[list[str]] = []
+    monkeypatch.setattr(
+        InterpretedFunction,
+        "run",
+        lambda self, *_, **__: found.append([n for n in self.arg_names if n not in self.kwargs["do_not_specialize"]]),
+    )
+    nothing_kernel[1,](*given)
+    assert found == [known]

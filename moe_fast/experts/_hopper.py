@@ -132,7 +132,7 @@ def multiply_outer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_experts"])
+@gluon.jit(do_not_specialize=["num_experts", "num_outs", "num_ins"])
 def outer_products_kernel(
     # rows: the gradient of the output, and the input; the result
     d_out_desc, x_desc, out_desc,

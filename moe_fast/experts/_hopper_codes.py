@@ -134,7 +134,7 @@ def fill_rows(out_ptr, begin, num_rows, num_columns, num_warps: gl.constexpr):
         gl.store(out_ptr + p.to(gl.int64)[:, None] * num_columns + c[None, :], filled, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows"])
+@gluon.jit(do_not_specialize=["stride_x_d", "stride_bias_l", "stride_bias_c", "capacity", "num_rows", "depth"])
 def scaled_matmul_kernel(
     # codes of the rows, of a matrix for each expert; the result, a descriptor of its segments
     x_desc, weight_desc, out_ptr, out_desc,
@@ -250,7 +250,7 @@ def multiply_turned(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_experts"])
+@gluon.jit(do_not_specialize=["num_experts", "num_outs", "num_ins"])
 def scaled_wgrad_kernel(
     # turned codes and their scales, of the gradient of the output and of the input; the result
     d_out_desc, d_out_scale_desc, x_desc, x_scale_desc, out_desc,

@@ -100,7 +100,7 @@ def multiply_rows(out_desc, buffer, ring, plan, bias, TURNED: gl.constexpr, GROU
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows"])
+@gluon.jit(do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows", "depth"])
 def matmul_kernel(
     # rows, a matrix for each expert; the result, a descriptor of its segments
     x_desc, weight_desc, out_ptr, out_desc,

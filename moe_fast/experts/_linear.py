@@ -170,7 +170,7 @@ def load_matrix(weight_desc, expert, d, c, TURNED: tl.constexpr, BLOCK_D: tl.con
 
 
 @jit(
-    together=[("stride_x_p", "depth"), ("stride_weight_l", "stride_weight_row"), ("num_columns",)],
+    together=[("stride_x_p", "depth", "stride_weight_l", "stride_weight_row", "num_columns")],
     along=["stride_x_d", "stride_weight_inner"],
     do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows"],
 )
@@ -230,7 +230,7 @@ def grouped_matmul_kernel(
 
 
 @jit(
-    together=[("stride_d_out_p", "num_outs"), ("stride_x_p", "stride_before_m", "num_ins")],
+    together=[("stride_d_out_p", "num_outs", "stride_x_p", "num_ins", "stride_before_m")],
     along=["stride_d_out_m", "stride_x_n", "stride_before_n"],
     do_not_specialize=["stride_before_l", "num_experts"],
 )

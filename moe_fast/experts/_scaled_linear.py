@@ -97,9 +97,10 @@ def load_scales(
 
 @jit(
     together=[
-        *(("stride_x_p", "depth"), ("stride_weight_l", "stride_weight_c"), ("num_columns",), ("stride_x_scale_p",)),
-        ("stride_weight_scale_l", "stride_weight_scale_d"),  # a stride of 1 along the columns makes loads wide
+        ("stride_weight_scale_l", "stride_weight_scale_d"),
+        *(("stride_x_p", "depth", "stride_weight_l", "stride_weight_c", "num_columns"), ("stride_x_scale_p",)),
     ],
+    along=["stride_weight_scale_c"],
     do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows", "x_share", "weight_share"],
 )
 def scaled_matmul_kernel(
@@ -176,7 +177,7 @@ def load_turned(ptr, stride, desc, first_row, row, live, place, BLOCK_P: tl.cons
 
 
 @jit(
-    together=[("num_outs", "num_ins"), ("stride_before_m",), ("stride_d_out_scale_p", "stride_x_scale_p")],
+    together=[("stride_before_m",), ("num_outs", "num_ins"), ("stride_d_out_scale_p", "stride_x_scale_p")],
     along=["stride_before_n"],
     do_not_specialize=["stride_before_l", "num_experts", "d_out_share", "x_share"],
 )

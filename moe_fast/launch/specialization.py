@@ -2,7 +2,7 @@
 
 Triton compiles a kernel anew for each class of each integer: 1, divisible by 16, of 64 bits, other.
 Loads and stores are wide where rows are contiguous and both their stride and their width are
-divisible. Where either is not, the other's class changes nothing, and a width of 1 never does.
+divisible: whole lines. Where one of these is not so, the others change little.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,10 @@ def jit(
     *, together: Sequence[tuple[str, ...]], along: Sequence[str] = (), do_not_specialize: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], "Kernel"]:
     """`triton.jit` of a kernel that knows of each group of integers `together` that all of them are
-    divisible, or nothing. Strides `along` rows, 0 for no tensor, are known if they are 1; unless
-    all of these rows are contiguous, so are the strides in groups, which then may be the
-    contiguous ones.
+    divisible, or nothing. The first group's rows have strides `along` them, 0 for no tensor: it is
+    known only if these are 1 too, and so are these.
 
-    These arguments are positional in a launch, and strides are named so.
+    These arguments are positional in a launch.
     """
 
     def decorated(function: Callable[..., Any]) -> Kernel:
@@ -44,7 +43,7 @@ class Kernel(KernelInterface[Any]):
         self.fn = _version(self, 0)
         place = self.fn.arg_names.index
         self._along_at = [place(name) for name in along]
-        self._together_at = [(place(name), 2 << i) for i, group in enumerate(together) for name in group]
+        self._together_at = [(place(name), 1 << i) for i, group in enumerate(together) for name in group]
 
     def run(self, *args: Any, **settings: Any) -> Any:
         unknown = 0  # every launch comes by here: plain loops cost least
@@ -59,13 +58,10 @@ class Kernel(KernelInterface[Any]):
 
 @cache
 def _version(kernel: Kernel, unknown: int) -> Any:
-    """Bit 0 of `unknown` is set if not all rows are contiguous, bit i + 1 if group i is not
-    divisible.
-    """
-    names = [name for i, group in enumerate(kernel.together) if unknown & 2 << i for name in group]
-    maybe_one = [name for name in names if name.startswith("stride_") and unknown & 1]
+    """Bit i of `unknown` is set if group i is not known to be divisible."""
+    names = [name for i, group in enumerate(kernel.together) if unknown & 1 << i for name in group]
     return triton.jit(
         kernel.function,
-        do_not_specialize=[*kernel.never, *(name for name in names if name not in maybe_one)],
-        do_not_specialize_on_alignment=[*kernel.along, *maybe_one],
+        do_not_specialize=[*kernel.never, *names, *(kernel.along if unknown & 1 else ())],
+        do_not_specialize_on_alignment=kernel.along,
     )
