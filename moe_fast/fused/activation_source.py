@@ -11,7 +11,8 @@ from moe_fast.fused._tiles import Operands
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
 from moe_fast.launch.backend import strided
-from moe_fast.quantization.quantized import Grid, format_of, grid_of
+from moe_fast.launch.tuning import power_of_two
+from moe_fast.quantization.quantized import Grid, format_of, grid_of, is_ragged
 from moe_ref.config import (
     QuantizerState,
     Recipe,
@@ -106,14 +107,28 @@ class Source:
         """Whether gradients of gates and values lie apart: one load gives a tile of each."""
         return self.d_out is not None and self.settings.layout(self.h) == "halves"
 
+    @property
+    def ragged(self) -> bool:
+        """Whether rows are not whole lines, or pieces of gates and values are not."""
+        h, width = self.h, self.settings.width(self.h)
+        pieces = self.settings.between(h) if self.settings.layout(h) == "blocks" else width
+        return is_ragged(h.stride(0), width, pieces, 0 if self.d_out is None else self.d_out.stride(0))
+
     def grid(self, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1), rows: int | None = None) -> Grid:
-        """Tiles of what is quantised; of halves that are whole tiles, the gates' alone."""
-        half = grid_of(
-            torch.Size((self.h.shape[0], self.settings.width(self.h))), self.forms.splits, walk, aligned, least, rows
-        )
-        if self.halves and self.settings.width(self.h) % half.settings["BLOCK_N"] == 0:
+        """Tiles of what is quantised; of halves that are whole tiles, the gates' alone. They are no
+        wider than rows, as curves take long to compile.
+        """
+
+        def cut(columns: int) -> Grid:
+            narrow = replace(walk, columns=min(walk.columns, power_of_two(columns, least=32)))
+            shape = torch.Size((self.h.shape[0], columns))
+            return grid_of(shape, self.forms.splits, narrow, aligned, least, rows, ragged=self.ragged)
+
+        width = self.settings.width(self.h)
+        half = cut(width)
+        if self.halves and width % half.settings["BLOCK_N"] == 0:
             return half
-        return grid_of(self.like.shape, self.forms.splits, walk, aligned, least, rows)
+        return cut(self.like.shape[1])
 
     def parts(self, grid: Grid) -> Tensor | None:
         """Each program's part of d_probs, [rows, programs per row]; None without probs."""
@@ -127,8 +142,8 @@ class Source:
 def source_of(d_out: Tensor | None, h: Tensor, probs: Tensor | None, settings: Settings, forms: Forms) -> Source:
     """What the kernels read: memory, not a pending minus, on the device of h."""
     check_fused(h, probs)
-    # a copy, as the result reads them later
-    splits = None if forms.splits is None else forms.splits.to(h.device, non_blocking=True, copy=True)
+    # a copy, as the result reads them later; int64, as most are
+    splits = None if forms.splits is None else forms.splits.to(h.device, torch.int64, non_blocking=True, copy=True)
     memories = (None if x is None else x.detach().resolve_neg() for x in (d_out, h, probs))
     d_out, memory, probs = memories
     assert memory is not None

@@ -22,7 +22,17 @@ from moe_fast.quantization.gathered import Gathered, can_gather, quantize_gather
 from moe_fast.quantization.group_scales import FORMAT_MAX
 from moe_fast.quantization.nvfp4 import SCOPES
 from moe_fast.quantization.quantize import form_arguments, quantize
-from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized, encoding, format_of, grid_of, scale_limits
+from moe_fast.quantization.quantized import (
+    KERNEL_OF,
+    Form,
+    Quantized,
+    encoding,
+    format_of,
+    grid_of,
+    is_ragged,
+    scale_limits,
+    warps_for,
+)
 from moe_ref.config import PermutedQuantization, QuantizerState, Recipe, check_permute_and_quantize
 from moe_ref.config.quantization import BLOCK
 
@@ -151,6 +161,7 @@ class Work:
         self.source: Tensor | None = None  # [P] the token of each row, or -1
         self.shape = torch.Size((lists.num_rows, tokens.shape[1]))
         self.row_probs: Tensor | None = None
+        self.ragged = is_ragged(tokens.stride(0), tokens.shape[1])
 
     def done(
         self, rowwise: bool, columnwise: bool, state: QuantizerState | None
@@ -307,7 +318,7 @@ class Work:
                 BLOCK_G=fill.lanes,
                 BLOCK_R=fill.rows,
                 BLOCK_L=self.sizes.list_tokens,
-                num_warps=tile.num_warps,
+                num_warps=warps_for(tile, tile.tokens * block_columns, self.ragged),
                 **NO_FP_FUSION,
             )
 
@@ -330,7 +341,7 @@ class Work:
         block = (self.size, self.size if self.square else 1)
         tuned = self.sizes.permute_quantize
         walk, height = (tuned.tall, self.size) if aligned else (tuned.gather, None)
-        grid = grid_of(self.shape, self.splits, walk, aligned, block, height)
+        grid = grid_of(self.shape, self.splits, walk, aligned, block, height, ragged=self.ragged)
         form = self._blank(block, grid.tiles if aligned else ceil_div(self.shape[0], self.size))
         if self.source is None:
             self.places()

@@ -4,14 +4,15 @@ import triton.language as tl
 
 from moe_fast.launch._rounding import rounded
 from moe_fast.launch.specialization import jit
-from moe_fast.quantization._formats import decoded, power_of_two
+from moe_fast.quantization._formats import decoded, decoded_bytes, power_of_two
 from moe_fast.quantization._nvfp4 import global_amax
 from moe_fast.quantization._tiles import are_wrong, place_of_tile, spread
 
 
 @jit(
     together=[("stride_scale_m",), ("num_columns",)],
-    do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"],
+    along=["stride_scale_n"],
+    do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps", "mantissa"],
 )
 def dequantize_kernel(
     codes_ptr, scale_ptr, stride_scale_m, stride_scale_n,
@@ -21,14 +22,15 @@ def dequantize_kernel(
     out_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
     num_rows, num_columns, num_groups, parts, steps,
-    RULE: tl.constexpr, FORMAT: tl.constexpr, PER: tl.constexpr, LARGEST: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
-    STAGES: tl.constexpr,
+    mantissa,  # bits that a code of eight has of it
+    inverse,  # NVFP4: 1/(6 · the largest d)
+    RULE: tl.constexpr, PER: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """code · scale, rounded once more; 0 past the last group, and NaN for illegal splits.
 
     RULE "group": one scale per group, else per block.
-    RULE "nvfp4": the scale is d · A · (1/LARGEST), LARGEST = 6 · the largest d, A one amax per PER.
+    RULE "nvfp4": the scale is d · A · inverse, A one amax per PER.
     """
     tile = tl.program_id(0) // parts
     group, first, _, owned, written = place_of_tile(
@@ -43,7 +45,8 @@ def dequantize_kernel(
         n = column + tl.arange(0, BLOCK_N)
         inside = (row < written)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of x
         place = row[:, None] * num_columns + n[None, :]
-        value = decoded(tl.load(codes_ptr + place, mask=inside, other=0), FORMAT)
+        code = tl.load(codes_ptr + place, mask=inside, other=0)
+        value = decoded(code, "e2m1") if RULE == "nvfp4" else decoded_bytes(code, mantissa)
         if RULE == "group":
             scale = tl.load(scale_ptr + group, mask=group < num_groups, other=0.0)  # not the rest of x
         else:
@@ -58,7 +61,7 @@ def dequantize_kernel(
                 stored = power_of_two(stored)
             elif RULE == "nvfp4":
                 whole = global_amax(amax_ptr, group, num_groups, row, owned, n, num_columns, PER)
-                stored = decoded(stored, "e4m3") * whole * (1 / LARGEST)
+                stored = decoded(stored, "e4m3") * whole * inverse
             scale = spread(stored, BLOCK_R, BLOCK_C)
         value = tl.where((row < owned)[:, None], value * scale, 0.0)
         value = tl.where(wrong, float("nan"), value)

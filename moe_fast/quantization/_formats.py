@@ -96,14 +96,26 @@ def decoded(code, FORMAT: tl.constexpr):
     MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2 if FORMAT == "e5m2" else 1
     BIAS: tl.constexpr = 7 if FORMAT == "e4m3" else 15 if FORMAT == "e5m2" else 1
     MAX_CODE: tl.constexpr = 0x7E if FORMAT == "e4m3" else 0x7B if FORMAT == "e5m2" else 7
-    SIGN: tl.constexpr = 3 if FORMAT == "e2m1" else 7
+    return value_of(code, MANTISSA, BIAS, MAX_CODE, 3 if FORMAT == "e2m1" else 7)
+
+
+@triton.jit
+def decoded_bytes(code, mantissa):
+    """The same of E4M3 or E5M2, by the bits of the mantissa: one kernel serves both."""
+    wide = mantissa == 3
+    return value_of(code, mantissa, tl.where(wide, 7, 15), tl.where(wide, 0x7E, 0x7B), 7)
+
+
+@triton.jit
+def value_of(code, mantissa, bias, max_code, SIGN: tl.constexpr):
+    """The values of codes with `mantissa` bits of that name; NaN above `max_code`."""
     code = code.to(tl.int32)
     body = code & ((1 << SIGN) - 1)
-    rebias = tl.full([], (127 + 127 - BIAS) << 23, tl.int32).to(tl.float32, bitcast=True)  # 2^(127 - BIAS)
-    value = (body << (23 - MANTISSA)).to(
+    rebias = tl.full([], (127 + 127 - bias) << 23, tl.int32).to(tl.float32, bitcast=True)  # 2^(127 - bias)
+    value = (body << (23 - mantissa)).to(
         tl.float32, bitcast=True
     ) * rebias  # a subnormal of the format is one of float32, too
-    value = tl.where(body > MAX_CODE, float("nan"), value)
+    value = tl.where(body > max_code, float("nan"), value)
     sign = (code >> SIGN) << 31
     # a minus is 0 - value in Triton 3.6, which loses the sign of 0
     return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)

@@ -17,11 +17,11 @@ def multiplier_of(stored, encoding):
 
 
 @triton.jit
-def error_of(x, scale, multiplier, whole, LARGEST: tl.constexpr, ERROR: tl.constexpr):
-    """|q·d·A/(6·LARGEST) - x|, or its square, of one element of each block."""
+def error_of(x, scale, multiplier, whole, largest, ERROR: tl.constexpr):
+    """|q·d·A/(6·largest) - x|, or its square, of one element of each block."""
     code = encoded(x * multiplier, "e2m1", False)
     product = decoded(code, "e2m1") * scale * whole
-    difference = tl.div_rn(product, tl.full(product.shape, E2M1_MAX * LARGEST, tl.float32)) - x
+    difference = tl.div_rn(product, tl.full(product.shape, E2M1_MAX * largest, tl.float32)) - x
     return difference * difference if ERROR == "mse" else tl.abs(difference)
 
 
@@ -37,9 +37,9 @@ def sum_of_sixteen(total, AXIS: tl.constexpr):
 
 @triton.jit
 def better_of_two(
-    x_ptr, stride_m, stride_n, amax, whole, encoding, first, owned, column, num_columns,
-    LARGEST: tl.constexpr, ERROR: tl.constexpr, HARDWARE: tl.constexpr, BY_ROWS: tl.constexpr, SQUARE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, stride_m, stride_n, amax, whole, encoding, first, owned, column, num_columns, largest,
+    ERROR: tl.constexpr, HARDWARE: tl.constexpr, BY_ROWS: tl.constexpr, SQUARE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The d of blocks that map their largest value to 6, or to 4 by a d 1.5 times as large:
     whichever errs less; 6 if they err alike.
@@ -67,8 +67,8 @@ def better_of_two(
             x = load_tile(x_ptr, stride_m, stride_n, row, owned, place + i, num_columns)
         else:
             x = load_tile(x_ptr, stride_m, stride_n, row + i, owned, place, num_columns)
-        errs_six += error_of(x, scale_six, multiplier_six, whole, LARGEST, ERROR)
-        errs_four += error_of(x, scale_four, multiplier_four, whole, LARGEST, ERROR)
+        errs_six += error_of(x, scale_six, multiplier_six, whole, largest, ERROR)
+        errs_four += error_of(x, scale_four, multiplier_four, whole, largest, ERROR)
     if SQUARE:
         a: tl.constexpr = BLOCK_M // SIZE
         b: tl.constexpr = BLOCK_N // SIZE

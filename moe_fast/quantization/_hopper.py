@@ -169,7 +169,12 @@ def quantize_row_of_tiles(
             )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"])
+@gluon.jit(
+    do_not_specialize=[
+        *("stride_row_m", "stride_row_n", "stride_column_m", "stride_column_n", "stride_splits"),
+        *("num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"),
+    ]
+)
 def quantize_tiles_kernel(
     x_desc, splits_ptr, stride_splits,
     # results, as for `quantize_blocks_kernel`

@@ -35,9 +35,8 @@ def global_amax(amax_ptr, group, num_groups, row, owned, column, num_columns, PE
 @triton.jit
 def quantize_form(
     x, x_ptr, stride_x_m, stride_x_n, amax_ptr, noise_ptr, stride_noise_m, stride_noise_n, codes_ptr, scale_ptr,
-    group, num_groups, first, owned, written, column, num_columns,
-    PER: tl.constexpr, LARGEST: tl.constexpr, ERROR: tl.constexpr, HARDWARE: tl.constexpr, BY_ROWS: tl.constexpr,
-    SQUARE: tl.constexpr,
+    group, num_groups, first, owned, written, column, num_columns, largest,
+    PER: tl.constexpr, ERROR: tl.constexpr, HARDWARE: tl.constexpr, BY_ROWS: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
     """One form of a tile: codes and block scales. ERROR: measure between two scales, or None."""
     BLOCK_R: tl.constexpr = SIZE if SQUARE or not BY_ROWS else 1
@@ -46,12 +45,12 @@ def quantize_form(
     n = column + tl.arange(0, x.shape[1])
     amax = block_amax(x, BLOCK_R, BLOCK_C)
     whole = global_amax(amax_ptr, group, num_groups, row, owned, n, num_columns, PER)
-    encoding = fitting_scale(whole, 0.0, FLOAT32_MAX, E2M1_MAX * LARGEST, False)
+    encoding = fitting_scale(whole, 0.0, FLOAT32_MAX, E2M1_MAX * largest, False)
     if ERROR is None:
         stored = encoded(tl.minimum(amax * (encoding * (1 / E2M1_MAX)), FLOAT32_MAX), "e4m3", HARDWARE)
     else:
         stored = better_of_two(
-            x_ptr, stride_x_m, stride_x_n, amax, whole, encoding, first, owned, column, num_columns, LARGEST,
+            x_ptr, stride_x_m, stride_x_n, amax, whole, encoding, first, owned, column, num_columns, largest,
             ERROR, HARDWARE, BY_ROWS, SQUARE, x.shape[0], x.shape[1],
         )  # fmt: skip
     scaled = x * spread(multiplier_of(stored, encoding), BLOCK_R, BLOCK_C)
@@ -79,9 +78,9 @@ def quantize_two_levels_kernel(
     row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
     num_rows, num_columns, num_groups, parts, steps,
-    ROW_SCALED: tl.constexpr, TRANSFORMED: tl.constexpr, LARGEST: tl.constexpr, ERROR: tl.constexpr,
-    SQUARE: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
-    STAGES: tl.constexpr,
+    largest,  # scale of a block
+    ROW_SCALED: tl.constexpr, TRANSFORMED: tl.constexpr, ERROR: tl.constexpr, SQUARE: tl.constexpr,
+    HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Both forms in one pass, blocks 1 × 16 and 16 × 1; SQUARE 16 × 16; TRANSFORMED by columns."""
     tile = tl.program_id(0) // parts
@@ -96,8 +95,8 @@ def quantize_two_levels_kernel(
         if row_codes_ptr is not None:
             quantize_form(
                 x, x_ptr, stride_x_m, stride_x_n, row_amax_ptr, noise_ptr, stride_noise_m, stride_noise_n,
-                row_codes_ptr, row_scale_ptr, group, num_groups, first, owned, written, column, num_columns,
-                "row" if ROW_SCALED else "group", LARGEST, ERROR, HARDWARE, True, SQUARE,
+                row_codes_ptr, row_scale_ptr, group, num_groups, first, owned, written, column, num_columns, largest,
+                "row" if ROW_SCALED else "group", ERROR, HARDWARE, True, SQUARE,
             )  # fmt: skip
         if column_codes_ptr is not None:
             if TRANSFORMED:
@@ -108,5 +107,5 @@ def quantize_two_levels_kernel(
                 x, x_ptr, stride_x_m, stride_x_n, column_amax_ptr,
                 None if noise_ptr is None else noise_ptr + stride_noise_d, stride_noise_m, stride_noise_n,
                 column_codes_ptr, column_scale_ptr, group, num_groups, first, owned, written, column,
-                num_columns, "column" if ROW_SCALED else "group", LARGEST, ERROR, HARDWARE, False, SQUARE,
+                num_columns, largest, "column" if ROW_SCALED else "group", ERROR, HARDWARE, False, SQUARE,
             )  # fmt: skip

@@ -39,16 +39,16 @@ class FormPointers(NamedTuple):
 
 
 @triton.jit
-def over(numerator: tl.constexpr, denominator):
+def over(numerator, denominator):
     """The quotient, rounded once; `/` is an approximation on a GPU."""
     return tl.div_rn(numerator, denominator)
 
 
 @triton.jit
-def fitting_scale(amax, epsilon, infinity, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def fitting_scale(amax, epsilon, infinity, format_max, POWER_OF_TWO: tl.constexpr):
     """format_max / max(amax, ε); 1 for 0 or ∞, `infinity` on overflow; POWER_OF_TWO: truncated."""
     a = tl.maximum(amax, epsilon)
-    s = over(FORMAT_MAX, tl.where((a == 0) | (a == INFINITE), FORMAT_MAX, a))
+    s = over(format_max, tl.where((a == 0) | (a == INFINITE), format_max, a))
     s = tl.where(s == INFINITE, infinity, s)
     if POWER_OF_TWO:
         s = (s.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)  # the mantissa becomes 0

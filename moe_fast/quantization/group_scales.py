@@ -9,15 +9,20 @@ from moe_fast.launch.backend import check_device, launch_on, strided
 from moe_fast.launch.operators import has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import at_least, power_of_two
 from moe_fast.quantization import _group_scales as kernels
-from moe_fast.quantization.quantized import Form, encoding, format_of, grid_of
+from moe_fast.quantization.quantized import Form, Grid, encoding, format_of, grid_of, is_ragged
 from moe_ref.config import QuantizerState, Recipe, check_role, check_state, require
 
 FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}  # OCP OFP8 1.0
 
 
+def _grid(x: Tensor, splits: Tensor | None) -> Grid:
+    walk = tuning.for_device(x.device).quantize.groups
+    return grid_of(x.shape, splits, walk, True, ragged=is_ragged(x.stride(0), x.shape[1]))
+
+
 def group_amax(x: Tensor, splits: Tensor | None) -> Tensor:
     """[G] max |x|, as the bits of float32."""
-    grid = grid_of(x.shape, splits, tuning.for_device(x.device).quantize.groups, True)
+    grid = _grid(x, splits)
     amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
     if has_memory() and grid.programs:
         with launch_on(x):
@@ -32,7 +37,7 @@ def cast_groups(
     x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, state: QuantizerState | None
 ) -> tuple[Form, QuantizerState | None]:
     """One scale per group: from the state, which gets this step's amax, or from the amax."""
-    grid = grid_of(x.shape, splits, tuning.for_device(x.device).quantize.groups, True)
+    grid = _grid(x, splits)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_groups_kernel
     inverse = torch.empty(grid.groups, device=x.device)  # by its first program
     given = history = None

@@ -11,7 +11,7 @@ from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization import _group_scales as group_scales
 from moe_fast.quantization import _nvfp4 as nvfp4
 from moe_fast.quantization.group_scales import group_amax
-from moe_fast.quantization.quantized import Form, grid_of
+from moe_fast.quantization.quantized import Form, grid_of, is_ragged
 from moe_ref.config import Recipe
 from moe_ref.config.quantization import BLOCK
 
@@ -56,7 +56,8 @@ def quantize_two_levels(
     by_columns = blank(column_amax, (SIZE, SIZE if square else 1), "column") if columnwise else None
     sizes = tuning.for_device(x.device).quantize
     walk = sizes.transformed if transformed else sizes.columns if square or columnwise else sizes.rows
-    grid = grid_of(x.shape, splits, walk, True, (SIZE if square or columnwise else 1, SIZE))
+    least = (SIZE if square or columnwise else 1, SIZE)
+    grid = grid_of(x.shape, splits, walk, True, least, ragged=is_ragged(x.stride(0)))
     if has_memory() and grid.programs:
         with launch_on(x):
             launch(nvfp4.quantize_two_levels_kernel, (grid.programs,))(
@@ -69,9 +70,9 @@ def quantize_two_levels(
                 *((None, None) if by_columns is None else (by_columns.codes_MN, by_columns.scale)),
                 *x.shape,
                 *grid.sizes,
+                largest,
                 ROW_SCALED=row_scaled,
                 TRANSFORMED=transformed,
-                LARGEST=largest,
                 ERROR=error,
                 SQUARE=square,
                 HARDWARE=casts_in_hardware(x.device),
@@ -86,9 +87,8 @@ def _amax_of_forms(
 ) -> tuple[Tensor | None, Tensor | None]:
     """max |x| per group and of its transform; row-scaled: [M] rows, [G,N] columns of groups."""
     sizes = tuning.for_device(x.device).quantize
-    grid = grid_of(
-        x.shape, splits, sizes.groups if row_scaled else sizes.transformed, True, (1 if row_scaled else SIZE, 1)
-    )
+    walk, least = sizes.groups if row_scaled else sizes.transformed, (1 if row_scaled else SIZE, 1)
+    grid = grid_of(x.shape, splits, walk, True, least, ragged=is_ragged(x.stride(0)))
     row_shape, column_shape = (
         ((x.shape[0],), (grid.groups, x.shape[1])) if row_scaled else ((grid.groups,), (grid.groups,))
     )

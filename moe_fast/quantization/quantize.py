@@ -26,6 +26,7 @@ from moe_fast.quantization.quantized import (
     encoding,
     format_of,
     grid_of,
+    is_ragged,
     scale_limits,
 )
 from moe_ref.config import Quantization, QuantizerState, Recipe, check_quantize, check_splits
@@ -68,8 +69,9 @@ def _quantize(
     if splits is None:
         check_splits([x_MN.shape[0]], x_MN.shape[0], recipe)
     else:
-        # the result reads them later, when the caller may have others there
-        splits = splits.to(x_MN.device, non_blocking=True, copy=not for_products)
+        # the result reads them later, when the caller may have others there; int64, as most are
+        dtype = splits.dtype if for_products else torch.int64
+        splits = splits.to(x_MN.device, dtype, non_blocking=True, copy=not for_products)
     x = x_MN.detach().resolve_neg()  # a kernel sees memory, not a pending minus
     format = format_of(recipe, role)
     if recipe.stochastic_rounding and role == "grad_output" and noise is None:
@@ -102,7 +104,9 @@ def _quantize_blocks(
     aligned = rule == "amax" and tall  # whole groups of MXFP8 consist of whole blocks, wherever x is cut
     on_hopper = has_memory() and aligned and hopper.can_quantize(x)
     walk = hopper.WALK if on_hopper else sizes.tall if aligned else sizes.columns if tall else sizes.rows
-    grid = grid_of(x.shape, splits, walk, aligned, (size if tall else 1, size), size if aligned else None)
+    ragged = not on_hopper and is_ragged(x.stride(0), x.shape[1])
+    least = (size if tall else 1, size)
+    grid = grid_of(x.shape, splits, walk, aligned, least, size if aligned else None, ragged=ragged)
     by_rows = by_columns = None
     if square or rowwise:
         parts = {"codes": rowwise or not turned, "turned": square and turned and columnwise, "amax": not turned}

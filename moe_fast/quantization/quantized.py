@@ -11,8 +11,9 @@ from torch import Tensor
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import casts_in_hardware, launch_on, strided
+from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, launch_on, strided
 from moe_fast.launch.operators import as_operators, has_memory, launch, record, traceable
+from moe_fast.launch.specialization import DIVISOR
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.quantization import _hadamard as hadamard
 from moe_fast.quantization._dequantize import dequantize_kernel
@@ -201,7 +202,8 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
     aligned = rule in ("group", "nvfp4") or (rule == "amax" and tall)
     rows = block[0] if rule == "amax" and tall else None
     walk = sizes.tall if rows else sizes.columns if tall else sizes.groups
-    grid = grid_of(codes_MN.shape, quantized.splits, walk, aligned, block, rows)
+    ragged = is_ragged(codes_MN.shape[1])
+    grid = grid_of(codes_MN.shape, quantized.splits, walk, aligned, block, rows, ragged=ragged)
     out = torch.empty(codes_MN.shape, dtype=quantized.dtype, device=codes_MN.device)  # all by dequantize_kernel
     if has_memory() and grid.programs:
         with launch_on(codes_MN):
@@ -214,10 +216,10 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
                 out,
                 *codes_MN.shape,
                 *grid.sizes,
+                3 if quantized.format == "e4m3" else 2,
+                1 / (6 * form.largest),
                 RULE=rule,
-                FORMAT=quantized.format,
                 PER=form.per,
-                LARGEST=6 * form.largest,
                 ALIGNED=aligned,
                 BLOCK_R=block[0],
                 BLOCK_C=block[1],
@@ -260,6 +262,10 @@ def _hadamard_adjoint(d_value: Tensor) -> Tensor:
 
 # --- how the kernels cut a tensor
 
+NARROW = 32 if INTERPRETED else 128  # columns: narrower tiles save no time, and each is one more kernel to compile
+MOST_WARPS = 16 if torch.version.hip else 32  # of a program, which has 1024 threads at most
+RAGGED = 256  # elements of a warp
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -281,19 +287,32 @@ class Grid:
         return self.groups, self.parts, self.steps
 
 
+def is_ragged(*lengths: int) -> bool:
+    """Whether one of these widths and strides is no multiple of what kernels are compiled for: then
+    rows are not read and written in whole lines, but element by element.
+    """
+    return any(length % DIVISOR for length in lengths)
+
+
+def warps_for(tile: tuning.Tile, elements: int, ragged: bool) -> int:
+    """A tile's warps; `ragged` ones have more: each element has an address of its own, and a thread
+    has the registers for few.
+    """
+    return max(tile.num_warps, min(elements // RAGGED, MOST_WARPS)) if ragged else tile.num_warps
+
+
 def grid_of(
-    shape: torch.Size,
-    splits: Tensor | None,
-    walk: tuning.Walk,
-    aligned: bool,
-    least: tuple[int, int] = (1, 1),
-    rows: int | None = None,
-) -> Grid:
-    """Tiles of `walk`, at least a block, or `rows` high. Aligned: from each group's first row."""
+    shape: torch.Size, splits: Tensor | None, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1),
+    rows: int | None = None, *, ragged: bool = False,
+) -> Grid:  # fmt: skip
+    """Tiles of `walk`, at least a block, or `rows` high. Aligned: from each group's first row.
+    Ragged tiles are as wide as can be: one kernel serves all widths.
+    """
     num_rows, num_columns = shape
     groups = 1 if splits is None else len(splits)
     block_m = rows or max(walk.tokens, least[0])
-    block_n = max(min(walk.columns, power_of_two(num_columns, least=32)), least[1])
+    narrow = walk.columns if ragged and not INTERPRETED else NARROW
+    block_n = max(min(walk.columns, power_of_two(num_columns, least=narrow)), least[1])
     # the rest of x is one more; each has a last tile that may be partial
     pieces = groups + 1 if aligned and splits is not None else 1
     tiles = (num_rows + pieces * (block_m - 1)) // block_m
@@ -303,7 +322,7 @@ def grid_of(
         "BLOCK_N": block_n,
         "BLOCK_G": power_of_two(groups + 1, least=16),
         "STAGES": walk.stages,
-        "num_warps": walk.num_warps,
+        "num_warps": warps_for(walk, block_m * block_n, ragged),
     }
-    settings |= {} if walk.registers is None else {"maxnreg": walk.registers}
+    settings |= {} if walk.registers is None or ragged else {"maxnreg": walk.registers}
     return Grid(groups, tiles, max(ceil_div(num_columns, block_n * steps), 1), steps, settings)
