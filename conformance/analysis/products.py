@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,18 +29,18 @@ class Product:
 
     @classmethod
     def of(cls, left_IK: Tensor | Running | Factor, right_JK: Tensor | Running | Factor) -> "Product":
-        (left, *left_sizes), (right, *right_sizes) = _operand(left_IK), _operand(right_JK)
-        spoilt = left.isnan().any(1)[:, None] | right.isnan().any(1)[None]
-        free = (left.isinf().any(1)[:, None] | right.isinf().any(1)[None]) & ~spoilt
-        value = torch.where(left.isfinite(), left, 0.0) @ torch.where(right.isfinite(), right, 0.0).T
-        value = torch.where(spoilt, torch.nan, value)
-        (left_size, left_margin), (right_size, right_margin) = left_sizes, right_sizes
-        magnitude, margin = left_size @ right_size.T, torch.zeros_like(value)
-        if left_margin.any() or right_margin.any():
-            farthest = (left_size + left_margin) @ (right_size + right_margin).T
-            open_ = (left_margin > 0).any(1)[:, None] | (right_margin > 0).any(1)[None]
+        left, right = _operand(left_IK), _operand(right_JK)
+        value, magnitude = left.clean @ right.clean.T, left.size @ right.size.T
+        free, margin = torch.zeros_like(value, dtype=torch.bool), torch.zeros_like(value)
+        if not (left.finite and right.finite):
+            spoilt = left.value.isnan().any(1)[:, None] | right.value.isnan().any(1)[None]
+            free = (left.value.isinf().any(1)[:, None] | right.value.isinf().any(1)[None]) & ~spoilt
+            value = torch.where(spoilt, torch.nan, value)
+        if not (left.exact and right.exact):
+            farthest = (left.size + left.margin) @ (right.size + right.margin).T
+            open_ = (left.margin > 0).any(1)[:, None] | (right.margin > 0).any(1)[None]
             margin = torch.where(open_, farthest - magnitude, 0.0)
-        return cls(value, magnitude, free, margin, left.shape[1])
+        return cls(value, magnitude, free, margin, left.value.shape[1])
 
     @classmethod
     def joined(cls, products: list["Product"], stack: bool = False) -> "Product":
@@ -110,15 +110,28 @@ def compared(
     )
 
 
-def _operand(x: Tensor | Running | Factor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, magnitudes for an accumulator's alignment (0 if not finite), and margins."""
+class _Operand(NamedTuple):
+    """A factor, with what its products need several times."""
+
+    value: Tensor
+    clean: Tensor  # 0 where the value is not finite
+    size: Tensor  # magnitudes for an accumulator's alignment, 0 likewise
+    margin: Tensor
+    finite: bool  # all values
+    exact: bool  # no margin
+
+
+def _operand(x: Tensor | Running | Factor) -> _Operand:
     if isinstance(x, Factor):
         value, margin, aligned = x.values.center, x.values.margin, x.aligned
     else:
-        value, margin = (x.value, x.error) if isinstance(x, Running) else (x.double(), torch.zeros_like(x.double()))
+        value, margin = (x.value, x.error) if isinstance(x, Running) else (x.double(), torch.zeros(()))
         aligned = None
-    clean = torch.where(value.isfinite(), value, 0.0)
-    return value, clean.abs() if aligned is None else torch.where(clean == 0, 0.0, aligned), margin
+    finite = value.isfinite()
+    clean = torch.where(finite, value, 0.0)
+    size = clean.abs() if aligned is None else torch.where(clean == 0, 0.0, aligned)
+    margin = margin.expand(value.shape)
+    return _Operand(value, clean, size, margin, bool(finite.all()), not margin.any())
 
 
 def expert_slices(counts: Tensor) -> list[slice]:

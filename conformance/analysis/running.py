@@ -16,8 +16,10 @@ result that is exactly zero by its operands stays zero.
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Union
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,79 +61,80 @@ class Running:
         """Transposed."""
         return Running(self.value.mT, self.error.mT, self.dtype)
 
+    @property
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.value.numpy(), self.error.numpy()
+
     @classmethod
     def joined(cls, parts: list["Running"], stack: bool = False) -> "Running":
         """The parts concatenated, or stacked."""
         join = torch.stack if stack else torch.cat
         return cls(join([x.value for x in parts]), join([x.error for x in parts]), parts[0].dtype)
 
-    def _rounded(self, value: Tensor, inherited: Tensor, c: float = 1.0) -> "Running":
-        exact_zero = (value == 0) & (inherited == 0)
-        rounding = c * ROUNDOFF[self.dtype] * (value.abs() + inherited) + torch.finfo(self.dtype).tiny
-        error = torch.where(exact_zero, 0.0, torch.where(value.isfinite(), inherited + rounding, 0.0))
-        overflow = value.isfinite() & (value.abs() + error > torch.finfo(self.dtype).max)
-        return Running(value, torch.where(overflow, torch.inf, error), self.dtype)
+    def _rounded(self, result: Tensor, inherited: np.ndarray, c: float = 1.0) -> "Running":
+        """The result with its rounding."""
+        value = result.numpy()
+        with np.errstate(all="ignore"):
+            size, finite = np.abs(value), np.isfinite(value)
+            whole = size + inherited
+            error = inherited + (c * ROUNDOFF[self.dtype] * whole + torch.finfo(self.dtype).tiny)
+            error = np.where(finite & (whole != 0), error, 0.0)  # 0 by its operands is exact
+            error = np.where(finite & (size + error > torch.finfo(self.dtype).max), np.inf, error)
+        return Running(result, torch.from_numpy(error), self.dtype)
 
     def constant(self, other: Operand) -> "Running":
         """A constant, rounded as stored."""
-        if isinstance(other, Running):
-            return other
-        value = torch.full((), float(other), dtype=torch.float64)
-        stored = value.to(self.dtype).double()
-        return Running(value, (value - stored).abs(), self.dtype)
+        return other if isinstance(other, Running) else _constant(float(other), self.dtype)
 
     def __add__(self, other: Operand) -> "Running":
         y = self.constant(other)
-        return self._rounded(self.value + y.value, self.error + y.error)
+        return self._rounded(self.value + y.value, self.error.numpy() + y.error.numpy())
 
     def __sub__(self, other: Operand) -> "Running":
         y = self.constant(other)
-        return self._rounded(self.value - y.value, self.error + y.error)
+        return self._rounded(self.value - y.value, self.error.numpy() + y.error.numpy())
 
     def __mul__(self, other: Operand) -> "Running":
-        y = self.constant(other)
-        inherited = _times(self.value.abs(), y.error) + _times(y.value.abs(), self.error) + _times(self.error, y.error)
-        value = self.value * y.value
-        underflow = (value == 0) & (self.value != 0) & (y.value != 0)  # in float64: no exact zero
-        return self._rounded(value, torch.where(underflow, torch.finfo(self.dtype).tiny, inherited))
+        b = self.constant(other)
+        (x, e), (y, f), product = self._arrays, b._arrays, self.value * b.value
+        with np.errstate(all="ignore"):
+            inherited = _times(np.abs(x), f) + _times(np.abs(y), e) + _times(e, f)
+            underflow = (product.numpy() == 0) & (x != 0) & (y != 0)  # in float64: no exact zero
+        return self._rounded(product, np.where(underflow, torch.finfo(self.dtype).tiny, inherited))
 
     def __truediv__(self, other: Operand) -> "Running":
-        y = self.constant(other)
-        value = self.value / y.value
-        room = y.value.abs() - y.error
-        inherited = torch.where(
-            room > 0,
-            (self.error + _times(value.abs(), y.error)) / room,
-            torch.where((self.value == 0) & (self.error == 0), 0.0, torch.inf),
-        )
-        return self._rounded(value, inherited, DIVISION)
+        b = self.constant(other)
+        (x, e), (y, f), quotient = self._arrays, b._arrays, self.value / b.value
+        with np.errstate(all="ignore"):
+            room, exact = np.abs(y) - f, (x == 0) & (e == 0)
+            inherited = (e + _times(np.abs(quotient.numpy()), f)) / room
+            inherited = np.where(room > 0, inherited, np.where(exact, 0.0, np.inf))
+        return self._rounded(quotient, inherited, DIVISION)
 
     def exp(self) -> "Running":
         value = self.value.exp()
         argument = self.error + 2 * ROUNDOFF[self.dtype] * torch.where(self.value.isfinite(), self.value.abs(), 0.0)
-        rounded = self._rounded(
-            value, torch.where(value == 0, 0.0, _times(value, torch.expm1(argument))), TRANSCENDENTAL
-        )
+        with np.errstate(all="ignore"):
+            inherited = _times(value.numpy(), torch.expm1(argument).numpy())
+        rounded = self._rounded(value, np.where(value.numpy() == 0, 0.0, inherited), TRANSCENDENTAL)
         underflow = (value == 0) & self.value.isfinite()  # in float64: only exp(-∞) is exactly zero
         return Running(value, torch.where(underflow, torch.finfo(self.dtype).tiny, rounded.error), self.dtype)
 
     def log1p(self) -> "Running":
         """ln(1 + x) for x ≥ 0, accurate for small x."""
         value = self.value.log1p()
-        return self._rounded(value, self.error / (1 + (self.value - self.error).clamp(min=0)), TRANSCENDENTAL)
+        inherited = self.error / (1 + (self.value - self.error).clamp(min=0))
+        return self._rounded(value, inherited.numpy(), TRANSCENDENTAL)
 
     def log(self) -> "Running":
         room = self.value - self.error
-        return self._rounded(
-            self.value.log(),
-            torch.where(room > 0, self.error / room, torch.inf) + 2 * ROUNDOFF[self.dtype],
-            TRANSCENDENTAL,
-        )
+        inherited = torch.where(room > 0, self.error / room, torch.inf) + 2 * ROUNDOFF[self.dtype]
+        return self._rounded(self.value.log(), inherited.numpy(), TRANSCENDENTAL)
 
     def sqrt(self) -> "Running":
         high, low = (self.value + self.error).sqrt(), (self.value - self.error).clamp(min=0).sqrt()
         value = self.value.sqrt()
-        return self._rounded(value, torch.maximum(high - value, value - low), ROOT)
+        return self._rounded(value, torch.maximum(high - value, value - low).numpy(), ROOT)
 
     def sum(self, dim: int, terms: int | None = None) -> "Running":
         """The sum in any order; `terms`: the number of terms not exactly zero; None: all.
@@ -215,6 +218,12 @@ class Running:
         return Bounded(right, torch.where(right.isfinite(), bound, 0.0), dtype, self.dtype)
 
 
+@cache
+def _constant(x: float, dtype: torch.dtype) -> Running:
+    value = torch.full((), x, dtype=torch.float64)
+    return Running(value, (value - value.to(dtype).double()).abs(), dtype)
+
+
 def contracted(left: Running, right: Running, accumulator: Accumulator = FLOAT32) -> Running:
     """left_MK · right_NKᵀ: the operands' errors, and the roundings of the sum."""
     magnitude = (left.value.abs() + left.error) @ (right.value.abs() + right.error).mT
@@ -223,6 +232,6 @@ def contracted(left: Running, right: Running, accumulator: Accumulator = FLOAT32
     return Running(left.value @ right.value.mT, error, left.dtype)
 
 
-def _times(x: Tensor, error: Tensor) -> Tensor:
+def _times(x: np.ndarray, error: np.ndarray) -> np.ndarray:
     """x · error: 0 for an exact operand even at infinity; infinite for an overflow even times 0."""
-    return torch.where(error == 0, 0.0, torch.where(error == torch.inf, torch.inf, x * error))
+    return np.where(error == 0, 0.0, np.where(error == np.inf, np.inf, x * error))

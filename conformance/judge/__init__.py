@@ -38,6 +38,7 @@ __all__ = [
     "RowWise",
     "gives_nan",
     "judge",
+    "rejection",
 ]
 
 
@@ -74,9 +75,18 @@ def judge(output: str, expected: Resolved, observed: Any) -> Finding | None:
     wrong_dtype = expected.dtype_error(observed)
     if wrong_dtype:
         return Finding(output, "dtype", wrong_dtype)
+    rejected = rejection(expected, observed)
+    if rejected is None:
+        return None
+    stage, wrong = rejected
+    index = tuple(int(i) for i in np.argwhere(wrong)[0])
+    return Finding(output, stage.check, stage.explain(observed, wrong, index), index)
+
+
+def rejection(expected: Resolved, observed: Tensor) -> tuple[Resolved, np.ndarray] | None:
+    """The first check that `observed`, of the right shape and dtype, fails, and where; or None."""
     for stage in expected.stages:
         wrong = stage.wrong(observed)
         if wrong is not None:
-            index = tuple(int(i) for i in np.argwhere(wrong)[0])
-            return Finding(output, stage.check, stage.explain(observed, wrong, index), index)
+            return stage, wrong
     return None

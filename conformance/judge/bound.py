@@ -10,6 +10,7 @@ upper estimate of γ_n, undefined from n·u = 1 on: 256 terms in bf16.)
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -41,7 +42,7 @@ class Bounded(Resolved):
     check: ClassVar[str] = "bound"
     by_row: ClassVar[tuple[str, ...]] = ("value", "bound", "spoilt")
 
-    @property
+    @cached_property
     def honest(self) -> Tensor:
         return self.value.to(self.dtype)
 

@@ -7,6 +7,7 @@ included. If both ends have the same code, only this code is right.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -42,13 +43,13 @@ class Interval:
     def is_exact(self) -> bool:
         return bool(((self.low == self.high) | self.nan).all()) and not bool(self.unknown.any())
 
-    @property
+    @cached_property
     def center(self) -> Tensor:
         """float64: the middle; 0 where unknown."""
         middle = torch.where(self.low == self.high, self.low, (self.low.double() + self.high.double()) / 2)
         return torch.where(self.nan, torch.nan, torch.where(self.margin.isinf(), 0.0, middle))
 
-    @property
+    @cached_property
     def margin(self) -> Tensor:
         """float64: half of the width; infinity where unknown."""
         half = (self.high.double() - self.low.double()) / 2 * SLACK
