@@ -269,7 +269,7 @@ def test_corrupted_choices_are_shown_and_rejected(expected):
 
 
 def test_a_judge_that_takes_any_choice_is_noticed(monkeypatch):
-    monkeypatch.setattr(controls, "judge", lambda *_: None)
+    monkeypatch.setattr(controls, "rejection", lambda *_: None)
     with pytest.raises(BlindJudge):
         controls.check("chosen", choice((3, 1, 2, 0), 2))
 

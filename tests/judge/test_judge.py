@@ -326,7 +326,7 @@ def blind_within_a_tenth(output, expected, observed):
     ],
 )
 def test_a_blind_judge_is_noticed(monkeypatch, blind, accepts):
-    monkeypatch.setattr(controls, "judge", blind)
+    monkeypatch.setattr(controls, "rejection", lambda expected, corrupt: blind("rows", expected, corrupt))
     with pytest.raises(BlindJudge, match=f"rows accepts.*{accepts}"):
         controls.check("rows", Exact(INDEX))
 
