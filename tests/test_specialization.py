@@ -192,23 +192,22 @@ def test_products_of_which_not_all_sizes_are_divisible_compile_once(launches: di
 
 
 @interpreted
-def test_scales_of_a_weight_compile_a_product_once_for_each_direction(launches: dict[str, set]) -> None:
+def test_scales_of_a_weight_compile_a_product_once_for_each_layout(launches: dict[str, set]) -> None:
     for depth in (32, 64, 96):  # one block of the depth has columns that lie side by side
         multiply(2, 64, depth, Recipe("mxfp8"))
-    assert len(launches["scaled_matmul_kernel"]) == 2
+    assert len(launches["scaled_matmul_kernel"]) == 3
 
 
 @interpreted
-def test_rows_that_are_not_in_whole_lines_compile_once(launches: dict[str, set]) -> None:
+def test_rows_compile_once_for_whole_lines_for_others_and_for_strided_ones(launches: dict[str, set]) -> None:
     sizes, order = torch.tensor([1, 2]), torch.tensor([1, 0])
-    narrow = (torch.ones(3, 5), torch.ones(5, 3).t(), torch.ones(3, 10)[:, ::2], torch.ones(3, 1))
-    wide = (torch.ones(16, 3).t(), torch.ones(3, 32)[:, ::2], torch.ones(3, 17)[:, :16])
-    for tokens in (*narrow, *wide):
-        moe_fast.sort_chunks(tokens, sizes, order)
-    assert len(launches["sort_chunks_kernel"]) == 1
-    for tokens in (torch.ones(3, 16), torch.ones(3, 48)[:, 16:]):
-        moe_fast.sort_chunks(tokens, sizes, order)
-    assert len(launches["sort_chunks_kernel"]) == 2
+    lines = (torch.ones(3, 16), torch.ones(3, 48)[:, 16:])
+    others = (torch.ones(3, 5), torch.ones(3, 1), torch.ones(3, 17)[:, :16])
+    strided = (torch.ones(5, 3).t(), torch.ones(3, 10)[:, ::2], torch.ones(16, 3).t(), torch.ones(3, 32)[:, ::2])
+    for number, group in enumerate((lines, others, strided), 1):
+        for tokens in group:
+            moe_fast.sort_chunks(tokens, sizes, order)
+        assert len(launches["sort_chunks_kernel"]) == number
 
 
 @jit(together=[("stride_x", "width"), ("size",)], along=["step_x", "step_y"], do_not_specialize=["count"])
@@ -216,7 +215,8 @@ def nothing_kernel(stride_x, step_x, step_y, width, size, count):
     triton.language.static_assert(True)
 
 
-LINES, LINE_OF_X, NO_LINES = (16, 1, 1, 32), (16, 1, 0, 32), ((17, 1, 1, 32), (16, 1, 1, 3), (1, 16, 1, 16))
+LINES, LINE_OF_X, STRIDED = (16, 1, 1, 32), (16, 1, 0, 32), (1, 16, 1, 16)
+NO_LINES = ((17, 1, 1, 32), (16, 1, 1, 3))
 
 
 @interpreted
@@ -226,8 +226,9 @@ LINES, LINE_OF_X, NO_LINES = (16, 1, 1, 32), (16, 1, 0, 32), ((17, 1, 1, 32), (1
         ((*LINES, 48, 1), ["stride_x", "step_x", "step_y", "width", "size"]),
         ((*LINE_OF_X, 48, 16), ["stride_x", "step_x", "step_y", "width", "size"]),
         ((*LINES, 5, 16), ["stride_x", "step_x", "step_y", "width"]),
-        *(((*sizes, 48, 16), ["size"]) for sizes in NO_LINES),
-        ((1, 1, 1, 1, 1, 1), []),
+        *(((*sizes, 48, 16), ["step_x", "step_y", "size"]) for sizes in NO_LINES),
+        ((*STRIDED, 48, 16), ["size"]),
+        ((1, 1, 1, 1, 1, 1), ["step_x", "step_y"]),
     ],
 )
 def test_a_kernel_knows_the_integers_of_whole_lines_and_of_each_other_group(

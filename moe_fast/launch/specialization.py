@@ -2,7 +2,8 @@
 
 Triton compiles a kernel anew for each class of each integer: 1, divisible by 16, of 64 bits, other.
 Loads and stores are wide where rows are contiguous and both their stride and their width are
-divisible: whole lines. Where one of these is not so, the others change little.
+divisible: whole lines. Where one of these is not divisible the others change little, and where rows
+are not contiguous none does.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,14 +14,15 @@ import triton
 from triton.runtime.jit import KernelInterface
 
 DIVISOR = 16  # that Triton specialises integers for
+STRIDED = 0b11  # nothing is known of strides along rows, nor of the first group
 
 
 def jit(
     *, together: Sequence[tuple[str, ...]], along: Sequence[str] = (), do_not_specialize: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], "Kernel"]:
     """`triton.jit` of a kernel that knows of each group of integers `together` that all of them are
-    divisible, or nothing. The first group's rows have strides `along` them, 0 for no tensor: it is
-    known only if these are 1 too, and so are these.
+    divisible, or nothing. The first group's rows have strides `along` them, 0 for no tensor, which
+    are known if all are 1; else nothing is known of them, nor of the first group.
 
     These arguments are positional in a launch.
     """
@@ -43,13 +45,13 @@ class Kernel(KernelInterface[Any]):
         self.fn = _version(self, 0)
         place = self.fn.arg_names.index
         self._along_at = [place(name) for name in along]
-        self._together_at = [(place(name), 1 << i) for i, group in enumerate(together) for name in group]
+        self._together_at = [(place(name), 2 << i) for i, group in enumerate(together) for name in group]
 
     def run(self, *args: Any, **settings: Any) -> Any:
         unknown = 0  # every launch comes by here: plain loops cost least
         for place in self._along_at:
             if args[place] > 1:
-                unknown = 1
+                unknown = STRIDED
         for place, bit in self._together_at:
             if args[place] % DIVISOR:
                 unknown |= bit
@@ -58,8 +60,10 @@ class Kernel(KernelInterface[Any]):
 
 @cache
 def _version(kernel: Kernel, unknown: int) -> Any:
-    """Bit i of `unknown` is set if group i is not known to be divisible."""
-    names = [name for i, group in enumerate(kernel.together) if unknown & 1 << i for name in group]
+    """Bit 0 of `unknown` is set if not all rows are contiguous, bit i + 1 if group i is not known
+    to be divisible.
+    """
+    names = [name for i, group in enumerate(kernel.together) if unknown & 2 << i for name in group]
     return triton.jit(
         kernel.function,
         do_not_specialize=[*kernel.never, *names, *(kernel.along if unknown & 1 else ())],
