@@ -115,7 +115,7 @@ class _Operand(NamedTuple):
 
     value: Tensor
     clean: Tensor  # 0 where the value is not finite
-    size: Tensor  # magnitudes for an accumulator's alignment, 0 likewise
+    size: Tensor  # magnitudes for an accumulator's alignment; 0 in the same places
     margin: Tensor
     finite: bool  # all values
     exact: bool  # no margin

@@ -84,7 +84,7 @@ class Running:
 
     def constant(self, other: Operand) -> "Running":
         """A constant, rounded as stored."""
-        return other if isinstance(other, Running) else _constant(float(other), self.dtype)
+        return other if isinstance(other, Running) else _constant(float(other).hex(), self.dtype)
 
     def __add__(self, other: Operand) -> "Running":
         y = self.constant(other)
@@ -219,8 +219,9 @@ class Running:
 
 
 @cache
-def _constant(x: float, dtype: torch.dtype) -> Running:
-    value = torch.full((), x, dtype=torch.float64)
+def _constant(digits: str, dtype: torch.dtype) -> Running:
+    """A number by its digits, which tell -0 from 0, as the numbers do not."""
+    value = torch.full((), float.fromhex(digits), dtype=torch.float64)
     return Running(value, (value - value.to(dtype).double()).abs(), dtype)
 
 
