@@ -24,12 +24,6 @@ def drawn(seed: int, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(dtype)
 
 
-def test_a_constant_keeps_the_sign_of_its_zero():
-    x = Running.of(torch.ones(1), torch.float32)
-    signs = [bool(torch.signbit((x * zero).value)) for zero in (0.0, -0.0, 0.0)]
-    assert signs == [False, True, False]
-
-
 def within(bound: Running, observed: Tensor) -> bool:
     return bool(((observed.double() - bound.value).abs() <= bound.error).all())
 
