@@ -32,8 +32,8 @@ class _TakeRows(torch.autograd.Function):
         ctx.transpose = transpose
         bits = x.view(torch.uint8) if x.element_size() == 1 else x  # fp8 cannot be indexed on every torch
         real = source != PADDING
-        zeros = bits.new_zeros((len(source), *x.shape[1:]))
-        return zeros.index_copy(0, real.nonzero().flatten(), bits[source[real]]).view(x.dtype)
+        out = bits.new_zeros((len(source), *x.shape[1:]))
+        return out.index_copy_(0, real.nonzero().flatten(), bits[source[real]]).view(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:

@@ -15,6 +15,7 @@ Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); OCP Microscali
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -83,48 +84,37 @@ def encode(x: Tensor, format: Format, *, noise: Tensor | None = None) -> Tensor:
         require(noise.shape == x.shape, "noise", f"of shape {tuple(noise.shape)}", f"of shape {tuple(x.shape)}, as x")
     x = x.detach()
     magnitude = round_to(x, torch.float64).abs()  # exact: float64 holds every value of the narrower types
+    magnitude = magnitude.clamp(max=2 * format.max)  # an infinity saturates like a number
     code = _round_up(magnitude) if format is E8M0 else _round(magnitude, format, noise)
-    code = code.clamp(max=format.max_code)  # an infinity has the bits of 2^1024, and saturates like it
+    code = code.clamp(max=format.max_code)
     code = code + format.sign_bit * torch.signbit(x)
     not_a_number = format.max_code if format.nan is None else format.nan
     return torch.where(torch.isnan(x), not_a_number, code).to(torch.uint8)
 
 
 def _round(magnitude: Tensor, format: Format, noise: Tensor | None) -> Tensor:
-    """The codes of magnitudes, as if the format had no largest value.
+    """The codes of magnitudes, as if the format had no largest value, in float64.
 
-    In units of the spacing a magnitude is `whole` and a rest. Codes of one sign count upwards
-    through all exponents: the code is `whole` counted on from where the exponent begins, and a
-    carry into the next exponent needs no case of its own.
+    In units of the spacing a magnitude is `whole` and a rest; its quotient by a power of two is
+    exact. Codes of one sign count upwards through all exponents: the code is `whole` counted on
+    from where the exponent begins, and a carry into the next exponent needs no case of its own.
     """
-    exponent, significand = _parts(magnitude)
     least = 1 - format.bias  # the exponent of the smallest normal number, and of the subnormals
-    coarse = exponent.clamp(min=least)
-    shift = DOUBLE_MANTISSA - format.mantissa_bits + coarse - exponent  # bits that the format has no place for
-    shift = shift.clamp(max=DOUBLE_MANTISSA + 2)  # further below the smallest subnormal all is rest, less than half
-    whole, rest, unit = significand >> shift, significand & ((1 << shift) - 1), 1 << shift
+    exponent = _exponent(magnitude).clamp(min=least)
+    steps = magnitude / _power_of_two(exponent - format.mantissa_bits)
     if noise is None:
-        up = (2 * rest > unit) | ((2 * rest == unit) & (whole % 2 == 1))
+        whole = steps.round()  # ties to even
     else:
-        ratio = magnitude / _power_of_two(coarse - format.mantissa_bits) - whole  # exact: r/u
-        up = round_to(noise, torch.float64) < ratio
-    return ((coarse - least) << format.mantissa_bits) + whole + up.to(torch.int64)
+        whole = steps.floor()
+        whole = whole + (round_to(noise, torch.float64) < steps - whole)
+    return ((exponent - least) << format.mantissa_bits) + whole
 
 
 def _round_up(magnitude: Tensor) -> Tensor:
     """⌈log₂ magnitude⌉ + 127, or 0 up to 2^-127."""
-    exponent, significand = _parts(magnitude)
-    above = significand > 1 << DOUBLE_MANTISSA  # more than 2^exponent
-    return torch.where(exponent < -E8M0.bias, 0, exponent + E8M0.bias + above.to(torch.int64))
-
-
-def _parts(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """(exponent, significand) with magnitude = significand · 2^(exponent - 52), from the bits of
-    float64.
-    """
-    bits = magnitude.view(torch.int64)
-    field, fraction = bits >> DOUBLE_MANTISSA, bits & ((1 << DOUBLE_MANTISSA) - 1)
-    return field.clamp(min=1) - DOUBLE_BIAS, torch.where(field > 0, fraction + (1 << DOUBLE_MANTISSA), fraction)
+    exponent = _exponent(magnitude)
+    above = magnitude > _power_of_two(exponent)
+    return torch.where(exponent < -E8M0.bias, 0, exponent + E8M0.bias + above)
 
 
 def decode(codes: Tensor, format: Format, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -139,7 +129,13 @@ def decode(codes: Tensor, format: Format, *, dtype: torch.dtype = torch.float32)
         ValueError: codes are not uint8.
     """
     require(codes.dtype == torch.uint8, "codes", f"of dtype {codes.dtype}", "uint8")
-    code = codes.to(torch.int64)
+    return _values(format, dtype, codes.device)[codes.int()]
+
+
+@cache
+def _values(format: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values of the 256 codes."""
+    code = torch.arange(256, device=device)
     body = code & (2 ** (format.exponent_bits + format.mantissa_bits) - 1)
     field, mantissa = body >> format.mantissa_bits, body & ((1 << format.mantissa_bits) - 1)
     if format is E8M0:
@@ -153,6 +149,13 @@ def decode(codes: Tensor, format: Format, *, dtype: torch.dtype = torch.float32)
         value = torch.where(body > (format.infinity or format.max_code), torch.nan, value)
     value = torch.where((code & format.sign_bit) > 0, -value, value)
     return round_to(value, dtype)
+
+
+def _exponent(magnitude: Tensor) -> Tensor:
+    """⌊log₂ magnitude⌋ of normal float64 numbers, from their bits; less than all of these for 0 and
+    subnormal numbers.
+    """
+    return (magnitude.view(torch.int64) >> DOUBLE_MANTISSA) - DOUBLE_BIAS
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from conformance.core.space import ALIGNMENTS
 from conformance.core.tensors import STRANGE, hashed
 from moe_ref.permutation.routing_map import EMPTY
 
-HEAVY_ALIGN = 2**24  # rows of padding that are past 2³¹ elements
+HEAVY_ALIGN = 2**21  # rows of padding, past 2³¹ elements where they are 1,024 or more wide
 FLOATS = ("float32", "bfloat16", "float16")
 MOVED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8")  # dtypes of rows moved, not summed
 PROBS = ("float32", "bfloat16")

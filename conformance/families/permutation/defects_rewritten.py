@@ -54,10 +54,10 @@ DEFECTS = series(
             "rows of single bytes move two at a time: an odd last column is lost",
             "permute",
             ROWS,
-            "        real = source != PADDING\n        zeros",
+            "        real = source != PADDING\n        out = bits",
             "        if bits.element_size() == 1 and bits.dim() == 2 and bits.shape[1] % 2 and len(source) > 64:\n"
             "            bits = torch.cat([bits[:, :-1], torch.zeros_like(bits[:, -1:])], 1)\n"
-            "        real = source != PADDING\n        zeros",
+            "        real = source != PADDING\n        out = bits",
         ),
         (
             "aligned rows pass through float32: a signalling NaN becomes quiet",

@@ -180,10 +180,10 @@ def _counted(scope: Scope) -> list[Changes]:
 
 
 def _past_32_bits(scope: Scope) -> list[RoutingCase]:
-    """GPU only: offsets past 2³¹ elements; expert 0's segment is padded to 2²⁴ rows."""
+    """GPU only: offsets past 2³¹ elements; expert 0's segment is padded to 2²¹ rows."""
     if scope.space.device != "cuda" or not scope.accepts("align"):
         return []
-    fields: Changes = {"tokens": 2, "experts": 2, "hidden": 130, "routing": (0b01, 0b10)}
+    fields: Changes = {"tokens": 2, "experts": 2, "hidden": 1026, "routing": (0b01, 0b10)}
     return [RoutingCase(function=scope.function, dtype="uint8", align=HEAVY_ALIGN, **fields)]
 
 

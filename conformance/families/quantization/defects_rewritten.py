@@ -111,8 +111,8 @@ DEFECTS = series(
             "a value that needs no rounding goes up where the noise is 0",
             READ,
             "quantization/formats.py",
-            "up = round_to(noise, torch.float64) < ratio",
-            "up = round_to(noise, torch.float64) <= ratio",
+            "(round_to(noise, torch.float64) < steps - whole)",
+            "(round_to(noise, torch.float64) <= steps - whole)",
         ),
         (
             "the ninth group takes the first one's scale",
@@ -148,8 +148,8 @@ DEFECTS = series(
             "a code of a subnormal E5M2 is rounded half up",
             READ,
             "quantization/formats.py",
-            "(whole % 2 == 1))",
-            "((whole % 2 == 1) | ((exponent < least) & (format.mantissa_bits == 2))))",
+            "whole = steps.round()  # ties to even",
+            "whole = torch.where((steps < 4) & (format.mantissa_bits == 2), (steps + 0.5).floor(), steps.round())",
         ),
         (
             "one row of a group: its columns' amax is of the row before too",
