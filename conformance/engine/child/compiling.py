@@ -12,6 +12,8 @@ import sys
 import zlib
 from typing import IO, Any
 
+from conformance.engine.child.launchers import share_launchers
+
 
 class Compiler:
     """`kernels` are the specialisations compiled or loaded since `take`."""
@@ -24,6 +26,7 @@ class Compiler:
             runtime = sys.modules["triton"].knobs.runtime
             runtime.jit_cache_hook, runtime.jit_post_compile_hook = self._begin, self._end
             hash_callees_first(sys.modules["triton.runtime.jit"].DependenciesFinder)
+            share_launchers(folder)
 
     def take(self) -> list[str]:
         """The kernels since the last call. Ends the turn of a compilation that failed."""

@@ -1,0 +1,96 @@
+"""Launchers: each is built once for all processes, and not optimised."""
+
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import triton
+import triton.runtime.build as build
+
+from conformance.engine.child.launchers import share_launchers
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The commands of the C compiler, which writes them into the file that it is to make."""
+    seen: list[list[str]] = []
+
+    def compiler(command, **_):
+        seen.append(command)
+        time.sleep(0.2)
+        Path(command[command.index("-o") + 1]).write_text(" ".join(command))
+
+    monkeypatch.setattr(build.subprocess, "check_call", compiler)
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(triton.knobs.build, "impl", None)
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", SimpleNamespace(make_launcher=None))
+    return seen
+
+
+def _built(folder: Path, source: str, where: str) -> str:
+    """As Triton builds a launcher: in a folder of its own."""
+    own = folder / where
+    own.mkdir()
+    (own / "launch.c").write_text(source)
+    return build._build("launch", str(own / "launch.c"), str(own), [], [], [], [])
+
+
+def _in_a_process(folder: Path, where: str, out) -> None:
+    share_launchers(str(folder))
+    begun = time.monotonic()
+    made = _built(folder, "int a;", where)
+    out.put((made, Path(made).read_text(), time.monotonic() - begun))
+
+
+def test_a_launcher_is_built_once_and_not_optimised(commands, tmp_path):
+    share_launchers(str(tmp_path))
+    first, again = _built(tmp_path, "int a;", "1"), _built(tmp_path, "int a;", "2")
+    assert first == again and len(commands) == 1
+    assert [word for word in commands[0] if word.startswith("-O")][-1] == "-O0"
+    assert _built(tmp_path, "int b;", "3") != first and len(commands) == 2
+
+
+def test_processes_share_one(commands, tmp_path):
+    context = multiprocessing.get_context("fork")
+    out = context.Queue()
+    processes = [context.Process(target=_in_a_process, args=(tmp_path, str(i), out)) for i in range(3)]
+    for process in processes:
+        process.start()
+    results = [out.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert len({(made, text) for made, text, _ in results}) == 1  # the text names the builder's folder
+
+
+def test_without_it_each_call_builds_and_optimises(commands, tmp_path):
+    first, again = _built(tmp_path, "int a;", "1"), _built(tmp_path, "int a;", "2")
+    assert first != again and len(commands) == 2
+    assert "-O0" not in commands[0]
+
+
+def test_a_build_that_fails_leaves_nothing_and_the_next_one_tries_again(commands, tmp_path, monkeypatch):
+    share_launchers(str(tmp_path))
+    working = build.subprocess.check_call
+
+    def failing(command, **_):
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(build.subprocess, "check_call", failing)
+    with pytest.raises(OSError, match="no compiler"):
+        _built(tmp_path, "int a;", "1")
+    monkeypatch.setattr(build.subprocess, "check_call", working)
+    assert Path(_built(tmp_path, "int a;", "2")).exists() and len(commands) == 1
+
+
+def test_other_versions_and_the_implementations_own_way_are_left_alone(commands, tmp_path, monkeypatch):
+    own = object()
+    monkeypatch.setattr(triton.knobs.build, "impl", own)
+    share_launchers(str(tmp_path))
+    assert triton.knobs.build.impl is own
+    monkeypatch.setattr(triton.knobs.build, "impl", None)
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", SimpleNamespace())
+    share_launchers(str(tmp_path))
+    assert triton.knobs.build.impl is None
