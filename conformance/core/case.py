@@ -70,6 +70,10 @@ class Case:
         assert len(other.__dict__) == len(self.__dict__), f"{fields}: not all are fields of {type(self).__name__}"
         return other
 
+    def has(self, fields: dict[str, Any]) -> bool:
+        """Whether its fields have these values."""
+        return all(self.__dict__[name] == value for name, value in fields.items())
+
     def apart(self) -> str | None:
         """The conflict between fields of one axis, or None."""
         return next(filter(None, (axis.fits(self) for axis in _related_axes(type(self)))), None)

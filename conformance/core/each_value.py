@@ -27,7 +27,7 @@ def left_out(scope: Scope, cases: list[Any]) -> list[Any]:
     case takes is left out.
     """
     drawn = [case for case in cases if not (case.golden or case.illegal or case.before)]
-    wanted = [each for each in values(scope) if not any(_has(case, one) for case in drawn for one in each)]
+    wanted = [each for each in values(scope) if not any(case.has(one) for case in drawn for one in each)]
     bases = [case for case in drawn if case.layout not in FAR and not case.is_large]
     found: list[Any] = []
     while wanted:
@@ -122,10 +122,6 @@ def _of_data(scope: Scope, each: list[Changes]) -> bool:
     return all(axis.data for axis in named) or any(isinstance(axis, Size) for axis in named)
 
 
-def _has(case: Any, changes: Changes) -> bool:
-    return all(getattr(case, name) == value for name, value in changes.items())
-
-
 def _placed(scope: Scope, cases: list[Any], kept: Changes, each: list[Changes]) -> Iterator[tuple[Any, Changes]]:
     """Cases changed to have one of the values and all that is kept, and what is to be kept then."""
     for case in cases:
@@ -138,5 +134,5 @@ def _placed(scope: Scope, cases: list[Any], kept: Changes, each: list[Changes]) 
             except ValueError:
                 continue
             other = scope.mended(scope.contract.shapes.affordable(changed, scope))
-            if _has(other, wanted) and scope.fits(other):
+            if other.has(wanted) and scope.fits(other):
                 yield other, wanted

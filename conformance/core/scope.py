@@ -114,9 +114,15 @@ class Scope:
             return case
         names = ("function", "law", "golden", "illegal", "before")
         kept = self._default.changed(**{name: getattr(case, name) for name in names})
+        fits = self.fits(kept)
         for axis in axes_of(type(case)).values():
-            candidates = (_changed(kept, changes) for changes in axis.nearest(case, kept))
-            kept = next((other for other in candidates if other and self.fits(other)), kept)
+            for changes in axis.nearest(case, kept):
+                if fits and kept.has(changes):  # the candidate is the case itself
+                    break
+                other = _changed(kept, changes)
+                if other and self.fits(other):
+                    kept, fits = other, True
+                    break
         return kept
 
     # ---- cases near another

@@ -1,7 +1,7 @@
 """Signatures: arguments and results, which imply layouts, far addresses and gradients."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -169,7 +169,7 @@ class Signature:
             if not self.has_gradient(case, name):
                 return f"grads asks for {name!r}, which has no gradient in this call"
         used = self.cotangents(case)
-        if case.unused and not (used and used != self.cotangents(replace(case, unused=""))):
+        if case.unused and not (used and used != self.cotangents(case.changed(unused=""))):
             return f"unused is {case.unused!r}, but no other output has a cotangent"
         if case.layout != "contiguous":
             given = {x.name for x in self.every_input if x.given(case)}

@@ -39,6 +39,7 @@ class Gradients(Axis):
 
     def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
         """With fewer and fewer names."""
+        yield {self.name: getattr(case, self.name)}
         every = subsets(getattr(case, self.name).split("+"))
         yield from ({self.name: value} for value in sorted(every, key=lambda s: -s.count("+") - bool(s)))
 

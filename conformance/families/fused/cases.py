@@ -1,6 +1,6 @@
 """Cases of fused stages: rows from a routing map or an activation, and their quantiser."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -77,13 +77,16 @@ def _quantizing(case: PermutedQuantizationCase) -> QuantizeCase:
     return QuantizeCase(function="quantize", tokens=-(-case.tokens // case.unit), **common)
 
 
+PERMUTED = RoutingCase(function=Permute.function)
+
+
 def permuting(case: PermutedQuantizationCase) -> RoutingCase:
     """The permutation, in rows; block scalings without a capacity set an alignment."""
     unit = case.unit
     align = case.align or (1 if unit > 1 and not case.capacity else 0)
     changes = {"function": Permute.function, "values": "dyadic", "align": unit * align}
     changes |= {"hidden": unit * case.hidden, "capacity": unit * case.capacity}
-    return RoutingCase(**{field.name: getattr(case, field.name) for field in fields(RoutingCase)} | changes)
+    return PERMUTED.taking({name: getattr(case, name) for name in PERMUTED.__dict__} | changes)
 
 
 def tokens_of(case: PermutedQuantizationCase, token_P: Tensor) -> Tensor:

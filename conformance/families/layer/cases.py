@@ -195,9 +195,12 @@ class LayerCase(Case):
         return ("gate", "route", *down, *there, "grouped_mlp", *back, *up, *shared)
 
 
+ONE_TOKEN = RouteCase(function="route", tokens=1)
+
+
 def route_case(case: LayerCase) -> RouteCase:
     """The case's router."""
-    return RouteCase(function="route", tokens=1, dtype=case.logit_dtype, **{f: getattr(case, f) for f in ROUTER_FIELDS})
+    return ONE_TOKEN.taking({"dtype": case.logit_dtype} | {name: getattr(case, name) for name in ROUTER_FIELDS})
 
 
 def config_of_layer(case: LayerCase) -> LayerConfig:
