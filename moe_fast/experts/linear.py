@@ -289,7 +289,7 @@ def _dequantized(kept: Quantized, tensors: list[Tensor], splits: Tensor) -> Tens
 
 def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Plan, filled: bool = True) -> Tensor:
     """out[p] = x[p] · weight[e] + bias[e] for each expert's rows p; past them 0 if filled."""
-    x, weight, tile = x_PD.resolve_neg(), weight_LDC.resolve_neg(), plan.tile
+    x, weight = x_PD.resolve_neg(), weight_LDC.resolve_neg()
     num_rows, depth, num_columns = *x.shape, weight.shape[2]
     # by grouped_matmul_kernel: the tiles, and the rows past them
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
@@ -298,6 +298,7 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
     turned = weight.stride(2) != 1
     matrices = weight.transpose(1, 2) if turned else weight
     described = have_descriptors(x, matrices, out)
+    tile = plan.tile.loaded(described)
     if described and tile.rows == hopper.MATMUL_ROWS and is_hopper(x.device):
         hopper.matmul(x, matrices, turned, strided(bias_LC, 2), plan, out, filled)
         return out
@@ -330,13 +331,14 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None
     """out[e] = Σ over e's rows p of d_out[p]ᵀ · rows[p], added to before[e] if there is one."""
     d_out, rows = d_out_PM.resolve_neg(), rows_PN.resolve_neg()
     doubles = before_LMN is not None and before_LMN.dtype == torch.float64  # a large tile of them has no room
-    tile = tuning.for_device(rows.device).grouped.wgrad_tile(8 if doubles else rows.dtype.itemsize)
+    described = have_descriptors(d_out, rows)
+    sizes = tuning.for_device(rows.device).grouped
+    tile = sizes.wgrad_tile(8 if doubles else rows.dtype.itemsize).loaded(described)
     shape = (plan.num_experts, d_out.shape[1], rows.shape[1])
     # all by grouped_wgrad_kernel
     out = torch.empty(shape, dtype=(rows if before_LMN is None else before_LMN).dtype, device=rows.device)
     if out.numel() == 0 or not has_memory():
         return out
-    described = have_descriptors(d_out, rows)
     if described and before_LMN is None and have_descriptors(out) and is_hopper(rows.device):
         hopper.outer_products(d_out, rows, plan, out)
         return out

@@ -34,7 +34,7 @@ from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, launch_on, strided
 from moe_fast.launch.descriptors import have_lines
 from moe_fast.launch.operators import as_operators, has_memory, launch
-from moe_fast.launch.tuning import GroupedTile, ceil_div
+from moe_fast.launch.tuning import Grouped, GroupedTile, ceil_div
 from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized
 from moe_ref.config import Recipe, require
 from moe_ref.config.quantization import BLOCK, WHOLE_BLOCKS
@@ -112,7 +112,7 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
     if out.numel() == 0 or not has_memory():
         return out
     unit = _unit(x, device)
-    tile = sizes.scaled if unit.rule in ("group", "amax") else sizes.decoded
+    tile = unit.tile(sizes)
     codes = [_as_factor(each, quantized, unit) for each, quantized in zip(turned, (d_out, x), strict=True)]
     described = have_descriptors(*codes)
     on_hopper = _on_hopper(unit, device, (left.block, right.block)) and have_lines(left.scale, right.scale)
@@ -183,7 +183,7 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
     if out.numel() == 0 or not has_memory():
         return out
     unit = _unit(x, device)
-    tile = sizes.scaled if unit.rule in ("group", "amax") else sizes.decoded
+    tile = unit.tile(sizes)
     codes, matrices = _as_factor(form.codes_MN, x, unit), _as_factor(weight.codes_LCD, weight.quantized, unit)
     described = have_descriptors(codes, matrices)
     if described and have_descriptors(out) and _on_hopper(unit, device, (form.block, weight.form.block)):
@@ -259,6 +259,11 @@ class Unit(NamedTuple):
     rule: str
     factor: Any  # the dtype that codes are multiplied in; None: as they are
     scales: bool  # the matrix unit multiplies blocks by their scales
+
+    def tile(self, sizes: Grouped) -> GroupedTile:
+        if self.rule in ("group", "amax"):
+            return sizes.scaled
+        return sizes.decoded_wide if self.factor == tl.float32 and not self.scales else sizes.decoded
 
 
 def _unit(x: Quantized, device: torch.device) -> Unit:

@@ -1,6 +1,6 @@
 """The sizes of every kernel family as records; `tuning` holds their values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,9 @@ class Fill:
     tail_lanes: int  # lanes that share the rows past the last segment
 
 
+POINTER_COLUMNS = 128  # of a tile that is loaded by pointers, at most
+
+
 @dataclass(frozen=True)
 class GroupedTile:
     """One [rows, columns] tile of a product, and how deep a step of its sum is."""
@@ -128,6 +131,10 @@ class GroupedTile:
     depth: int
     num_warps: int
     num_stages: int
+
+    def loaded(self, described: bool) -> "GroupedTile":
+        """The tile; without descriptors a narrower one, because pointers take registers."""
+        return self if described else replace(self, columns=min(self.columns, POINTER_COLUMNS))
 
     def blocks(self, rows: str, columns: str, depth: str) -> dict[str, int]:
         """The sizes as constants of a kernel, BLOCK_ and a letter for each side."""
@@ -146,6 +153,7 @@ class Grouped:
     wgrad_wide: GroupedTile
     scaled: GroupedTile  # codes of eight bits; as high, and as deep, as blocks of block scaling are long
     decoded: GroupedTile  # codes whose scales are multiplied in before the product; as high
+    decoded_wide: GroupedTile  # the same in float32, number by number: larger tiles take seconds to compile
     turn_columns: int  # of a tile that is turned
     sums: Tile  # of an expert's rows
     plan_tiles: int  # tiles that a program of the plan writes at once

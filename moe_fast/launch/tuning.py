@@ -39,6 +39,7 @@ UNSCALED = (
     "programs",
     "layout_group",
 )
+CODED = ("scaled", "decoded", "decoded_wide")  # tiles of codes in `Grouped`
 DOT_LEAST = 16  # of each side of tl.dot
 
 # Measured on an H200 (docs/results/permutation-h200.md): small programs, so that many on a
@@ -88,6 +89,7 @@ GPU = Tuning(
         wgrad_wide=GroupedTile(rows=64, columns=64, depth=32, num_warps=8, num_stages=2),
         scaled=GroupedTile(rows=128, columns=128, depth=128, num_warps=8, num_stages=4),
         decoded=GroupedTile(rows=128, columns=128, depth=64, num_warps=8, num_stages=3),
+        decoded_wide=GroupedTile(rows=128, columns=32, depth=32, num_warps=8, num_stages=1),
         turn_columns=128,
         sums=Tile(tokens=32, columns=128, num_warps=4),
         plan_tiles=256,
@@ -157,6 +159,7 @@ INTERPRETER = Tuning(
         wgrad_wide=GroupedTile(rows=64, columns=64, depth=32, num_warps=4, num_stages=1),
         scaled=GroupedTile(rows=128, columns=128, depth=128, num_warps=4, num_stages=1),
         decoded=GroupedTile(rows=128, columns=64, depth=64, num_warps=4, num_stages=1),
+        decoded_wide=GroupedTile(rows=128, columns=64, depth=64, num_warps=4, num_stages=1),
         turn_columns=64,
         sums=Tile(tokens=32, columns=64, num_warps=4),
         plan_tiles=16,
@@ -230,13 +233,12 @@ def scaled(sizes: Sizes, factor: float) -> Sizes:
     """The same with every length times `factor`, at least 1; warps, stages and numbers of programs
     stay.
 
-    Tiles of codes (`Grouped.scaled`, `decoded`) stay: they are as long as the blocks of block
-    scaling.
+    Tiles of codes (CODED) stay: they are as long as the blocks of block scaling.
     """
     least = DOT_LEAST if isinstance(sizes, GroupedTile) else 1
 
     def changed(name: str, value: object) -> object:
-        if name in UNSCALED or (isinstance(sizes, Grouped) and name in ("scaled", "decoded")):
+        if name in UNSCALED or (isinstance(sizes, Grouped) and name in CODED):
             return value
         if isinstance(value, tuple):
             return tuple(scaled(each, factor) for each in value)

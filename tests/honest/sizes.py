@@ -16,7 +16,9 @@ SMALL = replace(
     z_loss=replace(_small.z_loss, max_programs=5),
     balance_programs=9,
     # several column tiles and K steps
-    grouped=replace(_small.grouped, decoded=replace(INTERPRETER.grouped.decoded, columns=16, depth=32), programs=5),
+    grouped=replace(
+        _small.grouped, decoded_wide=replace(INTERPRETER.grouped.decoded_wide, columns=16, depth=32), programs=5
+    ),
     symmetric=replace(_small.symmetric, tail_lanes=3),
     quantize=replace(
         _small.quantize,
