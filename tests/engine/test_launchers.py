@@ -1,6 +1,8 @@
-"""Launchers: each is built once for all processes, and not optimised."""
+"""Launchers: each is built once for all processes, from a compiled header, and not optimised."""
 
+import ctypes
 import multiprocessing
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -48,9 +50,31 @@ def _in_a_process(folder: Path, where: str, out) -> None:
 def test_a_launcher_is_built_once_and_not_optimised(commands, tmp_path):
     share_launchers(str(tmp_path))
     first, again = _built(tmp_path, "int a;", "1"), _built(tmp_path, "int a;", "2")
-    assert first == again and len(commands) == 1
-    assert [word for word in commands[0] if word.startswith("-O")][-1] == "-O0"
-    assert _built(tmp_path, "int b;", "3") != first and len(commands) == 2
+    assert first == again and len(commands) == 2  # the header, and the launcher
+    assert all([word for word in command if word.startswith("-O")][-1] == "-O0" for command in commands)
+    assert _built(tmp_path, "int b;", "3") != first and len(commands) == 3
+
+
+def test_what_launchers_begin_with_is_compiled_once(commands, tmp_path):
+    share_launchers(str(tmp_path))
+    include = "#include <stdlib.h>\n\n#define SIZE 4\n"
+    for place, rest in enumerate(("int a;\n#define OWN 1\n", "int b;\n")):
+        _built(tmp_path, include + rest, str(place))
+    header = commands[0][1]
+    assert Path(header).read_text() == include and Path(f"{header}.gch").exists()
+    assert [command[-2:] for command in commands[1:]] == [["-include", header]] * 2
+    _built(tmp_path, "#include <math.h>\nint a;\n", "2")
+    assert len(commands) == 5
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_a_compiler_takes_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", "gcc")
+    monkeypatch.setattr(triton.knobs.build, "impl", None)
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", SimpleNamespace(make_launcher=None))
+    share_launchers(str(tmp_path))
+    text = "#include <stdlib.h>\nint twice(int a) { return 2 * abs(a); }\n"
+    assert ctypes.CDLL(_built(tmp_path, text, "1")).twice(-4) == 8
 
 
 def test_processes_share_one(commands, tmp_path):
@@ -82,7 +106,7 @@ def test_a_build_that_fails_leaves_nothing_and_the_next_one_tries_again(commands
     with pytest.raises(OSError, match="no compiler"):
         _built(tmp_path, "int a;", "1")
     monkeypatch.setattr(build.subprocess, "check_call", working)
-    assert Path(_built(tmp_path, "int a;", "2")).exists() and len(commands) == 1
+    assert Path(_built(tmp_path, "int a;", "2")).exists() and len(commands) == 2
 
 
 def test_other_versions_and_the_implementations_own_way_are_left_alone(commands, tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
-"""Triton's launchers: each is compiled once, by one process, and not optimised.
+"""Triton's launchers: each is built once for all processes, with a compiled header, not optimised.
 
 Triton 3.6 calls a kernel by a C extension, one per signature, which the C compiler makes when a
-process first launches it. Optimisation doubles the compiler's time, and several processes make the
-same one. Versions with one launcher for all signatures need none of this.
+process first launches it. Its time is half optimisation and a third Python's header, and several
+processes make the same one. Versions with one launcher for all signatures need none of this.
 """
 
 import fcntl
@@ -10,8 +10,12 @@ import hashlib
 import os
 import shutil
 import sys
+from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+PLAIN = "-O0"  # of two options -O the last one counts
 
 
 def share_launchers(folder: str) -> None:
@@ -25,19 +29,33 @@ def share_launchers(folder: str) -> None:
     if not hasattr(sys.modules.get("triton.backends.nvidia.driver"), "make_launcher") or knobs.impl:
         return
 
-    def shared(name: str, source: str, *places: Any) -> str:
-        digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:16]
-        kept = os.path.join(folder, f"{name} {digest}.so")
-        with open(f"{kept}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not os.path.exists(kept):
-                knobs.impl = None
-                try:
-                    made = build._build(name, source, *places, ["-O0"])  # the last -O counts
-                finally:
-                    knobs.impl = shared
-                shutil.copy(made, f"{kept}.new")
-                os.replace(f"{kept}.new", kept)
-        return kept
+    def built(name: str, source: str, *places: Any) -> str:
+        text = Path(source).read_text()
+        begin = "".join(takewhile(lambda line: line.startswith("#") or line.isspace(), text.splitlines(True)))
 
-    knobs.impl = shared
+        def compiled(path: str, *flags: str) -> str:
+            knobs.impl = None
+            try:
+                return str(build._build(name, path, *places, [PLAIN, *flags]))
+            finally:
+                knobs.impl = built
+
+        def header(path: str) -> str:
+            Path(path.removesuffix(".gch")).write_text(begin)
+            return compiled(path.removesuffix(".gch"))
+
+        known = _once(folder, begin, ".h.gch", header).removesuffix(".gch")
+        return _once(folder, text, ".so", lambda _: compiled(source, "-include", known))
+
+    knobs.impl = built
+
+
+def _once(folder: str, text: str, suffix: str, make: Callable[[str], str]) -> str:
+    """The file in `folder` made of this text; `make` is called with its path, by one process."""
+    kept = os.path.join(folder, hashlib.sha256(text.encode()).hexdigest()[:16] + suffix)
+    with open(f"{kept}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(kept):
+            shutil.copy(make(kept), f"{kept}.new")
+            os.replace(f"{kept}.new", kept)
+    return kept
