@@ -39,9 +39,9 @@ class Gradients(Axis):
 
     def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
         """With fewer and fewer names."""
-        yield {self.name: getattr(case, self.name)}
+        yield {self.name: getattr(case, self.name)}  # mostly it fits, and the others are many
         every = subsets(getattr(case, self.name).split("+"))
-        yield from ({self.name: value} for value in sorted(every, key=lambda s: -s.count("+") - bool(s)))
+        yield from ({self.name: value} for value in sorted(every, key=lambda s: -s.count("+") - bool(s))[1:])
 
 
 @dataclass(kw_only=True)

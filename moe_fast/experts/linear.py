@@ -297,8 +297,8 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
         return out
     turned = weight.stride(2) != 1
     matrices = weight.transpose(1, 2) if turned else weight
-    described = have_descriptors(x, matrices, out)
-    tile = plan.tile.loaded(described)
+    described, sizes = have_descriptors(x, matrices, out), tuning.for_device(x.device).grouped
+    tile = plan.tile if described else plan.tile.within(sizes.pointer_columns)
     if described and tile.rows == hopper.MATMUL_ROWS and is_hopper(x.device):
         hopper.matmul(x, matrices, turned, strided(bias_LC, 2), plan, out, filled)
         return out
@@ -321,7 +321,7 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
             ACCUMULATOR=tl.float64 if wide else tl.float32,
             BIAS_AS=tl.float64 if wide and bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
             TURNED=turned,
-            FLATTEN=described and tuning.for_device(x.device).grouped.flatten,
+            FLATTEN=described and sizes.flatten,
             **tile.blocks("P", "C", "D"),
         )
     return out
@@ -333,7 +333,8 @@ def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None
     doubles = before_LMN is not None and before_LMN.dtype == torch.float64  # a large tile of them has no room
     described = have_descriptors(d_out, rows)
     sizes = tuning.for_device(rows.device).grouped
-    tile = sizes.wgrad_tile(8 if doubles else rows.dtype.itemsize).loaded(described)
+    tile = sizes.wgrad_tile(8 if doubles else rows.dtype.itemsize)
+    tile = tile if described else tile.within(sizes.pointer_columns)
     shape = (plan.num_experts, d_out.shape[1], rows.shape[1])
     # all by grouped_wgrad_kernel
     out = torch.empty(shape, dtype=(rows if before_LMN is None else before_LMN).dtype, device=rows.device)

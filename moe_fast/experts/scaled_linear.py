@@ -261,6 +261,7 @@ class Unit(NamedTuple):
     scales: bool  # the matrix unit multiplies blocks by their scales
 
     def tile(self, sizes: Grouped) -> GroupedTile:
+        """The tile of a product in this arithmetic."""
         if self.rule in ("group", "amax"):
             return sizes.scaled
         return sizes.decoded_wide if self.factor == tl.float32 and not self.scales else sizes.decoded

@@ -119,9 +119,6 @@ class Fill:
     tail_lanes: int  # lanes that share the rows past the last segment
 
 
-POINTER_COLUMNS = 128  # of a tile that is loaded by pointers, at most
-
-
 @dataclass(frozen=True)
 class GroupedTile:
     """One [rows, columns] tile of a product, and how deep a step of its sum is."""
@@ -132,9 +129,9 @@ class GroupedTile:
     num_warps: int
     num_stages: int
 
-    def loaded(self, described: bool) -> "GroupedTile":
-        """The tile; without descriptors a narrower one, because pointers take registers."""
-        return self if described else replace(self, columns=min(self.columns, POINTER_COLUMNS))
+    def within(self, columns: int) -> "GroupedTile":
+        """The tile, not wider than so many columns."""
+        return replace(self, columns=min(self.columns, columns))
 
     def blocks(self, rows: str, columns: str, depth: str) -> dict[str, int]:
         """The sizes as constants of a kernel, BLOCK_ and a letter for each side."""
@@ -154,6 +151,7 @@ class Grouped:
     scaled: GroupedTile  # codes of eight bits; as high, and as deep, as blocks of block scaling are long
     decoded: GroupedTile  # codes whose scales are multiplied in before the product; as high
     decoded_wide: GroupedTile  # the same in float32, number by number: larger tiles take seconds to compile
+    pointer_columns: int  # of a tile that is loaded by pointers, at most: these take registers
     turn_columns: int  # of a tile that is turned
     sums: Tile  # of an expert's rows
     plan_tiles: int  # tiles that a program of the plan writes at once

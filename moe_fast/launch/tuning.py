@@ -38,6 +38,7 @@ UNSCALED = (
     "balance_programs",
     "programs",
     "layout_group",
+    "pointer_columns",
 )
 CODED = ("scaled", "decoded", "decoded_wide")  # tiles of codes in `Grouped`
 DOT_LEAST = 16  # of each side of tl.dot
@@ -90,6 +91,7 @@ GPU = Tuning(
         scaled=GroupedTile(rows=128, columns=128, depth=128, num_warps=8, num_stages=4),
         decoded=GroupedTile(rows=128, columns=128, depth=64, num_warps=8, num_stages=3),
         decoded_wide=GroupedTile(rows=128, columns=32, depth=32, num_warps=8, num_stages=1),
+        pointer_columns=128,
         turn_columns=128,
         sums=Tile(tokens=32, columns=128, num_warps=4),
         plan_tiles=256,
@@ -160,6 +162,7 @@ INTERPRETER = Tuning(
         scaled=GroupedTile(rows=128, columns=128, depth=128, num_warps=4, num_stages=1),
         decoded=GroupedTile(rows=128, columns=64, depth=64, num_warps=4, num_stages=1),
         decoded_wide=GroupedTile(rows=128, columns=64, depth=64, num_warps=4, num_stages=1),
+        pointer_columns=1024,
         turn_columns=64,
         sums=Tile(tokens=32, columns=64, num_warps=4),
         plan_tiles=16,

@@ -14,6 +14,7 @@ Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); OCP Microscali
 `float_to_e8m0` of transformer_engine/common (the rounding of E8M0).
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -129,26 +130,29 @@ def decode(codes: Tensor, format: Format, *, dtype: torch.dtype = torch.float32)
         ValueError: codes are not uint8.
     """
     require(codes.dtype == torch.uint8, "codes", f"of dtype {codes.dtype}", "uint8")
-    return _values(format, dtype, codes.device)[codes.int()]
+    values = torch.tensor(_values(format), dtype=torch.float64, device=codes.device)
+    return round_to(values, dtype)[codes.int()]
 
 
 @cache
-def _values(format: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _values(format: Format) -> list[float]:
     """The values of the 256 codes."""
-    code = torch.arange(256, device=device)
+    return [_value(code, format) for code in range(256)]
+
+
+def _value(code: int, format: Format) -> float:
     body = code & (2 ** (format.exponent_bits + format.mantissa_bits) - 1)
     field, mantissa = body >> format.mantissa_bits, body & ((1 << format.mantissa_bits) - 1)
     if format is E8M0:
-        value = _power_of_two(field - format.bias)
+        value = 2.0 ** (field - format.bias)
     else:
-        significand = torch.where(field > 0, mantissa + (1 << format.mantissa_bits), mantissa)
-        value = significand.to(torch.float64) * _power_of_two(field.clamp(min=1) - format.bias - format.mantissa_bits)
-    if format.infinity is not None:
-        value = torch.where(body == format.infinity, torch.inf, value)
-    if format.nan is not None:
-        value = torch.where(body > (format.infinity or format.max_code), torch.nan, value)
-    value = torch.where((code & format.sign_bit) > 0, -value, value)
-    return round_to(value, dtype)
+        significand = mantissa + (1 << format.mantissa_bits) if field > 0 else mantissa
+        value = significand * 2.0 ** (max(field, 1) - format.bias - format.mantissa_bits)
+    if format.infinity is not None and body == format.infinity:
+        value = math.inf
+    if format.nan is not None and body > (format.infinity or format.max_code):
+        value = math.nan
+    return -value if code & format.sign_bit else value
 
 
 def _exponent(magnitude: Tensor) -> Tensor:

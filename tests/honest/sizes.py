@@ -30,7 +30,7 @@ LARGE = replace(
     metadata=replace(_large.metadata, max_programs=64),
     z_loss=replace(_large.z_loss, max_programs=64),
     balance_programs=64,
-    grouped=replace(_large.grouped, by_rows=_large.grouped.by_rows[1:], programs=64),
+    grouped=replace(_large.grouped, by_rows=_large.grouped.by_rows[1:], pointer_columns=32, programs=64),
     symmetric=replace(_large.symmetric, tail_lanes=1),
     quantize=scaled(INTERPRETER.quantize, 2),  # the interpreter computes whole tiles: slow
     activate_quantize=scaled(INTERPRETER.activate_quantize, 2),

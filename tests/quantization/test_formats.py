@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_ref.quantization.formats import E2M1, E4M3, E5M2, E8M0, Format, decode, encode
 
@@ -118,6 +119,13 @@ def test_the_smallest_e8m0_is_a_float32_subnormal_and_255_is_nan():
     values = decode(torch.tensor([0, 127, 254, 255], dtype=torch.uint8), E8M0)
     assert values[:3].tolist() == [2.0**-127, 1.0, 2.0**127]
     assert values[3].isnan()
+
+
+def test_a_call_without_memory_leaves_nothing_behind():
+    codes = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    with FakeTensorMode():
+        decode(torch.empty(3, dtype=torch.uint8), E4M3, dtype=torch.float16)
+    assert decode(codes, E4M3, dtype=torch.float16).tolist() == [2.0**-9, 2.0**-8, 3 * 2.0**-9]
 
 
 def test_e5m2_keeps_infinity_apart_from_nan():

@@ -40,22 +40,24 @@ def share_launchers(folder: str) -> None:
             finally:
                 knobs.impl = built
 
-        def header(path: str) -> str:
-            Path(path.removesuffix(".gch")).write_text(begin)
-            return compiled(path.removesuffix(".gch"))
+        def precompiled(header: str) -> str:
+            Path(header).write_text(begin)
+            return compiled(header)
 
-        known = _once(folder, begin, ".h.gch", header).removesuffix(".gch")
-        return _once(folder, text, ".so", lambda _: compiled(source, "-include", known))
+        header = _once(folder, begin, ".h", precompiled, made=".gch")
+        return _once(folder, text, ".so", lambda _: compiled(source, "-include", header))
 
     knobs.impl = built
 
 
-def _once(folder: str, text: str, suffix: str, make: Callable[[str], str]) -> str:
-    """The file in `folder` made of this text; `make` is called with its path, by one process."""
-    kept = os.path.join(folder, hashlib.sha256(text.encode()).hexdigest()[:16] + suffix)
-    with open(f"{kept}.lock", "w") as lock:
+def _once(folder: str, text: str, suffix: str, make: Callable[[str], str], made: str = "") -> str:
+    """The path in `folder` of what is made of this text. One process calls `make` with it, and the
+    file that this returns is kept there, with `made` at the end of its name.
+    """
+    path = os.path.join(folder, hashlib.sha256(text.encode()).hexdigest()[:16] + suffix)
+    with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not os.path.exists(kept):
-            shutil.copy(make(kept), f"{kept}.new")
-            os.replace(f"{kept}.new", kept)
-    return kept
+        if not os.path.exists(path + made):
+            shutil.copy(make(path), f"{path}.new")
+            os.replace(f"{path}.new", path + made)
+    return path
