@@ -54,10 +54,12 @@ def test_a_failure_of_one_shard_is_one_of_the_run(tmp_path):
 def test_too_few_cases_of_all_shards_are_too_few(parts):
     few = json.loads(json.dumps(parts))
     for part in few:
-        part["functions"]["permute"] |= {"counts": {"UNINFORMATIVE": 3}, "cases": 3}
+        counts = {"NOT_OFFERED": 2, "UNINFORMATIVE": 1}
+        part["functions"]["permute"] |= {"counts": counts, "cases": 3, "missing": {"permute without align": 2}}
     merged = merge(few)
     assert (merged.exit_code, merged.functions["permute"].status) == (4, "too little tested")
     assert "permute: 0 informative cases" in merged.problems[0]
+    assert "; 4 did not run: permute without align" in merged.problems[0]
 
 
 def test_an_interrupted_shard_interrupts_the_run(parts):

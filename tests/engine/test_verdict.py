@@ -93,6 +93,14 @@ def test_too_few_informative_cases_are_too_little(book):
     assert verdict.functions["permute"].status == "too little tested"
 
 
+@pytest.mark.parametrize(("passed", "told"), [(1, ["; 3 did not run: permute is not offered"]), (ENOUGH, [])])
+def test_what_cases_need_and_is_not_offered_is_said_where_too_few_run(book, passed, told):
+    book.all_pass("unpermute").section("fixed-unpermute", "unpermute", *["PASS"] * passed)
+    book.section("drawn-unpermute-0", "unpermute", *["NOT_OFFERED"] * 3, reason="permute is not offered")
+    problems = book.verdict().problems
+    assert len(problems) == len(told) and all(x.endswith(end) for x, end in zip(problems, told, strict=True))
+
+
 def test_too_many_unsupported_cases_are_too_little(book):
     book.all_pass("permute").section(
         "drawn-permute-0", "permute", *["PASS"] * ENOUGH, *["DECLARED_UNSUPPORTED"] * (ENOUGH + 1)

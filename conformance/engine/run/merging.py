@@ -1,6 +1,7 @@
 """The verdict of a run from the JSON reports of its shards."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from conformance.catalogue import CONTRACTS
@@ -79,12 +80,17 @@ def _joined(name: str, parts: list[FunctionVerdict], rules: Profile | None, cut:
         return parts[0] if parts else FunctionVerdict("not offered")
     out = FunctionVerdict("", without=parts[0].without, declares=parts[0].declares, scope=parts[0].scope)
     out.cases, out.reason = sum(part.cases for part in parts), parts[0].reason
-    out.counts = dict(sorted(sum((Counter(part.counts) for part in parts), Counter()).items()))
-    out.transports = dict(sorted(sum((Counter(part.transports) for part in parts), Counter()).items()))
+    out.counts = _added(part.counts for part in parts)
+    out.transports = _added(part.transports for part in parts)
+    out.missing = _added(part.missing for part in parts)
     ranked = [part.note for part in parts if part.transports]
     out.note = ranked[0] if len(set(ranked)) == 1 else ""
     out.status = status_of(name, out, rules, cut)
     return out
+
+
+def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    return dict(sorted(sum(map(Counter, counts), Counter()).items()))
 
 
 def _judged(out: Verdict, parts: list[Report], rules: Profile | None) -> Verdict:

@@ -50,6 +50,7 @@ class FunctionVerdict:
     reason: why it was judged all the same, in a run with `--since`
     earlier: of an unchanged function, its record in the report where it was judged
     transports: the informative cases of several ranks, counted by how the ranks reached each other
+    missing: the cases that did not run, counted by what they need and the namespace does not offer
     note: a limit of the verdict
     scope: the predicate of what the namespace says the function is for; other cases did not run
     """
@@ -60,6 +61,7 @@ class FunctionVerdict:
     without: list[str] = field(default_factory=list)
     declares: dict[str, Any] = field(default_factory=dict)
     transports: dict[str, int] = field(default_factory=dict)
+    missing: dict[str, int] = field(default_factory=dict)
     note: str = ""
     scope: str = ""
     place: str = ""  # where the implementation defines it, as file:line
@@ -265,6 +267,7 @@ def _function(
     out = FunctionVerdict("", sum(counts.values()), dict(sorted(counts.items())), without, declares)
     ranked = [x for x in outcomes if x["transport"] and x["status"] in INFORMATIVE]
     out.transports = dict(sorted(Counter(line["transport"] for line in ranked).items()))
+    out.missing = dict(sorted(Counter(x["reason"] for x in outcomes if x["status"] == "NOT_OFFERED").items()))
     out.note = ONE_GPU if ranked and all(line["shares_gpu"] for line in ranked) else ""
     out.specialised_by = _specialising(outcomes)
     out.scope, out.place = offer.get("scope", ""), offer.get("place", "")
@@ -315,7 +318,8 @@ def shortfalls_of(name: str, function: FunctionVerdict, rules: Profile | None, w
     informative = sum(function.counts.get(status, 0) for status in INFORMATIVE)
     asked = f"the profile {rules.name}"
     if informative < rules.minimum(name):
-        out.append(f"{name}: {informative} informative cases{inside}; {asked} asks for {rules.minimum(name)}")
+        lacking = "".join(f"; {count} did not run: {reason}" for reason, count in function.missing.items())
+        out.append(f"{name}: {informative} informative cases{inside}; {asked} asks for {rules.minimum(name)}{lacking}")
     share = function.unsupported
     if share > rules.unsupported:
         out.append(f"{name}: {share:.0%} of the cases are declared unsupported; {asked} allows {rules.unsupported:.0%}")
