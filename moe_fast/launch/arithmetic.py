@@ -18,11 +18,24 @@ def accumulator(*tensors: Tensor | None) -> tl.dtype:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b by torch, in their own dtype, also where `torch.autocast` would round the factors."""
+    """a @ b by torch, in their own dtype, also where `torch.autocast` would round the factors.
+
+    Sums are float32 for 16-bit factors.
+    """
     if not torch.is_autocast_enabled(a.device.type):
-        return a @ b
+        return _product(a, b)
     with torch.autocast(a.device.type, enabled=False):
+        return _product(a, b)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    if not (a.is_cuda and a.itemsize == 2 and a.numel() and b.numel()):
         return a @ b
+    # a @ b may cut a long sum, and add up the parts in the factors' dtype:
+    # torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    if torch.is_grad_enabled():  # of a second derivative, which `out_dtype` does not have
+        return (a.float() @ b.float()).to(a.dtype)
+    return torch.mm(a, b, out_dtype=torch.float32).to(a.dtype)
 
 
 def number_bits(x: float) -> int:

@@ -13,6 +13,12 @@ COUNTS: dict[str, Rule] = {
 }
 
 
+def padded(counts: list[int]) -> Rule:
+    """Counts that are padded: -1 becomes 0."""
+    values = with_values("tokens_per_expert", torch.tensor(counts))
+    return on_device(lambda problem: values(setting("align", 4)(problem)))
+
+
 # two rows
 HIDDEN: dict[str, Rule] = {
     "h_flat": flat("h"),
@@ -52,6 +58,8 @@ EXPERTS: dict[str, Rule] = (
     {name: rule for name, rule in COUNTS.items() if name.startswith("count")}
     | MLP
     | {
+        "count_negative_padded": padded([-1, 2]),
+        "counts_beyond_the_rows_padded": padded([2, 1]),
         "rows_flat": flat("rows"),
         "more_weights_than_counts": one_more("fc1_weight"),
         "fc2_of_more_experts": one_more("fc2_weight"),

@@ -18,6 +18,7 @@ from conformance.families.experts.space_many import around_a_class, many_rows
 from conformance.families.experts.space_ratios import ratio_cases
 from conformance.families.experts.space_recipes import ALONE, CONTIGUOUS, LEAST, OUTGROWN, by_recipe
 from conformance.families.experts.space_tiles import tiles_of_products
+from conformance.families.experts.space_waves import waves_of_products
 from conformance.families.quantization.cases import RECIPES, VARIANTS
 from moe_ref.config.quantization import OVERRIDES
 
@@ -226,7 +227,7 @@ def large(scope: Scope) -> list[Any]:
             {"tokens": 260, "counts": (257, 3), "hidden": 9, "width": 5},
         ]
     long = [{"experts": 2, "dtype": "bfloat16"} | fields for fields in (*long, *tiles)]
-    long += [*tiles_of_products(scope), *long_products(scope)]
+    long += [*tiles_of_products(scope), *waves_of_products(scope), *long_products(scope)]
     rows = (32, 33) if scope.function == "grouped_wgrad" else (2, 3)  # there the rows cancel
     long.append(CANCELLING | {"experts": 2, "counts": rows, "tokens": sum(rows), "into": ""})
     if "bias" in scope.signature.names:

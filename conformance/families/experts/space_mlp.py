@@ -18,6 +18,7 @@ from conformance.families.experts.space_long import long_layers
 from conformance.families.experts.space_many import many_rows
 from conformance.families.experts.space_recipes import one_per_recipe
 from conformance.families.experts.space_tiles import tiles_of_layers
+from conformance.families.experts.space_waves import waves_of_layers
 from conformance.families.quantization.cases import RECIPES, UNIT, VARIANTS
 from moe_ref.config import RECOMPUTED
 from moe_ref.config.quantization import OVERRIDES
@@ -344,7 +345,8 @@ def _large(scope: Scope) -> list[Any]:
     large = [many, *([again] if delayed else []), long | {"dtype": "bfloat16"}]
     single = [scope.fullest(ALONE)] if scope.fits(scope.case(ALONE)) else []
     single += [scope.case(PADDED)] if scope.fits(scope.case(PADDED)) else []
-    return [*_ragged(scope), *large, *waits, *single, *tiles_of_layers(scope), *many_rows(scope)]
+    tiles = [*tiles_of_layers(scope), *waves_of_layers(scope)]
+    return [*_ragged(scope), *large, *waits, *single, *tiles, *many_rows(scope)]
 
 
 def _large_shared(scope: Scope) -> list[Any]:

@@ -15,6 +15,10 @@ WHOLE_TILES: Changes = {"tokens": 640, "experts": 3, "counts": (384, 128, 128), 
 LINES: Changes = {"hidden": 272, "width": 144}
 ODD_LINES: Changes = {"hidden": 136, "width": 264}  # of 16 bytes, not of 32
 EMPTY: Changes = {"tokens": 5, "experts": 2, "counts": (2, 3), "hidden": 0, "width": 5}  # sums of nothing
+# codes of whole lines, results and scales of none
+PART_LINES: Changes = {"tokens": 300, "experts": 4, "counts": (0, 129, 1, 170), "dtype": "bfloat16", "scaling": "block"}
+PART_SIDES = {"grouped_dgrad": {"hidden": 131, "width": 144}}
+NO_SEGMENT: Changes = {"tokens": 0, "experts": 2, "counts": (0, 0), "tail": 260, "dtype": "bfloat16"}
 STEPS: Changes = {"hidden": 512, "width": 256}
 LONG: Changes = {
     "tokens": 1500,
@@ -28,15 +32,20 @@ LONG: Changes = {
 
 def tiles_of_products(scope: Scope) -> list[Any]:
     """With all gradients, and without any; codes of blocks, where more rows fill a larger tile;
-    of a product nothing to contract.
+    rows that are all past the segments; of a product nothing to contract.
     """
     if scope.space.device != "cuda":
         return []
-    blocks = LONG | {"scaling": "block", "values": "dyadic"}
-    low = [blocks] if scope.takes(scope.case(blocks)) else []
+    blocks = LONG | {"scaling": "block", "values": "dyadic", "tail": 3}
+    low: list[Any] = [blocks] if scope.takes(scope.case(blocks)) else []
     apart: Changes = {"into": ""} if scope.accepts("accumulate_into") else {}  # a sum has another kernel
     sizes = [MANY_ROWS | LINES, WHOLE_TILES | STEPS | apart, MANY_ROWS | ODD_LINES | {"tail": 3} | apart]
     nothing = [scope.case(EMPTY)] if scope.function == "grouped_linear" else []
+    part = scope.case(PART_LINES | PART_SIDES.get(scope.function, {"hidden": 144, "width": 131}) | apart)
+    nothing += [part] if scope.fits(part) else []
+    if scope.function != "grouped_wgrad":  # which has no such rows
+        outside = [scope.case(NO_SEGMENT | LINES | {"scaling": scaling}) for scaling in ("", "block")]
+        nothing += [case for case in outside if scope.fits(case)]
     return [*sizes, *low, *nothing]
 
 
@@ -53,6 +62,8 @@ def tiles_of_layers(scope: Scope) -> list[Any]:
         {"kind": "reglu", "offset": -4, "clamp": 6, "bias1": "float32"},
         {"kind": "geglu", "probs": "float32"} | ODD_LINES,
         {"kind": "quick_geglu", "probs": "bfloat16", "early": True},
+        {"interleave": 16},
+        {"hidden": 133, "width": 75},  # no lines
     ]
     alone = [scope.mended(scope.case(base | form)) for form in (forms if alike else forms + further)]
     coded = [] if alike else _coded(scope, base)
@@ -63,7 +74,9 @@ def _coded(scope: Scope, base: Changes) -> list[Any]:
     """An activation of σ in FP8 by blocks, of lines that are no whole blocks, with all gradients: a
     kernel for Hopper encodes both directions at once, or one after the other.
     """
-    ragged: Changes = {"tokens": 300, "counts": (0, 129, 1, 170), "tail": 3, "scaling": "block", "width": 200}
+    ragged: Changes = {"tokens": 300, "counts": (0, 129, 1, 170), "tail": 3, "scaling": "block"}
+    ragged |= {"width": 584}  # more blocks than a program has steps, and a part of one
     numbers: Changes = {"offset": 8, "clamp": 56, "alpha": 1702, "dtype": "float16", "recompute": "moe_act"}
     forms = [base | ragged | form for form in ({"early": True, "probs": "bfloat16"}, numbers | {"probs": "float32"})]
-    return [scope.fullest(form) for form in forms if scope.fits(scope.case(form))]
+    mixed = scope.case(base | ragged | {"interleave": 8})  # no such kernel takes it
+    return [scope.fullest(form) for form in forms if scope.fits(scope.case(form))] + [mixed] * scope.fits(mixed)

@@ -92,10 +92,11 @@ def always(scope: Scope) -> list[Changes]:
         {"tokens": 33, "experts": 257 if cuda else 65, "topk": 3, "hidden": 3, "values": "wide"},
         {"tokens": 5, "experts": 3, "hidden": 3, "dtype": "float64", "values": "wide"},
     ]
-    # tokens of whole lines, but no whole blocks; segments of more rows than a block; padding
-    lines: Changes = {"scaling": "block", "hidden": 144, "tokens": 300, "experts": 5, "topk": 2, "dtype": "bfloat16"}
+    # tokens of whole lines, but no whole blocks: more than are under way at once, and more than a
+    # program has; segments of more rows than a block; padding
+    lines: Changes = {"scaling": "block", "hidden": 400, "tokens": 300, "experts": 5, "topk": 2, "dtype": "bfloat16"}
     if cuda:
-        tall = {"direction": "columnwise", "dtype": "float16", "align": 64, "values": "rows"}
+        tall = {"direction": "columnwise", "dtype": "float16", "align": 64, "values": "rows", "hidden": 1072}
         found += [
             lines | {"direction": "both", "slack": 70},
             lines | tall,

@@ -154,6 +154,7 @@ def always(scope: Scope) -> list[Any]:
         *scales_without_bound(scope),
         *rare_amaxes(scope),
         *in_groups(scope),
+        *tiles_of_lines(scope),
     ]
 
 
@@ -281,6 +282,23 @@ def in_groups(scope: Scope) -> list[Any]:
     tiny: Changes = {"scaling": "mxfp8", "tokens": 2, "hidden": 2, "values": "tiny", "dtype": "float16", "seed": 1}
     given = [ragged | kind for kind in kinds if accepted(scope, ragged | kind)]
     return [*given, *(case for case in [scope.case(tiny)] if scope.fits(case))]
+
+
+def tiles_of_lines(scope: Scope) -> list[Any]:
+    """GPU only: rows of whole lines, which a copy engine moves; several tiles of 128 × 128, some in
+    part, of groups and past the last; and of a weight.
+    """
+    if scope.space.device != "cuda":
+        return []
+    lines: Changes = {"scaling": "block", "hidden": 272, "dtype": "bfloat16", "direction": "both"}
+    rows: Changes = {"tokens": 700, "experts": 4, "counts": (300, 0, 129, 271), "tail": 4}
+    kinds = [
+        rows,
+        rows | {"direction": "columnwise", "dtype": "float16", "variant": 1, "role": "grad_output", "values": "rows"},
+        rows | {"direction": "columnwise", "dtype": "float32"},
+        {"tokens": 300, "role": "weight"},
+    ]
+    return [scope.case(lines | kind) for kind in kinds if accepted(scope, lines | kind)]
 
 
 def random_cases(scope: Scope) -> list[QuantizeCase]:

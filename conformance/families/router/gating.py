@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from conformance.core.contract import Contract, Problem
+from conformance.core.contract import Contract, Problem, accumulator_of
 from conformance.core.signature import Input, Output, Signature
 from conformance.core.tensors import payload
 from conformance.families.router.cases import LOGITS, GateCase
@@ -61,7 +61,7 @@ class Gate(Contract[GateCase]):
         out = ROUTER_DTYPES.get(problem.settings.get("router_dtype", ""), x.dtype)
         # operands are first rounded to the router dtype
         stored = _in(out, x=x, weight=weight, **({} if bias is None else {"bias": bias}))
-        accumulator = torch.float64 if out == torch.float64 else torch.float32
+        accumulator = accumulator_of(declared, out)
         value = gate(stored["x"], stored["weight"], bias=stored.get("bias"))
         magnitude = stored["x"].abs() @ stored["weight"].abs().T + (0 if bias is None else stored["bias"].abs())
         # the product may be rounded before the bias is added

@@ -250,8 +250,14 @@ def _jittered(scope: Scope) -> list[Any]:
 
 
 def _gated(scope: Scope) -> list[Changes]:
-    """One above a power of two; long sums of 16-bit values; four ranks, one without tokens."""
+    """One above a power of two; long sums of 16-bit values; few results of long sums, which a
+    library cuts on a GPU, and adds up the parts; four ranks, one without tokens.
+    """
     gpu = scope.space.device == "cuda"
+    parts: list[Changes] = [
+        {"tokens": 520, "hidden": 1072, "experts": 4, "dtype": "bfloat16"},
+        {"tokens": 8200, "hidden": 72, "experts": 8, "dtype": "float16"},
+    ]
     wide = {"tokens": 5, "hidden": 7168 if gpu else 513, "experts": 4, "dtype": "bfloat16"}
     long = {"tokens": 4097 if gpu else 513, "hidden": 5, "experts": 4, "dtype": "float16"}
     shared: Changes = {"counts": (2, 0, 3, 1), "tokens": 6, "hidden": 5, "experts": 4, "seed": 1}
@@ -262,6 +268,7 @@ def _gated(scope: Scope) -> list[Changes]:
         wide | {"seed": 1, "hidden": 65},  # a bias of another dtype
         {"tokens": 5, "hidden": 65, "experts": 4, "dtype": "float64"},
         long,
+        *(parts if gpu else []),
         *([shared] if scope.space.most_ranks >= 4 else []),
     ]
 
