@@ -173,11 +173,11 @@ INTERPRETER = Tuning(
     activation_backward=Tile(tokens=32, columns=128, num_warps=4),
     symmetric=Symmetric(tokens=32, columns=128, lists=16, fill_rows=64, tail_lanes=2, unroll=2, group=4, num_warps=4),
     quantize=Quantize(
-        rows=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
-        columns=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
-        tall=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        rows=Walk(tokens=128, columns=256, num_warps=4, steps=2, stages=1),
+        columns=Walk(tokens=128, columns=256, num_warps=4, steps=2, stages=1),
+        tall=Walk(tokens=128, columns=256, num_warps=4, steps=2, stages=1),
         groups=Walk(tokens=64, columns=256, num_warps=4, steps=2, stages=1),
-        transformed=Walk(tokens=64, columns=256, num_warps=4, steps=1, stages=1),
+        transformed=Walk(tokens=64, columns=256, num_warps=4, steps=2, stages=1),
     ),
     permute_quantize=PermuteQuantize(
         scatter=Tile(tokens=32, columns=128, num_warps=4),
@@ -188,11 +188,11 @@ INTERPRETER = Tuning(
         slab=2,
     ),
     activate_quantize=ActivateQuantize(
-        rows=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
-        columns=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
-        backward=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
-        low=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
-        low_backward=Walk(tokens=128, columns=256, num_warps=4, steps=1, stages=1),
+        rows=Walk(tokens=128, columns=256, num_warps=4, steps=2, stages=1),
+        columns=Walk(tokens=128, columns=256, num_warps=4, steps=2, stages=1),
+        backward=Walk(tokens=128, columns=256, num_warps=4, steps=2, stages=1),
+        low=Walk(tokens=128, columns=256, num_warps=4, steps=2, stages=1),
+        low_backward=Walk(tokens=128, columns=256, num_warps=4, steps=2, stages=1),
         groups=Walk(tokens=64, columns=256, num_warps=4, steps=2, stages=1),
     ),
 )

@@ -94,7 +94,7 @@ class ActivationCase(Case):
     dtype: str = dtypes(*LOGIT_DTYPES)
     probs: str = dtypes("", *PROB_DTYPES, also=("float16",))  # empty: not given
     weights: str = choice(*WEIGHTS, of=("probs",), data=True)  # of the probs: see `probs_of`
-    values: str = choice(*VALUES, also=(*STRANGE[1:], "huge", "tiny"), data=True)  # of h: see `hidden_of`
+    values: str = choice(*VALUES, also=(*STRANGE[1:], "huge", "tiny", "peak"), data=True)  # of h: see `hidden_of`
     offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset", given=True)  # in eighths
     clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp", given=True)  # in eighths; 0: none
     # pairs: of no kind its own
@@ -129,9 +129,11 @@ class ActivationCase(Case):
 def hidden_of(case: ActivationCase, columns: int) -> Tensor:
     """h: dyadic · rows, dyadic times a power of two per row · bounds, near 0 and the clamp (or 1) ·
     saturated, where curves are flat · huge, where powers of h overflow · tiny, from 8 times the
-    smallest normal number to twice that · special, dyadic with a NaN or an infinity in some rows ·
-    edges, dyadic with these and subnormal numbers at the ends of every second row · every, all bit
-    patterns; of a gated activation those of the gate, times dyadic values.
+    smallest normal number to twice that · peak, small but for one feature of the last row: by the
+    seed the first, a third on, two thirds on, or the last · special, dyadic with a NaN or an
+    infinity in some rows · edges, dyadic with these and subnormal numbers at the ends of every
+    second row · every, all bit patterns; of a gated activation those of the gate, times dyadic
+    values.
     """
     shape, kind = (case.tokens, columns), DTYPES[case.dtype]
     plain = payload(case.seed, "h", shape, case.dtype)
@@ -159,6 +161,10 @@ def hidden_of(case: ActivationCase, columns: int) -> Tensor:
         return torch.where(torch.from_numpy(noise % 2 == 0), large, plain.double()).to(kind)
     if case.values == "tiny":
         return ((1 + plain.double().abs() / 2) * sign * (8 * torch.finfo(kind).tiny)).to(kind)
+    if case.values == "peak":
+        x, place = plain / 16, (case.features - 1) * (case.seed % 4) // 3
+        x[-1:, place :: case.features or 1] = 4  # of a gated activation its gate and its value
+        return x
     if case.values == "special":
         strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
         hit = torch.from_numpy((noise % 4 == 0) & (np.arange(case.tokens) % 2 == case.seed % 2)[:, None])

@@ -88,10 +88,15 @@ def always(scope: Scope) -> list[Any]:
         if scope.accepts("clamp") and "d_out" in scope.signature.names:
             # halves that are whole tiles; of some groups the values' gradients are the largest
             found += [{"tokens": 9, "experts": 9, "width": 64, "dtype": "bfloat16"}]
+            whole: Changes = {"tokens": 3, "width": 512, "dtype": "bfloat16"}
+            found += [whole | {"scaling": name} for name in ("current", "block")]
         counts = {"tokens": 133, "experts": 5, "counts": (0, 130, 1, 0, 2), "tail": 3}
         found += [block | counts | {"width": 6}]
         found += [{"tokens": 40, "experts": 33, "tail": 2, "width": 9, "dtype": "bfloat16"}]
-    if scope.space.device == "cuda":
+    gpu = scope.space.device == "cuda"
+    # of each program and step the largest value
+    found += [{"tokens": 3, "width": 2880 if gpu else 544, "values": "peak", "seed": seed} for seed in range(4)]
+    if gpu:
         found += [
             both | {"scaling": scaling, "tokens": 8, "width": n} for scaling, n in (("block", 2880), ("mxfp8", 90))
         ]

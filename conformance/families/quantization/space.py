@@ -159,9 +159,9 @@ def always(scope: Scope) -> list[Any]:
 
 
 def wide_tensors(scope: Scope) -> list[Changes]:
-    """Few rows, and columns of several programs; scales of a whole tensor need more of them."""
-    narrow, wide = (7168, 7168) if scope.space.device == "cuda" else (288, 544)
-    columns = {"current": wide, "block": narrow, "mxfp8": narrow // UNIT["mxfp8"], "nvfp4": wide // UNIT["nvfp4"]}
+    """Few rows, and columns of several programs of several steps."""
+    wide = 7168 if scope.space.device == "cuda" else 544
+    columns = {"current": wide, "block": wide, "mxfp8": wide // UNIT["mxfp8"], "nvfp4": wide // UNIT["nvfp4"]}
     return [
         {"scaling": scaling, "tokens": 1 if scaling in UNIT else 8, "hidden": hidden}
         for scaling, hidden in columns.items()

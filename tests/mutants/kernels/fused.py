@@ -106,5 +106,19 @@ DEFECTS = series(
             "            largest = tl.maximum(largest, magnitude(other))\n",
             "            largest = tl.maximum(largest, magnitude(x))\n",
         ),
+        (
+            "current scaling: a program's second step has the columns before its first",
+            FORWARD + " " + BACKWARD,
+            "fused/_activate_and_quantize.py",
+            "end, begin + i * BLOCK_N, CURVE",
+            "end, begin - i * BLOCK_N, CURVE",
+        ),
+        (
+            "codes of the second half of a second tile stand where those of the first do",
+            BACKWARD,
+            "fused/_activate_and_quantize.py",
+            "                x = other\n                column += width\n            quantize_forms(",
+            "                x = other\n                column = width\n            quantize_forms(",
+        ),
     ),
 )

@@ -180,5 +180,19 @@ DEFECTS = series(
             "copy=not for_products",
             "copy=False",
         ),
+        (
+            "blocks: a program's second step has the columns before its first",
+            "quantize",
+            "quantization/_quantize.py",
+            "begin + i * BLOCK_N",
+            "begin - i * BLOCK_N",
+        ),
+        (
+            "NVFP4: a program's second step has the columns before its first",
+            "quantize",
+            "quantization/_nvfp4.py",
+            "begin + i * BLOCK_N",
+            "begin - i * BLOCK_N",
+        ),
     ),
 )
