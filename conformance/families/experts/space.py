@@ -225,6 +225,7 @@ def large(scope: Scope) -> list[Any]:
         tiles = [
             steps | {"tokens": 257, "counts": (128, 129)},
             {"tokens": 260, "counts": (257, 3), "hidden": 9, "width": 5},
+            {"tokens": 0, "counts": (0, 0), "tail": 70, "hidden": 3, "width": 2},  # tiles past all segments
         ]
     long = [{"experts": 2, "dtype": "bfloat16"} | fields for fields in (*long, *tiles)]
     long += [*tiles_of_products(scope), *waves_of_products(scope), *long_products(scope)]

@@ -246,13 +246,15 @@ def scales_without_bound(scope: Scope) -> list[QuantizeCase]:
 
 
 def rare_amaxes(scope: Scope) -> list[QuantizeCase]:
-    """Row-scaled rows of several programs, whose largest values are far apart; a least amax above
-    all values, for each recipe that has one; an infinity among the amaxes of earlier steps; float16
-    up to its largest number, whose codes may stand for more; weights that change in place; and
-    scales of blocks halfway between two codes.
+    """Row-scaled rows of several programs, whose largest values are far apart; a tensor's largest
+    value in any of them; a least amax above all values, for each recipe that has one; an infinity
+    among the amaxes of earlier steps; float16 up to its largest number, whose codes may stand for
+    more; weights that change in place; and scales of blocks halfway between two codes.
     """
+    columns = 7168 if scope.space.device == "cuda" else 1000
     kinds: list[Changes] = [
         {"scaling": "nvfp4", "variant": 1, "tokens": 1, "hidden": 34, "values": "wide", "dtype": "bfloat16"},
+        *({"tokens": 2, "hidden": columns, "values": "wide", "seed": seed} for seed in range(4)),
         *(
             {"scaling": scaling, "variant": variant, "tokens": 3, "hidden": 5, "values": "tiny", "role": "weight"}
             for scaling, recipes in RECIPES.items()
