@@ -173,12 +173,13 @@ def _add_more(verbs: Any) -> None:
     kinds = "listed defects, those made from the implementation's source, or both"
     planted.add_argument("--kind", choices=("planted", "automatic", "all"), default="planted", help=kinds)
     planted.add_argument("--sample", type=int, default=0, help="number of automatic ones, spread over all of them")
-    planted.add_argument(
-        "--function", default="", help="only this function's cases, and of the automatic mutants those that they reach"
-    )
+    text = "only the cases of these functions, separated by commas, and the automatic mutants that they reach"
+    planted.add_argument("--function", default="", help=text)
     planted.add_argument("--only", default="", help="only mutants whose name contains this")
     text = "use the cases of a gate on one GPU; on a CPU without the laws that need a GPU"
     planted.add_argument("--one-gpu", action="store_true", help=text)
+    text = "a mutant's time limit in seconds; what cases are left then do not run (default: no limit)"
+    planted.add_argument("--mutant-seconds", type=float, default=math.inf, help=text)
 
 
 def run(given: Namespace) -> int:
@@ -382,8 +383,10 @@ def mutants(given: Namespace) -> int:
         raise UsageError(f"--report {other[0]}: the report of mutants is a .json file")
     jobs = options.jobs or default_jobs(replace(options, device="cpu"))
     results = score_mutants(
-        *(options.implementation, given.kind, options.seed, jobs, given.sample, given.only, given.function),
+        *(options.implementation, given.kind, options.seed, jobs, given.sample, given.only),
+        functions=split_names(given.function),
         one_gpu=given.one_gpu,
+        seconds=given.mutant_seconds,
     )
     for path in options.report:
         Path(path).write_text(json.dumps([result.record() for result in results], indent=1) + "\n")

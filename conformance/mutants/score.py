@@ -1,14 +1,16 @@
 """Plants every mutant, runs the gate's cases on each until one kills it, and prints the score.
 
-The cases run on the implementation itself first. It must pass them, and some are traced, so that an
-automatic mutant is tried only on cases of functions that reach it, the quickest first.
+The cases run on the implementation itself first. It must pass them, and of some the calls are
+recorded, so that an automatic mutant is tried only on cases that reach it, the quickest first.
 """
 
 import itertools
+import math
 import tempfile
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +31,11 @@ from conformance.mutants.planted import DEFECTS
 # afterwards it must also pass each case that killed one
 SOUND = 10
 # one case in TRACED of all functions is run again with its calls recorded, which slows an
-# interpreter down; of one function every case
+# interpreter down, and stands for the others of its function; of chosen functions every case
 TRACED = 8
 TRACED_SECONDS = 600.0  # time limit of a traced case
 AFTER_A_CRASH = 60  # cases tried after a crash, in search of a wrong value
+LEAST_SECONDS = 10.0  # before a case of a mutant hangs, however short the mutant's time
 HANGS = 2  # a mutant is abandoned after this many
 MOST_ON_A_CPU = 2**20  # the largest size or setting of a GPU's case that a CPU also runs in time
 
@@ -43,7 +46,7 @@ class PassedCase:
 
     case: Case
     seconds: float
-    calls: frozenset[str]  # "file:function" of the implementation that cases of this function run
+    calls: frozenset[str]  # "file:function" of the implementation that it runs, or cases of its function
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Result:
 
     mutant: str
     title: str
-    way: str  # value, law, crash, or survived
+    way: str  # value, law, crash, survived, or unfinished: some cases had no time
     function: str = ""
     check: str = ""
     cases: int = 0
@@ -77,13 +80,13 @@ class Result:
 
     @property
     def killed(self) -> bool:
-        return self.way != "survived"
+        return self.way not in ("survived", "unfinished")
 
     @property
     def line(self) -> str:
         name = f"{self.mutant}: {self.title}"
         if not self.killed:
-            return f"SURVIVED                {name} ({self.cases} cases)"
+            return f"{self.way.upper():<24}{name} ({self.cases} cases)"
         way = f"{self.way} (only)" if self.way == "crash" else self.way
         return f"killed by {way:<13} {name} ({self.function} {self.check}, after {self.cases} cases)"
 
@@ -95,46 +98,48 @@ def score_mutants(
     jobs: int = 2,
     sample: int = 0,
     only: str = "",
-    function: str = "",
+    functions: Collection[str] = (),
     one_gpu: bool = False,
+    seconds: float = math.inf,
     likely: Mapping[str, str] | None = None,
 ) -> list[Result]:
-    """Try every mutant of a kind on the gate's cases; prints one line per mutant and the score.
+    """Try every mutant of a kind on the gate's cases; prints a line as each ends, and the score.
 
     Args:
         sample: number of mutants, spread over all; 0 for all.
         only: part of the name of the mutants to try.
-        function: use only this function's cases, and only the mutants that they reach.
+        functions: use only the cases of these, and only the mutants that they reach; none for all.
         one_gpu: use the cases of a gate on one GPU; on a CPU without the laws that need a GPU.
+        seconds: for one mutant, and for one of its cases; afterwards no more of its cases run.
         likely: by the name of a mutant, the id of the case that has killed it before.
 
     Raises:
         UsageError: an unusable or wrong implementation, automatic mutants of the reference, or no
             such mutant.
     """
-    _check(implementation, kind, function)
-    passed = passed_cases(implementation, seed, jobs, function, kind != "planted", one_gpu)
+    _check(implementation, kind, functions)
+    passed = passed_cases(implementation, seed, jobs, functions, kind != "planted", one_gpu)
     by_id = {item.case.id: item.case for item in passed} if likely else {}
     # rewriting every file costs more than trying a few mutants
-    files = {call.partition(":")[0] for item in passed for call in item.calls} if function else None
+    files = {call.partition(":")[0] for item in passed for call in item.calls} if functions else None
     chosen = [
         replace(mutant, likely=by_id.get((likely or {}).get(mutant.name, "")))
         for mutant in _mutants(implementation, kind, files)
-        if only in mutant.name and (not function or _reached(mutant, function, passed))
+        if only in mutant.name and (not functions or _reached(mutant, functions, passed))
     ]
     if not chosen:
         mutant, reached = (
             f"{'' if kind == 'all' else kind + ' '}mutant",
-            f" that {function} reaches" if function else "",
+            f" that {', '.join(functions)} reaches" if functions else "",
         )
         raise UsageError(f"there is no {mutant} whose name contains {only!r}{reached}")
     count = min(sample or len(chosen), len(chosen))
     chosen = [chosen[i * len(chosen) // count] for i in range(count)]
-    results = []
     with ThreadPoolExecutor(jobs) as workers:
-        for result in workers.map(lambda mutant: attempt(mutant, passed), chosen):
-            print(result.line, flush=True)
-            results.append(result)
+        futures = [workers.submit(attempt, mutant, passed, seconds) for mutant in chosen]
+        for future in as_completed(futures):
+            print(future.result().line, flush=True)
+    results = [future.result() for future in futures]
     killed = [result for result in results if result.killed]
     if kind == "planted":
         texts = {result.case for result in killed}
@@ -142,13 +147,14 @@ def score_mutants(
             _require_sound(implementation, (item.case for item in passed if item.case.text in texts), pool)
     ways = ", ".join(f"{sum(r.way == way for r in killed)} by {way}" for way in ("value", "law", "crash"))
     share = f"{len(killed)} of {len(results)} ({len(killed) / len(results):.1%})"
-    print(f"\nscore {share}: {ways}; {len(results) - len(killed)} survived")
+    left = [f"{sum(r.way == way for r in results)} {way}" for way in ("survived", "unfinished")]
+    print(f"\nscore {share}: {ways}; {', '.join(left[: 1 + (seconds < math.inf)])}")
     return results
 
 
-def _check(implementation: str, kind: str, function: str) -> None:
-    if function and function not in CONTRACTS:
-        raise UsageError(f"--function is {function!r}; the functions are {', '.join(CONTRACTS)}")
+def _check(implementation: str, kind: str, functions: Collection[str]) -> None:
+    if unknown := [name for name in functions if name not in CONTRACTS]:
+        raise UsageError(f"--function is {unknown[0]!r}; the functions are {', '.join(CONTRACTS)}")
     if kind != "planted" and implementation.partition(".")[0] == "moe_ref":
         copy = "a copy of it, by `python -m benchmarks.reference_copy`: its mutants would change the oracle too"
         raise UsageError(f"--impl is {implementation!r} with --kind {kind}; it must be {copy}")
@@ -177,14 +183,16 @@ def _tried_by(function: str) -> str:
     return next((name for name, contract in CONTRACTS.items() if function in (name, *contract.companions)), function)
 
 
-def _reached(mutant: Mutant, function: str, passed: list[PassedCase]) -> bool:
-    return function in mutant.first or any(mutant.touches in item.calls for item in passed)
+def _reached(mutant: Mutant, functions: Collection[str], passed: list[PassedCase]) -> bool:
+    return any(function in mutant.first for function in functions) or any(
+        mutant.touches in item.calls for item in passed
+    )
 
 
 def passed_cases(
-    implementation: str, seed: int, jobs: int, function: str, trace: bool, one_gpu: bool
+    implementation: str, seed: int, jobs: int, functions: Collection[str], trace: bool, one_gpu: bool
 ) -> list[PassedCase]:
-    """The gate's cases of one or all offered functions, passed by the implementation itself.
+    """The gate's cases of these or all offered functions, passed by the implementation itself.
 
     Raises:
         UsageError: it fails one, which makes its mutants meaningless.
@@ -195,8 +203,8 @@ def passed_cases(
         here = space = Space.of(description)
         if one_gpu:
             space = replace(here, device="cuda", ranks=1, shared_ranks=MOST_RANKS)
-        functions = description["functions"].items()
-        offered = {name for name, offer in functions if offer["offered"] and function in ("", name)}
+        offers = description["functions"].items()
+        offered = {name for name, offer in offers if offer["offered"] and (not functions or name in functions)}
         cases = {
             name: [
                 _without_laws_of(here.device, case)
@@ -213,8 +221,8 @@ def passed_cases(
             return [PassedCase(case, 0.0, frozenset()) for group in cases.values() for case in group]
         outcomes = _require_sound(implementation, (case for group in cases.values() for case in group), pool)
     ran = [(case, outcome.seconds_implementation) for case, outcome in outcomes if outcome.evaluations]
-    calls = _calls(implementation, [case for case, _ in (ran if function else ran[::TRACED])], jobs)
-    return [PassedCase(case, seconds, calls.get(case.function, frozenset())) for case, seconds in ran]
+    calls = _calls(implementation, [case for case, _ in (ran if functions else ran[::TRACED])], jobs)
+    return [PassedCase(case, seconds, calls(case)) for case, seconds in ran]
 
 
 def _without_laws_of(device: str, case: Case) -> Case:
@@ -253,15 +261,29 @@ def _require_sound(implementation: str, cases: Iterable[Case], pool: Pool) -> li
     return outcomes
 
 
-def _calls(implementation: str, cases: list[Case], jobs: int) -> dict[str, frozenset[str]]:
-    """The implementation's own functions that run in the cases of each judged function."""
+def _calls(implementation: str, cases: list[Case], jobs: int) -> Callable[[Case], frozenset[str]]:
+    """The implementation's own functions that a case runs; of a case that is not among these, those
+    of all cases of its function.
+
+    What no more cases than processes ran may be kept by a process, so it counts for all cases of
+    their function.
+    """
     from conformance.mutants.automatic import home
 
-    out: dict[str, frozenset[str]] = {}
     with Pool(ChildOptions(implementation, trace=str(home(implementation))), jobs, TRACED_SECONDS) as pool:
-        for case, outcome in pool.run(cases):
-            out[case.function] = out.get(case.function, frozenset()) | frozenset(outcome.calls)
-    return out
+        of_case = {case.id: (case.function, frozenset(outcome.calls)) for case, outcome in pool.run(cases)}
+    counts: dict[str, Counter[str]] = {}
+    for function, calls in of_case.values():
+        counts.setdefault(function, Counter()).update(calls)
+    of_function = {function: frozenset(count) for function, count in counts.items()}
+    once = {function: {call for call in count if count[call] <= jobs} for function, count in counts.items()}
+
+    def of(case: Case) -> frozenset[str]:
+        if case.id in of_case:
+            return of_case[case.id][1] | once[case.function]
+        return of_function.get(case.function, frozenset())
+
+    return of
 
 
 def _order(mutant: Mutant, passed: list[PassedCase]) -> Iterator[Case]:
@@ -275,15 +297,17 @@ def _order(mutant: Mutant, passed: list[PassedCase]) -> Iterator[Case]:
         yield from (case for row in rows for case in row if case is not None)
 
 
-def attempt(mutant: Mutant, passed: list[PassedCase]) -> Result:
+def attempt(mutant: Mutant, passed: list[PassedCase], seconds: float = math.inf) -> Result:
     """Run cases until a wrong value or a broken law, or to the end."""
-    started, count, crash, hangs = time.monotonic(), 0, None, 0
+    started, count, crash, hangs, end = time.monotonic(), 0, None, 0, "survived"
     with tempfile.TemporaryDirectory(prefix="moe-conformance-mutant-") as folder:
         if mutant.copy:
             mutant.copy(Path(folder))
         options = ChildOptions(mutant.implementation, search=(folder,) if mutant.copy else ())
         try:
             with Pool(options) as pool:
+                pool.start()
+                pool.patience.case_seconds = min(pool.patience.case_seconds, max(seconds, LEAST_SECONDS))
                 first = pool.run([mutant.likely] if mutant.likely else [])  # alone: a run may change the order
                 for case, outcome in itertools.chain(first, pool.run(_order(mutant, passed))):
                     count += 1
@@ -298,10 +322,13 @@ def attempt(mutant: Mutant, passed: list[PassedCase]) -> Result:
                     hangs += outcome.status == "HANG"
                     if crash and (count > crash.cases + AFTER_A_CRASH or hangs == HANGS):
                         break
+                    if time.monotonic() - started > seconds:
+                        end = "unfinished"
+                        break
         except UsageError as error:
-            check, seconds = f"cannot be imported: {error}", time.monotonic() - started
-            return Result(mutant.name, mutant.title, "crash", check=check, seconds=seconds)
-    return crash or Result(mutant.name, mutant.title, "survived", cases=count, seconds=time.monotonic() - started)
+            check, took = f"cannot be imported: {error}", time.monotonic() - started
+            return Result(mutant.name, mutant.title, "crash", check=check, seconds=took)
+    return crash or Result(mutant.name, mutant.title, end, cases=count, seconds=time.monotonic() - started)
 
 
 def _kill(case: Case, outcome: Outcome) -> str:

@@ -9,7 +9,8 @@ from benchmarks.detection import document
 from conformance import cli
 from conformance.interface import UsageError
 from conformance.mutants.planted import DEFECTS
-from conformance.mutants.score import score_mutants
+from conformance.mutants.score import Mutant, PassedCase, attempt, passed_cases, score_mutants
+from tests.common.suite import gate_cases
 from tests.mutants.killers import KILLERS
 
 LISTED = {
@@ -102,27 +103,27 @@ def test_every_listed_defect_is_planted_and_killed_by_a_value_or_a_law(monkeypat
 
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_a_defect_of_many_rows_is_killed_by_the_cases_of_a_gpu(name):
-    (result,) = score_mutants("moe_ref", "planted", only=name, function="permute", one_gpu=True)
+    (result,) = score_mutants("moe_ref", "planted", only=name, functions=("permute",), one_gpu=True)
     assert (result.way, result.function) == ("value", "permute")
 
 
 @pytest.mark.parametrize(("name", "function"), FEW_STRUCTURES.items())
 def test_a_gpus_cases_have_classes_that_few_structures_leave_out(name, function):
-    (result,) = score_mutants("moe_ref", "planted", only=name, function=function, one_gpu=True)
+    (result,) = score_mutants("moe_ref", "planted", only=name, functions=(function,), one_gpu=True)
     assert (result.way, result.function) == ("value", function)
 
 
 def test_a_case_that_a_cpu_cannot_run_in_time_is_left_out_and_named(capsys):
-    results = score_mutants("moe_ref", "planted", only="N05", function="permute", one_gpu=True)
+    results = score_mutants("moe_ref", "planted", only="N05", functions=("permute",), one_gpu=True)
     printed = capsys.readouterr().out
     assert [result.way for result in results] == ["value"]
     assert "left out: a case of 2,097,152 rows" in printed and '"align":2097152' in printed
-    score_mutants("moe_ref", "planted", only="D02", function="pad_routing_map")
+    score_mutants("moe_ref", "planted", only="D02", functions=("pad_routing_map",))
     assert "left out" not in capsys.readouterr().out
 
 
 def test_a_sample_of_automatic_mutants_is_killed_and_each_survivor_is_explained():
-    results = score_mutants("moe_fast", "automatic", sample=6, function="indices_to_multihot")
+    results = score_mutants("moe_fast", "automatic", sample=6, functions=("indices_to_multihot",))
     explained = (Path(__file__).parents[2] / "docs" / "mutants.md").read_text()
     survivors = [result for result in results if not result.killed]
     assert len(results) == 6
@@ -148,3 +149,29 @@ def test_nothing_is_learned_from_mutants_of_a_wrong_implementation():
 def test_the_oracle_is_not_changed_together_with_its_mutants(kind):
     with pytest.raises(UsageError, match="a copy of it"):
         score_mutants("moe_ref", kind)
+
+
+def test_a_mutant_runs_on_the_cases_that_reach_it_alone():
+    passed = passed_cases("moe_ref", 0, 1, ("aux_loss_scores",), trace=True, one_gpu=False)
+    kinds = {name: f"moe_ref/router/scores.py:{name}" for name in ("softmax", "sigmoid", "sqrtsoftplus")}
+    drawn = [item for item in passed if not (item.case.golden or item.case.law or item.case.illegal)]
+    for item in drawn:
+        assert {name for name, call in kinds.items() if call in item.calls} == {item.case.score}
+    assert {item.case.score for item in drawn} == set(kinds)
+
+
+def test_a_mutant_without_time_is_unfinished_and_not_survived():
+    passed = [PassedCase(case, 0.0, frozenset({"file:function"})) for case in gate_cases("jitter")[:3]]
+    same = Mutant("same", "no change", "moe_ref", touches="file:function")
+    assert (attempt(same, passed).way, attempt(same, passed).cases) == ("survived", 3)
+    without = attempt(same, passed, seconds=0.0)
+    assert without.way == "unfinished" and not without.killed and without.cases < 3
+    assert without.line.startswith("UNFINISHED ")
+
+
+def test_several_functions_of_the_command_are_separated_by_commas(capsys):
+    chosen = ("mutants", "--impl", "moe_ref", "--only", "D02", "--function")
+    assert cli.main([*chosen, "pad_routing_map,jitter"]) == 0
+    assert "score 1 of 1" in capsys.readouterr().out
+    assert cli.main([*chosen, "jitter,permuted"]) == cli.USAGE
+    assert "--function is 'permuted'" in capsys.readouterr().err

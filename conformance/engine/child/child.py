@@ -10,13 +10,11 @@ import inspect
 import os
 import re
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from multiprocessing.connection import Connection
-from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from conformance.engine.child.isolation import at_most, isolate
 from conformance.engine.child.runner import Outcome
 from conformance.engine.child.sanitizer import Sanitizer
 from conformance.engine.child.scopes import scopes_of
+from conformance.engine.child.tracing import traced
 from conformance.engine.choose.plan import Draw
 from conformance.engine.options import ChildOptions
 from conformance.interface import DEFAULTS, Implementation, Undeclared, UsageError, load, signature_of
@@ -97,7 +96,7 @@ def answer_all(
             for case in work:
                 rank = context_of(case) if context_of else None
                 started = time.monotonic()
-                with _traced(options.trace) as calls:
+                with traced(options.trace) as calls:
                     outcome = sanitizer.judged(_answer(case, implementation, device, rank, options))
                 if os.getpid() != process:
                     os._exit(0)  # a copy of the process that the implementation has forked
@@ -118,28 +117,6 @@ def _where(error: Exception) -> str:
     """The error and the line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{described(error)} ({os.path.basename(last.filename)}:{last.lineno})"
-
-
-@contextlib.contextmanager
-def _traced(package: str) -> Iterator[set[str]]:
-    """The package's functions that run inside the block, also in threads that it starts, as
-    "file:qualified name".
-    """
-    calls: set[str] = set()
-
-    def called(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(package):
-            file = os.path.relpath(frame.f_code.co_filename, os.path.dirname(package))
-            calls.add(f"{file}:{frame.f_code.co_qualname}")
-
-    if package:
-        sys.setprofile(called)
-        threading.setprofile(called)
-    try:
-        yield calls
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
 
 
 def _answer(

@@ -6,9 +6,7 @@ memory counts rendezvous per process, and hangs in a group with unequal counts. 
 ranks, the ranks share them.
 """
 
-import fcntl
 import os
-import tempfile
 import threading
 from functools import partial
 from typing import Any
@@ -21,13 +19,13 @@ from conformance.core.case import Case
 from conformance.engine.child.processes import Patience
 from conformance.engine.child.runner import LAST, Outcome
 from conformance.engine.options import ChildOptions
+from conformance.engine.world import turn
 from conformance.engine.world.joined import RemoteRanks, joined
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import RankAddress
 from conformance.engine.world.world import Process, World
 
 SHARED_TIMES = 2  # the time limit of a case whose ranks share a GPU: they wait for each other's time slices
-TURN = os.path.join(tempfile.gettempdir(), "moe-conformance-gpus.lock")  # one run at a time
 
 
 class Worlds:
@@ -38,7 +36,7 @@ class Worlds:
         self._worlds: dict[int, World] = {}  # by their number of ranks
         self._before: dict[int, list[Case]] = {}  # by the identity of a case that failed, the last one
         self._store: Any = None
-        self._turn: Any = None
+        self._has_turn = False
         self._started = 0
         self._starting = threading.Lock()
         self._remote: RemoteRanks | None = None
@@ -92,9 +90,9 @@ class Worlds:
         for world in list(self._worlds.values()):
             world.close()
         self._store = None
-        if self._turn:
-            self._turn.close()
-            self._turn = None
+        if self._has_turn:
+            turn.give_back()
+            self._has_turn = False
 
     def dismiss(self) -> None:
         """End every rank, and the lenders of torchrun's other ranks."""
@@ -115,9 +113,9 @@ class Worlds:
         if self._remote:
             address = self._remote.here.address(number, 0, ranks)
             return [LocalRank(self._context, self._options, address, logs[0]), *self._remote.open(number, ranks)]
-        if self._on_gpus and not self._turn:
-            self._turn = open(TURN, "w")  # noqa: SIM115  (held until the worlds end)
-            fcntl.flock(self._turn, fcntl.LOCK_EX)
+        if self._on_gpus and not self._has_turn:
+            turn.take()
+            self._has_turn = True
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self._store.port

@@ -1,7 +1,6 @@
 """Footprints of this project's kernels: whatever runs is in them, and they are found quickly."""
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,8 @@ import pytest
 import moe_fast
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
-from conformance.engine.child.child import _traced
 from conformance.engine.child.evaluate import evaluate
+from conformance.engine.child.tracing import traced
 from conformance.engine.choose.plan import fixed_cases
 from conformance.engine.footprint.companions import companions
 from conformance.engine.footprint.footprint import Footprints
@@ -37,7 +36,7 @@ def found() -> Footprints:
 def ran(cases: list[Case]) -> set[str]:
     """The functions of moe_fast that the cases run, as labels of parts."""
     implementation = load("moe_fast")
-    with _traced(FOLDER + os.sep) as calls:
+    with traced(FOLDER + os.sep) as calls:
         for case in cases:
             evaluate(case, implementation)
     pairs = [call.split(":") for call in calls]
@@ -45,16 +44,6 @@ def ran(cases: list[Case]) -> set[str]:
         (os.path.basename(FOLDER) + "." + file.removesuffix(".py").replace("/", "."), name) for file, name in pairs
     ]
     return {f"{module}:{name.partition('.<locals>')[0]}" for module, name in names if name != BY_INTERPRETER}
-
-
-def in_a_thread() -> None:
-    pass
-
-
-def test_functions_in_other_threads_count_as_run():
-    with _traced(os.path.dirname(__file__) + os.sep) as calls, ThreadPoolExecutor(1) as pool:
-        pool.submit(in_a_thread).result()
-    assert calls == {"test_reached.py:in_a_thread"}
 
 
 @pytest.mark.parametrize("function", TRACED)

@@ -48,7 +48,9 @@ def source_of(defect: KernelDefect) -> SourceMutant:
 def score(chosen: Mapping[str, KernelDefect], jobs: int) -> list[Result]:
     """Try each, and print one line for each."""
     wanted = dict.fromkeys(function for defect in chosen.values() for function in defect.functions)
-    passed = {function: passed_cases("moe_fast", 0, jobs, function, trace=False, one_gpu=False) for function in wanted}
+    passed = {
+        function: passed_cases("moe_fast", 0, jobs, (function,), trace=False, one_gpu=False) for function in wanted
+    }
     known = json.loads(KILLERS.read_text())
 
     def result(defect: KernelDefect) -> Result:

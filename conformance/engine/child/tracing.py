@@ -1,0 +1,91 @@
+"""Which functions of a package run, kernels that a GPU runs included."""
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def traced(package: str) -> Iterator[set[str]]:
+    """The package's functions that run inside the block, as "file:qualified name".
+
+    Threads that start inside count too. A backward runs in the thread that asks for it. Python does
+    not run a compiled kernel, so a launch counts for the kernel and all functions that it can call.
+    """
+    calls: set[str] = set()
+
+    def called(frame: FrameType, event: str, _: Any) -> None:
+        if event != "call":
+            return
+        if frame.f_code.co_filename.startswith(package):
+            calls.add(label(frame.f_code))
+        elif _is_launch(frame):
+            given = (frame.f_locals["self"], *frame.f_locals["args"], *frame.f_locals["kwargs"].values())
+            calls.update(label(code) for code in _compiled(given, package))
+
+    def label(code: CodeType) -> str:
+        return f"{os.path.relpath(code.co_filename, os.path.dirname(package))}:{code.co_qualname}"
+
+    if not package:
+        yield calls
+        return
+    sys.setprofile(called)
+    threading.setprofile(called)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield calls
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def _is_launch(frame: FrameType) -> bool:
+    """Whether Triton launches a kernel here."""
+    code = frame.f_code
+    return code.co_qualname == "JITFunction.run" and "triton" in code.co_filename
+
+
+def _compiled(given: Iterable[Any], package: str) -> set[CodeType]:
+    """The package's functions among these values, and those that their code names, and so on."""
+    found: set[CodeType] = set()
+    left = list(given)
+    while left:
+        for function in _functions(left.pop()):
+            code = function.__code__
+            if code not in found and code.co_filename.startswith(package):
+                found.add(code)
+                left += _named(function)
+    return found
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The Python function inside a kernel, or the methods of a class."""
+    if isinstance(value, type):
+        for method in vars(value).values():
+            yield from _functions(method)
+        return
+    for _ in range(4):  # a kernel in versions holds one of Triton's, which holds the function
+        if isinstance(value, FunctionType):
+            yield value
+            return
+        value = getattr(value, "fn", None)
+
+
+def _named(function: FunctionType) -> Iterator[Any]:
+    """What the names in a function's code stand for, in its module or in modules there."""
+    code, known = function.__code__, function.__globals__
+    for name in code.co_names:
+        value = known.get(name)
+        if isinstance(value, ModuleType):
+            yield from (vars(value).get(other) for other in code.co_names)
+        elif not isinstance(value, torch.Tensor):
+            yield value
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # empty
+            yield cell.cell_contents
