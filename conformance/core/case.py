@@ -103,6 +103,11 @@ class Case:
         """The elements per unit of its sizes."""
         return 1
 
+    @property
+    def row_unit(self) -> int:
+        """The rows per unit of its tokens."""
+        return self.unit
+
     def arguments(self) -> tuple[str, ...]:
         """Optional keyword arguments of the call that neither axes nor inputs name."""
         return ()

@@ -1,7 +1,7 @@
 """Plants every mutant, runs the gate's cases on each until one kills it, and prints the score.
 
 The cases run on the implementation itself first. It must pass them, and of some the calls are
-recorded, so that an automatic mutant is tried only on cases that reach it, the quickest first.
+recorded, so that an automatic mutant is tried only on cases that reach it.
 """
 
 import itertools
@@ -34,6 +34,7 @@ SOUND = 10
 # interpreter down, and stands for the others of its function; of chosen functions every case
 TRACED = 8
 TRACED_SECONDS = 600.0  # time limit of a traced case
+QUICK = 32  # cases of a mutant that run first
 AFTER_A_CRASH = 60  # cases tried after a crash, in search of a wrong value
 LEAST_SECONDS = 10.0  # before a case of a mutant hangs, however short the mutant's time
 HANGS = 2  # a mutant is abandoned after this many
@@ -171,7 +172,7 @@ def _mutants(implementation: str, kind: str, files: Container[str] | None) -> It
 
         def planted(mutant: SourceMutant) -> Mutant:
             touches = f"{mutant.file}:{enclosing_function(mutant)}"
-            title = f"{mutant.before} → {mutant.after}"
+            title = " ".join(f"{mutant.before} → {mutant.after}".split())  # one line
             copy = lambda folder: write_copy(mutant, implementation, folder)  # noqa: E731
             return Mutant(mutant.name, title, implementation, copy, touches)
 
@@ -287,14 +288,27 @@ def _calls(implementation: str, cases: list[Case], jobs: int) -> Callable[[Case]
 
 
 def _order(mutant: Mutant, passed: list[PassedCase]) -> Iterator[Case]:
-    """The cases that reach a mutant, the quickest first; without traces, its functions first."""
+    """The cases that reach a mutant: QUICK ones, then quick and slow in turn, for slow ones are the
+    large ones, which show more. Without traces, its functions first.
+    """
     reaching = [item for item in passed if mutant.touches and mutant.touches in item.calls]
     if reaching:
-        yield from (item.case for item in sorted(reaching, key=lambda item: item.seconds))
+        cases = [item.case for item in sorted(reaching, key=lambda item: item.seconds)]
+        yield from cases[:QUICK]
+        yield from _spread(cases[QUICK:])
         return
     for group in (mutant.first, tuple(name for name in CONTRACTS if name not in mutant.first)):
         rows = itertools.zip_longest(*([item.case for item in passed if item.case.function == name] for name in group))
         yield from (case for row in rows for case in row if case is not None)
+
+
+def _spread(cases: list[Case]) -> Iterator[Case]:
+    """The cases in an order of which every beginning is spread over all: by their places' bits,
+    reversed.
+    """
+    bits = max(len(cases) - 1, 0).bit_length()
+    places = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits))
+    yield from (cases[place] for place in places if place < len(cases))
 
 
 def attempt(mutant: Mutant, passed: list[PassedCase], seconds: float = math.inf) -> Result:

@@ -171,7 +171,7 @@ INTERPRETER = Tuning(
     ),
     activation=Tile(tokens=32, columns=128, num_warps=4),
     activation_backward=Tile(tokens=32, columns=128, num_warps=4),
-    symmetric=Symmetric(tokens=32, columns=128, lists=16, fill_rows=64, tail_lanes=2, unroll=2, group=4, num_warps=4),
+    symmetric=Symmetric(tokens=32, columns=256, lists=16, fill_rows=64, tail_lanes=2, unroll=2, group=4, num_warps=4),
     quantize=Quantize(
         rows=Walk(tokens=128, columns=256, num_warps=4, steps=2, stages=1),
         columns=Walk(tokens=128, columns=256, num_warps=4, steps=2, stages=1),

@@ -338,6 +338,7 @@ def _gather_chunks(
     out_probs = None if probs is None else torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)  # as above
     if num_rows == 0:
         return out, out_probs
+    sizes, order = sizes.to(torch.int64), order.to(torch.int64)  # one kernel for both dtypes
     with launch_on(some):
         launch(chunk_kernels.sort_chunks_kernel, (ceil_div(num_rows, blocks.sort_chunks.tokens),))(
             *strided(None if rows is None else bits(rows)),

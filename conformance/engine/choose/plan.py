@@ -17,6 +17,7 @@ from conformance.core.signature import FAR
 from conformance.core.space import Space
 from conformance.core.variations import Variations
 from conformance.core.where import EVERYWHERE, Where
+from conformance.core.wide import widened
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.choose.profiles import Profile
 
@@ -83,6 +84,8 @@ def _structures(section: Section, profile: Profile, space: Space, seed: int, whe
         others = [*fixed_cases(section.function, space), *scope.always(), *scope.far(), *rows]
         chosen = [*rows, *scope.more(others)]
         varied = list(_varied(scope, _moved(scope, chosen, where, seed), amount.cases, seed))
+        if space.device == "cuda":
+            varied = [_with_wide(scope, structure, i % 2 == 0) for i, structure in enumerate(varied)]
         yield from varied
         yield from ([case] for case in left_out(scope, [*others, *chain(*varied)]))
     elif section.kind == "drawn":
@@ -114,6 +117,12 @@ def _varied(scope: Scope, cases: list[Case], count: int, seed: int) -> Iterator[
         number = 1 if alone or shared else min(few, count)
         most = 2 * count if number == count and not ranks else number
         yield variations.of(case, number, most, run_seed(case.text, seed)) if number > 1 else [case]
+
+
+def _with_wide(scope: Scope, structure: Structure, whole_lines: bool) -> Structure:
+    """The structure, and its first case at wide sizes."""
+    wide = widened(scope, structure[0], whole_lines)
+    return structure if wide is None else [*structure, wide]
 
 
 def cases_of(section: Section, profile: Profile, space: Space, seed: int) -> list[Case]:

@@ -192,6 +192,9 @@ def shapes(scope: Scope) -> list[Any]:
         found.append({"counts": (2, 1)[:ranks], "local_experts": 1, "topk": 1, "hidden": 3, "slack": -3})
         last: Changes = {"counts": (*(0,) * (ranks - 1), 260), "local_experts": 1, "topk": 1, "hidden": 3}
         found.append(last | {"spread": "same", "slack": -1})  # a token behind 255 others of its rank has no room
+    if dispatcher_of(scope) == "hybridep" and ranks > 1:  # the only token has the number of the budget's rows
+        alone: Changes = {"counts": (4, 0), "local_experts": 1, "topk": 1, "hidden": 3}
+        found.append(alone | {"slots": (-1, -1, -1, 1), "slack": 2})
     if scope.function in ("allgather_dispatch", "alltoall_dispatch"):  # gradients of many copies, on one rank too
         copies: Changes = {"local_experts": 5, "topk": 5, "hidden": 65, "grads": "tokens"} | SIXTEEN_BITS
         found.append({"counts": (3, 2)[:ranks], "spread": "local"} | copies)
@@ -278,6 +281,7 @@ COLLECTIVE = Shapes(
 FLATTEN_EXPERTS = Shapes(
     drawn=groups,
     covered={"tokens": 5, "experts": 6},
+    wide={"tokens": 300},
     together=lambda scope: {"groups": [{"groups": groups} for groups in (1, 2, 3)]},
     always=lambda scope: [{"tokens": scope.space.many // 4, "experts": 12, "groups": 4, "shards": 3}, *_MAPS],
     far={"experts": 4, "groups": 2, "shards": 2},

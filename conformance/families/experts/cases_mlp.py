@@ -110,6 +110,10 @@ class MlpCase(LayersCase):
     recompute: str = declared(Name(default="", values=("", *RECOMPUTED), argument="recompute"))
     index_dtype: str = dtypes("int64", "int32")
 
+    @property
+    def row_unit(self) -> int:
+        return rows_unit(self)
+
     def clash(self) -> str | None:
         if not self.probs and (self.weights != "plain" or self.early or self.on_input):
             return "weights, early and on_input describe probs, which are not given"

@@ -370,6 +370,7 @@ GROUPED_MLP = Shapes(
     drawn=layers,
     affordable=near,
     covered=SIZES,
+    wide={"tokens": 300, "hidden": 272, "width": 272},
     together=_grouped_pairs,
     more=by_recipe,
     always=_large,

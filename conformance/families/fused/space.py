@@ -133,6 +133,7 @@ PERMUTE_AND_QUANTIZE = Shapes(
     drawn=drawn,
     affordable=affordable,
     covered=permutation.COVERED | {"hidden": lambda case: HIDDEN.get(case.scaling, 7)},
+    wide={"tokens": 300, "hidden": 1040},
     together=together,
     always=always,
     far=permutation.FAR | {"scaling": "delayed"},

@@ -154,6 +154,7 @@ GLU_AND_QUANTIZE = Shapes(
     drawn=drawn,
     affordable=near,
     covered={"width": lambda case: WIDTH.get(case.scaling, 6)},
+    wide={"tokens": 300, "width": 528},
     together=together,
     always=always,
     far={"experts": 2},

@@ -284,6 +284,7 @@ def in_room(scope: Scope) -> list[LayerCase]:
 MOE_LAYER = Shapes(
     drawn=layers,
     covered=SIZES,
+    wide={"tokens": 300, "hidden": 144, "width": 144},
     together=together,
     always=always,
     illegal={"tokens": 2, "experts": 2, "latent": 1, "shared": 1},

@@ -367,6 +367,7 @@ QUANTIZE = Shapes(
     drawn=drawn,
     affordable=affordable,
     covered={"hidden": lambda case: HIDDEN.get(case.scaling, 7 // UNIT.get(case.scaling, 1))},
+    wide={"tokens": 300, "hidden": 528},
     together=lambda scope: {"groups": GROUPS, "layout": LAYOUTS, "unused": [{"unused": ""}]},
     always=always,
     far={"scaling": "nvfp4", "role": "grad_output", "tokens": 2, "experts": 2, "hidden": 1, "tail": 0},

@@ -91,6 +91,7 @@ def _route_together(scope: Scope) -> dict[str, list[Changes]]:
 ROUTE = Shapes(
     drawn=routes,
     covered={"tokens": 12, "experts": 8, "topk": 3},
+    wide={"tokens": 300},
     together=_route_together,
     always=routed,
     weight=1.2,  # partly over ranks
