@@ -161,6 +161,23 @@ _MAPS: tuple[Changes, ...] = tuple(
 )
 
 
+def _of_deepep(few: Changes, ranks: int, several: int) -> list[Changes]:
+    """Dropped slots of probability 0, rows of 8 bits, trusted room, scales of each dtype."""
+    dropped: Changes = few | {"counts": (5, 4)[:ranks], "probs": "float32", "zero_probs": True, "drop_zeros": True}
+    packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
+    codes_: Changes = few | {"counts": (5, 4)[:ranks], "hidden": 5}
+    return [
+        dropped,
+        dropped | {"repeats": "count each"},
+        dropped | {"repeats": "last slot", "scales": 3},
+        dropped | {"values": "special", "seed": 3},
+        few | {"counts": (5, 4)[:ranks]} | packed,
+        few | {"counts": (5, 4)[:several], "probs": "float32", "align": 4, "slack": 2, "trusted": True},
+        *(codes_ | {"scale_dtype": dtype, "scales": 3} for dtype in SCALE_DTYPES),
+        codes_ | {"scales": 4, "seed": 2},  # 16 bytes of a row, which may travel at once
+    ]
+
+
 def shapes(scope: Scope) -> list[Any]:
     """On all ranks: more than one block of tokens, experts past a warp's lanes, wide rows."""
     few: Changes = {"local_experts": 2, "topk": 2}
@@ -199,19 +216,7 @@ def shapes(scope: Scope) -> list[Any]:
         copies: Changes = {"local_experts": 5, "topk": 5, "hidden": 65, "grads": "tokens"} | SIXTEEN_BITS
         found.append({"counts": (3, 2)[:ranks], "spread": "local"} | copies)
     if scope.function == "deepep_dispatch":
-        dropped: Changes = {"counts": (5, 4)[:ranks], "probs": "float32", "zero_probs": True, "drop_zeros": True}
-        found += [
-            few | dropped,
-            few | dropped | {"repeats": "count each"},
-            few | dropped | {"repeats": "last slot", "scales": 3},
-            few | dropped | {"values": "special", "seed": 3},
-        ]
-        packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
-        found.append(few | {"counts": (5, 4)[:ranks]} | packed)
-        found.append(few | {"counts": (5, 4)[:several], "probs": "float32", "align": 4, "slack": 2, "trusted": True})
-        codes_: Changes = few | {"counts": (5, 4)[:ranks], "hidden": 5}
-        found += [codes_ | {"scale_dtype": dtype, "scales": 3} for dtype in SCALE_DTYPES]
-        found.append(codes_ | {"scales": 4, "seed": 2})  # 16 bytes of a row, which may travel at once
+        found += _of_deepep(few, ranks, several)
     if dispatcher_of(scope) == "deepep_low_latency" and "fp8" in scope.live and not scope.signature.producer:
         forms: tuple[Changes, ...] = ({}, {"fp8": "powers"}, {"values": "reciprocals"}, {"dtype": "float16"})
         found += [AT_SCALES | {"counts": (5, 2)[:ranks], "fp8": "fp8"} | form for form in forms]
