@@ -129,8 +129,8 @@ WORLDS: tuple[Changes, ...] = (
     # one rank alone drops a row, of another rank's token
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
     {"counts": (4, 3), "experts": 3, "dispatcher": "alltoall", "shards": 2, "fc2_bias": False, "budget": 8},
-    # a dispatcher without shards: each is an expert of its own, with a part of the width
-    {"counts": (3, 2), "experts": 3, "dispatcher": "deepep", "shards": 2, "fc2_bias": False},
+    # a dispatcher without shards: each is an expert, with a part of the width; a token has six
+    {"counts": (3, 2), "experts": 4, "topk": 3, "dispatcher": "deepep", "shards": 2, "fc2_bias": False},
     # experts that are filled give a token more of them than it chose; more than arrive from itself
     {"counts": (5, 3), "experts": 4, "dispatcher": "deepep", "capacity": 4, "pad": True, "law": "sent_again"},
     {"counts": (4, 3), "experts": 4, "dispatcher": "deepep", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
