@@ -115,10 +115,10 @@ def score_mutants(
         likely: by the name of a mutant, the id of the case that has killed it before.
 
     Raises:
-        UsageError: an unusable or wrong implementation, automatic mutants of the reference, or no
-            such mutant.
+        UsageError: an unusable or wrong implementation, automatic mutants of the reference, no such
+            function or mutant, no time.
     """
-    _check(implementation, kind, functions)
+    _check(implementation, kind, functions, seconds)
     passed = passed_cases(implementation, seed, jobs, functions, kind != "planted", one_gpu)
     by_id = {item.case.id: item.case for item in passed} if likely else {}
     # rewriting every file costs more than trying a few mutants
@@ -153,7 +153,9 @@ def score_mutants(
     return results
 
 
-def _check(implementation: str, kind: str, functions: Collection[str]) -> None:
+def _check(implementation: str, kind: str, functions: Collection[str], seconds: float) -> None:
+    if not seconds > 0:
+        raise UsageError(f"--mutant-seconds is {seconds}; it must be more than 0")
     if unknown := [name for name in functions if name not in CONTRACTS]:
         raise UsageError(f"--function is {unknown[0]!r}; the functions are {', '.join(CONTRACTS)}")
     if kind != "planted" and implementation.partition(".")[0] == "moe_ref":

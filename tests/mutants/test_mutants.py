@@ -175,3 +175,5 @@ def test_several_functions_of_the_command_are_separated_by_commas(capsys):
     assert "score 1 of 1" in capsys.readouterr().out
     assert cli.main([*chosen, "jitter,permuted"]) == cli.USAGE
     assert "--function is 'permuted'" in capsys.readouterr().err
+    assert cli.main([*chosen, "jitter", "--mutant-seconds", "-1"]) == cli.USAGE
+    assert "--mutant-seconds is -1.0; it must be more than 0" in capsys.readouterr().err
