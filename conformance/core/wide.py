@@ -39,7 +39,7 @@ def widened(scope: Scope, case: Any, whole_lines: bool = False) -> Any:
 
 
 def _lengths(case: Any, name: str, length: int, whole_lines: bool) -> list[int]:
-    """Sizes of at least so many elements."""
+    """Sizes, in units, of `length` elements or a few more."""
     unit = case.row_unit if name == "tokens" else case.unit
     least, whole = -(-length // unit), (whole_lines and unit == 1) or getattr(case, name) % LINE == 0
     return [n for n in range(least, least + TRIED) if (n % LINE == 0) == whole]
