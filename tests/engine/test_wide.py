@@ -63,6 +63,13 @@ def test_some_wide_cases_are_of_whole_lines_and_some_are_not(function):
     assert {case.width % LINE == 0 for case in wide_cases(function)} == {True, False}
 
 
+@pytest.mark.parametrize("function", WIDE)
+def test_rows_and_columns_have_different_numbers_of_tiles(function):
+    lengths = CONTRACTS[function].shapes.wide
+    columns = [lengths[name] for name in ("hidden", "width") if name in lengths and "tokens" in lengths]
+    assert all(-(-lengths["tokens"] // COLUMNS) != -(-length // COLUMNS) for length in columns), "a swap shows nothing"
+
+
 def test_a_cpu_has_none():
     on_a_cpu = structures_of(Section("covering", "grouped_mlp"), PROFILES["gate"], Space(), 0)
     assert not any(reaches(case) for structure in on_a_cpu for case in structure)
