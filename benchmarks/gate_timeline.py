@@ -12,10 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from conformance.engine.options import Options
-from conformance.engine.run.ledger import entries
-from conformance.engine.run.session import judge_with
-from conformance.report.terminal import lines
+from conformance.engine.child import server
+from conformance.engine.collecting import uncollected
 
 SHOWN = 25  # sections, and cases
 
@@ -90,6 +88,12 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
+    server.start()  # as the command does, before this process imports torch
+    with uncollected():
+        from conformance.engine.options import Options
+        from conformance.engine.run.ledger import entries
+        from conformance.engine.run.session import judge_with
+        from conformance.report.terminal import lines
     with tempfile.TemporaryDirectory() as folder:
         verdict = judge_with(Options(given.impl, profile=given.profile, device=given.device), Path(folder))
         outcomes = [line for line in entries(Path(folder)) if line["kind"] == "outcome"]

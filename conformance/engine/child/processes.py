@@ -9,7 +9,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -88,11 +88,17 @@ def received(pipe: Connection) -> tuple[Any, ...]:
     return message
 
 
+def kill(processes: Iterable[Any]) -> None:
+    """Kill child processes, and the processes of their sessions, without waiting for their end."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+
+
 def end(process: Any) -> None:
-    """Kill a child process, and the processes of its session."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
+    """Kill a child process, and the processes of its session, and wait for its end."""
+    kill([process])
     process.join()
 
 

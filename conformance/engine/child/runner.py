@@ -16,6 +16,7 @@ from conformance.core.double_backward import second_derivatives
 from conformance.core.tensors import laid_out
 from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.aliases import alias, shared_elements
+from conformance.engine.child.copies import copied
 from conformance.engine.child.kept import alive_bytes, allocated_bytes
 from conformance.engine.child.manners import MANNERS, Outputs, around_forward, overwritten
 from conformance.engine.child.poison import Poison
@@ -244,7 +245,7 @@ class Runner:
         masters = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
         if storage is None:
             placed = {
-                name: laid_out(x.to(self.device, copy=True), problem.layouts.get(name, "contiguous"))
+                name: laid_out(copied(x, self.device), problem.layouts.get(name, "contiguous"))
                 for name, x in masters.items()
             }
         else:

@@ -27,6 +27,7 @@ from conformance.engine.child.processes import (
     ended,
     ending,
     expect_messages,
+    kill,
     plain_main,
     received,
     where,
@@ -99,15 +100,19 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def launch(self) -> None:
+        """Start the children, which then import the implementation."""
+        while len(self._children) < self.jobs:
+            with deferred():
+                self._children.append(self._launch())
+
     def start(self) -> dict[str, Any]:
-        """Start the children; returns what the implementation offers.
+        """Start the children that do not run yet; returns what the implementation offers.
 
         Raises:
             UsageError: the implementation cannot be used.
         """
-        while len(self._children) < self.jobs:
-            with deferred():
-                self._children.append(self._launch())
+        self.launch()
         for child in self._children:
             self._await_ready(child)
         if self.description.get("device") == "cuda":
@@ -206,9 +211,11 @@ class Pool:
 
     def close(self) -> None:
         """End every child; nothing is left running."""
+        children = [*self._children, *([self._spare] if self._spare else [])]
+        kill(child.process for child in children if not child.ended)  # they end at once, not one by one
         for lane in self._lanes:
             lane.close()
-        for child in [*self._children, *([self._spare] if self._spare else [])]:
+        for child in children:
             self._end(child)
         self._children, self._spare = [], None
         self.worlds.dismiss()

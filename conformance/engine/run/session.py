@@ -126,7 +126,7 @@ class Session:
         self.progress = Progress() if progress else None
 
     def start(self) -> None:
-        """Read the corpus and start the children.
+        """Start the children and read the corpus.
 
         Raises:
             UsageError: the implementation cannot be used, or does not offer what is asked for.
@@ -134,7 +134,7 @@ class Session:
         """
         with interrupt.deferred():
             self.inquiry = Inquiry(self.options.child) if self._needs_footprints() else None
-        # first, while the children's server imports torch
+        self.pool.launch()
         self.corpus = corpus.read_folder(corpus.COMMITTED)
         if Path(self.options.corpus).resolve() != corpus.DEFAULT.resolve():
             self.corpus += corpus.read_all(Path(self.options.corpus))
