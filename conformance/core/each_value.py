@@ -4,9 +4,10 @@ Pairs of values cost structures, which a compiler takes seconds for, so a gate o
 them. Single values are few: each that no case has yet gets one. Those that need kernels of their
 own share a case; those of data have one each, because empty or zero data may hide what else is new.
 
-Each tensor has strides of its own in some case. A gate on a GPU draws few sizes, too: there sizes
-of 0, and of 1, for which kernels are specialised, each tensor as a lazily negated view, and each
-law with gradients have a case.
+Each tensor has strides of its own in some case, and each matrix rows of whole lines, which kernels
+load at once if they begin where lines do, in each layout that looks like it. A gate on a GPU draws
+few sizes, too: there sizes of 0, and of 1, for which kernels are specialised, each tensor as a
+lazily negated view, and each law with gradients have a case.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,11 @@ from conformance.core.scope import Scope
 from conformance.core.signature import FAR
 
 WHOLE = "recipe"  # its fields are numbers in a table
+# of matrices whose columns are adjacent: rows apart by whole lines or not, the first aligned or not
+LINED = ("sliced", "uneven", "shifted")
+LINES = ({"hidden": 32, "width": 48}, {"experts": 32})  # lengths of rows: of numbers, or else of a map
+MATRIX = {"tokens": 5, "dtype": "bfloat16"}  # several rows, and a dtype that tensor descriptors are made for
+SHORT = "TKC"  # dimensions that are no line: tokens, slots, chunks
 
 
 def left_out(scope: Scope, cases: list[Any]) -> list[Any]:
@@ -77,7 +83,7 @@ def values(scope: Scope) -> Iterator[list[Changes]]:
     joint = scope.contract.shapes.together(scope)
     fixed = {name for key, group in joint.items() for name in _fields(group) if key == WHOLE or len(_fields(group)) < 2}
     single = [each for axis in scope.axes if axis.name not in fixed for each in axis.each(scope.signature)]
-    single += _strided(scope)
+    single += [*_strided(scope), *_lined(scope)]
     single += [*_empty(scope), *_single(scope), *_negated(scope)] if scope.space.few_kernels else []
     for each in [*([changes] for group in joint.values() for changes in group if changes), *single]:
         if not any(map(callable, each[0].values())):
@@ -105,6 +111,19 @@ def _strided(scope: Scope) -> Iterator[list[Changes]]:
     strided = [(of, layout) for of, layout in every if layout != "shifted"]
     for name in dict.fromkeys(of for of, _ in strided):
         yield [{"layout": layout, "layout_of": of} for of, layout in strided if of == name]
+
+
+def _lined(scope: Scope) -> Iterator[list[Changes]]:
+    """Each matrix with rows of whole lines, in the layouts LINED; if possible like MATRIX."""
+    known = {axis.name for axis in scope.axes}
+    line = next(filter(None, ({name: n for name, n in each.items() if name in known} for each in LINES)), {})
+    more = {name: value for name, value in MATRIX.items() if name in known}
+    short = SHORT if "experts" in line else f"{SHORT}E"
+    for name, dims in scope.signature.placed.items() if line and scope.contract.shapes.kernels else ():
+        if len(dims) > 1 and dims[-1] not in short:
+            for layout in LINED:
+                wanted = {"layout": layout, "layout_of": name} | line
+                yield [wanted | more, *(wanted | {field: value} for field, value in more.items()), wanted]
 
 
 def _negated(scope: Scope) -> Iterator[list[Changes]]:

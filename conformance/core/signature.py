@@ -9,7 +9,7 @@ from conformance.core.tensors import SHARED, STRANGE
 
 NEAR = ("transposed", "strided", "shifted")
 FAR = ("wide_rows", "wide_columns", "wide_depth")  # by dimension
-LAYOUTS = ("contiguous", *NEAR, "sliced", "negated", *SHARED, *FAR)
+LAYOUTS = ("contiguous", *NEAR, "sliced", "uneven", "negated", *SHARED, *FAR)
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that have a gradient
 

@@ -15,7 +15,7 @@ from torch import Tensor
 SPREAD = 12  # log2 of the largest row scale
 WIDE = 2**31 + 2**12  # elements from the first to the last row of a wide tensor: past 32 bits
 STRANGE = ("special", "edges", "every")  # styles with NaN and infinities
-WIDER = 16  # columns of a matrix beside its slice
+WIDER = 16  # columns of a matrix beside its slice: rows of whole lines begin as well aligned as contiguous ones
 SHARED = ("expanded", "overlapping")  # layouts whose elements share memory, so that their values change
 WIDE_LAYOUTS = ("wide_rows", "wide_columns", "wide_depth")
 BITS = {
@@ -131,7 +131,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     Layouts: `contiguous` · `transposed`, the last two dimensions swapped (a vector: `strided`) ·
     `strided`, gaps in every dimension · `shifted`, one element into its storage, so that no vector
     load is aligned · `sliced`, rows of a wider matrix, whose elements are adjacent (a vector: one
-    of its columns) · `negated`, the negative values under a minus that torch leaves pending ·
+    of its columns) · `uneven`, rows of a matrix one column wider, which begin anywhere ·
+    `negated`, the negative values under a minus that torch leaves pending ·
     `expanded`, stride 0 in the first dimension: the first entry repeats, the values change ·
     `overlapping`, strides 1 and 1: a row begins at the second element of the row before, the values
     change ·
@@ -149,8 +150,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         return _in_storage(x, strides, 0, sizes)
     if layout == "shifted":
         return _in_storage(x, list(x.stride()), 1, x.shape)
-    if layout == "sliced":
-        return _in_storage(x, _sliced(x.shape), 0, x.shape)
+    if layout in ("sliced", "uneven"):
+        return _in_storage(x, _of_wider(x.shape, WIDER if layout == "sliced" else 1), 0, x.shape)
     if layout == "negated":
         return torch._neg_view(-x)
     if layout in WIDE_LAYOUTS:
@@ -161,10 +162,10 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return x
 
 
-def _sliced(shape: torch.Size) -> list[int]:
-    """Strides of rows of a matrix WIDER columns wider: a multiple of 16 where the length is."""
-    wider = torch.empty([*shape[:-1], shape[-1] + WIDER], device="meta") if len(shape) > 1 else None
-    return [*wider.stride()] if wider is not None else [1 + WIDER] * len(shape)
+def _of_wider(shape: torch.Size, more: int) -> list[int]:
+    """Strides of rows of a matrix that is `more` columns wider."""
+    wider = torch.empty([*shape[:-1], shape[-1] + more], device="meta") if len(shape) > 1 else None
+    return [*wider.stride()] if wider is not None else [1 + more] * len(shape)
 
 
 def _overlapping(x: Tensor) -> Tensor:
