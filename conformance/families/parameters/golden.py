@@ -40,6 +40,9 @@ NORMALIZE_PARAMETERS: Golden = {
     "rows_of_two_experts": _state(
         "normalize_parameters", {"weight": floats([1], [2], [3], [4])},
         {"weight0": floats([1], [2]), "weight1": floats([3], [4])}, "weight", num_experts=2, packed=False),
+    "another_name_begins_alike": _state(
+        "normalize_parameters", {"weight0": WHOLE[0], "weight1": WHOLE[1], "weight_scale": WHOLE[0]},
+        {"weight": WHOLE, "weight_scale": WHOLE[0]}, "weight0", num_experts=2, packed=True),
     "bias_not_asked_for": _state("normalize_parameters", {"bias": WHOLE[:, 0]}, {"bias": WHOLE[:, 0]}, "bias0",
                                  num_experts=2, packed=False),
 }  # fmt: skip
@@ -48,6 +51,10 @@ NORMALIZE_MASTER_PARAMETERS: Golden = {
     "a_longer_name": _state("normalize_master_parameters", {"a.fc.weight0": WHOLE[0], "a.myfc.weight0": WHOLE[1]},
                             {"a.fc.weight": WHOLE[:1], "a.myfc.weight0": WHOLE[1]}, "a.fc.weight0", "a.myfc.weight",
                             name="fc.weight", num_experts=1, packed=True),
+    "another_name_begins_alike": _state(
+        "normalize_master_parameters", {"a.fc.weight0": WHOLE[0], "a.fc.weight_scale": WHOLE[1]},
+        {"a.fc.weight": WHOLE[:1], "a.fc.weight_scale": WHOLE[1]}, "a.fc.weight0",
+        name="fc.weight", num_experts=1, packed=True),
     "two_of_each_and_a_third": _state("normalize_master_parameters", _TWICE, _TWICE, "c.fc.weight0",
                                       name="fc.weight", num_experts=1, packed=False),
 }  # fmt: skip
@@ -82,6 +89,10 @@ SHARD_PARAMETERS: Golden = {
         [("linear_fc1.weight", _HALVES[:, :2], (2, 8, 1), (1, 2, 0), True),
          ("linear_fc1.weight", _HALVES[:, 2:], (2, 8, 1), (1, 6, 0), True)],
         num_experts=2, rank=1, ranks=2, tensor_rank=1, tensor_ranks=2, gated=True),
+    "the_first_expert_is_elsewhere": _shards(
+        {"linear_fc1.weight1": floats([1, 2], [3, 4])},
+        [("linear_fc1.weight", floats([[1, 2], [3, 4]]), (2, 2, 2), (1, 0, 0), True)],
+        num_experts=2, rank=0, ranks=1),
     "a_bias_that_all_have": _shards(
         {"linear_fc2.bias": floats([5, 6])}, [("3.linear_fc2.bias", floats(5, 6), (2,), (0,), False)],
         num_experts=4, rank=3, ranks=4, tensor_rank=1, tensor_ranks=2, singleton=True),
@@ -111,6 +122,7 @@ EXPAND_SHARD: Golden = {  # elements 1 … 3 of members of 2, 0, 1 and 2
     "over_three_members": _expanded(
         (2, 0, 1, 2), floats(7, 8, 9), 1,
         [(floats(7), 1), (None, None), (floats(8), 0), (floats(9), 0)]),
+    "nothing_of_one_member": _expanded((4,), floats(7)[:0], 2, [(None, None)]),
 }  # fmt: skip
 
 
@@ -131,7 +143,7 @@ _OF_EACH = [_extra([1, 3, 5], [6, 4, 2], [1, 3], 1), _extra([2, 4, 6], [5, 3, 1]
 def _extra_state(
     function: str, state: dict[str, Any], right: dict[str, Any], **settings: Any
 ) -> tuple[Problem, dict[str, Any]]:
-    names = keys_of("", 2)
+    names = [*dict.fromkeys((*keys_of("", 2), *state))]
     tensors = {name: x for name, x in flattened(state).items() if isinstance(x, Tensor)}
     call = state_call(
         function,
@@ -161,6 +173,9 @@ SPLIT_EXTRA_STATE: Golden = {
 }
 MERGE_EXTRA_STATE: Golden = {
     "two_experts": _extra_state("merge_extra_state", _SPLIT, {"_extra_state": _OF_TWO}, num_experts=2),
+    "another_name_begins_alike": _extra_state(
+        "merge_extra_state", _SPLIT | {"_extra_state_of_x": {}}, {"_extra_state": _OF_TWO, "_extra_state_of_x": {}},
+        num_experts=2),
     "an_empty_one": _extra_state("merge_extra_state", {"_extra_state": {}, "_extra_state1": _OF_EACH[1]},
                                  {"_extra_state": {}, "_extra_state1": _OF_EACH[1]}, num_experts=2),
 }  # fmt: skip

@@ -115,9 +115,12 @@ def _permuted(scope: Scope) -> list[Any]:
     crowded = {"tokens": 3, "experts": 40, "topk": 33, "hidden": 9, "spread": "uniform", "dtype": "bfloat16"}
     double = {"tokens": 5, "experts": 4, "topk": 3, "hidden": 3, "spread": "uniform", "dtype": "float64"}
     double |= {"probs": "float32", "values": "wide"}
-    alone = {"tokens": 1, "experts": 3, "topk": 2, "hidden": 5, "capacity": 4, "align": 0}
+    # more room than the one token takes; too little for the first, or the last, of nine experts alone
+    roomy: Changes = {"tokens": 1, "experts": 3, "topk": 2, "hidden": 5, "capacity": 4, "align": 0}
+    full: Changes = {"tokens": 3, "experts": 9, "topk": 1, "hidden": 2, "capacity": 2, "align": 0}
+    limited = [roomy, *(full | {"routing": (expert,) * 3} for expert in (1, 1 << 8))]
     found = [*shapes, crowded, double, one_column, *_strange(scope), *_counted(scope), *_plain(scope)]
-    return [*found, *([alone] if scope.accepts("capacity") else [])]
+    return [*found, *(limited if scope.accepts("capacity") else [])]
 
 
 def _plain(scope: Scope) -> list[Any]:
@@ -129,6 +132,11 @@ def _plain(scope: Scope) -> list[Any]:
     wide: Changes = {"tokens": 5, "hidden": 3, "experts": 3, "topk": 2, "spread": "uniform", "probs": "float64"}
     found = [*([still] if scope.fits(still) else []), wide if scope.function == Permute.function else wide | MERGED]
     bare = {"tokens": 5, "hidden": 0, "experts": 3, "topk": 2, "spread": "uniform", "probs": "float32", "align": 4}
+    # sums of two dtypes, of which the wider one's bits and range are needed
+    apart: Changes = {"tokens": 5, "hidden": 3, "experts": 4, "topk": 3, "spread": "uniform"} | MERGED
+    sums = [apart | {"dtype": dtype, "probs": "float64", "values": "wide"} for dtype in ("float16", "bfloat16")]
+    sums[0] |= {"values": "dyadic", "hidden": 129}  # a float16 has no wide values, but long sums
+    found += sums if scope.function != Permute.function else []
     return [*found, *([bare] if scope.function == Permute.function and scope.accepts("align") else [])]
 
 
@@ -219,6 +227,11 @@ def _chunked(scope: Scope) -> list[Any]:
     counts = (33, 257 if cuda else 65)
     orders = {n: tuple((i * 7 + 3) % n for i in range(n)) for n in counts}
     found: list[Changes] = [{"sizes": tuple(i % 4 for i in range(n)), "order": orders[n], "hidden": 3} for n in counts]
+    # orders that only two neighbours keep from moving nothing
+    found += [
+        {"sizes": (1,) * 6, "order": swapped, "hidden": 2} for swapped in ((1, 0, 2, 3, 4, 5), (0, 1, 3, 2, 4, 5))
+    ]
+    found += [{"sizes": (1,) * 6, "order": (0, 1, 2, 3, 5, 4), "hidden": 2}]
     if cuda:
         return [*found, {"sizes": (65537, 3, 32768), "order": (2, 0, 1), "hidden": 1}]
     pair: Changes = {"sizes": (9, 7), "order": (1, 0)}

@@ -21,7 +21,7 @@ LOGITS = (*FLOATS, "float64")
 EXPLICIT_CELLS = 64  # most logits written out
 MINUS_INFINITY, NOT_A_NUMBER = -(10**6), 10**6  # codes of -∞ and NaN in explicit logits
 SPREADS = ("distinct", "ties", "near", "negative", "minus_inf", "nan", "extreme", "equal", "saturated")
-MORE_SPREADS = ("edges", "every", "far")
+MORE_SPREADS = ("edges", "every", "far", "zeros")
 CROSSING = (1.0, 2.0, 3.0, 4.0)  # preferences that a slow plan outweighs after 4, 11, 33 rounds
 COUNTED = {"past_16_bits": 2**16, "past_24_bits": 2**24, "past_31_bits": 2**31}
 SCORES = ("softmax", "softmax_pre", "sigmoid", "sqrtsoftplus")
@@ -220,6 +220,8 @@ def _drawn(case: LogitsCase, dtype: torch.dtype) -> np.ndarray:
         return _every(case, noise, plain, dtype)
     if case.spread == "slow":
         return _slow(case)
+    if case.spread == "zeros":  # of both signs, which are equal
+        return np.where(noise % 2 == 0, 0.0, -0.0)
     if case.spread == "saturated":  # 1 - σ(x) underflows in float32
         return 16 + (noise % 128) / 8
     return plain
@@ -339,7 +341,10 @@ class LoadCase(Case):
     dtype: str = dtypes(*LOGITS)
     map_dtype: str = dtypes("bool", "uint8", "int32", "int64")  # bool, uint8: int64, float32 counts
     # fine: 2⁻⁵³ apart, a unit in the last place of float64
-    values: str = choice("distinct", "ties", "zeros", "negative", also=("fine",), of=("probs", "scores"), data=True)
+    # above_one: of a scaling factor
+    values: str = choice(
+        "distinct", "ties", "zeros", "negative", also=("fine", "above_one"), of=("probs", "scores"), data=True
+    )
     capacity: int = declared(Room(default=0, values=(0,), pairs=(1, 3, 9), argument="capacity", data=True))
     policy: str = choice("probs", "position", argument="drop_policy", turns=True)
     pad: bool = flag(argument="pad_to_capacity")
@@ -388,5 +393,6 @@ def numbers(case: LoadCase, name: str, shape: tuple[int, ...]) -> Tensor:
         "zeros": np.where(noise % 2 == 0, np.where(noise % 4 == 0, 0.0, -0.0), (noise >> 8) % 64 / 64),
         "negative": (noise % 2**16) / 2**15 - 1,
         "fine": 0.5 + (noise % 2**16 + 1) / 2**53,
+        "above_one": 1 + (noise % 2**16 + 1) / 2**13,
     }[case.values]
     return torch.from_numpy(value).reshape(shape).to(DTYPES[case.dtype])

@@ -19,10 +19,12 @@ from conformance.core.double_backward import DOUBLE_BACKWARD
 from conformance.core.law import Law, Trial, plain
 from conformance.core.row_laws import BATCH_CONCAT, TOKEN_REVERSAL, any_of_equals
 from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
-from conformance.judge import Bounded, Finding, judge
+from conformance.judge import Bounded, Exact, Finding, judge
 
 PER_EXPERT = ("expert_bias", "tokens_per_expert")
 SIGMAS = 6  # standard errors over √n, for u uniform in ±1: 1/√3 of the mean, 1/√15 of the deviation
+FINE = ("float32", "float64")  # dtypes whose factors differ
+STEPS = 2**16  # of factors, finer than rounding makes equal ones differ
 FACTOR_BINS = 1024  # of the factors of jitter
 
 
@@ -115,6 +117,14 @@ def _shares(trial: Trial) -> Finding | None:
     )
 
 
+def _constant_counts(trial: Trial) -> Finding | None:
+    """Counts that record autograd get no gradient."""
+    name = "tokens_per_expert"
+    outputs = trial.run(replace(trial.problem, wanted=(*trial.problem.wanted, name)))
+    nothing = Exact(torch.zeros_like(trial.problem.required[name]), "values")
+    return trial.judged("constant_counts", {f"d_{name}": nothing}, outputs)
+
+
 def judge_law(law: str, output: str, expected: Bounded, observed: Any) -> Finding | None:
     finding = judge(output, expected, observed)
     return Finding(output, law, finding.message, finding.index) if finding else None
@@ -124,7 +134,8 @@ def _evenly_spread(trial: Trial) -> Finding | None:
     """The factors are uniform in [1 - eps, 1 + eps]; elements and calls have their own."""
     x, eps = trial.problem.required["x"].double(), trial.problem.settings["eps"]
     again = trial.run(trial.problem)["x"].double()
-    u = ((trial.first["x"].double() / x - 1) / eps)[x != 0]
+    u_TH = (trial.first["x"].double() / x - 1) / eps
+    u = u_TH[x != 0]
     if len(u) < 64:
         return None
     mean, width = float(u.mean()), float(u.std())
@@ -136,10 +147,21 @@ def _evenly_spread(trial: Trial) -> Finding | None:
         )
     if len(u) >= FACTOR_BINS and _few_values(u):
         return Finding("x", "evenly_spread", "has few different factors")
-    shared = _most_neighbours_alike(trial.first["x"].double() / x - 1, eps)
+    steps_TH = (u_TH * STEPS).round()[(x != 0).all(1)]
+    if x.shape[1] >= 8 and len(steps_TH.unique(dim=0)) < len(steps_TH):
+        return Finding("x", "evenly_spread", "has the same factors in two rows")
+    if trial.case.dtype == "float64" and _of_float32(u):
+        return Finding("x", "evenly_spread", "has the factors that float32 has; they are drawn in x's dtype")
+    shared = _most_neighbours_alike(u_TH * eps, eps)
     if shared:
         return Finding("x", "evenly_spread", f"has one factor for most neighbours along {shared}")
     return Finding("x", "evenly_spread", "is the same twice") if torch.equal(again, trial.first["x"].double()) else None
+
+
+def _of_float32(u: torch.Tensor) -> bool:
+    """Whether numbers from -1 to 1 are all multiples of 2⁻²³, as those that float32 draws."""
+    steps = u * 2.0**23
+    return bool(((steps - steps.round()).abs() < 2.0**-6).all())
 
 
 def _few_values(u: torch.Tensor) -> bool:
@@ -168,15 +190,25 @@ def _softmax(case: Any) -> bool:
     return plain(case) and chosen and case.spread in ("distinct", "ties", "equal") and not case.logits
 
 
+def _is_a_call(case: Any) -> bool:
+    """Plain, or of one row that repeats: its copies have factors of their own."""
+    return plain(case) or (case.layout == "expanded" and not case.golden and not case.illegal)
+
+
 EXPERT_RELABELLING = Law("expert_relabelling", _expert_relabelling, plain)
 SHIFT = Law("shift", _shift, _softmax)
 REPLAY = Law(
     "replay", _replay, lambda case: plain(case) and not case.precomputed and case.spread != "nan", recompiles=True
 )
 PADDING_TOKENS = Law("padding_tokens", _padding_tokens, lambda case: plain(case) and case.padding > 0)
+CONSTANT_COUNTS = Law(
+    "constant_counts",
+    _constant_counts,
+    lambda case: plain(case) and bool(case.grads) and case.map_dtype == "uint8",  # whose counts are float32
+)
 SHARES = Law("shares", _shares, lambda case: plain(case) and case.tokens > 1)
 EVENLY_SPREAD = Law(
-    "evenly_spread", _evenly_spread, lambda case: plain(case) and case.dtype == "float32" and case.eps > 0
+    "evenly_spread", _evenly_spread, lambda case: _is_a_call(case) and case.dtype in FINE and case.eps > 0
 )
 
 _EVERY = (*universal.EVERYWHERE, *universal.STATIC)
@@ -196,7 +228,7 @@ TOPK_INDICES = tuple(_OWN_RESULTS if law is universal.BUFFER_REUSE else law for 
 SINKHORN_ROUTING = (*universal.EVERYWHERE, DOUBLE_BACKWARD, EXPERT_RELABELLING)
 DROP_TOKENS = (*_EVERY, DOUBLE_BACKWARD, EXPERT_RELABELLING, universal.SCALING)
 AUX_LOSS_SCORES = (*_EVERY, DOUBLE_BACKWARD, *_CHOICE, PADDING_TOKENS)
-LOAD_BALANCING_LOSS = (*_EVERY, DOUBLE_BACKWARD, SHARES, universal.SCALING)
+LOAD_BALANCING_LOSS = (*_EVERY, DOUBLE_BACKWARD, CONSTANT_COUNTS, SHARES, universal.SCALING)
 Z_LOSS = (*_EVERY, DOUBLE_BACKWARD, TOKEN_REVERSAL, EXPERT_RELABELLING, PADDING_TOKENS)
 # may return x itself
 _NOT_OWNED = tuple(law for law in universal.CALLS if law is not universal.OWN_MEMORY)

@@ -12,6 +12,9 @@ from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
 from conformance.families.router.cases import COUNTED, MORE_SPREADS, SPREADS, LogitsCase
 from conformance.families.router.space_chosen import (
+    ABOVE_ONE,
+    FAR_DOUBLES,
+    FAR_PLANS,
     FINE_FACTORS,
     FINE_KEYS,
     FINE_LOGITS,
@@ -19,9 +22,12 @@ from conformance.families.router.space_chosen import (
     FINE_SCORES,
     FINER_SCALE,
     LONG_PLANS,
+    MANY_EQUAL,
     MEAN_LENGTH,
     ONE_LENGTH,
     SLOW_PLANS,
+    TIES,
+    TWO_SCALES,
     UNREAD,
     grouped,
     many_factors,
@@ -149,6 +155,8 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
         {"tokens": 65, "experts": 4, "topk": 2, "spread": "ties", "seed": 3},
         {"tokens": 5, "experts": 8, "topk": 6, "spread": "minus_inf"},  # fewer finite logits than slots
         FINE_LOGITS,
+        *TIES,
+        FAR_DOUBLES,
     ]
     if scope.accepts("scaling_factor"):
         fields += FINE_FACTORS
@@ -159,7 +167,8 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
     far = (("logits", "wide_rows"), ("logits", "wide_columns"), ("expert_bias", "wide_rows"))
     placed = (replace(base, layout=layout, layout_of=name) for name, layout in far)
     alone: Changes = {"tokens": 7, "experts": 8, "topk": 1, "score": "sigmoid", "precomputed": True}
-    given = [alone] if scope.space.few_kernels else []
+    past_a_byte: Changes = {"tokens": 3, "experts": 300, "topk": 4, "precomputed": True}
+    given = [*([alone] if scope.space.few_kernels else []), past_a_byte]
     chosen = [one | {"precomputed": False} for one in fields] + given
     return [*chosen, *filter(scope.fits, placed), *strange(scope)]
 
@@ -196,7 +205,7 @@ def _dropped(scope: Scope) -> list[Changes]:
     double = {"tokens": 9, "experts": 3, "topk": 2, "capacity": 2, "dtype": "float64"}
     last = long(scope) | {"seed": 2, "capacity": 65}  # some expert keeps the last token
     room = [WIDE | {"capacity": 1}, long(scope) | {"capacity": 257}]  # few kept, all kept
-    return [*(last | fields for fields in more), *room, double, FINE_KEYS]
+    return [*(last | fields for fields in more), *room, double, FINE_KEYS, ABOVE_ONE, MANY_EQUAL]
 
 
 @st.composite
@@ -265,6 +274,7 @@ def _gated(scope: Scope) -> list[Changes]:
     return [
         *_special(scope),
         {"tokens": 257, "hidden": 129, "experts": 65},
+        {"tokens": 3, "hidden": 1030, "experts": 4},
         wide,
         wide | {"seed": 1, "hidden": 65},  # a bias of another dtype
         {"tokens": 5, "hidden": 65, "experts": 4, "dtype": "float64"},
@@ -297,14 +307,19 @@ JITTER = Shapes(
     tall={"hidden": 2},
 )
 ATTACH_LOSS = replace(
-    JITTER, covered={"tokens": 5, "hidden": 11}, always=lambda scope: [*_special(scope), FINE_SCALE, FINER_SCALE]
+    JITTER,
+    covered={"tokens": 5, "hidden": 11},
+    always=lambda scope: [
+        *(*_special(scope), FINE_SCALE, FINER_SCALE),
+        *filter(scope.fits, [scope.case(TWO_SCALES)]),
+    ],
 )
 SINKHORN_ROUTING = Shapes(
     drawn=plans,
     affordable=convergent,
     covered=LOGITS,
     together=lambda scope: _values("spread", "distinct", "ties", "negative")(scope) | _values("topk", 1, 2)(scope),
-    always=lambda scope: [*SLOW_PLANS, *LONG_PLANS],
+    always=lambda scope: [*SLOW_PLANS, *LONG_PLANS, *FAR_PLANS],
     far={"experts": 4, "topk": 3},
 )
 DROP_TOKENS = Shapes(
@@ -322,7 +337,7 @@ AUX_LOSS_SCORES = Shapes(
     covered=LOGITS,
     wide={"tokens": 300},
     together=_values("topk", 1, 2, 8),
-    always=lambda scope: [long(scope) | {"dtype": "bfloat16", "score": "sigmoid"}, WIDE, *strange(scope)],
+    always=lambda scope: [long(scope) | {"dtype": "bfloat16", "score": "sigmoid"}, WIDE, *TIES, *strange(scope)],
     far={"experts": 4, "topk": 3, "padding": 4},
     real=of_a_model,
 )

@@ -21,23 +21,42 @@ FINE_BIAS |= {"dtype": "bfloat16"}
 BELOW_ZERO: Changes = {"tokens": 5, "experts": 12, "topk": 6, "score": "sigmoid", "bias": "large"}
 FINER_BIAS = FINE_BIAS | {"dtype": "float64", "seed": 1}
 BIASED_GROUPS = (FINE_BIAS | {"groups": 4, "group_topk": 2}, BELOW_ZERO | {"groups": 4, "group_topk": 2})
+# equal logits in several tiles of experts, and zeros of both signs
+TIES: tuple[Changes, ...] = (
+    {"tokens": 3, "experts": 1030, "topk": 3, "spread": "equal"},
+    {"tokens": 9, "experts": 8, "topk": 3, "spread": "zeros"},
+)
+# scores whose sum is far below 1e-20's root
+FAR_DOUBLES: Changes = {"tokens": 9, "experts": 4, "topk": 2, "spread": "far", "score": "sigmoid", "dtype": "float64"}
 # keys that float32 cannot tell apart
 FINE_KEYS: Changes = {"tokens": 30, "experts": 3, "topk": 2, "capacity": 3, "dtype": "float64", "values": "fine"}
 # NaN and infinities in padding
 UNREAD: Changes = {"tokens": 9, "experts": 5, "spread": "nan", "padding": 4}
 # scores whose float32 sum is wrong; a mean length above 1, and no whole number
 FINE_SCORES: Changes = SMALL | {"dtype": "float64", "values": "fine"}
+# probs above 1; many that are equal, of tokens that every expert is given
+ABOVE_ONE: Changes = {"tokens": 30, "experts": 3, "topk": 2, "seed": 1, "capacity": 3, "values": "above_one"}
+MANY_EQUAL: Changes = {"tokens": 600, "experts": 2, "topk": 2, "seed": 1, "capacity": 3, "values": "ties"}
 MEAN_LENGTH: Changes = SMALL | {"total": "mean"}
 ONE_LENGTH: Changes = SMALL | {"total": "one"}  # a tensor of shape [1]
 # attached with a scale of more bits than 16-bit numbers have
 FINE_SCALE: Changes = {"tokens": 3, "hidden": 5, "scale": 2049, "dtype": "bfloat16"}
 FINER_SCALE: Changes = {"tokens": 3, "hidden": 5, "dtype": "float64"}
+# two calls before the backward of either, each with a scale of its own
+TWO_SCALES: Changes = {"tokens": 3, "hidden": 5, "scale": 3, "grads": "x+loss", "law": "interleaved"}
 
 # a plan of more tokens than a block
 LONG_PLANS: tuple[Changes, ...] = (
     {"tokens": 130, "experts": 4, "topk": 2},
     {"tokens": 9, "experts": 4, "topk": 2, "dtype": "float64"},
     {"tokens": 257, "experts": 3, "topk": 1, "dtype": "bfloat16"},
+)
+# chosen experts whose activation is 0 in float32; a row whose numbers are far above those of
+# others; costs that float16 rounds
+FAR_PLANS: tuple[Changes, ...] = (
+    {"tokens": 2, "experts": 2, "topk": 2, "logits": (0, -960) * 2, "evaluation": True},
+    {"tokens": 3, "experts": 4, "topk": 1, "logits": (328, 320, 322, 318, 8, -2, 5, 0, 9, 12, -6, 3)},
+    {"tokens": 3, "experts": 2, "topk": 1, "logits": (96, 88, 96, 0, 96, 92), "dtype": "float16"},
 )
 # plans that change the choice after 4, 11 and 33 of 65 rounds, after 5 and 11 of 54
 SLOW_PLANS: tuple[Changes, ...] = (
@@ -58,14 +77,25 @@ def grouped(scope: Scope) -> list[Changes]:
     groups = scope.accepts("num_groups") and scope.accepts("group_topk")
     many: Changes = {"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}
     even: Changes = {"tokens": 3, "experts": 8, "topk": 2, "groups": 4, "group_topk": 2, "spread": "equal"}
-    found: list[Changes] = [many, many | {"spread": "ties"}, even] if groups else []
+    # groups with an expert that cannot be chosen: by its sum, and as the last of those kept
+    barred: Changes = {"tokens": 14, "spread": "minus_inf"}
+    found: list[Changes] = [
+        *(many, many | {"spread": "ties"}, even, even | {"experts": 18, "groups": 9}),
+        barred | {"experts": 8, "topk": 2, "groups": 4, "group_topk": 1},
+        barred | {"experts": 6, "topk": 3, "groups": 3, "group_topk": 2},
+    ]
+    found = found if groups else []
     return found + ([FINE_BIAS, FINER_BIAS, *(BIASED_GROUPS if groups else ())] if scope.accepts("expert_bias") else [])
 
 
 def many_factors(scope: Scope) -> list[GateCase]:
-    """Draws enough to count the different ones."""
-    case = scope.case({"tokens": 33, "hidden": 40, "eps": 8, "law": "evenly_spread"})
-    return [case] if scope.fits(case) else []
+    """Draws enough to count the different ones; in float64; of one row that repeats; of more rows
+    than a block.
+    """
+    few: Changes = {"tokens": 33, "hidden": 40, "eps": 8, "law": "evenly_spread"}
+    every = (few, few | {"dtype": "float64"}, few | {"layout": "expanded", "layout_of": "x"})
+    cases = [scope.case(fields) for fields in (*every, few | {"tokens": 1030, "hidden": 8})]
+    return [case for case in cases if scope.fits(case)]
 
 
 def strange(scope: Scope) -> list[LogitsCase]:
