@@ -166,8 +166,11 @@ def _of_deepep(few: Changes, ranks: int, several: int) -> list[Changes]:
     dropped: Changes = few | {"counts": (5, 4)[:ranks], "probs": "float32", "zero_probs": True, "drop_zeros": True}
     packed: Changes = {"values": "reciprocals", "scales": 3, "hidden": 5, "dtype": "float8_e4m3fn"}
     codes_: Changes = few | {"counts": (5, 4)[:ranks], "hidden": 5}
+    sent, far_apart = (2, 1)[:ranks], (3, 0, 1, 2, 4, 3)
+    distant: Changes = {"counts": sent, "local_experts": 5, "topk": 6, "slots": far_apart * sum(sent)}
     return [
         dropped,
+        *(distant | {"repeats": repeats} for repeats in ("last slot", "count each")),
         dropped | {"repeats": "count each"},
         dropped | {"repeats": "last slot", "scales": 3},
         dropped | {"values": "special", "seed": 3},

@@ -115,7 +115,7 @@ def _permuted(scope: Scope) -> list[Any]:
     crowded = {"tokens": 3, "experts": 40, "topk": 33, "hidden": 9, "spread": "uniform", "dtype": "bfloat16"}
     double = {"tokens": 5, "experts": 4, "topk": 3, "hidden": 3, "spread": "uniform", "dtype": "float64"}
     double |= {"probs": "float32", "values": "wide"}
-    # more room than the one token takes; too little for the first, or the last, of nine experts alone
+    # more room than a token takes; too little for the first, or the last, of nine experts alone
     roomy: Changes = {"tokens": 1, "experts": 3, "topk": 2, "hidden": 5, "capacity": 4, "align": 0}
     full: Changes = {"tokens": 3, "experts": 9, "topk": 1, "hidden": 2, "capacity": 2, "align": 0}
     limited = [roomy, *(full | {"routing": (expert,) * 3} for expert in (1, 1 << 8))]
