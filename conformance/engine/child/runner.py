@@ -16,7 +16,7 @@ from conformance.core.double_backward import second_derivatives
 from conformance.core.tensors import laid_out
 from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.aliases import alias, shared_elements
-from conformance.engine.child.copies import copied
+from conformance.engine.child.copies import copied, delay, overwrite
 from conformance.engine.child.kept import alive_bytes, allocated_bytes
 from conformance.engine.child.manners import MANNERS, Outputs, around_forward, overwritten
 from conformance.engine.child.poison import Poison
@@ -108,6 +108,7 @@ class Runner:
         replay: Problem | None = None,
         manner: str = "",
         before: Problem | None = None,
+        earlier: Problem | None = None,
     ) -> Outputs:
         """Place the inputs, call, take the gradients, and check the inputs and the guards.
 
@@ -118,22 +119,26 @@ class Runner:
             replay: values with which the call is replayed, after its capture in a graph.
             manner: how the call is made, if not in the plain way: a name in MANNERS.
             before: a call that takes the same opaque inputs before, whose results are dropped.
+            earlier: a call before, of other values, which these ones overwrite in the same tensors.
 
         Raises:
             Misbehaved: the implementation wrote outside its memory, changed torch's global state,
                 or returned values that the interface forbids.
             Blocked: the producer of an opaque input is wrong.
         """
-        placed = self.place(problem)
+        placed = self.place(earlier or problem)
         placed_before = self.place(before) if before else {}
         with self._watched(problem, poison):
             opaque = self.produce(problem) if problem.producer else None
             if before:
                 self._call(before, placed_before, opaque)
+            if earlier:
+                self._call(earlier, placed, opaque)
+                overwrite(placed, problem)
             started = time.perf_counter()
             try:
                 if late:
-                    self._delay(problem, placed)
+                    delay(placed)
                 if forbid_sync:
                     torch.cuda.set_sync_debug_mode("error")
                 outputs = (
@@ -256,15 +261,6 @@ class Runner:
         for name in problem.wanted:
             placed[name] = placed[name].detach().requires_grad_()
         return placed
-
-    def _delay(self, problem: Problem, placed: dict[str, Tensor]) -> None:
-        """Overwrite the inputs by garbage now, and by their values after a pause on the stream."""
-        sources = {name: x.detach().clone() for name, x in placed.items()}
-        for x in placed.values():
-            x.detach().zero_()
-        torch.cuda._sleep(2_000_000)  # about a millisecond
-        for name, x in placed.items():
-            x.detach().copy_(sources[name])
 
     def produce(self, problem: Problem) -> dict[str, Any]:
         """The opaque inputs, from this implementation's own producer, whose rows must be right."""
