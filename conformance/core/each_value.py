@@ -7,7 +7,8 @@ own share a case; those of data have one each, because empty or zero data may hi
 Each tensor has strides of its own in some case, and each matrix rows of whole lines, which kernels
 load at once if they begin where lines do, in each layout that looks like it. A gate on a GPU draws
 few sizes, too: there sizes of 0, and of 1, for which kernels are specialised, each tensor as a
-lazily negated view, and each law with gradients have a case.
+lazily negated view, and each law with gradients have a case. Each input that has a gradient is
+once the only one that is frozen.
 """
 
 from collections.abc import Iterator
@@ -55,7 +56,26 @@ def left_out(scope: Scope, cases: list[Any]) -> list[Any]:
     for law in scope.contract.laws.values():
         if law.name not in tested:
             found += [case.changed(law=law.name) for case in every if law.holds(case, scope.space.device)][:1]
-    return found + (_with_gradients(scope, drawn + found) if scope.space.few_kernels else [])
+    found += _with_gradients(scope, drawn + found) if scope.space.few_kernels else []
+    return found + _frozen(scope, drawn + found)
+
+
+def _frozen(scope: Scope, cases: list[Any]) -> list[Any]:
+    """A case for each input that alone of those with a gradient is frozen, where there is none."""
+
+    def others(case: Any, name: str) -> str:
+        return "+".join(each for each in scope.signature.wanted(case.changed(grads=whole[case.text])) if each != name)
+
+    whole = {case.text: scope.signature.all_gradients(case) for case in cases}
+    found = []
+    for name in scope.signature.gradients:
+        given = [case for case in cases if name in whole[case.text].split("+") and "+" in whole[case.text]]
+        if not any(case.grads == others(case, name) for case in given):
+            made = (
+                case.changed(grads=others(case, name), law="") for case in given if not case.is_large and case.grads
+            )
+            found += [case for case in made if scope.fits(case)][:1]
+    return found
 
 
 def _with_gradients(scope: Scope, cases: list[Any]) -> list[Any]:

@@ -127,13 +127,13 @@ class ActivationCase(Case):
 
 
 def hidden_of(case: ActivationCase, columns: int) -> Tensor:
-    """h: dyadic · rows, dyadic times a power of two per row · bounds, near 0 and the clamp (or 1) ·
-    saturated, where curves are flat · huge, where powers of h overflow · tiny, from 8 times the
-    smallest normal number to twice that · peak, small but for one feature of the last row: by the
-    seed the first, a third on, two thirds on, or the last · special, dyadic with a NaN or an
-    infinity in some rows · edges, dyadic with these and subnormal numbers at the ends of every
-    second row · every, all bit patterns; of a gated activation those of the gate, times dyadic
-    values.
+    """h: dyadic · rows, dyadic times a power of two per row · bounds, near 0 and the clamp (or
+    the offset, or 1) · saturated, where curves are flat · huge, where powers of h overflow ·
+    tiny, from 8 times the smallest normal number to twice that · peak, small but for one
+    feature of the last row: by the seed the first, a third on, two thirds on, or the last ·
+    special, dyadic with a NaN or an infinity in some rows · edges, dyadic with these and
+    subnormal numbers at the ends of every second row · every, all bit patterns; of a gated
+    activation those of the gate, times dyadic values.
     """
     shape, kind = (case.tokens, columns), DTYPES[case.dtype]
     plain = payload(case.seed, "h", shape, case.dtype)
@@ -142,7 +142,7 @@ def hidden_of(case: ActivationCase, columns: int) -> Tensor:
     if case.values == "rows":
         return (plain.double() * row_scales(case.seed, case.tokens)).to(kind)
     if case.values == "bounds":
-        bound, step = case.clamp / 8 or 1.0, torch.finfo(kind).eps
+        bound, step = case.clamp / 8 or abs(case.offset) / 8 or 1.0, torch.finfo(kind).eps
         near = torch.tensor(
             [0.0, bound, bound * (1 + step), bound * (1 - step), bound / 2, torch.finfo(kind).tiny, bound, 2 * bound],
             dtype=torch.float64,

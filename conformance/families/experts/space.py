@@ -19,7 +19,7 @@ from conformance.families.experts.space_ratios import ratio_cases
 from conformance.families.experts.space_recipes import ALONE, CONTIGUOUS, LEAST, OUTGROWN, by_recipe
 from conformance.families.experts.space_tiles import tiles_of_products
 from conformance.families.experts.space_waves import waves_of_products
-from conformance.families.quantization.cases import RECIPES, VARIANTS
+from conformance.families.quantization.cases import RECIPES, UNIT, VARIANTS
 from moe_ref.config.quantization import OVERRIDES
 
 
@@ -58,7 +58,10 @@ def long_rows(scope: Scope) -> list[Any]:
     kind = {"kind": "silu"} if scope.function == "activation" else {}
     found.append({"tokens": 9, "width": 1, "values": "edges"} | kind)
     if scope.accepts("interleave"):
-        found.append({"tokens": 3, "width": 64, "interleave": 32})  # two blocks of the widest
+        # two blocks of each of two widths
+        found += [{"tokens": 3, "width": 2 * width, "interleave": width} for width in (32, 96)]
+    if scope.accepts("probs"):
+        found.append({"tokens": 2, "width": 1030, "probs": "float32", "grads": "h+probs"})
     if scope.accepts("clamp") and scope.accepts("offset"):
         found += [*FINE, *(SELDOM if gpu and scope.accepts("fp8_input_store") else [])]
     return [*found, *_huge(scope), *_strange(scope), *around_a_class(scope)]
@@ -88,6 +91,7 @@ FINE: list[Changes] = [
     {"tokens": 9, "width": 6, "values": "bounds", "clamp": 257, "dtype": "bfloat16"},
     {"tokens": 9, "width": 6, "values": "bounds", "clamp": 259, "dtype": "bfloat16"},  # there above it
     {"tokens": 9, "width": 6, "offset": 257},
+    {"tokens": 9, "width": 6, "values": "bounds", "offset": 257, "dtype": "bfloat16"},  # there it cancels
 ]
 
 
@@ -236,7 +240,24 @@ def large(scope: Scope) -> list[Any]:
         long.append({"tokens": 5, "experts": 2, "hidden": 3, "width": 3, "dtype": "float64", "bias": "float64"})
     low = filter(scope.fits, [scope.case(one) for one in (LEAST, OUTGROWN)])
     alone = [scope.fullest(one | {"experts": 1}) for one in ALONE if scope.fits(scope.case(one))]
+    alone += [scope.fullest(one) for one in in_tiles() if scope.fits(scope.case(one))]
     return [ragged, many, *long, *many_rows(scope), *around_a_class(scope), *ratio_cases(scope), *low, *alone]
+
+
+def in_tiles() -> list[Changes]:
+    """Two experts whose matrices are a whole tile of every kernel, by each recipe; whole steps of
+    rows, of columns in and of columns out; strange weights of an expert without rows.
+    """
+    tile: Changes = {"experts": 2, "dtype": "bfloat16", "variant": 1, "values": "rows"}
+    steps: Changes = {"experts": 2, "dtype": "bfloat16", "counts": (256, 3), "tokens": 259}
+    return [
+        *(steps | {"hidden": 128, "width": 73}, steps | {"hidden": 73, "width": 128}),
+        {"experts": 3, "counts": (4, 0, 0), "tokens": 4, "hidden": 5, "width": 3, "values": "special", "seed": 1},
+        *(
+            tile | {"scaling": scaling, "hidden": 128 // unit, "width": 128 // unit, "tokens": 4, "counts": (2, 2)}
+            for scaling, unit in ((scaling, UNIT.get(scaling, 1)) for scaling in RECIPES)
+        ),
+    ]
 
 
 def large_projections(scope: Scope) -> list[Changes]:

@@ -333,7 +333,7 @@ def _large(scope: Scope) -> list[Any]:
     weight alone whose gradient waits, and both, also beside noise; amaxes of a step.
     """
     gpu = scope.space.device == "cuda"
-    many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 17, "hidden": 9, "width": 5}
+    many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 66, "hidden": 9, "width": 5}
     again = {"tokens": 5, "experts": 2, "hidden": 2, "width": 2, "dtype": "bfloat16"}
     again |= {"scaling": "delayed", "recompute": "moe_act"}
     long = {"tokens": 70 if gpu else 5, "experts": 2, "hidden": 2880 if gpu else 257, "width": 264 if gpu else 65}
