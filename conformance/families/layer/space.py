@@ -126,8 +126,9 @@ WORLDS: tuple[Changes, ...] = (
     {"counts": (9, 6), "experts": 8, "topk": 5, "dispatcher": "hybridep", "budget": 44, "dtype": "bfloat16"},
     {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3}
     | {"capacity": 3},
-    # one rank alone drops a row, of another rank's token
+    # one rank alone drops a row, the first or the second, of another rank's token
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
+    {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0, "seed": 8},
     {"counts": (4, 3), "experts": 3, "dispatcher": "alltoall", "shards": 2, "fc2_bias": False, "budget": 8},
     # a dispatcher without shards: each is an expert, with a part of the width; a token has six
     {"counts": (3, 2), "experts": 4, "topk": 3, "dispatcher": "deepep", "shards": 2, "fc2_bias": False},
@@ -135,6 +136,10 @@ WORLDS: tuple[Changes, ...] = (
     {"counts": (5, 3), "experts": 4, "dispatcher": "deepep", "capacity": 4, "pad": True, "law": "sent_again"},
     {"counts": (4, 3), "experts": 4, "dispatcher": "deepep", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
     {"counts": (4, 3), "experts": 4, "dispatcher": "allgather", "shared": 2, "roomless": True},
+    # what the ranks have of their own beside equal sizes: padding, states, parts of experts
+    {"counts": (4, 4), "experts": 4, "dispatcher": "alltoall", "padding": 3, "losses": "aux+z", "bias": True},
+    {"counts": (4, 4), "experts": 4, "dispatcher": "alltoall", "recipe": "delayed", "losses": ""},
+    {"counts": (3, 4), "experts": 4, "dispatcher": "hybridep", "shards": 2, "fc2_bias": False},
 )
 
 

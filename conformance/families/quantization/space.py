@@ -246,10 +246,11 @@ def scales_without_bound(scope: Scope) -> list[QuantizeCase]:
 
 
 def rare_amaxes(scope: Scope) -> list[QuantizeCase]:
-    """Row-scaled rows of several programs, whose largest values are far apart; a tensor's largest
-    value in any of them; a least amax above all values, for each recipe that has one; an infinity
-    among the amaxes of earlier steps; float16 up to its largest number, whose codes may stand for
-    more; weights that change in place; and scales of blocks halfway between two codes.
+    """Row-scaled rows of several programs, whose largest values are far apart; a tensor's
+    largest value in any of them; a least amax above all values, for each recipe that has one;
+    an infinity among the amaxes of earlier steps; smaller amaxes after larger ones, in either
+    direction; float16 up to its largest number, whose codes may stand for more; weights that
+    change in place; and scales of blocks halfway between two codes.
     """
     columns = 7168 if scope.space.device == "cuda" else 1000
     kinds: list[Changes] = [
@@ -262,6 +263,12 @@ def rare_amaxes(scope: Scope) -> list[QuantizeCase]:
             if recipe.amax_epsilon
         ),
         {"scaling": "delayed", "tokens": 3, "hidden": 40, "values": "special", "steps": AFTER_AN_INFINITY},
+        *(
+            {"scaling": "delayed", "tokens": 3, "hidden": 5, "values": "wide", "direction": direction, "seed": seed}
+            | {"steps": "quantize+quantize+quantize"}
+            for direction in ("rowwise", "columnwise")
+            for seed in (0, 1)
+        ),
         {"scaling": "block", "tokens": 3, "hidden": 5, "role": "weight", "law": "buffer_reuse"},
         {"scaling": "nvfp4", "variant": 1, "role": "weight", "tokens": 4, "hidden": 4, "values": "levels"},
         *(
@@ -274,15 +281,15 @@ def rare_amaxes(scope: Scope) -> list[QuantizeCase]:
 
 
 def in_groups(scope: Scope) -> list[Any]:
-    """GPU only, where few rows of the covering array run: groups, and rows past the last, of a
-    transform and of row scaling in both directions; multipliers past float16's largest number.
+    """Groups, and rows past the last, of a transform; on a GPU, where few rows of the covering
+    array run, also of row scaling in both directions, and multipliers past float16's largest number.
     """
-    if scope.space.device != "cuda":
-        return []
     ragged: Changes = {"tokens": 3, "experts": 3, "counts": (2, 0, 1), "tail": 4, "hidden": 3}
     kinds = [{"scaling": "nvfp4", "variant": variant, "direction": "both", "dtype": "bfloat16"} for variant in (0, 1)]
     tiny: Changes = {"scaling": "mxfp8", "tokens": 2, "hidden": 2, "values": "tiny", "dtype": "float16", "seed": 1}
     given = [ragged | kind for kind in kinds if accepted(scope, ragged | kind)]
+    if scope.space.device != "cuda":
+        return given[:1]
     return [*given, *(case for case in [scope.case(tiny)] if scope.fits(case))]
 
 
@@ -312,12 +319,14 @@ def random_cases(scope: Scope) -> list[QuantizeCase]:
 
 
 def given_noise(scope: Scope) -> list[QuantizeCase]:
-    """Gradients with given noise, which differs between the directions; of NaN, infinities and -0;
-    and noise that only float64 tells from the quotient it is compared with.
+    """Gradients with given noise, which differs between the directions, and in each direction
+    alone; of NaN, infinities and -0; and noise that only float64 tells from the quotient it is
+    compared with.
     """
     kind: Changes = {"scaling": "nvfp4", "role": "grad_output", "direction": "both", "dtype": "bfloat16"}
     kind |= {"tokens": 2, "hidden": 2}
     more: list[Changes] = [{}, {"values": "special"}, {"values": "midpoints", "noise_dtype": "float64"}]
+    more += [{"direction": direction} for direction in ("rowwise", "columnwise")]
     return [scope.case(kind | one) for one in more] if accepted(scope, kind) else []
 
 
