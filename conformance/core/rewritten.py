@@ -20,6 +20,7 @@ from conformance.core.defect import Defect, Wrapper
 
 PEERS = ("reference_world", "reference_layer")  # the collectives and the layer of one rank
 TWO_CONDITIONS = "a mistake that two conditions together invite"
+SHORTCUT = "a mistake that a fast path, a cache or a shortcut invites"
 
 
 class Rewrite(NamedTuple):
@@ -108,9 +109,11 @@ def rewritten(name: str, title: str, origin: str, functions: Sequence[str], chan
     return Defect(name, title, origin, {function: planted(function) for function in functions})
 
 
-def series(first: int, planted: Sequence[tuple[str, str, str, str, str]]) -> tuple[Defect, ...]:
-    """RC defects from that number on, each (title, functions, file, old, new)."""
+def series(
+    first: int, planted: Sequence[tuple[str, str, str, str, str]], prefix: str = "RC", origin: str = TWO_CONDITIONS
+) -> tuple[Defect, ...]:
+    """Defects from that number on, each (title, functions, file, old, new)."""
     return tuple(
-        rewritten(f"RC{number:03}", title, TWO_CONDITIONS, functions.split(), Rewrite(file, old, new))
+        rewritten(f"{prefix}{number:03}", title, origin, functions.split(), Rewrite(file, old, new))
         for number, (title, functions, file, old, new) in enumerate(planted, start=first)
     )

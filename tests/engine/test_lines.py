@@ -1,4 +1,4 @@
-"""Each matrix has rows of whole lines in each layout that looks like contiguous lines and is none."""
+"""Each matrix has rows of whole lines in layouts that look like contiguous lines and are none."""
 
 from functools import cache
 from typing import Any

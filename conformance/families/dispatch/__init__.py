@@ -9,6 +9,7 @@ from conformance.families.dispatch import (
     defects_orders,
     defects_reported,
     defects_rewritten,
+    defects_shortcuts,
     defects_wire,
     golden,
     illegal,
@@ -53,5 +54,6 @@ FAMILY = Family(
         *defects_combined.DEFECTS,
         *defects_reported.DEFECTS,
         *defects_rewritten.DEFECTS,
+        *defects_shortcuts.DEFECTS,
     ),
 )

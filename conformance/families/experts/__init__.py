@@ -18,6 +18,7 @@ from conformance.families.experts import (
     defects_products,
     defects_reported,
     defects_rewritten,
+    defects_shortcuts,
     defects_steps,
     golden,
     golden_mlp,
@@ -53,6 +54,7 @@ FAMILY = Family(
             *defects_combined.DEFECTS,
             *defects_reported.DEFECTS,
             *defects_rewritten.DEFECTS,
+            *defects_shortcuts.DEFECTS,
         ),
     ),
 )

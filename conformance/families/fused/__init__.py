@@ -7,6 +7,7 @@ from conformance.families.fused import (
     defects_kernels,
     defects_reported,
     defects_rewritten,
+    defects_shortcuts,
     golden,
     golden_activate,
     illegal,
@@ -36,5 +37,6 @@ FAMILY = Family(
     + defects_kernels.DEFECTS
     + defects_combined.DEFECTS
     + defects_reported.DEFECTS
-    + defects_rewritten.DEFECTS,
+    + defects_rewritten.DEFECTS
+    + defects_shortcuts.DEFECTS,
 )

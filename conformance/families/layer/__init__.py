@@ -7,6 +7,7 @@ from conformance.families.layer import (
     defects_options,
     defects_reported,
     defects_rewritten,
+    defects_shortcuts,
     golden,
     illegal,
     laws,
@@ -26,5 +27,6 @@ FAMILY = Family(
         *defects_combined.DEFECTS,
         *defects_reported.DEFECTS,
         *defects_rewritten.DEFECTS,
+        *defects_shortcuts.DEFECTS,
     ),
 )

@@ -6,6 +6,7 @@ from conformance.families.parameters import (
     defects_combined,
     defects_reported,
     defects_rewritten,
+    defects_shortcuts,
     golden,
     illegal,
     laws,
@@ -25,5 +26,9 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws),
     space=by_function(space),
-    defects=defects.DEFECTS + defects_combined.DEFECTS + defects_reported.DEFECTS + defects_rewritten.DEFECTS,
+    defects=defects.DEFECTS
+    + defects_combined.DEFECTS
+    + defects_reported.DEFECTS
+    + defects_rewritten.DEFECTS
+    + defects_shortcuts.DEFECTS,
 )

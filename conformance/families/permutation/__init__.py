@@ -8,6 +8,7 @@ from conformance.families.permutation import (
     defects_kernels,
     defects_reported,
     defects_rewritten,
+    defects_shortcuts,
     golden,
     illegal,
     laws,
@@ -28,5 +29,6 @@ FAMILY = Family(
     + defects_kernels.DEFECTS
     + defects_combined.DEFECTS
     + defects_reported.DEFECTS
-    + defects_rewritten.DEFECTS,
+    + defects_rewritten.DEFECTS
+    + defects_shortcuts.DEFECTS,
 )

@@ -9,6 +9,7 @@ from conformance.families.quantization import (
     defects_kernels,
     defects_reported,
     defects_rewritten,
+    defects_shortcuts,
     golden,
     illegal,
     laws,
@@ -30,5 +31,6 @@ FAMILY = Family(
     + defects_kernels.DEFECTS
     + defects_combined.DEFECTS
     + defects_reported.DEFECTS
-    + defects_rewritten.DEFECTS,
+    + defects_rewritten.DEFECTS
+    + defects_shortcuts.DEFECTS,
 )

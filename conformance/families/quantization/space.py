@@ -282,7 +282,7 @@ def rare_amaxes(scope: Scope) -> list[QuantizeCase]:
 
 def in_groups(scope: Scope) -> list[Any]:
     """Groups, and rows past the last, of a transform; on a GPU, where few rows of the covering
-    array run, also of row scaling in both directions, and multipliers past float16's largest number.
+    array run, also of row scaling in both directions, and multipliers past float16's largest.
     """
     ragged: Changes = {"tokens": 3, "experts": 3, "counts": (2, 0, 1), "tail": 4, "hidden": 3}
     kinds = [{"scaling": "nvfp4", "variant": variant, "direction": "both", "dtype": "bfloat16"} for variant in (0, 1)]

@@ -15,6 +15,7 @@ from conformance.families.router import (
     defects_reported,
     defects_rewritten,
     defects_rewritten_route,
+    defects_shortcuts,
     defects_state,
     defects_steps,
     golden,
@@ -62,5 +63,6 @@ FAMILY = Family(
         *defects_reported.DEFECTS,
         *defects_rewritten.DEFECTS,
         *defects_rewritten_route.DEFECTS,
+        *defects_shortcuts.DEFECTS,
     ),
 )
