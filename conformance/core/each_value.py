@@ -24,6 +24,7 @@ WHOLE = "recipe"  # its fields are numbers in a table
 LINED = ("sliced", "uneven", "shifted")
 LINES = ({"hidden": 32, "width": 48}, {"experts": 32})  # lengths of rows: of numbers, or else of a map
 MATRIX = {"tokens": 5, "dtype": "bfloat16"}  # several rows, and a dtype that tensor descriptors are made for
+IN_UNITS = ("scaling", "recipe")  # fields of which some values make sizes those of blocks
 SHORT = "TKC"  # dimensions that are no line: tokens, slots, chunks
 
 
@@ -135,14 +136,15 @@ def _strided(scope: Scope) -> Iterator[list[Changes]]:
 
 def _lined(scope: Scope) -> Iterator[list[Changes]]:
     """Each matrix with rows of whole lines, in the layouts LINED; if possible like MATRIX."""
-    known = {axis.name for axis in scope.axes}
+    known = {axis.name: axis for axis in scope.axes}
+    plain = {name: known[name].default for name in IN_UNITS if name in known}
     line = next(filter(None, ({name: n for name, n in each.items() if name in known} for each in LINES)), {})
     more = {name: value for name, value in MATRIX.items() if name in known}
     short = SHORT if "experts" in line else f"{SHORT}E"
     for name, dims in scope.signature.placed.items() if line and scope.contract.shapes.kernels else ():
         if len(dims) > 1 and dims[-1] not in short:
             for layout in LINED:
-                wanted = {"layout": layout, "layout_of": name} | line
+                wanted = {"layout": layout, "layout_of": name} | line | plain
                 yield [wanted | more, *(wanted | {field: value} for field, value in more.items()), wanted]
 
 
