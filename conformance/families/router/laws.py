@@ -187,7 +187,7 @@ def _softmax(case: Any) -> bool:
         if case.function != "aux_loss_scores"
         else case.score not in ("sigmoid", "sqrtsoftplus")
     )
-    return plain(case) and chosen and case.spread in ("distinct", "ties", "equal") and not case.logits
+    return plain(case) and chosen and case.spread in ("distinct", "ties", "equal", "zeros") and not case.logits
 
 
 def _is_a_call(case: Any) -> bool:
