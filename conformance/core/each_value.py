@@ -25,6 +25,7 @@ LINED = ("sliced", "uneven", "shifted")
 LINES = ({"hidden": 32, "width": 48}, {"experts": 32})  # lengths of rows: of numbers, or else of a map
 MATRIX = {"tokens": 5, "dtype": "bfloat16"}  # several rows, and a dtype that tensor descriptors are made for
 IN_UNITS = ("scaling", "recipe")  # fields of which some values make sizes those of blocks
+OF_THE_CASE = ("dtype", "map_dtype")  # fields of dtypes that every case has, unlike noise and states
 SHORT = "TKC"  # dimensions that are no line: tokens, slots, chunks
 
 
@@ -141,8 +142,10 @@ def _lined(scope: Scope) -> Iterator[list[Changes]]:
     line = next(filter(None, ({name: n for name, n in each.items() if name in known} for each in LINES)), {})
     more = {name: value for name, value in MATRIX.items() if name in known}
     short = SHORT if "experts" in line else f"{SHORT}E"
+    inputs = (x for x in scope.signature.every_input if not x.part_of and (x.gradient or x.field in OF_THE_CASE))
+    every = {x.name for x in inputs} | {*scope.signature.placed} - {x.name for x in scope.signature.every_input}
     for name, dims in scope.signature.placed.items() if line and scope.contract.shapes.kernels else ():
-        if len(dims) > 1 and dims[-1] not in short:
+        if name in every and len(dims) > 1 and dims[-1] not in short:
             for layout in LINED:
                 wanted = {"layout": layout, "layout_of": name} | line | plain
                 yield [wanted | more, *(wanted | {field: value} for field, value in more.items()), wanted]

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from conformance.core.autocast import AUTOCAST
-from conformance.core.axes import Number
-from conformance.core.case import axes_of
 from conformance.core.contract import Contract, Problem
 from conformance.core.law import Law, Outputs, Trial, next_values, same, upside_down
 from conformance.core.scope import Scope
@@ -73,27 +71,9 @@ def _buffer_reuse(trial: Trial) -> Finding | None:
     return overwritten(trial, second, trial.reference(second))
 
 
-def _other_numbers(trial: Trial) -> tuple[Any, Problem] | None:
-    """`next_values`, with other numbers among the settings, which change no kernel, where legal."""
-    found = next_values(trial)
-    if not found:
-        return None
-    case, _ = found
-    for name, axis in axes_of(type(case)).items():
-        if isinstance(axis, Number) and axis.data:
-            numbers = (n for n in axis.pairs or axis.values if n not in (None, getattr(case, name)))
-            changed = (case.changed(**{name: n}) for n in numbers)
-            case = next(filter(lambda one: not trial.contract.signature.fits(one), changed), case)
-    problem = trial.contract.problem(case)
-    refused = not trial.inside(case) or trial.extras["refusal"](problem)
-    return found if refused else (case, problem)
-
-
 def _interleaved(trial: Trial) -> Finding | None:
-    """Another call's forward between this one's forward and backward, as in a pipeline: of other
-    values, and other numbers among its settings.
-    """
-    found = _other_numbers(trial)
+    """Another call's forward between this one's forward and backward, as in a pipeline."""
+    found = next_values(trial)
     if not found:
         return None
     outputs, others = trial.run_both(trial.problem, found[1])

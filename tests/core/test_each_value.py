@@ -122,7 +122,7 @@ def test_what_is_left_out_is_little_and_nothing_comes_twice():
     scope = scope_of("permute", SPACES["cpu"])
     rows = scope.covering().cases
     found = left_out(scope, rows)
-    assert 0 < len(found) < 20
+    assert 0 < len(found) < 25
     assert len({case.text for case in rows + found}) == len(rows) + len(found)
     assert left_out(scope, rows + found) == []
     assert all(scope.fits(case) for case in found)

@@ -53,7 +53,7 @@ LISTED = {
     *(f"AE{number:03}" for number in range(1, 197)),
     *(f"RB{number:02}" for number in range(1, 81)),
     *(f"RC{number:03}" for number in range(1, 241)),
-    *(f"RD{number:03}" for number in range(1, 41)),
+    *(f"RD{number:03}" for number in range(1, 39)),
 }
 LACKING = (  # of AE: those for which cases were missing
     *(5, 9, 10, 28, 47, 54, 56, 57, 59, 73, 81, 82, 98, 116, 124, 126, 157, 159, 178, 180, 181, 182, 194),

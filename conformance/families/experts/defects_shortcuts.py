@@ -3,7 +3,7 @@
 from conformance.core.rewritten import SHORTCUT, series
 
 DEFECTS = series(
-    19,
+    17,
     (
         (
             "an offset of more than 16 bits is loaded in the dtype of h",

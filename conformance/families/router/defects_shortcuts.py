@@ -65,30 +65,6 @@ DEFECTS = series(
             "value_T.double().clamp(max=1), -torch.inf",
         ),
         (
-            "the scale of the last call counts for all that wait for a backward",
-            "attach_loss route",
-            "router/balancing.py",
-            "ctx.scale, ctx.like = scale, loss.detach()\n"
-            "        return x.view_as(x)\n"
-            "\n"
-            "    @staticmethod\n"
-            "    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:\n"
-            "        return dx, torch.full_like(ctx.like, ctx.scale), None",
-            "_AttachLoss.scale, ctx.like = scale, loss.detach()\n"
-            "        return x.view_as(x)\n"
-            "\n"
-            "    @staticmethod\n"
-            "    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:\n"
-            "        return dx, torch.full_like(ctx.like, _AttachLoss.scale), None",
-        ),
-        (
-            "counts that record autograd get a gradient",
-            "load_balancing_loss",
-            "router/balancing.py",
-            "tokens_per_expert.detach().to(accumulator)",
-            "tokens_per_expert.to(accumulator)",
-        ),
-        (
             "the plan is shifted by the largest logit, 1e-8 is not",
             "sinkhorn_routing",
             "router/sinkhorn.py",

@@ -19,7 +19,7 @@ from conformance.core.double_backward import DOUBLE_BACKWARD
 from conformance.core.law import Law, Trial, plain
 from conformance.core.row_laws import BATCH_CONCAT, TOKEN_REVERSAL, any_of_equals
 from conformance.core.shared_out_laws import SHARED_OUT, of_one_process
-from conformance.judge import Bounded, Exact, Finding, judge
+from conformance.judge import Bounded, Finding, judge
 
 PER_EXPERT = ("expert_bias", "tokens_per_expert")
 SIGMAS = 6  # standard errors over √n, for u uniform in ±1: 1/√3 of the mean, 1/√15 of the deviation
@@ -117,14 +117,6 @@ def _shares(trial: Trial) -> Finding | None:
     )
 
 
-def _constant_counts(trial: Trial) -> Finding | None:
-    """Counts that record autograd get no gradient."""
-    name = "tokens_per_expert"
-    outputs = trial.run(replace(trial.problem, wanted=(*trial.problem.wanted, name)))
-    nothing = Exact(torch.zeros_like(trial.problem.required[name]), "values")
-    return trial.judged("constant_counts", {f"d_{name}": nothing}, outputs)
-
-
 def judge_law(law: str, output: str, expected: Bounded, observed: Any) -> Finding | None:
     finding = judge(output, expected, observed)
     return Finding(output, law, finding.message, finding.index) if finding else None
@@ -201,11 +193,6 @@ REPLAY = Law(
     "replay", _replay, lambda case: plain(case) and not case.precomputed and case.spread != "nan", recompiles=True
 )
 PADDING_TOKENS = Law("padding_tokens", _padding_tokens, lambda case: plain(case) and case.padding > 0)
-CONSTANT_COUNTS = Law(
-    "constant_counts",
-    _constant_counts,
-    lambda case: plain(case) and bool(case.grads) and case.map_dtype == "uint8",  # whose counts are float32
-)
 SHARES = Law("shares", _shares, lambda case: plain(case) and case.tokens > 1)
 EVENLY_SPREAD = Law(
     "evenly_spread", _evenly_spread, lambda case: _is_a_call(case) and case.dtype in FINE and case.eps > 0
@@ -228,7 +215,7 @@ TOPK_INDICES = tuple(_OWN_RESULTS if law is universal.BUFFER_REUSE else law for 
 SINKHORN_ROUTING = (*universal.EVERYWHERE, DOUBLE_BACKWARD, EXPERT_RELABELLING)
 DROP_TOKENS = (*_EVERY, DOUBLE_BACKWARD, EXPERT_RELABELLING, universal.SCALING)
 AUX_LOSS_SCORES = (*_EVERY, DOUBLE_BACKWARD, *_CHOICE, PADDING_TOKENS)
-LOAD_BALANCING_LOSS = (*_EVERY, DOUBLE_BACKWARD, CONSTANT_COUNTS, SHARES, universal.SCALING)
+LOAD_BALANCING_LOSS = (*_EVERY, DOUBLE_BACKWARD, SHARES, universal.SCALING)
 Z_LOSS = (*_EVERY, DOUBLE_BACKWARD, TOKEN_REVERSAL, EXPERT_RELABELLING, PADDING_TOKENS)
 # may return x itself
 _NOT_OWNED = tuple(law for law in universal.CALLS if law is not universal.OWN_MEMORY)

@@ -27,7 +27,6 @@ from conformance.families.router.space_chosen import (
     ONE_LENGTH,
     SLOW_PLANS,
     TIES,
-    TWO_SCALES,
     UNREAD,
     grouped,
     many_factors,
@@ -309,10 +308,7 @@ JITTER = Shapes(
 ATTACH_LOSS = replace(
     JITTER,
     covered={"tokens": 5, "hidden": 11},
-    always=lambda scope: [
-        *(*_special(scope), FINE_SCALE, FINER_SCALE),
-        *filter(scope.fits, [scope.case(TWO_SCALES)]),
-    ],
+    always=lambda scope: [*_special(scope), FINE_SCALE, FINER_SCALE],
 )
 SINKHORN_ROUTING = Shapes(
     drawn=plans,

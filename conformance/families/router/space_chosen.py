@@ -42,8 +42,6 @@ ONE_LENGTH: Changes = SMALL | {"total": "one"}  # a tensor of shape [1]
 # attached with a scale of more bits than 16-bit numbers have
 FINE_SCALE: Changes = {"tokens": 3, "hidden": 5, "scale": 2049, "dtype": "bfloat16"}
 FINER_SCALE: Changes = {"tokens": 3, "hidden": 5, "dtype": "float64"}
-# two calls before the backward of either, each with a scale of its own
-TWO_SCALES: Changes = {"tokens": 3, "hidden": 5, "scale": 3, "grads": "x+loss", "law": "interleaved"}
 
 # a plan of more tokens than a block
 LONG_PLANS: tuple[Changes, ...] = (
