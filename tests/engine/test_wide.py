@@ -119,6 +119,6 @@ def test_a_second_tile_that_an_option_loses_is_found(option):
 
     implementation = wrapped(function, mistaken)
     first = [structure[0] for structure in structures(function)]
-    small = [case.changed(law="") for case in first if not (case.is_large or reaches(case))]
+    small = [case.changed(law="") for case in first if not case.is_large and case.tokens <= ROWS]
     assert "FAIL" not in {outcome_of(case, implementation).status for case in small}
     assert "FAIL" in {outcome_of(case, implementation).status for case in wide_cases(function)}
