@@ -303,8 +303,7 @@ def _levels(case: QuantizeCase, plain: Tensor, noise: Tensor) -> Tensor:
     near = (below.view(BITS_OF[kind]) + ((noise >> 20) % 3 - 1).to(BITS_OF[kind])).view(kind)
     top = torch.where((number + case.seed) % 3 == 0, 6.0, near.double())
     sign = torch.where(noise >> 5 & 1 == 1, 1.0, -1.0)
-    least = below.double().min() if below.numel() else torch.zeros(())
-    return torch.where(decides, top * sign, plain / 4 * least)
+    return torch.where(decides, top * sign, plain / 4 * (below.double().min() if below.numel() else 0.0))
 
 
 def _means_of_codes(format: Format) -> Tensor:
