@@ -24,7 +24,7 @@ WHOLE = "recipe"  # its fields are numbers in a table
 LINED = ("sliced", "uneven", "shifted")
 LINES = ({"hidden": 32, "width": 48}, {"experts": 32})  # lengths of rows: of numbers, or else of a map
 MATRIX = {"tokens": 5, "dtype": "bfloat16"}  # several rows, and a dtype that tensor descriptors are made for
-IN_UNITS = ("scaling", "recipe")  # fields of which some values make sizes those of blocks
+IN_UNITS = ("scaling", "recipe")  # fields by whose values sizes may count blocks
 OF_THE_CASE = ("dtype", "map_dtype")  # fields of dtypes that every case has, unlike noise and states
 SHORT = "TKC"  # dimensions that are no line: tokens, slots, chunks
 

@@ -15,7 +15,7 @@ from torch import Tensor
 SPREAD = 12  # log2 of the largest row scale
 WIDE = 2**31 + 2**12  # elements from the first to the last row of a wide tensor: past 32 bits
 STRANGE = ("special", "edges", "every")  # styles with NaN and infinities
-WIDER = 16  # columns of a matrix beside its slice: rows of whole lines begin as well aligned as contiguous ones
+WIDER = 16  # columns that a matrix has beside its slice: rows stay as well aligned
 SHARED = ("expanded", "overlapping")  # layouts whose elements share memory, so that their values change
 WIDE_LAYOUTS = ("wide_rows", "wide_columns", "wide_depth")
 BITS = {
