@@ -53,6 +53,11 @@ class Problem:
         first = self.first if self.script else self.required
         return {name: x for name, x in (first | self.settings).items() if not isinstance(x, Opaque)}
 
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """The tensors that each call is given a copy of: inputs, and cotangents as d_<output>."""
+        return self.tensors | {f"d_{name}": x for name, x in self.cotangents.items()}
+
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Problem":
         """The same call with other values."""
         required = {name: tensors.get(name, x) for name, x in self.required.items()}

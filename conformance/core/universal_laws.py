@@ -106,8 +106,7 @@ def _may_overwrite(trial: Trial, other: Problem) -> bool:
     """Whether the values of this call may take the place of another's, tensor by tensor."""
 
     def placed(problem: Problem) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        every = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
-        return {name: (x.shape, x.dtype) for name, x in every.items()}
+        return {name: (x.shape, x.dtype) for name, x in problem.masters.items()}
 
     own = trial.case.layout not in SHARED and not trial.problem.producer
     return own and trial.problem.wanted == other.wanted and placed(trial.problem) == placed(other)

@@ -126,3 +126,24 @@ def test_what_is_left_out_is_little_and_nothing_comes_twice():
     assert len({case.text for case in rows + found}) == len(rows) + len(found)
     assert left_out(scope, rows + found) == []
     assert all(scope.fits(case) for case in found)
+
+
+@pytest.mark.parametrize("device", SPACES)
+@pytest.mark.parametrize("function", ["gate", "permute", "grouped_linear", "grouped_mlp"])
+def test_each_input_that_has_a_gradient_is_once_frozen_alone(function, device):
+    signature = CONTRACTS[function].signature
+    cases = [case for kind in KINDS[1:] for case in cases_of(Section(kind, function), GATE, SPACES[device], 0)]
+    left = {
+        case: {*signature.all_gradients(case).split("+")} - {*signature.wanted(case)} for case in cases if case.grads
+    }
+    assert {name for names in left.values() if len(names) == 1 for name in names} == {*signature.gradients}
+
+
+def test_without_a_case_of_its_own_a_frozen_input_is_missing():
+    scope = scope_of("grouped_mlp", FEW)
+    rows = [case.changed(grads=scope.signature.all_gradients(case)) for case in scope.covering().cases[:9]]
+    found = [case for case in left_out(scope, rows) if case.grads]
+    missing_one = {
+        name for case in found for name in {*scope.signature.all_gradients(case).split("+")} - {*case.grads.split("+")}
+    }
+    assert missing_one >= {*scope.signature.gradients}

@@ -82,8 +82,7 @@ def _may_draw(problem: Problem) -> bool:
 
 def _changed(problem: Problem, placed: dict[str, Tensor]) -> str:
     """The first input or cotangent that a call has changed; empty: none."""
-    masters = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
-    return next((name for name, x in masters.items() if is_changed(placed[name], x)), "")
+    return next((name for name, x in problem.masters.items() if is_changed(placed[name], x)), "")
 
 
 @dataclass
@@ -247,16 +246,15 @@ class Runner:
 
     def place(self, problem: Problem, storage: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Inputs and cotangents on the device, in their layouts; or in the memory of others."""
-        masters = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
         if storage is None:
             placed = {
                 name: laid_out(copied(x, self.device), problem.layouts.get(name, "contiguous"))
-                for name, x in masters.items()
+                for name, x in problem.masters.items()
             }
         else:
             placed = {
                 name: storage[name].detach().copy_(x) if name in storage else x.to(self.device)
-                for name, x in masters.items()
+                for name, x in problem.masters.items()
             }
         for name in problem.wanted:
             placed[name] = placed[name].detach().requires_grad_()
