@@ -136,7 +136,9 @@ def _strided(scope: Scope) -> Iterator[list[Changes]]:
 
 
 def _lined(scope: Scope) -> Iterator[list[Changes]]:
-    """Each matrix with rows of whole lines, in the layouts LINED; if possible like MATRIX."""
+    """Each matrix with rows of whole lines, in the layouts LINED; an input once more, in a call
+    without gradients. If possible like MATRIX.
+    """
     known = {axis.name: axis for axis in scope.axes}
     plain = {name: known[name].default for name in IN_UNITS if name in known}
     line = next(filter(None, ({name: n for name, n in each.items() if name in known} for each in LINES)), {})
@@ -146,8 +148,9 @@ def _lined(scope: Scope) -> Iterator[list[Changes]]:
     every = {x.name for x in inputs} | {*scope.signature.placed} - {x.name for x in scope.signature.every_input}
     for name, dims in scope.signature.placed.items() if line and scope.contract.shapes.kernels else ():
         if name in every and len(dims) > 1 and dims[-1] not in short:
-            for layout in LINED:
-                wanted = {"layout": layout, "layout_of": name} | line | plain
+            alone = [("uneven", {"grads": ""})] if name in scope.signature.names and scope.signature.gradients else []
+            for layout, forward in [*((layout, {}) for layout in LINED), *alone]:
+                wanted = {"layout": layout, "layout_of": name} | line | plain | forward
                 yield [wanted | more, *(wanted | {field: value} for field, value in more.items()), wanted]
 
 

@@ -44,6 +44,14 @@ def test_each_layout_of_a_matrix_has_whole_lines(function, name, lengths, device
     assert {case.layout for case in found} == {*LINED}
 
 
+@pytest.mark.parametrize("device", SPACES)
+@pytest.mark.parametrize(("function", "name"), [("grouped_linear", "rows"), ("glu", "h"), ("permute", "tokens")])
+def test_an_input_of_whole_lines_has_a_call_without_gradients(function, name, device):
+    lengths = tuple(length for tensor, of, known in MATRICES if (tensor, of) == (function, name) for length in known)
+    of = [case for case in cases(function, device) if (case.layout, case.layout_of) == ("uneven", name)]
+    assert {bool(case.grads) for case in of if is_lined(case, lengths)} == {True, False}
+
+
 @pytest.mark.parametrize("layout", LINED)
 def test_a_lined_case_has_several_rows_of_whole_lines(layout):
     (first, *_) = (
