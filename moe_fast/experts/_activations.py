@@ -126,36 +126,41 @@ def store_gate_and_value(
 
 
 @triton.jit
-def rows_of_experts(totals_ptr, num_rows):
+def load_probs(probs_ptr, stride_probs, has_probs, p, num_rows, dtype: tl.constexpr):
+    """The rows' probabilities, one a row of a tile; 1 where there are none."""
+    inside = p < num_rows * has_probs  # the last tile sticks out
+    return widened(tl.load(probs_ptr + p * stride_probs, mask=inside, other=1.0), dtype)[:, None]
+
+
+@triton.jit
+def rows_of_experts(totals_ptr, has_totals, num_rows):
     """The rows that a plan says are the experts'; all where it says -1, or where there is none."""
-    if totals_ptr is not None:
-        end = tl.load(totals_ptr + 1)
-        num_rows = tl.where((end < 0) | (end > num_rows), num_rows, end)
-    return num_rows
+    end = tl.load(totals_ptr + 1, mask=has_totals != 0, other=-1)
+    return tl.where((end < 0) | (end > num_rows), num_rows, end)
 
 
 @jit(
     together=[("stride_h_p", "width"), ("between",)],
     along=["stride_h_f"],
-    do_not_specialize=["stride_probs", "num_rows", "parts", "offset", "clamp", "alpha"],
+    do_not_specialize=["stride_probs", "has_probs", "has_totals", "num_rows", "parts", "offset", "clamp", "alpha"],
 )
 def activation_kernel(
-    h_ptr, stride_h_p, stride_h_f, probs_ptr, stride_probs,
+    h_ptr, stride_h_p, stride_h_f, probs_ptr, stride_probs, has_probs,
     # result, contiguous
     out_ptr,
     # the E4M3 codes of h, contiguous bytes; may be left out
     codes_ptr,
-    # the totals of a plan of the products; may be left out
-    totals_ptr,
+    # the totals of a plan of the products, if there is one
+    totals_ptr, has_totals,
     # sizes; `parts` programs per row
     num_rows, width, between, parts,
     # numbers, as bits of a float64, which are 0 or long
     offset: tl.int64, clamp: tl.int64, alpha: tl.int64,
-    CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    CURVE: tl.constexpr, LAYOUT: tl.constexpr, ROUND_FIRST: tl.constexpr,
     ACCUMULATOR: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """out = f(u) · (v + offset) · p, without a gate f(u) · p, each program one tile."""
-    num_rows = rows_of_experts(totals_ptr, num_rows)
+    num_rows = rows_of_experts(totals_ptr, has_totals, num_rows)
     p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     first = tl.program_id(0) % parts * BLOCK_F
     u, v = load_gate_and_value(
@@ -165,18 +170,15 @@ def activation_kernel(
         code_u = encoded(as_float32(u), "e4m3", HARDWARE)
         code_v = encoded(as_float32(v), "e4m3", HARDWARE)
         store_gate_and_value(codes_ptr, code_u, code_v, p, num_rows, first, width, between, LAYOUT, BLOCK_F)
-    if CLAMPED:
-        bound = number(clamp, ACCUMULATOR)
-        u = within(u, -float("inf"), bound)
-        v = within(v, -bound, bound)
+    bound = number(clamp, ACCUMULATOR)
+    u = within(u, -float("inf"), bound)
+    v = within(v, -bound, bound)
     act, _ = value_and_slope(u, number(alpha, ACCUMULATOR), CURVE)
     if LAYOUT != "single":
         act = act * (v + number(offset, ACCUMULATOR))
-    if probs_ptr is not None:
-        if ROUND_FIRST:
-            act = widened(rounded(act, out_ptr.dtype.element_ty), ACCUMULATOR)
-        prob = tl.load(probs_ptr + p * stride_probs, mask=p < num_rows, other=0.0)  # the last tile sticks out
-        act = act * widened(prob, ACCUMULATOR)[:, None]
+    if ROUND_FIRST:
+        act = widened(rounded(act, out_ptr.dtype.element_ty), ACCUMULATOR)
+    act = act * load_probs(probs_ptr, stride_probs, has_probs, p, num_rows, ACCUMULATOR)
     f = first + tl.arange(0, BLOCK_F)
     inside = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
     tl.store(out_ptr + p[:, None] * width + f[None, :], rounded(act, out_ptr.dtype.element_ty), mask=inside)
@@ -185,19 +187,22 @@ def activation_kernel(
 @jit(
     together=[("stride_d_out_p", "stride_h_p", "width"), ("between",)],
     along=["stride_d_out_f", "stride_h_f"],
-    do_not_specialize=["stride_probs", "num_rows", "parts", "tiles", "offset", "clamp", "alpha"],
+    do_not_specialize=[
+        *("stride_probs", "has_probs", "has_totals", "num_rows", "parts", "tiles", "offset", "clamp", "alpha"),
+        "clamped",
+    ],
 )
 def activation_backward_kernel(
-    d_out_ptr, stride_d_out_p, stride_d_out_f, h_ptr, stride_h_p, stride_h_f, probs_ptr, stride_probs,
+    d_out_ptr, stride_d_out_p, stride_d_out_f, h_ptr, stride_h_p, stride_h_f, probs_ptr, stride_probs, has_probs,
     # results, contiguous; either may be left out
     d_h_ptr, d_probs_ptr,
-    # the totals of a plan of the products; may be left out
-    totals_ptr,
+    # the totals of a plan of the products, if there is one
+    totals_ptr, has_totals,
     # sizes; `parts` programs per row, `tiles` each: one program, if there are d_probs
     num_rows, width, between, parts, tiles,
-    # numbers, as bits of a float64, which are 0 or long
-    offset: tl.int64, clamp: tl.int64, alpha: tl.int64,
-    CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    # numbers, as bits of a float64, which are 0 or long; whether there is a clamp
+    offset: tl.int64, clamp: tl.int64, alpha: tl.int64, clamped,
+    CURVE: tl.constexpr, LAYOUT: tl.constexpr, ROUND_FIRST: tl.constexpr,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """g = d_out · p: du = g f'(u) (v + offset), dv = g f(u), dp = Σ_f d_out f(u) (v + offset); past
@@ -205,11 +210,10 @@ def activation_backward_kernel(
     """
     p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     in_probs = p < num_rows  # the last tile sticks out
-    num_rows = rows_of_experts(totals_ptr, num_rows)
+    num_rows = rows_of_experts(totals_ptr, has_totals, num_rows)
     real = p < num_rows  # as above
     bound = number(clamp, ACCUMULATOR)
-    if probs_ptr is not None:
-        prob = widened(tl.load(probs_ptr + p * stride_probs, mask=real, other=0.0), ACCUMULATOR)[:, None]
+    prob = load_probs(probs_ptr, stride_probs, has_probs, p, num_rows, ACCUMULATOR)
     total = tl.zeros([BLOCK_P, BLOCK_F], ACCUMULATOR)
     for i in range(tiles):
         first = (tl.program_id(0) % parts * tiles + i) * BLOCK_F
@@ -221,29 +225,22 @@ def activation_backward_kernel(
         d_out = widened(
             tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f * stride_d_out_f, mask=inside, other=0.0), ACCUMULATOR
         )
-        if CLAMPED:
-            free_u = u <= bound  # the bounds themselves are free
-            free_v = tl.abs(v) <= bound
-            u = within(u, -float("inf"), bound)
-            v = within(v, -bound, bound)
+        free_u = tl.where(clamped != 0, u <= bound, True)  # the bounds themselves are free
+        free_v = tl.where(clamped != 0, tl.abs(v) <= bound, True)
+        u = within(u, -float("inf"), bound)
+        v = within(v, -bound, bound)
         value, slope = value_and_slope(u, number(alpha, ACCUMULATOR), CURVE)
         shifted = v + number(offset, ACCUMULATOR) if LAYOUT != "single" else 1.0
         act = value * shifted
-        g = d_out
-        if probs_ptr is not None:
-            g = g * prob
-            if ROUND_FIRST:
-                act = widened(rounded(act, d_out_ptr.dtype.element_ty), ACCUMULATOR)
-                g = widened(rounded(g, d_out_ptr.dtype.element_ty), ACCUMULATOR)
+        g = d_out * prob
+        if ROUND_FIRST:
+            act = widened(rounded(act, d_out_ptr.dtype.element_ty), ACCUMULATOR)
+            g = widened(rounded(g, d_out_ptr.dtype.element_ty), ACCUMULATOR)
+        if d_probs_ptr is not None:
             total += d_out * act
         if d_h_ptr is not None:
-            du = g * slope * shifted
-            dv = g * value
-            if CLAMPED:
-                du = tl.where(free_u, du, 0.0)
-                dv = tl.where(free_v, dv, 0.0)
-            du = rounded(du, d_h_ptr.dtype.element_ty)
-            dv = rounded(dv, d_h_ptr.dtype.element_ty)
+            du = rounded(tl.where(free_u, g * slope * shifted, 0.0), d_h_ptr.dtype.element_ty)
+            dv = rounded(tl.where(free_v, g * value, 0.0), d_h_ptr.dtype.element_ty)
             store_gate_and_value(d_h_ptr, du, dv, p, num_rows, first, width, between, LAYOUT, BLOCK_F)
     if d_probs_ptr is not None:
         tl.store(d_probs_ptr + p, rounded(tl.sum(total, axis=1), d_probs_ptr.dtype.element_ty), mask=in_probs)

@@ -1,6 +1,7 @@
 """glu, activation and their gradients, fused: one launch each, which reads everything once."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from moe_fast.experts import _activations as kernels
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator, number_bits
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, strided
+from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, present, strided
 from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div
 from moe_ref.config import ActivationGradients, check_activation, check_cotangent, check_glu, check_input_store, require
@@ -67,8 +68,9 @@ class Settings:
         return CURVES[self.kind][1] if self.alpha is None else self.alpha
 
     def numbers(self) -> tuple[int, int, int]:
-        """offset, clamp and α."""
-        return number_bits(self.offset), number_bits(self.clamp or 0.0), number_bits(self.effective_alpha)
+        """offset, clamp (∞: none) and α."""
+        clamp = inf if self.clamp is None else self.clamp
+        return number_bits(self.offset), number_bits(clamp), number_bits(self.effective_alpha)
 
 
 @traceable
@@ -224,10 +226,10 @@ def _forward(
         with launch_on(h):
             launch(kernels.activation_kernel, (programs,))(
                 *strided(h),
-                *strided(probs, 1),
+                *probs_of(probs, h.device),
                 out,
                 codes,
-                totals,
+                *present(totals, h.device, torch.int64),
                 num_rows,
                 width,
                 settings.between(h),
@@ -260,19 +262,26 @@ def backward_of(
             launch(kernels.activation_backward_kernel, (programs,))(
                 *strided(d_out),
                 *strided(h),
-                *strided(probs, 1),
+                *probs_of(probs, h.device),
                 d_h,
                 d_probs,
-                totals,
+                *present(totals, h.device, torch.int64),
                 num_rows,
                 width,
                 settings.between(h),
                 parts,
                 tiles // parts,
                 *settings.numbers(),
+                int(settings.clamp is not None),
                 **constants,
             )
     return d_h, d_probs
+
+
+def probs_of(probs: Tensor | None, device: torch.device) -> tuple[Any, ...]:
+    """A kernel's probs, their stride, and whether there are any."""
+    some, has_probs = present(probs, device, torch.float32)
+    return *strided(some, 1), has_probs
 
 
 def constants_of(
@@ -286,7 +295,6 @@ def constants_of(
     return {
         "CURVE": CURVES[settings.kind][0],
         "LAYOUT": layout,
-        "CLAMPED": settings.clamp is not None,
         "ROUND_FIRST": settings.round_first and probs is not None,
         "ACCUMULATOR": accumulator(result, probs),
         "BLOCK_P": tile.tokens,

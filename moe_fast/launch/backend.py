@@ -103,6 +103,11 @@ def integers(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
+def present(tensor: Tensor | None, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """A tensor and 1, or an empty one and 0: a kernel is one version for both, and branches."""
+    return (torch.empty(0, dtype=dtype, device=device), 0) if tensor is None else (tensor, 1)
+
+
 def strided(tensor: Tensor | None, dims: int = 2) -> tuple[Any, ...]:
     """A tensor and its strides, or (None, 0, …): a kernel reads memory, not a pending minus."""
     if tensor is None:

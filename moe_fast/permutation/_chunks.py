@@ -7,12 +7,11 @@ from moe_fast.launch.specialization import jit
 
 
 @triton.jit
-def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chunks, REORDERED: tl.constexpr):
+def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chunks, reordered):
     """The numbers and sizes of the chunks at some places of the new order, or of the old one."""
-    chunk = place
-    if REORDERED:
-        # the last block sticks out
-        chunk = tl.load(order_ptr + place * stride_order, mask=place < num_chunks, other=-1).to(tl.int64)
+    there = place < num_chunks * reordered  # the last block sticks out
+    listed = tl.load(order_ptr + place * stride_order, mask=there, other=-1).to(tl.int64)
+    chunk = tl.where(reordered != 0, listed, place)
     # nor is there a chunk outside the block, nor in an order that is no permutation
     valid = (chunk >= 0) & (chunk < num_chunks)
     return chunk, tl.load(sizes_ptr + chunk * stride_sizes, mask=valid, other=0).to(tl.int64)
@@ -21,7 +20,7 @@ def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chu
 @jit(
     together=[("stride_rows_r", "num_columns")],
     along=["stride_rows_h"],
-    do_not_specialize=["num_rows", "num_chunks", "stride_probs_r", "stride_sizes", "stride_order"],
+    do_not_specialize=["num_rows", "num_chunks", "stride_probs_r", "stride_sizes", "stride_order", "inverse"],
 )
 def sort_chunks_kernel(
     # rows and probs, as bits
@@ -32,7 +31,8 @@ def sort_chunks_kernel(
     out_ptr, out_probs_ptr,
     # sizes
     num_rows, num_columns, num_chunks,
-    INVERSE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+    inverse,  # 1: the result is in the old order
+    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """For each row of the result: its chunk and the chunk's begin here, then in the source.
 
@@ -46,7 +46,7 @@ def sort_chunks_kernel(
     for first in range(0, num_chunks, BLOCK_S):
         chunk, size = load_chunks(
             sizes_ptr, stride_sizes, order_ptr, stride_order, first + tl.arange(0, BLOCK_S).to(tl.int64),
-            num_chunks, not INVERSE,
+            num_chunks, 1 - inverse,
         )  # fmt: skip
         negative += tl.sum((size < 0).to(tl.int64), axis=0)
         end = carry + tl.cumsum(size, axis=0)
@@ -61,7 +61,7 @@ def sort_chunks_kernel(
     for first in range(0, num_chunks, BLOCK_S):
         chunk, size = load_chunks(
             sizes_ptr, stride_sizes, order_ptr, stride_order, first + tl.arange(0, BLOCK_S).to(tl.int64),
-            num_chunks, INVERSE,
+            num_chunks, inverse,
         )  # fmt: skip
         begin = carry + tl.cumsum(size, axis=0) - size
         here = (chunk[None, :] == chunk_R[:, None]) & (chunk_R >= 0)[:, None]

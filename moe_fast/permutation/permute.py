@@ -350,7 +350,7 @@ def _gather_chunks(
             num_rows,
             hidden,
             sizes.shape[0],
-            INVERSE=inverse,
+            int(inverse),
             **blocks.sort_chunks.blocks("R", "H"),
             BLOCK_S=blocks.chunk_columns,
         )
