@@ -41,7 +41,8 @@ def left_out(scope: Scope, cases: list[Any]) -> list[Any]:
     found: list[Any] = []
     while wanted:
         first, *wanted = wanted
-        turn = len(found) % max(len(bases), 1)
+        # another base each time; for few kernels the first one that will do
+        turn = 0 if scope.space.few_kernels else len(found) % max(len(bases), 1)
         case, kept = next(_placed(scope, bases[turn:] + bases[:turn], {}, first), (None, {}))
         if case is None:
             continue

@@ -32,6 +32,7 @@ from conformance.engine.child.runner import Outcome
 from conformance.engine.child.sanitizer import Sanitizer
 from conformance.engine.child.scopes import scopes_of
 from conformance.engine.child.tracing import traced
+from conformance.engine.child.warm import warm_up
 from conformance.engine.choose.plan import Draw
 from conformance.engine.options import ChildOptions
 from conformance.interface import DEFAULTS, Implementation, Undeclared, UsageError, load, signature_of
@@ -86,8 +87,12 @@ def answer_all(
 ) -> None:
     """Judge the cases that come, alone or as one rank of a world, until the parent hangs up."""
     device, process = chosen_device(options.device), os.getpid()
-    compiler, sanitizer = Compiler(os.path.dirname(log_path)), Sanitizer(options.sanitize, log_path)
+    folder = os.path.dirname(log_path)
+    compiler, sanitizer = Compiler(folder), Sanitizer(options.sanitize, log_path)
     with contextlib.suppress(EOFError, BrokenPipeError), _stream(device):
+        if device == "cuda":
+            warm_up(folder)
+            compiler.take()
         while True:
             work = connection.recv()
             if isinstance(work, Draw):
