@@ -209,6 +209,13 @@ def test_scales_of_a_weight_compile_a_product_once_for_each_layout(launches: dic
 
 
 @interpreted
+def test_scales_that_columns_share_compile_a_product_once(launches: dict[str, set]) -> None:
+    for depth in (128, 256):  # one block of the depth has scales that lie side by side
+        multiply(2, 256, depth, Recipe("block"))
+    assert len(launches["scaled_matmul_kernel"]) == 1
+
+
+@interpreted
 def test_rows_compile_once_for_whole_lines_for_others_and_for_strided_ones(launches: dict[str, set]) -> None:
     sizes, order = torch.tensor([1, 2]), torch.tensor([1, 0])
     lines = (torch.ones(3, 16), torch.ones(3, 48)[:, 16:])

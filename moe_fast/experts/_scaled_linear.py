@@ -100,7 +100,8 @@ def load_scales(
         ("stride_weight_scale_l", "stride_weight_scale_d"),
         *(("stride_x_p", "depth", "stride_weight_l", "stride_weight_c", "num_columns"), ("stride_x_scale_p",)),
     ],
-    along=["stride_weight_scale_c"],
+    # scales that columns share are loaded one by one, whatever their stride
+    along=["stride_weight_scale_c", "SHARED_C"],
     do_not_specialize=["stride_bias_l", "stride_bias_c", "has_bias", "capacity", "num_rows", "x_share", "weight_share"],
 )
 def scaled_matmul_kernel(
@@ -117,9 +118,9 @@ def scaled_matmul_kernel(
     out_ptr, x_desc, weight_desc, out_desc,
     # plan and sizes
     tile_ptr, total_ptr, capacity, num_rows, num_columns, depth,
+    SHARED_C: tl.constexpr, SHARED_D: tl.constexpr,  # columns that share a scale, and how deep
     RULE: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, FACTOR: tl.constexpr,
     SCALED_BY_HARDWARE: tl.constexpr,
-    SHARED_C: tl.constexpr, SHARED_D: tl.constexpr,  # columns that share a scale, and how deep
     BIAS_AS: tl.constexpr,  # holds the bias exactly, or in float32
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
