@@ -192,10 +192,27 @@ def test_products_of_which_not_all_sizes_are_divisible_compile_once(launches: di
 
 
 @interpreted
+@pytest.mark.parametrize("recipe", [None, Recipe("current"), Recipe("mxfp8")], ids=("exact", "group", "blocks"))
+def test_products_with_and_without_a_bias_compile_once(launches: dict[str, set], recipe: Recipe | None) -> None:
+    rows, weight, splits = torch.ones(64, 32), torch.ones(2, 32, 32), torch.tensor([32, 32])
+    for bias in (None, torch.ones(2, 32), torch.ones(32, 2).t(), torch.ones(2, 32).double()):
+        moe_fast.grouped_linear(rows, weight, splits, bias=bias, recipe=recipe)
+        compiled = launches[f"{'grouped' if recipe is None else 'scaled'}_matmul_kernel"]
+        assert len(compiled) == (2 if bias is not None and bias.dtype == torch.float64 else 1)
+
+
+@interpreted
 def test_scales_of_a_weight_compile_a_product_once_for_each_layout(launches: dict[str, set]) -> None:
     for depth in (32, 64, 96):  # one block of the depth has columns that lie side by side
         multiply(2, 64, depth, Recipe("mxfp8"))
     assert len(launches["scaled_matmul_kernel"]) == 3
+
+
+@interpreted
+def test_scales_that_columns_share_compile_a_product_once(launches: dict[str, set]) -> None:
+    for depth in (128, 256):  # one block of the depth has scales that lie side by side
+        multiply(2, 256, depth, Recipe("block"))
+    assert len(launches["scaled_matmul_kernel"]) == 1
 
 
 @interpreted

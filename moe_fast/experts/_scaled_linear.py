@@ -100,8 +100,9 @@ def load_scales(
         ("stride_weight_scale_l", "stride_weight_scale_d"),
         *(("stride_x_p", "depth", "stride_weight_l", "stride_weight_c", "num_columns"), ("stride_x_scale_p",)),
     ],
-    along=["stride_weight_scale_c"],
-    do_not_specialize=["stride_bias_l", "stride_bias_c", "capacity", "num_rows", "x_share", "weight_share"],
+    # scales that columns share are loaded one by one, whatever their stride
+    along=["stride_weight_scale_c", "SHARED_C"],
+    do_not_specialize=["stride_bias_l", "stride_bias_c", "has_bias", "capacity", "num_rows", "x_share", "weight_share"],
 )
 def scaled_matmul_kernel(
     # rows: codes, contiguous along the depth; block scales; factors of the sum
@@ -110,14 +111,16 @@ def scaled_matmul_kernel(
     # one matrix per expert, in the same parts
     weight_ptr, stride_weight_l, stride_weight_c,
     weight_scale_ptr, stride_weight_scale_l, stride_weight_scale_c, stride_weight_scale_d,
-    weight_outer_ptr, stride_weight_outer_l, weight_share, bias_ptr, stride_bias_l, stride_bias_c,
+    weight_outer_ptr, stride_weight_outer_l, weight_share,
+    # bias, or an empty tensor
+    bias_ptr, stride_bias_l, stride_bias_c, has_bias,
     # result, contiguous; descriptors of both factors, or none, and of the result, or none
     out_ptr, x_desc, weight_desc, out_desc,
     # plan and sizes
     tile_ptr, total_ptr, capacity, num_rows, num_columns, depth,
+    SHARED_C: tl.constexpr, SHARED_D: tl.constexpr,  # columns that share a scale, and how deep
     RULE: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, FACTOR: tl.constexpr,
     SCALED_BY_HARDWARE: tl.constexpr,
-    SHARED_C: tl.constexpr, SHARED_D: tl.constexpr,  # columns that share a scale, and how deep
     BIAS_AS: tl.constexpr,  # holds the bias exactly, or in float32
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -157,10 +160,12 @@ def scaled_matmul_kernel(
         if RULE == "group" or RULE == "nvfp4":
             left = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_p, expert, p, in_segment, x_share, RULE)
             right = outer_scale(weight_outer_ptr, stride_weight_outer_l, 0, expert, c, in_row, weight_share, RULE)
-            acc = times(acc, left, right)
+            acc, rest = times(acc, left, right)
+        else:
+            rest = None
         store_rows(
-            acc, bias_ptr, stride_bias_l, stride_bias_c, out_ptr, out_desc, num_columns, expert, begin, end, row,
-            column, BIAS_AS, BLOCK_P, BLOCK_C,
+            acc, rest, bias_ptr, stride_bias_l, stride_bias_c, has_bias, out_ptr, out_desc, num_columns, expert, begin,
+            end, row, column, BIAS_AS, BLOCK_P, BLOCK_C,
         )  # fmt: skip
     fill_rows(out_ptr, tl.load(total_ptr + 1), num_rows, num_columns, BLOCK_P, BLOCK_C)
 
@@ -232,7 +237,8 @@ def scaled_wgrad_kernel(
             outer_l, outer_m = stride_d_out_outer_l, stride_d_out_outer_m
             left = outer_scale(d_out_outer_ptr, outer_l, outer_m, expert, m, live_m, d_out_share, RULE)
             right = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_n, expert, n, live_n, x_share, RULE)
-            acc = times(acc, left, right)
+            acc, rest = times(acc, left, right)
+            acc *= rest
         acc = tl.where(count < 0, float("nan"), acc)  # an illegal plan
         store_gradient(
             acc, before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, expert, count, m, n, num_outs,

@@ -37,7 +37,7 @@ from moe_fast.experts.scaled_linear import (
 from moe_fast.experts.segments import Plan, expert_slices, have_descriptors, plan_of, programs, segment_sums
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import check_device, is_hopper, launch_on, strided
+from moe_fast.launch.backend import check_device, is_hopper, launch_on, strided, strided_or_empty
 from moe_fast.launch.legal import unless_known
 from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import GroupedTile, ceil_div
@@ -309,7 +309,7 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
         )(
             *strided(x, 2),
             *strided(matrices, 3),
-            *strided(bias_LC, 2),
+            *strided_or_empty(bias_LC, 2),
             out,
             *(_matmul_descriptors(x, matrices, out, tile, turned) if described else (None, None, None)),
             plan.tile_4C,

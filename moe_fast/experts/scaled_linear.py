@@ -31,7 +31,7 @@ from moe_fast.experts.factors import (
 from moe_fast.experts.segments import Plan, copy_of, expert_slices, have_descriptors, make_plan, programs, segment_sums
 from moe_fast.launch import tuning
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, launch_on, strided
+from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, is_hopper, launch_on, strided, strided_or_empty
 from moe_fast.launch.descriptors import have_lines
 from moe_fast.launch.operators import as_operators, has_memory, launch
 from moe_fast.launch.tuning import Grouped, GroupedTile, ceil_div
@@ -201,7 +201,7 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
             *matrices.stride()[:2],
             *weight.blocks,
             *_weight_outer(weight),
-            *strided(bias_LC, 2),
+            *strided_or_empty(bias_LC, 2),
             out,
             *((TensorDescriptor.from_tensor(codes, [tile.rows, tile.depth]) if described else None),),
             *((TensorDescriptor.from_tensor(matrices, [1, tile.columns, tile.depth]) if described else None),),
@@ -212,13 +212,12 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
             num_rows if filled else 0,
             num_columns,
             depth,
+            *weight.shared,
             RULE=unit.rule,
             X_FORMAT=x.format,
             WEIGHT_FORMAT=weight.quantized.format,
             FACTOR=unit.factor,
             SCALED_BY_HARDWARE=unit.scales,
-            SHARED_C=weight.shared[0],
-            SHARED_D=weight.shared[1],
             BIAS_AS=tl.float64 if bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
             **tile.blocks("P", "C", "D"),
         )

@@ -29,6 +29,7 @@ if INTERPRETED and isinstance(tl.sum, triton.JITFunction):
 
 _HERE = nullcontext()
 _thread = threading.local()
+_EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")  # a null pointer, legal on every device
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -114,3 +115,12 @@ def strided(tensor: Tensor | None, dims: int = 2) -> tuple[Any, ...]:
         return None, *(0,) * dims
     tensor = tensor.resolve_neg()
     return tensor, *tensor.stride()
+
+
+def strided_or_empty(tensor: Tensor | None, dims: int = 2) -> tuple[Any, ...]:
+    """(tensor, its strides, 1), or (an empty tensor, 0, …, 0).
+
+    To the compiler None is another type, and so another version of a kernel; an empty tensor is as
+    one of float32.
+    """
+    return (_EMPTY, *(0,) * (dims + 1)) if tensor is None else (*strided(tensor, dims), 1)

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.runtime.jit import KernelInterface
 
 DIVISOR = 16  # that Triton specialises integers for
@@ -22,7 +23,8 @@ def jit(
 ) -> Callable[[Callable[..., Any]], "Kernel"]:
     """`triton.jit` of a kernel that knows of each group of integers `together` that all of them are
     divisible, or nothing. The first group's rows have strides `along` them, 0 for no tensor, which
-    are known if all are 1; else nothing is known of them, nor of the first group.
+    are known if all are 1; else nothing is known of them, nor of the first group. A constant may
+    stand among the strides: how many columns share an element.
 
     These arguments are positional in a launch.
     """
@@ -40,7 +42,9 @@ class Kernel(KernelInterface[Any]):
         self, function: Callable[..., Any], together: Sequence[tuple[str, ...]], along: Sequence[str],
         never: Sequence[str],
     ) -> None:  # fmt: skip
-        self.function, self.together, self.along, self.never = function, together, along, never
+        self.function, self.together, self.never = function, together, never
+        # Triton refuses to leave constants unspecialised
+        self.along = [name for name in along if function.__annotations__.get(name) is not tl.constexpr]
         self.__name__ = function.__name__
         self.fn = _version(self, 0)
         place = self.fn.arg_names.index

@@ -270,10 +270,11 @@ def compile_for_blackwell(scaling: str) -> str:
         "BIAS_AS": triton.language.float32,
     }
     constants |= {"SHARED_C": 1, "SHARED_D": block, "BLOCK_P": 128, "BLOCK_C": 64, "BLOCK_D": 128}
-    constants |= dict.fromkeys(("bias_ptr", "x_desc", "weight_desc", "out_desc"))
+    constants |= dict.fromkeys(("x_desc", "weight_desc", "out_desc"))
     if scaling == "mxfp8":
         constants |= dict.fromkeys(("x_outer_ptr", "weight_outer_ptr"))
     types = {
+        "bias_ptr": "*fp32",
         "out_ptr": "*bf16",
         "tile_ptr": "*i64",
         "total_ptr": "*i64",
