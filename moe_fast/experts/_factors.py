@@ -120,7 +120,7 @@ def centred(scale):
 
 @triton.jit
 def times(acc, left, right):
-    """Two factors of acc_ij · left_i · right_j, without an overflow or underflow on the way."""
+    """acc_ij · left_i · right_j, without an overflow or underflow on the way."""
     left, left_back = centred(left)
     right, right_back = centred(right)
-    return acc * (left[:, None] * right[None, :]), left_back[:, None] * right_back[None, :]
+    return acc * (left[:, None] * right[None, :]) * (left_back[:, None] * right_back[None, :])

@@ -33,25 +33,17 @@ def store_segment(desc, begin, count, row, column, tile, BLOCK_P: tl.constexpr, 
 
 @triton.jit
 def store_rows(
-    acc, factor, bias_ptr, stride_bias_l, stride_bias_c, has_bias, out_ptr, out_desc, num_columns, expert, begin, end,
-    row, column, BIAS_AS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    acc, bias_ptr, stride_bias_l, stride_bias_c, has_bias, out_ptr, out_desc, num_columns, expert, begin, end, row,
+    column, BIAS_AS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A tile of sums, times `factor` if not None, and the bias of its expert, up to the last row.
-
-    Only a launch knows whether there is a bias: one version of a kernel serves both.
-    """
+    """A tile of sums and the bias of their expert, if there is one, up to the end of its rows."""
     p = row + tl.arange(0, BLOCK_P)
     c = column.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_row = c < num_columns  # the last block sticks out
-    total = acc if factor is None else acc * factor
     if has_bias:
         bias = tl.load(bias_ptr + expert.to(tl.int64) * stride_bias_l + c * stride_bias_c, mask=in_row, other=0.0)
-        bias = bias.to(BIAS_AS).to(acc.dtype)[None, :]
-        if factor is None or INTERPRETED:
-            total += bias
-        else:  # rounded once: the compiler fuses no sum with a product outside of its branch
-            total = tl.fma(acc, factor, tl.broadcast_to(bias, acc.shape))
-    result = rounded(total, out_ptr.dtype.element_ty)
+        acc += bias.to(BIAS_AS).to(acc.dtype)[None, :]
+    result = rounded(acc, out_ptr.dtype.element_ty)
     if out_desc is not None:
         store_segment(
             out_desc, begin, end - begin, (row - begin).to(tl.int32), column * BLOCK_C, result, BLOCK_P, BLOCK_C
@@ -231,8 +223,8 @@ def grouped_matmul_kernel(
                 )
             acc = add_product(acc, x, weight)
         store_rows(
-            acc, None, bias_ptr, stride_bias_l, stride_bias_c, has_bias, out_ptr, out_desc, num_columns, expert, begin,
-            end, row, column, BIAS_AS, BLOCK_P, BLOCK_C,
+            acc, bias_ptr, stride_bias_l, stride_bias_c, has_bias, out_ptr, out_desc, num_columns, expert, begin, end,
+            row, column, BIAS_AS, BLOCK_P, BLOCK_C,
         )  # fmt: skip
     fill_rows(out_ptr, tl.load(total_ptr + 1), num_rows, num_columns, BLOCK_P, BLOCK_C)
 

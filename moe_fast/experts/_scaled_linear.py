@@ -160,12 +160,10 @@ def scaled_matmul_kernel(
         if RULE == "group" or RULE == "nvfp4":
             left = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_p, expert, p, in_segment, x_share, RULE)
             right = outer_scale(weight_outer_ptr, stride_weight_outer_l, 0, expert, c, in_row, weight_share, RULE)
-            acc, rest = times(acc, left, right)
-        else:
-            rest = None
+            acc = times(acc, left, right)
         store_rows(
-            acc, rest, bias_ptr, stride_bias_l, stride_bias_c, has_bias, out_ptr, out_desc, num_columns, expert, begin,
-            end, row, column, BIAS_AS, BLOCK_P, BLOCK_C,
+            acc, bias_ptr, stride_bias_l, stride_bias_c, has_bias, out_ptr, out_desc, num_columns, expert, begin, end,
+            row, column, BIAS_AS, BLOCK_P, BLOCK_C,
         )  # fmt: skip
     fill_rows(out_ptr, tl.load(total_ptr + 1), num_rows, num_columns, BLOCK_P, BLOCK_C)
 
@@ -237,8 +235,7 @@ def scaled_wgrad_kernel(
             outer_l, outer_m = stride_d_out_outer_l, stride_d_out_outer_m
             left = outer_scale(d_out_outer_ptr, outer_l, outer_m, expert, m, live_m, d_out_share, RULE)
             right = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_n, expert, n, live_n, x_share, RULE)
-            acc, rest = times(acc, left, right)
-            acc *= rest
+            acc = times(acc, left, right)
         acc = tl.where(count < 0, float("nan"), acc)  # an illegal plan
         store_gradient(
             acc, before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, expert, count, m, n, num_outs,

@@ -11,7 +11,7 @@ from moe_fast.experts import _activations as kernels
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator, number_bits
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, present, strided
+from moe_fast.launch.backend import casts_in_hardware, check_device, launch_on, present, strided, strided_or_empty
 from moe_fast.launch.operators import as_operators, has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div
 from moe_ref.config import ActivationGradients, check_activation, check_cotangent, check_glu, check_input_store, require
@@ -226,10 +226,10 @@ def _forward(
         with launch_on(h):
             launch(kernels.activation_kernel, (programs,))(
                 *strided(h),
-                *probs_of(probs, h.device),
+                *strided_or_empty(probs, 1),
                 out,
                 codes,
-                *present(totals, h.device, torch.int64),
+                *present(totals, torch.int64),
                 num_rows,
                 width,
                 settings.between(h),
@@ -262,10 +262,10 @@ def backward_of(
             launch(kernels.activation_backward_kernel, (programs,))(
                 *strided(d_out),
                 *strided(h),
-                *probs_of(probs, h.device),
+                *strided_or_empty(probs, 1),
                 d_h,
                 d_probs,
-                *present(totals, h.device, torch.int64),
+                *present(totals, torch.int64),
                 num_rows,
                 width,
                 settings.between(h),
@@ -276,12 +276,6 @@ def backward_of(
                 **constants,
             )
     return d_h, d_probs
-
-
-def probs_of(probs: Tensor | None, device: torch.device) -> tuple[Any, ...]:
-    """A kernel's probs, their stride, and whether there are any."""
-    some, has_probs = present(probs, device, torch.float32)
-    return *strided(some, 1), has_probs
 
 
 def constants_of(

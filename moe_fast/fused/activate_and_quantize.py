@@ -16,13 +16,13 @@ from torch import Tensor
 
 from moe_fast.experts import _activations as activation_kernels
 from moe_fast.experts.activated import Activated, can_quantize_activated, quantize_activated
-from moe_fast.experts.activations import Settings, backward_of, constants_of, probs_of
+from moe_fast.experts.activations import Settings, backward_of, constants_of
 from moe_fast.fused import _activate_and_quantize as kernels
 from moe_fast.fused.activation_source import Forms, Source, source_of
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import launch_on, present, strided
+from moe_fast.launch.backend import launch_on, present, strided, strided_or_empty
 from moe_fast.launch.operators import has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import at_least, ceil_div
 from moe_fast.quantization.quantize import empty_form, form_arguments, quantize
@@ -271,8 +271,8 @@ def _launch(
     if has_memory() and programs:
         with launch_on(h):
             launch(kernel, (programs,))(
-                *(*d_out, *strided(h), *probs_of(source.probs, h.device), *results),
-                *(*present(None, h.device, torch.int64), *sizes, *settings.numbers()),
+                *(*d_out, *strided(h), *strided_or_empty(source.probs, 1), *results),
+                *(*present(None, torch.int64), *sizes, *settings.numbers()),
                 *((int(settings.clamp is not None),) if d_out else ()),
                 **constants,
             )

@@ -29,7 +29,8 @@ if INTERPRETED and isinstance(tl.sum, triton.JITFunction):
 
 _HERE = nullcontext()
 _thread = threading.local()
-_EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")  # a null pointer, legal on every device
+# a null pointer is legal on every device
+_EMPTY = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.int64)}
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -104,11 +105,6 @@ def integers(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def present(tensor: Tensor | None, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """A tensor and 1, or an empty one and 0: a kernel is one version for both, and branches."""
-    return (torch.empty(0, dtype=dtype, device=device), 0) if tensor is None else (tensor, 1)
-
-
 def strided(tensor: Tensor | None, dims: int = 2) -> tuple[Any, ...]:
     """A tensor and its strides, or (None, 0, …): a kernel reads memory, not a pending minus."""
     if tensor is None:
@@ -117,10 +113,15 @@ def strided(tensor: Tensor | None, dims: int = 2) -> tuple[Any, ...]:
     return tensor, *tensor.stride()
 
 
-def strided_or_empty(tensor: Tensor | None, dims: int = 2) -> tuple[Any, ...]:
-    """(tensor, its strides, 1), or (an empty tensor, 0, …, 0).
+def present(tensor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """(tensor, 1), or (an empty tensor of this dtype, 0).
 
-    To the compiler None is another type, and so another version of a kernel; an empty tensor is as
-    one of float32.
+    To the compiler None is another type, and so another version of a kernel.
     """
-    return (_EMPTY, *(0,) * (dims + 1)) if tensor is None else (*strided(tensor, dims), 1)
+    return (_EMPTY[dtype], 0) if tensor is None else (tensor, 1)
+
+
+def strided_or_empty(tensor: Tensor | None, dims: int = 2) -> tuple[Any, ...]:
+    """(tensor, its strides, 1), or (an empty tensor of float32, 0, …, 0)."""
+    some, there = present(tensor, torch.float32)
+    return (some, *(0,) * dims, there) if tensor is None else (*strided(some, dims), there)
