@@ -15,7 +15,15 @@ from moe_fast.launch.operators import has_memory
 from moe_fast.launch.prepared import launch
 from moe_fast.quantization import hopper
 from moe_fast.quantization.quantize import empty_form, form_arguments
-from moe_fast.quantization.quantized import KERNEL_OF, Quantized, encoding, format_of, grid_of, scale_limits
+from moe_fast.quantization.quantized import (
+    KERNEL_OF,
+    Quantized,
+    encoding,
+    format_of,
+    grid_of,
+    scale_limits,
+    splits_arguments,
+)
 from moe_ref.config import Recipe
 
 # Measured on an H200 (docs/results/low-precision-h200.md). Two programs share a multiprocessor.
@@ -75,7 +83,7 @@ def quantize_activated(
             described(rows.halves, [1, size, size]),
             *strided(probs, 1),
             *settings.numbers(),
-            *strided(splits, 1),
+            *splits_arguments(splits, like),
             *form_arguments(by_rows),
             *form_arguments(by_columns),
             *like.shape,

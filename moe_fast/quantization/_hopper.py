@@ -42,13 +42,13 @@ def add(a, b):
 def place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_G: gl.constexpr):
     """As in `_tiles`, where aligned: first row of a tile, and the ends of its rows to read and to
     write."""
-    if splits_ptr is None:
+    if stride_splits < 0:
         first = tile.to(gl.int64) * SIZE
         read = gl.to_tensor(num_rows).to(gl.int64)
         written = read
     else:
         g = gl.arange(0, BLOCK_G, FLAT)
-        sizes = gl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(gl.int64)
+        sizes = gl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0)
         sizes = gl.maximum(sizes, 0)
         sizes = gl.where(g == num_groups, gl.maximum(num_rows - gl.sum(sizes, 0), 0), sizes)
         tiles = (sizes + (SIZE - 1)) // SIZE

@@ -6,12 +6,20 @@ from typing import Any
 from torch import Tensor
 
 from moe_fast.launch.arithmetic import NO_FP_FUSION
-from moe_fast.launch.backend import is_hopper, launch_on, strided
+from moe_fast.launch.backend import is_hopper, launch_on
 from moe_fast.launch.operators import has_memory, launch
 from moe_fast.quantization._hopper_gathered import quantize_gathered_kernel
 from moe_fast.quantization.hopper import WALK
 from moe_fast.quantization.quantize import empty_form, form_arguments
-from moe_fast.quantization.quantized import KERNEL_OF, Quantized, encoding, format_of, grid_of, scale_limits
+from moe_fast.quantization.quantized import (
+    KERNEL_OF,
+    Quantized,
+    encoding,
+    format_of,
+    grid_of,
+    scale_limits,
+    splits_arguments,
+)
 from moe_ref.config import Recipe
 from moe_ref.config.quantization import BLOCK
 
@@ -71,7 +79,7 @@ def quantize_gathered(
                 tokens,
                 tokens.stride(0),
                 rows.source_P,
-                *strided(splits, 1),
+                *splits_arguments(splits, tokens),
                 *form_arguments(by_rows),
                 *form_arguments(by_columns),
                 *like.shape,

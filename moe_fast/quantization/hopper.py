@@ -5,12 +5,12 @@ from typing import Any
 from torch import Tensor
 
 from moe_fast.launch.arithmetic import NO_FP_FUSION
-from moe_fast.launch.backend import is_hopper, strided
+from moe_fast.launch.backend import is_hopper
 from moe_fast.launch.descriptors import described, have_descriptors
 from moe_fast.launch.prepared import launch
 from moe_fast.launch.sizes import Walk
 from moe_fast.quantization._hopper import SIZE, quantize_tiles_kernel
-from moe_fast.quantization.quantized import Grid
+from moe_fast.quantization.quantized import Grid, splits_arguments
 from moe_ref.config import Recipe
 
 # Measured on an H200 (docs/results/low-precision-h200.md). Two programs share a multiprocessor.
@@ -31,7 +31,7 @@ def quantize_tiles(
     settings = {name: value for name, value in grid.settings.items() if name not in ("BLOCK_M", "BLOCK_N")}
     launch(quantize_tiles_kernel, (grid.programs,))(
         described(x, [SIZE.value, SIZE.value]),
-        *strided(splits, 1),
+        *splits_arguments(splits, x),
         *forms,
         *arguments,
         FORMAT=format,

@@ -28,6 +28,7 @@ from moe_fast.quantization.quantized import (
     grid_of,
     is_ragged,
     scale_limits,
+    splits_arguments,
 )
 from moe_ref.config import Quantization, QuantizerState, Recipe, check_quantize, check_splits
 from moe_ref.config.quantization import BLOCK
@@ -122,7 +123,7 @@ def _quantize_blocks(
             else:
                 launch(kernels.quantize_blocks_kernel, (grid.programs,))(
                     *strided(x),
-                    *strided(splits, 1),
+                    *splits_arguments(splits, x),
                     *forms,
                     *arguments,
                     RULE=rule,

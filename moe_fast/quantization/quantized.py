@@ -85,6 +85,16 @@ def scale_limits(recipe: Recipe, dtype: torch.dtype) -> tuple[int, int]:
     return number_bits(recipe.amax_epsilon or 0.0), number_bits(infinity)
 
 
+def splits_arguments(splits: Tensor | None, x: Tensor) -> tuple[Tensor, int]:
+    """The splits and their stride as the kernels take them, so that one kernel serves all: int64,
+    and no splits as a tensor without memory, of a stride that no splits have.
+    """
+    if splits is None:
+        return x.new_empty(0, dtype=torch.int64), -1
+    wide = splits.to(torch.int64)
+    return wide, wide.stride(0)
+
+
 def encoding(recipe: Recipe, format: str, device: torch.device) -> dict[str, Any]:
     """The constants of kernels that encode."""
     power_of_two, hardware = bool(recipe.power_of_two_scales), casts_in_hardware(device)
@@ -212,7 +222,7 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
                 form.scale,
                 *((0, 0) if form.block is None else form.scale.stride()),
                 form.amax if rule == "nvfp4" else None,
-                *strided(quantized.splits, 1),
+                *splits_arguments(quantized.splits, codes_MN),
                 out,
                 *codes_MN.shape,
                 *grid.sizes,

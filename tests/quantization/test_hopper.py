@@ -24,10 +24,11 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("forms", "splits"), [*((form, False) for form in FORMS), ("both", True)])
-def test_both_directions_compile_and_two_programs_fit_a_multiprocessor(forms, splits):
+@pytest.mark.parametrize(("forms", "powers"), [*((form, False) for form in FORMS), ("both", True)])
+def test_both_directions_compile_and_two_programs_fit_a_multiprocessor(forms, powers):
     rows, columns, square = FORMS[forms]
-    constants = {"FORMAT": "e4m3", "POWER_OF_TWO": splits, "SQUARE": square, "WHOLE": forms == "public", "BLOCK_G": 128}
+    constants = {"FORMAT": "e4m3", "POWER_OF_TWO": powers, "SQUARE": square}
+    constants |= {"WHOLE": forms == "public", "BLOCK_G": 128}
     constants |= {"STAGES": hopper.WALK.stages, "num_warps": hopper.WALK.num_warps, "maxnreg": hopper.WALK.registers}
     tiles = {"x_desc": ("bf16", [128, 128])}
     shared, _, _ = compiled(
@@ -38,7 +39,6 @@ def test_both_directions_compile_and_two_programs_fit_a_multiprocessor(forms, sp
         constants,
         forms={"row_form": rows, "column_form": columns},
         wide=("epsilon", "infinity"),
-        absent=() if splits else ("splits_ptr",),
     )
     assert shared <= SHARED_BYTES
 
