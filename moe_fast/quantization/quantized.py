@@ -79,10 +79,10 @@ def format_of(recipe: Recipe, role: str) -> str:
     return "e5m2" if recipe.fp8_format == "hybrid" and role == "grad_output" else "e4m3"
 
 
-def scale_limits(recipe: Recipe, dtype: torch.dtype) -> tuple[int, int]:
-    """The least amax and the scale on overflow, as the kernels take them."""
+def scale_limits(recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:
+    """The least amax, the scale on overflow, and 1 for powers of two, as the kernels take them."""
     infinity = FLOAT32_MAX if dtype == torch.float64 else torch.finfo(dtype).max
-    return number_bits(recipe.amax_epsilon or 0.0), number_bits(infinity)
+    return number_bits(recipe.amax_epsilon or 0.0), number_bits(infinity), int(bool(recipe.power_of_two_scales))
 
 
 def splits_arguments(splits: Tensor | None, x: Tensor) -> tuple[Tensor, int]:
@@ -95,10 +95,9 @@ def splits_arguments(splits: Tensor | None, x: Tensor) -> tuple[Tensor, int]:
     return wide, wide.stride(0)
 
 
-def encoding(recipe: Recipe, format: str, device: torch.device) -> dict[str, Any]:
+def encoding(format: str, device: torch.device) -> dict[str, Any]:
     """The constants of kernels that encode."""
-    power_of_two, hardware = bool(recipe.power_of_two_scales), casts_in_hardware(device)
-    return {"FORMAT": format, "POWER_OF_TWO": power_of_two, "HARDWARE": hardware}
+    return {"FORMAT": format, "HARDWARE": casts_in_hardware(device)}
 
 
 @traceable
