@@ -16,6 +16,7 @@ from triton.runtime.interpreter import InterpretedFunction
 import moe_fast
 from moe_fast.experts.weighting import BiasAdded, ScaledRows
 from moe_fast.launch.specialization import jit
+from moe_fast.quantization.quantize import quantize_for_products
 from moe_ref.config import Recipe
 from tests.common.fast import interpreted
 
@@ -213,6 +214,18 @@ def test_scales_that_columns_share_compile_a_product_once(launches: dict[str, se
     for depth in (128, 256):  # one block of the depth has scales that lie side by side
         multiply(2, 256, depth, Recipe("block"))
     assert len(launches["scaled_matmul_kernel"]) == 1
+
+
+@interpreted
+def test_a_quantiser_compiles_once_for_splits_of_each_dtype_or_none_and_for_each_kind_of_scale(
+    launches: dict[str, set],
+) -> None:
+    splits = torch.tensor([64, 64])
+    for given in (splits, splits.int(), None):
+        for powers in (False, True):
+            recipe = Recipe("block", power_of_two_scales=powers, amax_epsilon=1e-3 * powers)
+            moe_fast.dequantize(quantize_for_products(torch.ones(128, 128), recipe, splits=given))
+    assert [len(launches[kernel]) for kernel in ("quantize_blocks_kernel", "dequantize_kernel")] == [1, 1]
 
 
 @interpreted

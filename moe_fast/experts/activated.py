@@ -15,7 +15,14 @@ from moe_fast.launch.operators import has_memory
 from moe_fast.launch.prepared import launch
 from moe_fast.quantization import hopper
 from moe_fast.quantization.quantize import empty_form, form_arguments
-from moe_fast.quantization.quantized import KERNEL_OF, Quantized, encoding, format_of, grid_of, scale_limits
+from moe_fast.quantization.quantized import (
+    KERNEL_OF,
+    Quantized,
+    format_of,
+    grid_of,
+    scale_limits,
+    splits_arguments,
+)
 from moe_ref.config import Recipe
 
 # Measured on an H200 (docs/results/low-precision-h200.md). Two programs share a multiprocessor.
@@ -68,14 +75,12 @@ def quantize_activated(
         parts = {"codes": not for_products, "turned": for_products, "amax": not for_products}
         by_columns = empty_form(like, "amax", (size, 1), grid, **parts)
     sizes: dict[str, Any] = {k: v for k, v in grid.settings.items() if k not in ("BLOCK_M", "BLOCK_N", "STAGES")}
-    constants = encoding(recipe, format, like.device)
-    del constants["HARDWARE"]
     with launch_on(like):
         launch(quantize_activated_kernel, (grid.programs,))(
             described(rows.halves, [1, size, size]),
             *strided(probs, 1),
             *settings.numbers(),
-            *strided(splits, 1),
+            *splits_arguments(splits),
             *form_arguments(by_rows),
             *form_arguments(by_columns),
             *like.shape,
@@ -84,7 +89,7 @@ def quantize_activated(
             SCALED=settings.effective_alpha != 1.0,
             CLAMPED=settings.clamp is not None,
             ROUND_FIRST=settings.round_first and probs is not None,
-            **constants,
+            FORMAT=format,
             WHOLE=not for_products,
             **sizes,
             **NO_FP_FUSION,

@@ -12,7 +12,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
 from moe_fast.launch.backend import strided
 from moe_fast.launch.tuning import power_of_two
-from moe_fast.quantization.quantized import Grid, format_of, grid_of, is_ragged
+from moe_fast.quantization.quantized import Grid, format_of, grid_of, is_ragged, splits_arguments
 from moe_ref.config import (
     QuantizerState,
     Recipe,
@@ -76,7 +76,7 @@ class Source:
         probs, stride_probs = strided(self.probs, 1)
         layout = (self.settings.width(self.h), self.settings.between(self.h))
         operands, strides = Operands(d_out, self.h, probs), (*d_out_strides, *self.h.stride(), stride_probs)
-        return operands, *strides, *layout, *self.settings.numbers(), *strided(self.forms.splits, 1)
+        return operands, *strides, *layout, *self.settings.numbers(), *splits_arguments(self.forms.splits)
 
     def constants(self, grid: Grid) -> dict[str, Any]:
         """The kernels' constants."""

@@ -6,12 +6,19 @@ from typing import Any
 from torch import Tensor
 
 from moe_fast.launch.arithmetic import NO_FP_FUSION
-from moe_fast.launch.backend import is_hopper, launch_on, strided
+from moe_fast.launch.backend import is_hopper, launch_on
 from moe_fast.launch.operators import has_memory, launch
 from moe_fast.quantization._hopper_gathered import quantize_gathered_kernel
 from moe_fast.quantization.hopper import WALK
 from moe_fast.quantization.quantize import empty_form, form_arguments
-from moe_fast.quantization.quantized import KERNEL_OF, Quantized, encoding, format_of, grid_of, scale_limits
+from moe_fast.quantization.quantized import (
+    KERNEL_OF,
+    Quantized,
+    format_of,
+    grid_of,
+    scale_limits,
+    splits_arguments,
+)
 from moe_ref.config import Recipe
 from moe_ref.config.quantization import BLOCK
 
@@ -63,21 +70,19 @@ def quantize_gathered(
         parts = {"codes": not for_products, "turned": for_products, "amax": not for_products}
         by_columns = empty_form(like, rule, (size, 1), grid, **parts)
     settings: dict[str, Any] = {k: v for k, v in grid.settings.items() if k not in ("BLOCK_M", "BLOCK_N")}
-    constants = encoding(recipe, format, tokens.device)
-    del constants["HARDWARE"]
     if grid.programs:
         with launch_on(tokens):
             launch(quantize_gathered_kernel, (grid.programs,))(
                 tokens,
                 tokens.stride(0),
                 rows.source_P,
-                *strided(splits, 1),
+                *splits_arguments(splits),
                 *form_arguments(by_rows),
                 *form_arguments(by_columns),
                 *like.shape,
                 *grid.sizes,
                 *scale_limits(recipe, tokens.dtype),
-                **constants,
+                FORMAT=format,
                 WHOLE=not for_products,
                 **settings,
                 **NO_FP_FUSION,

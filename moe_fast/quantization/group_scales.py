@@ -9,7 +9,7 @@ from moe_fast.launch.backend import check_device, launch_on, strided
 from moe_fast.launch.operators import has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import at_least, power_of_two
 from moe_fast.quantization import _group_scales as kernels
-from moe_fast.quantization.quantized import Form, Grid, encoding, format_of, grid_of, is_ragged
+from moe_fast.quantization.quantized import Form, Grid, encoding, format_of, grid_of, is_ragged, splits_arguments
 from moe_ref.config import QuantizerState, Recipe, check_role, check_state, require
 
 FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}  # OCP OFP8 1.0
@@ -27,7 +27,7 @@ def group_amax(x: Tensor, splits: Tensor | None) -> Tensor:
     if has_memory() and grid.programs:
         with launch_on(x):
             launch(kernels.group_amax_kernel, (grid.programs,))(
-                *strided(x), *strided(splits, 1), amax, *x.shape, *grid.sizes, **grid.settings
+                *strided(x), *splits_arguments(splits), amax, *x.shape, *grid.sizes, **grid.settings
             )
     return amax
 
@@ -50,7 +50,7 @@ def cast_groups(
     with launch_on(x):
         launch(kernels.cast_groups_kernel, (at_least(grid.programs, 1),))(
             *strided(x),
-            *strided(splits, 1),
+            *splits_arguments(splits),
             *strided(given, 1),
             amax,
             *strided(None if history is None else history.view(torch.int32))[:2],
@@ -59,7 +59,8 @@ def cast_groups(
             *x.shape,
             *grid.sizes,
             number_bits(recipe.amax_epsilon or 0.0),
-            **encoding(recipe, format, x.device),
+            int(bool(recipe.power_of_two_scales)),
+            **encoding(format, x.device),
             **grid.settings,
             **NO_FP_FUSION,
         )

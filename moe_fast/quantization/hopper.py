@@ -5,13 +5,12 @@ from typing import Any
 from torch import Tensor
 
 from moe_fast.launch.arithmetic import NO_FP_FUSION
-from moe_fast.launch.backend import is_hopper, strided
+from moe_fast.launch.backend import is_hopper
 from moe_fast.launch.descriptors import described, have_descriptors
 from moe_fast.launch.prepared import launch
 from moe_fast.launch.sizes import Walk
 from moe_fast.quantization._hopper import SIZE, quantize_tiles_kernel
-from moe_fast.quantization.quantized import Grid
-from moe_ref.config import Recipe
+from moe_fast.quantization.quantized import Grid, splits_arguments
 
 # Measured on an H200 (docs/results/low-precision-h200.md). Two programs share a multiprocessor.
 WALK = Walk(tokens=128, columns=128, num_warps=8, steps=8, stages=2, registers=128)
@@ -24,18 +23,17 @@ def can_quantize(x: Tensor) -> bool:
 
 
 def quantize_tiles(
-    x: Tensor, splits: Tensor | None, forms: tuple[Any, ...], arguments: tuple[Any, ...], recipe: Recipe, format: str,
-    square: bool, whole: bool, grid: Grid,
+    x: Tensor, splits: Tensor | None, forms: tuple[Any, ...], arguments: tuple[Any, ...], format: str, square: bool,
+    whole: bool, grid: Grid,
 ) -> None:  # fmt: skip
     """As `quantize_blocks_kernel`, of blocks that span rows, alone or with those of rows."""
     settings = {name: value for name, value in grid.settings.items() if name not in ("BLOCK_M", "BLOCK_N")}
     launch(quantize_tiles_kernel, (grid.programs,))(
         described(x, [SIZE.value, SIZE.value]),
-        *strided(splits, 1),
+        *splits_arguments(splits),
         *forms,
         *arguments,
         FORMAT=format,
-        POWER_OF_TWO=bool(recipe.power_of_two_scales),
         SQUARE=square,
         WHOLE=whole,
         **settings,

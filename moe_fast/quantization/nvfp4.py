@@ -11,7 +11,7 @@ from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization import _group_scales as group_scales
 from moe_fast.quantization import _nvfp4 as nvfp4
 from moe_fast.quantization.group_scales import group_amax
-from moe_fast.quantization.quantized import Form, grid_of, is_ragged
+from moe_fast.quantization.quantized import Form, grid_of, is_ragged, splits_arguments
 from moe_ref.config import Recipe
 from moe_ref.config.quantization import BLOCK
 
@@ -62,7 +62,7 @@ def quantize_two_levels(
         with launch_on(x):
             launch(nvfp4.quantize_two_levels_kernel, (grid.programs,))(
                 *strided(x),
-                *strided(splits, 1),
+                *splits_arguments(splits),
                 row_amax,
                 column_amax,
                 *strided(noise, 3),
@@ -98,7 +98,7 @@ def _amax_of_forms(
         with launch_on(x):
             launch(group_scales.two_levels_amax_kernel, (grid.programs,))(
                 *strided(x),
-                *strided(splits, 1),
+                *splits_arguments(splits),
                 row_amax,
                 column_amax,
                 *x.shape,

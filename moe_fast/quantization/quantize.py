@@ -28,6 +28,7 @@ from moe_fast.quantization.quantized import (
     grid_of,
     is_ragged,
     scale_limits,
+    splits_arguments,
 )
 from moe_ref.config import Quantization, QuantizerState, Recipe, check_quantize, check_splits
 from moe_ref.config.quantization import BLOCK
@@ -118,15 +119,15 @@ def _quantize_blocks(
         arguments = *x.shape, *grid.sizes, *scale_limits(recipe, x.dtype)
         with launch_on(x):
             if on_hopper:
-                hopper.quantize_tiles(x, splits, forms, arguments, recipe, format, square, not turned, grid)
+                hopper.quantize_tiles(x, splits, forms, arguments, format, square, not turned, grid)
             else:
                 launch(kernels.quantize_blocks_kernel, (grid.programs,))(
                     *strided(x),
-                    *strided(splits, 1),
+                    *splits_arguments(splits),
                     *forms,
                     *arguments,
                     RULE=rule,
-                    **encoding(recipe, format, x.device),
+                    **encoding(format, x.device),
                     ALIGNED=aligned,
                     BLOCK=size,
                     SQUARE=square,
