@@ -189,13 +189,13 @@ def activation_kernel(
     along=["stride_d_out_f", "stride_h_f"],
     do_not_specialize=[
         *("stride_probs", "has_probs", "has_totals", "num_rows", "parts", "tiles", "offset", "clamp", "alpha"),
-        "clamped",
+        *("clamped", "has_d_probs"),
     ],
 )
 def activation_backward_kernel(
     d_out_ptr, stride_d_out_p, stride_d_out_f, h_ptr, stride_h_p, stride_h_f, probs_ptr, stride_probs, has_probs,
     # results, contiguous; either may be left out
-    d_h_ptr, d_probs_ptr,
+    d_h_ptr, d_probs_ptr, has_d_probs,
     # the totals of a plan of the products, if there is one
     totals_ptr, has_totals,
     # sizes; `parts` programs per row, `tiles` each: one program, if there are d_probs
@@ -236,11 +236,11 @@ def activation_backward_kernel(
         if ROUND_FIRST:
             act = widened(rounded(act, d_out_ptr.dtype.element_ty), ACCUMULATOR)
             g = widened(rounded(g, d_out_ptr.dtype.element_ty), ACCUMULATOR)
-        if d_probs_ptr is not None:
+        if has_d_probs:
             total += d_out * act
         if d_h_ptr is not None:
             du = rounded(tl.where(free_u, g * slope * shifted, 0.0), d_h_ptr.dtype.element_ty)
             dv = rounded(tl.where(free_v, g * value, 0.0), d_h_ptr.dtype.element_ty)
             store_gate_and_value(d_h_ptr, du, dv, p, num_rows, first, width, between, LAYOUT, BLOCK_F)
-    if d_probs_ptr is not None:
+    if has_d_probs:
         tl.store(d_probs_ptr + p, rounded(tl.sum(total, axis=1), d_probs_ptr.dtype.element_ty), mask=in_probs)

@@ -264,7 +264,7 @@ def backward_of(
                 *strided(h),
                 *strided_or_empty(probs, 1),
                 d_h,
-                d_probs,
+                *present(d_probs, torch.float32 if probs is None else probs.dtype),
                 *present(totals, torch.int64),
                 num_rows,
                 width,

@@ -183,9 +183,9 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
     if out.numel() == 0 or not has_memory():
         return out
     unit = _unit(x, device)
-    tile = unit.tile(sizes)
     codes, matrices = _as_factor(form.codes_MN, x, unit), _as_factor(weight.codes_LCD, weight.quantized, unit)
     described = have_descriptors(codes, matrices)
+    tile = unit.tile(sizes) if described else unit.tile(sizes).within(sizes.pointer_codes)
     if described and have_descriptors(out) and _on_hopper(unit, device, (form.block, weight.form.block)):
         assert x.splits is not None
         cut = plan.cut(hopper.rows_of_tile(num_rows, plan.num_experts), x.splits)

@@ -244,7 +244,7 @@ def _quantized_apart(source: Source) -> tuple[Quantized, QuantizerState | None, 
             tuning.for_device(h.device).activation_backward,
             source,
             d_out,
-            (x, d_probs),
+            (x, *present(d_probs, torch.float32)),
         )
         d_probs = _owned_rows(d_probs, forms.splits)
     options: dict[str, Any] = {
@@ -259,7 +259,7 @@ def _quantized_apart(source: Source) -> tuple[Quantized, QuantizerState | None, 
 
 
 def _launch(
-    kernel: Any, tile: tuning.Tile, source: Source, d_out: tuple[Any, ...], results: tuple[Tensor | None, ...]
+    kernel: Any, tile: tuning.Tile, source: Source, d_out: tuple[Any, ...], results: tuple[Tensor | int | None, ...]
 ) -> None:
     """Launch a kernel of `experts._activations`; with d_out one program sums a row."""
     h, settings = source.h, source.settings

@@ -30,7 +30,10 @@ if INTERPRETED and isinstance(tl.sum, triton.JITFunction):
 _HERE = nullcontext()
 _thread = threading.local()
 # a null pointer is legal on every device
-_EMPTY = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.int64)}
+_EMPTY = {
+    dtype: torch.empty(0, dtype=dtype, device="cpu")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+}
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -152,6 +152,7 @@ class Grouped:
     decoded: GroupedTile  # codes whose scales are multiplied in before the product; as high
     decoded_wide: GroupedTile  # the same in float32, number by number: larger tiles take seconds to compile
     pointer_columns: int  # of a tile that is loaded by pointers, at most: these take registers
+    pointer_codes: int  # the same of codes, byte by byte
     turn_columns: int  # of a tile that is turned
     sums: Tile  # of an expert's rows
     plan_tiles: int  # tiles that a program of the plan writes at once

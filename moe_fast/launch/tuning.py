@@ -39,6 +39,7 @@ UNSCALED = (
     "programs",
     "layout_group",
     "pointer_columns",
+    "pointer_codes",
 )
 CODED = ("scaled", "decoded", "decoded_wide")  # tiles of codes in `Grouped`
 DOT_LEAST = 16  # of each side of tl.dot
@@ -92,6 +93,7 @@ GPU = Tuning(
         decoded=GroupedTile(rows=128, columns=128, depth=64, num_warps=8, num_stages=3),
         decoded_wide=GroupedTile(rows=128, columns=32, depth=32, num_warps=8, num_stages=1),
         pointer_columns=128,
+        pointer_codes=64,
         turn_columns=128,
         sums=Tile(tokens=32, columns=128, num_warps=4),
         plan_tiles=256,
@@ -163,6 +165,7 @@ INTERPRETER = Tuning(
         decoded=GroupedTile(rows=128, columns=64, depth=64, num_warps=4, num_stages=1),
         decoded_wide=GroupedTile(rows=128, columns=64, depth=64, num_warps=4, num_stages=1),
         pointer_columns=1024,
+        pointer_codes=1024,
         turn_columns=64,
         sums=Tile(tokens=32, columns=64, num_warps=4),
         plan_tiles=16,
