@@ -6,6 +6,7 @@ lists of cases, and receives ("outcome", an Outcome's fields, digests of the inp
 
 import contextlib
 import gc
+import importlib
 import inspect
 import os
 import re
@@ -240,6 +241,9 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
     for function, scope in scopes_of(implementation, functions).items():
         functions[function]["scope"] = scope
     device = chosen_device(options.device)
+    if device == "cuda":  # also for a rank that joins, which has not forked from a process with Triton
+        with contextlib.suppress(ImportError):
+            importlib.import_module("triton")
     triton = sys.modules.get("triton")
     versions = {
         "python": sys.version.split()[0],

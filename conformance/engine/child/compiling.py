@@ -12,6 +12,7 @@ import sys
 import zlib
 from typing import IO, Any
 
+from conformance.engine.child.front_end import look_up_once, parse_once
 from conformance.engine.child.launchers import share_launchers
 
 
@@ -25,7 +26,10 @@ class Compiler:
         if "triton" in sys.modules:
             runtime = sys.modules["triton"].knobs.runtime
             runtime.jit_cache_hook, runtime.jit_post_compile_hook = self._begin, self._end
-            hash_callees_first(sys.modules["triton.runtime.jit"].DependenciesFinder)
+            jit = sys.modules["triton.runtime.jit"]
+            hash_callees_first(jit.DependenciesFinder)
+            parse_once(getattr(jit, "JITCallable", jit.JITFunction))
+            look_up_once(sys.modules["triton.compiler.code_generator"])
             share_launchers(folder)
 
     def take(self) -> list[str]:

@@ -10,6 +10,7 @@ PRELOADED = [
     "conformance.engine.child.environment",
     "torch",
     "torch.fx.experimental.symbolic_shapes",
+    "conformance.engine.child.compilers",
     "conformance.engine.child.child",
     "conformance.engine.child.frozen",
 ]

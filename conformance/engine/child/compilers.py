@@ -1,0 +1,16 @@
+"""Loads torch's compiler, and Triton with it, where there is a GPU, when imported.
+
+The process from which children fork imports this: each of them would take a second for it. Without
+a GPU, or with TRITON_INTERPRET, an implementation chooses Triton's interpreter before it loads
+Triton.
+"""
+
+import os
+
+import torch
+
+# by the driver's library of management: CUDA itself, once asked, works in no process that forks
+_count = getattr(torch.cuda, "_device_count_nvml", int)
+
+if _count() > 0 and not os.environ.get("TRITON_INTERPRET"):
+    import torch._dynamo

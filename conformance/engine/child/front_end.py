@@ -1,0 +1,40 @@
+"""Triton's front end without two things that it does again for each kernel.
+
+Triton 3.6 parses the source of every function that a kernel calls, and looks up the signature of
+every operation, each time that it meets them. Together that is a tenth of the front end's time.
+"""
+
+import inspect
+from functools import cache
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+
+def parse_once(function_type: Any) -> None:
+    """Let functions of Triton keep the tree of their source; nothing for a type that has none."""
+    parse = getattr(function_type, "parse", None)
+    if parse is None or hasattr(parse, "once"):
+        return
+
+    def once(self: Any) -> Any:
+        kept = self.__dict__.get("_kept_tree")
+        if kept is None or kept[0] != self._src:
+            self._kept_tree = kept = self._src, parse(self)
+        return kept[1]
+
+    once.once = True  # type: ignore[attr-defined]
+    function_type.parse = once
+
+
+def look_up_once(generator: Any) -> None:
+    """Let Triton's module `code_generator` keep the signatures of plain functions, which never
+    change; a bound method would keep its tensor.
+    """
+    if not inspect.ismodule(getattr(generator, "inspect", None)):
+        return
+    kept = cache(inspect.signature)
+
+    def signature(function: Any) -> inspect.Signature:
+        return kept(function) if isinstance(function, FunctionType) else inspect.signature(function)
+
+    generator.inspect = SimpleNamespace(**vars(inspect) | {"signature": signature})

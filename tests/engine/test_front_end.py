@@ -1,0 +1,91 @@
+"""Triton's front end keeps what it would find again, and nothing that may change."""
+
+import gc
+import inspect
+import weakref
+from types import ModuleType
+
+import pytest
+
+from conformance.engine.child.front_end import look_up_once, parse_once
+
+
+def parsing_type() -> type:
+    """A type of functions of Triton that counts how often it parses."""
+
+    class Parsing:
+        parsed = 0
+
+        def __init__(self, source: str) -> None:
+            self._src = source
+
+        def parse(self) -> list[str]:
+            type(self).parsed += 1
+            return self._src.split()
+
+    return Parsing
+
+
+def test_a_source_is_parsed_once() -> None:
+    functions = parsing_type()
+    parse_once(functions)
+    parse_once(functions)  # as in a process that is asked again
+    one, other = functions("a b"), functions("a b")
+    assert one.parse() is one.parse() and other.parse() == ["a", "b"]
+    assert functions.parsed == 2
+
+
+def test_another_source_is_parsed_again() -> None:
+    functions = parsing_type()
+    parse_once(functions)
+    function = functions("a b")
+    function.parse()
+    function._src = "c"  # as for an automatic mutant
+    assert function.parse() == ["c"]
+
+
+def test_a_type_without_trees_is_left_alone() -> None:
+    parse_once(object)
+
+
+@pytest.fixture
+def generator(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Triton's module, and `inspect.signature` counted in `looked_up`."""
+    module = ModuleType("code_generator")
+    module.inspect = inspect  # type: ignore[attr-defined]
+    module.looked_up = []  # type: ignore[attr-defined]
+    signature = inspect.signature
+
+    def counted(function: object) -> inspect.Signature:
+        module.looked_up.append(function)  # type: ignore[attr-defined]
+        return signature(function)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(inspect, "signature", counted)
+    look_up_once(module)
+    return module
+
+
+def operation(x: int, _semantic: object = None) -> int:
+    return x
+
+
+def test_a_function_is_looked_up_once(generator: ModuleType) -> None:
+    look_up_once(generator)
+    for _ in range(3):
+        assert "_semantic" in generator.inspect.signature(operation).parameters
+    assert generator.looked_up == [operation]
+    assert generator.inspect.getsource is inspect.getsource
+
+
+def test_a_method_keeps_nothing_alive(generator: ModuleType) -> None:
+    class Value:
+        def method(self) -> None:
+            pass
+
+    value = Value()
+    alive = weakref.ref(value)
+    generator.inspect.signature(value.method)
+    generator.looked_up.clear()
+    del value
+    gc.collect()
+    assert alive() is None
