@@ -194,12 +194,30 @@ def test_products_of_which_not_all_sizes_are_divisible_compile_once(launches: di
 
 @interpreted
 @pytest.mark.parametrize("recipe", [None, Recipe("current"), Recipe("mxfp8")], ids=("exact", "group", "blocks"))
-def test_products_with_and_without_a_bias_compile_once(launches: dict[str, set], recipe: Recipe | None) -> None:
+def test_products_by_pointers_with_and_without_a_bias_compile_once(
+    launches: dict[str, set], recipe: Recipe | None
+) -> None:
     rows, weight, splits = torch.ones(64, 32), torch.ones(2, 32, 32), torch.tensor([32, 32])
     for bias in (None, torch.ones(2, 32), torch.ones(32, 2).t(), torch.ones(2, 32).double()):
         moe_fast.grouped_linear(rows, weight, splits, bias=bias, recipe=recipe)
         compiled = launches[f"{'grouped' if recipe is None else 'scaled'}_matmul_kernel"]
         assert len(compiled) == (2 if bias is not None and bias.dtype == torch.float64 else 1)
+
+
+@interpreted
+def test_an_activation_with_and_without_probs_compiles_once(launches: dict[str, set]) -> None:
+    h = torch.ones(4, 32, requires_grad=True)
+    for probs in (None, torch.ones(4), torch.ones(4, requires_grad=True)):
+        moe_fast.glu(h, probs=probs).sum().backward()
+    assert [len(launches[f"activation{part}_kernel"]) for part in ("", "_backward")] == [1, 1]
+
+
+@interpreted
+def test_a_quantiser_compiles_once_for_splits_of_both_dtypes(launches: dict[str, set]) -> None:
+    splits = torch.tensor([64, 64])
+    for given in (splits, splits.int()):
+        moe_fast.dequantize(quantize_for_products(torch.ones(128, 128), Recipe("block"), splits=given))
+    assert [len(launches[kernel]) for kernel in ("quantize_blocks_kernel", "dequantize_kernel")] == [1, 1]
 
 
 @interpreted
@@ -214,18 +232,6 @@ def test_scales_that_columns_share_compile_a_product_once(launches: dict[str, se
     for depth in (128, 256):  # one block of the depth has scales that lie side by side
         multiply(2, 256, depth, Recipe("block"))
     assert len(launches["scaled_matmul_kernel"]) == 1
-
-
-@interpreted
-def test_a_quantiser_compiles_once_for_splits_of_each_dtype_or_none_and_for_each_kind_of_scale(
-    launches: dict[str, set],
-) -> None:
-    splits = torch.tensor([64, 64])
-    for given in (splits, splits.int(), None):
-        for powers in (False, True):
-            recipe = Recipe("block", power_of_two_scales=powers, amax_epsilon=1e-3 * powers)
-            moe_fast.dequantize(quantize_for_products(torch.ones(128, 128), recipe, splits=given))
-    assert [len(launches[kernel]) for kernel in ("quantize_blocks_kernel", "dequantize_kernel")] == [1, 1]
 
 
 @interpreted

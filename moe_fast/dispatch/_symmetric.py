@@ -22,7 +22,6 @@ import triton.language as tl
 
 from moe_fast.permutation._permute import fill_gaps, find_lists, load_slot
 from moe_fast.permutation._row_map import RANK, segments_of
-from moe_fast.quantization._quantize import limits_of
 from moe_fast.quantization._rows import BLOCK, blocks_of, encode_rows, fill_scales
 
 FIRST = tl.constexpr(1 << 30)
@@ -148,8 +147,8 @@ def push_lists(
 def push_rows(
     tokens_ptr, stride_tokens_t, stride_tokens_h, start_ptr, rows_table_ptr, scales_table_ptr, rows_ptr, scale_ptr,
     stride_scale_m, stride_scale_n, row_map, stride_base_b, stride_base_e, tokens_per_block, block, column,
-    num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank, limits,
-    HARDWARE: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr,
+    num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank, epsilon, infinity,
+    POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, read once, to its rows on all ranks."""
@@ -159,7 +158,7 @@ def push_rows(
     inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
     token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
     if scales_table_ptr is not None:
-        sent_as, stored = encode_rows(token, limits, HARDWARE)
+        sent_as, stored = encode_rows(token, epsilon, infinity, POWER_OF_TWO, HARDWARE)
         b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
     else:
         sent_as = token
@@ -184,7 +183,6 @@ def push_rows(
     do_not_specialize=[
         *("num_tokens", "num_experts", "local_experts", "num_rows", "stride_probs_t", "stride_probs_e", "epsilon"),
         *("infinity", "stride_base_b", "stride_base_e", "tokens_per_block", "own_rank", "tail_lanes", "pieces"),
-        "powers",
     ]
 )
 def push_kernel(
@@ -202,10 +200,9 @@ def push_kernel(
     gap_ptr, tail_lanes,
     # sizes
     pieces, num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
-    # numbers, as bits of a float64, which are 0 or long
-    epsilon: tl.int64, infinity: tl.int64,
-    powers,  # 1: scales are powers of two
-    HARDWARE: tl.constexpr, SHARED: tl.constexpr,
+    # numbers, as bits of a float64
+    epsilon, infinity,
+    POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, SHARED: tl.constexpr,
     ONCE: tl.constexpr,  # a token's first row on each other rank alone
     EARLY: tl.constexpr,  # tokens with a slot have travelled
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -216,14 +213,14 @@ def push_kernel(
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     lanes = local_experts + tail_lanes
     list_blocks = tl.cdiv(num_tokens, BLOCK_L) + lanes
-    limits = limits_of(epsilon, infinity, powers)
     for turn in range(turns_of(pieces) if SHARED else 1):
         work = tl.program_id(0) + turn * tl.num_programs(0)
         column, block = work % columns, work // columns
         if block < lanes:
             fill(
                 rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, gap_ptr, block.to(tl.int64),
-                column, tail_lanes, local_experts, num_columns, num_rows, limits, BLOCK_H, BLOCK_R,
+                column, tail_lanes, local_experts, num_columns, num_rows, epsilon, infinity, POWER_OF_TWO, BLOCK_H,
+                BLOCK_R,
             )  # fmt: skip
         elif block < list_blocks:
             if column == 0:
@@ -238,15 +235,15 @@ def push_kernel(
                 tokens_ptr, stride_tokens_t, stride_tokens_h, start_ptr, rows_table_ptr, scales_table_ptr, rows_ptr,
                 scale_ptr, stride_scale_m, stride_scale_n, row_map, stride_base_b, stride_base_e, tokens_per_block,
                 block - list_blocks, column, num_tokens, num_experts, local_experts, num_columns, num_rows, own_rank,
-                limits, HARDWARE, ONCE, EARLY, BLOCK_T, BLOCK_H,
+                epsilon, infinity, POWER_OF_TWO, HARDWARE, ONCE, EARLY, BLOCK_T, BLOCK_H,
             )  # fmt: skip
 
 
 @triton.jit
 def fill(
     rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, gap_ptr, lane, column, tail_lanes,
-    local_experts, num_columns, num_rows, limits,
-    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    local_experts, num_columns, num_rows, epsilon, infinity,
+    POWER_OF_TWO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Zeros in the padding and, with lanes for it, past the segments, where no scale is written."""
     fill_gaps(
@@ -256,7 +253,7 @@ def fill(
     if scale_ptr is not None:
         fill_scales(
             scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, local_experts, num_columns, num_rows,
-            limits, BLOCK_R, BLOCK_H,
+            epsilon, infinity, POWER_OF_TWO, BLOCK_R, BLOCK_H,
         )  # fmt: skip
 
 

@@ -288,7 +288,7 @@ def push(
     """
     sizes, hidden = tuning.for_device(tokens.device).symmetric, tokens.shape[1]
     columns, num_warps = _tile(sizes, recipe)
-    limits = wire.limits_of(recipe, tokens)
+    numbers, settings = wire.rule_of(recipe, tokens)
     tail = sizes.tail_lanes if row_slots is None else 0
     blocks = ceil_div(row_map.num_tokens, sizes.lists) + ceil_div(row_map.num_tokens, sizes.tokens)
     pieces = (blocks + handle.local_experts + tail) * max(1, ceil_div(hidden, columns))
@@ -317,7 +317,8 @@ def push(
             hidden,
             row_map.num_rows,
             handle.rank,
-            *limits,
+            *numbers,
+            **settings,
             HARDWARE=casts_in_hardware(tokens.device),
             SHARED=most.num_sms is not None,
             ONCE=handle.once,

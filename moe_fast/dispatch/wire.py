@@ -12,9 +12,11 @@ from moe_ref.config import FP8_BLOCK, Recipe
 FORMAT = "e4m3"  # of inputs, whatever gradients have
 
 
-def limits_of(recipe: Recipe | None, tokens: Tensor) -> tuple[int, int, int]:
-    """`scale_limits` for the kernels that encode; without a recipe they do not."""
-    return (0, 0, 0) if recipe is None else scale_limits(recipe, tokens.dtype)
+def rule_of(recipe: Recipe | None, tokens: Tensor) -> tuple[tuple[int, int], dict[str, bool]]:
+    """(limits of the scales, settings) of the kernels that encode."""
+    if recipe is None:
+        return (0, 0), {"POWER_OF_TWO": False}
+    return scale_limits(recipe, tokens.dtype), {"POWER_OF_TWO": bool(recipe.power_of_two_scales)}
 
 
 def packed(tokens_TH: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:

@@ -156,7 +156,7 @@ def activation_kernel(
     num_rows, width, between, parts,
     # numbers, as bits of a float64, which are 0 or long
     offset: tl.int64, clamp: tl.int64, alpha: tl.int64,
-    CURVE: tl.constexpr, LAYOUT: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
     ACCUMULATOR: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """out = f(u) · (v + offset) · p, without a gate f(u) · p, each program one tile."""
@@ -170,9 +170,10 @@ def activation_kernel(
         code_u = encoded(as_float32(u), "e4m3", HARDWARE)
         code_v = encoded(as_float32(v), "e4m3", HARDWARE)
         store_gate_and_value(codes_ptr, code_u, code_v, p, num_rows, first, width, between, LAYOUT, BLOCK_F)
-    bound = number(clamp, ACCUMULATOR)
-    u = within(u, -float("inf"), bound)
-    v = within(v, -bound, bound)
+    if CLAMPED:
+        bound = number(clamp, ACCUMULATOR)
+        u = within(u, -float("inf"), bound)
+        v = within(v, -bound, bound)
     act, _ = value_and_slope(u, number(alpha, ACCUMULATOR), CURVE)
     if LAYOUT != "single":
         act = act * (v + number(offset, ACCUMULATOR))
@@ -189,7 +190,7 @@ def activation_kernel(
     along=["stride_d_out_f", "stride_h_f"],
     do_not_specialize=[
         *("stride_probs", "has_probs", "has_totals", "num_rows", "parts", "tiles", "offset", "clamp", "alpha"),
-        *("clamped", "has_d_probs"),
+        "has_d_probs",
     ],
 )
 def activation_backward_kernel(
@@ -200,9 +201,9 @@ def activation_backward_kernel(
     totals_ptr, has_totals,
     # sizes; `parts` programs per row, `tiles` each: one program, if there are d_probs
     num_rows, width, between, parts, tiles,
-    # numbers, as bits of a float64, which are 0 or long; whether there is a clamp
-    offset: tl.int64, clamp: tl.int64, alpha: tl.int64, clamped,
-    CURVE: tl.constexpr, LAYOUT: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    # numbers, as bits of a float64, which are 0 or long
+    offset: tl.int64, clamp: tl.int64, alpha: tl.int64,
+    CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """g = d_out · p: du = g f'(u) (v + offset), dv = g f(u), dp = Σ_f d_out f(u) (v + offset); past
@@ -225,10 +226,11 @@ def activation_backward_kernel(
         d_out = widened(
             tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f * stride_d_out_f, mask=inside, other=0.0), ACCUMULATOR
         )
-        free_u = tl.where(clamped != 0, u <= bound, True)  # the bounds themselves are free
-        free_v = tl.where(clamped != 0, tl.abs(v) <= bound, True)
-        u = within(u, -float("inf"), bound)
-        v = within(v, -bound, bound)
+        if CLAMPED:
+            free_u = u <= bound  # the bounds themselves are free
+            free_v = tl.abs(v) <= bound
+            u = within(u, -float("inf"), bound)
+            v = within(v, -bound, bound)
         value, slope = value_and_slope(u, number(alpha, ACCUMULATOR), CURVE)
         shifted = v + number(offset, ACCUMULATOR) if LAYOUT != "single" else 1.0
         act = value * shifted
@@ -239,8 +241,13 @@ def activation_backward_kernel(
         if has_d_probs:
             total += d_out * act
         if d_h_ptr is not None:
-            du = rounded(tl.where(free_u, g * slope * shifted, 0.0), d_h_ptr.dtype.element_ty)
-            dv = rounded(tl.where(free_v, g * value, 0.0), d_h_ptr.dtype.element_ty)
+            du = g * slope * shifted
+            dv = g * value
+            if CLAMPED:
+                du = tl.where(free_u, du, 0.0)
+                dv = tl.where(free_v, dv, 0.0)
+            du = rounded(du, d_h_ptr.dtype.element_ty)
+            dv = rounded(dv, d_h_ptr.dtype.element_ty)
             store_gate_and_value(d_h_ptr, du, dv, p, num_rows, first, width, between, LAYOUT, BLOCK_F)
     if has_d_probs:
         tl.store(d_probs_ptr + p, rounded(tl.sum(total, axis=1), d_probs_ptr.dtype.element_ty), mask=in_probs)

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from moe_fast.launch._hopper import barrier, load_tile
 from moe_fast.launch._rounding import number
 from moe_fast.quantization._hopper import ROW, SIZE, TILE, place_of_tile, quantize_tile
-from moe_fast.quantization._quantize import limits_of
 
 
 @gluon.jit
@@ -96,20 +95,19 @@ def activate(u, v, prob, numbers, SCALED: gl.constexpr, CLAMPED: gl.constexpr, R
 @gluon.jit(
     do_not_specialize=[
         *("stride_probs", "offset", "clamp", "alpha", "stride_splits", "num_rows", "num_groups", "parts", "steps"),
-        *("epsilon", "infinity", "powers"),
+        *("epsilon", "infinity"),
     ]
 )
 def quantize_activated_kernel(
-    h_desc, probs_ptr, stride_probs, offset: gl.int64, clamp: gl.int64, alpha: gl.int64, splits_ptr, stride_splits,
+    h_desc, probs_ptr, stride_probs, offset, clamp, alpha, splits_ptr, stride_splits,
     # results, as for `quantize_blocks_kernel`
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
     # sizes; `parts` programs per tile of rows, `steps` each
     num_rows, num_columns, num_groups, parts, steps,
-    # numbers, as bits of a float64, which are 0 or long
-    epsilon: gl.int64, infinity: gl.int64,
-    powers,  # 1: scales are powers of two
+    # numbers, as bits of a float64
+    epsilon, infinity,
     SCALED: gl.constexpr, CLAMPED: gl.constexpr, ROUND_FIRST: gl.constexpr, FORMAT: gl.constexpr,
-    WHOLE: gl.constexpr, BLOCK_G: gl.constexpr,
+    POWER_OF_TWO: gl.constexpr, WHOLE: gl.constexpr, BLOCK_G: gl.constexpr,
 ):  # fmt: skip
     """Blocks of 1 × 128, 128 × 1, or both of one load. Gates and values of the next tile are on
     their way while this one's are in registers.
@@ -126,7 +124,7 @@ def quantize_activated_kernel(
     rows = gl.maximum(gl.minimum(written - first, SIZE), 0).to(gl.int32)
     known = gl.maximum(gl.minimum(read - first, SIZE), 0).to(gl.int32)
     load_gates_and_values(h_desc, ready, buffer, first.to(gl.int32), begin, count > 0)
-    limits = limits_of(epsilon, infinity, powers)
+    limits = (number(epsilon, gl.float32), number(infinity, gl.float32))
     numbers = (number(offset, gl.float32), number(clamp, gl.float32), number(alpha, gl.float32))
     m = gl.arange(0, SIZE, ROW)
     prob = gl.full([SIZE], 1.0, gl.float32, ROW)
@@ -148,10 +146,10 @@ def quantize_activated_kernel(
         if row_form.scale_ptr is not None:
             quantize_tile(
                 x, row_form, stride_row_m, stride_row_n, tile, tiles, first, column, rows, columns, num_columns,
-                limits, FORMAT, 1, SIZE,
+                limits, FORMAT, POWER_OF_TWO, 1, SIZE,
             )  # fmt: skip
         if column_form.scale_ptr is not None:
             quantize_tile(
                 x, column_form, stride_column_m, stride_column_n, tile, tiles, first, column, rows, columns,
-                num_columns, limits, FORMAT, SIZE, 1,
+                num_columns, limits, FORMAT, POWER_OF_TWO, SIZE, 1,
             )  # fmt: skip

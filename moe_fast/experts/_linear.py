@@ -32,17 +32,30 @@ def store_segment(desc, begin, count, row, column, tile, BLOCK_P: tl.constexpr, 
 
 
 @triton.jit
+def add_bias(acc, bias_ptrs, in_row, BIAS_AS: tl.constexpr):
+    """A tile and its columns' bias."""
+    bias = tl.load(bias_ptrs, mask=in_row, other=0.0)
+    return acc + bias.to(BIAS_AS).to(acc.dtype)[None, :]
+
+
+@triton.jit
 def store_rows(
     acc, bias_ptr, stride_bias_l, stride_bias_c, has_bias, out_ptr, out_desc, num_columns, expert, begin, end, row,
     column, BIAS_AS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A tile of sums and the bias of their expert, if there is one, up to the end of its rows."""
+    """A tile of sums and the bias of their expert, up to the end of its rows.
+
+    Where `has_bias` is None, the version knows whether there is one; else only the launch does.
+    """
     p = row + tl.arange(0, BLOCK_P)
     c = column.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_row = c < num_columns  # the last block sticks out
-    if has_bias:
-        bias = tl.load(bias_ptr + expert.to(tl.int64) * stride_bias_l + c * stride_bias_c, mask=in_row, other=0.0)
-        acc += bias.to(BIAS_AS).to(acc.dtype)[None, :]
+    place = expert.to(tl.int64) * stride_bias_l + c * stride_bias_c
+    if has_bias is None:
+        if bias_ptr is not None:
+            acc = add_bias(acc, bias_ptr + place, in_row, BIAS_AS)
+    elif has_bias:
+        acc = add_bias(acc, bias_ptr + place, in_row, BIAS_AS)
     result = rounded(acc, out_ptr.dtype.element_ty)
     if out_desc is not None:
         store_segment(

@@ -18,6 +18,7 @@ from moe_fast.quantization.quantize import empty_form, form_arguments
 from moe_fast.quantization.quantized import (
     KERNEL_OF,
     Quantized,
+    encoding,
     format_of,
     grid_of,
     scale_limits,
@@ -75,6 +76,8 @@ def quantize_activated(
         parts = {"codes": not for_products, "turned": for_products, "amax": not for_products}
         by_columns = empty_form(like, "amax", (size, 1), grid, **parts)
     sizes: dict[str, Any] = {k: v for k, v in grid.settings.items() if k not in ("BLOCK_M", "BLOCK_N", "STAGES")}
+    constants = encoding(recipe, format, like.device)
+    del constants["HARDWARE"]
     with launch_on(like):
         launch(quantize_activated_kernel, (grid.programs,))(
             described(rows.halves, [1, size, size]),
@@ -89,7 +92,7 @@ def quantize_activated(
             SCALED=settings.effective_alpha != 1.0,
             CLAMPED=settings.clamp is not None,
             ROUND_FIRST=settings.round_first and probs is not None,
-            FORMAT=format,
+            **constants,
             WHOLE=not for_products,
             **sizes,
             **NO_FP_FUSION,

@@ -1,7 +1,6 @@
 """glu, activation and their gradients, fused: one launch each, which reads everything once."""
 
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -68,9 +67,8 @@ class Settings:
         return CURVES[self.kind][1] if self.alpha is None else self.alpha
 
     def numbers(self) -> tuple[int, int, int]:
-        """offset, clamp (∞: none) and α."""
-        clamp = inf if self.clamp is None else self.clamp
-        return number_bits(self.offset), number_bits(clamp), number_bits(self.effective_alpha)
+        """offset, clamp and α."""
+        return number_bits(self.offset), number_bits(self.clamp or 0.0), number_bits(self.effective_alpha)
 
 
 @traceable
@@ -272,7 +270,6 @@ def backward_of(
                 parts,
                 tiles // parts,
                 *settings.numbers(),
-                int(settings.clamp is not None),
                 **constants,
             )
     return d_h, d_probs
@@ -289,6 +286,7 @@ def constants_of(
     return {
         "CURVE": CURVES[settings.kind][0],
         "LAYOUT": layout,
+        "CLAMPED": settings.clamp is not None,
         "ROUND_FIRST": settings.round_first and probs is not None,
         "ACCUMULATOR": accumulator(result, probs),
         "BLOCK_P": tile.tokens,

@@ -201,7 +201,7 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
             *matrices.stride()[:2],
             *weight.blocks,
             *_weight_outer(weight),
-            *strided_or_empty(bias_LC, 2),
+            *((*strided(bias_LC, 2), None) if described else strided_or_empty(bias_LC, 2)),  # as in `linear`
             out,
             *((TensorDescriptor.from_tensor(codes, [tile.rows, tile.depth]) if described else None),),
             *((TensorDescriptor.from_tensor(matrices, [1, tile.columns, tile.depth]) if described else None),),

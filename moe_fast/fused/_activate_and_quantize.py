@@ -8,31 +8,29 @@ import triton
 import triton.language as tl
 
 from moe_fast.fused._tiles import Numbers, activated_tile, steps_of
+from moe_fast.launch._rounding import number
 from moe_fast.quantization._formats import encoded
 from moe_fast.quantization._group_scales import raise_amax_and_history, scale_of_group
-from moe_fast.quantization._quantize import limits_of, quantize_forms
+from moe_fast.quantization._quantize import quantize_forms
 from moe_fast.quantization._tiles import magnitude, place_of_tile, store_tile
 
 
 @triton.jit(
     do_not_specialize=[
-        *("stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity", "powers"),
+        *("stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"),
         *("stride_probs", "offset", "clamp", "alpha"),
     ]
 )
 def quantize_activated_blocks_kernel(
-    operands, stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between,
-    offset: tl.int64, clamp: tl.int64, alpha: tl.int64, splits_ptr, stride_splits,
+    operands, stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp,
+    alpha, splits_ptr, stride_splits,
     # results; either form may be left out, and so may the parts of d_probs, [rows, parts]. Codes
     # are contiguous
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, part_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, num_groups, parts, steps,
-    # numbers, as bits of a float64, which are 0 or long
-    epsilon: tl.int64, infinity: tl.int64,
-    powers,  # 1: scales are powers of two
+    num_rows, num_columns, num_groups, parts, steps, epsilon, infinity,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
-    ACCUMULATOR: tl.constexpr, RULE: tl.constexpr, FORMAT: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     HARDWARE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +43,8 @@ def quantize_activated_blocks_kernel(
         splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G
     )
     p = tl.arange(0, BLOCK_M).to(tl.int64)
-    limits = limits_of(epsilon, infinity, powers)
+    least = number(epsilon, tl.float32)
+    most = number(infinity, tl.float32)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     total = tl.zeros([BLOCK_M], ACCUMULATOR)
     for i in tl.range(0, steps_of(first, written, begin, steps, num_columns, WHOLE, BLOCK_N), num_stages=STAGES):
@@ -61,7 +60,7 @@ def quantize_activated_blocks_kernel(
                 column += width
             quantize_forms(
                 x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, tile, first,
-                written, column, num_columns, limits, RULE, FORMAT, HARDWARE, BLOCK, False,
+                written, column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, False,
             )  # fmt: skip
     if part_ptr is not None:
         # a tile sticks out of its group
@@ -74,8 +73,8 @@ def quantize_activated_blocks_kernel(
     ]
 )
 def activated_group_amax_kernel(
-    operands, stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between,
-    offset: tl.int64, clamp: tl.int64, alpha: tl.int64, splits_ptr, stride_splits,
+    operands, stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp,
+    alpha, splits_ptr, stride_splits,
     # result, as integers, zeros before
     amax_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
@@ -109,12 +108,12 @@ def activated_group_amax_kernel(
 @triton.jit(
     do_not_specialize=[
         *("stride_splits", "stride_given", "stride_history"),
-        *("num_rows", "num_groups", "parts", "steps", "epsilon", "powers", "stride_probs", "offset", "clamp", "alpha"),
+        *("num_rows", "num_groups", "parts", "steps", "epsilon", "stride_probs", "offset", "clamp", "alpha"),
     ]
 )
 def cast_activated_groups_kernel(
-    operands, stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between,
-    offset: tl.int64, clamp: tl.int64, alpha: tl.int64, splits_ptr, stride_splits,
+    operands, stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp,
+    alpha, splits_ptr, stride_splits,
     # scales of earlier steps; None: they follow from the amax
     given_ptr, stride_given,
     # the amax of each group, as integers: read, or with scales given a result, and zeros before;
@@ -123,12 +122,9 @@ def cast_activated_groups_kernel(
     # results; the parts of d_probs, [rows, parts], may be left out
     codes_ptr, inverse_ptr, part_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, num_groups, parts, steps,
-    # bits of a float64, which are 0 or long
-    epsilon: tl.int64,
-    powers,  # as above
+    num_rows, num_columns, num_groups, parts, steps, epsilon,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
-    ACCUMULATOR: tl.constexpr, FORMAT: tl.constexpr, HARDWARE: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
@@ -140,7 +136,7 @@ def cast_activated_groups_kernel(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
     )
     scale = scale_of_group(
-        given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon, powers, FORMAT, BLOCK_G
+        given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon, FORMAT, POWER_OF_TWO, BLOCK_G
     )
     p = tl.arange(0, BLOCK_M).to(tl.int64)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)

@@ -7,20 +7,12 @@ to each of its rows. Blocks that span rows are computed at the rows: each tile g
 import triton
 import triton.language as tl
 
-from moe_fast.launch._rounding import rounded
+from moe_fast.launch._rounding import number, rounded
 from moe_fast.launch.specialization import jit
 from moe_fast.permutation._permute import fill_places, find_gaps, find_lists, load_slot, place_lists, rows_of_gaps
 from moe_fast.quantization._formats import E2M1_MAX, FLOAT32_MAX, as_float32, encoded
 from moe_fast.quantization._nvfp4 import multiplier_of
-from moe_fast.quantization._quantize import (
-    E4M3_MAX,
-    E5M2_MAX,
-    block_scale,
-    fitting_scale,
-    limits_of,
-    over,
-    quantize_blocks,
-)
+from moe_fast.quantization._quantize import E4M3_MAX, E5M2_MAX, block_scale, fitting_scale, over, quantize_blocks
 from moe_fast.quantization._tiles import block_amax, magnitude, place_of_tile, spread
 
 
@@ -34,15 +26,15 @@ def raise_amax(amax_ptr, expert, bits, live):
 
 
 @triton.jit
-def group_scale(scale_ptr, stride_scale, amax_ptr, expert, real, limits, FORMAT: tl.constexpr):
+def group_scale(
+    scale_ptr, stride_scale, amax_ptr, expert, real, epsilon, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
     """The multiplier of each expert's rows: given, or from its amax."""
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + expert * stride_scale, mask=real, other=1.0)  # only of experts that there are
     else:
         amax = tl.load(amax_ptr + expert, mask=real, other=0).to(tl.float32, bitcast=True)  # as above
-        scale = fitting_scale(
-            amax, limits.epsilon, FLOAT32_MAX, E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX, limits.powers
-        )
+        scale = fitting_scale(amax, epsilon, FLOAT32_MAX, E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX, POWER_OF_TWO)
     return scale
 
 
@@ -95,8 +87,8 @@ def scatter_tokens(
     tokens_ptr, stride_tokens_t, stride_tokens_h, given_ptr, stride_given, group_amax_ptr, history_ptr, stride_history,
     codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n,
     row_map, stride_base_b, stride_base_e, tokens_per_block, block, column,
-    num_tokens, num_experts, num_columns, num_rows, limits,
-    RULE: tl.constexpr, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
+    num_tokens, num_experts, num_columns, num_rows, least, most,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, quantised, to all of their rows."""
@@ -112,7 +104,7 @@ def scatter_tokens(
     expert, row, live = load_slot(row_map, lists, 0)
     amax = block_amax(x, 1, BLOCK_H if RULE == "group" else BLOCK)
     if RULE == "amax" or RULE == "mxfp8":
-        multiplier, stored = block_scale(amax, limits, RULE, FORMAT)
+        multiplier, stored = block_scale(amax, least, most, RULE, FORMAT, POWER_OF_TWO)
         code = encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE)
     if RULE == "amax":
         there = (t < num_tokens)[:, None] & (b * BLOCK < num_columns)[None, :]  # as above
@@ -120,7 +112,7 @@ def scatter_tokens(
     for j in range(tl.max(lists.num_slots, axis=0)):
         following = load_slot(row_map, lists, j + 1)  # on its way
         if RULE == "group":
-            scale = group_scale(given_ptr, stride_given, group_amax_ptr, expert, live, limits, FORMAT)
+            scale = group_scale(given_ptr, stride_given, group_amax_ptr, expert, live, least, FORMAT, POWER_OF_TWO)
             code = encoded(x * scale[:, None], FORMAT, HARDWARE)
             if given_ptr is not None:
                 bits = tl.reshape(amax, [BLOCK_T]).to(tl.int32, bitcast=True)
@@ -144,7 +136,7 @@ def scatter_tokens(
     do_not_specialize=[
         *("fills", "first_lane", "tail_lanes", "num_tokens", "num_experts", "num_rows", "stride_probs_t"),
         *("stride_probs_e", "stride_given", "stride_history", "stride_scale_m", "stride_scale_n"),
-        *("stride_base_b", "stride_base_e", "tokens_per_block", "epsilon", "infinity", "powers"),
+        *("stride_base_b", "stride_base_e", "tokens_per_block", "epsilon", "infinity"),
     ],
 )
 def scatter_kernel(
@@ -160,11 +152,10 @@ def scatter_kernel(
     fills, first_lane, tail_lanes,
     # sizes
     num_tokens, num_experts, num_columns, num_rows,
-    # numbers, as bits of a float64, which are 0 or long
-    epsilon: tl.int64, infinity: tl.int64,
-    powers,  # 1: scales are powers of two
+    # numbers, as bits of a float64
+    epsilon, infinity,
     RULE: tl.constexpr,  # a rule of blocks; "nvfp4"; "group": one scale per expert
-    FORMAT: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):  # fmt: skip
@@ -179,10 +170,11 @@ def scatter_kernel(
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     block = tl.program_id(0) // columns
     list_blocks = tl.cdiv(num_tokens, BLOCK_L)
-    limits = limits_of(epsilon, infinity, powers)
+    least = number(epsilon, tl.float32)
+    most = number(infinity, tl.float32)
     if RULE == "group" and tl.program_id(0) == 0:
         e = tl.arange(0, BLOCK_E).to(tl.int64)
-        scale_E = group_scale(given_ptr, stride_given, group_amax_ptr, e, e < num_experts, limits, FORMAT)
+        scale_E = group_scale(given_ptr, stride_given, group_amax_ptr, e, e < num_experts, least, FORMAT, POWER_OF_TWO)
         tl.store(inverse_ptr + e, over(1.0, scale_E), mask=e < num_experts)  # experts are padded to a power of two
     if block < list_blocks:
         if column == 0:
@@ -201,11 +193,11 @@ def scatter_kernel(
             tokens_ptr, stride_tokens_t, stride_tokens_h, given_ptr, stride_given, group_amax_ptr, history_ptr,
             stride_history, codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row_map, stride_base_b,
             stride_base_e, tokens_per_block, block - list_blocks - fills, column, num_tokens, num_experts, num_columns,
-            num_rows, limits, RULE, FORMAT, HARDWARE, BLOCK, BLOCK_T, BLOCK_H,
+            num_rows, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, BLOCK_T, BLOCK_H,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "epsilon", "infinity", "powers"])
+@triton.jit(do_not_specialize=["num_rows", "epsilon", "infinity"])
 def row_scales_kernel(
     # by row, its token; by token, results of scatter_kernel, contiguous
     source_ptr, token_scale_ptr, token_amax_ptr,
@@ -213,10 +205,9 @@ def row_scales_kernel(
     scale_ptr, amax_ptr, stride_m, stride_n,
     # sizes
     num_rows, num_blocks,
-    # numbers, as bits of a float64, which are 0 or long
-    epsilon: tl.int64, infinity: tl.int64,
-    powers,  # 1: scales are powers of two
-    FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
+    # numbers, as bits of a float64
+    epsilon, infinity,
+    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """Scale and amax of each row's blocks: its token's, or zeros'; rows lie side by side."""
     parts = tl.cdiv(num_blocks, BLOCK_B)
@@ -228,7 +219,9 @@ def row_scales_kernel(
     amax = tl.load(token_amax_ptr + place, mask=inside, other=0.0)
     stored = tl.load(token_scale_ptr + place, mask=inside, other=0.0)
     zero = tl.zeros([BLOCK_M, BLOCK_B], tl.float32)
-    of_zero = block_scale(zero, limits_of(epsilon, infinity, powers), "amax", FORMAT)[1]
+    of_zero = block_scale(
+        zero, number(epsilon, tl.float32), number(infinity, tl.float32), "amax", FORMAT, POWER_OF_TWO
+    )[1]
     inside = (row < num_rows)[:, None] & (b < num_blocks)[None, :]  # as above
     place = row[:, None] * stride_m + b[None, :] * stride_n
     tl.store(scale_ptr + place, tl.where((source >= 0)[:, None], stored, of_zero), mask=inside)
@@ -263,7 +256,7 @@ def expert_amax_kernel(
         raise_amax(amax_ptr, expert, bits, live)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_groups", "tiles", "steps", "epsilon", "infinity", "powers"])
+@triton.jit(do_not_specialize=["num_rows", "num_groups", "tiles", "steps", "epsilon", "infinity"])
 def gather_kernel(
     tokens_ptr, stride_tokens_t, stride_tokens_h,
     # by row, its token; by expert, the rows of its segment
@@ -272,10 +265,9 @@ def gather_kernel(
     form, stride_form_m, stride_form_n,
     # sizes; a program takes `steps` along the columns of one of `tiles`
     num_rows, num_columns, num_groups, tiles, steps,
-    # numbers, as bits of a float64, which are 0 or long
-    epsilon: tl.int64, infinity: tl.int64,
-    powers,  # 1: scales are powers of two
-    RULE: tl.constexpr, FORMAT: tl.constexpr, HARDWARE: tl.constexpr,
+    # numbers, as bits of a float64
+    epsilon, infinity,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr, SLAB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -290,7 +282,8 @@ def gather_kernel(
     _, first, read, _, written = place_of_tile(splits_ptr, 1, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G)
     row = first + tl.arange(0, BLOCK_M)
     source = tl.load(source_ptr + row, mask=row < read, other=-1).to(tl.int64)  # ragged tile
-    limits = limits_of(epsilon, infinity, powers)
+    least = number(epsilon, tl.float32)
+    most = number(infinity, tl.float32)
     begin = part.to(tl.int64) * (steps * BLOCK_N)
     for i in tl.range(0, tl.where((first < written) & (begin < num_columns), steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
@@ -302,6 +295,6 @@ def gather_kernel(
             )
         )
         quantize_blocks(
-            x, form, stride_form_m, stride_form_n, tile, first, written, column, num_columns, limits,
-            RULE, FORMAT, HARDWARE, BLOCK_R, BLOCK_C,
+            x, form, stride_form_m, stride_form_n, tile, first, written, column, num_columns, least, most,
+            RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK_R, BLOCK_C,
         )  # fmt: skip

@@ -177,7 +177,7 @@ def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor |
                 *scale_limits(recipe, x.dtype),
                 **source.constants(grid),
                 RULE=rule,
-                **encoding(forms.format, x.device),
+                **encoding(recipe, forms.format, x.device),
                 ALIGNED=aligned,
                 BLOCK=size,
                 **grid.settings,
@@ -219,9 +219,8 @@ def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | 
             *x.shape,
             *grid.sizes,
             number_bits(recipe.amax_epsilon or 0.0),
-            int(bool(recipe.power_of_two_scales)),
             **source.constants(grid),
-            **encoding(forms.format, x.device),
+            **encoding(recipe, forms.format, x.device),
             **grid.settings,
             **NO_FP_FUSION,
         )
@@ -274,7 +273,6 @@ def _launch(
             launch(kernel, (programs,))(
                 *(*d_out, *strided(h), *strided_or_empty(source.probs, 1), *results),
                 *(*present(None, torch.int64), *sizes, *settings.numbers()),
-                *((int(settings.clamp is not None),) if d_out else ()),
                 **constants,
             )
 

@@ -119,7 +119,8 @@ def strided(tensor: Tensor | None, dims: int = 2) -> tuple[Any, ...]:
 def present(tensor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, int]:
     """(tensor, 1), or (an empty tensor of this dtype, 0).
 
-    To the compiler None is another type, and so another version of a kernel.
+    To the compiler None is another type, and so another version of a kernel: for kernels whose
+    speed does not depend on it.
     """
     return (_EMPTY[dtype], 0) if tensor is None else (tensor, 1)
 

@@ -95,8 +95,8 @@ def two_levels_amax_kernel(
 
 @triton.jit
 def scale_of_group(
-    given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon, powers,
-    FORMAT: tl.constexpr, BLOCK_G: tl.constexpr,
+    given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon,
+    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """The multiplier s of a group, given or from its amax; the first program writes 1/s of all."""
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
@@ -109,12 +109,12 @@ def scale_of_group(
             tl.store(inverse_ptr + g, over(1.0, tl.load(given_ptr + g * stride_given, mask=real, other=1.0)), mask=real)
     else:
         amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # as above
-        scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, powers)
+        scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)
         if tl.program_id(0) == 0:
             amax_G = tl.load(amax_ptr + g, mask=real, other=0).to(tl.float32, bitcast=True)
             tl.store(
                 inverse_ptr + g,
-                over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, powers)),
+                over(1.0, fitting_scale(amax_G, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)),
                 mask=real,
             )
     return scale
@@ -133,7 +133,6 @@ def raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group
     along=["stride_x_n"],
     do_not_specialize=[
         *("stride_splits", "stride_given", "stride_history", "num_rows", "num_groups", "parts", "steps", "epsilon"),
-        "powers",
     ],
 )
 def cast_groups_kernel(
@@ -149,8 +148,7 @@ def cast_groups_kernel(
     num_rows, num_columns, num_groups, parts, steps,
     # bits of a float64, which are 0 or long
     epsilon: tl.int64,
-    powers,  # 1: scales are powers of two
-    FORMAT: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr,
+    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
@@ -159,7 +157,7 @@ def cast_groups_kernel(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
     )
     scale = scale_of_group(
-        given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon, powers, FORMAT, BLOCK_G
+        given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon, FORMAT, POWER_OF_TWO, BLOCK_G
     )
     row = first + tl.arange(0, BLOCK_M)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)

@@ -9,7 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from moe_fast.launch._hopper import barrier, load_tile
-from moe_fast.quantization._quantize import block_scale, limits_of
+from moe_fast.launch._rounding import number
+from moe_fast.quantization._quantize import block_scale
 
 SIZE = gl.constexpr(128)  # of a tile, as of blocks
 # 8 rows of 8 columns for each thread: of both directions, eight codes lie side by side
@@ -41,13 +42,13 @@ def add(a, b):
 def place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_G: gl.constexpr):
     """As in `_tiles`, where aligned: first row of a tile, and the ends of its rows to read and to
     write."""
-    if stride_splits < 0:
+    if splits_ptr is None:
         first = tile.to(gl.int64) * SIZE
         read = gl.to_tensor(num_rows).to(gl.int64)
         written = read
     else:
         g = gl.arange(0, BLOCK_G, FLAT)
-        sizes = gl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0)
+        sizes = gl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(gl.int64)
         sizes = gl.maximum(sizes, 0)
         sizes = gl.where(g == num_groups, gl.maximum(num_rows - gl.sum(sizes, 0), 0), sizes)
         tiles = (sizes + (SIZE - 1)) // SIZE
@@ -100,7 +101,7 @@ def column_amax(x):
 @gluon.jit
 def quantize_tile(
     x, form, stride_m, stride_n, tile, tiles, first, column, rows, columns, num_columns, limits,
-    FORMAT: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_C: gl.constexpr,
+    FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_C: gl.constexpr,
 ):  # fmt: skip
     """One form of a tile that has `rows` and `columns`."""
     if BLOCK_C == 1:
@@ -112,7 +113,7 @@ def quantize_tile(
     if BLOCK_R == 1 or BLOCK_C == 1:
         amax = gl.convert_layout(amax, FLAT)  # a scale is computed by one thread, not by all that use it
     amax = gl.maximum(amax, 0.0)  # a maximum passes over NaN
-    multiplier, stored = block_scale(amax, limits, "amax", FORMAT)
+    multiplier, stored = block_scale(amax, limits[0], limits[1], "amax", FORMAT, POWER_OF_TWO)
     i = gl.arange(0, SIZE, FLAT)
     if BLOCK_R == 1:
         where, inside = (first + i) * stride_m + (column // SIZE).to(gl.int64) * stride_n, i < rows
@@ -138,7 +139,7 @@ def quantize_tile(
 def quantize_row_of_tiles(
     x_desc, buffer, ready, row_form, row_strides, column_form, column_strides, tile, tiles, first, begin, count,
     rows, known, num_columns, limits,
-    CUT: gl.constexpr, FORMAT: gl.constexpr, SQUARE: gl.constexpr, STAGES: gl.constexpr,
+    CUT: gl.constexpr, FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, SQUARE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`count` tiles side by side, from column `begin`; CUT: of which only `known` rows are the
     group's."""
@@ -159,19 +160,19 @@ def quantize_row_of_tiles(
         if row_form.scale_ptr is not None:
             quantize_tile(
                 x, row_form, row_strides[0], row_strides[1], tile, tiles, first, column, rows, columns, num_columns,
-                limits, FORMAT, SIZE if SQUARE else 1, SIZE,
+                limits, FORMAT, POWER_OF_TWO, SIZE if SQUARE else 1, SIZE,
             )  # fmt: skip
         if column_form.scale_ptr is not None:
             quantize_tile(
                 x, column_form, column_strides[0], column_strides[1], tile, tiles, first, column, rows, columns,
-                num_columns, limits, FORMAT, SIZE, 1,
+                num_columns, limits, FORMAT, POWER_OF_TWO, SIZE, 1,
             )  # fmt: skip
 
 
 @gluon.jit(
     do_not_specialize=[
         *("stride_row_m", "stride_row_n", "stride_column_m", "stride_column_n", "stride_splits"),
-        *("num_rows", "num_groups", "parts", "steps", "epsilon", "infinity", "powers"),
+        *("num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"),
     ]
 )
 def quantize_tiles_kernel(
@@ -180,10 +181,9 @@ def quantize_tiles_kernel(
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
     # sizes; `parts` programs per tile of rows, `steps` each
     num_rows, num_columns, num_groups, parts, steps,
-    # numbers, as bits of a float64, which are 0 or long
-    epsilon: gl.int64, infinity: gl.int64,
-    powers,  # 1: scales are powers of two
-    FORMAT: gl.constexpr, SQUARE: gl.constexpr,
+    # numbers, as bits of a float64
+    epsilon, infinity,
+    FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, SQUARE: gl.constexpr,
     WHOLE: gl.constexpr,  # also tiles past the last group
     BLOCK_G: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -205,15 +205,15 @@ def quantize_tiles_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.expect(ready.index(s), bytes, pred=s < count)
         load_tile(x_desc, [corner, begin + s * SIZE], ready.index(s), buffer.index(s), pred=s < count)
-    limits = limits_of(epsilon, infinity, powers)
+    limits = (number(epsilon, gl.float32), number(infinity, gl.float32))
     row_strides, column_strides = (stride_row_m, stride_row_n), (stride_column_m, stride_column_n)
     if known < SIZE:  # few tiles; others need no mask
         quantize_row_of_tiles(
             x_desc, buffer, ready, row_form, row_strides, column_form, column_strides, tile, tiles, first, begin,
-            count, rows, known, num_columns, limits, True, FORMAT, SQUARE, STAGES,
+            count, rows, known, num_columns, limits, True, FORMAT, POWER_OF_TWO, SQUARE, STAGES,
         )  # fmt: skip
     else:
         quantize_row_of_tiles(
             x_desc, buffer, ready, row_form, row_strides, column_form, column_strides, tile, tiles, first, begin,
-            count, rows, known, num_columns, limits, False, FORMAT, SQUARE, STAGES,
+            count, rows, known, num_columns, limits, False, FORMAT, POWER_OF_TWO, SQUARE, STAGES,
         )  # fmt: skip

@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from moe_fast.launch._hopper import barrier, gather_tile
+from moe_fast.launch._rounding import number
 from moe_fast.quantization._hopper import SIZE, TILE, place_of_tile, quantize_tile
-from moe_fast.quantization._quantize import limits_of
 
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # 16 bytes of a token for each thread
 SOURCE = gl.constexpr(gl.SliceLayout(1, COPY.value))
@@ -27,21 +27,16 @@ def gather(tokens_ptr, offset, live, column, num_columns, buffer, wanted):
     async_copy.commit_group()
 
 
-@gluon.jit(
-    do_not_specialize=[
-        *("stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity", "powers"),
-    ]
-)
+@gluon.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"])
 def quantize_gathered_kernel(
     tokens_ptr, stride_tokens_t, source_ptr, splits_ptr, stride_splits,
     # results, as for `quantize_blocks_kernel`
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
     # sizes; `parts` programs per tile of rows, `steps` each
     num_rows, num_columns, num_groups, parts, steps,
-    # numbers, as bits of a float64, which are 0 or long
-    epsilon: gl.int64, infinity: gl.int64,
-    powers,  # 1: scales are powers of two
-    FORMAT: gl.constexpr, WHOLE: gl.constexpr, BLOCK_G: gl.constexpr, STAGES: gl.constexpr,
+    # numbers, as bits of a float64
+    epsilon, infinity,
+    FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, WHOLE: gl.constexpr, BLOCK_G: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Blocks of 1 × 128, 128 × 1, or both of one load. All tiles of some columns come before the
     next columns, so that the L2 holds those of all tokens.
@@ -60,7 +55,7 @@ def quantize_gathered_kernel(
     live, offset = source >= 0, source * stride_tokens_t
     for s in gl.static_range(STAGES):
         gather(tokens_ptr, offset, live, begin + s * SIZE, num_columns, buffer.index(s), s < count)
-    limits = limits_of(epsilon, infinity, powers)
+    limits = (number(epsilon, gl.float32), number(infinity, gl.float32))
     for k in range(count):
         stage, column = k % STAGES, begin + k * SIZE
         async_copy.wait_group(STAGES - 1)
@@ -73,10 +68,10 @@ def quantize_gathered_kernel(
         if row_form.scale_ptr is not None:
             quantize_tile(
                 x, row_form, stride_row_m, stride_row_n, tile, tiles, first, column, rows, columns,
-                num_columns, limits, FORMAT, 1, SIZE,
+                num_columns, limits, FORMAT, POWER_OF_TWO, 1, SIZE,
             )  # fmt: skip
         if column_form.scale_ptr is not None:
             quantize_tile(
                 x, column_form, stride_column_m, stride_column_n, tile, tiles, first, column, rows,
-                columns, num_columns, limits, FORMAT, SIZE, 1,
+                columns, num_columns, limits, FORMAT, POWER_OF_TWO, SIZE, 1,
             )  # fmt: skip

@@ -38,22 +38,6 @@ class FormPointers(NamedTuple):
     turned_ptr: Any  # codes as `Form.turned_NT`
 
 
-class Limits(NamedTuple):
-    """What scales follow from besides amax; made in a kernel. `powers` is no constant, as all
-    recipes then share a kernel.
-    """
-
-    epsilon: Any  # the least amax, float32
-    infinity: Any  # the scale on overflow, float32
-    powers: Any  # 1: scales are powers of two
-
-
-@triton.jit
-def limits_of(epsilon, infinity, powers):
-    """`Limits` of numbers that are bits of a float64."""
-    return Limits(number(epsilon, tl.float32), number(infinity, tl.float32), powers)
-
-
 @triton.jit
 def over(numerator, denominator):
     """The quotient, rounded once; `/` is an approximation on a GPU."""
@@ -61,12 +45,12 @@ def over(numerator, denominator):
 
 
 @triton.jit
-def fitting_scale(amax, epsilon, infinity, format_max, powers):
-    """format_max / max(amax, ε); 1 for 0 or ∞, `infinity` on overflow; truncated to `powers`."""
+def fitting_scale(amax, epsilon, infinity, format_max, POWER_OF_TWO: tl.constexpr):
+    """format_max / max(amax, ε); 1 for 0 or ∞, `infinity` on overflow; POWER_OF_TWO: truncated."""
     a = tl.maximum(amax, epsilon)
     s = over(format_max, tl.where((a == 0) | (a == INFINITE), format_max, a))
     s = tl.where(s == INFINITE, infinity, s)
-    if powers:
+    if POWER_OF_TWO:
         s = (s.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)  # the mantissa becomes 0
     return s
 
@@ -86,21 +70,20 @@ def fitting_power(amax, epsilon, infinity, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def block_scale(amax, limits, RULE: tl.constexpr, FORMAT: tl.constexpr):
+def block_scale(amax, epsilon, infinity, RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """(multiplier, stored scale) of blocks.
 
     amax   s = format_max / amax                 1/s
     mxfp8  2^(127 - e)                           e = E8M0(amax · (1/format_max))
     """
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
-    if RULE == "amax":
-        if limits.powers:  # a branch: quotients of every column would take as long as all else
-            code = fitting_power(amax, limits.epsilon, limits.infinity, FORMAT)
-            multiplier = power_of_two(code)
-            stored = power_of_two(254 - code)
-        else:
-            multiplier = fitting_scale(amax, limits.epsilon, limits.infinity, FORMAT_MAX, False)
-            stored = over(1.0, multiplier)
+    if RULE == "amax" and POWER_OF_TWO:  # quotients of every column would take as long as all else
+        code = fitting_power(amax, epsilon, infinity, FORMAT)
+        multiplier = power_of_two(code)
+        stored = power_of_two(254 - code)
+    elif RULE == "amax":
+        multiplier = fitting_scale(amax, epsilon, infinity, FORMAT_MAX, False)
+        stored = over(1.0, multiplier)
     else:
         stored = encoded_up(amax * (1 / FORMAT_MAX))
         multiplier = power_of_two(254 - stored)  # 2^(127 - e), e at most 254
@@ -117,21 +100,21 @@ def apart(x, positive):
 
 @triton.jit
 def quantize_blocks(
-    x, form, stride_m, stride_n, tile, first, written, column, num_columns, limits,
-    RULE: tl.constexpr, FORMAT: tl.constexpr, HARDWARE: tl.constexpr,
+    x, form, stride_m, stride_n, tile, first, written, column, num_columns, epsilon, infinity,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, tiles=None,
 ):  # fmt: skip
     """One form of a tile: codes, block scales and amax; amax blocks over rows are a tile high.
     `tiles` tiles of rows have transposed codes.
     """
     amax = block_amax(x, BLOCK_R, BLOCK_C)
-    multiplier, stored = block_scale(amax, limits, RULE, FORMAT)
+    multiplier, stored = block_scale(amax, epsilon, infinity, RULE, FORMAT, POWER_OF_TWO)
     code = encoded(x * spread(multiplier, BLOCK_R, BLOCK_C), FORMAT, HARDWARE)
     if form.codes_ptr is not None:
         store_tile(form.codes_ptr, code, first, written, column, num_columns)
     if form.turned_ptr is not None:
         if form.codes_ptr is not None:
-            code = encoded(x * spread(apart(multiplier, limits.infinity), BLOCK_R, BLOCK_C), FORMAT, HARDWARE)
+            code = encoded(x * spread(apart(multiplier, infinity), BLOCK_R, BLOCK_C), FORMAT, HARDWARE)
         store_turned(form.turned_ptr, code, tile, tiles, column, num_columns)
     block = tile if RULE == "amax" and BLOCK_R > 1 else first // BLOCK_R
     stored = stored.to(form.scale_ptr.dtype.element_ty)
@@ -148,20 +131,20 @@ def quantize_blocks(
 @triton.jit
 def quantize_forms(
     x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
-    tile, first, written, column, num_columns, limits,
-    RULE: tl.constexpr, FORMAT: tl.constexpr, HARDWARE: tl.constexpr,
+    tile, first, written, column, num_columns, epsilon, infinity,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK: tl.constexpr, SQUARE: tl.constexpr, tiles=None,
 ):  # fmt: skip
     """A tile's form of 1 × BLOCK (SQUARE: BLOCK × BLOCK) and of BLOCK × 1; either may be absent."""
     if row_form.scale_ptr is not None:
         quantize_blocks(
-            x, row_form, stride_row_m, stride_row_n, tile, first, written, column, num_columns, limits,
-            RULE, FORMAT, HARDWARE, BLOCK if SQUARE else 1, BLOCK, tiles,
+            x, row_form, stride_row_m, stride_row_n, tile, first, written, column, num_columns, epsilon, infinity,
+            RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK if SQUARE else 1, BLOCK, tiles,
         )  # fmt: skip
     if column_form.scale_ptr is not None:
         quantize_blocks(
-            x, column_form, stride_column_m, stride_column_n, tile, first, written, column, num_columns, limits,
-            RULE, FORMAT, HARDWARE, BLOCK, 1, tiles,
+            x, column_form, stride_column_m, stride_column_n, tile, first, written, column, num_columns, epsilon,
+            infinity, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, 1, tiles,
         )  # fmt: skip
 
 
@@ -170,7 +153,7 @@ def quantize_forms(
     along=["stride_x_n"],
     do_not_specialize=[
         *("stride_row_m", "stride_row_n", "stride_column_m", "stride_column_n", "stride_splits"),
-        *("num_rows", "num_groups", "parts", "steps", "epsilon", "infinity", "powers"),
+        *("num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"),
     ],
 )
 def quantize_blocks_kernel(
@@ -181,8 +164,7 @@ def quantize_blocks_kernel(
     num_rows, num_columns, num_groups, parts, steps,
     # numbers, as bits of a float64, which are 0 or long
     epsilon: tl.int64, infinity: tl.int64,
-    powers,  # 1: scales are powers of two
-    RULE: tl.constexpr, FORMAT: tl.constexpr, HARDWARE: tl.constexpr,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr,
     WHOLE: tl.constexpr,  # also tiles past the last group
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
@@ -193,7 +175,8 @@ def quantize_blocks_kernel(
         splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G
     )
     row = first + tl.arange(0, BLOCK_M)
-    limits = limits_of(epsilon, infinity, powers)
+    least = number(epsilon, tl.float32)
+    most = number(infinity, tl.float32)
     begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
     end = written if WHOLE else owned
     for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
@@ -204,6 +187,6 @@ def quantize_blocks_kernel(
                 x = tl.where((row < owned)[:, None], x, 0.0)
         quantize_forms(
             x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, tile, first,
-            written, column, num_columns, limits, RULE, FORMAT, HARDWARE, BLOCK, SQUARE,
+            written, column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, SQUARE,
             tl.num_programs(0) // parts,
         )  # fmt: skip

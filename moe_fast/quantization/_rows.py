@@ -5,6 +5,7 @@ alone.
 import triton
 import triton.language as tl
 
+from moe_fast.launch._rounding import number
 from moe_fast.quantization._formats import as_float32, encoded
 from moe_fast.quantization._quantize import block_scale
 from moe_fast.quantization._tiles import block_amax, spread
@@ -14,10 +15,11 @@ FORMAT = tl.constexpr("e4m3")
 
 
 @triton.jit
-def encode_rows(token, limits, HARDWARE: tl.constexpr):
+def encode_rows(token, epsilon, infinity, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr):
     """(codes, stored scales) of a tile of whole blocks; missing elements are 0."""
     x = as_float32(token)
-    multiplier, stored = block_scale(block_amax(x, 1, BLOCK), limits, "amax", FORMAT)
+    least, most = number(epsilon, tl.float32), number(infinity, tl.float32)
+    multiplier, stored = block_scale(block_amax(x, 1, BLOCK), least, most, "amax", FORMAT, POWER_OF_TWO)
     return encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE), stored
 
 
@@ -30,14 +32,17 @@ def blocks_of(column, num_columns, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def fill_scales(
-    scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, num_experts, num_columns, num_rows, limits,
-    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+    scale_ptr, stride_scale_m, stride_scale_n, gap_ptr, lane, column, num_experts, num_columns, num_rows, epsilon,
+    infinity,
+    POWER_OF_TWO: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The scales of zeros in the padding after one expert's rows; codes of zeros are zeros."""
     if lane < num_experts:
         b, in_row = blocks_of(column, num_columns, BLOCK_H)
         zero = tl.zeros([BLOCK_R, BLOCK_H // BLOCK], tl.float32)
-        of_zeros = block_scale(zero, limits, "amax", FORMAT)[1]
+        of_zeros = block_scale(
+            zero, number(epsilon, tl.float32), number(infinity, tl.float32), "amax", FORMAT, POWER_OF_TWO
+        )[1]
         begin = tl.load(gap_ptr + lane)
         end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + lane), num_rows)
         for i in range(tl.cdiv(end - begin, BLOCK_R)):

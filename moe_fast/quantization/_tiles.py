@@ -3,9 +3,6 @@
 A tile is [rows, columns] of x within one group: each group is cut from its own first row on, and
 the rows past the last group, as one more group, of zeros. Where only the end of the last group
 matters, x is cut as a whole.
-
-A negative `stride_splits` says that there are no splits, and x is one group: not a constant, as
-calls with and without splits then share a kernel.
 """
 
 import triton
@@ -18,9 +15,9 @@ from moe_fast.quantization._formats import as_float32
 def are_wrong(splits_ptr, stride_splits, num_rows, num_groups, MULTIPLE: tl.constexpr, BLOCK_G: tl.constexpr):
     """Whether a split is negative or no multiple, or all are more than the rows."""
     wrong = tl.full([], False, tl.int1)
-    if stride_splits >= 0:
+    if splits_ptr is not None:
         g = tl.arange(0, BLOCK_G)
-        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0)  # padded block
+        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # padded block
         each = (sizes < 0) | (sizes > num_rows) | (sizes % MULTIPLE != 0)
         most = tl.minimum(sizes, num_rows)
         wrong = (tl.sum(each.to(tl.int32), axis=0) > 0) | (tl.sum(most, axis=0) > num_rows)
@@ -30,14 +27,14 @@ def are_wrong(splits_ptr, stride_splits, num_rows, num_groups, MULTIPLE: tl.cons
 @triton.jit
 def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr):
     """(group, first row, end of the group) of a tile; group `num_groups` is the rest of x."""
-    if stride_splits < 0:
+    if splits_ptr is None:
         group = tl.full([], 0, tl.int64)
         begin = tl.full([], 0, tl.int64)
         first_tile = tl.full([], 0, tl.int64)
         size = tl.cast(num_rows, tl.int64)
     else:
         g = tl.arange(0, BLOCK_G)
-        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0)  # padded block
+        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # padded block
         sizes = tl.maximum(sizes, 0)  # illegal sizes stay within memory; readers show them
         sizes = tl.where(g == num_groups, tl.maximum(num_rows - tl.sum(sizes), 0), sizes)
         tiles = (sizes + (BLOCK_M - 1)) // BLOCK_M
@@ -65,9 +62,9 @@ def place_of_tile(
         written = tl.cast(num_rows, tl.int64)
         owned = written
         read = written  # loads do not wait for the splits
-        if stride_splits >= 0:
+        if splits_ptr is not None:
             g = tl.arange(0, BLOCK_G)
-            sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0)  # padded block
+            sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # padded block
             owned = tl.minimum(tl.sum(sizes), written)
     return group, first, read, owned, written
 

@@ -14,6 +14,7 @@ from moe_fast.quantization.quantize import empty_form, form_arguments
 from moe_fast.quantization.quantized import (
     KERNEL_OF,
     Quantized,
+    encoding,
     format_of,
     grid_of,
     scale_limits,
@@ -70,6 +71,8 @@ def quantize_gathered(
         parts = {"codes": not for_products, "turned": for_products, "amax": not for_products}
         by_columns = empty_form(like, rule, (size, 1), grid, **parts)
     settings: dict[str, Any] = {k: v for k, v in grid.settings.items() if k not in ("BLOCK_M", "BLOCK_N")}
+    constants = encoding(recipe, format, tokens.device)
+    del constants["HARDWARE"]
     if grid.programs:
         with launch_on(tokens):
             launch(quantize_gathered_kernel, (grid.programs,))(
@@ -82,7 +85,7 @@ def quantize_gathered(
                 *like.shape,
                 *grid.sizes,
                 *scale_limits(recipe, tokens.dtype),
-                FORMAT=format,
+                **constants,
                 WHOLE=not for_products,
                 **settings,
                 **NO_FP_FUSION,

@@ -59,8 +59,7 @@ def cast_groups(
             *x.shape,
             *grid.sizes,
             number_bits(recipe.amax_epsilon or 0.0),
-            int(bool(recipe.power_of_two_scales)),
-            **encoding(format, x.device),
+            **encoding(recipe, format, x.device),
             **grid.settings,
             **NO_FP_FUSION,
         )

@@ -11,6 +11,7 @@ from moe_fast.launch.prepared import launch
 from moe_fast.launch.sizes import Walk
 from moe_fast.quantization._hopper import SIZE, quantize_tiles_kernel
 from moe_fast.quantization.quantized import Grid, splits_arguments
+from moe_ref.config import Recipe
 
 # Measured on an H200 (docs/results/low-precision-h200.md). Two programs share a multiprocessor.
 WALK = Walk(tokens=128, columns=128, num_warps=8, steps=8, stages=2, registers=128)
@@ -23,8 +24,8 @@ def can_quantize(x: Tensor) -> bool:
 
 
 def quantize_tiles(
-    x: Tensor, splits: Tensor | None, forms: tuple[Any, ...], arguments: tuple[Any, ...], format: str, square: bool,
-    whole: bool, grid: Grid,
+    x: Tensor, splits: Tensor | None, forms: tuple[Any, ...], arguments: tuple[Any, ...], recipe: Recipe, format: str,
+    square: bool, whole: bool, grid: Grid,
 ) -> None:  # fmt: skip
     """As `quantize_blocks_kernel`, of blocks that span rows, alone or with those of rows."""
     settings = {name: value for name, value in grid.settings.items() if name not in ("BLOCK_M", "BLOCK_N")}
@@ -34,6 +35,7 @@ def quantize_tiles(
         *forms,
         *arguments,
         FORMAT=format,
+        POWER_OF_TWO=bool(recipe.power_of_two_scales),
         SQUARE=square,
         WHOLE=whole,
         **settings,

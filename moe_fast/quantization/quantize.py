@@ -119,7 +119,7 @@ def _quantize_blocks(
         arguments = *x.shape, *grid.sizes, *scale_limits(recipe, x.dtype)
         with launch_on(x):
             if on_hopper:
-                hopper.quantize_tiles(x, splits, forms, arguments, format, square, not turned, grid)
+                hopper.quantize_tiles(x, splits, forms, arguments, recipe, format, square, not turned, grid)
             else:
                 launch(kernels.quantize_blocks_kernel, (grid.programs,))(
                     *strided(x),
@@ -127,7 +127,7 @@ def _quantize_blocks(
                     *forms,
                     *arguments,
                     RULE=rule,
-                    **encoding(format, x.device),
+                    **encoding(recipe, format, x.device),
                     ALIGNED=aligned,
                     BLOCK=size,
                     SQUARE=square,

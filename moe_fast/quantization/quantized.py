@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION, number_bits
 from moe_fast.launch.autograd import once_differentiable
-from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, launch_on, present, strided
+from moe_fast.launch.backend import INTERPRETED, casts_in_hardware, launch_on, strided
 from moe_fast.launch.operators import as_operators, has_memory, launch, record, traceable
 from moe_fast.launch.specialization import DIVISOR
 from moe_fast.launch.tuning import ceil_div, power_of_two
@@ -79,25 +79,21 @@ def format_of(recipe: Recipe, role: str) -> str:
     return "e5m2" if recipe.fp8_format == "hybrid" and role == "grad_output" else "e4m3"
 
 
-def scale_limits(recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:
-    """The least amax, the scale on overflow, and 1 for powers of two, as the kernels take them."""
+def scale_limits(recipe: Recipe, dtype: torch.dtype) -> tuple[int, int]:
+    """The least amax and the scale on overflow, as the kernels take them."""
     infinity = FLOAT32_MAX if dtype == torch.float64 else torch.finfo(dtype).max
-    return number_bits(recipe.amax_epsilon or 0.0), number_bits(infinity), int(bool(recipe.power_of_two_scales))
+    return number_bits(recipe.amax_epsilon or 0.0), number_bits(infinity)
 
 
-def splits_arguments(splits: Tensor | None) -> tuple[Tensor, int]:
-    """The splits and their stride as the kernels take them, so that one kernel serves all: int64,
-    and no splits as a tensor without memory, of a stride that no splits have.
-    """
-    if splits is None:
-        return present(None, torch.int64)[0], -1
-    wide = splits.to(torch.int64)
-    return wide, wide.stride(0)
+def splits_arguments(splits: Tensor | None) -> tuple[Any, ...]:
+    """The splits and their stride as kernels take them: one version serves int32 and int64."""
+    return strided(None if splits is None else splits.to(torch.int64), 1)
 
 
-def encoding(format: str, device: torch.device) -> dict[str, Any]:
+def encoding(recipe: Recipe, format: str, device: torch.device) -> dict[str, Any]:
     """The constants of kernels that encode."""
-    return {"FORMAT": format, "HARDWARE": casts_in_hardware(device)}
+    power_of_two, hardware = bool(recipe.power_of_two_scales), casts_in_hardware(device)
+    return {"FORMAT": format, "POWER_OF_TWO": power_of_two, "HARDWARE": hardware}
 
 
 @traceable

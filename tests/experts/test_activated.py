@@ -30,7 +30,7 @@ SWIGLU = Settings("swiglu", True, False)
 @pytest.mark.parametrize("forms", FORMS)
 def test_the_kernel_compiles_and_two_programs_fit_a_multiprocessor(forms, more, dtype):
     rows, columns, whole = FORMS[forms]
-    constants = {"FORMAT": "e4m3", "WHOLE": whole, "BLOCK_G": 128}
+    constants = {"FORMAT": "e4m3", "POWER_OF_TWO": True, "WHOLE": whole, "BLOCK_G": 128}
     constants |= {"SCALED": more, "CLAMPED": more, "ROUND_FIRST": more}
     constants |= {"num_warps": WALK.num_warps, "maxnreg": WALK.registers}
     shared, _, spilled = compiled(

@@ -24,10 +24,10 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("forms", FORMS)
-def test_both_directions_compile_and_two_programs_fit_a_multiprocessor(forms):
+@pytest.mark.parametrize(("forms", "splits"), [*((form, False) for form in FORMS), ("both", True)])
+def test_both_directions_compile_and_two_programs_fit_a_multiprocessor(forms, splits):
     rows, columns, square = FORMS[forms]
-    constants = {"FORMAT": "e4m3", "SQUARE": square, "WHOLE": forms == "public", "BLOCK_G": 128}
+    constants = {"FORMAT": "e4m3", "POWER_OF_TWO": splits, "SQUARE": square, "WHOLE": forms == "public", "BLOCK_G": 128}
     constants |= {"STAGES": hopper.WALK.stages, "num_warps": hopper.WALK.num_warps, "maxnreg": hopper.WALK.registers}
     tiles = {"x_desc": ("bf16", [128, 128])}
     shared, _, _ = compiled(
@@ -38,6 +38,7 @@ def test_both_directions_compile_and_two_programs_fit_a_multiprocessor(forms):
         constants,
         forms={"row_form": rows, "column_form": columns},
         wide=("epsilon", "infinity"),
+        absent=() if splits else ("splits_ptr",),
     )
     assert shared <= SHARED_BYTES
 
@@ -54,7 +55,7 @@ GATHERED = {
 @pytest.mark.parametrize("forms", GATHERED)
 def test_rows_that_are_gathered_compile_and_two_programs_fit(forms):
     rows, columns, whole = GATHERED[forms]
-    constants = {"FORMAT": "e5m2", "WHOLE": whole, "BLOCK_G": 128, "STAGES": hopper.WALK.stages}
+    constants = {"FORMAT": "e5m2", "POWER_OF_TWO": True, "WHOLE": whole, "BLOCK_G": 128, "STAGES": hopper.WALK.stages}
     constants |= {"num_warps": hopper.WALK.num_warps, "maxnreg": hopper.WALK.registers}
     shared, _, spilled = compiled(
         compile_gluon,
@@ -99,7 +100,7 @@ def test_what_it_is_launched_with(for_products, square, monkeypatch):
         quantize(x, Recipe("block"), role=role)
     assert launched == []
     quantize(x, Recipe("block"), role=role, columnwise=True)
-    ((tensor, splits, forms, arguments, format, squares, whole, grid),) = launched
+    ((tensor, splits, forms, arguments, _, format, squares, whole, grid),) = launched
     assert tensor.data_ptr() == x.data_ptr() and splits is None and (format, squares) == ("e4m3", square)
     assert arguments[:2] == x.shape and (grid.tiles, grid.settings["BLOCK_N"]) == (2, 128)
     assert len(forms) == 6 and (forms[3].scale_ptr is None) == square
