@@ -135,14 +135,16 @@ def load_probs(probs_ptr, stride_probs, has_probs, p, num_rows, dtype: tl.conste
 @triton.jit
 def rows_of_experts(totals_ptr, has_totals, num_rows):
     """The rows that a plan says are the experts'; all where it says -1, or where there is none."""
-    end = tl.load(totals_ptr + 1, mask=has_totals != 0, other=-1)
-    return tl.where((end < 0) | (end > num_rows), num_rows, end)
+    if totals_ptr is not None:
+        end = tl.load(totals_ptr + 1, mask=has_totals != 0, other=-1)
+        num_rows = tl.where((end < 0) | (end > num_rows), num_rows, end)
+    return num_rows
 
 
 @jit(
     together=[("stride_h_p", "width"), ("between",)],
     along=["stride_h_f"],
-    do_not_specialize=["stride_probs", "has_probs", "has_totals", "num_rows", "parts", "offset", "clamp", "alpha"],
+    do_not_specialize=["stride_probs", "has_probs", "num_rows", "parts", "offset", "clamp", "alpha"],
 )
 def activation_kernel(
     h_ptr, stride_h_p, stride_h_f, probs_ptr, stride_probs, has_probs,
@@ -150,8 +152,8 @@ def activation_kernel(
     out_ptr,
     # the E4M3 codes of h, contiguous bytes; may be left out
     codes_ptr,
-    # the totals of a plan of the products, if there is one
-    totals_ptr, has_totals,
+    # the totals of a plan of the products; may be left out
+    totals_ptr,
     # sizes; `parts` programs per row
     num_rows, width, between, parts,
     # numbers, as bits of a float64, which are 0 or long
@@ -160,7 +162,7 @@ def activation_kernel(
     ACCUMULATOR: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """out = f(u) · (v + offset) · p, without a gate f(u) · p, each program one tile."""
-    num_rows = rows_of_experts(totals_ptr, has_totals, num_rows)
+    num_rows = rows_of_experts(totals_ptr, 1, num_rows)
     p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     first = tl.program_id(0) % parts * BLOCK_F
     u, v = load_gate_and_value(

@@ -227,7 +227,7 @@ def _forward(
                 *strided_or_empty(probs, 1),
                 out,
                 codes,
-                *present(totals, torch.int64),
+                totals,  # the forward is slower with an empty tensor, which it waits for
                 num_rows,
                 width,
                 settings.between(h),

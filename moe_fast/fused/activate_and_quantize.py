@@ -272,7 +272,7 @@ def _launch(
         with launch_on(h):
             launch(kernel, (programs,))(
                 *(*d_out, *strided(h), *strided_or_empty(source.probs, 1), *results),
-                *(*present(None, torch.int64), *sizes, *settings.numbers()),
+                *(*(present(None, torch.int64) if d_out else (None,)), *sizes, *settings.numbers()),
                 **constants,
             )
 
