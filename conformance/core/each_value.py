@@ -29,15 +29,19 @@ OF_THE_CASE = ("dtype", "map_dtype")  # fields of dtypes that every case has, un
 SHORT = "TKC"  # dimensions that are no line: tokens, slots, chunks
 
 
-def left_out(scope: Scope, cases: list[Any]) -> list[Any]:
+def left_out(scope: Scope, cases: list[Any], bases: list[Any]) -> list[Any]:
     """Cases with the values of axes, and the laws, that none of these has.
 
-    Each is one of the cases with some of its fields changed, mended; laws in turn. A value that no
-    case takes is left out.
+    Each is one of the bases with some of its fields changed, mended; laws in turn. A value that no
+    base takes is left out.
+
+    Args:
+        bases: some of the cases, as one of each structure.
     """
     drawn = [case for case in cases if not (case.golden or case.illegal or case.before)]
     wanted = [each for each in values(scope) if not any(case.has(one) for case in drawn for one in each)]
-    bases = [case for case in drawn if case.layout not in FAR and not case.is_large]
+    plain = {case.text for case in drawn if case.layout not in FAR and not case.is_large}
+    bases = [case for case in bases if case.text in plain]
     found: list[Any] = []
     while wanted:
         first, *wanted = wanted

@@ -87,7 +87,8 @@ def _structures(section: Section, profile: Profile, space: Space, seed: int, whe
         if space.device == "cuda":
             varied = [_with_wide(scope, structure, i % 2 == 0) for i, structure in enumerate(varied)]
         yield from varied
-        yield from ([case] for case in left_out(scope, [*others, *chain(*varied)]))
+        firsts = [structure[0] for structure in varied]
+        yield from ([case] for case in left_out(scope, [*others, *chain(*varied)], [*others, *firsts]))
     elif section.kind == "drawn":
         source, random_source = run_seed(section.function, seed), random.Random(seed)
         kept, most = (lambda case: where.steered(scope, case, random_source)), DRAWS if where.terms else 4
