@@ -2,12 +2,13 @@
 
 import gc
 import inspect
+import warnings
 import weakref
 from types import ModuleType
 
 import pytest
 
-from conformance.engine.child.front_end import look_up_once, parse_once
+from conformance.engine.child.front_end import leave_filters, look_up_once, parse_once
 
 
 def parsing_type() -> type:
@@ -89,3 +90,16 @@ def test_a_method_keeps_nothing_alive(generator: ModuleType) -> None:
     del value
     gc.collect()
     assert alive() is None
+
+
+def test_filters_of_warnings_stay_and_warnings_are_given() -> None:
+    module = ModuleType("code_generator")
+    module.warnings = warnings  # type: ignore[attr-defined]
+    leave_filters(module)
+    leave_filters(module)
+    before = [*warnings.filters]
+    with module.warnings.catch_warnings():
+        module.warnings.simplefilter("ignore", DeprecationWarning)
+        assert warnings.filters == before
+    with pytest.warns(UserWarning, match="of a kernel"):
+        module.warnings.warn("of a kernel", stacklevel=1)

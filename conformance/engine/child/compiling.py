@@ -12,7 +12,7 @@ import sys
 import zlib
 from typing import IO, Any
 
-from conformance.engine.child.front_end import look_up_once, parse_once
+from conformance.engine.child.front_end import leave_filters, look_up_once, parse_once
 from conformance.engine.child.launchers import share_launchers
 
 
@@ -29,7 +29,9 @@ class Compiler:
             jit = sys.modules["triton.runtime.jit"]
             hash_callees_first(jit.DependenciesFinder)
             parse_once(getattr(jit, "JITCallable", jit.JITFunction))
-            look_up_once(sys.modules["triton.compiler.code_generator"])
+            generator = sys.modules["triton.compiler.code_generator"]
+            look_up_once(generator)
+            leave_filters(generator)
             share_launchers(folder)
 
     def take(self) -> list[str]:
