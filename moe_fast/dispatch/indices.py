@@ -35,6 +35,7 @@ def apply_index_policy(
     trusted = policy.values == "trusted"
     if not trusted:
         check_index_values(indices_TK, num_experts)
+    indices_TK = indices_TK.long()  # 255 of uint8 equals -1, to torch
     empty_TK = indices_TK == EMPTY
     require(
         trusted or policy.empty == "skip" or not bool(empty_TK.any()),
@@ -54,5 +55,5 @@ def apply_index_policy(
         empty_TK = empty_TK | again_TK
     if policy.zero_prob == "drop" and probs_TK is not None:
         empty_TK = empty_TK | (probs_TK == 0)
-    kept = torch.where(empty_TK, EMPTY, indices_TK.long())
+    kept = torch.where(empty_TK, EMPTY, indices_TK)
     return kept, None if probs_TK is None else torch.where(empty_TK, torch.zeros_like(probs_TK), probs_TK)

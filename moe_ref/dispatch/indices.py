@@ -56,6 +56,7 @@ def apply_index_policy(
     shaped = torch.zeros_like(indices_TK, dtype=torch.float32) if probs_TK is None else probs_TK
     check_indices(indices_TK, shaped, num_experts)
     check_index_values(indices_TK, num_experts)
+    indices_TK = indices_TK.long()  # 255 of uint8 equals -1, to torch
     empty_TK = indices_TK == EMPTY
     require(
         policy.empty == "skip" or not bool(empty_TK.any()),
@@ -75,7 +76,7 @@ def apply_index_policy(
     if policy.zero_prob == "drop" and probs_TK is not None:
         empty_TK = empty_TK | (probs_TK == 0)
     kept = None if probs_TK is None else torch.where(empty_TK, torch.zeros_like(probs_TK), probs_TK)
-    return torch.where(empty_TK, EMPTY, indices_TK.long()), kept
+    return torch.where(empty_TK, EMPTY, indices_TK), kept
 
 
 def _named_again(indices_TK: Tensor) -> Tensor:

@@ -7,7 +7,17 @@ Mirrors `pad_routing_map` of megatron.core.transformer.moe.moe_utils, `fused_pad
 import torch
 from torch import Tensor
 
-from moe_ref.config import Indices, Multihot, PaddedMap, check_align, check_indices, check_map, check_multihot, require
+from moe_ref.config import (
+    Indices,
+    Multihot,
+    PaddedMap,
+    check_align,
+    check_index_values,
+    check_indices,
+    check_map,
+    check_multihot,
+    require,
+)
 
 EMPTY = -1  # the index of a slot without an expert
 
@@ -63,12 +73,12 @@ def indices_to_multihot(indices_TK: Tensor, probs_TK: Tensor, *, num_experts: in
             treats such a slot as empty.
     """
     check_indices(indices_TK, probs_TK, num_experts)
-    outside = (indices_TK < EMPTY) | (indices_TK >= num_experts)
-    require(not bool(outside.any()), "indices", indices_TK[outside].tolist()[:4], f"from -1 to {num_experts - 1}")
+    check_index_values(indices_TK, num_experts)
     expert_E = torch.arange(num_experts, device=indices_TK.device)
     map_TE = torch.zeros((indices_TK.shape[0], num_experts), dtype=torch.bool, device=indices_TK.device)
     out_TE = probs_TK.new_zeros(map_TE.shape)
-    for index_T, prob_T in zip(indices_TK.unbind(1), probs_TK.unbind(1), strict=True):
+    # E may be more than a narrow dtype holds
+    for index_T, prob_T in zip(indices_TK.long().unbind(1), probs_TK.unbind(1), strict=True):
         hit_TE = index_T[:, None] == expert_E
         map_TE = map_TE | hit_TE
         out_TE = torch.where(hit_TE, prob_T[:, None], out_TE)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import moe_ref
+from moe_fast.dispatch import indices as fast
 from moe_ref.config import IndexPolicy
 
 TWICE = torch.tensor([[1, 0, 1], [-1, 0, 1]])
@@ -24,6 +25,13 @@ PROBS = torch.tensor([[1.0, 2.0, 4.0], [8.0, 0.0, 16.0]])
 def test_p20_slots_that_libraries_differ_on_are_kept_or_emptied_as_the_policy_says(policy, indices, probs):
     got = moe_ref.apply_index_policy(TWICE, PROBS, num_experts=2, policy=IndexPolicy(**policy))
     assert got[0].tolist() == indices and got[1].tolist() == probs
+
+
+@pytest.mark.parametrize("applied", (moe_ref.apply_index_policy, fast.apply_index_policy), ids=("moe_ref", "moe_fast"))
+def test_the_last_expert_that_uint8_names_is_no_empty_slot(applied):
+    indices = torch.tensor([[255, 0]], dtype=torch.uint8)
+    kept, _ = applied(indices, None, num_experts=256, policy=IndexPolicy())
+    assert kept.tolist() == [[255, 0]]
 
 
 def test_p20_the_last_slot_is_the_one_that_a_map_keeps():

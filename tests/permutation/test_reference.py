@@ -256,6 +256,12 @@ def test_the_converters_never_read_slots_and_cells_that_are_empty():
         assert not out.isnan().any() and (gradient[probs.isnan()] == 0).all()
 
 
+@pytest.mark.parametrize(("dtype", "experts"), [(torch.int8, 200), (torch.uint8, 3)])
+def test_a_dtype_of_indices_may_be_too_narrow_for_the_number_of_experts_or_for_an_empty_slot(dtype, experts):
+    out = moe_ref.indices_to_multihot(torch.tensor([[2, 0]], dtype=dtype), torch.ones(1, 2), num_experts=experts)
+    assert out.routing_map.nonzero().tolist() == [[0, 0], [0, 2]]
+
+
 def test_of_repeated_indices_only_the_last_slot_is_read():
     probs = torch.tensor([[torch.nan, 0.5]], requires_grad=True)
     out = moe_ref.indices_to_multihot(torch.tensor([[1, 1]]), probs, num_experts=2).probs
