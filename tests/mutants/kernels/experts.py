@@ -33,7 +33,7 @@ DEFECTS = series(
             "round_before_probs: the gradient of the probs is of the activation before rounding",
             ACTIVATIONS,
             "experts/_activations.py",
-            "                act = widened(rounded(act, d_out_ptr.dtype.element_ty), ACCUMULATOR)\n",
+            "            act = widened(rounded(act, d_out_ptr.dtype.element_ty), ACCUMULATOR)\n",
             "",
         ),
         (
