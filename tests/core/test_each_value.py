@@ -63,7 +63,7 @@ def test_each_value_and_each_law_has_a_case(function, device):
 def test_without_them_values_and_laws_are_missing():
     scope = scope_of("glu", SPACES["cuda"])
     rows = scope.covering().cases[:3]
-    without, with_them = (missing("glu", SPACES["cuda"], cases) for cases in (rows, rows + left_out(scope, rows)))
+    without, with_them = (missing("glu", SPACES["cuda"], cases) for cases in (rows, rows + left_out(scope, rows, rows)))
     for lost in ({"kind": "geglu"}, {"law": "host_sync"}, {"dtype": "float64"}):
         assert lost in without
         assert lost not in with_them
@@ -86,7 +86,7 @@ def test_with_few_kernels_sizes_of_0_and_each_law_with_gradients_have_a_case(fun
     scope = scope_of(function, FEW)
     rows = [case for case in scope.covering().cases[:5] if case.law != "autocast"]
     laws = {"autocast", "interleaved", "accumulated"} & {*CONTRACTS[function].laws}
-    cases = rows + left_out(scope, rows)
+    cases = rows + left_out(scope, rows, rows)
     letters = [axis.name for axis in scope.axes if isinstance(axis, Size) and axis.letter and not axis.at_least]
     assert empty(function, rows) == set() and "autocast" not in full(function, rows)
     assert empty(function, cases) >= {(name, turn % 2 == 0) for turn, name in enumerate(letters)}
@@ -104,7 +104,7 @@ def strided(cases):
 def test_with_few_kernels_sizes_of_1_and_strides_of_each_tensor_have_a_case(function):
     scope = scope_of(function, FEW)
     rows = scope.covering().cases[:5]
-    cases = rows + left_out(scope, rows)
+    cases = rows + left_out(scope, rows, rows)
     letters = {axis.name for axis in scope.axes if isinstance(axis, Size) and axis.letter}
     single, before = ({name for name in letters for case in some if getattr(case, name) == 1} for some in (cases, rows))
     assert single == letters > before
@@ -121,10 +121,10 @@ def test_autocast_is_asked_of_float64_alone_on_a_gpu():
 def test_what_is_left_out_is_little_and_nothing_comes_twice():
     scope = scope_of("permute", SPACES["cpu"])
     rows = scope.covering().cases
-    found = left_out(scope, rows)
+    found = left_out(scope, rows, rows)
     assert 0 < len(found) < 25
     assert len({case.text for case in rows + found}) == len(rows) + len(found)
-    assert left_out(scope, rows + found) == []
+    assert left_out(scope, rows + found, rows) == []
     assert all(scope.fits(case) for case in found)
 
 
@@ -142,7 +142,7 @@ def test_each_input_that_has_a_gradient_is_once_frozen_alone(function, device):
 def test_without_a_case_of_its_own_a_frozen_input_is_missing():
     scope = scope_of("grouped_mlp", FEW)
     rows = [case.changed(grads=scope.signature.all_gradients(case)) for case in scope.covering().cases[:9]]
-    found = [case for case in left_out(scope, rows) if case.grads]
+    found = [case for case in left_out(scope, rows, rows) if case.grads]
     missing_one = {
         name for case in found for name in {*scope.signature.all_gradients(case).split("+")} - {*case.grads.split("+")}
     }
