@@ -108,12 +108,10 @@ def scaled_matmul_kernel(
     # rows: codes, contiguous along the depth; block scales; factors of the sum
     x_ptr, stride_x_p, x_scale_ptr, stride_x_scale_p, stride_x_scale_d,
     x_outer_ptr, stride_x_outer_l, stride_x_outer_p, x_share,
-    # one matrix per expert, in the same parts
+    # one matrix per expert, in the same parts; bias, or an empty tensor
     weight_ptr, stride_weight_l, stride_weight_c,
     weight_scale_ptr, stride_weight_scale_l, stride_weight_scale_c, stride_weight_scale_d,
-    weight_outer_ptr, stride_weight_outer_l, weight_share,
-    # bias, or an empty tensor
-    bias_ptr, stride_bias_l, stride_bias_c, has_bias,
+    weight_outer_ptr, stride_weight_outer_l, weight_share, bias_ptr, stride_bias_l, stride_bias_c, has_bias,
     # result, contiguous; descriptors of both factors, or none, and of the result, or none
     out_ptr, x_desc, weight_desc, out_desc,
     # plan and sizes

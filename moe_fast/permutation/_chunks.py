@@ -29,9 +29,8 @@ def sort_chunks_kernel(
     sizes_ptr, stride_sizes, order_ptr, stride_order,
     # results, contiguous
     out_ptr, out_probs_ptr,
-    # sizes
-    num_rows, num_columns, num_chunks,
-    inverse,  # 1: the result is in the old order
+    # sizes; 1 where the result is in the old order
+    num_rows, num_columns, num_chunks, inverse,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """For each row of the result: its chunk and the chunk's begin here, then in the source.

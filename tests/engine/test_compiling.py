@@ -127,3 +127,8 @@ def test_kernels_are_those_that_no_other_one_calls(monkeypatch):
     monkeypatch.setitem(sys.modules, "fused_by_others", elsewhere)
     assert kernels_of("fused") == ["halving_kernel", "tuned_kernel"]
     assert kernels_of("fused_by_others") == []
+
+
+def test_a_triton_that_loads_its_front_end_late_is_watched_too(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "triton.compiler.code_generator", raising=False)
+    assert Compiler(str(tmp_path)).take() == []

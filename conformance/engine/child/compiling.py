@@ -29,7 +29,7 @@ class Compiler:
             jit = sys.modules["triton.runtime.jit"]
             hash_callees_first(jit.DependenciesFinder)
             parse_once(getattr(jit, "JITCallable", jit.JITFunction))
-            generator = sys.modules["triton.compiler.code_generator"]
+            generator = sys.modules.get("triton.compiler.code_generator")  # later versions load it late
             look_up_once(generator)
             leave_filters(generator)
             share_launchers(folder)
