@@ -139,13 +139,19 @@ class Running:
     def sum(self, dim: int, terms: int | None = None) -> "Running":
         """The sum in any order; `terms`: the number of terms not exactly zero; None: all.
 
-        The error is infinite where a partial sum may overflow.
+        The error is infinite where a partial sum may overflow, even beside an infinite term: of
+        infinities with both signs the sum is NaN.
         """
         gamma = math.expm1((terms or self.value.shape[dim]) * math.log1p(ROUNDOFF[self.dtype]))
         value = self.value.sum(dim, keepdim=True)
         magnitude = (self.value.abs() + self.error).sum(dim, keepdim=True)
         error = self.error.sum(dim, keepdim=True) + gamma * magnitude
-        error = torch.where(magnitude > torch.finfo(self.dtype).max, torch.inf, error)
+        most = torch.finfo(self.dtype).max
+        error = torch.where(magnitude > most, torch.inf, error)
+        other_sign = self.value.isfinite() & ((self.value * value.sign() < 0) | (self.error > self.value.abs()))
+        against = torch.where(other_sign, self.value.abs() + self.error, 0.0).sum(dim, keepdim=True)
+        unknown = value.isinf() & (against > most)
+        value = torch.where(unknown, 0.0, value)
         return Running(value, torch.where(value.isfinite(), error, 0.0), self.dtype)
 
     def masked(self, kept: Tensor) -> "Running":

@@ -134,6 +134,18 @@ def another_path_without_gradients(function: Wrapper, x: Tensor, *rest: Any, **s
     return function(x, *rest) if torch.is_inference_mode_enabled() else function(x, *rest, **settings)
 
 
+def another_path_under_no_grad(function: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:
+    """Where no graph is wanted of inputs that require grad, the optional arguments are ignored."""
+    waits = x.requires_grad and not torch.is_grad_enabled()
+    return function(x, *rest) if waits else function(x, *rest, **settings)
+
+
+def a_graph_of_its_own(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
+    """The call turns gradients on, so that a result has a graph that nobody wants."""
+    with torch.enable_grad():
+        return function(*inputs, **settings)
+
+
 def draws_from_the_generator(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
     """Equal keys are told apart by noise, which advances the global generator."""
     torch.rand(1)

@@ -122,6 +122,14 @@ def _inference_mode(trial: Trial) -> Finding | None:
     return trial.repeats("inference_mode", trial.run(trial.problem, manner="inference"))
 
 
+def _no_grad(trial: Trial) -> Finding | None:
+    """The same call under `torch.no_grad`, of inputs that require grad: no result has a graph."""
+    gradients = {f"d_{name}" for name in trial.problem.wanted}
+    results = {name: x for name, x in trial.expected.items() if name not in gradients}
+    outputs = trial.run(trial.problem, manner="no_grad")
+    return replace(trial, expected=results).repeats("no_grad", outputs)
+
+
 def _accumulated(trial: Trial) -> Finding | None:
     """Gradients of views, added to a `.grad` of zeros, by two backwards: equal numbers."""
     numbers = {
@@ -183,6 +191,7 @@ REPEATED = Law("repeated", _repeated, _is_drawn)
 INTERLEAVED = Law("interleaved", _interleaved, _is_drawn)
 OTHER_THREAD = Law("other_thread", _other_thread, _is_drawn)
 INFERENCE_MODE = Law("inference_mode", _inference_mode, lambda case: _is_drawn(case) and not case.grads)
+NO_GRAD = Law("no_grad", _no_grad, lambda case: _is_drawn(case) and bool(case.grads), gradients=True)
 ACCUMULATED = Law("accumulated", _accumulated, lambda case: _is_drawn(case) and bool(case.grads), gradients=True)
 OWN_MEMORY = Law(
     "own_memory", _own_memory, lambda case: _is_drawn(case) and bool(case.grads), gradients=True, may_raise=True
@@ -191,7 +200,10 @@ BUFFER_REUSE = Law("buffer_reuse", _buffer_reuse, lambda case: _has_values(case)
 LATE_PRODUCER = Law("late_producer", _late_producer, _has_values, device="cuda")
 HOST_SYNC = Law("host_sync", _host_sync, _static, device="cuda")
 GRAPH_CAPTURE = Law("graph_capture", _graph_capture, _static, device="cuda")
-CALLS = (HISTORY, DETERMINISM, REPEATED, INTERLEAVED, OTHER_THREAD, INFERENCE_MODE, ACCUMULATED, AUTOCAST, OWN_MEMORY)
+CALLS = (
+    *(HISTORY, DETERMINISM, REPEATED, INTERLEAVED, OTHER_THREAD),
+    *(INFERENCE_MODE, NO_GRAD, ACCUMULATED, AUTOCAST, OWN_MEMORY),
+)
 EVERYWHERE = (*CALLS, BUFFER_REUSE, LATE_PRODUCER)
 STATIC = (HOST_SYNC, GRAPH_CAPTURE)
 

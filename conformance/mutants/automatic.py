@@ -31,9 +31,15 @@ class SourceMutant:
     file: str  # relative to the folder that holds the package
     line: int
     operator: str
+    begin: int  # of the change, in characters
     before: str
     after: str
     source: str  # of the whole file
+
+    @property
+    def original(self) -> str:
+        """The file without the change."""
+        return self.source[: self.begin] + self.before + self.source[self.begin + len(self.after) :]
 
 
 @dataclass(frozen=True, order=True)
@@ -90,6 +96,16 @@ def enclosing_function(mutant: SourceMutant) -> str:
 
 
 def write_copy(mutant: SourceMutant, implementation: str, folder: Path) -> None:
+    """Copy the top-level package into `folder`, with the mutant.
+
+    Raises:
+        FileExistsError: as of `copy_package`.
+    """
+    copy_package(implementation, folder)
+    (folder / mutant.file).write_text(mutant.source, encoding="utf-8")
+
+
+def copy_package(implementation: str, folder: Path) -> None:
     """Copy the top-level package into `folder`; first on sys.path, it replaces the original.
 
     Files other than Python are linked.
@@ -105,7 +121,6 @@ def write_copy(mutant: SourceMutant, implementation: str, folder: Path) -> None:
         shutil.copytree(
             top, folder / top.name, ignore=shutil.ignore_patterns("__pycache__"), copy_function=_copy_or_link
         )
-    (folder / mutant.file).write_text(mutant.source, encoding="utf-8")
 
 
 def _copy_or_link(source: str, target: str) -> None:
@@ -144,7 +159,8 @@ def _mutants_of(path: Path, file: str, short: str) -> Iterator[SourceMutant]:
         compile(mutated, str(path), "exec")
         numbers[edit.line, edit.operator] += 1
         name = f"{short}:{edit.line} {edit.operator} {numbers[edit.line, edit.operator]}"
-        yield SourceMutant(name, file, edit.line, edit.operator, source[edit.begin : edit.end], edit.after, mutated)
+        before = source[edit.begin : edit.end]
+        yield SourceMutant(name, file, edit.line, edit.operator, edit.begin, before, edit.after, mutated)
 
 
 def _edits(source: str) -> list[Edit]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
@@ -27,6 +27,9 @@ from conformance.engine.run.pool import Pool
 from conformance.interface import UsageError
 from conformance.mutants.planted import DEFECTS
 
+if TYPE_CHECKING:
+    from conformance.mutants.automatic import SourceMutant
+
 # cases of each function that the implementation must pass before listed defects are planted in it;
 # afterwards it must also pass each case that killed one
 SOUND = 10
@@ -35,6 +38,7 @@ SOUND = 10
 TRACED = 8
 TRACED_SECONDS = 600.0  # time limit of a traced case
 QUICK = 32  # cases of a mutant that run first
+KEPT = 16  # cases: what differs in no more may be a value that each process keeps, and show in others
 AFTER_A_CRASH = 60  # cases tried after a crash, in search of a wrong value
 LEAST_SECONDS = 10.0  # before a case of a mutant hangs, however short the mutant's time
 HANGS = 2  # a mutant is abandoned after this many
@@ -59,6 +63,8 @@ class Mutant:
     implementation: str
     copy: Callable[[Path], None] | None = None  # writes the mutated package into a folder
     touches: str = ""  # the changed "file:function"; empty: unknown
+    change: "SourceMutant | None" = None  # an automatic mutant's
+    differs: frozenset[str] | None = None  # ids of the cases in which it differs; None: unknown
     first: tuple[str, ...] = ()  # functions of the interface to try before others
     likely: Case | None = None  # to be tried before all others
 
@@ -86,6 +92,8 @@ class Result:
     @property
     def line(self) -> str:
         name = f"{self.mutant}: {self.title}"
+        if self.way == "survived" and not self.cases:
+            return f"{'SURVIVED':<24}{name} (differs in no case)"
         if not self.killed:
             return f"{self.way.upper():<24}{name} ({self.cases} cases)"
         way = f"{self.way} (only)" if self.way == "crash" else self.way
@@ -136,6 +144,8 @@ def score_mutants(
         raise UsageError(f"there is no {mutant} whose name contains {only!r}{reached}")
     count = min(sample or len(chosen), len(chosen))
     chosen = [chosen[i * len(chosen) // count] for i in range(count)]
+    if functions:
+        chosen = compared(chosen, implementation, passed, jobs)
     with ThreadPoolExecutor(jobs) as workers:
         futures = [workers.submit(attempt, mutant, passed, seconds) for mutant in chosen]
         for future in as_completed(futures):
@@ -176,9 +186,25 @@ def _mutants(implementation: str, kind: str, files: Container[str] | None) -> It
             touches = f"{mutant.file}:{enclosing_function(mutant)}"
             title = " ".join(f"{mutant.before} → {mutant.after}".split())  # one line
             copy = lambda folder: write_copy(mutant, implementation, folder)  # noqa: E731
-            return Mutant(mutant.name, title, implementation, copy, touches)
+            return Mutant(mutant.name, title, implementation, copy, touches, mutant)
 
         yield from map(planted, source_mutants(implementation, files))
+
+
+def compared(mutants: list[Mutant], implementation: str, passed: list[PassedCase], jobs: int) -> list[Mutant]:
+    """The mutants, each with the cases in which it differs, if it can be compared."""
+    changes = [mutant.change for mutant in mutants if mutant.change]
+    if not changes:
+        return mutants
+    from conformance.mutants.comparing import differing
+
+    touched = {mutant.touches for mutant in mutants}
+    cases = [item.case for item in passed if not touched.isdisjoint(item.calls)]
+    differs = differing(changes, implementation, cases, jobs)
+    return [
+        replace(mutant, differs=frozenset(differs[mutant.name])) if mutant.name in differs else mutant
+        for mutant in mutants
+    ]
 
 
 def _tried_by(function: str) -> str:
@@ -290,18 +316,27 @@ def _calls(implementation: str, cases: list[Case], jobs: int) -> Callable[[Case]
 
 
 def _order(mutant: Mutant, passed: list[PassedCase]) -> Iterator[Case]:
-    """The cases that reach a mutant: QUICK ones, then quick and slow in turn, for slow ones are the
-    large ones, which show more. Without traces, its functions first.
+    """The cases that reach a mutant, or in which it differs: QUICK ones, then quick and slow in
+    turn, for slow ones are the large ones, which show more. Without traces, its functions first.
     """
     reaching = [item for item in passed if mutant.touches and mutant.touches in item.calls]
+    if mutant.differs is not None:
+        yield from _mixed([item for item in reaching if item.case.id in mutant.differs])
+        if len(mutant.differs) <= KEPT:
+            yield from _mixed([item for item in reaching if item.case.id not in mutant.differs])
+        return
     if reaching:
-        cases = [item.case for item in sorted(reaching, key=lambda item: item.seconds)]
-        yield from cases[:QUICK]
-        yield from _spread(cases[QUICK:])
+        yield from _mixed(reaching)
         return
     for group in (mutant.first, tuple(name for name in CONTRACTS if name not in mutant.first)):
         rows = itertools.zip_longest(*([item.case for item in passed if item.case.function == name] for name in group))
         yield from (case for row in rows for case in row if case is not None)
+
+
+def _mixed(items: list[PassedCase]) -> Iterator[Case]:
+    cases = [item.case for item in sorted(items, key=lambda item: item.seconds)]
+    yield from cases[:QUICK]
+    yield from _spread(cases[QUICK:])
 
 
 def _spread(cases: list[Case]) -> Iterator[Case]:
@@ -315,6 +350,8 @@ def _spread(cases: list[Case]) -> Iterator[Case]:
 
 def attempt(mutant: Mutant, passed: list[PassedCase], seconds: float = math.inf) -> Result:
     """Run cases until a wrong value or a broken law, or to the end."""
+    if mutant.differs is not None and not mutant.differs:
+        return Result(mutant.name, mutant.title, "survived")
     started, count, crash, hangs, end = time.monotonic(), 0, None, 0, "survived"
     with tempfile.TemporaryDirectory(prefix="moe-conformance-mutant-") as folder:
         if mutant.copy:

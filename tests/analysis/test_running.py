@@ -398,3 +398,10 @@ def test_a_sum_whose_partial_sums_may_overflow_is_unspecified():
     bound = Running.of(large, torch.float32).sum(0)
     assert float(bound.value) == pytest.approx(3e38) and bound.error.item() == math.inf
     assert math.isfinite(Running.of(large[1:], torch.float64).sum(0).error.item())
+
+
+@pytest.mark.parametrize(("term", "most"), [(-3e38, math.inf), (-1.0, 0.0), (3e38, 0.0)])
+def test_an_infinity_beside_terms_that_may_overflow_to_the_other_one_is_unspecified(term, most):
+    total = Running.of(torch.tensor([torch.inf, term, term]), torch.float32).sum(0)
+    assert total.error.item() == most
+    assert total.value.item() == (0.0 if most else math.inf)

@@ -27,6 +27,8 @@ CALL_TWINS = [  # law, case, function that makes the wrapper
     ("other_thread", UNPERMUTE, calls.set_up_by_the_first_thread),
     ("inference_mode", FORWARD_GLU, lambda: calls.another_path_without_gradients),
     ("inference_mode", SPREAD_TOPK, lambda: calls.another_path_without_gradients),
+    ("no_grad", GLU, lambda: calls.another_path_under_no_grad),
+    ("no_grad", LINEAR, lambda: calls.a_graph_of_its_own),
     ("accumulated", GLU, lambda: calls.empties_what_backward_keeps),
     ("buffer_reuse", FORWARD_GLU, calls.cached_by_address),
     ("double_backward", LINEAR, lambda: calls.drops_the_second_derivative),

@@ -260,7 +260,7 @@ CALLS = [
 ]
 
 
-CALLS += OF_LAYER
+CALLS += [*OF_LAYER, replace(OF_LAYER[0], evaluation=True)]
 CALLS += [FLAT, replace(FLAT, grads="")]
 CALLS += [replace(case, grads="probs") for case in (TO_MULTIHOT, TO_INDICES)]
 CALLS += [replace(case, grads="logits") for case in (Z, SINKHORN)]

@@ -13,7 +13,7 @@ MODULE, KERNELS = "tests.engine.toy", "tests.engine.toy.kernels"
 LINES = 60  # limit for a family of one function
 EVERY_LAW = {
     *("history", "determinism", "buffer_reuse", "scaling"),
-    *("repeated", "interleaved", "other_thread", "inference_mode", "accumulated", "autocast", "own_memory"),
+    *("repeated", "interleaved", "other_thread", "inference_mode", "no_grad", "accumulated", "autocast", "own_memory"),
 }
 
 

@@ -25,7 +25,7 @@ from conformance.core.case import Case
 from conformance.core.contract import Contract
 from conformance.core.known_names import arguments_of, omissible_of
 from conformance.core.ranks import Collective, RankContext
-from conformance.engine.child import interpreting, poison
+from conformance.engine.child import changes, interpreting, poison
 from conformance.engine.child.compiling import Compiler, kernels_of
 from conformance.engine.child.evaluate import device_is_lost, evaluate
 from conformance.engine.child.isolation import at_most, isolate
@@ -106,7 +106,7 @@ def answer_all(
                     outcome = sanitizer.judged(_answer(case, implementation, device, rank, options))
                 if os.getpid() != process:
                     os._exit(0)  # a copy of the process that the implementation has forked
-                outcome.calls = sorted(calls)
+                outcome.calls = sorted(calls | changes.take())
                 outcome.kernels = compiler.take()
                 outcome.seconds = time.monotonic() - started
                 connection.send(("outcome", asdict(outcome), rank.seen if rank else []))

@@ -39,12 +39,16 @@ MANNERS: dict[str, Callable[[Callable[[], Outputs]], Outputs]] = {
     "accumulated": lambda call: call(),  # gradients of views, added to a `.grad`: see `Runner`
     "twice": lambda call: call(),  # second derivatives only: see `Runner`
     "overwritten": lambda call: call(),  # the results, before the backward: see `overwritten`
-    "autocast": lambda call: call(),  # the forward in a context of its own: see `around_forward`
+    # the forward in a context of its own: see `around_forward`
+    "autocast": lambda call: call(),
+    "no_grad": lambda call: call(),  # and no backward: see `Runner`
 }
 
 
 def around_forward(manner: str, problem: Problem, device: str) -> AbstractContextManager[Any]:
     """The context in which the forward is called, and the backward is not."""
+    if manner == "no_grad":
+        return torch.no_grad()
     return torch.autocast(device, dtype=autocast_dtype(problem)) if manner == "autocast" else nullcontext()
 
 

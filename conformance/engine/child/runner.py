@@ -38,7 +38,8 @@ class Outcome:
         NOT_RUN for lack of ranks, or ERROR of the harness
     seconds: from the start of the case to its outcome
     kernels: names of the kernel specialisations that were compiled or loaded for it
-    calls: the implementation's Python functions that it ran, as "file:function", if traced
+    calls: the implementation's Python functions that it ran, as "file:function", if traced; of a
+        copy that compares mutants, those that differ
     scores: how near its outputs are to wrong ones, by kind of error: above 1 is wrong. Of a failing
         case, by how much the wrong output exceeds the check that it failed
     lines: of the implementation's Python code that ran, as "file:line". Both if the child's options
@@ -83,6 +84,18 @@ def _may_draw(problem: Problem) -> bool:
 def _changed(problem: Problem, placed: dict[str, Tensor]) -> str:
     """The first input or cotangent that a call has changed; empty: none."""
     return next((name for name, x in problem.masters.items() if is_changed(placed[name], x)), "")
+
+
+def _without_graph(outputs: Outputs) -> Outputs:
+    """The outputs, none of which has a graph.
+
+    Raises:
+        Misbehaved: one has.
+    """
+    for name, x in outputs.items():
+        if isinstance(x, Tensor) and x.grad_fn is not None:
+            raise Misbehaved(name, "graph", "has a graph, although the call is made under torch.no_grad")
+    return outputs
 
 
 @dataclass
@@ -290,6 +303,8 @@ class Runner:
         if manner != "accumulated":
             with around_forward(manner, problem, self.device):
                 outputs = self._forward(problem, placed, opaque)
+            if manner == "no_grad":
+                return _without_graph(outputs)
             if manner == "twice":
                 return self._second_derivatives(problem, placed, outputs)
             if manner == "overwritten":

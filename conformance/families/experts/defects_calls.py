@@ -62,6 +62,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "C07", "without gradients the options are ignored", calls.CALLS, {"glu": calls.another_path_without_gradients}
     ),
+    Defect("C44", "without a graph the options are ignored", calls.CALLS, {"glu": calls.another_path_under_no_grad}),
+    Defect("C45", "a graph is kept under no_grad", calls.CALLS, {"grouped_linear": calls.a_graph_of_its_own}),
     Defect(
         "C08",
         "the backward scales the cotangent in place",

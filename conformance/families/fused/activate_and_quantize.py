@@ -18,7 +18,7 @@ from conformance.core.signature import Input, Output, Signature
 from conformance.families.experts.activations import Activation, Glu, evaluated_in
 from conformance.families.experts.cases import PROB_DTYPES, ActivationCase
 from conformance.families.fused.cases import QuantizedActivationCase, inputs_of
-from conformance.families.quantization.quantize import STATE, Script, directions, of_readers, reader_of
+from conformance.families.quantization.quantize import GEMM_LAYOUT, STATE, Script, directions, of_readers, reader_of
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation, Given, Outputs
 from moe_ref.config import QuantizerState
@@ -30,7 +30,9 @@ GIVEN = Opaque("state")  # the state with `history` and `scale`
 READ = ("amax", "scales", "codes", "values", "scales.gemm")
 
 
-def problem_of(function: str, required: dict[str, Any], settings: dict[str, Any], **more: Any) -> Problem:
+def problem_of(
+    function: str, required: dict[str, Any], settings: dict[str, Any], gemm: bool = False, **more: Any
+) -> Problem:
     """The call, and the readers of its result."""
     if "scale" in required:
         settings = settings | {"state": GIVEN}
@@ -41,7 +43,7 @@ def problem_of(function: str, required: dict[str, Any], settings: dict[str, Any]
         settings | of_readers(settings),
         script=_script_of(function),
         first=first,
-        read=reader_of(settings, False),
+        read=reader_of(settings, gemm),
         **more,
     )
 
@@ -89,7 +91,9 @@ def _signature(backward: bool, *activating: str) -> Signature:
         Output("dequantized.columnwise", "TF", of="h", probed=True, optional="only_columnwise"),
     ]
     outputs = [Output("quantized"), Output("state"), *([Output("d_probs", "T")] if backward else values)]
-    return Signature(inputs, outputs, settings=(*activating, "rowwise", "columnwise", "round_before_quantize"))
+    return Signature(
+        inputs, outputs, settings=(*activating, "rowwise", "columnwise", "round_before_quantize", GEMM_LAYOUT)
+    )
 
 
 class _QuantizedActivation(Contract[QuantizedActivationCase]):
@@ -104,7 +108,7 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
         required, settings = inputs_of(case)
         call = self.call(case, required, settings, lengths={"T": len(required["h"]), "F": case.features})
         parts = {"layouts": call.layouts, "wanted": call.wanted, "cotangents": call.cotangents}
-        return problem_of(self.function, required, settings, **parts)
+        return problem_of(self.function, required, settings, case.gemm, **parts)
 
     def expected(
         self, case: QuantizedActivationCase, problem: Problem, declared: Mapping[str, Any]

@@ -138,6 +138,7 @@ class QuantizedActivationCase(ActivationCase, _ScalingCase):
     )
     tail: int = number(0, 1, 4, 5, pairs=(4,), given=True)  # rows past the last group
     index_dtype: str = dtypes("int64", "int32")
+    gemm: bool = flag(argument="scales.layout")  # scales also read in GEMM layout
 
     recipes: ClassVar[dict[str, tuple[Recipe, ...]]] = ACTIVATION_RECIPES
 

@@ -10,7 +10,7 @@ from conformance.core.shapes import Shapes
 from conformance.families.experts.cases import PROB_DTYPES, WEIGHTS
 from conformance.families.experts.space import near, of_a_model
 from conformance.families.quantization.cases import DIRECTIONS, SCALINGS, UNIT, VARIANTS
-from conformance.families.quantization.space import accepted, groups, mostly_some, wide_tensors
+from conformance.families.quantization.space import accepted, groups, mostly_some, overwritten_splits, wide_tensors
 
 # in units: a block, and a little more
 WIDTHS, ROWS = {"block": 140, "mxfp8": 3, "nvfp4": 5}, {"block": 200, "mxfp8": 2, "nvfp4": 4}
@@ -93,6 +93,7 @@ def always(scope: Scope) -> list[Any]:
         counts = {"tokens": 133, "experts": 5, "counts": (0, 130, 1, 0, 2), "tail": 3}
         found += [block | counts | {"width": 6}]
         found += [{"tokens": 40, "experts": 33, "tail": 2, "width": 9, "dtype": "bfloat16"}]
+        found += overwritten_splits(scope, "width")
     gpu = scope.space.device == "cuda"
     # of each program and step the largest value
     found += [{"tokens": 3, "width": 2880 if gpu else 544, "values": "peak", "seed": seed} for seed in range(4)]

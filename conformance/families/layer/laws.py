@@ -28,8 +28,9 @@ from conformance.judge import Finding
 # what may be kept in their place: some integers per row, expert and tile
 LESS = (("permute",), ("moe_act",), ("permute", "moe_act"))
 BYTES_OF_A_ROW, ALLOWED = 16, {"cpu": 1024, "cuda": 16 * 512}
-_ELSEWHERE = (universal.HISTORY, universal.DETERMINISM, universal.INFERENCE_MODE, AUTOCAST)
-_ALONE = (*(law for law in universal.EVERYWHERE if law not in _ELSEWHERE), universal.GRAPH_CAPTURE)
+_ELSEWHERE = (universal.HISTORY, universal.DETERMINISM, universal.INFERENCE_MODE, universal.NO_GRAD, AUTOCAST)
+_EVALUATED = replace(universal.NO_GRAD, applies=lambda case: case.evaluation and universal.NO_GRAD.applies(case))
+_ALONE = (*(law for law in universal.EVERYWHERE if law not in _ELSEWHERE), _EVALUATED, universal.GRAPH_CAPTURE)
 
 
 def _delayed(trial: Trial) -> Finding | None:

@@ -147,7 +147,7 @@ def always(scope: Scope) -> list[Any]:
         *random_cases(scope),
         *given_noise(scope),
         *saved_states(scope),
-        *overwritten_splits(scope),
+        *overwritten_splits(scope, "hidden"),
         *far_current(scope),
         *strange(scope),
         *zero_tensors(scope),
@@ -337,9 +337,13 @@ def saved_states(scope: Scope) -> list[QuantizeCase]:
     return [case for case in [scope.case(kind)] if scope.fits(case)]
 
 
-def overwritten_splits(scope: Scope) -> list[QuantizeCase]:
-    """Scales that are read once the caller's splits hold the counts in another order."""
-    kind: Changes = {"tokens": 3, "experts": 3, "counts": (0, 1, 2), "hidden": 2, "gemm": True, "law": "buffer_reuse"}
+def overwritten_splits(scope: Scope, width: str) -> list[Any]:
+    """Scales that are read once the caller's splits hold the counts in another order.
+
+    Args:
+        width: the field of the number of columns.
+    """
+    kind: Changes = {"tokens": 3, "experts": 3, "counts": (0, 1, 2), width: 2, "gemm": True, "law": "buffer_reuse"}
     kinds = [kind | {"scaling": scaling} for scaling in ("block", "mxfp8", "nvfp4")]
     cases = [scope.case(kind) for kind in kinds if accepted(scope, kind)]
     return [case for case in cases if scope.fits(case)]

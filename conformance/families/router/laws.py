@@ -222,5 +222,5 @@ _NOT_OWNED = tuple(law for law in universal.CALLS if law is not universal.OWN_ME
 ATTACH_LOSS = (*_NOT_OWNED, universal.LATE_PRODUCER, *universal.STATIC, universal.SCALING, DOUBLE_BACKWARD)
 UPDATE_EXPERT_BIAS = (*_EVERY, EXPERT_RELABELLING)
 # without gradients a router is not trained: its steps say which ones compute them
-_TRAINED = tuple(law for law in universal.CALLS[2:] if law is not universal.INFERENCE_MODE)
+_TRAINED = tuple(law for law in universal.CALLS[2:] if law not in (universal.INFERENCE_MODE, universal.NO_GRAD))
 ROUTE = (*SHARED_OUT, *of_one_process(*_TRAINED, universal.LATE_PRODUCER, *universal.STATIC))

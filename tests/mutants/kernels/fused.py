@@ -120,5 +120,12 @@ DEFECTS = series(
             "                x = other\n                column += width\n            quantize_forms(",
             "                x = other\n                column = width\n            quantize_forms(",
         ),
+        (
+            "the result reads the splits in the caller's memory",
+            FORWARD + " " + BACKWARD,
+            "fused/activation_source.py",
+            "non_blocking=True, copy=True",
+            "non_blocking=True, copy=False",
+        ),
     ),
 )
