@@ -9,7 +9,7 @@ from benchmarks.detection import document
 from conformance import cli
 from conformance.interface import UsageError
 from conformance.mutants.planted import DEFECTS
-from conformance.mutants.score import Mutant, PassedCase, attempt, passed_cases, score_mutants
+from conformance.mutants.score import KEPT, Mutant, PassedCase, Result, attempt, passed_cases, score_mutants
 from tests.common.suite import gate_cases
 from tests.mutants.killers import KILLERS
 
@@ -37,7 +37,7 @@ LISTED = {
     *(f"V{number:02}" for number in range(1, 11)),
     *(f"N{number:02}" for number in range(1, 18)),
     *(f"I{number:02}" for number in range(1, 6)),
-    *(f"C{number:02}" for number in range(1, 44)),
+    *(f"C{number:02}" for number in range(1, 46)),
     *(f"I{number:02}" for number in range(1, 6)),
     *(f"X{number:02}" for number in range(1, 29)),
     *(f"U{number:02}" for number in range(1, 68) if number != 11),
@@ -168,6 +168,21 @@ def test_a_mutant_without_time_is_unfinished_and_not_survived():
     without = attempt(same, passed, seconds=0.0)
     assert without.way == "unfinished" and not without.killed and without.cases < 3
     assert without.line.startswith("UNFINISHED ")
+
+
+def test_a_mutant_runs_on_the_cases_in_which_it_differs_and_on_others_where_a_process_may_keep_a_value():
+    cases = list({case.id: case for case in gate_cases("jitter")}.values())[: KEPT + 4]
+    passed = [PassedCase(case, 0.0, frozenset({"file:function"})) for case in cases]
+
+    def ran(count: int) -> Result:
+        differs = frozenset(case.id for case in cases[:count])
+        return attempt(Mutant("same", "no change", "moe_ref", touches="file:function", differs=differs), passed)
+
+    assert [(ran(count).way, ran(count).cases) for count in (1, KEPT, KEPT + 1)] == [
+        *[("survived", len(cases))] * 2,
+        ("survived", KEPT + 1),
+    ]
+    assert ran(0).line.endswith("same: no change (differs in no case)")
 
 
 def test_several_functions_of_the_command_are_separated_by_commas(capsys):
