@@ -72,11 +72,13 @@ def tiles_of_layers(scope: Scope) -> list[Any]:
 
 def _coded(scope: Scope, base: Changes) -> list[Any]:
     """An activation of σ in FP8 by blocks, of lines that are no whole blocks, with all gradients: a
-    kernel for Hopper encodes both directions at once, or one after the other.
+    kernel for Hopper encodes both directions at once, or one after the other; and what it must
+    leave written: an input kept in E4M3, and rows of weights' gradients that wait.
     """
     ragged: Changes = {"tokens": 300, "counts": (0, 129, 1, 170), "tail": 3, "scaling": "block"}
     ragged |= {"width": 584}  # more blocks than a program has steps, and a part of one
     numbers: Changes = {"offset": 8, "clamp": 56, "alpha": 1702, "dtype": "float16", "recompute": "moe_act"}
-    forms = [base | ragged | form for form in ({"early": True, "probs": "bfloat16"}, numbers | {"probs": "float32"})]
+    more: list[Changes] = [{"early": True, "probs": "bfloat16"}, numbers | {"probs": "float32"}, {"stored": True}]
+    forms = [base | ragged | form for form in (*more, {"law": "delayed", "width": 144})]
     mixed = scope.case(base | ragged | {"interleave": 8})  # no such kernel takes it
     return [scope.fullest(form) for form in forms if scope.fits(scope.case(form))] + [mixed] * scope.fits(mixed)

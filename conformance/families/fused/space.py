@@ -77,6 +77,11 @@ def affordable(case: PermutedQuantizationCase, scope: Scope) -> PermutedQuantiza
     return case if small or case.layout not in FAR else plain
 
 
+RAGGED_TOKENS: Changes = {"tokens": 40, "experts": 3, "hidden": 5, "values": "rows"}
+# rows with a factor each, and squares, alone: neither can be quantised on the way
+ONE_FACTOR: tuple[Changes, ...] = ({"variant": 1, "role": "input"}, {"variant": 0, "role": "weight"})
+
+
 def always(scope: Scope) -> list[Changes]:
     """More tokens than a block, second blocks of a segment, many experts; wide rows."""
     cuda = scope.space.device == "cuda"
@@ -91,6 +96,7 @@ def always(scope: Scope) -> list[Changes]:
         both | {"scaling": "nvfp4", "variant": 2, "role": "grad_output"},
         {"tokens": 33, "experts": 257 if cuda else 65, "topk": 3, "hidden": 3, "values": "wide"},
         {"tokens": 5, "experts": 3, "hidden": 3, "dtype": "float64", "values": "wide"},
+        *(both | {"scaling": scaling, "dtype": "float64", "values": "wide"} for scaling in ("block", "mxfp8")),
     ]
     # tokens of whole lines, but no whole blocks: more than are under way at once, and more than a
     # program has; segments of more rows than a block; padding
@@ -106,6 +112,7 @@ def always(scope: Scope) -> list[Changes]:
     wide = [fields | ({} if fields["scaling"] == "current" else {"direction": "both"}) for fields in wide]
     if cuda:  # which few rows of the covering array leave out
         found += [{"role": "grad_output", "variant": 2, "direction": "both", "capacity": 3, "tokens": 7, "experts": 4}]
+        found += [RAGGED_TOKENS | {"scaling": "nvfp4"} | kind for kind in ONE_FACTOR]
     uniform: Changes = {"spread": "uniform", "topk": 2, "seed": 1}
     # the largest token has no row; its only expert has all others
     left_out: Changes = {"scaling": "delayed", "tokens": 9, "experts": 1, "topk": 1, "hidden": 3, "values": "rows"}

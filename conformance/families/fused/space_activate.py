@@ -112,22 +112,29 @@ LINES: Changes = {"scaling": "block", "rounded": True, "dtype": "bfloat16", "wid
 RAGGED: Changes = {"tokens": 300, "experts": 5, "counts": (0, 129, 1, 0, 170), "tail": 3}
 
 
-def _lines(scope: Scope) -> list[Any]:
-    """A rounded activation of σ, as a kernel for Hopper encodes it: each direction alone, and both;
-    with each number that it takes.
-    """
-    if scope.function != "glu_and_quantize":
-        return []
-    both: Changes = {"direction": "both"}
-    forms: list[Changes] = [
-        RAGGED | both | {"values": "rows", "probs": "float32"},
-        RAGGED | both | {"values": "edges", "probs": "bfloat16", "variant": 1, "seed": 1},
+BOTH: Changes = {"direction": "both"}
+ROWS_WEIGHED: Changes = {"values": "rows", "probs": "float32"}
+# by function: what a kernel for Hopper encodes, each direction alone and both, with each number
+# that it takes; and gradients, which no such kernel takes
+FORMS: dict[str, tuple[Changes, ...]] = {
+    "glu_and_quantize": (
+        RAGGED | BOTH | ROWS_WEIGHED,
+        RAGGED | BOTH | {"values": "edges", "probs": "bfloat16", "variant": 1, "seed": 1},
         RAGGED | {"direction": "columnwise", "values": "special", "probs": "", "kind": "quick_geglu", "offset": 3},
         RAGGED | {"clamp": 56, "alpha": 1702, "offset": 8, "values": "bounds", "dtype": "float16", "probs": "bfloat16"},
-        both | {"tokens": 260, "width": 264, "clamp": 8, "values": "saturated", "dtype": "float16", "probs": ""},
-        both | {"tokens": 70, "width": 128, "values": "every", "probs": "float32"},
-    ]
-    cases = [scope.case(LINES | form) for form in forms]
+        BOTH | {"tokens": 260, "width": 264, "clamp": 8, "values": "saturated", "dtype": "float16", "probs": ""},
+        BOTH | {"tokens": 70, "width": 128, "values": "every", "probs": "float32"},
+    ),
+    "glu_backward_and_quantize": (
+        RAGGED | ROWS_WEIGHED,
+        RAGGED | ROWS_WEIGHED | {"direction": "columnwise"},
+    ),
+}
+
+
+def _lines(scope: Scope) -> list[Any]:
+    """A rounded activation of σ, or its gradient, in whole lines."""
+    cases = [scope.case(LINES | form) for form in FORMS.get(scope.function, ())]
     return scope.lawful([case for case in cases if scope.fits(case)])
 
 
