@@ -68,7 +68,7 @@ class Options:
     seed: int = _flag("--run-seed", "seed of the drawn cases", 0, type=int)
     jobs: int = _flag(
         "--jobs",
-        "child processes of one worker (default: 2 on a CPU, one per core but one on a GPU, 1 under xdist)",
+        "child processes of one worker (default: 2 on a CPU, a core each and an eighth more on a GPU, 1 under xdist)",
         0,
         type=int,
     )

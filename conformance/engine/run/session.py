@@ -372,12 +372,12 @@ class Session:
 
 
 def default_jobs(options: Options) -> int:
-    """On a GPU a child per core, which compile kernels at the same time; on a CPU two, and under
-    memcheck, where each process takes seconds to start.
+    """On a GPU one per core and an eighth more: they compile kernels at the same time, and wait for
+    the device in turns. On a CPU two, and under memcheck, where a process takes seconds to start.
     """
     cores = os.cpu_count() or 1
     many = options.device != "cpu" and options.sanitize != "memcheck" and torch.cuda.is_available()
-    return max(min(cores - 1, 31), 1) if many else min(cores, 2)
+    return min(cores + cores // 8, 32) if many else min(cores, 2)
 
 
 def _priority(place: Place, case: Case, outcome: Outcome) -> tuple[bool, Place]:
