@@ -10,6 +10,7 @@ cast/nvfp4. Differs: docs/differences.md#quantization.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -126,6 +127,7 @@ def over(numerator: Tensor | float, denominator: Tensor) -> Tensor:
     return torch.div(top, denominator)
 
 
+@cache
 def nearest32(x: float) -> float:
     """x rounded to float32."""
     return float(round_to(torch.tensor(x, dtype=torch.float64), torch.float32))
@@ -146,7 +148,8 @@ def block_amax(x_MN: Tensor, block: tuple[int | None, int | None]) -> Tensor:
 def spread(scale: Tensor, block: tuple[int | None, int | None], like: Tensor) -> Tensor:
     """Each block's scale at each of its elements."""
     rows, columns = (max(length, 1) if size is None else size for size, length in zip(block, like.shape, strict=True))
-    return scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: like.shape[0], : like.shape[1]]
+    each = scale[:, None, :, None].expand(-1, rows, -1, columns)
+    return each.reshape(scale.shape[0] * rows, scale.shape[1] * columns)[: like.shape[0], : like.shape[1]]
 
 
 # ---- the rules: codes and scales of one group, rowwise
