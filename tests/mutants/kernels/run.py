@@ -41,8 +41,10 @@ def source_of(defect: KernelDefect) -> SourceMutant:
     """
     file, old, new = defect.change
     source = (home("moe_fast") / file).read_text(encoding="utf-8")
-    line = source[: source.find(old)].count("\n") + 1
-    return SourceMutant(defect.name, f"moe_fast/{file}", line, "written", old, new, changed(source, defect.change))
+    begin = source.find(old)
+    line = source[:begin].count("\n") + 1
+    mutated = changed(source, defect.change)
+    return SourceMutant(defect.name, f"moe_fast/{file}", line, "written", begin, old, new, mutated)
 
 
 def score(chosen: Mapping[str, KernelDefect], jobs: int) -> list[Result]:
