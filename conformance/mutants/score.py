@@ -144,8 +144,7 @@ def score_mutants(
         raise UsageError(f"there is no {mutant} whose name contains {only!r}{reached}")
     count = min(sample or len(chosen), len(chosen))
     chosen = [chosen[i * len(chosen) // count] for i in range(count)]
-    if functions:
-        chosen = compared(chosen, implementation, passed, jobs)
+    chosen = compared(chosen, implementation, passed, jobs) if functions else chosen
     with ThreadPoolExecutor(jobs) as workers:
         futures = [workers.submit(attempt, mutant, passed, seconds) for mutant in chosen]
         for future in as_completed(futures):

@@ -59,3 +59,8 @@ def overwritten(outputs: Outputs, gradients: Callable[[], Outputs]) -> Outputs:
     for x in numbers.values():
         x.detach().fill_(torch.nan)  # autograd counts the change
     return outputs | kept | gradients()
+
+
+def with_graph(outputs: Outputs) -> str:
+    """The first output that has a graph; empty: none."""
+    return next((name for name, x in outputs.items() if isinstance(x, Tensor) and x.grad_fn is not None), "")

@@ -1,5 +1,7 @@
 """Reads the tensors that a call returned or was given, however odd the call has left them."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,11 @@ def is_freed(x: Tensor) -> bool:
     last = sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True))
     elements = x.storage_offset() + last + 1
     return x.numel() > 0 and elements * x.element_size() > x.untyped_storage().nbytes()
+
+
+def first_changed(masters: Mapping[str, Tensor], placed: Mapping[str, Tensor]) -> str:
+    """The first input or cotangent that a call has changed; empty: none."""
+    return next((name for name, x in masters.items() if is_changed(placed[name], x)), "")
 
 
 def is_changed(x: Tensor, master: Tensor) -> bool:

@@ -18,9 +18,9 @@ from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.aliases import alias, shared_elements
 from conformance.engine.child.copies import copied, delay, overwrite
 from conformance.engine.child.kept import alive_bytes, allocated_bytes
-from conformance.engine.child.manners import MANNERS, Outputs, around_forward, overwritten
+from conformance.engine.child.manners import MANNERS, Outputs, around_forward, overwritten, with_graph
 from conformance.engine.child.poison import Poison
-from conformance.engine.child.results import Unreadable, is_changed, read
+from conformance.engine.child.results import Unreadable, first_changed, read
 from conformance.interface import Implementation, ModeChanged, named_outputs
 from conformance.judge import Finding, judge
 from conformance.judge.exact import Exact
@@ -79,23 +79,6 @@ def _may_draw(problem: Problem) -> bool:
     arguments = (problem.required | problem.settings).values()
     rounds = any(getattr(x, "stochastic_rounding", False) for x in arguments)
     return CONTRACTS[problem.function].signature.random or rounds or problem.draws
-
-
-def _changed(problem: Problem, placed: dict[str, Tensor]) -> str:
-    """The first input or cotangent that a call has changed; empty: none."""
-    return next((name for name, x in problem.masters.items() if is_changed(placed[name], x)), "")
-
-
-def _without_graph(outputs: Outputs) -> Outputs:
-    """The outputs, none of which has a graph.
-
-    Raises:
-        Misbehaved: one has.
-    """
-    for name, x in outputs.items():
-        if isinstance(x, Tensor) and x.grad_fn is not None:
-            raise Misbehaved(name, "graph", "has a graph, although the call is made under torch.no_grad")
-    return outputs
 
 
 @dataclass
@@ -163,7 +146,7 @@ class Runner:
                     torch.cuda.set_sync_debug_mode("default")
             returned, outputs = outputs, self._finished(problem, outputs)
             self.outcome.seconds_implementation += time.perf_counter() - started
-        self.changed = _changed(replay or problem, placed)
+        self.changed = first_changed((replay or problem).masters, placed)
         self.alias = alias(outputs, placed) or shared_elements(returned)
         return self._read(outputs, problem)
 
@@ -198,7 +181,7 @@ class Runner:
                 self._finished(problem, outputs | self.gradients(problem, inputs, outputs))
                 for problem, inputs, outputs in calls
             ]
-        self.changed = "" if reuse else _changed(first, places[0])
+        self.changed = "" if reuse else first_changed(first.masters, places[0])
         return self._read(results[0], first), self._read(results[1], second)
 
     @contextlib.contextmanager
@@ -304,7 +287,9 @@ class Runner:
             with around_forward(manner, problem, self.device):
                 outputs = self._forward(problem, placed, opaque)
             if manner == "no_grad":
-                return _without_graph(outputs)
+                if name := with_graph(outputs):
+                    raise Misbehaved(name, "graph", "has a graph, although the call is made under torch.no_grad")
+                return outputs
             if manner == "twice":
                 return self._second_derivatives(problem, placed, outputs)
             if manner == "overwritten":
