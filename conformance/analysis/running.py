@@ -139,8 +139,8 @@ class Running:
     def sum(self, dim: int, terms: int | None = None) -> "Running":
         """The sum in any order; `terms`: the number of terms not exactly zero; None: all.
 
-        The error is infinite where a partial sum may overflow, even beside an infinite term: of
-        infinities with both signs the sum is NaN.
+        The error is infinite where a partial sum may overflow. So it is of an infinite sum, if
+        finite terms of the other sign may overflow: infinities of both signs give NaN.
         """
         gamma = math.expm1((terms or self.value.shape[dim]) * math.log1p(ROUNDOFF[self.dtype]))
         value = self.value.sum(dim, keepdim=True)

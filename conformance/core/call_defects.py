@@ -141,7 +141,7 @@ def another_path_under_no_grad(function: Wrapper, x: Tensor, *rest: Any, **setti
 
 
 def a_graph_of_its_own(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
-    """The call turns gradients on, so that a result has a graph that nobody wants."""
+    """The call turns gradients on: a result has a graph under `torch.no_grad`."""
     with torch.enable_grad():
         return function(*inputs, **settings)
 

@@ -19,7 +19,7 @@ from conformance.engine.run.session import FAILING
 from conformance.mutants.automatic import SourceMutant, copy_package
 
 IMPORT = "from conformance.engine.child.changes import compared as __compared__"
-
+DISTURBED = (*FAILING, "BLOCKED")  # where computing the changes has changed the original
 COMPILED = re.compile(r"jit|constexpr")  # decorators of what Python does not run
 NOT_TWICE = (ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await)
 NOT_TWICE_TEXT = re.compile(r"#|\bsuper\(|['\"]{3}")
@@ -45,7 +45,7 @@ def differing(
         differs: dict[str, set[str]] = {name: set() for name in write_comparing(mutants, implementation, Path(folder))}
         with Pool(ChildOptions(implementation, search=(folder,)), jobs) as pool:
             for case, outcome in pool.run(cases):
-                for name in differs if outcome.status in FAILING else outcome.calls:
+                for name in differs if outcome.status in DISTURBED else outcome.calls:
                     differs[name].add(case.id)
     return differs
 

@@ -38,7 +38,9 @@ SOUND = 10
 TRACED = 8
 TRACED_SECONDS = 600.0  # time limit of a traced case
 QUICK = 32  # cases of a mutant that run first
-KEPT = 16  # cases: what differs in no more may be a value that each process keeps, and show in others
+# cases, as many as a run has processes: what differs in no more may be a value that each keeps, and
+# show in others
+KEPT = 32
 AFTER_A_CRASH = 60  # cases tried after a crash, in search of a wrong value
 LEAST_SECONDS = 10.0  # before a case of a mutant hangs, however short the mutant's time
 HANGS = 2  # a mutant is abandoned after this many
@@ -61,9 +63,8 @@ class Mutant:
     name: str
     title: str
     implementation: str
-    copy: Callable[[Path], None] | None = None  # writes the mutated package into a folder
     touches: str = ""  # the changed "file:function"; empty: unknown
-    change: "SourceMutant | None" = None  # an automatic mutant's
+    change: "SourceMutant | None" = None  # of the source, in a copy of the package
     differs: frozenset[str] | None = None  # ids of the cases in which it differs; None: unknown
     first: tuple[str, ...] = ()  # functions of the interface to try before others
     likely: Case | None = None  # to be tried before all others
@@ -179,13 +180,12 @@ def _mutants(implementation: str, kind: str, files: Container[str] | None) -> It
             first = tuple(dict.fromkeys(_tried_by(function) for function in defect.wrappers))
             yield Mutant(defect.name, f"{defect.title} [{defect.origin}]", name, first=first)
     if kind in ("automatic", "all"):
-        from conformance.mutants.automatic import SourceMutant, enclosing_function, source_mutants, write_copy
+        from conformance.mutants.automatic import SourceMutant, enclosing_function, source_mutants
 
         def planted(mutant: SourceMutant) -> Mutant:
             touches = f"{mutant.file}:{enclosing_function(mutant)}"
             title = " ".join(f"{mutant.before} → {mutant.after}".split())  # one line
-            copy = lambda folder: write_copy(mutant, implementation, folder)  # noqa: E731
-            return Mutant(mutant.name, title, implementation, copy, touches, mutant)
+            return Mutant(mutant.name, title, implementation, touches, mutant)
 
         yield from map(planted, source_mutants(implementation, files))
 
@@ -320,7 +320,7 @@ def _order(mutant: Mutant, passed: list[PassedCase]) -> Iterator[Case]:
     """
     reaching = [item for item in passed if mutant.touches and mutant.touches in item.calls]
     if mutant.differs is not None:
-        yield from _mixed([item for item in reaching if item.case.id in mutant.differs])
+        yield from _mixed([item for item in passed if item.case.id in mutant.differs])
         if len(mutant.differs) <= KEPT:
             yield from _mixed([item for item in reaching if item.case.id not in mutant.differs])
         return
@@ -353,9 +353,11 @@ def attempt(mutant: Mutant, passed: list[PassedCase], seconds: float = math.inf)
         return Result(mutant.name, mutant.title, "survived")
     started, count, crash, hangs, end = time.monotonic(), 0, None, 0, "survived"
     with tempfile.TemporaryDirectory(prefix="moe-conformance-mutant-") as folder:
-        if mutant.copy:
-            mutant.copy(Path(folder))
-        options = ChildOptions(mutant.implementation, search=(folder,) if mutant.copy else ())
+        if mutant.change:
+            from conformance.mutants.automatic import write_copy
+
+            write_copy(mutant.change, mutant.implementation, Path(folder))
+        options = ChildOptions(mutant.implementation, search=(folder,) if mutant.change else ())
         try:
             with Pool(options) as pool:
                 pool.start()
@@ -364,7 +366,7 @@ def attempt(mutant: Mutant, passed: list[PassedCase], seconds: float = math.inf)
                 for case, outcome in itertools.chain(first, pool.run(_order(mutant, passed))):
                     count += 1
                     way = _kill(case, outcome)
-                    if way == "value" and not mutant.copy and count > 1 and pool.run_alone(case).status == "PASS":
+                    if way == "value" and not mutant.change and count > 1 and pool.run_alone(case).status == "PASS":
                         # only after other cases
                         way, outcome = "law", replace(outcome, finding={"check": "history"})
                     if way in ("value", "law"):

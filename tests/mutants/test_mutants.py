@@ -185,6 +185,14 @@ def test_a_mutant_runs_on_the_cases_in_which_it_differs_and_on_others_where_a_pr
     assert ran(0).line.endswith("same: no change (differs in no case)")
 
 
+def test_a_mutant_runs_on_a_case_in_which_it_differs_that_no_trace_shows():
+    """As in a function that each process calls once: another process has traced it."""
+    first, second = list({case.id: case for case in gate_cases("jitter")}.values())[:2]
+    passed = [PassedCase(first, 0.0, frozenset({"file:function"})), PassedCase(second, 0.0, frozenset())]
+    mutant = Mutant("same", "no change", "moe_ref", touches="file:function", differs=frozenset({second.id}))
+    assert attempt(mutant, passed).cases == 2
+
+
 def test_several_functions_of_the_command_are_separated_by_commas(capsys):
     chosen = ("mutants", "--impl", "moe_ref", "--only", "D02", "--function")
     assert cli.main([*chosen, "pad_routing_map,jitter"]) == 0

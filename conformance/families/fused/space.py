@@ -77,7 +77,6 @@ def affordable(case: PermutedQuantizationCase, scope: Scope) -> PermutedQuantiza
     return case if small or case.layout not in FAR else plain
 
 
-RAGGED_TOKENS: Changes = {"tokens": 40, "experts": 3, "hidden": 5, "values": "rows"}
 # rows with a factor each, and squares, alone: neither can be quantised on the way
 ONE_FACTOR: tuple[Changes, ...] = ({"variant": 1, "role": "input"}, {"variant": 0, "role": "weight"})
 
@@ -87,7 +86,8 @@ def always(scope: Scope) -> list[Changes]:
     cuda = scope.space.device == "cuda"
     many = {"tokens": 2049 if cuda else 150, "experts": 3}
     blocks: Changes = {"scaling": "block", "hidden": 130}
-    both: Changes = {"direction": "both", "tokens": 40, "experts": 3, "hidden": 5, "values": "rows"}
+    rows: Changes = {"tokens": 40, "experts": 3, "hidden": 5, "values": "rows"}
+    both: Changes = rows | {"direction": "both"}
     found: list[Changes] = [
         many | {"hidden": 5},
         many | blocks | {"values": "rows"},
@@ -112,7 +112,7 @@ def always(scope: Scope) -> list[Changes]:
     wide = [fields | ({} if fields["scaling"] == "current" else {"direction": "both"}) for fields in wide]
     if cuda:  # which few rows of the covering array leave out
         found += [{"role": "grad_output", "variant": 2, "direction": "both", "capacity": 3, "tokens": 7, "experts": 4}]
-        found += [RAGGED_TOKENS | {"scaling": "nvfp4"} | kind for kind in ONE_FACTOR]
+        found += [rows | {"scaling": "nvfp4"} | kind for kind in ONE_FACTOR]
     uniform: Changes = {"spread": "uniform", "topk": 2, "seed": 1}
     # the largest token has no row; its only expert has all others
     left_out: Changes = {"scaling": "delayed", "tokens": 9, "experts": 1, "topk": 1, "hidden": 3, "values": "rows"}

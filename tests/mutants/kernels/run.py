@@ -19,7 +19,7 @@ from pkgutil import iter_modules
 import tests.mutants.kernels as kernels
 from conformance.core.case import Case
 from conformance.core.rewritten import changed
-from conformance.mutants.automatic import SourceMutant, home, write_copy
+from conformance.mutants.automatic import SourceMutant, home
 from conformance.mutants.score import Mutant, Result, attempt, passed_cases
 from tests.mutants.kernels import KernelDefect
 from tests.mutants.killers import killers
@@ -69,15 +69,8 @@ def score(chosen: Mapping[str, KernelDefect], jobs: int) -> list[Result]:
 
 
 def _mutant(defect: KernelDefect, likely: Case | None) -> Mutant:
-    source = source_of(defect)
-    return Mutant(
-        defect.name,
-        defect.title,
-        "moe_fast",
-        lambda folder: write_copy(source, "moe_fast", folder),
-        first=defect.functions,
-        likely=likely,
-    )
+    change = source_of(defect)
+    return Mutant(defect.name, defect.title, "moe_fast", change=change, first=defect.functions, likely=likely)
 
 
 def main() -> int:
