@@ -41,8 +41,8 @@ def better_of_two(
     ERROR: tl.constexpr, HARDWARE: tl.constexpr, BY_ROWS: tl.constexpr, SQUARE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The d of blocks that map their largest value to 6, or to 4 by a d 1.5 times as large:
-    whichever errs less; 6 if they err alike.
+    """The number that d rounds, of blocks that map their largest value to 6, or to 4 by a d 1.5
+    times as large: whichever errs less; 6 if they err alike.
 
         d₆ = E4M3(amax / 6 · S),   d₄ = E4M3(amax / 6 · S · 1.5)
 
@@ -76,4 +76,6 @@ def better_of_two(
         errs_four = sum_of_sixteen(
             tl.reshape(errs_four, [a, SIZE, b] if BY_ROWS else [a, b, SIZE]), 1 if BY_ROWS else 2
         )
-    return tl.where(errs_four < errs_six, four, six)  # not where one is a NaN
+    # The number is chosen, not the code: ptxas 12.8 and 12.9 store a code too early if the kernel
+    # also decodes it.
+    return tl.where(errs_four < errs_six, base * 1.5, base)  # not where one is a NaN

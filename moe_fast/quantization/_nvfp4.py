@@ -47,12 +47,13 @@ def quantize_form(
     whole = global_amax(amax_ptr, group, num_groups, row, owned, n, num_columns, PER)
     encoding = fitting_scale(whole, 0.0, FLOAT32_MAX, E2M1_MAX * largest, False)
     if ERROR is None:
-        stored = encoded(tl.minimum(amax * (encoding * (1 / E2M1_MAX)), FLOAT32_MAX), "e4m3", HARDWARE)
+        scale = tl.minimum(amax * (encoding * (1 / E2M1_MAX)), FLOAT32_MAX)
     else:
-        stored = better_of_two(
+        scale = better_of_two(
             x_ptr, stride_x_m, stride_x_n, amax, whole, encoding, first, owned, column, num_columns, largest,
             ERROR, HARDWARE, BY_ROWS, SQUARE, x.shape[0], x.shape[1],
         )  # fmt: skip
+    stored = encoded(scale, "e4m3", HARDWARE)
     scaled = x * spread(multiplier_of(stored, encoding), BLOCK_R, BLOCK_C)
     if noise_ptr is None:
         code = encoded(scaled, "e2m1", HARDWARE)
