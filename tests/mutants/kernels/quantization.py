@@ -149,8 +149,8 @@ DEFECTS = series(
             "four over six takes 4 where both err alike",
             "quantize",
             "quantization/_four_over_six.py",
-            "tl.where(errs_four < errs_six, four, six)",
-            "tl.where(errs_four <= errs_six, four, six)",
+            "tl.where(errs_four < errs_six, base * 1.5, base)",
+            "tl.where(errs_four <= errs_six, base * 1.5, base)",
         ),
         (
             "four over six: the bound of 256 is taken for all roles alone",
