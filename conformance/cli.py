@@ -183,28 +183,25 @@ def _add_more(verbs: Any) -> None:
 
 
 def run(given: Namespace) -> int:
-    """Judge the implementation, write the reports and print the verdict."""
+    """Judge the implementation, print the verdict and write the reports."""
     from conformance.engine.run.cluster import judge_on
     from conformance.engine.run.session import judge
-    from conformance.report import write
-    from conformance.report.terminal import annotations, lines
+    from conformance.report import conclude
 
     options = Options.parsed(given)
     verdict = judge_on(options, given.cluster) if given.cluster else judge(options)
-    for path in options.report:
-        write(verdict, path)
-    print("\n".join([*lines(verdict), *annotations(verdict)]))
-    return verdict.exit_code
+    return conclude(verdict, options.report)
 
 
 def fuzz(given: Namespace) -> int:
     """Exit code 0 if nothing was found, 1 with the smallest case of each failure."""
     from conformance.engine.run.fuzz import fuzz as search
+    from conformance.report.delivery import show
     from conformance.report.terminal import search_lines
 
     options = Options.parsed(given)
     searched = search(options, given.minutes)
-    print("\n".join(search_lines(searched, options)))
+    show(search_lines(searched, options))
     return searched.exit_code
 
 
@@ -261,10 +258,10 @@ def minimize(given: Namespace) -> int:
         "status": reduced.outcome.status,
         "finding": reduced.outcome.finding,
     }
-    path = corpus.save(Path(options.corpus), reduced.case, finding)
-    failure = Failure(reduced.case, reduced.outcome, "", reduced.attempts, reduced.finished, reduced.error)
+    place = corpus.try_save(Path(options.corpus), reduced.case, finding)
+    failure = Failure(reduced.case, reduced.outcome, "", reduced.attempts, reduced.finished, reduced.error, place)
     print("\n".join(failure_lines(failure.record(), options.replayed)))
-    print(f"saved as {path} after {reduced.attempts} attempts")
+    print(f"{'' if place.startswith(corpus.NOT_SAVED) else 'saved as '}{place} after {reduced.attempts} attempts")
     return 1
 
 
@@ -272,17 +269,13 @@ def merge(given: Namespace) -> int:
     """The exit code of the whole run."""
     from conformance.engine.run.merging import merge as merged
     from conformance.engine.run.verdict import read_baseline
-    from conformance.report import write
-    from conformance.report.terminal import annotations, lines
+    from conformance.report import conclude
     from conformance.usage import check_report
 
     for path in given.report:
         check_report(path)
     verdict = merged([read_baseline(Path(path), "merge") for path in given.reports])
-    for path in given.report:
-        write(verdict, path)
-    print("\n".join([*lines(verdict), *annotations(verdict)]))
-    return verdict.exit_code
+    return conclude(verdict, given.report)
 
 
 def compare(given: Namespace) -> int:
@@ -377,6 +370,7 @@ def mutants(given: Namespace) -> int:
     """Exit code 0 if every mutant was killed, 1 if some survived."""
     from conformance.engine.run.session import default_jobs
     from conformance.mutants.score import score_mutants
+    from conformance.report.delivery import deliver
 
     options = Options.parsed(given)
     if other := [path for path in options.report if Path(path).suffix != ".json"]:
@@ -388,9 +382,8 @@ def mutants(given: Namespace) -> int:
         one_gpu=given.one_gpu,
         seconds=given.mutant_seconds,
     )
-    for path in options.report:
-        Path(path).write_text(json.dumps([result.record() for result in results], indent=1) + "\n")
-    return 0 if all(result.killed for result in results) else 1
+    text = json.dumps([result.record() for result in results], indent=1) + "\n"
+    return deliver(0 if all(result.killed for result in results) else 1, options.report, lambda path: text)
 
 
 if __name__ == "__main__":

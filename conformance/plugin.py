@@ -11,6 +11,7 @@ import re
 import signal
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class Run:
         self.config = config
         self.session: Any = None
         self.verdict: Any = None
+        self.unwritten: list[str] = []  # sentences on reports
         given = getattr(config, "workerinput", {})
         self.worker = given.get("workerid", "")
         self.ledgers = None if self.worker else tempfile.TemporaryDirectory(prefix="moe-conformance-ledger-")
@@ -97,7 +99,8 @@ class Run:
 
     @pytest.hookimpl(trylast=True)  # when xdist has ended the workers
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        from conformance.report import write
+        from conformance.report import report_text
+        from conformance.report.delivery import exit_code, unwritten
 
         if self.session:
             self.session.close()
@@ -109,9 +112,8 @@ class Run:
         self.verdict = self.session.verdict(
             self.folder, parts == 1 and not selected, interrupted, parts > 1 and not selected
         )
-        for path in self.session.options.report:
-            write(self.verdict, path)
-        session.exitstatus = self.verdict.exit_code
+        self.unwritten = unwritten(self.session.options.report, partial(report_text, self.verdict))
+        session.exitstatus = exit_code(self.verdict.exit_code, self.unwritten)
         self.ledgers.cleanup()
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -119,5 +121,6 @@ class Run:
             from conformance.report.terminal import annotations, lines
 
             terminalreporter.section("moe-conformance")
-            for line in [*lines(self.verdict), *annotations(self.verdict)]:
+            sentences = [_own(sentence) for sentence in self.unwritten]
+            for line in [*lines(self.verdict), *annotations(self.verdict), *sentences]:
                 terminalreporter.write_line(line)

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from conformance.storage import unwritable
+
 REPORTS = (".json", ".xml", ".md", ".html")
 
 
@@ -43,18 +45,24 @@ def check_known(argument: str, names: Iterable[str], known: Iterable[str]) -> No
 
 
 def check_report(path: str) -> None:
-    """Check that a report can be written to this file.
+    """Check that a report can be written to this file, before the run whose verdict it holds.
 
     Raises:
-        UsageError: an unknown ending, or no such folder.
+        UsageError: an unknown ending, no such folder, or a file that cannot be written.
     """
-    target = Path(path)
-    if target.suffix not in REPORTS:
+    if Path(path).suffix not in REPORTS:
         raise UsageError(f"--report {path}: the ending must be one of {', '.join(REPORTS)}")
-    if not target.absolute().parent.is_dir():
-        raise UsageError(f"--report {path}: there is no folder {target.absolute().parent}")
-    if target.is_dir():
-        raise UsageError(f"--report {path}: is a folder")
+    check_writable(path)
+
+
+def check_writable(path: str) -> None:
+    """Check that a report of any ending can be written to this file.
+
+    Raises:
+        UsageError: no such folder, or a file that cannot be written.
+    """
+    if reason := unwritable(path):
+        raise UsageError(f"--report {path}: {reason}")
 
 
 def missing_module(name: str, missing: str, flag: str = "--impl") -> str:

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
+from conformance.report.delivery import deliver
 from conformance.report.ratios import Report, compared, read
-from conformance.usage import UsageError, check_known
+from conformance.usage import UsageError, check_known, check_writable
 
 NAMES = ("permutation", "router", "quantization", "experts", "fused", "layer", "growth")
 OF_RANKS = ("dispatch", "layer_ranks")  # over several GPUs; without a GPU over two processes
@@ -52,19 +53,16 @@ def bench(only: Sequence[str], report: str, baseline: str, root: Path = CHECKOUT
     for flag, file in (("--report", report), ("--baseline", baseline)):
         if file and not timed:
             raise UsageError(f"{flag} {file}: bench needs a GPU to time anything; without one it checks tiny shapes")
-    if report and not Path(report).absolute().parent.is_dir():
-        raise UsageError(f"--report {report}: there is no folder {Path(report).absolute().parent}")
+    if report:
+        check_writable(report)
     chosen = tuple(only) or (NAMES if alone else NAMES + OF_RANKS)
     old = read(baseline, SAME, "bench") if baseline else None
     new = measured(chosen, root) if timed else None
     if new is None:
         print("no GPU: the benchmarks check tiny shapes, and time nothing", flush=True)
         return DIFFERS if [name for name in chosen if not _ran(name, ["--quick"], root)] else 0
-    if report:
-        Path(report).write_text(json.dumps(new, indent=1) + "\n")
-    if {*new["benchmarks"]} != {*chosen}:
-        return DIFFERS
-    return compared(old, new, chosen, SAME) if old else 0
+    code = DIFFERS if {*new["benchmarks"]} != {*chosen} else compared(old, new, chosen, SAME) if old else 0
+    return deliver(code, [report] if report else [], lambda path: json.dumps(new, indent=1) + "\n")
 
 
 def measured(chosen: Sequence[str], root: Path) -> Report:

@@ -9,6 +9,7 @@ from typing import Any
 from conformance.engine.options import Options
 from conformance.engine.speed.clocks import Times, ceilings, queued
 from conformance.engine.speed.race import OWN, Clock, Lap, Racers, importable, laps, record
+from conformance.report.delivery import deliver
 from conformance.report.ratios import Report, check_same, compared, read
 from conformance.report.terminal import picture
 from conformance.usage import UsageError
@@ -53,10 +54,13 @@ def speed(options: Options, against: str, cases: Sequence[str], clock: Clock = q
             run.append(lap)
             print("\n".join(lines(lap, against, copy)), flush=True)
     new |= {"copy_TB_per_s": copy, "benchmarks": _by_function(run, copy)}
-    for path in options.report:
-        Path(path).write_text(json.dumps(new, indent=1) + "\n")
-    if found := {lap.status for lap in run} - RIGHT:
-        return HARNESS if found == {"ERROR"} else WRONG
+    return deliver(_code(run, old, new), options.report, lambda path: json.dumps(new, indent=1) + "\n")
+
+
+def _code(run: Sequence[Lap], old: Report | None, new: Report) -> int:
+    """The exit code, with what it means printed."""
+    if wrong := {lap.status for lap in run} - RIGHT:
+        return HARNESS if wrong == {"ERROR"} else WRONG
     if not any(lap.us for lap in run):
         print("nothing was timed")
         return TOO_LITTLE

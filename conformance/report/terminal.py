@@ -9,9 +9,8 @@ from typing import Any
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import case_from
 from conformance.engine.options import Options
-from conformance.engine.run.corpus import REACHED
+from conformance.engine.run.corpus import NOT_SAVED, REACHED
 from conformance.engine.run.search import Searched
-from conformance.engine.run.session import NOT_SAVED
 from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
 from conformance.interface import DEFAULTS
 
@@ -244,7 +243,9 @@ def search_lines(searched: Searched, options: Options) -> list[str]:
     for name, kept in searched.kept.items():
         scores = " ".join(f"{kind} {score:.2f}" for kind, score in searched.best.get(name, {}).items())
         reached = f"{searched.lines.get(name, 0)} lines and kernels · {kept} cases kept"
-        out.append(f"{name:<{INDENT}} {scores or 'no scores'} · {reached} in {options.corpus}/{REACHED}/{name}")
+        unsaved = f" ({NOT_SAVED}: {searched.unsaved[name]})" if name in searched.unsaved else ""
+        place = f"{options.corpus}/{REACHED}/{name}"
+        out.append(f"{name:<{INDENT}} {scores or 'no scores'} · {reached} in {place}{unsaved}")
     counts = f"{searched.cases} cases, {searched.judged} judged · {searched.waived} waived"
     ended = f" · ended by {searched.ended_by}" if searched.ended_by else ""
     return [*out, f"{len(searched.failures)} distinct failures · {counts}{ended}"]

@@ -14,7 +14,7 @@ from conformance.engine.run.session import Session, judge
 from conformance.engine.run.since import Since, since_report, since_revision, under
 from conformance.engine.run.verdict import UNCHANGED, Verdict
 from conformance.interface import UsageError
-from conformance.report import write
+from conformance.report import report_text
 from conformance.report.terminal import lines
 from tests.engine.footprint.kit import edited
 from tests.engine.footprint.kit import write as write_kit
@@ -127,7 +127,7 @@ def test_reports_name_what_was_judged_and_why(tmp_path):
     assert "unchanged since a.json (conformant there): permute" in text
     assert f"conformant · {ENOUGH} cases · changed kit:sums" in text
     for ending, shown in ((".md", "unchanged since a.json (conformant there)"), (".xml", "unchanged since a.json")):
-        write(verdict, tmp_path / f"out{ending}")
+        (tmp_path / f"out{ending}").write_text(report_text(verdict, f"out{ending}"))
         assert shown in (tmp_path / f"out{ending}").read_text()
 
 
@@ -184,7 +184,7 @@ def git(folder: Path, *arguments: str) -> None:
 def run(report: str, since: str = "") -> Verdict:
     """Judge the package in the working directory and write the report."""
     verdict = judge(Options("kit", profile="smoke", device="cpu", jobs=1, since=since, report=[report]))
-    write(verdict, Path(report))
+    Path(report).write_text(report_text(verdict, report))
     return verdict
 
 

@@ -163,7 +163,8 @@ def _line(shard: str, report: dict[str, Any]) -> str:
 
 
 def _save(failures: Iterable[dict[str, Any]], folder: Path) -> None:
-    """The failing cases of other nodes, as this node would have saved them."""
+    """The failing cases of other nodes, saved as this node would have saved them."""
     for failure in failures:
-        if not (folder / f"{failure['id']}.json").exists():
-            corpus.save(folder, case_from(failure["case"]), {k: failure[k] for k in ("status", "finding")})
+        path = folder / f"{failure['id']}.json"
+        finding = {name: failure[name] for name in ("status", "finding")}
+        failure["file"] = str(path) if path.exists() else corpus.try_save(folder, case_from(failure["case"]), finding)

@@ -12,9 +12,11 @@ from conformance.catalogue import CONTRACTS, runs_in_one_place
 from conformance.core.case import Case, CaseError, case_from, placed
 from conformance.core.space import Space
 from conformance.engine.choose.draw import scope_of
+from conformance.storage import write_whole
 
 COMMITTED = Path(__file__).parents[2] / "corpus"
 DEFAULT = Path(".moe-conformance")
+NOT_SAVED = "not saved"  # instead of the file of a failing case
 REACHED = "fuzz"  # folder of a search's interesting cases, a folder for each function
 
 
@@ -92,8 +94,16 @@ def save(folder: Path, case: Case, finding: dict[str, Any]) -> Path:
     """Write the case and its finding; returns the file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{case.id}.json"
-    path.write_text(json.dumps({"case": case.record(), "found": finding}, indent=1) + "\n")
+    write_whole(path, json.dumps({"case": case.record(), "found": finding}, indent=1) + "\n")
     return path
+
+
+def try_save(folder: Path, case: Case, finding: dict[str, Any]) -> str:
+    """Write the case; returns its file, or NOT_SAVED and the reason where it cannot be written."""
+    try:
+        return str(save(folder, case, finding))
+    except OSError as error:
+        return f"{NOT_SAVED}: {error}"
 
 
 def find(name: str, folder: Path) -> Case:

@@ -69,11 +69,15 @@ class Kept:
         return out
 
     def save(self, finding: dict[str, Any]) -> int:
-        """Replace the files by the distilled cases; a file whose case did not run stays."""
+        """Replace the files by the distilled cases; a file whose case did not run stays.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
         chosen = self.distilled()
-        for case in self.seeds:
-            if case.id in self.judged and case not in chosen:
-                (self.folder / f"{case.id}.json").unlink(missing_ok=True)
         for case in chosen:
             corpus.save(self.folder, case, finding)
+        for case in self.seeds:  # only now: where the folder cannot be written, its files stay
+            if case.id in self.judged and case not in chosen:
+                (self.folder / f"{case.id}.json").unlink(missing_ok=True)
         return len(chosen)

@@ -1,5 +1,6 @@
 """The progress of a run, on stderr: one live line on a terminal, else a line every 10 seconds."""
 
+import contextlib
 import sys
 import time
 from typing import Any
@@ -64,4 +65,5 @@ class Progress:
         if self._live:
             self._live.console.print(text, markup=False, highlight=False)
         else:
-            print(text, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # a full disk or a closed reader does not end the run
+                print(text, file=sys.stderr, flush=True)

@@ -47,6 +47,7 @@ class Searched:
     judged: int = 0  # of these cases, those that passed or failed
     waived: int = 0
     kept: dict[str, int] = field(default_factory=dict)  # cases kept, by function
+    unsaved: dict[str, str] = field(default_factory=dict)  # why its cases could not be kept, by function
     best: dict[str, dict[str, float]] = field(default_factory=dict)  # the largest scores, by function
     lines: dict[str, int] = field(default_factory=dict)  # lines and kernels reached, by function
     ended_by: str = ""  # a signal or the loss of the device; empty: the time was up
@@ -115,12 +116,15 @@ class Search:
         self.progress.end()
         for case, outcome in self.failed.values():
             failure = Failure(case, outcome, f"fuzz-{case.function}", 0, False)
-            self.session.keep(failure)
-            self.searched.failures.append(failure)
+            self.searched.failures.append(self.session.keep(failure))
         finding = {"implementation": self.session.options.implementation, "status": "interesting"}
         for function, kept in self.kept.items():
-            self.searched.kept[function] = kept.save(finding)
             self.searched.lines[function] = kept.lines
+            try:
+                self.searched.kept[function] = kept.save(finding)
+            except OSError as error:  # the failures are reported all the same
+                self.searched.kept[function] = 0
+                self.searched.unsaved[function] = str(error)
 
     def _function(self, function: str, ends: float) -> None:
         self.outcomes, self.rarity = {}, Rarity()

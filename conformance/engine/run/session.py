@@ -34,7 +34,6 @@ from conformance.engine.run.since import Since, since_report, since_revision, un
 from conformance.engine.run.verdict import Verdict, assemble, read_baseline
 from conformance.engine.run.waivers import Waiver, read_waivers
 
-NOT_SAVED = "not saved"  # instead of the file of a failing case
 FAILING = ("FAIL", "CRASH", "HANG", "OOM", "ERROR")
 
 Place = tuple[int, int]  # of a case: number of its section in the plan, its index there
@@ -82,6 +81,7 @@ class Failure:
     attempts: int
     smallest: bool
     error: str = ""  # of the suite, that ended the search for a smaller case
+    file: str = ""  # of the saved case; it begins with NOT_SAVED if there is none
 
     def record(self) -> dict[str, Any]:
         return {
@@ -92,6 +92,7 @@ class Failure:
             "attempts": self.attempts,
             "smallest": self.smallest,
             "error": self.error,
+            "file": self.file,
         } | asdict(self.outcome)
 
 
@@ -320,8 +321,7 @@ class Session:
             if failure_key(reduced.case, again) == failure_key(case, outcome):  # not by chance, or by earlier calls
                 case, outcome, smallest = reduced.case, again, reduced.finished
         failure = Failure(case, outcome, found_in, attempts, smallest, error)
-        self.keep(failure)
-        return failure
+        return self.keep(failure)
 
     def _confirmed(self, case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
         """The failure in a fresh process; FLAKY if it passes there."""
@@ -353,8 +353,11 @@ class Session:
         self._record("request", case, outcome)
         return outcome
 
-    def keep(self, failure: Failure) -> None:
-        """Save the case and record the failure."""
+    def keep(self, failure: Failure) -> Failure:
+        """Save the case and record the failure; returns it with its file.
+
+        A failure whose case cannot be saved is reported all the same.
+        """
         outcome = failure.outcome
         finding = {
             "implementation": self.options.implementation,
@@ -364,11 +367,9 @@ class Session:
             "versions": self.description["versions"],
             "device": self.description["device_name"],
         }
-        try:
-            path = str(corpus.save(Path(self.options.corpus), failure.case, finding))
-        except OSError as error:  # the failure is reported all the same
-            path = f"{NOT_SAVED}: {error}"
-        self.ledger.write("failure", file=path, **failure.record())
+        failure = replace(failure, file=corpus.try_save(Path(self.options.corpus), failure.case, finding))
+        self.ledger.write("failure", **failure.record())
+        return failure
 
 
 def default_jobs(options: Options) -> int:
