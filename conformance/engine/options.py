@@ -72,7 +72,13 @@ class Options:
         0,
         type=int,
     )
-    case_seconds: float = _flag("--case-seconds", "a case that takes longer hangs", 60.0, type=float)
+    case_seconds: float = _flag(
+        "--case-seconds",
+        "a case that uses more seconds of CPU time, or sleeps longer, runs again alone with five times the limit "
+        "and hangs if it is over that: more for a slow implementation",
+        60.0,
+        type=float,
+    )
     seconds: float = _flag(
         "--seconds", "end the run after this time, with the verdict so far (default: no limit)", 0.0, type=float
     )

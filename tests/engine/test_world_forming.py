@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from conformance.engine.child.processes import Patience
+from conformance.engine.child.patience import Patience
 from conformance.engine.options import ChildOptions
 from conformance.engine.world import world as world_module
 from conformance.engine.world.local_rank import LocalRank
-from conformance.engine.world.rank import MEETING_SECONDS, RankAddress
+from conformance.engine.world.rank import RankAddress
 from conformance.engine.world.world import Process, World
 from tests.engine.world_fixtures import ShiftCase, forget, register
 
@@ -70,18 +70,19 @@ def test_a_rank_that_is_not_like_the_others_is_named_and_nothing_is_left_running
         return [*started]
 
     processes: list[int] = []
-    world, began = World(start, Patience(20.0)), time.monotonic()
+    world = World(start, Patience(20.0))
     outcome = world.run(THREE)
     world.close()
     assert (outcome.status, outcome.finding) == ("ERROR", None)
     assert outcome.reason.startswith(told)
-    assert time.monotonic() - began < MEETING_SECONDS
     assert len(processes) == 3
     assert all_gone(processes)
 
 
 class Told:
     """A rank that has said so much and says no more."""
+
+    pid = None
 
     def __init__(self, *messages: tuple[str, object]) -> None:
         self.pipe, self._own = Pipe()
@@ -99,8 +100,8 @@ READY = ("ready", {"functions": {}, "versions": {}})
 @pytest.mark.parametrize(
     ("messages", "told"),
     [
-        ((), "rank 1 of 2 was not ready within 1 s"),
-        ((READY,), "rank 1 of 2 was not formed within 1 s"),
+        ((), "rank 1 of 2 was not ready within 1 s (0.0 s of CPU time in "),
+        ((READY,), "rank 1 of 2 was not formed within 1 s (0.0 s of CPU time in "),
         (
             (READY, ("unformed", "DistNetworkError: nobody there")),
             "rank 1 of 2 cannot join: DistNetworkError: nobody there",
@@ -115,5 +116,6 @@ def test_a_rank_that_does_not_come_is_waited_for_so_long_and_named(messages, tol
     monkeypatch.setattr(world_module, "MEETING_SECONDS", 0.5)
     ranks = [Told(READY, ("formed", None)), Told(*messages)]
     outcome = World(lambda: [*ranks], Patience(20.0)).run(THREE)
-    assert (outcome.status, outcome.reason) == ("ERROR", told)
+    assert outcome.status == "ERROR"
+    assert outcome.reason.startswith(told)
     assert [rank.ended for rank in ranks] == [1, 1]

@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ WATCH_SECONDS = 0.25
 LOG_BYTES = 2**20  # of the log, which is emptied beyond
 MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # resident, of one process
 OUT_OF_MEMORY = 87  # exit code
+ASKED, PLACE = ".asked", ".place"  # ends of the names of files next to the log: see `_say_where`
 
 
 def isolate(log_path: str) -> None:
@@ -32,7 +34,7 @@ def isolate(log_path: str) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # the parent asks where this process is
+    faulthandler.register(signal.SIGUSR1)  # the parent asks where this process is: see `processes.where`
     # where the kernel runs out of memory, it kills this process before any other
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -55,8 +57,26 @@ def _watch(log_path: str, server: int) -> None:
                 os.truncate(log_path, 0)
             if _resident() > MEMORY_BYTES:
                 os._exit(OUT_OF_MEMORY)
+            if os.path.exists(log_path + ASKED):
+                _say_where(log_path)
         time.sleep(WATCH_SECONDS)
     os.killpg(0, signal.SIGKILL)
+
+
+def _say_where(log_path: str) -> None:
+    """Write the frames of all threads, the main one first, in the form of faulthandler."""
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    lines = []
+    for thread in sorted(frames, key=lambda thread: thread != main):
+        frame: FrameType | None = frames[thread]
+        while frame:
+            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n')
+            frame = frame.f_back
+    Path(log_path + ASKED).unlink()
+    draft = Path(log_path + PLACE + ".draft")
+    draft.write_text("".join(lines))
+    draft.replace(log_path + PLACE)  # the parent reads it as a whole
 
 
 def _resident() -> int:

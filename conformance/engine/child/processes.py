@@ -1,8 +1,9 @@
-"""The parent's view of a child process: start, messages, end, time limit."""
+"""The parent's view of a child process: start, messages, end, and where it is."""
 
 import contextlib
 import os
 import pickle
+import re
 import signal
 import socket
 import struct
@@ -10,39 +11,24 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from conformance.engine.child.isolation import MEMORY_BYTES, OUT_OF_MEMORY
+from conformance.engine.child.isolation import ASKED, MEMORY_BYTES, OUT_OF_MEMORY, PLACE
 from conformance.engine.child.runner import Outcome
 from conformance.engine.child.sanitizer import explained
 
 STDLIB = os.path.dirname(os.__file__)
 INNOCENT = ("conformance/engine", "/torch/", "/triton/", '"<frozen ')  # frames never blamed for a crash
 _main = threading.Lock()  # of __main__, which several threads may hide
-PATIENCE = 10  # after a hang: time limit in multiples of the slowest answer
 MESSAGE_SECONDS = 10  # for the rest of a message that has begun
 ENDING_SECONDS = 5  # for a process that has closed its pipe to end
-TRACEBACK_SECONDS = 0.2  # for a process to write where it is
+PLACE_SECONDS = 2.0  # for a thread of a process to say where the others are
+TRACEBACK_SECONDS = 0.2  # for a process to write a traceback when it is interrupted
+FRAME = re.compile(r'File ("(.+)", line \d+ in .+)')  # a line of a traceback, as faulthandler writes it
 MESSAGE_BYTES = 2**28
 NO_MESSAGE = "it wrote into the pipe of the suite"
 NO_MEMORY = "out of memory"
-
-
-@dataclass
-class Patience:
-    """The time limit of a case in seconds: shorter for a function that has hung once."""
-
-    case_seconds: float
-    slowest: float = 0.0
-    hung: set[str] = field(default_factory=set)  # functions
-
-    def answered(self, seconds: float) -> None:
-        self.slowest = max(self.slowest, seconds)
-
-    def allowed(self, function: str) -> float:
-        return min(self.case_seconds, max(PATIENCE * self.slowest, 2.0)) if function in self.hung else self.case_seconds
 
 
 @contextlib.contextmanager
@@ -122,7 +108,19 @@ def ending(process: Any, log_path: str) -> str:
 
 
 def where(process: Any, log_path: str) -> str:
-    """The innermost frame of the implementation in a process that runs, as " at …", if any."""
+    """The innermost frame of the implementation in a process that runs, as " at …", if any.
+
+    A thread of the process answers, unless native code holds the interpreter. Only then does
+    faulthandler interrupt the process: where Python code goes on, its walk through the frames
+    crashes now and then.
+    """
+    with contextlib.suppress(OSError):
+        open(log_path + ASKED, "w").close()
+    deadline = time.monotonic() + PLACE_SECONDS
+    while time.monotonic() < deadline and process.is_alive():
+        if os.path.exists(log_path + PLACE):
+            return at(log_path + PLACE)
+        time.sleep(0.05)
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGUSR1)
     time.sleep(TRACEBACK_SECONDS)
@@ -132,8 +130,8 @@ def where(process: Any, log_path: str) -> str:
 def at(log_path: str) -> str:
     """The innermost frame of the implementation in the traceback in a log, as " at …", if any."""
     with contextlib.suppress(OSError), open(log_path, errors="replace") as log:
-        frames = [line.strip() for line in log if line.lstrip().startswith("File ")]
-        for line in frames:
+        for frame in filter(None, (FRAME.fullmatch(line.strip()) for line in log)):
+            line = frame[1]
             if not any(path in line for path in INNOCENT) and (STDLIB not in line or "site-packages" in line):
-                return f" at {line.removeprefix('File ')}"
+                return f" at {line}"
     return ""

@@ -5,7 +5,6 @@ imported is kept ready, because a crashing mutant restarts often.
 """
 
 import contextlib
-import math
 import os
 import tempfile
 import time
@@ -21,8 +20,8 @@ from conformance.catalogue import ranks_with_calls_before
 from conformance.core.case import Case
 from conformance.engine.child import server
 from conformance.engine.child.child import serve
+from conformance.engine.child.patience import LOOK_SECONDS, CaseClock, Patience
 from conformance.engine.child.processes import (
-    Patience,
     end,
     ended,
     ending,
@@ -42,7 +41,7 @@ from conformance.engine.world.background import Background
 from conformance.engine.world.worlds import Worlds
 from conformance.interface import UsageError
 
-CASE_SECONDS = 60.0  # a case that takes longer hangs
+CASE_SECONDS = 60.0  # a case that takes longer hangs: see `conformance.engine.child.patience`
 START_SECONDS = 180.0  # import of the implementation
 COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
 IN_ORDER = 8  # cases that may change places
@@ -67,11 +66,13 @@ class Child:
     ended: bool = False
     last: str = ""  # the function of its last work
     began: float = 0.0  # its last work
+    started: float = 0.0  # the first case in `cases`
     request: Draw | None = None
     cases: deque[Case] = field(default_factory=deque)
     ran: list[Case] = field(default_factory=list)
-    started: float = 0.0
-    deadline: float = 0.0
+    clock: CaseClock = field(default_factory=lambda: CaseClock([]))
+    limit: float = START_SECONDS  # by the clock
+    alone: bool = False  # no other case runs meanwhile
 
     @property
     def idle(self) -> bool:
@@ -191,20 +192,25 @@ class Pool:
         ran, count = self._before.get(id(case), ([], 0))
         return ran[:count]
 
+    def has_hung(self, function: str) -> bool:
+        """Whether a case of the function hung while no other case ran."""
+        return function in self.patience.hung or self.worlds.has_hung(function)
+
     def answer(self, case: Case) -> Outcome:
         """The outcome of one case, in a running child."""
         ((_, outcome),) = self.run([case])
         return outcome
 
     def run_alone(self, case: Case) -> Outcome:
-        """The case in a child, or a world, that has run nothing before."""
+        """The case in a child, or a world, that has run nothing before; with the longer limit."""
         if ranks_with_calls_before(case):
             self.worlds.close()
-            return self.worlds.run(case)
+            return self.worlds.run(case, alone=True)
         child = self._fresh()
+        child.alone = True
         self._send(child, [case])
         while (outcome := self._answer(child)) is None:
-            connection.wait([child.pipe, child.process.sentinel], timeout=0.2)
+            connection.wait([child.pipe, child.process.sentinel], timeout=LOOK_SECONDS)
         self._end(child)
         assert isinstance(outcome, Outcome)
         return outcome
@@ -230,7 +236,7 @@ class Pool:
         with plain_main():
             process.start()
         child_pipe.close()
-        return Child(process, pipe, log_path, deadline=time.monotonic() + START_SECONDS)
+        return Child(process, pipe, log_path, clock=CaseClock([process.pid]))
 
     def _await_ready(self, child: Child) -> None:
         """Wait until the child has imported the implementation.
@@ -241,10 +247,10 @@ class Pool:
         if child.ready:
             return
         prefix = f"--impl {self.options.implementation}:"
-        connection.wait([child.pipe, child.process.sentinel], max(child.deadline - time.monotonic(), 0))
-        if child.process.is_alive() and not child.pipe.poll():
-            self._end(child)
-            raise UsageError(f"{prefix} importing it took longer than {START_SECONDS:.0f} s")
+        while not connection.wait([child.pipe, child.process.sentinel], LOOK_SECONDS):
+            if child.clock.passed(START_SECONDS):
+                self._end(child)
+                raise UsageError(f"{prefix} importing it took longer than {START_SECONDS:.0f} s ({child.clock.told})")
         try:
             kind, content = received(child.pipe) if child.pipe.poll() else ("dead", "")
         except EOFError as error:
@@ -297,17 +303,16 @@ class Pool:
 
     def _allow(self, child: Child, function: str) -> None:
         """The child starts on a case: set the time limit."""
-        child.started = time.monotonic()
-        child.deadline = child.started + self.patience.allowed(function)
+        child.started, child.clock = time.monotonic(), CaseClock([child.process.pid])
+        child.limit = self.patience.allowed(function, child.alone)
 
     def _wait(self) -> None:
-        """Until there is an answer, or the time of a child is up."""
+        """Until there is an answer, or the clocks of the children look at them again."""
         busy = [child for child in self._children if not child.idle]
         pipes: list[Any] = [ready for child in busy for ready in (child.pipe, child.process.sentinel)]
         pipes += [lane.pipe for lane in self._lanes if lane.case]
         if pipes:
-            pause = max(min((child.deadline for child in busy), default=math.inf) - time.monotonic(), 0)
-            connection.wait(pipes, timeout=None if pause == math.inf else pause)
+            connection.wait(pipes, timeout=LOOK_SECONDS if busy else None)
 
     def _answer(self, child: Child) -> Answer | None:
         """The answer to the child's request or first case; None while it works on that."""
@@ -326,11 +331,9 @@ class Pool:
             alive, reason = False, str(error)
         if not alive:  # another process that it has started may hold the pipe open
             return ended(reason or ending(child.process, child.log_path))
-        if time.monotonic() > child.deadline:
-            if child.cases:
-                self.patience.hung.add(child.cases[0].function)
-            place = where(child.process, child.log_path)
-            return Outcome("HANG", reason=f"no answer within {child.deadline - child.started:.0f} s{place}")
+        if child.clock.passed(child.limit):
+            function, place = child.cases[0].function if child.cases else "", where(child.process, child.log_path)
+            return Outcome("HANG", reason=self.patience.hangs(function, child.clock, child.limit, child.alone, place))
         return None
 
     def _end(self, child: Child) -> None:

@@ -21,6 +21,7 @@ from conformance.core.scope import Scope
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.run.corpus import REACHED
+from conformance.engine.run.hangs import confirmed_hang
 from conformance.engine.run.kept import Kept
 from conformance.engine.run.progress import Progress
 from conformance.engine.run.rarity import Rarity
@@ -212,10 +213,12 @@ class Search:
             return Outcome("NOT_RUN")
         outcome = self.session.pool.answer(case)
         self._note(case, outcome)
-        return outcome
+        return self.outcomes[case]
 
     def _note(self, case: Case, outcome: Outcome) -> None:
         """Remember the outcome, and the first case of each failure."""
+        if outcome.status == "HANG":
+            outcome = confirmed_hang(case, outcome, self.session.pool, self.session.profile.reduce_seconds)
         self.outcomes[case] = outcome
         self.rarity.add(case)
         failing = outcome.status in FAILING

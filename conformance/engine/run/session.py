@@ -25,6 +25,7 @@ from conformance.engine.run.before import with_calls_before
 from conformance.engine.run.blame import blamed
 from conformance.engine.run.choice import Choice, asked, must_compare
 from conformance.engine.run.coverage import settings_of
+from conformance.engine.run.hangs import with_hangs_confirmed
 from conformance.engine.run.ledger import Ledger
 from conformance.engine.run.pool import Lost, Pool
 from conformance.engine.run.progress import Progress
@@ -238,7 +239,8 @@ class Session:
                 agenda.add(Draw(section, self.profile, self.space, self.options.seed, where), REQUESTS)
         failed: Failed = {}
         try:
-            for work, answer in self.pool.work(agenda):
+            answers = with_hangs_confirmed(self.pool.work(agenda), self.pool, self.profile.reduce_seconds)
+            for work, answer in answers:
                 if isinstance(work, Case) and isinstance(answer, Outcome):
                     place = places[id(work)]
                     self._judged(plan[place[0]], work, varied[id(work)], answer, place, failed)

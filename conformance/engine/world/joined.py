@@ -156,6 +156,8 @@ class RemoteRanks:
 class RemoteRank:
     """A rank's process, reached through its lender; see `LocalRank`."""
 
+    pid = None  # it runs on another host, or belongs to the lender
+
     def __init__(self, pipe: Connection, control: Connection, world: int) -> None:
         self.pipe, self._control, self._world, self._ending = pipe, control, world, ""
 

@@ -37,6 +37,10 @@ class LocalRank:
         """The process's end and innermost frame."""
         return processes.ending(self.process, self.log_path)
 
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
     def alive(self) -> bool:
         return self.process.is_alive()
 

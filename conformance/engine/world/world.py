@@ -7,7 +7,6 @@ ended, and the next case gets a new world.
 import contextlib
 import math
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection
@@ -16,13 +15,15 @@ from typing import Any
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.ranks import ranks_of
-from conformance.engine.child.processes import Patience, ended, received
+from conformance.engine.child.patience import LOOK_SECONDS, CaseClock, Patience
+from conformance.engine.child.processes import ended, received
 from conformance.engine.child.runner import Outcome
 from conformance.engine.child.sanitizer import explained
 from conformance.engine.world.joined import RemoteRank
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import MEETING_SECONDS
 
+# by the clock of the case
 GRACE_SECONDS = 4.0  # for the other ranks once one has failed: they may wait for it forever
 SILENCE_SECONDS = 0.3  # for the others, all inside calls, once one has raised or died
 ANSWER_SECONDS = 2.0  # for the outcome of a rank that has judged its values
@@ -58,7 +59,7 @@ class Member:
     seen: list[int] = field(default_factory=list)
     asking: bool | None = None  # its "agree", while waiting for the answer
     calling: str = ""  # the implementation's function called last
-    heard: float = 0.0  # when it last sent a message, or was sent an answer
+    heard: float = 0.0  # when it last sent a message, or was sent an answer, by the clock of the case
 
     @property
     def failed(self) -> bool:
@@ -90,22 +91,26 @@ class World:
     def __init__(self, start: Callable[[], list[Process]], patience: Patience) -> None:
         self._start, self._patience = start, patience
         self._members: list[Member] = []
+        self._clock = CaseClock([])
         self.ran: list[Case] = []  # the cases since the world formed, the last one too
         self._closing = threading.Lock()
 
-    def run(self, case: Case) -> Outcome:
+    def run(self, case: Case, alone: bool = False) -> Outcome:
         """The case on the first ranks. The calls before it run first, whatever they do; only if one
         ends the ranks, the case does not run.
+
+        Args:
+            alone: no other case runs meanwhile; the case has a longer limit.
         """
         self.ran = [*self.ran, case] if self._members else [case]
         for index, earlier in enumerate(case.before):
-            outcome = self._run_one(earlier)
+            outcome = self._run_one(earlier, alone)
             if not self._members:
                 told = outcome.reason or (outcome.finding or {}).get("message", "")
                 return Outcome("NOT_RUN", reason=f"before[{index}] ended the ranks: {told}")
-        return self._run_one(case)
+        return self._run_one(case, alone)
 
-    def _run_one(self, case: Case) -> Outcome:
+    def _run_one(self, case: Case, alone: bool) -> Outcome:
         try:
             if not self._members:
                 self._form()
@@ -113,17 +118,17 @@ class World:
             self.close()
             return Outcome("ERROR", reason=str(error))
         members = self._members[: ranks_of(CONTRACTS[case.function], case)]
+        self._clock = self._clock_of(members)
         for member in members:
-            member.outcome, member.seen, member.asking, member.calling = None, [], None, ""
-            member.heard = time.monotonic()
+            member.outcome, member.seen, member.asking, member.calling, member.heard = None, [], None, "", 0.0
             # it died between two cases: see `_hear`
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 member.pipe.send([replace(case, before=())])
-        started = time.monotonic()
-        silent = self._listen(members, started + self._patience.allowed(case.function))
+        limit = self._patience.allowed(case.function, alone)
+        silent = self._listen(members, limit)
         if not silent:
-            self._patience.answered(time.monotonic() - started)
-        outcome = self._combined(case, members, silent, time.monotonic() - started)
+            self._patience.answered(self._clock.seconds)
+        outcome = self._combined(case, members, silent, limit, alone)
         if silent or any(member.outcome and member.outcome.status in ("CRASH", "OOM") for member in members):
             self.close()
         return outcome
@@ -135,10 +140,15 @@ class World:
             for member in members:
                 member.process.end()
 
+    @staticmethod
+    def _clock_of(members: list[Member]) -> CaseClock:
+        return CaseClock([pid for member in members if (pid := member.process.pid) is not None])
+
     # ---- forming the world
 
     def _form(self) -> None:
         self._members = [Member(rank, each) for rank, each in enumerate(self._start())]
+        self._clock = self._clock_of(self._members)
         descriptions = [self._heard(member, "ready") for member in self._members]
         for member, description in zip(self._members, descriptions, strict=True):
             different = [key for key in ("functions", "versions") if description[key] != descriptions[0][key]]
@@ -152,8 +162,10 @@ class World:
         """The next message of a rank that is starting."""
         name = f"rank {member.rank} of {len(self._members)}"
         try:
-            if not member.pipe.poll(2 * MEETING_SECONDS):
-                raise NoWorld(f"{name} was not {wanted} within {2 * MEETING_SECONDS:.0f} s")
+            while not member.pipe.poll(LOOK_SECONDS):
+                if self._clock.passed(2 * MEETING_SECONDS):
+                    told = f"{2 * MEETING_SECONDS:.0f} s ({self._clock.told})"
+                    raise NoWorld(f"{name} was not {wanted} within {told}")
             kind, content = received(member.pipe)
         except EOFError as error:
             reason = str(error) or member.process.ending()
@@ -164,7 +176,7 @@ class World:
 
     # ---- one case
 
-    def _listen(self, members: list[Member], deadline: float) -> list[Member]:
+    def _listen(self, members: list[Member], limit: float) -> list[Member]:
         """Receive messages until every rank has an outcome; returns the ranks without one in time.
 
         A rank that has judged its values sends "agree". Once one sends False, ranks that have not
@@ -172,9 +184,7 @@ class World:
         has raised, they get SILENCE_SECONDS since the last message of any rank.
         """
         while waiting := [member for member in members if member.outcome is None]:
-            limit = min(deadline, end_of_silence(members))
-            pause = max(min(limit - time.monotonic(), 1.0), 0)
-            ready = connection.wait([member.pipe for member in waiting], timeout=pause)
+            ready = connection.wait([member.pipe for member in waiting], timeout=LOOK_SECONDS)
             for member in waiting:
                 if member.pipe in ready:
                     self._hear(member)
@@ -182,25 +192,25 @@ class World:
                     self._lose(member)  # another process that it has started holds the pipe open
             if all(member.outcome or member.asking is not None for member in members):
                 self._answer(members, all(member.asking for member in members))
-            elif time.monotonic() > min(deadline, end_of_silence(members)):
+            elif self._clock.passed(min(limit, end_of_silence(members))):
                 if not self._answer(members, False):
                     return [member for member in members if member.outcome is None]
-                deadline = time.monotonic() + ANSWER_SECONDS
+                limit = self._clock.seconds + ANSWER_SECONDS
             elif any(member.asking is False or member.failed for member in members):
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                limit = min(limit, self._clock.seconds + GRACE_SECONDS)
         return []
 
     def _answer(self, members: list[Member], agreed: bool) -> bool:
         """Answer the ranks waiting on "agree"; returns whether there were any."""
         asking = [member for member in members if member.asking is not None]
         for member in asking:
-            member.asking, member.heard = None, time.monotonic()
+            member.asking, member.heard = None, self._clock.seconds
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 member.pipe.send(agreed)
         return bool(asking)
 
     def _hear(self, member: Member) -> None:
-        member.heard = time.monotonic()
+        member.heard = self._clock.seconds
         try:
             kind, content, *seen = received(member.pipe)
         except EOFError as error:
@@ -217,14 +227,14 @@ class World:
         """The rank sends nothing more."""
         member.asking, member.outcome = None, ended(reason or member.process.ending())
 
-    def _combined(self, case: Case, members: list[Member], silent: list[Member], seconds: float) -> Outcome:
+    def _combined(self, case: Case, members: list[Member], silent: list[Member], limit: float, alone: bool) -> Outcome:
         """The worst outcome of all ranks, with its rank's name."""
         outcomes = [(member, member.outcome) for member in members if member.outcome]
         failed = any(outcome.status in BAD for _, outcome in outcomes)
         if silent and not failed:
-            self._patience.hung.add(case.function)
             where = [f"rank {member.rank}{member.within(case)}{member.process.where()}" for member in silent]
-            return Outcome("HANG", reason=f"no answer within {seconds:.0f} s from {'; '.join(where)}")
+            place = f" from {'; '.join(where)}"
+            return Outcome("HANG", reason=self._patience.hangs(case.function, self._clock, limit, alone, place))
         worst, outcome = min(outcomes, key=lambda pair: (WORST_FIRST.index(pair[1].status), pair[0].rank))
         others = [member.rank for member in members if _other_inputs(member.seen, members[0].seen, failed)]
         if others:

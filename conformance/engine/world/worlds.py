@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from conformance.catalogue import ranks_with_calls_before
 from conformance.core.case import Case
-from conformance.engine.child.processes import Patience
+from conformance.engine.child.patience import Patience
 from conformance.engine.child.runner import LAST, Outcome
 from conformance.engine.options import ChildOptions
 from conformance.engine.world import turn
@@ -65,8 +65,12 @@ class Worlds:
         """The number of cases that may run at the same time, each on another number of ranks."""
         return max(self.max_ranks, self.shared_ranks) if self._on_gpus and not self._remote else 1
 
-    def run(self, case: Case) -> Outcome:
-        """The case on all its ranks."""
+    def run(self, case: Case, alone: bool = False) -> Outcome:
+        """The case on all its ranks.
+
+        Args:
+            alone: no other case runs meanwhile; the case has a longer limit.
+        """
         ranks = ranks_with_calls_before(case)
         if ranks > max(self.max_ranks, self.shared_ranks):
             room = f"there is room for {max(self.max_ranks, self.shared_ranks)}"
@@ -76,7 +80,7 @@ class Worlds:
             patience = self._patience_sharing if ranks > self.max_ranks else self._patience
             self._worlds[size] = World(partial(self._start, size), patience)
         world = self._worlds[size]
-        outcome = world.run(case)
+        outcome = world.run(case, alone)
         if outcome.finding or outcome.status in LAST:
             self._before[id(case)] = world.ran
         return outcome
@@ -84,6 +88,10 @@ class Worlds:
     def before(self, case: Case) -> list[Case]:
         """The cases that ran before this one in its world."""
         return self._before.get(id(case), [])[:-1]
+
+    def has_hung(self, function: str) -> bool:
+        """Whether a case of the function hung while no other case ran."""
+        return function in self._patience.hung or function in self._patience_sharing.hung
 
     def close(self) -> None:
         """End every rank; nothing is left running."""
