@@ -12,8 +12,14 @@ The namespace may also say what it is for, and offer three functions:
     declares(function) -> dict                         the guarantees, in terms of VOCABULARY
     transport(function, group) -> str                  how ranks reach each other, if not by it
 
-If one of the three raises, takes too long or ends the process, the function that it was asked about
-has failed, and the others are judged. So has a function whose `supports` or `transport` answers
+and the configurations of its own tuner, if it has one (`triton.autotune` needs neither):
+
+    configurations(function) -> sequence of str        the names of all that the tuner chooses from
+    configured(function, name) -> context manager      inside it, calls of the function and their
+                                                       backward use this configuration
+
+If one of them raises, takes too long or ends the process, the function that it was asked about has
+failed, and the others are judged. So has a function whose `supports` or `transport` answers
 anything but text or None. `declares` is asked once per process, at its start: an answer outside the
 vocabulary is a UsageError, and nothing is judged.
 
@@ -26,6 +32,7 @@ import inspect
 import os
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +122,7 @@ class Implementation:
         self.namespace, self.name = namespace, name
         self._parameters: dict[str, frozenset[str] | None] = {}
         self._declared: dict[str, dict[str, Any] | Undeclared] = {}
+        self._configurations: dict[str, tuple[str, ...]] = {}
 
     def offers(self, function: str) -> bool:
         return callable(getattr(self.namespace, function, None))
@@ -199,6 +207,27 @@ class Implementation:
                 legal = VOCABULARY[key].legal
                 raise UsageError(f"{self.name} declares {key} = {shown(value)} for {function}; it must be {legal}")
         return DEFAULTS | {key: _printable(value) for key, value in declared.items()}
+
+    def configurations(self, function: str) -> tuple[str, ...]:
+        """The names of the configurations that the namespace's tuner chooses from for the function;
+        empty if it has no tuner: that takes both `configurations` and `configured`.
+
+        Raises:
+            TypeError: the namespace answers no sequence of names, each once.
+        """
+        hooks = (getattr(self.namespace, name, None) for name in ("configurations", "configured"))
+        if function not in self._configurations:
+            names = self.namespace.configurations(function) if all(map(callable, hooks)) else ()
+            listed = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+            if not listed or len({*names}) < len(names):
+                raise TypeError(f"it returned {shown(names)}; it must return a list of names, each once")
+            self._configurations[function] = tuple(names)
+        return self._configurations[function]
+
+    def configured(self, function: str, name: str) -> AbstractContextManager[Any]:
+        """The namespace's block in which calls of the function use this configuration."""
+        block: AbstractContextManager[Any] = self.namespace.configured(function, name)
+        return block
 
     def transport(self, function: str, group: Any) -> str:
         """The namespace's transport between the ranks of a group; "" if it is the group's.

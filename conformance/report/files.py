@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 from conformance.core.case import case_from
 from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
 from conformance.report.terminal import ended, failure_lines, in_words, picture, replay_command, scope_lines
+from conformance.report.tuned import tuned_lines
 
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
 
@@ -47,7 +48,7 @@ def markdown(verdict: Verdict) -> str:
     extent = f"{_judged(verdict)}{verdict.cases} cases in {verdict.seconds:.0f} s{ended(verdict)}"
     extent += f", profile {verdict.profile}, seed {verdict.seed}"
     out = [f"# {verdict.verdict}: `{verdict.implementation}`", "", f"{extent}, on {verdict.device}; {versions}.", ""]
-    out += [line for scope in scope_lines(verdict) for line in (f"{scope}.", "")]
+    out += [text for line in scope_lines(verdict) + tuned_lines(verdict) for text in (f"{line}.", "")]
     out += ["| function | verdict | cases | by status | without | between ranks |", "|---|---|--:|---|---|---|"]
     for name, function in verdict.functions.items():
         counts = ", ".join(f"{count} {status}" for status, count in function.counts.items())

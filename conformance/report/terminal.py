@@ -13,6 +13,7 @@ from conformance.engine.run.corpus import NOT_SAVED, REACHED
 from conformance.engine.run.search import Searched
 from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
 from conformance.interface import DEFAULTS
+from conformance.report.tuned import tuned_lines
 
 REFUSALS = ("raises TypeError", "raises NotImplementedError")  # of a call that a kernel does not support
 INDENT = 19  # columns of the name
@@ -25,7 +26,7 @@ def lines(verdict: Verdict) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
     origin = f"{verdict.device} · profile {verdict.profile} · seed {verdict.seed}"
     out = [f"moe-conformance · impl {verdict.implementation} · {versions} · {origin}"]
-    out += scope_lines(verdict) + _declarations(verdict) + _transports(verdict)
+    out += scope_lines(verdict) + _declarations(verdict) + tuned_lines(verdict) + _transports(verdict)
     out += ["", f"{verdict.verdict}   {_summary(verdict)}", "", *_specialised(verdict)]
     width = _column(verdict)
     for failure in sorted(verdict.failures, key=damage):

@@ -138,7 +138,7 @@ def _answer(
         return Outcome("FAIL", asdict(Finding("declares", "error", str(error))))
     except Exception as error:
         if device_is_lost(error):
-            return Outcome("CRASH", reason=f"the device was lost: {message(error)}")
+            return Outcome("CRASH", reason=f"the device was lost: {message(error)}{''.join(notes_of(error))}")
         return Outcome("ERROR", reason=_where(error))
     except BaseException as error:  # as sys.exit raises
         return Outcome("CRASH", reason=f"raised {described(error)}, which ends a process")
@@ -146,6 +146,11 @@ def _answer(
         gc.collect(0)
         if device == "cuda" and torch.cuda.memory_reserved() > KEPT_BYTES:
             torch.cuda.empty_cache()  # children share the device's memory
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """What was added to the error on its way, such as the configuration of a tuned kernel."""
+    return getattr(error, "__notes__", [])
 
 
 def _add_transport(outcome: Outcome, function: str, implementation: Implementation, rank: RankContext) -> None:

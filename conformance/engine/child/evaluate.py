@@ -18,6 +18,7 @@ from conformance.engine.child.interpreting import mended
 from conformance.engine.child.reached import Reached
 from conformance.engine.child.runner import Blocked, Misbehaved, Outcome, Runner
 from conformance.engine.child.scopes import scope_of_function
+from conformance.engine.child.tuning import Tuning
 from conformance.interface import Implementation
 from conformance.judge import Expectation, Finding, Resolved, gives_nan
 from conformance.judge.exact import bits
@@ -53,10 +54,11 @@ def evaluate(
         evaluate(earlier, implementation, device, ring=ring)
     outcome, reached = Outcome("PASS"), Reached(implementation, case.function) if lines else None
     try:
-        if ring:
-            _related(case, implementation, device, outcome)
-        else:
-            _evaluate(case, implementation, device, outcome, rank, reached, scores)
+        with Tuning(implementation, case, outcome, alone=not rank or rank.ranks == 1) as tuning:
+            if ring:
+                _related(case, implementation, device, outcome)
+            else:
+                _evaluate(case, implementation, device, outcome, rank, reached, scores, tuning)
     except Misbehaved as wrong:
         _fail(outcome, wrong.finding)
     except Blocked as blocked:
@@ -79,6 +81,7 @@ def _evaluate(
     rank: RankContext | None,
     reached: Reached | None,
     scores: bool,
+    tuning: Tuning,
 ) -> None:
     contract = AtRank(CONTRACTS[case.function], rank) if rank else CONTRACTS[case.function]  # type: ignore[arg-type]
     problem = contract.problem(case)
@@ -102,7 +105,8 @@ def _evaluate(
     expected = contract.golden[case.golden][1] if case.golden else contract.expected(case, problem, declared)
     expected = {name: x for name, x in expected.items() if name not in declared.get("omits", ())}
     outcome.seconds_reference += time.perf_counter() - started
-    outputs, right, finding = _called(runner, contract, case, problem, expected)
+    called = [call.function for call in (problem.producer, problem) if call]
+    outputs, right, finding = tuning.each(called, lambda: _called(runner, contract, case, problem, expected))
     if finding:
         _fail(outcome, finding if rank else _with_nan(finding, runner, problem, expected, outputs))
     if scores:
@@ -115,7 +119,7 @@ def _evaluate(
         trial = _trial(case, contract, problem, expected, outputs, runner, declared, implementation)
         finding = _judged_law(contract.laws[case.law], trial)
         if finding:
-            _fail(outcome, finding)
+            _fail(outcome, tuning.named(finding))
             return
     _need_informative(contract, problem, right, outcome)
 

@@ -38,6 +38,9 @@ class Outcome:
         NOT_RUN for lack of ranks, or ERROR of the harness
     seconds: from the start of the case to its outcome
     kernels: names of the kernel specialisations that were compiled or loaded for it
+    tuned: by tuned kernel or function, the `total` of its configurations, labels of those that the
+        case `judged`, of those that are `unfit` for the device, and `by` what they were chosen
+        (see `conformance.engine.child.tuning`)
     calls: the implementation's Python functions that it ran, as "file:function", if traced; of a
         copy that compares mutants, those that differ
     scores: how near its outputs are to wrong ones, by kind of error: above 1 is wrong. Of a failing
@@ -55,6 +58,7 @@ class Outcome:
     seconds_reference: float = 0.0
     evaluations: int = 0
     kernels: list[str] = field(default_factory=list)
+    tuned: dict[str, dict[str, Any]] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)

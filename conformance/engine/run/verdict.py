@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from conformance import __version__
 from conformance.catalogue import CONTRACTS
 from conformance.core.where import parsed
+from conformance.engine.child.tuned import Tuned, joined
 from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import Options
 from conformance.engine.run.coverage import coverage
@@ -98,6 +99,7 @@ class Verdict:
     seconds_reference: float = 0.0
     kernels_compiled: int = 0
     idle_kernels: list[str] = field(default_factory=list)  # of the implementation, which no case has launched
+    tuned: Tuned = field(default_factory=dict)  # the configurations of tuned kernels
     ended_by: str = ""  # a signal, the time limit, …; empty: the run ended by itself
     chosen: list[str] = field(default_factory=list)  # the functions of --function; empty: all
     where: str = ""  # the predicate of --where, in canonical form
@@ -196,6 +198,7 @@ def _facts(
     out.coverage = coverage(outcomes, INFORMATIVE, WRONG) if options.covered else {}
     launched = {name for line in outcomes for name in line["kernels"]}
     out.kernels_compiled = len(launched)
+    out.tuned = joined(line.get("tuned", {}) for line in outcomes if line["status"] in INFORMATIVE)
     if launched:
         out.idle_kernels = sorted({*described.get("kernels", ())} - {name.split()[0] for name in launched})
     return out

@@ -19,6 +19,7 @@ from conformance.engine.child.patience import LOOK_SECONDS, CaseClock, Patience
 from conformance.engine.child.processes import ended, received
 from conformance.engine.child.runner import Outcome
 from conformance.engine.child.sanitizer import explained
+from conformance.engine.child.tuned import joined
 from conformance.engine.world.joined import RemoteRank
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import MEETING_SECONDS
@@ -253,6 +254,7 @@ class World:
             seconds_reference=max(other.seconds_reference for other in every),
             evaluations=max(other.evaluations for other in every),
             kernels=sorted({kernel for other in every for kernel in other.kernels}),
+            tuned=joined(other.tuned for other in every),
             calls=sorted({call for other in every for call in other.calls}),
             transport=next((other.transport for other in every if other.transport), ""),
             shares_gpu=any(other.shares_gpu for other in every),
