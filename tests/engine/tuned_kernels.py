@@ -45,6 +45,11 @@ def configs(*added: int, block: int = 64) -> list[triton.Config]:
     return [triton.Config({"BLOCK": block << i, "ADDED": x}, num_warps=4 << i % 2) for i, x in enumerate(added)]
 
 
+def many(*added: int) -> list[triton.Config]:
+    """The same for a long list, of five blocks."""
+    return [triton.Config({"BLOCK": 32 << i % 5, "ADDED": x}, num_stages=1 + i // 5) for i, x in enumerate(added)]
+
+
 def tuned(listed: list[triton.Config], kernel: Callable = copy_kernel, **settings) -> triton.runtime.Autotuner:
     return triton.autotune(listed, key=["count"], **settings)(triton.jit(kernel))
 
@@ -124,8 +129,8 @@ def loop(*added: int, names: tuple[str, ...] = ("narrow", "wide", "vector")) -> 
 HONEST = namespace(tuned(configs(0, 0, 0)))
 THIRD_WRONG = namespace(tuned(configs(0, 0, 1)))
 FIRST_WRONG = namespace(tuned(configs(1, 0, 0)))
-LONG = namespace(tuned(configs(*[0] * 20, block=1)))  # more than one case judges
-LONG_LAST_WRONG = namespace(tuned(configs(*[0] * 19, 1, block=1)))
+LONG = namespace(tuned(many(*[0] * 20)))  # more than one case judges
+LONG_LAST_WRONG = namespace(tuned(many(*[0] * 19, 1)))
 LAST_REFUSED = pruned(refusing_last, 0, 0, 1)
 ONE_TOO_LARGE = namespace(tuned([*configs(0, 0), triton.Config({"BLOCK": 4096, "ADDED": 0})], oversized_kernel))
 WITHOUT_DEVICE = pruned(asking_for_a_device, 0, 0, 0)
