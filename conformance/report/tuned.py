@@ -9,7 +9,8 @@ def tuned_lines(verdict: Verdict) -> list[str]:
     groups: dict[str, list[str]] = {EACH: [], FIRST: [], UNKNOWN: []}
     for name, record in verdict.tuned.items():
         kernel, total, judged = name.rpartition(".")[2], record["total"], len(record["judged"])
-        unfit = f" ({len(record['unfit'])} do not fit the device)" if record["unfit"] else ""
+        left = len(record["unfit"])
+        unfit = f" ({left} {'does' if left == 1 else 'do'} not fit the device)" if left else ""
         text = f"{kernel} {judged} of {total}{unfit}" if record["by"] == EACH else f"{kernel} ({total} configurations)"
         groups[record["by"]].append(text)
     heads = {

@@ -352,7 +352,7 @@ def test_the_report_counts_what_cases_and_shards_have_judged(tmp_path):
         book.section("x", "permute", "PASS", tuned={"m.k": record(*labels, unfit=("c",))})
     book.section("y", "permute", "UNINFORMATIVE", tuned={"m.k": record("c")})
     verdict = book.verdict()
-    assert "tuned kernels: judged configurations: k 2 of 3 (1 do not fit the device)" in lines(verdict)
+    assert "tuned kernels: judged configurations: k 2 of 3 (1 does not fit the device)" in lines(verdict)
     other = verdict.record() | {"shard": "2/2", "tuned": {"m.k": record("c"), "m.l": record(by=UNKNOWN)}}
     merged = merge([verdict.record() | {"shard": "1/2"}, other])
     assert "tuned kernels: judged configurations: k 3 of 3" in lines(merged)
