@@ -14,6 +14,7 @@ tests.tsv (each test, its outcome and its reason).
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -48,14 +49,17 @@ def run(folder: Path, package: dict[str, Any], file: dict[str, Any], record: Pat
     command += ["-k", file["select"]] if "select" in file else []
     command += ["--timeout=120"] if importlib.util.find_spec("pytest_timeout") else []
     start = time.time()
-    try:
-        done = subprocess.run(
-            command, cwd=sources, env=os.environ | variables, capture_output=True, text=True,
-            timeout=max(min(file.get("seconds", SECONDS), end - start), 0),
-        )  # fmt: skip
-        how, tail = f"exit code {done.returncode}", done.stdout[-2000:] + done.stderr[-2000:]
-    except subprocess.TimeoutExpired as error:
-        how, tail = "stopped at its time limit", str(error.stdout)[-2000:]
+    log = record.with_suffix(".log")
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            command, cwd=sources, env=os.environ | variables, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            limit = min(file.get("seconds", SECONDS), end - start)
+            how = f"exit code {process.wait(max(limit, 0))}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the workers
+            how = "stopped at its time limit"
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     tests = {line["test"]: line for line in lines if "test" in line}
     counts = Counter(kind(line) for line in tests.values())
@@ -64,7 +68,7 @@ def run(folder: Path, package: dict[str, Any], file: dict[str, Any], record: Pat
     return {
         "package": package["package"], "version": package["version"], "file": file["path"],
         "select": file.get("select", ""), "end": how, "seconds": round(time.time() - start), "counts": counts,
-        "tests": tests, "tail": "" if tests else tail,
+        "tests": tests, "tail": "" if tests else log.read_text()[-2000:],
     }  # fmt: skip
 
 
