@@ -43,4 +43,4 @@ def smallest(function: str, judge: Judge, examples: int, steps: int, seed: int =
     """The first failing sequence, reduced."""
     case, outcome = cases_of(function, judge, examples, steps, seed)[-1]
     assert outcome.status == "FAIL"
-    return reduce(case, outcome, judge, seconds=60).case
+    return reduce(case, outcome, judge, seconds=3600).case

@@ -13,7 +13,7 @@ from conformance.families.quantization.cases import QuantizeCase
 from conformance.families.router.cases import GateCase, LoadCase, LogitsCase
 from conformance.families.router.cases_route import RouteCase
 
-LONG = 60.0
+LONG = 3600.0
 
 
 LARGE = RoutingCase(

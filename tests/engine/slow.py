@@ -1,5 +1,6 @@
 """Implementations that are slow, and others that hang, each in another way."""
 
+import ctypes
 import threading
 import time
 from pathlib import Path
@@ -46,6 +47,14 @@ class Deadlocks:
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
+
+
+class HoldsTheInterpreter:
+    """Sleeps in native code that lets no other thread run Python."""
+
+    @staticmethod
+    def permute(tokens, routing_map, *, probs=None):
+        ctypes.PyDLL(None).sleep(3600)
 
 
 class HangsOnce:

@@ -13,37 +13,39 @@ from conformance.engine.child.compiling import Compiler, hash_callees_first, ker
 KERNEL = SimpleNamespace(name="kernel")
 
 
-def _compile(folder: str, key: str, seconds: float, out) -> None:
+def _compile(folder: str, key: str, during, out) -> None:
     compiler = Compiler(folder)
     compiler._begin(key=key, fn=KERNEL)
     begun = time.monotonic()
-    time.sleep(seconds)
+    during()
     ended = time.monotonic()
     compiler._end(key=key, fn=KERNEL)
     out.put((begun, ended, compiler.take(), compiler.take()))
 
 
-def _both(folder, *keys: str) -> list[tuple]:
-    context = multiprocessing.get_context("fork")
-    out = context.Queue()
-    processes = [context.Process(target=_compile, args=(str(folder), key, 0.3, out)) for key in keys]
+CONTEXT = multiprocessing.get_context("fork")
+
+
+def _both(folder, *keys: str, during) -> list[tuple]:
+    out = CONTEXT.Queue()
+    processes = [CONTEXT.Process(target=_compile, args=(str(folder), key, during, out)) for key in keys]
     for process in processes:
         process.start()
-    results = sorted(out.get(timeout=60) for _ in processes)
+    results = sorted(out.get(timeout=600) for _ in processes)
     for process in processes:
         process.join()
     return results
 
 
 def test_the_second_process_waits_for_the_first(tmp_path):
-    (_, ended, first, nothing), (begun, *_, second, _) = _both(tmp_path, "a", "a")
+    (_, ended, first, nothing), (begun, *_, second, _) = _both(tmp_path, "a", "a", during=lambda: time.sleep(0.3))
     assert begun >= ended
     assert first == second and len(first) == 1 and first[0].startswith("kernel ") and nothing == []
 
 
 def test_other_kernels_are_compiled_at_the_same_time(tmp_path):
-    (_, ended, first, _), (begun, *_, second, _) = _both(tmp_path, "a", "b")
-    assert begun < ended
+    meeting = CONTEXT.Barrier(2, timeout=600)  # passed if both compile
+    (_, _, first, _), (_, _, second, _) = _both(tmp_path, "a", "b", during=meeting.wait)
     assert first != second
 
 

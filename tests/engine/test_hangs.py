@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from conformance.core.case import Case
+from conformance.engine.child import processes
 from conformance.engine.child.patience import Patience
 from conformance.engine.child.runner import Outcome
 from conformance.engine.options import ChildOptions, Options
@@ -17,6 +19,7 @@ from conformance.engine.run.pool import Pool
 from conformance.engine.run.session import Session
 from conformance.families.permutation.cases import RoutingCase
 from tests.engine.slow import SLOW_SECONDS
+from tests.engine.waiting import BACKSTOP_SECONDS
 
 ONE = RoutingCase(function="permute", tokens=3, experts=1, hidden=2, routing=(1, 1, 1))
 TWO = RoutingCase(function="permute", tokens=3, experts=2, hidden=2, routing=(1, 2, 3))
@@ -55,7 +58,7 @@ def test_a_slow_case_without_a_core_passes_although_its_limit_is_over_by_the_clo
     assert outcome.seconds > limit
 
 
-@pytest.mark.parametrize("name", ["Spins", "Sleeps", "Deadlocks"])
+@pytest.mark.parametrize("name", ["Spins", "Sleeps", "Deadlocks", "HoldsTheInterpreter"])
 def test_each_way_to_hang_is_a_hang_with_its_place_even_without_a_core(name):
     with Pool(ChildOptions(f"tests.engine.slow:{name}", "cpu"), case_seconds=0.4) as pool:
         pool.start()
@@ -67,6 +70,23 @@ def test_each_way_to_hang_is_a_hang_with_its_place_even_without_a_core(name):
     assert confirmed.reason.startswith("no answer within 2 s at ")
 
 
+def test_code_that_goes_on_is_not_interrupted_to_say_where_it_is(monkeypatch):
+    with Pool(ChildOptions("tests.engine.slow:Spins", "cpu"), case_seconds=0.4) as pool:
+        pool.start()
+        monkeypatch.setattr(processes, "PLACE_SECONDS", BACKSTOP_SECONDS)
+        kill, sent = os.kill, []
+        monkeypatch.setattr(os, "kill", lambda process, number: (sent.append(number), kill(process, number)))
+        assert '/slow.py", line ' in pool.answer(TWO).reason
+    assert signal.SIGUSR1 not in sent and signal.SIGKILL in sent
+
+
+def test_a_place_is_a_line_of_a_traceback_and_nothing_that_broke_into_it(tmp_path):
+    frame = 'File "/kernels.py", line 3 in permute'
+    log = tmp_path / "log"
+    log.write_text(f"Current thread 0x1:\n  File Fatal Python error: Segmentation fault\n\n  {frame}\n")
+    assert processes.at(str(log)) == ' at "/kernels.py", line 3 in permute'
+
+
 # ---- confirmation
 
 HANG = Outcome("HANG", reason="no answer")
@@ -75,9 +95,8 @@ HANG = Outcome("HANG", reason="no answer")
 class Fake:
     """A pool in which cases have set outcomes, and a case alone takes from a list."""
 
-    patience = Patience(60.0)
-
     def __init__(self, *alone: Outcome, before: tuple[Case, ...] = ()) -> None:
+        self.patience = Patience(60.0)
         self.alone, self._before, self.hung = list(alone), before, False
         self.ran: list[Case] = []
 
@@ -94,23 +113,25 @@ class Fake:
         return outcome
 
 
-PASSES, SLOWLY = Outcome("PASS", seconds=0.01), Outcome("PASS", seconds=59.0)
+PASSES = Outcome("PASS")
 
 
 def test_a_case_that_passes_alone_takes_that_outcome():
-    pool = Fake(SLOWLY, before=(ONE,))
-    assert confirmed_hang(TWO, HANG, pool, 60.0) is SLOWLY
+    pool = Fake(PASSES)
+    assert confirmed_hang(TWO, HANG, pool, 60.0) is PASSES
     assert pool.ran == [TWO]
 
 
-def test_a_quick_case_that_hangs_after_the_calls_before_it_is_a_hang():
+def test_a_case_that_hangs_after_the_calls_before_it_is_a_hang():
     pool = Fake(PASSES, HANG, before=(ONE,))
     assert confirmed_hang(TWO, HANG, pool, 60.0).status == "HANG"
     assert pool.ran == [TWO, replace(TWO, before=(ONE,))]
 
 
-def test_a_quick_case_that_passes_in_both_ways_passes():
-    assert confirmed_hang(TWO, HANG, Fake(PASSES, PASSES, before=(ONE,)), 60.0) is PASSES
+def test_a_case_that_passes_in_both_ways_passes_and_its_function_is_not_searched_again():
+    pool = Fake(PASSES, PASSES, PASSES, before=(ONE,))
+    assert [confirmed_hang(case, HANG, pool, 60.0) for case in (TWO, TWO)] == [PASSES, PASSES]
+    assert pool.ran == [TWO, replace(TWO, before=(ONE,)), TWO]
 
 
 def test_a_function_hangs_alone_only_once_and_hangs_come_last():

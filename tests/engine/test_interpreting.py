@@ -44,7 +44,7 @@ needs_its_triton = pytest.mark.skipif(
 
 def _python(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, cwd=FOLDER.parents[1]
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=600, cwd=FOLDER.parents[1]
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -83,7 +83,7 @@ def test_processes_share_one(commands, tmp_path):
     processes = [context.Process(target=_in_a_process, args=(tmp_path, str(i), out)) for i in range(3)]
     for process in processes:
         process.start()
-    results = [out.get(timeout=60) for _ in processes]
+    results = [out.get(timeout=600) for _ in processes]
     for process in processes:
         process.join()
     assert len({(made, text) for made, text, _ in results}) == 1  # the text names the builder's folder

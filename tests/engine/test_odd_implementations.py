@@ -1,6 +1,5 @@
 """No odd implementation ends a run, hangs it, or counts as an error of the suite."""
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from conformance.engine.run.agenda import Agenda
 from conformance.engine.run.pool import Pool
 from conformance.families.permutation.cases import RoutingCase
 from tests.engine.odd_implementations import KINDS
+from tests.engine.waiting import until
 
 KINDS_OF = {
     "CRASH": """os_exit_0 os_exit_3 sys_exit sys_exit_text sys_exit_unprintable keyboard_interrupt generator_exit
@@ -61,8 +61,10 @@ def judge(pool: Pool) -> Judged:
 
 def sessions(leaders: list[int]) -> list[str]:
     """The processes of these sessions; the forkserver takes a moment to reap the dead."""
-    for _ in range(100):
-        found = []
+    found: list[str] = []
+
+    def over() -> bool:
+        found.clear()
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
                 name, rest = path.read_text().split(" (", 1)[1].rsplit(") ", 1)
@@ -70,9 +72,9 @@ def sessions(leaders: list[int]) -> list[str]:
                 continue
             if int(rest.split()[3]) in leaders:
                 found.append(name)
-        if not found:
-            break
-        time.sleep(0.05)
+        return not found
+
+    until(over, 60.0)
     return found
 
 

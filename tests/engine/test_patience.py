@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 
 from conformance.engine.child import patience
 from conformance.engine.child.patience import CONFIRMING, LOOK_SECONDS, SHORT_SECONDS, CaseClock, Patience, usage
+from tests.engine.waiting import until
 
 
 class Machine:
@@ -121,14 +121,6 @@ def test_a_reason_names_the_limit_what_was_measured_and_the_way_out(machine):
 BUSY = "while True: pass"
 IDLE = "import time\nprint(flush=True)\ntime.sleep(3600)"
 PARENT = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BUSY!r}])"
-
-
-def until(claim, seconds: float = 300.0) -> bool:
-    """Whether it comes true; the limit is far above what a slow machine needs."""
-    deadline = time.monotonic() + seconds
-    while not claim() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return bool(claim())
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 import contextlib
 import multiprocessing
-import os
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from conformance.engine.run.verdict import assemble
 from conformance.families.permutation.cases import RoutingCase, routed
 from conformance.interface import UsageError
 from conformance.report.terminal import failure_lines
+from tests.engine.waiting import all_gone
 
 FIXTURES = "tests.engine.misbehaving"
 DRAWN = Section("drawn", "permute")
@@ -113,20 +112,9 @@ def test_the_reduced_case_replays(swept):
     assert replay.endswith(f"moe-conformance replay {failure.case.id} --impl {swept.implementation}")
 
 
-def gone(process: int) -> bool:
-    """Whether the process is gone within a few seconds: the forkserver reaps its zombie."""
-    for _ in range(100):
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_nothing_is_left_running(swept):
     assert len(swept.processes) >= 2
-    assert all(gone(process) for process in swept.processes)
+    assert all_gone(swept.processes)
     assert multiprocessing.active_children() == []
 
 
@@ -272,4 +260,4 @@ def test_a_signal_while_a_dead_child_is_replaced_still_ends_in_order(monkeypatch
         with pytest.raises(KeyboardInterrupt):
             list(pool.run([THIRD_EXPERT]))
     assert len(processes) == 2
-    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+    assert all_gone(processes)

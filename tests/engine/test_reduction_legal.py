@@ -1,6 +1,6 @@
 """Reduction tries only legal cases and ends at a minimum."""
 
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +10,7 @@ from conformance.core.space import Space
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.draw import drawn, scope_of, strategy
 from conformance.engine.choose.plan import fixed_cases
+from conformance.engine.run import reduction
 from conformance.engine.run.reduction import failure_key, reduce
 from conformance.families.permutation.cases import ChunksCase
 from tests.engine.reduction_helpers import (
@@ -35,16 +36,16 @@ def test_nothing_smaller_that_fails_leaves_the_case_as_it_is():
     assert (found.case, found.finished) == (LARGE, True)
 
 
-def test_time_that_runs_out_leaves_the_smallest_case_so_far():
+def test_time_that_runs_out_leaves_the_smallest_case_so_far(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(reduction, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
     def attempt(case):
-        time.sleep(0.02)
+        now[0] += 1.0
         return failed() if two_tokens_and_somebody_in_a_third_expert(case) else Outcome("PASS")
 
-    started = time.monotonic()
-    found = reduce(LARGE, failed(), attempt, seconds=0.1)
-    assert time.monotonic() - started < LONG
-    assert not found.finished
-    assert found.attempts > 0
+    found = reduce(LARGE, failed(), attempt, seconds=4.0)
+    assert (found.finished, found.attempts) == (False, 5)
     assert two_tokens_and_somebody_in_a_third_expert(found.case)
 
 

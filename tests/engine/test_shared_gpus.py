@@ -110,7 +110,7 @@ def test_ranks_share_gpus_only_where_there_are_too_few_and_get_more_time(monkeyp
         def __init__(self, start: Any, patience: Any) -> None:
             self.patience = patience
 
-        def run(self, case: ShiftCase) -> Outcome:
+        def run(self, case: ShiftCase, alone: bool) -> Outcome:
             seconds[case.ranks] = self.patience.allowed("shift")
             return Outcome("PASS")
 

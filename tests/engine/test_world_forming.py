@@ -2,8 +2,6 @@
 time, and nothing is left running.
 """
 
-import os
-import time
 from collections.abc import Iterator
 from multiprocessing import Pipe, get_context
 from pathlib import Path
@@ -17,6 +15,7 @@ from conformance.engine.world import world as world_module
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import RankAddress
 from conformance.engine.world.world import Process, World
+from tests.engine.waiting import all_gone
 from tests.engine.world_fixtures import ShiftCase, forget, register
 
 HERE = (str(Path(__file__).parents[2]),)
@@ -28,14 +27,6 @@ def _known() -> Iterator[None]:
     register()
     yield
     forget()
-
-
-def all_gone(processes: list[int]) -> bool:
-    """Whether none of them is there any more, soon."""
-    deadline = time.monotonic() + 5
-    while any(os.path.exists(f"/proc/{pid}") for pid in processes) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(os.path.exists(f"/proc/{pid}") for pid in processes)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def source(tmp_path_factory) -> Path:
 def wheel(source) -> Path:
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps"]
     command += ["--no-build-isolation", "-w", str(source / "wheels"), str(source)]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=1200)
     (built,) = (source / "wheels").iterdir()
     return built
 
@@ -61,7 +61,7 @@ def installed(wheel, tmp_path_factory) -> Path:
     path = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     own = {"PIP_TARGET": str(folder), "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     command = ["bash", "-e", "-o", "pipefail", "-c", script]
-    subprocess.run(command, env=os.environ | path | own | filled, check=True, timeout=120)
+    subprocess.run(command, env=os.environ | path | own | filled, check=True, timeout=1200)
     return folder
 
 
@@ -117,7 +117,7 @@ def told(installed, wheel, place, tmp_path_factory) -> dict[str, list[tuple[int,
         env=of_user(installed),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=3000,
     )
     assert done.returncode == 0, done.stderr
     out: dict[str, list[tuple[int, str]]] = {}

@@ -50,7 +50,7 @@ def test_the_packages_are_typed_and_have_their_data(contents):
 
 def test_the_source_distribution_has_what_the_readme_links_to(source):
     done = subprocess.run(
-        [sys.executable, "-c", SDIST, "sdist"], cwd=source, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", SDIST, "sdist"], cwd=source, capture_output=True, text=True, check=True, timeout=1200
     )
     with tarfile.open(source / "sdist" / done.stdout.splitlines()[-1]) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}

@@ -14,7 +14,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], folder: Path, *arguments:
     """function(group, rank, *arguments) of each rank."""
     with server.start().Pool(ranks) as pool:
         calls = [(rank, ranks, str(folder / "store"), function, arguments) for rank in range(ranks)]
-        return pool.starmap_async(_call, calls, chunksize=1).get(timeout=300)
+        return pool.starmap_async(_call, calls, chunksize=1).get(timeout=3000)
 
 
 def _call(rank: int, ranks: int, store: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -268,7 +268,7 @@ def refusals() -> list[str | None]:
 def elsewhere():
     """Runs a function of this file in the package's process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        yield lambda function, *args: executor.submit(function, *args).result(timeout=120)
+        yield lambda function, *args: executor.submit(function, *args).result(timeout=1200)
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,8 @@ def _watch(log_path: str, server: int) -> None:
                 os.truncate(log_path, 0)
             if _resident() > MEMORY_BYTES:
                 os._exit(OUT_OF_MEMORY)
-            if os.path.exists(log_path + ASKED):
+        if os.path.exists(log_path + ASKED):
+            with contextlib.suppress(Exception):
                 _say_where(log_path)
         time.sleep(WATCH_SECONDS)
     os.killpg(0, signal.SIGKILL)

@@ -9,7 +9,7 @@ last look counts as follows:
 - All threads sleep, as in a deadlock, or while they wait for a GPU: the time that has passed
   counts. What a starved parent missed between two looks does not count.
 
-At the limit the parent measures the pace of the machine, by the wall time of a fixed piece of work:
+At the limit the parent measures the pace of the machine, by the CPU time of a fixed piece of work:
 if it is three times slower than usual, the limit is three times longer. A case that is over it is a
 suspect. It runs again, alone and with CONFIRMING times the limit, and only then is it a HANG. Once
 a function has hung alone, its other cases get a short limit and run only once.
@@ -39,6 +39,7 @@ class Patience:
     slowest: float = 0.0
     suspected: set[str] = field(default_factory=set)  # functions of which a case was over its limit
     hung: dict[str, float] = field(default_factory=dict)  # functions that hung alone, with the limit
+    slow: set[str] = field(default_factory=set)  # functions whose suspects no earlier calls make hang
 
     def answered(self, seconds: float) -> None:
         self.slowest = max(self.slowest, seconds)
@@ -149,9 +150,9 @@ def _stat(path: str) -> list[str]:
 
 
 def pace() -> float:
-    """How many times slower than usual this process computes at present, at least 1."""
-    started = time.perf_counter()
+    """How many times slower than usual a core computes at present, at least 1."""
+    started = time.thread_time()
     total = 0
     for number in range(WORK):
         total += number
-    return min(max((time.perf_counter() - started) / USUAL_SECONDS, 1.0), LARGEST_PACE)
+    return min(max((time.thread_time() - started) / USUAL_SECONDS, 1.0), LARGEST_PACE)

@@ -1,9 +1,9 @@
 """A case that was over its limit beside others runs again alone before it counts as a HANG.
 
 What passes alone, with the longer limit, takes the outcome that it has there: it was slow, and is
-not FLAKY. One exception: if it passes alone but is over its limit again after the calls that ran
-before it in its process, these calls make it hang, and it stays a HANG. The calls are tried only
-if the case alone takes a small part of its limit, because then slowness is no explanation.
+not FLAKY. One exception: if it is over its limit again after the calls that ran before it in its
+process, these calls make it hang, and it stays a HANG. The search for such calls takes time, so a
+function in which one search found none has no other.
 """
 
 from collections import deque
@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 from conformance.core.case import Case
-from conformance.engine.child.patience import SHORT
 from conformance.engine.child.runner import Outcome
 from conformance.engine.run.before import with_calls_before
 from conformance.engine.run.pool import Answer, Lost, Pool
@@ -58,7 +57,8 @@ def confirmed_hang(case: Case, outcome: Outcome, pool: Pool, seconds: float) -> 
         return outcome
     before = pool.before(case)
     alone = pool.run_alone(case)
-    if alone.status == "PASS" and SHORT * alone.seconds < pool.patience.case_seconds:
-        again = with_calls_before(case, outcome, before, pool.run_alone, seconds)
-        return again[1] if again else alone
+    if alone.status == "PASS" and case.function not in pool.patience.slow:
+        if again := with_calls_before(case, outcome, before, pool.run_alone, seconds):
+            return again[1]
+        pool.patience.slow.add(case.function)
     return alone

@@ -14,7 +14,6 @@ from conformance.catalogue import runs_in_one_place
 from conformance.core.axes import blocks
 from conformance.core.case import Case
 from conformance.core.space import Space
-from conformance.engine.child.patience import pace
 from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.draw import scope_of
 from conformance.interface import UsageError
@@ -49,13 +48,12 @@ class Reduced:
 
 
 def reduce(case: Case, outcome: Outcome, attempt: Callable[[Case], Outcome], seconds: float) -> Reduced:
-    """The smallest case reachable from `case` that fails with the same key within `seconds`, or
-    more on a machine that is slower than usual.
+    """The smallest case reachable from `case` that fails with the same key within `seconds`.
 
     Raises:
         UsageError: no attempt can be made any more.
     """
-    key, deadline = failure_key(case, outcome), time.monotonic() + seconds * pace()
+    key, deadline = failure_key(case, outcome), time.monotonic() + seconds
     seen, attempts = {case.text}, 0
     progress = True
     try:
