@@ -17,7 +17,7 @@ from conformance.core.case import Case
 from conformance.core.defect import Defect
 from conformance.core.space import Space
 from conformance.engine.child.evaluate import evaluate
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.options import Options
 from conformance.engine.run.search import TARGETS, Search, Searched

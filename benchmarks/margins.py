@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.honest import VARIANTS, device_of
 from conformance.core.case import Case, case_from
 from conformance.core.space import Space
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.options import ChildOptions

@@ -20,6 +20,7 @@ from conformance.engine.collecting import uncollected
 from conformance.engine.options import Options, Version, add_verb, flags, split_names
 from conformance.usage import UsageError, check_module
 
+KINDS_OF_MUTANTS = ("planted", "automatic", "all", "configurations")
 USAGE, HARNESS, TOO_LITTLE, REGRESSION = 2, 3, 4, 5
 CODES = {
     "PASS": 0,
@@ -170,8 +171,8 @@ def _add_more(verbs: Any) -> None:
     timing.add_argument("--baseline", default="", metavar="FILE", help=text)
     text = "plant defects and count how many the suite finds"
     planted = add_verb(verbs, "mutants", mutants, text, "--impl", "--run-seed", "--jobs", "--report")
-    kinds = "listed defects, those made from the implementation's source, or both"
-    planted.add_argument("--kind", choices=("planted", "automatic", "all"), default="planted", help=kinds)
+    kinds = "listed defects, those made from the source, both, or a fault in each configuration of a kernel (on a GPU)"
+    planted.add_argument("--kind", choices=KINDS_OF_MUTANTS, default="planted", help=kinds)
     planted.add_argument("--sample", type=int, default=0, help="number of automatic ones, spread over all of them")
     text = "only the cases of these functions, separated by commas, and the automatic mutants that they reach"
     planted.add_argument("--function", default="", help=text)
@@ -369,12 +370,15 @@ def bench(given: Namespace) -> int:
 def mutants(given: Namespace) -> int:
     """Exit code 0 if every mutant was killed, 1 if some survived."""
     from conformance.engine.run.session import default_jobs
+    from conformance.mutants.configurations import plant_in_configurations
     from conformance.mutants.score import score_mutants
     from conformance.report.delivery import deliver
 
     options = Options.parsed(given)
     if other := [path for path in options.report if Path(path).suffix != ".json"]:
         raise UsageError(f"--report {other[0]}: the report of mutants is a .json file")
+    if given.kind == "configurations":
+        return plant_in_configurations(options, options.jobs or default_jobs(options))
     jobs = options.jobs or default_jobs(replace(options, device="cpu"))
     results = score_mutants(
         *(options.implementation, given.kind, options.seed, jobs, given.sample, given.only),

@@ -16,7 +16,7 @@ from conformance.core.case import Case, case_from
 from conformance.engine.child import interpreting, poison
 from conformance.engine.child.child import chosen_device
 from conformance.engine.child.evaluate import evaluate
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.run import corpus
 from conformance.engine.run.blame import blamed
 from conformance.interface import Implementation, load

@@ -23,9 +23,9 @@ class Shapes:
     # further cases that run with the covering array
     more: Callable[[Any, list[Case]], list[Case]] = lambda scope, others: []
     always: Callable[[Any], list[Any]] = lambda scope: []  # fields of cases, or whole cases
-    # lengths in elements, of several tiles, and not as many of rows as of columns; or functions of
-    # a case. On a GPU each structure has one more case with them
-    wide: Changes = field(default_factory=dict)
+    # lengths of released models, in elements, by field: see `core.model_sizes`
+    models: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    of_models: Changes = field(default_factory=dict)  # their dtype, and other fields of all cases there
     far: Changes = field(default_factory=dict)  # of far cases, which have sizes 3, narrow dtypes
     # of a narrow case of TALL rows, on a GPU; none: `always` has one, or it would be slow
     tall: Changes = field(default_factory=dict)

@@ -50,6 +50,7 @@ class ChildOptions:
     lines: bool = False  # add to an outcome the lines of the implementation that its case ran
     search: tuple[str, ...] = ()  # folders prepended to sys.path, such as a mutant's copy
     sanitize: str = ""  # a tool of `conformance.sanitizing`; empty: none
+    faults: bool = False  # plant a fault in each configuration that a case judges, and judge it again
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.space import Space
 from conformance.engine.child.child import MOST_RANKS
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.options import ChildOptions

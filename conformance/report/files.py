@@ -4,6 +4,7 @@ import re
 from xml.etree import ElementTree
 
 from conformance.core.case import case_from
+from conformance.engine.run.launched import by_kernel, unjudged
 from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
 from conformance.report.terminal import ended, failure_lines, in_words, picture, replay_command, scope_lines
 from conformance.report.tuned import tuned_lines
@@ -64,9 +65,22 @@ def markdown(verdict: Verdict) -> str:
         smallest = f"Smallest case: {picture(case_from(failure['case']))}"
         out += ["", f"## `{failure['function']}`", "", text, "", smallest, ""]
         out += ["```", replay_command(failure, verdict.replayed), "```"]
+    if verdict.configurations:
+        out += ["", "## Configurations of kernels", "", *_configurations(verdict)]
     if verdict.problems:
         out += ["", "## Problems", "", *(f"- {problem}" for problem in verdict.problems)]
     return "\n".join(out) + "\n"
+
+
+def _configurations(verdict: Verdict) -> list[str]:
+    """A table with a row per kernel, and a line for each configuration that no case judged."""
+    rows = [
+        f"| `{kernel}` | {every} | {judged} | {cases} |"
+        for kernel, (every, judged, cases) in by_kernel(verdict.configurations).items()
+    ]
+    left = [f"- not judged: {configuration}" for configuration in unjudged(verdict.configurations)]
+    table = ["| kernel | configurations | judged | by cases |", "|---|--:|--:|--:|", *rows]
+    return [*table, *(["", *left] if left else [])]
 
 
 def _judged(verdict: Verdict) -> str:

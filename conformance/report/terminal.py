@@ -10,6 +10,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.case import case_from
 from conformance.engine.options import Options
 from conformance.engine.run.corpus import NOT_SAVED, REACHED
+from conformance.engine.run.launched import unjudged
 from conformance.engine.run.search import Searched
 from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, FunctionVerdict, Verdict
 from conformance.interface import DEFAULTS
@@ -18,6 +19,7 @@ from conformance.report.tuned import tuned_lines
 REFUSALS = ("raises TypeError", "raises NotImplementedError")  # of a call that a kernel does not support
 INDENT = 19  # columns of the name
 WIDTH = 160
+SHOWN = 5  # of the configurations that were not judged; the JSON report has all
 WIDE = ("float32", "float64")  # dtypes in which sums are no narrower than they must be
 
 
@@ -63,6 +65,9 @@ def lines(verdict: Verdict) -> list[str]:
     if verdict.idle_kernels and not (verdict.chosen or verdict.where or verdict.ended_by or verdict.since):
         idle = f"{'not launched':<{width}} {', '.join(verdict.idle_kernels)}: kernels that no case has reached"
         out += textwrap.wrap(idle, WIDTH, subsequent_indent=" " * (width + 1))
+    for configuration in unjudged(verdict.configurations)[:SHOWN]:
+        text = f"{'not judged':<{width}} {configuration}: a configuration that no judged case has launched"
+        out += textwrap.wrap(text, WIDTH, subsequent_indent=" " * (width + 1))
     out += [f"{'!':<{width}} {problem}" for problem in verdict.problems]
     return out
 
@@ -191,6 +196,9 @@ def _summary(verdict: Verdict) -> str:
     ]
     if verdict.kernels_compiled:
         parts.append(f"{verdict.kernels_compiled} kernels compiled")
+    if verdict.configurations:
+        left = len(unjudged(verdict.configurations))
+        parts.append(f"{len(verdict.configurations)} configurations, {f'{left} not judged' if left else 'all judged'}")
     return " · ".join(filter(None, parts))
 
 

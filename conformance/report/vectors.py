@@ -22,7 +22,8 @@ from conformance.core.case import Case
 from conformance.core.contract import Contract, Opaque, Problem
 from conformance.core.ranks import Collective
 from conformance.core.space import Space
-from conformance.engine.child.runner import Misbehaved, Outcome, Runner
+from conformance.engine.child.outcome import Outcome
+from conformance.engine.child.runner import Misbehaved, Runner
 from conformance.engine.choose.plan import KINDS, Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
 from conformance.interface import Implementation

@@ -166,7 +166,7 @@ def _list(routing_map: Tensor, values: Tensor, topk: int) -> tuple[Tensor, Tenso
     overflow = torch.zeros((), dtype=torch.bool, device=device)
     if num_tokens == 0:
         return indices, out, overflow
-    block_experts = power_of_two(num_experts)
+    block_experts = power_of_two(num_experts, least=8)
     block_tokens = sizes.multihot_rows.tile_tokens(block_experts)
     with launch_on(routing_map):
         launch(kernels.indices_kernel, (ceil_div(num_tokens, block_tokens),))(

@@ -172,7 +172,7 @@ def plan_walk(routing_map: Tensor) -> Walk:
     """Cut the routing map into blocks, with memory for their counts."""
     num_tokens, num_experts = routing_map.shape
     sizes = tuning.for_device(routing_map.device).metadata
-    block_experts = power_of_two(num_experts)
+    block_experts = power_of_two(num_experts, least=8)
     for pack in (4, 1):
         width = max(1, block_experts // pack)
         block_tokens = sizes.tile_tokens(width)

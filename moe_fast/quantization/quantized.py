@@ -267,7 +267,7 @@ def _hadamard_adjoint(d_value: Tensor) -> Tensor:
 
 # --- how the kernels cut a tensor
 
-NARROW = 32 if INTERPRETED else 128  # columns: narrower tiles save no time, and each is one more kernel to compile
+NARROW = 32  # columns, in the interpreter; a GPU has one tile for all widths, and so one kernel
 MOST_WARPS = 16 if torch.version.hip else 32  # of a program, which has 1024 threads at most
 RAGGED = 256  # elements of a warp
 
@@ -311,12 +311,12 @@ def grid_of(
     rows: int | None = None, *, ragged: bool = False,
 ) -> Grid:  # fmt: skip
     """Tiles of `walk`, at least a block, or `rows` high. Aligned: from each group's first row.
-    Ragged tiles are as wide as can be: one kernel serves all widths.
+    Compiled tiles are as wide as can be, so that one configuration serves all widths.
     """
     num_rows, num_columns = shape
     groups = 1 if splits is None else len(splits)
     block_m = rows or max(walk.tokens, least[0])
-    narrow = walk.columns if ragged and not INTERPRETED else NARROW
+    narrow = NARROW if INTERPRETED else walk.columns
     block_n = max(min(walk.columns, power_of_two(num_columns, least=narrow)), least[1])
     # the rest of x is one more; each has a last tile that may be partial
     pieces = groups + 1 if aligned and splits is not None else 1
@@ -325,7 +325,7 @@ def grid_of(
     settings = {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "BLOCK_G": power_of_two(groups + 1, least=16),
+        "BLOCK_G": power_of_two(groups + 1, least=64),
         "STAGES": walk.stages,
         "num_warps": warps_for(walk, block_m * block_n, ragged),
     }

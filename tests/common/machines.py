@@ -8,7 +8,7 @@ from conformance.core.case import Case
 from conformance.core.machine import Differs, run_machine
 from conformance.core.space import Space
 from conformance.engine.child.evaluate import evaluate
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.draw import scope_of
 from conformance.engine.run.reduction import reduce
 from conformance.interface import load

@@ -13,7 +13,7 @@ from conformance.core.case import Case
 from conformance.core.space import Space
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.draw import covering_cases, drawn, shape_cases, strategy
 from conformance.engine.choose.plan import fixed_cases
 from conformance.interface import Implementation

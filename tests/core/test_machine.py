@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
 
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from tests.common.machines import cases_of
 
 

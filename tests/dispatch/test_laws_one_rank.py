@@ -11,7 +11,8 @@ from conformance.core.law import Trial
 from conformance.core.ranks import AtRank, RankContext
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
-from conformance.engine.child.runner import Outcome, Runner
+from conformance.engine.child.outcome import Outcome
+from conformance.engine.child.runner import Runner
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.interface import Implementation
 from conformance.peers import reference_world

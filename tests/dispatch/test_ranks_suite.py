@@ -14,7 +14,7 @@ import torch
 import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.draw import drawn, shape_cases, strategy
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.corpus import checked

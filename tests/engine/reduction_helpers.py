@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from conformance.core.case import Case
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.families.experts.cases import ActivationCase, GroupedCase
 from conformance.families.experts.cases_mlp import MlpCase, SharedCase

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from conformance.core.case import CaseError, case_from
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.options import Options
 from conformance.engine.run.before import with_calls_before
 from conformance.engine.run.corpus import checked

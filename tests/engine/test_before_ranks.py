@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from conformance.core.case import Case, case_from
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.options import ChildOptions, Options
 from conformance.engine.run.corpus import checked
 from conformance.engine.run.pool import Pool

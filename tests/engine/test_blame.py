@@ -2,7 +2,7 @@
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.universal_laws import neighbours
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.run.blame import blamed
 from conformance.families.permutation.cases import RoutingCase
 

@@ -10,7 +10,7 @@ import torch
 from conformance.catalogue import CONTRACTS
 from conformance.core.ranks import RankContext
 from conformance.engine.child import child
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.options import ChildOptions
 from conformance.interface import DEFAULTS, NAMES, VOCABULARY, WORDS, Implementation, Undeclared, UsageError
 from conformance.texts import LONGEST

@@ -14,8 +14,8 @@ import torch
 
 from conformance.cli import main
 from conformance.core.space import Space
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.child.reached import CALLS, Reached
-from conformance.engine.child.runner import Outcome
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.options import Options
 from conformance.engine.run import corpus

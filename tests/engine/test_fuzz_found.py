@@ -8,7 +8,7 @@ import pytest
 from conformance.catalogue import CONTRACTS
 from conformance.cli import main
 from conformance.core.space import Space
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.draw import drawn, scope_of
 from conformance.engine.options import Options
 from conformance.engine.run import corpus

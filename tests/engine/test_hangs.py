@@ -11,8 +11,8 @@ import pytest
 
 from conformance.core.case import Case
 from conformance.engine.child import processes
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.child.patience import Patience
-from conformance.engine.child.runner import Outcome
 from conformance.engine.options import ChildOptions, Options
 from conformance.engine.run.hangs import confirmed_hang, with_hangs_confirmed
 from conformance.engine.run.pool import Pool

@@ -8,7 +8,7 @@ import pytest
 from conformance.core.case import Case
 from conformance.engine.child import processes
 from conformance.engine.child.isolation import LOG_BYTES
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.agenda import Agenda
 from conformance.engine.run.pool import Pool

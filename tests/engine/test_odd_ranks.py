@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from conformance.engine.child import processes
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.engine.world import world, worlds

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from conformance.core.scope import Scope
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.run.pool import Lost
 from conformance.engine.run.reduction import failure_key, reduce
 from conformance.families.dispatch.cases import DispatchCase, slots_of

@@ -7,7 +7,7 @@ import pytest
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.space import Space
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.draw import drawn, scope_of, strategy
 from conformance.engine.choose.plan import fixed_cases
 from conformance.engine.run import reduction

@@ -10,8 +10,8 @@ import torch
 from conformance import sanitizing
 from conformance.catalogue import CONTRACTS
 from conformance.engine.child import poison, sanitizer
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.child.processes import ended
-from conformance.engine.child.runner import Outcome
 from conformance.engine.child.sanitizer import Sanitizer, explained, sentence_of
 from conformance.engine.options import ChildOptions, Options
 from conformance.engine.run.choice import Choice, must_compare

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from conformance.core.ranks import RankContext
 from conformance.core.space import Space
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.engine.world import joined, rank, worlds

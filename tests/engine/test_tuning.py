@@ -12,7 +12,7 @@ import torch
 from conformance.catalogue import CONTRACTS
 from conformance.engine.child import autotuning, child
 from conformance.engine.child.evaluate import evaluate
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.child.tuned import EACH, FIRST, UNKNOWN, joined
 from conformance.engine.child.tuning import MOST, Tuning
 from conformance.engine.options import ChildOptions, Options

@@ -8,7 +8,7 @@ import pytest
 from conformance import peers
 from conformance.catalogue import CONTRACTS
 from conformance.core.known_names import JUDGED, judged_of
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.run.waivers import Waiver, read_waivers
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import UsageError

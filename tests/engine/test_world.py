@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.reduction import reduce

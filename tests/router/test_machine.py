@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from conformance.core.space import Space
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.draw import scope_of
 from tests.common.fast import interpreted
 from tests.common.machines import cases_of, judge_of, smallest

@@ -7,7 +7,7 @@ from conformance.core.case import Case
 from conformance.core.space import Space
 from conformance.engine.child.child import _description
 from conformance.engine.child.evaluate import evaluate
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.options import ChildOptions

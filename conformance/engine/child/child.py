@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,11 +26,12 @@ from conformance.core.case import Case
 from conformance.core.contract import Contract
 from conformance.core.known_names import arguments_of, omissible_of
 from conformance.core.ranks import Collective, RankContext
-from conformance.engine.child import changes, interpreting, poison
+from conformance.engine.child import changes, configurations, interpreting, poison
 from conformance.engine.child.compiling import Compiler, kernels_of
 from conformance.engine.child.evaluate import device_is_lost, evaluate
+from conformance.engine.child.faults import Planting
 from conformance.engine.child.isolation import at_most, isolate
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.child.sanitizer import Sanitizer
 from conformance.engine.child.scopes import scopes_of
 from conformance.engine.child.tracing import traced
@@ -89,11 +91,12 @@ def answer_all(
     """Judge the cases that come, alone or as one rank of a world, until the parent hangs up."""
     device, process = chosen_device(options.device), os.getpid()
     folder = os.path.dirname(log_path)
-    compiler, sanitizer = Compiler(folder), Sanitizer(options.sanitize, log_path)
+    compiler, sanitizer, planting = Compiler(folder), Sanitizer(options.sanitize, log_path), Planting()
     with contextlib.suppress(EOFError, BrokenPipeError), _stream(device):
         if device == "cuda":
             warm_up(folder)
             compiler.take()
+            configurations.take()
         while True:
             work = connection.recv()
             if isinstance(work, Draw):
@@ -106,8 +109,12 @@ def answer_all(
                     outcome = sanitizer.judged(_answer(case, implementation, device, rank, options))
                 if os.getpid() != process:
                     os._exit(0)  # a copy of the process that the implementation has forked
+                if options.faults and not rank and outcome.status == "PASS":
+                    again = partial(_answer, implementation=implementation, device=device, rank=None, options=options)
+                    outcome.planted = planting.tried(case, outcome.configurations, again)
                 outcome.calls = sorted(calls | changes.take())
                 outcome.kernels = compiler.take()
+                outcome.launched, outcome.descriptions = configurations.take(), configurations.take_descriptions()
                 outcome.seconds = time.monotonic() - started
                 connection.send(("outcome", asdict(outcome), rank.seen if rank else []))
 

@@ -12,6 +12,7 @@ import sys
 import zlib
 from typing import IO, Any
 
+from conformance.engine.child import configurations
 from conformance.engine.child.front_end import leave_filters, look_up_once, parse_once
 from conformance.engine.child.launchers import share_launchers
 
@@ -26,6 +27,7 @@ class Compiler:
         if "triton" in sys.modules:
             runtime = sys.modules["triton"].knobs.runtime
             runtime.jit_cache_hook, runtime.jit_post_compile_hook = self._begin, self._end
+            configurations.install()
             jit = sys.modules["triton.runtime.jit"]
             hash_callees_first(jit.DependenciesFinder)
             parse_once(getattr(jit, "JITCallable", jit.JITFunction))
@@ -44,6 +46,7 @@ class Compiler:
         self._release()
         self._lock = open(os.path.join(self._folder, f"{_name(key, fn)}.lock"), "w")  # noqa: SIM115
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        configurations.watch(getattr(fn, "jit_function", None))
         return False  # compile it
 
     def _end(self, *, key: str, fn: Any, **_: Any) -> None:

@@ -13,10 +13,11 @@ from conformance.core.case import Case
 from conformance.core.contract import Contract, Problem
 from conformance.core.law import Trial
 from conformance.core.ranks import AtRank, RankContext
-from conformance.engine.child import judged, relations
+from conformance.engine.child import configurations, judged, relations
 from conformance.engine.child.interpreting import mended
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.child.reached import Reached
-from conformance.engine.child.runner import Blocked, Misbehaved, Outcome, Runner
+from conformance.engine.child.runner import Blocked, Misbehaved, Runner
 from conformance.engine.child.scopes import scope_of_function
 from conformance.engine.child.tuning import Tuning
 from conformance.interface import Implementation
@@ -129,7 +130,9 @@ def _called(
 ) -> tuple[dict[str, Any], dict[str, Resolved], Finding | None]:
     """One call's outputs, what is expected given them, and what is wrong with them or memory."""
     before = _digest(expected)
+    configurations.take()
     outputs = _guarded(runner, problem)
+    runner.outcome.configurations = sorted({*runner.outcome.configurations, *configurations.take()})
     changed, shared = runner.changed, runner.alias if _owns_its_results(contract, case) else None
     if _digest(expected) != before:
         raise Misbehaved("memory", "memory", "overwrote memory that belongs to the test")

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from conformance.engine.child.isolation import ASKED, MEMORY_BYTES, OUT_OF_MEMORY, PLACE
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.child.sanitizer import explained
 
 STDLIB = os.path.dirname(os.__file__)

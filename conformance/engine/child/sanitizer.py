@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance import sanitizing
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.interface import Implementation
 from conformance.judge import Finding
 from conformance.usage import UsageError

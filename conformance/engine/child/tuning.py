@@ -18,7 +18,8 @@ from typing import Any, Self
 from conformance.core.case import Case
 from conformance.engine.child import autotuning
 from conformance.engine.child.autotuning import Choice
-from conformance.engine.child.runner import Misbehaved, Outcome
+from conformance.engine.child.outcome import Outcome
+from conformance.engine.child.runner import Misbehaved
 from conformance.engine.child.tuned import EACH, joined
 from conformance.interface import Implementation
 from conformance.judge import Finding

@@ -11,18 +11,19 @@ from itertools import chain
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.each_value import left_out
+from conformance.core.model_sizes import at_model_sizes
 from conformance.core.ranks import ranks_of
 from conformance.core.scope import Scope
 from conformance.core.signature import FAR
 from conformance.core.space import Space
 from conformance.core.variations import Variations
 from conformance.core.where import EVERYWHERE, Where
-from conformance.core.wide import widened
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.choose.profiles import Profile
 
 Structure = list[Case]  # cases that run the same kernels
-KINDS = ("corpus", "fixed", "covering", "drawn")  # those with the most findings per second first
+# those with the most findings per second first; models: sizes of released models
+KINDS = ("corpus", "fixed", "covering", "models", "drawn")
 RANKED_CASES = 4  # of a structure
 WHOLE_CASES = 3  # of the structure of a case without a law, which a family has made whole
 DRAWS = 60  # per case that matches a predicate
@@ -32,7 +33,7 @@ DRAWS = 60  # per case that matches a predicate
 class Section:
     """Cases that run together."""
 
-    # corpus, fixed (golden cases, illegal calls, real shapes, far addresses), covering, drawn
+    # one of KINDS; fixed: golden cases, illegal calls, real shapes, far addresses
     kind: str
     function: str = ""
 
@@ -84,16 +85,25 @@ def _structures(section: Section, profile: Profile, space: Space, seed: int, whe
         others = [*fixed_cases(section.function, space), *scope.always(), *scope.far(), *rows]
         chosen = [*rows, *scope.more(others)]
         varied = list(_varied(scope, _moved(scope, chosen, where, seed), amount.cases, seed))
-        if space.device == "cuda":
-            varied = [_with_wide(scope, structure, i % 2 == 0) for i, structure in enumerate(varied)]
         yield from varied
+        if space.device == "cuda":
+            yield from ([case] for case in _neighbours(scope, varied))
         firsts = [structure[0] for structure in varied]
         yield from ([case] for case in left_out(scope, [*others, *chain(*varied)], [*others, *firsts]))
+    elif section.kind == "models" and profile.judges_model_sizes(section.function, space):
+        yield from ([case] for case in at_model_sizes(scope))
     elif section.kind == "drawn":
         source, random_source = run_seed(section.function, seed), random.Random(seed)
         kept, most = (lambda case: where.steered(scope, case, random_source)), DRAWS if where.terms else 4
         chosen = drawn(scope.drawn(), source, amount.structures(section.function), kept, most)
         yield from _varied(scope, chosen, amount.cases, seed)
+
+
+def _neighbours(scope: Scope, structures: list[Structure]) -> list[Case]:
+    """The calls that the law `history` makes in between, as cases that are judged themselves."""
+    histories = [case for structure in structures for case in structure if case.law == "history"]
+    neighbours = (scope.neighbour(case) for case in histories)
+    return [case for case in neighbours if not ranks_of(scope.contract, case)]
 
 
 def _moved(scope: Scope, cases: list[Case], where: Where, seed: int) -> list[Case]:
@@ -118,12 +128,6 @@ def _varied(scope: Scope, cases: list[Case], count: int, seed: int) -> Iterator[
         number = 1 if alone or shared else min(few, count)
         most = 2 * count if number == count and not ranks else number
         yield variations.of(case, number, most, run_seed(case.text, seed)) if number > 1 else [case]
-
-
-def _with_wide(scope: Scope, structure: Structure, whole_lines: bool) -> Structure:
-    """The structure, and its first case at wide sizes."""
-    wide = widened(scope, structure[0], whole_lines)
-    return structure if wide is None else [*structure, wide]
 
 
 def cases_of(section: Section, profile: Profile, space: Space, seed: int) -> list[Case]:

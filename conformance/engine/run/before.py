@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from conformance.core.case import Case
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.run.reduction import failure_key
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.universal_laws import HISTORY, INTERLEAVED, neighbours
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 
 OF_TWO_CALLS = (HISTORY.name, INTERLEAVED.name)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.session import FAILING
 from conformance.usage import UsageError

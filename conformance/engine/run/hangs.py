@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from conformance.core.case import Case
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.run.before import with_calls_before
 from conformance.engine.run.pool import Answer, Lost, Pool
 

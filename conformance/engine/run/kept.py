@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.core.case import Case
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.run import corpus
 
 STEPS = 16  # of a score from 0 to 1

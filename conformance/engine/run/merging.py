@@ -7,6 +7,7 @@ from typing import Any
 from conformance.catalogue import CONTRACTS
 from conformance.engine.child.tuned import joined
 from conformance.engine.choose.profiles import PROFILES, Profile
+from conformance.engine.run.launched import merged
 from conformance.engine.run.verdict import (
     NOT_CHOSEN,
     UNCHANGED,
@@ -46,6 +47,7 @@ def merge(reports: list[Report], ended_by: str = "") -> Verdict:
         setattr(out, name, sum(part[name] for part in parts))
     idle = [set(part.get("idle_kernels", ())) for part in parts]
     out.idle_kernels = sorted(set.intersection(*idle)) if idle else []
+    out.configurations = merged(part.get("configurations", {}) for part in parts)
     out.tuned = joined(part.get("tuned", {}) for part in parts)
     out.coverage = _sum([part.get("coverage", {}) for part in parts])
     reasons = [ended_by, *(part["ended_by"] for part in parts)]

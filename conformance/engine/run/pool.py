@@ -20,6 +20,7 @@ from conformance.catalogue import ranks_with_calls_before
 from conformance.core.case import Case
 from conformance.engine.child import server
 from conformance.engine.child.child import serve
+from conformance.engine.child.outcome import LAST, Outcome
 from conformance.engine.child.patience import LOOK_SECONDS, CaseClock, Patience
 from conformance.engine.child.processes import (
     end,
@@ -31,7 +32,6 @@ from conformance.engine.child.processes import (
     received,
     where,
 )
-from conformance.engine.child.runner import LAST, Outcome
 from conformance.engine.child.sanitizer import explained
 from conformance.engine.choose.plan import Draw, Structure
 from conformance.engine.options import ChildOptions

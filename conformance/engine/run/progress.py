@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from conformance.core.case import Case
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 
 LINE_SECONDS = 10.0
 FIRST = 0.05  # the share of the cases that tells how long the others take

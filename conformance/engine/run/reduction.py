@@ -14,7 +14,7 @@ from conformance.catalogue import runs_in_one_place
 from conformance.core.axes import blocks
 from conformance.core.case import Case
 from conformance.core.space import Space
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.draw import scope_of
 from conformance.interface import UsageError
 from conformance.texts import described

@@ -18,7 +18,7 @@ from conformance.catalogue import MACHINES
 from conformance.core.case import Case
 from conformance.core.machine import run_machine
 from conformance.core.scope import Scope
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.run.corpus import REACHED
 from conformance.engine.run.hangs import confirmed_hang

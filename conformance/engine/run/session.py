@@ -15,7 +15,7 @@ import torch
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.space import Space
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.plan import KINDS, Draw, Section, Structure, sections
 from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import Options
@@ -200,6 +200,8 @@ class Session:
     def _has_cases(self, section: Section) -> bool:
         """Whether cases may fall to the section: the others would leave parts of a run empty."""
         if section.kind == "covering" and not self.profile.amount(section.function, self.space).rows:
+            return False
+        if section.kind == "models" and not self.profile.judges_model_sizes(section.function, self.space):
             return False
         chosen = section.function in self.choice.functions
         return section.kind == "corpus" or (chosen and self._offered(section.function))

@@ -19,6 +19,7 @@ from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import Options
 from conformance.engine.run.coverage import coverage
 from conformance.engine.run.interrupt import TIME_LIMIT
+from conformance.engine.run.launched import Configurations, configurations
 from conformance.engine.run.ledger import entries
 from conformance.interface import UsageError
 from conformance.sanitizing import replayed
@@ -99,6 +100,7 @@ class Verdict:
     seconds_reference: float = 0.0
     kernels_compiled: int = 0
     idle_kernels: list[str] = field(default_factory=list)  # of the implementation, which no case has launched
+    configurations: Configurations = field(default_factory=dict)  # of kernels, that were launched
     tuned: Tuned = field(default_factory=dict)  # the configurations of tuned kernels
     ended_by: str = ""  # a signal, the time limit, …; empty: the run ended by itself
     chosen: list[str] = field(default_factory=list)  # the functions of --function; empty: all
@@ -198,6 +200,7 @@ def _facts(
     out.coverage = coverage(outcomes, INFORMATIVE, WRONG) if options.covered else {}
     launched = {name for line in outcomes for name in line["kernels"]}
     out.kernels_compiled = len(launched)
+    out.configurations = configurations(lines, INFORMATIVE)
     out.tuned = joined(line.get("tuned", {}) for line in outcomes if line["status"] in INFORMATIVE)
     if launched:
         out.idle_kernels = sorted({*described.get("kernels", ())} - {name.split()[0] for name in launched})

@@ -20,7 +20,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.known_names import checks_of, judged_of, makes_several_calls
 from conformance.core.where import Term, word, wrong_value
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.run.verdict import WRONG
 from conformance.interface import UsageError
 

@@ -13,7 +13,8 @@ from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.contract import Opaque, Problem
 from conformance.core.ranks import ranks_of
-from conformance.engine.child.runner import Outcome, Runner
+from conformance.engine.child.outcome import Outcome
+from conformance.engine.child.runner import Runner
 from conformance.interface import Implementation, named_outputs
 
 DEEP = 4  # levels of records inside a result in which tensors are looked for

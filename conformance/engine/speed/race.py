@@ -17,7 +17,7 @@ from conformance.core.scope import Scope
 from conformance.core.space import Space
 from conformance.engine.child import interpreting
 from conformance.engine.child.child import chosen_device
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.options import ChildOptions, Options
 from conformance.engine.run.corpus import find
 from conformance.engine.run.explain import told

@@ -5,7 +5,7 @@ from multiprocessing import Pipe
 from queue import SimpleQueue
 
 from conformance.core.case import Case
-from conformance.engine.child.runner import Outcome
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.world.worlds import Worlds
 from conformance.interface import UsageError
 

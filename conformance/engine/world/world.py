@@ -15,9 +15,9 @@ from typing import Any
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.ranks import ranks_of
+from conformance.engine.child.outcome import Outcome
 from conformance.engine.child.patience import LOOK_SECONDS, CaseClock, Patience
 from conformance.engine.child.processes import ended, received
-from conformance.engine.child.runner import Outcome
 from conformance.engine.child.sanitizer import explained
 from conformance.engine.child.tuned import joined
 from conformance.engine.world.joined import RemoteRank
@@ -254,6 +254,9 @@ class World:
             seconds_reference=max(other.seconds_reference for other in every),
             evaluations=max(other.evaluations for other in every),
             kernels=sorted({kernel for other in every for kernel in other.kernels}),
+            configurations=sorted({name for other in every for name in other.configurations}),
+            launched=sorted({name for other in every for name in other.launched}),
+            descriptions={name: x for other in every for name, x in other.descriptions.items()},
             tuned=joined(other.tuned for other in every),
             calls=sorted({call for other in every for call in other.calls}),
             transport=next((other.transport for other in every if other.transport), ""),

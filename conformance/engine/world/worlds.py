@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from conformance.catalogue import ranks_with_calls_before
 from conformance.core.case import Case
+from conformance.engine.child.outcome import LAST, Outcome
 from conformance.engine.child.patience import Patience
-from conformance.engine.child.runner import LAST, Outcome
 from conformance.engine.options import ChildOptions
 from conformance.engine.world import turn
 from conformance.engine.world.joined import RemoteRanks, joined

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from conformance.core.axes import Changes, sizes
 from conformance.core.case import Case
+from conformance.core.model_sizes import EXPERTS, FEW_ROWS
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.space import ALIGNMENTS
@@ -289,7 +290,7 @@ COLLECTIVE = Shapes(
 FLATTEN_EXPERTS = Shapes(
     drawn=groups,
     covered={"tokens": 5, "experts": 6},
-    wide={"tokens": 300},
+    models={"experts": EXPERTS, "tokens": FEW_ROWS},
     together=lambda scope: {"groups": [{"groups": groups} for groups in (1, 2, 3)]},
     always=lambda scope: [{"tokens": scope.space.many // 4, "experts": 12, "groups": 4, "shards": 3}, *_MAPS],
     far={"experts": 4, "groups": 2, "shards": 2},

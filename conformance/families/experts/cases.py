@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,12 +35,13 @@ from conformance.families.experts.precision import (
     rounds_gradients,
 )
 from conformance.families.quantization.cases import MORE_VARIANTS, RECIPES, TAIL, UNIT, VARIANTS
-from moe_ref.config import GATED, PLAIN
+from moe_ref.config import GATED, PLAIN, Recipe
 from moe_ref.config.experts import SIGMOID_GATED
 from moe_ref.config.quantization import OVERRIDES
 
 # nine rows: no empty expert; empty first, middle and last; all but one empty; one full tile
 COUNTS = ((4, 2, 3), (0, 5, 0, 4, 0), (0, 0, 9), (8, 0, 1))
+USUAL_RECIPES = {scaling: recipes[:VARIANTS] for scaling, recipes in RECIPES.items()}  # at sizes of models
 GROUPED_VALUES = ("dyadic", "rows", "special")  # and LOW_VALUES with a scaling
 INFINITE, NO_INFINITY = (
     (torch.nan, torch.inf, -torch.inf),
@@ -249,6 +250,8 @@ class GroupedCase(Case):
     # outgrown: earlier steps' amaxes of delayed scaling are so large that all codes are 0
     values: str = choice(*GROUPED_VALUES, also=(*LOW_VALUES, "cancelling", "outgrown"), data=True)
     index_dtype: str = dtypes("int64", "int32")
+
+    recipes: ClassVar[dict[str, tuple[Recipe, ...]]] = USUAL_RECIPES
 
     @property
     def unit(self) -> int:

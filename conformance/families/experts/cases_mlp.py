@@ -12,11 +12,19 @@ from conformance.core.contract import Problem
 from conformance.core.shared_out import counts as tokens_of_ranks
 from conformance.core.space import LOGIT_DTYPES
 from conformance.core.tensors import DTYPES, hashed, payload, row_scales
-from conformance.families.experts.cases import GROUPED_VALUES, PROB_DTYPES, WEIGHTS, Name, Scaling, Segments
+from conformance.families.experts.cases import (
+    GROUPED_VALUES,
+    PROB_DTYPES,
+    USUAL_RECIPES,
+    WEIGHTS,
+    Name,
+    Scaling,
+    Segments,
+)
 from conformance.families.experts.precision import may_override, recipe_of, rounds_gradients, transforms_rows
 from conformance.families.experts.precision_mlp import of_experts, rows_unit
 from conformance.families.quantization.cases import RECIPES, TRANSFORMED, UNIT, VARIANTS
-from moe_ref.config import GATED, PLAIN, RECOMPUTED
+from moe_ref.config import GATED, PLAIN, RECOMPUTED, Recipe
 from moe_ref.config.experts import SIGMOID_GATED
 from moe_ref.config.quantization import OVERRIDES
 
@@ -46,6 +54,8 @@ class LayersCase(Case):
     alpha: int = number(0, 1702, 250, pairs=(250,), argument="alpha", given=True)  # in thousandths; 0: none
     interleave: int = number(0, 1, 2, 3, pairs=(1, 2), argument="interleave")  # 0: none
     stored: bool = flag(argument="fp8_input_store")
+
+    recipes: ClassVar[dict[str, tuple[Recipe, ...]]] = USUAL_RECIPES
 
     @property
     def unit(self) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes
+from conformance.core.model_sizes import FEW_ROWS, MODEL_WIDTHS, NARROW_WIDTHS, ROWS, WEIGHT_WIDTHS
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.signature import FAR, NEAR
@@ -113,7 +114,7 @@ ELEMENTWISE = Shapes(
     drawn=activations,
     affordable=near,
     covered={"tokens": 5, "width": 6},
-    wide={"tokens": 300, "width": 528},
+    models={"width": MODEL_WIDTHS, "tokens": FEW_ROWS},
     always=long_rows,
     tall={"width": 2},
     real=of_a_model,
@@ -303,7 +304,7 @@ PRODUCT = Shapes(
     drawn=products,
     affordable=near,
     covered=SIZES,
-    wide={"tokens": 200, "hidden": 272, "width": 272},
+    models={"hidden": WEIGHT_WIDTHS, "width": NARROW_WIDTHS, "tokens": ROWS},
     together=in_high_precision,
     always=large,
     more=by_recipe,

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from conformance.core.axes import Changes
 from conformance.core.case import Case
+from conformance.core.model_sizes import MEDIUM_WIDTHS, NARROW_WIDTHS, ROWS
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
@@ -370,7 +371,7 @@ GROUPED_MLP = Shapes(
     drawn=layers,
     affordable=near,
     covered=SIZES,
-    wide={"tokens": 200, "hidden": 272, "width": 272},
+    models={"hidden": MEDIUM_WIDTHS, "width": NARROW_WIDTHS, "tokens": ROWS},
     together=_grouped_pairs,
     more=by_recipe,
     always=_large,

@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes
+from conformance.core.model_sizes import FEW_EXPERTS, FEW_TOKENS, MODEL_WIDTHS
 from conformance.core.scope import NARROW, Scope
 from conformance.core.shapes import Shapes
 from conformance.core.signature import FAR, NEAR
@@ -144,7 +145,8 @@ PERMUTE_AND_QUANTIZE = Shapes(
     drawn=drawn,
     affordable=affordable,
     covered=permutation.COVERED | {"hidden": lambda case: HIDDEN.get(case.scaling, 7)},
-    wide={"tokens": 300, "hidden": 1040},
+    models={"hidden": MODEL_WIDTHS, "experts": FEW_EXPERTS, "tokens": FEW_TOKENS},
+    of_models={"dtype": "bfloat16"},
     together=together,
     always=always,
     far=permutation.FAR | {"scaling": "delayed"},

@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes
+from conformance.core.model_sizes import FEW_ROWS, MEDIUM_WIDTHS, NARROW_WIDTHS
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
@@ -289,7 +290,7 @@ def in_room(scope: Scope) -> list[LayerCase]:
 MOE_LAYER = Shapes(
     drawn=layers,
     covered=SIZES,
-    wide={"tokens": 300, "hidden": 144, "width": 144},
+    models={"hidden": MEDIUM_WIDTHS, "width": NARROW_WIDTHS, "tokens": FEW_ROWS},
     together=together,
     always=always,
     illegal={"tokens": 2, "experts": 2, "latent": 1, "shared": 1},

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from conformance.core.axes import Changes, sizes
 from conformance.core.case import axes_of
+from conformance.core.model_sizes import EXPERTS, FEW_ROWS, MODEL_WIDTHS
 from conformance.core.scope import NARROW, Scope
 from conformance.core.shapes import Shapes
 from conformance.families.permutation.cases import HEAVY_ALIGN, SPREADS, ChunksCase, IndicesCase, RoutingCase
@@ -279,7 +280,7 @@ INDICES_TO_MULTIHOT = Shapes(
     drawn=slots,
     affordable=affordable_slots,
     covered={"tokens": 5, "topk": 3, "experts": 6},
-    wide={"tokens": 300},
+    models={"experts": EXPERTS, "tokens": FEW_ROWS},
     always=_indexed,
     far=FAR_SLOTS,
     tall=TWO,
@@ -297,7 +298,7 @@ UNPERMUTE = Shapes(
     drawn=maps,
     affordable=affordable,
     covered=COVERED,
-    wide={"tokens": 300, "hidden": 1040},
+    models={"hidden": MODEL_WIDTHS, "experts": EXPERTS, "tokens": FEW_ROWS},
     together=_room,
     always=_permuted,
     far=FAR,
@@ -310,7 +311,7 @@ SORT_CHUNKS = Shapes(
     drawn=chunks,
     affordable=affordable_chunks,
     covered={"sizes": (3, 0, 1, 4), "order": (2, 0, 3, 1), "hidden": 5},
-    wide={"sizes": lambda case: tuple(40 * rows for rows in case.sizes), "hidden": 1040},
+    models={"hidden": MODEL_WIDTHS},
     together=lambda scope: {"order": [{"order": (2, 0, 3, 1)}, {"order": (0, 1, 2, 3)}]},  # the second moves nothing
     always=_chunked,
     far={"sizes": (1, 1, 1), "order": (2, 0, 1)},
@@ -321,7 +322,7 @@ PAD_ROUTING_MAP = Shapes(
     drawn=maps,
     affordable=affordable,
     covered=COVERED | {"align": 2},
-    wide={"tokens": 300},
+    models={"experts": EXPERTS, "tokens": FEW_ROWS},
     always=lambda scope: [
         *(long(scope) | {"align": 256, "spread": "sparse"}, WIDE | {"align": 16}),
         FOUR | {"tokens": 32768 if scope.space.device == "cuda" else 768, "spread": "one_hot", "align": 256},
@@ -333,7 +334,7 @@ MULTIHOT_TO_INDICES = Shapes(
     drawn=maps,
     affordable=affordable,
     covered=COVERED,
-    wide={"tokens": 300},
+    models={"experts": EXPERTS, "tokens": FEW_ROWS},
     always=lambda scope: [long(scope), WIDE, {"tokens": 5, "experts": 50, "topk": 33, "spread": "all"}, *_full(scope)],
     far=FAR,
     tall=TWO,

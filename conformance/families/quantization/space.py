@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes, sizes
+from conformance.core.model_sizes import FEW_ROWS, MODEL_WIDTHS
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.signature import FAR, NEAR
@@ -380,7 +381,8 @@ QUANTIZE = Shapes(
     drawn=drawn,
     affordable=affordable,
     covered={"hidden": lambda case: HIDDEN.get(case.scaling, 7 // UNIT.get(case.scaling, 1))},
-    wide={"tokens": 300, "hidden": 528},
+    models={"hidden": MODEL_WIDTHS, "tokens": FEW_ROWS},
+    of_models={"dtype": "bfloat16"},
     together=lambda scope: {"groups": GROUPS, "layout": LAYOUTS, "unused": [{"unused": ""}]},
     always=always,
     far={"scaling": "nvfp4", "role": "grad_output", "tokens": 2, "experts": 2, "hidden": 1, "tail": 0},

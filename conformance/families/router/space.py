@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes, sizes
+from conformance.core.model_sizes import EXPERTS, FEW_ROWS, MODEL_WIDTHS
 from conformance.core.scope import NARROW, Scope
 from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
@@ -178,7 +179,7 @@ TOPK_INDICES = TOPK_ROUTING = Shapes(
     drawn=choices,
     affordable=near,
     covered=LOGITS | {"topk": 2},
-    wide={"tokens": 300},
+    models={"experts": EXPERTS, "tokens": FEW_ROWS},
     together=_limits,
     always=_chosen,
     far=FAR_CHOICE,
@@ -291,7 +292,7 @@ GATE = Shapes(
     drawn=states,
     affordable=near,
     covered={"tokens": 5, "hidden": 11, "experts": 4},
-    wide={"tokens": 200, "hidden": 272},
+    models={"hidden": MODEL_WIDTHS, "experts": EXPERTS, "tokens": FEW_ROWS},
     together=_gradients,
     always=_gated,
     tall={"hidden": 2, "experts": 2},
@@ -301,7 +302,7 @@ JITTER = Shapes(
     drawn=states,
     affordable=near,
     covered={"tokens": 9, "hidden": 11},
-    wide={"tokens": 300, "hidden": 528},
+    models={"hidden": MODEL_WIDTHS, "tokens": FEW_ROWS},
     always=_jittered,
     tall={"hidden": 2},
 )
@@ -322,7 +323,7 @@ DROP_TOKENS = Shapes(
     drawn=drops,
     affordable=near,
     covered=LOADS | {"capacity": 3},
-    wide={"tokens": 300},
+    models={"experts": EXPERTS, "tokens": FEW_ROWS},
     always=_dropped,
     far={"topk": 2, "capacity": 1, "map_dtype": "bool"},
     tall={"experts": 2, "topk": 2, "capacity": 32000, "seed": 1},
@@ -331,7 +332,7 @@ AUX_LOSS_SCORES = Shapes(
     drawn=losses,
     affordable=near,
     covered=LOGITS,
-    wide={"tokens": 300},
+    models={"experts": EXPERTS, "tokens": FEW_ROWS},
     together=_values("topk", 1, 2, 8),
     always=lambda scope: [long(scope) | {"dtype": "bfloat16", "score": "sigmoid"}, WIDE, *TIES, *strange(scope)],
     far={"experts": 4, "topk": 3, "padding": 4},
@@ -341,7 +342,7 @@ LOAD_BALANCING_LOSS = Shapes(
     drawn=counted,
     affordable=near,
     covered=LOADS,
-    wide={"tokens": 300},
+    models={"experts": EXPERTS, "tokens": FEW_ROWS},
     always=_weighed,
     far={"topk": 2, "sequences": 1, "map_dtype": "int32"},
     tall={"experts": 2, "topk": 1},
@@ -350,7 +351,7 @@ Z_LOSS = Shapes(
     drawn=losses,
     affordable=near,
     covered=LOGITS,
-    wide={"tokens": 300},
+    models={"experts": EXPERTS, "tokens": FEW_ROWS},
     together=_values("spread", "distinct", "negative", "minus_inf"),
     always=lambda scope: [long(scope), WIDE, *strange(scope), *([UNREAD] if scope.accepts("padding_mask") else [])],
     far={"experts": 4, "padding": 4},

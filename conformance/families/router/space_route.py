@@ -3,6 +3,7 @@
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes, subsets
+from conformance.core.model_sizes import FEW_EXPERTS, FEW_ROWS
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
@@ -91,7 +92,7 @@ def _route_together(scope: Scope) -> dict[str, list[Changes]]:
 ROUTE = Shapes(
     drawn=routes,
     covered={"tokens": 12, "experts": 8, "topk": 3},
-    wide={"tokens": 300},
+    models={"experts": FEW_EXPERTS, "tokens": FEW_ROWS},
     together=_route_together,
     always=routed,
     weight=1.2,  # partly over ranks

@@ -1,0 +1,111 @@
+"""Cases at the sizes of released models, for an implementation whose kernels are compiled.
+
+A compiler can be wrong for one configuration alone: a tile, its warps, its options. Small cases
+choose other tiles than real ones. So each pair of option values has two cases at a model's width,
+one of whole lines and one of an odd neighbour, and each recipe has one in each direction.
+Few rows are enough: they make several tiles, and the reference takes milliseconds.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from conformance.core.axes import Changes, Dtype, Size
+from conformance.core.case import axes_of
+from conformance.core.ranks import ranks_of
+from conformance.core.scope import Scope
+
+# In elements. Each row of options takes the next length of a list. Rows beyond the end of the list
+# take one of its first USUAL lengths: a tile does not depend on how many more columns there are.
+MODEL_WIDTHS = (1024, 512, 768, 2048, 7168, 2880, 256, 4096, 1536, 5120, 16384, 3072, 6144, 8192)
+WEIGHT_WIDTHS = (512, 1024, 768, 256, 2880, 2048, 4096, 7168)  # of a weight, beside a narrow width
+MEDIUM_WIDTHS = (512, 256, 768, 1024)  # of a layer, which has several matrices
+NARROW_WIDTHS = (256, 512, 288)  # of the other side of a matrix
+EXPERTS = (8, 32, 64, 128, 256, 16, 60, 160, 384, 512)
+FEW_EXPERTS = (8, 32, 64)  # each of which is padded to blocks of a recipe
+FEW_ROWS, ROWS = (5, 40, 140), (5, 40, 140, 300)
+FEW_TOKENS = (9, 5, 140)  # of which each has several rows
+USUAL = 3
+LINE, TRIED = 16, 4  # kernels know whether a size is a multiple; sizes that are tried in turn
+ANOTHER_DTYPE = 5  # one row in so many has another dtype than models
+RECIPE = ("scaling", "variant")  # fields that name a recipe
+ALIKE = ("layout", "unused", "groups")  # axes with other values in no model's call
+EXACT = ("experts",)  # fields whose lengths have no odd neighbours
+
+
+def at_model_sizes(scope: Scope) -> list[Any]:
+    """Cases without a law; none of a function that has no such lengths, nor of several ranks."""
+    shapes = scope.contract.shapes
+    if not shapes.models:
+        return []
+    base = shapes.covered | shapes.of_models
+    together = {name: values for name, values in shapes.together(scope).items() if name not in ALIKE}
+    options = [axis.name for axis in scope.axes if not isinstance(axis, Size | Dtype) and axis.name not in ALIKE]
+    pairs = scope.array(base, together, {*options, *together}).cases
+    rows = [*pairs, *_of_recipes(scope, pairs)] or [scope.fullest(base)]
+    count = max(len(rows), *map(len, shapes.models.values()))  # each length has a case
+    dtyped = (_dtyped(scope, rows[index % len(rows)], index) for index in range(count))
+    cases = (_resized(scope, row, index, index % 3 == 2) for index, row in enumerate(dtyped))
+    return list({case.text: case for case in cases if case is not None}.values())
+
+
+def _of_recipes(scope: Scope, others: list[Any]) -> Iterator[Any]:
+    """A case of each recipe of the family in each direction that none of the others has."""
+    axes = axes_of(scope.contract.case_type)
+    recipes = getattr(scope.contract.case_type, "recipes", {}) if {*RECIPE} <= scope.live else {}
+    kinds: list[Changes] = [
+        {"scaling": scaling, "variant": variant}
+        for scaling, group in recipes.items()
+        for variant in range(len(group))
+        if not axes["variant"].wrong(variant)
+    ]
+    beside: list[list[Changes]] = [
+        axes[name].covered(scope.signature) if name in scope.live else [{}] for name in ("direction", "role")
+    ]
+    directions, roles = beside
+    directed = [kind | direction for kind in kinds for direction in directions]
+    for index, kind in enumerate(directed):
+        if any(other.has(kind) for other in others):
+            continue
+        kind |= roles[(index + index // len(directions)) % len(roles)]
+        case = scope.fullest(scope.contract.shapes.of_models | kind)
+        if case.has(kind):
+            yield case
+
+
+def _dtyped(scope: Scope, case: Any, index: int) -> Any:
+    """The case; one in `ANOTHER_DTYPE` with the next of its other dtypes, if that fits."""
+    axis = axes_of(type(case)).get("dtype")
+    if not isinstance(axis, Dtype) or index % ANOTHER_DTYPE != ANOTHER_DTYPE - 1:
+        return case
+    values = [changes for changes in axis.covered(scope.signature) if not case.has(changes)]
+    other = case.changed(**values[index // ANOTHER_DTYPE % len(values)]) if values else case
+    return other if scope.fits(other) else case
+
+
+def _resized(scope: Scope, case: Any, index: int, odd: bool) -> Any:
+    """The case with the lengths whose turn it is and the same options; None where none fits."""
+    if ranks_of(scope.contract, case):
+        return None
+    resized = case
+    for name, lengths in scope.contract.shapes.models.items():
+        length = lengths[index] if index < len(lengths) else lengths[index % USUAL]
+        unit = case.row_unit if name == "tokens" else case.unit
+        sizes = _sizes(max(-(-length // unit), 1), odd and name not in EXACT)
+        others = (scope.mended(resized.changed(**{name: size}, law="")) for size in sizes)
+        fitting = (
+            x for x, size in zip(others, sizes, strict=False) if getattr(x, name) == size and same_options(case, x)
+        )
+        resized = next(fitting, resized)
+    return resized if resized.has({"law": ""}) and resized != case else None
+
+
+def _sizes(size: int, odd: bool) -> list[int]:
+    """The size, or its neighbour; then larger ones, of which an interleave divides one."""
+    step = LINE if size % LINE == 0 and not odd else 1
+    return [size + odd + step * i for i in range(TRIED)]
+
+
+def same_options(case: Any, other: Any) -> bool:
+    """Whether all fields but sizes, data and the law are equal."""
+    free = {name for name, axis in axes_of(type(case)).items() if isinstance(axis, Size) or axis.data} | {"law"}
+    return all(value == getattr(other, name) for name, value in case.__dict__.items() if name not in free)

@@ -1,0 +1,136 @@
+"""On a GPU each pair of options, and each recipe and direction, has a case of a model's size."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.catalogue import CONTRACTS
+from conformance.core.axes import Dtype, Size
+from conformance.core.case import axes_of
+from conformance.core.model_sizes import ALIKE, LINE, TRIED
+from conformance.core.scope import Scope
+from conformance.core.space import Space
+from conformance.engine.choose.draw import scope_of
+from conformance.engine.choose.plan import Section, structures_of
+from conformance.engine.choose.profiles import PROFILES
+from conformance.families.quantization.cases import RECIPES, recipe_of
+from tests.common.suite import outcome_of, wrapped
+
+GPU = Space(device="cuda", ranks=1, shared_ranks=4)
+SIZED = [name for name, contract in CONTRACTS.items() if contract.shapes.models]
+ROWS, COLUMNS = 128, 256  # where another tile begins
+
+
+@cache
+def cases(function: str, kind: str = "models") -> list[Any]:
+    structures = structures_of(Section(kind, function), PROFILES["gate"], GPU, 0)
+    return [case for structure in structures for case in structure]
+
+
+def scope(function: str) -> Scope:
+    return scope_of(function, replace(GPU, few_kernels=True))
+
+
+def test_every_function_with_a_width_or_experts_has_such_cases():
+    sizes = {"hidden", "width", "experts"}
+    for name, contract in CONTRACTS.items():
+        several = contract.signature.producer.endswith("dispatch") or name.endswith(("dispatch", "combine"))
+        if contract.shapes.kernels and not several and sizes & scope(name).live and contract.shapes.real:
+            assert cases(name), name
+
+
+@pytest.mark.parametrize("function", SIZED)
+def test_each_length_has_a_case(function):
+    """Its own, its odd neighbour, or the next one that an interleave divides."""
+    for name, lengths in CONTRACTS[function].shapes.models.items():
+        for length in lengths:
+            units = [(case.row_unit if name == "tokens" else case.unit, case) for case in cases(function)]
+            above = [getattr(case, name) + length // -unit for unit, case in units]
+            assert any(0 <= more <= LINE * TRIED for more in above), (name, length)
+
+
+@pytest.mark.parametrize("function", ["quantize", "glu", "activation", "topk_routing", "glu_and_quantize"])
+def test_each_pair_of_option_values_has_a_case(function):
+    shapes, known = CONTRACTS[function].shapes, axes_of(CONTRACTS[function].case_type)
+    base = shapes.covered | shapes.of_models
+    options = {name for name, axis in known.items() if not isinstance(axis, Size | Dtype) and name not in ALIKE}
+    axes = scope(function).covered_axes(base, {}, options)
+    rows = scope(function).array(base, {}, {*axes}).cases
+    pairs = {(a, getattr(row, a), b, getattr(row, b)) for row in rows for a, b in combinations(axes, 2)}
+    missing = {(a, x, b, y) for a, x, b, y in pairs if not any(case.has({a: x, b: y}) for case in cases(function))}
+    assert not missing
+
+
+def test_each_recipe_has_a_case_in_each_direction_beyond_a_tile():
+    wide = [case for case in cases("quantize") if case.hidden * case.unit > COLUMNS]
+    reached = {(case.scaling, case.variant, case.direction) for case in wide}
+    every = {(scaling, variant) for scaling, recipes in RECIPES.items() for variant in range(len(recipes))}
+    assert {(scaling, variant) for scaling, variant, _ in reached} == every
+    assert len(reached) > 2 * len(every)
+
+
+def test_four_over_six_by_rows_alone_has_a_case_beyond_a_tile():
+    found = [
+        case
+        for case in cases("quantize")
+        if case.direction == "rowwise" and recipe_of(case).four_over_six == "all" and case.hidden * case.unit > COLUMNS
+    ]
+    assert found
+
+
+@pytest.mark.parametrize("function", ["grouped_linear", "glu", "grouped_mlp"])
+def test_some_cases_are_of_whole_lines_and_some_are_odd(function):
+    assert {case.width % LINE == 0 for case in cases(function)} == {True, False}
+
+
+@pytest.mark.parametrize("function", SIZED)
+def test_they_differ_from_small_cases_in_sizes_alone(function):
+    known = axes_of(CONTRACTS[function].case_type)
+    assert all(case.law == "" and scope(function).fits(case) for case in cases(function))
+    assert all(case.seed == 0 or "seed" in known for case in cases(function))
+
+
+def test_a_cpu_has_none():
+    assert not list(structures_of(Section("models", "grouped_mlp"), PROFILES["gate"], Space(), 0))
+
+
+def test_a_smoke_run_has_none():
+    assert not list(structures_of(Section("models", "grouped_mlp"), PROFILES["smoke"], GPU, 0))
+
+
+# ---- mistakes past the first tile, with one option
+
+
+def lost(x: torch.Tensor) -> torch.Tensor:
+    """x with 0 where other tiles than the first would be, in both dimensions."""
+    x = x.clone()
+    x[ROWS:, COLUMNS:] = 0
+    return x
+
+
+MISTAKES = {
+    "probs on the input": ("grouped_mlp", lambda settings: settings.get("probs_on_input")),
+    "a second bias": ("sequential_mlp", lambda settings: settings.get("fc2_bias") is not None),
+    "a clamp of a layer": ("shared_experts", lambda settings: settings.get("clamp")),
+    "delayed scaling": ("latent_projection", lambda settings: settings.get("state") is not None),
+    "an interleaved gate": ("glu", lambda settings: settings.get("interleave")),
+    "a clamp": ("glu_and_quantize", lambda settings: settings.get("clamp")),
+    "probs": ("glu_backward_and_quantize", lambda settings: settings.get("probs") is not None),
+    "no probs": ("permute", lambda settings: settings.get("probs") is None),
+}
+
+
+@pytest.mark.parametrize("option", MISTAKES)
+def test_a_second_tile_that_an_option_loses_is_found(option):
+    function, has = MISTAKES[option]
+
+    def mistaken(original: Any, x: torch.Tensor, *others: Any, **settings: Any) -> Any:
+        return original(lost(x) if has(settings) else x, *others, **settings)
+
+    implementation = wrapped(function, mistaken)
+    tall = [case for case in cases(function) if case.tokens * case.row_unit > ROWS]
+    assert "FAIL" in {outcome_of(case, implementation).status for case in tall}
