@@ -1,0 +1,83 @@
+"""Configurations compiled and judged, in an order that reaches every kernel early."""
+
+import json
+import multiprocessing
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from evidence.machine_code.compiling import compiled
+from evidence.machine_code.findings import report
+from evidence.machine_code.launches import Configuration
+
+# the most loads and stores of local memory that a kernel may have, and why
+KNOWN: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "known.json").read_text())
+
+
+@dataclass(frozen=True)
+class Result:
+    """A configuration and what is wrong with it."""
+
+    kernel: str
+    constants: dict[str, str]
+    signature: dict[str, str]
+    options: dict[str, Any]
+    call: str  # that launches it
+    instructions: int
+    spills: int
+    findings: list[str]
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def in_turn(configurations: Iterable[Configuration]) -> list[Configuration]:
+    """One of each kernel, then a second of each, and so on; other tiles before other integers."""
+    of_kernels: dict[str, tuple[list[Configuration], list[Configuration]]] = defaultdict(lambda: ([], []))
+    tiles = set()
+    for one in configurations:
+        of_kernels[one.name][one.tile in tiles].append(one)
+        tiles.add(one.tile)
+    rows = (row for turn in (0, 1) for row in zip_longest(*(queues[turn] for queues in of_kernels.values())))
+    return [one for row in rows for one in row if one is not None]
+
+
+def judged(one: Configuration) -> Result:
+    """The result of a configuration; code that does not compile and unknown spills are findings."""
+    instructions = spills = 0
+    try:
+        instructions, spills, findings = report(compiled(one))
+    except Exception as error:
+        findings = [f"{type(error).__name__}: {error}"]
+    if spills > KNOWN.get(one.name, {}).get("spills", 0):
+        findings = [*findings, f"{spills} loads and stores of local memory"]
+    signature = {name: str(kind) for name, kind in one.signature.items()}
+    return Result(
+        one.name, one.named_constants, signature, one.options, one.call, instructions, spills, findings
+    )  # fmt: skip
+
+
+def all_judged(configurations: list[Configuration], seconds: float, jobs: int) -> Iterator[Result]:
+    """The results of as many configurations as the time allows, from so many processes.
+
+    A process is a fork of this one, because a configuration holds a kernel, which is not sent.
+    """
+    end = time.monotonic() + seconds
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        _shared[:] = configurations
+        for result in pool.map(partial(_judged_until, end), range(len(configurations))):
+            if result is not None:
+                yield result
+
+
+_shared: list[Configuration] = []  # with the forks
+
+
+def _judged_until(end: float, index: int) -> Result | None:
+    return judged(_shared[index]) if time.monotonic() < end else None

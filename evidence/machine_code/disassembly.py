@@ -1,0 +1,133 @@
+"""nvdisasm's listing of a kernel as instructions: what each reads and writes, and where it goes.
+
+nvdisasm prints a column for each register, with `^` where the instruction writes it, `v` where it
+reads it, `x` for both, and `:` where it only lives on:
+
+    /*0090*/   IABS R0, R0 ;   // |  42 x: :
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+BANKS = {"GPR": "R", "PRED": "P", "UGPR": "UR", "UPRED": "UP"}
+TABLE = "// |"
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?(\S+)(.*?)\s*;")
+# A product whose first factor is in registers: it reads the last two of its descriptors' four
+# registers.
+FACTOR_IN_REGISTERS = re.compile(r" R\d+, R\d+(?:\.reuse)?, gdesc\[UR(\d+)\]")
+TARGET = re.compile(r"`\(([^)]+)\)")
+ENDS = ("EXIT", "RET", "KILL")
+BRANCHES = ("BRA", "BRX", "JMP")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction of a kernel."""
+
+    address: int
+    guard: str  # the predicate, or ""
+    opcode: str
+    operands: str
+    reads: frozenset[str]
+    writes: frozenset[str]
+    targets: tuple[str, ...]  # labels of a branch, of a call, or of where paths meet again
+
+    @property
+    def base(self) -> str:
+        return self.opcode.split(".")[0]
+
+    @property
+    def text(self) -> str:
+        return f"{self.guard}{self.opcode}{self.operands}"
+
+
+@dataclass(frozen=True)
+class Section:
+    """The code of one kernel with its internal functions; labels are indices of instructions."""
+
+    code: list[Instruction]
+    labels: dict[str, int]
+
+    def successors(self) -> list[list[int]]:
+        """The instructions that may come after each; a call returns."""
+        meeting: dict[str, str] = {}  # the label where the paths of a barrier meet
+        result = []
+        for i, one in enumerate(self.code):
+            following = [i + 1] if i + 1 < len(self.code) else []
+            goals = [self.labels[name] for name in one.targets if name in self.labels]
+            barrier = one.operands.strip().split(",")[0]
+            if one.base == "BSSY":
+                meeting[barrier] = one.targets[0]
+            elif one.base == "BSYNC" and barrier in meeting:
+                following = [self.labels[meeting[barrier]]] + (following if one.guard else [])
+            elif one.base in BRANCHES:
+                free = not one.guard and not re.search(r"\.(DIV|U)\b", one.opcode) and not re.search(
+                    r"\bU?P\d\b", TARGET.sub("", one.operands)
+                )  # fmt: skip
+                following = goals if free and goals else [*goals, *following]
+            elif one.base == "WARPSYNC":
+                following = [*goals, *following]
+            elif one.base in ENDS:
+                following = following if one.guard else []
+            result.append(following)
+        return result
+
+
+def sections(listing: str) -> Iterator[Section]:
+    """Each code section of a listing."""
+    header: list[str] = []
+    columns: dict[int, str] = {}
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if line.startswith("//-----"):
+            if code:
+                yield Section(code, labels)
+            header, columns, code, labels = [], {}, [], {}
+        text, bar, marks = line.partition(TABLE)
+        if label := re.match(r"([.$\w]+):", text):
+            labels[label[1]] = len(code)
+        found = INSTRUCTION.search(text)
+        if not bar or (not found and columns):
+            continue
+        if found:
+            columns = columns or _columns(header)
+            code.append(_instruction(found, line, marks, columns))
+        elif re.search(r"\d|GPR|PRED", marks):
+            header.append(marks)
+    if code:
+        yield Section(code, labels)
+
+
+def _instruction(found: re.Match[str], line: str, marks: str, columns: dict[int, str]) -> Instruction:
+    address, guard, opcode, operands = found.groups()
+    named = re.search(r"BRANCH_TARGETS ([^\"]*)", line)
+    targets = tuple(TARGET.findall(operands)) or tuple(re.split(r"[,\s]+", named[1].strip()) if named else ())
+    at = {mark: {name for column, name in columns.items() if marks[column : column + 1] == mark} for mark in "^vx"}
+    writes = at["^"] | at["x"]
+    if opcode.startswith("LDGSTS"):  # it writes shared memory alone; nvdisasm marks registers
+        writes = set()
+    reads = set() if opcode.startswith("CALL") else at["v"] | at["x"]  # its marks are the callee's
+    if factor := FACTOR_IN_REGISTERS.match(operands):
+        reads = reads - {f"UR{int(factor[1]) + i}" for i in (0, 1)}
+    return Instruction(int(address, 16), guard or "", opcode, operands, frozenset(reads), frozenset(writes), targets)
+
+
+def _columns(header: list[str]) -> dict[int, str]:
+    """The register of each column, from the lines above a table.
+
+    The number of a register stands in its column from above to below.
+    """
+    titles = next(line for line in header if "GPR" in line)
+    numbers = [line for line in header if line is not titles]
+    bars = [i for i, letter in enumerate(titles) if letter == "|"]
+    columns = {}
+    for left, right in pairwise([-1, *bars]):
+        bank = BANKS[titles[left + 1 : right].strip()]
+        for column in range(numbers[-1].index("#", left + 1) + 1, right):
+            if numbers[-1][column].isdigit():
+                digits = "".join(line[column] for line in numbers if column < len(line)).strip()
+                columns[column] = f"{bank}{int(digits)}"
+    return columns
