@@ -58,7 +58,7 @@ def copied(kernel: triton.runtime.Autotuner) -> Callable[[Tensor], Tensor]:
     """The identity, whose forward and backward are copies by the kernel."""
 
     def copy(x: Tensor) -> Tensor:
-        x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        x, y = x.resolve_neg().contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if x.numel():
             kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, x.numel())
         return y
