@@ -24,8 +24,8 @@ INTRODUCTION = """# How large the gate's cases are
 
 The largest sizes of the gate's cases of seed 0, `CPU / GPU`: in the interpreter, and on one GPU. One
 number: both have it. The sizes of a row are of different cases. What is larger on a GPU is judged there
-only. There each structure of the covering array, a row of options, also has a case of several tiles in
-each dimension (`conformance/core/wide.py`).
+only. There each pair of options, and each recipe in each direction, also has a case at the sizes of
+released models (`conformance/core/model_sizes.py`).
 
     python -m benchmarks.reach > docs/reach.md
 

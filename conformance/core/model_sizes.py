@@ -20,8 +20,10 @@ MODEL_WIDTHS = (1024, 512, 768, 2048, 7168, 2880, 256, 4096, 1536, 5120, 16384, 
 WEIGHT_WIDTHS = (512, 1024, 768, 256, 2880, 2048, 4096, 7168)  # of a weight, beside a narrow width
 MEDIUM_WIDTHS = (512, 256, 768, 1024)  # of a layer, which has several matrices
 NARROW_WIDTHS = (256, 512, 288)  # of the other side of a matrix
-EXPERTS = (8, 32, 64, 128, 256, 16, 60, 160, 384, 512)
-FEW_EXPERTS = (8, 32, 64)  # each of which is padded to blocks of a recipe
+EXPERTS = (64, 128, 256, 8, 32, 16, 60, 160, 384, 512)
+FEW_EXPERTS = (128, 8, 32)  # of rows that are padded to blocks of a recipe
+SPLITS = (0, 128, 8)  # of rows that a recipe scales apart; 0: no splits
+EXPERTS_WITH_WEIGHTS = (4, 32, 8, 128)
 FEW_ROWS, ROWS = (5, 40, 140), (5, 40, 140, 300)
 FEW_TOKENS = (9, 5, 140)  # of which each has several rows
 USUAL = 3
@@ -88,9 +90,11 @@ def _resized(scope: Scope, case: Any, index: int, odd: bool) -> Any:
         return None
     resized = case
     for name, lengths in scope.contract.shapes.models.items():
+        if name not in scope.live:
+            continue
         length = lengths[index] if index < len(lengths) else lengths[index % USUAL]
-        unit = case.row_unit if name == "tokens" else case.unit
-        sizes = _sizes(max(-(-length // unit), 1), odd and name not in EXACT)
+        unit = 1 if name in EXACT else case.row_unit if name == "tokens" else case.unit
+        sizes = [length] if name in EXACT else _sizes(-(-length // unit), odd)
         others = (scope.mended(resized.changed(**{name: size}, law="")) for size in sizes)
         fitting = (
             x for x, size in zip(others, sizes, strict=False) if getattr(x, name) == size and same_options(case, x)

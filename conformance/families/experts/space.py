@@ -6,7 +6,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes
-from conformance.core.model_sizes import FEW_ROWS, MODEL_WIDTHS, NARROW_WIDTHS, ROWS, WEIGHT_WIDTHS
+from conformance.core.model_sizes import (
+    EXPERTS_WITH_WEIGHTS,
+    FEW_ROWS,
+    MODEL_WIDTHS,
+    NARROW_WIDTHS,
+    ROWS,
+    WEIGHT_WIDTHS,
+)
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.signature import FAR, NEAR
@@ -304,7 +311,7 @@ PRODUCT = Shapes(
     drawn=products,
     affordable=near,
     covered=SIZES,
-    models={"hidden": WEIGHT_WIDTHS, "width": NARROW_WIDTHS, "tokens": ROWS},
+    models={"hidden": WEIGHT_WIDTHS, "width": NARROW_WIDTHS, "tokens": ROWS, "experts": EXPERTS_WITH_WEIGHTS},
     together=in_high_precision,
     always=large,
     more=by_recipe,

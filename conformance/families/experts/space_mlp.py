@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from conformance.core.axes import Changes
 from conformance.core.case import Case
-from conformance.core.model_sizes import MEDIUM_WIDTHS, NARROW_WIDTHS, ROWS
+from conformance.core.model_sizes import EXPERTS_WITH_WEIGHTS, MEDIUM_WIDTHS, NARROW_WIDTHS, ROWS
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
@@ -371,7 +371,7 @@ GROUPED_MLP = Shapes(
     drawn=layers,
     affordable=near,
     covered=SIZES,
-    models={"hidden": MEDIUM_WIDTHS, "width": NARROW_WIDTHS, "tokens": ROWS},
+    models={"hidden": MEDIUM_WIDTHS, "width": NARROW_WIDTHS, "tokens": ROWS, "experts": EXPERTS_WITH_WEIGHTS},
     together=_grouped_pairs,
     more=by_recipe,
     always=_large,

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes
-from conformance.core.model_sizes import FEW_ROWS, MODEL_WIDTHS
+from conformance.core.model_sizes import FEW_ROWS, MODEL_WIDTHS, SPLITS
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.families.experts.cases import PROB_DTYPES, WEIGHTS
@@ -163,7 +163,7 @@ GLU_AND_QUANTIZE = Shapes(
     drawn=drawn,
     affordable=near,
     covered={"width": lambda case: WIDTH.get(case.scaling, 6)},
-    models={"width": MODEL_WIDTHS, "tokens": FEW_ROWS},
+    models={"width": MODEL_WIDTHS, "tokens": FEW_ROWS, "experts": SPLITS},
     of_models={"dtype": "bfloat16", "rounded": True},
     together=together,
     always=always,

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.core.axes import Changes, sizes
-from conformance.core.model_sizes import FEW_ROWS, MODEL_WIDTHS
+from conformance.core.model_sizes import FEW_ROWS, MODEL_WIDTHS, SPLITS
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 from conformance.core.signature import FAR, NEAR
@@ -381,7 +381,7 @@ QUANTIZE = Shapes(
     drawn=drawn,
     affordable=affordable,
     covered={"hidden": lambda case: HIDDEN.get(case.scaling, 7 // UNIT.get(case.scaling, 1))},
-    models={"hidden": MODEL_WIDTHS, "tokens": FEW_ROWS},
+    models={"hidden": MODEL_WIDTHS, "tokens": FEW_ROWS, "experts": SPLITS},
     of_models={"dtype": "bfloat16"},
     together=lambda scope: {"groups": GROUPS, "layout": LAYOUTS, "unused": [{"unused": ""}]},
     always=always,

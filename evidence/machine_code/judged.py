@@ -1,0 +1,60 @@
+"""Which of the recorded configurations the cases of a gate on a GPU have judged.
+
+    python -m evidence.machine_code.judged REPORT.json
+
+The recording calls the functions at the sizes of three models, the gate draws its own cases. Both
+are compared by the kernel, its constants and its warps, without arguments that are None.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "0"  # before the first import of Triton
+
+import json
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from evidence.machine_code.calls import calls
+from evidence.machine_code.launches import Configuration, recorded
+
+CONSTANT = re.compile(r"(?:^| )([A-Z][A-Z_0-9]*)=(\S+)")
+WARPS = re.compile(r"(\d+) warps")
+Chosen = tuple[str, frozenset[tuple[str, str]], str]  # kernel, constants, warps
+
+
+def of_report(records: Iterable[dict[str, Any]]) -> set[Chosen]:
+    """What the cases of a report have judged, from its `configurations`."""
+    judged = [record for record in records if record["judged"]]
+    return {(x["kernel"], frozenset(CONSTANT.findall(x["constants"])), _warps(x["options"])) for x in judged}
+
+
+def of_recording(configuration: Configuration) -> Chosen:
+    """A recorded configuration in the same form."""
+    constants = {k: v.split(" ")[0] for k, v in configuration.named_constants.items() if CONSTANT.match(f"{k}=x")}
+    return configuration.name, frozenset(constants.items()), str(configuration.options.get("num_warps"))
+
+
+def _warps(options: str) -> str:
+    found = WARPS.search(options)
+    return found[1] if found else ""
+
+
+def main(path: str) -> int:
+    warnings.simplefilter("ignore")
+    judged = of_report(json.loads(Path(path).read_text())["configurations"].values())
+    chosen = {of_recording(one) for one in recorded(calls())[0]}
+    every, missing = Counter(x[0] for x in chosen), Counter(x[0] for x in chosen - judged)
+    print("| kernel | recorded | judged |\n|---|--:|--:|")
+    for kernel, count in sorted(every.items()):
+        print(f"| {kernel.removeprefix('moe_fast.')} | {count} | {count - missing[kernel]} |")
+    print(f"\n{len(chosen & judged)} of {len(chosen)} recorded configurations were judged")
+    return int(bool(missing))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
