@@ -1,9 +1,10 @@
 """Cases at the sizes of released models, for an implementation whose kernels are compiled.
 
 A compiler can be wrong for one configuration alone: a tile, its warps, its options. Small cases
-choose other tiles than real ones. So each pair of option values has two cases at a model's width,
-one of whole lines and one of an odd neighbour, and each recipe has one in each direction.
-Few rows are enough: they make several tiles, and the reference takes milliseconds.
+choose other tiles than real ones. So each pair of option values, and each recipe in each direction,
+has a case at a model's length. Every third one is at an odd neighbour of the length: kernels have a
+version for whole lines, and one for other sizes. Few rows are enough: they make several tiles, and
+the reference takes milliseconds.
 """
 
 from collections.abc import Iterator
