@@ -268,6 +268,7 @@ def _hadamard_adjoint(d_value: Tensor) -> Tensor:
 # --- how the kernels cut a tensor
 
 NARROW = 32  # columns, in the interpreter; a GPU has one tile for all widths, and so one kernel
+LEAST_GROUPS = 16 if INTERPRETED else 64  # of a search for a tile's group: one configuration for few groups
 MOST_WARPS = 16 if torch.version.hip else 32  # of a program, which has 1024 threads at most
 RAGGED = 256  # elements of a warp
 
@@ -325,7 +326,7 @@ def grid_of(
     settings = {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "BLOCK_G": power_of_two(groups + 1, least=64),
+        "BLOCK_G": power_of_two(groups + 1, least=LEAST_GROUPS),
         "STAGES": walk.stages,
         "num_warps": warps_for(walk, block_m * block_n, ragged),
     }

@@ -3,6 +3,8 @@
 import json
 import shlex
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -12,10 +14,15 @@ from conformance.core.case import case_from
 from conformance.engine.run.verdict import Verdict
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import UsageError
-from conformance.report import WRITERS, write
+from conformance.report import WRITERS, report_text
+from conformance.report.delivery import deliver
 from conformance.report.terminal import annotations, lines
 from conformance.usage import REPORTS, check_report
 from tests.engine.verdict_helpers import ENOUGH, ROWS_WRONG, SMALL, Book
+
+
+def write(verdict: Verdict, path: Path) -> None:
+    assert deliver(0, [str(path)], partial(report_text, verdict)) == 0
 
 
 def test_kernels_that_no_case_launched_are_named(tmp_path):

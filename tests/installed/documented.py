@@ -79,6 +79,8 @@ LEFT = (
     Left(r"TRITON_INSTRUMENTATION_MODE=|python -m triton", "a GPU"),
     Left(r"(\S+=\S+ )*python3? -m (benchmarks|pytest -p)", "minutes or a GPU", "tests/test_benchmarks.py"),
     Left(r"python -m evidence.formulations", "minutes", "tests/evidence/test_formulations.py"),
+    Left(r"python -m evidence.machine_code", "minutes", "tests/evidence/test_machine_code.py"),
+    Left(r"python -m evidence.outward", "a GPU", "tests/evidence/test_outward.py"),
     Left(r"python -m tests.mutants.kernels.run", "minutes", "tests/mutants/test_kernels.py"),
 )  # fmt: skip
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from conformance.catalogue import CONTRACTS
-from conformance.engine.choose.plan import sections
+from conformance.engine.choose.plan import KINDS, sections
 from conformance.engine.run import corpus
 from conformance.families.permutation.cases import RoutingCase
 from tests.report.cli_helpers import smoke
@@ -319,7 +319,7 @@ def test_shards_run_every_section_once(call, place):
     first, second, both = counts
     assert sum(first.values()) > 0 < sum(second.values())
     assert {name: first[name] + second[name] for name in both} == both
-    assert len({section.label for section in sections()}) == 1 + 3 * len(CONTRACTS)
+    assert len({section.label for section in sections()}) == 1 + (len(KINDS) - 1) * len(CONTRACTS)
 
 
 def test_shards_of_one_function_are_no_failures(call, place):
