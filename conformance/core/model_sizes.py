@@ -51,8 +51,8 @@ def at_model_sizes(scope: Scope) -> list[Any]:
     return list({case.text: case for case in cases if case is not None}.values())
 
 
-def _of_recipes(scope: Scope, others: list[Any]) -> Iterator[Any]:
-    """A case of each recipe of the family in each direction that none of the others has."""
+def _of_recipes(scope: Scope, pairs: list[Any]) -> Iterator[Any]:
+    """A case of each recipe of the family in each direction that no row of pairs has."""
     axes = axes_of(scope.contract.case_type)
     recipes = getattr(scope.contract.case_type, "recipes", {}) if {*RECIPE} <= scope.live else {}
     kinds: list[Changes] = [
@@ -67,7 +67,7 @@ def _of_recipes(scope: Scope, others: list[Any]) -> Iterator[Any]:
     directions, roles = beside
     directed = [kind | direction for kind in kinds for direction in directions]
     for index, kind in enumerate(directed):
-        if any(other.has(kind) for other in others):
+        if any(row.has(kind) for row in pairs):
             continue
         kind |= roles[(index + index // len(directions)) % len(roles)]
         case = scope.fullest(scope.contract.shapes.of_models | kind)
@@ -96,9 +96,9 @@ def _resized(scope: Scope, case: Any, index: int, odd: bool) -> Any:
         length = lengths[index] if index < len(lengths) else lengths[index % USUAL]
         unit = 1 if name in EXACT else case.row_unit if name == "tokens" else case.unit
         sizes = [length] if name in EXACT else _sizes(-(-length // unit), odd)
-        others = (scope.mended(resized.changed(**{name: size}, law="")) for size in sizes)
+        candidates = (scope.mended(resized.changed(**{name: size}, law="")) for size in sizes)
         fitting = (
-            x for x, size in zip(others, sizes, strict=False) if getattr(x, name) == size and same_options(case, x)
+            x for x, size in zip(candidates, sizes, strict=False) if getattr(x, name) == size and same_options(case, x)
         )
         resized = next(fitting, resized)
     return resized if resized.has({"law": ""}) and resized != case else None

@@ -1,5 +1,6 @@
 """Launches are recorded by configuration, and the verdict counts those that were judged."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,8 +102,8 @@ DESCRIBED = {
 }
 
 
-def outcome(status: str, judged: list[str], others: list[str] = [], kind: str = "outcome") -> dict[str, Any]:  # noqa: B006
-    return {"kind": kind, "status": status, "configurations": judged, "launched": others, "descriptions": DESCRIBED}
+def outcome(status: str, judged: list[str], others: Sequence[str] = (), kind: str = "outcome") -> dict[str, Any]:
+    return {"kind": kind, "status": status, "configurations": judged, "launched": [*others], "descriptions": DESCRIBED}
 
 
 def test_a_configuration_is_judged_by_informative_cases_alone():

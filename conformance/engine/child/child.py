@@ -110,8 +110,8 @@ def answer_all(
                 if os.getpid() != process:
                     os._exit(0)  # a copy of the process that the implementation has forked
                 if options.faults and not rank and outcome.status == "PASS":
-                    again = partial(_answer, implementation=implementation, device=device, rank=None, options=options)
-                    outcome.planted = planting.tried(case, outcome.configurations, again)
+                    judged = partial(_answer, implementation=implementation, device=device, rank=None, options=options)
+                    outcome.planted = planting.tried(case, outcome.configurations, judged)
                 outcome.calls = sorted(calls | changes.take())
                 outcome.kernels = compiler.take()
                 outcome.launched, outcome.descriptions = configurations.take(), configurations.take_descriptions()

@@ -64,12 +64,12 @@ def described(name: str, identity: Identity) -> dict[str, str]:
 
 def _metadata_of(kernel: Any, original: Callable[..., dict[str, Any]] | None) -> Callable[..., dict[str, Any]]:
     constant = [p.name for p in kernel.params if p.is_constexpr]
-    others = [p.name for p in kernel.params if not p.is_constexpr]
+    runtime_arguments = [p.name for p in kernel.params if not p.is_constexpr]
     full_name = f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
 
     def metadata(grid: tuple[int, ...], compiled: Any, arguments: Arguments) -> dict[str, Any]:
         constants = [(name, _value(arguments.get(name))) for name in constant]
-        missing = [(name, absent) for name in others if (absent := _absent(arguments.get(name)))]
+        missing = [(name, absent) for name in runtime_arguments if (absent := _absent(arguments.get(name)))]
         options = tuple((text, getattr(compiled, option, None)) for option, text in OPTIONS.items())
         several = grid[0] * (grid[1] if len(grid) > 1 else 1) * (grid[2] if len(grid) > 2 else 1) > 1
         identity = (full_name, (*constants, *missing), options, several)
