@@ -17,6 +17,9 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in their own dtype: `torch.autocast` around the call would round float32 factors."""
+    """a @ b, summed in the accumulator's dtype and rounded once to the factors'. `torch.autocast`
+    around the call would round float32 factors.
+    """
+    wide = accumulator_dtype(a.dtype)
     with torch.autocast(a.device.type, enabled=False):
-        return a @ b
+        return round_to(round_to(a, wide) @ round_to(b, wide), a.dtype)

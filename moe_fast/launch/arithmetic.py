@@ -29,11 +29,12 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    if not (a.is_cuda and a.itemsize == 2 and a.numel() and b.numel()):
+    if a.itemsize > 2:
         return a @ b
     # a @ b may cut a long sum, and add up the parts in the factors' dtype:
     # torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    if torch.is_grad_enabled():  # of a second derivative, which `out_dtype` does not have
+    # `out_dtype` has no second derivative, no empty factors, and is a GPU's.
+    if torch.is_grad_enabled() or not (a.is_cuda and a.numel() and b.numel()):
         return (a.float() @ b.float()).to(a.dtype)
     return torch.mm(a, b, out_dtype=torch.float32).to(a.dtype)
 

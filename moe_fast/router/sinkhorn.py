@@ -12,7 +12,7 @@ TOLERANCE = 1e-4  # mean change of the experts' factors that ends the rounds
 
 @traceable
 def sinkhorn_routing(logits_TE: Tensor, *, topk: int, training: bool = True) -> Routed:
-    """Choose by a balanced plan: two products of a matrix and a vector per round. The host waits
+    """Choose by a balanced plan: two sums over the matrix per round. The host waits
     for each round's change; in evaluation it never waits. Equal keys go to the lowest experts.
     """
     check_logits(logits_TE)
@@ -35,14 +35,19 @@ def _chosen(x_TE: Tensor, topk: int, by_plan: bool) -> Tensor:
 
 
 def _plan(x_TE: Tensor) -> Tensor:
-    """exp(x), rows and columns scaled until the experts' shares are even."""
+    """exp(x), rows and columns scaled until the experts' shares are even.
+
+    Each expert's sum is that of a row in memory: equal columns have equal sums, which no product
+    of a matrix and a vector promises.
+    """
     cost_TE = x_TE.exp()
+    cost_ET = cost_TE.T.contiguous()
     tokens, experts = cost_TE.shape
     expert_E, changed = cost_TE.new_ones(experts), True
     token_T = cost_TE.new_ones(tokens)
     while changed:
         previous_E = expert_E
         token_T = (torch.mv(cost_TE, expert_E) + LEAST).reciprocal() / tokens
-        expert_E = (torch.mv(cost_TE.T, token_T) + LEAST).reciprocal() / experts
+        expert_E = ((cost_ET * token_T).sum(1) + LEAST).reciprocal() / experts
         changed = bool((previous_E - expert_E).abs().mean() > TOLERANCE)  # a NaN ends it too
     return expert_E * cost_TE * token_T[:, None]

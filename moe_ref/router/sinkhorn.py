@@ -49,11 +49,12 @@ def _plan(logits_TE: Tensor) -> Tensor:
     if num_tokens == 0:
         return logits_TE
     cost_TE = round_to(logits_TE, accumulator_dtype(logits_TE.dtype)).exp()
+    cost_ET = cost_TE.T.contiguous()  # torch sums equal rows alike, and equal columns not always
     d0_T, d1_E = cost_TE.new_ones(num_tokens), cost_TE.new_ones(num_experts)
     change = torch.inf
     while change > 1e-4:  # a NaN ends it too
         before_E = d1_E
         d0_T = 1 / num_tokens / ((cost_TE * d1_E).sum(1) + 1e-8)
-        d1_E = 1 / num_experts / ((cost_TE * d0_T[:, None]).sum(0) + 1e-8)
+        d1_E = 1 / num_experts / ((cost_ET * d0_T).sum(1) + 1e-8)
         change = float((before_E - d1_E).abs().mean())
     return d1_E * cost_TE * d0_T[:, None]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import moe_fast
+import moe_ref
 from tests.common.fast import assert_same_error, interpreted, normal
 
 pytestmark = interpreted
@@ -29,6 +30,24 @@ def test_routed_tokens_are_kept_before_unrouted_ones_whatever_their_probs(dtype)
     routed = torch.tensor([[0], [1], [1], [1]])
     kept = moe_fast.drop_tokens(probs, routed, capacity=3, pad_to_capacity=True).routing_map
     assert kept.T.tolist() == [[False, True, True, True]]
+
+
+@pytest.mark.parametrize("module", [moe_ref, moe_fast], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("width", [31, 33, 40, 65])
+def test_an_infinity_in_one_row_of_the_gate_leaves_the_others(module, width):
+    x, weight = normal(6, width).bfloat16(), normal(5, width).bfloat16()
+    x[2, 0], x[4, 0] = torch.inf, torch.nan
+    others = [0, 1, 3, 5]
+    assert torch.isfinite(module.gate(x, weight)[others]).all()
+
+
+@pytest.mark.parametrize("module", [moe_ref, moe_fast], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("num_experts", [5, 31, 47, 100])
+@pytest.mark.parametrize("num_tokens", [12, 17, 100])
+def test_sinkhorn_gives_equal_columns_to_the_lowest_experts(module, num_experts, num_tokens):
+    logits = normal(num_tokens, 1).expand(num_tokens, num_experts).contiguous()
+    chosen = module.sinkhorn_routing(logits, topk=2).routing_map
+    assert chosen[:, :2].all() and not chosen[:, 2:].any()
 
 
 def test_what_needs_no_gradient_at_the_gate_gets_none():

@@ -14,13 +14,18 @@ PRELOADED = [
     "conformance.engine.child.child",
     "conformance.engine.child.frozen",
 ]
-# some hosts hang with multicast
-NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+ENVIRONMENT = {  # of torch in the children, where the user has set nothing else
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # some hosts hang with multicast
+    "NCCL_NVLS_ENABLE": "0",
+    # With AMX, a CPU's 16-bit product of an odd number of terms reads one of the next row's, times
+    # 0: an infinity or a NaN there makes this row NaN, in any implementation that multiplies by torch.
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+}
 
 
 def start() -> Any:
     """The context of all children; idempotent."""
-    for name, value in NO_MULTICAST.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # before torch starts in any child
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
