@@ -2,12 +2,14 @@
 
 A compiler can be wrong for one configuration alone: a tile, its warps, its options. Small cases
 choose other tiles than real ones. So each pair of option values, and each recipe in each direction,
-has a case at a model's length. Every third one is at an odd neighbour of the length: kernels have a
-version for whole lines, and one for other sizes. Few rows are enough: they make several tiles, and
-the reference takes milliseconds.
+has a case at a model's length. A third of them are at an odd neighbour of the length: kernels have
+a version for whole lines, and one for other sizes. Few rows are enough: they make several tiles,
+and the reference takes milliseconds.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Collection, Iterator
+from random import Random
 from typing import Any
 
 from conformance.core.axes import Changes, Dtype, Size
@@ -18,16 +20,17 @@ from conformance.core.scope import Scope
 # In elements. Each row of options takes the next length of a list. Rows beyond the end of the list
 # take one of its first USUAL lengths: a tile does not depend on how many more columns there are.
 MODEL_WIDTHS = (1024, 512, 768, 2048, 7168, 2880, 256, 4096, 1536, 5120, 16384, 3072, 6144, 8192)
-WEIGHT_WIDTHS = (512, 1024, 768, 256, 2880, 2048, 4096, 7168)  # of a weight, beside a narrow width
+WEIGHT_WIDTHS = (512, 1024, 768, 256, 384, 2880, 2048, 4096, 7168)  # of a weight, beside a narrow width
 MEDIUM_WIDTHS = (512, 256, 768, 1024)  # of a layer, which has several matrices
 NARROW_WIDTHS = (256, 512, 288)  # of the other side of a matrix
 EXPERTS = (64, 128, 256, 8, 32, 16, 60, 160, 384, 512)
 FEW_EXPERTS = (128, 8, 32)  # of rows that are padded to blocks of a recipe
 SPLITS = (0, 128, 8)  # of rows that a recipe scales apart; 0: no splits
-EXPERTS_WITH_WEIGHTS = (4, 32, 8, 128)
+EXPERTS_WITH_WEIGHTS = (4, 8, 2, 128, 32)  # many experts beside small weights
 FEW_ROWS, ROWS = (5, 40, 140), (5, 40, 140, 300)
 FEW_TOKENS = (9, 5, 140)  # of which each has several rows
 USUAL = 3
+ODD = 1 / 3
 LINE, TRIED = 16, 4  # kernels know whether a size is a multiple; sizes that are tried in turn
 ANOTHER_DTYPE = 5  # one row in so many has another dtype than models
 RECIPE = ("scaling", "variant")  # fields that name a recipe
@@ -44,15 +47,18 @@ def at_model_sizes(scope: Scope) -> list[Any]:
     together = {name: values for name, values in shapes.together(scope).items() if name not in ALIKE}
     options = [axis.name for axis in scope.axes if not isinstance(axis, Size | Dtype) and axis.name not in ALIKE]
     pairs = scope.array(base, together, {*options, *together}).cases
-    rows = [*pairs, *_of_recipes(scope, pairs)] or [scope.fullest(base)]
+    rows = [*pairs, *_of_recipes(scope)] or [scope.fullest(base)]
     count = max(len(rows), *map(len, shapes.models.values()))  # each length has a case
-    dtyped = (_dtyped(scope, rows[index % len(rows)], index) for index in range(count))
-    cases = (_resized(scope, row, index, index % 3 == 2) for index, row in enumerate(dtyped))
+    dtyped = [_dtyped(scope, rows[index % len(rows)], index) for index in range(count)]
+    cases = [_resized(scope, row, index, Random(index).random() < ODD) for index, row in enumerate(dtyped)]
+    for index, fields in enumerate(shapes.model_rows):
+        case = _fullest(scope, shapes.of_models | fields)
+        cases.append(_resized(scope, case, index, False, fields) if case.has(fields) else None)
     return list({case.text: case for case in cases if case is not None}.values())
 
 
-def _of_recipes(scope: Scope, pairs: list[Any]) -> Iterator[Any]:
-    """A case of each recipe of the family in each direction that no row of pairs has."""
+def _of_recipes(scope: Scope) -> Iterator[Any]:
+    """A case of each recipe of the family in each direction; roles in turn."""
     axes = axes_of(scope.contract.case_type)
     recipes = getattr(scope.contract.case_type, "recipes", {}) if {*RECIPE} <= scope.live else {}
     kinds: list[Changes] = [
@@ -65,14 +71,17 @@ def _of_recipes(scope: Scope, pairs: list[Any]) -> Iterator[Any]:
         axes[name].covered(scope.signature) if name in scope.live else [{}] for name in ("direction", "role")
     ]
     directions, roles = beside
-    directed = [kind | direction for kind in kinds for direction in directions]
-    for index, kind in enumerate(directed):
-        if any(row.has(kind) for row in pairs):
-            continue
-        kind |= roles[(index + index // len(directions)) % len(roles)]
-        case = scope.fullest(scope.contract.shapes.of_models | kind)
+    for index, (kind, direction) in enumerate(itertools.product(kinds, directions)):
+        kind |= direction | roles[(index + index // len(directions)) % len(roles)]
+        case = _fullest(scope, scope.contract.shapes.of_models | kind)
         if case.has(kind):
             yield case
+
+
+def _fullest(scope: Scope, fields: Changes) -> Any:
+    """As `Scope.fullest`; a value that is a function gets the case of the others."""
+    row = scope.row(fields, {})
+    return scope.fullest({name: getattr(row, name) for name in fields if name in scope.live})
 
 
 def _dtyped(scope: Scope, case: Any, index: int) -> Any:
@@ -85,15 +94,17 @@ def _dtyped(scope: Scope, case: Any, index: int) -> Any:
     return other if scope.fits(other) else case
 
 
-def _resized(scope: Scope, case: Any, index: int, odd: bool) -> Any:
-    """The case with the lengths whose turn it is and the same options; None where none fits."""
+def _resized(scope: Scope, case: Any, index: int, odd: bool, fixed: Collection[str] = ()) -> Any:
+    """The case with the lengths whose turn it is, but of `fixed` fields, and the same options; None
+    where none fits.
+    """
     if ranks_of(scope.contract, case):
         return None
-    resized = case
+    resized, source = case, Random(index)
     for name, lengths in scope.contract.shapes.models.items():
-        if name not in scope.live:
+        if name not in scope.live or name in fixed:
             continue
-        length = lengths[index] if index < len(lengths) else lengths[index % USUAL]
+        length = lengths[index] if index < len(lengths) else source.choice(lengths[:USUAL])
         unit = 1 if name in EXACT else case.row_unit if name == "tokens" else case.unit
         sizes = [length] if name in EXACT else _sizes(-(-length // unit), odd)
         candidates = (scope.mended(resized.changed(**{name: size}, law="")) for size in sizes)
@@ -101,7 +112,7 @@ def _resized(scope: Scope, case: Any, index: int, odd: bool) -> Any:
             x for x, size in zip(candidates, sizes, strict=False) if getattr(x, name) == size and same_options(case, x)
         )
         resized = next(fitting, resized)
-    return resized if resized.has({"law": ""}) and resized != case else None
+    return resized if resized.has({"law": ""}) and (fixed or resized != case) else None
 
 
 def _sizes(size: int, odd: bool) -> list[int]:

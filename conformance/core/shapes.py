@@ -26,6 +26,7 @@ class Shapes:
     # lengths of released models, in elements, by field: see `core.model_sizes`
     models: dict[str, tuple[int, ...]] = field(default_factory=dict)
     of_models: Changes = field(default_factory=dict)  # their dtype, and other fields of all cases there
+    model_rows: tuple[Changes, ...] = ()  # further cases there, of options that choose a kernel together
     far: Changes = field(default_factory=dict)  # of far cases, which have sizes 3, narrow dtypes
     # of a narrow case of TALL rows, on a GPU; none: `always` has one, or it would be slow
     tall: Changes = field(default_factory=dict)

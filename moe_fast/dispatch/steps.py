@@ -21,7 +21,7 @@ from moe_fast.dispatch.slabs import Slab
 from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION
 from moe_fast.launch.backend import bits, casts_in_hardware, launch_on, strided
-from moe_fast.launch.tuning import ceil_div, power_of_two
+from moe_fast.launch.tuning import EXPERT_LANES, ceil_div, power_of_two
 from moe_fast.permutation.row_map import RowMap, count_blocks, empty_slots, lay_out, plan_walk
 from moe_ref.config import FP8_BLOCK, Recipe
 
@@ -126,7 +126,11 @@ def send(
     link = slab.region("link", torch.int32, num_rows).zero_()
     with launch_on(tokens):
         kernels.announce_kernel[(ranks,)](
-            walk.count_E, slab.tables["counts"], rank, num_experts, BLOCK_E=power_of_two(num_experts, least=8)
+            walk.count_E,
+            slab.tables["counts"],
+            rank,
+            num_experts,
+            BLOCK_E=power_of_two(num_experts, least=EXPERT_LANES),
         )
     yield
 
@@ -138,7 +142,9 @@ def send(
     sizes = (rank, ranks, num_experts, local, align, num_rows)
     with launch_on(tokens):
         laid_out = (start, tokens_per_expert, gap, overflow.view(torch.uint8))
-        kernels.slab_layout_kernel[(1,)](all_counts, *laid_out, *sizes, BLOCK_E=power_of_two(num_experts, least=8))
+        kernels.slab_layout_kernel[(1,)](
+            all_counts, *laid_out, *sizes, BLOCK_E=power_of_two(num_experts, least=EXPERT_LANES)
+        )
     per_block, sizes_of_map = walk.tiles * walk.block_tokens, (num_tokens, num_experts, num_rows, True, False)
     ranked = RowMap(slots.slots_TE, slots.num_slots_T, walk.base_EB.t(), gap, per_block, *sizes_of_map)
     lists = ranked.without_bases()

@@ -17,6 +17,7 @@ from moe_fast.quantization import hopper
 from moe_fast.quantization.quantize import empty_form, form_arguments
 from moe_fast.quantization.quantized import (
     KERNEL_OF,
+    LEAST_GROUPS_OF_BLOCKS,
     Quantized,
     encoding,
     format_of,
@@ -68,7 +69,7 @@ def quantize_activated(
     rows = replace(rows, h_PF2=rows.h_PF2.resolve_neg())
     like, probs, settings, size = rows.like, rows.probs, rows.settings, SIZE.value
     format = format_of(recipe, "input")
-    grid = grid_of(like.shape, splits, WALK, True, (size, size), size)
+    grid = grid_of(like.shape, splits, WALK, True, (size, size), size, least_groups=LEAST_GROUPS_OF_BLOCKS)
     by_rows = by_columns = None
     if rowwise:
         by_rows = empty_form(like, "amax", (1, size), grid, amax=not for_products)

@@ -18,7 +18,7 @@ from moe_fast.experts._linear import SEGMENT_ROWS
 from moe_fast.launch import backend, descriptors, tuning
 from moe_fast.launch.backend import launch_on, strided
 from moe_fast.launch.operators import has_memory, launch
-from moe_fast.launch.tuning import GroupedTile, ceil_div, power_of_two
+from moe_fast.launch.tuning import EXPERT_LANES, GroupedTile, ceil_div, power_of_two
 from moe_fast.permutation.row_map import Tiles
 
 X = TypeVar("X")
@@ -173,7 +173,7 @@ def _make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, mult
             num_experts,
             multiple,
             BLOCK_P=tile.rows,
-            BLOCK_E=power_of_two(num_experts, least=8),
+            BLOCK_E=power_of_two(num_experts, least=EXPERT_LANES),
             BLOCK_T=sizes.plan_tiles,
             num_warps=4,
         )

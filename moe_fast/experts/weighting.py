@@ -15,7 +15,7 @@ from moe_fast.launch.arithmetic import accumulator
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import launch_on, strided
 from moe_fast.launch.operators import as_operators, launch
-from moe_fast.launch.tuning import ceil_div, power_of_two
+from moe_fast.launch.tuning import EXPERT_LANES, ceil_div, power_of_two
 
 
 @as_operators
@@ -78,7 +78,7 @@ class BiasAdded(torch.autograd.Function):
                     parts,
                     ACCUMULATOR=accumulator(y, bias, probs),
                     **tile.blocks("P", "H"),
-                    BLOCK_E=power_of_two(len(ends_L), least=8),
+                    BLOCK_E=power_of_two(len(ends_L), least=EXPERT_LANES),
                 )
         return out
 
@@ -116,7 +116,7 @@ def _weighted_backward(
                 ACCUMULATOR=accumulator(probs),
                 BY_EXPERT=by_expert,
                 **tile.blocks("P", "H"),
-                BLOCK_E=power_of_two(len(ends_L), least=8),
+                BLOCK_E=power_of_two(len(ends_L), least=EXPERT_LANES),
             )
     return d_probs
 

@@ -26,7 +26,14 @@ from moe_fast.launch.backend import launch_on, present, strided, strided_or_empt
 from moe_fast.launch.operators import has_memory, launch, operator, traceable
 from moe_fast.launch.tuning import at_least, ceil_div
 from moe_fast.quantization.quantize import empty_form, form_arguments, quantize
-from moe_fast.quantization.quantized import KERNEL_OF, Form, Quantized, encoding, scale_limits
+from moe_fast.quantization.quantized import (
+    KERNEL_OF,
+    LEAST_GROUPS_OF_BLOCKS,
+    Form,
+    Quantized,
+    encoding,
+    scale_limits,
+)
 from moe_ref.config import (
     Quantization,
     QuantizerState,
@@ -161,7 +168,8 @@ def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor |
     aligned = rule == "amax" and forms.columnwise  # whole groups of MXFP8 consist of whole blocks, wherever x is cut
     tall, low = (sizes.columns, sizes.low) if source.d_out is None else (sizes.backward, sizes.low_backward)
     walk = tall if aligned else low if forms.columnwise else sizes.rows
-    grid = source.grid(walk, aligned, (size if forms.columnwise else 1, size), size if aligned else None)
+    least, rows = (size if forms.columnwise else 1, size), size if aligned else None
+    grid = source.grid(walk, aligned, least, rows, LEAST_GROUPS_OF_BLOCKS)
     by_rows = empty_form(x, rule, (1, size), grid) if forms.rowwise else None
     by_columns = empty_form(x, rule, (size, 1), grid) if forms.columnwise else None
     parts = source.parts(grid)

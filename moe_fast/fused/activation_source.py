@@ -12,7 +12,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
 from moe_fast.launch.backend import strided
 from moe_fast.launch.tuning import power_of_two
-from moe_fast.quantization.quantized import Grid, format_of, grid_of, is_ragged, splits_arguments
+from moe_fast.quantization.quantized import LEAST_GROUPS, Grid, format_of, grid_of, is_ragged, splits_arguments
 from moe_ref.config import (
     QuantizerState,
     Recipe,
@@ -114,7 +114,10 @@ class Source:
         pieces = self.settings.between(h) if self.settings.layout(h) == "blocks" else width
         return is_ragged(h.stride(0), width, pieces, 0 if self.d_out is None else self.d_out.stride(0))
 
-    def grid(self, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1), rows: int | None = None) -> Grid:
+    def grid(
+        self, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1), rows: int | None = None,
+        least_groups: int = LEAST_GROUPS,
+    ) -> Grid:  # fmt: skip
         """Tiles of what is quantised; of halves that are whole tiles, the gates' alone. They are no
         wider than rows, as curves take long to compile.
         """
@@ -122,7 +125,9 @@ class Source:
         def cut(columns: int) -> Grid:
             narrow = replace(walk, columns=min(walk.columns, power_of_two(columns, least=32)))
             shape = torch.Size((self.h.shape[0], columns))
-            return grid_of(shape, self.forms.splits, narrow, aligned, least, rows, ragged=self.ragged)
+            return grid_of(
+                shape, self.forms.splits, narrow, aligned, least, rows, ragged=self.ragged, least_groups=least_groups
+            )
 
         width = self.settings.width(self.h)
         half = cut(width)

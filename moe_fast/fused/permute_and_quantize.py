@@ -14,7 +14,7 @@ from moe_fast.launch.arithmetic import NO_FP_FUSION
 from moe_fast.launch.autograd import once_differentiable
 from moe_fast.launch.backend import bits, check_device, launch_on, strided
 from moe_fast.launch.operators import has_memory, launch, operator, traceable
-from moe_fast.launch.tuning import ceil_div, power_of_two
+from moe_fast.launch.tuning import EXPERT_LANES, ceil_div, power_of_two
 from moe_fast.permutation.permute import permute, sum_rows
 from moe_fast.permutation.places import place_rows
 from moe_fast.permutation.row_map import RowMap, place, place_in_capacity
@@ -24,6 +24,7 @@ from moe_fast.quantization.nvfp4 import SCOPES
 from moe_fast.quantization.quantize import form_arguments, quantize
 from moe_fast.quantization.quantized import (
     KERNEL_OF,
+    LEAST_GROUPS_OF_BLOCKS,
     Form,
     Quantized,
     encoding,
@@ -314,7 +315,7 @@ class Work:
                 BLOCK=block_columns if rule == "group" else self.size,
                 BLOCK_T=tile.tokens,
                 BLOCK_H=block_columns,
-                BLOCK_E=power_of_two(row_map.num_experts, least=8),
+                BLOCK_E=power_of_two(row_map.num_experts, least=EXPERT_LANES),
                 BLOCK_G=fill.lanes,
                 BLOCK_R=fill.rows,
                 BLOCK_L=self.sizes.list_tokens,
@@ -341,7 +342,10 @@ class Work:
         block = (self.size, self.size if self.square else 1)
         tuned = self.sizes.permute_quantize
         walk, height = (tuned.tall, self.size) if aligned else (tuned.gather, None)
-        grid = grid_of(self.shape, self.splits, walk, aligned, block, height, ragged=self.ragged)
+        grid = grid_of(
+            self.shape, self.splits, walk, aligned, block, height, ragged=self.ragged,
+            least_groups=LEAST_GROUPS_OF_BLOCKS,
+        )  # fmt: skip
         form = self._blank(block, grid.tiles if aligned else ceil_div(self.shape[0], self.size))
         if self.source is None:
             self.places()

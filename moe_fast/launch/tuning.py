@@ -201,6 +201,7 @@ INTERPRETER = Tuning(
 )
 
 
+EXPERT_LANES = 8 if INTERPRETED else 32  # of a list of experts, at least: a warp has no fewer
 DEFAULTS = GPU  # of a GPU for which no table is right
 _found: dict[torch.device, Tuning] = {}
 

@@ -13,6 +13,7 @@ from moe_fast.quantization.hopper import WALK
 from moe_fast.quantization.quantize import empty_form, form_arguments
 from moe_fast.quantization.quantized import (
     KERNEL_OF,
+    LEAST_GROUPS_OF_BLOCKS,
     Quantized,
     encoding,
     format_of,
@@ -63,7 +64,7 @@ def quantize_gathered(
     """`quantize` of the rows, or `quantize_for_products`, bit by bit, without writing the rows."""
     tokens, size, rule = rows.tokens_TH.detach().resolve_neg(), BLOCK[recipe.scaling], KERNEL_OF[recipe.scaling]
     like, format = rows.like, format_of(recipe, role)
-    grid = grid_of(like.shape, splits, WALK, True, (size, size), size)
+    grid = grid_of(like.shape, splits, WALK, True, (size, size), size, least_groups=LEAST_GROUPS_OF_BLOCKS)
     by_rows = by_columns = None
     if rowwise:
         by_rows = empty_form(like, rule, (1, size), grid, amax=not for_products)

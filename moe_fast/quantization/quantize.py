@@ -20,6 +20,7 @@ from moe_fast.quantization.group_scales import cast_groups
 from moe_fast.quantization.nvfp4 import quantize_two_levels
 from moe_fast.quantization.quantized import (
     KERNEL_OF,
+    LEAST_GROUPS_OF_BLOCKS,
     Form,
     Grid,
     Quantized,
@@ -107,7 +108,8 @@ def _quantize_blocks(
     walk = hopper.WALK if on_hopper else sizes.tall if aligned else sizes.columns if tall else sizes.rows
     ragged = not on_hopper and is_ragged(x.stride(0), x.shape[1])
     least = (size if tall else 1, size)
-    grid = grid_of(x.shape, splits, walk, aligned, least, size if aligned else None, ragged=ragged)
+    rows = size if aligned else None
+    grid = grid_of(x.shape, splits, walk, aligned, least, rows, ragged=ragged, least_groups=LEAST_GROUPS_OF_BLOCKS)
     by_rows = by_columns = None
     if square or rowwise:
         parts = {"codes": rowwise or not turned, "turned": square and turned and columnwise, "amax": not turned}

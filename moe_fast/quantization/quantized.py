@@ -268,7 +268,8 @@ def _hadamard_adjoint(d_value: Tensor) -> Tensor:
 # --- how the kernels cut a tensor
 
 NARROW = 32  # columns, in the interpreter; a GPU has one tile for all widths, and so one kernel
-LEAST_GROUPS = 16 if INTERPRETED else 64  # of a search for a tile's group: one configuration for few groups
+# lanes of a search for a tile's group, at least; quantisers of blocks take as long with more
+LEAST_GROUPS, LEAST_GROUPS_OF_BLOCKS = (16, 16) if INTERPRETED else (64, 256)
 MOST_WARPS = 16 if torch.version.hip else 32  # of a program, which has 1024 threads at most
 RAGGED = 256  # elements of a warp
 
@@ -309,10 +310,11 @@ def warps_for(tile: tuning.Tile, elements: int, ragged: bool) -> int:
 
 def grid_of(
     shape: torch.Size, splits: Tensor | None, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1),
-    rows: int | None = None, *, ragged: bool = False,
+    rows: int | None = None, *, ragged: bool = False, least_groups: int = LEAST_GROUPS,
 ) -> Grid:  # fmt: skip
     """Tiles of `walk`, at least a block, or `rows` high. Aligned: from each group's first row.
-    Compiled tiles are as wide as can be, so that one configuration serves all widths.
+    Compiled tiles are as wide as can be, and the search for a tile's group has `least_groups`
+    lanes at least: one configuration serves all widths and few or many groups.
     """
     num_rows, num_columns = shape
     groups = 1 if splits is None else len(splits)
@@ -326,7 +328,7 @@ def grid_of(
     settings = {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "BLOCK_G": power_of_two(groups + 1, least=LEAST_GROUPS),
+        "BLOCK_G": power_of_two(groups + 1, least=least_groups),
         "STAGES": walk.stages,
         "num_warps": warps_for(walk, block_m * block_n, ragged),
     }

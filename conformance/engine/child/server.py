@@ -18,7 +18,7 @@ ENVIRONMENT = {  # of torch in the children, where the user has set nothing else
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # some hosts hang with multicast
     "NCCL_NVLS_ENABLE": "0",
     # With AMX, a CPU's 16-bit product of an odd number of terms reads one of the next row's, times
-    # 0: an infinity or a NaN there makes this row NaN, in any implementation that multiplies by torch.
+    # 0: an infinity or a NaN there makes this row NaN, whoever multiplies by torch.
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
 }
 

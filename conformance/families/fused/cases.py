@@ -122,7 +122,7 @@ class _ScalingCase(RecipeFields, Case):
     """Fields before the activation's, whose blocks of columns must divide a width in UNITs."""
 
     scaling: str = choice(*SCALINGS)
-    variant: int = choice(*range(VARIANTS), turns=True)
+    variant: int = choice(*range(VARIANTS), also=(4,), turns=True)  # 4: of current and block scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +165,8 @@ class QuantizedActivationCase(ActivationCase, _ScalingCase):
         return bool(recipe_of(self).stochastic_rounding) and self.backward
 
     def clash(self) -> str | None:
+        if self.no_recipe():
+            return self.no_recipe()
         if self.tail and not self.experts:
             return f"tail is {self.tail}; without groups (experts 0) no row is past the last one"
         if self.transformed and not (self.dtype == "bfloat16" and self.rounded):

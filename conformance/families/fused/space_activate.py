@@ -159,12 +159,22 @@ def in_blocks(scope: Scope) -> Changes:
     return of_a_model(scope) | kind | {"tokens": scope.space.real_tokens // 32, "width": 768 // 32}
 
 
+# gates and values that are whole tiles, of each format and rounding of scales
+MODEL_ROWS: tuple[Changes, ...] = tuple(
+    {"scaling": scaling, "variant": variant, "direction": direction, "width": 1024, "experts": experts}
+    for scaling, variants, experts in (("block", (1, 4), 8), ("current", (0, 4), 8), ("current", (1, 4), 128))
+    for variant in variants
+    for direction in (DIRECTIONS if scaling == "block" else DIRECTIONS[:1])
+)
+
+
 GLU_AND_QUANTIZE = Shapes(
     drawn=drawn,
     affordable=near,
     covered={"width": lambda case: WIDTH.get(case.scaling, 6)},
     models={"width": MODEL_WIDTHS, "tokens": FEW_ROWS, "experts": SPLITS},
-    of_models={"dtype": "bfloat16", "rounded": True},
+    of_models={"dtype": "bfloat16", "rounded": lambda case: case.transformed},
+    model_rows=MODEL_ROWS,
     together=together,
     always=always,
     far={"experts": 2},

@@ -377,12 +377,30 @@ def of_a_model(scope: Scope) -> Changes:
     return states(scope) | {"tokens": scope.space.real_tokens // 32}
 
 
+# what chooses a kernel beside the direction: the error of four over six, over many groups; a format
+# and the rounding of scales; squares
+MODEL_ROWS: tuple[Changes, ...] = (
+    *(
+        {"scaling": "nvfp4", "variant": variant, "direction": "rowwise", "experts": 128}
+        for variant in range(len(RECIPES["nvfp4"]))
+    ),
+    *(
+        {"scaling": "block", "variant": variant, "direction": direction, "role": "grad_output"}
+        for variant in (1, 2)
+        for direction in DIRECTIONS
+    ),
+    {"scaling": "block", "variant": 4, "direction": "both", "role": "weight"},
+    {"scaling": "current", "variant": 4, "direction": "both", "role": "grad_output", "experts": 128},
+)
+
+
 QUANTIZE = Shapes(
     drawn=drawn,
     affordable=affordable,
     covered={"hidden": lambda case: HIDDEN.get(case.scaling, 7 // UNIT.get(case.scaling, 1))},
     models={"hidden": MODEL_WIDTHS, "tokens": FEW_ROWS, "experts": SPLITS},
     of_models={"dtype": "bfloat16"},
+    model_rows=MODEL_ROWS,
     together=lambda scope: {"groups": GROUPS, "layout": LAYOUTS, "unused": [{"unused": ""}]},
     always=always,
     far={"scaling": "nvfp4", "role": "grad_output", "tokens": 2, "experts": 2, "hidden": 1, "tail": 0},

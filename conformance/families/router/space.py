@@ -11,7 +11,7 @@ from conformance.core.model_sizes import EXPERTS, FEW_ROWS, MODEL_WIDTHS
 from conformance.core.scope import NARROW, Scope
 from conformance.core.shapes import Shapes
 from conformance.core.shared_out import worlds
-from conformance.families.router.cases import COUNTED, MORE_SPREADS, SPREADS, LogitsCase
+from conformance.families.router.cases import COUNTED, MORE_SPREADS, SCORES, SPREADS, LogitsCase
 from conformance.families.router.space_chosen import (
     ABOVE_ONE,
     FAR_DOUBLES,
@@ -173,19 +173,33 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
     return [*chosen, *filter(scope.fits, placed), *strange(scope)]
 
 
+# A choice's kernel depends on the score, the experts, and whether keys are often equal: in 16 bits.
+CHOICES: tuple[Changes, ...] = tuple(
+    {"score": score, "experts": experts, "dtype": dtype, "topk": 2}
+    for dtype in ("float32", "bfloat16")
+    for score in SCORES
+    for experts in (8, 64, 128, 256, 512)
+)
+GROUPED_CHOICES: tuple[Changes, ...] = tuple(
+    one | {"groups": 8, "group_topk": 4, "topk": 8}
+    for one in CHOICES
+    if one["score"] == "sigmoid" and one["experts"] > 8
+)
 FAR_CHOICE: Changes = {"experts": 4, "topk": 3, "score": "sigmoid"}
 LOGITS: Changes = {"tokens": 7, "experts": 8}
-TOPK_INDICES = TOPK_ROUTING = Shapes(
+TOPK_ROUTING = Shapes(
     drawn=choices,
     affordable=near,
     covered=LOGITS | {"topk": 2},
     models={"experts": EXPERTS, "tokens": FEW_ROWS},
+    model_rows=tuple(one | {"precomputed": False} for one in (*CHOICES, *GROUPED_CHOICES)),
     together=_limits,
     always=_chosen,
     far=FAR_CHOICE,
     weight=2,
     real=of_a_model,
 )
+TOPK_INDICES = replace(TOPK_ROUTING, model_rows=())
 
 # ---- loads
 
@@ -198,6 +212,16 @@ def drops(draw: st.DrawFn, scope: Scope) -> Changes:
     values = draw(st.sampled_from(("distinct", "ties", "zeros", "negative")))
     policy, pad = draw(st.sampled_from(("probs", "position"))), draw(st.booleans())
     return fields | {"capacity": capacity, "values": values, "policy": policy, "pad": pad}
+
+
+# a search of thousands of tokens, for each key of a kernel: a position, a prob of 16 or 32 bits
+LONG_DROPS: tuple[Changes, ...] = tuple(
+    {"tokens": 4096, "experts": 64, "topk": 2, "capacity": 100, "dtype": dtype, "policy": policy, "pad": pad}
+    for dtype, policy, pad in (
+        ("float32", "probs", False), ("bfloat16", "probs", False), ("float32", "probs", True),
+        ("float32", "position", True), ("float32", "position", False),
+    )
+)  # fmt: skip
 
 
 def _dropped(scope: Scope) -> list[Changes]:
@@ -324,6 +348,7 @@ DROP_TOKENS = Shapes(
     affordable=near,
     covered=LOADS | {"capacity": 3},
     models={"experts": EXPERTS, "tokens": FEW_ROWS},
+    model_rows=LONG_DROPS,
     always=_dropped,
     far={"topk": 2, "capacity": 1, "map_dtype": "bool"},
     tall={"experts": 2, "topk": 2, "capacity": 32000, "seed": 1},
@@ -333,6 +358,7 @@ AUX_LOSS_SCORES = Shapes(
     affordable=near,
     covered=LOGITS,
     models={"experts": EXPERTS, "tokens": FEW_ROWS},
+    model_rows=CHOICES,
     together=_values("topk", 1, 2, 8),
     always=lambda scope: [long(scope) | {"dtype": "bfloat16", "score": "sigmoid"}, WIDE, *TIES, *strange(scope)],
     far={"experts": 4, "topk": 3, "padding": 4},
