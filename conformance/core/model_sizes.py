@@ -8,6 +8,7 @@ and the reference takes milliseconds.
 """
 
 import itertools
+import math
 from collections.abc import Collection, Iterator
 from random import Random
 from typing import Any
@@ -21,7 +22,7 @@ from conformance.core.scope import Scope
 # take one of its first USUAL lengths: a tile does not depend on how many more columns there are.
 MODEL_WIDTHS = (1024, 512, 768, 2048, 7168, 2880, 256, 4096, 1536, 5120, 16384, 3072, 6144, 8192)
 WEIGHT_WIDTHS = (512, 1024, 768, 256, 384, 2880, 2048, 4096, 7168)  # of a weight, beside a narrow width
-MEDIUM_WIDTHS = (512, 256, 768, 1024)  # of a layer, which has several matrices
+MEDIUM_WIDTHS = (512, 256, 768, 256, 256, 1024)  # of a layer, which has several matrices
 NARROW_WIDTHS = (256, 512, 288)  # of the other side of a matrix
 EXPERTS = (64, 128, 256, 8, 32, 16, 60, 160, 384, 512)
 FEW_EXPERTS = (128, 8, 32)  # of rows that are padded to blocks of a recipe
@@ -36,6 +37,9 @@ ANOTHER_DTYPE = 5  # one row in so many has another dtype than models
 RECIPE = ("scaling", "variant")  # fields that name a recipe
 ALIKE = ("layout", "unused", "groups")  # axes with other values in no model's call
 EXACT = ("experts",)  # fields whose lengths have no odd neighbours
+WIDTHS, ROWS_OF = ("hidden", "width"), ("experts", "tokens")
+ORDER = (*WIDTHS, *ROWS_OF)  # in which lengths are chosen: rows last, as many as the reference can afford
+MOST = {"experts": 2**21, "tokens": 2**17}  # elements of all weights, and of rows
 
 
 def at_model_sizes(scope: Scope) -> list[Any]:
@@ -51,9 +55,10 @@ def at_model_sizes(scope: Scope) -> list[Any]:
     count = max(len(rows), *map(len, shapes.models.values()))  # each length has a case
     dtyped = [_dtyped(scope, rows[index % len(rows)], index) for index in range(count)]
     cases = [_resized(scope, row, index, Random(index).random() < ODD) for index, row in enumerate(dtyped)]
-    for index, fields in enumerate(shapes.model_rows):
+    lines = (False, True) if "direction" in scope.live else (False,)  # a quantiser's rows: whole lines, and others
+    for (index, fields), odd in itertools.product(enumerate(shapes.model_rows), lines):
         case = _fullest(scope, shapes.of_models | fields)
-        cases.append(_resized(scope, case, index, False, fields) if case.has(fields) else None)
+        cases.append(_resized(scope, case, index, odd, fields) if case.has(fields) else None)
     return list({case.text: case for case in cases if case is not None}.values())
 
 
@@ -101,10 +106,12 @@ def _resized(scope: Scope, case: Any, index: int, odd: bool, fixed: Collection[s
     if ranks_of(scope.contract, case):
         return None
     resized, source = case, Random(index)
-    for name, lengths in scope.contract.shapes.models.items():
-        if name not in scope.live or name in fixed:
-            continue
+    models = scope.contract.shapes.models
+    for name in sorted(models.keys() & scope.live - {*fixed}, key=ORDER.index):
+        lengths = models[name]
         length = lengths[index] if index < len(lengths) else source.choice(lengths[:USUAL])
+        if index >= len(lengths) and name in ROWS_OF:
+            length = _affordable(resized, name, max(lengths) if name == "tokens" else length, lengths)
         unit = 1 if name in EXACT else case.row_unit if name == "tokens" else case.unit
         sizes = [length] if name in EXACT else _sizes(-(-length // unit), odd)
         candidates = (scope.mended(resized.changed(**{name: size}, law="")) for size in sizes)
@@ -113,6 +120,18 @@ def _resized(scope: Scope, case: Any, index: int, odd: bool, fixed: Collection[s
         )
         resized = next(fitting, resized)
     return resized if resized.has({"law": ""}) and (fixed or resized != case) else None
+
+
+def _affordable(case: Any, name: str, length: int, lengths: Collection[int]) -> int:
+    """The largest of these lengths up to `length` for which the reference takes a second at most;
+    the least, if it takes longer with each. Its cost are weights, and rows, also those that fill up
+    an expert's block.
+    """
+    widths = [getattr(case, width) * case.unit for width in WIDTHS if hasattr(case, width)]
+    weights = math.prod(widths) if len(widths) > 1 else case.row_unit * sum(widths)
+    one = weights if name == "experts" else sum(widths)
+    most = MOST[name] // max(one, 1)
+    return max((other for other in lengths if other <= min(length, most)), default=min(lengths))
 
 
 def _sizes(size: int, odd: bool) -> list[int]:

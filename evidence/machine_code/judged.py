@@ -2,8 +2,9 @@
 
     python -m evidence.machine_code.judged REPORT.json
 
-The recording calls the functions at the sizes of three models, the gate draws its own cases. Both
-are compared by the kernel, its constants and its warps, without arguments that are None.
+The recording calls the functions at the sizes of four models, the gate draws its own cases. Both
+are compared by the kernel, its constants and its warps, without arguments that are None. Warps of a
+Gluon kernel are left out: a launch counts those of its partitions too.
 """
 
 import os
@@ -46,13 +47,24 @@ def _warps(options: str) -> str:
 
 def main(path: str) -> int:
     warnings.simplefilter("ignore")
-    judged = of_report(json.loads(Path(path).read_text())["configurations"].values())
-    chosen = {of_recording(one) for one in recorded(calls())[0]}
+    configurations = recorded(calls())[0]
+    gluon = {one.name for one in configurations if one.kernel.is_gluon()}
+    judged, chosen = (
+        {(name, constants, "" if name in gluon else warps) for name, constants, warps in every}
+        for every in (
+            of_report(json.loads(Path(path).read_text())["configurations"].values()),
+            map(of_recording, configurations),
+        )
+    )
+    launched = {name for name, *_ in judged}
+    elsewhere = sorted({name for name, *_ in chosen} - launched)  # in another namespace
+    chosen = {one for one in chosen if one[0] in launched}
     every, missing = Counter(x[0] for x in chosen), Counter(x[0] for x in chosen - judged)
     print("| kernel | recorded | judged |\n|---|--:|--:|")
     for kernel, count in sorted(every.items()):
         print(f"| {kernel.removeprefix('moe_fast.')} | {count} | {count - missing[kernel]} |")
     print(f"\n{len(chosen & judged)} of {len(chosen)} recorded configurations were judged")
+    print(f"kernels that no case launched: {', '.join(elsewhere) or 'none'}")
     return int(bool(missing))
 
 

@@ -146,7 +146,12 @@ PERMUTE_AND_QUANTIZE = Shapes(
     affordable=affordable,
     covered=permutation.COVERED | {"hidden": lambda case: HIDDEN.get(case.scaling, 7)},
     models={"hidden": MODEL_WIDTHS, "experts": FEW_EXPERTS, "tokens": FEW_TOKENS},
-    of_models={"dtype": "bfloat16"},
+    of_models=permutation.OF_MODELS | {"dtype": "bfloat16"},
+    model_rows=tuple(
+        {"scaling": "block", "variant": variant, "direction": "rowwise", "experts": experts}
+        for variant in (0, 4)
+        for experts in (32, 128)
+    ),
     together=together,
     always=always,
     far=permutation.FAR | {"scaling": "delayed"},

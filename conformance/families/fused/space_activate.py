@@ -159,12 +159,18 @@ def in_blocks(scope: Scope) -> Changes:
     return of_a_model(scope) | kind | {"tokens": scope.space.real_tokens // 32, "width": 768 // 32}
 
 
-# gates and values that are whole tiles, of each format and rounding of scales
-MODEL_ROWS: tuple[Changes, ...] = tuple(
-    {"scaling": scaling, "variant": variant, "direction": direction, "width": 1024, "experts": experts}
-    for scaling, variants, experts in (("block", (1, 4), 8), ("current", (0, 4), 8), ("current", (1, 4), 128))
-    for variant in variants
-    for direction in (DIRECTIONS if scaling == "block" else DIRECTIONS[:1])
+# each format and rounding of scales; of the scale of a group, over few groups and many
+MODEL_ROWS: tuple[Changes, ...] = (
+    *(
+        {"scaling": "block", "variant": variant, "direction": direction}
+        for variant in (0, 1, 2, 4)
+        for direction in DIRECTIONS
+    ),
+    *(
+        {"scaling": "current", "variant": variant, "direction": "rowwise", "experts": experts}
+        for variant in (0, 4)
+        for experts in (8, 128)
+    ),
 )
 
 

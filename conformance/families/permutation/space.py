@@ -294,11 +294,16 @@ def of_a_model(scope: Scope) -> Changes:
     return kind | {"tokens": scope.space.real_tokens, "experts": 128, "topk": 8, "hidden": 2048}
 
 
+OF_MODELS: Changes = {"routing": None, "spread": "uniform", "topk": 2}  # each token has two experts
+
+
 UNPERMUTE = Shapes(
     drawn=maps,
     affordable=affordable,
     covered=COVERED,
     models={"hidden": MODEL_WIDTHS, "experts": EXPERTS, "tokens": FEW_ROWS},
+    of_models=OF_MODELS,
+    model_rows=tuple({"experts": experts, "probs": "float32", "dtype": "bfloat16"} for experts in (32, 128)),
     together=_room,
     always=_permuted,
     far=FAR,

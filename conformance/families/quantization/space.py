@@ -384,12 +384,15 @@ MODEL_ROWS: tuple[Changes, ...] = (
         {"scaling": "nvfp4", "variant": variant, "direction": "rowwise", "experts": 128}
         for variant in range(len(RECIPES["nvfp4"]))
     ),
+    {"scaling": "nvfp4", "variant": 0, "direction": "columnwise", "role": "weight", "experts": 128},
+    {"scaling": "nvfp4", "variant": 8, "direction": "columnwise", "role": "input", "experts": 128},
     *(
-        {"scaling": "block", "variant": variant, "direction": direction, "role": "grad_output"}
-        for variant in (1, 2)
-        for direction in DIRECTIONS
+        {"scaling": "block", "variant": variant, "direction": direction, "role": role, "dtype": dtype}
+        for variant, role in ((1, "grad_output"), (2, "grad_output"), (0, "weight"), (4, "weight"))
+        for direction in ("rowwise", "both")
+        for dtype in ("bfloat16", "float32")
     ),
-    {"scaling": "block", "variant": 4, "direction": "both", "role": "weight"},
+    {"scaling": "block", "variant": 4, "direction": "rowwise", "role": "input"},
     {"scaling": "current", "variant": 4, "direction": "both", "role": "grad_output", "experts": 128},
 )
 
