@@ -79,6 +79,21 @@ def test_each_recipe_has_a_case_in_each_direction_beyond_a_tile():
     assert len(reached) > 2 * len(every)
 
 
+@pytest.mark.parametrize("function", [name for name in SIZED if CONTRACTS[name].shapes.model_rows])
+def test_each_further_row_of_options_has_a_case(function):
+    rows = CONTRACTS[function].shapes.model_rows
+    missing = [row for row in rows if not any(case.has(row) for case in cases(function))]
+    # a score that the function does not have
+    assert all(function == "aux_loss_scores" and row["score"] == "softmax_pre" for row in missing)
+
+
+@pytest.mark.parametrize("function", ["permute_and_quantize", "grouped_mlp", "glu_and_quantize"])
+def test_the_reference_can_afford_their_rows_and_weights(function):
+    for case in cases(function):
+        widths = [getattr(case, name) * case.unit for name in ("hidden", "width") if hasattr(case, name)]
+        assert case.tokens * case.row_unit * sum(widths) < 2**20, case.text
+
+
 def test_four_over_six_by_rows_alone_has_a_case_beyond_a_tile():
     found = [
         case
