@@ -87,6 +87,13 @@ def test_each_further_row_of_options_has_a_case(function):
     assert all(function == "aux_loss_scores" and row["score"] == "softmax_pre" for row in missing)
 
 
+def test_a_long_search_drops_tokens_of_some_experts_and_none_of_others():
+    for case in cases("drop_tokens"):
+        if case.tokens == 4096:
+            routed = CONTRACTS["drop_tokens"].problem(case).required["routing_map"].bool().sum(0)
+            assert routed.min() < case.capacity < routed.max(), case.text
+
+
 @pytest.mark.parametrize("function", ["permute_and_quantize", "grouped_mlp", "glu_and_quantize"])
 def test_the_reference_can_afford_their_rows_and_weights(function):
     for case in cases(function):

@@ -216,7 +216,7 @@ def drops(draw: st.DrawFn, scope: Scope) -> Changes:
 
 # a search of thousands of tokens, for each key of a kernel: a position, a prob of 16 or 32 bits
 LONG_DROPS: tuple[Changes, ...] = tuple(
-    {"tokens": 4096, "experts": 64, "topk": 2, "capacity": 100, "dtype": dtype, "policy": policy, "pad": pad}
+    {"tokens": 4096, "experts": 64, "topk": 2, "capacity": 60, "dtype": dtype, "policy": policy, "pad": pad}
     for dtype, policy, pad in (
         ("float32", "probs", False), ("bfloat16", "probs", False), ("float32", "probs", True),
         ("float32", "position", True), ("float32", "position", False),
