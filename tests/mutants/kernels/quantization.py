@@ -93,8 +93,8 @@ DEFECTS = series(
             "the rest of x has no lane where the groups fill a power of two",
             "quantize",
             "quantization/quantized.py",
-            '"BLOCK_G": power_of_two(groups + 1, least=LEAST_GROUPS),',
-            '"BLOCK_G": power_of_two(groups, least=LEAST_GROUPS),',
+            '"BLOCK_G": power_of_two(groups + 1, least=least_groups),',
+            '"BLOCK_G": power_of_two(groups, least=least_groups),',
         ),
         (
             "scales for a product: exactly a tile of rows is followed by a tile of zeros",

@@ -211,8 +211,8 @@ DEFECTS = series(
             "an expert that no token can take makes the plan NaN",
             "sinkhorn_routing",
             "router/sinkhorn.py",
-            "expert_E = (torch.mv(cost_TE.T, token_T) + LEAST).reciprocal()",
-            "expert_E = torch.mv(cost_TE.T, token_T).reciprocal()",
+            "expert_E = ((cost_ET * token_T).sum(1) + LEAST).reciprocal()",
+            "expert_E = (cost_ET * token_T).sum(1).reciprocal()",
         ),
         (
             "the mean length of sequences with padding is their sum",
