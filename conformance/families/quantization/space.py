@@ -21,6 +21,7 @@ from conformance.families.quantization.cases import (
     QuantizeCase,
     is_transformed,
 )
+from conformance.families.quantization.model_rows import MODEL_ROWS
 from conformance.judge.statistics import LEAST_REPEATS
 from moe_ref.config import Recipe
 from moe_ref.quantization.recipes import scheme
@@ -375,26 +376,6 @@ def states(scope: Scope) -> Changes:
 def of_a_model(scope: Scope) -> Changes:
     """The same, in blocks of 32 rows."""
     return states(scope) | {"tokens": scope.space.real_tokens // 32}
-
-
-# what chooses a kernel beside the direction: the error of four over six, over many groups; a format
-# and the rounding of scales; squares
-MODEL_ROWS: tuple[Changes, ...] = (
-    *(
-        {"scaling": "nvfp4", "variant": variant, "direction": "rowwise", "experts": 128}
-        for variant in range(len(RECIPES["nvfp4"]))
-    ),
-    {"scaling": "nvfp4", "variant": 0, "direction": "columnwise", "role": "weight", "experts": 128},
-    {"scaling": "nvfp4", "variant": 8, "direction": "columnwise", "role": "input", "experts": 128},
-    *(
-        {"scaling": "block", "variant": variant, "direction": direction, "role": role, "dtype": dtype}
-        for variant, role in ((1, "grad_output"), (2, "grad_output"), (0, "weight"), (4, "weight"))
-        for direction in ("rowwise", "both")
-        for dtype in ("bfloat16", "float32")
-    ),
-    {"scaling": "block", "variant": 4, "direction": "rowwise", "role": "input"},
-    {"scaling": "current", "variant": 4, "direction": "both", "role": "grad_output", "experts": 128},
-)
 
 
 QUANTIZE = Shapes(
