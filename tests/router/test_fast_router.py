@@ -37,8 +37,8 @@ def test_routed_tokens_are_kept_before_unrouted_ones_whatever_their_probs(dtype)
 def test_an_infinity_in_one_row_of_the_gate_leaves_the_others(module, width):
     x, weight = normal(6, width).bfloat16(), normal(5, width).bfloat16()
     x[2, 0], x[4, 0] = torch.inf, torch.nan
-    others = [0, 1, 3, 5]
-    assert torch.isfinite(module.gate(x, weight)[others]).all()
+    finite_rows = [0, 1, 3, 5]
+    assert torch.isfinite(module.gate(x, weight)[finite_rows]).all()
 
 
 @pytest.mark.parametrize("module", [moe_ref, moe_fast], ids=lambda module: module.__name__)
