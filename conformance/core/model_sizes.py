@@ -39,7 +39,7 @@ ALIKE = ("layout", "unused", "groups")  # axes with other values in no model's c
 EXACT = ("experts",)  # fields whose lengths have no odd neighbours
 WIDTHS, ROWS_OF = ("hidden", "width"), ("experts", "tokens")
 ORDER = (*WIDTHS, *ROWS_OF)  # in which lengths are chosen: rows last, as many as the reference can afford
-MOST = {"experts": 2**21, "tokens": 2**17}  # elements of all weights, and of rows
+MOST = {"experts": 2**20, "tokens": 2**17}  # elements of all weights, and of rows
 
 
 def at_model_sizes(scope: Scope) -> list[Any]:

@@ -28,7 +28,9 @@ def quantize_activated_blocks_kernel(
     # are contiguous
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, part_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, num_groups, parts, steps, epsilon, infinity,
+    num_rows, num_columns, num_groups, parts, steps,
+    # numbers, as bits of a float64, which are 0 or long
+    epsilon: tl.int64, infinity: tl.int64,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
     ACCUMULATOR: tl.constexpr, RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     HARDWARE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -122,7 +124,9 @@ def cast_activated_groups_kernel(
     # results; the parts of d_probs, [rows, parts], may be left out
     codes_ptr, inverse_ptr, part_ptr,
     # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, num_groups, parts, steps, epsilon,
+    num_rows, num_columns, num_groups, parts, steps,
+    # a number, as bits of a float64, which are 0 or long
+    epsilon: tl.int64,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
     ACCUMULATOR: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,

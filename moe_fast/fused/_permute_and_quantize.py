@@ -152,8 +152,8 @@ def scatter_kernel(
     fills, first_lane, tail_lanes,
     # sizes
     num_tokens, num_experts, num_columns, num_rows,
-    # numbers, as bits of a float64
-    epsilon, infinity,
+    # numbers, as bits of a float64, which are 0 or long
+    epsilon: tl.int64, infinity: tl.int64,
     RULE: tl.constexpr,  # a rule of blocks; "nvfp4"; "group": one scale per expert
     FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -205,8 +205,8 @@ def row_scales_kernel(
     scale_ptr, amax_ptr, stride_m, stride_n,
     # sizes
     num_rows, num_blocks,
-    # numbers, as bits of a float64
-    epsilon, infinity,
+    # numbers, as bits of a float64, which are 0 or long
+    epsilon: tl.int64, infinity: tl.int64,
     FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """Scale and amax of each row's blocks: its token's, or zeros'; rows lie side by side."""
@@ -265,8 +265,8 @@ def gather_kernel(
     form, stride_form_m, stride_form_n,
     # sizes; a program takes `steps` along the columns of one of `tiles`
     num_rows, num_columns, num_groups, tiles, steps,
-    # numbers, as bits of a float64
-    epsilon, infinity,
+    # numbers, as bits of a float64, which are 0 or long
+    epsilon: tl.int64, infinity: tl.int64,
     RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr, SLAB: tl.constexpr, STAGES: tl.constexpr,

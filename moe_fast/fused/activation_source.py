@@ -12,7 +12,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import accumulator
 from moe_fast.launch.backend import strided
 from moe_fast.launch.tuning import power_of_two
-from moe_fast.quantization.quantized import LEAST_GROUPS, Grid, format_of, grid_of, is_ragged, splits_arguments
+from moe_fast.quantization.quantized import LEAST_GROUPS, NARROW, Grid, format_of, grid_of, is_ragged, splits_arguments
 from moe_ref.config import (
     QuantizerState,
     Recipe,
@@ -123,7 +123,7 @@ class Source:
         """
 
         def cut(columns: int) -> Grid:
-            narrow = replace(walk, columns=min(walk.columns, power_of_two(columns, least=32)))
+            narrow = replace(walk, columns=min(walk.columns, power_of_two(columns, least=NARROW)))
             shape = torch.Size((self.h.shape[0], columns))
             return grid_of(
                 shape, self.forms.splits, narrow, aligned, least, rows, ragged=self.ragged, least_groups=least_groups

@@ -181,8 +181,8 @@ def quantize_tiles_kernel(
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
     # sizes; `parts` programs per tile of rows, `steps` each
     num_rows, num_columns, num_groups, parts, steps,
-    # numbers, as bits of a float64
-    epsilon, infinity,
+    # numbers, as bits of a float64, which are 0 or long
+    epsilon: gl.int64, infinity: gl.int64,
     FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, SQUARE: gl.constexpr,
     WHOLE: gl.constexpr,  # also tiles past the last group
     BLOCK_G: gl.constexpr, STAGES: gl.constexpr,

@@ -267,8 +267,9 @@ def _hadamard_adjoint(d_value: Tensor) -> Tensor:
 
 # --- how the kernels cut a tensor
 
-NARROW = 32  # columns, in the interpreter; a GPU has one tile for all widths, and so one kernel
-# lanes of a search for a tile's group, at least; quantisers of blocks take as long with more
+NARROW = 32 if INTERPRETED else 256  # columns of a tile of short rows, at least
+# lanes of a search for a tile's group, at least. Quantisers of blocks take as long with more, the
+# others take up to 13 % longer with 8 groups.
 LEAST_GROUPS, LEAST_GROUPS_OF_BLOCKS = (16, 16) if INTERPRETED else (64, 256)
 MOST_WARPS = 16 if torch.version.hip else 32  # of a program, which has 1024 threads at most
 RAGGED = 256  # elements of a warp

@@ -53,7 +53,8 @@ E2M1 = Format("e2m1", True, 2, 1, bias=1, max=6.0, max_code=0x7, infinity=None, 
 # MX 1.0: E8M0 is a power of two, without zero
 E8M0 = Format("e8m0", False, 8, 0, bias=127, max=2.0**127, max_code=0xFE, infinity=None, nan=0xFF)
 
-DOUBLE_MANTISSA, DOUBLE_BIAS = 52, 1023  # IEEE 754 binary64
+# IEEE 754 binary32 and binary64: the integers that have their bits, mantissa bits, bias
+FLOATS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
 
 
 def encode(x: Tensor, format: Format, *, noise: Tensor | None = None) -> Tensor:
@@ -85,17 +86,17 @@ def encode(x: Tensor, format: Format, *, noise: Tensor | None = None) -> Tensor:
         require(format.signed, "noise", f"given with {format.name}", "None: a scale is rounded up, never at random")
         require(noise.shape == x.shape, "noise", f"of shape {tuple(noise.shape)}", f"of shape {tuple(x.shape)}, as x")
     x = x.detach()
-    magnitude = round_to(x, torch.float64).abs()  # exact: float64 holds every value of the narrower types
+    # exact; in float64 2^-127, the least value of E8M0, is a normal number
+    exact = torch.float64 if x.dtype == torch.float64 or format is E8M0 else torch.float32
+    magnitude = round_to(x, exact).abs()
     magnitude = magnitude.clamp(max=2 * format.max)  # an infinity saturates like a number
     code = _round_up(magnitude) if format is E8M0 else _round(magnitude, format, noise)
-    code = code.clamp(max=format.max_code)
-    code = code + format.sign_bit * torch.signbit(x)
-    not_a_number = format.max_code if format.nan is None else format.nan
-    return torch.where(torch.isnan(x), not_a_number, code).to(torch.uint8)
+    code = code.clamp(max=format.max_code).to(torch.uint8) + format.sign_bit * torch.signbit(x).to(torch.uint8)
+    return code.masked_fill(torch.isnan(x), format.max_code if format.nan is None else format.nan)
 
 
 def _round(magnitude: Tensor, format: Format, noise: Tensor | None) -> Tensor:
-    """The codes of magnitudes, as if the format had no largest value, in float64.
+    """The codes of magnitudes, as if the format had no largest value.
 
     In units of the spacing a magnitude is `whole` and a rest; its quotient by a power of two is
     exact. Codes of one sign count upwards through all exponents: the code is `whole` counted on
@@ -103,19 +104,19 @@ def _round(magnitude: Tensor, format: Format, noise: Tensor | None) -> Tensor:
     """
     least = 1 - format.bias  # the exponent of the smallest normal number, and of the subnormals
     exponent = _exponent(magnitude).clamp(min=least)
-    steps = magnitude / _power_of_two(exponent - format.mantissa_bits)
+    steps = magnitude / _power_of_two(exponent - format.mantissa_bits, magnitude.dtype)
     if noise is None:
         whole = steps.round()  # ties to even
     else:
         whole = steps.floor()
-        whole = whole + (round_to(noise, torch.float64) < steps - whole)
-    return ((exponent - least) << format.mantissa_bits) + whole
+        whole = whole + (noise < steps - whole)
+    return (exponent - least) * 2**format.mantissa_bits + whole.to(exponent.dtype)
 
 
 def _round_up(magnitude: Tensor) -> Tensor:
     """⌈log₂ magnitude⌉ + 127, or 0 up to 2^-127."""
     exponent = _exponent(magnitude)
-    above = magnitude > _power_of_two(exponent)
+    above = magnitude > _power_of_two(exponent, magnitude.dtype)
     return torch.where(exponent < -E8M0.bias, 0, exponent + E8M0.bias + above)
 
 
@@ -157,12 +158,14 @@ def _value(code: int, format: Format) -> float:
 
 
 def _exponent(magnitude: Tensor) -> Tensor:
-    """⌊log₂ magnitude⌋ of normal float64 numbers, from their bits; less than all of these for 0 and
+    """⌊log₂ magnitude⌋ of normal numbers, from their bits; less than all of these for 0 and
     subnormal numbers.
     """
-    return (magnitude.view(torch.int64) >> DOUBLE_MANTISSA) - DOUBLE_BIAS
+    integer, mantissa_bits, bias = FLOATS[magnitude.dtype]
+    return (magnitude.view(integer) >> mantissa_bits) - bias
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent in float64, made from its bits; for exponents of normal numbers."""
-    return ((exponent + DOUBLE_BIAS) << DOUBLE_MANTISSA).view(torch.float64)
+def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """2^exponent in float32 or float64, made from its bits; for exponents of normal numbers."""
+    _, mantissa_bits, bias = FLOATS[dtype]
+    return ((exponent + bias) << mantissa_bits).view(dtype)

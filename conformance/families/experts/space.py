@@ -126,7 +126,14 @@ ELEMENTWISE = Shapes(
     tall={"width": 2},
     real=of_a_model,
 )
-GLU = ACTIVATION = ELEMENTWISE
+GLU = replace(
+    ELEMENTWISE,
+    model_rows=(
+        *({"kind": kind, "early": True, "probs": "float32", "dtype": "bfloat16"} for kind in ("reglu", "geglu")),
+        {"kind": "geglu_erf", "interleave": 32, "width": 768, "dtype": "bfloat16"},
+    ),
+)
+ACTIVATION = ELEMENTWISE
 
 
 # at most, in units: rows of an expert, and columns; as few as fill no second block, and more
@@ -317,7 +324,15 @@ PRODUCT = Shapes(
     more=by_recipe,
     real=of_a_model,
 )
-GROUPED_LINEAR = GROUPED_DGRAD = GROUPED_WGRAD = PRODUCT
+GROUPED_LINEAR = replace(
+    PRODUCT,
+    model_rows=(
+        *({"scaling": "block", "variant": variant, "dtype": "bfloat16"} for variant in (2, 4)),
+        {"scaling": "block", "variant": 4, "dtype": "bfloat16", "hidden": 513},
+        {"experts": 128, "hidden": 256, "width": 64, "dtype": "bfloat16"},
+    ),
+)
+GROUPED_DGRAD = GROUPED_WGRAD = PRODUCT
 LATENT_PROJECTION = replace(
     PRODUCT, together=few_layouts, always=large_projections, tall={"hidden": 2, "width": 2}, weight=0.2
 )

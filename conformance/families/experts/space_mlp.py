@@ -375,13 +375,18 @@ GROUPED_MLP = Shapes(
     together=_grouped_pairs,
     more=by_recipe,
     always=_large,
+    model_rows=tuple(
+        option | {"experts": 128, "hidden": 64, "width": 64, "probs": "float32", "dtype": "bfloat16"}
+        for option in ({"on_input": True}, {"bias2": "float32"})
+    ),
     weight=0.5,
     real=of_a_model,
 )
-SEQUENTIAL_MLP = replace(GROUPED_MLP, together=_sequential_pairs, always=_ragged, weight=0.2)
+SEQUENTIAL_MLP = replace(GROUPED_MLP, together=_sequential_pairs, always=_ragged, model_rows=(), weight=0.2)
 SHARED_EXPERTS = replace(
     GROUPED_MLP,
     covered={"tokens": 7, "hidden": 5, "width": 6},
+    model_rows=(),
     together=_shared_pairs,
     always=_large_shared,
     tall={"hidden": 2, "width": 2},

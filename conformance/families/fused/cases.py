@@ -122,7 +122,7 @@ class _ScalingCase(RecipeFields, Case):
     """Fields before the activation's, whose blocks of columns must divide a width in UNITs."""
 
     scaling: str = choice(*SCALINGS)
-    variant: int = choice(*range(VARIANTS), also=(4,), turns=True)  # 4: of current and block scaling
+    variant: int = choice(*range(VARIANTS), also=(3, 4), turns=True)  # 3, 4: of current and block scaling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,10 +147,13 @@ PERMUTE_AND_QUANTIZE = Shapes(
     covered=permutation.COVERED | {"hidden": lambda case: HIDDEN.get(case.scaling, 7)},
     models={"hidden": MODEL_WIDTHS, "experts": FEW_EXPERTS, "tokens": FEW_TOKENS},
     of_models=permutation.OF_MODELS | {"dtype": "bfloat16"},
-    model_rows=tuple(
-        {"scaling": "block", "variant": variant, "direction": "rowwise", "experts": experts}
-        for variant in (0, 4)
-        for experts in (32, 128)
+    model_rows=(
+        *(
+            {"scaling": "block", "variant": variant, "direction": "rowwise", "experts": experts}
+            for variant in (0, 4)
+            for experts in (32, 128)
+        ),
+        {"scaling": "mxfp8", "variant": 0, "direction": "rowwise", "experts": 128},
     ),
     together=together,
     always=always,

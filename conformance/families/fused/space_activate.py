@@ -1,5 +1,6 @@
 """Cases of fused activations beyond axes: ragged groups, fixed shapes."""
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -171,6 +172,18 @@ MODEL_ROWS: tuple[Changes, ...] = (
         for variant in (0, 4)
         for experts in (8, 128)
     ),
+    *({"scaling": "current", "variant": variant, "direction": "rowwise", "experts": 128} for variant in (1, 3)),
+    {"scaling": "mxfp8", "variant": 0, "direction": "rowwise", "experts": 8, "width": 32},
+)
+# gates' and values' gradients side by side, whose halves are whole lines and no whole tiles
+HALVES: tuple[Changes, ...] = tuple(
+    {"scaling": scaling, "variant": variant, "direction": direction, "experts": 8, "width": 2880}
+    for scaling, variant, direction in (
+        ("block", 1, "rowwise"),
+        ("block", 2, "rowwise"),
+        ("block", 2, "columnwise"),
+        ("current", 4, "rowwise"),
+    )
 )
 
 
@@ -187,4 +200,5 @@ GLU_AND_QUANTIZE = Shapes(
     weight=0.5,
     real=in_blocks,
 )
-ACTIVATION_AND_QUANTIZE = GLU_BACKWARD_AND_QUANTIZE = ACTIVATION_BACKWARD_AND_QUANTIZE = GLU_AND_QUANTIZE
+ACTIVATION_AND_QUANTIZE = ACTIVATION_BACKWARD_AND_QUANTIZE = GLU_AND_QUANTIZE
+GLU_BACKWARD_AND_QUANTIZE = replace(GLU_AND_QUANTIZE, model_rows=(*MODEL_ROWS, *HALVES))

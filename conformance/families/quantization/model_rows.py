@@ -14,6 +14,9 @@ MODEL_ROWS: tuple[Changes, ...] = (
     ),
     {"scaling": "nvfp4", "variant": 0, "direction": "columnwise", "role": "weight", "experts": 128},
     {"scaling": "nvfp4", "variant": 8, "direction": "columnwise", "role": "input", "experts": 128},
+    {"scaling": "nvfp4", "variant": 7, "direction": "columnwise", "role": "weight", "experts": 128},
+    {"scaling": "mxfp8", "variant": 0, "direction": "columnwise", "experts": 128},
+    {"scaling": "mxfp8", "variant": 3, "direction": "columnwise", "role": "weight", "experts": 128},
     *(
         {"scaling": "block", "variant": variant, "direction": direction, "role": role, "dtype": dtype}
         for variant, role in ((1, "grad_output"), (2, "grad_output"), (0, "weight"), (4, "weight"))
