@@ -84,6 +84,7 @@ class Run:
             self.session = Session(options, folder, self.worker or "main", progress=not (self.worker or controller))
             self.session.start()
             if controller:
+                self.session.find_footprints()
                 self.session.close()
         except (UsageError, CaseError) as error:
             raise UsageExit(_own(str(error)), returncode=2) from None
@@ -103,6 +104,8 @@ class Run:
         from conformance.report.delivery import exit_code, unwritten
 
         if self.session:
+            if session.exitstatus != pytest.ExitCode.INTERRUPTED:
+                self.session.find_footprints()
             self.session.close()
         failed_inside = session.exitstatus == pytest.ExitCode.INTERNAL_ERROR  # exit code 3
         if not self.ledgers or failed_inside or not any(self.folder.glob("*.jsonl")):

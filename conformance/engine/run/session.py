@@ -63,6 +63,7 @@ def judge_with(options: Options, ledgers: Path) -> Verdict:
             with interrupt.interruptible():
                 session.start()
                 session.run()
+                session.find_footprints()
         except KeyboardInterrupt:
             interrupted = interrupt.reason() or "SIGINT"
         except Lost as error:
@@ -144,12 +145,21 @@ class Session:
         self.space = Space.of(self.description)
         self.choice = Choice.of(self.options, self.description)
         self.ledger.write("implementation", **self.description, judged=self.choice.functions)
-        self.since = self._since(self.inquiry) if self.inquiry else Since()
+        self.corpus_of_footprints = self.corpus
+        if self.options.since:
+            self.find_footprints()
         part, parts = self.options.part
         mine = [section for section in sections() if self._has_cases(section)][part::parts]
         self.plan = [section for section in mine if section.function not in self.since.unchanged]
         judged = {*self.choice.functions} - {*self.since.unchanged}
         self.corpus = [case for case in self.corpus if case.function in judged and self.choice.holds(case)]
+
+    def find_footprints(self) -> None:
+        """Take the footprints from the process that finds them, once: before a run that leaves out what
+        is unchanged, else after it, when a report needs them.
+        """
+        if self.inquiry:
+            self.since, self.inquiry = self._since(self.inquiry), None
 
     def _needs_footprints(self) -> bool:
         return bool(self.options.since) or any(Path(path).suffix == ".json" for path in self.options.report)
@@ -161,7 +171,7 @@ class Session:
             UsageError: there is no such report or revision.
         """
         found, roots, reason = inquiry.answer()
-        more = self.options, self.description, self.corpus, self.waivers
+        more = self.options, self.description, self.corpus_of_footprints, self.waivers
         now = under(found, *more) if found else None
         if self.earlier is not None:
             out = since_report(now, self.earlier, self.options.since)
