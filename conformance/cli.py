@@ -241,8 +241,9 @@ def explain(given: Namespace) -> int:
 def minimize(given: Namespace) -> int:
     """Exit code 1 with the smallest case; if the case does not fail, the one that `replay` has."""
     from conformance.engine.run import corpus
+    from conformance.engine.run.failure import Failure
     from conformance.engine.run.reduction import reduce
-    from conformance.engine.run.session import FAILING, Failure, Session
+    from conformance.engine.run.session import FAILING, Session
     from conformance.report.terminal import failure_lines
 
     options = Options.parsed(given)

@@ -4,6 +4,7 @@ import importlib.machinery
 import importlib.util
 import os
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 
 from conformance.storage import unwritable
@@ -41,7 +42,8 @@ def check_known(argument: str, names: Iterable[str], known: Iterable[str]) -> No
     """
     known = list(known)
     if unknown := [name for name in names if name not in known]:
-        raise UsageError(f"{argument} is {unknown[0]!r}; known are {', '.join(known)}")
+        nearest = "".join(f"; nearest to it is {name}" for name in get_close_matches(str(unknown[0]), known, n=1))
+        raise UsageError(f"{argument} is {unknown[0]!r}; known are {', '.join(known)}{nearest}")
 
 
 def check_report(path: str) -> None:

@@ -13,8 +13,8 @@ from conformance.engine.choose.draw import drawn, scope_of
 from conformance.engine.options import Options
 from conformance.engine.run import corpus
 from conformance.engine.run.choice import Choice
+from conformance.engine.run.failure import Failure
 from conformance.engine.run.search import Search, Searched
-from conformance.engine.run.session import Failure
 
 CASE = scope_of("permute", Space()).case({"hidden": 3})
 WRONG = Outcome("FAIL", {"output": "rows", "check": "exact", "message": "", "index": ()})

@@ -31,6 +31,7 @@ BAD = [
     (("run",), "--impl"),
     (("run", "--impl", "moe_ref", "--profile", "huge"), "invalid choice: 'huge'"),
     (smoke("moe_ref", "--function", "premute"), "--function is 'premute'; known are gate, "),
+    (smoke("moe_ref", "--function", "premute"), "upcycle; nearest to it is permute"),
     (smoke("two", "--function", "permute,gate"), "--function gate is not offered by two, which offers permute, unperm"),
     (smoke("two", "--function", "gate", "--function", "permute"), "--function gate is not offered by two, which off"),
     (smoke("two", "--where", "colour=1"), "--where: no case has the field 'colour'; the fields are function, golden, "),

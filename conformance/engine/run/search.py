@@ -21,12 +21,13 @@ from conformance.core.scope import Scope
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.run.corpus import REACHED
+from conformance.engine.run.failure import Failure
 from conformance.engine.run.hangs import confirmed_hang
 from conformance.engine.run.kept import Kept
 from conformance.engine.run.progress import Progress
 from conformance.engine.run.rarity import Rarity
 from conformance.engine.run.reduction import Key, failure_key
-from conformance.engine.run.session import FAILING, Failure, Session
+from conformance.engine.run.session import FAILING, Session
 
 RARE, OF = 150, 450  # cases of a round, and the drawn cases of which they are the rarest
 PARTS = 30  # in which they are drawn and run

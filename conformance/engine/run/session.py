@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from conformance.engine.run.before import with_calls_before
 from conformance.engine.run.blame import blamed
 from conformance.engine.run.choice import Choice, asked, must_compare
 from conformance.engine.run.coverage import settings_of
+from conformance.engine.run.failure import Failure
 from conformance.engine.run.hangs import with_hangs_confirmed
 from conformance.engine.run.ledger import Ledger
 from conformance.engine.run.pool import Lost, Pool
@@ -71,31 +72,6 @@ def judge_with(options: Options, ledgers: Path) -> Verdict:
     # a signal also counts that came after the last case, while the children were ended
     interrupted = interrupted or interrupt.reason()
     return session.verdict(ledgers, options.part == (0, 1), interrupted, options.part[1] > 1)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """One distinct failure, at its smallest."""
-
-    case: Case
-    outcome: Outcome
-    found_in: str
-    attempts: int
-    smallest: bool
-    error: str = ""  # of the suite, that ended the search for a smaller case
-    file: str = ""  # of the saved case; it begins with NOT_SAVED if there is none
-
-    def record(self) -> dict[str, Any]:
-        return {
-            "id": self.case.id,
-            "case": self.case.record(),
-            "function": self.case.function,
-            "found_in": self.found_in,
-            "attempts": self.attempts,
-            "smallest": self.smallest,
-            "error": self.error,
-            "file": self.file,
-        } | asdict(self.outcome)
 
 
 class Session:
@@ -145,18 +121,15 @@ class Session:
         self.space = Space.of(self.description)
         self.choice = Choice.of(self.options, self.description)
         self.ledger.write("implementation", **self.description, judged=self.choice.functions)
-        self.corpus_of_footprints = self.corpus
         if self.options.since:
             self.find_footprints()
         part, parts = self.options.part
         mine = [section for section in sections() if self._has_cases(section)][part::parts]
         self.plan = [section for section in mine if section.function not in self.since.unchanged]
-        judged = {*self.choice.functions} - {*self.since.unchanged}
-        self.corpus = [case for case in self.corpus if case.function in judged and self.choice.holds(case)]
 
     def find_footprints(self) -> None:
-        """Take the footprints from the process that finds them, once: before a run that leaves out what
-        is unchanged, else after it, when a report needs them.
+        """Take the footprints from the process that finds them, once: before a run that leaves out
+        what is unchanged, else after it, when a report needs them.
         """
         if self.inquiry:
             self.since, self.inquiry = self._since(self.inquiry), None
@@ -171,7 +144,7 @@ class Session:
             UsageError: there is no such report or revision.
         """
         found, roots, reason = inquiry.answer()
-        more = self.options, self.description, self.corpus_of_footprints, self.waivers
+        more = self.options, self.description, self.corpus, self.waivers
         now = under(found, *more) if found else None
         if self.earlier is not None:
             out = since_report(now, self.earlier, self.options.since)
@@ -206,6 +179,10 @@ class Session:
 
     def _offered(self, function: str) -> bool:
         return bool(self.description["functions"][function]["offered"])
+
+    def _is_judged(self, case: Case) -> bool:
+        chosen = case.function in {*self.choice.functions} - {*self.since.unchanged}
+        return chosen and self._offered(case.function) and self.choice.holds(case)
 
     def _has_cases(self, section: Section) -> bool:
         """Whether cases may fall to the section: the others would leave parts of a run empty."""
@@ -245,7 +222,7 @@ class Session:
 
         for section in plan:
             if section.kind == "corpus":
-                schedule(section, [[case] for case in self.corpus if self._offered(case.function)])
+                schedule(section, [[case] for case in self.corpus if self._is_judged(case)])
             else:
                 where = self.choice.where[section.function]
                 agenda.add(Draw(section, self.profile, self.space, self.options.seed, where), REQUESTS)

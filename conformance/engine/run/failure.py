@@ -1,0 +1,32 @@
+"""One distinct failure of a run, as the ledger and the corpus keep it."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from conformance.core.case import Case
+from conformance.engine.child.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One distinct failure, at its smallest."""
+
+    case: Case
+    outcome: Outcome
+    found_in: str
+    attempts: int
+    smallest: bool
+    error: str = ""  # of the suite, that ended the search for a smaller case
+    file: str = ""  # of the saved case; it begins with NOT_SAVED if there is none
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "id": self.case.id,
+            "case": self.case.record(),
+            "function": self.case.function,
+            "found_in": self.found_in,
+            "attempts": self.attempts,
+            "smallest": self.smallest,
+            "error": self.error,
+            "file": self.file,
+        } | asdict(self.outcome)
