@@ -145,7 +145,7 @@ def send(
         kernels.slab_layout_kernel[(1,)](
             all_counts, *laid_out, *sizes, BLOCK_E=power_of_two(num_experts, least=EXPERT_LANES)
         )
-    per_block, sizes_of_map = walk.tiles * walk.block_tokens, (num_tokens, num_experts, num_rows, True, False)
+    per_block, sizes_of_map = walk.cut.tokens_per_block, (num_tokens, num_experts, num_rows, True, False)
     ranked = RowMap(slots.slots_TE, slots.num_slots_T, walk.base_EB.t(), gap, per_block, *sizes_of_map)
     lists = ranked.without_bases()
     kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # this and the next by spread_kernel

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_fast.launch import backend
+from moe_fast.launch.operators import has_memory
 
 DESCRIBED_BYTES = 16  # CUDA driver API, cuTensorMapEncodeTiled: the address and every stride are multiples
 
@@ -22,7 +23,9 @@ def have_lines(*tensors: Tensor) -> bool:
 
 
 def _in_lines(tensor: Tensor) -> bool:
-    aligned = tensor.data_ptr() % DESCRIBED_BYTES == 0 and all(
+    # a tensor without memory has no address; results have the same shapes either way
+    begins_with_line = not has_memory() or tensor.data_ptr() % DESCRIBED_BYTES == 0
+    aligned = begins_with_line and all(
         stride * tensor.itemsize % DESCRIBED_BYTES == 0 for stride in tensor.stride()[:-1]
     )
     return aligned and tensor.numel() > 0 and tensor.stride(-1) == 1 and all(stride > 0 for stride in tensor.stride())

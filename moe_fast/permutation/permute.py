@@ -266,7 +266,7 @@ def sum_rows(
     if drow_probs is not None:
         # all by its last column of programs
         dprobs = torch.empty((row_map.num_tokens, row_map.num_experts), dtype=drow_probs.dtype, device=some.device)
-    columns = ceil_div(hidden, sizes.unpermute.columns) + (dprobs is not None)
+    columns = ceil_div(hidden, sizes.unpermute.columns) + int(dprobs is not None)
     programs = ceil_div(row_map.num_tokens, sizes.unpermute.tokens) * columns
     if programs == 0:
         return out, dprobs

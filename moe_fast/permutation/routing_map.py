@@ -38,7 +38,7 @@ def _padded(routing_map_TE: Tensor, align: int) -> tuple[Tensor, Tensor]:
     padded = torch.empty(routing_map_TE.shape, dtype=torch.bool, device=device)
     unreached = torch.empty(routing_map_TE.shape[1], dtype=torch.bool, device=device)  # all by the first program
     with launch_on(routing_map_TE):
-        launch(map_kernels.pad_routing_map_kernel, (walk.blocks,))(
+        launch(map_kernels.pad_routing_map_kernel, (walk.cut.blocks,))(
             *strided(integers(routing_map_TE)),
             *walk.counted(),
             integers(padded),

@@ -1,7 +1,7 @@
 """The launches of the walk over the routing map, and its results for the other kernels."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,34 +93,44 @@ class Tiles:
         return Tiles(rows, *(torch.empty(size, dtype=torch.int64, device=device) for size in sizes))
 
 
+class Cut(NamedTuple):
+    """How a routing map is cut into blocks of tokens."""
+
+    pack: int  # 4: the map is read in words of four experts
+    blocks: int
+    tiles: int  # of a block
+    block_tokens: int  # of a tile
+    block_experts: int
+    num_warps: int
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.tiles * self.block_tokens
+
+
 @dataclass(frozen=True)
 class Walk:
     """The routing map cut into blocks of tokens, and their counts."""
 
-    pack: int  # 4: the map is read in words of four experts
-    blocks: int
-    tiles: int
-    block_tokens: int
-    block_experts: int
-    num_warps: int
+    cut: Cut
     block_count_EB: Tensor  # uint8 or int32
     base_EB: Tensor  # int64
     count_E: Tensor  # int32
 
     def counted(self) -> tuple[Tensor, int, Tensor]:
         """The tokens routed to each expert before each block, and in all."""
-        return self.base_EB, self.blocks, self.count_E
+        return self.base_EB, self.cut.blocks, self.count_E
 
     def sizes(self, routing_map: Tensor) -> tuple[int, int, int]:
         """The sizes of the kernels after the walk: one expert per word, fewer tokens per tile."""
-        return (*routing_map.shape, self.tiles * self.block_tokens // self._tile_tokens())
+        return (*routing_map.shape, self.cut.tokens_per_block // self._tile_tokens())
 
     def blocking(self) -> dict[str, int]:
         """The block sizes of those kernels."""
-        return {"BLOCK_T": self._tile_tokens(), "BLOCK_E": self.block_experts, "num_warps": self.num_warps}
+        return {"BLOCK_T": self._tile_tokens(), "BLOCK_E": self.cut.block_experts, "num_warps": self.cut.num_warps}
 
     def _tile_tokens(self) -> int:
-        return max(1, self.block_tokens // self.pack)
+        return max(1, self.cut.block_tokens // self.cut.pack)
 
 
 @dataclass(frozen=True)
@@ -168,8 +178,10 @@ def walk_map(
     return walk
 
 
-def plan_walk(routing_map: Tensor) -> Walk:
-    """Cut the routing map into blocks, with memory for their counts."""
+def cut_of(routing_map: Tensor) -> Cut:
+    """The blocks of the routing map. While a graph is traced, outside of operators: torch 2.11 does
+    not pass a maximum of symbolic numbers from one operator to the next.
+    """
     num_tokens, num_experts = routing_map.shape
     sizes = tuning.for_device(routing_map.device).metadata
     block_experts = power_of_two(num_experts, least=8)
@@ -180,13 +192,20 @@ def plan_walk(routing_map: Tensor) -> Walk:
         if tiles * block_tokens < 256 and _has_words(routing_map):
             break
     blocks = sizes.layout_group * at_least(ceil_div(num_tokens, block_tokens * tiles * sizes.layout_group), 1)
+    return Cut(pack, blocks, tiles, block_tokens, block_experts, sizes.tile_warps(width))
+
+
+def plan_walk(routing_map: Tensor) -> Walk:
+    """Cut the routing map into blocks, with memory for their counts."""
+    cut, num_experts = cut_of(routing_map), routing_map.shape[1]
     # every program of the layout reads all of them
-    counted_as = torch.uint8 if tiles * block_tokens < 256 else torch.int32
+    counted_as = torch.uint8 if cut.tokens_per_block < 256 else torch.int32
     # all by routing_walk_kernel
-    block_count = torch.empty((num_experts, blocks), dtype=counted_as, device=routing_map.device)
-    base = torch.empty((num_experts, blocks), dtype=torch.int64, device=routing_map.device)  # by routing_layout_kernel
+    block_count = torch.empty((num_experts, cut.blocks), dtype=counted_as, device=routing_map.device)
+    # by routing_layout_kernel
+    base = torch.empty((num_experts, cut.blocks), dtype=torch.int64, device=routing_map.device)
     count = torch.empty(num_experts, dtype=torch.int32, device=routing_map.device)  # as above
-    return Walk(pack, blocks, tiles, block_tokens, block_experts, sizes.tile_warps(width), block_count, base, count)
+    return Walk(cut, block_count, base, count)
 
 
 def _has_words(routing_map: Tensor) -> bool:
@@ -206,17 +225,17 @@ def _in_words(routing_map: Tensor) -> Tensor:
 
 def count_blocks(routing_map: Tensor, walk: Walk, slots: Slots | None) -> None:
     """The first launch: count the routed tokens of each block; with `slots`, list them."""
-    words = integers(routing_map) if walk.pack == 1 else _in_words(routing_map)
-    launch(kernels.routing_walk_kernel, (walk.blocks,))(
+    words = integers(routing_map) if walk.cut.pack == 1 else _in_words(routing_map)
+    launch(kernels.routing_walk_kernel, (walk.cut.blocks,))(
         *strided(words),
         *((slots.slots_TE, slots.num_slots_T) if slots else (None, None)),
         walk.block_count_EB,
         *routing_map.shape,
-        walk.tiles,
-        PACK=walk.pack,
-        BLOCK_T=walk.block_tokens,
-        BLOCK_W=max(1, walk.block_experts // walk.pack),
-        num_warps=walk.num_warps,
+        walk.cut.tiles,
+        PACK=walk.cut.pack,
+        BLOCK_T=walk.cut.block_tokens,
+        BLOCK_W=max(1, walk.cut.block_experts // walk.cut.pack),
+        num_warps=walk.cut.num_warps,
     )
 
 
@@ -237,7 +256,7 @@ def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int, tiles: T
         walk.count_E,
         *layout,
         *((tiles.tile_4C, tiles.segment_4L, tiles.total_2) if tiles else (None, None, None)),
-        walk.blocks // sizes.layout_group,
+        walk.cut.blocks // sizes.layout_group,
         num_experts,
         align,
         num_rows,
@@ -246,7 +265,7 @@ def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int, tiles: T
         TILE_ROWS=tiles.rows if tiles else 0,
         GROUP=sizes.layout_group,
         BLOCK_B=power_of_two(sizes.max_programs),
-        BLOCK_E=min(walk.block_experts, sizes.layout_step),
+        BLOCK_E=min(walk.cut.block_experts, sizes.layout_step),
         BLOCK_L=sizes.layout_experts,
         BLOCK_T=LAID_TILES,
         num_warps=sizes.layout_warps,
@@ -260,42 +279,42 @@ def place(
     `tile_rows`, which needs `num_rows`, also the segments in tiles of so many.
     """
     bound = UNBOUNDED if num_rows is None else num_rows
-    slots, base_BE, tokens_per_block, tiles = _places(routing_map, align or 1, bound, tile_rows)
+    slots, base_BE, tiles = _places(routing_map, align or 1, bound, tile_rows)
     # by item: to a graph it is a number that it does not know, which int would ask for
     rows: Any = slots.total.item() if num_rows is None else num_rows
     gaps = {"expert_gaps": align is not None and bool(align > 1), "tail_gap": num_rows is not None}
-    return _row_map(routing_map, tokens_per_block, slots, base_BE, rows, **gaps), slots, tiles
+    return _row_map(routing_map, slots, base_BE, rows, **gaps), slots, tiles
 
 
 @operator
 def _places(
     routing_map: Tensor, align: int, num_rows: int, tile_rows: int | None
-) -> tuple[Slots, Tensor, int, Tiles | None]:
-    """(slots, bases, tokens per block, tiles)."""
+) -> tuple[Slots, Tensor, Tiles | None]:
+    """(slots, bases, tiles)."""
     slots = empty_slots(routing_map)
     tiles = None if tile_rows is None else Tiles.empty(routing_map, num_rows, tile_rows)
     walk = walk_map(routing_map, slots, align, num_rows, tiles)
-    return slots, walk.base_EB.t(), walk.tiles * walk.block_tokens, tiles
+    return slots, walk.base_EB.t(), tiles
 
 
 def place_in_capacity(routing_map: Tensor, capacity: int) -> tuple[RowMap, Slots]:
     """The row map of `permute` with drop and pad."""
     num_tokens, num_experts = routing_map.shape
-    slots, base_E, blocks, tokens_per_block = _places_in_capacity(routing_map, capacity)
-    base_BE = base_E.expand(blocks, num_experts)  # the ranks already count all blocks
+    slots, base_E = _places_in_capacity(routing_map, capacity)
+    base_BE = base_E.expand(cut_of(routing_map).blocks, num_experts)  # the ranks already count all blocks
     gaps = {"expert_gaps": bool(capacity > num_tokens), "tail_gap": False}
-    return _row_map(routing_map, tokens_per_block, slots, base_BE, num_experts * capacity, **gaps), slots
+    return _row_map(routing_map, slots, base_BE, num_experts * capacity, **gaps), slots
 
 
 @operator
-def _places_in_capacity(routing_map: Tensor, capacity: int) -> tuple[Slots, Tensor, int, int]:
-    """(slots, base of each expert, blocks, tokens per block)."""
+def _places_in_capacity(routing_map: Tensor, capacity: int) -> tuple[Slots, Tensor]:
+    """(slots, base of each expert)."""
     slots = empty_slots(routing_map)
     walk = walk_map(routing_map)
     # all by the first program of capacity_kernel
     base = torch.empty(routing_map.shape[1], dtype=torch.int64, device=routing_map.device)
     with launch_on(routing_map):
-        launch(kernels.capacity_kernel, (walk.blocks,))(
+        launch(kernels.capacity_kernel, (walk.cut.blocks,))(
             *strided(integers(routing_map)),
             *walk.counted(),
             slots.slots_TE,
@@ -308,18 +327,16 @@ def _places_in_capacity(routing_map: Tensor, capacity: int) -> tuple[Slots, Tens
             capacity,
             **walk.blocking(),
         )
-    return slots, base, walk.blocks, walk.tiles * walk.block_tokens
+    return slots, base
 
 
-def _row_map(
-    routing_map: Tensor, tokens_per_block: int, slots: Slots, base_BE: Tensor, num_rows: int, **gaps: bool
-) -> RowMap:
+def _row_map(routing_map: Tensor, slots: Slots, base_BE: Tensor, num_rows: int, **gaps: bool) -> RowMap:
     return RowMap(
         slots_TE=slots.slots_TE,
         num_slots_T=slots.num_slots_T,
         base_BE=base_BE,
         gap_2E=slots.gap_2E,
-        tokens_per_block=tokens_per_block,
+        tokens_per_block=cut_of(routing_map).tokens_per_block,
         num_tokens=routing_map.shape[0],
         num_experts=routing_map.shape[1],
         num_rows=num_rows,

@@ -5,7 +5,7 @@ scalings: an option that a scaling does not have is None, and giving it is an er
 docs/differences.md#quantization.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +87,7 @@ class Recipe:
     def __post_init__(self) -> None:
         require(self.scaling in SCALINGS, "scaling", repr(self.scaling), f"one of {', '.join(SCALINGS)}")
         defaults = DEFAULTS[self.scaling]
-        for option in list(vars(self))[1:]:
+        for option in OPTIONS:
             if getattr(self, option) is None:
                 object.__setattr__(self, option, defaults.get(option))
             else:
@@ -156,6 +156,9 @@ class Recipe:
         get_align_size_for_quantization.
         """
         return {"mxfp8": 32, "nvfp4": 128}.get(self.scaling, 16)
+
+
+OPTIONS = tuple(field.name for field in fields(Recipe) if field.name != "scaling")
 
 
 class QuantizerState(NamedTuple):

@@ -9,7 +9,9 @@ from torch import Tensor
 import moe_fast
 from moe_ref.config import Recipe
 from tests.common.compiled import assert_compiles
+from tests.common.compiler import compiled
 from tests.common.fast import interpreted, normal
+from tests.experts.traced import errors_of_products
 
 pytestmark = interpreted
 COUNTS = torch.tensor([[5, 0, 12], [1, 9, 3]])  # of two routings, of three experts
@@ -64,3 +66,9 @@ def test_one_graph_serves_all_counts_as_eager(name):
 def test_one_graph_serves_all_counts_in_low_precision():
     calls = [inputs(seed, torch.bfloat16) for seed in (0, 1)]
     assert_compiles(lambda *x: mlp(*x, recipe=Recipe("current")), *calls)
+
+
+def test_products_are_traced_for_a_gpu_without_addresses():
+    count, errors = compiled(errors_of_products)
+    assert count > 100
+    assert errors == []
