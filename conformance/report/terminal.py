@@ -28,7 +28,13 @@ def lines(verdict: Verdict) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in verdict.versions.items())
     origin = f"{verdict.device} · profile {verdict.profile} · seed {verdict.seed}"
     out = [f"moe-conformance · impl {verdict.implementation} · {versions} · {origin}"]
-    out += scope_lines(verdict) + _declarations(verdict) + tuned_lines(verdict) + _transports(verdict)
+    out += (
+        verdict.missing_parts
+        + scope_lines(verdict)
+        + _declarations(verdict)
+        + tuned_lines(verdict)
+        + _transports(verdict)
+    )
     out += ["", f"{verdict.verdict}   {_summary(verdict)}", "", *_specialised(verdict)]
     width = _column(verdict)
     for failure in sorted(verdict.failures, key=damage):

@@ -28,9 +28,9 @@ class Compiler:
             runtime = sys.modules["triton"].knobs.runtime
             runtime.jit_cache_hook, runtime.jit_post_compile_hook = self._begin, self._end
             configurations.install()
-            jit = sys.modules["triton.runtime.jit"]
-            hash_callees_first(jit.DependenciesFinder)
-            parse_once(getattr(jit, "JITCallable", jit.JITFunction))
+            jit = sys.modules.get("triton.runtime.jit")
+            hash_callees_first(getattr(jit, "DependenciesFinder", None))
+            parse_once(getattr(jit, "JITCallable", getattr(jit, "JITFunction", None)))
             generator = sys.modules.get("triton.compiler.code_generator")  # later versions load it late
             look_up_once(generator)
             leave_filters(generator)
@@ -64,6 +64,7 @@ def kernels_of(package: str) -> list[str]:
     no other one of them calls. Without a compiler there are none.
     """
     jit: Any = sys.modules.get("triton.runtime.jit")
+    jit = jit if hasattr(jit, "KernelInterface") and hasattr(jit, "JITFunction") else None
     sources: dict[tuple[str, str], str] = {}
     for name, module in list(sys.modules.items()) if jit else ():
         for value in list(vars(module).values()) if f"{name}.".startswith(f"{package}.") else ():
@@ -84,10 +85,10 @@ def hash_callees_first(finder: Any) -> None:
     later versions of Triton do.
 
     Args:
-        finder: Triton's `DependenciesFinder`; patched once.
+        finder: Triton's `DependenciesFinder`, patched once; unchanged where it has another form.
     """
-    update = finder._update_hash
-    if hasattr(update, "callees_first"):
+    update = getattr(finder, "_update_hash", None)
+    if update is None or hasattr(update, "callees_first"):
         return
 
     def callees_first(self: Any, func: Any) -> None:

@@ -24,9 +24,10 @@ def share_launchers(folder: str) -> None:
     Does nothing for a Triton without launchers per signature, and where the implementation has
     chosen its own way to build them.
     """
-    build: Any = sys.modules["triton.runtime.build"]
+    build: Any = sys.modules.get("triton.runtime.build")
     knobs = sys.modules["triton"].knobs.build
-    if not hasattr(sys.modules.get("triton.backends.nvidia.driver"), "make_launcher") or knobs.impl:
+    per_signature = hasattr(sys.modules.get("triton.backends.nvidia.driver"), "make_launcher")
+    if not per_signature or not hasattr(build, "_build") or knobs.impl:
         return
 
     def built(name: str, source: str, *places: Any) -> str:

@@ -91,6 +91,7 @@ class Verdict:
     cases: int
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    missing_parts: list[str] = field(default_factory=list)  # sentences of `conformance.engine.child.private_parts`
     functions: dict[str, FunctionVerdict] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
     # sentences: errors of the harness, shortfalls, regressions
@@ -192,7 +193,7 @@ def _facts(
         *(len(outcomes), described["device_name"], described["versions"]),
     )
     out.shard, out.chosen, out.where = options.shard, list(options.functions), parsed(options.where, "--where").text
-    out.sanitize = options.sanitize
+    out.sanitize, out.missing_parts = options.sanitize, described.get("missing_parts", [])
     out.failures = distinct([line for line in lines if line["kind"] == "failure" and line["status"] != "ERROR"])
     out.evaluations = sum(line["evaluations"] for line in outcomes)
     out.seconds_implementation = sum(line["seconds_implementation"] for line in outcomes)
