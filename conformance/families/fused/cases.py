@@ -157,12 +157,12 @@ class QuantizedActivationCase(ActivationCase, _ScalingCase):
     @property
     def transformed(self) -> bool:
         """Whether a Hadamard transform is applied."""
-        return bool(recipe_of(self).hadamard) and self.columnwise
+        return self.no_recipe() is None and bool(recipe_of(self).hadamard) and self.columnwise
 
     @property
     def noisy(self) -> bool:
         """Whether rounding uses a noise tensor."""
-        return bool(recipe_of(self).stochastic_rounding) and self.backward
+        return self.no_recipe() is None and bool(recipe_of(self).stochastic_rounding) and self.backward
 
     def clash(self) -> str | None:
         if self.no_recipe():
