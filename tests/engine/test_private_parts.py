@@ -52,3 +52,15 @@ def test_a_part_that_is_missing_is_named_in_the_head(monkeypatch):
     hash_callees_first(SimpleNamespace())
     verdict = Verdict("CONFORMANT", 0, "moe_fast", "smoke", 0, 1.0, 1, missing_parts=sentences)
     assert lines(verdict)[1:3] == sentences
+
+
+def test_a_child_that_cannot_start_says_where_it_failed(tmp_path, monkeypatch):
+    (tmp_path / "without_knobs.py").write_text(
+        "import sys\nfrom types import SimpleNamespace\nfrom moe_ref import permute\n"
+        "sys.modules['triton'] = SimpleNamespace(__version__='9.9')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    verdict = judge(Options("without_knobs", profile="smoke", device="cpu", jobs=1, function="permute"))
+    assert verdict.verdict == "HARNESS ERROR"
+    error = "exit code 1: AttributeError: 'types.SimpleNamespace' object has no attribute 'knobs' (compiling.py:"
+    assert any(error in problem for problem in verdict.problems)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from conformance.engine.child.isolation import ASKED, MEMORY_BYTES, OUT_OF_MEMORY, PLACE
@@ -103,8 +104,21 @@ def ending(process: Any, log_path: str) -> str:
         return f"{NO_MEMORY}: it held more than {MEMORY_BYTES / 2**30:.1f} GiB, half of the machine's"
     if code == -signal.SIGKILL:
         return f"{NO_MEMORY}, most likely: it ended by SIGKILL"
-    cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    error = uncaught(log_path) if code == 1 else ""  # Python's exit code for one
+    cause = signal.Signals(-code).name if code < 0 else f"exit code {code}{error}"
     return f"{cause}{at(log_path)}"
+
+
+def uncaught(log_path: str) -> str:
+    """The last error that Python wrote into a log, as ": KeyError: 'x' (file.py:3)", if any."""
+    with contextlib.suppress(OSError):
+        text = Path(log_path).read_text(errors="replace")
+        _, begin, traceback = text.rpartition("Traceback (most recent call last):\n")
+        places = re.findall(r'^  File "(.*)", line (\d+)', traceback, re.MULTILINE)
+        errors = [line for line in traceback.splitlines() if line and not line.startswith(" ")]
+        if begin and places and errors:
+            return f": {errors[0]} ({os.path.basename(places[-1][0])}:{places[-1][1]})"
+    return ""
 
 
 def where(process: Any, log_path: str) -> str:
