@@ -101,7 +101,7 @@ def test_none_and_zero_are_not_confused():
         ({"function": "grouped_wgrad", "tokens": 3, "experts": 2, "counts": [1, 1]}, "counts"),
         ({"function": "grouped_dgrad", "tokens": 3, "experts": 2, "counts": [4, -1]}, "counts"),
         ({"function": "quantize", "variant": 99}, "variant"),
-        ({"function": "glu_and_quantize", "variant": 3}, "variant"),
+        ({"function": "glu_and_quantize", "variant": 5}, "variant"),
         ({"function": "activation_and_quantize", "tail": 1}, "tail"),
         ({"function": "quantize", "hidden": -1}, "hidden"),
         ({"function": "quantize", "tokens": 3, "experts": 2, "counts": [3]}, "counts"),

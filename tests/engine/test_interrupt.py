@@ -103,6 +103,9 @@ def test_a_signal_at_any_time_before_the_verdict_is_in_the_verdict(monkeypatch, 
         def run(self):
             self.reached("run")
 
+        def find_footprints(self):
+            pass
+
         def close(self):
             self.reached("close")
 
