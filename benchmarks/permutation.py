@@ -289,7 +289,8 @@ def unpermute_backward(p: Problem) -> Operation:
 
 def row_map_operation(p: Problem) -> Operation:
     """Both launches of a row map with its allocation; each launch alone; a stable argsort."""
-    slots, walk = row_maps.empty_slots(p.routing_map_TE), row_maps.plan_walk(p.routing_map_TE)
+    slots = row_maps.empty_slots(p.routing_map_TE)
+    walk = row_maps.plan_walk(p.routing_map_TE, row_maps.cut_of(p.routing_map_TE))
     row_maps.count_blocks(p.routing_map_TE, walk, slots)
     expert_R = p.expert_M[p.token_M.argsort(stable=True)]
     versions = {

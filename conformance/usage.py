@@ -42,8 +42,8 @@ def check_known(argument: str, names: Iterable[str], known: Iterable[str]) -> No
     """
     known = list(known)
     if unknown := [name for name in names if name not in known]:
-        nearest = "".join(f"; nearest to it is {name}" for name in get_close_matches(str(unknown[0]), known, n=1))
-        raise UsageError(f"{argument} is {unknown[0]!r}; known are {', '.join(known)}{nearest}")
+        suggestion = "".join(f"; nearest to it is {name}" for name in get_close_matches(str(unknown[0]), known, n=1))
+        raise UsageError(f"{argument} is {unknown[0]!r}; known are {', '.join(known)}{suggestion}")
 
 
 def check_report(path: str) -> None:

@@ -22,7 +22,7 @@ from moe_fast.launch import tuning
 from moe_fast.launch.arithmetic import NO_FP_FUSION
 from moe_fast.launch.backend import bits, casts_in_hardware, launch_on, strided
 from moe_fast.launch.tuning import EXPERT_LANES, ceil_div, power_of_two
-from moe_fast.permutation.row_map import RowMap, count_blocks, empty_slots, lay_out, plan_walk
+from moe_fast.permutation.row_map import RowMap, count_blocks, cut_of, empty_slots, lay_out, plan_walk
 from moe_ref.config import FP8_BLOCK, Recipe
 
 X = TypeVar("X")
@@ -119,7 +119,7 @@ def send(
     early = advanced is not None
     (num_tokens, num_experts), ranks, device = routing_map.shape, slab.room.ranks, tokens.device
     local = num_experts // ranks
-    slots, walk = empty_slots(routing_map), plan_walk(routing_map)
+    slots, walk = empty_slots(routing_map), plan_walk(routing_map, cut_of(routing_map))
     with launch_on(routing_map):
         count_blocks(routing_map, walk, slots)
         lay_out(walk, None, 1, 0)  # bases that count within an expert: no rank has the layout yet

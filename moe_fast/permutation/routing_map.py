@@ -12,7 +12,7 @@ from moe_fast.launch.operators import as_operators, launch, operator, traceable
 from moe_fast.launch.tuning import ceil_div, power_of_two
 from moe_fast.permutation import _routing_map as kernels
 from moe_fast.permutation import _row_map as map_kernels
-from moe_fast.permutation.row_map import walk_map
+from moe_fast.permutation.row_map import cut_of, walk_map
 from moe_ref.config import Indices, Multihot, PaddedMap, check_align, check_indices, check_map, check_multihot, require
 
 
@@ -33,7 +33,7 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
 def _padded(routing_map_TE: Tensor, align: int) -> tuple[Tensor, Tensor]:
     """The padded map, and the experts that stay short."""
     device = routing_map_TE.device
-    walk = walk_map(routing_map_TE)
+    walk = walk_map(routing_map_TE, cut_of(routing_map_TE))
     # all: a block of tokens by each program
     padded = torch.empty(routing_map_TE.shape, dtype=torch.bool, device=device)
     unreached = torch.empty(routing_map_TE.shape[1], dtype=torch.bool, device=device)  # all by the first program

@@ -167,11 +167,11 @@ def empty_slots(routing_map: Tensor) -> Slots:
 
 
 def walk_map(
-    routing_map: Tensor, slots: Slots | None = None, align: int = 1, num_rows: int = UNBOUNDED,
+    routing_map: Tensor, cut: Cut, slots: Slots | None = None, align: int = 1, num_rows: int = UNBOUNDED,
     tiles: Tiles | None = None,
 ) -> Walk:  # fmt: skip
     """Count the routed tokens; with `slots`, list them too and lay the segments out, in `tiles`."""
-    walk = plan_walk(routing_map)
+    walk = plan_walk(routing_map, cut)
     with launch_on(routing_map):
         count_blocks(routing_map, walk, slots)
         lay_out(walk, slots, align, num_rows, tiles)
@@ -179,8 +179,8 @@ def walk_map(
 
 
 def cut_of(routing_map: Tensor) -> Cut:
-    """The blocks of the routing map. While a graph is traced, outside of operators: torch 2.11 does
-    not pass a maximum of symbolic numbers from one operator to the next.
+    """The blocks of the routing map. What leaves an operator is cut outside of it: a graph of torch
+    2.11 knows no maximum of symbolic numbers that an operator has made.
     """
     num_tokens, num_experts = routing_map.shape
     sizes = tuning.for_device(routing_map.device).metadata
@@ -195,9 +195,9 @@ def cut_of(routing_map: Tensor) -> Cut:
     return Cut(pack, blocks, tiles, block_tokens, block_experts, sizes.tile_warps(width))
 
 
-def plan_walk(routing_map: Tensor) -> Walk:
-    """Cut the routing map into blocks, with memory for their counts."""
-    cut, num_experts = cut_of(routing_map), routing_map.shape[1]
+def plan_walk(routing_map: Tensor, cut: Cut) -> Walk:
+    """The walk over the blocks of a routing map, with memory for their counts."""
+    num_experts = routing_map.shape[1]
     # every program of the layout reads all of them
     counted_as = torch.uint8 if cut.tokens_per_block < 256 else torch.int32
     # all by routing_walk_kernel
@@ -279,38 +279,39 @@ def place(
     `tile_rows`, which needs `num_rows`, also the segments in tiles of so many.
     """
     bound = UNBOUNDED if num_rows is None else num_rows
-    slots, base_BE, tiles = _places(routing_map, align or 1, bound, tile_rows)
+    cut = cut_of(routing_map)
+    slots, base_BE, tiles = _places(routing_map, cut, align or 1, bound, tile_rows)
     # by item: to a graph it is a number that it does not know, which int would ask for
     rows: Any = slots.total.item() if num_rows is None else num_rows
     gaps = {"expert_gaps": align is not None and bool(align > 1), "tail_gap": num_rows is not None}
-    return _row_map(routing_map, slots, base_BE, rows, **gaps), slots, tiles
+    return _row_map(routing_map, cut, slots, base_BE, rows, **gaps), slots, tiles
 
 
 @operator
 def _places(
-    routing_map: Tensor, align: int, num_rows: int, tile_rows: int | None
+    routing_map: Tensor, cut: Cut, align: int, num_rows: int, tile_rows: int | None
 ) -> tuple[Slots, Tensor, Tiles | None]:
     """(slots, bases, tiles)."""
     slots = empty_slots(routing_map)
     tiles = None if tile_rows is None else Tiles.empty(routing_map, num_rows, tile_rows)
-    walk = walk_map(routing_map, slots, align, num_rows, tiles)
+    walk = walk_map(routing_map, cut, slots, align, num_rows, tiles)
     return slots, walk.base_EB.t(), tiles
 
 
 def place_in_capacity(routing_map: Tensor, capacity: int) -> tuple[RowMap, Slots]:
     """The row map of `permute` with drop and pad."""
-    num_tokens, num_experts = routing_map.shape
-    slots, base_E = _places_in_capacity(routing_map, capacity)
-    base_BE = base_E.expand(cut_of(routing_map).blocks, num_experts)  # the ranks already count all blocks
+    cut, (num_tokens, num_experts) = cut_of(routing_map), routing_map.shape
+    slots, base_E = _places_in_capacity(routing_map, cut, capacity)
+    base_BE = base_E.expand(cut.blocks, num_experts)  # the ranks already count all blocks
     gaps = {"expert_gaps": bool(capacity > num_tokens), "tail_gap": False}
-    return _row_map(routing_map, slots, base_BE, num_experts * capacity, **gaps), slots
+    return _row_map(routing_map, cut, slots, base_BE, num_experts * capacity, **gaps), slots
 
 
 @operator
-def _places_in_capacity(routing_map: Tensor, capacity: int) -> tuple[Slots, Tensor]:
+def _places_in_capacity(routing_map: Tensor, cut: Cut, capacity: int) -> tuple[Slots, Tensor]:
     """(slots, base of each expert)."""
     slots = empty_slots(routing_map)
-    walk = walk_map(routing_map)
+    walk = walk_map(routing_map, cut)
     # all by the first program of capacity_kernel
     base = torch.empty(routing_map.shape[1], dtype=torch.int64, device=routing_map.device)
     with launch_on(routing_map):
@@ -330,13 +331,13 @@ def _places_in_capacity(routing_map: Tensor, capacity: int) -> tuple[Slots, Tens
     return slots, base
 
 
-def _row_map(routing_map: Tensor, slots: Slots, base_BE: Tensor, num_rows: int, **gaps: bool) -> RowMap:
+def _row_map(routing_map: Tensor, cut: Cut, slots: Slots, base_BE: Tensor, num_rows: int, **gaps: bool) -> RowMap:
     return RowMap(
         slots_TE=slots.slots_TE,
         num_slots_T=slots.num_slots_T,
         base_BE=base_BE,
         gap_2E=slots.gap_2E,
-        tokens_per_block=cut_of(routing_map).tokens_per_block,
+        tokens_per_block=cut.tokens_per_block,
         num_tokens=routing_map.shape[0],
         num_experts=routing_map.shape[1],
         num_rows=num_rows,

@@ -7,11 +7,12 @@ import pytest
 
 from conformance.engine.child import private_parts
 from conformance.engine.child.compiling import hash_callees_first, kernels_of
-from conformance.engine.child.private_parts import PARTS, found, missing
+from conformance.engine.child.private_parts import PARTS, attribute, missing
 from conformance.engine.options import Options
 from conformance.engine.run.session import judge
 from conformance.engine.run.verdict import Verdict
 from conformance.report.terminal import lines
+from tests.common.fast import interpreted
 
 RENAMED = [part for part in PARTS if part.module.startswith("triton.runtime")]
 
@@ -19,10 +20,11 @@ RENAMED = [part for part in PARTS if part.module.startswith("triton.runtime")]
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.path)
 def test_the_installed_triton_has_each_part(part):
     __import__(part.module)
-    assert found(part) is not None
+    assert attribute(part) is not None
     assert missing() == []
 
 
+@interpreted
 @pytest.mark.parametrize("part", RENAMED, ids=lambda part: part.path)
 def test_permute_is_conformant_without_it(part, tmp_path, monkeypatch):
     owner, _, name = part.path.rpartition(".")

@@ -36,12 +36,12 @@ PARTS = (
 def missing() -> list[str]:
     """A sentence for each part that the loaded Triton lacks; none where no Triton is loaded."""
     version = getattr(sys.modules.get("triton"), "__version__", "")
-    lacking = [part for part in PARTS if part.module in sys.modules and found(part) is None]
+    lacking = [part for part in PARTS if part.module in sys.modules and attribute(part) is None]
     return [f"Triton {version} has no {part.module}.{part.path}: {part.effect}" for part in lacking]
 
 
-def found(part: Part) -> Any:
-    """The part's attribute, or None."""
+def attribute(part: Part) -> Any:
+    """The attribute that the part is, or None."""
     value: Any = sys.modules.get(part.module)
     for name in part.path.split("."):
         value = getattr(value, name, None)

@@ -114,10 +114,10 @@ def uncaught(log_path: str) -> str:
     with contextlib.suppress(OSError):
         text = Path(log_path).read_text(errors="replace")
         _, begin, traceback = text.rpartition("Traceback (most recent call last):\n")
-        places = re.findall(r'^  File "(.*)", line (\d+)', traceback, re.MULTILINE)
+        frames = re.findall(r'^  File "(.*)", line (\d+)', traceback, re.MULTILINE)
         errors = [line for line in traceback.splitlines() if line and not line.startswith(" ")]
-        if begin and places and errors:
-            return f": {errors[0]} ({os.path.basename(places[-1][0])}:{places[-1][1]})"
+        if begin and frames and errors:
+            return f": {errors[0]} ({os.path.basename(frames[-1][0])}:{frames[-1][1]})"
     return ""
 
 
