@@ -320,7 +320,9 @@ class Scope:
         return found
 
     def fullest(self, fields: Changes) -> Any:
-        """A case with these fields, and all optional inputs and gradients of the implementation."""
+        """A case with these fields, and all optional inputs of the implementation; with all its
+        gradients, if `grads` is no such field.
+        """
         known = axes_of(self.contract.case_type)
         given: Changes = {}
         for x in self.signature.inputs:
@@ -328,7 +330,8 @@ class Scope:
                 values = (changes[x.optional] for changes in known[x.optional].covered(self.signature))
                 given[x.optional] = next((value for value in values if value), known[x.optional].default)
         case = self.mended(self.case(given | fields))
-        return self.mended(case.changed(grads=self.signature.all_gradients(case)))
+        grads = fields.get("grads", self.signature.all_gradients(case))
+        return self.mended(case.changed(grads=grads))
 
     def doubled(self, case: Any) -> Any:
         """The case in float64, with values that 16 bits do not hold, as far as it has them."""

@@ -329,6 +329,7 @@ GROUPED_LINEAR = replace(
     model_rows=(
         *({"scaling": "block", "variant": variant, "dtype": "bfloat16"} for variant in (2, 4)),
         {"scaling": "block", "variant": 4, "dtype": "bfloat16", "hidden": 513},
+        {"scaling": "block", "variant": 4, "dtype": "bfloat16", "hidden": 512, "grads": ""},
         {"experts": 128, "hidden": 256, "width": 64, "dtype": "bfloat16"},
     ),
 )

@@ -200,5 +200,13 @@ GLU_AND_QUANTIZE = Shapes(
     weight=0.5,
     real=in_blocks,
 )
-ACTIVATION_AND_QUANTIZE = ACTIVATION_BACKWARD_AND_QUANTIZE = GLU_AND_QUANTIZE
+ACTIVATION_AND_QUANTIZE = GLU_AND_QUANTIZE
+# whole lines of E5M2 in blocks of rows, whose scales are powers of two
+ACTIVATION_BACKWARD_AND_QUANTIZE = replace(
+    GLU_AND_QUANTIZE,
+    model_rows=(
+        *MODEL_ROWS,
+        {"scaling": "block", "variant": 2, "direction": "rowwise", "experts": 128, "width": 2048},
+    ),
+)
 GLU_BACKWARD_AND_QUANTIZE = replace(GLU_AND_QUANTIZE, model_rows=(*MODEL_ROWS, *HALVES))
