@@ -26,7 +26,7 @@ for _family in FAMILIES:
         _golden: Any = _family.golden[_name]
         if isinstance(_contract, Collective):
             _contract.worldwide = _golden  # rank 0's part stands for the collective's
-            _golden = {name: (calls[0], right[0]) for name, (calls, right) in _golden.items()}
+            _golden = {name: (calls[0], expectations[0]) for name, (calls, expectations) in _golden.items()}
         _contract.golden, _contract.illegal = _golden, dict(_family.illegal[_name])
         _has_gradients = bool(_contract.signature.gradients)
         _contract.laws = {law.name: law for law in _family.laws[_name] if _has_gradients or not law.gradients}
@@ -37,9 +37,9 @@ for _family in FAMILIES:
 
 def ranks_with_calls_before(case: Case) -> int:
     """The most ranks that the case, or a call before it, has; 0 for a single process."""
-    return max(ranks_of(CONTRACTS[one.function], one) for one in (case, *case.before))
+    return max(ranks_of(CONTRACTS[call.function], call) for call in (case, *case.before))
 
 
 def runs_in_one_place(case: Case) -> bool:
     """Whether the calls before it run where the case does: in one process, or in a world."""
-    return len({ranks_of(CONTRACTS[one.function], one) > 0 for one in (case, *case.before)}) == 1
+    return len({ranks_of(CONTRACTS[call.function], call) > 0 for call in (case, *case.before)}) == 1

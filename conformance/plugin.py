@@ -50,18 +50,18 @@ class Run:
         self.session: Any = None
         self.verdict: Any = None
         self.unwritten: list[str] = []  # sentences on reports
-        given = getattr(config, "workerinput", {})
-        self.worker = given.get("workerid", "")
+        worker_input = getattr(config, "workerinput", {})
+        self.worker = worker_input.get("workerid", "")
         self.ledgers = None if self.worker else tempfile.TemporaryDirectory(prefix="moe-conformance-ledger-")
-        self.folder = Path(self.ledgers.name if self.ledgers else given["conformance_folder"])
+        self.folder = Path(self.ledgers.name if self.ledgers else worker_input["conformance_folder"])
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         node.workerinput["conformance_folder"] = str(self.folder)
 
     def pytest_report_header(self) -> str:
-        given = self.config.option
-        return f"moe-conformance: {given.moe_impl}, profile {given.moe_profile}; each process first imports torch"
+        options = self.config.option
+        return f"moe-conformance: {options.moe_impl}, profile {options.moe_profile}; each process first imports torch"
 
     def pytest_sessionstart(self) -> None:
         """Start the session; a controller of workers starts one too, to fail once for all."""
@@ -110,10 +110,10 @@ class Run:
         failed_inside = session.exitstatus == pytest.ExitCode.INTERNAL_ERROR  # exit code 3
         if not self.ledgers or failed_inside or not any(self.folder.glob("*.jsonl")):
             return
-        parts, selected = self.session.options.part[1], self.config.getoption("-k")
+        num_parts, selected = self.session.options.part[1], self.config.getoption("-k")
         interrupted = "a signal" if session.exitstatus == pytest.ExitCode.INTERRUPTED else ""
         self.verdict = self.session.verdict(
-            self.folder, parts == 1 and not selected, interrupted, parts > 1 and not selected
+            self.folder, num_parts == 1 and not selected, interrupted, num_parts > 1 and not selected
         )
         self.unwritten = unwritten(self.session.options.report, partial(report_text, self.verdict))
         session.exitstatus = exit_code(self.verdict.exit_code, self.unwritten)

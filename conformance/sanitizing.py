@@ -46,9 +46,9 @@ def begin(tool: str) -> None:
         return
     program = shutil.which(PROGRAM, path=os.pathsep.join([os.environ.get("PATH", os.defpath), ELSEWHERE]))
     if program is None:
-        told = f"--sanitize memcheck: there is no {PROGRAM} on PATH or in {ELSEWHERE}"
-        raise UsageError(f"{told}; it comes with the CUDA toolkit")
+        problem = f"--sanitize memcheck: there is no {PROGRAM} on PATH or in {ELSEWHERE}"
+        raise UsageError(f"{problem}; it comes with the CUDA toolkit")
     handle, os.environ[REPORTS] = tempfile.mkstemp(prefix="moe-conformance-memcheck-", suffix=".log")
     os.close(handle)
-    given = [*OPTIONS, "--log-file", os.environ[REPORTS]]
-    os.execv(program, [program, *given, sys.executable, *sys.orig_argv[1:]])
+    tool_options = [*OPTIONS, "--log-file", os.environ[REPORTS]]
+    os.execv(program, [program, *tool_options, sys.executable, *sys.orig_argv[1:]])

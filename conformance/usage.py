@@ -24,14 +24,14 @@ def check_module(name: str, flag: str = "--impl") -> None:
     """
     module_name = name.partition(":")[0]
     if module_name.endswith(".py") or "/" in module_name:
-        right = module_name.removesuffix(".py").strip("./").replace("/", ".")
-        raise UsageError(f"{flag} {name}: give the module's name, not its file: {right}")
+        module_name_without_suffix = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise UsageError(f"{flag} {name}: give the module's name, not its file: {module_name_without_suffix}")
     top = module_name.partition(".")[0]
     if top and not _exists(top):
         raise UsageError(missing_module(name, top, flag))
 
 
-def check_known(argument: str, names: Iterable[str], known: Iterable[str]) -> None:
+def check_known(argument: str, names: Iterable[str], known_names: Iterable[str]) -> None:
     """Check that what the user calls by name exists.
 
     Args:
@@ -40,10 +40,12 @@ def check_known(argument: str, names: Iterable[str], known: Iterable[str]) -> No
     Raises:
         UsageError: the first name that is not known.
     """
-    known = list(known)
-    if unknown := [name for name in names if name not in known]:
-        suggestion = "".join(f"; nearest to it is {name}" for name in get_close_matches(str(unknown[0]), known, n=1))
-        raise UsageError(f"{argument} is {unknown[0]!r}; known are {', '.join(known)}{suggestion}")
+    known_names = list(known_names)
+    if unknown := [name for name in names if name not in known_names]:
+        suggestion = "".join(
+            f"; nearest to it is {name}" for name in get_close_matches(str(unknown[0]), known_names, n=1)
+        )
+        raise UsageError(f"{argument} is {unknown[0]!r}; known are {', '.join(known_names)}{suggestion}")
 
 
 def check_report(path: str) -> None:

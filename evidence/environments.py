@@ -71,8 +71,10 @@ def install_source(python: Path, repository: str, revision: str, folder: str) ->
 
 def run(python: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run Python there, with this checkout first on its path."""
-    given = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
-    return subprocess.run([str(python), *arguments], cwd=ROOT, env=given, capture_output=True, text=True, timeout=1200)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+    return subprocess.run(
+        [str(python), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
+    )
 
 
 def source(repository: str) -> Path:

@@ -58,25 +58,27 @@ def sigmoid(x: Running) -> Running:
 def tanh(x: Running) -> Running:
     """tanh(x) by an exponential, or better."""
     least, value = x.value.abs() - _off(x), x.value.tanh()
-    left = torch.where(2 * least > _room(x.dtype), _left(value, 2 * (-2 * least).exp(), x.dtype), torch.inf)
-    return _beside_one(x, value, (x.value + _off(x)).tanh(), (x.value - _off(x)).tanh(), left)
+    distance_to_one = torch.where(2 * least > _room(x.dtype), _left(value, 2 * (-2 * least).exp(), x.dtype), torch.inf)
+    return _beside_one(x, value, (x.value + _off(x)).tanh(), (x.value - _off(x)).tanh(), distance_to_one)
 
 
 def erf(x: Running) -> Running:
     """erf(x) by a polynomial with an error of BESIDE_ONE roundings of 1, or better."""
     least, value = (x.value.abs() - _off(x)).clamp(min=0), x.value.erf()
-    left = torch.where(least.square() > _room(x.dtype), _left(value, torch.special.erfc(least), x.dtype), torch.inf)
-    return _beside_one(x, value, (x.value + _off(x)).erf(), (x.value - _off(x)).erf(), left)
+    distance_to_one = torch.where(
+        least.square() > _room(x.dtype), _left(value, torch.special.erfc(least), x.dtype), torch.inf
+    )
+    return _beside_one(x, value, (x.value + _off(x)).erf(), (x.value - _off(x)).erf(), distance_to_one)
 
 
-def _left(value: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 - |value| of a saturated curve: in float64, or `rest` where this underflows."""
-    return torch.maximum(1 - value.abs(), rest) + torch.finfo(dtype).tiny
+def _left(value: Tensor, float64_distance: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 - |value| of a saturated curve: in float64, or `float64_distance` where this underflows."""
+    return torch.maximum(1 - value.abs(), float64_distance) + torch.finfo(dtype).tiny
 
 
-def _beside_one(x: Running, value: Tensor, high: Tensor, low: Tensor, left: Tensor) -> Running:
-    """An error of BESIDE_ONE roundings of 1, at most `left` where the curve saturates."""
-    error = torch.minimum(torch.maximum(high - value, value - low) + BESIDE_ONE * ROUNDOFF[x.dtype], left)
+def _beside_one(x: Running, value: Tensor, high: Tensor, low: Tensor, distance_to_one: Tensor) -> Running:
+    """x → value with an error of BESIDE_ONE roundings of 1, at most `distance_to_one`."""
+    error = torch.minimum(torch.maximum(high - value, value - low) + BESIDE_ONE * ROUNDOFF[x.dtype], distance_to_one)
     return Running(value, torch.where(x.value.isfinite(), error, 0.0), x.dtype)
 
 
@@ -128,10 +130,10 @@ def _bend_slope(x: Running) -> Running:
     return (t + 1.0) * 0.5 + x * room * (x * x * (3 * GELU_CUBIC) + 1.0) * (0.5 * math.sqrt(2 / math.pi))
 
 
-def _halved_last(x: Running, right: Running) -> Running:
+def _halved_last(x: Running, product: Running) -> Running:
     """x (1 + erf) / 2 in any order, as torch's own gelu: where the product overflows, anything."""
     beyond = 2 * x.value > torch.finfo(x.dtype).max
-    return Running(right.value, torch.where(beyond, torch.inf, right.error), right.dtype)
+    return Running(product.value, torch.where(beyond, torch.inf, product.error), product.dtype)
 
 
 def _positive(x: Running) -> Running:
@@ -187,8 +189,8 @@ def halves(h: Tensor, settings: Mapping[str, Any], dtype: torch.dtype) -> tuple[
 
 def _clamped(x: Running, low: float, high: float) -> Running:
     off = x.constant(high).error
-    inside = (x.value >= low) & (x.value <= high) | x.value.isnan()
-    return Running(x.value.clamp(low, high), torch.where(inside, x.error, off), x.dtype)
+    within_limits = (x.value >= low) & (x.value <= high) | x.value.isnan()
+    return Running(x.value.clamp(low, high), torch.where(within_limits, x.error, off), x.dtype)
 
 
 def shifted(v: Running, settings: Mapping[str, Any]) -> Running:

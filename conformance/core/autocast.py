@@ -32,8 +32,8 @@ def _autocast(trial: Trial) -> Finding | None:
     chosen = [x for name, x in trial.problem.tensors.items() if name.partition(".")[0] not in fixed]
     if {x.dtype for x in chosen if x.is_floating_point()} - {torch.float64, autocast_dtype(trial.problem)}:
         return None
-    if found := next_values(trial):
-        trial.run(found[1], manner="autocast")
+    if next_call := next_values(trial):
+        trial.run(next_call[1], manner="autocast")
     finding = trial.judged("autocast", trial.expected, trial.run(trial.problem, manner="autocast"))
     return finding and replace(finding, message=f"of a call under torch.autocast it {finding.message}")
 

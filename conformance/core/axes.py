@@ -93,8 +93,8 @@ class Axis:
         """Smaller values other than the default, the largest step first."""
         yield from ()
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        """The case's value, then its replacements if it does not fit the fields of `kept`."""
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
+        """The case's value, then its replacements if it does not fit the fields of `mended`."""
         yield {self.name: getattr(case, self.name)}
         yield {self.name: self.default}
 
@@ -102,9 +102,9 @@ class Axis:
         """Another value, for a second call right after the first; empty: no change."""
         return {}
 
-    def alike(self, value: Any, other: Any) -> bool:
+    def alike(self, value: Any, second_value: Any) -> bool:
         """Whether both values run the same compiled kernels."""
-        return self.data or bool(value == other)
+        return self.data or bool(value == second_value)
 
     def alternatives(self, signature: Signature, case: Any) -> list[Changes]:
         """The values that are `alike`, each of which a structure has; empty: many, or one."""
@@ -156,18 +156,18 @@ class Size(Axis):
     def smaller(self, case: Any) -> Iterator[Changes]:
         yield from ({self.name: n} for n in shorter(getattr(case, self.name), self.at_least))
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
         value = getattr(case, self.name)
         yield from ({self.name: n} for n in (range(value, 1, -1) if self.divides else (value,)))
         yield {self.name: self.default}
 
     def other(self, case: Any) -> Changes:
         """A larger size; of an argument of the call one more."""
-        more = self.more or int(bool(self.argument))
-        return {self.name: getattr(case, self.name) + more} if more else {}
+        extra_length = self.more or int(bool(self.argument))
+        return {self.name: getattr(case, self.name) + extra_length} if extra_length else {}
 
-    def alike(self, value: Any, other: Any) -> bool:
-        return size_class(value) == size_class(other)
+    def alike(self, value: Any, second_value: Any) -> bool:
+        return size_class(value) == size_class(second_value)
 
     def varied(self, case: Any, source: random.Random) -> Changes:
         value = getattr(case, self.name)
@@ -211,8 +211,10 @@ class Choice(Axis):
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         """The simplest value with probability ½."""
-        plain, *others = self.values + self.also
-        return st.sampled_from([plain] * max(len(others), 1) + others).map(lambda value: {self.name: value})
+        simplest, *alternatives = self.values + self.also
+        return st.sampled_from([simplest] * max(len(alternatives), 1) + alternatives).map(
+            lambda value: {self.name: value}
+        )
 
     def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: value} for value in self.values]
@@ -221,22 +223,26 @@ class Choice(Axis):
         return [[{self.name: value}] for value in self.values + self.also]
 
     def wrong(self, value: Any) -> str:
-        known = self.values + self.also
-        right = any(type(value) is type(one) and value == one for one in known)
-        return "" if right else f"one of {', '.join(repr(one) if one == '' else str(one) for one in known)}"
+        legal_values = self.values + self.also
+        is_legal = any(type(value) is type(legal) and value == legal for legal in legal_values)
+        return (
+            ""
+            if is_legal
+            else f"one of {', '.join(repr(legal) if legal == '' else str(legal) for legal in legal_values)}"
+        )
 
     def smaller(self, case: Any) -> Iterator[Changes]:
         """The values before the case's value in the list."""
-        known = self.values + self.also
-        yield from ({self.name: value} for value in known[1 : known.index(getattr(case, self.name))])
+        legal_values = self.values + self.also
+        yield from ({self.name: value} for value in legal_values[1 : legal_values.index(getattr(case, self.name))])
 
     def other(self, case: Any) -> Changes:
-        known = self.values + self.also
-        place = known.index(getattr(case, self.name)) + 1
-        return {self.name: known[place % len(known)]} if self.turns else {}
+        values = self.values + self.also
+        next_index = values.index(getattr(case, self.name)) + 1
+        return {self.name: values[next_index % len(values)]} if self.turns else {}
 
-    def alike(self, value: Any, other: Any) -> bool:
-        return super().alike(value, other) or (self.given and self.default not in (value, other))
+    def alike(self, value: Any, second_value: Any) -> bool:
+        return super().alike(value, second_value) or (self.given and self.default not in (value, second_value))
 
     def listed(self) -> tuple[Any, ...]:
         """The values that cases shall have."""
@@ -244,8 +250,8 @@ class Choice(Axis):
 
     def alternatives(self, signature: Signature, case: Any) -> list[Changes]:
         value = getattr(case, self.name)
-        alike = [one for one in self.listed() if self.alike(value, one)]
-        return [{self.name: one} for one in alike] if len(alike) > 1 else []
+        alike = [listed_value for listed_value in self.listed() if self.alike(value, listed_value)]
+        return [{self.name: listed_value} for listed_value in alike] if len(alike) > 1 else []
 
 
 @dataclass(kw_only=True)
@@ -259,11 +265,13 @@ class Dtype(Choice):
         """The values legal for all inputs of the field; "" where an optional input is absent."""
         inputs = [x for x in signature.every_input if x.field == self.name]
         taken = [{*(x.dtypes or values), *([""] if x.optional == self.name else [])} for x in inputs]
-        return [value for value in values if all(value in known for known in taken)]
+        return [value for value in values if all(value in dtypes_of_input for dtypes_of_input in taken)]
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        plain, *others = self.allowed(signature, self.values + self.also) or [self.default]
-        return st.sampled_from([plain] * max(len(others), 1) + others).map(lambda value: {self.name: value})
+        simplest, *alternatives = self.allowed(signature, self.values + self.also) or [self.default]
+        return st.sampled_from([simplest] * max(len(alternatives), 1) + alternatives).map(
+            lambda value: {self.name: value}
+        )
 
     def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: value} for value in self.allowed(signature, self.values)]
@@ -284,27 +292,29 @@ class Number(Choice):
         return st.sampled_from(self.values[1:]).map(lambda value: {self.name: value})
 
     def covered(self, signature: Signature) -> list[Changes]:
-        given = [{self.name: value} for value in self.pairs]
-        return given if self.argument in signature.required else [{self.name: self.default}, *given]
+        covered_values = [{self.name: value} for value in self.pairs]
+        return covered_values if self.argument in signature.required else [{self.name: self.default}, *covered_values]
 
     def each(self, signature: Signature) -> list[list[Changes]]:
         """Its values; of many the first and the last."""
-        given = self.values[1:] if len(self.values) <= FEW else (self.values[1], self.values[-1])
-        return [[{self.name: value}] for value in dict.fromkeys(given + self.pairs)]
+        chosen_values = self.values[1:] if len(self.values) <= FEW else (self.values[1], self.values[-1])
+        return [[{self.name: value}] for value in dict.fromkeys(chosen_values + self.pairs)]
 
     def wrong(self, value: Any) -> str:
         least = min(0, *(v for v in self.values if v is not None))
-        right = value == self.default or (type(value) is int and (value >= 0 or least < 0))
-        return "" if right and not isinstance(value, bool) else f"{self.default} or a whole number"
+        is_legal = value == self.default or (type(value) is int and (value >= 0 or least < 0))
+        return "" if is_legal and not isinstance(value, bool) else f"{self.default} or a whole number"
 
     def listed(self) -> tuple[Any, ...]:
         """Its values; of many the first, the last and those whose pairs are covered."""
-        few = self.values if len(self.values) <= FEW else (*self.values[:2], self.values[-1])
-        return tuple(dict.fromkeys(few + self.pairs))
+        chosen_values = self.values if len(self.values) <= FEW else (*self.values[:2], self.values[-1])
+        return tuple(dict.fromkeys(chosen_values + self.pairs))
 
     def varied(self, case: Any, source: random.Random) -> Changes:
         value = getattr(case, self.name)
-        alike = [one for one in self.values if self.alike(value, one)] if len(self.values) > FEW else []
+        alike = (
+            [candidate for candidate in self.values if self.alike(value, candidate)] if len(self.values) > FEW else []
+        )
         return {self.name: source.choice(alike)} if len(alike) > 1 else {}
 
     def smaller(self, case: Any) -> Iterator[Changes]:
@@ -317,8 +327,8 @@ class Number(Choice):
     def other(self, case: Any) -> Changes:
         """Another covered value, if the number is a given setting."""
         value = getattr(case, self.name)
-        others = [v for v in self.pairs if v != value]
-        return {self.name: others[0]} if self.argument and value != self.default and others else {}
+        alternatives = [v for v in self.pairs if v != value]
+        return {self.name: alternatives[0]} if self.argument and value != self.default and alternatives else {}
 
 
 @dataclass(kw_only=True)
@@ -341,9 +351,9 @@ class Words(Axis):
 
     def wrong(self, value: Any) -> str:
         words = value.split("+") if isinstance(value, str) and value else []
-        right = isinstance(value, str) and all(word in self.known for word in words)
-        right = right and (self.repeat or words == [word for word in self.known if word in words])
-        return "" if right else f"some of {', '.join(self.known)}, joined by +"
+        is_legal = isinstance(value, str) and all(word in self.known for word in words)
+        is_legal = is_legal and (self.repeat or words == [word for word in self.known if word in words])
+        return "" if is_legal else f"some of {', '.join(self.known)}, joined by +"
 
     def smaller(self, case: Any) -> Iterator[Changes]:
         """Without some of the words."""
@@ -361,29 +371,29 @@ def declared(axis: Axis) -> Any:
     return field(default=axis.default, metadata={"axis": axis})
 
 
-def size(letter: str = "", at_least: int = 0, default: int = 1, **more: Any) -> Any:
-    return declared(Size(default=default, letter=letter, at_least=at_least, **more))
+def size(letter: str = "", at_least: int = 0, default: int = 1, **fields: Any) -> Any:
+    return declared(Size(default=default, letter=letter, at_least=at_least, **fields))
 
 
 def seed(most: int = 999) -> Any:
     return declared(Seed(default=0, most=most))
 
 
-def choice(*values: Any, **more: Any) -> Any:
-    return declared(Choice(default=values[0], values=values, **more))
+def choice(*values: Any, **fields: Any) -> Any:
+    return declared(Choice(default=values[0], values=values, **fields))
 
 
-def flag(**more: Any) -> Any:
-    return choice(False, True, **more)
+def flag(**fields: Any) -> Any:
+    return choice(False, True, **fields)
 
 
 def dtypes(*values: str, also: tuple[str, ...] = ()) -> Any:
     return declared(Dtype(default=values[0], values=values, also=also))
 
 
-def number(default: int | None, *values: int, pairs: tuple[int, ...] = (), argument: str = "", **more: Any) -> Any:
-    return declared(Number(default=default, values=(default, *values), pairs=pairs, argument=argument, **more))
+def number(default: int | None, *values: int, pairs: tuple[int, ...] = (), argument: str = "", **fields: Any) -> Any:
+    return declared(Number(default=default, values=(default, *values), pairs=pairs, argument=argument, **fields))
 
 
-def words(default: str, *known: str, **more: Any) -> Any:
-    return declared(Words(default=default, known=known, **more))
+def words(default: str, *vocabulary: str, **fields: Any) -> Any:
+    return declared(Words(default=default, known=vocabulary, **fields))

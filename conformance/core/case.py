@@ -59,16 +59,16 @@ class Case:
         Raises:
             ValueError: a value that its axis does not have.
         """
-        other = self.taking(changes)
-        other._check(changes)
-        return other
+        changed_case = self.taking(changes)
+        changed_case._check(changes)
+        return changed_case
 
     def taking(self, fields: dict[str, Any]) -> Self:
         """The case with other fields, of values that their axes are known to have."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, **fields)
-        assert len(other.__dict__) == len(self.__dict__), f"{fields}: not all are fields of {type(self).__name__}"
-        return other
+        new_case = object.__new__(type(self))
+        new_case.__dict__.update(self.__dict__, **fields)
+        assert len(new_case.__dict__) == len(self.__dict__), f"{fields}: not all are fields of {type(self).__name__}"
+        return new_case
 
     def has(self, fields: dict[str, Any]) -> bool:
         """Whether its fields have these values."""
@@ -168,21 +168,24 @@ def case_from(record: Any) -> Case:
     """
     if not isinstance(record, dict):
         raise CaseError(f"a case is a JSON object, not {type(record).__name__}")
-    rest = dict(record)
-    schema = rest.pop("schema", SCHEMA)
+    record_fields = dict(record)
+    schema = record_fields.pop("schema", SCHEMA)
     if schema != SCHEMA:
         raise CaseError(f"schema is {schema!r}; this version reads {SCHEMA}")
-    function = rest.get("function")
+    function = record_fields.get("function")
     cls = Case.family.get(function) if isinstance(function, str) else None
     if cls is None:
         raise CaseError(f"function is {function!r}; known are {', '.join(sorted(Case.family))}")
-    known = {field.name: field for field in fields(cls)}
-    for name, value in rest.items():
-        if name not in known:
-            raise CaseError(f"{name!r} is no field of a {rest['function']} case; its fields are {', '.join(known)}")
-        rest[name] = _earlier(value) if name == "before" else _decoded(name, value, known[name])
+    fields_by_name = {field.name: field for field in fields(cls)}
+    for name, value in record_fields.items():
+        if name not in fields_by_name:
+            raise CaseError(
+                f"{name!r} is no field of a {record_fields['function']} case; "
+                f"its fields are {', '.join(fields_by_name)}"
+            )
+        record_fields[name] = _earlier(value) if name == "before" else _decoded(name, value, fields_by_name[name])
     try:
-        case = cls(**rest)
+        case = cls(**record_fields)
     except (TypeError, ValueError) as error:
         raise CaseError(str(error)) from None
     reason = case.apart()
@@ -206,10 +209,10 @@ def in_turn(cases: list[Any]) -> list[Any]:
     return [replace(case, before=(*cases[i + 1 :], *cases[:i])) for i, case in enumerate(cases)]
 
 
-def placed(index: int, read: Callable[[Any], Case], given: Any) -> Case:
+def placed(index: int, read: Callable[[Any], Case], record: Any) -> Case:
     """read(given); an error says which one of `before` it is about."""
     try:
-        return read(given)
+        return read(record)
     except CaseError as error:
         raise CaseError(f"before[{index}]: {error}") from None
 

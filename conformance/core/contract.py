@@ -97,7 +97,7 @@ class Contract(ABC, Generic[C]):
         if vars(cls).get("signature"):
             declare(cls, vars(cls)["signature"])
 
-    def adopt(self, other: "Contract[Any]") -> None:
+    def adopt(self, wrapped: "Contract[Any]") -> None:
         """Copy the function, its signature and the derived attributes from the wrapped contract."""
         names = (
             "function",
@@ -111,7 +111,7 @@ class Contract(ABC, Generic[C]):
             "static",
         )
         for name in names:
-            setattr(self, name, getattr(other, name))
+            setattr(self, name, getattr(wrapped, name))
 
     @abstractmethod
     def legal(self, case: C) -> Problem:
@@ -135,7 +135,7 @@ class Contract(ABC, Generic[C]):
         settings: dict[str, Any] | None = None,
         *,
         lengths: dict[str, int] | None = None,
-        **more: Any,
+        **problem_fields: Any,
     ) -> Problem:
         """The call with these arguments and the case's gradients, cotangents and layout.
 
@@ -143,17 +143,17 @@ class Contract(ABC, Generic[C]):
             lengths: dimensions by letter, where the case has no such size or has it in other units.
             more: further fields of the Problem.
         """
-        known = {
+        known_lengths = {
             axis.letter: getattr(case, name) for name, axis in axes_of(type(case)).items() if isinstance(axis, Size)
         }
-        known |= lengths or {}
+        known_lengths |= lengths or {}
         wanted, cotangents = self.signature.wanted(case), {}
         for out in self.signature.outputs:
             if out.name in self.signature.cotangents(case):
-                shape = tuple(known[letter] for letter in out.dims)
+                shape = tuple(known_lengths[letter] for letter in out.dims)
                 cotangents[out.name] = self.cotangent(case, out.name, shape, self.signature.names[out.of].dtype(case))
         return Problem(
-            self.function, required, settings or {}, {case.layout_of: case.layout}, wanted, cotangents, **more
+            self.function, required, settings or {}, {case.layout_of: case.layout}, wanted, cotangents, **problem_fields
         )
 
     def cotangent(self, case: C, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -198,8 +198,8 @@ def _master(x: Tensor, layout: str) -> Tensor:
 
 def accumulator_of(declared: Mapping[str, Any], storage: torch.dtype) -> torch.dtype:
     """The declared dtype of accumulators; float64 for values in float64, unless declared."""
-    plain = torch.float64 if storage == torch.float64 else torch.float32
-    return {"storage": storage, "float32_only": torch.float32}.get(declared.get("accumulator", ""), plain)
+    default = torch.float64 if storage == torch.float64 else torch.float32
+    return {"storage": storage, "float32_only": torch.float32}.get(declared.get("accumulator", ""), default)
 
 
 def leaf(x: Tensor) -> Tensor:
@@ -209,8 +209,8 @@ def leaf(x: Tensor) -> Tensor:
 
 def computed_in(declared: Mapping[str, Any], *tensors: Tensor | None) -> torch.dtype:
     """The declared accumulator of values of the widest input's dtype, or of the first one's."""
-    given = [x.dtype for x in tensors if x is not None]
-    return accumulator_of(declared, torch.float64 if torch.float64 in given else given[0])
+    dtypes = [x.dtype for x in tensors if x is not None]
+    return accumulator_of(declared, torch.float64 if torch.float64 in dtypes else dtypes[0])
 
 
 def narrowed(accumulator: torch.dtype, *tensors: Tensor | None) -> int:

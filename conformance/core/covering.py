@@ -53,12 +53,14 @@ def covering(
     while uncovered:
         wanted = next(iter(uncovered))
         candidates = (table.completed(wanted) for _ in range(20 * CANDIDATES))
-        made = list(itertools.islice((one for one in candidates if legal(table.row(one))), CANDIDATES))
-        if not made:
+        legal_candidates = list(
+            itertools.islice((numbers for numbers in candidates if legal(table.row(numbers))), CANDIDATES)
+        )
+        if not legal_candidates:
             impossible += 1
             del uncovered[wanted]
             continue
-        best = max(made, key=lambda numbers: sum(map(uncovered.__contains__, table.pairs(numbers))))
+        best = max(legal_candidates, key=lambda numbers: sum(map(uncovered.__contains__, table.pairs(numbers))))
         rows.append(table.row(best))
         for pair in table.pairs(best):
             uncovered.pop(pair, None)
@@ -75,15 +77,15 @@ class _Table:
         self._values = [value for values in axes.values() for value in values]
         ends = itertools.accumulate(map(len, axes.values()))
         self._numbers = [range(end - len(values), end) for end, values in zip(ends, axes.values(), strict=True)]
-        self._place = [place for place, numbers in enumerate(self._numbers) for _ in numbers]
+        self._place = [axis for axis, numbers in enumerate(self._numbers) for _ in numbers]
         self._bounds = [(numbers.start, len(numbers), len(numbers).bit_length()) for numbers in self._numbers]
         in_order = sorted(range(len(axes)), key=self._names.__getitem__)
-        self._paired = [place for place in in_order if self._names[place] not in once]
-        self._once = [place for place in in_order if self._names[place] in once]
+        self._paired = [axis for axis in in_order if self._names[axis] not in once]
+        self._once = [axis for axis in in_order if self._names[axis] in once]
 
     def every(self) -> Iterator[Numbers]:
         """The values of axes covered once, then all pairs of the others."""
-        yield from ((number,) for place in self._once for number in self._numbers[place])
+        yield from ((number,) for axis in self._once for number in self._numbers[axis])
         for x, y in itertools.combinations(self._paired, 2):
             yield from itertools.product(self._numbers[x], self._numbers[y])
 
@@ -103,8 +105,8 @@ class _Table:
 
     def pairs(self, candidate: Numbers) -> Iterator[Numbers]:
         """The candidate's pairs, and its values of axes covered once."""
-        pairs = itertools.combinations([candidate[place] for place in self._paired], 2)
-        return itertools.chain(pairs, ((candidate[place],) for place in self._once))
+        pairs = itertools.combinations([candidate[axis] for axis in self._paired], 2)
+        return itertools.chain(pairs, ((candidate[axis],) for axis in self._once))
 
     def row(self, candidate: Numbers) -> Row:
         return dict(zip(self._names, map(self._values.__getitem__, candidate), strict=True))

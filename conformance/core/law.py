@@ -61,9 +61,9 @@ class Trial:
 
 def next_values(trial: Trial) -> tuple[Any, Problem] | None:
     """The case with the next seed, and its call; None if the implementation refuses it."""
-    other = replace(trial.case, law="", seed=trial.case.seed + 1)
-    problem = trial.contract.problem(other)
-    return None if trial.extras["refusal"](problem) else (other, problem)
+    next_case = replace(trial.case, law="", seed=trial.case.seed + 1)
+    problem = trial.contract.problem(next_case)
+    return None if trial.extras["refusal"](problem) else (next_case, problem)
 
 
 def upside_down(x: Tensor, dim: int = 0) -> Tensor:

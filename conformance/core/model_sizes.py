@@ -72,10 +72,10 @@ def _of_recipes(scope: Scope) -> Iterator[Any]:
         for variant in range(len(group))
         if not axes["variant"].wrong(variant)
     ]
-    beside: list[list[Changes]] = [
+    recipes_of_directions: list[list[Changes]] = [
         axes[name].covered(scope.signature) if name in scope.live else [{}] for name in ("direction", "role")
     ]
-    directions, roles = beside
+    directions, roles = recipes_of_directions
     for index, (kind, direction) in enumerate(itertools.product(kinds, directions)):
         kind |= direction | roles[(index + index // len(directions)) % len(roles)]
         case = _fullest(scope, scope.contract.shapes.of_models | kind)
@@ -95,8 +95,8 @@ def _dtyped(scope: Scope, case: Any, index: int) -> Any:
     if not isinstance(axis, Dtype) or index % ANOTHER_DTYPE != ANOTHER_DTYPE - 1:
         return case
     values = [changes for changes in axis.covered(scope.signature) if not case.has(changes)]
-    other = case.changed(**values[index // ANOTHER_DTYPE % len(values)]) if values else case
-    return other if scope.fits(other) else case
+    changed_case = case.changed(**values[index // ANOTHER_DTYPE % len(values)]) if values else case
+    return changed_case if scope.fits(changed_case) else case
 
 
 def _resized(scope: Scope, case: Any, index: int, odd: bool, fixed: Collection[str] = ()) -> Any:
@@ -129,9 +129,9 @@ def _affordable(case: Any, name: str, length: int, lengths: Collection[int]) -> 
     """
     widths = [getattr(case, width) * case.unit for width in WIDTHS if hasattr(case, width)]
     weights = math.prod(widths) if len(widths) > 1 else case.row_unit * sum(widths)
-    one = weights if name == "experts" else sum(widths)
-    most = MOST[name] // max(one, 1)
-    return max((other for other in lengths if other <= min(length, most)), default=min(lengths))
+    length_of_others = weights if name == "experts" else sum(widths)
+    most = MOST[name] // max(length_of_others, 1)
+    return max((shorter for shorter in lengths if shorter <= min(length, most)), default=min(lengths))
 
 
 def _sizes(size: int, odd: bool) -> list[int]:
@@ -140,7 +140,7 @@ def _sizes(size: int, odd: bool) -> list[int]:
     return [size + odd + step * i for i in range(TRIED)]
 
 
-def same_options(case: Any, other: Any) -> bool:
+def same_options(case: Any, second_case: Any) -> bool:
     """Whether all fields but sizes, data and the law are equal."""
-    free = {name for name, axis in axes_of(type(case)).items() if isinstance(axis, Size) or axis.data} | {"law"}
-    return all(value == getattr(other, name) for name, value in case.__dict__.items() if name not in free)
+    free_fields = {name for name, axis in axes_of(type(case)).items() if isinstance(axis, Size) or axis.data} | {"law"}
+    return all(value == getattr(second_case, name) for name, value in case.__dict__.items() if name not in free_fields)

@@ -65,7 +65,7 @@ class Ranked(Contract[C]):
         """One rank's expectations. Need not compute the other ranks'."""
         return self.right(case, calls, declared)[rank]
 
-    def connected(self, call: Problem, place: RankContext) -> Problem:
+    def connected(self, call: Problem, context: RankContext) -> Problem:
         """A rank's call, with its process group."""
         return call
 
@@ -73,11 +73,13 @@ class Ranked(Contract[C]):
 class Collective(Ranked[C]):
     """Inputs, expected outputs and laws of a function that requires a process group."""
 
-    def connected(self, call: Problem, place: RankContext) -> Problem:
+    def connected(self, call: Problem, context: RankContext) -> Problem:
         chain = (
-            replace(call.producer, settings=call.producer.settings | {"group": place.group}) if call.producer else None
+            replace(call.producer, settings=call.producer.settings | {"group": context.group})
+            if call.producer
+            else None
         )
-        return replace(call, settings=call.settings | {"group": place.group}, producer=chain)
+        return replace(call, settings=call.settings | {"group": context.group}, producer=chain)
 
     def legal(self, case: C) -> Problem:
         return self.calls(case)[0]
@@ -89,15 +91,15 @@ class Collective(Ranked[C]):
 class AtRank(Contract[C], Generic[C]):
     """One rank's view of a collective contract: its call, with the group, and its expectations."""
 
-    def __init__(self, whole: Ranked[C], place: RankContext) -> None:
-        self.whole, self.place = whole, place
+    def __init__(self, all_ranks: Ranked[C], context: RankContext) -> None:
+        self.whole, self.place = all_ranks, context
         self._made: dict[C, list[Problem]] = {}
-        self.adopt(whole)
-        self.laws, self.illegal = whole.laws, whole.illegal
+        self.adopt(all_ranks)
+        self.laws, self.illegal = all_ranks.laws, all_ranks.illegal
         self.golden = {
-            name: (self.own(calls), right[place.rank])
-            for name, (calls, right) in whole.worldwide.items()
-            if len(calls) == place.ranks
+            name: (self.own(calls), expectations[context.rank])
+            for name, (calls, expectations) in all_ranks.worldwide.items()
+            if len(calls) == context.ranks
         }
 
     def legal(self, case: C) -> Problem:

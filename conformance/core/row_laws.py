@@ -32,14 +32,14 @@ def _results(signature: Signature) -> dict[str, str]:
     return {out.name: out.dims for out in signature.outputs} | {f"d_{x.name}": x.dims for x in signature.inputs}
 
 
-def _judged(trial: Trial, law: str, there: Change, back: Change, letter: str = TOKENS) -> Finding | None:
+def _judged(trial: Trial, law: str, there: Change, inverse: Change, letter: str = TOKENS) -> Finding | None:
     """Run with a changed dimension; judge the outputs, changed back, by their first expectation."""
     signature = trial.contract.signature
     inputs = {x.name: x.dims for x in signature.inputs}
     cotangents = _changed(trial.problem.cotangents, _results(signature), there, letter)
     second: Problem = trial.problem.with_tensors(_changed(trial.problem.tensors, inputs, there, letter))
     outputs = trial.run(replace(second, cotangents=cotangents))
-    return trial.judged(law, any_of_equals(trial.expected), _changed(outputs, _results(signature), back, letter))
+    return trial.judged(law, any_of_equals(trial.expected), _changed(outputs, _results(signature), inverse, letter))
 
 
 def any_of_equals(expected: dict[str, Expectation]) -> dict[str, Expectation]:

@@ -68,8 +68,8 @@ class Scope:
 
     def cheap_laws(self, case: Case) -> list[str]:
         """The same without laws that run other kernels, where these shall be few; never empty."""
-        every = self.laws(case)
-        return [name for name in every if not self.contract.laws[name].recompiles] or every
+        laws = self.laws(case)
+        return [name for name in laws if not self.contract.laws[name].recompiles] or laws
 
     # ---- which cases fit
 
@@ -87,10 +87,10 @@ class Scope:
         if self.function not in self.space.without and self.signature.producer not in self.space.without:
             return True
         named = [a.argument for a in self.axes if a.argument and getattr(case, a.name) != a.default]
-        given = [x.argument for x in self.signature.inputs if x.optional and x.given(case)]
-        made = [x.name for x in self.signature.made_from if x.optional and x.given(case)]
-        return all(self.accepts(argument) for argument in (*named, *given, *case.arguments())) and all(
-            self.space.accepts(self.signature.producer, argument) for argument in made
+        input_arguments = [x.argument for x in self.signature.inputs if x.optional and x.given(case)]
+        producer_arguments = [x.name for x in self.signature.made_from if x.optional and x.given(case)]
+        return all(self.accepts(argument) for argument in (*named, *input_arguments, *case.arguments())) and all(
+            self.space.accepts(self.signature.producer, argument) for argument in producer_arguments
         )
 
     def refused(self, case: Case) -> str | None:
@@ -113,17 +113,17 @@ class Scope:
         if self.fits(case):
             return case
         names = ("function", "law", "golden", "illegal", "before")
-        kept = self._default.changed(**{name: getattr(case, name) for name in names})
-        fits = self.fits(kept)
+        mended = self._default.changed(**{name: getattr(case, name) for name in names})
+        fits = self.fits(mended)
         for axis in axes_of(type(case)).values():
-            for changes in axis.nearest(case, kept):
-                if fits and kept.has(changes):  # the candidate is the case itself
+            for changes in axis.nearest(case, mended):
+                if fits and mended.has(changes):  # the candidate is the case itself
                     break
-                other = _changed(kept, changes)
-                if other and self.fits(other):
-                    kept, fits = other, True
+                candidate = _changed(mended, changes)
+                if candidate and self.fits(candidate):
+                    mended, fits = candidate, True
                     break
-        return kept
+        return mended
 
     # ---- cases near another
 
@@ -134,9 +134,9 @@ class Scope:
         smaller = (changes for axis in axes for changes in axis.smaller(case))
         for changes in ({"law": ""}, *plainer, *smaller):
             changed = _changed(case, changes)
-            other = self.mended(changed) if changed else case
-            if other != case:
-                yield other
+            candidate = self.mended(changed) if changed else case
+            if candidate != case:
+                yield candidate
 
     def neighbour(self, case: Any) -> Any:
         """Another call of the function: other values and settings."""
@@ -145,7 +145,7 @@ class Scope:
             changes |= axis.other(case)
         return self.mended(case.changed(**changes))
 
-    def alike(self, case: Any, other: Any) -> bool:
+    def alike(self, case: Any, second_case: Any) -> bool:
         """Whether both cases run the same compiled kernels.
 
         Strides are products of sizes, so these have a class too: 6·8 is a multiple of 16, 5·8 is
@@ -153,9 +153,9 @@ class Scope:
         """
         axes = axes_of(type(case)).values()
         return (
-            (case.layout_of == other.layout_of or {case.layout, other.layout} <= {*WRITTEN_OUT})
-            and all(axis.alike(getattr(case, axis.name), getattr(other, axis.name)) for axis in axes)
-            and self._strides(case) == self._strides(other)
+            (case.layout_of == second_case.layout_of or {case.layout, second_case.layout} <= {*WRITTEN_OUT})
+            and all(axis.alike(getattr(case, axis.name), getattr(second_case, axis.name)) for axis in axes)
+            and self._strides(case) == self._strides(second_case)
         )
 
     def _strides(self, case: Any) -> list[bool]:
@@ -200,9 +200,9 @@ class Scope:
 
         @st.composite
         def changed(draw: st.DrawFn) -> Any:
-            case, other, chosen = draw(st.sampled_from(cases)), draw(self.drawn()), draw(names)
+            case, drawn_case, chosen = draw(st.sampled_from(cases)), draw(self.drawn()), draw(names)
             chosen += ["layout_of"] if "layout" in chosen else []
-            mixed = _changed(case, {name: getattr(other, name) for name in chosen})
+            mixed = _changed(case, {name: getattr(drawn_case, name) for name in chosen})
             case = self.mended(self.contract.shapes.affordable(mixed, self)) if mixed else case
             return case.changed(law=draw(st.sampled_from(self.laws(case))))
 
@@ -242,22 +242,24 @@ class Scope:
 
     def _unlike(self, values: tuple[tuple[tuple[str, Any], ...], ...]) -> tuple[tuple[tuple[str, Any], ...], ...]:
         """The first of those changes that run the same kernels."""
-        axes, found = axes_of(self.contract.case_type), list[Changes]()
+        axes, distinct = axes_of(self.contract.case_type), list[Changes]()
         for changes in map(dict, values):
-            defaults = {name: axes[name].default for name in {name for one in values for name, _ in one} & {*axes}}
+            defaults = {
+                name: axes[name].default for name in {name for earlier in values for name, _ in earlier} & {*axes}
+            }
             new = defaults | changes
             alike = (
                 all(
-                    not callable(value) and axes[name].alike(value, (defaults | one)[name])
+                    not callable(value) and axes[name].alike(value, (defaults | earlier)[name])
                     if name in axes
-                    else value == one.get(name)
+                    else value == earlier.get(name)
                     for name, value in new.items()
                 )
-                for one in found
+                for earlier in distinct
             )
             if not any(alike):
-                found.append(changes)
-        return tuple(tuple(changes.items()) for changes in found)
+                distinct.append(changes)
+        return tuple(tuple(changes.items()) for changes in distinct)
 
     def row(self, base: Changes, row: dict[str, Any]) -> Any:
         """The case of a row of the covering array, of values that `covered_axes` has checked."""
@@ -280,17 +282,17 @@ class Scope:
         case = self.row(changes, {})
         return case.changed(**case.__dict__)
 
-    def more(self, others: list[Case]) -> list[Case]:
+    def more(self, other_cases: list[Case]) -> list[Case]:
         """The family's cases that run with the covering array."""
-        return self.contract.shapes.more(self, others)
+        return self.contract.shapes.more(self, other_cases)
 
     def always(self) -> list[Any]:
         """The family's shapes, with all optional inputs and gradients; laws and layouts in turn."""
-        given = self.contract.shapes.always(self)
-        shapes = [self.fullest(one) for one in given if not isinstance(one, Case)]
+        family_shapes = self.contract.shapes.always(self)
+        shapes = [self.fullest(shape) for shape in family_shapes if not isinstance(shape, Case)]
         placed = self.placed(self.placed(shapes, "negated"), "sliced")
-        whole = [one for one in given if isinstance(one, Case)]
-        return [*self.lawful(placed), *whole, *self.overlapping(), *self.tall()]
+        whole_cases = [shape for shape in family_shapes if isinstance(shape, Case)]
+        return [*self.lawful(placed), *whole_cases, *self.overlapping(), *self.tall()]
 
     def tall(self) -> list[Any]:
         """A case of `TALL` rows, on a GPU."""
@@ -311,23 +313,25 @@ class Scope:
 
     def placed(self, cases: list[Any], layout: str) -> list[Any]:
         """The cases, each of the first contiguous ones with another tensor in this layout."""
-        found, left = [], [name for name, dims in self.signature.placed.items() if dims]
+        placed_cases, remaining = [], [name for name, dims in self.signature.placed.items() if dims]
         for case in cases:
-            placed = [case.changed(layout=layout, layout_of=name) for name in left if case.layout == "contiguous"]
+            placed = [case.changed(layout=layout, layout_of=name) for name in remaining if case.layout == "contiguous"]
             chosen = next(filter(self.fits, placed), case)
-            left = [name for name in left if name != chosen.layout_of]
-            found.append(chosen)
-        return found
+            remaining = [name for name in remaining if name != chosen.layout_of]
+            placed_cases.append(chosen)
+        return placed_cases
 
     def fullest(self, fields: Changes) -> Any:
         """A case with these fields, and all optional inputs and gradients of the implementation."""
-        known = axes_of(self.contract.case_type)
-        given: Changes = {}
+        axes_by_name = axes_of(self.contract.case_type)
+        optional_inputs: Changes = {}
         for x in self.signature.inputs:
-            if x.optional in known:
-                values = (changes[x.optional] for changes in known[x.optional].covered(self.signature))
-                given[x.optional] = next((value for value in values if value), known[x.optional].default)
-        case = self.mended(self.case(given | fields))
+            if x.optional in axes_by_name:
+                values = (changes[x.optional] for changes in axes_by_name[x.optional].covered(self.signature))
+                optional_inputs[x.optional] = next(
+                    (value for value in values if value), axes_by_name[x.optional].default
+                )
+        case = self.mended(self.case(optional_inputs | fields))
         return self.mended(case.changed(grads=self.signature.all_gradients(case)))
 
     def doubled(self, case: Any) -> Any:
@@ -347,8 +351,10 @@ class Scope:
             if isinstance(axis, Size):
                 fields[axis.name] = 3
             elif isinstance(axis, Dtype):
-                given = [value for value in axis.allowed(self.signature, axis.values) if value]
-                fields[axis.name] = min(given, key=lambda name: getattr(torch, name).itemsize, default=axis.default)
+                allowed_values = [value for value in axis.allowed(self.signature, axis.values) if value]
+                fields[axis.name] = min(
+                    allowed_values, key=lambda name: getattr(torch, name).itemsize, default=axis.default
+                )
         base = self.fullest(fields | self.contract.shapes.far)
         placed = [base.changed(layout=layout, layout_of=name) for name, layout in self.signature.layouts(far=True)]
         fitting = [case for case in placed if self.fits(case)]
@@ -356,14 +362,14 @@ class Scope:
 
     def lawful(self, cases: list[Any]) -> list[Any]:
         """The cases with laws in turn; for few kernels, a law that runs others has one case."""
-        found: list[Any] = []
+        cases_with_laws: list[Any] = []
         rare = {name for name, law in self.contract.laws.items() if law.recompiles and self.space.few_kernels}
         for index, case in enumerate(cases):
             laws = self.cheap_laws(case) if self.space.few_kernels else self.laws(case)
             law = next((name for name in self.laws(case) if name in rare), laws[index % len(laws)])
             rare.discard(law)
-            found.append(case.changed(law=law))
-        return found
+            cases_with_laws.append(case.changed(law=law))
+        return cases_with_laws
 
 
 def _changed(case: Any, changes: Changes) -> Any:

@@ -43,19 +43,23 @@ def counts(of: str = "") -> Any:
 
 
 @st.composite
-def worlds(draw: st.DrawFn, space: Space, each: int = 1, even: bool = False, least: int = 0) -> tuple[int, ...]:
-    """Tokens per rank: multiples of `each`, equal if `even`."""
+def worlds(draw: st.DrawFn, space: Space, multiple: int = 1, even: bool = False, least: int = 0) -> tuple[int, ...]:
+    """Tokens per rank: multiples of `multiple`, equal if `even`."""
     ranks = draw(st.sampled_from([n for n in WORLDS if n <= space.most_ranks]))
     some = st.integers(least, MOST_TOKENS)
     counts = (draw(some),) * ranks if even else tuple(draw(some) for _ in range(ranks))
-    return tuple(count * each for count in counts)
+    return tuple(count * multiple for count in counts)
 
 
 class SharedOut(Ranked[C]):
     """The one-process contract, and per rank for cases with counts."""
 
     def __init__(
-        self, alone: Contract[C], weights: tuple[str, ...] = (), sums: tuple[str, ...] = (), same: tuple[str, ...] = ()
+        self,
+        contract: Contract[C],
+        weights: tuple[str, ...] = (),
+        sums: tuple[str, ...] = (),
+        same: tuple[str, ...] = (),
     ) -> None:
         """
         Args:
@@ -64,15 +68,15 @@ class SharedOut(Ranked[C]):
             sums: outputs summed over ranks (weight gradients); the others have one row per token.
             same: outputs equal on all ranks.
         """
-        self.alone, self.weights, self.sums, self.same = alone, weights, (*weights, *sums), same
-        self.adopt(alone)
+        self.alone, self.weights, self.sums, self.same = contract, weights, (*weights, *sums), same
+        self.adopt(contract)
 
     def ranks(self, case: Any) -> int:
         return len(case.counts)
 
     def calls(self, case: Any) -> list[Problem]:
-        whole = self.alone.legal(case)
-        return [_changed(whole, self._part(case, rank)) for rank in range(len(case.counts))]
+        whole_call = self.alone.legal(case)
+        return [_changed(whole_call, self._part(case, rank)) for rank in range(len(case.counts))]
 
     def _part(self, case: Any, rank: int) -> Callable[[str, Any], Any]:
         return lambda name, x: (
@@ -103,10 +107,10 @@ class SharedOut(Ranked[C]):
         return self.alone.explain(problem, output, index, observed)
 
 
-def _changed(whole: Problem, part: Callable[[str, Any], Any]) -> Problem:
+def _changed(whole_call: Problem, slice_of: Callable[[str, Any], Any]) -> Problem:
     """The call with a slice of each tensor."""
-    parts = {
-        name: {key: part(key, x) for key, x in getattr(whole, name).items()}
+    slices = {
+        name: {key: slice_of(key, x) for key, x in getattr(whole_call, name).items()}
         for name in ("required", "settings", "cotangents", "first")
     }
-    return replace(whole, **parts)  # type: ignore[arg-type]
+    return replace(whole_call, **slices)  # type: ignore[arg-type]

@@ -37,11 +37,11 @@ class Gradients(Axis):
         names = getattr(case, self.name).split("+")
         yield from ({self.name: name} for name in names if len(names) > 1)
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
         """With fewer and fewer names."""
         yield {self.name: getattr(case, self.name)}  # mostly it fits, and the others are many
-        every = subsets(getattr(case, self.name).split("+"))
-        yield from ({self.name: value} for value in sorted(every, key=lambda s: -s.count("+") - bool(s))[1:])
+        name_subsets = subsets(getattr(case, self.name).split("+"))
+        yield from ({self.name: value} for value in sorted(name_subsets, key=lambda s: -s.count("+") - bool(s))[1:])
 
 
 @dataclass(kw_only=True)
@@ -82,8 +82,14 @@ class Layout(Axis):
 
     def each(self, signature: Signature) -> list[list[Changes]]:
         """Each layout of near addresses, of any tensor."""
-        every = [*signature.layouts(far=False), *((of, x) for x in ("negated", "sliced") for of in signature.placed)]
-        return [[self.placed(x, of) for of, x in every if x == layout] for layout in dict.fromkeys(x for _, x in every)]
+        placements = [
+            *signature.layouts(far=False),
+            *((of, x) for x in ("negated", "sliced") for of in signature.placed),
+        ]
+        return [
+            [self.placed(x, of) for of, x in placements if x == layout]
+            for layout in dict.fromkeys(x for _, x in placements)
+        ]
 
     def wrong(self, value: Any) -> str:
         return "" if value in LAYOUTS else f"one of {', '.join(LAYOUTS)}"
@@ -92,16 +98,16 @@ class Layout(Axis):
         if getattr(case, self.name) != self.default:
             yield self.placed()
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
         yield self.placed(getattr(case, self.name), getattr(case, f"{self.name}_of"))
         yield self.placed()
 
     def other(self, case: Any) -> Changes:
         return self.placed()
 
-    def alike(self, value: Any, other: Any) -> bool:
+    def alike(self, value: Any, second_value: Any) -> bool:
         """A lazily negated view is written out before a kernel reads it."""
-        return bool(value == other) or {value, other} == {*WRITTEN_OUT}
+        return bool(value == second_value) or {value, second_value} == {*WRITTEN_OUT}
 
     def alternatives(self, signature: Signature, case: Any) -> list[Changes]:
         if getattr(case, self.name) not in WRITTEN_OUT:

@@ -53,22 +53,24 @@ class Space:
         """The space from a child's description of the implementation."""
         functions = description["functions"]
         denied = {
-            key: frozenset(f for f, known in functions.items() if known["declares"].get(key) is False)
+            key: frozenset(f for f, answers in functions.items() if answers["declares"].get(key) is False)
             for key in ("differentiable", "noncontiguous")
         }
-        without = {name: frozenset(known["without"]) for name, known in functions.items()}
+        without = {name: frozenset(answers["without"]) for name, answers in functions.items()}
         return cls(
             *(description["device"], without, denied["differentiable"], denied["noncontiguous"]),
             *(description["ranks"], description["shared_ranks"]),
         )
 
 
-def mostly(plain: str, others: tuple[str, ...]) -> st.SearchStrategy[str]:
-    """`plain` half of the time."""
-    return st.sampled_from((plain,) * max(len(others), 1) + others)
+def mostly(simplest: str, alternatives: tuple[str, ...]) -> st.SearchStrategy[str]:
+    """The simplest value half of the time, else one of the alternatives."""
+    return st.sampled_from((simplest,) * max(len(alternatives), 1) + alternatives)
 
 
 def some_of(names: tuple[str, ...]) -> st.SearchStrategy[str]:
     """Any subset, joined by +: all half of the time, none in one case of five."""
-    every = subsets(list(names))
-    return st.sampled_from(every + every[-1:] * len(every) + every[:1] * (len(every) // 2 - 1))
+    all_subsets = subsets(list(names))
+    return st.sampled_from(
+        all_subsets + all_subsets[-1:] * len(all_subsets) + all_subsets[:1] * (len(all_subsets) // 2 - 1)
+    )

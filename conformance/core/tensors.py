@@ -96,9 +96,9 @@ def with_ends(x: Tensor, seed: int, subnormal: bool = True) -> Tensor:
     small = (least, least - info.smallest_normal) if subnormal else ()
     strange = torch.tensor([torch.nan, torch.inf, -0.0, -torch.inf, *small], dtype=torch.float64).to(x.dtype)
     columns = x.reshape(-1, x.shape[-1]).clone()
-    place = torch.arange(len(columns))
-    columns[:, 0] = strange[(place + seed % 2) % len(strange)]
-    columns[:, -1] = strange[(len(columns) - 1 - place + seed % 3) % len(strange)]
+    row_numbers = torch.arange(len(columns))
+    columns[:, 0] = strange[(row_numbers + seed % 2) % len(strange)]
+    columns[:, -1] = strange[(len(columns) - 1 - row_numbers + seed % 3) % len(strange)]
     return columns.reshape(x.shape)
 
 
@@ -162,18 +162,18 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return x
 
 
-def _of_wider(shape: torch.Size, more: int) -> list[int]:
-    """Strides of rows of a matrix that is `more` columns wider."""
-    wider = torch.empty([*shape[:-1], shape[-1] + more], device="meta") if len(shape) > 1 else None
-    return [*wider.stride()] if wider is not None else [1 + more] * len(shape)
+def _of_wider(shape: torch.Size, extra_columns: int) -> list[int]:
+    """Strides of rows of a matrix that is `extra_columns` wider."""
+    wider = torch.empty([*shape[:-1], shape[-1] + extra_columns], device="meta") if len(shape) > 1 else None
+    return [*wider.stride()] if wider is not None else [1 + extra_columns] * len(shape)
 
 
 def _overlapping(x: Tensor) -> Tensor:
     """All rows in one line: the elements of the first, then the last one of each further row."""
     if x.dim() < 2 or not x.numel():
         return x
-    kind, own = x.dtype, x.view(torch.uint8) if x.element_size() == 1 else x
-    line = torch.cat([own[..., 0, :], own[..., 1:, -1]], dim=-1)
+    kind, payload = x.dtype, x.view(torch.uint8) if x.element_size() == 1 else x
+    line = torch.cat([payload[..., 0, :], payload[..., 1:, -1]], dim=-1)
     rows = line.unfold(-1, x.shape[-1], 1)
     return rows.view(kind) if x.element_size() == 1 else rows
 

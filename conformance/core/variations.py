@@ -35,21 +35,23 @@ class Variations:
         There are at most two sets of sizes, because an implementation may be specialised for more
         than `size_class`.
         """
-        source, found = random.Random(seed), {case.text: case}
+        source, variations = random.Random(seed), {case.text: case}
         structure = _Structure(self.scope, case)
         bases = [case, structure.resized(source)]
         self._meet(structure, case)
         for _ in range(2 * most):
-            if len(found) == most:
+            if len(variations) == most:
                 break
             missing = [changes for value, changes in structure.every if structure.own not in self._met.get(value, ())]
-            made = [structure.candidate(source.choice(bases), missing, source) for _ in range(CANDIDATES)]
-            new, best = max((self._lawful(structure, other, source) for other in made), key=lambda one: one[0])
-            if len(found) >= count and new <= MANY * len(structure.every):
+            candidates = [structure.candidate(source.choice(bases), missing, source) for _ in range(CANDIDATES)]
+            new, best = max(
+                (self._lawful(structure, candidate, source) for candidate in candidates), key=lambda lawful: lawful[0]
+            )
+            if len(variations) >= count and new <= MANY * len(structure.every):
                 break
             self._meet(structure, best)
-            found.setdefault(best.text, best)
-        return list(found.values())
+            variations.setdefault(best.text, best)
+        return list(variations.values())
 
     def _meet(self, structure: "_Structure", case: Any) -> None:
         values = structure.values(case) | {("law", case.law)}
@@ -78,7 +80,11 @@ class _Structure:
         self.own: Value = ("structure", case.text)
         self._few = {axis.name: axis.alternatives(scope.signature, case) for axis in scope.axes}
         self._paired = [axis for axis in scope.axes if self._few[axis.name] and not isinstance(axis, Layout)]
-        self.every = [((name, tuple(changes.values())), changes) for name, few in self._few.items() for changes in few]
+        self.every = [
+            ((name, tuple(changes.values())), changes)
+            for name, value_changes in self._few.items()
+            for changes in value_changes
+        ]
         self._known = {value for value, _ in self.every}
 
     def values(self, case: Any) -> set[Value]:
@@ -104,11 +110,13 @@ class _Structure:
         """`base` with random values of these axes, if it still runs the structure's kernels."""
         changes: Changes = {}
         for axis in axes:
-            few, many = self._few[axis.name], axis.varied(base, source)
-            changes |= source.choice(few) if few and not (many and source.random() < 0.5) else many
+            listed_changes, many = self._few[axis.name], axis.varied(base, source)
+            changes |= (
+                source.choice(listed_changes) if listed_changes and not (many and source.random() < 0.5) else many
+            )
         try:
             changed = base.changed(**changes | wanted)
         except ValueError:
             return base
-        other = self.scope.mended(self.scope.contract.shapes.affordable(changed, self.scope))
-        return other if self.scope.alike(self.case, other) else base
+        varied_case = self.scope.mended(self.scope.contract.shapes.affordable(changed, self.scope))
+        return varied_case if self.scope.alike(self.case, varied_case) else base

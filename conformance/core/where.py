@@ -106,9 +106,9 @@ def decoded(text: str, field: Any) -> Any:
     if isinstance(default, bool):
         return {"true": True, "false": False}.get(text, text)
     if isinstance(default, tuple) or (default is None and "tuple" in str(field.type)):
-        parts = text.strip("[] ").split(",") if text.startswith("[") else [text]
-        whole = [part.strip() for part in parts if part.strip()]
-        return tuple(map(int, whole)) if all(re.fullmatch(r"-?\d+", part) for part in whole) else text
+        pieces = text.strip("[] ").split(",") if text.startswith("[") else [text]
+        entries = [piece.strip() for piece in pieces if piece.strip()]
+        return tuple(map(int, entries)) if all(re.fullmatch(r"-?\d+", piece) for piece in entries) else text
     if default is None or isinstance(default, int):
         if default is None and text == "none":
             return None
@@ -126,8 +126,8 @@ class Where:
     def text(self) -> str:
         return " and ".join(term.text for term in self.terms)
 
-    def __and__(self, other: "Where") -> "Where":
-        return Where(tuple(dict.fromkeys(self.terms + other.terms)))
+    def __and__(self, second_predicate: "Where") -> "Where":
+        return Where(tuple(dict.fromkeys(self.terms + second_predicate.terms)))
 
     def holds(self, case: Case) -> bool:
         if case.golden and not all(term.name in NAMED for term in self.terms):
@@ -144,17 +144,17 @@ class Where:
         Raises:
             UsageError: there is none; the message starts with `source`.
         """
-        given = list(contracts)
-        fitting = [contract.function for contract in given if not self.problem(contract)]
-        if fitting or not given:
+        all_contracts = list(contracts)
+        fitting = [contract.function for contract in all_contracts if not self.problem(contract)]
+        if fitting or not all_contracts:
             return fitting
         for term in self.terms:
-            problems = [term.problem(contract) for contract in given]
+            problems = [term.problem(contract) for contract in all_contracts]
             if all(problems):
-                fields = {field.name: None for contract in given for field in fields_of(contract.case_type)}
+                fields = {field.name: None for contract in all_contracts for field in fields_of(contract.case_type)}
                 if term.name not in fields:
-                    known = f"the fields are {', '.join(fields)}"
-                    raise UsageError(f"{source}: no case has the field {term.name!r}; {known}")
+                    known_fields = f"the fields are {', '.join(fields)}"
+                    raise UsageError(f"{source}: no case has the field {term.name!r}; {known_fields}")
                 raise UsageError(f"{source}: {next((x for x in problems if not x.startswith('no case')), problems[0])}")
         raise UsageError(f"{source}: no function has cases of which all terms can be true")
 
@@ -168,13 +168,13 @@ class Where:
             if term.operator in ("=", "in") and term.name in scope.live and not term.true_of(case):
                 changes[term.name] = decoded(source.choice(term.values), fields[term.name])
         try:
-            other = self._smaller(scope, scope.mended(replace(case, **changes)), case)
+            steered_case = self._smaller(scope, scope.mended(replace(case, **changes)), case)
         except ValueError:
             return None
-        laws = scope.cheap_laws(other) if scope.space.few_kernels else scope.laws(other)
-        if other.law and other.law not in laws:
-            other = replace(other, law=source.choice(laws))
-        return other if self.holds(other) else None
+        laws = scope.cheap_laws(steered_case) if scope.space.few_kernels else scope.laws(steered_case)
+        if steered_case.law and steered_case.law not in laws:
+            steered_case = replace(steered_case, law=source.choice(laws))
+        return steered_case if self.holds(steered_case) else None
 
     def _smaller(self, scope: Scope, moved: Any, case: Any) -> Any:
         """The moved case, with fewer units where a unit has become larger."""
@@ -198,9 +198,9 @@ def parsed(text: str, source: str) -> Where:
     Raises:
         UsageError: the text is no predicate; the message starts with `source`.
     """
-    terms, place = [], 0
+    terms, offset = [], 0
     while text.strip():
-        match = _TERM.match(text, place)
+        match = _TERM.match(text, offset)
         if not match:
             break
         name, operator, value, several = match.groups()
@@ -210,12 +210,12 @@ def parsed(text: str, source: str) -> Where:
             return Where(tuple(terms))
         joined = _AND.match(text, match.end())
         if not joined:
-            place = match.end()
+            offset = match.end()
             break
-        place = joined.end()
+        offset = joined.end()
     if text.strip():
-        rest = text[place:].strip() or "the end"
-        raise UsageError(f"{source}: {text!r}: {rest!r} is no term; a predicate is {FORMS}")
+        remainder = text[offset:].strip() or "the end"
+        raise UsageError(f"{source}: {text!r}: {remainder!r} is no term; a predicate is {FORMS}")
     return EVERYWHERE
 
 

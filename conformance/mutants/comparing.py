@@ -70,23 +70,23 @@ def comparing(mutants: list[SourceMutant]) -> tuple[str, set[str]]:
     Lines keep their numbers, so that kernels keep their places in a cache.
     """
     original = mutants[0].original
-    places = {(place.begin, place.end): place for place in _places(original)}
+    places = {(comparison.begin, comparison.end): comparison for comparison in _places(original)}
     changes: dict[Place, list[tuple[str, str]]] = {}
     for mutant in mutants:
-        begin, before, after = _value(mutant)
-        place = places.get((begin, begin + len(before)))
-        if place and _may_run_twice(before) and _may_run_twice(after):
-            changes.setdefault(place, []).append((mutant.name, after))
-    inner = sorted(changes, key=lambda place: (place.begin, -place.end))
+        begin, original_text, mutated_text = _value(mutant)
+        comparison = places.get((begin, begin + len(original_text)))
+        if comparison and _may_run_twice(original_text) and _may_run_twice(mutated_text):
+            changes.setdefault(comparison, []).append((mutant.name, mutated_text))
+    inner = sorted(changes, key=lambda comparison: (comparison.begin, -comparison.end))
     text = "".join(_written(original, 0, len(original), inner, changes))
     return _with_import(text), {name for group in changes.values() for name, _ in group}
 
 
 def _value(mutant: SourceMutant) -> tuple[int, str, str]:
     """Where the changed expression begins, and what it is before and after: of `dim=0` the 0."""
-    before, after = (re.match(r"(\w+=)(?!=)", text) for text in (mutant.before, mutant.after))
-    if before and after and before[0] == after[0]:
-        skipped = before.end()
+    original_keyword, mutated_keyword = (re.match(r"(\w+=)(?!=)", text) for text in (mutant.before, mutant.after))
+    if original_keyword and mutated_keyword and original_keyword[0] == mutated_keyword[0]:
+        skipped = original_keyword.end()
         return mutant.begin + skipped, mutant.before[skipped:], mutant.after[skipped:]
     return mutant.begin, mutant.before, mutant.after
 
@@ -106,15 +106,17 @@ def _written(
 ) -> Iterator[str]:
     """The pieces of source[begin:end], with its places compared, outer ones around inner ones."""
     while inner:
-        place = inner[0]
-        within = [other for other in inner[1:] if other.end <= place.end]
+        outermost = inner[0]
+        within = [candidate for candidate in inner[1:] if candidate.end <= outermost.end]
         inner = inner[1 + len(within) :]
-        others = "".join(f", ({name!r}, lambda: ({' '.join(after.split())}))" for name, after in changes[place])
-        yield source[begin : place.begin]
+        alternatives = "".join(
+            f", ({name!r}, lambda: ({' '.join(mutated_text.split())}))" for name, mutated_text in changes[outermost]
+        )
+        yield source[begin : outermost.begin]
         yield "__compared__(lambda: ("
-        yield from _written(source, place.begin, place.end, within, changes)
-        yield f"), {place.tested}{others})"
-        begin = place.end
+        yield from _written(source, outermost.begin, outermost.end, within, changes)
+        yield f"), {outermost.tested}{alternatives})"
+        begin = outermost.end
     yield source[begin:end]
 
 

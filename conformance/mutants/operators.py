@@ -93,9 +93,9 @@ def _term(node: cst.BaseExpression) -> str:
     return f"({_code(node)})" if loose else _code(node)
 
 
-def _bare(node: cst.BaseExpression, **parts: object) -> str:
+def _bare(node: cst.BaseExpression, **changed_fields: object) -> str:
     """The code of a node with other parts, without its outer parentheses, which stay."""
-    return _code(node.with_changes(lpar=(), rpar=(), **parts))
+    return _code(node.with_changes(lpar=(), rpar=(), **changed_fields))
 
 
 def _callee(call: cst.Call) -> str:
@@ -132,14 +132,14 @@ ROUNDED = ".to(tl.float32).to(tl.bfloat16)"  # through float32: no cast is direc
 def comparison(node: cst.CSTNode, function: Function) -> Changes:
     """Off by one element: a boundary on the wrong side."""
     if isinstance(node, cst.Comparison):
-        parts = [
+        tokens = [
             _code(node.left),
-            *(_code(part) for target in node.comparisons for part in (target.operator, target.comparator)),
+            *(_code(token_text) for target in node.comparisons for token_text in (target.operator, target.comparator)),
         ]
-        for i, part in enumerate(parts):
-            token = part.strip()
+        for i, token_text in enumerate(tokens):
+            token = token_text.strip()
             if i % 2 and token in OTHER_BOUND:
-                yield node, "".join([*parts[:i], part.replace(token, OTHER_BOUND[token]), *parts[i + 1 :]])
+                yield node, "".join([*tokens[:i], token_text.replace(token, OTHER_BOUND[token]), *tokens[i + 1 :]])
 
 
 def off_by_one(node: cst.CSTNode, function: Function) -> Changes:
@@ -159,9 +159,9 @@ def off_by_one(node: cst.CSTNode, function: Function) -> Changes:
         case cst.Subscript(value=value) if not _code(value).endswith(".shape"):
             for element in node.slice:
                 bounds = [
-                    part
-                    for part in (getattr(element.slice, name, None) for name in ("value", "lower", "upper"))
-                    if part
+                    bound
+                    for bound in (getattr(element.slice, name, None) for name in ("value", "lower", "upper"))
+                    if bound
                 ]
                 yield from ((bound, OTHER_NUMBER[_code(bound)]) for bound in bounds if _code(bound) in OTHER_NUMBER)
 
@@ -177,8 +177,19 @@ def dropped_mask(node: cst.CSTNode, function: Function) -> Changes:
             masks = [arg.value for arg in args if arg.keyword and arg.keyword.value == "mask"]
             # a conjunction loses its conditions one by one
             if masks and not isinstance(masks[0], cst.BinaryOperation):
-                kept = [arg for arg in args if not (arg.keyword and arg.keyword.value in ("mask", "other"))]
-                yield node, _bare(node, args=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
+                remaining_arguments = [
+                    arg for arg in args if not (arg.keyword and arg.keyword.value in ("mask", "other"))
+                ]
+                yield (
+                    node,
+                    _bare(
+                        node,
+                        args=[
+                            *remaining_arguments[:-1],
+                            remaining_arguments[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT),
+                        ],
+                    ),
+                )
 
 
 def dropped_cast(node: cst.CSTNode, function: Function) -> Changes:

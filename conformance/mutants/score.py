@@ -97,8 +97,8 @@ class Result:
             return f"{'SURVIVED':<24}{name} (differs in no case)"
         if not self.killed:
             return f"{self.way.upper():<24}{name} ({self.cases} cases)"
-        way = f"{self.way} (only)" if self.way == "crash" else self.way
-        return f"killed by {way:<13} {name} ({self.function} {self.check}, after {self.cases} cases)"
+        description = f"{self.way} (only)" if self.way == "crash" else self.way
+        return f"killed by {description:<13} {name} ({self.function} {self.check}, after {self.cases} cases)"
 
 
 def score_mutants(
@@ -156,10 +156,14 @@ def score_mutants(
         texts = {result.case for result in killed}
         with Pool(ChildOptions(implementation), jobs) as pool:
             _require_sound(implementation, (item.case for item in passed if item.case.text in texts), pool)
-    ways = ", ".join(f"{sum(r.way == way for r in killed)} by {way}" for way in ("value", "law", "crash"))
+    ways = ", ".join(
+        f"{sum(r.way == kill_kind for r in killed)} by {kill_kind}" for kill_kind in ("value", "law", "crash")
+    )
     share = f"{len(killed)} of {len(results)} ({len(killed) / len(results):.1%})"
-    left = [f"{sum(r.way == way for r in results)} {way}" for way in ("survived", "unfinished")]
-    print(f"\nscore {share}: {ways}; {', '.join(left[: 1 + (seconds < math.inf)])}")
+    remaining_counts = [
+        f"{sum(r.way == kill_kind for r in results)} {kill_kind}" for kill_kind in ("survived", "unfinished")
+    ]
+    print(f"\nscore {share}: {ways}; {', '.join(remaining_counts[: 1 + (seconds < math.inf)])}")
     return results
 
 
@@ -344,7 +348,7 @@ def _spread(cases: list[Case]) -> Iterator[Case]:
     """
     bits = max(len(cases) - 1, 0).bit_length()
     places = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits))
-    yield from (cases[place] for place in places if place < len(cases))
+    yield from (cases[position] for position in places if position < len(cases))
 
 
 def attempt(mutant: Mutant, passed: list[PassedCase], seconds: float = math.inf) -> Result:
@@ -365,14 +369,19 @@ def attempt(mutant: Mutant, passed: list[PassedCase], seconds: float = math.inf)
                 first = pool.run([mutant.likely] if mutant.likely else [])  # alone: a run may change the order
                 for case, outcome in itertools.chain(first, pool.run(_order(mutant, passed))):
                     count += 1
-                    way = _kill(case, outcome)
-                    if way == "value" and not mutant.change and count > 1 and pool.run_alone(case).status == "PASS":
+                    kill_kind = _kill(case, outcome)
+                    if (
+                        kill_kind == "value"
+                        and not mutant.change
+                        and count > 1
+                        and pool.run_alone(case).status == "PASS"
+                    ):
                         # only after other cases
-                        way, outcome = "law", replace(outcome, finding={"check": "history"})
-                    if way in ("value", "law"):
-                        return _killed(mutant, way, case, outcome, count, started)
-                    if way == "crash" and crash is None:
-                        crash = _killed(mutant, way, case, outcome, count, started)
+                        kill_kind, outcome = "law", replace(outcome, finding={"check": "history"})
+                    if kill_kind in ("value", "law"):
+                        return _killed(mutant, kill_kind, case, outcome, count, started)
+                    if kill_kind == "crash" and crash is None:
+                        crash = _killed(mutant, kill_kind, case, outcome, count, started)
                     hangs += outcome.status == "HANG"
                     if crash and (count > crash.cases + AFTER_A_CRASH or hangs == HANGS):
                         break
@@ -394,6 +403,6 @@ def _kill(case: Case, outcome: Outcome) -> str:
     return "law" if outcome.finding["check"] in CONTRACTS[case.function].laws else "value"
 
 
-def _killed(mutant: Mutant, way: str, case: Case, outcome: Outcome, count: int, started: float) -> Result:
+def _killed(mutant: Mutant, kill_kind: str, case: Case, outcome: Outcome, count: int, started: float) -> Result:
     check, seconds = (outcome.finding or {}).get("check", outcome.status), time.monotonic() - started
-    return Result(mutant.name, mutant.title, way, case.function, check, count, seconds, case.text)
+    return Result(mutant.name, mutant.title, kill_kind, case.function, check, count, seconds, case.text)

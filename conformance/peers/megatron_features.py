@@ -137,9 +137,9 @@ def find(symbol: str) -> Any:
         return getattr(find(module), name, None) if "." in module else None
 
 
-def read(found: Callable[[str], Any] = find) -> dict[str, tuple[str, ...] | None]:
+def read(symbol_finder: Callable[[str], Any] = find) -> dict[str, tuple[str, ...] | None]:
     """The parameters of every symbol; those with a default, or of any name, end in "?"."""
-    return {symbol: _parameters(found(symbol)) for symbol in SYMBOLS}
+    return {symbol: _parameters(symbol_finder(symbol)) for symbol in SYMBOLS}
 
 
 @functools.cache
@@ -183,9 +183,15 @@ def offered(function: Callable[..., Any], parameters: Parameters | None = None) 
         return None
     if without:
         signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.name not in without and p.kind is not p.VAR_KEYWORD]
-        known = {*without, *(p.name for p in own)}
-        more = dict.fromkeys(name for call in CALLS[function.__name__] for name in call.settings if name not in known)
-        own += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in more]
-        function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        parameters_of_function = [
+            p for p in signature.parameters.values() if p.name not in without and p.kind is not p.VAR_KEYWORD
+        ]
+        known_names = {*without, *(p.name for p in parameters_of_function)}
+        extra_names = dict.fromkeys(
+            name for call in CALLS[function.__name__] for name in call.settings if name not in known_names
+        )
+        parameters_of_function += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in extra_names
+        ]
+        function.__signature__ = signature.replace(parameters=parameters_of_function)  # type: ignore[attr-defined]
     return function

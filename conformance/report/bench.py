@@ -46,16 +46,16 @@ def bench(only: Sequence[str], report: str, baseline: str, root: Path = CHECKOUT
         raise UsageError(f"bench needs a checkout of the repository: {root} has no folder benchmarks")
     check_known("--only", only, NAMES + OF_RANKS)
     timed = torch.cuda.is_available()
-    alone = timed and torch.cuda.device_count() == 1
+    single_gpu = timed and torch.cuda.device_count() == 1
     for name in only:
-        if alone and name in OF_RANKS:
+        if single_gpu and name in OF_RANKS:
             raise UsageError(f"--only {name}: it needs two GPUs or more, and here is one")
     for flag, file in (("--report", report), ("--baseline", baseline)):
         if file and not timed:
             raise UsageError(f"{flag} {file}: bench needs a GPU to time anything; without one it checks tiny shapes")
     if report:
         check_writable(report)
-    chosen = tuple(only) or (NAMES if alone else NAMES + OF_RANKS)
+    chosen = tuple(only) or (NAMES if single_gpu else NAMES + OF_RANKS)
     old = read(baseline, SAME, "bench") if baseline else None
     new = measured(chosen, root) if timed else None
     if new is None:

@@ -86,9 +86,9 @@ def _strip(field: str, values: dict[str, list[int]]) -> str:
     """The values of a setting as squares."""
     most = max(cases for cases, _ in values.values())
     squares = "".join(
-        f'<i class="{"w" if wrong else ""}" style="--d:{_depth(cases, most):.2f}" '
-        f'title="{escape(f"{field} = {value}: {cases} cases" + (f", {wrong} wrong" if wrong else ""))}"></i>'
-        for value, (cases, wrong) in values.items()
+        f'<i class="{"w" if failing else ""}" style="--d:{_depth(cases, most):.2f}" '
+        f'title="{escape(f"{field} = {value}: {cases} cases" + (f", {failing} wrong" if failing else ""))}"></i>'
+        for value, (cases, failing) in values.items()
     )
     return f'<span class="strip" title="{escape(field)}"><b>{escape(field)}</b>{squares}</span>'
 
@@ -134,6 +134,10 @@ def routing_map(case: Any) -> str:
         for t in range(rows)
         for e in range(columns)
     )
-    more = "" if (rows, columns) == (len(masks), experts) else f"<p>The first {rows} tokens and {columns} experts.</p>"
+    truncation_note = (
+        "" if (rows, columns) == (len(masks), experts) else f"<p>The first {rows} tokens and {columns} experts.</p>"
+    )
     size = f'width="{columns * CELL}" height="{rows * CELL}"'
-    return f'<figure><svg class="map" {size} role="img" aria-label="routing map">{squares}</svg>{more}</figure>'
+    return (
+        f'<figure><svg class="map" {size} role="img" aria-label="routing map">{squares}</svg>{truncation_note}</figure>'
+    )

@@ -50,12 +50,13 @@ def compared(old: Report, new: Report, chosen: Sequence[str], same: Sequence[str
     count, fallen = 0, []
     for name in chosen:
         now = dict(ratios(new, name))
-        for place, before in ratios(old, name):
+        for measurement, old_ratio in ratios(old, name):
             count += 1
-            if place not in now:
-                fallen.append(f"{', '.join(place)}: {before:.3f}, and is no longer measured")
-            elif now[place] < before * (1 - FALL):
-                fallen.append(f"{', '.join(place)}: {before:.3f} → {now[place]:.3f} ({now[place] / before - 1:+.1%})")
+            if measurement not in now:
+                fallen.append(f"{', '.join(measurement)}: {old_ratio:.3f}, and is no longer measured")
+            elif now[measurement] < old_ratio * (1 - FALL):
+                change = f"{old_ratio:.3f} → {now[measurement]:.3f} ({now[measurement] / old_ratio - 1:+.1%})"
+                fallen.append(f"{', '.join(measurement)}: {change}")
     print("\n".join([f"{len(fallen)} of {count} ratios of the baseline fell by more than {FALL:.0%}", *fallen]))
     return REGRESSION if fallen else 0
 
@@ -64,9 +65,9 @@ def ratios(report: Report, name: str) -> Iterator[tuple[tuple[str, ...], float]]
     """Each own version's speed relative to each peer and to the floor of that run; 1: as fast."""
     for shape, operations in report["benchmarks"].get(name, {}).get("operations", {}).items():
         for title, result in operations.items():
-            for own in result["ours"]:
-                place, us = (name, shape, title, own), result["us"][own]
+            for version in result["ours"]:
+                measurement, us = (name, shape, title, version), result["us"][version]
                 if result.get("floor_us"):
-                    yield (*place, "÷ floor"), result["floor_us"] / us
+                    yield (*measurement, "÷ floor"), result["floor_us"] / us
                 for peer in result["us"].keys() - {*result["ours"]}:
-                    yield (*place, f"÷ {peer}"), result["us"][peer] / us
+                    yield (*measurement, f"÷ {peer}"), result["us"][peer] / us

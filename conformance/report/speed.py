@@ -37,8 +37,8 @@ def speed(options: Options, against: str, cases: Sequence[str], clock: Clock = q
         UsageError: sides, functions, report or baseline that cannot be used.
         CaseError: no such case.
     """
-    if other := [path for path in options.report if Path(path).suffix != ".json"]:
-        raise UsageError(f"--report {other[0]}: the report of speed is a .json file")
+    if refused := [path for path in options.report if Path(path).suffix != ".json"]:
+        raise UsageError(f"--report {refused[0]}: the report of speed is a .json file")
     if cases and options.functions:
         raise UsageError("--function chooses among the suite's own cases; leave it out where cases are given")
     old = read(options.baseline, SAME, "speed") if options.baseline else None
@@ -59,8 +59,8 @@ def speed(options: Options, against: str, cases: Sequence[str], clock: Clock = q
 
 def _code(run: Sequence[Lap], old: Report | None, new: Report) -> int:
     """The exit code, with what it means printed."""
-    if wrong := {lap.status for lap in run} - RIGHT:
-        return HARNESS if wrong == {"ERROR"} else WRONG
+    if failing_statuses := {lap.status for lap in run} - RIGHT:
+        return HARNESS if failing_statuses == {"ERROR"} else WRONG
     if not any(lap.us for lap in run):
         print("nothing was timed")
         return TOO_LITTLE
@@ -70,8 +70,8 @@ def _code(run: Sequence[Lap], old: Report | None, new: Report) -> int:
 def heading(new: Report, copy: float) -> Iterator[str]:
     """What is compared, and where."""
     packages = ", ".join(f"{name} {version}" for name, version in new["versions"].items())
-    beside = f" beside {new['against']}" if new["against"] else ""
-    yield f"moe-conformance speed · {new['implementation']}{beside} · {new['device']} · {packages}"
+    comparison = f" beside {new['against']}" if new["against"] else ""
+    yield f"moe-conformance speed · {new['implementation']}{comparison} · {new['device']} · {packages}"
     yield f"floor: the bytes of inputs and results, at the {copy:.3g} TB/s of this run's copies"
 
 
@@ -87,17 +87,17 @@ def lines(lap: Lap, against: str, copy: float) -> Iterator[str]:
 
 
 def _cells(us: Times, against: str, floor: float) -> str:
-    own = us[OWN]
-    cells = [f"{own:10.1f} µs"]
+    own_time = us[OWN]
+    cells = [f"{own_time:10.1f} µs"]
     if against in us:
-        cells.append(f"{against} {us[against]:.1f} µs: {us[against] / own:.3f} × its speed")
-    return "   ".join([*cells, f"{floor / own:.1%} of the floor's speed ({floor:.1f} µs)"])
+        cells.append(f"{against} {us[against]:.1f} µs: {us[against] / own_time:.3f} × its speed")
+    return "   ".join([*cells, f"{floor / own_time:.1%} of the floor's speed ({floor:.1f} µs)"])
 
 
 def _by_function(run: Sequence[Lap], copy: float) -> dict[str, Any]:
     """The report's figures, in the form that `ratios` reads; each case by its id, with its text."""
-    found: defaultdict[str, dict[str, Any]] = defaultdict(lambda: {"cases": {}, "operations": {}})
+    figures: defaultdict[str, dict[str, Any]] = defaultdict(lambda: {"cases": {}, "operations": {}})
     for lap in run:
-        found[lap.case.function]["cases"][lap.case.id] = lap.case.record()
-        found[lap.case.function]["operations"][lap.case.id] = record(lap, copy)
-    return dict(found)
+        figures[lap.case.function]["cases"][lap.case.id] = lap.case.record()
+        figures[lap.case.function]["operations"][lap.case.id] = record(lap, copy)
+    return dict(figures)

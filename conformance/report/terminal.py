@@ -110,8 +110,8 @@ def way_out(failure: dict[str, Any], declares: dict[str, Any]) -> str:
     if check.startswith("raises ") and case.layout != "contiguous" and declares.get("noncontiguous", True):
         return f'if inputs must be contiguous, declare it: declares("{function}") -> {{"noncontiguous": False}}'
     if check in REFUSALS:
-        told = "leave it out of the signature, in which **settings stands for all"
-        return f'if a setting is not supported, {told}; or let supports("{function}", …) return a reason'
+        alternative = "leave it out of the signature, in which **settings stands for all"
+        return f'if a setting is not supported, {alternative}; or let supports("{function}", …) return a reason'
     if check not in ("bound", "ratio") or finding.get("nan"):
         return ""
     scales = "scale" in finding["output"]
@@ -144,17 +144,17 @@ def in_words(status: str, verdict: Verdict) -> str:
 def _echo(failure: dict[str, Any], verdict: Verdict) -> bool:
     """Whether it is a broken law, and another failure, most likely the same defect, is shown."""
     laws = CONTRACTS[failure["function"]].laws
-    same = [other for other in verdict.failures if other["function"] == failure["function"]]
-    others = [other for other in same if (other["finding"] or {}).get("check") not in laws]
-    return bool(others) and (failure["finding"] or {}).get("check") in laws
+    same = [candidate for candidate in verdict.failures if candidate["function"] == failure["function"]]
+    value_failures = [candidate for candidate in same if (candidate["finding"] or {}).get("check") not in laws]
+    return bool(value_failures) and (failure["finding"] or {}).get("check") in laws
 
 
 def _declarations(verdict: Verdict) -> list[str]:
     """Declarations other than the defaults, one line per set of functions that share them."""
     groups: dict[str, list[str]] = {}
     for name, function in verdict.functions.items():
-        told = {key: x for key, x in function.declares.items() if x not in (DEFAULTS.get(key), (), [])}
-        words = [_declared(key, value) for key, value in told.items()]
+        declared_values = {key: x for key, x in function.declares.items() if x not in (DEFAULTS.get(key), (), [])}
+        words = [_declared(key, value) for key, value in declared_values.items()]
         if words:
             groups.setdefault(", ".join(words), []).append(name)
     return [f"declares: {', '.join(names)}: {words}" for words, names in groups.items()]
@@ -186,7 +186,7 @@ def _summary(verdict: Verdict) -> str:
         status: sum(f.counts.get(status, 0) for f in judged)
         for status in ("WAIVED", "DECLARED_UNSUPPORTED", "UNINFORMATIVE")
     }
-    parts = [
+    phrases = [
         f"{differing} of {len(judged)} functions differ"
         if differing or blocked
         else f"{len(judged)} functions{' judged' if verdict.since else ''}",
@@ -201,11 +201,12 @@ def _summary(verdict: Verdict) -> str:
         f"{total['UNINFORMATIVE'] / max(verdict.cases, 1):.1%} uninformative",
     ]
     if verdict.kernels_compiled:
-        parts.append(f"{verdict.kernels_compiled} kernels compiled")
+        phrases.append(f"{verdict.kernels_compiled} kernels compiled")
     if verdict.configurations:
-        left = len(unjudged(verdict.configurations))
-        parts.append(f"{len(verdict.configurations)} configurations, {f'{left} not judged' if left else 'all judged'}")
-    return " · ".join(filter(None, parts))
+        num_unjudged = len(unjudged(verdict.configurations))
+        judged_share = f"{num_unjudged} not judged" if num_unjudged else "all judged"
+        phrases.append(f"{len(verdict.configurations)} configurations, {judged_share}")
+    return " · ".join(filter(None, phrases))
 
 
 def ended(verdict: Verdict) -> str:
@@ -255,12 +256,12 @@ def search_lines(searched: Searched, options: Options) -> list[str]:
     out = []
     for failure in searched.failures:
         out += [*failure_lines(failure.record(), options.implementation), ""]
-    for name, kept in searched.kept.items():
+    for name, num_kept in searched.kept.items():
         scores = " ".join(f"{kind} {score:.2f}" for kind, score in searched.best.get(name, {}).items())
-        reached = f"{searched.lines.get(name, 0)} lines and kernels · {kept} cases kept"
+        reached = f"{searched.lines.get(name, 0)} lines and kernels · {num_kept} cases kept"
         unsaved = f" ({NOT_SAVED}: {searched.unsaved[name]})" if name in searched.unsaved else ""
-        place = f"{options.corpus}/{REACHED}/{name}"
-        out.append(f"{name:<{INDENT}} {scores or 'no scores'} · {reached} in {place}{unsaved}")
+        folder = f"{options.corpus}/{REACHED}/{name}"
+        out.append(f"{name:<{INDENT}} {scores or 'no scores'} · {reached} in {folder}{unsaved}")
     counts = f"{searched.cases} cases, {searched.judged} judged · {searched.waived} waived"
     ended = f" · ended by {searched.ended_by}" if searched.ended_by else ""
     return [*out, f"{len(searched.failures)} distinct failures · {counts}{ended}"]
@@ -269,7 +270,7 @@ def search_lines(searched: Searched, options: Options) -> list[str]:
 def picture(case: Any) -> str:
     """The case in one line: sizes by their letters, the routing map as rows of digits."""
     if case.before:
-        calls = (f"{one.function}({picture(one)})" for one in case.before)
+        calls = (f"{earlier_case.function}({picture(earlier_case)})" for earlier_case in case.before)
         return f"{picture(replace(case, before=()))}, after {', then '.join(calls)}"
     if case.golden or case.illegal:
         return f"golden case {case.golden}" if case.golden else f"illegal call {case.illegal}"
@@ -280,20 +281,20 @@ def picture(case: Any) -> str:
         for name, letter in letters.items()
         if hasattr(case, name) and (name != "topk" or "topk" in record)
     ]
-    parts = [" ".join(sizes)] if sizes else []
+    phrases = [" ".join(sizes)] if sizes else []
     routing = record.pop("routing", None)
-    rest = [
+    remaining_fields = [
         f"{name}={','.join(map(str, value)) if isinstance(value, list) else value}"
         for name, value in record.items()
         if name not in letters
     ]
     if hasattr(case, "dtype"):
-        parts.append(case.dtype)
-    rest = [text for text in rest if not text.startswith("dtype=")]
+        phrases.append(case.dtype)
+    remaining_fields = [text for text in remaining_fields if not text.startswith("dtype=")]
     if routing is not None:
         shown = " ".join("".join(str(mask >> e & 1) for e in range(case.experts)) for mask in routing[:12])
-        parts.append(f"routing map {shown or '(no tokens)'}{' …' if len(routing) > 12 else ''}")
-    return ", ".join([*parts, *rest]) or "(all defaults)"
+        phrases.append(f"routing map {shown or '(no tokens)'}{' …' if len(routing) > 12 else ''}")
+    return ", ".join([*phrases, *remaining_fields]) or "(all defaults)"
 
 
 def annotations(verdict: Verdict) -> list[str]:

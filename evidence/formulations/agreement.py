@@ -71,8 +71,10 @@ def played(namespace: Any, case: Case) -> dict[str, Any]:
         return play_ranks(namespace, calls)
     if hasattr(calls[0].settings.get("ranks"), "groups"):
         return play_together(namespace, calls, play)
-    parts = [play(namespace, call) for call in calls]
-    return {f"{rank}: {name}": x for rank, part in enumerate(parts) for name, x in part.items()}
+    results_of_ranks = [play(namespace, call) for call in calls]
+    return {
+        f"{rank}: {name}": x for rank, rank_results in enumerate(results_of_ranks) for name, x in rank_results.items()
+    }
 
 
 def play(namespace: Any, call: Problem) -> dict[str, Any]:
@@ -89,11 +91,11 @@ def play(namespace: Any, call: Problem) -> dict[str, Any]:
 
 
 def _called(namespace: Any, call: Problem, placed: dict[str, Tensor]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    producer_results: dict[str, Any] = {}
     if call.producer:
-        made = _called(namespace, call.producer, call.producer.tensors)
-    given = {name: placed.get(name, x) for name, x in call.required.items()}
-    arguments = [made[x.field_name] if isinstance(x, Opaque) else x for x in given.values()]
+        producer_results = _called(namespace, call.producer, call.producer.tensors)
+    required_inputs = {name: placed.get(name, x) for name, x in call.required.items()}
+    arguments = [producer_results[x.field_name] if isinstance(x, Opaque) else x for x in required_inputs.values()]
     settings = {name: placed.get(name, x) for name, x in call.settings.items()}
     result = getattr(namespace, call.function)(*arguments, **settings)
     return named_outputs(result, CONTRACTS[call.function].outputs)
@@ -103,13 +105,13 @@ def gradients(call: Problem, out: dict[str, Any], placed: dict[str, Tensor]) -> 
     """The gradient of each wanted input; zeros where nothing reaches it."""
     inputs = [placed[name] for name in call.wanted]
     attached = [name for name in call.cotangents if out[name].requires_grad]
-    found: Sequence[Tensor | None] = [None] * len(inputs)
+    found_gradients: Sequence[Tensor | None] = [None] * len(inputs)
     if attached and inputs:
         cotangents = [call.cotangents[name].to(out[name].dtype) for name in attached]
-        found = torch.autograd.grad([out[name] for name in attached], inputs, cotangents, allow_unused=True)
+        found_gradients = torch.autograd.grad([out[name] for name in attached], inputs, cotangents, allow_unused=True)
     return {
         f"d_{name}": torch.zeros_like(x) if g is None else g
-        for name, x, g in zip(call.wanted, inputs, found, strict=True)
+        for name, x, g in zip(call.wanted, inputs, found_gradients, strict=True)
     }
 
 
@@ -128,22 +130,22 @@ def widened(call: Problem) -> Problem:
 def _wide(x: Any, name: str = "") -> Any:
     if name.startswith("state.") or name in OF_A_STATE:
         return x
-    if isinstance(x, tuple) and x and all(isinstance(part, Tensor) for part in x):
+    if isinstance(x, tuple) and x and all(isinstance(element, Tensor) for element in x):
         return tuple(map(_wide, x))
     if isinstance(x, LayerConfig) and x.router_dtype:
         return replace(x, router_dtype="fp64")
     if isinstance(x, Recipe) and x.hadamard:
         return replace(x, hadamard=False)  # a transform is of bfloat16; `quantize` has it, bit by bit
-    wide = isinstance(x, Tensor) and x.is_floating_point() and x.element_size() > 1
-    return x.double() if wide else x
+    is_wide_float = isinstance(x, Tensor) and x.is_floating_point() and x.element_size() > 1
+    return x.double() if is_wide_float else x
 
 
-def difference(case: Case, right: dict[str, Any], got: dict[str, Any]) -> str:
+def difference(case: Case, expected: dict[str, Any], got: dict[str, Any]) -> str:
     """The first result that the formulations do not agree on; empty if they agree on all."""
     cotangents = [x.double() for call in calls_of(case) for x in call.cotangents.values()]
     largest = max((float(_finite(x).max()) for x in cotangents if x.numel()), default=0.0)
     strange = _strange(case)
-    for name, x in right.items():
+    for name, x in expected.items():
         left_out = (strange and ": d_" in name) or ("codes" in name and case.function.startswith(UP_TO_SIGN))
         if isinstance(x, Tensor) and not left_out:
             reason = _tensors_differ(x.detach(), got.get(name), largest if ": d_" in name else None)
@@ -156,22 +158,22 @@ def _finite(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x.abs(), 0.0)
 
 
-def _tensors_differ(x: Tensor, other: Any, cotangent: float | None) -> str:
+def _tensors_differ(x: Tensor, second: Any, cotangent: float | None) -> str:
     """How they differ. A gradient, which has a cotangent, may be NaN in place of an infinity."""
-    if not isinstance(other, Tensor) or other.shape != x.shape:
-        return f"{tuple(x.shape)} against {tuple(other.shape) if isinstance(other, Tensor) else other}"
-    y = other.detach()
+    if not isinstance(second, Tensor) or second.shape != x.shape:
+        return f"{tuple(x.shape)} against {tuple(second.shape) if isinstance(second, Tensor) else second}"
+    y = second.detach()
     if x.element_size() == 1 or not x.is_floating_point():
         x, y = (z.contiguous().view(torch.uint8) if z.dtype.itemsize == 1 else z for z in (x, y))
-        wrong = x != y
+        differs = x != y
     else:
         x, y = x.double(), y.double()
         size = _finite(x)
         row = size.amax(-1, keepdim=True) if x.dim() and x.shape[-1] else size
         near = (x - y).abs() <= RELATIVE * size + CANCELLED * (row + (cotangent or 0.0))
         lost = x.isnan() & y.isnan() if cotangent is None else ~x.isfinite() & ~y.isfinite()
-        wrong = ~(near | (x == y) | lost)
-    if not wrong.any():
+        differs = ~(near | (x == y) | lost)
+    if not differs.any():
         return ""
-    at = tuple(wrong.nonzero()[0].tolist())
-    return f"{int(wrong.sum())} of {wrong.numel()}, first at {at}: {x[at].item()!r} against {y[at].item()!r}"
+    at = tuple(differs.nonzero()[0].tolist())
+    return f"{int(differs.sum())} of {differs.numel()}, first at {at}: {x[at].item()!r} against {y[at].item()!r}"

@@ -52,9 +52,9 @@ def gradients_and_quantize(
     leaves += [] if probs is None else [probs[:rows].detach().clone().requires_grad_()]
     with torch.enable_grad():
         out = act(leaves[0], probs=None if probs is None else leaves[1])
-        found = torch.autograd.grad(out, leaves, d_out[:rows])
-    d_h = torch.cat([found[0], torch.zeros_like(h[rows:])]).detach()
-    d_probs = None if probs is None else torch.cat([found[1], torch.zeros_like(probs[rows:])]).detach()
+        gradients = torch.autograd.grad(out, leaves, d_out[:rows])
+    d_h = torch.cat([gradients[0], torch.zeros_like(h[rows:])]).detach()
+    d_probs = None if probs is None else torch.cat([gradients[1], torch.zeros_like(probs[rows:])]).detach()
     quantized, state = quantize(d_h, recipe, role="grad_output", splits=splits, **forms)
     return QuantizedGradients(quantized, state, d_probs)
 

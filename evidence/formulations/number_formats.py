@@ -10,11 +10,11 @@ NAN = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x7}
 
 def _values(name: str) -> np.ndarray:
     _, mantissa, bias, last = BITS[name]
-    whole = 2**mantissa
+    num_fractions = 2**mantissa
     return np.array(
         [
-            (whole + code % whole) * 2.0 ** (code // whole - bias - mantissa)
-            if code >= whole
+            (num_fractions + code % num_fractions) * 2.0 ** (code // num_fractions - bias - mantissa)
+            if code >= num_fractions
             else code * 2.0 ** (1 - bias - mantissa)
             for code in range(last + 1)
         ]

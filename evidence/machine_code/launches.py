@@ -51,9 +51,9 @@ class Configuration:
     @cached_property
     def tile(self) -> str:
         """What distinguishes the configuration apart from what is known of its integers."""
-        known = [(name, kind) for name, kind in self.signature.items() if kind not in ("i32", "i64", "constexpr")]
+        kinds = [(name, kind) for name, kind in self.signature.items() if kind not in ("i32", "i64", "constexpr")]
         chosen = {name: value for name, value in self.named_constants.items() if value != "1" or name.isupper()}
-        return str((self.name, known, chosen, self.options))
+        return str((self.name, kinds, chosen, self.options))
 
     @cached_property
     def key(self) -> str:
@@ -101,7 +101,7 @@ def as_on_an_h200(take: Callable[..., bool]) -> Iterator[None]:
 
 def recorded(calls: Iterator[tuple[str, Callable[[], Any]]]) -> tuple[list[Configuration], dict[str, str]]:
     """(each configuration that the calls launch, what the calls that raise say)."""
-    found: dict[str, Configuration] = {}
+    configurations: dict[str, Configuration] = {}
     errors: dict[str, str] = {}
     text = ""
 
@@ -109,8 +109,10 @@ def recorded(calls: Iterator[tuple[str, Callable[[], Any]]]) -> tuple[list[Confi
         chosen = json.loads(compile["specialization_data"])["options"]
         options = {name: chosen[name] for name in OPTIONS if name in chosen}
         (attributes,) = compile["configs"]
-        one = Configuration(fn.jit_function, compile["signature"], compile["constants"], attributes, options, text)
-        found.setdefault(one.key, one)
+        configuration = Configuration(
+            fn.jit_function, compile["signature"], compile["constants"], attributes, options, text
+        )
+        configurations.setdefault(configuration.key, configuration)
         return True  # Triton does not compile
 
     with as_on_an_h200(take):
@@ -119,4 +121,4 @@ def recorded(calls: Iterator[tuple[str, Callable[[], Any]]]) -> tuple[list[Confi
                 call()
             except Exception as error:
                 errors[text] = f"{type(error).__name__}: {error}"
-    return list(found.values()), errors
+    return list(configurations.values()), errors

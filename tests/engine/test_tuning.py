@@ -210,7 +210,7 @@ def test_the_gradient_is_judged_in_each_configuration(compiled):
 
 def test_ranks_make_one_call_each(compiled):
     case, calls = CASE.changed(seed=4), []
-    with Tuning(Implementation(None), case, Outcome("PASS"), alone=False) as block:
+    with Tuning(Implementation(None), case, Outcome("PASS"), single_process=False) as block:
         block.choice.longest = 3
         block.each([], lambda: (calls.append(block.choice.index), {}, None))
     assert calls == [4]

@@ -13,9 +13,15 @@ def alias(outputs: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> tuple[str
     Indices that were given may be returned.
     """
     owners = {address: name for name, x in inputs.items() if (address := _address(x))}
-    found = ((name, owners.get(_address(x))) for name, x in outputs.items() if _is_plain(x) and x.is_floating_point())
-    told = ((name, f"lies in the memory of its input {owner}, which is the caller's") for name, owner in found if owner)
-    return next(told, None)
+    owners_of_outputs = (
+        (name, owners.get(_address(x))) for name, x in outputs.items() if _is_plain(x) and x.is_floating_point()
+    )
+    descriptions = (
+        (name, f"lies in the memory of its input {owner}, which is the caller's")
+        for name, owner in owners_of_outputs
+        if owner
+    )
+    return next(descriptions, None)
 
 
 def shared_elements(returned: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -26,9 +32,9 @@ def shared_elements(returned: Mapping[str, Any]) -> tuple[str, str] | None:
     for i, (name, x) in enumerate(results.items()):
         if any(stride == 0 and length > 1 for length, stride in zip(x.shape, x.stride(), strict=True)):
             return name, "has several elements in one place: it is expanded"
-        for other in list(results)[:i]:
-            if _address(results[other]) == _address(x) and _overlap(x, results[other]):
-                return name, f"lies in the memory of {other}, another result"
+        for earlier_name in list(results)[:i]:
+            if _address(results[earlier_name]) == _address(x) and _overlap(x, results[earlier_name]):
+                return name, f"lies in the memory of {earlier_name}, another result"
     return None
 
 

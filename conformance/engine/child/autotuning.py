@@ -51,11 +51,11 @@ _choice: Choice | None = None
 def chosen(choice: Choice) -> Iterator[None]:
     """Tuners use this choice inside the block."""
     global _choice
-    before, _choice = _choice, choice
+    outer_choice, _choice = _choice, choice
     try:
         yield
     finally:
-        _choice = before
+        _choice = outer_choice
 
 
 def install() -> None:
@@ -75,8 +75,8 @@ def _forced(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-        interpreted, every = _is_interpreted(tuner), tuner.configs
-        if len(every) < 2 or (_choice is None and not interpreted):
+        interpreted, all_configs = _is_interpreted(tuner), tuner.configs
+        if len(all_configs) < 2 or (_choice is None and not interpreted):
             return original(tuner, *args, **kwargs)
         choice = _choice or Choice()
         candidates = _candidates(tuner, args, kwargs, interpreted)
@@ -84,7 +84,7 @@ def _forced(original: Callable[..., Any]) -> Callable[..., Any]:
         name, unfit = _name(tuner), None
         for step in range(len(candidates)):
             config = candidates[(choice.index + step) % len(candidates)]
-            choice.note(name, len(every), FIRST if interpreted else EACH, _label(config))
+            choice.note(name, len(all_configs), FIRST if interpreted else EACH, _label(config))
             tuner.configs = [config]
             try:
                 return original(tuner, *args, **kwargs)
@@ -92,7 +92,7 @@ def _forced(original: Callable[..., Any]) -> Callable[..., Any]:
                 unfit = error
                 choice.discard(name, _label(config))
             finally:
-                tuner.configs = every
+                tuner.configs = all_configs
         if unfit:
             raise unfit
         return original(tuner, *args, **kwargs)  # its pruning leaves nothing, which Triton refuses

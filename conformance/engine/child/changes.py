@@ -42,17 +42,17 @@ def take() -> set[str]:
 
 def _same(value: Any, change: Callable[[], Any], tested: bool) -> bool:
     try:
-        other = change()
-        return bool(value) == bool(other) if tested else _equal(value, other)
+        changed_value = change()
+        return bool(value) == bool(changed_value) if tested else _equal(value, changed_value)
     except Exception:
         return False
 
 
-def _equal(value: Any, other: Any) -> bool:
-    if value is other:
+def _equal(value: Any, second_value: Any) -> bool:
+    if value is second_value:
         return True
-    if type(value) is not type(other):
+    if type(value) is not type(second_value):
         return False
     if isinstance(value, tuple):
-        return len(value) == len(other) and all(map(_equal, value, other))
-    return isinstance(value, PLAIN) and repr(value) == repr(other)  # 0.0 is not -0.0
+        return len(value) == len(second_value) and all(map(_equal, value, second_value))
+    return isinstance(value, PLAIN) and repr(value) == repr(second_value)  # 0.0 is not -0.0

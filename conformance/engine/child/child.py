@@ -219,19 +219,19 @@ def _declarations(function: str, implementation: Implementation, contract: Contr
         return DEFAULTS
     signature = signature_of(getattr(implementation.namespace, function))
     if declared.get("unchecked"):
-        known = arguments_of(contract) | {*(signature.parameters if signature else ())}
-        _must_know(function, implementation, declared, "unchecked", known)
+        argument_names = arguments_of(contract) | {*(signature.parameters if signature else ())}
+        _must_know(function, implementation, declared, "unchecked", argument_names)
     if declared.get("omits"):
         _must_know(function, implementation, declared, "omits", omissible_of(contract))
     return declared
 
 
 def _must_know(
-    function: str, implementation: Implementation, declared: dict[str, Any], key: str, known: set[str]
+    function: str, implementation: Implementation, declared: dict[str, Any], key: str, argument_names: set[str]
 ) -> None:
-    if unknown := sorted(set(declared[key]) - known):
-        told = f"{implementation.name} declares {key} = {', '.join(unknown)} for {function}"
-        raise UsageError(f"{told}; it may name {', '.join(sorted(known)) or 'nothing'}")
+    if unknown := sorted(set(declared[key]) - argument_names):
+        problem = f"{implementation.name} declares {key} = {', '.join(unknown)} for {function}"
+        raise UsageError(f"{problem}; it may name {', '.join(sorted(argument_names)) or 'nothing'}")
 
 
 def _description(implementation: Implementation, options: ChildOptions) -> dict[str, Any]:

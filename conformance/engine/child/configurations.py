@@ -107,6 +107,6 @@ def _text(value: Any) -> str:
 
 def _absent(x: Any) -> str:
     """Which parts of an argument are None, which the compiler takes for constants; else empty."""
-    if isinstance(x, tuple) and any(part is None for part in x):
-        return f"({','.join('None' if part is None else 'given' for part in x)})"
+    if isinstance(x, tuple) and any(element is None for element in x):
+        return f"({','.join('None' if element is None else 'given' for element in x)})"
     return "None" if x is None else ""

@@ -25,17 +25,17 @@ def same_modules() -> Iterator[None]:
     with _one_at_a_time:
         folders = [str(folder) or os.getcwd() for folder in sys.path]
         changed = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(folders)}
-        kept = {name: os.environ.get(name) for name in changed}
-        os.environ.update(changed | {KEPT: json.dumps(kept)})
+        earlier_values = {name: os.environ.get(name) for name in changed}
+        os.environ.update(changed | {KEPT: json.dumps(earlier_values)})
         try:
             yield
         finally:
             os.environ.pop(KEPT, None)
-            _restore(kept)
+            _restore(earlier_values)
 
 
-def _restore(kept: dict[str, str | None]) -> None:
-    for name, value in kept.items():
+def _restore(earlier_values: dict[str, str | None]) -> None:
+    for name, value in earlier_values.items():
         if value is None:
             os.environ.pop(name, None)
         else:

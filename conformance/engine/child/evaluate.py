@@ -55,7 +55,7 @@ def evaluate(
         evaluate(earlier, implementation, device, ring=ring)
     outcome, reached = Outcome("PASS"), Reached(implementation, case.function) if lines else None
     try:
-        with Tuning(implementation, case, outcome, alone=not rank or rank.ranks == 1) as tuning:
+        with Tuning(implementation, case, outcome, single_process=not rank or rank.ranks == 1) as tuning:
             if ring:
                 _related(case, implementation, device, outcome)
             else:
@@ -107,11 +107,11 @@ def _evaluate(
     expected = {name: x for name, x in expected.items() if name not in declared.get("omits", ())}
     outcome.seconds_reference += time.perf_counter() - started
     called = [call.function for call in (problem.producer, problem) if call]
-    outputs, right, finding = tuning.each(called, lambda: _called(runner, contract, case, problem, expected))
+    outputs, resolved, finding = tuning.each(called, lambda: _called(runner, contract, case, problem, expected))
     if finding:
         _fail(outcome, finding if rank else _with_nan(finding, runner, problem, expected, outputs))
     if scores:
-        outcome.scores = judged.excess(finding, right, outputs) if finding else judged.scores(right, outputs)
+        outcome.scores = judged.excess(finding, resolved, outputs) if finding else judged.scores(resolved, outputs)
     if rank and not rank.agree(not finding):  # all ranks check the law, or none does
         return
     if finding:
@@ -122,22 +122,22 @@ def _evaluate(
         if finding:
             _fail(outcome, tuning.named(finding))
             return
-    _need_informative(contract, problem, right, outcome)
+    _need_informative(contract, problem, resolved, outcome)
 
 
 def _called(
     runner: Runner, contract: Contract[Any], case: Case, problem: Problem, expected: dict[str, Expectation]
 ) -> tuple[dict[str, Any], dict[str, Resolved], Finding | None]:
     """One call's outputs, what is expected given them, and what is wrong with them or memory."""
-    before = _digest(expected)
+    digest_before = _digest(expected)
     configurations.take()
     outputs = _guarded(runner, problem)
     runner.outcome.configurations = sorted({*runner.outcome.configurations, *configurations.take()})
     changed, shared = runner.changed, runner.alias if _owns_its_results(contract, case) else None
-    if _digest(expected) != before:
+    if _digest(expected) != digest_before:
         raise Misbehaved("memory", "memory", "overwrote memory that belongs to the test")
-    right, unresolved = judged.resolved(expected, outputs)
-    finding = judged.first_wrong(contract, problem, right, outputs)
+    resolved, unresolved = judged.resolved(expected, outputs)
+    finding = judged.first_wrong(contract, problem, resolved, outputs)
     if changed and not finding:
         finding = Finding(changed, "input", f"changed its input {changed}")
     if shared and not finding:
@@ -147,11 +147,13 @@ def _called(
     without = ", ".join(runner.implementation.with_default(problem.function, problem.omitted))
     if finding and without:
         finding = replace(finding, message=f"{finding.message}; called without {without}")
-    return outputs, right, finding
+    return outputs, resolved, finding
 
 
-def _need_informative(contract: Contract[Any], problem: Problem, right: dict[str, Resolved], outcome: Outcome) -> None:
-    if not judged.is_informative(contract, problem, right):
+def _need_informative(
+    contract: Contract[Any], problem: Problem, resolved: dict[str, Resolved], outcome: Outcome
+) -> None:
+    if not judged.is_informative(contract, problem, resolved):
         outcome.status, outcome.reason = "UNINFORMATIVE", "no corruption of the expected output would change it"
 
 
@@ -178,18 +180,18 @@ def _related(case: Case, implementation: Implementation, device: str, outcome: O
     runner = Runner(implementation, device, case.poison, outcome)
     expected = contract.expected(case, problem, declared)
     outputs = _guarded(runner, problem)
-    kept = {name: x for name, x in expected.items() if name not in declared.get("omits", ())}
-    right, unresolved = judged.resolved(relations.another_run(kept, outputs), outputs)
-    finding = judged.first_wrong(contract, problem, right, outputs)
+    returned_expectations = {name: x for name, x in expected.items() if name not in declared.get("omits", ())}
+    resolved, unresolved = judged.resolved(relations.another_run(returned_expectations, outputs), outputs)
+    finding = judged.first_wrong(contract, problem, resolved, outputs)
     if unresolved and not finding:
         raise unresolved
-    trial = _trial(case, contract, problem, right, outputs, runner, declared, implementation)
+    trial = _trial(case, contract, problem, resolved, outputs, runner, declared, implementation)
     for law in laws:
         finding = finding or _judged_law(law, trial)
     if finding:
         _fail(outcome, finding)
     else:
-        _need_informative(contract, problem, right, outcome)
+        _need_informative(contract, problem, resolved, outcome)
 
 
 def _with_nan(
@@ -205,8 +207,8 @@ def _with_nan(
         except (Misbehaved, Blocked):
             return finding
     nan = next((name for name in names if gives_nan(expected[name], outputs.get(name))), "")
-    more = f"; {nan} is NaN where the reference has numbers" if nan and nan != finding.output else ""
-    return replace(finding, message=finding.message + more, nan=nan)
+    nan_note = f"; {nan} is NaN where the reference has numbers" if nan and nan != finding.output else ""
+    return replace(finding, message=finding.message + nan_note, nan=nan)
 
 
 def _refusal(
@@ -269,8 +271,8 @@ def _must_not_pass(
     if problem.on_device and _is_marked(outputs):
         return
     if problem.same_as:
-        right, unresolved = judged.resolved(contract.expected(case, problem.same_as, declared), outputs)
-        if not unresolved and not judged.first_wrong(contract, problem.same_as, right, outputs):
+        resolved, unresolved = judged.resolved(contract.expected(case, problem.same_as, declared), outputs)
+        if not unresolved and not judged.first_wrong(contract, problem.same_as, resolved, outputs):
             return
     must = "must raise ValueError" + (", or return NaN in each output of numbers" if problem.on_device else "")
     accepted = f"accepted an illegal {problem.blame}; it {must}, or be declared unchecked"
@@ -335,15 +337,15 @@ def device_is_lost(error: BaseException) -> bool:
 def _trial(
     case, contract: Contract[Any], problem, expected, outputs, runner: Runner, declared, implementation: Implementation
 ) -> Trial:
-    refusal = lambda other: _refusal(case, other, implementation, declared)  # noqa: E731
-    inside = scope_of_function(implementation, case.function).holds
-    asked = {"offers": implementation.offers, "names": implementation.names}
+    refusal = lambda second_problem: _refusal(case, second_problem, implementation, declared)  # noqa: E731
+    in_scope = scope_of_function(implementation, case.function).holds
+    questions = {"offers": implementation.offers, "names": implementation.names}
     measured = {"kept": runner.kept, "device": runner.device}
-    extras: dict[str, Any] = asked | measured | {"refusal": refusal, "inside": inside}
+    extras: dict[str, Any] = questions | measured | {"refusal": refusal, "inside": in_scope}
 
     def offered(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*problems: Problem, **options: Any) -> Any:
-            if any(_refusal(case, other, implementation, declared) for other in problems):
+            if any(_refusal(case, second_problem, implementation, declared) for second_problem in problems):
                 raise Inapplicable
             results = make(*problems, **options)
             if runner.changed and problems[0] is problem:  # another call is judged by a case of its own
@@ -363,5 +365,5 @@ def _digest(expected: dict[str, Any]) -> int:
 
 def _sums(data: np.ndarray) -> bytes:
     """Sums over every WORDS-th 64-bit word, and the rest of the bytes."""
-    whole = len(data) // (8 * WORDS) * 8 * WORDS
-    return data[:whole].view(np.uint64).reshape(-1, WORDS).sum(0).tobytes() + data[whole:].tobytes()
+    whole_words = len(data) // (8 * WORDS) * 8 * WORDS
+    return data[:whole_words].view(np.uint64).reshape(-1, WORDS).sum(0).tobytes() + data[whole_words:].tobytes()

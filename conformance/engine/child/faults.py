@@ -41,8 +41,8 @@ class Fault:
 
     def exit(self) -> None:
         """The launch has been made: lose what it has written."""
-        for x, before in self._before:
-            now, earlier = x.view(_BITS[x.element_size()]), before.view(_BITS[x.element_size()])
+        for x, contents_before in self._before:
+            now, earlier = x.view(_BITS[x.element_size()]), contents_before.view(_BITS[x.element_size()])
             changed = (now != earlier).reshape(-1)
             lost = changed & (changed.cumsum(0) > changed.sum() // 2)
             self.effect = self.effect or bool(lost.any())

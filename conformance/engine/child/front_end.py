@@ -20,10 +20,10 @@ def parse_once(function_type: Any) -> None:
         return
 
     def once(self: Any) -> Any:
-        kept = self.__dict__.get("_kept_tree")
-        if kept is None or kept[0] != self._src:
-            self._kept_tree = kept = self._src, parse(self)
-        return kept[1]
+        cached_tree = self.__dict__.get("_kept_tree")
+        if cached_tree is None or cached_tree[0] != self._src:
+            self._kept_tree = cached_tree = self._src, parse(self)
+        return cached_tree[1]
 
     once.once = True  # type: ignore[attr-defined]
     function_type.parse = once
@@ -35,10 +35,10 @@ def look_up_once(generator: Any) -> None:
     """
     if not inspect.ismodule(getattr(generator, "inspect", None)):
         return
-    kept = cache(inspect.signature)
+    cached_signature = cache(inspect.signature)
 
     def signature(function: Any) -> inspect.Signature:
-        return kept(function) if isinstance(function, FunctionType) else inspect.signature(function)
+        return cached_signature(function) if isinstance(function, FunctionType) else inspect.signature(function)
 
     generator.inspect = SimpleNamespace(**vars(inspect) | {"signature": signature})
 
@@ -50,5 +50,5 @@ def leave_filters(generator: Any) -> None:
     if not inspect.ismodule(getattr(generator, "warnings", None)):
         return
     same = contextlib.nullcontext()
-    left = {"catch_warnings": lambda **_: same, "simplefilter": lambda *_, **__: None}
-    generator.warnings = SimpleNamespace(**vars(warnings) | left)
+    no_filters = {"catch_warnings": lambda **_: same, "simplefilter": lambda *_, **__: None}
+    generator.warnings = SimpleNamespace(**vars(warnings) | no_filters)

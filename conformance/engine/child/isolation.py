@@ -92,10 +92,10 @@ def at_most(seconds: float) -> Iterator[None]:
     def late(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"no answer within {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, late)
+    earlier_handler = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, earlier_handler)

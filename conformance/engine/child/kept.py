@@ -25,32 +25,36 @@ class _Made(TorchDispatchMode):
         return out
 
 
-def alive_bytes(run: Callable[[], Any], given: Iterable[Tensor], afterwards: Callable[[], Any]) -> int:
+def alive_bytes(run: Callable[[], Any], inputs: Iterable[Tensor], afterwards: Callable[[], Any]) -> int:
     """Of storages made by run() and alive with its results, besides the given tensors' and theirs.
 
     `afterwards` launches other kernels: Triton's interpreter holds the arguments of its last one,
     and circles of its own of the others.
     """
-    with _Made() as made:
+    with _Made() as allocations:
         out = run()
     afterwards()
     gc.collect()
-    known = {storage._cdata for storage in _storages((*given, out))}
-    alive = {place: size for place, (storage, size) in made.storages.items() if not storage.expired()}
-    return sum(size for place, size in alive.items() if place not in known)
+    known_storages = {storage._cdata for storage in _storages((*inputs, out))}
+    alive = {address: size for address, (storage, size) in allocations.storages.items() if not storage.expired()}
+    return sum(size for address, size in alive.items() if address not in known_storages)
 
 
-def allocated_bytes(run: Callable[[], Any], given: Iterable[Tensor]) -> int:
+def allocated_bytes(run: Callable[[], Any], inputs: Iterable[Tensor]) -> int:
     """The same on a GPU, as torch's allocator counts them: each a multiple of 512."""
-    known = {storage._cdata for storage in _storages([*given])}
+    known_storages = {storage._cdata for storage in _storages([*inputs])}
     gc.collect()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    bytes_before = torch.cuda.memory_allocated()
     out = run()
     torch.cuda.synchronize()
     gc.collect()
-    own = {storage._cdata: storage.nbytes() for storage in _storages(out) if storage._cdata not in known}
-    return torch.cuda.memory_allocated() - before - sum(-(-size // 512) * 512 for size in own.values())
+    result_storages = {
+        storage._cdata: storage.nbytes() for storage in _storages(out) if storage._cdata not in known_storages
+    }
+    return (
+        torch.cuda.memory_allocated() - bytes_before - sum(-(-size // 512) * 512 for size in result_storages.values())
+    )
 
 
 def _storages(tree: Any) -> list[Any]:

@@ -55,10 +55,10 @@ def around_forward(manner: str, problem: Problem, device: str) -> AbstractContex
 def overwritten(outputs: Outputs, gradients: Callable[[], Outputs]) -> Outputs:
     """The results, and the gradients once NaN has taken the place of those with a graph."""
     numbers = {name: x for name, x in outputs.items() if isinstance(x, Tensor) and x.requires_grad}
-    kept = {name: x.detach().clone() for name, x in numbers.items()}
+    copies = {name: x.detach().clone() for name, x in numbers.items()}
     for x in numbers.values():
         x.detach().fill_(torch.nan)  # autograd counts the change
-    return outputs | kept | gradients()
+    return outputs | copies | gradients()
 
 
 def with_graph(outputs: Outputs) -> str:

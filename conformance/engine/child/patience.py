@@ -44,23 +44,23 @@ class Patience:
     def answered(self, seconds: float) -> None:
         self.slowest = max(self.slowest, seconds)
 
-    def allowed(self, function: str, alone: bool = False) -> float:
+    def allowed(self, function: str, is_only: bool = False) -> float:
         """The limit of a case: short for a function that has hung, long for a case alone."""
-        if function in self.hung or (function in self.suspected and not alone):
+        if function in self.hung or (function in self.suspected and not is_only):
             return min(self.case_seconds, max(SHORT * self.slowest, SHORT_SECONDS))
-        return CONFIRMING * self.case_seconds if alone else self.case_seconds
+        return CONFIRMING * self.case_seconds if is_only else self.case_seconds
 
-    def hangs(self, function: str, clock: "CaseClock", limit: float, alone: bool, silent: str = "") -> str:
+    def hangs(self, function: str, clock: "CaseClock", limit: float, is_only: bool, silent: str = "") -> str:
         """Note that a case was over its limit; returns the reason, for its outcome.
 
         Args:
             silent: where its processes are.
         """
-        before = self.hung.get(function)
-        if alone:
-            self.hung[function] = max(limit, before or 0.0)
+        earlier_limit = self.hung.get(function)
+        if is_only:
+            self.hung[function] = max(limit, earlier_limit or 0.0)
         self.suspected.add(function)
-        short = f" (the function has hung for {before:.0f} s)" if before and before > limit else ""
+        short = f" (the function has hung for {earlier_limit:.0f} s)" if earlier_limit and earlier_limit > limit else ""
         way_out = "if the kernel is only slow, raise --case-seconds"
         return f"no answer within {limit:.0f} s{short}{silent}: {clock.told}; {way_out}"
 
@@ -119,12 +119,12 @@ def usage(process: int) -> tuple[float, bool]:
     Nothing and False for a process that is gone, and where there is no /proc: all its time counts.
     """
     seconds, runnable = 0.0, False
-    for one in _tree(process):
+    for process_id in _tree(process):
         with contextlib.suppress(OSError):
-            fields = _stat(f"/proc/{one}/stat")
+            fields = _stat(f"/proc/{process_id}/stat")
             seconds += sum(map(int, fields[11:15])) / TICKS  # its time, and that of children that ended
-            threads = os.listdir(f"/proc/{one}/task")
-            runnable = runnable or any(_is_runnable(f"/proc/{one}/task/{thread}/stat") for thread in threads)
+            threads = os.listdir(f"/proc/{process_id}/task")
+            runnable = runnable or any(_is_runnable(f"/proc/{process_id}/task/{thread}/stat") for thread in threads)
     return seconds, runnable
 
 

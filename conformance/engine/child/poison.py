@@ -83,18 +83,18 @@ class Poison:
             if not _guards:
                 _fill(body.set_(fresh.untyped_storage(), 0, length, (1,)), self.kind)
                 return fresh
-            whole = torch.empty(size + 2 * GUARD_BYTES + (-size) % 8, dtype=torch.uint8, device=fresh.device)
-            whole.fill_(GUARD_VALUE)
+            storage = torch.empty(size + 2 * GUARD_BYTES + (-size) % 8, dtype=torch.uint8, device=fresh.device)
+            storage.fill_(GUARD_VALUE)
             offset = GUARD_BYTES // fresh.element_size()
-            body.set_(whole.untyped_storage(), offset, length, (1,))
+            body.set_(storage.untyped_storage(), offset, length, (1,))
             _fill(body, self.kind)
-            out = body.set_(whole.untyped_storage(), offset, fresh.shape, fresh.stride())
+            out = body.set_(storage.untyped_storage(), offset, fresh.shape, fresh.stride())
         finally:
             _active = self
-        start = whole.untyped_storage().data_ptr()
+        start = storage.untyped_storage().data_ptr()
         self._bodies[start] = (start + GUARD_BYTES, start + GUARD_BYTES + size)
-        self._storages.append(whole[:GUARD_BYTES])
-        self._storages.append(whole[GUARD_BYTES + size :])
+        self._storages.append(storage[:GUARD_BYTES])
+        self._storages.append(storage[GUARD_BYTES + size :])
         return out.requires_grad_(fresh.requires_grad)
 
     def body(self, x: Tensor) -> tuple[int, int]:
@@ -104,8 +104,11 @@ class Poison:
 
     def overrun(self) -> bool:
         """Whether a guard was overwritten; one whose storage was freed since counts as intact."""
-        kept = [guard for guard in self._storages if not is_freed(guard)]
-        by_device = [[guard for guard in kept if guard.device == device] for device in {guard.device for guard in kept}]
+        live_guards = [guard for guard in self._storages if not is_freed(guard)]
+        by_device = [
+            [guard for guard in live_guards if guard.device == device]
+            for device in {guard.device for guard in live_guards}
+        ]
         return any(bool((torch.cat(guards) != GUARD_VALUE).any()) for guards in by_device)
 
 

@@ -37,14 +37,14 @@ def plain_main() -> Iterator[None]:
     """Keep multiprocessing from running the program's main script again in the child."""
     main = sys.modules["__main__"]
     with _main:
-        kept = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+        main_attributes = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
         try:
             main.__spec__ = None
-            if "__file__" in kept:
+            if "__file__" in main_attributes:
                 del main.__file__
             yield
         finally:
-            for name, value in kept.items():
+            for name, value in main_attributes.items():
                 setattr(main, name, value)
 
 

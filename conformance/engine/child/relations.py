@@ -33,8 +33,8 @@ class Ring(Bounded):
         return Ring(self.value[rows], self.bound[rows], self.dtype, self.accumulator)
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
-        wrong = (bits(self.value) != bits(observed)) & (self.bound.numpy() != np.inf)
-        return wrong if wrong.any() else None
+        mismatches = (bits(self.value) != bits(observed)) & (self.bound.numpy() != np.inf)
+        return mismatches if mismatches.any() else None
 
     @property
     def honest(self) -> Tensor:
@@ -43,12 +43,12 @@ class Ring(Bounded):
     def moved(self, corrupt: Tensor) -> bool:
         return bool((np.not_equal(bits(self.value), bits(corrupt)) & (self.bound.numpy() != np.inf)).any())
 
-    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+    def explain(self, observed: Tensor, mismatches: np.ndarray, index: tuple[int, ...]) -> str:
         """The first wrong element in bits, and the number of wrong elements."""
         pattern = (1 << 8 * observed.element_size()) - 1
-        got, right = (f"{int(bits(x[index]).item()) & pattern:#x}" for x in (observed, self.value))
-        counts = f"({int(wrong.sum())} of {wrong.size} wrong)"
-        return f"{list(index)} has bits {got} in a ring; the other run has {right} {counts}"
+        got, other_bits = (f"{int(bits(x[index]).item()) & pattern:#x}" for x in (observed, self.value))
+        counts = f"({int(mismatches.sum())} of {mismatches.size} wrong)"
+        return f"{list(index)} has bits {got} in a ring; the other run has {other_bits} {counts}"
 
 
 def judged_where(contract: Any) -> Where | None:
@@ -75,10 +75,10 @@ def another_run(expected: Mapping[str, Expectation], first: Mapping[str, Any]) -
 
     The tool changes no integers: they, and what is no such tensor, stay as they are expected.
     """
-    right: dict[str, Expectation] = dict(expected)
+    expectations: dict[str, Expectation] = dict(expected)
     for name, expectation in expected.items():
         x = first.get(name)
         if isinstance(x, Tensor) and x.is_floating_point() and x.shape == expectation.value.shape:
             bound = getattr(expectation, "bound", torch.zeros(x.shape, dtype=torch.float64))
-            right[name] = Ring(x, bound, x.dtype, x.dtype)
-    return right
+            expectations[name] = Ring(x, bound, x.dtype, x.dtype)
+    return expectations

@@ -55,10 +55,10 @@ def is_changed(x: Tensor, master: Tensor) -> bool:
     if x.shape != master.shape or x.dtype != master.dtype or is_freed(x):
         return True
     host = x.cpu().resolve_neg()
-    other = bits(master) != bits(host)
+    differs = bits(master) != bits(host)
     if x.is_neg():  # torch's minus keeps a NaN, but not its bits
-        other &= ~(master.isnan() & host.isnan()).numpy()
-    return bool(other.any())
+        differs &= ~(master.isnan() & host.isnan()).numpy()
+    return bool(differs.any())
 
 
 def _kind(x: Tensor) -> str:

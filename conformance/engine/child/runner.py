@@ -158,14 +158,14 @@ class Runner:
         Raises:
             Misbehaved: memory or global state has changed.
         """
-        before, changed = Modes(generators=not _may_draw(problem)), ""
+        modes, changed = Modes(generators=not _may_draw(problem)), ""
         try:
             with Poison(poison or self.poison) as memory, Addresses(memory) as addresses, self.recording():
                 yield
         except ModeChanged as error:
             raise Misbehaved("call", "state", str(error)) from error
         finally:
-            changed = before.restore()
+            changed = modes.restore()
         self.outcome.evaluations += 1
         if addresses.outside:
             raise Misbehaved("memory", "memory", addresses.outside)
@@ -198,8 +198,8 @@ class Runner:
 
     def _on_device(self, x: Any) -> Any:
         """An argument without guards: tensors, or a tuple of them, go to the device."""
-        if isinstance(x, tuple) and any(isinstance(part, Tensor) for part in x):
-            return tuple(part.to(self.device, copy=True) for part in x)
+        if isinstance(x, tuple) and any(isinstance(element, Tensor) for element in x):
+            return tuple(element.to(self.device, copy=True) for element in x)
         return x.to(self.device) if isinstance(x, Tensor) else x
 
     def _laid_out(self, problem: Problem, name: str, x: Any) -> Any:
@@ -265,14 +265,14 @@ class Runner:
         views = {name: placed[name].view_as(placed[name]) for name in problem.wanted}
         outputs = self._forward(problem, placed | views, opaque)
         try:
-            found = self._added(problem, placed, outputs, keep=True)
+            gradients = self._added(problem, placed, outputs, keep=True)
         except Exception:  # refused to keep what it had saved, as compiled backwards do
             outputs = self._forward(problem, placed | views, opaque)
             return outputs | self._added(problem, placed, outputs)
         try:
             return outputs | self._added(problem, placed, outputs)
         except Exception:  # refused a second one
-            return outputs | found
+            return outputs | gradients
 
     def arguments(
         self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None
@@ -285,14 +285,16 @@ class Runner:
         left_out = {*self.implementation.lacks(problem.function, problem.settings)}
         left_out &= {*CONTRACTS[problem.function].redundant}
         left_out |= self.implementation.with_default(problem.function, problem.omitted)
-        given = {name: x for name, x in problem.settings.items() if name not in left_out or name == problem.blame}
-        settings = {name: placed[name] if name in placed else self._on_device(x) for name, x in given.items()}
+        passed_settings = {
+            name: x for name, x in problem.settings.items() if name not in left_out or name == problem.blame
+        }
+        settings = {name: placed[name] if name in placed else self._on_device(x) for name, x in passed_settings.items()}
         return arguments, settings
 
     def _forward(self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None) -> Outputs:
         if problem.script:
-            given = problem.required | problem.settings | placed | {"produced": opaque}
-            return problem.script(self.implementation, given)
+            inputs = problem.required | problem.settings | placed | {"produced": opaque}
+            return problem.script(self.implementation, inputs)
         arguments, settings = self.arguments(problem, placed, opaque)
         try:
             result = self.implementation.call(problem.function, *arguments, **settings)
@@ -312,9 +314,9 @@ class Runner:
         """
         used = [name for name in problem.cotangents if isinstance(outputs.get(name), Tensor)]
         for name in used:
-            shape, right = tuple(outputs[name].shape), tuple(placed[f"d_{name}"].shape)
-            if shape != right:
-                raise Misbehaved(name, "shape", f"has shape {shape}; the reference's is {right}")
+            shape, expected_shape = tuple(outputs[name].shape), tuple(placed[f"d_{name}"].shape)
+            if shape != expected_shape:
+                raise Misbehaved(name, "shape", f"has shape {shape}; the reference's is {expected_shape}")
         attached = [name for name in used if outputs[name].requires_grad]
         cotangents = [placed[f"d_{name}"].to(outputs[name].dtype) for name in attached]
         return [outputs[name] for name in attached], cotangents

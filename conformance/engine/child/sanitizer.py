@@ -45,8 +45,8 @@ class Sanitizer:
             os.environ["TRITON_INSTRUMENTATION_MODE"] = self.tool
         elif self.tool == "memcheck":
             if sanitizing.REPORTS not in os.environ:
-                told = "--sanitize memcheck: this process does not run under compute-sanitizer"
-                raise UsageError(f"{told}; moe-conformance run, replay and minimize start it, pytest does not")
+                problem = "--sanitize memcheck: this process does not run under compute-sanitizer"
+                raise UsageError(f"{problem}; moe-conformance run, replay and minimize start it, pytest does not")
             os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each tensor is an allocation of its own
 
     def check(self, device: str) -> None:
@@ -64,9 +64,11 @@ class Sanitizer:
         triton = sys.modules.get("triton")
         if triton is None:
             raise UsageError(f"--sanitize {self.tool} is Triton's, and the implementation has not imported it")
-        if tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2]) < LEAST:
-            right = ".".join(map(str, LEAST))
-            raise UsageError(f"--sanitize {self.tool} needs Triton {right} or newer; here is {triton.__version__}")
+        if tuple(int(digits) for digits in re.findall(r"\d+", triton.__version__)[:2]) < LEAST:
+            least_version = ".".join(map(str, LEAST))
+            raise UsageError(
+                f"--sanitize {self.tool} needs Triton {least_version} or newer; here is {triton.__version__}"
+            )
 
     def watched(self, implementation: Implementation) -> Implementation:
         """Without the declaration of graph capture where each tensor is an allocation of its own,
@@ -83,9 +85,9 @@ class Sanitizer:
         if self.tool != "consan":
             return outcome
         text = self._log.new()
-        found = ASSERTION.search(text) if outcome.status == "CRASH" else None
-        if found:
-            outcome.finding = asdict(Finding("kernel", self.tool, found[1].strip()))
+        assertion = ASSERTION.search(text) if outcome.status == "CRASH" else None
+        if assertion:
+            outcome.finding = asdict(Finding("kernel", self.tool, assertion[1].strip()))
         return outcome
 
 
@@ -101,8 +103,8 @@ class Growing:
             content = self._path.read_bytes()
         except OSError:
             return ""
-        before, self._read = self._read, len(content)
-        return content[before if before <= len(content) else 0 :].decode(errors="replace")
+        bytes_read, self._read = self._read, len(content)
+        return content[bytes_read if bytes_read <= len(content) else 0 :].decode(errors="replace")
 
 
 @functools.cache
@@ -137,10 +139,10 @@ def sentence_of(log: str) -> str:
     first = next((i for i, line in enumerate(lines) if INVALID.match(line)), None)
     if first is None:
         return ""
-    parts = [lines[first]]
+    phrases = [lines[first]]
     for line in lines[first + 1 :]:
         if not line or INVALID.match(line):
             break
         if line.startswith(("at ", "and is ")):
-            parts.append(line.removeprefix("and is "))
-    return ", ".join(ADDRESS.sub("", part).strip() for part in parts)
+            phrases.append(line.removeprefix("and is "))
+    return ", ".join(ADDRESS.sub("", phrase).strip() for phrase in phrases)

@@ -82,20 +82,20 @@ def _structures(section: Section, profile: Profile, space: Space, seed: int, whe
             yield from _varied(scope, scope.always(), -(-amount.cases // 4), seed)
     elif section.kind == "covering" and amount.rows:
         rows = scope.covering().first(amount.covering(section.function), amount.share)
-        others = [*fixed_cases(section.function, space), *scope.always(), *scope.far(), *rows]
-        chosen = [*rows, *scope.more(others)]
+        fixed = [*fixed_cases(section.function, space), *scope.always(), *scope.far(), *rows]
+        chosen = [*rows, *scope.more(fixed)]
         varied = list(_varied(scope, _moved(scope, chosen, where, seed), amount.cases, seed))
         yield from varied
         if space.device == "cuda":
             yield from ([case] for case in _neighbours(scope, varied))
         firsts = [structure[0] for structure in varied]
-        yield from ([case] for case in left_out(scope, [*others, *chain(*varied)], [*others, *firsts]))
+        yield from ([case] for case in left_out(scope, [*fixed, *chain(*varied)], [*fixed, *firsts]))
     elif section.kind == "models" and profile.judges_model_sizes(section.function, space):
         yield from ([case] for case in at_model_sizes(scope))
     elif section.kind == "drawn":
         source, random_source = run_seed(section.function, seed), random.Random(seed)
-        kept, most = (lambda case: where.steered(scope, case, random_source)), DRAWS if where.terms else 4
-        chosen = drawn(scope.drawn(), source, amount.structures(section.function), kept, most)
+        steer, most = (lambda case: where.steered(scope, case, random_source)), DRAWS if where.terms else 4
+        chosen = drawn(scope.drawn(), source, amount.structures(section.function), steer, most)
         yield from _varied(scope, chosen, amount.cases, seed)
 
 
@@ -122,10 +122,10 @@ def _varied(scope: Scope, cases: list[Case], count: int, seed: int) -> Iterator[
     variations = Variations(scope)
     for case in cases:
         ranks = ranks_of(scope.contract, case)
-        alone = case.layout in FAR or case.is_large
+        is_costly = case.layout in FAR or case.is_large
         shared = ranks > scope.space.ranks  # these ranks share a GPU, and wait long for each other
-        few = RANKED_CASES if ranks else WHOLE_CASES if not case.law else count
-        number = 1 if alone or shared else min(few, count)
+        limit = RANKED_CASES if ranks else WHOLE_CASES if not case.law else count
+        number = 1 if is_costly or shared else min(limit, count)
         most = 2 * count if number == count and not ranks else number
         yield variations.of(case, number, most, run_seed(case.text, seed)) if number > 1 else [case]
 

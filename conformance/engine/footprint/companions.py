@@ -30,15 +30,18 @@ def companions(function: str) -> set[str]:
 
 def _modules(contract: Any) -> set[str]:
     """The modules of the contract and its laws, and the families' modules they import."""
-    parts = [type(x) for x in (contract, *vars(contract).values())]
-    held = [*(cls for part in parts for cls in part.__mro__), *(law.check for law in contract.laws.values())]
-    found = {x.__module__ for x in held if x.__module__.startswith(MODULES)}
-    waiting = list(found)
+    types = [type(x) for x in (contract, *vars(contract).values())]
+    held = [
+        *(cls for cls_of_part in types for cls in cls_of_part.__mro__),
+        *(law.check for law in contract.laws.values()),
+    ]
+    modules = {x.__module__ for x in held if x.__module__.startswith(MODULES)}
+    waiting = list(modules)
     while waiting:
-        fresh = _imported(waiting.pop()) - found
-        found |= fresh
+        fresh = _imported(waiting.pop()) - modules
+        modules |= fresh
         waiting += fresh
-    return found
+    return modules
 
 
 @cache

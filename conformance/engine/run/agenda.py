@@ -45,20 +45,20 @@ class Agenda:
         if isinstance(work, Draw):
             self._queue(turn, work).append(work)
             return
-        alone = []
+        single_process_cases = []
         for case in work:
             ranks = ranks_with_calls_before(case)
             if ranks:
                 heappush(self._ranked[ranks], (turn, next(self._arrived), case))
             else:
-                alone.append(case)
-        if alone and is_heavy(alone):
-            self._heavy.append(alone)
-        elif alone:
-            queue = self._queue(turn, alone)
-            queue.appendleft(alone) if first else queue.append(alone)
+                single_process_cases.append(case)
+        if single_process_cases and is_heavy(single_process_cases):
+            self._heavy.append(single_process_cases)
+        elif single_process_cases:
+            queue = self._queue(turn, single_process_cases)
+            queue.appendleft(single_process_cases) if first else queue.append(single_process_cases)
 
-    def take(self, heavy: bool, last: str = "", others: Sequence[str] = ()) -> Work | None:
+    def take(self, heavy: bool, last: str = "", functions_of_others: Sequence[str] = ()) -> Work | None:
         """The next work of a process whose last function was `last`; None: there is none.
 
         Args:
@@ -71,11 +71,11 @@ class Agenda:
             return None
         turn = min(self._single)
         functions = self._single[turn]
-        working = Counter(others)
+        working = Counter(functions_of_others)
 
         def left_for_each(name: str) -> float:
-            left = len(functions[name]) * self._seconds.get(name, 1.0)
-            return left / (1 + working[name]) * (STAY if name == last else 1)
+            seconds_left = len(functions[name]) * self._seconds.get(name, 1.0)
+            return seconds_left / (1 + working[name]) * (STAY if name == last else 1)
 
         function = max(functions, key=left_for_each)
         work = functions[function].popleft()

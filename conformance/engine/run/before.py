@@ -21,16 +21,20 @@ def with_calls_before(
         attempt: runs a case, with those before it, in a process that has run nothing before.
     """
     key, deadline = failure_key(case, outcome), time.monotonic() + seconds
-    every = [replace(one, before=()) for other in (*ran, case) for one in (*other.before, other)][:-1]
-    own = [other for other in every if other.function == case.function]
-    for calls in (own, every) if len(own) < len(every) else (own,):
+    earlier_cases = [
+        replace(call, before=()) for predecessor in (*ran, case) for call in (*predecessor.before, predecessor)
+    ][:-1]
+    calls_of_function = [predecessor for predecessor in earlier_cases if predecessor.function == case.function]
+    for calls in (
+        (calls_of_function, earlier_cases) if len(calls_of_function) < len(earlier_cases) else (calls_of_function,)
+    ):
         for count in _doubling(len(calls)):
             if time.monotonic() > deadline:
                 return None
             shown = replace(case, before=tuple(calls[-count:]))
-            again = attempt(shown)
-            if failure_key(shown, again) == key:
-                return shown, again
+            second_outcome = attempt(shown)
+            if failure_key(shown, second_outcome) == key:
+                return shown, second_outcome
     return None
 
 

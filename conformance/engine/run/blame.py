@@ -20,7 +20,7 @@ def blamed(case: Case, outcome: Outcome, fresh: Callable[[Case], Outcome]) -> tu
     if not outcome.finding or outcome.finding["check"] not in OF_TWO_CALLS:
         return case, outcome
     for neighbour in neighbours(CONTRACTS[case.function], case):
-        alone = fresh(neighbour)
-        if alone.status in ("FAIL", "CRASH", "HANG"):
-            return neighbour, alone
+        neighbour_outcome = fresh(neighbour)
+        if neighbour_outcome.status in ("FAIL", "CRASH", "HANG"):
+            return neighbour, neighbour_outcome
     return case, outcome

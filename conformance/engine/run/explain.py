@@ -58,6 +58,6 @@ def explain(case: Case, pool: Pool) -> Explained:
     """
     stages = CONTRACTS[case.function].stages(case)
     if not stages:
-        right = ", ".join(name for name, contract in CONTRACTS.items() if contract.has_stages)
-        raise UsageError(f"{case.function} {case.id} has no stages; explain takes drawn cases of {right}")
+        staged_functions = ", ".join(name for name, contract in CONTRACTS.items() if contract.has_stages)
+        raise UsageError(f"{case.function} {case.id} has no stages; explain takes drawn cases of {staged_functions}")
     return Explained(pool.run_alone(case), {name: pool.run_alone(stage) for name, stage in stages.items()})

@@ -55,10 +55,10 @@ def confirmed_hang(case: Case, outcome: Outcome, pool: Pool, seconds: float) -> 
     """
     if pool.has_hung(case.function):
         return outcome
-    before = pool.before(case)
-    alone = pool.run_alone(case)
-    if alone.status == "PASS" and case.function not in pool.patience.slow:
-        if again := with_calls_before(case, outcome, before, pool.run_alone, seconds):
-            return again[1]
+    earlier_cases = pool.before(case)
+    second_outcome = pool.run_alone(case)
+    if second_outcome.status == "PASS" and case.function not in pool.patience.slow:
+        if reproduced := with_calls_before(case, outcome, earlier_cases, pool.run_alone, seconds):
+            return reproduced[1]
         pool.patience.slow.add(case.function)
-    return alone
+    return second_outcome

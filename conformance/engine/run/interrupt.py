@@ -24,11 +24,11 @@ def noted() -> Iterator[None]:
     """Signals are noted inside the block."""
     global _reason, _ends_at
     _reason, _ends_at = "", 0.0
-    before = {number: signal.signal(number, _note) for number in NAMES}
+    handlers = {number: signal.signal(number, _note) for number in NAMES}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         _reason, _ends_at = "", 0.0  # the next run in this process is another one
 
@@ -36,11 +36,11 @@ def noted() -> Iterator[None]:
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
     """SIGTERM raises KeyboardInterrupt inside the block, as SIGINT does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def limit(seconds: float) -> None:
@@ -83,9 +83,9 @@ def check() -> None:
 def deferred() -> Iterator[None]:
     """A signal inside the block is raised at its end: a process that starts here has an owner."""
     global _raising
-    before, _raising = _raising, False
+    was_raising, _raising = _raising, False
     yield
-    _raising = before
+    _raising = was_raising
     check()
 
 

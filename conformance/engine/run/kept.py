@@ -51,21 +51,21 @@ class Kept:
 
     def add(self, case: Case, outcome: Outcome) -> int:
         """Keep the case if it reached something new; returns how much."""
-        found = features(outcome)
-        new = len(found - self.seen)
+        reached_features = features(outcome)
+        new = len(reached_features - self.seen)
         self.judged.add(case.id)
         if new:
-            self.seen |= found
-            self.reached[case] = found
+            self.seen |= reached_features
+            self.reached[case] = reached_features
         return new
 
     def distilled(self) -> list[Case]:
         """Few cases that reach everything seen: each adds most to those before it."""
-        left, out = set(self.seen), []
-        while left:
-            best = max(self.reached, key=lambda case: (len(self.reached[case] & left), -len(case.text), case.text))
+        uncovered, out = set(self.seen), []
+        while uncovered:
+            best = max(self.reached, key=lambda case: (len(self.reached[case] & uncovered), -len(case.text), case.text))
             out.append(best)
-            left -= self.reached[best]
+            uncovered -= self.reached[best]
         return out
 
     def save(self, finding: dict[str, Any]) -> int:

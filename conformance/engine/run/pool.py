@@ -129,12 +129,12 @@ class Pool:
 
         They are taken a few at a time: a world forms only when a case of it is near.
         """
-        agenda, left = Agenda(), enumerate(cases)
-        for index, case in islice(left, AHEAD):
+        agenda, remaining_cases = Agenda(), enumerate(cases)
+        for index, case in islice(remaining_cases, AHEAD):
             agenda.add([case], index // IN_ORDER)
         for work, answer in self.work(agenda):
             assert isinstance(work, Case) and isinstance(answer, Outcome)
-            for index, case in islice(left, 1):
+            for index, case in islice(remaining_cases, 1):
                 agenda.add([case], index // IN_ORDER)
             yield work, answer
 
@@ -332,8 +332,10 @@ class Pool:
         if not alive:  # another process that it has started may hold the pipe open
             return ended(reason or ending(child.process, child.log_path))
         if child.clock.passed(child.limit):
-            function, place = child.cases[0].function if child.cases else "", where(child.process, child.log_path)
-            return Outcome("HANG", reason=self.patience.hangs(function, child.clock, child.limit, child.alone, place))
+            function, position = child.cases[0].function if child.cases else "", where(child.process, child.log_path)
+            return Outcome(
+                "HANG", reason=self.patience.hangs(function, child.clock, child.limit, child.alone, position)
+            )
         return None
 
     def _end(self, child: Child) -> None:

@@ -34,11 +34,11 @@ class Rarity:
 
     def rarest(self, cases: Sequence[Case], count: int) -> list[Case]:
         """`count` of the cases, each with the most new triples after those before it; adds them."""
-        left = {case: _triples(case) for case in cases}
+        candidates = {case: _triples(case) for case in cases}
         chosen: list[Case] = []
-        while left and len(chosen) < count:
-            best = max(left, key=lambda case: int((~self._seen[left[case]]).sum()))
-            self._seen[left.pop(best)] = True
+        while candidates and len(chosen) < count:
+            best = max(candidates, key=lambda case: int((~self._seen[candidates[case]]).sum()))
+            self._seen[candidates.pop(best)] = True
             chosen.append(best)
         return chosen
 

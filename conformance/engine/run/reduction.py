@@ -54,15 +54,15 @@ def reduce(case: Case, outcome: Outcome, attempt: Callable[[Case], Outcome], sec
         UsageError: no attempt can be made any more.
     """
     key, deadline = failure_key(case, outcome), time.monotonic() + seconds
-    seen, attempts = {case.text}, 0
+    tried_texts, attempts = {case.text}, 0
     progress = True
     try:
         while progress:
             progress = False
             for candidate in _smaller(case):
-                if candidate.text in seen:
+                if candidate.text in tried_texts:
                     continue
-                seen.add(candidate.text)
+                tried_texts.add(candidate.text)
                 if time.monotonic() > deadline:
                     return Reduced(case, outcome, attempts, finished=False)
                 attempts += 1
@@ -89,13 +89,13 @@ def _each_smaller(case: Case) -> Iterator[Case]:
     """With fewer calls before it, with plain ones, simpler itself, with simpler calls before it."""
     for start, stop in blocks(len(case.before)):
         yield replace(case, before=case.before[:start] + case.before[stop:])
-    plain = tuple(earlier.changed(**PLAIN) for earlier in case.before)
-    if plain != case.before:  # at once: each attempt may need new processes
-        yield replace(case, before=plain)
+    plain_calls = tuple(earlier.changed(**PLAIN) for earlier in case.before)
+    if plain_calls != case.before:  # at once: each attempt may need new processes
+        yield replace(case, before=plain_calls)
     yield from _simpler(case)
     for index, earlier in enumerate(case.before):
-        for other in _simpler(earlier):
-            yield replace(case, before=(*case.before[:index], other, *case.before[index + 1 :]))
+        for simpler in _simpler(earlier):
+            yield replace(case, before=(*case.before[:index], simpler, *case.before[index + 1 :]))
 
 
 def _simpler(case: Case) -> Iterator[Case]:

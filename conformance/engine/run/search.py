@@ -75,7 +75,7 @@ class SearchProgress(Progress):
     def line(self) -> str:
         now = time.monotonic()
         scores = self.searched.best.get(self.function, {})
-        parts = [
+        phrases = [
             f"{max(self.ends - now, 0):.0f} s left",
             f"{self.done} cases",
             f"{self.done / max(now - self.started, 1e-9):.0f} cases per second",
@@ -83,7 +83,7 @@ class SearchProgress(Progress):
             f"{self.lines} lines and kernels ({self.new} new)",
             f"{self.distinct} distinct failures",
         ]
-        return " · ".join(parts)
+        return " · ".join(phrases)
 
 
 class Search:
@@ -120,10 +120,10 @@ class Search:
             failure = Failure(case, outcome, f"fuzz-{case.function}", 0, False)
             self.searched.failures.append(self.session.keep(failure))
         finding = {"implementation": self.session.options.implementation, "status": "interesting"}
-        for function, kept in self.kept.items():
-            self.searched.lines[function] = kept.lines
+        for function, kept_cases in self.kept.items():
+            self.searched.lines[function] = kept_cases.lines
             try:
-                self.searched.kept[function] = kept.save(finding)
+                self.searched.kept[function] = kept_cases.save(finding)
             except OSError as error:  # the failures are reported all the same
                 self.searched.kept[function] = 0
                 self.searched.unsaved[function] = str(error)
@@ -131,16 +131,16 @@ class Search:
     def _function(self, function: str, ends: float) -> None:
         self.outcomes, self.rarity = {}, Rarity()
         self.progress.function = function
-        kept, scope = self.kept[function], scope_of(function, self.session.space)
+        kept_cases, scope = self.kept[function], scope_of(function, self.session.space)
         turn = 0
         try:
-            for case in kept.seeds:
+            for case in kept_cases.seeds:
                 self.judged(case, ends)
             self.progress.new = 0
             while True:
                 seed = run_seed(function, self.session.options.seed, turn)
                 self.rare(scope, seed, ends)
-                self.climb(scope, kept, seed, ends)
+                self.climb(scope, kept_cases, seed, ends)
                 self.sequences(scope, seed, ends)
                 turn += 1
         except TimeIsUp:
@@ -149,8 +149,8 @@ class Search:
     def rare(self, scope: Scope, seed: int, ends: float) -> None:
         """The rarest of many cases: drawn ones, and changes of the shapes that a run always has."""
         source = st.one_of(scope.drawn(), scope.drawn(), scope.near(self.shapes(scope)))
-        for part in range(PARTS):  # drawing takes time, too
-            cases = drawn(source, run_seed("rare", seed, part), OF // PARTS)
+        for round_index in range(PARTS):  # drawing takes time, too
+            cases = drawn(source, run_seed("rare", seed, round_index), OF // PARTS)
             cases = [case for case in cases if self.session.choice.holds(case)]
             chosen = self.rarity.rarest([case for case in cases if case not in self.outcomes], RARE // PARTS)
             outcomes = dict(self.session.pool.run(chosen))  # on all children
@@ -165,13 +165,13 @@ class Search:
             self._shapes = {scope.function: scope.always() or [scope.case({})]}
         return self._shapes[scope.function]
 
-    def climb(self, scope: Scope, kept: Kept, seed: int, ends: float) -> None:
+    def climb(self, scope: Scope, kept_cases: Kept, seed: int, ends: float) -> None:
         """One run of hypothesis, over drawn cases and changed cases of those kept so far."""
         cases = scope.drawn()
-        interesting = kept.distilled()
+        interesting = kept_cases.distilled()
         if interesting:
             cases = st.one_of(cases, scope.near(interesting))
-        plain = settings(
+        quiet_settings = settings(
             max_examples=CLIMBED,
             database=None,
             deadline=None,
@@ -180,7 +180,7 @@ class Search:
         )
 
         @hypothesis.seed(seed)
-        @plain
+        @quiet_settings
         @given(cases)
         def climbed(case: Case) -> None:
             outcome = self.judged(case, ends)
@@ -232,15 +232,15 @@ class Search:
 
     def _count(self, case: Case, outcome: Outcome, failing: bool, waived: bool) -> None:
         """Add the case to what was found, and show it."""
-        best, kept = self.searched.best.setdefault(case.function, {}), self.kept[case.function]
+        best, kept_cases = self.searched.best.setdefault(case.function, {}), self.kept[case.function]
         self.searched.cases += 1
         self.searched.judged += outcome.status == "PASS" or failing
         self.searched.waived += waived
         if not failing:
-            before = kept.lines
-            kept.add(case, outcome)
-            self.progress.new += kept.lines - before
+            lines_before = kept_cases.lines
+            kept_cases.add(case, outcome)
+            self.progress.new += kept_cases.lines - lines_before
             for name, score in outcome.scores.items():
                 best[name] = max(best.get(name, 0.0), score)
-        self.progress.lines, self.progress.distinct = kept.lines, len(self.failed)
+        self.progress.lines, self.progress.distinct = kept_cases.lines, len(self.failed)
         self.progress.case(outcome, failing and not waived)

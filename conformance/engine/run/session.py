@@ -123,8 +123,8 @@ class Session:
         self.ledger.write("implementation", **self.description, judged=self.choice.functions)
         if self.options.since:
             self.find_footprints()
-        part, parts = self.options.part
-        mine = [section for section in sections() if self._has_cases(section)][part::parts]
+        shard_index, num_shards = self.options.part
+        mine = [section for section in sections() if self._has_cases(section)][shard_index::num_shards]
         self.plan = [section for section in mine if section.function not in self.since.unchanged]
 
     def find_footprints(self) -> None:
@@ -143,14 +143,14 @@ class Session:
         Raises:
             UsageError: there is no such report or revision.
         """
-        found, roots, reason = inquiry.answer()
-        more = self.options, self.description, self.corpus, self.waivers
-        now = under(found, *more) if found else None
+        footprints, roots, reason = inquiry.answer()
+        conditions = self.options, self.description, self.corpus, self.waivers
+        now = under(footprints, *conditions) if footprints else None
         if self.earlier is not None:
             out = since_report(now, self.earlier, self.options.since)
         elif self.options.since:
-            before = footprints_at(self.options.since, self.options.child, roots)
-            out = since_revision(now, under(before, *more), self.options.since)
+            revision_footprints = footprints_at(self.options.since, self.options.child, roots)
+            out = since_revision(now, under(revision_footprints, *conditions), self.options.since)
         else:
             out = Since(now)
         return out if now else replace(out, reasons=dict.fromkeys(CONTRACTS, f"its footprint is not known: {reason}"))
@@ -169,13 +169,13 @@ class Session:
         left_out |= {*CONTRACTS} - {*self.choice.functions}
         # what a waiver covers may not match --where: none is stale then
         waivers = [waiver.name for waiver in self.waivers if waiver.function not in left_out and not self.options.where]
-        more = self.baseline, whole, interrupted, self.since, may_be_empty
-        return assemble(folder, self.options, seconds, waivers, *more)
+        context = self.baseline, whole, interrupted, self.since, may_be_empty
+        return assemble(folder, self.options, seconds, waivers, *context)
 
-    def problem(self, place: str, error: BaseException | str) -> None:
+    def problem(self, location: str, error: BaseException | str) -> None:
         """Record an error of the suite, which is no verdict on the implementation."""
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        self.ledger.write("problem", text=f"{place}: {text}")
+        self.ledger.write("problem", text=f"{location}: {text}")
 
     def _offered(self, function: str) -> bool:
         return bool(self.description["functions"][function]["offered"])
@@ -231,30 +231,30 @@ class Session:
             answers = with_hangs_confirmed(self.pool.work(agenda), self.pool, self.profile.reduce_seconds)
             for work, answer in answers:
                 if isinstance(work, Case) and isinstance(answer, Outcome):
-                    place = places[id(work)]
-                    self._judged(plan[place[0]], work, varied[id(work)], answer, place, failed)
+                    position = places[id(work)]
+                    self._judged(plan[position[0]], work, varied[id(work)], answer, position, failed)
                 elif isinstance(work, Draw) and isinstance(answer, list):
                     schedule(work.section, answer)
                 elif isinstance(work, Draw) and isinstance(answer, Outcome):
                     self.problem(work.section.label, answer.reason)
             return self._smallest_of(failed, plan)
         except (KeyboardInterrupt, Lost):  # failures that are not reduced yet are reported as they are
-            for place, case, outcome in failed.values():
-                self.keep(Failure(case, outcome, plan[place[0]].label, 0, False))
+            for position, case, outcome in failed.values():
+                self.keep(Failure(case, outcome, plan[position[0]].label, 0, False))
             raise
 
     def _smallest_of(self, failed: Failed, plan: list[Section]) -> list[Failure]:
         """The smallest case of each new failure, in the order of the plan, literal cases last."""
         failures = []
         for key in sorted(failed, key=lambda key: _priority(*failed[key])):
-            place, case, outcome = failed[key]
+            position, case, outcome = failed[key]
             if key not in self.known:
-                failures.append(self.smallest(key, case, outcome, plan[place[0]].label))
+                failures.append(self.smallest(key, case, outcome, plan[position[0]].label))
             del failed[key]
         return [failure for failure in failures if failure]
 
     def _judged(
-        self, section: Section, case: Case, first: Case, outcome: Outcome, place: Place, failed: Failed
+        self, section: Section, case: Case, first: Case, outcome: Outcome, position: Place, failed: Failed
     ) -> None:
         """Write the outcome, WAIVED where a waiver covers it; keep the first case of a failure.
 
@@ -265,27 +265,27 @@ class Session:
         waiver = next(covering, None)
         status = "WAIVED" if waiver else outcome.status
         changed = [field.name for field in fields(case) if getattr(case, field.name) != getattr(first, field.name)]
-        more: dict[str, Any] = {
+        coverage_fields: dict[str, Any] = {
             "section": section.label,
             "status": status,
             "waiver": waiver.name if waiver else "",
             "changed": changed,
         }
-        more |= {"settings": settings_of(case), "scores": outcome.scores} if self.options.covered else {}
-        self._record("outcome", case, outcome, **more)
+        coverage_fields |= {"settings": settings_of(case), "scores": outcome.scores} if self.options.covered else {}
+        self._record("outcome", case, outcome, **coverage_fields)
         if self.progress:
             self.progress.case(outcome, status in FAILING)
             if status in FAILING and not failed:
                 self.progress.failure(case, outcome)
         key = failure_key(case, outcome)
-        earliest = key not in failed or _priority(place, case, outcome) < _priority(*failed[key])
+        earliest = key not in failed or _priority(position, case, outcome) < _priority(*failed[key])
         if status in FAILING and earliest:
-            failed[key] = place, case, outcome
+            failed[key] = position, case, outcome
 
-    def _record(self, kind: str, case: Case, outcome: Outcome, **more: Any) -> None:
+    def _record(self, kind: str, case: Case, outcome: Outcome, **fields: Any) -> None:
         ended = round(time.monotonic() - self.started, 3)
         content = (
-            {"id": case.id, "function": case.function, "ended": ended} | asdict(outcome) | {"law": case.law} | more
+            {"id": case.id, "function": case.function, "ended": ended} | asdict(outcome) | {"law": case.law} | fields
         )
         self.ledger.write(kind, **content)
 
@@ -299,7 +299,7 @@ class Session:
         if not _literal(case):
             self.known.add(key)
         case, outcome = self._confirmed(case, outcome)
-        case, outcome = blamed(case, outcome, lambda other: self._inside(other, fresh=True))
+        case, outcome = blamed(case, outcome, lambda candidate: self._inside(candidate, fresh=True))
         if outcome.status != "FLAKY" and failure_key(case, outcome) != key and failure_key(case, outcome) in self.known:
             return None  # in a fresh process it fails like another one, which is reported already
         if not _literal(case):
@@ -307,28 +307,28 @@ class Session:
         attempts, smallest, error = 0, False, ""
         if outcome.status not in ("FLAKY", "ERROR", "OOM"):
             reduced = reduce(case, outcome, self.attempts(case), self.profile.reduce_seconds)
-            again = self._attempt(reduced.case, fresh=True)
+            confirmed = self._attempt(reduced.case, fresh=True)
             attempts, error = reduced.attempts, reduced.error
-            if failure_key(reduced.case, again) == failure_key(case, outcome):  # not by chance, or by earlier calls
-                case, outcome, smallest = reduced.case, again, reduced.finished
+            if failure_key(reduced.case, confirmed) == failure_key(case, outcome):  # not by chance, or by earlier calls
+                case, outcome, smallest = reduced.case, confirmed, reduced.finished
         failure = Failure(case, outcome, found_in, attempts, smallest, error)
         return self.keep(failure)
 
     def _confirmed(self, case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
         """The failure in a fresh process; FLAKY if it passes there."""
-        alone = self._attempt(case, fresh=True)
-        if alone.status in FAILING:
-            return case, alone
+        fresh_outcome = self._attempt(case, fresh=True)
+        if fresh_outcome.status in FAILING:
+            return case, fresh_outcome
         after_another = replace(case, law="history", golden="", illegal="")
         if not _literal(case):
-            again = self._attempt(after_another, fresh=True)
-            if again.status in FAILING:
-                return after_another, again
-        fresh, ran = (lambda other: self._attempt(other, fresh=True)), self.pool.before(case)
+            repeated = self._attempt(after_another, fresh=True)
+            if repeated.status in FAILING:
+                return after_another, repeated
+        fresh, ran = (lambda candidate: self._attempt(candidate, fresh=True)), self.pool.before(case)
         if shown := with_calls_before(case, outcome, ran, fresh, self.profile.reduce_seconds):
             return shown
-        how = "alone, and after the calls before it" if ran else "again"
-        return case, replace(outcome, status="FLAKY", reason=f"failed once and passed when it was run {how}")
+        circumstances = "alone, and after the calls before it" if ran else "again"
+        return case, replace(outcome, status="FLAKY", reason=f"failed once and passed when it was run {circumstances}")
 
     def attempts(self, failing: Case) -> Callable[[Case], Outcome]:
         """The tries of a reduction: in a running child, unless earlier calls matter."""
@@ -372,9 +372,9 @@ def default_jobs(options: Options) -> int:
     return min(cores + cores // 8, 32) if many else min(cores, 2)
 
 
-def _priority(place: Place, case: Case, outcome: Outcome) -> tuple[bool, Place]:
+def _priority(position: Place, case: Case, outcome: Outcome) -> tuple[bool, Place]:
     """The order of reduction: literal cases last, else as in the plan."""
-    return _literal(case), place
+    return _literal(case), position
 
 
 def _literal(case: Case) -> bool:

@@ -128,7 +128,7 @@ def assemble(
     seconds: float,
     waivers: Sequence[str] = (),
     baseline: dict[str, Any] | None = None,
-    whole: bool = True,
+    is_complete: bool = True,
     interrupted: str = "",
     since: Marker | None = None,
     may_be_empty: bool = False,
@@ -150,11 +150,11 @@ def assemble(
     described = next((line for line in lines if line["kind"] == "implementation"), nothing)
     out = _facts(lines, outcomes, described, options, seconds)
     out.ended_by = interrupted
-    rules = PROFILES[options.profile] if whole and interrupted in ("", TIME_LIMIT) else None
+    rules = PROFILES[options.profile] if is_complete and interrupted in ("", TIME_LIMIT) else None
     for name in CONTRACTS:
         offer = described["functions"].get(name, {})
-        own = [line for line in outcomes if line["function"] == name]
-        out.functions[name] = _function(name, offer, own, rules, bool(interrupted) and not rules)
+        outcomes_of_function = [line for line in outcomes if line["function"] == name]
+        out.functions[name] = _function(name, offer, outcomes_of_function, rules, bool(interrupted) and not rules)
     if since:
         since.mark(out)
     _leave_out(out, described.get("judged", list(CONTRACTS)))
@@ -175,7 +175,7 @@ def assemble(
     out.problems = errors + shortfalls + regressions
     out.exit_code = 3 if errors else 1 if differs else 4 if shortfalls else 5 if regressions else 0
     out.verdict = named(out, interrupted, unchanged)
-    if since and whole and not interrupted and not errors:
+    if since and is_complete and not interrupted and not errors:
         since.keep(out)
     return out
 
@@ -305,9 +305,9 @@ def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
     out: dict[str, float] = {}
     for name in sorted({name for changed, _ in varied for name in changed}):
         split = [[kernels for changed, kernels in varied if (name in changed) == here] for here in (True, False)]
-        if all(len(part) >= SEVERAL for part in split):
-            more = sum(split[0]) / len(split[0]) - sum(split[1]) / len(split[1])
-            out |= {name: round(more, 2)} if more >= SPECIALISING else {}
+        if all(len(counts) >= SEVERAL for counts in split):
+            extra_kernels = sum(split[0]) / len(split[0]) - sum(split[1]) / len(split[1])
+            out |= {name: round(extra_kernels, 2)} if extra_kernels >= SPECIALISING else {}
     return out
 
 
@@ -319,17 +319,20 @@ def shortfalls_of(name: str, function: FunctionVerdict, rules: Profile | None, w
     """
     if function.status in ("not offered", NOT_CHOSEN, UNCHANGED) or rules is None:
         return []
-    inside = " and ".join(filter(None, (function.scope, where)))
-    inside = f" where {inside}" if inside else ""
+    scope_note = " and ".join(filter(None, (function.scope, where)))
+    scope_note = f" where {scope_note}" if scope_note else ""
     out = []
     informative = sum(function.counts.get(status, 0) for status in INFORMATIVE)
-    asked = f"the profile {rules.name}"
+    profile_name = f"the profile {rules.name}"
     if informative < rules.minimum(name):
         lacking = "".join(f"; {count} did not run: {reason}" for reason, count in function.missing.items())
-        out.append(f"{name}: {informative} informative cases{inside}; {asked} asks for {rules.minimum(name)}{lacking}")
+        minimum = f"{profile_name} asks for {rules.minimum(name)}"
+        out.append(f"{name}: {informative} informative cases{scope_note}; {minimum}{lacking}")
     share = function.unsupported
     if share > rules.unsupported:
-        out.append(f"{name}: {share:.0%} of the cases are declared unsupported; {asked} allows {rules.unsupported:.0%}")
+        out.append(
+            f"{name}: {share:.0%} of the cases are declared unsupported; {profile_name} allows {rules.unsupported:.0%}"
+        )
     return out
 
 
@@ -369,13 +372,13 @@ def _size(failure: dict[str, Any]) -> tuple[bool, int]:
     return bool(case.get("golden") or case.get("illegal")), len(str(case))
 
 
-def _regressions(now: Verdict, before: dict[str, Any]) -> list[str]:
+def _regressions(now: Verdict, baseline: dict[str, Any]) -> list[str]:
     """Results that are worse than in the earlier report, as sentences.
 
     Only functions that both runs chose are compared.
     """
     out = []
-    for name, record in before.get("functions", {}).items():
+    for name, record in baseline.get("functions", {}).items():
         old = effective(record) or {"status": "not offered"}
         new = now.functions.get(name)
         if old["status"] == NOT_CHOSEN or (new and new.status == NOT_CHOSEN):

@@ -17,22 +17,22 @@ Times = dict[str, float]  # microseconds of each version
 
 
 def medians(
-    versions: Mapping[str, Call], blocks: int, reps: int, before: Call = lambda: None, device: str = "cuda"
+    versions: Mapping[str, Call], blocks: int, reps: int, setup: Call = lambda: None, device: str = "cuda"
 ) -> Times:
-    """Medians over `blocks` turns of medians of `reps` calls; `before` runs untimed before each."""
+    """Medians over `blocks` turns of medians of `reps` calls; `setup` runs untimed before each."""
     times: dict[str, list[float]] = {name: [] for name in versions}
     turn = _by_events if device == "cuda" else _by_the_host
     for _ in range(blocks):
         for name, call in versions.items():
             call()
-            times[name].append(statistics.median(turn(call, reps, before)))
-    return {name: statistics.median(each) for name, each in times.items()}
+            times[name].append(statistics.median(turn(call, reps, setup)))
+    return {name: statistics.median(turn_medians) for name, turn_medians in times.items()}
 
 
-def _by_events(call: Call, reps: int, before: Call) -> list[float]:
+def _by_events(call: Call, reps: int, setup: Call) -> list[float]:
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
     for begin, end in pairs:
-        before()
+        setup()
         begin.record()
         call()
         end.record()
@@ -40,10 +40,10 @@ def _by_events(call: Call, reps: int, before: Call) -> list[float]:
     return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
 
 
-def _by_the_host(call: Call, reps: int, before: Call) -> list[float]:
+def _by_the_host(call: Call, reps: int, setup: Call) -> list[float]:
     spans = []
     for _ in range(reps):
-        before()
+        setup()
         started = time.perf_counter()
         call()
         spans.append((time.perf_counter() - started) * 1e6)

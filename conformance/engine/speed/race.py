@@ -93,13 +93,13 @@ class Racers:
     @property
     def about(self) -> dict[str, Any]:
         """The device's name, and the versions of packages."""
-        own = self.descriptions[self.own]
-        return {"device": own["device_name"], "versions": own["versions"]}
+        description = self.descriptions[self.own]
+        return {"device": description["device_name"], "versions": description["versions"]}
 
-    def judged(self, name: str, made: Sequence["Lap"]) -> Iterator[tuple["Lap", Outcome]]:
+    def judged(self, name: str, laps_of_function: Sequence["Lap"]) -> Iterator[tuple["Lap", Outcome]]:
         """The laps with their cases' outcomes on the implementation, as they come."""
-        waiting = {lap.case.id: lap for lap in made}
-        for case, outcome in self._judges[name].run(lap.case for lap in made) if made else ():
+        waiting = {lap.case.id: lap for lap in laps_of_function}
+        for case, outcome in self._judges[name].run(lap.case for lap in laps_of_function) if laps_of_function else ():
             yield waiting[case.id], outcome
 
     def dismiss(self) -> None:
@@ -130,9 +130,12 @@ class Racers:
         spaces = [Space.of(description) for description in self.descriptions.values()]
         space = Space(
             self.device,
-            {name: frozenset().union(*(each.without[name] for each in spaces)) for name in spaces[0].without},
-            frozenset().union(*(each.not_differentiable for each in spaces)),
-            frozenset().union(*(each.contiguous_only for each in spaces)),
+            {
+                name: frozenset().union(*(racer_space.without[name] for racer_space in spaces))
+                for name in spaces[0].without
+            },
+            frozenset().union(*(racer_space.not_differentiable for racer_space in spaces)),
+            frozenset().union(*(racer_space.contiguous_only for racer_space in spaces)),
         )
         scope = Scope(CONTRACTS[function], space)
         real = CONTRACTS[function].shapes.real
@@ -161,10 +164,10 @@ def _loaded(name: str, flag: str) -> Implementation:
 
 def laps(racers: Racers, cases: Sequence[Case], clock: Clock = queued) -> Iterator[Lap]:
     """Every case: judged first, all of them, then timed with no other process at work."""
-    made = [Lap(case) for case in cases]
-    _judge(racers, made)
+    all_laps = [Lap(case) for case in cases]
+    _judge(racers, all_laps)
     racers.dismiss()
-    for lap in made:
+    for lap in all_laps:
         if lap.status == "PASS":
             _time(racers, lap, clock)
             if racers.device == "cuda":
@@ -173,10 +176,10 @@ def laps(racers: Racers, cases: Sequence[Case], clock: Clock = queued) -> Iterat
         yield lap
 
 
-def _judge(racers: Racers, made: Sequence[Lap]) -> None:
+def _judge(racers: Racers, all_laps: Sequence[Lap]) -> None:
     """Judge the implementation, then the rival: one that is wrong, or interpreted, is none."""
-    asked, rivals = [], []
-    for lap in made:
+    judged_laps, rivals = [], []
+    for lap in all_laps:
         try:
             lap.problem = problem_of(lap.case)
         except Untimed as error:
@@ -186,12 +189,12 @@ def _judge(racers: Racers, made: Sequence[Lap]) -> None:
         if racers.own in interpreted:
             lap.reason = f"{racers.own} {INTERPRETED}"
             continue
-        asked.append(lap)
+        judged_laps.append(lap)
         if racers.rival in interpreted:
             lap.rival = f"{racers.rival} {INTERPRETED}"
         elif racers.rival:
             rivals.append(lap)
-    for lap, outcome in racers.judged(racers.own, asked):
+    for lap, outcome in racers.judged(racers.own, judged_laps):
         lap.status, lap.reason = outcome.status, told(outcome)
     for lap, outcome in racers.judged(racers.rival, [lap for lap in rivals if lap.status == "PASS"]):
         lap.rival = "" if outcome.status == "PASS" else f"{racers.rival}: {told(outcome)}"

@@ -71,17 +71,17 @@ def joined() -> Joined | None:
     Raises:
         UsageError: a part of the variables is missing.
     """
-    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    if not given["RANK"] or given["WORLD_SIZE"] == "1":
+    variables = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    if not variables["RANK"] or variables["WORLD_SIZE"] == "1":
         return None
-    missing = ", ".join(name for name, value in given.items() if not value)
+    missing = ", ".join(name for name, value in variables.items() if not value)
     if missing:
         raise UsageError(f"RANK is set, so this process is one of several; {missing} must be set too, as torchrun does")
-    rank, agent = int(given["RANK"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    rank, agent = int(variables["RANK"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     gpu = int(os.environ.get("LOCAL_RANK", rank))
-    ranks, port = int(given["WORLD_SIZE"]), int(given["MASTER_PORT"])
+    ranks, port = int(variables["WORLD_SIZE"]), int(variables["MASTER_PORT"])
     hosts_store, local_ranks = rank == 0 and not agent, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return Joined(rank, ranks, given["MASTER_ADDR"], port, gpu, hosts_store, local_ranks)
+    return Joined(rank, ranks, variables["MASTER_ADDR"], port, gpu, hosts_store, local_ranks)
 
 
 class RemoteRanks:

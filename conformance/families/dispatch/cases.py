@@ -60,8 +60,8 @@ class Ranks(Parts):
     """Tokens per rank."""
 
     def wrong(self, value: Any) -> str:
-        right = not super().wrong(value) and 1 <= len(value) <= MOST_RANKS
-        return "" if right else f"a list of whole numbers ≥ 0, of 1 to {MOST_RANKS} ranks"
+        legal = not super().wrong(value) and 1 <= len(value) <= MOST_RANKS
+        return "" if legal else f"a list of whole numbers ≥ 0, of 1 to {MOST_RANKS} ranks"
 
     def plainer(self, case: Any) -> Iterator[Changes]:
         """One token on one rank, if there is more."""
@@ -98,8 +98,8 @@ class Topk(Size):
         value = getattr(case, self.name)
         return None if value <= case.experts else f"{self.name} is {value}; there are {case.experts} experts"
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        yield {self.name: min(getattr(case, self.name), kept.experts)}
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
+        yield {self.name: min(getattr(case, self.name), mended.experts)}
 
 
 @dataclass(kw_only=True)
@@ -107,8 +107,8 @@ class Given(Axis):
     """A field whose argument name depends on the dispatcher; see `ARGUMENTS`."""
 
     def live(self, signature: Signature) -> bool:
-        known = (*signature.settings, *signature.required, *(x.name for x in signature.every_input))
-        return any(names.get(self.name) in known for names in ARGUMENTS.values())
+        argument_names = (*signature.settings, *signature.required, *(x.name for x in signature.every_input))
+        return any(names.get(self.name) in argument_names for names in ARGUMENTS.values())
 
 
 @dataclass(kw_only=True)
@@ -117,8 +117,8 @@ class Setting(Given, Number):
 
     def other(self, case: Any) -> Changes:
         value = getattr(case, self.name)
-        others = [other for other in self.pairs if other != value]
-        return {self.name: others[0]} if value != self.default and others else {}
+        alternatives = [pair for pair in self.pairs if pair != value]
+        return {self.name: alternatives[0]} if value != self.default and alternatives else {}
 
 
 @dataclass(kw_only=True)
@@ -137,27 +137,27 @@ class Slots(Table):
             owner = np.repeat(np.arange(case.ranks), case.counts)
             yield from self._without_rank(case, rows, owner)
             for start, stop in blocks(len(rows)):
-                left = np.delete(owner, slice(start, stop))
-                counts = tuple(np.bincount(left, minlength=case.ranks).tolist())
+                remaining_owners = np.delete(owner, slice(start, stop))
+                counts = tuple(np.bincount(remaining_owners, minlength=case.ranks).tolist())
                 yield {"counts": counts, self.name: self.packed(rows[:start] + rows[stop:])}
             held = case.local_experts
             for gone in range(held) if held > 1 else ():
-                kept = [e for e in range(case.experts) if e % held != gone]
-                yield {"local_experts": held - 1, self.name: self._renumbered(rows, kept)}
+                kept_experts = [e for e in range(case.experts) if e % held != gone]
+                yield {"local_experts": held - 1, self.name: self._renumbered(rows, kept_experts)}
         yield from (changes for changes in super().smaller(case) if self.rows not in changes)
 
     def _without_rank(self, case: Any, rows: list[tuple[int, ...]], owner: np.ndarray) -> Iterator[Changes]:
         for rank in range(case.ranks) if case.ranks > 1 and case.shards == 1 else ():
-            kept = [e for e in range(case.experts) if e // case.local_experts != rank]
-            left = [row for row, own in zip(rows, owner, strict=True) if own != rank]
+            kept_experts = [e for e in range(case.experts) if e // case.local_experts != rank]
+            kept_rows = [row for row, owning_rank in zip(rows, owner, strict=True) if owning_rank != rank]
             yield {
                 "counts": case.counts[:rank] + case.counts[rank + 1 :],
-                self.name: self._renumbered(left, kept),
+                self.name: self._renumbered(kept_rows, kept_experts),
             }
 
-    def _renumbered(self, rows: list[tuple[int, ...]], kept: list[int]) -> tuple[int, ...]:
+    def _renumbered(self, rows: list[tuple[int, ...]], kept_experts: list[int]) -> tuple[int, ...]:
         """The slots with only the kept experts."""
-        number = {expert: i for i, expert in enumerate(kept)}
+        number = {expert: i for i, expert in enumerate(kept_experts)}
         return self.packed([tuple(number.get(e, -1) for e in row) for row in rows])
 
     def other(self, case: Any) -> Changes:
@@ -187,8 +187,8 @@ class Journey(Words):
         return None
 
 
-def setting(default: int | None, *values: int, **more: Any) -> Any:
-    return declared(Setting(default=default, values=(default, *values), **more))
+def setting(default: int | None, *values: int, **fields: Any) -> Any:
+    return declared(Setting(default=default, values=(default, *values), **fields))
 
 
 def written_out(case: Any) -> np.ndarray:
@@ -303,8 +303,8 @@ class DispatchCase(Case):
 
     def arguments(self) -> tuple[str, ...]:
         named = ARGUMENTS.get(self.dispatcher, {}).items()
-        asked = [argument for name, argument in named if getattr(self, name) != getattr(DispatchCase, name)]
-        return (*asked, "round_scale") if "use_fp8" in asked and self.fp8 == "powers" else tuple(asked)
+        differing = [argument for name, argument in named if getattr(self, name) != getattr(DispatchCase, name)]
+        return (*differing, "round_scale") if "use_fp8" in differing and self.fp8 == "powers" else tuple(differing)
 
 
 def slots_of(case: DispatchCase) -> np.ndarray:
@@ -338,20 +338,20 @@ def indices_of(case: DispatchCase) -> list[Tensor]:
     """[T_r,K] per rank. With repeats, a third of the slots repeat the previous slot."""
     slots = torch.from_numpy(slots_of(case))
     if case.repeats and case.slots is None:
-        again = (
+        repeated = (
             torch.from_numpy(hashed(case.seed, "again", slots.numel()).astype(np.int64)).reshape(slots.shape) % 3 == 0
         )
         for k in range(1, case.topk):
-            slots[:, k] = torch.where(again[:, k], slots[:, k - 1], slots[:, k])
+            slots[:, k] = torch.where(repeated[:, k], slots[:, k - 1], slots[:, k])
     return list(slots.to(getattr(torch, case.index_dtype)).split(list(case.counts)))
 
 
 def maps_of(case: DispatchCase) -> list[Tensor]:
     """[T_r,E] per rank."""
     slots = torch.from_numpy(slots_of(case))
-    wide = torch.zeros((case.tokens, case.experts + 1), dtype=torch.bool)
-    wide.scatter_(1, torch.where(slots < 0, case.experts, slots), True)
-    return list(wide[:, :-1].to(getattr(torch, case.map_dtype)).split(list(case.counts)))
+    padded_map = torch.zeros((case.tokens, case.experts + 1), dtype=torch.bool)
+    padded_map.scatter_(1, torch.where(slots < 0, case.experts, slots), True)
+    return list(padded_map[:, :-1].to(getattr(torch, case.map_dtype)).split(list(case.counts)))
 
 
 def values_of(
@@ -367,16 +367,23 @@ def values_of(
     columns = (case.hidden,) if columns is None else columns
     shape = (sum(lengths), int(np.prod(columns)))
     if style == "integers" and DTYPES[dtype].itemsize > 1:
-        whole = (
+        payload_of_all = (
             torch.from_numpy(hashed(case.seed, name, shape[0] * shape[1]) % 17 - 8.0).to(DTYPES[dtype]).reshape(shape)
         )
     else:
-        whole = payload(case.seed, name, shape, dtype, "dyadic" if style in ("integers", *AT_SCALES) else style)
-    if style == "scales" and whole.shape[1] > 1 and whole.element_size() > 1:
-        whole = at_edges_of_scales(whole)
-    if style == "reciprocals" and whole.shape[1] > 1 and name.startswith("tokens") and whole.element_size() > 1:
-        whole = at_reciprocals(whole)
-    return [own.reshape(len(own), *columns).clone() for own in whole.split(lengths)]
+        payload_of_all = payload(
+            case.seed, name, shape, dtype, "dyadic" if style in ("integers", *AT_SCALES) else style
+        )
+    if style == "scales" and payload_of_all.shape[1] > 1 and payload_of_all.element_size() > 1:
+        payload_of_all = at_edges_of_scales(payload_of_all)
+    if (
+        style == "reciprocals"
+        and payload_of_all.shape[1] > 1
+        and name.startswith("tokens")
+        and payload_of_all.element_size() > 1
+    ):
+        payload_of_all = at_reciprocals(payload_of_all)
+    return [rank_payload.reshape(len(rank_payload), *columns).clone() for rank_payload in payload_of_all.split(lengths)]
 
 
 def probs_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[int, ...]) -> list[Tensor]:
@@ -385,12 +392,12 @@ def probs_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[i
     if case.values == "integers":
         noise = hashed(case.seed, name, int(np.prod(shape)))
         steps = np.array([0.5, 1.0, 2.0, 0.0])[noise % (4 if case.zero_probs else 3)]
-        whole = torch.from_numpy(steps).to(DTYPES[dtype]).reshape(shape)
+        probs_of_all = torch.from_numpy(steps).to(DTYPES[dtype]).reshape(shape)
     else:
-        whole = probabilities(case.seed, name, shape, dtype, case.zero_probs)
+        probs_of_all = probabilities(case.seed, name, shape, dtype, case.zero_probs)
     special = case.values == "special" and not case.function.endswith("_combine")
-    whole = with_special(whole, case.seed) if special else whole
-    return [own.clone() for own in whole.split(lengths)]
+    probs_of_all = with_special(probs_of_all, case.seed) if special else probs_of_all
+    return [rank_probs.clone() for rank_probs in probs_of_all.split(lengths)]
 
 
 def is_exact(case: DispatchCase, dtype: torch.dtype, magnitude: Tensor) -> Tensor:

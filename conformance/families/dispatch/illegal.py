@@ -21,11 +21,11 @@ from moe_ref.permutation.rows import PADDING
 
 
 def _probs_too_long(problem: Problem) -> Problem:
-    beside = problem.required.get("routing_map", problem.required.get("indices"))
-    assert beside is not None
+    slots = problem.required.get("routing_map", problem.required.get("indices"))
+    assert slots is not None
     return replace(
         bare(problem),
-        settings=problem.settings | {"probs": torch.ones(len(beside) + 1, beside.shape[1])},
+        settings=problem.settings | {"probs": torch.ones(len(slots) + 1, slots.shape[1])},
         blame="probs",
     )
 

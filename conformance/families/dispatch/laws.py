@@ -33,8 +33,8 @@ def _repeats(trial: Trial, law: str, outputs: dict[str, Any]) -> Finding | None:
 
 def _determinism(trial: Trial) -> Finding | None:
     """The same call on memory with other contents."""
-    other = {"nan": "zero", "zero": "max", "max": "nan"}[trial.case.poison]
-    return _repeats(trial, "determinism", trial.run(trial.problem, poison=other))
+    second_poison = {"nan": "zero", "zero": "max", "max": "nan"}[trial.case.poison]
+    return _repeats(trial, "determinism", trial.run(trial.problem, poison=second_poison))
 
 
 def _other(trial: Trial, case: DispatchCase) -> tuple[Problem, dict[str, Expectation]]:
@@ -70,12 +70,12 @@ def _elsewhere(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
     Where the counts would not change, the first token of every rank is unrouted.
     """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
-    before = at.calls(trial.case)
+    first_calls = at.calls(trial.case)
     calls = [
         call.with_tensors({name: _next_experts(trial.case, name, upside_down(x)) for name, x in call.tensors.items()})
-        for call in before
+        for call in first_calls
     ]
-    if torch.equal(_wanted(trial.case, calls), _wanted(trial.case, before)):
+    if torch.equal(_wanted(trial.case, calls), _wanted(trial.case, first_calls)):
         name, nobody = ("routing_map", 0) if trial.case.dispatcher in MAPPED else ("indices", PADDING)
         calls = [
             call.with_tensors(
@@ -137,8 +137,8 @@ def _graph_capture(trial: Trial) -> Finding | None:
     """Captured with one routing, replayed with another, where declared."""
     if not trial.declared.get("graph_capturable"):
         return None
-    second, right = _other_values(trial) if trial.problem.producer else _elsewhere(trial)
-    return trial.judged("graph_capture", right, trial.run(trial.problem, replay=second))
+    second, expectations = _other_values(trial) if trial.problem.producer else _elsewhere(trial)
+    return trial.judged("graph_capture", expectations, trial.run(trial.problem, replay=second))
 
 
 def _adjointness(trial: Trial) -> Finding | None:
@@ -146,9 +146,9 @@ def _adjointness(trial: Trial) -> Finding | None:
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     into = trial.problem.wanted[0]
     out = {"tokens": "rows", "rows": "tokens"}[into]
-    left = _inner(trial.problem.cotangents[out], trial.first[out])
-    right = _inner(trial.first[f"d_{into}"], trial.problem.required[into])
-    both = torch.tensor([left, right], dtype=torch.float64)
+    forward_product = _inner(trial.problem.cotangents[out], trial.first[out])
+    backward_product = _inner(trial.first[f"d_{into}"], trial.problem.required[into])
+    both = torch.tensor([forward_product, backward_product], dtype=torch.float64)
     dist.all_reduce(both, group=at.place.group)
     if both[0] == both[1]:
         return None
@@ -171,11 +171,13 @@ def _relabelling(trial: Trial) -> Finding | None:
     """Every rank's tokens and experts reversed: the same rows in other places."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, case = at.place.rank, replace(trial.case, grads="", unused="", law="", layout="contiguous", layout_of="")
-    before = at.calls(trial.case)
-    after = [replace(_turned(case, call), wanted=(), cotangents={}, layouts={}) for call in before]
-    one, two = (together(calls) for calls in (before, after))
-    outputs = trial.run(at.own(after))
-    places = _places(one[rank].handle.plan.provenance(rank), two[rank].handle.plan.provenance(rank), case)
+    calls_before = at.calls(trial.case)
+    relabelled_calls = [replace(_turned(case, call), wanted=(), cotangents={}, layouts={}) for call in calls_before]
+    first_results, second_results = (together(calls) for calls in (calls_before, relabelled_calls))
+    outputs = trial.run(at.own(relabelled_calls))
+    places = _places(
+        first_results[rank].handle.plan.provenance(rank), second_results[rank].handle.plan.provenance(rank), case
+    )
     moved = {}
     for name in ("rows", "probs"):
         x = trial.first.get(name)
@@ -183,8 +185,8 @@ def _relabelling(trial: Trial) -> Finding | None:
             raw = x.view(torch.uint8) if x.element_size() == 1 else x
             moved[name] = raw[places].view(x.dtype)
             got = outputs.get(name)
-            if isinstance(got, Tensor) and len(got) == two[rank].handle.plan.num_rows[rank]:
-                real = two[rank].handle.plan.copies(rank) != PADDING
+            if isinstance(got, Tensor) and len(got) == second_results[rank].handle.plan.num_rows[rank]:
+                real = second_results[rank].handle.plan.copies(rank) != PADDING
                 outputs[name] = (got.view(torch.uint8) if got.element_size() == 1 else got)[real].view(got.dtype)
     return same("relabelling", moved, outputs)
 
@@ -234,8 +236,8 @@ def has_plain_slots(case: DispatchCase) -> bool:
 
 def _linear(case: DispatchCase) -> bool:
     """Whether the only output is linear in the first input, with its gradient requested."""
-    asked = case.grads.split("+")[0] in ("tokens", "rows") and not case.unused and not case.biases
-    return _whole_numbers(case) and asked and case.slack is None
+    gradient_wanted = case.grads.split("+")[0] in ("tokens", "rows") and not case.unused and not case.biases
+    return _whole_numbers(case) and gradient_wanted and case.slack is None
 
 
 def _static(case: DispatchCase) -> bool:

@@ -17,8 +17,8 @@ def at_edges_of_scales(x: Tensor) -> Tensor:
     """
     kind = torch.arange(len(x))[:, None] % 4
     full = torch.cat([x[:, :1], E4M3_MAX * 2.0 ** (kind % 3), x[:, 2:]], 1).to(x.dtype)
-    plain = x * 2.0**14 if x.dtype == torch.float16 else x
-    return torch.where(kind == 0, 0, torch.where(kind == 1, x * 2.0**-20, torch.where(kind == 2, full, plain)))
+    scaled = x * 2.0**14 if x.dtype == torch.float16 else x
+    return torch.where(kind == 0, 0, torch.where(kind == 1, x * 2.0**-20, torch.where(kind == 2, full, scaled)))
 
 
 def at_reciprocals(x: Tensor) -> Tensor:
@@ -37,9 +37,9 @@ def packed_codes(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.f
     """A code of E8M0 in each byte, to be copied bit by bit: DeepEP packs four into 32 bits."""
     count = int(np.prod(shape)) * dtype.itemsize
     codes = np.array(CODES, dtype=np.uint8)[hashed(seed, "packed codes", count) % len(CODES)]
-    whole = torch.empty(int(np.prod(shape)), dtype=dtype)
-    whole.view(torch.uint8).copy_(torch.from_numpy(codes))
-    return whole.reshape(shape)
+    packed = torch.empty(int(np.prod(shape)), dtype=dtype)
+    packed.view(torch.uint8).copy_(torch.from_numpy(codes))
+    return packed.reshape(shape)
 
 
 def with_special(probs: Tensor, seed: int) -> Tensor:

@@ -137,11 +137,11 @@ def hidden_of(case: ActivationCase, columns: int) -> Tensor:
     activation those of the gate, times dyadic values.
     """
     shape, kind = (case.tokens, columns), DTYPES[case.dtype]
-    plain = payload(case.seed, "h", shape, case.dtype)
+    dyadic = payload(case.seed, "h", shape, case.dtype)
     noise = hashed(case.seed, "h kinds", case.tokens * columns).reshape(shape)
     sign = torch.from_numpy(np.where(noise >> 30 & 1, -1.0, 1.0))
     if case.values == "rows":
-        return (plain.double() * row_scales(case.seed, case.tokens)).to(kind)
+        return (dyadic.double() * row_scales(case.seed, case.tokens)).to(kind)
     if case.values == "bounds":
         bound, step = case.clamp / 8 or abs(case.offset) / 8 or 1.0, torch.finfo(kind).eps
         near = torch.tensor(
@@ -154,29 +154,31 @@ def hidden_of(case: ActivationCase, columns: int) -> Tensor:
         return torch.where(
             torch.from_numpy(noise % 2 == 0),
             far[torch.from_numpy((noise >> 8).astype(np.int64) % len(far))] * sign,
-            plain.double(),
+            dyadic.double(),
         ).to(kind)
     if case.values == "huge":
         power = torch.tensor(HUGE, dtype=torch.float64)[torch.from_numpy((noise >> 8).astype(np.int64) % len(HUGE))]
         large = float(torch.finfo(kind).max) ** power * sign
-        return torch.where(torch.from_numpy(noise % 2 == 0), large, plain.double()).to(kind)
+        return torch.where(torch.from_numpy(noise % 2 == 0), large, dyadic.double()).to(kind)
     if case.values == "tiny":
-        return ((1 + plain.double().abs() / 2) * sign * (8 * torch.finfo(kind).tiny)).to(kind)
+        return ((1 + dyadic.double().abs() / 2) * sign * (8 * torch.finfo(kind).tiny)).to(kind)
     if case.values == "peak":
-        x, place = plain / 16, (case.features - 1) * (case.seed % 4) // 3
-        x[-1:, place :: case.features or 1] = 4  # of a gated activation its gate and its value
+        x, column = dyadic / 16, (case.features - 1) * (case.seed % 4) // 3
+        x[-1:, column :: case.features or 1] = 4  # of a gated activation its gate and its value
         return x
     if case.values == "special":
         strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
         hit = torch.from_numpy((noise % 4 == 0) & (np.arange(case.tokens) % 2 == case.seed % 2)[:, None])
-        return torch.where(hit, strange[torch.from_numpy((noise >> 8).astype(np.int64) % 3)], plain)
+        return torch.where(hit, strange[torch.from_numpy((noise >> 8).astype(np.int64) % 3)], dyadic)
     if case.values == "edges":
-        return torch.where(torch.arange(case.tokens)[:, None] % 2 == case.seed % 2, with_ends(plain, case.seed), plain)
+        return torch.where(
+            torch.arange(case.tokens)[:, None] % 2 == case.seed % 2, with_ends(dyadic, case.seed), dyadic
+        )
     if case.values == "every":
         narrow = torch.float32 if kind == torch.float64 else kind  # no oracle is wider than float64
         gate = every_pattern(case.seed, (case.tokens, case.features), narrow).to(kind)
-        return interleave_halves(gate, plain[:, : case.features], activation_blocks(case)) if case.gated else gate
-    return plain
+        return interleave_halves(gate, dyadic[:, : case.features], activation_blocks(case)) if case.gated else gate
+    return dyadic
 
 
 def activation_blocks(case: Any) -> dict[str, Any]:
@@ -199,7 +201,7 @@ def probs_of(seed: int, rows: int, dtype: str, weights: str) -> Tensor:
 class Scaling(Name):
     """A recipe's scaling, with its variant and override; a Hadamard transform needs bfloat16."""
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
         recipe = {name: getattr(case, name) for name in ("scaling", "variant", "override")}
         yield from (recipe, recipe | {"dtype": "bfloat16"}, {"scaling": case.scaling}, {"scaling": ""})
 
@@ -280,8 +282,8 @@ class GroupedCase(Case):
         )
 
     def arguments(self) -> tuple[str, ...]:
-        given = {"state": self.scaling == "delayed", "noise": rounds_gradients(recipe_of(self))}
-        return tuple(name for name, needed in given.items() if needed)
+        needed_arguments = {"state": self.scaling == "delayed", "noise": rounds_gradients(recipe_of(self))}
+        return tuple(name for name, is_needed in needed_arguments.items() if is_needed)
 
 
 def counts_of(case: Any) -> tuple[int, ...]:
@@ -293,11 +295,11 @@ def counts_of(case: Any) -> tuple[int, ...]:
 
 def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
     """[P, columns]: segments by `values`; the tail is NaN, with a scaling also infinities."""
-    kind, own = DTYPES[case.dtype], case.tokens * case.unit
+    kind, num_rows = DTYPES[case.dtype], case.tokens * case.unit
     x = (
         factor_of(case, name)
         if case.values in LOW_VALUES
-        else payload(case.seed, name, (own + case.tail, columns), case.dtype)
+        else payload(case.seed, name, (num_rows + case.tail, columns), case.dtype)
     )
     if case.values == "rows":
         x = (x.double() * row_scales(case.seed, len(x))).to(kind)
@@ -311,7 +313,7 @@ def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
         )
         x = torch.where(hit, strange[torch.from_numpy((noise >> 20) % 3)][:, None], x)
     for i in range(case.tail):
-        x[own + i] = TAIL[(i + case.seed) % len(TAIL)] if case.scaling else torch.nan
+        x[num_rows + i] = TAIL[(i + case.seed) % len(TAIL)] if case.scaling else torch.nan
     return x
 
 
@@ -321,7 +323,7 @@ def _cancelling(case: Any, name: str, x: Tensor) -> Tensor:
         return repeated(x * 2.0**14, -1.0, 1)
     factor = 2.0**14 if name == "d_out" else 1.0
     *segments, tail = x.split([*counts_of(case), case.tail])
-    return torch.cat([*(repeated(own * factor, -1.0 if name == "d_out" else 1.0, 0) for own in segments), tail])
+    return torch.cat([*(repeated(segment * factor, -1.0 if name == "d_out" else 1.0, 0) for segment in segments), tail])
 
 
 def repeated(x: Tensor, factor: float, dim: int) -> Tensor:

@@ -96,8 +96,8 @@ class LayersCase(Case):
         return rounds_gradients(recipe_of(self)) and bool(self.grads)
 
     def arguments(self) -> tuple[str, ...]:
-        given = {"state": self.scaling == "delayed", "noise": self.noisy}
-        return tuple(name for name, needed in given.items() if needed)
+        needed_arguments = {"state": self.scaling == "delayed", "noise": self.noisy}
+        return tuple(name for name, is_needed in needed_arguments.items() if is_needed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +161,8 @@ def rows_of(case: Any, name: str, tail: int = 0) -> Tensor:
 
     overflow: dyadic times powers of two, so that h, the activation, or a gradient is past 65504.
     """
-    kind, own = DTYPES[case.dtype], case.tokens * rows_unit(case)
-    x = payload(case.seed, name, (own + tail, case.hidden * case.unit), case.dtype)
+    kind, num_rows = DTYPES[case.dtype], case.tokens * rows_unit(case)
+    x = payload(case.seed, name, (num_rows + tail, case.hidden * case.unit), case.dtype)
     if case.values == "rows":
         x = (x.double() * row_scales(case.seed, len(x)).log2().div(SPREAD).round().exp2()).to(kind)
     if case.values == OVERFLOW:
@@ -172,7 +172,7 @@ def rows_of(case: Any, name: str, tail: int = 0) -> Tensor:
         strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
         hit = (noise % 4 == 0)[:, None] & (torch.arange(case.hidden)[None] == (noise >> 8)[:, None] % case.hidden)
         x = torch.where(hit, strange[(noise >> 20) % 3][:, None], x)
-    x[own:] = torch.nan
+    x[num_rows:] = torch.nan
     return x
 
 

@@ -217,8 +217,8 @@ GROUPED_MLP: Golden = {
     ),
 }
 SEQUENTIAL_MLP: Golden = {
-    name: (Problem("sequential_mlp", call.required, call.settings, {}, call.wanted, call.cotangents), right)
-    for name, (call, right) in GROUPED_MLP.items()
+    name: (Problem("sequential_mlp", call.required, call.settings, {}, call.wanted, call.cotangents), expectations)
+    for name, (call, expectations) in GROUPED_MLP.items()
 }
 SHARED_EXPERTS: Golden = {
     "both_layers_by_a_recipe": (

@@ -54,11 +54,11 @@ def doubled(trial: Trial, law: str, problem: Problem, outputs: tuple[str, ...]) 
     finding = trial.judged(law, {name: scaled(trial.expected[name], 2.0) for name in outputs}, second)
     if finding or not trial.declared.get("deterministic"):
         return finding
-    kept = {name: ordinary(trial.first[name]) & ~_rounded_to_zero(trial, name) for name in outputs}
+    compared = {name: ordinary(trial.first[name]) & ~_rounded_to_zero(trial, name) for name in outputs}
     return same(
         law,
-        {name: trial.first[name][kept[name]] * 2 for name in outputs},
-        {name: second[name][kept[name]] for name in outputs},
+        {name: trial.first[name][compared[name]] * 2 for name in outputs},
+        {name: second[name][compared[name]] for name in outputs},
     )
 
 
@@ -88,25 +88,28 @@ def _neighbour_independence(trial: Trial) -> Finding | None:
     middle = trial.case.tokens // 2
     x[middle] = torch.nan
     second = trial.run(trial.problem.with_tensors({name: x}))
-    rows, kept = torch.arange(len(x)) != middle, {}
+    rows, unaffected = torch.arange(len(x)) != middle, {}
     for output in judged_outputs(trial):
-        kept[output] = (
+        unaffected[output] = (
             rows if of_rows(output) else torch.arange(len(trial.first[output])) != expert_of(trial.problem, middle)
         )
     return untouched(
-        trial, "neighbour_independence", {output: second[output][some] for output, some in kept.items()}, kept
+        trial,
+        "neighbour_independence",
+        {output: second[output][some] for output, some in unaffected.items()},
+        unaffected,
     )
 
 
 def untouched(
-    trial: Trial, law: str, second: dict[str, Any], kept: dict[str, Tensor], bitwise: bool = True
+    trial: Trial, law: str, second: dict[str, Any], unaffected: dict[str, Tensor], bitwise: bool = True
 ) -> Finding | None:
     """`second` equals these rows of the first run: bitwise if deterministic, else by their
     expectation.
     """
     if bitwise and trial.declared.get("deterministic"):
-        return same(law, {name: trial.first[name][rows] for name, rows in kept.items()}, second)
-    for name, rows in kept.items():
+        return same(law, {name: trial.first[name][rows] for name, rows in unaffected.items()}, second)
+    for name, rows in unaffected.items():
         expected = trial.expected[name]
         assert isinstance(expected, Bounded)
         finding = judge(name, expected.taken(rows), second[name])
@@ -159,14 +162,14 @@ def _padding_independence(trial: Trial) -> Finding | None:
     total = int(counts.sum())
     rows = torch.tensor([*range(total), *([-1] * 3 if not trial.case.tail else [])], dtype=torch.int64)
     outputs = trial.run(regrouped(trial.problem, rows, torch.arange(len(counts)), counts))
-    kept = {
+    segment_rows = {
         name: torch.arange(len(trial.first[name]))[: total if of_rows(name) else None] for name in judged_outputs(trial)
     }
     return untouched(
         trial,
         "padding_independence",
-        {name: outputs[name][: len(some)] for name, some in kept.items()},
-        kept,
+        {name: outputs[name][: len(some)] for name, some in segment_rows.items()},
+        segment_rows,
         bitwise=False,
     )
 
@@ -175,10 +178,10 @@ def _in_order(trial: Trial, law: str, rows: Tensor, experts: Tensor) -> Finding 
     """These rows and experts, each once, in this order: each has what it had."""
     counts = trial.problem.required["tokens_per_expert"]
     outputs = trial.run(regrouped(trial.problem, rows, experts, counts[experts]))
-    back = {
+    restored = {
         name: x[(rows if of_rows(name) else experts).argsort()] for name, x in outputs.items() if isinstance(x, Tensor)
     }
-    return trial.judged(law, trial.expected, back)
+    return trial.judged(law, trial.expected, restored)
 
 
 def _segments(trial: Trial) -> tuple[Tensor, ...]:
@@ -210,15 +213,17 @@ def _two_parts(trial: Trial) -> Finding | None:
     *segments, tail = _segments(trial)
     halves = [(rows[: len(rows) // 2], rows[len(rows) // 2 :]) for rows in segments]
     outputs: Outputs = {"d_weight": problem.settings["accumulate_into"]}
-    for parts in zip(*halves, strict=True):
-        some = torch.tensor([len(part) for part in parts])
-        one = regrouped(problem, torch.cat([*parts, tail]), torch.arange(len(parts)), some)
-        outputs = trial.run(one.with_tensors({"accumulate_into": outputs["d_weight"]}))
+    for halves_of_experts in zip(*halves, strict=True):
+        some = torch.tensor([len(half) for half in halves_of_experts])
+        half_problem = regrouped(
+            problem, torch.cat([*halves_of_experts, tail]), torch.arange(len(halves_of_experts)), some
+        )
+        outputs = trial.run(half_problem.with_tensors({"accumulate_into": outputs["d_weight"]}))
     sizes = trial.reference(problem.with_tensors({name: x.abs() for name, x in problem.tensors.items()}))
-    right, size = trial.expected["d_weight"], sizes["d_weight"].value.nan_to_num(0.0, 0.0, 0.0)
-    assert isinstance(right, Bounded)
-    more = torch.where((counts > 0)[:, None, None], 2 * ROUNDOFF[right.dtype] * size, 0.0)
-    return trial.judged("two_parts", {"d_weight": replace(right, bound=right.bound + more)}, outputs)
+    expected, size = trial.expected["d_weight"], sizes["d_weight"].value.nan_to_num(0.0, 0.0, 0.0)
+    assert isinstance(expected, Bounded)
+    second_rounding = torch.where((counts > 0)[:, None, None], 2 * ROUNDOFF[expected.dtype] * size, 0.0)
+    return trial.judged("two_parts", {"d_weight": replace(expected, bound=expected.bound + second_rounding)}, outputs)
 
 
 def _group_split(trial: Trial) -> Finding | None:

@@ -59,11 +59,11 @@ def beside_recipe(
     return tensors, settings
 
 
-def pairs_from(given: Mapping[str, Any]) -> dict[str, Any]:
+def pairs_from(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The pairs of these tensors."""
-    states = tuple(state_from(given, f"state.{layer}") for layer in LAYERS)
-    found: dict[str, Any] = {} if states[0] is None else {"state": states}
-    return found | ({"noise": tuple(given[f"noise.{layer}"] for layer in LAYERS)} if "noise.0" in given else {})
+    states = tuple(state_from(tensors, f"state.{layer}") for layer in LAYERS)
+    keywords: dict[str, Any] = {} if states[0] is None else {"state": states}
+    return keywords | ({"noise": tuple(tensors[f"noise.{layer}"] for layer in LAYERS)} if "noise.0" in tensors else {})
 
 
 def script_of_pairs(
@@ -71,10 +71,13 @@ def script_of_pairs(
 ) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
     """The call, with pairs built from their tensors."""
 
-    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        known = {name: given[name] for name in settings if name in given and not isinstance(given[name], Opaque)}
+    def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        keywords = {
+            name: tensors[name] for name in settings if name in tensors and not isinstance(tensors[name], Opaque)
+        }
         return named_outputs(
-            implementation.call(function, *(given[name] for name in arguments), **known, **pairs_from(given)), outputs
+            implementation.call(function, *(tensors[name] for name in arguments), **keywords, **pairs_from(tensors)),
+            outputs,
         )
 
     return script
@@ -102,7 +105,9 @@ def layers_of(
         return None
     common, pairs = precision_of(problem, declared, rows), pairs_from(problem.required)
     if "noise" in pairs:
-        pairs["noise"] = tuple(each[:, : int(counts.sum())] for each in pairs["noise"])
+        pairs["noise"] = tuple(layer_noise[:, : int(counts.sum())] for layer_noise in pairs["noise"])
     settings = ({"recipe": recipe} | {name: pair[layer] for name, pair in pairs.items()} for layer in LAYERS)
-    first, second = (LowLayer(counts, replace(common, settings=own), rows.dtype) for own in settings)
+    first, second = (
+        LowLayer(counts, replace(common, settings=layer_settings), rows.dtype) for layer_settings in settings
+    )
     return first, second

@@ -54,25 +54,25 @@ def long_rows(scope: Scope) -> list[Any]:
     where a GPU makes them cheap.
     """
     gpu = scope.space.device == "cuda"
-    wide: list[Changes] = (
+    wide_rows: list[Changes] = (
         [{"tokens": 5, "width": 2880}, {"tokens": 3, "width": 7168}] if gpu else [{"tokens": 3, "width": 513}]
     )
-    found: list[Changes] = [
+    cases: list[Changes] = [
         {"tokens": 2049 if gpu else 129, "width": 9, "values": "rows"},
         {"tokens": 97, "width": 257},
-        *wide,
+        *wide_rows,
     ]
     # rows of one value, some of them 0, where this kind has a slope
     kind = {"kind": "silu"} if scope.function == "activation" else {}
-    found.append({"tokens": 9, "width": 1, "values": "edges"} | kind)
+    cases.append({"tokens": 9, "width": 1, "values": "edges"} | kind)
     if scope.accepts("interleave"):
         # two blocks of each of two widths
-        found += [{"tokens": 3, "width": 2 * width, "interleave": width} for width in (32, 96)]
+        cases += [{"tokens": 3, "width": 2 * width, "interleave": width} for width in (32, 96)]
     if scope.accepts("probs"):
-        found.append({"tokens": 2, "width": 1030, "probs": "float32", "grads": "h+probs"})
+        cases.append({"tokens": 2, "width": 1030, "probs": "float32", "grads": "h+probs"})
     if scope.accepts("clamp") and scope.accepts("offset"):
-        found += [*FINE, *(SELDOM if gpu and scope.accepts("fp8_input_store") else [])]
-    return [*found, *_huge(scope), *_strange(scope), *around_a_class(scope)]
+        cases += [*FINE, *(SELDOM if gpu and scope.accepts("fp8_input_store") else [])]
+    return [*cases, *_huge(scope), *_strange(scope), *around_a_class(scope)]
 
 
 def _huge(scope: Scope) -> list[Changes]:
@@ -86,8 +86,8 @@ def _strange(scope: Scope) -> list[Any]:
     # relu may hide a NaN, and rounds nothing
     kind: Changes = {"kind": "silu"} if scope.function == "activation" else {}
     edges: Changes = {"tokens": 4, "width": 5, "values": "edges", "seed": 3} | kind
-    every: Changes = {"tokens": 64, "width": 1024, "values": "every"} | kind
-    patterns = [scope.case(every | {"dtype": dtype}) for dtype in ("bfloat16", "float16")]
+    all_patterns: Changes = {"tokens": 64, "width": 1024, "values": "every"} | kind
+    patterns = [scope.case(all_patterns | {"dtype": dtype}) for dtype in ("bfloat16", "float16")]
     if scope.space.device == "cuda":
         return patterns
     return [*(edges | {"dtype": dtype} for dtype in LOGIT_DTYPES[:3]), *patterns]
@@ -169,9 +169,9 @@ def product(draw: st.DrawFn, scope: Scope, recipe: Changes) -> Changes:
     fields["dtype"] = draw(mostly("float32", LOGIT_DTYPES[1:]))
     fields["accumulator"] = draw(st.sampled_from(("",) * 5 + ("float64",)))
     fields["bias"] = draw(st.sampled_from(("", "", "", "float32", "bfloat16", "float64")))
-    given = [name for name in scope.signature.gradients if fields["bias"] or name != "bias"]
-    fields["grads"] = draw(some_of(tuple(given))) if given else ""
-    if may_override(scaling) and (fields["grads"] or not given):
+    gradient_names = [name for name in scope.signature.gradients if fields["bias"] or name != "bias"]
+    fields["grads"] = draw(some_of(tuple(gradient_names))) if gradient_names else ""
+    if may_override(scaling) and (fields["grads"] or not gradient_names):
         fields["override"] = draw(st.sampled_from((*OVERRIDES, *("",) * 4)))
     case = scope.case(fields)
     if not fits(case):
@@ -190,8 +190,8 @@ def all_tokens(most: int) -> st.SearchStrategy[dict[str, Any]]:
 def few_segments(draw: st.DrawFn, most: int) -> dict[str, Any]:
     """Counts: a few of any size up to this, one expert with all rows, or none; and a tail."""
     kind = draw(st.sampled_from(("few", "few", "few", "one", "none")))
-    part = st.just(0) if kind == "none" else sizes(0, most) | st.sampled_from((0, 1))
-    counts = tuple(draw(st.lists(part, min_size=1, max_size=4)))
+    count = st.just(0) if kind == "none" else sizes(0, most) | st.sampled_from((0, 1))
+    counts = tuple(draw(st.lists(count, min_size=1, max_size=4)))
     if kind == "one":
         counts = tuple(draw(st.permutations([draw(sizes(1, most)), *[0] * draw(st.integers(0, 3))])))
     return {
@@ -253,10 +253,10 @@ def large(scope: Scope) -> list[Any]:
     long.append(CANCELLING | {"experts": 2, "counts": rows, "tokens": sum(rows), "into": ""})
     if "bias" in scope.signature.names:
         long.append({"tokens": 5, "experts": 2, "hidden": 3, "width": 3, "dtype": "float64", "bias": "float64"})
-    low = filter(scope.fits, [scope.case(one) for one in (LEAST, OUTGROWN)])
-    alone = [scope.fullest(one | {"experts": 1}) for one in ALONE if scope.fits(scope.case(one))]
-    alone += [scope.fullest(one) for one in in_tiles() if scope.fits(scope.case(one))]
-    return [ragged, many, *long, *many_rows(scope), *around_a_class(scope), *ratio_cases(scope), *low, *alone]
+    low = filter(scope.fits, [scope.case(fields) for fields in (LEAST, OUTGROWN)])
+    single_expert = [scope.fullest(fields | {"experts": 1}) for fields in ALONE if scope.fits(scope.case(fields))]
+    single_expert += [scope.fullest(fields) for fields in in_tiles() if scope.fits(scope.case(fields))]
+    return [ragged, many, *long, *many_rows(scope), *around_a_class(scope), *ratio_cases(scope), *low, *single_expert]
 
 
 def in_tiles() -> list[Changes]:

@@ -32,18 +32,18 @@ FORMS = {
 }
 
 
-def _form(name: str, more: int) -> tuple[Changes, int]:
+def _form(name: str, extra_length: int) -> tuple[Changes, int]:
     """The fields of a dtype or a recipe, and its length in units."""
     if name in LENGTHS:
-        return {"dtype": name}, LENGTHS[name] + more
+        return {"dtype": name}, LENGTHS[name] + extra_length
     unit = UNIT.get(name, 1)
-    return {"dtype": "bfloat16", "scaling": name, "variant": 1}, -(-(LENGTH + more) // unit)
+    return {"dtype": "bfloat16", "scaling": name, "variant": 1}, -(-(LENGTH + extra_length) // unit)
 
 
 def _forms(scope: Scope) -> list[tuple[Changes, int]]:
     """All that the implementation takes."""
-    more = MORE if scope.space.device == "cuda" else 0
-    forms = [_form(name, more) for name in FORMS[scope.function]]
+    extra_length = MORE if scope.space.device == "cuda" else 0
+    forms = [_form(name, extra_length) for name in FORMS[scope.function]]
     return [(fields, length) for fields, length in forms if scope.fits(scope.case(fields))]
 
 
@@ -62,23 +62,23 @@ def _options(scope: Scope, fields: Changes) -> Changes:
 def long_products(scope: Scope) -> list[Any]:
     """Of a product and its two gradients, without a law; by a recipe those of the columns alone."""
     sides = CONTRACTED.get(scope.function, ("tokens", "hidden", "width"))
-    found: list[Any] = []
+    cases: list[Any] = []
     for fields, length in _forms(scope):
         long = ("hidden", "width") if "scaling" in fields and len(sides) > 1 else sides
-        few = _few(scope, fields)
-        sizes = {name: length if name in long else few for name in ("tokens", "hidden", "width")}
+        small_size = _few(scope, fields)
+        sizes = {name: length if name in long else small_size for name in ("tokens", "hidden", "width")}
         rows: Changes = {"tokens": length + 1, "experts": 2, "counts": (length, 1)} if "tokens" in long else {}
-        found.append(scope.fullest(sizes | rows | _options(scope, fields) | fields))
-    return found
+        cases.append(scope.fullest(sizes | rows | _options(scope, fields) | fields))
+    return cases
 
 
 def long_layers(scope: Scope) -> list[Any]:
     """Of both layers, whose rows are few, without a law; by most recipes of the first layer."""
-    found: list[Any] = []
+    cases: list[Any] = []
     for fields, length in _forms(scope):
         low = "scaling" in fields
         both = not low or fields["scaling"] == BOTH
-        few = _few(scope, fields)
-        sizes = {"tokens": few, "hidden": length, "width": length if both else few}
-        found.append(scope.fullest(sizes | _options(scope, fields) | fields))
-    return found
+        small_size = _few(scope, fields)
+        sizes = {"tokens": small_size, "hidden": length, "width": length if both else small_size}
+        cases.append(scope.fullest(sizes | _options(scope, fields) | fields))
+    return cases

@@ -97,7 +97,7 @@ def _together(scope: Scope) -> dict[str, list[Changes]]:
     }
 
 
-def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
+def by_recipe(scope: Scope, other_cases: list[Case]) -> list[Case]:
     """On a GPU every legal pair, every recipe with a backward_override, and real shapes; for few
     kernels, and in an interpreter, every recipe and every backward_override once. Far addresses.
     """
@@ -128,14 +128,14 @@ def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
 def one_per_recipe(cases: list[Any]) -> list[Any]:
     """One case per recipe, with as many values new to the list as possible."""
     chosen: list[Any] = []
-    seen: set[Any] = set()
+    seen_values: set[Any] = set()
     for recipe in dict.fromkeys((case.scaling, case.variant) for case in cases):
-        own = [
+        recipe_cases = [
             (case, {(name, str(x)) for name, x in case.record().items()})
             for case in cases
             if (case.scaling, case.variant) == recipe
         ]
-        case, values = max(own, key=lambda one: len(one[1] - seen))
+        case, values = max(recipe_cases, key=lambda candidate: len(candidate[1] - seen_values))
         chosen.append(case)
-        seen |= values
+        seen_values |= values
     return chosen

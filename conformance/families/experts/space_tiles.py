@@ -41,11 +41,11 @@ def tiles_of_products(scope: Scope) -> list[Any]:
     apart: Changes = {"into": ""} if scope.accepts("accumulate_into") else {}  # a sum has another kernel
     sizes = [MANY_ROWS | LINES, WHOLE_TILES | STEPS | apart, MANY_ROWS | ODD_LINES | {"tail": 3} | apart]
     nothing = [scope.case(EMPTY)] if scope.function == "grouped_linear" else []
-    part = scope.case(PART_LINES | PART_SIDES.get(scope.function, {"hidden": 144, "width": 131}) | apart)
-    nothing += [part] if scope.fits(part) else []
+    partial_lines = scope.case(PART_LINES | PART_SIDES.get(scope.function, {"hidden": 144, "width": 131}) | apart)
+    nothing += [partial_lines] if scope.fits(partial_lines) else []
     if scope.function != "grouped_wgrad":  # which has no such rows
-        outside = [scope.case(NO_SEGMENT | LINES | {"scaling": scaling}) for scaling in ("", "block")]
-        nothing += [case for case in outside if scope.fits(case)]
+        without_segment = [scope.case(NO_SEGMENT | LINES | {"scaling": scaling}) for scaling in ("", "block")]
+        nothing += [case for case in without_segment if scope.fits(case)]
     return [*sizes, *low, *nothing]
 
 
@@ -65,9 +65,9 @@ def tiles_of_layers(scope: Scope) -> list[Any]:
         {"interleave": 16},
         {"hidden": 133, "width": 75},  # no lines
     ]
-    alone = [scope.mended(scope.case(base | form)) for form in (forms if alike else forms + further)]
+    forward_only = [scope.mended(scope.case(base | form)) for form in (forms if alike else forms + further)]
     coded = [] if alike else _coded(scope, base)
-    return [base, *scope.lawful([case for case in alone if scope.fits(case)]), *coded]
+    return [base, *scope.lawful([case for case in forward_only if scope.fits(case)]), *coded]
 
 
 def _coded(scope: Scope, base: Changes) -> list[Any]:
@@ -78,7 +78,11 @@ def _coded(scope: Scope, base: Changes) -> list[Any]:
     ragged: Changes = {"tokens": 300, "counts": (0, 129, 1, 170), "tail": 3, "scaling": "block"}
     ragged |= {"width": 584}  # more blocks than a program has steps, and a part of one
     numbers: Changes = {"offset": 8, "clamp": 56, "alpha": 1702, "dtype": "float16", "recompute": "moe_act"}
-    more: list[Changes] = [{"early": True, "probs": "bfloat16"}, numbers | {"probs": "float32"}, {"stored": True}]
-    forms = [base | ragged | form for form in (*more, {"law": "delayed", "width": 144})]
+    changes_of_options: list[Changes] = [
+        {"early": True, "probs": "bfloat16"},
+        numbers | {"probs": "float32"},
+        {"stored": True},
+    ]
+    forms = [base | ragged | form for form in (*changes_of_options, {"law": "delayed", "width": 144})]
     mixed = scope.case(base | ragged | {"interleave": 8})  # no such kernel takes it
     return [scope.fullest(form) for form in forms if scope.fits(scope.case(form))] + [mixed] * scope.fits(mixed)

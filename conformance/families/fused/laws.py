@@ -40,11 +40,13 @@ def _rows_in(second: RowMap, first: RowMap, expert: Callable[[Tensor], Tensor]) 
 
 def _same_rows(law: str, trial: Trial, second: Problem, expert: Callable[[Tensor], Tensor]) -> Finding | None:
     """The codes and values of every row with a token, in both calls."""
-    before, after = _rows_in(_row_map(second), _row_map(trial.problem), expert)
+    first_rows, second_rows = _rows_in(_row_map(second), _row_map(trial.problem), expert)
     names = [f"{name}{suffix}" for name in ("codes", "values") for suffix, _ in directions(trial.problem.settings)]
     outputs = trial.run(second)
     return same(
-        law, {name: trial.first[name][before] for name in names}, {name: outputs[name][after] for name in names}
+        law,
+        {name: trial.first[name][first_rows] for name in names},
+        {name: outputs[name][second_rows] for name in names},
     )
 
 
@@ -74,22 +76,22 @@ def _two_steps(trial: Trial) -> Finding | None:
     compared.
     """
 
-    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+    def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         if not (implementation.offers(Permute.function) and implementation.offers(Quantize.function)):
             return {}
-        settings = {name: given[name] for name in KEYWORDS if name in given}
+        settings = {name: tensors[name] for name in KEYWORDS if name in tensors}
         sizes, options = (
             {name: x for name, x in settings.items() if name in names} for names in (KEYWORDS[:4], KEYWORDS[4:])
         )
-        if "state" in given:
-            options["state"] = QuantizerState(given["amax_history"], given["scale"])
+        if "state" in tensors:
+            options["state"] = QuantizerState(tensors["amax_history"], tensors["scale"])
         permuted = named_outputs(
-            implementation.call(Permute.function, given["tokens"], given["routing_map"], **sizes), STEPS
+            implementation.call(Permute.function, tensors["tokens"], tensors["routing_map"], **sizes), STEPS
         )
-        made = implementation.call(
-            "quantize", permuted["rows"], given["recipe"], splits=permuted["tokens_per_expert"], **options
+        quantized = implementation.call(
+            "quantize", permuted["rows"], tensors["recipe"], splits=permuted["tokens_per_expert"], **options
         )
-        return read_back(implementation, options, permuted | named_outputs(made, ("quantized", "state")))
+        return read_back(implementation, options, permuted | named_outputs(quantized, ("quantized", "state")))
 
     outputs = trial.run(replace(_without_gradients(trial.problem), script=script))
     return same(

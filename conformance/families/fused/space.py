@@ -29,8 +29,8 @@ ALIGNED = {"mxfp8": 32, "nvfp4": 32}  # scalings that need an alignment or a cap
 def kinds(scope: Scope) -> list[Changes]:
     """Every recipe, role and direction supported with some buffer size."""
     rooms: list[Changes] = [{}, {"capacity": 1}]
-    plain: Changes = {"dtype": "bfloat16"}
-    return [kind for kind in KINDS if any(_fits(scope, kind | plain | room) for room in rooms)]
+    base: Changes = {"dtype": "bfloat16"}
+    return [kind for kind in KINDS if any(_fits(scope, kind | base | room) for room in rooms)]
 
 
 def _fits(scope: Scope, fields: Changes) -> bool:
@@ -74,8 +74,8 @@ def room(draw: st.DrawFn, scope: Scope, kind: Changes, tokens: int, experts: int
 def affordable(case: PermutedQuantizationCase, scope: Scope) -> PermutedQuantizationCase:
     """The case without a far layout of too large a span."""
     small = case.tokens <= 4 and case.dtype in NARROW and case.map_dtype in NARROW and case.probs != "float32"
-    plain: PermutedQuantizationCase = replace(case, layout="contiguous", layout_of="")
-    return case if small or case.layout not in FAR else plain
+    near_layout: PermutedQuantizationCase = replace(case, layout="contiguous", layout_of="")
+    return case if small or case.layout not in FAR else near_layout
 
 
 # rows with a factor each, and squares, alone: neither can be quantised on the way
@@ -89,7 +89,7 @@ def always(scope: Scope) -> list[Changes]:
     blocks: Changes = {"scaling": "block", "hidden": 130}
     rows: Changes = {"tokens": 40, "experts": 3, "hidden": 5, "values": "rows"}
     both: Changes = rows | {"direction": "both"}
-    found: list[Changes] = [
+    changes: list[Changes] = [
         many | {"hidden": 5},
         many | blocks | {"values": "rows"},
         blocks | {"tokens": 150, "experts": 2, "direction": "both", "values": "bounds", "gemm": True},
@@ -104,22 +104,26 @@ def always(scope: Scope) -> list[Changes]:
     lines: Changes = {"scaling": "block", "hidden": 400, "tokens": 300, "experts": 5, "topk": 2, "dtype": "bfloat16"}
     if cuda:
         tall = {"direction": "columnwise", "dtype": "float16", "align": 64, "values": "rows", "hidden": 1072}
-        found += [
+        changes += [
             lines | {"direction": "both", "slack": 70},
             lines | tall,
             lines | {"direction": "both", "capacity": 131},
         ]
-    wide = [fields | {"tokens": 40 if cuda else 5, "experts": 3} for fields in wide_tensors(scope)]
-    wide = [fields | ({} if fields["scaling"] == "current" else {"direction": "both"}) for fields in wide]
+    wide_rows = [fields | {"tokens": 40 if cuda else 5, "experts": 3} for fields in wide_tensors(scope)]
+    wide_rows = [fields | ({} if fields["scaling"] == "current" else {"direction": "both"}) for fields in wide_rows]
     if cuda:  # which few rows of the covering array leave out
-        found += [{"role": "grad_output", "variant": 2, "direction": "both", "capacity": 3, "tokens": 7, "experts": 4}]
-        found += [rows | {"scaling": "nvfp4"} | kind for kind in ONE_FACTOR]
+        changes += [
+            {"role": "grad_output", "variant": 2, "direction": "both", "capacity": 3, "tokens": 7, "experts": 4}
+        ]
+        changes += [rows | {"scaling": "nvfp4"} | kind for kind in ONE_FACTOR]
     uniform: Changes = {"spread": "uniform", "topk": 2, "seed": 1}
     # the largest token has no row; its only expert has all others
     left_out: Changes = {"scaling": "delayed", "tokens": 9, "experts": 1, "topk": 1, "hidden": 3, "values": "rows"}
-    left = [left_out | {"routing": tuple(int(t != place) for t in range(9))} for place in (0, 4, 8)]
-    every = [*(uniform | one for one in (*found, *wide)), *left]
-    return [one for one in every if accepted(scope, one)]
+    dropped_slots = [
+        left_out | {"routing": tuple(int(t != empty_token) for t in range(9))} for empty_token in (0, 4, 8)
+    ]
+    all_rows = [*(uniform | row for row in (*changes, *wide_rows)), *dropped_slots]
+    return [row for row in all_rows if accepted(scope, row)]
 
 
 # one layout of routing_map and d_probs: all pairs would double the array

@@ -91,11 +91,11 @@ def _stage(
     calls = []
     for rank in range(len(layer.calls)):
         first = {name: xs[rank] for name, xs in required.items()}
-        every = {name: xs[rank] for name, xs in settings.items()}
-        given = {name: x for name, x in every.items() if isinstance(x, Tensor) or x}
-        asked = tuple(name for name in wanted if name in first | given) if layer.case.grads else ()
-        backward = {output: layer.gradients[name][rank] for output, name in cotangents.items()} if asked else {}
-        calls.append(Problem(contract.function, first, given, {}, asked, backward))
+        all_settings = {name: xs[rank] for name, xs in settings.items()}
+        present_settings = {name: x for name, x in all_settings.items() if isinstance(x, Tensor) or x}
+        wanted_inputs = tuple(name for name in wanted if name in first | present_settings) if layer.case.grads else ()
+        backward = {output: layer.gradients[name][rank] for output, name in cotangents.items()} if wanted_inputs else {}
+        calls.append(Problem(contract.function, first, present_settings, {}, wanted_inputs, backward))
     return Alone(calls, contract, case)
 
 
@@ -108,9 +108,9 @@ def _same(layer: Traced, **settings: Any) -> dict[str, list[Any]]:
 
 
 def _gate(layer: Traced) -> Alone:
-    seen = [seen_by_router(layer.case, call) for call in layer.calls]
+    router_inputs = [seen_by_router(layer.case, call) for call in layer.calls]
     settings = {"bias": layer.given("router_bias")} | _same(layer, router_dtype=layer.config.router_dtype)
-    required = {"x": seen, "weight": layer.given("router_weight")}
+    required = {"x": router_inputs, "weight": layer.given("router_weight")}
     return _stage(layer, Gate(), required, settings, ("x", "weight", "bias"), {"logits": "logits"})
 
 
@@ -127,12 +127,12 @@ def _route(layer: Traced) -> Alone:
     return Alone(calls, None)
 
 
-def _script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _script(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """The router's results by name; padding goes to no expert, as in the layer."""
-    state = state_before(implementation, given["config"], given, given["logits"].device)
-    settings = {name: given[name] for name in OPTIONS if name in given}
-    result = implementation.call("route", given["logits"], given["config"], state=state, **settings)
-    return routed_outputs(implementation, without_padding(result, given.get("padding_mask")))
+    state = state_before(implementation, arguments["config"], arguments, arguments["logits"].device)
+    settings = {name: arguments[name] for name in OPTIONS if name in arguments}
+    result = implementation.call("route", arguments["logits"], arguments["config"], state=state, **settings)
+    return routed_outputs(implementation, without_padding(result, arguments.get("padding_mask")))
 
 
 def _right_route(layer: Traced, rank: int, declared: Mapping[str, Any]) -> dict[str, Expectation]:
@@ -140,13 +140,13 @@ def _right_route(layer: Traced, rank: int, declared: Mapping[str, Any]) -> dict[
     steps, _ = steps_of(layer.case, layer.config, layer.calls, declared)
     if any(step.ambiguous for step in steps):
         return {}
-    right = {name.partition(".")[2]: one for name, one in steps[rank].expectations(None).items()}
+    expectations = {name.partition(".")[2]: expectation for name, expectation in steps[rank].expectations(None).items()}
     if layer.case.grads:
         slope, partial = steps[rank].slope(layer.gradients["probs"][rank])
-        whole = replace(slope, error=slope.error + partial)
+        slope_with_partials = replace(slope, error=slope.error + partial)
         dtype = DTYPES[layer.case.logit_dtype]
-        right["d_logits"] = final_bound(whole, dtype, torch.zeros((), dtype=torch.bool))
-    return right
+        expectations["d_logits"] = final_bound(slope_with_partials, dtype, torch.zeros((), dtype=torch.bool))
+    return expectations
 
 
 # ---- tokens, rows, experts
@@ -171,30 +171,30 @@ def _permute(layer: Traced) -> Alone:
 def _unpermute(layer: Traced) -> Alone:
     shapes = [tuple(x.shape) for x in layer.results["sums"]]
     required: Lists = {"rows": layer.at("expert_rows"), "row_map": [Opaque("row_map")] * len(shapes)}
-    made = _stage(layer, Unpermute(), required, {"restore_shape": shapes}, ("rows",), {"tokens": "sums"})
+    stage = _stage(layer, Unpermute(), required, {"restore_shape": shapes}, ("rows",), {"tokens": "sums"})
     calls = []
-    for call, chosen in zip(made.calls, layer.local_maps, strict=True):
+    for call, chosen in zip(stage.calls, layer.local_maps, strict=True):
         numbers = torch.arange(1, len(chosen) + 1, dtype=torch.float32)[:, None]
         sizes = layer.config.dispatch
         producer = Problem("permute", {"tokens": numbers, "routing_map": chosen}, sizes)
         calls.append(replace(call, producer=producer, produced=moe_ref.permute(numbers, chosen, **sizes)))
-    return replace(made, calls=calls)
+    return replace(stage, calls=calls)
 
 
 def _grouped_mlp(layer: Traced) -> Alone:
     required = {
         "rows": layer.at("rows"),
-        "tokens_per_expert": [part.tokens_per_expert for part in layer.parts],
+        "tokens_per_expert": [rank_rows.tokens_per_expert for rank_rows in layer.parts],
         "fc1_weight": layer.given("fc1_weight"),
         "fc2_weight": layer.given("fc2_weight"),
     }
     biases = {name: layer.given(name) for name in ("fc1_bias", "fc2_bias")}
     settings = biases | {"probs": layer.at("row_probs")} | _same(layer, **layer.config.experts)
     wanted = ("rows", "probs", "fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")
-    made = _stage(layer, GroupedMlp(), required, settings, wanted, {"out": "expert_rows"})
+    stage = _stage(layer, GroupedMlp(), required, settings, wanted, {"out": "expert_rows"})
     states = [{name: x for name, x in call.required.items() if name.startswith("state.")} for call in layer.calls]
-    calls = [with_pairs(call, ("out",), own) for call, own in zip(made.calls, states, strict=True)]
-    return replace(made, calls=calls)
+    calls = [with_pairs(call, ("out",), linear_states) for call, linear_states in zip(stage.calls, states, strict=True)]
+    return replace(stage, calls=calls)
 
 
 def _shared(layer: Traced) -> Alone:
@@ -236,15 +236,15 @@ def _dispatch(layer: Traced, function: str) -> Alone:
 
 def _combine(layer: Traced) -> Alone:
     """After the implementation's own dispatch."""
-    before = _dispatch(layer, layer.case.stage.replace("combine", "dispatch"))
-    calls = [replace(call, wanted=(), cotangents={}) for call in before.calls]
-    made, case = together(calls), _dispatch_case(layer.case, layer.case.stage)
+    dispatch_stage = _dispatch(layer, layer.case.stage.replace("combine", "dispatch"))
+    calls = [replace(call, wanted=(), cotangents={}) for call in dispatch_stage.calls]
+    dispatched, case = together(calls), _dispatch_case(layer.case, layer.case.stage)
     deepep = layer.case.dispatcher == "deepep"
     contract = DeepEPCombine() if deepep else MapCombine(layer.case.stage)
     required: Lists = {"rows": layer.at("sums" if deepep else "expert_rows"), "handle": [HANDLE] * len(calls)}
     settings = _same(layer, **layer.config.combine)
-    own = _stage(layer, contract, required, settings, ("rows",), {"tokens": "combined"}, case)
-    rows = [free_behind("rows", out.rows, specified(case, out)) for out in made]
+    combine_stage = _stage(layer, contract, required, settings, ("rows",), {"tokens": "combined"}, case)
+    rows = [free_behind("rows", out.rows, specified(case, out)) for out in dispatched]
     fields = ("required", "settings", "wanted", "cotangents")
-    given = [{name: getattr(c, name) for name in fields} for c in own.calls]
-    return replace(own, calls=after(contract.function, calls, made, rows, given))
+    call_fields = [{name: getattr(c, name) for name in fields} for c in combine_stage.calls]
+    return replace(combine_stage, calls=after(contract.function, calls, dispatched, rows, call_fields))

@@ -40,7 +40,7 @@ KIND = ("", "squared_relu", "geglu")
 class Padded(Choice):
     """A recipe, and to which multiple it pads an expert's rows."""
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
         recipe = getattr(case, self.name)
         yield {self.name: recipe, "align": case.align}
         yield {self.name: recipe, "align": UNIT["mxfp8"] if recipe == "mxfp8" else 0}
@@ -178,21 +178,21 @@ class LayerCase(Case):
     @property
     def scales(self) -> tuple[str, ...]:
         """Arguments of delayed scaling; over ranks the reference has no amaxes."""
-        given = ("linear_states",) if self.counts else ("linear_states", "amaxes")
-        return given if self.recipe == "delayed" else ()
+        scale_arguments = ("linear_states",) if self.counts else ("linear_states", "amaxes")
+        return scale_arguments if self.recipe == "delayed" else ()
 
     @property
     def stages(self) -> tuple[str, ...]:
         """Functions and projections, in the order in which the layer runs them."""
         there: tuple[str, ...] = ("permute",)
-        back: tuple[str, ...] = ("unpermute",)
+        return_stages: tuple[str, ...] = ("unpermute",)
         if self.counts and self.dispatcher != "deepep":
-            there, back = (f"{self.dispatcher}_dispatch",), (f"{self.dispatcher}_combine",)
+            there, return_stages = (f"{self.dispatcher}_dispatch",), (f"{self.dispatcher}_combine",)
         elif self.counts:
-            there, back = ("deepep_dispatch", "permute"), ("unpermute", "deepep_combine")
+            there, return_stages = ("deepep_dispatch", "permute"), ("unpermute", "deepep_combine")
         down, up = (("latent_down",), ("latent_up",)) if self.latent else ((), ())
         shared = ("shared_experts",) if self.shared else ()
-        return ("gate", "route", *down, *there, "grouped_mlp", *back, *up, *shared)
+        return ("gate", "route", *down, *there, "grouped_mlp", *return_stages, *up, *shared)
 
 
 ONE_TOKEN = RouteCase(function="route", tokens=1)
@@ -240,33 +240,38 @@ def parameters_of(case: LayerCase) -> dict[str, Tensor]:
     """All parameters of the layer by name, in the order of LayerParameters."""
     hidden, width = case.hidden * case.unit, case.width * case.unit
     inner = case.latent * case.unit or hidden
-    every = Scaled(case)
-    found = {
+    scaled_case = Scaled(case)
+    parameters = {
         "router_weight": router_weight_of(case),
-        "fc1_weight": weight_of(every, "fc1_weight", fc1_columns(every), inner),
-        "fc2_weight": weight_of(every, "fc2_weight", inner, width),
+        "fc1_weight": weight_of(scaled_case, "fc1_weight", fc1_columns(scaled_case), inner),
+        "fc2_weight": weight_of(scaled_case, "fc2_weight", inner, width),
     }
-    for name, given, columns in (("fc1_bias", case.fc1_bias, fc1_columns(every)), ("fc2_bias", case.fc2_bias, inner)):
-        found |= {name: payload(case.seed, name, (case.experts, columns), case.dtype)} if given else {}
+    for name, has_bias, columns in (
+        ("fc1_bias", case.fc1_bias, fc1_columns(scaled_case)),
+        ("fc2_bias", case.fc2_bias, inner),
+    ):
+        parameters |= {name: payload(case.seed, name, (case.experts, columns), case.dtype)} if has_bias else {}
     if case.router_bias:
-        found["router_bias"] = router_bias_of(case)
-    one = Scaled(case, experts=1)
+        parameters["router_bias"] = router_bias_of(case)
+    single_expert = Scaled(case, experts=1)
     if case.latent:
-        found["latent_down"] = weight_of(one, "latent_down", inner, hidden)[0]
-        found["latent_up"] = weight_of(one, "latent_up", hidden, inner)[0]
+        parameters["latent_down"] = weight_of(single_expert, "latent_down", inner, hidden)[0]
+        parameters["latent_up"] = weight_of(single_expert, "latent_up", hidden, inner)[0]
     if case.shared:
         shared = Scaled(case, width=case.shared, experts=1)
-        found["shared_fc1_weight"] = weight_of(shared, "shared_fc1_weight", fc1_columns(shared), hidden)[0]
-        found["shared_fc2_weight"] = weight_of(shared, "shared_fc2_weight", hidden, case.shared * case.unit)[0]
+        parameters["shared_fc1_weight"] = weight_of(shared, "shared_fc1_weight", fc1_columns(shared), hidden)[0]
+        parameters["shared_fc2_weight"] = weight_of(shared, "shared_fc2_weight", hidden, case.shared * case.unit)[0]
     if case.gate:
-        found["shared_gate_weight"] = weight_of(one, "shared_gate_weight", 1, hidden)[0]
-    return found
+        parameters["shared_gate_weight"] = weight_of(single_expert, "shared_gate_weight", 1, hidden)[0]
+    return parameters
 
 
 def linear_states_of(case: LayerCase) -> dict[str, Tensor]:
     """Delayed scaling's states of both linear layers, a row per expert; empty for other recipes."""
-    every = Scaled(case, experts=case.experts * case.shards)  # of all ranks, shards of one as experts of their own
-    return {name: x for layer in LAYERS for name, x in state_tensors(every, f"state.{layer}").items()}
+    scaled_case = Scaled(
+        case, experts=case.experts * case.shards
+    )  # of all ranks, shards of one as experts of their own
+    return {name: x for layer in LAYERS for name, x in state_tensors(scaled_case, f"state.{layer}").items()}
 
 
 def router_weight_of(case: LayerCase) -> Tensor:
@@ -292,8 +297,8 @@ def router_storage(case: LayerCase) -> torch.dtype:
 
 def expert_bias_of(case: LayerCase) -> Tensor:
     """[E] float32, distinct multiples of 1/64 within ±1/4, and 2^-12, which bfloat16 would lose."""
-    place = hashed(case.seed, "expert_bias", case.experts).argsort(kind="stable")
-    return torch.from_numpy((place % 32 - 16) / 64 + 2.0**-12).float()
+    permutation = hashed(case.seed, "expert_bias", case.experts).argsort(kind="stable")
+    return torch.from_numpy((permutation % 32 - 16) / 64 + 2.0**-12).float()
 
 
 def logits_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -307,8 +312,8 @@ def tokens_of(case: LayerCase, parameters: dict[str, Tensor], expert_bias: Tenso
     shape = (case.tokens, case.hidden * case.unit)
     tried = torch.stack([payload(case.seed, f"x {i}", shape, case.dtype) for i in range(CANDIDATES)])
     weight, bias = parameters["router_weight"], parameters.get("router_bias")
-    seen = tried * factors_of(case, noise_of(case))
-    logits = logits_of_rows(seen.flatten(0, 1), weight, bias, DTYPES[case.logit_dtype])
+    router_inputs = tried * factors_of(case, noise_of(case))
+    logits = logits_of_rows(router_inputs.flatten(0, 1), weight, bias, DTYPES[case.logit_dtype])
     gap = margins(logits.double(), config_of(route_case(case)), expert_bias).reshape(CANDIDATES, case.tokens)
     best = gap.argmax(0) if case.tokens else torch.zeros(0, dtype=torch.int64)
     return tried[best, torch.arange(case.tokens)].contiguous()
@@ -316,8 +321,8 @@ def tokens_of(case: LayerCase, parameters: dict[str, Tensor], expert_bias: Tenso
 
 def margins(logits: Tensor, config: RouterConfig, expert_bias: Tensor) -> Tensor:
     """[N] the least difference of scores that would change a choice: of the map, or of a loss."""
-    early = config.score_function != "softmax" or config.pre_softmax
-    score = FUNCTIONS[config.score_function](logits) if early else logits
+    score_first = config.score_function != "softmax" or config.pre_softmax
+    score = FUNCTIONS[config.score_function](logits) if score_first else logits
     keys = score + expert_bias.double() if config.expert_bias else score
     gap = torch.minimum(_gap(score, config.topk), _gap(keys, config.topk))
     if config.num_groups and config.group_topk:
@@ -327,8 +332,8 @@ def margins(logits: Tensor, config: RouterConfig, expert_bias: Tensor) -> Tensor
         settings |= {"expert_bias": expert_bias.double()} if config.expert_bias else {}
         chosen = topk_routing(logits, **settings).routing_map
         held = best >= best.sort(dim=1, descending=True).values[:, config.group_topk - 1 : config.group_topk]
-        others = held[..., None].expand_as(by_group).reshape(keys.shape) & ~chosen
-        least = torch.where(chosen, keys, torch.inf).amin(1) - torch.where(others, keys, -torch.inf).amax(1)
+        unchosen = held[..., None].expand_as(by_group).reshape(keys.shape) & ~chosen
+        least = torch.where(chosen, keys, torch.inf).amin(1) - torch.where(unchosen, keys, -torch.inf).amax(1)
         gap = torch.minimum(gap, torch.minimum(_gap(best, config.group_topk), least))
     return gap
 
@@ -361,7 +366,7 @@ def padding_of(case: LayerCase) -> Tensor:
 
 def shares(case: LayerCase, x: Tensor) -> list[Tensor]:
     """Each rank's rows."""
-    return [part.clone() for part in x.split(list(case.counts))] if case.counts else [x]
+    return [rank_rows.clone() for rank_rows in x.split(list(case.counts))] if case.counts else [x]
 
 
 def cotangent_of(case: LayerCase) -> Tensor:

@@ -39,7 +39,7 @@ def _delayed(trial: Trial) -> Finding | None:
     """
     both = trial.case.seed % 2 and trial.extras["names"](trial.problem.function, "recompute")
     less: dict[str, Any] = {"recompute": _saved_less(trial.case)} if both else {}
-    return left_for_later(trial, lambda *given: script(*given[:2], wgrads=given[2], **less), "x")
+    return left_for_later(trial, lambda *arguments: script(*arguments[:2], wgrads=arguments[2], **less), "x")
 
 
 def _saved_less(case: LayerCase) -> tuple[str, ...]:
@@ -51,12 +51,12 @@ def _jittered(trial: Trial) -> Finding | None:
     """Without noise the layer draws its own: other results with another state of the generator."""
     settings = {name: x for name, x in trial.problem.settings.items() if name != "noise"}
     without = replace(trial.problem, settings=settings, wanted=(), cotangents={}, draws=True)
-    found = []
+    probs_of_runs = []
     for seed in (1, 2):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            found.append(trial.run(without)["probs"])
-    if not torch.equal(*found):
+            probs_of_runs.append(trial.run(without)["probs"])
+    if not torch.equal(*probs_of_runs):
         return None
     return Finding("probs", "jittered", "is the same with other random numbers, where jitter has no noise given")
 
@@ -64,9 +64,9 @@ def _jittered(trial: Trial) -> Finding | None:
 def _again(trial: Trial) -> Finding | None:
     """The whole layer again in the backward: the same results, so no call counts in the next."""
 
-    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = checkpoint(script, implementation, given, use_reentrant=False)
-        return found
+    def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        outputs: dict[str, Any] = checkpoint(script, implementation, arguments, use_reentrant=False)
+        return outputs
 
     return trial.repeats("recompute", trial.run(replace(trial.problem, script=run)))
 
@@ -78,21 +78,28 @@ def _kept(trial: Trial) -> Finding | None:
     case, names = trial.case, trial.extras["names"]
     if not names(trial.problem.function, "recompute"):
         return None
-    how = LESS[case.seed % len(LESS)]
+    recomputed = LESS[case.seed % len(LESS)]
 
-    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        return script(implementation, given, recompute=how if len(how) > 1 else how[0])
+    def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        return script(implementation, arguments, recompute=recomputed if len(recomputed) > 1 else recomputed[0])
 
     settings = trial.problem.settings | {"recompute": Opaque("recompute")}
     less = replace(trial.problem, script=run, settings=settings)
     finding = trial.repeats("kept", trial.run(less))
     rows = int(trial.first["routing_map"].sum())
-    wanted, allowed = saved_by(case, how, rows), ALLOWED[trial.extras["device"]] + BYTES_OF_A_ROW * rows
+    wanted, allowed = saved_by(case, recomputed, rows), ALLOWED[trial.extras["device"]] + BYTES_OF_A_ROW * rows
     if finding or wanted < 2 * allowed:
         return finding
-    before, after = (trial.extras["kept"](problem) for problem in (trial.problem, less))
-    told = f"with recompute {' and '.join(how)} keeps {after} bytes for its backward, and {before} without"
-    return None if before - after >= wanted - allowed else Finding("call", "kept", f"{told}; it must drop {wanted}")
+    bytes_before, bytes_after = (trial.extras["kept"](problem) for problem in (trial.problem, less))
+    message = (
+        f"with recompute {' and '.join(recomputed)} keeps {bytes_after} bytes for its backward, "
+        f"and {bytes_before} without"
+    )
+    return (
+        None
+        if bytes_before - bytes_after >= wanted - allowed
+        else Finding("call", "kept", f"{message}; it must drop {wanted}")
+    )
 
 
 def _sent_again(trial: Trial) -> Finding | None:
@@ -102,14 +109,14 @@ def _sent_again(trial: Trial) -> Finding | None:
     if not trial.extras["names"](trial.problem.function, "recompute"):
         return None
 
-    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        return script(implementation, given, recompute="permute")
+    def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        return script(implementation, arguments, recompute="permute")
 
     settings = trial.problem.settings | {"recompute": Opaque("recompute")}
     return trial.repeats("sent_again", trial.run(replace(trial.problem, script=run, settings=settings)))
 
 
-def saved_by(case: LayerCase, how: tuple[str, ...], rows: int) -> int:
+def saved_by(case: LayerCase, recomputed: tuple[str, ...], rows: int) -> int:
     """The bytes of what is not kept: rows, less projected tokens that are kept for them, and
     activations; with a recipe one for each code.
     """
@@ -117,7 +124,7 @@ def saved_by(case: LayerCase, how: tuple[str, ...], rows: int) -> int:
     of_row, code = (case.latent or case.hidden) * case.unit, 1 if case.recipe else size
     tokens = case.tokens * of_row * size if case.latent else 0
     dropped = {"permute": rows * of_row * code - tokens, "moe_act": rows * case.width * case.unit * code}
-    return sum(dropped[name] for name in how)
+    return sum(dropped[name] for name in recomputed)
 
 
 def _overlap(trial: Trial) -> Finding | None:
@@ -127,8 +134,8 @@ def _overlap(trial: Trial) -> Finding | None:
     if not trial.extras["names"](trial.problem.function, "overlap_shared"):
         return None
 
-    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        return script(implementation, given, overlap_shared=True)
+    def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        return script(implementation, arguments, overlap_shared=True)
 
     settings = trial.problem.settings | {"overlap_shared": Opaque("overlap_shared")}
     return trial.judged("overlap", trial.expected, trial.run(replace(trial.problem, script=run, settings=settings)))
@@ -142,10 +149,10 @@ def _rerun(trial: Trial) -> Finding | None:
     layer: MoeLayer = at.whole  # type: ignore[assignment]
     if not layer.drops(trial.case, at.calls(trial.case), trial.declared):
         return None
-    free = {"config": replace(trial.problem.required["config"], num_rows=None)}
+    unlimited_room = {"config": replace(trial.problem.required["config"], num_rows=None)}
     settings = {name: x for name, x in trial.problem.settings.items() if name != "rerun"}
-    problem = replace(trial.problem, required=trial.problem.required | free, settings=settings)
-    return trial.repeats("rerun", trial.run(replace(problem, first=problem.first | free)))
+    problem = replace(trial.problem, required=trial.problem.required | unlimited_room, settings=settings)
+    return trial.repeats("rerun", trial.run(replace(problem, first=problem.first | unlimited_room)))
 
 
 def _where(holds: Callable[[Any], bool], *laws: Law) -> tuple[Law, ...]:
@@ -175,9 +182,9 @@ def _whole(case: Any) -> bool:
 
 def _saves(case: Any) -> bool:
     """Whether all rows and activations are saved, as they are or as codes."""
-    every = all(name in case.grads.split("+") for name in ("x", *DELAYED_WEIGHTS))
+    all_gradients = all(name in case.grads.split("+") for name in ("x", *DELAYED_WEIGHTS))
     fewer = case.budget or case.roomless  # rows for which there is no room are not saved
-    return every and not (case.stored or case.on_input or case.align or case.override or fewer)
+    return all_gradients and not (case.stored or case.on_input or case.align or case.override or fewer)
 
 
 DELAYED = Law(

@@ -21,18 +21,18 @@ def _round_trip(trial: Trial, turns: list[tuple[str, dict[str, Any]]]) -> Findin
     problem = trial.problem
     build = trial.contract.build(trial.case)  # type: ignore[attr-defined]
 
-    def script(implementation: Any, given: Given) -> dict[str, Any]:
-        state = build(given)
+    def script(implementation: Any, arguments: Given) -> dict[str, Any]:
+        state = build(arguments)
         for function, changes in turns:
-            settings = {name: given[name] for name in problem.settings} | changes
+            settings = {name: arguments[name] for name in problem.settings} | changes
             state = implementation.call(function, state, **settings)
         return read(state, [])
 
-    before = read(build(problem.required), [])
-    right: dict[str, Expectation] = {
-        name: Exact(x, "integers" if x.dtype == torch.int64 else "bits") for name, x in before.items()
+    initial_state = read(build(problem.required), [])
+    expectations: dict[str, Expectation] = {
+        name: Exact(x, "integers" if x.dtype == torch.int64 else "bits") for name, x in initial_state.items()
     }
-    return trial.judged("round_trip", right, trial.run(replace(problem, script=script)))
+    return trial.judged("round_trip", expectations, trial.run(replace(problem, script=script)))
 
 
 def _there_and_back(trial: Trial) -> Finding | None:
@@ -56,13 +56,13 @@ def _split_and_merged(trial: Trial) -> Finding | None:
 
 def _in_other_layout(case: Any) -> bool:
     """Whether all of the layer's parameters are in the layout that is not asked for."""
-    other = "indexed" if case.packed else "packed"
-    return plain(case) and case.weights == other and (not case.bias or case.biases in ("none", other))
+    second_layout = "indexed" if case.packed else "packed"
+    return plain(case) and case.weights == second_layout and (not case.bias or case.biases in ("none", second_layout))
 
 
 def _one_master(case: Any) -> bool:
-    other = "indexed" if case.packed else "packed"
-    return plain(case) and (case.first, case.second) == (other, "none")
+    second_layout = "indexed" if case.packed else "packed"
+    return plain(case) and (case.first, case.second) == (second_layout, "none")
 
 
 def _whole_and_told(case: Any) -> bool:
@@ -78,18 +78,18 @@ def _one_layout(case: Any) -> bool:
 def _whole_again(trial: Trial) -> Finding | None:
     """The shards of all ranks fill the checkpoint, each element once; another world reads it."""
     case = trial.case
-    world = [replace(case, place=place, layout="contiguous") for place in range(case.ranks * case.tensor_ranks)]
-    calls = [(settings_of(own), tensors_of(own)) for own in world]
+    world = [replace(case, place=position, layout="contiguous") for position in range(case.ranks * case.tensor_ranks)]
+    calls = [(settings_of(rank_case), tensors_of(rank_case)) for rank_case in world]
 
-    def script(implementation: Any, given: Given) -> dict[str, Any]:
-        whole: dict[str, Any] = {}
-        for own, (settings, tensors) in zip(world, calls, strict=True):
-            for shard in implementation.call("shard_parameters", parameters_of(own, tensors), **settings):
+    def script(implementation: Any, arguments: Given) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = {}
+        for rank_case, (settings, tensors) in zip(world, calls, strict=True):
+            for shard in implementation.call("shard_parameters", parameters_of(rank_case, tensors), **settings):
                 x = named_outputs(shard, FIELDS)
                 if x["writes"]:
-                    count, _ = whole.setdefault(x["key"], (torch.zeros(x["shape"], dtype=torch.int64), x["shape"]))
+                    count, _ = checkpoint.setdefault(x["key"], (torch.zeros(x["shape"], dtype=torch.int64), x["shape"]))
                     count[tuple(slice(o, o + n) for o, n in zip(x["offset"], x["values"].shape, strict=True))] += 1
-        return {name: count for name, (count, _) in whole.items()}
+        return {name: count for name, (count, _) in checkpoint.items()}
 
     outputs = trial.run(replace(trial.problem, script=script, layouts={}))
     for name, count in outputs.items():
@@ -105,29 +105,31 @@ def _reassembled(trial: Trial) -> Finding | None:
     total = sum(case.sizes)
     master = torch.arange(total, dtype=torch.float32)
 
-    def script(implementation: Any, given: Given) -> dict[str, Any]:
-        members, whole = members_of(case, given["members"]), master.to(given["members"].device)
-        found: dict[str, Any] = {}
+    def script(implementation: Any, arguments: Given) -> dict[str, Any]:
+        members, full_master = members_of(case, arguments["members"]), master.to(arguments["members"].device)
+        outputs: dict[str, Any] = {}
         for ranks in WORLDS:
-            out, length = torch.full_like(whole, -1), -(-total // ranks)
+            out, length = torch.full_like(full_master, -1), -(-total // ranks)
             begins = [sum(case.sizes[:i]) for i in range(len(case.sizes))]
             for rank in range(ranks):
                 first = min(rank * length, total)
-                shard = whole[first : first + length]
+                shard = full_master[first : first + length]
                 entries = implementation.call("expand_shard", members, shard, **({"offset": first} if first else {}))
-                found[f"entries.{ranks}.{rank}"] = torch.tensor([len(entries)])
+                outputs[f"entries.{ranks}.{rank}"] = torch.tensor([len(entries)])
                 for begin, entry in zip(begins, entries, strict=False):
                     x = named_outputs(entry, ("member", "values", "start"))
                     if x["values"] is not None:
                         out[begin + x["start"] :][: len(x["values"])] = x["values"]
-            found[f"master.{ranks}"] = out
-        return found
+            outputs[f"master.{ranks}"] = out
+        return outputs
 
     outputs = trial.run(replace(problem, script=script, layouts={}))
     entries = Exact(torch.tensor([len(case.sizes)]), "integers")
-    right: dict[str, Expectation] = dict.fromkeys((name for name in outputs if name.startswith("entries")), entries)
-    right |= {f"master.{ranks}": Exact(master) for ranks in WORLDS}
-    return trial.judged("reassembled", right, outputs)
+    expectations: dict[str, Expectation] = dict.fromkeys(
+        (name for name in outputs if name.startswith("entries")), entries
+    )
+    expectations |= {f"master.{ranks}": Exact(master) for ranks in WORLDS}
+    return trial.judged("reassembled", expectations, outputs)
 
 
 def _copies(trial: Trial) -> Finding | None:
@@ -135,8 +137,8 @@ def _copies(trial: Trial) -> Finding | None:
     granularity, first = trial.case.granularity, trial.first
     for name, x in first.items():
         if name in trial.expected and name != "router_weight":
-            right = x[:granularity].repeat(trial.case.copies, *[1] * (x.dim() - 1))
-            finding = trial.judged("copies", {name: Exact(right)}, {name: x})
+            first_copies = x[:granularity].repeat(trial.case.copies, *[1] * (x.dim() - 1))
+            finding = trial.judged("copies", {name: Exact(first_copies)}, {name: x})
             if finding:
                 return finding
     return None

@@ -149,8 +149,12 @@ class RecipeFields:
 
     def no_recipe(self) -> str | None:
         """Why the fields name no recipe, or None."""
-        known = len(self.recipes[self.scaling])
-        return f"variant is {self.variant}; {self.scaling} has {known} recipes" if self.variant >= known else None
+        num_recipes = len(self.recipes[self.scaling])
+        return (
+            f"variant is {self.variant}; {self.scaling} has {num_recipes} recipes"
+            if self.variant >= num_recipes
+            else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,13 +249,13 @@ def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
     """
     rows, columns = (case.tokens * case.unit + case.tail, case.hidden * case.unit)
     kind = DTYPES[case.dtype]
-    plain = payload(case.seed, name, (rows, columns), case.dtype).double()
+    dyadic = payload(case.seed, name, (rows, columns), case.dtype).double()
     noise = torch.from_numpy(hashed(case.seed, f"{name} kinds", rows * columns).astype(np.int64)).reshape(rows, columns)
     values = {
-        "dyadic": lambda: plain,
-        "rows": lambda: plain * row_scales(case.seed, rows),
+        "dyadic": lambda: dyadic,
+        "rows": lambda: dyadic * row_scales(case.seed, rows),
         "wide": lambda: payload(case.seed, name, (rows, columns), case.dtype, "wide").double(),
-        "bounds": lambda: _bounds(case, plain, noise),
+        "bounds": lambda: _bounds(case, dyadic, noise),
         "midpoints": lambda: _midpoints(case, noise),
         "tiny": lambda: (
             (noise >> 8)
@@ -259,12 +263,12 @@ def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
             * torch.where(noise % 2 == 0, 1.0, -1.0)
             * float(torch.finfo(kind).smallest_normal * torch.finfo(kind).eps)
         ),
-        "huge": lambda: plain / 2 * torch.finfo(kind).max,
-        "zeros": lambda: _zeros(case, plain),
-        "special": lambda: _special(case, plain, noise) if name in EVERY_SECOND else plain,
-        "edges": lambda: _edges(case, plain.to(kind)),
-        "every": lambda: _every(case, plain),
-        "levels": lambda: _levels(case, plain, noise),
+        "huge": lambda: dyadic / 2 * torch.finfo(kind).max,
+        "zeros": lambda: _zeros(case, dyadic),
+        "special": lambda: _special(case, dyadic, noise) if name in EVERY_SECOND else dyadic,
+        "edges": lambda: _edges(case, dyadic.to(kind)),
+        "every": lambda: _every(case, dyadic),
+        "levels": lambda: _levels(case, dyadic, noise),
     }[case.values]()
     x = values.to(kind)
     x = torch.where(x.isnan(), torch.nan, x)  # one NaN payload: conversions differ by machine
@@ -284,26 +288,26 @@ def _cells(x: Tensor) -> tuple[Tensor, Tensor]:
     return number, (rows + number) % ZERO_BLOCK == columns % ZERO_BLOCK
 
 
-def _bounds(case: QuantizeCase, plain: Tensor, noise: Tensor) -> Tensor:
+def _bounds(case: QuantizeCase, dyadic: Tensor, noise: Tensor) -> Tensor:
     """Cell maxima where the exponent of a power-of-two scale changes; the rest is smaller."""
-    number, decides = _cells(plain)
+    number, decides = _cells(dyadic)
     kind = DTYPES[case.dtype]
     scale = torch.exp2(((number * 7 + case.seed) % 9 - 9).double())
     top = (torch.where(noise >> 3 & 1 == 1, _format(case).max, 1.0) * scale).to(kind)
     ulp = ((noise >> 8) % 3 - 1).to(BITS_OF[kind])
     near = (top.view(BITS_OF[kind]) + ulp).view(kind)
-    return torch.where(decides, near.double() * torch.where(noise >> 5 & 1 == 1, 1.0, -1.0), plain / 4 * scale)
+    return torch.where(decides, near.double() * torch.where(noise >> 5 & 1 == 1, 1.0, -1.0), dyadic / 4 * scale)
 
 
-def _levels(case: QuantizeCase, plain: Tensor, noise: Tensor) -> Tensor:
+def _levels(case: QuantizeCase, dyadic: Tensor, noise: Tensor) -> Tensor:
     """Cell maxima at the decision points of NVFP4's scales; the rest is smaller."""
-    number, decides = _cells(plain)
+    number, decides = _cells(dyadic)
     kind, middle = DTYPES[case.dtype], _means_of_codes(E4M3)
     below = (middle * 6 / E4M3.max)[(noise >> 8) % len(middle)].to(kind)
     near = (below.view(BITS_OF[kind]) + ((noise >> 20) % 3 - 1).to(BITS_OF[kind])).view(kind)
     top = torch.where((number + case.seed) % 3 == 0, 6.0, near.double())
     sign = torch.where(noise >> 5 & 1 == 1, 1.0, -1.0)
-    return torch.where(decides, top * sign, plain / 4 * (below.double().min() if below.numel() else 0.0))
+    return torch.where(decides, top * sign, dyadic / 4 * (below.double().min() if below.numel() else 0.0))
 
 
 def _means_of_codes(format: Format) -> Tensor:
@@ -325,46 +329,50 @@ def _midpoints(case: QuantizeCase, noise: Tensor) -> Tensor:
     return torch.where(decides, format.max, value) * 2.0**shift
 
 
-def _zeros(case: QuantizeCase, plain: Tensor) -> Tensor:
-    rows, columns = torch.arange(plain.shape[0])[:, None], torch.arange(plain.shape[1])[None]
-    number, _ = _cells(plain)
+def _zeros(case: QuantizeCase, dyadic: Tensor) -> Tensor:
+    rows, columns = torch.arange(dyadic.shape[0])[:, None], torch.arange(dyadic.shape[1])[None]
+    number, _ = _cells(dyadic)
     block = torch.from_numpy(hashed(case.seed, "zero blocks", 997).astype(np.int64))[number % 997] % 2 == 0
     band = columns // ZERO_BAND % 3 == case.seed % 3 - 1
     first = splits_of(case)[:1] or (0,)
     group = (rows < first[0]) & (case.seed % 4 == 0)
     zero = torch.where((rows + columns) % 2 == 0, 0.0, -0.0)
-    return torch.where(block | band | group, zero, plain)
+    return torch.where(block | band | group, zero, dyadic)
 
 
-def _special(case: QuantizeCase, plain: Tensor, noise: Tensor) -> Tensor:
+def _special(case: QuantizeCase, dyadic: Tensor, noise: Tensor) -> Tensor:
     strange = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0], dtype=torch.float64)
-    hit = (noise % 8 == 0) & (torch.arange(len(plain))[:, None] % 3 == case.seed % 3)
-    return torch.where(hit, strange[(noise >> 8) % 4], plain)
+    hit = (noise % 8 == 0) & (torch.arange(len(dyadic))[:, None] % 3 == case.seed % 3)
+    return torch.where(hit, strange[(noise >> 8) % 4], dyadic)
 
 
-def _edges(case: QuantizeCase, plain: Tensor) -> Tensor:
-    hit = torch.arange(len(plain))[:, None] % 3 == case.seed % 3
-    x = torch.where(hit, with_ends(plain, case.seed), plain).double()
+def _edges(case: QuantizeCase, dyadic: Tensor) -> Tensor:
+    hit = torch.arange(len(dyadic))[:, None] % 3 == case.seed % 3
+    x = torch.where(hit, with_ends(dyadic, case.seed), dyadic).double()
     zero = torch.arange(x.shape[1]) % 5 == 2
     zero[-1:] = False
     return torch.where(zero & x.isfinite(), 0.0, x)
 
 
-def _every(case: QuantizeCase, plain: Tensor) -> Tensor:
+def _every(case: QuantizeCase, dyadic: Tensor) -> Tensor:
     """±(1 + m/2⁷) 2⁻ᵉ below a largest value in [2, 4), times a power of two per 32 columns of a row
     where blocks have scales.
     """
-    kind, count = DTYPES[case.dtype], plain.numel()
+    kind, count = DTYPES[case.dtype], dyadic.numel()
     steps = 2 ** min(SIGNIFICAND[kind], 10)
-    number = torch.arange(count).reshape(plain.shape) * 40507 + case.seed * 7919  # prime to BINADES
+    number = torch.arange(count).reshape(dyadic.shape) * 40507 + case.seed * 7919  # prime to BINADES
     sign = torch.where(number % 2 == 0, 1.0, -1.0)
     value = sign * (1 + number // 2 % steps / steps) * torch.exp2(-(number // 2 // steps % BINADES).double())
-    cell, decides = _cells(plain)
+    cell, decides = _cells(dyadic)
     value = torch.where(decides, sign * (2 + 2 * (cell * 37 + case.seed) % steps / steps), value)
-    rows, columns = torch.arange(plain.shape[0])[:, None], torch.arange(plain.shape[1])[None]
-    place = rows * -(-plain.shape[1] // 32) + columns // 32 + case.seed
+    rows, columns = torch.arange(dyadic.shape[0])[:, None], torch.arange(dyadic.shape[1])[None]
+    cell_number = rows * -(-dyadic.shape[1] // 32) + columns // 32 + case.seed
     low, high = POWERS[kind] if case.scaling in ("block", "mxfp8") else (-8, 1)
-    power = low + place % (high - low) if case.scaling not in ("current", "delayed") else torch.zeros_like(place)
+    power = (
+        low + cell_number % (high - low)
+        if case.scaling not in ("current", "delayed")
+        else torch.zeros_like(cell_number)
+    )
     return value * torch.exp2(power.double())
 
 

@@ -56,8 +56,8 @@ def accepted(scope: Scope, fields: Changes) -> bool:
 
 def drawn(scope: Scope) -> st.SearchStrategy[Changes]:
     """All quantiser kinds, equally often; supported values and dtypes; sizes around the blocks."""
-    taken, more = ([kind for kind in kinds if accepted(scope, kind)] for kinds in (KINDS, MORE_KINDS))
-    kinds = st.integers(1, RARE).flatmap(lambda i: st.sampled_from(more if more and i == RARE else taken))
+    taken, rare_kinds = ([kind for kind in kinds if accepted(scope, kind)] for kinds in (KINDS, MORE_KINDS))
+    kinds = st.integers(1, RARE).flatmap(lambda i: st.sampled_from(rare_kinds if rare_kinds and i == RARE else taken))
     return kinds.flatmap(lambda kind: _of_kind(scope, kind))
 
 
@@ -89,8 +89,8 @@ def groups(draw: st.DrawFn, most: int, split: bool) -> Changes:
     if kind == "one":
         counts = tuple(draw(st.permutations([draw(sizes(1, most)), *[0] * draw(st.integers(0, 4))])))
     else:
-        part = sizes(0, max(most // 3, 2)) | st.sampled_from((0, 1)) if kind == "few" else st.just(0)
-        counts = tuple(draw(st.lists(part, min_size=1, max_size=4)))
+        count = sizes(0, max(most // 3, 2)) | st.sampled_from((0, 1)) if kind == "few" else st.just(0)
+        counts = tuple(draw(st.lists(count, min_size=1, max_size=4)))
     return {
         "tokens": sum(counts),
         "experts": len(counts),
@@ -102,13 +102,13 @@ def groups(draw: st.DrawFn, most: int, split: bool) -> Changes:
 @st.composite
 def steps(draw: st.DrawFn) -> str:
     """Quantise and update steps, with saved states in between."""
-    more = draw(
+    later_steps = draw(
         st.lists(
             st.sampled_from(("quantize", "update+quantize", "update+quantize", "reduced+quantize", "reload", "update")),
             max_size=5,
         )
     )
-    return "+".join(["quantize", *more])
+    return "+".join(["quantize", *later_steps])
 
 
 def affordable(case: QuantizeCase, scope: Scope) -> QuantizeCase:
@@ -141,10 +141,10 @@ def always(scope: Scope) -> list[Any]:
             both
             | {"scaling": "delayed", "tokens": 40, "experts": 20, "hidden": 3, "steps": "quantize+update+quantize"},
         ]
-    wide = [both | {"dtype": "bfloat16"} | fields for fields in wide_tensors(scope)]
+    wide_rows = [both | {"dtype": "bfloat16"} | fields for fields in wide_tensors(scope)]
     return [
         *cases,
-        *wide,
+        *wide_rows,
         *more_recipes(scope),
         *random_cases(scope),
         *given_noise(scope),
@@ -162,8 +162,13 @@ def always(scope: Scope) -> list[Any]:
 
 def wide_tensors(scope: Scope) -> list[Changes]:
     """Few rows, and columns of several programs of several steps."""
-    wide = 7168 if scope.space.device == "cuda" else 544
-    columns = {"current": wide, "block": wide, "mxfp8": wide // UNIT["mxfp8"], "nvfp4": wide // UNIT["nvfp4"]}
+    wide_hidden = 7168 if scope.space.device == "cuda" else 544
+    columns = {
+        "current": wide_hidden,
+        "block": wide_hidden,
+        "mxfp8": wide_hidden // UNIT["mxfp8"],
+        "nvfp4": wide_hidden // UNIT["nvfp4"],
+    }
     return [
         {"scaling": scaling, "tokens": 1 if scaling in UNIT else 8, "hidden": hidden}
         for scaling, hidden in columns.items()
@@ -172,7 +177,7 @@ def wide_tensors(scope: Scope) -> list[Changes]:
 
 def more_recipes(scope: Scope) -> list[Any]:
     """Every further recipe, in each role that has a scheme of its own."""
-    found = []
+    recipe_cases = []
     for scaling, recipes in RECIPES.items():
         for variant, recipe in list(enumerate(recipes))[VARIANTS:]:
             kind: Changes = {"scaling": scaling, "variant": variant, "dtype": "bfloat16"}
@@ -184,15 +189,17 @@ def more_recipes(scope: Scope) -> list[Any]:
                 "seed": variant,
             }
             kind |= {"steps": "quantize+update+" * 3 + "quantize"} if scaling == "delayed" else {}
-            found += [scope.mended(scope.case(kind | {"role": role})) for role in roles_of(recipe)]
-    return [case for case in found if case.variant >= VARIANTS]
+            recipe_cases += [scope.mended(scope.case(kind | {"role": role})) for role in roles_of(recipe)]
+    return [case for case in recipe_cases if case.variant >= VARIANTS]
 
 
 def roles_of(recipe: Recipe) -> list[str]:
     """One role for each pair of schemes, by rows and by columns, that the recipe has."""
     schemes = {role: tuple(scheme(recipe, role, columnwise=turned) for turned in (False, True)) for role in ROLES}
     return [
-        role for role, one in schemes.items() if one not in [schemes[other] for other in ROLES[: ROLES.index(role)]]
+        role
+        for role, scheme in schemes.items()
+        if scheme not in [schemes[earlier_role] for earlier_role in ROLES[: ROLES.index(role)]]
     ]
 
 
@@ -201,7 +208,7 @@ def strange(scope: Scope) -> list[Any]:
     other shapes draw them, but for a strange first value of a whole tensor.
     """
     edges: Changes = {"values": "edges", "tokens": 2, "hidden": 2}
-    every: Changes = {"values": "every", "tokens": 32, "hidden": 256, "dtype": "bfloat16"}
+    all_patterns: Changes = {"values": "every", "tokens": 32, "hidden": 256, "dtype": "bfloat16"}
     small: list[Changes] = [
         *({"scaling": "current", "tokens": 4, "hidden": 5, "seed": seed} for seed in (0, 1)),
         *({"scaling": "block", "tokens": 4, "hidden": 130, "seed": seed} for seed in (0, 1)),
@@ -214,7 +221,7 @@ def strange(scope: Scope) -> list[Any]:
         {"scaling": "mxfp8", "tokens": 4, "hidden": 3, "dtype": "float32", "seed": 1},
         {"scaling": "nvfp4", "tokens": 8, "hidden": 4, "variant": 1},
     ]
-    cases = [scope.case(common | kind) for common, kinds in ((edges, small), (every, large)) for kind in kinds]
+    cases = [scope.case(common | kind) for common, kinds in ((edges, small), (all_patterns, large)) for kind in kinds]
     # means of neighbours, of nearly all codes of each format
     halves: Changes = {"values": "midpoints", "tokens": 40, "hidden": 20}
     cases += [scope.case(halves | {"role": role}) for role in ("input", "grad_output")]
@@ -289,10 +296,10 @@ def in_groups(scope: Scope) -> list[Any]:
     ragged: Changes = {"tokens": 3, "experts": 3, "counts": (2, 0, 1), "tail": 4, "hidden": 3}
     kinds = [{"scaling": "nvfp4", "variant": variant, "direction": "both", "dtype": "bfloat16"} for variant in (0, 1)]
     tiny: Changes = {"scaling": "mxfp8", "tokens": 2, "hidden": 2, "values": "tiny", "dtype": "float16", "seed": 1}
-    given = [ragged | kind for kind in kinds if accepted(scope, ragged | kind)]
+    grouped = [ragged | kind for kind in kinds if accepted(scope, ragged | kind)]
     if scope.space.device != "cuda":
-        return given[:1]
-    return [*given, *(case for case in [scope.case(tiny)] if scope.fits(case))]
+        return grouped[:1]
+    return [*grouped, *(case for case in [scope.case(tiny)] if scope.fits(case))]
 
 
 def tiles_of_lines(scope: Scope) -> list[Any]:
@@ -327,9 +334,9 @@ def given_noise(scope: Scope) -> list[QuantizeCase]:
     """
     kind: Changes = {"scaling": "nvfp4", "role": "grad_output", "direction": "both", "dtype": "bfloat16"}
     kind |= {"tokens": 2, "hidden": 2}
-    more: list[Changes] = [{}, {"values": "special"}, {"values": "midpoints", "noise_dtype": "float64"}]
-    more += [{"direction": direction} for direction in ("rowwise", "columnwise")]
-    return [scope.case(kind | one) for one in more] if accepted(scope, kind) else []
+    variants: list[Changes] = [{}, {"values": "special"}, {"values": "midpoints", "noise_dtype": "float64"}]
+    variants += [{"direction": direction} for direction in ("rowwise", "columnwise")]
+    return [scope.case(kind | fields) for fields in variants] if accepted(scope, kind) else []
 
 
 def saved_states(scope: Scope) -> list[QuantizeCase]:

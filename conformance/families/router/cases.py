@@ -56,8 +56,8 @@ class Slots(Number):
         value, most = getattr(case, self.name), case.experts - self.spare
         return None if 1 <= value <= most else f"{self.name} is {value}; it must be from 1 to {most}"
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        yield {self.name: min(getattr(case, self.name), kept.experts - self.spare)}
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
+        yield {self.name: min(getattr(case, self.name), mended.experts - self.spare)}
 
     def other(self, case: Any) -> Changes:
         return {}
@@ -68,8 +68,8 @@ class Scores(Choice):
     """A score function; `softmax_pre` is the argument `pre_softmax`."""
 
     def allowed(self, signature: Signature) -> list[str]:
-        early = not self.argument or "pre_softmax" in signature.settings
-        return [value for value in self.values if early or value != "softmax_pre"]
+        has_pre_softmax = not self.argument or "pre_softmax" in signature.settings
+        return [value for value in self.values if has_pre_softmax or value != "softmax_pre"]
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         return st.sampled_from(self.allowed(signature)).map(lambda value: {self.name: value})
@@ -86,22 +86,22 @@ class Groups(Number):
     """Groups of experts. It sets two fields: `groups`, and `group_topk`, the groups kept."""
 
     def fits(self, case: Any) -> str | None:
-        groups, kept = case.groups, case.group_topk
-        if not groups and not kept:
+        groups, group_topk = case.groups, case.group_topk
+        if not groups and not group_topk:
             return None
-        if not (groups and kept) or case.experts % groups:
-            return f"groups is {groups} and group_topk {kept}; both are needed, and groups must divide experts"
-        if not kept <= min(case.topk, groups) or case.topk > kept * (case.experts // groups):
-            return f"{kept} of {groups} groups have no room for {case.topk} experts, one in each at least"
+        if not (groups and group_topk) or case.experts % groups:
+            return f"groups is {groups} and group_topk {group_topk}; both are needed, and groups must divide experts"
+        if not group_topk <= min(case.topk, groups) or case.topk > group_topk * (case.experts // groups):
+            return f"{group_topk} of {groups} groups have no room for {case.topk} experts, one in each at least"
         return None
 
     def plainer(self, case: Any) -> Iterator[Changes]:
         if case.groups:
             yield {"groups": 0, "group_topk": 0}
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
         yield {"groups": case.groups, "group_topk": case.group_topk}
-        yield {"groups": case.groups, "group_topk": min(case.group_topk, kept.topk)}
+        yield {"groups": case.groups, "group_topk": min(case.group_topk, mended.topk)}
         yield {"groups": 0, "group_topk": 0}
 
 
@@ -113,8 +113,8 @@ def slots(argument: str = "", of: tuple[str, ...] = (), spare: int = 0) -> Any:
     return declared(Slots(default=1, values=(1,), argument=argument, of=of, spare=spare))
 
 
-def experts(default: int = 1, **more: Any) -> Any:
-    return declared(Resized(default=default, letter="E", at_least=1, **more))
+def experts(default: int = 1, **fields: Any) -> Any:
+    return declared(Resized(default=default, letter="E", at_least=1, **fields))
 
 
 def eighths(case: "LogitsCase") -> Tensor:
@@ -186,53 +186,53 @@ def _drawn(case: LogitsCase, dtype: torch.dtype) -> np.ndarray:
     fine = dtype in (torch.float32, torch.float64)
     token = np.arange(len(noise)) // case.experts
     # within ±8; in float32 rarely equal
-    plain = (noise % 2**17 - 2**16) / 2**13 if fine else (noise % 255 - 127) / 16
+    values = (noise % 2**17 - 2**16) / 2**13 if fine else (noise % 255 - 127) / 16
     if dtype == torch.float64:
-        plain = plain + (noise >> 17) * 2.0**-40  # float32 has other logits
+        values = values + (noise >> 17) * 2.0**-40  # float32 has other logits
     if case.function == "sinkhorn_routing":
-        plain = plain / 8  # uneven plans take thousands of iterations
+        values = values / 8  # uneven plans take thousands of iterations
     if case.spread == "ties":  # with zeros of both signs
         return (noise % 5 - 2) / 2 * np.where((noise >> 8) % 2 == 0, 1.0, -1.0)
     if case.spread == "near":  # a few ulp apart
         ulp = 2.0**-50 if dtype == torch.float64 else 2.0**-22 if fine else 2.0**-6
         return noise % 3 + 1 + (noise >> 8) % 8 * ulp
     if case.spread == "negative":  # a Sinkhorn plan below exp(-9) takes millions of iterations
-        return (-2 if case.function == "sinkhorn_routing" else -10) - np.abs(plain)
+        return (-2 if case.function == "sinkhorn_routing" else -10) - np.abs(values)
     if case.spread == "far":  # exp(x) is small, and in float32 not yet subnormal
-        return -20 - np.abs(plain) * 7.5
+        return -20 - np.abs(values) * 7.5
     if case.spread == "extreme":
         most = float(torch.finfo(dtype).max) if dtype != torch.float64 else 1e38
-        return np.clip(plain * 10.0 ** ((noise >> 20) % 38), -most, most)
+        return np.clip(values * 10.0 ** ((noise >> 20) % 38), -most, most)
     if case.spread == "minus_inf":
         # z_loss: one such row would leave the loss unspecified
         whole_row = (token % 4 == 3) & (case.function != "z_loss")
-        return np.where(((noise >> 20) % 2 == 0) | whole_row, -np.inf, plain)
+        return np.where(((noise >> 20) % 2 == 0) | whole_row, -np.inf, values)
     if case.spread == "nan":
         special = np.where((noise >> 20) % 2 == 0, np.nan, np.inf)
         if case.function == "z_loss" and case.padding:  # elsewhere they would leave the loss unspecified
-            return np.where(padding_of(case).numpy()[token], special, plain)
-        return np.where(((noise >> 22) % 8 == 0) & (token % 2 == 0), special, plain)
+            return np.where(padding_of(case).numpy()[token], special, values)
+        return np.where(((noise >> 22) % 8 == 0) & (token % 2 == 0), special, values)
     if case.spread == "equal":
         return np.full(len(noise), 0.25)
     if case.spread == "edges":
-        return _edges(case, plain, dtype)
+        return _edges(case, values, dtype)
     if case.spread == "every":
-        return _every(case, noise, plain, dtype)
+        return _every(case, noise, values, dtype)
     if case.spread == "slow":
         return _slow(case)
     if case.spread == "zeros":  # of both signs, which are equal
         return np.where(noise % 2 == 0, 0.0, -0.0)
     if case.spread == "saturated":  # 1 - σ(x) underflows in float32
         return 16 + (noise % 128) / 8
-    return plain
+    return values
 
 
-def _edges(case: LogitsCase, plain: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+def _edges(case: LogitsCase, values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """-∞, zeros of both signs, and the smallest and large numbers as first and last logit."""
     info = torch.finfo(dtype)
     large = min(info.max, 2.0**100) if case.function != "z_loss" else 8.0  # a sum over tokens
     ends = np.array([-np.inf, -0.0, info.smallest_normal * info.eps, -large, info.tiny, 0.0, large])
-    rows, token = plain.astype(np.float64).reshape(case.tokens, case.experts), np.arange(case.tokens)
+    rows, token = values.astype(np.float64).reshape(case.tokens, case.experts), np.arange(case.tokens)
     rows[:, 0] = ends[(token + case.seed) % len(ends)]
     rows[:, -1] = ends[(2 * token + 3 + case.seed) % len(ends)]
     return rows.flatten()
@@ -251,7 +251,7 @@ def _slow(case: LogitsCase) -> np.ndarray:
     return slow.flatten()
 
 
-def _every(case: LogitsCase, noise: np.ndarray, plain: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+def _every(case: LogitsCase, noise: np.ndarray, values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """Consecutive finite 16-bit patterns, with random bits after them in a wider dtype; others are
     plain, in z_loss, a sum over tokens, also large ones.
     """
@@ -262,9 +262,9 @@ def _every(case: LogitsCase, noise: np.ndarray, plain: np.ndarray, dtype: torch.
         pattern.astype(np.uint16).view(np.float16) if half else (pattern << 16 | low).astype(np.uint32).view(np.float32)
     )
     with np.errstate(invalid="ignore"):  # of signalling NaNs
-        found = bits.astype(np.float64)
+        patterns = bits.astype(np.float64)
     most = 16.0 if case.function == "z_loss" else np.inf
-    return np.where(np.abs(found) < most, found, plain)
+    return np.where(np.abs(patterns) < most, patterns, values)
 
 
 def bias_of(case: LogitsCase) -> Tensor:
@@ -365,15 +365,15 @@ class LoadCase(Case):
         return None
 
 
-def counts_past(case: LoadCase, few: np.ndarray) -> Tensor:
+def counts_past(case: LoadCase, small_counts: np.ndarray) -> Tensor:
     """Counts in the case's dtype: few · more than 2ⁿ, a few units in the last place of float32
     apart, in integers a few · with fractions.
     """
     kind = {"bool": torch.int64, "uint8": torch.float32}.get(case.map_dtype, getattr(torch, case.map_dtype))
     past = COUNTED.get(case.counted, 0)
     unit = max(past >> 22, 1) if kind == torch.float32 else 1
-    more = past + unit * (few % 5) if past else few
-    return torch.from_numpy(more / 8 if case.counted == "fractions" else more).to(kind)
+    counts = past + unit * (small_counts % 5) if past else small_counts
+    return torch.from_numpy(counts / 8 if case.counted == "fractions" else counts).to(kind)
 
 
 def map_of(case: LoadCase) -> Tensor:

@@ -66,11 +66,11 @@ class Gate(Contract[GateCase]):
         magnitude = stored["x"].abs() @ stored["weight"].abs().T + (0 if bias is None else stored["bias"].abs())
         # the product may be rounded before the bias is added
         double = 0 if bias is None else 2 * ROUNDOFF[out] * (value - stored["bias"]).abs()
-        right: dict[str, Expectation] = {
+        expectations: dict[str, Expectation] = {
             "logits": _wider(sum_bound(value, magnitude, x.shape[1] + 2, out, accumulator), double)
         }
         if g is None:
-            return right
+            return expectations
         g = g.double()
         terms = {
             "x": (g @ stored["weight"], g.abs() @ stored["weight"].abs(), weight.shape[0], x.dtype),
@@ -82,8 +82,8 @@ class Gate(Contract[GateCase]):
             v, m, count, dtype = terms[name]
             # rounded to the router dtype, then to the operand's
             first = ROUNDOFF[out] * (v.abs() + m * ROUNDOFF[accumulator]) if dtype != out else 0
-            right[f"d_{name}"] = _wider(sum_bound(v, m, count + 2, dtype, accumulator), first)
-        return right
+            expectations[f"d_{name}"] = _wider(sum_bound(v, m, count + 2, dtype, accumulator), first)
+        return expectations
 
 
 def _in(dtype: torch.dtype, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -91,8 +91,8 @@ def _in(dtype: torch.dtype, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: x.to(dtype).double() for name, x in tensors.items()}
 
 
-def _wider(bounded: Bounded, more: torch.Tensor | float) -> Bounded:
-    return Bounded(bounded.value, bounded.bound + more, bounded.dtype, bounded.accumulator)
+def _wider(bounded: Bounded, extra_bound: torch.Tensor | float) -> Bounded:
+    return Bounded(bounded.value, bounded.bound + extra_bound, bounded.dtype, bounded.accumulator)
 
 
 class Jitter(Contract[GateCase]):
@@ -143,11 +143,11 @@ class AttachLoss(Contract[GateCase]):
         return self.call(case, {"x": x, "loss": loss}, {"scale": scale})
 
     def expected(self, case: GateCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        right: dict[str, Expectation] = {"x": Exact(problem.required["x"])}
+        expectations: dict[str, Expectation] = {"x": Exact(problem.required["x"])}
         if "x" in problem.wanted:
-            right["d_x"] = Exact(problem.cotangents["x"], "values")
+            expectations["d_x"] = Exact(problem.cotangents["x"], "values")
         if "loss" in problem.wanted:
-            right["d_loss"] = Exact(
+            expectations["d_loss"] = Exact(
                 torch.tensor(problem.settings["scale"], dtype=problem.required["loss"].dtype), "values"
             )
-        return right
+        return expectations

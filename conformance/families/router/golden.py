@@ -21,10 +21,10 @@ def _bools(*rows: list[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.bool)
 
 
-def _near(*rows: Any, beside: float = 0.0) -> Bounded:
-    """Within 2^-20 relative error; zeros within `beside`."""
+def _near(*rows: Any, bound_of_zeros: float = 0.0) -> Bounded:
+    """Within 2^-20 relative error; zeros within `bound_of_zeros`."""
     value = torch.tensor(rows, dtype=torch.float64)
-    return Bounded(value, value.abs() * 2.0**-20 + (value == 0) * beside, torch.float32, torch.float32)
+    return Bounded(value, value.abs() * 2.0**-20 + (value == 0) * bound_of_zeros, torch.float32, torch.float32)
 
 
 def _number(x: float) -> Bounded:
@@ -121,7 +121,7 @@ TOPK_ROUTING: Golden = {
         {
             "routing_map": _map([1, 1, 0]),
             "probs": _near([0.5, 0.5, 0]),
-            "d_logits": _near([-0.5, 0.5, 0], beside=2.0**-22),
+            "d_logits": _near([-0.5, 0.5, 0], bound_of_zeros=2.0**-22),
         },
     ),
 }

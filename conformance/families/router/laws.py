@@ -104,16 +104,19 @@ def _padding_tokens(trial: Trial) -> Finding | None:
 def _shares(trial: Trial) -> Finding | None:
     """The losses of the two halves of the tokens add up to the whole loss."""
     half = trial.case.tokens // 2
-    parts = []
+    half_losses = []
     for rows in (slice(0, half), slice(half, None)):
         scores = trial.problem.required["scores"][rows].clone()
-        parts.append(
+        half_losses.append(
             trial.run(replace(trial.problem.with_tensors({"scores": scores}), wanted=(), cotangents={}))["loss"]
         )
-    whole = trial.expected["loss"].resolve(trial.first)
-    assert isinstance(whole, Bounded)
+    full_loss = trial.expected["loss"].resolve(trial.first)
+    assert isinstance(full_loss, Bounded)
     return judge_law(
-        "shares", "loss", Bounded(whole.value, 3 * whole.bound, whole.dtype, whole.accumulator), sum(parts)
+        "shares",
+        "loss",
+        Bounded(full_loss.value, 3 * full_loss.bound, full_loss.dtype, full_loss.accumulator),
+        sum(half_losses),
     )
 
 
@@ -125,7 +128,7 @@ def judge_law(law: str, output: str, expected: Bounded, observed: Any) -> Findin
 def _evenly_spread(trial: Trial) -> Finding | None:
     """The factors are uniform in [1 - eps, 1 + eps]; elements and calls have their own."""
     x, eps = trial.problem.required["x"].double(), trial.problem.settings["eps"]
-    again = trial.run(trial.problem)["x"].double()
+    second_output = trial.run(trial.problem)["x"].double()
     u_TH = (trial.first["x"].double() / x - 1) / eps
     u = u_TH[x != 0]
     if len(u) < 64:
@@ -147,7 +150,11 @@ def _evenly_spread(trial: Trial) -> Finding | None:
     shared = _most_neighbours_alike(u_TH * eps, eps)
     if shared:
         return Finding("x", "evenly_spread", f"has one factor for most neighbours along {shared}")
-    return Finding("x", "evenly_spread", "is the same twice") if torch.equal(again, trial.first["x"].double()) else None
+    return (
+        Finding("x", "evenly_spread", "is the same twice")
+        if torch.equal(second_output, trial.first["x"].double())
+        else None
+    )
 
 
 def _of_float32(u: torch.Tensor) -> bool:

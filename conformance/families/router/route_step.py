@@ -75,8 +75,8 @@ class Step:
         if config.sinkhorn:
             self.chosen, self.p = self.kept, self.activation.masked(self.kept)
         else:
-            free = replayed is None
-            self.chosen = topk_routing(self.logits.double(), **settings).routing_map if free else replayed
+            chooses = replayed is None
+            self.chosen = topk_routing(self.logits.double(), **settings).routing_map if chooses else replayed
             self.p = weights(self.logits, self.chosen, settings, dtype)[1]
         self.ambiguous = (replayed is None and self._close_keys()) or self._close_drops()
 
@@ -94,13 +94,13 @@ class Step:
         keys = keys_of(self.logits, self.settings, self.dtype)
         slack = 4 * _largest(keys.error)
         value, topk = keys.value, self.config.topk
-        groups, kept = self.config.num_groups, self.config.group_topk
-        if groups and kept:
+        groups, group_topk = self.config.num_groups, self.config.group_topk
+        if groups and group_topk:
             by_group = value.unflatten(1, (groups, -1))
-            score = by_group.sort(dim=2, descending=True).values[..., : topk // kept].sum(2)
-            if _close(score, kept, topk * slack):
+            score = by_group.sort(dim=2, descending=True).values[..., : topk // group_topk].sum(2)
+            if _close(score, group_topk, topk * slack):
                 return True
-            best = torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(kept).indices, True)
+            best = torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(group_topk).indices, True)
             value = torch.where(best[..., None].expand_as(by_group).reshape(value.shape), value, -torch.inf)
         return _close(value, topk, slack)
 
@@ -122,20 +122,22 @@ class Step:
 
     def expectations(self, gradient_value: Tensor | None) -> dict[str, Expectation]:
         i = self.index
-        right: dict[str, Expectation] = {f"{i}.routing_map": Exact(self.kept, "integers")}
+        expectations: dict[str, Expectation] = {f"{i}.routing_map": Exact(self.kept, "integers")}
         if self.config.pad_to_capacity:
-            right[f"{i}.routing_map"] = self._filled()
-        right[f"{i}.losses"] = Exact(self.out[f"{i}.losses"], "integers")  # which losses are given
-        right[f"{i}.probs"] = self.p.masked(self.stays).bounded(self.logits.dtype, self.out[f"{i}.probs"].detach())
+            expectations[f"{i}.routing_map"] = self._filled()
+        expectations[f"{i}.losses"] = Exact(self.out[f"{i}.losses"], "integers")  # which losses are given
+        expectations[f"{i}.probs"] = self.p.masked(self.stays).bounded(
+            self.logits.dtype, self.out[f"{i}.probs"].detach()
+        )
         for name, (loss, _) in self.losses.items():
-            right[f"{i}.{name}"] = Running(loss.value.reshape(()), loss.error.reshape(()), self.dtype).bounded(
+            expectations[f"{i}.{name}"] = Running(loss.value.reshape(()), loss.error.reshape(()), self.dtype).bounded(
                 self.of_losses, self.out[f"{i}.{name}"]
             )
         if gradient_value is not None:
             slope, partial = self.slope(self.cotangent)
             bound = slope.bounded(self.logits.dtype, gradient_value)
-            right[f"d_logits.{i}"] = replace(bound, bound=bound.bound + partial)
-        return right
+            expectations[f"d_logits.{i}"] = replace(bound, bound=bound.bound + partial)
+        return expectations
 
     def _filled(self) -> Chosen:
         """The tokens that stay, and any others up to the capacity."""
@@ -227,8 +229,8 @@ def _valid(ranks: list[Step]) -> float:
     return float(sum(int(rank.valid.sum()) for rank in ranks))
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
-    return torch.stack(parts).sum(0)
+def _sum(terms: list[Tensor]) -> Tensor:
+    return torch.stack(terms).sum(0)
 
 
 def _largest(error: Tensor) -> float:

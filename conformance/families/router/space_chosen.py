@@ -77,22 +77,24 @@ def grouped(scope: Scope) -> list[Changes]:
     even: Changes = {"tokens": 3, "experts": 8, "topk": 2, "groups": 4, "group_topk": 2, "spread": "equal"}
     # groups with an expert that cannot be chosen: by its sum, and as the last of those kept
     barred: Changes = {"tokens": 14, "spread": "minus_inf"}
-    found: list[Changes] = [
+    group_changes: list[Changes] = [
         *(many, many | {"spread": "ties"}, even, even | {"experts": 18, "groups": 9}),
         barred | {"experts": 8, "topk": 2, "groups": 4, "group_topk": 1},
         barred | {"experts": 6, "topk": 3, "groups": 3, "group_topk": 2},
     ]
-    found = found if groups else []
-    return found + ([FINE_BIAS, FINER_BIAS, *(BIASED_GROUPS if groups else ())] if scope.accepts("expert_bias") else [])
+    group_changes = group_changes if groups else []
+    return group_changes + (
+        [FINE_BIAS, FINER_BIAS, *(BIASED_GROUPS if groups else ())] if scope.accepts("expert_bias") else []
+    )
 
 
 def many_factors(scope: Scope) -> list[GateCase]:
     """Draws enough to count the different ones; in float64; of one row that repeats; of more rows
     than a block.
     """
-    few: Changes = {"tokens": 33, "hidden": 40, "eps": 8, "law": "evenly_spread"}
-    every = (few, few | {"dtype": "float64"}, few | {"layout": "expanded", "layout_of": "x"})
-    cases = [scope.case(fields) for fields in (*every, few | {"tokens": 1030, "hidden": 8})]
+    few_tokens: Changes = {"tokens": 33, "hidden": 40, "eps": 8, "law": "evenly_spread"}
+    all_changes = (few_tokens, few_tokens | {"dtype": "float64"}, few_tokens | {"layout": "expanded", "layout_of": "x"})
+    cases = [scope.case(fields) for fields in (*all_changes, few_tokens | {"tokens": 1030, "hidden": 8})]
     return [case for case in cases if scope.fits(case)]
 
 
@@ -101,15 +103,15 @@ def strange(scope: Scope) -> list[LogitsCase]:
     more tokens than 16 bits count. Scores far below 1.
     """
     edges: Changes = {"tokens": 14, "experts": 5, "topk": 2, "spread": "edges"}
-    every: Changes = {"tokens": 512, "experts": 128, "topk": 4, "spread": "every", "dtype": "bfloat16"}
+    all_patterns: Changes = {"tokens": 512, "experts": 128, "topk": 4, "spread": "every", "dtype": "bfloat16"}
     scores = [score for score in ("softmax", "sigmoid") if scope.function != "z_loss" or score == "softmax"]
-    found = [scope.case(common | {"score": score}) for common in (edges, every) for score in scores]
+    cases = [scope.case(common | {"score": score}) for common in (edges, all_patterns) for score in scores]
     if scope.space.device == "cuda":
         many: Changes = {"tokens": 65537, "experts": 2, "topk": 1}
-        found = [scope.case(one | {"score": scores[-1]}) for one in (many, every)]
+        cases = [scope.case(changes | {"score": scores[-1]}) for changes in (many, all_patterns)]
     far: Changes = {"tokens": 6, "experts": 5, "topk": 2, "spread": "far", "score": "sqrtsoftplus"}
-    found += [scope.case(far | {"grads": "logits"})] if scope.accepts("score_function") else []
-    return [case for case in found if scope.fits(case)]
+    cases += [scope.case(far | {"grads": "logits"})] if scope.accepts("score_function") else []
+    return [case for case in cases if scope.fits(case)]
 
 
 # tokens and experts past a block of each together
@@ -133,8 +135,8 @@ def routed(scope: Scope) -> list[Changes]:
     many = "record+forward+" * MANY_REPLAYS + "reload" + "+backward" * MANY_REPLAYS
     played = "eval_record+forward+eval_record+eval_forward+train+reload+backward+eval_backward"
     small: Changes = {"tokens": 2, "experts": 4, "topk": 1, "score": "sigmoid", "padding": 0, "losses": ""}
-    more = [small | {"steps": many}, small | {"steps": played, "bias": True}]
-    saved = [replayed, *more] if scope.accepts("replay") else []
+    further = [small | {"steps": many}, small | {"steps": played, "bias": True}]
+    saved = [replayed, *further] if scope.accepts("replay") else []
     saved += [RECORDED] if scope.accepts("replay") else []
     saved += [MANY_ROUTED | {"tokens": scope.space.many}]
     saved += [AVERAGED] if scope.accepts("padding_mask") and scope.accepts("batch_size") else []
