@@ -89,9 +89,9 @@ def _checked(arguments: Namespace) -> int:
 
 def _verb(arguments: Namespace) -> int:
     """Run the verb; as another rank than 0 of a world under torchrun, lend this rank to rank 0."""
-    from conformance.engine.world.joined import joined, lend_rank
+    from conformance.engine.world.torchrun import lend_rank, torchrun_rank
 
-    world = joined()
+    world = torchrun_rank()
     if world and arguments.verb not in (run, replay, minimize):
         raise UsageError(f"this process is one of {world.ranks}, which only run, replay and minimize can be")
     if world and world.rank:

@@ -132,7 +132,7 @@ class Implementation:
 
         `scales.layout` is the parameter `layout` of another function, which the call needs too.
         """
-        return [name for name in settings if not self._takes(name if "." in name else f"{function}.{name}")]
+        return [name for name in settings if not self._accepts_parameter(name if "." in name else f"{function}.{name}")]
 
     def names(self, function: str, parameter: str) -> bool:
         """Whether the function's signature names the parameter; one of any keywords need not."""
@@ -145,7 +145,7 @@ class Implementation:
         parameters = signature.parameters if signature else {}
         return {x for x in names if x in parameters and parameters[x].default is not inspect.Parameter.empty}
 
-    def _takes(self, name: str) -> bool:
+    def _accepts_parameter(self, name: str) -> bool:
         """Whether the function is offered, and takes the parameter by keyword."""
         function, _, parameter = name.partition(".")
         if function not in self._parameters:

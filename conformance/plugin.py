@@ -28,10 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("moe-conformance")
     for flag, arguments in flags():
         if flag != "--seconds":  # pytest's items have no common end
-            group.addoption(_own(flag), **arguments)
+            group.addoption(_as_pytest_flag(flag), **arguments)
 
 
-def _own(text: str) -> str:
+def _as_pytest_flag(text: str) -> str:
     """The text with the command's flags renamed to the plugin's."""
     names = "|".join(flag.removeprefix("--") for flag, _ in flags())
     return re.sub(rf"(?<![\w-])--(?=({names})(?![\w-]))", "--moe-", text)
@@ -87,7 +87,7 @@ class Run:
                 self.session.find_footprints()
                 self.session.close()
         except (UsageError, CaseError) as error:
-            raise UsageExit(_own(str(error)), returncode=2) from None
+            raise UsageExit(_as_pytest_flag(str(error)), returncode=2) from None
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "section" in metafunc.fixturenames:
@@ -124,6 +124,6 @@ class Run:
             from conformance.report.terminal import annotations, lines
 
             terminalreporter.section("moe-conformance")
-            sentences = [_own(sentence) for sentence in self.unwritten]
+            sentences = [_as_pytest_flag(sentence) for sentence in self.unwritten]
             for line in [*lines(self.verdict), *annotations(self.verdict), *sentences]:
                 terminalreporter.write_line(line)

@@ -51,14 +51,16 @@ def sigmoid(x: Running) -> Running:
     by_tanh = torch.where(x.value + off < -_room(x.dtype), value, unit * (TANH / 2 + value))
     rounding = torch.maximum(by_exp, by_tanh)
     saturated = x.value - off > _room(x.dtype)
-    error = torch.where(saturated, _left(value, (off - x.value).exp(), x.dtype), inherited + rounding)
+    error = torch.where(saturated, _distance_to_one(value, (off - x.value).exp(), x.dtype), inherited + rounding)
     return Running(value, torch.where(x.value.isfinite(), error, 0.0), x.dtype)
 
 
 def tanh(x: Running) -> Running:
     """tanh(x) by an exponential, or better."""
     least, value = x.value.abs() - _off(x), x.value.tanh()
-    distance_to_one = torch.where(2 * least > _room(x.dtype), _left(value, 2 * (-2 * least).exp(), x.dtype), torch.inf)
+    distance_to_one = torch.where(
+        2 * least > _room(x.dtype), _distance_to_one(value, 2 * (-2 * least).exp(), x.dtype), torch.inf
+    )
     return _beside_one(x, value, (x.value + _off(x)).tanh(), (x.value - _off(x)).tanh(), distance_to_one)
 
 
@@ -66,12 +68,12 @@ def erf(x: Running) -> Running:
     """erf(x) by a polynomial with an error of BESIDE_ONE roundings of 1, or better."""
     least, value = (x.value.abs() - _off(x)).clamp(min=0), x.value.erf()
     distance_to_one = torch.where(
-        least.square() > _room(x.dtype), _left(value, torch.special.erfc(least), x.dtype), torch.inf
+        least.square() > _room(x.dtype), _distance_to_one(value, torch.special.erfc(least), x.dtype), torch.inf
     )
     return _beside_one(x, value, (x.value + _off(x)).erf(), (x.value - _off(x)).erf(), distance_to_one)
 
 
-def _left(value: Tensor, float64_distance: Tensor, dtype: torch.dtype) -> Tensor:
+def _distance_to_one(value: Tensor, float64_distance: Tensor, dtype: torch.dtype) -> Tensor:
     """1 - |value| of a saturated curve: in float64, or `float64_distance` where this underflows."""
     return torch.maximum(1 - value.abs(), float64_distance) + torch.finfo(dtype).tiny
 

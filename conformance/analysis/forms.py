@@ -78,7 +78,7 @@ class QuantizedForm:
 
     def expectations(self) -> dict[str, Expectation]:
         expectations: dict[str, Expectation] = {
-            self.names["amax"]: Exact(self._right("amax"), "values") if self.input is None else self._amax(),
+            self.names["amax"]: Exact(self._reference_output("amax"), "values") if self.input is None else self._amax(),
             self.names["scales"]: self._exact_scales() if self.input is None else self._given("scales", self._scales),
             self.names["codes"]: self._given("codes", self._exact_codes if self.input is None else self._codes),
             self.names["values"]: self._given("values", self._values),
@@ -88,9 +88,9 @@ class QuantizedForm:
         return expectations
 
     def _given(self, what: str, make: Callable[[Outputs], Resolved]) -> Given:
-        return Given(self._right(what), make)
+        return Given(self._reference_output(what), make)
 
-    def _right(self, what: str) -> Tensor:
+    def _reference_output(self, what: str) -> Tensor:
         value: Tensor = self.right[self.names[what]].detach()
         return value
 
@@ -118,7 +118,7 @@ class QuantizedForm:
         pairs = zip(scales, noises, strict=True)
         return [Quantizer(self.form.scheme, dtype, delayed_scale, noise, self.loose) for delayed_scale, noise in pairs]
 
-    def _whole(self, groups: list[Tensor]) -> Tensor:
+    def _in_logical_order(self, groups: list[Tensor]) -> Tensor:
         """[M,N] in logical orientation, 0 after the last group."""
         logical = torch.cat([turned(group, self.form.columnwise) for group in groups])
         return torch.cat([logical, logical.new_zeros(len(self.form.source_MN) - len(logical), logical.shape[1])])
@@ -126,7 +126,7 @@ class QuantizedForm:
     def _compact(self, groups: list[Tensor]) -> Tensor:
         """Amaxes or scales of blocks, as one tensor in logical orientation."""
         compact = torch.cat([turned(group, self.form.columnwise) for group in groups])
-        return compact.flatten() if self._right("scales").dim() == 1 else compact
+        return compact.flatten() if self._reference_output("scales").dim() == 1 else compact
 
     def returned(self, outputs: Outputs) -> list[Scaled]:
         """Each group as the implementation returned it."""
@@ -173,7 +173,7 @@ class QuantizedForm:
 
     def _exact_scales(self) -> Resolved:
         """The scales of an exact amax."""
-        scales = self._right("scales")
+        scales = self._reference_output("scales")
         if not self.loose:
             return Exact(scales)
         if not self.two_levels:
@@ -187,7 +187,7 @@ class QuantizedForm:
 
     def _scales(self, outputs: Outputs) -> Resolved:
         """The scales of the returned amax."""
-        scales_of_reference = self._right("scales")
+        scales_of_reference = self._reference_output("scales")
         if self.given_scale is not None:
             return nearly(scales_of_reference, 2) if self.loose else Exact(scales_of_reference)
         amaxes = [
@@ -213,20 +213,20 @@ class QuantizedForm:
     def _exact_codes(self, outputs: Outputs) -> Resolved:
         """The codes nearest to the input over the returned scales."""
         if not self.repeated and not self.loose:
-            return Exact(self._any_nan(self._right("codes"), outputs), "integers")
+            return Exact(self._any_nan(self._reference_output("codes"), outputs), "integers")
         if self.noise_MN is not None:
             return self._codes(outputs)
         quantized_groups = zip(self._quantizers(), self._inputs(), self.returned(outputs), strict=True)
-        scaled = self._whole([q.product(x.low, q.of_group(group)) for q, x, group in quantized_groups])
+        scaled = self._in_logical_order([q.product(x.low, q.of_group(group)) for q, x, group in quantized_groups])
         if self.repeated:
-            return self._drawn(scaled, outputs)
+            return self._stochastic_codes(scaled, outputs)
         format = self.form.scheme.format
         nearest = self._any_nan(encode(scaled, format), outputs)
         return Codes(nearest, scaled=scaled, table=meanings(format), window=RECIPROCAL)
 
-    def _drawn(self, scaled: Tensor, outputs: Outputs) -> Drawn:
+    def _stochastic_codes(self, scaled: Tensor, outputs: Outputs) -> Drawn:
         """Either code adjacent to a magnitude."""
-        codes, format = self._right("codes"), self.form.scheme.format
+        codes, format = self._reference_output("codes"), self.form.scheme.format
         grid = meanings(format)[: format.max_code + 1]
         value = scaled[: self.repeated].abs().flatten().clamp(max=format.max)
         grid_index = torch.searchsorted(grid, value, right=True) - 1
@@ -242,7 +242,9 @@ class QuantizedForm:
         """The codes between both ends of the input."""
         quantized_groups = zip(self._quantizers(), self._inputs(), self.returned(outputs), strict=True)
         return _ranged(
-            [q.codes(x, q.of_group(group)) for q, x, group in quantized_groups], self._whole, self.form.scheme.format
+            [q.codes(x, q.of_group(group)) for q, x, group in quantized_groups],
+            self._in_logical_order,
+            self.form.scheme.format,
         )
 
     def _any_nan(self, reference_codes: Tensor, outputs: Outputs) -> Tensor:
@@ -259,7 +261,7 @@ class QuantizedForm:
 
     def _values(self, outputs: Outputs) -> Exact | Bounded:
         """The values of the returned codes with the returned scales."""
-        value = self._whole([values(group, self.form.scheme) for group in self.returned(outputs)])
+        value = self._in_logical_order([values(group, self.form.scheme) for group in self.returned(outputs)])
         dtype = self.form.source_MN.dtype
         if not (self.loose and self.two_levels):
             return Exact(one_nan(value.to(dtype)))
@@ -269,7 +271,7 @@ class QuantizedForm:
     def _for_gemm(self, outputs: Outputs) -> Exact:
         """The returned scales in their places; padding is unchecked."""
         if self.names["scales.gemm"] not in outputs:
-            return NotRead(self._right("scales.gemm"))
+            return NotRead(self._reference_output("scales.gemm"))
         expected_scales = self._laid_out(self.returned(outputs))
         is_scale = self._laid_out([group._replace(scale=torch.ones_like(group.scale)) for group in self.form.groups])
         observed = outputs.get(self.names["scales.gemm"])

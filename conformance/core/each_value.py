@@ -47,11 +47,11 @@ def left_out(scope: Scope, cases: list[Any], bases: list[Any]) -> list[Any]:
         first, *wanted = wanted
         # another base each time; for few kernels the first one that will do
         turn = 0 if scope.space.few_kernels else len(new_cases) % max(len(bases), 1)
-        case, fixed = next(_placed(scope, bases[turn:] + bases[:turn], {}, first), (None, {}))
+        case, fixed = next(_placements(scope, bases[turn:] + bases[:turn], {}, first), (None, {}))
         if case is None:
             continue
         for equals in [equals for equals in wanted if not (_of_data(scope, first) or _of_data(scope, equals))]:
-            placement = next(_placed(scope, [case], fixed, equals), None)
+            placement = next(_placements(scope, [case], fixed, equals), None)
             if placement:
                 case, fixed = placement
                 wanted = [remaining for remaining in wanted if remaining is not equals]
@@ -189,7 +189,7 @@ def _of_data(scope: Scope, equals: list[Changes]) -> bool:
     return all(axis.data for axis in named) or any(isinstance(axis, Size) for axis in named)
 
 
-def _placed(scope: Scope, cases: list[Any], fixed: Changes, equals: list[Changes]) -> Iterator[tuple[Any, Changes]]:
+def _placements(scope: Scope, cases: list[Any], fixed: Changes, equals: list[Changes]) -> Iterator[tuple[Any, Changes]]:
     """Cases changed to have one of the values and all that is kept, and what is to be kept then."""
     for case in cases:
         for changes in equals:

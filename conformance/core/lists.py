@@ -17,7 +17,7 @@ from conformance.core.signature import Signature
 Rows = list[tuple[int, ...]]
 
 
-def _whole(value: Any, least: int) -> bool:
+def _has_whole_numbers(value: Any, least: int) -> bool:
     return isinstance(value, tuple) and all(type(n) is int and n >= least for n in value)
 
 
@@ -46,7 +46,7 @@ class Parts(Axis):
         return st.integers(0, 4).flatmap(lambda i: few_entries if i else many).map(self.changes)
 
     def wrong(self, value: Any) -> str:
-        return "" if _whole(value, 0) else "a list of whole numbers ≥ 0"
+        return "" if _has_whole_numbers(value, 0) else "a list of whole numbers ≥ 0"
 
     def fits(self, case: Any) -> str | None:
         entries = getattr(case, self.name)
@@ -111,7 +111,7 @@ class Order(Axis):
     data: bool = True
 
     def wrong(self, value: Any) -> str:
-        return "" if _whole(value, 0) else "a list of whole numbers ≥ 0"
+        return "" if _has_whole_numbers(value, 0) else "a list of whole numbers ≥ 0"
 
     def fits(self, case: Any) -> str | None:
         count = len(getattr(case, self.of))
@@ -161,7 +161,11 @@ class Table(Axis):
         return tuple(entry for row in rows for entry in row)
 
     def wrong(self, value: Any) -> str:
-        return "" if value == self.default or _whole(value, self.least) else f"a list of integers ≥ {self.least}"
+        return (
+            ""
+            if value == self.default or _has_whole_numbers(value, self.least)
+            else f"a list of integers ≥ {self.least}"
+        )
 
     def fits(self, case: Any) -> str | None:
         flat = getattr(case, self.name)

@@ -17,7 +17,7 @@ PARAMETERS = ("weight", "bias")  # inputs whose gradients sum over all tokens
 Change = Callable[[Tensor, int], Tensor]  # of a dimension of a tensor
 
 
-def _changed(
+def _with_changed_dimension(
     tensors: Mapping[str, Any], dims: Mapping[str, str], change: Change, letter: str = TOKENS
 ) -> dict[str, Any]:
     """The tensors, with the change along the dimension with this letter, where they have it."""
@@ -36,10 +36,12 @@ def _judged(trial: Trial, law: str, there: Change, inverse: Change, letter: str 
     """Run with a changed dimension; judge the outputs, changed back, by their first expectation."""
     signature = trial.contract.signature
     inputs = {x.name: x.dims for x in signature.inputs}
-    cotangents = _changed(trial.problem.cotangents, _results(signature), there, letter)
-    second: Problem = trial.problem.with_tensors(_changed(trial.problem.tensors, inputs, there, letter))
+    cotangents = _with_changed_dimension(trial.problem.cotangents, _results(signature), there, letter)
+    second: Problem = trial.problem.with_tensors(_with_changed_dimension(trial.problem.tensors, inputs, there, letter))
     outputs = trial.run(replace(second, cotangents=cotangents))
-    return trial.judged(law, any_of_equals(trial.expected), _changed(outputs, _results(signature), inverse, letter))
+    return trial.judged(
+        law, any_of_equals(trial.expected), _with_changed_dimension(outputs, _results(signature), inverse, letter)
+    )
 
 
 def any_of_equals(expected: dict[str, Expectation]) -> dict[str, Expectation]:

@@ -119,7 +119,7 @@ class Scope:
             for changes in axis.nearest(case, mended):
                 if fits and mended.has(changes):  # the candidate is the case itself
                     break
-                candidate = _changed(mended, changes)
+                candidate = _case_with(mended, changes)
                 if candidate and self.fits(candidate):
                     mended, fits = candidate, True
                     break
@@ -133,7 +133,7 @@ class Scope:
         plainer = (changes for axis in axes for changes in axis.plainer(case))
         smaller = (changes for axis in axes for changes in axis.smaller(case))
         for changes in ({"law": ""}, *plainer, *smaller):
-            changed = _changed(case, changes)
+            changed = _case_with(case, changes)
             candidate = self.mended(changed) if changed else case
             if candidate != case:
                 yield candidate
@@ -202,7 +202,7 @@ class Scope:
         def changed(draw: st.DrawFn) -> Any:
             case, drawn_case, chosen = draw(st.sampled_from(cases)), draw(self.drawn()), draw(names)
             chosen += ["layout_of"] if "layout" in chosen else []
-            mixed = _changed(case, {name: getattr(drawn_case, name) for name in chosen})
+            mixed = _case_with(case, {name: getattr(drawn_case, name) for name in chosen})
             case = self.mended(self.contract.shapes.affordable(mixed, self)) if mixed else case
             return case.changed(law=draw(st.sampled_from(self.laws(case))))
 
@@ -372,7 +372,7 @@ class Scope:
         return cases_with_laws
 
 
-def _changed(case: Any, changes: Changes) -> Any:
+def _case_with(case: Any, changes: Changes) -> Any:
     """The case with other fields; None if a value is illegal."""
     try:
         return case.changed(**changes)

@@ -76,9 +76,9 @@ class SharedOut(Ranked[C]):
 
     def calls(self, case: Any) -> list[Problem]:
         whole_call = self.alone.legal(case)
-        return [_changed(whole_call, self._part(case, rank)) for rank in range(len(case.counts))]
+        return [_call_of_slices(whole_call, self._slicer(case, rank)) for rank in range(len(case.counts))]
 
-    def _part(self, case: Any, rank: int) -> Callable[[str, Any], Any]:
+    def _slicer(self, case: Any, rank: int) -> Callable[[str, Any], Any]:
         return lambda name, x: (
             x if name in self.weights or not isinstance(x, Tensor) else x.split(list(case.counts))[rank].clone()
         )
@@ -107,7 +107,7 @@ class SharedOut(Ranked[C]):
         return self.alone.explain(problem, output, index, observed)
 
 
-def _changed(whole_call: Problem, slice_of: Callable[[str, Any], Any]) -> Problem:
+def _call_of_slices(whole_call: Problem, slice_of: Callable[[str, Any], Any]) -> Problem:
     """The call with a slice of each tensor."""
     slices = {
         name: {key: slice_of(key, x) for key, x in getattr(whole_call, name).items()}

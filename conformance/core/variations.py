@@ -98,15 +98,15 @@ class _Structure:
     def resized(self, source: random.Random) -> Any:
         """The case with other sizes, or the case itself."""
         sizes: list[Axis] = [axis for axis in self.scope.axes if isinstance(axis, Size)]
-        return self._changed(self.case, sizes, {}, source) if source.random() < RESIZED else self.case
+        return self._varied_case(self.case, sizes, {}, source) if source.random() < RESIZED else self.case
 
     def candidate(self, base: Any, missing: list[Changes], source: random.Random) -> Any:
         """A random case, or one with a missing value."""
         axes = [axis for axis in self.scope.axes if not isinstance(axis, Size | Layout) and source.random() < CHANGED]
         wanted = source.choice(missing) if missing and source.random() < WANTED else {}
-        return self._changed(base, axes, wanted, source)
+        return self._varied_case(base, axes, wanted, source)
 
-    def _changed(self, base: Any, axes: list[Axis], wanted: Changes, source: random.Random) -> Any:
+    def _varied_case(self, base: Any, axes: list[Axis], wanted: Changes, source: random.Random) -> Any:
         """`base` with random values of these axes, if it still runs the structure's kernels."""
         changes: Changes = {}
         for axis in axes:

@@ -205,7 +205,7 @@ def parsed(text: str, source: str) -> Where:
             break
         name, operator, value, several = match.groups()
         values = re.findall(_VALUE, several) if several else [value]
-        terms.append(Term(name, {"==": "=", None: "in"}.get(operator, operator), tuple(map(_plain, values))))
+        terms.append(Term(name, {"==": "=", None: "in"}.get(operator, operator), tuple(map(_unquoted, values))))
         if match.end() == len(text):
             return Where(tuple(terms))
         joined = _AND.match(text, match.end())
@@ -219,6 +219,6 @@ def parsed(text: str, source: str) -> Where:
     return EVERYWHERE
 
 
-def _plain(value: str) -> str:
+def _unquoted(value: str) -> str:
     """A written value without quotes, and without spaces in a list."""
     return value[1:-1] if value[0] in "'\"" else re.sub(r"\s", "", value) if value[0] == "[" else value

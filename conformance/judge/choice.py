@@ -86,12 +86,11 @@ class Chosen(Resolved):
             f"{e}: {self.keys[row, e]:.6g}" for e in sorted({*got, *expected_choice})[:6] if 0 <= e < self.keys.shape[1]
         )
         count = f"{int(mismatches.sum())} of {len(mismatches)} wrong"
-        return (
-            f"{what[0]} {row} chooses {_few(got)}; the reference chooses {_few(expected_choice)} (keys {keys}; {count})"
-        )
+        choices = f"chooses {_first_items(got)}; the reference chooses {_first_items(expected_choice)}"
+        return f"{what[0]} {row} {choices} (keys {keys}; {count})"
 
 
-def _few(items: list[int]) -> str:
+def _first_items(items: list[int]) -> str:
     return f"[{', '.join(map(str, items[:8]))}{', …' if len(items) > 8 else ''}]"
 
 

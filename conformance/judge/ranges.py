@@ -103,16 +103,16 @@ class Ranged(Exact):
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
         assert self.least is not None and self.most is not None
-        position = self._place(observed)
+        position = self._positions(observed)
         mismatches = ((position < self.least) | (position > self.most)).numpy()
         return mismatches if mismatches.any() else None
 
     def moved(self, corrupt: Tensor) -> bool:
         """Whether some code moved further than the width of its range."""
         assert self.least is not None and self.most is not None
-        return bool(((self._place(corrupt) - self._place(self.value)).abs() > self.most - self.least).any())
+        return bool(((self._positions(corrupt) - self._positions(self.value)).abs() > self.most - self.least).any())
 
-    def _place(self, codes: Tensor) -> Tensor:
+    def _positions(self, codes: Tensor) -> Tensor:
         """The places of codes; NO_PLACE for integers that are no bytes."""
         assert self.places is not None
         code_numbers = codes.to(torch.int64)

@@ -229,7 +229,7 @@ class RowWise(Bounded):
         return Measure(
             "row",
             float(ratio[pool]),
-            (*self._place(row), *self._column(got, row)),
+            (*self._row_index(row), *self._column(got, row)),
             f"{location}{exceeding_note}: error",
         )
 
@@ -237,7 +237,7 @@ class RowWise(Bounded):
         floor_J = ROUNDOFF[self.dtype] + PEAK * self.noise + self._inherited_J
         ratio_JM = got.element_JM / floor_J.clamp(min=float(reference.element_JM.max()))[:, None]
         row, column = divmod(int(ratio_JM.argmax()), ratio_JM.shape[1])
-        index = (*self._place(row), column)[: self.value.dim()]
+        index = (*self._row_index(row), column)[: self.value.dim()]
         return Measure("element", float(ratio_JM[row, column]), index, f"element {list(index)}: error")
 
     def _rms(self, got: Errors, reference: Errors) -> Measure:
@@ -245,7 +245,10 @@ class RowWise(Bounded):
         usual = reference.row_J.square() + self.noise**2 + self._inherited_J.square()
         ratio = float((got.row_J.square().mean() / usual.mean()).sqrt())
         return Measure(
-            "rms", ratio, (*self._place(worst), *self._column(got, worst)), f"all {len(got.row_J)} rows together: error"
+            "rms",
+            ratio,
+            (*self._row_index(worst), *self._column(got, worst)),
+            f"all {len(got.row_J)} rows together: error",
         )
 
     def _bias(self, got: Errors, reference: Errors) -> list[Measure]:
@@ -276,20 +279,22 @@ class RowWise(Bounded):
                 description = f"{where}a mean error of {mean:.3g} ulp {direction},"
                 first = int(members[0])
                 measures.append(
-                    Measure("bias", abs(mean) / allowed, (*self._place(first), *self._column(got, first)), description)
+                    Measure(
+                        "bias", abs(mean) / allowed, (*self._row_index(first), *self._column(got, first)), description
+                    )
                 )
         return [max(measures, key=lambda measure: measure.ratio)] if measures else []
 
     def _column(self, got: Errors, row: int) -> tuple[int, ...]:
         return (int(got.element_JM[row].argmax()),) if self.value.dim() > 1 else ()
 
-    def _place(self, row: int) -> tuple[int, ...]:
+    def _row_index(self, row: int) -> tuple[int, ...]:
         """The index of a judged row in the output."""
         shape = self.value.shape[:-1] if self.value.dim() > 1 else self.value.shape
         return tuple(int(i) for i in torch.unravel_index(self.judged[row], shape))
 
     def _named(self, row: int) -> str:
-        indices = self._place(row)
+        indices = self._row_index(row)
         return str(indices[0]) if len(indices) == 1 else str(list(indices))
 
 

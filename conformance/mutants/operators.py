@@ -41,7 +41,7 @@ def changes(
         if not PLAIN_FUNCTIONS.fullmatch(node.name.value):
             yield from changes(node.body, parents, _function(node, parents))
         return
-    if _plain(node):
+    if _is_harmless(node):
         return
     if function:
         yield from ((operator.__name__, *change) for operator in OPERATORS for change in operator(node, function))
@@ -66,7 +66,7 @@ def _function(node: cst.FunctionDef, parents: Parents) -> Function:
     return Function(kernel, constants, frozenset(sums), parents)
 
 
-def _plain(node: cst.CSTNode) -> bool:
+def _is_harmless(node: cst.CSTNode) -> bool:
     """Whether the node cannot change a result, except for the error of an illegal call."""
     match node:
         case cst.Call():
@@ -238,7 +238,7 @@ def swapped_axes(node: cst.CSTNode, function: Function) -> Changes:
 def dropped_store(node: cst.CSTNode, function: Function) -> Changes:
     """A result, zero padding or a count that is never written: fresh memory is often zero."""
     match node:
-        case cst.Expr(value=cst.Call() as call) if not _plain(call) and (
+        case cst.Expr(value=cst.Call() as call) if not _is_harmless(call) and (
             function.kernel or re.fullmatch(r"[a-z]\w*[a-z]_", _callee(call))
         ):
             yield node, "pass"

@@ -135,7 +135,7 @@ def score_mutants(
     chosen = [
         replace(mutant, likely=by_id.get((likely or {}).get(mutant.name, "")))
         for mutant in _mutants(implementation, kind, files)
-        if only in mutant.name and (not functions or _reached(mutant, functions, passed))
+        if only in mutant.name and (not functions or _is_reached(mutant, functions, passed))
     ]
     if not chosen:
         mutant, reached = (
@@ -215,7 +215,7 @@ def _tried_by(function: str) -> str:
     return next((name for name, contract in CONTRACTS.items() if function in (name, *contract.companions)), function)
 
 
-def _reached(mutant: Mutant, functions: Collection[str], passed: list[PassedCase]) -> bool:
+def _is_reached(mutant: Mutant, functions: Collection[str], passed: list[PassedCase]) -> bool:
     return any(function in mutant.first for function in functions) or any(
         mutant.touches in item.calls for item in passed
     )
@@ -339,10 +339,10 @@ def _order(mutant: Mutant, passed: list[PassedCase]) -> Iterator[Case]:
 def _mixed(items: list[PassedCase]) -> Iterator[Case]:
     cases = [item.case for item in sorted(items, key=lambda item: item.seconds)]
     yield from cases[:QUICK]
-    yield from _spread(cases[QUICK:])
+    yield from _spread_evenly(cases[QUICK:])
 
 
-def _spread(cases: list[Case]) -> Iterator[Case]:
+def _spread_evenly(cases: list[Case]) -> Iterator[Case]:
     """The cases in an order of which every beginning is spread over all: by their places' bits,
     reversed.
     """

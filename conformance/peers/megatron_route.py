@@ -86,7 +86,7 @@ def new_state(config: RouterConfig, device: Any = None) -> State:
 def state_tensors(state: State) -> dict[str, Tensor]:
     """The buffers and the queued indices, by name."""
     queued = {f"replay_queue.{i}": indices for i, indices in enumerate(state.queue)}
-    return {name: x if name == "expert_bias" else _whole(x) for name, x in state.buffers.items()} | queued
+    return {name: x if name == "expert_bias" else _integers_if_whole(x) for name, x in state.buffers.items()} | queued
 
 
 def state_from(tensors: Mapping[str, Tensor]) -> State:
@@ -189,6 +189,6 @@ def _state(router: TopKRouter, device: torch.device) -> State:
     return State({name: zero[name] if x is None else x for name, x in buffers.items()}, tuple(queue))
 
 
-def _whole(x: Tensor) -> Tensor:
+def _integers_if_whole(x: Tensor) -> Tensor:
     """Counts as integers; values that are not whole stay as they are."""
     return x.long() if torch.equal(x, x.round()) else x

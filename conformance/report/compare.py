@@ -85,13 +85,13 @@ def _errors(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Kinds of errors whose largest has moved, as shares of the limit."""
     out = []
     for kind, bins in new.get("scores", {}).items():
-        old_error, new_error = (_most(x.get("scores", {}).get(kind, [])) for x in (old, new))
+        old_error, new_error = (_end_of_last_bin(x.get("scores", {}).get(kind, [])) for x in (old, new))
         if old_error and abs(new_error - old_error) >= NEARER:
             out.append(f"largest {kind} {old_error / len(bins):.2f} → {new_error / len(bins):.2f} of its limit")
     return out
 
 
-def _most(bins: list[int]) -> int:
+def _end_of_last_bin(bins: list[int]) -> int:
     """The upper end of the last bin with a case; 0 without one."""
     return max((i + 1 for i, cases in enumerate(bins) if cases), default=0)
 

@@ -151,14 +151,14 @@ def _described(x: Any, key: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
         return {"value": x}
     if isinstance(x, Opaque):
         return {"opaque": x.field_name}
-    members = _parts(x)
+    members = _members(x)
     if members is None:
         raise Unwritable(f"an argument is a {type(x).__name__}")
     described = {name: _described(value, f"{key}.{name}", tensors) for name, value in members.items()}
     return {"list": list(described.values())} if type(x) in (list, tuple) else {"record": described}
 
 
-def _parts(x: Any) -> dict[str, Any] | None:
+def _members(x: Any) -> dict[str, Any] | None:
     """The parts of a list, a dict, a named tuple or a dataclass by name."""
     if hasattr(x, "_asdict"):
         return dict(x._asdict())

@@ -86,14 +86,14 @@ def play(namespace: Any, call: Problem) -> dict[str, Any]:
         out = call.script(implementation, call.required | call.settings | placed)
         out = call.read(implementation, out) if call.read else out
     else:
-        out = _called(namespace, call, placed)
+        out = _results_of(namespace, call, placed)
     return out | gradients(call, out, placed)
 
 
-def _called(namespace: Any, call: Problem, placed: dict[str, Tensor]) -> dict[str, Any]:
+def _results_of(namespace: Any, call: Problem, placed: dict[str, Tensor]) -> dict[str, Any]:
     producer_results: dict[str, Any] = {}
     if call.producer:
-        producer_results = _called(namespace, call.producer, call.producer.tensors)
+        producer_results = _results_of(namespace, call.producer, call.producer.tensors)
     required_inputs = {name: placed.get(name, x) for name, x in call.required.items()}
     arguments = [producer_results[x.field_name] if isinstance(x, Opaque) else x for x in required_inputs.values()]
     settings = {name: placed.get(name, x) for name, x in call.settings.items()}
@@ -119,19 +119,19 @@ def widened(call: Problem) -> Problem:
     """The call in float64; what has bits of its own stays."""
     if call.function in EXACT_DTYPES:
         return call
-    settings = {name: _wide(x, name) for name, x in call.settings.items()}
+    settings = {name: _in_float64(x, name) for name, x in call.settings.items()}
     settings |= {"router_dtype": "fp64"} if "router_dtype" in settings else {}
-    required = {name: _wide(x, name) for name, x in call.required.items()}
-    cotangents = {name: _wide(x) for name, x in call.cotangents.items()}
+    required = {name: _in_float64(x, name) for name, x in call.required.items()}
+    cotangents = {name: _in_float64(x) for name, x in call.cotangents.items()}
     producer = call.producer and widened(call.producer)
     return replace(call, required=required, settings=settings, cotangents=cotangents, producer=producer)
 
 
-def _wide(x: Any, name: str = "") -> Any:
+def _in_float64(x: Any, name: str = "") -> Any:
     if name.startswith("state.") or name in OF_A_STATE:
         return x
     if isinstance(x, tuple) and x and all(isinstance(element, Tensor) for element in x):
-        return tuple(map(_wide, x))
+        return tuple(map(_in_float64, x))
     if isinstance(x, LayerConfig) and x.router_dtype:
         return replace(x, router_dtype="fp64")
     if isinstance(x, Recipe) and x.hadamard:

@@ -52,9 +52,9 @@ def moe_layer(
         rank_parameters if p.latent_down is None else linear(rank_parameters, p.latent_down)
         for rank_parameters, p in zip(x, parameters, strict=True)
     ]
-    dispatched, shards = _sent(tokens, routed, config)
+    dispatched, shards = _dispatched(tokens, routed, config)
     if rerun and any(bool(rank_rows.overflow) for rank_rows in dispatched):
-        dispatched, shards = _sent(tokens, routed, replace(config, num_rows=None))
+        dispatched, shards = _dispatched(tokens, routed, replace(config, num_rows=None))
     if config.recipe is None:
         combined = _dense(tokens, routed, parameters, config, dispatched, shards)
     else:
@@ -70,7 +70,7 @@ def moe_layer(
     return LayerOutput(logits, routed, dispatched, None, combined, None, output)
 
 
-def _sent(tokens: Sequence[Tensor], routed: Sequence[Any], config: LayerConfig) -> tuple[list[Any], int]:
+def _dispatched(tokens: Sequence[Tensor], routed: Sequence[Any], config: LayerConfig) -> tuple[list[Any], int]:
     """Each rank's rows, and the shards of each expert. Dispatchers differ in their order."""
     shards = config.expert_tensor_parallel
     maps, probs = [out.routing_map for out in routed], [out.probs for out in routed]

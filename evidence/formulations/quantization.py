@@ -268,7 +268,7 @@ def _source(x_MN: Tensor, rule: Rule, rows: int) -> Tensor:
     return torch.cat([group_rows, torch.zeros_like(x_MN[rows:])])
 
 
-def _whole(quantized: Quantized, columnwise: bool, name: str) -> Tensor:
+def _joined_groups(quantized: Quantized, columnwise: bool, name: str) -> Tensor:
     """[M,N] of codes or values, zeros past the last group."""
     form = quantized.forms[columnwise]
     group_values = [getattr(group, name) for group in form.groups]
@@ -281,7 +281,7 @@ def _whole(quantized: Quantized, columnwise: bool, name: str) -> Tensor:
 
 def codes(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
     """A code per element."""
-    return _whole(quantized, columnwise, "codes")
+    return _joined_groups(quantized, columnwise, "codes")
 
 
 def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "compact") -> Any:
@@ -338,7 +338,7 @@ class Through(torch.autograd.Function):
 def dequantize(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
     """The codes' values in the dtype of x."""
     form = quantized.forms[columnwise]
-    return Through.apply(form.source, _whole(quantized, columnwise, "values").to(form.rule.dtype))
+    return Through.apply(form.source, _joined_groups(quantized, columnwise, "values").to(form.rule.dtype))
 
 
 def update_scales(
@@ -389,6 +389,6 @@ def factor(
     directions: dict[str, Any] = {"rowwise": not columnwise, "columnwise": columnwise, "state": role_state}
     directions |= {"noise": noise if role == "grad_output" else None}
     quantized = quantize(flat, recipe, role=role, splits=splits, **directions).quantized
-    values = _whole(quantized, columnwise, "values")
+    values = _joined_groups(quantized, columnwise, "values")
     rounds_to_dtype = product != "fprop" and override == "dequantized"
     return (values.to(x.dtype) if rounds_to_dtype else values).double().reshape(x.shape)

@@ -61,9 +61,9 @@ def unwritten(section: Section) -> list[str]:
     writes = _writes(section, successors)
     defects = []
     for i, register in _not_surely_written(section.code, successors, writes):
-        reaching = _reached([0], successors, without=i)
+        reaching = _reachable([0], successors, without=i)
         writers = [j for j in reaching if j != i and register in writes[j]]
-        if i not in _reached([k for j in writers for k in successors[j]], successors, without=None):
+        if i not in _reachable([k for j in writers for k in successors[j]], successors, without=None):
             instruction = section.code[i]
             defects.append(f"{instruction.address:#x} {instruction.text}: nothing writes {register} before")
     return defects
@@ -98,7 +98,9 @@ def _writes(section: Section, successors: list[list[int]]) -> list[frozenset[str
     for i, instruction in enumerate(section.code):
         starts = [section.labels[name] for name in instruction.targets if name in section.labels]
         if instruction.base == "CALL" and starts:
-            result[i] = frozenset().union(*(section.code[j].writes for j in _reached(starts, successors, without=None)))
+            result[i] = frozenset().union(
+                *(section.code[j].writes for j in _reachable(starts, successors, without=None))
+            )
     return result
 
 
@@ -133,7 +135,7 @@ def _not_surely_written(
             yield i, register
 
 
-def _reached(starts: list[int], successors: list[list[int]], without: int | None) -> set[int]:
+def _reachable(starts: list[int], successors: list[list[int]], without: int | None) -> set[int]:
     """The instructions that paths from the starts come to; no path goes on after `without`."""
     reached: set[int] = set()
     todo = list(starts)

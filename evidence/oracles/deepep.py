@@ -14,7 +14,7 @@ from torch import Tensor
 
 import moe_ref
 from evidence.oracles.compare import OURS, Comparison, Known, compare
-from evidence.oracles.drawn import blocks, generator
+from evidence.oracles.random_inputs import blocks, generator
 from evidence.oracles.source import load, run, statements
 from evidence.oracles.te_quantization import Part, of_rows
 from evidence.oracles.te_router import placed

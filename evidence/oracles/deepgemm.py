@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from evidence.oracles.compare import EITHER, OURS, Comparison, Known, compare
-from evidence.oracles.drawn import blocks
+from evidence.oracles.random_inputs import blocks
 from evidence.oracles.source import load
 from evidence.oracles.te_quantization import Part, bad, of_rows, reference
 from moe_ref.config import Recipe

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import moe_ref
 from evidence.oracles.compare import Comparison, compare
-from evidence.oracles.drawn import generator
+from evidence.oracles.random_inputs import generator
 from moe_ref.config import LayerConfig, LayerParameters, RouterConfig
 
 SHAPES = ((1, 4, 2, 2, 3), (5, 8, 4, 2, 12), (33, 16, 8, 3, 24))  # tokens, hidden, experts, chosen, width

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import moe_ref
 from evidence.oracles.compare import Comparison, compare
-from evidence.oracles.drawn import generator
 from evidence.oracles.layers import SHAPES, WIDE, compared, parameters_of, reference
+from evidence.oracles.random_inputs import generator
 from evidence.oracles.te_router import SHAPES as ROUTED
 from evidence.oracles.te_router import routing, scores
 from moe_ref.config import LayerParameters, RouterConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import moe_ref
 from evidence.oracles.compare import Comparison, compare
-from evidence.oracles.drawn import generator
+from evidence.oracles.random_inputs import generator
 from evidence.oracles.source import load
 from evidence.oracles.te_router import placed
 from moe_ref.config import Recipe

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import moe_ref
 from evidence.oracles.compare import EITHER, OURS, Comparison, Known, compare, shrunk
-from evidence.oracles.drawn import FLOATS, blocks
+from evidence.oracles.random_inputs import FLOATS, blocks
 from evidence.oracles.source import load
 from moe_ref.config import Recipe
 from moe_ref.config.quantization import BLOCK, WHOLE_BLOCKS

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import moe_ref
 from evidence.oracles.compare import Comparison, compare
-from evidence.oracles.drawn import generator
+from evidence.oracles.random_inputs import generator
 from evidence.oracles.source import load
 
 PEER = "the router in Transformer Engine's tests"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evidence.oracles.compare import EITHER, OURS, Comparison, Known
-from evidence.oracles.drawn import blocks
+from evidence.oracles.random_inputs import blocks
 from evidence.oracles.te_quantization import ROLE, Part, bad, of_rows, reference
 from moe_ref.config import Recipe
 

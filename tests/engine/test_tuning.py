@@ -243,7 +243,7 @@ def test_a_tuner_that_is_not_known_is_left_alone_and_reported(monkeypatch):
     autotuning.install()
     asking = Other.run
     autotuning.install()
-    assert Other.run is asking and not autotuning._fits(Other, asking)
+    assert Other.run is asking and not autotuning._uses_forced_choice(Other, asking)
     choice = autotuning.Choice()
     kernel = SimpleNamespace(run=lambda **settings: settings["BLOCK"], __module__="a", __qualname__="b_kernel")
     with autotuning.chosen(choice):

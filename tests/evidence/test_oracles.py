@@ -12,8 +12,8 @@ import moe_ref
 from evidence.oracles import formats, te_gemm
 from evidence.oracles.catalogue import oracles
 from evidence.oracles.compare import EITHER, OURS, Comparison, Known, compare, merged, shrunk
-from evidence.oracles.drawn import blocks
 from evidence.oracles.page import Result, page
+from evidence.oracles.random_inputs import blocks
 from evidence.oracles.source import load, run, statements
 from moe_ref.config import Recipe
 

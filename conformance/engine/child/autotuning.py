@@ -64,7 +64,7 @@ def install() -> None:
     if autotuner is None or not hasattr(autotuner, "run") or hasattr(autotuner.run, "asks"):
         return
     original = autotuner.run
-    asking = _forced(original) if _fits(autotuner, original) else _noted(original)
+    asking = _forced(original) if _uses_forced_choice(autotuner, original) else _noted(original)
     asking.asks = True  # type: ignore[attr-defined]
     autotuner.run = asking
 
@@ -126,7 +126,7 @@ def _candidates(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inter
         tuner.perf_model = model
 
 
-def _fits(autotuner: Any, original: Callable[..., Any]) -> bool:
+def _uses_forced_choice(autotuner: Any, original: Callable[..., Any]) -> bool:
     """Whether a launch with a list of one configuration uses it, in this version of Triton."""
     launches: list[dict[str, Any]] = []
     kernel = SimpleNamespace(fn=lambda x: None, arg_names=["x"], run=lambda *_, **kwargs: launches.append(kwargs))

@@ -100,7 +100,7 @@ def answer_all(
         while True:
             work = connection.recv()
             if isinstance(work, Draw):
-                connection.send(_drawn(work))
+                connection.send(_structures_of(work))
                 continue
             for case in work:
                 rank = context_of(case) if context_of else None
@@ -119,7 +119,7 @@ def answer_all(
                 connection.send(("outcome", asdict(outcome), rank.seen if rank else []))
 
 
-def _drawn(request: Draw) -> tuple[str, Any]:
+def _structures_of(request: Draw) -> tuple[str, Any]:
     try:
         return "structures", request.structures()
     except Exception as error:
@@ -196,7 +196,7 @@ def _signature(function: str, implementation: Implementation) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", f"{function}{text}")
 
 
-def _place(function: str, implementation: Implementation) -> str:
+def _location(function: str, implementation: Implementation) -> str:
     """Where the function is defined, as "file:line" below the working directory; else empty."""
     try:
         code = inspect.unwrap(getattr(implementation.namespace, function)).__code__
@@ -248,7 +248,7 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
             else list(contract.optional),
             "declares": _declarations(function, implementation, contract) if offered else {},
             "signature": _signature(function, implementation) if offered else "",
-            "place": _place(function, implementation) if offered else "",
+            "place": _location(function, implementation) if offered else "",
         }
     for function, scope in scopes_of(implementation, functions).items():
         functions[function]["scope"] = scope

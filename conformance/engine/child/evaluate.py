@@ -15,8 +15,8 @@ from conformance.core.law import Trial
 from conformance.core.ranks import AtRank, RankContext
 from conformance.engine.child import configurations, judged, relations
 from conformance.engine.child.interpreting import mended
+from conformance.engine.child.line_coverage import LineCoverage
 from conformance.engine.child.outcome import Outcome
-from conformance.engine.child.reached import Reached
 from conformance.engine.child.runner import Blocked, Misbehaved, Runner
 from conformance.engine.child.scopes import scope_of_function
 from conformance.engine.child.tuning import Tuning
@@ -53,7 +53,7 @@ def evaluate(
     """
     for earlier in case.before:
         evaluate(earlier, implementation, device, ring=ring)
-    outcome, reached = Outcome("PASS"), Reached(implementation, case.function) if lines else None
+    outcome, reached = Outcome("PASS"), LineCoverage(implementation, case.function) if lines else None
     try:
         with Tuning(implementation, case, outcome, single_process=not rank or rank.ranks == 1) as tuning:
             if ring:
@@ -80,7 +80,7 @@ def _evaluate(
     device: str,
     outcome: Outcome,
     rank: RankContext | None,
-    reached: Reached | None,
+    reached: LineCoverage | None,
     scores: bool,
     tuning: Tuning,
 ) -> None:
@@ -107,7 +107,7 @@ def _evaluate(
     expected = {name: x for name, x in expected.items() if name not in declared.get("omits", ())}
     outcome.seconds_reference += time.perf_counter() - started
     called = [call.function for call in (problem.producer, problem) if call]
-    outputs, resolved, finding = tuning.each(called, lambda: _called(runner, contract, case, problem, expected))
+    outputs, resolved, finding = tuning.each(called, lambda: _judged_call(runner, contract, case, problem, expected))
     if finding:
         _fail(outcome, finding if rank else _with_nan(finding, runner, problem, expected, outputs))
     if scores:
@@ -125,7 +125,7 @@ def _evaluate(
     _need_informative(contract, problem, resolved, outcome)
 
 
-def _called(
+def _judged_call(
     runner: Runner, contract: Contract[Any], case: Case, problem: Problem, expected: dict[str, Expectation]
 ) -> tuple[dict[str, Any], dict[str, Resolved], Finding | None]:
     """One call's outputs, what is expected given them, and what is wrong with them or memory."""

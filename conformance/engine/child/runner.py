@@ -17,11 +17,11 @@ from conformance.core.tensors import laid_out
 from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.aliases import alias, shared_elements
 from conformance.engine.child.copies import copied, delay, overwrite
-from conformance.engine.child.kept import alive_bytes, allocated_bytes
 from conformance.engine.child.manners import MANNERS, Outputs, around_forward, overwritten, with_graph
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.child.poison import Poison
 from conformance.engine.child.results import Unreadable, first_changed, read
+from conformance.engine.child.saved_memory import alive_bytes, allocated_bytes
 from conformance.interface import Implementation, ModeChanged, named_outputs
 from conformance.judge import Finding, judge
 from conformance.judge.exact import Exact
@@ -265,12 +265,12 @@ class Runner:
         views = {name: placed[name].view_as(placed[name]) for name in problem.wanted}
         outputs = self._forward(problem, placed | views, opaque)
         try:
-            gradients = self._added(problem, placed, outputs, keep=True)
+            gradients = self._accumulated_gradients(problem, placed, outputs, keep=True)
         except Exception:  # refused to keep what it had saved, as compiled backwards do
             outputs = self._forward(problem, placed | views, opaque)
-            return outputs | self._added(problem, placed, outputs)
+            return outputs | self._accumulated_gradients(problem, placed, outputs)
         try:
-            return outputs | self._added(problem, placed, outputs)
+            return outputs | self._accumulated_gradients(problem, placed, outputs)
         except Exception:  # refused a second one
             return outputs | gradients
 
@@ -337,7 +337,7 @@ class Runner:
         inputs = {name: placed[name] for name in problem.wanted}
         return second_derivatives(outputs, inputs, {name: placed[f"d_{name}"] for name in problem.cotangents})
 
-    def _added(
+    def _accumulated_gradients(
         self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs, keep: bool = False
     ) -> dict[str, Tensor]:
         """Gradients added to a `.grad` of zeros; `keep`: for another backward."""

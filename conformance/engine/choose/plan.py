@@ -84,7 +84,7 @@ def _structures(section: Section, profile: Profile, space: Space, seed: int, whe
         rows = scope.covering().first(amount.covering(section.function), amount.share)
         fixed = [*fixed_cases(section.function, space), *scope.always(), *scope.far(), *rows]
         chosen = [*rows, *scope.more(fixed)]
-        varied = list(_varied(scope, _moved(scope, chosen, where, seed), amount.cases, seed))
+        varied = list(_varied(scope, _steered_cases(scope, chosen, where, seed), amount.cases, seed))
         yield from varied
         if space.device == "cuda":
             yield from ([case] for case in _neighbours(scope, varied))
@@ -106,7 +106,7 @@ def _neighbours(scope: Scope, structures: list[Structure]) -> list[Case]:
     return [case for case in neighbours if not ranks_of(scope.contract, case)]
 
 
-def _moved(scope: Scope, cases: list[Case], where: Where, seed: int) -> list[Case]:
+def _steered_cases(scope: Scope, cases: list[Case], where: Where, seed: int) -> list[Case]:
     """The cases that match, each once, and for each other one the nearest that does, if any."""
     if not where.terms:
         return cases

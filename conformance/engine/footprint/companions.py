@@ -24,7 +24,7 @@ def companions(function: str) -> set[str]:
     contract = CONTRACTS[function]
     names = {contract.signature.producer, *contract.companions}
     for module in _modules(contract):
-        names |= _called(module)
+        names |= _names_of_calls(module)
     return names - {"", function}
 
 
@@ -53,7 +53,7 @@ def _imported(module: str) -> set[str]:
 
 
 @cache
-def _called(module: str) -> set[str]:
+def _names_of_calls(module: str) -> set[str]:
     """The functions that a module's code calls of an implementation."""
     source = source_of(str(sys.modules[module].__file__))
     assert source is not None

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from conformance.core.case import Case
 from conformance.engine.child.outcome import Outcome
-from conformance.engine.run.before import with_calls_before
 from conformance.engine.run.pool import Answer, Lost, Pool
+from conformance.engine.run.preceding_calls import with_calls_before
 
 Work = TypeVar("Work")
 

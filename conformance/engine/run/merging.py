@@ -37,7 +37,7 @@ def merge(reports: list[Report], ended_by: str = "") -> Verdict:
     Raises:
         UsageError: reports of different runs, or a shard that is missing.
     """
-    shard_reports = _parts(reports, bool(ended_by))
+    shard_reports = _ordered_reports(reports, bool(ended_by))
     first = shard_reports[0]
     out = Verdict("", 0, first["implementation"], first["profile"], first["seed"], 0.0, 0)
     for name in ("device", "versions", "chosen", "where", "sanitize", "since"):
@@ -64,7 +64,7 @@ def merge(reports: list[Report], ended_by: str = "") -> Verdict:
     return _judged(out, shard_reports, rules)
 
 
-def _parts(reports: list[Report], cut: bool) -> list[Report]:
+def _ordered_reports(reports: list[Report], cut: bool) -> list[Report]:
     """The report of each shard, in order."""
     by_shard: dict[str, Report] = {}
     for report in reports:
@@ -90,16 +90,16 @@ def _joined(name: str, shard_verdicts: list[FunctionVerdict], rules: Profile | N
         "", without=shard_verdicts[0].without, declares=shard_verdicts[0].declares, scope=shard_verdicts[0].scope
     )
     out.cases, out.reason = sum(shard_verdict.cases for shard_verdict in shard_verdicts), shard_verdicts[0].reason
-    out.counts = _added(shard_verdict.counts for shard_verdict in shard_verdicts)
-    out.transports = _added(shard_verdict.transports for shard_verdict in shard_verdicts)
-    out.missing = _added(shard_verdict.missing for shard_verdict in shard_verdicts)
+    out.counts = _sum_of_counts(shard_verdict.counts for shard_verdict in shard_verdicts)
+    out.transports = _sum_of_counts(shard_verdict.transports for shard_verdict in shard_verdicts)
+    out.missing = _sum_of_counts(shard_verdict.missing for shard_verdict in shard_verdicts)
     ranked = [shard_verdict.note for shard_verdict in shard_verdicts if shard_verdict.transports]
     out.note = ranked[0] if len(set(ranked)) == 1 else ""
     out.status = status_of(name, out, rules, cut)
     return out
 
 
-def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+def _sum_of_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     return dict(sorted(sum(map(Counter, counts), Counter()).items()))
 
 

@@ -148,7 +148,7 @@ class Pool:
             self.start()
         while agenda or any(lane.case for lane in self._lanes) or not all(child.idle for child in self._children):
             for child in self._children:
-                if child.idle and (work := self._taken(agenda, child.last)):
+                if child.idle and (work := self._next_work(agenda, child.last)):
                     self._send(child, work)
             for number, lane in enumerate(self._lanes):
                 if not lane.case and (case := agenda.take_ranked(number, len(self._lanes))):
@@ -157,7 +157,7 @@ class Pool:
             self._wait()
             yield from self._answers(agenda)
 
-    def _taken(self, agenda: Agenda, last: str) -> Work | None:
+    def _next_work(self, agenda: Agenda, last: str) -> Work | None:
         """Work for a child whose last function was `last`."""
         busy = [child for child in self._children if not child.idle]
         heavy = sum(is_heavy(child.cases) for child in busy) < self._most_heavy

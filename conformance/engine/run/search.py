@@ -23,7 +23,7 @@ from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.run.corpus import REACHED
 from conformance.engine.run.failure import Failure
 from conformance.engine.run.hangs import confirmed_hang
-from conformance.engine.run.kept import Kept
+from conformance.engine.run.interesting_cases import InterestingCases
 from conformance.engine.run.progress import Progress
 from conformance.engine.run.rarity import Rarity
 from conformance.engine.run.reduction import Key, failure_key
@@ -93,7 +93,7 @@ class Search:
         self.session, self.searched = session, searched
         self.ends = time.monotonic() + seconds
         root = Path(session.options.corpus) / REACHED
-        self.kept = {function: Kept.read(root / function, function) for function in functions}
+        self.kept = {function: InterestingCases.read(root / function, function) for function in functions}
         self.targets = TARGETS
         self.outcomes: dict[Case, Outcome] = {}  # of the function that is searched
         self.rarity = Rarity()  # of its cases
@@ -165,7 +165,7 @@ class Search:
             self._shapes = {scope.function: scope.always() or [scope.case({})]}
         return self._shapes[scope.function]
 
-    def climb(self, scope: Scope, kept_cases: Kept, seed: int, ends: float) -> None:
+    def climb(self, scope: Scope, kept_cases: InterestingCases, seed: int, ends: float) -> None:
         """One run of hypothesis, over drawn cases and changed cases of those kept so far."""
         cases = scope.drawn()
         interesting = kept_cases.distilled()

@@ -21,7 +21,6 @@ from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import Options
 from conformance.engine.run import corpus, interrupt
 from conformance.engine.run.agenda import REQUESTS, Agenda
-from conformance.engine.run.before import with_calls_before
 from conformance.engine.run.blame import blamed
 from conformance.engine.run.choice import Choice, asked, must_compare
 from conformance.engine.run.coverage import settings_of
@@ -29,6 +28,7 @@ from conformance.engine.run.failure import Failure
 from conformance.engine.run.hangs import with_hangs_confirmed
 from conformance.engine.run.ledger import Ledger
 from conformance.engine.run.pool import Lost, Pool
+from conformance.engine.run.preceding_calls import with_calls_before
 from conformance.engine.run.progress import Progress
 from conformance.engine.run.reduction import Key, failure_key, reduce
 from conformance.engine.run.revision import Inquiry, footprints_at
@@ -299,7 +299,7 @@ class Session:
         if not _literal(case):
             self.known.add(key)
         case, outcome = self._confirmed(case, outcome)
-        case, outcome = blamed(case, outcome, lambda candidate: self._inside(candidate, fresh=True))
+        case, outcome = blamed(case, outcome, lambda candidate: self._outcome_in_scope(candidate, fresh=True))
         if outcome.status != "FLAKY" and failure_key(case, outcome) != key and failure_key(case, outcome) in self.known:
             return None  # in a fresh process it fails like another one, which is reported already
         if not _literal(case):
@@ -333,9 +333,9 @@ class Session:
     def attempts(self, failing: Case) -> Callable[[Case], Outcome]:
         """The tries of a reduction: in a running child, unless earlier calls matter."""
         stateful = bool(failing.before)
-        return lambda case: self._inside(case, fresh=stateful or case.law == "history")
+        return lambda case: self._outcome_in_scope(case, fresh=stateful or case.law == "history")
 
-    def _inside(self, case: Case, fresh: bool) -> Outcome:
+    def _outcome_in_scope(self, case: Case, fresh: bool) -> Outcome:
         """The outcome of a case that is judged; another one does not run."""
         return self._attempt(case, fresh) if self.choice.holds(case) else Outcome("NOT_RUN", reason="outside")
 

@@ -158,7 +158,7 @@ def assemble(
     if since:
         since.mark(out)
     _leave_out(out, described.get("judged", list(CONTRACTS)))
-    errors = _errors(lines, outcomes) + ([] if interrupted else _lost(lines, outcomes))
+    errors = _errors(lines, outcomes) + ([] if interrupted else _unfinished_sections(lines, outcomes))
     waiving = {line["waiver"] for line in outcomes}
     errors += [
         f"the waiver {name} waived nothing: remove it"
@@ -343,7 +343,7 @@ def _errors(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list
     return [f"{line['function']} case {line['id']}: {line['reason']}" for line in cases[:5]] + problems
 
 
-def _lost(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[str]:
+def _unfinished_sections(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[str]:
     """Sections with fewer results than cases."""
     done = Counter(line["section"] for line in outcomes)
     return [

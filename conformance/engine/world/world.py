@@ -20,9 +20,9 @@ from conformance.engine.child.patience import LOOK_SECONDS, CaseClock, Patience
 from conformance.engine.child.processes import ended, received
 from conformance.engine.child.sanitizer import explained
 from conformance.engine.child.tuned import joined
-from conformance.engine.world.joined import RemoteRank
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import MEETING_SECONDS
+from conformance.engine.world.torchrun import RemoteRank
 
 # by the clock of the case
 GRACE_SECONDS = 4.0  # for the other ranks once one has failed: they may wait for it forever
@@ -150,16 +150,16 @@ class World:
     def _form(self) -> None:
         self._members = [Member(rank, process) for rank, process in enumerate(self._start())]
         self._clock = self._clock_of(self._members)
-        descriptions = [self._heard(member, "ready") for member in self._members]
+        descriptions = [self._message_of(member, "ready") for member in self._members]
         for member, description in zip(self._members, descriptions, strict=True):
             different = [key for key in ("functions", "versions") if description[key] != descriptions[0][key]]
             if different:
                 differs = f"rank {member.rank} differs from rank 0 in its {' and '.join(different)}"
                 raise NoWorld(f"{differs}: all ranks must run the same implementation")
         for member in self._members:
-            self._heard(member, "formed")
+            self._message_of(member, "formed")
 
-    def _heard(self, member: Member, wanted: str) -> Any:
+    def _message_of(self, member: Member, wanted: str) -> Any:
         """The next message of a rank that is starting."""
         name = f"rank {member.rank} of {len(self._members)}"
         try:

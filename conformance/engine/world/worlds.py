@@ -20,9 +20,9 @@ from conformance.engine.child.outcome import LAST, Outcome
 from conformance.engine.child.patience import Patience
 from conformance.engine.options import ChildOptions
 from conformance.engine.world import turn
-from conformance.engine.world.joined import RemoteRanks, joined
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import RankAddress
+from conformance.engine.world.torchrun import RemoteRanks, torchrun_rank
 from conformance.engine.world.world import Process, World
 
 SHARED_TIMES = 2  # the time limit of a case whose ranks share a GPU: they wait for each other's time slices
@@ -50,7 +50,7 @@ class Worlds:
         Raises:
             UsageError: torchrun has started other ranks, and they cannot be reached.
         """
-        here = joined()
+        here = torchrun_rank()
         self._remote = RemoteRanks(here) if here else None
         self._on_gpus = description["device"] == "cuda"
         self.max_ranks, self.shared_ranks = description["ranks"], description["shared_ranks"]

@@ -73,7 +73,7 @@ def _of_indices(function: str = "deepep_dispatch", probs: bool = True, **setting
     return _pair(function, required, settings)  # type: ignore[arg-type]
 
 
-def _after(
+def _calls_on_handles(
     function: str, dispatch_calls: list[Problem], produced: tuple[Tensor, Tensor], inputs: Both
 ) -> list[Problem]:
     """Calls on the handles of a dispatch."""
@@ -164,8 +164,8 @@ def _gradients(dispatcher: str) -> Worldwide:
     return calls, expectations
 
 
-def _back(dispatcher: str) -> Worldwide:
-    return _after(f"{dispatcher}_combine", _of_maps(dispatcher), ROWS, GIVEN), SUMS
+def _sums_of_rows(dispatcher: str) -> Worldwide:
+    return _calls_on_handles(f"{dispatcher}_combine", _of_maps(dispatcher), ROWS, GIVEN), SUMS
 
 
 def _room_for_one_row(dispatcher: str) -> Worldwide:
@@ -189,7 +189,7 @@ ALLGATHER_DISPATCH: Golden = {
     "room_for_one_row": _room_for_one_row("allgather"),
     "overflow_before_an_expert_without_tokens": _before_an_empty_expert("allgather"),
 }
-ALLGATHER_COMBINE: Golden = {"sums": _back("allgather")}
+ALLGATHER_COMBINE: Golden = {"sums": _sums_of_rows("allgather")}
 ALLTOALL_DISPATCH: Golden = {
     "by_expert": (_of_maps("alltoall"), BY_EXPERT[1]),
     "both_gradients": _gradients("alltoall"),
@@ -203,7 +203,7 @@ ALLTOALL_DISPATCH: Golden = {
         ),
     ),
 }
-ALLTOALL_COMBINE: Golden = {"sums": _back("alltoall")}
+ALLTOALL_COMBINE: Golden = {"sums": _sums_of_rows("alltoall")}
 HYBRIDEP_DISPATCH: Golden = {
     "by_expert": (_of_maps("hybridep"), BY_EXPERT[1]),
     "both_gradients": _gradients("hybridep"),
@@ -231,10 +231,10 @@ HYBRIDEP_DISPATCH: Golden = {
     ),
     "overflow_before_an_expert_without_tokens": _before_an_empty_expert("hybridep"),
 }
-HYBRIDEP_COMBINE: Golden = {"sums": _back("hybridep")}
+HYBRIDEP_COMBINE: Golden = {"sums": _sums_of_rows("hybridep")}
 HYBRIDEP_CACHED_DISPATCH: Golden = {
     "other_tokens": (
-        _after(
+        _calls_on_handles(
             "hybridep_cached_dispatch",
             _of_maps("hybridep"),
             ROWS,
@@ -264,7 +264,7 @@ DEEPEP_DISPATCH: Golden = {
 }
 DEEPEP_CACHED_DISPATCH: Golden = {
     "other_tokens": (
-        _after(
+        _calls_on_handles(
             "deepep_cached_dispatch",
             _of_indices(),
             ROWS,
@@ -274,7 +274,7 @@ DEEPEP_CACHED_DISPATCH: Golden = {
     ),
 }
 DEEPEP_COMBINE: Golden = {
-    "sums": (_after("deepep_combine", _of_indices(), ROWS, GIVEN), SUMS),
+    "sums": (_calls_on_handles("deepep_combine", _of_indices(), ROWS, GIVEN), SUMS),
 }
 
 

@@ -37,7 +37,7 @@ def _determinism(trial: Trial) -> Finding | None:
     return _repeats(trial, "determinism", trial.run(trial.problem, poison=second_poison))
 
 
-def _other(trial: Trial, case: DispatchCase) -> tuple[Problem, dict[str, Expectation]]:
+def _call_of(trial: Trial, case: DispatchCase) -> tuple[Problem, dict[str, Expectation]]:
     """This rank's call of another case, and its expectations."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     calls = at.whole.calls(case)
@@ -48,7 +48,7 @@ def _other_values(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
     """The same shapes: a dispatch with another routing, a combine with other rows."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     if not trial.problem.producer:
-        return _other(trial, replace(trial.case, seed=trial.case.seed + 1, law="", slots=None))
+        return _call_of(trial, replace(trial.case, seed=trial.case.seed + 1, law="", slots=None))
     name = next(iter(trial.problem.required))
     calls = [
         call.with_tensors(
@@ -63,7 +63,7 @@ def _other_values(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
     return at.own(calls), at.whole.right(trial.case, calls, trial.declared)[at.place.rank]
 
 
-def _elsewhere(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
+def _rerouted(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
     """Every rank's tokens reversed, each for other experts: new counts, no more room needed.
 
     The experts of a rank stay together, so the fullest rank (now another one) holds as many rows.
@@ -75,7 +75,7 @@ def _elsewhere(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
         call.with_tensors({name: _next_experts(trial.case, name, upside_down(x)) for name, x in call.tensors.items()})
         for call in first_calls
     ]
-    if torch.equal(_wanted(trial.case, calls), _wanted(trial.case, first_calls)):
+    if torch.equal(_requests_per_expert(trial.case, calls), _requests_per_expert(trial.case, first_calls)):
         name, nobody = ("routing_map", 0) if trial.case.dispatcher in MAPPED else ("indices", PADDING)
         calls = [
             call.with_tensors(
@@ -97,7 +97,7 @@ def _next_experts(case: DispatchCase, name: str, x: Tensor) -> Tensor:
     return x
 
 
-def _wanted(case: DispatchCase, calls: list[Problem]) -> Tensor:
+def _requests_per_expert(case: DispatchCase, calls: list[Problem]) -> Tensor:
     """[E]: requests per expert by all ranks' tokens."""
     if case.dispatcher in MAPPED:
         return torch.cat([call.required["routing_map"] for call in calls]).long().sum(0)
@@ -137,7 +137,7 @@ def _graph_capture(trial: Trial) -> Finding | None:
     """Captured with one routing, replayed with another, where declared."""
     if not trial.declared.get("graph_capturable"):
         return None
-    second, expectations = _other_values(trial) if trial.problem.producer else _elsewhere(trial)
+    second, expectations = _other_values(trial) if trial.problem.producer else _rerouted(trial)
     return trial.judged("graph_capture", expectations, trial.run(trial.problem, replay=second))
 
 

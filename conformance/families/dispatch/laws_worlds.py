@@ -37,7 +37,7 @@ class Run(NamedTuple):
     before: int = 0  # experts before the first of the law's case
 
 
-def _plain(case: DispatchCase) -> DispatchCase:
+def _forward_case(case: DispatchCase) -> DispatchCase:
     return replace(case, grads="", unused="", law="", layout="contiguous", layout_of="", biases=0)
 
 
@@ -122,14 +122,14 @@ def _ascending(copies: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x[order] for name, x in copies.items()}
 
 
-def _joined(copies_of_parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _all_copies(copies_of_parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The copies of all parts."""
     return _ascending({name: torch.cat([copies[name] for copies in copies_of_parts]) for name in copies_of_parts[0]})
 
 
 def _concatenation(trial: Trial) -> Finding | None:
     """All tokens in one run or in two: the same copies per expert, and the same layer."""
-    case = _plain(trial.case)
+    case = _forward_case(trial.case)
     calls, numbers = dispatches_of(case), torch.arange(case.tokens).split(list(case.counts))
     cuts = [(case.seed + rank) % (count + 1) for rank, count in enumerate(case.counts)]
     ranges = {
@@ -156,7 +156,7 @@ def _concatenation(trial: Trial) -> Finding | None:
         copies[mark], finding = _copies("concatenation", trial, run, outputs, mark)
         if finding:
             return replace(finding, message=f"of{mark}: {finding.message}")
-    finding = same("concatenation", copies[" whole"], _joined([copies[" first"], copies[" rest"]]))
+    finding = same("concatenation", copies[" whole"], _all_copies([copies[" first"], copies[" rest"]]))
     if finding or "layer whole" not in outputs:
         return finding
     layer_of_parts = torch.cat([outputs["layer first"], outputs["layer rest"]])
@@ -171,7 +171,7 @@ def _same_layer(law: str, layer: Tensor, second_layer: Tensor) -> Finding | None
 def _refinement(trial: Trial) -> Finding | None:
     """All tokens and requested experts on one rank: all ranks' copies and tokens, concatenated."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
-    rank, case = at.place.rank, _plain(trial.case)
+    rank, case = at.place.rank, _forward_case(trial.case)
     host = case.seed % case.ranks
     calls, (lone_case, lone_calls) = dispatches_of(case), _on_one_rank(case, host)
     numbers = torch.arange(case.tokens)
@@ -191,7 +191,9 @@ def _refinement(trial: Trial) -> Finding | None:
     if finding or rank != host or None in spread_results:
         return finding
     finding = same(
-        "refinement", _joined([copies_of_rank for copies_of_rank, _ in spread_results[:: case.shards]]), alone_copies
+        "refinement",
+        _all_copies([copies_of_rank for copies_of_rank, _ in spread_results[:: case.shards]]),
+        alone_copies,
     )
     if finding or "layer alone" not in outputs:
         return finding
@@ -255,10 +257,10 @@ def _fused(trial: Trial) -> Finding | None:
         Problem(calls[rank].function, inputs, group, script=script, first=calls[rank].required | calls[rank].settings)
     )
     rows = int(trial.first["tokens_per_expert"].sum())
-    return same("fused", _told(steps, rows), _told(trial.first, rows))
+    return same("fused", _specified_outputs(steps, rows), _specified_outputs(trial.first, rows))
 
 
-def _told(outputs: dict[str, Any], rows: int) -> dict[str, Tensor]:
+def _specified_outputs(outputs: dict[str, Any], rows: int) -> dict[str, Tensor]:
     """The specified outputs: rows of the segments, counts and the flag."""
     specified_outputs = {name: x[:rows] for name in ("rows", "probs") if isinstance(x := outputs.get(name), Tensor)}
     overflow = outputs.get("overflow")

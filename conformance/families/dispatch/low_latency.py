@@ -273,7 +273,7 @@ class LowLatencyCombine(Dispatching):
         lengths = [out.rows.shape[:2].numel() for out in dispatched]
         for rank, rows in enumerate(values_of(case, "rows", lengths)):
             received = dispatched[rank].handle.row_tokens[rank] != PADDING
-            slab = garbage_in(self._alike(rows, dispatched[rank]), received, case.poison).reshape(
+            slab = garbage_in(self._equal_per_token(rows, dispatched[rank]), received, case.poison).reshape(
                 *dispatched[rank].rows.shape[:2], case.hidden
             )
             required = {"rows": slab, "indices": indices[rank], "probs": given_probs(probs[rank], indices[rank] >= 0)}
@@ -282,7 +282,7 @@ class LowLatencyCombine(Dispatching):
         return after(self.function, dispatch_calls, dispatched, [judged(out)["rows"] for out in dispatched], calls)
 
     @staticmethod
-    def _alike(rows: Tensor, out: Any) -> Tensor:
+    def _equal_per_token(rows: Tensor, out: Any) -> Tensor:
         """Equal rows for a token's repeats of an expert: either may be read."""
         source = out.handle.row_tokens[out.handle.rank].reshape(out.source_tokens.shape)
         same = torch.zeros_like(source)

@@ -51,8 +51,8 @@ def tree_bound(
         dtype: the output's.
     """
     num_parts = len(token_P)
-    sum_of_part, size = (_added(x, part_R, num_parts) for x in (rows_RH, rows_RH.abs()))
-    most = _most(part_R, num_parts)
+    sum_of_part, size = (_index_sums(x, part_R, num_parts) for x in (rows_RH, rows_RH.abs()))
+    most = _most_terms(part_R, num_parts)
     gamma = _gamma(most, tree.first) if most > 1 else 0.0
     error = (
         gamma * size
@@ -61,9 +61,9 @@ def tree_bound(
     )
     error = torch.where(_unrounded(sum_of_part, part_R, tree.between), 0.0, error)
     value, magnitude, total, brought = (
-        _added(x, token_P, tokens) for x in (sum_of_part, size, sum_of_part.abs() + error, error)
+        _index_sums(x, token_P, tokens) for x in (sum_of_part, size, sum_of_part.abs() + error, error)
     )
-    several = _most(token_P, tokens)
+    several = _most_terms(token_P, tokens)
     narrowed = ROUNDOFF[tree.second] > ROUNDOFF[tree.between]  # single parts round too
     brought = brought + (_gamma(several, tree.second) * total if several > 1 or narrowed else 0.0)
     if narrowed:  # a part may be subnormal there; sums of such numbers are exact
@@ -85,9 +85,9 @@ def _gamma(terms: int, dtype: torch.dtype) -> float:
     return math.expm1((terms + reference_roundings) * math.log1p(ROUNDOFF[dtype]))
 
 
-def _added(x: Tensor, into: Tensor, count: int) -> Tensor:
+def _index_sums(x: Tensor, into: Tensor, count: int) -> Tensor:
     return x.new_zeros((count, *x.shape[1:])).index_add(0, into, x)
 
 
-def _most(into: Tensor, count: int) -> int:
+def _most_terms(into: Tensor, count: int) -> int:
     return int(torch.bincount(into, minlength=max(count, 1)).max())

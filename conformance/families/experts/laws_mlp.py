@@ -118,17 +118,17 @@ def _amaxes(trial: Trial) -> Finding | None:
 
     settings = problem.settings | {"amaxes": Opaque("amaxes")}
     raised = replace(problem, settings=settings, script=script, read=read)
-    fresh = _in_reference(_beside(raised, dict.fromkeys(amax_names, nothing)))
+    fresh = _in_reference(_with_inputs(raised, dict.fromkeys(amax_names, nothing)))
     earlier = {
         name: torch.where((torch.arange(len(nothing)) + position) % 2 == 0, fresh[name] * 2 + 1, fresh[name] / 2)
         for position, name in enumerate(amax_names)
     }
-    outputs = trial.run(_beside(raised, earlier))
+    outputs = trial.run(_with_inputs(raised, earlier))
     expected_amaxes = {name: _raised(earlier[name], fresh[name], name.endswith("weight")) for name in amax_names}
     return trial.judged("amaxes", trial.expected | expected_amaxes, outputs)
 
 
-def _beside(problem: Problem, tensors: dict[str, Tensor]) -> Problem:
+def _with_inputs(problem: Problem, tensors: dict[str, Tensor]) -> Problem:
     """The call with more tensors for its script."""
     return replace(problem, required=problem.required | tensors)
 

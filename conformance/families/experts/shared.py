@@ -103,7 +103,7 @@ def _expected(problem: Problem, judged: Judged, gate: Tensor | None) -> dict[str
         ),
         "fc1_weight": lambda: _of_one(judged.by_expert("d_fc1_weight", stage_gradients.mlp.fc1_weight()[0], stored)),
         "fc2_weight": lambda: _of_one(judged.by_expert("d_fc2_weight", stage_gradients.mlp.fc2_weight()[0], stored)),
-        "gate_weight": lambda: judged.by_expert("d_gate_weight", _known(stage_gradients.gate_weight), stored),
+        "gate_weight": lambda: judged.by_expert("d_gate_weight", _not_none(stage_gradients.gate_weight), stored),
     }
     return expectations | {f"d_{name}": gradients[name]() for name in problem.wanted}
 
@@ -114,6 +114,6 @@ def _of_one(expected: Expectation) -> Expectation:
     return replace(expected, value=expected.value[0], bound=expected.bound[0])
 
 
-def _known(x: Running | None) -> Running:
+def _not_none(x: Running | None) -> Running:
     assert x is not None
     return x

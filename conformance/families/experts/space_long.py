@@ -47,7 +47,7 @@ def _forms(scope: Scope) -> list[tuple[Changes, int]]:
     return [(fields, length) for fields, length in forms if scope.fits(scope.case(fields))]
 
 
-def _few(scope: Scope, fields: Changes) -> int:
+def _small_size(scope: Scope, fields: Changes) -> int:
     """A size that is not long, in units."""
     return 1 if "scaling" in fields and scope.space.device != "cuda" else FEW
 
@@ -65,7 +65,7 @@ def long_products(scope: Scope) -> list[Any]:
     cases: list[Any] = []
     for fields, length in _forms(scope):
         long = ("hidden", "width") if "scaling" in fields and len(sides) > 1 else sides
-        small_size = _few(scope, fields)
+        small_size = _small_size(scope, fields)
         sizes = {name: length if name in long else small_size for name in ("tokens", "hidden", "width")}
         rows: Changes = {"tokens": length + 1, "experts": 2, "counts": (length, 1)} if "tokens" in long else {}
         cases.append(scope.fullest(sizes | rows | _options(scope, fields) | fields))
@@ -78,7 +78,7 @@ def long_layers(scope: Scope) -> list[Any]:
     for fields, length in _forms(scope):
         low = "scaling" in fields
         both = not low or fields["scaling"] == BOTH
-        small_size = _few(scope, fields)
+        small_size = _small_size(scope, fields)
         sizes = {"tokens": small_size, "hidden": length, "width": length if both else small_size}
         cases.append(scope.fullest(sizes | _options(scope, fields) | fields))
     return cases

@@ -128,7 +128,7 @@ CONTIGUOUS: Changes = {"layout": "contiguous", "layout_of": ""}
 SIZES: Changes = {"tokens": 9, "hidden": 5, "width": 6}
 
 
-def _each(names: tuple[str, ...], values: tuple[tuple[Any, ...], ...]) -> list[Changes]:
+def _named_combinations(names: tuple[str, ...], values: tuple[tuple[Any, ...], ...]) -> list[Changes]:
     return [dict(zip(names, combination, strict=True)) for combination in values]
 
 
@@ -149,10 +149,10 @@ def _grouped_pairs(scope: Scope) -> dict[str, list[Changes]]:
     """Settings of one stage together: interpreted, two layers take ten times as long as `glu`."""
     return {
         "recipe": [HIGH],
-        "activated": _each(ACTIVATED, _FORMS),
-        "weighted": _each(WEIGHTED, _WEIGHTINGS),
-        "biased": _each(BIASED, _BOTH),
-        "kept": _each(KEPT, ((0, ""), (4, ""), (0, "moe_act"), (4, "moe"))),
+        "activated": _named_combinations(ACTIVATED, _FORMS),
+        "weighted": _named_combinations(WEIGHTED, _WEIGHTINGS),
+        "biased": _named_combinations(BIASED, _BOTH),
+        "kept": _named_combinations(KEPT, ((0, ""), (4, ""), (0, "moe_act"), (4, "moe"))),
         "counts": _segments(*COUNTS),
         "layout": _layouts(("strided", "rows"), ("strided", "fc1_weight"), ("expanded", "d_out")),
         "grads": _gradients(scope, "", "rows", "fc1_weight+fc2_weight"),
@@ -162,10 +162,10 @@ def _grouped_pairs(scope: Scope) -> dict[str, list[Changes]]:
 def _sequential_pairs(scope: Scope) -> dict[str, list[Changes]]:
     return {
         "recipe": [HIGH],
-        "activated": _each(ACTIVATED, (_PLAIN, ("", 8, 6, 0, 2, False), _STORED)),
-        "weighted": _each(WEIGHTED, (_UNWEIGHTED, *_WEIGHTINGS[1:5:3])),
-        "biased": _each(BIASED, (("", ""), ("float32", "bfloat16"))),
-        "kept": _each(KEPT, ((0, ""), (0, "moe_act"))),
+        "activated": _named_combinations(ACTIVATED, (_PLAIN, ("", 8, 6, 0, 2, False), _STORED)),
+        "weighted": _named_combinations(WEIGHTED, (_UNWEIGHTED, *_WEIGHTINGS[1:5:3])),
+        "biased": _named_combinations(BIASED, (("", ""), ("float32", "bfloat16"))),
+        "kept": _named_combinations(KEPT, ((0, ""), (0, "moe_act"))),
         "counts": _segments(*COUNTS),
         "layout": [CONTIGUOUS],
         "dtype": [{"dtype": "float32"}, {"dtype": "bfloat16"}],
@@ -177,7 +177,7 @@ def _sequential_pairs(scope: Scope) -> dict[str, list[Changes]]:
 def _shared_pairs(scope: Scope) -> dict[str, list[Changes]]:
     return {
         "recipe": [HIGH],
-        "activated": _each(ACTIVATED, _FORMS),
+        "activated": _named_combinations(ACTIVATED, _FORMS),
         "layout": _layouts(("strided", "x"), ("strided", "fc1_weight"), ("expanded", "d_out")),
         "grads": _gradients(scope, "", "x", "fc1_weight+fc2_weight"),
     }
@@ -212,7 +212,9 @@ def _low_pairs(scope: Scope) -> dict[str, list[Changes]]:
             {"variant": variant} for variant in ((1,) if per_expert or scope.space.few_kernels else range(VARIANTS))
         ],
         "override": [{"override": ""}],
-        "activated": _each(ACTIVATED, (_PLAIN, ("reglu", -4, 6, 0, 0, False), ("squared_relu", 0, 0, 0, 0, False))),
+        "activated": _named_combinations(
+            ACTIVATED, (_PLAIN, ("reglu", -4, 6, 0, 0, False), ("squared_relu", 0, 0, 0, 0, False))
+        ),
         "dtype": [{"dtype": dtype} for dtype in ("float32", "bfloat16")],
         "values": [{"values": values} for values in ("dyadic", "rows")],
         "layout": [CONTIGUOUS],
@@ -227,9 +229,9 @@ def _low_pairs(scope: Scope) -> dict[str, list[Changes]]:
 
     return pairs | {
         "counts": [ragged(parts) for parts in ratios_of_counts],
-        "weighted": _each(WEIGHTED, (_UNWEIGHTED,) if per_expert else weighted),
-        "biased": _each(BIASED, (("", ""),) if per_expert else (("", ""), ("float32", "float32"))),
-        "kept": _each(KEPT, ((0, ""),) if per_expert else ((0, ""), (32, "moe"), (0, "moe_act"))),
+        "weighted": _named_combinations(WEIGHTED, (_UNWEIGHTED,) if per_expert else weighted),
+        "biased": _named_combinations(BIASED, (("", ""),) if per_expert else (("", ""), ("float32", "float32"))),
+        "kept": _named_combinations(KEPT, ((0, ""),) if per_expert else ((0, ""), (32, "moe"), (0, "moe_act"))),
         "tail": [{"tail": tail} for tail in ((0,) if per_expert else (0, 3))],
         "index_dtype": [{"index_dtype": "int64"}],
         "grads": _gradients(scope) if per_expert else _gradients(scope, "rows", "fc1_weight+fc2_weight"),

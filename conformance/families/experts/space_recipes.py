@@ -76,7 +76,7 @@ BASE: Changes = {
 }
 
 
-def _together(scope: Scope) -> dict[str, list[Changes]]:
+def _joint_axes(scope: Scope) -> dict[str, list[Changes]]:
     """Every recipe, and fewer layouts and gradients than in high precision."""
     several = "counts" in scope.live
 
@@ -104,7 +104,7 @@ def by_recipe(scope: Scope, other_cases: list[Case]) -> list[Case]:
     if not scope.accepts("recipe"):
         return []
     several = "counts" in scope.live
-    gpu, grads, together = scope.space.device == "cuda", "+".join(scope.signature.gradients[:2]), _together(scope)
+    gpu, grads, together = scope.space.device == "cuda", "+".join(scope.signature.gradients[:2]), _joint_axes(scope)
     cases = scope.array(BASE, together).cases
     if gpu and not scope.space.few_kernels:
         overrides: list[Changes] = [{"override": override} for override in OVERRIDES]

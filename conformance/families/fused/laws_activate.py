@@ -16,7 +16,7 @@ from conformance.judge import Finding
 READ = ("amax", "scales", "codes", "values")
 
 
-def _changed(trial: Trial, **tensors: Any) -> Problem:
+def _with_tensors(trial: Trial, **tensors: Any) -> Problem:
     """The call on other values, without gradients."""
     return replace(trial.problem.with_tensors(tensors), wanted=(), cotangents={})
 
@@ -36,7 +36,7 @@ def _neighbour_groups(trial: Trial) -> Finding | None:
     e = int(splits.argmax())
     first = int(splits[:e].sum())
     h[first : first + int(splits[e])] = torch.where(h[first : first + int(splits[e])] > 0, torch.nan, 3.0)
-    problem = _changed(trial, h=h)
+    problem = _with_tensors(trial, h=h)
     second = trial.run(problem)
     first_groups, there = {}, {}
     for suffix, form in _forms(trial).items():
@@ -65,7 +65,7 @@ def _padding_values(trial: Trial) -> Finding | None:
     changed_tensors = {name: trial.problem.tensors[name].clone() for name in names}
     for x in changed_tensors.values():
         x[real:] = torch.where(x[real:].isnan(), 3.0, torch.nan)
-    problem = _changed(trial, **changed_tensors)
+    problem = _with_tensors(trial, **changed_tensors)
     first_outputs = {
         name: trial.first[name] for name in trial.expected if not name.startswith("d_") or trial.case.backward
     }
@@ -74,7 +74,7 @@ def _padding_values(trial: Trial) -> Finding | None:
 
 def _doubled_probs(trial: Trial) -> Finding | None:
     """Twice the probs: the same codes, twice the scales where amax > 0."""
-    problem = _changed(trial, probs=trial.problem.settings["probs"] * 2)
+    problem = _with_tensors(trial, probs=trial.problem.settings["probs"] * 2)
     second = trial.run(problem)
     expected_outputs: Outputs = {}
     for suffix, _ in directions(trial.problem.settings):

@@ -30,10 +30,10 @@ def kinds(scope: Scope) -> list[Changes]:
     """Every recipe, role and direction supported with some buffer size."""
     rooms: list[Changes] = [{}, {"capacity": 1}]
     base: Changes = {"dtype": "bfloat16"}
-    return [kind for kind in KINDS if any(_fits(scope, kind | base | room) for room in rooms)]
+    return [kind for kind in KINDS if any(_is_accepted(scope, kind | base | room) for room in rooms)]
 
 
-def _fits(scope: Scope, fields: Changes) -> bool:
+def _is_accepted(scope: Scope, fields: Changes) -> bool:
     return scope.fits(scope.case(fields))
 
 
@@ -49,7 +49,7 @@ def _of_kind(draw: st.DrawFn, scope: Scope, kind: Changes, shapes: st.SearchStra
     fields = kind | draw(shapes) | {"hidden": draw(mostly_some(COLUMNS.get(kind["scaling"], 70)))}
     if kind["scaling"] in ALIGNED and not scope.accepts("align") and fields["experts"] > 64:
         fields |= {"experts": 1, "routing": None, "spread": "ragged"}
-    transformed = not _fits(scope, kind | {"dtype": "float32"})
+    transformed = not _is_accepted(scope, kind | {"dtype": "float32"})
     if transformed:
         fields["dtype"] = "bfloat16"
     fields["values"] = draw(st.sampled_from(TRANSFORMED if transformed else VALUES))

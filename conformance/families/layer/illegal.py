@@ -42,7 +42,9 @@ def _once_known(rule: Rule) -> Rule:
 
     def break_it(problem: Problem) -> Problem:
         def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-            legal = {name: _beside(x, arguments["x"]) for name, x in (problem.required | problem.settings).items()}
+            legal = {
+                name: _on_device_of(x, arguments["x"]) for name, x in (problem.required | problem.settings).items()
+            }
             for _ in range(2):
                 script(implementation, legal | {"config": arguments["config"]})
             try:
@@ -55,7 +57,7 @@ def _once_known(rule: Rule) -> Rule:
     return break_it
 
 
-def _beside(value: Any, x: Tensor) -> Any:
+def _on_device_of(value: Any, x: Tensor) -> Any:
     return value.to(x.device) if isinstance(value, Tensor) else value
 
 

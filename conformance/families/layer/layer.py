@@ -15,7 +15,6 @@ from conformance.core.contract import Opaque, Problem
 from conformance.core.ranks import RankContext, Ranked
 from conformance.core.signature import Input, Output, Signature
 from conformance.families.experts.precision_mlp import pairs_from
-from conformance.families.layer.alone import alone
 from conformance.families.layer.cases import (
     LayerCase,
     config_of_layer,
@@ -31,6 +30,7 @@ from conformance.families.layer.cases import (
 )
 from conformance.families.layer.rank import Rank
 from conformance.families.layer.routing import routed_outputs, state_before, state_of, steps_of
+from conformance.families.layer.single_stages import single_stage
 from conformance.families.layer.stages import Layer
 from conformance.families.layer.traced import Traced
 from conformance.families.router.route_ranks import summed
@@ -107,7 +107,7 @@ class MoeLayer(Ranked[LayerCase]):
 
     def calls(self, case: LayerCase) -> list[Problem]:
         if case.stage:
-            return alone(self.traced(case)).calls
+            return single_stage(self.traced(case)).calls
         parameters, config, expert_bias = parameters_of(case), config_of_layer(case), expert_bias_of(case)
         wanted = self.signature.wanted(case)
         settings: dict[str, Any] = {"training": False} if case.evaluation else {}
@@ -149,7 +149,7 @@ class MoeLayer(Ranked[LayerCase]):
         """One rank's expectations; none if rounding could change a choice on any rank."""
         if case.stage:
             layer = self.traced(case)
-            return alone(layer).right(layer, rank, declared)
+            return single_stage(layer).right(layer, rank, declared)
         config: LayerConfig = calls[0].required["config"]
         if case.rerun:
             config = replace(config, num_rows=None)

@@ -28,11 +28,11 @@ def settings_of(case: RoutingCase) -> dict[str, Any]:
     if case.capacity:
         settings["capacity"] = case.capacity
     if case.slack is not None:
-        settings["num_rows"] = max(_needed(case) + case.slack * max(case.align, 1), 0)
+        settings["num_rows"] = max(_rows_needed(case) + case.slack * max(case.align, 1), 0)
     return settings
 
 
-def _needed(case: RoutingCase) -> int:
+def _rows_needed(case: RoutingCase) -> int:
     """Total rows of all segments."""
     unit = max(case.align, 1)
     return sum(-(-int(n) // unit) * unit for n in routed(case).sum(0))
@@ -40,7 +40,7 @@ def _needed(case: RoutingCase) -> int:
 
 def _rows(case: RoutingCase, settings: dict[str, Any]) -> int:
     """Rows of the permuted buffer."""
-    return settings.get("num_rows", case.experts * case.capacity if case.capacity else _needed(case))
+    return settings.get("num_rows", case.experts * case.capacity if case.capacity else _rows_needed(case))
 
 
 class Permute(Contract[RoutingCase]):

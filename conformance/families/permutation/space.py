@@ -122,11 +122,11 @@ def _permuted(scope: Scope) -> list[Any]:
     roomy: Changes = {"tokens": 1, "experts": 3, "topk": 2, "hidden": 5, "capacity": 4, "align": 0}
     full: Changes = {"tokens": 3, "experts": 9, "topk": 1, "hidden": 2, "capacity": 2, "align": 0}
     limited = [roomy, *(full | {"routing": (expert,) * 3} for expert in (1, 1 << 8))]
-    rows = [*shapes, crowded, double, one_column, *_strange(scope), *_counted(scope), *_plain(scope)]
+    rows = [*shapes, crowded, double, one_column, *_strange(scope), *_rows_of_one_expert(scope), *_forward_rows(scope)]
     return [*rows, *(limited if scope.accepts("capacity") else [])]
 
 
-def _plain(scope: Scope) -> list[Any]:
+def _forward_rows(scope: Scope) -> list[Any]:
     """Tokens that stay where they are, without gradients; probs that float32 cannot hold; probs
     without columns beside them.
     """
@@ -178,7 +178,7 @@ def _strange(scope: Scope) -> list[Any]:
     return [*(edges | kind for kind in ({"dtype": "float32"}, *PATTERNS)), *patterns]
 
 
-def _counted(scope: Scope) -> list[Changes]:
+def _rows_of_one_expert(scope: Scope) -> list[Changes]:
     """Rows of one expert: exactly a tile's, past 8 and on a GPU past 15 and 16 bits; as many of one
     of four experts; room for more than a tile, on a GPU past 15 bits; there as many rows of fewer
     tokens.

@@ -267,7 +267,7 @@ def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
         "zeros": lambda: _zeros(case, dyadic),
         "special": lambda: _special(case, dyadic, noise) if name in EVERY_SECOND else dyadic,
         "edges": lambda: _edges(case, dyadic.to(kind)),
-        "every": lambda: _every(case, dyadic),
+        "every": lambda: _all_patterns(case, dyadic),
         "levels": lambda: _levels(case, dyadic, noise),
     }[case.values]()
     x = values.to(kind)
@@ -354,7 +354,7 @@ def _edges(case: QuantizeCase, dyadic: Tensor) -> Tensor:
     return torch.where(zero & x.isfinite(), 0.0, x)
 
 
-def _every(case: QuantizeCase, dyadic: Tensor) -> Tensor:
+def _all_patterns(case: QuantizeCase, dyadic: Tensor) -> Tensor:
     """±(1 + m/2⁷) 2⁻ᵉ below a largest value in [2, 4), times a power of two per 32 columns of a row
     where blocks have scales.
     """

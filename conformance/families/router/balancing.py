@@ -61,7 +61,7 @@ COUNTS = ("bool", "int32", "int64")  # bool: int64
 PADDING = Input("padding_mask", "T", ("bool",), field="", optional="padding")
 
 
-class _Wide(Contract[C]):
+class _FloatOutputs(Contract[C]):
     """A function with float32 or float64 outputs."""
 
     def cotangent(self, case: C, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -72,7 +72,7 @@ def _padding(case: LogitsCase) -> dict[str, Any]:
     return {"padding_mask": padding_of(case)} if case.padding else {}
 
 
-class AuxLossScores(_Wide[LogitsCase]):
+class AuxLossScores(_FloatOutputs[LogitsCase]):
     """`aux_loss_scores`: the scores, the choice by the rule of margins, and the gradient."""
 
     function = "aux_loss_scores"
@@ -93,7 +93,7 @@ class AuxLossScores(_Wide[LogitsCase]):
         logits, settings = problem.required["logits"], problem.settings
         dtype, function = accumulator_of(declared, logits.dtype), settings.get("score_function", "softmax")
         padding = settings["padding_mask"] if "padding_mask" in settings else torch.zeros(len(logits), dtype=torch.bool)
-        unspecified_rows = self._free(logits, function)
+        unspecified_rows = self._unspecified_rows(logits, function)
         x = Running.of(torch.where(unspecified_rows[:, None], 0, logits), dtype)
         _, scores = aux_scores(x, function)
         oracle = leaf(logits)
@@ -132,12 +132,12 @@ class AuxLossScores(_Wide[LogitsCase]):
         return rows[:, None].expand(logits.shape)
 
     @staticmethod
-    def _free(logits: Tensor, function: str) -> Tensor:
+    def _unspecified_rows(logits: Tensor, function: str) -> Tensor:
         rows = unspecified_rows(logits, {})
         return rows | (logits == -torch.inf).all(1) if function == "softmax" else rows
 
 
-class ZLoss(_Wide[LogitsCase]):
+class ZLoss(_FloatOutputs[LogitsCase]):
     """`z_loss` and its gradient."""
 
     function = "z_loss"
@@ -218,7 +218,7 @@ class SinkhornRouting(Contract[LogitsCase]):
         return slope_by_plan(activation, g, problem.settings["topk"]).bounded(problem.required["logits"].dtype)
 
 
-class LoadBalancingLoss(_Wide[LoadCase]):
+class LoadBalancingLoss(_FloatOutputs[LoadCase]):
     """`load_balancing_loss` and its gradient."""
 
     function = "load_balancing_loss"

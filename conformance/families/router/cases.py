@@ -178,10 +178,10 @@ def logits_of(case: LogitsCase) -> Tensor:
         value = torch.tensor(case.logits, dtype=torch.float64)
         special = torch.where(value == NOT_A_NUMBER, torch.nan, value / 8)
         return torch.where(value == MINUS_INFINITY, -torch.inf, special).reshape(shape).to(dtype)
-    return torch.from_numpy(_drawn(case, dtype)).reshape(shape).to(dtype)
+    return torch.from_numpy(_logit_values(case, dtype)).reshape(shape).to(dtype)
 
 
-def _drawn(case: LogitsCase, dtype: torch.dtype) -> np.ndarray:
+def _logit_values(case: LogitsCase, dtype: torch.dtype) -> np.ndarray:
     noise = hashed(case.seed, "logits", case.tokens * case.experts).astype(np.int64)
     fine = dtype in (torch.float32, torch.float64)
     token = np.arange(len(noise)) // case.experts
@@ -217,7 +217,7 @@ def _drawn(case: LogitsCase, dtype: torch.dtype) -> np.ndarray:
     if case.spread == "edges":
         return _edges(case, values, dtype)
     if case.spread == "every":
-        return _every(case, noise, values, dtype)
+        return _all_patterns(case, noise, values, dtype)
     if case.spread == "slow":
         return _slow(case)
     if case.spread == "zeros":  # of both signs, which are equal
@@ -251,7 +251,7 @@ def _slow(case: LogitsCase) -> np.ndarray:
     return slow.flatten()
 
 
-def _every(case: LogitsCase, noise: np.ndarray, values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+def _all_patterns(case: LogitsCase, noise: np.ndarray, values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """Consecutive finite 16-bit patterns, with random bits after them in a wider dtype; others are
     plain, in z_loss, a sum over tokens, also large ones.
     """

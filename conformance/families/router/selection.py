@@ -257,12 +257,14 @@ class _TopK(Contract[LogitsCase]):
         dtype = accumulator_of(declared, logits.dtype)
         choice = self.choice(problem, dtype, declared.get("tie_rule") == "lowest_index")
         expectations: dict[str, Expectation] = {self.primary: choice}
-        expectations["probs"] = self._given(choice.value, lambda chosen: self._weights(problem, chosen, dtype))
+        expectations["probs"] = self._by_choice(choice.value, lambda chosen: self._weights(problem, chosen, dtype))
         if problem.wanted:
-            expectations["d_logits"] = self._given(choice.value, lambda chosen: self._gradient(problem, chosen, dtype))
+            expectations["d_logits"] = self._by_choice(
+                choice.value, lambda chosen: self._gradient(problem, chosen, dtype)
+            )
         return expectations
 
-    def _given(self, choice: Tensor, judge_by: Callable[[Tensor], Bounded]) -> Given:
+    def _by_choice(self, choice: Tensor, judge_by: Callable[[Tensor], Bounded]) -> Given:
         """The expectation given the candidate's choice, recomputed if it is not the reference's."""
         reference = judge_by(choice)
 

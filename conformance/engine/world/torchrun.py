@@ -32,7 +32,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True)
-class Joined:
+class TorchrunRank:
     """This process's rank in the world that torchrun has started."""
 
     rank: int
@@ -65,7 +65,7 @@ class Joined:
         return dist.PrefixStore("moe-conformance", store)
 
 
-def joined() -> Joined | None:
+def torchrun_rank() -> TorchrunRank | None:
     """The rank of this process in torchrun's environment; None without one, or alone.
 
     Raises:
@@ -81,13 +81,13 @@ def joined() -> Joined | None:
     gpu = int(os.environ.get("LOCAL_RANK", rank))
     ranks, port = int(variables["WORLD_SIZE"]), int(variables["MASTER_PORT"])
     hosts_store, local_ranks = rank == 0 and not agent, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return Joined(rank, ranks, variables["MASTER_ADDR"], port, gpu, hosts_store, local_ranks)
+    return TorchrunRank(rank, ranks, variables["MASTER_ADDR"], port, gpu, hosts_store, local_ranks)
 
 
 class RemoteRanks:
     """Rank 0's connections to the lenders of all other ranks."""
 
-    def __init__(self, here: Joined) -> None:
+    def __init__(self, here: TorchrunRank) -> None:
         self.here = here
         self._store = here.store(first=True)
         self._listener: Listener | None = None
@@ -185,7 +185,7 @@ class RemoteRank:
         return " (its host does not answer)"
 
 
-def lend_rank(here: Joined, options: ChildOptions) -> int:
+def lend_rank(here: TorchrunRank, options: ChildOptions) -> int:
     """Provide this rank to rank 0's worlds until rank 0 dismisses it or dies; the exit code.
 
     Raises:

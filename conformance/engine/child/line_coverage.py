@@ -14,7 +14,7 @@ from conformance.interface import Implementation
 CALLS = 16  # of one function that are traced
 
 
-class Reached:
+class LineCoverage:
     """Collects the lines, as "file:line", of the function's top-level package.
 
     Only inside `recording`: other code would pay for one call of the tracer per function, and the

@@ -42,7 +42,7 @@ OPTIONS = ("training", "batch_size", "padding_mask", "ranks")
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleStage:
     """One stage: each rank's call, and the contract that judges it."""
 
     calls: list[Problem]
@@ -57,10 +57,10 @@ class Alone:
         return self.contract.expected(self.case, self.calls[rank], declared)
 
 
-def alone(layer: Traced) -> Alone:
+def single_stage(layer: Traced) -> SingleStage:
     """The stage that the case names."""
     name = layer.case.stage
-    makers: dict[str, Callable[[Traced], Alone]] = {
+    makers: dict[str, Callable[[Traced], SingleStage]] = {
         "gate": _gate,
         "route": _route,
         "permute": _permute,
@@ -81,7 +81,7 @@ def _stage(
     wanted: tuple[str, ...],
     cotangents: Mapping[str, str],
     case: Any = None,
-) -> Alone:
+) -> SingleStage:
     """The stage with these arguments; settings that are None, False or 0 are not given.
 
     Args:
@@ -96,10 +96,10 @@ def _stage(
         wanted_inputs = tuple(name for name in wanted if name in first | present_settings) if layer.case.grads else ()
         backward = {output: layer.gradients[name][rank] for output, name in cotangents.items()} if wanted_inputs else {}
         calls.append(Problem(contract.function, first, present_settings, {}, wanted_inputs, backward))
-    return Alone(calls, contract, case)
+    return SingleStage(calls, contract, case)
 
 
-def _same(layer: Traced, **settings: Any) -> dict[str, list[Any]]:
+def _same_for_all_ranks(layer: Traced, **settings: Any) -> dict[str, list[Any]]:
     """Settings that all ranks have."""
     return {name: [x] * len(layer.calls) for name, x in settings.items()}
 
@@ -107,14 +107,14 @@ def _same(layer: Traced, **settings: Any) -> dict[str, list[Any]]:
 # ---- router
 
 
-def _gate(layer: Traced) -> Alone:
+def _gate(layer: Traced) -> SingleStage:
     router_inputs = [seen_by_router(layer.case, call) for call in layer.calls]
-    settings = {"bias": layer.given("router_bias")} | _same(layer, router_dtype=layer.config.router_dtype)
+    settings = {"bias": layer.given("router_bias")} | _same_for_all_ranks(layer, router_dtype=layer.config.router_dtype)
     required = {"x": router_inputs, "weight": layer.given("router_weight")}
     return _stage(layer, Gate(), required, settings, ("x", "weight", "bias"), {"logits": "logits"})
 
 
-def _route(layer: Traced) -> Alone:
+def _route(layer: Traced) -> SingleStage:
     calls = []
     for rank, call in enumerate(layer.calls):
         required = {"logits": layer.at("logits")[rank], "config": layer.config.router}
@@ -124,7 +124,7 @@ def _route(layer: Traced) -> Alone:
         wanted = ("logits",) if layer.case.grads else ()
         backward = {"probs": layer.gradients["probs"][rank]} if wanted else {}
         calls.append(Problem("route", required, settings, {}, wanted, backward, script=_script, first=required))
-    return Alone(calls, None)
+    return SingleStage(calls, None)
 
 
 def _script(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _right_route(layer: Traced, rank: int, declared: Mapping[str, Any]) -> dict[
 # ---- tokens, rows, experts
 
 
-def _latent(layer: Traced) -> Alone:
+def _latent(layer: Traced) -> SingleStage:
     down = layer.case.stage == "latent_down"
     x = [call.required["x"] for call in layer.calls] if down else layer.at("combined")
     required = {"x": x, "weight": layer.given(layer.case.stage)}
@@ -161,14 +161,14 @@ def _latent(layer: Traced) -> Alone:
     return _stage(layer, LatentProjection(), required, {}, ("x", "weight"), backward, case)
 
 
-def _permute(layer: Traced) -> Alone:
+def _permute(layer: Traced) -> SingleStage:
     required = {"tokens": layer.at("sent"), "routing_map": layer.local_maps}
-    settings = {"probs": layer.at("local_probs")} | _same(layer, **layer.config.dispatch)
+    settings = {"probs": layer.at("local_probs")} | _same_for_all_ranks(layer, **layer.config.dispatch)
     backward = {"rows": "rows", "probs": "row_probs"}
     return _stage(layer, Permute(), required, settings, ("tokens", "probs"), backward)
 
 
-def _unpermute(layer: Traced) -> Alone:
+def _unpermute(layer: Traced) -> SingleStage:
     shapes = [tuple(x.shape) for x in layer.results["sums"]]
     required: Lists = {"rows": layer.at("expert_rows"), "row_map": [Opaque("row_map")] * len(shapes)}
     stage = _stage(layer, Unpermute(), required, {"restore_shape": shapes}, ("rows",), {"tokens": "sums"})
@@ -181,7 +181,7 @@ def _unpermute(layer: Traced) -> Alone:
     return replace(stage, calls=calls)
 
 
-def _grouped_mlp(layer: Traced) -> Alone:
+def _grouped_mlp(layer: Traced) -> SingleStage:
     required = {
         "rows": layer.at("rows"),
         "tokens_per_expert": [rank_rows.tokens_per_expert for rank_rows in layer.parts],
@@ -189,7 +189,7 @@ def _grouped_mlp(layer: Traced) -> Alone:
         "fc2_weight": layer.given("fc2_weight"),
     }
     biases = {name: layer.given(name) for name in ("fc1_bias", "fc2_bias")}
-    settings = biases | {"probs": layer.at("row_probs")} | _same(layer, **layer.config.experts)
+    settings = biases | {"probs": layer.at("row_probs")} | _same_for_all_ranks(layer, **layer.config.experts)
     wanted = ("rows", "probs", "fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")
     stage = _stage(layer, GroupedMlp(), required, settings, wanted, {"out": "expert_rows"})
     states = [{name: x for name, x in call.required.items() if name.startswith("state.")} for call in layer.calls]
@@ -197,13 +197,15 @@ def _grouped_mlp(layer: Traced) -> Alone:
     return replace(stage, calls=calls)
 
 
-def _shared(layer: Traced) -> Alone:
+def _shared(layer: Traced) -> SingleStage:
     required = {
         "x": [call.required["x"] for call in layer.calls],
         "fc1_weight": layer.given("shared_fc1_weight"),
         "fc2_weight": layer.given("shared_fc2_weight"),
     }
-    settings = {"gate_weight": layer.given("shared_gate_weight")} | _same(layer, **layer.config.shared_experts)
+    settings = {"gate_weight": layer.given("shared_gate_weight")} | _same_for_all_ranks(
+        layer, **layer.config.shared_experts
+    )
     wanted = ("x", "fc1_weight", "fc2_weight", "gate_weight")
     return _stage(layer, SharedExperts(), required, settings, wanted, {"out": "output"})
 
@@ -219,22 +221,24 @@ def _dispatch_case(case: LayerCase, function: str) -> DispatchCase:
     return DispatchCase(function=function, dtype=case.dtype, probs=case.logit_dtype, **sizes)
 
 
-def _dispatch(layer: Traced, function: str) -> Alone:
+def _dispatch(layer: Traced, function: str) -> SingleStage:
     case, wanted = _dispatch_case(layer.case, function), ("tokens", "probs")
     tokens = {"tokens": layer.at("tokens")}
     if layer.case.dispatcher == "deepep":
         required = tokens | {"indices": [slot.indices for slot in layer.slots]}
-        settings = {"probs": layer.at("slot_probs")} | _same(layer, num_experts=layer.copies[0].probs.shape[1])
+        settings = {"probs": layer.at("slot_probs")} | _same_for_all_ranks(
+            layer, num_experts=layer.copies[0].probs.shape[1]
+        )
         backward = {"rows": "sent", "probs": "sent_probs"}
         return _stage(layer, DeepEPDispatch(), required, settings, wanted, backward, case)
     required = tokens | {"routing_map": [out.routing_map for out in layer.copies]}
     backward = {"rows": "rows", "probs": "row_probs"}
     probs = layer.at("flat_probs" if "flat_probs" in layer.results else "probs")
-    settings = {"probs": probs} | _same(layer, **layer.config.dispatch)
+    settings = {"probs": probs} | _same_for_all_ranks(layer, **layer.config.dispatch)
     return _stage(layer, MapDispatch(function), required, settings, wanted, backward, case)
 
 
-def _combine(layer: Traced) -> Alone:
+def _combine(layer: Traced) -> SingleStage:
     """After the implementation's own dispatch."""
     dispatch_stage = _dispatch(layer, layer.case.stage.replace("combine", "dispatch"))
     calls = [replace(call, wanted=(), cotangents={}) for call in dispatch_stage.calls]
@@ -242,7 +246,7 @@ def _combine(layer: Traced) -> Alone:
     deepep = layer.case.dispatcher == "deepep"
     contract = DeepEPCombine() if deepep else MapCombine(layer.case.stage)
     required: Lists = {"rows": layer.at("sums" if deepep else "expert_rows"), "handle": [HANDLE] * len(calls)}
-    settings = _same(layer, **layer.config.combine)
+    settings = _same_for_all_ranks(layer, **layer.config.combine)
     combine_stage = _stage(layer, contract, required, settings, ("rows",), {"tokens": "combined"}, case)
     rows = [free_behind("rows", out.rows, specified(case, out)) for out in dispatched]
     fields = ("required", "settings", "wanted", "cotangents")

@@ -22,7 +22,7 @@ def features(outcome: Outcome) -> frozenset[str]:
 
 
 @dataclass
-class Kept:
+class InterestingCases:
     """The interesting cases of one function.
 
     A kernel is only reported by the first case that compiles it in a child, so a case keeps all
@@ -36,7 +36,7 @@ class Kept:
     judged: set[str] = field(default_factory=set)  # ids
 
     @classmethod
-    def read(cls, folder: Path, function: str) -> "Kept":
+    def read(cls, folder: Path, function: str) -> "InterestingCases":
         """The cases of earlier searches.
 
         Raises:
