@@ -46,8 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(arguments: Namespace) -> None:
-    """Find errors of the user before torch is imported, which takes seconds. Under memcheck the
-    command begins again.
+    """Find the user's errors before torch is imported, because that import takes seconds.
+
+    With `--sanitize memcheck` the command is started again under the sanitizer.
 
     Raises:
         UsageError: an illegal value.
@@ -88,7 +89,7 @@ def _checked(arguments: Namespace) -> int:
 
 
 def _verb(arguments: Namespace) -> int:
-    """Run the verb; as another rank than 0 of a world under torchrun, lend this rank to rank 0."""
+    """Run the verb. A process that is another rank than 0 under torchrun serves rank 0 instead."""
     from conformance.engine.world.torchrun import lend_rank, torchrun_rank
 
     world = torchrun_rank()
@@ -239,7 +240,10 @@ def explain(arguments: Namespace) -> int:
 
 
 def minimize(arguments: Namespace) -> int:
-    """Exit code 1 with the smallest case; if the case does not fail, the one that `replay` has."""
+    """Exit code 1 with the smallest case that fails.
+
+    A case that does not fail gives the exit code that `replay` gives.
+    """
     from conformance.engine.run import corpus
     from conformance.engine.run.failure import Failure
     from conformance.engine.run.reduction import reduce
@@ -344,7 +348,7 @@ def new_test(arguments: Namespace) -> int:
 
 
 def export(arguments: Namespace) -> int:
-    """Write the cases as data, and say what no rule of the files states."""
+    """Write the cases as data, and print what the rules in the files do not state."""
     from conformance.report.vectors import export as exported
 
     for name in split_names(arguments.function):

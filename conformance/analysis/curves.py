@@ -30,12 +30,14 @@ class Curve(NamedTuple):
 
 
 def _room(dtype: torch.dtype) -> float:
-    """The x from which on 1 + exp(-x) = 1."""
+    """The smallest x from which 1 + exp(-x) is exactly 1 in this dtype."""
     return LOST - math.log(ROUNDOFF[dtype])
 
 
 def _off(x: Running) -> Tensor:
-    """The error of an exponential's argument, x · log₂e being rounded once more."""
+    """The error of an exponential whose argument x · log₂e is rounded before the exponential is
+    taken.
+    """
     return torch.where(x.value.isfinite(), x.error + 2 * ROUNDOFF[x.dtype] * x.value.abs(), 0.0)
 
 
@@ -85,7 +87,9 @@ def _beside_one(x: Running, value: Tensor, high: Tensor, low: Tensor, distance_t
 
 
 def in_any_order(*terms: Running) -> Running:
-    """The sum of the terms, whichever two are added first: each sum rounds by its terms' size."""
+    """The sum of the terms, with the error of adding them in any order: each partial sum is
+    rounded.
+    """
     shape = torch.broadcast_shapes(*(x.value.shape for x in terms))
     expanded = [Running(x.value.expand(shape), x.error.expand(shape), terms[-1].dtype) for x in terms]
     total = Running.joined(expanded, stack=True).sum(0)

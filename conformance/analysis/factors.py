@@ -23,7 +23,7 @@ from moe_ref.rounding import round_to
 # float32 roundings of a product by scales: three per value of NVFP4, or in one factor for both
 # operands, and the multiplication by it
 SCALED = 8
-SCALED_BY_RECIPROCALS = 16  # plus up to five roundings per scale
+SCALED_BY_RECIPROCALS = 16  # and at most five roundings per scale
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,10 @@ def _decoded(quantizer: Quantizer, group: Scaled, source: Tensor) -> Decoded:
 
 
 def may_be_others(scheme: Scheme) -> bool:
-    """Whether reciprocals may change a code: not with powers of two or 4over6."""
+    """Whether a quantiser that multiplies by reciprocals may give a neighbouring code.
+
+    It cannot where scales are powers of two, nor with 4over6.
+    """
     recipe = scheme.recipe
     return not (recipe.power_of_two_scales or recipe.scaling == "mxfp8" or scheme.four_over_six)
 
@@ -187,11 +190,10 @@ def dequantised(values: Interval, dtype: torch.dtype, reciprocal: bool) -> Inter
 
 
 def aligned_size(values: Interval, scale: Tensor, scheme: Scheme) -> Tensor:
-    """|value|; for a subnormal code the value of the smallest normal one.
-
-    A matrix unit that truncates a sum aligns it by the largest exponent of its terms, and a
-    subnormal code has the exponent of the smallest normal one. Measured on an H200: a subnormal's
-    product lost three more bits.
+    """The magnitudes by which a sum is aligned: |value|, but for a subnormal code the value of the
+    smallest normal code. A matrix unit that truncates a sum aligns it by the largest exponent of
+    its terms, and a subnormal code has the exponent of the smallest normal one. Measured on an
+    H200: the product of a subnormal code lost three more bits.
     """
     smallest, center = scale * 2.0 ** (1 - scheme.format.bias), values.center
     return torch.where((center == 0) & (values.margin == 0), 0.0, torch.maximum(center.abs(), smallest))

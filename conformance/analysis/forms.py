@@ -40,7 +40,9 @@ LEAST = 2.0**-149  # the smallest float32
 
 @dataclass(frozen=True)
 class NotRead(Exact):
-    """An output that a reader without the keyword for it does not offer."""
+    """The expectation of an output that the reader does not return, because the implementation's
+    reader lacks the keyword for it.
+    """
 
     @property
     def optional(self) -> bool:
@@ -63,7 +65,7 @@ class QuantizedForm:
     repeated: int = 0  # repeated rows, where the implementation draws its noise
     others: tuple[str, ...] = ()  # outputs with the codes of other calls
 
-    checks: ClassVar[int] = 8  # of noise: two calls in each direction of two cases
+    checks: ClassVar[int] = 8  # draws of noise: two calls in each direction of two cases
 
     @property
     def loose(self) -> bool:
@@ -248,7 +250,9 @@ class QuantizedForm:
         )
 
     def _any_nan(self, reference_codes: Tensor, outputs: Outputs) -> Tensor:
-        """The codes with the returned NaN in place of another: a format may have several."""
+        """The expected codes, in which the NaN that was returned replaces the reference's NaN: a
+        format may have several codes for NaN.
+        """
         observed = outputs.get(self.names["codes"])
         if not isinstance(observed, Tensor) or observed.shape != reference_codes.shape or observed.is_floating_point():
             return reference_codes
@@ -305,7 +309,9 @@ def nearly(scale: Tensor, roundings: int) -> Bounded:
 
 
 def one_nan(x: Tensor) -> Tensor:
-    """x with one NaN payload: the payload after a conversion depends on the machine."""
+    """x with the same payload in every NaN, because the payload after a conversion depends on the
+    machine.
+    """
     return torch.where(x.isnan(), torch.nan, x)
 
 

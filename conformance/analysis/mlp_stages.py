@@ -61,7 +61,10 @@ def activated(h: Running, settings: Mapping[str, Any]) -> Activated:
 
 
 def activated_as_kept(h: Running, settings: Mapping[str, Any]) -> Activated:
-    """`activated` for h kept as E4M3 codes; unknown where a gate or its value may overflow."""
+    """`activated`, for an h that is stored as E4M3 codes.
+
+    The result is unknown where a gate or its value may overflow.
+    """
     stored_h = kept_in_e4m3(h)
     act = activated(stored_h, settings)
     beyond = torch.logical_or(*split(stored_h.error.isinf(), settings))
@@ -81,7 +84,9 @@ def clamped(x: Running, least: float, most: float) -> Running:
 
 
 def clamp_vjp(g: Running, x: Running, least: float, most: float) -> Running:
-    """g where x lies within the bounds, else 0; either where x's interval contains a bound."""
+    """The gradient of `clamped`: g where x lies within the bounds, else 0; either one where the
+    interval of x contains a bound.
+    """
     within_limits = (x.value >= least) & (x.value <= most)
     open_ = ((x.value - most).abs() <= x.error) | ((x.value - least).abs() <= x.error)
     either = open_ & (x.error > 0)

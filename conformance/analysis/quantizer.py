@@ -247,7 +247,9 @@ class Quantizer:
         return spread(only_six, self.scheme.block, x.low), spread(only_four, self.scheme.block, x.low)
 
     def _where_open(self, x: Interval, decoded: "Decoded") -> "Decoded":
-        """Any value up to the amax where a block may be all zeros, whose scale is 1."""
+        """Any value up to the amax is allowed in a block that may be all zeros, because its scale
+        is then 1.
+        """
         recipe = self.scheme.recipe
         if self.given is not None or recipe.scaling == "mxfp8" or x.is_exact:
             return decoded

@@ -23,7 +23,7 @@ from conformance.core.signature import Signature
 
 Changes = dict[str, Any]
 
-FEW = 16  # values that are a list; more are a range
+FEW = 16  # up to this many values are a list; more values are a range
 LATTICE = tuple(sorted({max(2**p + d, 0) for p in range(12) for d in (-1, 0, 1)}))  # 2^p, 2^p ± 1
 
 
@@ -56,7 +56,7 @@ class Axis:
     """The interface of an axis. `default` is the field's value in the smallest case."""
 
     default: Any
-    name: str = ""  # of the field; set by `core.case.axes_of`
+    name: str = ""  # the name of the field; set by `core.case.axes_of`
     argument: str = ""  # the keyword argument with the field's value; omitted at the default
     data: bool = False  # the field changes only the contents of tensors
 
@@ -69,15 +69,19 @@ class Axis:
         return st.just({self.name: self.default})
 
     def covered(self, signature: Signature) -> list[Changes]:
-        """Values whose pairs with other axes' values a covering array has."""
+        """The values whose pairs with the values of other axes appear in a covering array."""
         return []
 
     def each(self, signature: Signature) -> list[list[Changes]]:
-        """Values of which every run has each in some case; equal ones together, one is enough."""
+        """Groups of values.
+
+        Every run has a case with some value of each group, because the values of a group are
+        equivalent.
+        """
         return [[changes] for changes in self.covered(signature)]
 
     def wrong(self, value: Any) -> str:
-        """The legal values, if `value` is not one of them; else empty."""
+        """A description of the legal values if `value` is not one of them; else an empty text."""
         return ""
 
     def fits(self, case: Any) -> str | None:
@@ -90,16 +94,22 @@ class Axis:
             yield {self.name: self.default}
 
     def smaller(self, case: Any) -> Iterator[Changes]:
-        """Smaller values other than the default, the largest step first."""
+        """Smaller values than the case's one, other than the default; the largest step comes
+        first.
+        """
         yield from ()
 
     def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
-        """The case's value, then its replacements if it does not fit the fields of `mended`."""
+        """The case's own value, then values that replace it if it does not fit the fields of
+        `mended`.
+        """
         yield {self.name: getattr(case, self.name)}
         yield {self.name: self.default}
 
     def other(self, case: Any) -> Changes:
-        """Another value, for a second call right after the first; empty: no change."""
+        """Another value for a second call that follows the first; empty if the axis changes
+        nothing.
+        """
         return {}
 
     def alike(self, value: Any, second_value: Any) -> bool:
@@ -107,16 +117,23 @@ class Axis:
         return self.data or bool(value == second_value)
 
     def alternatives(self, signature: Signature, case: Any) -> list[Changes]:
-        """The values that are `alike`, each of which a structure has; empty: many, or one."""
+        """The values that run the same kernels (`alike`), each of which a structure shall have.
+
+        Empty if there are many of them, or only one.
+        """
         return []
 
     def varied(self, case: Any, source: random.Random) -> Changes:
-        """A random value that is `alike`, where they are many; empty: no change."""
+        """A random value that runs the same kernels (`alike`), for an axis with many of them; else
+        empty.
+        """
         return {}
 
 
 def size_class(n: int) -> tuple[bool, bool, int]:
-    """What kernels are specialised for: n = 1, multiples of 16, the block size 2^⌈log₂ n⌉."""
+    """The class of sizes for which kernels are specialised alike: whether n is 1, whether it is a
+    multiple of 16, and the block size 2^⌈log₂ n⌉.
+    """
     return n == 1, n % 16 == 0, max(n - 1, 0).bit_length() if n else -1
 
 
@@ -129,7 +146,7 @@ class Size(Axis):
     most: int = 128  # largest size drawn
     pairs: tuple[int, ...] = ()  # sizes whose pairs are covered, where a dimension has the letter
     divides: str = ""  # the field it divides
-    always: bool = False  # live even where no dimension has the letter
+    always: bool = False  # the field matters even if no dimension has the letter
     more: int = 0  # by how much a second call is larger
 
     def live(self, signature: Signature) -> bool:
@@ -162,7 +179,7 @@ class Size(Axis):
         yield {self.name: self.default}
 
     def other(self, case: Any) -> Changes:
-        """A larger size; of an argument of the call one more."""
+        """A larger size. If the size is an argument of the call, it is larger by one."""
         extra_length = self.more or int(bool(self.argument))
         return {self.name: getattr(case, self.name) + extra_length} if extra_length else {}
 
@@ -201,8 +218,8 @@ class Choice(Axis):
     """One of a few values, the first the simplest."""
 
     values: tuple[Any, ...]
-    also: tuple[Any, ...] = ()  # drawn, but their pairs are not covered
-    of: tuple[str, ...] = ()  # inputs the field describes; dead in a function without them
+    also: tuple[Any, ...] = ()  # values that are drawn, but whose pairs are not covered
+    of: tuple[str, ...] = ()  # inputs that the field describes; dead in a function without them
     turns: bool = False  # a second call has the next value
     given: bool = False  # values other than the default are data: kernels depend on whether it is the default
 
@@ -245,7 +262,7 @@ class Choice(Axis):
         return super().alike(value, second_value) or (self.given and self.default not in (value, second_value))
 
     def listed(self) -> tuple[Any, ...]:
-        """The values that cases shall have."""
+        """The values that cases are to have."""
         return self.values + self.also
 
     def alternatives(self, signature: Signature, case: Any) -> list[Changes]:
@@ -296,7 +313,7 @@ class Number(Choice):
         return covered_values if self.argument in signature.required else [{self.name: self.default}, *covered_values]
 
     def each(self, signature: Signature) -> list[list[Changes]]:
-        """Its values; of many the first and the last."""
+        """Each of its values; if there are many, the first and the last."""
         chosen_values = self.values[1:] if len(self.values) <= FEW else (self.values[1], self.values[-1])
         return [[{self.name: value}] for value in dict.fromkeys(chosen_values + self.pairs)]
 
@@ -306,7 +323,7 @@ class Number(Choice):
         return "" if is_legal and not isinstance(value, bool) else f"{self.default} or a whole number"
 
     def listed(self) -> tuple[Any, ...]:
-        """Its values; of many the first, the last and those whose pairs are covered."""
+        """Its values; if there are many, the first, the last, and those whose pairs are covered."""
         chosen_values = self.values if len(self.values) <= FEW else (*self.values[:2], self.values[-1])
         return tuple(dict.fromkeys(chosen_values + self.pairs))
 
@@ -325,7 +342,7 @@ class Number(Choice):
             yield from ({self.name: n} for n in nearer if abs(n) < abs(value))
 
     def other(self, case: Any) -> Changes:
-        """Another covered value, if the number is a given setting."""
+        """Another covered value, if the number is a setting that the call has."""
         value = getattr(case, self.name)
         alternatives = [v for v in self.pairs if v != value]
         return {self.name: alternatives[0]} if self.argument and value != self.default and alternatives else {}

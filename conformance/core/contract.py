@@ -29,16 +29,17 @@ class Problem:
     producer: "Problem | None" = None  # makes the opaque input that this call consumes
     produced: Any = None  # the result of the reference's producer
     blame: str = ""  # the argument that makes the call illegal
-    # by values that only the device sees: a result that shows it will do
+    # the rule is broken by values that only the device sees: a result that shows the error is
+    # enough
     on_device: bool = False
     draws: bool = False  # it may draw from torch's generators
-    same_as: "Problem | None" = None  # a legal call whose results are right for the illegal one too
+    same_as: "Problem | None" = None  # a legal call whose results are also right for the illegal one
     script: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = (
         None  # several calls: (implementation, placed inputs) -> named outputs
     )
     first: dict[str, Any] = field(default_factory=dict)  # arguments of a script's first call
-    others: tuple[str, ...] = ()  # functions that this call needs beside the companions of all
-    omitted: tuple[str, ...] = ()  # redundant settings left out where the implementation has a default
+    others: tuple[str, ...] = ()  # functions that this call needs in addition to the companions of all calls
+    omitted: tuple[str, ...] = ()  # redundant settings, which are left out if the implementation has a default for them
     read: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = (
         None  # reads the outputs' contents after all calls: (implementation, outputs)
     )
@@ -122,7 +123,7 @@ class Contract(ABC, Generic[C]):
         """The reference's outputs and gradients on the master copies, under these declarations."""
 
     def problem(self, case: C) -> Problem:
-        """The call that the case describes."""
+        """The call that the case describes, legal or illegal."""
         if case.golden:
             return self.golden[case.golden][0]
         problem = shared(self.legal(case))
@@ -157,15 +158,18 @@ class Contract(ABC, Generic[C]):
         )
 
     def cotangent(self, case: C, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """Has NaN and infinities if a linear function's input has; they reach one gradient each."""
+        """The cotangent of an output.
+
+        If an input of a linear function has NaN and infinities, so has the cotangent, because they
+        reach one gradient each.
+        """
         values = getattr(case, "values", "") if output == self.signature.linear[1] else ""
         style = {"special": "special", "edges": "ends", "every": "ends"}.get(values, "dyadic")
         return payload(case.seed, f"d_{output}", shape, dtype, style)
 
     def stages(self, case: C) -> dict[str, Any]:
-        """By name, in the order of the calls: cases of each stage alone, on the reference's inputs.
-
-        Empty for a function of one stage.
+        """The stages of the function by name, in the order of the calls: cases that judge each
+        stage by itself, on the reference's inputs. Empty for a function of one stage.
         """
         return {}
 
@@ -214,5 +218,5 @@ def computed_in(declared: Mapping[str, Any], *tensors: Tensor | None) -> torch.d
 
 
 def narrowed(accumulator: torch.dtype, *tensors: Tensor | None) -> int:
-    """The factors of a product that are rounded before it: of float64, to float32."""
+    """How many factors of a product are rounded to float32 before it, because they are float64."""
     return sum(x is not None and x.dtype == torch.float64 and accumulator == torch.float32 for x in tensors)

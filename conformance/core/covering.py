@@ -13,7 +13,7 @@ from typing import Any
 from conformance.core.case import Case
 
 Row = dict[str, Any]
-Numbers = tuple[int, ...]  # of values: a pair, a single value of an axis covered once, a candidate
+Numbers = tuple[int, ...]  # the numbers of values: a pair, a single value of an axis covered once, or a candidate row
 CANDIDATES = 12
 
 
@@ -27,11 +27,13 @@ class Covered:
 
     @property
     def pairs(self) -> int:
-        """Pairs of values in some legal case."""
+        """The number of pairs of values that occur in some legal case."""
         return self.reached[-1] if self.reached else 0
 
     def first(self, most: int, share: float) -> list[Case]:
-        """As few of the first cases as have this share of the pairs, and at most `most`."""
+        """The shortest run of first cases that has this share of the pairs, but at most `most`
+        cases.
+        """
         enough = (index for index, pairs in enumerate(self.reached) if pairs >= share * self.pairs)
         return self.cases[: min(most, next(enough, -1) + 1)]
 
@@ -97,7 +99,10 @@ class _Table:
         return tuple(drawn)
 
     def _number(self, first: int, count: int, bits: int) -> int:
-        """One of the numbers from `first`, by hand: a candidate takes ten of them."""
+        """A random number counted from `first`.
+
+        It is computed by hand, because a candidate takes ten of them.
+        """
         draw = self._source.getrandbits
         while (number := draw(bits)) >= count:
             pass

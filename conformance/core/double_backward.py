@@ -1,4 +1,4 @@
-"""Second derivatives, and the law that they are right or refused."""
+"""Second derivatives, and the law that they are either right or refused by an error."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -70,7 +70,7 @@ def _derivatives(dx: Tensor | None, leaves: Mapping[str, Tensor]) -> Second:
         leaf.grad = None
     if dx is not None and dx.requires_grad:
         direction = payload(0, "direction", tuple(dx.shape), "float32").to(dx.device, dx.dtype)
-        try:  # not `autograd.grad`, which leaves out nodes that lead to no leaf: they may refuse
+        try:  # `autograd.grad` would leave out nodes that lead to no leaf, and those nodes may refuse
             torch.autograd.backward(dx, direction, retain_graph=True)
         except Exception:
             return dict.fromkeys(leaves)
@@ -98,7 +98,9 @@ def _of_the_reference(trial: Trial, widen: bool) -> tuple[dict[str, Any], Second
 
 
 def _chose_otherwise(trial: Trial, outputs: Mapping[str, Any]) -> bool:
-    """Whether the implementation broke a tie, or dropped a token, in another way that is right."""
+    """Whether the implementation made another admissible choice: it broke a tie in another way, or
+    dropped another token.
+    """
     integer_outputs = {name: x for name, x in outputs.items() if isinstance(x, Tensor) and not x.is_floating_point()}
     chosen = {
         name: y for name in integer_outputs if isinstance(y := trial.first.get(name), Tensor)
@@ -107,7 +109,9 @@ def _chose_otherwise(trial: Trial, outputs: Mapping[str, Any]) -> bool:
 
 
 def _lacks(observed: Tensor, exact: Tensor, near: Tensor) -> bool:
-    """Whether over half of a derivative is wrong without NaN, and rounding explains none of it."""
+    """Whether more than half of a derivative is wrong, although it has no NaN and rounding does not
+    explain it.
+    """
     size = exact.norm()
     if not size.isfinite() or not size or (near.double() - exact).norm() > size / 8:
         return False
@@ -139,7 +143,9 @@ def _double_backward(trial: Trial) -> Finding | None:
 
 
 def _smooth(case: Any) -> bool:
-    """Whether the second derivatives are numbers known to many digits: of no values of codes."""
+    """Whether many digits of the second derivatives are known. They are not for values that are
+    codes.
+    """
     is_plain = not case.golden and not case.illegal and case.layout not in SHARED and bool(case.grads)
     numbers = case.dtype in ("float32", "float64") and getattr(case, "values", "") not in STRANGE
     rounded = isinstance(scaling := getattr(case, "scaling", 0), str) and scaling

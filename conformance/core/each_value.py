@@ -1,14 +1,14 @@
-"""Each value of each axis in some case: what a covering array cut short, or a draw, has left out.
+"""Cases for the values of single axes that neither the covering array nor a draw has used.
 
-Pairs of values cost structures, which a compiler takes seconds for, so a gate on a GPU has part of
-them. Single values are few: each that no case has yet gets one. Those that need kernels of their
-own share a case; those of data have one each, because empty or zero data may hide what else is new.
-
-Each tensor has strides of its own in some case, and each matrix rows of whole lines, which kernels
-load at once if they begin where lines do, in each layout that looks like it. A gate on a GPU draws
-few sizes, too: there sizes of 0, and of 1, for which kernels are specialised, each tensor as a
-lazily negated view, and each law with gradients have a case. Each input that has a gradient is
-once the only one that is frozen.
+Covering all pairs of values takes many structures, and a compiler takes seconds for each of them,
+so a gate on a GPU covers only a part of the pairs. Single values are few. Each value that no case
+has yet is therefore given a case. Values that need compiled kernels of their own share a case. Each
+value of the data has its own case, because empty or zero data may hide other errors. Every tensor
+has unusual strides in some case. Every matrix has a case with rows of whole memory lines, in each
+layout that looks aligned, because kernels load a line at once if it begins on a boundary. A gate on
+a GPU draws few sizes, so there are also cases with sizes of 0 and of 1 (for which kernels are
+specialised), with each tensor as a lazily negated view, and with gradients for each law. Each input
+that has a gradient is the only frozen one in some case.
 """
 
 from collections.abc import Iterator
@@ -20,20 +20,21 @@ from conformance.core.scope import Scope
 from conformance.core.signature import FAR
 
 WHOLE = "recipe"  # its fields are numbers in a table
-# of matrices whose columns are adjacent: rows apart by whole lines or not, the first aligned or not
+# layouts of matrices with adjacent columns: with and without row strides of whole lines, aligned or
+# not
 LINED = ("sliced", "uneven", "shifted")
 LINES = ({"hidden": 32, "width": 48}, {"experts": 32})  # lengths of rows: of numbers, or else of a map
 MATRIX = {"tokens": 5, "dtype": "bfloat16"}  # several rows, and a dtype that tensor descriptors are made for
 IN_UNITS = ("scaling", "recipe")  # fields by whose values sizes may count blocks
 OF_THE_CASE = ("dtype", "map_dtype")  # fields of dtypes that every case has, unlike noise and states
-SHORT = "TKC"  # dimensions that are no line: tokens, slots, chunks
+SHORT = "TKC"  # dimensions that no kernel loads as a line: tokens, slots, chunks
 
 
 def left_out(scope: Scope, cases: list[Any], bases: list[Any]) -> list[Any]:
-    """Cases with the values of axes, and the laws, that none of these has.
+    """Cases with the values of axes, and with the laws, that no given case has.
 
-    Each is one of the bases with some of its fields changed, mended; laws in turn. A value that no
-    base takes is left out.
+    Each is one of the bases with some of its fields changed and mended; the laws are taken in turn.
+    A value that fits no base is left out.
 
     Args:
         bases: some of the cases, as one of each structure.
@@ -45,7 +46,7 @@ def left_out(scope: Scope, cases: list[Any], bases: list[Any]) -> list[Any]:
     new_cases: list[Any] = []
     while wanted:
         first, *wanted = wanted
-        # another base each time; for few kernels the first one that will do
+        # start at another base each time; for few kernels, take the first base that fits
         turn = 0 if scope.space.few_kernels else len(new_cases) % max(len(bases), 1)
         case, fixed = next(_placements(scope, bases[turn:] + bases[:turn], {}, first), (None, {}))
         if case is None:
@@ -68,7 +69,9 @@ def left_out(scope: Scope, cases: list[Any], bases: list[Any]) -> list[Any]:
 
 
 def _frozen(scope: Scope, cases: list[Any]) -> list[Any]:
-    """A case for each input that alone of those with a gradient is frozen, where there is none."""
+    """Cases in which one input with a gradient is frozen and all others are not, for each input
+    without such a case.
+    """
 
     def others(case: Any, name: str) -> str:
         return "+".join(
@@ -92,9 +95,10 @@ def _frozen(scope: Scope, cases: list[Any]) -> list[Any]:
 
 
 def _with_gradients(scope: Scope, cases: list[Any]) -> list[Any]:
-    """A case with all gradients for each law that none of these is a case of.
+    """A case with all gradients for each law that has none.
 
-    It has the kernels of one of them, if one will do; else it is in float64, which some laws need.
+    It reuses the kernels of a given case if one fits; otherwise it is in float64, which some laws
+    need.
     """
     tested_laws = {case.law for case in cases if case.grads and case.grads == scope.signature.all_gradients(case)}
     bases = [scope.mended(case.changed(layout="contiguous", layout_of="")) for case in cases if not case.is_large]
@@ -108,10 +112,10 @@ def _with_gradients(scope: Scope, cases: list[Any]) -> list[Any]:
 
 
 def values(scope: Scope) -> Iterator[list[Changes]]:
-    """The values that are to occur, each with its equals: of axes, and of axes that go together.
-
-    A field that is covered by itself in another way has only those values; one that is covered with
-    others also its own, unless it means nothing without them.
+    """The values that cases must have, each with its equivalents: values of single axes, and of
+    axes that change together. A field that is covered by itself in another way has only those
+    values. A field that is covered together with others also has its own values, unless it means
+    nothing without the others.
     """
     joint = scope.contract.shapes.together(scope)
     fixed = {name for key, group in joint.items() for name in _fields(group) if key == WHOLE or len(_fields(group)) < 2}
@@ -124,7 +128,7 @@ def values(scope: Scope) -> Iterator[list[Changes]]:
 
 
 def _empty(scope: Scope) -> Iterator[list[Changes]]:
-    """Sizes of 0, in turn with gradients and without, where the function has some."""
+    """Sizes of 0, in turn with gradients and without them, if the function has any gradients."""
     sizes = [axis for axis in scope.axes if isinstance(axis, Size) and axis.letter and not axis.at_least]
     for turn, axis in enumerate(sizes):
         covered = axes_of(scope.contract.case_type)["grads"].covered(scope.signature)
@@ -139,7 +143,7 @@ def _single(scope: Scope) -> Iterator[list[Changes]]:
 
 
 def _strided(scope: Scope) -> Iterator[list[Changes]]:
-    """Each tensor by strides of its own, in any layout that has some."""
+    """Each tensor with unusual strides, in any layout that has them."""
     layouts = [*scope.signature.layouts(far=False), *scope.signature.layouts(far=True)]
     strided = [(of, layout) for of, layout in layouts if layout != "shifted"]
     for name in dict.fromkeys(of for of, _ in strided):
@@ -147,8 +151,9 @@ def _strided(scope: Scope) -> Iterator[list[Changes]]:
 
 
 def _lined(scope: Scope) -> Iterator[list[Changes]]:
-    """Each matrix with rows of whole lines, in the layouts LINED; an input once more, in a call
-    without gradients. If possible like MATRIX.
+    """Each matrix with rows of whole memory lines, in the layouts LINED.
+
+    Inputs also have a case without gradients. Other fields are like MATRIX if possible.
     """
     axes_by_name = {axis.name: axis for axis in scope.axes}
     units = {name: axes_by_name[name].default for name in IN_UNITS if name in axes_by_name}
@@ -175,7 +180,7 @@ def _lined(scope: Scope) -> Iterator[list[Changes]]:
 
 
 def _negated(scope: Scope) -> Iterator[list[Changes]]:
-    """Each tensor as a lazily negated view; integers are none."""
+    """Each tensor as a lazily negated view, except for integers."""
     yield from ([{"layout": "negated", "layout_of": name}] for name in scope.signature.placed)
 
 
@@ -184,13 +189,15 @@ def _fields(group: list[Changes]) -> set[str]:
 
 
 def _of_data(scope: Scope, equals: list[Changes]) -> bool:
-    """Whether the values change the contents of tensors alone, or empty them."""
+    """Whether the values only change the contents of tensors, or make them empty."""
     named = [axis for axis in scope.axes if axis.name in equals[0]]
     return all(axis.data for axis in named) or any(isinstance(axis, Size) for axis in named)
 
 
 def _placements(scope: Scope, cases: list[Any], fixed: Changes, equals: list[Changes]) -> Iterator[tuple[Any, Changes]]:
-    """Cases changed to have one of the values and all that is kept, and what is to be kept then."""
+    """Candidates that have one of the values and all fixed ones, each with the values that are
+    fixed from then on.
+    """
     for case in cases:
         for changes in equals:
             if any(name in fixed for name in changes):

@@ -30,10 +30,10 @@ class Parts(Axis):
     number: str = ""  # the field with their count
     order: str = ""  # the field with a permutation of them
     written_out: Callable[[Any], tuple[int, ...]] | None = None  # case -> parts, at the default
-    most: int = 130  # largest part drawn
+    most: int = 130  # the largest entry that is drawn
 
     def changes(self, entries: Sequence[int], **fields: Any) -> Changes:
-        """These parts, with their sum and their count."""
+        """Changes to these entries, to their sum and to their number."""
         numbers = {self.total: sum(entries), self.number: len(entries)}
         return {self.name: tuple(entries)} | {name: n for name, n in numbers.items() if name} | fields
 
@@ -59,7 +59,10 @@ class Parts(Axis):
         return None
 
     def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
-        """The leading parts, the last one adjusted, where the count or the sum has changed."""
+        """The leading entries.
+
+        The last one is adjusted where the number of entries or their sum has changed.
+        """
         entries = list(getattr(case, self.name))
         yield {self.name: tuple(entries)}
         if entries:
@@ -76,7 +79,7 @@ class Parts(Axis):
         yield {self.name: self.default}
 
     def smaller(self, case: Any) -> Iterator[Changes]:
-        """The parts written out; fewer parts; a smaller part."""
+        """The entries written out; then fewer entries; then a smaller entry."""
         entries = getattr(case, self.name)
         if entries == self.default and self.written_out and getattr(case, self.number, 0) <= 64:
             yield {self.name: self.written_out(case)}
@@ -94,9 +97,11 @@ class Parts(Axis):
         return len(value) == len(second_value)
 
     def varied(self, case: Any, source: random.Random) -> Changes:
-        """As many parts with the same sum: cut at random places, so that some are empty."""
+        """As many entries with the same sum: the sum is cut at random positions, so that some
+        entries are 0.
+        """
         entries = getattr(case, self.name)
-        unit = math.gcd(*entries)  # a recipe may want multiples of a block
+        unit = math.gcd(*entries)  # a recipe may want multiples of its block
         if not unit:
             return {}
         cuts = [unit * n for n in sorted(source.randint(0, sum(entries) // unit) for _ in entries[1:])]
@@ -125,7 +130,7 @@ class Order(Axis):
         yield {self.name: tuple(range(len(getattr(case, self.of))))}
 
     def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
-        """The same order of the present number of entries."""
+        """The same order, of as many entries as there are now."""
         order, count = getattr(case, self.name), len(getattr(mended, self.of))
         yield {self.name: order}
         yield {self.name: (*(i for i in order if i < count), *range(len(order), count))}

@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, get_state_machine_test, i
 from conformance.core.case import Case
 from conformance.core.scope import Scope
 
-BYTES = 8192  # of a sequence's draws: more than the longest consumes
-TRIES = 4  # draws per wanted sequence: some begin with a case that does not suit
+BYTES = 8192  # random bytes of a sequence's draws: more than the longest sequence consumes
+TRIES = 4  # draws per wanted sequence, because some begin with a case that the machine cannot use
 
 
 class Judged(Protocol):
@@ -40,13 +40,13 @@ class Machine(RuleBasedStateMachine):
     """The base of a family's machines: their rules call `step`."""
 
     field: ClassVar[str] = "steps"  # of the case, its words joined by +
-    fixed: ClassVar[dict[str, Any]] = {}  # fields of every case
+    fixed: ClassVar[dict[str, Any]] = {}  # fields that every case of the machine has
     start: ClassVar[st.SearchStrategy[Any]]  # cases, whatever their steps
     judge: ClassVar[Callable[[Any], Judged]]
 
     @classmethod
     def suits(cls, case: Any) -> bool:
-        """Whether sequences of this case's calls can be judged."""
+        """Whether sequences that begin with this case can be judged."""
         return True
 
     def __init__(self) -> None:

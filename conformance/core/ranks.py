@@ -1,4 +1,4 @@
-"""Contracts of functions that ranks call together, each with its part of the inputs.
+"""Contracts of functions that several ranks call together, each rank with its share of the inputs.
 
 A case describes the inputs of all ranks. Every rank generates all inputs, runs the reference for
 all ranks, and judges its own outputs.
@@ -36,7 +36,9 @@ class RankContext:
         return 0 < self.gpus < self.ranks
 
     def transport(self, name: str = "") -> str:
-        """A transport between these ranks, by default the group's, and the devices."""
+        """How these ranks exchange data, which is the transport of the group by default, and on
+        which devices.
+        """
         if not self.gpus:
             return f"{name or 'gloo'} between CPUs"
         if self.shares_gpu:
@@ -45,7 +47,10 @@ class RankContext:
 
 
 class Ranked(Contract[C]):
-    """A function that ranks call together if the case has ranks. Outside a world: rank 0's view."""
+    """A function that ranks call together if the case has several ranks.
+
+    Outside a world it is judged as rank 0 sees it.
+    """
 
     worldwide: dict[str, Worldwide] = {}  # noqa: RUF012  (golden cases; filled at registration)
 
@@ -62,7 +67,7 @@ class Ranked(Contract[C]):
         """The expected outputs and gradients of each rank."""
 
     def right_at(self, rank: int, case: C, calls: list[Problem], declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        """One rank's expectations. Need not compute the other ranks'."""
+        """The expectations of one rank. The expectations of other ranks need not be computed."""
         return self.right(case, calls, declared)[rank]
 
     def connected(self, call: Problem, context: RankContext) -> Problem:

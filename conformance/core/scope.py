@@ -21,14 +21,14 @@ from conformance.core.signature import Signature
 from conformance.core.signature_axes import WRITTEN_OUT
 from conformance.core.space import Space
 
-SLOW = 0.5  # a lesser weight is of a slow function
+SLOW = 0.5  # a smaller weight belongs to a slow function
 # dtypes of at most two bytes: 2³¹ elements fit 4 GiB
 NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "bool", "int16")
 
 
 @dataclass(frozen=True)
 class Scope:
-    """A contract, and the space of calls that one implementation accepts."""
+    """A contract, together with the calls that one implementation accepts."""
 
     contract: Contract[Any]
     space: Space
@@ -47,7 +47,7 @@ class Scope:
 
     @property
     def illegal(self) -> Changes:
-        """The fields of illegal calls; a value that is a function is called with the scope."""
+        """The fields of illegal calls. A value that is a function is called with the scope."""
         fields = self.contract.shapes.illegal
         return {name: value(self) if callable(value) else value for name, value in fields.items()}
 
@@ -58,16 +58,18 @@ class Scope:
 
     @cached_property
     def live(self) -> set[str]:
-        """The fields that matter."""
+        """The fields that matter for the function's calls."""
         return {axis.name for axis in self.axes} | {"layout_of", "law"}
 
     def laws(self, case: Case) -> list[str]:
-        """The laws that apply to the case on this device; never empty."""
+        """The laws that apply to the case on this device. There is always one."""
         laws = self.contract.laws.values()
         return [law.name for law in laws if law.holds(case, self.space.device)]
 
     def cheap_laws(self, case: Case) -> list[str]:
-        """The same without laws that run other kernels, where these shall be few; never empty."""
+        """The same without laws that run other kernels, if few kernels shall be compiled. There is
+        always one.
+        """
         laws = self.laws(case)
         return [name for name in laws if not self.contract.laws[name].recompiles] or laws
 
@@ -101,7 +103,7 @@ class Scope:
         return self.signature.fits(case) is None and self.takes(case)
 
     def case(self, fields: Changes) -> Any:
-        """The case with the live ones of these fields; it need not fit."""
+        """A case with those of these fields that matter. The case need not fit."""
         return self._default.changed(**{name: value for name, value in fields.items() if name in self.live})
 
     @cached_property
@@ -241,7 +243,9 @@ class Scope:
         return {name: values for name, values in taken.items() if len(values) > 1}
 
     def _unlike(self, values: tuple[tuple[tuple[str, Any], ...], ...]) -> tuple[tuple[tuple[str, Any], ...], ...]:
-        """The first of those changes that run the same kernels."""
+        """Those of the changes that run different kernels: of several that run the same kernels,
+        the first.
+        """
         axes, distinct = axes_of(self.contract.case_type), list[Changes]()
         for changes in map(dict, values):
             defaults = {
@@ -300,9 +304,9 @@ class Scope:
         return [self.fullest(fields | {"tokens": TALL})] if fields else []
 
     def overlapping(self) -> list[Any]:
-        """Small cases of all rows that may share memory, one tensor each.
+        """Small cases for all tensors whose rows may share memory, one tensor in each case.
 
-        The first alone for few kernels, and of a function whose cases are slow.
+        Only the first case is used if few kernels shall be compiled, or if the function is slow.
         """
         covered = self.contract.shapes.covered | self.contract.shapes.far
         row = self.row(covered, {})
@@ -312,7 +316,9 @@ class Scope:
         return fitting[:1] if self.space.few_kernels or self.weight < SLOW else fitting
 
     def placed(self, cases: list[Any], layout: str) -> list[Any]:
-        """The cases, each of the first contiguous ones with another tensor in this layout."""
+        """The cases, and each contiguous one again with another tensor in this layout, as long as
+        there are tensors.
+        """
         placed_cases, remaining = [], [name for name, dims in self.signature.placed.items() if dims]
         for case in cases:
             placed = [case.changed(layout=layout, layout_of=name) for name in remaining if case.layout == "contiguous"]
@@ -335,16 +341,18 @@ class Scope:
         return self.mended(case.changed(grads=self.signature.all_gradients(case)))
 
     def doubled(self, case: Any) -> Any:
-        """The case in float64, with values that 16 bits do not hold, as far as it has them."""
+        """The case in float64, with values that need more than 16 bits, as far as the case has such
+        fields.
+        """
         dtypes = [axis for axis in self.axes if isinstance(axis, Dtype) and "float" in getattr(case, axis.name)]
         changes: Changes = {axis.name: "float64" for axis in dtypes if not axis.wrong("float64")}
         changes |= {axis.name: "wide" for axis in self.axes if axis.name == "values" and not axis.wrong("wide")}
         return self.mended(case.changed(**changes))
 
     def far(self) -> list[Any]:
-        """Sizes 3, narrow dtypes: each input and cotangent far in each of its dimensions.
-
-        For few kernels in one of them, in turn.
+        """Each input and cotangent at far addresses, in each of its dimensions, with sizes of 3 and
+        narrow dtypes. If few kernels shall be compiled, in one dimension only, which changes in
+        turn.
         """
         fields: Changes = {}
         for axis in self.axes:
@@ -361,7 +369,10 @@ class Scope:
         return fitting[::2] if self.space.few_kernels else fitting
 
     def lawful(self, cases: list[Any]) -> list[Any]:
-        """The cases with laws in turn; for few kernels, a law that runs others has one case."""
+        """The cases with laws in turn.
+
+        If few kernels shall be compiled, a law that runs other kernels has one case.
+        """
         cases_with_laws: list[Any] = []
         rare = {name for name, law in self.contract.laws.items() if law.recompiles and self.space.few_kernels}
         for index, case in enumerate(cases):

@@ -1,8 +1,9 @@
-"""Contract of a one-process function whose batch is sharded over ranks.
+"""The contract of a one-process function whose batch is split over ranks.
 
-`counts` of a case: tokens per rank. Each rank calls with its slice of every per-token input and
-the same parameters. Per-token outputs equal those of one process. Outputs summed over tokens, such
-as parameter gradients, are the rank's partial sums; an implementation must not reduce them.
+The field `counts` of a case has the tokens of each rank. Each rank calls the function with its
+slice of every per-token input, and with the same parameters. Per-token outputs equal those of one
+process. Outputs that are summed over tokens, such as gradients of parameters, are partial sums of
+the rank; an implementation must not reduce them.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +35,7 @@ class Counts(Parts):
         return not self.of or self.of in signature.names
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        """One process: the space draws the number of ranks."""
+        """One process. The number of ranks is drawn by the space."""
         return st.just({self.name: self.default})
 
 

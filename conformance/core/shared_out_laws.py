@@ -60,7 +60,7 @@ def _bound(expected: Expectation) -> Tensor:
 
 
 def _sums_up(case: Any) -> bool:
-    """Whether the ranks' results are partial sums without infinities."""
+    """Whether the ranks' results are partial sums without infinities, which can be added up."""
     is_plain = case.counts and not case.golden and not case.illegal and getattr(case, "values", "") != "special"
     return bool(is_plain and getattr(case, "one_sum", True))
 

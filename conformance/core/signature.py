@@ -24,7 +24,7 @@ class Input:
     field: str = "dtype"  # the case's field that has the dtype; empty: always the one in `dtypes`
     gradient: bool = False
     optional: str = ""  # the case's field or property that is true where it is given
-    expands: bool = False  # all its rows may be one row, with stride 0
+    expands: bool = False  # whether all rows may be one row, with stride 0
     masked: bool = False  # NaN where no element is read: a value has its place
     part_of: str = ""  # the keyword argument, a record, that the tensor is passed in; empty: it is passed itself
 
@@ -135,7 +135,9 @@ class Signature:
         ]
 
     def negatable(self, case: Any) -> Iterator[str]:
-        """Inputs and cotangents of the case that torch can negate; not where NaNs are moved."""
+        """Inputs and cotangents of the case that torch can negate lazily; none where NaNs are
+        moved.
+        """
         if getattr(case, "values", "") in STRANGE:
             return
         for x in (*self.made_from, *self.inputs):
@@ -144,7 +146,7 @@ class Signature:
         of = {out.name: self.names[out.of] for out in self.outputs if out.of}
         yield from (f"d_{name}" for name in self.cotangents(case) if of[name].dtype(case) in FLOATS)
 
-    # ---- of one case
+    # ---- properties of one case
 
     def wanted(self, case: Any) -> tuple[str, ...]:
         """Inputs whose gradients the case asks for."""
@@ -164,7 +166,7 @@ class Signature:
         return [out.name for out in present_outputs if not out.optional or getattr(case, out.optional)]
 
     def fits(self, case: Any) -> str | None:
-        """Why the case is no call of the function; None: it is one."""
+        """Why the case describes no call of the function; None if it describes one."""
         for name in self.wanted(case):
             if not self.has_gradient(case, name):
                 return f"grads asks for {name!r}, which has no gradient in this call"

@@ -24,7 +24,9 @@ class Gradients(Axis):
         return some_of(tuple(signature.gradients)).map(lambda value: {self.name: value})
 
     def covered(self, signature: Signature) -> list[Changes]:
-        """Up to two inputs: every subset. More: none, each alone, and all given inputs."""
+        """For up to two inputs every subset; for more inputs none of them, each by itself, and
+        all.
+        """
         names = signature.gradients
         if len(names) < 3:
             return [{self.name: value} for value in subsets(names)]
@@ -38,7 +40,7 @@ class Gradients(Axis):
         yield from ({self.name: name} for name in names if len(names) > 1)
 
     def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
-        """With fewer and fewer names."""
+        """The same names, then fewer and fewer of them."""
         yield {self.name: getattr(case, self.name)}  # mostly it fits, and the others are many
         name_subsets = subsets(getattr(case, self.name).split("+"))
         yield from ({self.name: value} for value in sorted(name_subsets, key=lambda s: -s.count("+") - bool(s))[1:])
@@ -81,7 +83,7 @@ class Layout(Axis):
         return [self.placed(), *(self.placed(x, of) for of, x in signature.layouts(far=False))]
 
     def each(self, signature: Signature) -> list[list[Changes]]:
-        """Each layout of near addresses, of any tensor."""
+        """Each layout with near addresses, for any tensor."""
         placements = [
             *signature.layouts(far=False),
             *((of, x) for x in ("negated", "sliced") for of in signature.placed),
@@ -106,7 +108,9 @@ class Layout(Axis):
         return self.placed()
 
     def alike(self, value: Any, second_value: Any) -> bool:
-        """A lazily negated view is written out before a kernel reads it."""
+        """A lazily negated view runs the same kernels as a contiguous tensor, because it is written
+        out before a kernel reads it.
+        """
         return bool(value == second_value) or {value, second_value} == {*WRITTEN_OUT}
 
     def alternatives(self, signature: Signature, case: Any) -> list[Changes]:

@@ -15,15 +15,15 @@ from torch import Tensor
 SPREAD = 12  # log2 of the largest row scale
 WIDE = 2**31 + 2**12  # elements from the first to the last row of a wide tensor: past 32 bits
 STRANGE = ("special", "edges", "every")  # styles with NaN and infinities
-WIDER = 16  # columns that a matrix has beside its slice: rows stay as well aligned
+WIDER = 16  # columns that a matrix has beside its slice, so that rows stay as well aligned
 SHARED = ("expanded", "overlapping")  # layouts whose elements share memory, so that their values change
 WIDE_LAYOUTS = ("wide_rows", "wide_columns", "wide_depth")
 BITS = {
     torch.float32: 12,
     torch.float16: 11,
     torch.bfloat16: 8,
-    torch.float64: 26,  # more than float32 holds; a product with a probability is exact
-}  # of a payload's integer, its sign apart
+    torch.float64: 26,  # more bits than float32 holds; a product with a probability is still exact
+}  # the bits of a payload's integer, without its sign
 PROB_BITS = {torch.float32: 10, torch.float16: 10, torch.bfloat16: 7, torch.float64: 26}
 DTYPES = {
     name: getattr(torch, name)
@@ -163,13 +163,15 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def _of_wider(shape: torch.Size, extra_columns: int) -> list[int]:
-    """Strides of rows of a matrix that is `extra_columns` wider."""
+    """The strides of a tensor's rows in a matrix that is wider by `extra_columns`."""
     wider = torch.empty([*shape[:-1], shape[-1] + extra_columns], device="meta") if len(shape) > 1 else None
     return [*wider.stride()] if wider is not None else [1 + extra_columns] * len(shape)
 
 
 def _overlapping(x: Tensor) -> Tensor:
-    """All rows in one line: the elements of the first, then the last one of each further row."""
+    """All rows overlap in one line: the elements of the first row, then the last element of each
+    further row.
+    """
     if x.dim() < 2 or not x.numel():
         return x
     kind, payload = x.dtype, x.view(torch.uint8) if x.element_size() == 1 else x
@@ -183,7 +185,7 @@ def _in_storage(x: Tensor, strides: list[int], offset: int, sizes: torch.Size) -
     extent = offset + 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if x.numel() else offset + 1
     storage = torch.empty(extent, dtype=x.dtype, device=x.device)
     if extent < 2**20:
-        storage.view(torch.uint8).fill_(0xFF)  # garbage in the gaps; a wide storage stays unmapped
+        storage.view(torch.uint8).fill_(0xFF)  # garbage fills the gaps; the pages of a wide storage stay unmapped
     view = storage.as_strided(sizes, strides, storage.storage_offset() + offset)
     return view.copy_(x)
 

@@ -17,7 +17,9 @@ from conformance.judge import Exact, Expectation, Finding
 
 
 def neighbours(contract: Contract[Any], case: Any) -> tuple[Any, Any]:
-    """Cases to run right after this one: with other settings and sizes; with other values."""
+    """Cases that can run right after this one: with other settings and sizes, and with other
+    values.
+    """
     return Scope(contract, Space()).neighbour(case), replace(case, law="", before=(), seed=case.seed + 1)
 
 
@@ -32,7 +34,9 @@ def _history(trial: Trial) -> Finding | None:
 
 
 def _determinism(trial: Trial) -> Finding | None:
-    """The same call on memory with other contents, with another state of torch's generator."""
+    """The same call again, while fresh memory has other contents and torch's generator has another
+    state.
+    """
     second_poison = {"nan": "zero", "zero": "max", "max": "nan"}[trial.case.poison]
     with torch.random.fork_rng():
         torch.manual_seed(trial.case.seed + 1)
@@ -43,7 +47,9 @@ NOT_NEGATIVE = ("probs", "tokens_per_expert", "total_num_tokens")
 
 
 def _other_values(problem: Problem) -> Problem:
-    """The same shapes and counts, tensors reversed and times -¼ as far as the call stays legal."""
+    """Other values of the same shapes and counts: tensors are reversed and multiplied by -¼, as far
+    as the call stays legal.
+    """
     if problem.producer is not None:  # the row map fixes the places of the rows
         return problem.with_tensors({"rows": -problem.required["rows"] / 4})
     reversed_tensors = {
@@ -89,8 +95,8 @@ def _interleaved(trial: Trial) -> Finding | None:
 
 
 def _repeated(trial: Trial) -> Finding | None:
-    """Other values, then the same call twice, at last in tensors that other values were in: no call
-    depends on the calls before, or keeps what it made of a tensor.
+    """Other values first, then the same call twice, the last time in tensors that held other values
+    before. No call may depend on earlier calls, or reuse what it has derived from a tensor.
     """
     next_call = next_values(trial)
     if next_call:
@@ -127,7 +133,9 @@ def _inference_mode(trial: Trial) -> Finding | None:
 
 
 def _no_grad(trial: Trial) -> Finding | None:
-    """The same call under `torch.no_grad`, of inputs that require grad: no result has a graph."""
+    """The same call under `torch.no_grad`, although its inputs require gradients: no result may
+    have a graph.
+    """
     gradients = {f"d_{name}" for name in trial.problem.wanted}
     results = {name: x for name, x in trial.expected.items() if name not in gradients}
     outputs = trial.run(trial.problem, manner="no_grad")
@@ -135,7 +143,9 @@ def _no_grad(trial: Trial) -> Finding | None:
 
 
 def _accumulated(trial: Trial) -> Finding | None:
-    """Gradients of views, added to a `.grad` of zeros, by two backwards: equal numbers."""
+    """Gradients of views are added to a `.grad` of zeros by two backward passes, and have equal
+    numbers.
+    """
     numbers = {
         name: replace(x, kind="values") if isinstance(x, Exact) and x.kind == "bits" and name[:2] == "d_" else x
         for name, x in trial.expected.items()
@@ -144,19 +154,23 @@ def _accumulated(trial: Trial) -> Finding | None:
 
 
 def _own_memory(trial: Trial) -> Finding | None:
-    """The caller overwrites the results before the backward: right gradients, or an error."""
+    """The caller overwrites the results before the backward pass, which must then give the right
+    gradients or an error.
+    """
     gradients = {name: x for name, x in trial.expected.items() if name.startswith("d_")}
     finding = trial.judged("own_memory", gradients, trial.run(trial.problem, manner="overwritten"))
     return finding and replace(finding, message=f"when the results are overwritten before it, it {finding.message}")
 
 
 def _late_producer(trial: Trial) -> Finding | None:
-    """Inputs with writes pending on the current stream."""
+    """Writes to the inputs are still pending on the current stream when the function is called."""
     return trial.repeats("late_producer", trial.run(trial.problem, late=True))
 
 
 def _host_sync(trial: Trial) -> Finding | None:
-    """No host sync where `host_sync_free` is declared, and the ranks' transport needs none."""
+    """No host synchronisation happens where `host_sync_free` is declared, unless the transport
+    between ranks needs one.
+    """
     context = getattr(trial.contract, "place", None)  # of ranks
     if (context and context.shares_gpu) or not trial.declared.get("host_sync_free"):
         return None
@@ -169,7 +183,9 @@ def _host_sync(trial: Trial) -> Finding | None:
 
 
 def _graph_capture(trial: Trial) -> Finding | None:
-    """Captured with one set of values, replayed with another, where declared."""
+    """A graph is captured with one set of values and replayed with another, where this is
+    declared.
+    """
     if not trial.declared.get("graph_capturable"):
         return None
     second = _other_values(trial.problem)
@@ -185,7 +201,7 @@ def _has_values(case) -> bool:
 
 
 def _static(case) -> bool:
-    """Whether all sizes are known on the host, forward only."""
+    """Whether the host knows all sizes, and no gradients are wanted."""
     return bool(_has_values(case) and case.sized and not case.grads and case.layout == "contiguous")
 
 
@@ -216,7 +232,9 @@ STATIC = (HOST_SYNC, GRAPH_CAPTURE)
 
 
 def taken_before(trial: Trial) -> Outputs:
-    """The results of a call whose handle or row map another call, with other rows, has taken."""
+    """The results of a call whose handle or row map has been used before, by another call with
+    other rows.
+    """
     rows = trial.problem.required["rows"]
     earlier_call = replace(trial.problem.with_tensors({"rows": -rows}), wanted=(), cotangents={}, layouts={})
     return trial.run(trial.problem, before=earlier_call)
@@ -268,7 +286,10 @@ def _adjointness(trial: Trial) -> Finding | None:
 
 
 def _inner(a: Tensor, b: Tensor) -> float:
-    """⟨a, b⟩; terms with a = 0 count as zero, because b may hold garbage there."""
+    """The inner product ⟨a, b⟩.
+
+    Terms with a = 0 count as zero, because b may hold garbage there.
+    """
     product = a.double() * b.double()
     return float(torch.where(a == 0, 0.0, product).sum())
 

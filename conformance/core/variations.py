@@ -13,12 +13,12 @@ from conformance.core.scope import Scope
 from conformance.core.signature_axes import Layout
 
 CANDIDATES = 6
-MANY = 0.2  # new pairs per value of the structure, for more cases than it is to have
-PLACED = 3  # pairs that a layout new to the structure is worth
-RESIZED = 0.6  # of the structures have cases of other sizes
-CHANGED = 0.7  # of the fields of a candidate; the others are the structure's
-WANTED = 0.5  # of the candidates have a value that no case of the structure has
-Value = tuple[str, Any]  # of a field; the law; the structure
+MANY = 0.2  # a further case must have this many new pairs per value of the structure
+PLACED = 3  # the number of pairs that a layout counts for, if it is new to the structure
+RESIZED = 0.6  # the share of the structures that have cases of other sizes
+CHANGED = 0.7  # the share of the fields that a candidate changes
+WANTED = 0.5  # the share of candidates with a value that no case of the structure has
+Value = tuple[str, Any]  # an element of a pair: a value of a field, the law, or the structure
 
 
 class Variations:
@@ -60,8 +60,10 @@ class Variations:
         self._met.setdefault(structure.layout(case), set()).add(structure.own)
 
     def _lawful(self, structure: "_Structure", case: Any, source: random.Random) -> tuple[int, Any]:
-        """The case with the law of the most new pairs, and the number of all its new pairs. Where
-        the structure's own case has no law, as a case of random results, others have none.
+        """The case with the law that has the most new pairs, and the number of all its new pairs.
+
+        If the structure's own case has no law, because its results are random, the others have none
+        either.
         """
         values, laws = structure.values(case), self.scope.cheap_laws(case) if structure.case.law else [""]
         source.shuffle(laws)
@@ -92,7 +94,10 @@ class _Structure:
         return {(axis.name, (getattr(case, axis.name),)) for axis in self._paired} & self._known | {self.own}
 
     def layout(self, case: Any) -> Value:
-        """The case's layout, which is in no pair of two values: a view that few defects look at."""
+        """The layout of the case.
+
+        It is not paired with other values, because few defects depend on it.
+        """
         return "layout", (case.layout, case.layout_of)
 
     def resized(self, source: random.Random) -> Any:

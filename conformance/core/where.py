@@ -84,7 +84,7 @@ class Term:
         return hasattr(case, self.name) and self.holds(getattr(case, self.name))
 
     def problem(self, contract: Contract[Any]) -> str:
-        """Why no case of the function can be told by this term; empty: some can."""
+        """Why the term holds for no case of the function; empty if it holds for some."""
         fields = {field.name: field for field in fields_of(contract.case_type)}
         if self.name not in fields:
             return f"no case has the field {self.name!r}; the fields are {', '.join(fields)}"
@@ -101,7 +101,9 @@ class Term:
 
 
 def decoded(text: str, field: Any) -> Any:
-    """The value of a case's field that is written so; the text if it has another type."""
+    """The value of a case's field that the text writes, or the text itself if the field has another
+    type.
+    """
     default = field.default
     if isinstance(default, bool):
         return {"true": True, "false": False}.get(text, text)
@@ -135,7 +137,7 @@ class Where:
         return all(term.true_of(case) for term in self.terms)
 
     def problem(self, contract: Contract[Any]) -> str:
-        """Why it holds for no case of the function; empty: it may."""
+        """Why the predicate holds for no case of the function; empty if it may hold for some."""
         return next(filter(None, (term.problem(contract) for term in self.terms)), "")
 
     def applies(self, contracts: Iterable[Contract[Any]], source: str) -> list[str]:
@@ -159,7 +161,9 @@ class Where:
         raise UsageError(f"{source}: no function has cases of which all terms can be true")
 
     def steered(self, scope: Scope, case: Any, source: random.Random) -> Any | None:
-        """The case, or the nearest one that fits and matches; None if none is near."""
+        """The case, or the nearest one that fits and matches the predicate; None if no near case
+        does.
+        """
         if self.holds(case):
             return case
         changes = {}
@@ -177,7 +181,7 @@ class Where:
         return steered_case if self.holds(steered_case) else None
 
     def _smaller(self, scope: Scope, moved: Any, case: Any) -> Any:
-        """The moved case, with fewer units where a unit has become larger."""
+        """The changed case. It has fewer units if a unit has become larger."""
         named = {term.name for term in self.terms}
         sizes = [axis for axis in scope.axes if isinstance(axis, Size) and axis.name not in named]
         while sizes and moved.is_large and moved.unit > case.unit:
