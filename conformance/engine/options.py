@@ -27,7 +27,7 @@ def _flag(flag: str, text: str, value: Any, **arguments: Any) -> Any:
 
 
 class _Joined(Action):
-    """A flag that is given twice means both lists."""
+    """An action of argparse: a flag that is given twice means both lists."""
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: Any = None) -> None:
         earlier_values = getattr(namespace, self.dest)

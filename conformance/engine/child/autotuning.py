@@ -30,7 +30,7 @@ class Choice:
 
     index: int = 0
     longest: int = 1  # the length of the longest list so far
-    launched: Tuned = field(default_factory=dict)  # by calls that use this choice
+    launched: Tuned = field(default_factory=dict)  # the names of tuners, from the calls that use this choice
 
     def note(self, name: str, total: int, by: str, *labels: str) -> None:
         """Remember configurations that are launched."""
@@ -59,7 +59,10 @@ def chosen(choice: Choice) -> Iterator[None]:
 
 
 def install() -> None:
-    """Let Triton's autotuner ask for the choice; idempotent, and nothing if it is not loaded."""
+    """Let Triton's autotuner ask for the choice.
+
+    The call is idempotent, and does nothing if the autotuner is not loaded.
+    """
     autotuner = getattr(sys.modules.get(AUTOTUNER), "Autotuner", None)
     if autotuner is None or not hasattr(autotuner, "run") or hasattr(autotuner.run, "asks"):
         return
@@ -101,7 +104,7 @@ def _forced(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A launch with the choice of a tuner whose code is not known."""
+    """A launch of a tuner whose code is unknown: its own choice is only recorded."""
 
     def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(tuner, *args, **kwargs)
@@ -127,7 +130,7 @@ def _candidates(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inter
 
 
 def _uses_forced_choice(autotuner: Any, original: Callable[..., Any]) -> bool:
-    """Whether a launch with a list of one configuration uses it, in this version of Triton."""
+    """Whether a launch uses a list of one configuration as it is, in this version of Triton."""
     launches: list[dict[str, Any]] = []
     kernel = SimpleNamespace(fn=lambda x: None, arg_names=["x"], run=lambda *_, **kwargs: launches.append(kwargs))
     choice = Choice()

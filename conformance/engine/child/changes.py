@@ -1,4 +1,4 @@
-"""Which changes of an implementation's source would change the value of their expression.
+"""Finds the changes of an implementation's source that would change the value of their expression.
 
 A copy of the source (`conformance.mutants.comparing`) calls `compared` in place of each expression.
 """
@@ -12,7 +12,7 @@ import torch
 PLAIN = (int, float, str, type(None), torch.dtype, torch.device)  # values that are the same if they are equal
 
 _different: set[str] = set()
-_inside = threading.local()  # a change is computed: what it calls is not compared
+_inside = threading.local()  # true while a change is computed, so that the expressions which it calls are not compared
 
 
 def compared(original: Callable[[], Any], tested: bool, *changes: tuple[str, Callable[[], Any]]) -> Any:

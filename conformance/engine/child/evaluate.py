@@ -86,12 +86,12 @@ def _evaluate(
 ) -> None:
     contract = AtRank(CONTRACTS[case.function], rank) if rank else CONTRACTS[case.function]  # type: ignore[arg-type]
     problem = contract.problem(case)
-    function = problem.function  # of one stage of the case's function, if the case names one
+    function = problem.function  # the case of one stage of the function, if the case names one
     declared = implementation.declares(function) if implementation.offers(function) else {}
     refusal = _refusal(case, problem, implementation, declared)
     if refusal:
         outcome.status, outcome.reason = refusal
-    if rank and not rank.agree(not refusal):  # all ranks make the call, or none does
+    if rank and not rank.agree(not refusal):  # either all ranks make the call, or none does
         return
     if refusal:
         return
@@ -112,7 +112,7 @@ def _evaluate(
         _fail(outcome, finding if rank else _with_nan(finding, runner, problem, expected, outputs))
     if scores:
         outcome.scores = judged.excess(finding, resolved, outputs) if finding else judged.scores(resolved, outputs)
-    if rank and not rank.agree(not finding):  # all ranks check the law, or none does
+    if rank and not rank.agree(not finding):  # either all ranks check the law, or none does
         return
     if finding:
         return
@@ -128,7 +128,9 @@ def _evaluate(
 def _judged_call(
     runner: Runner, contract: Contract[Any], case: Case, problem: Problem, expected: dict[str, Expectation]
 ) -> tuple[dict[str, Any], dict[str, Resolved], Finding | None]:
-    """One call's outputs, what is expected given them, and what is wrong with them or memory."""
+    """The outputs of one call, the expectations resolved with them, and the finding about the
+    outputs or about memory.
+    """
     digest_before = _digest(expected)
     configurations.take()
     outputs = _guarded(runner, problem)
@@ -158,13 +160,15 @@ def _need_informative(
 
 
 def _owns_its_results(contract: Contract[Any], case: Case) -> bool:
-    """Whether the caller may overwrite the inputs and keep the results, as in `buffer_reuse`."""
+    """Whether the caller may overwrite the inputs and keep the results, as the law `buffer_reuse`
+    does.
+    """
     law = contract.laws.get("buffer_reuse")
     return law is not None and law.applies(case)
 
 
 def _related(case: Case, implementation: Implementation, device: str, outcome: Outcome) -> None:
-    """Check every algebraic law of the case's function that applies, bit by bit."""
+    """Check bit by bit every algebraic law of the function that applies to the case."""
     contract = CONTRACTS[case.function]
     laws = relations.laws_of(contract, case, device)
     if not laws:
@@ -176,7 +180,7 @@ def _related(case: Case, implementation: Implementation, device: str, outcome: O
     if refusal:
         outcome.status, outcome.reason = refusal
         return
-    declared = declared | {"deterministic": True}  # the order of a sum is nothing in a ring
+    declared = declared | {"deterministic": True}  # in a ring the order of a sum does not matter
     runner = Runner(implementation, device, case.poison, outcome)
     expected = contract.expected(case, problem, declared)
     outputs = _guarded(runner, problem)
@@ -197,8 +201,9 @@ def _related(case: Case, implementation: Implementation, device: str, outcome: O
 def _with_nan(
     finding: Finding, runner: Runner, problem: Problem, expected: dict[str, Expectation], outputs: dict[str, Any]
 ) -> Finding:
-    """The finding, with an output that is NaN where the reference has numbers, also if fresh memory
-    is zero: NaN in fresh memory may be what nobody wrote.
+    """The finding, extended by the name of an output that is NaN although the reference has
+    numbers. The call is repeated on fresh memory of zeros, because a NaN of fresh memory may be an
+    element that no code has written.
     """
     names = [name for name, x in expected.items() if gives_nan(x, outputs.get(name))]
     if names and runner.poison == "nan":
@@ -280,13 +285,16 @@ def _must_not_pass(
 
 
 def _is_marked(outputs: dict[str, Any]) -> bool:
-    """Whether each floating-point output has a NaN, and there is one."""
+    """Whether every floating-point output has a NaN, and there is such an output."""
     numbers = [x for x in outputs.values() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()]
     return bool(numbers) and all(bool(x.float().isnan().any()) for x in numbers)
 
 
 def _guarded(runner: Runner, problem: Problem) -> dict[str, Any]:
-    """The outputs; an exception from the implementation on a legal call is a finding."""
+    """The outputs of the call.
+
+    An exception that the implementation raises on a legal call is a finding.
+    """
     try:
         return runner.run(problem)
     except (Misbehaved, Blocked, torch.OutOfMemoryError, MemoryError):
@@ -317,7 +325,7 @@ def _judged_law(law: Any, trial: Trial) -> Finding | None:
 
 
 def _of_the_harness(error: BaseException) -> bool:
-    """Whether the suite's own code raised the error, not a call of the implementation."""
+    """Whether the suite's own code raised the error, and not a call of the implementation."""
     frames = []
     trace = error.__traceback__
     while trace is not None:
@@ -348,7 +356,7 @@ def _trial(
             if any(_refusal(case, second_problem, implementation, declared) for second_problem in problems):
                 raise Inapplicable
             results = make(*problems, **options)
-            if runner.changed and problems[0] is problem:  # another call is judged by a case of its own
+            if runner.changed and problems[0] is problem:  # another call has a case of its own, which judges it
                 raise Misbehaved(runner.changed, "input", f"changed its input {runner.changed}")
             return results
 
@@ -359,11 +367,13 @@ def _trial(
 
 
 def _digest(expected: dict[str, Any]) -> int:
-    """A number that changes when the expected values do: sums of their words, without a copy."""
+    """A number that changes when the expected values change: sums of their words, without a
+    copy.
+    """
     return hash(tuple(_sums(np.ascontiguousarray(bits(x.value)).view(np.uint8).reshape(-1)) for x in expected.values()))
 
 
 def _sums(data: np.ndarray) -> bytes:
-    """Sums over every WORDS-th 64-bit word, and the rest of the bytes."""
+    """Sums over every WORDS-th 64-bit word, and the remaining bytes."""
     whole_words = len(data) // (8 * WORDS) * 8 * WORDS
     return data[:whole_words].view(np.uint64).reshape(-1, WORDS).sum(0).tobytes() + data[whole_words:].tobytes()

@@ -10,7 +10,9 @@ from conformance.judge import Expectation, Finding, Resolved, controls, judge
 
 
 def resolved(expected: dict[str, Expectation], outputs: dict[str, Any]) -> tuple[dict[str, Resolved], Exception | None]:
-    """The expectations given the outputs, and the first error of one, whose dependency is wrong."""
+    """The expectations resolved with the outputs, and the first error of one that depends on a
+    wrong output.
+    """
     resolved_expectations: dict[str, Resolved] = {}
     first = None
     for name, expectation in expected.items():
@@ -22,7 +24,7 @@ def resolved(expected: dict[str, Expectation], outputs: dict[str, Any]) -> tuple
 
 
 def scores(expectations: dict[str, Resolved], outputs: dict[str, Any]) -> dict[str, float]:
-    """The largest score of each kind over right outputs."""
+    """The largest score of each kind over the right outputs."""
     largest_scores: dict[str, float] = {}
     for name, expectation in expectations.items():
         observed = outputs.get(name)
@@ -32,7 +34,9 @@ def scores(expectations: dict[str, Resolved], outputs: dict[str, Any]) -> dict[s
 
 
 def excess(finding: Finding, expectations: dict[str, Resolved], outputs: dict[str, Any]) -> dict[str, float]:
-    """The scores of the wrong output by the check that it failed, none if that has no degrees."""
+    """The scores of the wrong output for the check that it failed; none if that check has no
+    degrees.
+    """
     stages = expectations[finding.output].stages if finding.output in expectations else ()
     check = next((stage for stage in stages if stage.check == finding.check), None)
     return check.scores(outputs[finding.output]) if check else {}
@@ -51,7 +55,9 @@ def first_wrong(
 
 
 def is_informative(contract: Contract[Any], problem: Problem, expectations: dict[str, Resolved]) -> bool:
-    """Whether a corrupted output would be rejected: a main one, or else any other."""
+    """Whether the controls would reject a corrupted output: a main output, or else any other
+    one.
+    """
     main = {contract.primary, *(f"d_{name}" for name in problem.wanted)}
     shown = sum(controls.check(name, x) for name, x in expectations.items() if name in main)
     return bool(shown) or any(controls.check(name, x) for name, x in expectations.items() if name not in main)

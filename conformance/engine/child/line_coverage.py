@@ -11,7 +11,7 @@ from typing import Any
 
 from conformance.interface import Implementation
 
-CALLS = 16  # of one function that are traced
+CALLS = 16  # calls of one function that are traced
 
 
 class LineCoverage:
@@ -62,7 +62,9 @@ class LineCoverage:
 
 
 def _home(function: Any) -> str:
-    """The folder of the top-level package of the function, or its file outside any; "" if none."""
+    """The folder of the function's top-level package, or its file if it is in no package; "" if it
+    has no code.
+    """
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     path = code.co_filename if code else ""
     while path and os.path.exists(os.path.join(os.path.dirname(path), "__init__.py")):

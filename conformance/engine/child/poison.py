@@ -18,7 +18,7 @@ from conformance.engine.child.results import is_freed
 GUARD_BYTES = 256  # preserves every alignment of vector loads
 GUARD_VALUE = 0xA5
 
-_guards = True  # whether tensors lie between guards
+_guards = True  # whether tensors lie between guards in this process
 _originals: dict[tuple[Any, str], Callable[..., Tensor]] = {}
 _active: "Poison | None" = None
 
@@ -103,7 +103,10 @@ class Poison:
         return self._bodies.get(storage.data_ptr(), (storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
 
     def overrun(self) -> bool:
-        """Whether a guard was overwritten; one whose storage was freed since counts as intact."""
+        """Whether a guard was overwritten.
+
+        A guard whose storage has been freed counts as intact.
+        """
         live_guards = [guard for guard in self._storages if not is_freed(guard)]
         by_device = [
             [guard for guard in live_guards if guard.device == device]
@@ -113,7 +116,10 @@ class Poison:
 
 
 def _fill(body: Tensor, kind: str) -> None:
-    """The poison of a dtype; integers differ, so that unwritten offsets show in unwritten rows."""
+    """The poison of a dtype.
+
+    Poisons of integers differ, so that unwritten offsets show as unwritten rows.
+    """
     if not (body.is_floating_point() or body.is_complex()):
         kind = {"nan": "zero", "zero": "max", "max": "nan"}[kind]
     if kind == "zero":

@@ -1,4 +1,6 @@
-"""Makes one call of an implementation: inputs, poisoned memory, gradients, guards."""
+"""Makes one call of an implementation: it places inputs, poisons memory, takes gradients and checks
+guards.
+"""
 
 import contextlib
 import time
@@ -42,7 +44,9 @@ class Misbehaved(Exception):
 
 
 def _may_draw(problem: Problem) -> bool:
-    """Whether the call is random: by its function, or by a recipe that rounds stochastically."""
+    """Whether the call may draw random numbers, by its function or by a recipe that rounds
+    stochastically.
+    """
     arguments = (problem.required | problem.settings).values()
     rounds = any(getattr(x, "stochastic_rounding", False) for x in arguments)
     return CONTRACTS[problem.function].signature.random or rounds or problem.draws
@@ -56,7 +60,7 @@ class Runner:
     device: str
     poison: str
     outcome: Outcome
-    recording: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around calls
+    recording: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # seconds of waiting around calls
     changed: str = ""  # an input or cotangent that the last run's (first) call changed
     alias: tuple[str, str] | None = None  # an output of the last run without memory of its own, and why
 
@@ -118,7 +122,7 @@ class Runner:
         return self._read(outputs, problem)
 
     def kept(self, problem: Problem) -> int:
-        """The bytes that the call keeps for its backward, besides its inputs and results."""
+        """The bytes that the call keeps for its backward pass, without its inputs and results."""
         placed = self.place(problem)
 
         def call() -> Outputs:
@@ -153,7 +157,9 @@ class Runner:
 
     @contextlib.contextmanager
     def _watched(self, problem: Problem, poison: str = "") -> Iterator[None]:
-        """Poisoned and guarded memory around calls, whose effects elsewhere are checked at the end.
+        """Poison and guard the memory around calls.
+
+        At the end, check their effects on other memory and on global state.
 
         Raises:
             Misbehaved: memory or global state has changed.
@@ -175,13 +181,17 @@ class Runner:
             raise Misbehaved("call", "state", f"left another {changed} than before the call")
 
     def _finished(self, problem: Problem, outputs: Outputs) -> Outputs:
-        """The outputs when the device has computed them, with what further calls read from them."""
+        """The outputs, once the device has computed them, with what further calls read from
+        them.
+        """
         if self.device == "cuda":
             torch.cuda.synchronize()
         return problem.read(self.implementation, outputs) if problem.read else outputs
 
     def _read(self, outputs: Outputs, problem: Problem) -> Outputs:
-        """The outputs, tensors on the host; one that is a negated input may be negated too.
+        """The outputs, with tensors on the host.
+
+        An output that is a lazily negated input may be negated as well.
 
         Raises:
             Misbehaved: a tensor cannot be read.
@@ -208,7 +218,9 @@ class Runner:
         return laid_out(x, layout) if isinstance(x, Tensor) else x
 
     def place(self, problem: Problem, storage: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Inputs and cotangents on the device, in their layouts; or in the memory of others."""
+        """The inputs and cotangents on the device in their layouts, or in the memory of given
+        tensors.
+        """
         if storage is None:
             placed = {
                 name: laid_out(copied(x, self.device), problem.layouts.get(name, "contiguous"))
@@ -224,7 +236,7 @@ class Runner:
         return placed
 
     def produce(self, problem: Problem) -> dict[str, Any]:
-        """The opaque inputs, from this implementation's own producer, whose rows must be right."""
+        """The opaque inputs, from the implementation's own producer, whose rows must be right."""
         assert problem.producer is not None
         producer = problem.producer
         inputs = {
@@ -249,7 +261,7 @@ class Runner:
         return outputs
 
     def _call(self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None, manner: str = "") -> Outputs:
-        """The outputs, and the gradients of the wanted inputs; or their second derivatives."""
+        """The outputs with the gradients of the wanted inputs, or with their second derivatives."""
         if manner != "accumulated":
             with around_forward(manner, problem, self.device):
                 outputs = self._forward(problem, placed, opaque)
@@ -266,18 +278,18 @@ class Runner:
         outputs = self._forward(problem, placed | views, opaque)
         try:
             gradients = self._accumulated_gradients(problem, placed, outputs, keep=True)
-        except Exception:  # refused to keep what it had saved, as compiled backwards do
+        except Exception:  # it refused to keep what it had saved, as compiled backwards do
             outputs = self._forward(problem, placed | views, opaque)
             return outputs | self._accumulated_gradients(problem, placed, outputs)
         try:
             return outputs | self._accumulated_gradients(problem, placed, outputs)
-        except Exception:  # refused a second one
+        except Exception:  # it refused a second backward pass
             return outputs | gradients
 
     def arguments(
         self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None
     ) -> tuple[list[Any], dict[str, Any]]:
-        """By position and by keyword, as the implementation takes them."""
+        """The positional and the keyword arguments, as the implementation takes them."""
         arguments = [
             opaque[x.field_name] if isinstance(x, Opaque) and opaque else placed.get(name, x)
             for name, x in problem.required.items()
@@ -307,7 +319,7 @@ class Runner:
     def _backward(
         self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs attached to the wanted inputs, and their cotangents.
+        """The outputs that depend on the wanted inputs, and their cotangents.
 
         Raises:
             Misbehaved: an output has another shape than its cotangent.
@@ -322,7 +334,9 @@ class Runner:
         return [outputs[name] for name in attached], cotangents
 
     def gradients(self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs) -> dict[str, Tensor]:
-        """Gradients of the wanted inputs; of one without effect on the outputs, zeros."""
+        """The gradients of the wanted inputs; zeros for an input that has no effect on the
+        outputs.
+        """
         if not problem.wanted:
             return {}
         inputs = [placed[name] for name in problem.wanted]
@@ -340,7 +354,10 @@ class Runner:
     def _accumulated_gradients(
         self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs, keep: bool = False
     ) -> dict[str, Tensor]:
-        """Gradients added to a `.grad` of zeros; `keep`: for another backward."""
+        """Gradients that are added to a `.grad` of zeros.
+
+        With `keep`, the graph stays for another backward pass.
+        """
         attached, cotangents = self._backward(problem, placed, outputs)
         for name in problem.wanted:
             placed[name].grad = torch.zeros_like(placed[name])
@@ -351,7 +368,7 @@ class Runner:
     def _captured(
         self, problem: Problem, replay: Problem, placed: dict[str, Tensor], opaque: dict[str, Any] | None
     ) -> dict[str, Any]:
-        self._call(problem, placed, opaque)  # compiles the kernels
+        self._call(problem, placed, opaque)  # the first call compiles the kernels
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):

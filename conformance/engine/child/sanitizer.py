@@ -1,4 +1,4 @@
-"""The tool of --sanitize in a child: its environment, and what it reports of a case."""
+"""The tool of --sanitize inside a child process: its environment, and its report about a case."""
 
 import functools
 import os
@@ -15,8 +15,8 @@ from conformance.interface import Implementation
 from conformance.judge import Finding
 from conformance.usage import UsageError
 
-LEAST = (3, 8)  # of Triton, for its sanitizers
-WAIT_SECONDS = 3.0  # for the report of what has ended a process
+LEAST = (3, 8)  # the oldest Triton that has these sanitizers
+WAIT_SECONDS = 3.0  # seconds for the report about a process that has ended
 ADDRESS = re.compile(r"(\+| at | to )0x[0-9a-f]+")
 ASSERTION = re.compile(r"Assertion `(.*?)` failed")
 INVALID = re.compile(r"Invalid|Misaligned|Hardware|Warp|Device|Stack")
@@ -50,7 +50,8 @@ class Sanitizer:
             os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each tensor is an allocation of its own
 
     def check(self, device: str) -> None:
-        """Refuse what the tool cannot watch, once the implementation is imported.
+        """Refuse a device or an implementation that the tool cannot watch, after the implementation
+        is imported.
 
         Raises:
             UsageError: no GPU, or no Triton that has the tool.
@@ -71,16 +72,17 @@ class Sanitizer:
             )
 
     def watched(self, implementation: Implementation) -> Implementation:
-        """Without the declaration of graph capture where each tensor is an allocation of its own,
-        which CUDA refuses in a capture.
+        """The implementation without its declaration of graph capture, where each tensor is an
+        allocation of its own, because CUDA refuses such allocations in a capture.
         """
         return Uncaptured(implementation.namespace, implementation.name) if self.tool == "memcheck" else implementation
 
     def judged(self, outcome: Outcome) -> Outcome:
-        """The outcome of a case; if it has lost the device, with what consan says about it.
+        """The outcome of a case.
 
-        consan ends a kernel at its first fault, and with it the use of the device, and writes a
-        sentence into this process's log.
+        If the case has lost the device, the outcome has consan's sentence about it. consan ends a
+        kernel at its first fault, and with it the use of the device, and writes a sentence into
+        this process's log.
         """
         if self.tool != "consan":
             return outcome
@@ -98,7 +100,10 @@ class Growing:
         self._path, self._read = Path(path), 0
 
     def new(self) -> str:
-        """What was written since the last call; the file may have been emptied meanwhile."""
+        """The text that was written since the last call.
+
+        The file may have been emptied in between.
+        """
         try:
             content = self._path.read_bytes()
         except OSError:

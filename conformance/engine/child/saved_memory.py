@@ -1,4 +1,6 @@
-"""What a call keeps for its backward, in bytes: the memory that stays alive with its results."""
+"""Measures the bytes that a call keeps for its backward pass: the memory that stays alive with its
+results.
+"""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -26,10 +28,10 @@ class _Made(TorchDispatchMode):
 
 
 def alive_bytes(run: Callable[[], Any], inputs: Iterable[Tensor], afterwards: Callable[[], Any]) -> int:
-    """Of storages made by run() and alive with its results, besides the given tensors' and theirs.
-
-    `afterwards` launches other kernels: Triton's interpreter holds the arguments of its last one,
-    and circles of its own of the others.
+    """The bytes of storages that run() has allocated and that stay alive with its results, without
+    the storages of the given tensors and of the results. `afterwards` launches other kernels,
+    because Triton's interpreter keeps the arguments of the last launch alive, and reference cycles
+    keep those of the others.
     """
     with _Made() as allocations:
         out = run()
@@ -41,7 +43,9 @@ def alive_bytes(run: Callable[[], Any], inputs: Iterable[Tensor], afterwards: Ca
 
 
 def allocated_bytes(run: Callable[[], Any], inputs: Iterable[Tensor]) -> int:
-    """The same on a GPU, as torch's allocator counts them: each a multiple of 512."""
+    """The same on a GPU, as torch's allocator counts bytes: each storage takes a multiple of
+    512.
+    """
     known_storages = {storage._cdata for storage in _storages([*inputs])}
     gc.collect()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What a namespace says it is for: the predicate of each function, from its `scope`."""
+"""The cases for which a namespace is meant: the predicate of each function, from its `scope`."""
 
 from typing import Any
 
@@ -28,7 +28,10 @@ def scopes_of(implementation: Implementation, functions: dict[str, dict[str, Any
 
 
 def scope_of_function(implementation: Implementation, function: str) -> Where:
-    """The predicate of one function; everywhere, if it has none."""
+    """The predicate of one function.
+
+    A function without one has the predicate that is true everywhere.
+    """
     declared_scopes = implementation.scopes
     where = parsed(declared_scopes.get(function, declared_scopes.get("", "")), "scope")
     return EVERYWHERE if where.problem(CONTRACTS[function]) else where

@@ -1,4 +1,4 @@
-"""Which functions of a package run, kernels that a GPU runs included."""
+"""Records which functions of a package run, including kernels that run on a GPU."""
 
 import contextlib
 import os
@@ -46,13 +46,13 @@ def traced(package: str) -> Iterator[set[str]]:
 
 
 def _is_launch(frame: FrameType) -> bool:
-    """Whether Triton launches a kernel here."""
+    """Whether the frame is a launch of a kernel by Triton."""
     code = frame.f_code
     return code.co_qualname == "JITFunction.run" and "triton" in code.co_filename
 
 
 def _compiled(values: Iterable[Any], package: str) -> set[CodeType]:
-    """The package's functions among these values, and those that their code names, and so on."""
+    """The functions of the package among these values, those that their code names, and so on."""
     package_functions: set[CodeType] = set()
     unvisited = list(values)
     while unvisited:
@@ -70,7 +70,7 @@ def _functions(value: Any) -> Iterator[FunctionType]:
         for method in vars(value).values():
             yield from _functions(method)
         return
-    for _ in range(4):  # a kernel in versions holds one of Triton's, which holds the function
+    for _ in range(4):  # a kernel in versions holds one of Triton's kernels, which holds the function
         if isinstance(value, FunctionType):
             yield value
             return
@@ -78,7 +78,7 @@ def _functions(value: Any) -> Iterator[FunctionType]:
 
 
 def _named(function: FunctionType) -> Iterator[Any]:
-    """What the names in a function's code stand for, in its module or in modules there."""
+    """The values of the names in a function's code, in its module or in modules that it imports."""
     code, module_names = function.__code__, function.__globals__
     for name in code.co_names:
         value = module_names.get(name)

@@ -10,7 +10,10 @@ EACH, FIRST, UNKNOWN = "each", "first", "tuner"  # each in turn, the first alone
 
 
 def joined(records: Iterable[Tuned]) -> Tuned:
-    """The configurations of several cases or shards together; one that was judged once does fit."""
+    """The configurations of several cases or shards together.
+
+    A configuration that was judged once does fit.
+    """
     out: Tuned = {}
     for record_of_case in records:
         for name, record in record_of_case.items():

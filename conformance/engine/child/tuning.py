@@ -42,8 +42,8 @@ class Tuning:
         self.implementation, self.outcome = implementation, outcome
         self.most = MOST if single_process else 1
         self.choice = Choice(case.seed * self.most)
-        self.block = contextlib.ExitStack()  # of the case
-        self.configured = contextlib.ExitStack()  # of one configuration of the namespace's tuner
+        self.block = contextlib.ExitStack()  # the length of the case's longest list
+        self.configured = contextlib.ExitStack()  # the context of one configuration of the namespace's tuner
 
     def __enter__(self) -> Self:
         autotuning.install()
@@ -115,7 +115,7 @@ class Tuning:
 
 @contextlib.contextmanager
 def _misbehaving(hook: str) -> Iterator[None]:
-    """An error of the namespace's hook is a finding."""
+    """An error of the namespace's hook, as a finding."""
     try:
         yield
     except Exception as error:

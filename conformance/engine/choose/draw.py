@@ -13,11 +13,11 @@ from conformance.core.covering import Covered
 from conformance.core.scope import Scope
 from conformance.core.space import Space
 
-BYTES_PER_CASE = 4096  # more than the longest case consumes
+BYTES_PER_CASE = 4096  # bytes for a draw: more than the longest case consumes
 
 
 def scope_of(function: str, space: Space) -> Scope:
-    """All choices of cases of the function."""
+    """The scope from which all cases of the function are chosen."""
     return Scope(CONTRACTS[function], space)
 
 
@@ -32,7 +32,7 @@ def covering_cases(function: str, space: Space) -> Covered:
 
 
 def shape_cases(function: str, space: Space) -> list[Case]:
-    """Shapes that always run."""
+    """The cases of the function's shapes, which every run has."""
     return scope_of(function, space).always()
 
 

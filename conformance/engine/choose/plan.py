@@ -22,11 +22,11 @@ from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.choose.profiles import Profile
 
 Structure = list[Case]  # cases that run the same kernels
-# those with the most findings per second first; models: sizes of released models
+# kinds in the order of findings per second; models: sizes of released models
 KINDS = ("corpus", "fixed", "covering", "models", "drawn")
-RANKED_CASES = 4  # of a structure
+RANKED_CASES = 4  # draws per wanted case of a structure
 WHOLE_CASES = 3  # of the structure of a case without a law, which a family has made whole
-DRAWS = 60  # per case that matches a predicate
+DRAWS = 60  # draws per case that matches a predicate
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,10 @@ def structures_of(
 
 
 def _structures(section: Section, profile: Profile, space: Space, seed: int, where: Where) -> Iterator[Structure]:
-    """The same with further cases, which do not match. Rows and drawn cases are moved to match."""
+    """The same, with further cases that may not match the predicate.
+
+    Rows and drawn cases are moved to match it.
+    """
     amount = profile.amount(section.function, space)
     scope = scope_of(section.function, replace(space, few_kernels=amount.few_kernels))
     if section.kind == "fixed":
@@ -100,14 +103,17 @@ def _structures(section: Section, profile: Profile, space: Space, seed: int, whe
 
 
 def _neighbours(scope: Scope, structures: list[Structure]) -> list[Case]:
-    """The calls that the law `history` makes in between, as cases that are judged themselves."""
+    """The calls that the law `history` makes in between, as cases that are judged by themselves."""
     histories = [case for structure in structures for case in structure if case.law == "history"]
     neighbours = (scope.neighbour(case) for case in histories)
     return [case for case in neighbours if not ranks_of(scope.contract, case)]
 
 
 def _steered_cases(scope: Scope, cases: list[Case], where: Where, seed: int) -> list[Case]:
-    """The cases that match, each once, and for each other one the nearest that does, if any."""
+    """The cases that match the predicate, each once.
+
+    Any other case is replaced by the nearest case that matches, if there is one.
+    """
     if not where.terms:
         return cases
     source = random.Random(seed)
@@ -116,8 +122,10 @@ def _steered_cases(scope: Scope, cases: list[Case], where: Where, seed: int) -> 
 
 
 def _varied(scope: Scope, cases: list[Case], count: int, seed: int) -> Iterator[Structure]:
-    """Each case with others of its structure; few of several processes and of a case that a family
-    has made whole, none of a slow one.
+    """Each case with other cases of its structure.
+
+    There are few for a case of several processes and for one that a family has fixed as a whole,
+    and none for a slow one.
     """
     variations = Variations(scope)
     for case in cases:

@@ -1,4 +1,6 @@
-"""Which functions and cases a run judges: --function, --where and the namespace's own scope."""
+"""Decides which functions and cases a run judges, from --function, --where and the namespace's own
+scope.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +24,10 @@ def asked(options: Options) -> Where:
 
 
 def must_compare(baseline: dict[str, Any], options: Options) -> None:
-    """Raises UsageError if the baseline was judged on other cases."""
+    """Compare the options of the baseline with those of this run.
+
+    Raises UsageError if the baseline was judged on other cases.
+    """
     for flag, now in (("where", asked(options).text), ("sanitize", options.sanitize)):
         baseline_choice = baseline.get(flag, "")
         if baseline_choice != now:
@@ -79,5 +84,5 @@ class Choice:
         return cls(functions, {name: scope & where & kinds[name] for name, scope in scopes.items()})
 
     def holds(self, case: Case) -> bool:
-        """Whether the case is judged, if its function is."""
+        """Whether the case is judged, provided that its function is."""
         return self.where.get(case.function, EVERYWHERE).holds(case)

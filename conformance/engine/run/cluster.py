@@ -27,9 +27,9 @@ from conformance.engine.run.merging import merge
 from conformance.engine.run.verdict import Verdict
 from conformance.interface import UsageError
 
-SHARDS = 2  # of each worker: a lost one costs half of its work
-RETRIES = 3  # of a shard whose worker is lost
-CORES = 2  # of a worker without a GPU
+SHARDS = 2  # shards of each worker: a lost worker costs half of its work
+RETRIES = 3  # attempts of a shard whose worker is lost
+CORES = 2  # cores of a worker without a GPU
 OWN = ("report", "shard", "seconds", "baseline", "jobs", "corpus")  # options that differ from shard to shard
 PARENT_DEATH = 1  # prctl's PR_SET_PDEATHSIG
 
@@ -115,7 +115,7 @@ def workers_of(nodes: list[dict[str, float]], options: Options) -> tuple[int, di
 
 
 def command(options: Options, shard: str) -> list[str]:
-    """The arguments of the command for one shard."""
+    """The command-line arguments of one shard."""
     run_flags = [word for option in fields(options) if option.name not in OWN for word in _flag(option, options)]
     jobs = ["--jobs", str(options.jobs)] if options.jobs else []
     return ["run", *run_flags, *jobs, "--shard", shard]

@@ -16,7 +16,7 @@ from conformance.storage import write_whole
 
 COMMITTED = Path(__file__).parents[2] / "corpus"
 DEFAULT = Path(".moe-conformance")
-NOT_SAVED = "not saved"  # instead of the file of a failing case
+NOT_SAVED = "not saved"  # begins the text that takes the place of a failing case's file
 REACHED = "fuzz"  # folder of a search's interesting cases, a folder for each function
 
 
@@ -80,7 +80,10 @@ def _check_before(case: Case) -> None:
 
 
 def read_folder(folder: Path) -> list[Case]:
-    """All cases in a folder, by file name; empty if the folder does not exist."""
+    """All cases in a folder, in the order of file names.
+
+    There are none if the folder does not exist.
+    """
     return [read_case(path) for path in sorted(folder.glob("*.json"))]
 
 

@@ -14,10 +14,10 @@ from conformance.core.scope import Scope
 from conformance.core.space import Space
 
 NO_SETTINGS = ("seed", "golden", "illegal")
-MOST_VALUES = 10  # of a field whose pairs are shown
-BINS = 20  # of a histogram of scores, from 0 to 1
+MOST_VALUES = 10  # the most values of a field whose pairs are shown
+BINS = 20  # bins of a histogram of scores, from 0 to 1
 
-Counts = list[int]  # cases that were judged, and wrong ones; or of each bin
+Counts = list[int]  # numbers of judged and of wrong cases, or of the cases in each bin
 
 
 @cache
@@ -98,6 +98,6 @@ def _count(counts: dict[str, Counts], value: str, is_wrong: bool) -> None:
 
 
 def _order(item: tuple[str, Counts]) -> tuple[float, str]:
-    """Numbers by size, before texts."""
+    """A sort key: numbers by size, before texts."""
     digits = item[0].split(" ")[0].replace(",", "")
     return (float(digits), item[0]) if digits.isdigit() else (float("inf"), item[0])

@@ -11,7 +11,7 @@ from conformance.core.case import Case
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.run import corpus
 
-STEPS = 16  # of a score from 0 to 1
+STEPS = 16  # steps of a score from 0 to 1
 
 
 def features(outcome: Outcome) -> frozenset[str]:
@@ -33,7 +33,7 @@ class InterestingCases:
     seeds: list[Case] = field(default_factory=list)  # the files of earlier searches
     reached: dict[Case, frozenset[str]] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
-    judged: set[str] = field(default_factory=set)  # ids
+    judged: set[str] = field(default_factory=set)  # ids of cases
 
     @classmethod
     def read(cls, folder: Path, function: str) -> "InterestingCases":
@@ -60,7 +60,9 @@ class InterestingCases:
         return new
 
     def distilled(self) -> list[Case]:
-        """Few cases that reach everything seen: each adds most to those before it."""
+        """A few cases that reach all that was reached: each adds as much as possible to those
+        before it.
+        """
         uncovered, out = set(self.seen), []
         while uncovered:
             best = max(self.reached, key=lambda case: (len(self.reached[case] & uncovered), -len(case.text), case.text))
@@ -77,7 +79,7 @@ class InterestingCases:
         chosen = self.distilled()
         for case in chosen:
             corpus.save(self.folder, case, finding)
-        for case in self.seeds:  # only now: where the folder cannot be written, its files stay
+        for case in self.seeds:  # files are removed only now: if the folder cannot be written, they stay
             if case.id in self.judged and case not in chosen:
                 (self.folder / f"{case.id}.json").unlink(missing_ok=True)
         return len(chosen)

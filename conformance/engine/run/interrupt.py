@@ -21,7 +21,7 @@ NAMES = {signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM", signal.SIGALRM: TIM
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Signals are noted inside the block."""
+    """Note signals inside the block, and do nothing else about them."""
     global _reason, _ends_at
     _reason, _ends_at = "", 0.0
     handlers = {number: signal.signal(number, _note) for number in NAMES}
@@ -50,7 +50,7 @@ def limit(seconds: float) -> None:
 
 
 def reason() -> str:
-    """What ended the run early; empty: nothing."""
+    """The reason why the run ends early; empty if it does not."""
     return _reason
 
 
@@ -70,7 +70,7 @@ def interruptible() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt inside `interruptible` if a signal has come.
+    """Raise KeyboardInterrupt inside `interruptible`, if a signal has come.
 
     Raises:
         KeyboardInterrupt: it has.
@@ -81,7 +81,9 @@ def check() -> None:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """A signal inside the block is raised at its end: a process that starts here has an owner."""
+    """Raise the interrupt of a signal only at the end of the block, so that a process which starts
+    in it has an owner.
+    """
     global _raising
     was_raising, _raising = _raising, False
     yield

@@ -33,7 +33,7 @@ def configurations(lines: Iterable[dict[str, Any]], informative: Collection[str]
 
 
 def merged(runs: Iterable[Configurations]) -> Configurations:
-    """The same of several runs together."""
+    """The configurations of several runs together."""
     out: Configurations = {}
     for configurations in runs:
         for name, record in configurations.items():
@@ -53,7 +53,9 @@ def unjudged(records: Configurations) -> list[str]:
 
 
 def by_kernel(records: Configurations) -> dict[str, tuple[int, int, int]]:
-    """Of each kernel: its configurations, those judged, and the cases that judged one of them."""
+    """For each kernel the number of its configurations, of those that were judged, and of the cases
+    that judged one of them.
+    """
     out: dict[str, tuple[int, int, int]] = {}
     for record in records.values():
         num_configurations, judged, cases = out.get(record["kernel"], (0, 0, 0))

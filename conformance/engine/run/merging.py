@@ -120,7 +120,7 @@ def _judged(out: Verdict, shard_reports: list[Report], rules: Profile | None) ->
 
 
 def _sum(values: list[Any]) -> Any:
-    """Numbers added, in lists and dicts of the same form; a key that is absent adds nothing."""
+    """The sum of numbers in lists and dicts of the same form. An absent key adds nothing."""
     if isinstance(values[0], dict):
         keys = dict.fromkeys(key for value in values for key in value)
         return {key: _sum([value[key] for value in values if key in value]) for key in keys}

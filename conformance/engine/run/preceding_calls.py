@@ -1,4 +1,4 @@
-"""The calls before a failure that passes when it runs alone."""
+"""Finds the calls before a failing case that make it fail, if it passes by itself."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,9 +12,9 @@ from conformance.engine.run.reduction import failure_key
 def with_calls_before(
     case: Case, outcome: Outcome, ran: Iterable[Case], attempt: Callable[[Case], Outcome], seconds: float
 ) -> tuple[Case, Outcome] | None:
-    """The case after the last 1, 2, 4, … cases of its process, as soon as it fails as it did there.
-
-    First those of its own function, then of all: functions rarely share what they keep.
+    """The failing case with the shortest run of calls before it that makes it fail: the last 1, 2,
+    4, … cases of its process are tried in turn. Cases of the case's own function are tried first,
+    then the cases of all functions, because functions rarely share state.
 
     Args:
         ran: the cases that ran before it in its process, in order.
@@ -39,7 +39,7 @@ def with_calls_before(
 
 
 def _doubling(most: int) -> Iterator[int]:
-    """1, 2, 4, … below `most`, then `most`; nothing for 0."""
+    """The numbers 1, 2, 4, … below `most`, then `most`; nothing for 0."""
     count = 1
     while count < most:
         yield count

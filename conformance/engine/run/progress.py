@@ -9,7 +9,7 @@ from conformance.core.case import Case
 from conformance.engine.child.outcome import Outcome
 
 LINE_SECONDS = 10.0
-FIRST = 0.05  # the share of the cases that tells how long the others take
+FIRST = 0.05  # the share of the cases after which the remaining time is estimated
 
 
 class Progress:

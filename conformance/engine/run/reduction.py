@@ -20,7 +20,7 @@ from conformance.interface import UsageError
 from conformance.texts import described
 
 Key = tuple[str, str, str, str]
-NUMBERED = r"(?<![^.])\d+(?![^.])"  # a part of a name between dots
+NUMBERED = r"(?<![^.])\d+(?![^.])"  # a number between the dots of a name
 
 
 def failure_key(case: Case, outcome: Outcome) -> Key:
@@ -43,8 +43,8 @@ class Reduced:
     case: Case
     outcome: Outcome
     attempts: int
-    finished: bool  # False: out of time, or ended by an error: a smaller case may exist
-    error: str = ""  # of the suite, that ended the search
+    finished: bool  # False: out of time, or ended by an error, so that a smaller case may exist
+    error: str = ""  # an error of the suite that ended the search
 
 
 def reduce(case: Case, outcome: Outcome, attempt: Callable[[Case], Outcome], seconds: float) -> Reduced:
@@ -86,11 +86,13 @@ PLAIN = {"law": "", "grads": "", "unused": "", "layout": "contiguous", "layout_o
 
 
 def _each_smaller(case: Case) -> Iterator[Case]:
-    """With fewer calls before it, with plain ones, simpler itself, with simpler calls before it."""
+    """Simpler variants: with fewer calls before the case, with plain calls before it, with a
+    simpler case, with simpler calls before it.
+    """
     for start, stop in blocks(len(case.before)):
         yield replace(case, before=case.before[:start] + case.before[stop:])
     plain_calls = tuple(earlier.changed(**PLAIN) for earlier in case.before)
-    if plain_calls != case.before:  # at once: each attempt may need new processes
+    if plain_calls != case.before:  # all calls at once, because each attempt may need new processes
         yield replace(case, before=plain_calls)
     yield from _simpler(case)
     for index, earlier in enumerate(case.before):

@@ -15,7 +15,7 @@ from conformance.engine.footprint.footprint import Footprints, serve_footprints,
 from conformance.engine.options import ChildOptions
 from conformance.interface import UsageError
 
-SECONDS = 180.0  # to import the implementation and follow its code
+SECONDS = 180.0  # seconds to import the implementation and follow its code
 
 
 class Inquiry:

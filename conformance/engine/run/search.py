@@ -29,10 +29,10 @@ from conformance.engine.run.rarity import Rarity
 from conformance.engine.run.reduction import Key, failure_key
 from conformance.engine.run.session import FAILING, Session
 
-RARE, OF = 150, 450  # cases of a round, and the drawn cases of which they are the rarest
-PARTS = 30  # in which they are drawn and run
-CLIMBED = 50  # cases of a round; hypothesis climbs in the second half
-SEQUENCES, STEPS = 20, 8  # of a round, and their most steps
+RARE, OF = 150, 450  # cases of a round, and the drawn cases from which they are chosen
+PARTS = 30  # the batches in which they are drawn and run
+CLIMBED = 50  # cases of a round of hypothesis, which climbs in the second half
+SEQUENCES, STEPS = 20, 8  # sequences of a round, and their most steps
 TARGETS = ("error", "ratio", "lines")
 
 
@@ -48,7 +48,7 @@ class Searched:
     cases: int = 0
     judged: int = 0  # of these cases, those that passed or failed
     waived: int = 0
-    kept: dict[str, int] = field(default_factory=dict)  # cases kept, by function
+    kept: dict[str, int] = field(default_factory=dict)  # the number of cases kept, by function
     unsaved: dict[str, str] = field(default_factory=dict)  # why its cases could not be kept, by function
     best: dict[str, dict[str, float]] = field(default_factory=dict)  # the largest scores, by function
     lines: dict[str, int] = field(default_factory=dict)  # lines and kernels reached, by function
@@ -95,8 +95,8 @@ class Search:
         root = Path(session.options.corpus) / REACHED
         self.kept = {function: InterestingCases.read(root / function, function) for function in functions}
         self.targets = TARGETS
-        self.outcomes: dict[Case, Outcome] = {}  # of the function that is searched
-        self.rarity = Rarity()  # of its cases
+        self.outcomes: dict[Case, Outcome] = {}  # outcomes of the function that is searched
+        self.rarity = Rarity()  # the rarity of its cases
         self._shapes: dict[str, list[Case]] = {}
         self.failed: dict[Key, tuple[Case, Outcome]] = {}
         self.progress = SearchProgress(self.ends, searched)
@@ -114,7 +114,7 @@ class Search:
                 self.searched.failures.append(failure)
 
     def end(self) -> None:
-        """Write what is kept, also failures that could not be reduced."""
+        """Write the cases that are kept, and the failures, even those that could not be reduced."""
         self.progress.end()
         for case, outcome in self.failed.values():
             failure = Failure(case, outcome, f"fuzz-{case.function}", 0, False)
@@ -147,13 +147,15 @@ class Search:
             return
 
     def rare(self, scope: Scope, seed: int, ends: float) -> None:
-        """The rarest of many cases: drawn ones, and changes of the shapes that a run always has."""
+        """Judge the rarest of many cases: drawn ones, and changes of the shapes that every run
+        has.
+        """
         source = st.one_of(scope.drawn(), scope.drawn(), scope.near(self.shapes(scope)))
-        for round_index in range(PARTS):  # drawing takes time, too
+        for round_index in range(PARTS):  # checked here too, because drawing takes time
             cases = drawn(source, run_seed("rare", seed, round_index), OF // PARTS)
             cases = [case for case in cases if self.session.choice.holds(case)]
             chosen = self.rarity.rarest([case for case in cases if case not in self.outcomes], RARE // PARTS)
-            outcomes = dict(self.session.pool.run(chosen))  # on all children
+            outcomes = dict(self.session.pool.run(chosen))  # runs on all children at once
             for case in chosen:
                 self._note(case, outcomes[case])
             if time.monotonic() > ends:
@@ -166,7 +168,7 @@ class Search:
         return self._shapes[scope.function]
 
     def climb(self, scope: Scope, kept_cases: InterestingCases, seed: int, ends: float) -> None:
-        """One run of hypothesis, over drawn cases and changed cases of those kept so far."""
+        """Run hypothesis once, over drawn cases and over changes of the cases kept so far."""
         cases = scope.drawn()
         interesting = kept_cases.distilled()
         if interesting:
@@ -195,7 +197,10 @@ class Search:
             raise TimeIsUp
 
     def sequences(self, scope: Scope, seed: int, ends: float) -> None:
-        """Steps of the function's machine, if it has one; a failing sequence goes on."""
+        """Judge sequences of steps of the function's machine, if it has one.
+
+        A failing sequence does not end the search.
+        """
 
         def noted(case: Case) -> Outcome:
             self.judged(case, ends)
@@ -231,7 +236,7 @@ class Search:
         self._count(case, outcome, failing, waived)
 
     def _count(self, case: Case, outcome: Outcome, failing: bool, waived: bool) -> None:
-        """Add the case to what was found, and show it."""
+        """Add the case to the results, and show the progress."""
         best, kept_cases = self.searched.best.setdefault(case.function, {}), self.kept[case.function]
         self.searched.cases += 1
         self.searched.judged += outcome.status == "PASS" or failing

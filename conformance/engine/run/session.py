@@ -56,7 +56,7 @@ def judge(options: Options) -> Verdict:
 
 
 def judge_with(options: Options, ledgers: Path) -> Verdict:
-    """`judge` with a folder for the ledger, which is kept."""
+    """`judge` with a given folder for the ledger, which is not deleted."""
     interrupt.limit(options.seconds)
     interrupted = ""
     with closing(Session(options, ledgers, progress=True)) as session:
@@ -69,7 +69,7 @@ def judge_with(options: Options, ledgers: Path) -> Verdict:
             interrupted = interrupt.reason() or "SIGINT"
         except Lost as error:
             interrupted = f"the loss of the device ({error})"
-    # a signal also counts that came after the last case, while the children were ended
+    # also reports a signal that came after the last case, while the children were ended
     interrupted = interrupted or interrupt.reason()
     return session.verdict(ledgers, options.part == (0, 1), interrupted, options.part[1] > 1)
 
@@ -86,8 +86,8 @@ class Session:
     ) -> None:
         self.options, self.started = options, time.monotonic()
         self.profile: Profile = PROFILES[options.profile]
-        self.plan: list[Section] = []  # from `start`
-        self.choice = Choice()  # nothing, until `start` has the namespace's description
+        self.plan: list[Section] = []  # set by `start`
+        self.choice = Choice()  # judges nothing until `start` has the namespace's description
         asked(options)
         today = datetime.date.today()
         self.waivers: list[Waiver] = read_waivers(Path(options.waivers), today) if options.waivers else []
@@ -167,7 +167,7 @@ class Session:
         """The verdict from the ledgers of all workers."""
         seconds, left_out = time.monotonic() - self.started, {*self.since.unchanged}
         left_out |= {*CONTRACTS} - {*self.choice.functions}
-        # what a waiver covers may not match --where: none is stale then
+        # with --where, cases that a waiver covers may not run, so no waiver counts as stale
         waivers = [waiver.name for waiver in self.waivers if waiver.function not in left_out and not self.options.where]
         context = self.baseline, whole, interrupted, self.since, may_be_empty
         return assemble(folder, self.options, seconds, waivers, *context)
@@ -185,7 +185,10 @@ class Session:
         return chosen and self._offered(case.function) and self.choice.holds(case)
 
     def _has_cases(self, section: Section) -> bool:
-        """Whether cases may fall to the section: the others would leave parts of a run empty."""
+        """Whether cases may fall to the section.
+
+        Shards that consist of other sections would be empty.
+        """
         if section.kind == "covering" and not self.profile.amount(section.function, self.space).rows:
             return False
         if section.kind == "models" and not self.profile.judges_model_sizes(section.function, self.space):
@@ -256,7 +259,8 @@ class Session:
     def _judged(
         self, section: Section, case: Case, first: Case, outcome: Outcome, position: Place, failed: Failed
     ) -> None:
-        """Write the outcome, WAIVED where a waiver covers it; keep the first case of a failure.
+        """Write the outcome of a case, or WAIVED if a waiver covers it, and keep the first case of
+        each failure.
 
         Args:
             first: the case of the same structure that ran first.
