@@ -368,8 +368,9 @@ class Session:
 
 
 def default_jobs(options: Options) -> int:
-    """On a GPU one per core and an eighth more: they compile kernels at the same time, and wait for
-    the device in turns. On a CPU two, and under memcheck, where a process takes seconds to start.
+    """On a GPU one process per core and an eighth more, because processes compile kernels at the
+    same time and wait for the device in turns. On a CPU two, and under memcheck, where a process
+    takes seconds to start.
     """
     cores = os.cpu_count() or 1
     many = options.device != "cpu" and options.sanitize != "memcheck" and torch.cuda.is_available()
@@ -382,5 +383,5 @@ def _priority(position: Place, case: Case, outcome: Outcome) -> tuple[bool, Plac
 
 
 def _literal(case: Case) -> bool:
-    """Whether the case is a literal, which has no smaller cases."""
+    """Whether the case is a literal one, which cannot be made smaller."""
     return bool(case.golden or case.illegal)

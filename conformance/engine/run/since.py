@@ -56,7 +56,9 @@ def under(
     corpus: Iterable[Case],
     waivers: Iterable[Waiver],
 ) -> Footprints:
-    """The footprints with what else decides a result: options, device, kept cases, waivers."""
+    """The footprints, with everything else that decides a result: options, device, kept cases and
+    waivers.
+    """
     conditions = {
         "the implementation": options.implementation,
         "the profile": options.profile,
@@ -84,7 +86,10 @@ def under(
 
 
 def since_report(now: Footprints | None, report: dict[str, Any], origin: str) -> Since:
-    """What changed since a report: a function is left out only if it was conformant there."""
+    """What has changed since a report.
+
+    A function is left out only if it was conformant in the report.
+    """
     report_footprints = footprints_in(report)
     unchanged, reasons = {}, {}
     for name in now.functions if now else ():
@@ -100,7 +105,7 @@ def since_report(now: Footprints | None, report: dict[str, Any], origin: str) ->
 
 
 def since_revision(now: Footprints | None, earlier: Footprints, origin: str) -> Since:
-    """What changed since a revision, of whose results nothing is known."""
+    """What has changed since a revision, whose results are unknown."""
     reasons = {name: changed(now, earlier, name) for name in now.functions} if now else {}
     return Since(now, origin, {name: {} for name, why in reasons.items() if not why}, reasons)
 
@@ -114,7 +119,7 @@ def footprints_in(report: dict[str, Any]) -> Footprints | None:
 
 
 def changed(now: Footprints | None, earlier: Footprints, name: str) -> str:
-    """Why a function may give another result than before; empty: it cannot."""
+    """Why a function may give another result than in the earlier state; empty if it cannot."""
     if now is None or name not in now.functions or name not in earlier.functions:
         return "new"
     shared = _different(now.conditions, earlier.conditions)
@@ -124,9 +129,11 @@ def changed(now: Footprints | None, earlier: Footprints, name: str) -> str:
 
 
 def _different(now: dict[str, str], earlier: dict[str, str]) -> list[str]:
-    """The keys that only one has, or with another value; the most particular first."""
+    """The keys that only one of the two has, or that have different values; the most specific ones
+    come first.
+    """
     keys = [key for key in now.keys() | earlier.keys() if now.get(key) != earlier.get(key)]
     inner = [
         key for key in keys if not any(longer_key.startswith(f"{key}.") for longer_key in keys)
-    ]  # no class of a method
+    ]  # a class is left out if one of its methods is listed
     return sorted(inner, key=lambda key: (key.endswith(GENERAL), key))

@@ -27,10 +27,10 @@ from conformance.sanitizing import replayed
 NAMES = {0: "CONFORMANT", 1: "NOT CONFORMANT", 3: "HARNESS ERROR", 4: "TOO LITTLE TESTED", 5: "REGRESSION"}
 INFORMATIVE = ("PASS", "FAIL", "CRASH", "HANG", "WAIVED")
 ONE_GPU = "judged on one GPU only"
-SEVERAL = 8  # cases, for a mean
-SPECIALISING = 0.1  # kernels per change
+SEVERAL = 8  # the fewest cases for a mean
+SPECIALISING = 0.1  # the fewest kernels per change
 UNCHANGED = "unchanged since"  # an earlier report, or a revision
-EMPTY = "EMPTY SHARD"  # no case fell to this part of the run; says nothing of the other parts
+EMPTY = "EMPTY SHARD"  # no case fell to this shard, which says nothing about the other shards
 NOT_CHOSEN = "not chosen"  # by --function, or no case can match --where
 UNTOUCHED = ("not run", "not offered", NOT_CHOSEN, UNCHANGED)  # statuses without a verdict
 WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
@@ -67,7 +67,8 @@ class FunctionVerdict:
     note: str = ""
     scope: str = ""
     place: str = ""  # where the implementation defines it, as file:line
-    # kernels that a change of a field compiles on average, of fields that are taken for data
+    # fields that are declared as data, with the kernels that a change of the field compiles on
+    # average
     specialised_by: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     earlier: dict[str, Any] = field(default_factory=dict)
@@ -100,8 +101,8 @@ class Verdict:
     seconds_implementation: float = 0.0
     seconds_reference: float = 0.0
     kernels_compiled: int = 0
-    idle_kernels: list[str] = field(default_factory=list)  # of the implementation, which no case has launched
-    configurations: Configurations = field(default_factory=dict)  # of kernels, that were launched
+    idle_kernels: list[str] = field(default_factory=list)  # kernels of the implementation that no case has launched
+    configurations: Configurations = field(default_factory=dict)  # the configurations of kernels that were launched
     tuned: Tuned = field(default_factory=dict)  # the configurations of tuned kernels
     ended_by: str = ""  # a signal, the time limit, …; empty: the run ended by itself
     chosen: list[str] = field(default_factory=list)  # the functions of --function; empty: all
@@ -187,7 +188,7 @@ def _facts(
     options: Options,
     seconds: float,
 ) -> Verdict:
-    """What ran, with what, and what failed; no judgement yet."""
+    """What ran, on what, and what failed, before any judgement."""
     out = Verdict(
         *("", 0, options.implementation, options.profile, options.seed, seconds),
         *(len(outcomes), described["device_name"], described["versions"]),
@@ -209,7 +210,7 @@ def _facts(
 
 
 def _leave_out(out: Verdict, judged: list[str]) -> None:
-    """Mark the functions that were not chosen, whatever else is known of them."""
+    """Mark the functions that were not chosen, whatever else is known about them."""
     for name in out.functions:
         if name not in judged:
             out.functions[name] = FunctionVerdict(NOT_CHOSEN)
@@ -300,7 +301,9 @@ def status_of(name: str, function: FunctionVerdict, rules: Profile | None, cut: 
 
 
 def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
-    """By field: kernels per case with a change of the field, less kernels per case without."""
+    """For each field, the kernels per case with a change of the field, minus the kernels per case
+    without it.
+    """
     varied = [(set(line["changed"]), len(line["kernels"])) for line in outcomes if line["changed"]]
     out: dict[str, float] = {}
     for name in sorted({name for changed, _ in varied for name in changed}):
@@ -312,7 +315,9 @@ def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def shortfalls_of(name: str, function: FunctionVerdict, rules: Profile | None, where: str = "") -> list[str]:
-    """Why the function was tested too little; empty if not offered or without a minimum.
+    """Why the function was tested too little.
+
+    Empty if it was tested enough, if it is not offered, or if there is no minimum.
 
     Args:
         where: the predicate of --where.
@@ -367,7 +372,7 @@ def distinct(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _size(failure: dict[str, Any]) -> tuple[bool, int]:
-    """Sort key: literal cases last, which are small but never reduced."""
+    """A sort key: literal cases come last, because they are small but cannot be reduced."""
     case = failure["case"]
     return bool(case.get("golden") or case.get("illegal")), len(str(case))
 

@@ -26,7 +26,7 @@ from conformance.interface import UsageError
 
 REQUIRED = ("function", "owner", "reason", "expires")
 OPTIONAL = ("check", "output", "message", "where")
-LONGEST = datetime.timedelta(days=366)  # of a waiver, from today
+LONGEST = datetime.timedelta(days=366)  # the longest duration of a waiver, from today
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _wrong_names(entry: dict[str, Any]) -> str:
     if check not in checks and not check.startswith("raises "):
         return f": check is {check!r}; it must be raises … or one of {', '.join(sorted(checks))}"
     outputs = judged_of(contract)
-    # the outputs of several calls are numbered, or named after the part of a state
+    # outputs of several calls are numbered, or named after a field of a state
     if output not in outputs and not ("." in output and makes_several_calls(contract)):
         return f": output is {output!r}; it must be one of {', '.join(sorted(outputs))}"
     return ""

@@ -9,8 +9,8 @@ import torch
 COLD_BYTES = 256 * 2**20  # several times the L2 of a GPU
 HOST_BYTES = 32 * 2**20  # the same for caches of a CPU, where writing takes longer
 BF16 = 2  # bytes per element
-AHEAD = 2.0  # times the host's time for a call that the GPU has other work
-MOST_WRITES = 64  # before a call: a few milliseconds
+AHEAD = 2.0  # how many times the host's time for a call the GPU is busy with other work
+MOST_WRITES = 64  # seconds of warming up before a call
 
 Call = Callable[[], object]
 Times = dict[str, float]  # microseconds of each version
@@ -97,8 +97,8 @@ def _flushed(device: str) -> torch.Tensor:
 def ceilings(
     blocks: int, reps: int, device: str = "cuda", kinds: Sequence[str] = ("copy", "write", "read")
 ) -> dict[str, float]:
-    """TB/s of a copy (bytes read plus written), of writes only, and of reads only: of 1 GiB, on a
-    CPU of 64 MiB.
+    """The bandwidths in TB/s of a copy (bytes read plus bytes written), of writes only, and of
+    reads only, for 1 GiB, or on a CPU for 64 MiB.
     """
     source = torch.empty(2**29 if device == "cuda" else 2**25, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)

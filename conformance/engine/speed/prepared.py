@@ -1,4 +1,4 @@
-"""The calls of one case, with their inputs in place: what a clock runs."""
+"""Prepares the calls of one case, with their inputs on the device, for a clock."""
 
 import contextlib
 import sys
@@ -75,8 +75,9 @@ class Calls:
         return {FORWARD: self.forward} | ({BOTH: self.both} if self.both else {})
 
     def moved(self, inputs: Inputs, title: str) -> int:
-        """Bytes of the tensors that the call takes and returns, each storage once: the least that
-        any implementation moves. Results are those of this one.
+        """The bytes of the tensors that the call takes and returns, counting each storage once.
+
+        No implementation can move less. The results are those of this implementation.
         """
         cotangents = {f"d_{name}" for name in inputs.problem.cotangents} if title == FORWARD else set()
         arguments = [x for name, x in inputs.placed.items() if name not in cotangents]
@@ -106,7 +107,7 @@ def _runner(implementation: Implementation, device: str) -> Runner:
 
 
 def _first_call(problem: Problem) -> Problem:
-    """The call itself: of several calls the first, forward alone.
+    """The call itself; if the case has several calls, the first one, and only its forward.
 
     Raises:
         Untimed: it takes the state that calls before it have left.
@@ -146,7 +147,7 @@ def is_interpreted(inputs: Inputs, implementation: Implementation) -> bool:
 
     launch_method, executor.__call__ = executor.__call__, launched
     try:
-        with contextlib.suppress(Exception):  # the judge's to find
+        with contextlib.suppress(Exception):  # not an error here: the judge will find it
             Calls.of(inputs, implementation).forward()
     except _Launched:
         return True

@@ -1,4 +1,6 @@
-"""A race of an implementation and a rival over cases: a wrong result has no speed."""
+"""Compares the speed of an implementation with a rival's over cases. A wrong result has no
+speed.
+"""
 
 import os
 import sys
@@ -29,10 +31,10 @@ from conformance.texts import described
 from conformance.usage import UsageError, check_known
 
 OWN = "--impl"  # the implementation's key beside the rival's name, which has no dash
-JUDGES = 2  # cases at a time
-TURNS, CALLS = 7, {"cuda": 15, "cpu": 5}  # of each side, and calls in a turn, at most
-FEW = 3  # turns of a call that alone takes longer than a turn
-TURN_SECONDS = 0.1  # of the slower side
+JUDGES = 2  # how many cases run at a time
+TURNS, CALLS = 7, {"cuda": 15, "cpu": 5}  # seconds for each side, and the most calls in a turn
+FEW = 3  # turns of a call that takes longer than a turn
+TURN_SECONDS = 0.1  # seconds for the slower side
 INTERPRETED = "runs in Triton's interpreter here, whose time says nothing of the kernel's"
 Clock = Callable[[Mapping[str, Call], int, int, str], Times]
 
@@ -50,7 +52,7 @@ class Lap:
     status: str = ""
     reason: str = ""
     rival: str = ""
-    problem: Problem | None = None  # while it is needed
+    problem: Problem | None = None  # only while it is needed
     us: dict[str, Times] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
 
@@ -126,7 +128,7 @@ class Racers:
         return [self._real(name) for name in functions or offered]
 
     def _real(self, function: str) -> Any:
-        """The case of real size that is nearest to what all sides take."""
+        """The case of real size that is nearest to the case that all sides accept."""
         spaces = [Space.of(description) for description in self.descriptions.values()]
         space = Space(
             self.device,
@@ -146,7 +148,7 @@ class Racers:
 
 @contextmanager
 def importable() -> Iterator[None]:
-    """Modules of the working directory can be imported, after all others, as children do."""
+    """Let modules of the working directory be imported, after all others, as child processes do."""
     folder = os.getcwd()
     sys.path.append(folder)
     try:
@@ -201,7 +203,7 @@ def _judge(racers: Racers, all_laps: Sequence[Lap]) -> None:
 
 
 def _interpreted(racers: Racers, problem: Problem) -> set[str]:
-    """The sides that are timed in vain, for a CPU interprets their kernels."""
+    """The sides whose kernels a CPU interprets, so that their times mean nothing."""
     inputs = Inputs.of(problem, racers.device)
     return {
         name for name, side in racers.sides.items() if side.offers(problem.function) and is_interpreted(inputs, side)

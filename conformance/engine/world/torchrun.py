@@ -25,9 +25,9 @@ from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import RankAddress
 from conformance.interface import UsageError
 
-ANSWER_SECONDS = 20.0  # for a lender to report how its child ended
-ARRIVAL_SECONDS = 120  # for rank 0 to open the store, and for the others to call it
-RUN_DAYS = 7  # a run may take long before its first case of several ranks
+ANSWER_SECONDS = 20.0  # seconds for a lender to report how its child ended
+ARRIVAL_SECONDS = 120  # seconds for rank 0 to open the store, and for the others to call it
+RUN_DAYS = 7  # seconds: a run may take long before its first case of several ranks
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -156,13 +156,13 @@ class RemoteRanks:
 class RemoteRank:
     """A rank's process, reached through its lender; see `LocalRank`."""
 
-    pid = None  # it runs on another host, or belongs to the lender
+    pid = None  # the process runs on another host, or belongs to the lender
 
     def __init__(self, pipe: Connection, control: Connection, world: int) -> None:
         self.pipe, self._control, self._world, self._ending = pipe, control, world, ""
 
     def alive(self) -> bool:
-        """Not known: its host says it only when asked."""
+        """Whether the process is alive is unknown: its host says so only when it is asked."""
         return True
 
     def ending(self) -> str:

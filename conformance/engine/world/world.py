@@ -24,10 +24,10 @@ from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import MEETING_SECONDS
 from conformance.engine.world.torchrun import RemoteRank
 
-# by the clock of the case
-GRACE_SECONDS = 4.0  # for the other ranks once one has failed: they may wait for it forever
-SILENCE_SECONDS = 0.3  # for the others, all inside calls, once one has raised or died
-ANSWER_SECONDS = 2.0  # for the outcome of a rank that has judged its values
+# seconds, by the clock of the case
+GRACE_SECONDS = 4.0  # seconds for the other ranks once one has failed: they may wait for it forever
+SILENCE_SECONDS = 0.3  # seconds for the others, all inside calls, once one has raised or died
+ANSWER_SECONDS = 2.0  # seconds for the outcome of a rank that has judged its values
 WORST_FIRST = (
     "ERROR",
     "CRASH",
@@ -225,7 +225,7 @@ class World:
             member.outcome, member.seen = explained(Outcome(**content)), digests[0]
 
     def _lose(self, member: Member, reason: str = "") -> None:
-        """The rank sends nothing more."""
+        """Note that the rank sends no more messages."""
         member.asking, member.outcome = None, ended(reason or member.process.ending())
 
     def _combined(
@@ -268,7 +268,9 @@ class World:
 
 
 def end_of_silence(members: list[Member]) -> float:
-    """When ranks inside their calls are given up, because one has left its own; else infinity."""
+    """The time at which ranks inside their calls are given up, because another rank has left its
+    call; infinity if none has.
+    """
     all_calling = all(member.calling for member in members if not member.outcome)
     if not all_calling or not any(member.left for member in members):
         return math.inf
@@ -287,6 +289,9 @@ def _named(outcome: Outcome, case: Case, member: Member, ranks: int, silent: int
 
 
 def _other_inputs(digests: list[int], first: list[int], failed: bool) -> bool:
-    """Whether two ranks generated different inputs; after a failure, up to where both got."""
+    """Whether two ranks have generated different inputs.
+
+    After a failure, only the inputs that both have generated are compared.
+    """
     shared = min(len(digests), len(first)) if failed else None
     return digests[:shared] != first[:shared]

@@ -32,7 +32,7 @@ from conformance.families.dispatch.values_of_wire import SCALE_DTYPES, at_edges_
 from moe_ref.config import FP8_BLOCK
 
 FLOATS = ("float32", "bfloat16", "float16")
-MOVED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8")  # moved, not summed
+MOVED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8")  # dtypes of rows that are moved and not summed
 MAPS = ("bool", "uint8", "int32", "int64")
 PROBS = ("float32", "bfloat16")
 SPREADS = ("uniform", "skewed", "one_rank", "local", "ragged", "empty", "same")
@@ -41,11 +41,12 @@ MOST_RANKS = 8
 MAPPED = ("allgather", "alltoall", "hybridep")
 DISPATCHERS = ("allgather", "alltoall", "deepep", "deepep_low_latency", "hybridep")
 CACHED = ("deepep_cached_dispatch", "hybridep_cached_dispatch")
-PROGRAMS = ("num_sms", "num_blocks")  # arguments of which no value depends
-# a dispatch; a combine through the newest handle, and through the first; a cached dispatch
+PROGRAMS = ("num_sms", "num_blocks")  # arguments whose value changes no result
 AT_SCALES = ("scales", "reciprocals")  # values of rows, at the edges of their scales: `values_of_wire`
+# a dispatch; a combine through the newest handle, and through the first; a cached dispatch, and
+# one of wider rows
 JOURNEY = ("send", "back", "first", "again", "wider")
-ARGUMENTS = {  # of a dispatch, by field
+ARGUMENTS = {  # arguments of a dispatch, by the field of the case
     "allgather": {"slack": "num_rows"},
     "alltoall": {"capacity": "capacity", "slack": "num_rows"},
     "hybridep": {"align": "align", "slack": "num_rows", "fp8": "recipe"} | {name: name for name in PROGRAMS},
@@ -64,12 +65,12 @@ class Ranks(Parts):
         return "" if legal else f"a list of whole numbers ≥ 0, of 1 to {MOST_RANKS} ranks"
 
     def plainer(self, case: Any) -> Iterator[Changes]:
-        """One token on one rank, if there is more."""
+        """One token on one rank, if there are more."""
         if getattr(case, self.name) not in (self.default, (0,)):
             yield {self.name: self.default}
 
     def other(self, case: Any) -> Changes:
-        """The counts rotated, and one token more on the first rank."""
+        """The counts rotated by one rank, and one more token on the first rank."""
         counts = getattr(case, self.name)
         return {self.name: (counts[-1] + 1, *counts[:-1])}
 
@@ -104,7 +105,7 @@ class Topk(Size):
 
 @dataclass(kw_only=True)
 class Given(Axis):
-    """A field whose argument name depends on the dispatcher; see `ARGUMENTS`."""
+    """A field whose argument has another name for each dispatcher; see `ARGUMENTS`."""
 
     def live(self, signature: Signature) -> bool:
         argument_names = (*signature.settings, *signature.required, *(x.name for x in signature.every_input))
@@ -123,15 +124,17 @@ class Setting(Given, Number):
 
 @dataclass(kw_only=True)
 class Codes(Given, Choice):
-    """The encoding of rows sent as codes."""
+    """The encoding of rows that are sent as codes and scales."""
 
 
 @dataclass(kw_only=True)
 class Slots(Table):
-    """Experts of all slots of all tokens; -1: none."""
+    """The experts of all slots of all tokens; -1 is an empty slot."""
 
     def smaller(self, case: Any) -> Iterator[Changes]:
-        """Written out; then without a rank, tokens, an expert per rank, a slot, an entry."""
+        """The slots written out; then without a rank, a token, an expert of each rank, a slot, an
+        entry.
+        """
         if getattr(case, self.name) != self.default:
             rows = self.unpacked(case)
             owner = np.repeat(np.arange(case.ranks), case.counts)
@@ -156,7 +159,7 @@ class Slots(Table):
             }
 
     def _renumbered(self, rows: list[tuple[int, ...]], kept_experts: list[int]) -> tuple[int, ...]:
-        """The slots with only the kept experts."""
+        """The slots with the kept experts only, renumbered."""
         number = {expert: i for i, expert in enumerate(kept_experts)}
         return self.packed([tuple(number.get(e, -1) for e in row) for row in rows])
 
@@ -166,10 +169,10 @@ class Slots(Table):
 
 @dataclass(kw_only=True)
 class Journey(Words):
-    """Calls in a legal order: a dispatch first, cached ones where the dispatcher has them."""
+    """A legal order of calls: a dispatch first, and cached ones if the dispatcher has them."""
 
     def live(self, signature: Signature) -> bool:
-        return False  # only the machine of handles sets it
+        return False  # only the machine of handles sets this field
 
     def wrong(self, value: Any) -> str:
         return "" if value == self.default else super().wrong(value)
@@ -207,7 +210,7 @@ class DispatchCase(Case):
     local_experts: int = size(at_least=1)  # per group of shards
     topk: int = declared(Topk(default=1, at_least=1))
     hidden: int = declared(Columns(default=1, letter="H"))
-    # policy for repeated experts in a token; empty: no repeats
+    # the policy for repeated experts of a token; empty: no expert is repeated
     repeats: str = choice("", "count each", "last slot", argument="policy")
     slots: tuple[int, ...] | None = declared(  # None: given by `spread`
         Slots(
@@ -229,14 +232,14 @@ class DispatchCase(Case):
     dtype: str = dtypes(*FLOATS, MOVED[3], also=(*MOVED[4:], "float64"))
     probs: str = dtypes("", *PROBS, also=("float16", "float64"))  # empty: no probs
     zero_probs: bool = choice(False, also=(True,), data=True)
-    # policy for slots of probability 0
+    # the policy for slots of probability 0
     drop_zeros: bool = choice(False, also=(True,), argument="policy")
     # policy for values: whether the indices, which are legal, need be read
     trusted: bool = choice(False, also=(True,), argument="policy")
     values: str = choice("dyadic", "integers", "special", also=("wide", *AT_SCALES), data=True)
     align: int = setting(0, *ALIGNMENTS, pairs=(4, 2), given=True)
     capacity: int = setting(0, 1, 2, 5, pairs=(2, 3), given=True)
-    # buffer rows beyond the fullest rank's need, in units of align
+    # rows of the buffer beyond the need of the fullest rank, in units of align
     slack: int | None = setting(None, *range(-3, 4), pairs=(2, 3), given=True)
     num_sms: int = setting(0, 1, 3, pairs=(1,), data=True)  # 0: not given
     num_blocks: int = setting(0, 1, 3, pairs=(3,), data=True)
@@ -335,7 +338,10 @@ def slots_of(case: DispatchCase) -> np.ndarray:
 
 
 def indices_of(case: DispatchCase) -> list[Tensor]:
-    """[T_r,K] per rank. With repeats, a third of the slots repeat the previous slot."""
+    """The slots [T_r,K] of each rank.
+
+    If experts may repeat, a third of the slots repeat the slot before them.
+    """
     slots = torch.from_numpy(slots_of(case))
     if case.repeats and case.slots is None:
         repeated = (
@@ -362,7 +368,10 @@ def values_of(
     dtype: str = "",
     style: str = "",
 ) -> list[Tensor]:
-    """One payload per rank. The first column is unique per row, except for small integers."""
+    """One payload per rank.
+
+    The values of the first column are different in all rows, except for small integers.
+    """
     dtype, style = dtype or case.dtype, style or case.values
     columns = (case.hidden,) if columns is None else columns
     shape = (sum(lengths), int(np.prod(columns)))
@@ -387,7 +396,9 @@ def values_of(
 
 
 def probs_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[int, ...]) -> list[Tensor]:
-    """Per rank; for small integers ½, 1 and 2; 0 with `zero_probs`; special ones are moved."""
+    """The probabilities of each rank: ½, 1 and 2 if values are small integers; some 0 with
+    `zero_probs`; special values if they are only moved.
+    """
     shape, dtype = (sum(lengths), *columns), case.probs or "float32"
     if case.values == "integers":
         noise = hashed(case.seed, name, int(np.prod(shape)))

@@ -1,4 +1,7 @@
-"""DeepEP's normal mode: one copy of a token per rank; combine adds the ranks' sums."""
+"""DeepEP's normal mode.
+
+A dispatch sends one copy of a token to each rank, and a combine adds the sums of the ranks.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,7 +44,9 @@ from moe_ref.config import IndexPolicy
 
 
 def policy_of(case: DispatchCase) -> IndexPolicy | None:
-    """The policy for repeated experts, zero probabilities and legal values, unless default."""
+    """The policy of the case for repeated experts, zero probabilities and legal values; None if it
+    is the default.
+    """
     zeros, values = "drop" if case.drop_zeros else "keep", "trusted" if case.trusted else "checked"
     policy = IndexPolicy(duplicates=case.repeats or "reject", zero_prob=zeros, values=values)  # type: ignore[arg-type]
     return None if policy == IndexPolicy() else policy
@@ -78,7 +83,10 @@ def dispatches(case: DispatchCase) -> list[Problem]:
 
 
 def counts_of(calls: list[Problem], results: list[Any]) -> list[Tensor]:
-    """Tokens per expert of each rank, also where the reference, given a size, has None."""
+    """The tokens per expert of each rank.
+
+    The reference returns None for them if it is given a size, so it is called without one.
+    """
     unsized_calls = [
         replace(call, settings={name: x for name, x in call.settings.items() if name != "num_worst_tokens"})
         for call in calls
@@ -116,7 +124,7 @@ class DeepEPDispatch(Dispatching):
         results = together(calls) if case.grads else []
         backward = self.backward(case, [len(out.rows) for out in results], (case.topk,))
         for gradients, out in zip(backward, results, strict=bool(results)):
-            if "probs" in gradients["cotangents"]:  # consumers read local slots only
+            if "probs" in gradients["cotangents"]:  # functions that take the result read local slots only
                 d_probs = gradients["cotangents"]["probs"]
                 gradients["cotangents"]["probs"] = torch.where(out.indices >= 0, d_probs, 0.0)
         return [replace(call, **gradients) for call, gradients in zip(calls, backward, strict=True)]

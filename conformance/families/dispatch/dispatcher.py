@@ -1,4 +1,4 @@
-"""Shared by all dispatcher contracts: all ranks' calls, and sums over ranks."""
+"""What all contracts of dispatchers share: the calls of all ranks, and sums over ranks."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class Dispatching(Collective[DispatchCase]):
 
 
 class Combine(Dispatching):
-    """Combine of rows other than the dispatched ones, with biases and probabilities."""
+    """A combine of other rows than the dispatched ones, with biases and probabilities."""
 
     @abstractmethod
     def dispatches(self, case: DispatchCase) -> list[Problem]:
@@ -150,7 +150,7 @@ def after(
 
 
 def free_behind(name: str, value: Tensor, specified: Tensor) -> Expectation:
-    """The value; unspecified rows match anything."""
+    """The expected value, where unspecified rows match anything."""
     if bool(specified.all()):
         return Exact(value)
 
@@ -174,7 +174,7 @@ def where_rows(chosen: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def garbage_in(rows: Tensor, real: Tensor, poison: str) -> Tensor:
-    """The rows, with garbage in rows no kernel may read."""
+    """The rows, with garbage in those that no kernel may read."""
     value = POISONED[poison]
     return rows.masked_fill(
         ~real.reshape(*real.shape, *(1,) * (rows.dim() - real.dim())),
@@ -183,12 +183,12 @@ def garbage_in(rows: Tensor, real: Tensor, poison: str) -> Tensor:
 
 
 def given_probs(probs: Tensor, read: Tensor) -> Tensor:
-    """The probs, with NaN where no kernel may read."""
+    """The probabilities, with NaN in those that no kernel may read."""
     return torch.where(read, probs, torch.nan)
 
 
 def d_style(case: DispatchCase) -> str:
-    """The style of a cotangent: special where the payload is."""
+    """The style of a cotangent: it has special values if the payload has them."""
     return case.values if case.values in ("special", "integers") else "dyadic"
 
 
@@ -198,7 +198,7 @@ def cotangents_of(case: DispatchCase, name: str, lengths: list[int]) -> list[Ten
 
 
 def masked_exact(value: Tensor) -> Exact:
-    """Values moved by autograd, which may turn -0 into 0."""
+    """The expectation of values that autograd moves, which may turn -0 into 0."""
     return Exact(value, "values")
 
 
@@ -216,7 +216,9 @@ def moved(x_GH: Tensor, source_P: Tensor) -> Tensor:
 def tree_of(
     case: DispatchCase, dtype: torch.dtype, declared: Mapping[str, Any], reduce: torch.dtype
 ) -> tuple[str, Tree]:
-    """The kind and tree of the dispatcher's sums; `reduce`: cross-rank dtype, if a choice."""
+    """The kind and the tree of the dispatcher's sums; `reduce` is the dtype of the sum over ranks,
+    if there is a choice.
+    """
     accumulator = accumulator_of(declared, dtype)
     if case.dispatcher == "allgather":
         return "ranks", Tree(accumulator, dtype, accumulator if case.ranks == 1 else reduce)

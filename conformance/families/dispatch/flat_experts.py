@@ -1,4 +1,4 @@
-"""flatten_experts: called by one rank alone, between a router and a dispatcher."""
+"""`flatten_experts`, which a rank calls by itself between a router and a dispatcher."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -139,7 +139,7 @@ GIVEN = (
 
 
 def _gradients(dispatcher: str) -> Worldwide:
-    """a has a row on both ranks: its gradient is a sum."""
+    """Token a has a row on both ranks, so its gradient is a sum of two rows."""
     calls = [
         Problem(
             call.function,
@@ -169,13 +169,16 @@ def _sums_of_rows(dispatcher: str) -> Worldwide:
 
 
 def _room_for_one_row(dispatcher: str) -> Worldwide:
-    """Of two rows of each rank the first, which a sent."""
+    """There is room for one row.
+
+    Of the two rows for each rank the first one stays, which token a sent.
+    """
     expectations = _dispatched((floats(A), floats(A)), (ints(1), ints(1)), (floats(0.5), floats(0.25)), (True, True))
     return _of_maps(dispatcher, num_rows=1), expectations
 
 
 def _before_an_empty_expert(dispatcher: str) -> Worldwide:
-    """Expert 1 would begin at 3, past the end."""
+    """Expert 1 would begin at row 3, past the end."""
     expectations: list[dict[str, Expectation]] = [
         {"rows": Exact(floats(A, B)), "tokens_per_expert": ints(2, 0), "overflow": flag(True)},
         {"tokens_per_expert": ints(0, 0), "overflow": flag(False)},
@@ -279,7 +282,7 @@ DEEPEP_COMBINE: Golden = {
 
 
 def _with_a_nan() -> list[Problem]:
-    """A token per rank, for both experts: both rows of each slab have the same scale."""
+    """One token per rank, for both experts: both rows of each slab have the same scale."""
     block = torch.nn.functional.pad(floats([448 * 2.0**-5, torch.nan]), (0, 126))
     inputs = {"tokens": block, "indices": torch.tensor([[0, 1]])}
     settings = {"num_experts": 2, "max_tokens_per_rank": 1, "use_fp8": True, "round_scale": True}
@@ -330,7 +333,7 @@ def _weighted() -> Worldwide:
 
 
 def _anything(slab: Tensor) -> Given:
-    """Rows in unspecified order, which another case checks."""
+    """Rows in unspecified order, which another golden case checks."""
     return Given(slab, lambda outputs: Exact(outputs["rows"]))
 
 

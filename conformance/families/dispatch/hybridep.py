@@ -1,6 +1,7 @@
-"""hybridep_dispatch with a recipe: opaque rows, judged by codes and scales as `quantize` is.
+"""`hybridep_dispatch` with a recipe.
 
-`amax` is not judged: it is not sent.
+Its rows are opaque, and are judged by their codes and scales, as those of `quantize` are. `amax` is
+not judged, because it is not sent.
 """
 
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ class HybridEPDispatch(MapDispatch):
 
 
 def with_recipe(call: Problem, recipe: Recipe) -> Problem:
-    """The call with a recipe; the cotangent belongs to the dequantised rows."""
+    """The call with a recipe. The cotangent is that of the dequantised rows."""
     layouts = {"d_dequantized" if of == "d_rows" else of: layout for of, layout in call.layouts.items()}
     cotangents = {"dequantized" if name == "rows" else name: x for name, x in call.cotangents.items()}
     settings = call.settings | {"recipe": recipe}
@@ -76,7 +77,7 @@ def _without_recipe(call: Problem) -> Problem:
 
 
 def _script(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Dispatch, dequantise, and locate the rows by a combine through the handle."""
+    """Dispatch, dequantise, and find the order of the rows by a combine through the handle."""
     settings = {name: arguments[name] for name in KEYWORDS if name in arguments}
     outputs = named_outputs(
         implementation.call("hybridep_dispatch", arguments["tokens"], arguments["routing_map"], **settings), OUTPUTS
@@ -94,7 +95,9 @@ def _numbers(like: Tensor) -> Tensor:
 
 
 def _read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
-    """The segments' codes, scales and values in place of the rows; reads the count on the host."""
+    """The codes, scales and values of the segments, in place of the rows. The number of rows is
+    read on the host.
+    """
     quantized, num_rows = outputs["rows"], max(int(outputs["tokens_per_expert"].sum()), 0)
     readings = {name: x for name, x in outputs.items() if name != "rows"}
     readings["codes"] = implementation.call("codes", quantized)[:num_rows]
@@ -119,7 +122,7 @@ def _form_right(out: Any, reciprocal: bool) -> dict[str, Expectation]:
 
 
 def _knowing(expected: Expectation, known_outputs: dict[str, Tensor]) -> Expectation:
-    """The expectation, with `known_outputs` added to the outputs it reads."""
+    """The expectation, with `known_outputs` added to the outputs that it reads."""
     return (
         Given(expected.value, lambda outputs: expected.make({**outputs, **known_outputs}))
         if isinstance(expected, Given)

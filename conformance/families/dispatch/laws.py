@@ -23,7 +23,10 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 
 def _repeats(trial: Trial, law: str, outputs: dict[str, Any]) -> Finding | None:
-    """The second run against the first; outputs in free order are judged separately."""
+    """Compare the second run with the first.
+
+    Outputs whose order is free are judged by themselves.
+    """
     finding = trial.judged(law, trial.expected, outputs)
     if finding or not trial.declared.get("deterministic"):
         return finding
@@ -45,7 +48,7 @@ def _call_of(trial: Trial, case: DispatchCase) -> tuple[Problem, dict[str, Expec
 
 
 def _other_values(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
-    """The same shapes: a dispatch with another routing, a combine with other rows."""
+    """Other values of the same shapes: for a dispatch another routing, for a combine other rows."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     if not trial.problem.producer:
         return _call_of(trial, replace(trial.case, seed=trial.case.seed + 1, law="", slots=None))
@@ -106,7 +109,7 @@ def _requests_per_expert(case: DispatchCase, calls: list[Problem]) -> Tensor:
 
 
 def _buffer_reuse(trial: Trial) -> Finding | None:
-    """Other values in the memory of the inputs."""
+    """Other values in the memory of the first call's inputs."""
     return overwritten(trial, *_other_values(trial))
 
 
@@ -116,12 +119,14 @@ def _handle_again(trial: Trial) -> Finding | None:
 
 
 def _late_producer(trial: Trial) -> Finding | None:
-    """Inputs with writes pending on the current stream."""
+    """Writes to the inputs are still pending on the current stream when the function is called."""
     return _repeats(trial, "late_producer", trial.run(trial.problem, late=True))
 
 
 def _host_sync(trial: Trial) -> Finding | None:
-    """No host sync where `host_sync_free` is declared, and the ranks' transport needs none."""
+    """No host synchronisation happens where `host_sync_free` is declared, unless the transport
+    between ranks needs one.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     if at.place.shares_gpu or not trial.declared.get("host_sync_free"):
         return None
@@ -134,7 +139,7 @@ def _host_sync(trial: Trial) -> Finding | None:
 
 
 def _graph_capture(trial: Trial) -> Finding | None:
-    """Captured with one routing, replayed with another, where declared."""
+    """A graph is captured with one routing and replayed with another, where this is declared."""
     if not trial.declared.get("graph_capturable"):
         return None
     second, expectations = _other_values(trial) if trial.problem.producer else _rerouted(trial)
@@ -168,7 +173,7 @@ def _inner(a: Tensor, b: Tensor) -> float:
 
 
 def _relabelling(trial: Trial) -> Finding | None:
-    """Every rank's tokens and experts reversed: the same rows in other places."""
+    """Every rank's tokens and experts are reversed: the same rows arrive at other positions."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, case = at.place.rank, replace(trial.case, grads="", unused="", law="", layout="contiguous", layout_of="")
     calls_before = at.calls(trial.case)
@@ -203,7 +208,7 @@ def _turned(case: DispatchCase, call: Problem) -> Problem:
 
 
 def _places(before_P3: Tensor, after_P3: Tensor, case: DispatchCase) -> Tensor:
-    """The first run's row of each row of the second."""
+    """The row of the first run for each row of the second run."""
     where = {tuple(key): row for row, key in enumerate(before_P3.tolist())}
     counts, held = case.counts, case.local_experts
     out = []
@@ -241,13 +246,16 @@ def _linear(case: DispatchCase) -> bool:
 
 
 def _static(case: DispatchCase) -> bool:
-    """Whether all sizes are known on the host, forward only."""
+    """Whether the host knows all sizes, and no gradients are wanted."""
     sized = case.capacity or case.slack is not None or case.dispatcher == "deepep_low_latency"
     return bool(is_fine(case) and sized and not case.grads and case.layout == "contiguous")
 
 
 def _unread(case: DispatchCase) -> bool:
-    """Whether moreover no value need be read: an implementation refuses wrong indices if it may."""
+    """Whether, in addition, no value need be read on the host.
+
+    An implementation may read indices in order to refuse wrong ones.
+    """
     read = case.dispatcher not in MAPPED and case.function.endswith("_dispatch") and case.function not in CACHED
     return _static(case) and (case.trusted or not read)
 

@@ -24,7 +24,7 @@ from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation, Finding
 from moe_ref.permutation.rows import PADDING
 
-PAUSES = 4  # per rank and law, each up to PAUSE_MS
+PAUSES = 4  # pauses per rank and law, each up to PAUSE_MS
 PAUSE_MS = 4
 
 
@@ -67,7 +67,7 @@ def send_back(
     arguments: dict[str, Any],
     mark: str,
 ) -> Tensor:
-    """Combine rows of that dispatch; weights default to ones."""
+    """Combine rows through the handle of that dispatch. Weights are 1 unless they are given."""
     name = function.replace("dispatch", "combine")
     if name == "deepep_low_latency_combine":
         indices = arguments[f"indices{mark}"]
@@ -87,13 +87,15 @@ def _pause(seed: int, rank: int, turn: int, device: torch.device) -> None:
 
 
 def _in_flight(trial: Trial) -> Finding | None:
-    """Two dispatches before the first combine, random delays, the first again: no rows mix."""
+    """Two dispatches before the first combine, with random delays, and the first dispatch again:
+    rows of different dispatches must not mix.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, plain_case = (
         at.place.rank,
         replace(trial.case, grads="", unused="", law="", layout="contiguous", layout_of=""),
     )
-    if plain_case.values == "reciprocals":  # rows are added up here, and a GPU's atomics flush subnormals
+    if plain_case.values == "reciprocals":  # this law adds up rows, and a GPU's atomics flush subnormal numbers
         plain_case = replace(plain_case, values="dyadic")
     cases = {" a": plain_case, " b": replace(plain_case, seed=plain_case.seed + 1, slots=None)}
     calls = {mark: dispatches_of(case) for mark, case in cases.items()}
@@ -168,7 +170,10 @@ def first_expert(case: DispatchCase, rank: int) -> int:
 
 
 def at_experts(case: DispatchCase, dispatched: dict[str, Any], first: int) -> Tensor:
-    """The experts' results on dispatched rows, from expert `first`; DeepEP: summed over slots."""
+    """The results of the experts on dispatched rows, counting experts from `first`.
+
+    For DeepEP, the results of a row's slots are added.
+    """
     rows = dispatched["rows"]
     device = rows.device
     if case.dispatcher == "deepep":
@@ -188,7 +193,9 @@ def at_experts(case: DispatchCase, dispatched: dict[str, Any], first: int) -> Te
 
 
 def _dense(trial: Trial) -> Finding | None:
-    """Dispatch, nonlinear experts, combine: equal to one process, for every offered dispatcher."""
+    """Dispatch, nonlinear experts and combine give the result of one process, for every dispatcher
+    that is offered.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank = at.place.rank
     plain_case = replace(
@@ -248,7 +255,7 @@ def _dense(trial: Trial) -> Finding | None:
 
 
 def _by_one_process(case: DispatchCase, call: Problem) -> Tensor:
-    """[T,H]: the layer without a dispatcher."""
+    """The layer's result [T,H] in one process, without a dispatcher."""
     tokens = call.required["tokens"]
     chosen = call.required["routing_map"] != 0 if case.dispatcher in MAPPED else None
     total = torch.zeros_like(tokens)

@@ -1,6 +1,6 @@
-"""The law of sequences: handles of several dispatches, used in any order and more than once.
+"""The law of sequences: handles of several dispatches are used in any order, and more than once.
 
-As in `laws`, every rank requests the same calls in the same order.
+As in `laws`, every rank makes the same calls in the same order.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ from conformance.families.dispatch.laws_journeys import (
 from conformance.interface import Implementation
 from conformance.judge import Expectation, Finding
 
-WIDER = 3  # columns that a cached dispatch has beyond its handle's
+WIDER = 3  # columns that a cached dispatch has in addition to those of its handle
 
 
 @dataclass
 class Sent:
-    """One dispatch, or a cached one through its handle, on all ranks."""
+    """One dispatch on all ranks, or a cached one through its handle."""
 
     mark: str  # of its arguments
     case: DispatchCase
@@ -52,7 +52,7 @@ class Sent:
 
 
 def planned(case: DispatchCase) -> list[tuple[str, Sent]]:
-    """Each step with the dispatch that it makes or whose handle and rows it takes."""
+    """Each step, with the dispatch that it makes, or whose handle and rows it takes."""
     plain_case = replace(case, grads="", unused="", law="", layout="contiguous", layout_of="", journey="")
     if plain_case.values == "reciprocals":  # rows are added up here, and a GPU's atomics flush subnormals
         plain_case = replace(plain_case, values="dyadic")
@@ -83,7 +83,7 @@ def _sums(dispatch: Sent, declared: Any) -> Sequence[Expectation]:
 
 
 def _sequence(trial: Trial) -> Finding | None:
-    """Each step has the rows, or gets back the tokens, of its own dispatch."""
+    """Each step returns the rows of its own dispatch, or its tokens."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, steps = at.place.rank, planned(trial.case)
     function = steps[0][1].calls[0].function
@@ -135,7 +135,7 @@ def _sequence(trial: Trial) -> Finding | None:
 
 
 def _mark(dispatch: Sent, steps: list[tuple[str, Sent]]) -> str:
-    """The mark of the arguments of the dispatch whose handle it is."""
+    """The mark of the arguments of the dispatch that made this handle."""
     return next(candidate.mark for word, candidate in steps if word == "send" and candidate.every is dispatch.every)
 
 

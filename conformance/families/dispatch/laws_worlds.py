@@ -1,4 +1,6 @@
-"""Laws of worlds: splitting tokens, fewer ranks or fusing steps keeps every expert's copies."""
+"""Laws of worlds: splitting the tokens, using fewer ranks or fusing two steps keeps the copies of
+every expert.
+"""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ from conformance.judge import Finding
 from moe_ref.config import Permuted
 from moe_ref.permutation.rows import PADDING
 
-MOST_EXPERTS, MOST_TOKENS = 16, 128  # of one rank in place of all
+MOST_EXPERTS, MOST_TOKENS = 16, 128  # tokens of one rank that has the tokens of all ranks
 
 
 class Run(NamedTuple):
@@ -42,11 +44,13 @@ def _forward_case(case: DispatchCase) -> DispatchCase:
 
 
 def _played(trial: Trial, runs: dict[str, Run]) -> dict[str, Any] | None:
-    """This rank's outputs by name and mark, "layer" where exact; None: an unsupported run."""
+    """This rank's outputs by name and mark, with the result "layer" where it is exact. None if a
+    call is not supported.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, group = at.place.rank, {"group": at.place.group}
     calls = [replace(call, settings=call.settings | group) for run in runs.values() for call in run.calls]
-    if any(trial.extras["refusal"](call) for call in calls):  # the same on all ranks
+    if any(trial.extras["refusal"](call) for call in calls):  # the same answer on all ranks
         return None
     function = calls[0].function
     case = next(iter(runs.values())).case
@@ -128,7 +132,9 @@ def _all_copies(copies_of_parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _concatenation(trial: Trial) -> Finding | None:
-    """All tokens in one run or in two: the same copies per expert, and the same layer."""
+    """All tokens are dispatched in one run, or in two runs: each expert gets the same copies, and
+    the layer has the same result.
+    """
     case = _forward_case(trial.case)
     calls, numbers = dispatches_of(case), torch.arange(case.tokens).split(list(case.counts))
     cuts = [(case.seed + rank) % (count + 1) for rank, count in enumerate(case.counts)]
@@ -164,12 +170,14 @@ def _concatenation(trial: Trial) -> Finding | None:
 
 
 def _same_layer(law: str, layer: Tensor, second_layer: Tensor) -> Finding | None:
-    """Equal numbers; the sign of zero is ignored."""
+    """The layer has the same numbers in both runs; the sign of zero is ignored."""
     return same(law, {"layer": layer + 0.0}, {"layer": second_layer + 0.0})
 
 
 def _refinement(trial: Trial) -> Finding | None:
-    """All tokens and requested experts on one rank: all ranks' copies and tokens, concatenated."""
+    """All tokens and all requested experts are on one rank: it has the copies and tokens of all
+    ranks, concatenated.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, case = at.place.rank, _forward_case(trial.case)
     host = case.seed % case.ranks
@@ -201,7 +209,9 @@ def _refinement(trial: Trial) -> Finding | None:
 
 
 def _on_one_rank(case: DispatchCase, host: int) -> tuple[DispatchCase, list[Problem]]:
-    """The case with all tokens on rank `host`, which holds every requested expert; its dispatch."""
+    """The case with all tokens on rank `host`, which holds every requested expert, and its
+    dispatch.
+    """
     counts = tuple(case.tokens if rank == host else 0 for rank in range(case.ranks))
     slots_GK = torch.from_numpy(slots_of(case)) if case.dispatcher in MAPPED else torch.cat(indices_of(case)).long()
     lone_case = replace(case, counts=counts, local_experts=case.experts)
@@ -220,7 +230,7 @@ def _on_one_rank(case: DispatchCase, host: int) -> tuple[DispatchCase, list[Prob
     return lone_case, lone_calls
 
 
-# ---- one step for two
+# ---- one step in place of two
 
 
 def _fused(trial: Trial) -> Finding | None:
@@ -283,7 +293,7 @@ def _arrived(case: DispatchCase, calls: list[Problem], rank: int) -> dict[str, T
 
 
 def _with_slots(calls: list[Problem]) -> list[Problem]:
-    """The same as DeepEP dispatches: routing maps as indices, ascending per token."""
+    """The same calls as DeepEP dispatches: indices in ascending order in place of routing maps."""
     maps = [call.required["routing_map"] != 0 for call in calls]
     most, num_experts = max(1, *(int(rank_map.sum(1).max()) for rank_map in maps if len(rank_map)), 1), maps[0].shape[1]
     out = []
@@ -301,7 +311,7 @@ def _with_slots(calls: list[Problem]) -> list[Problem]:
 
 
 def _local(dispatched: dict[str, Any], local_experts: int) -> dict[str, Tensor]:
-    """Received slots as maps of this rank's experts."""
+    """The received slots as routing maps of this rank's experts."""
     indices = dispatched["indices"].long()
     column = torch.where(indices < 0, local_experts, indices)
     routing_map = torch.zeros((len(column), local_experts + 1), dtype=torch.bool, device=column.device).scatter_(

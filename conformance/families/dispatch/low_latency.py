@@ -1,7 +1,7 @@
-"""DeepEP's low-latency mode: slabs with each source's rows in arrival order, a weighted combine.
-
-`layout_range` and `source_tokens` identify each row. Expected rows depend on them: each
-implementation is judged in its order, and combine receives rows in that order.
+"""DeepEP's low-latency mode: slabs with the rows of each source in the order of their arrival, and
+a weighted combine. `layout_range` and `source_tokens` identify each row. Expected rows depend on
+them: each implementation is judged in its own order of rows, and combine receives rows in that
+order.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,7 @@ OUTPUTS = ("rows", "scales", "tokens_per_expert", "source_tokens", "layout_range
 
 def dispatches(case: DispatchCase) -> list[Problem]:
     """One dispatch per rank, without gradients."""
-    copies = case.topk if case.repeats == "count each" else 1  # of a token in one slab, at most
+    copies = case.topk if case.repeats == "count each" else 1  # copies of a token in one slab, at most
     settings: dict[str, Any] = {
         "num_experts": case.experts,
         "max_tokens_per_rank": max(*case.counts, 1) * copies + max(case.slack or 0, 0),
@@ -96,7 +96,9 @@ def order_of(layout_range: Tensor, source_tokens: Tensor, reference: Any) -> Ten
 
 @contextmanager
 def allowed_to_wait() -> Iterator[None]:
-    """Within it the suite may wait for the device, where it forbids an implementation to."""
+    """Inside the block the suite may wait for the device, even where it forbids this to an
+    implementation.
+    """
     if not torch.cuda.is_available():
         yield
         return
@@ -117,7 +119,9 @@ def in_order(x: Tensor, order: Tensor) -> Tensor:
 
 
 def _arranged(name: str, reference: Any, received: Tensor) -> Given:
-    """The reference's rows in this result's order; free past the counts."""
+    """The reference's rows in the order of this result; rows past the counts may have any
+    values.
+    """
     value: Tensor = getattr(reference, name)
 
     def make(outputs: Mapping[str, Any]) -> Exact:
@@ -137,7 +141,7 @@ def _arranged(name: str, reference: Any, received: Tensor) -> Given:
 
 
 def _ranges(reference: Any) -> Given:
-    """Segments of the expected lengths, in any order, packed from the slab's start."""
+    """Segments of the expected lengths in any order, packed from the start of the slab."""
 
     def make(outputs: Mapping[str, Any]) -> Exact:
         got = outputs.get("layout_range")
@@ -155,7 +159,7 @@ def _ranges(reference: Any) -> Given:
 
 
 def _tokens(reference: Any, received: Tensor) -> Given:
-    """Each segment's tokens in any order."""
+    """The tokens of each segment, in any order."""
 
     def make(outputs: Mapping[str, Any]) -> Exact:
         got, layout = outputs.get("source_tokens"), outputs.get("layout_range")
@@ -227,7 +231,7 @@ class LowLatencyDispatch(Dispatching):
 
 
 def _in_the_references_order(reference: Any) -> Any:
-    """Dispatch, plus its rows in the reference's order, which the cotangent refers to."""
+    """The dispatch, with its rows also in the reference's order, to which the cotangent refers."""
 
     def script(implementation: Implementation, arguments: dict[str, Any]) -> dict[str, Any]:
         settings = {
@@ -283,7 +287,9 @@ class LowLatencyCombine(Dispatching):
 
     @staticmethod
     def _equal_per_token(rows: Tensor, out: Any) -> Tensor:
-        """Equal rows for a token's repeats of an expert: either may be read."""
+        """Rows in which all copies of a token for the same expert are equal, because any of them
+        may be read.
+        """
         source = out.handle.row_tokens[out.handle.rank].reshape(out.source_tokens.shape)
         same = torch.zeros_like(source)
         same[:, 1:] = (source[:, 1:] == source[:, :-1]) & (source[:, 1:] != PADDING)
@@ -336,7 +342,7 @@ class LowLatencyCombine(Dispatching):
 
 
 def in_its_own_order(reference: Any) -> Any:
-    """Combine of the rows in the order of this implementation's dispatch."""
+    """A combine of the rows, in the order of this implementation's own dispatch."""
 
     def script(implementation: Implementation, arguments: dict[str, Any]) -> dict[str, Any]:
         dispatched = arguments["produced"]

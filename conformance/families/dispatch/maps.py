@@ -79,7 +79,7 @@ def dispatches(case: DispatchCase) -> list[Problem]:
     ]
     if case.probs:
         for call, probs in zip(calls, probs_of(case, "probs", list(case.counts), (case.experts,)), strict=True):
-            # only a capacity may read unrouted entries: unrouted tokens fill it
+            # only a capacity may read unrouted entries, because unrouted tokens fill it
             call.settings["probs"] = probs if case.capacity else given_probs(probs, call.required["routing_map"] != 0)
     return calls
 
@@ -110,7 +110,7 @@ SIGNATURES = {
 
 
 def after_dispatch(producer: str, made_from: Signature, inputs: list[Input], outputs: list[Output]) -> Signature:
-    """The signature of a function on the handle of a dispatch with this signature."""
+    """The signature of a function that takes the handle of a dispatch with this signature."""
     # the dispatch's rows are not codes
     settings = tuple(name for name in made_from.settings if name != "recipe")
     return Signature(inputs, outputs, settings, producer=producer, made_from=tuple(made_from.inputs))
@@ -167,7 +167,10 @@ class MapDispatch(Dispatching):
 
     @staticmethod
     def _d_probs(case: DispatchCase, calls: list[Problem], results: list[Any]) -> list[Expectation]:
-        """Moved back to the sources; with shards, their sum in the probs' dtype."""
+        """The gradient of the probabilities, moved back to the sources.
+
+        With shards it is a sum, in the dtype of the probabilities.
+        """
         d_probs = torch.cat(
             [
                 call.cotangents.get("probs", torch.zeros_like(out.probs))
@@ -276,7 +279,7 @@ class MapCombine(Combine):
 
 
 class CachedDispatch(Dispatching):
-    """Other tokens through a dispatch's handle: the same rows as a fresh dispatch."""
+    """Other tokens through the handle of a dispatch give the rows of a fresh dispatch."""
 
     def __init__(
         self, function: str, signature: Signature, dispatches: Callable[[DispatchCase], list[Problem]]
@@ -287,7 +290,7 @@ class CachedDispatch(Dispatching):
         declare(self, after_dispatch(producer, signature, inputs, outputs))
 
     def calls(self, case: DispatchCase) -> list[Problem]:
-        narrower = case.hidden > 1 and case.seed % 2  # a handle holds a routing, and no width
+        narrower = case.hidden > 1 and case.seed % 2  # a handle holds a routing, and no width of rows
         dispatch_calls = self._before(replace(case, hidden=case.hidden - 1) if narrower else case)
         dispatched = together(dispatch_calls)
         backward = self.backward(case, [len(out.rows) for out in dispatched])

@@ -1,4 +1,4 @@
-"""Dispatch cases beyond axes: worlds, buffer sizes, one case per law."""
+"""Cases of dispatchers beyond their axes: worlds, sizes of buffers, and one case per law."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,8 +16,8 @@ from conformance.families.dispatch.hybridep import RECIPES
 from conformance.families.dispatch.values_of_wire import SCALE_DTYPES
 from conformance.families.permutation.space import DEEPEP_LAYOUT as DEEPEP_LAYOUT
 
-SHARED_CASES = 3  # of the covering array, per function and number of ranks that share GPUs
-SHARED_ONE_IN = 5  # random cases there
+SHARED_CASES = 3  # rows of the covering array, per function and number of ranks that share GPUs
+SHARED_ONE_IN = 5  # random cases of ranks that share GPUs
 WORLDS = ((5,), (4, 3), (3, 0, 4), (2, 3, 0, 4))
 ROOMS: dict[str, list[Changes]] = {
     "allgather": [{}, {"slack": -1}, {"slack": 2}],
@@ -114,7 +114,7 @@ def groups(draw: st.DrawFn, scope: Scope) -> Changes:
 
 
 def near(case: DispatchCase, scope: Scope) -> DispatchCase:
-    """The case without a far layout; far layouts have separate cases."""
+    """The case without a far layout, because far layouts have cases of their own."""
     return replace(case, layout="contiguous", layout_of="") if case.layout.startswith("wide") else case
 
 
@@ -167,7 +167,9 @@ _MAPS: tuple[Changes, ...] = tuple(
 
 
 def _of_deepep(small_world: Changes, ranks: int, several: int) -> list[Changes]:
-    """Dropped slots of probability 0, rows of 8 bits, trusted room, scales of each dtype."""
+    """Cases of DeepEP: dropped slots of probability 0, rows of 8 bits, a room that the caller
+    guarantees, and scales of each dtype.
+    """
     dropped: Changes = small_world | {
         "counts": (5, 4)[:ranks],
         "probs": "float32",
@@ -192,7 +194,9 @@ def _of_deepep(small_world: Changes, ranks: int, several: int) -> list[Changes]:
 
 
 def shapes(scope: Scope) -> list[Any]:
-    """On all ranks: more than one block of tokens, experts past a warp's lanes, wide rows."""
+    """Cases of all ranks: more than one block of tokens, more experts than a warp has lanes, and
+    wide rows.
+    """
     small_world: Changes = {"local_experts": 2, "topk": 2}
     common: Changes = {"probs": "bfloat16", "seed": 1, "scales": 0, "biases": 0}
     ranks, several = scope.space.ranks, scope.space.most_ranks  # several may share a GPU
@@ -247,8 +251,10 @@ def shapes(scope: Scope) -> list[Any]:
 
 
 def more_cases(scope: Scope, other_cases: list[Case]) -> list[Case]:
-    """Cases of laws; where ranks share GPUs, also a few of the covering array of several GPUs, the
-    first of each number of ranks that share: the first cover the most pairs.
+    """Cases of laws.
+
+    Where ranks share GPUs, also the first cases of the covering array of several GPUs for each
+    number of ranks that share them: the first ones cover the most pairs.
     """
     space = scope.space
     if space.shared_ranks <= space.ranks:
@@ -265,7 +271,7 @@ def more_cases(scope: Scope, other_cases: list[Case]) -> list[Case]:
 
 
 def law_cases(scope: Scope, other_cases: list[Case]) -> list[Case]:
-    """A small plain case per law that no other case checks with several ranks and rows."""
+    """A small plain case for each law that no other case checks with several ranks and rows."""
     counts = (3, 2)[: scope.space.ranks]
     some: Changes = {"counts": counts, "local_experts": 2, "topk": 2, "hidden": 3, "values": "integers", "seed": 1}
     plain_case = scope.mended(scope.case(some | {"probs": "float32"}))

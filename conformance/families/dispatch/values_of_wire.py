@@ -7,8 +7,8 @@ from torch import Tensor
 from conformance.core.tensors import hashed
 
 E4M3_MAX = 448.0  # OCP OFP8 1.0
-SCALE_DTYPES = ("int32", "uint8", "float8_e8m0fnu")  # of scales that travel: packed codes, and codes
-CODES = (0, 1, 127, 254, 255)  # of E8M0: the least, the next, 1, the largest, NaN
+SCALE_DTYPES = ("int32", "uint8", "float8_e8m0fnu")  # scales that travel: packed codes, and codes
+CODES = (0, 1, 127, 254, 255)  # codes of E8M0: the smallest, the next, 1, the largest, NaN
 
 
 def at_edges_of_scales(x: Tensor) -> Tensor:
@@ -34,7 +34,10 @@ def at_reciprocals(x: Tensor) -> Tensor:
 
 
 def packed_codes(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """A code of E8M0 in each byte, to be copied bit by bit: DeepEP packs four into 32 bits."""
+    """Random codes of E8M0, one in each byte.
+
+    They must arrive bit by bit, because DeepEP packs four of them into 32 bits.
+    """
     count = int(np.prod(shape)) * dtype.itemsize
     codes = np.array(CODES, dtype=np.uint8)[hashed(seed, "packed codes", count) % len(CODES)]
     packed = torch.empty(int(np.prod(shape)), dtype=dtype)

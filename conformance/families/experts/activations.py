@@ -52,7 +52,7 @@ class _Elementwise(Contract[ActivationCase]):
         return self.call(case, {"h": hidden_of(case, self.columns(case))}, settings)
 
     def cotangent(self, case: ActivationCase, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """Always finite: h has the NaNs."""
+        """The cotangent is always finite, because h has the NaNs."""
         return payload(case.seed, f"d_{output}", shape, dtype)
 
     def expected(self, case: ActivationCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
@@ -215,7 +215,9 @@ class Activation(_Elementwise):
 
 
 def _too_large(g: Running, *factors: Tensor) -> Tensor:
-    """Where a product of some of these factors may exceed half of the largest number: 2 x may."""
+    """Where a product of some of these factors may exceed half of the largest number, so that 2 x
+    may overflow.
+    """
     size = (g.value.abs() + g.error).clamp(min=1)
     for x in factors:
         size = size * x.abs().clamp(min=1)

@@ -42,7 +42,7 @@ from moe_ref.config.quantization import OVERRIDES
 # nine rows: no empty expert; empty first, middle and last; all but one empty; one full tile
 COUNTS = ((4, 2, 3), (0, 5, 0, 4, 0), (0, 0, 9), (8, 0, 1))
 USUAL_RECIPES = {scaling: recipes[:VARIANTS] for scaling, recipes in RECIPES.items()}  # at sizes of models
-GROUPED_VALUES = ("dyadic", "rows", "special")  # and LOW_VALUES with a scaling
+GROUPED_VALUES = ("dyadic", "rows", "special")  # values of the case, and LOW_VALUES if it has a scaling
 INFINITE, NO_INFINITY = (
     (torch.nan, torch.inf, -torch.inf),
     (torch.nan,) * 3,
@@ -53,14 +53,14 @@ WEIGHTS = ("plain", "zeros", "signed")
 PROB_DTYPES = ("float32", "bfloat16", "float64")
 GATES = ("", "geglu", "geglu_erf", "quick_geglu", "reglu")  # empty: the function's default
 CURVES = ("", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
-# where σ is 1, exp(-x) is subnormal, overflows, and x³ is large in float32
+# numbers for which σ is 1, exp(-x) is subnormal or overflows, and x³ is large in float32
 FAR = (17.0, 30.0, 88.0, 89.0, 104.0, 200.0, 5000.0)
-HUGE = (0.3, 0.4, 0.6)  # powers of the largest number, of which x⁴, x³, x² overflow
+HUGE = (0.3, 0.4, 0.6)  # powers of the largest number, of which x⁴, x³ or x² overflow
 
 
 @dataclass(kw_only=True)
 class Name(Choice):
-    """A choice whose values are equally simple, except the default."""
+    """A choice whose values are equally simple, except for the default."""
 
     def smaller(self, case: Any) -> Iterator[Changes]:
         yield from ()
@@ -89,7 +89,7 @@ class ActivationCase(Case):
     """Input rows of an activation."""
 
     tokens: int = size("T", more=1)
-    experts: int = size("E", at_least=1)  # not used: activations ignore experts
+    experts: int = size("E", at_least=1)  # not used, because activations have no experts
     width: int = size("F", more=3)  # half the columns of h if gated
     kind: str = declared(Kind(default="", values=GATES + CURVES[1:], also=("swiglu", "squared_relu"), argument="kind"))
     dtype: str = dtypes(*LOGIT_DTYPES)
@@ -98,7 +98,7 @@ class ActivationCase(Case):
     values: str = choice(*VALUES, also=(*STRANGE[1:], "huge", "tiny", "peak"), data=True)  # of h: see `hidden_of`
     offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset", given=True)  # in eighths
     clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp", given=True)  # in eighths; 0: none
-    # pairs: of no kind its own
+    # pairs: those of no activation's own value
     alpha: int = number(0, 1000, 1702, 250, pairs=(250,), argument="alpha", given=True)  # in thousandths; 0: none
     interleave: int = number(0, 1, 2, 3, 8, 16, 32, pairs=(1, 2), argument="interleave")  # 0: none
     early: bool = flag(argument="round_before_probs")
@@ -223,7 +223,7 @@ class Segments(Parts):
             yield from super().smaller(case)
 
     def other(self, case: Any) -> Changes:
-        """Two more experts, one of them empty."""
+        """Two more experts, one of them without rows."""
         return self.changes((0, *counts_of(case)[::-1], 2))
 
 
@@ -318,7 +318,9 @@ def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
 
 
 def _cancelling(case: Any, name: str, x: Tensor) -> Tensor:
-    """Halves of a product's terms that cancel: of the columns, or of each expert's rows."""
+    """Halves of a product's terms that cancel each other: halves of the columns, or of each
+    expert's rows.
+    """
     if case.function != "grouped_wgrad":
         return repeated(x * 2.0**14, -1.0, 1)
     factor = 2.0**14 if name == "d_out" else 1.0
@@ -327,14 +329,19 @@ def _cancelling(case: Any, name: str, x: Tensor) -> Tensor:
 
 
 def repeated(x: Tensor, factor: float, dim: int) -> Tensor:
-    """x, whose second half is its first half times the factor; a middle one stays."""
+    """x, with its second half replaced by its first half times the factor. An element in the middle
+    stays.
+    """
     half = x.shape[dim] // 2
     first, middle = x.narrow(dim, 0, half), x.narrow(dim, 2 * half, x.shape[dim] - 2 * half)
     return torch.cat([first, middle, first * factor], dim)
 
 
 def weights_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
-    """[L, rows, columns]; special: every third expert has a NaN or an infinity."""
+    """Weights [L, rows, columns].
+
+    With special values, every third expert has a NaN or an infinity.
+    """
     if case.values in LOW_VALUES or (case.scaling and case.values == "rows"):
         return factor_of(case, name)
     weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)

@@ -33,7 +33,7 @@ PAIRED = ("grouped_mlp", "shared_experts")  # functions of two layers, with a st
 
 
 def state_for(experts: int, length: int = 2, dtype: torch.dtype = torch.float32) -> LinearState:
-    """A state before the first step."""
+    """The state before the first step."""
     state = new_quantizer_state(Recipe("delayed", amax_history_len=length), num_groups=experts)
     assert state is not None
     return LinearState(*(type(state)(*(tensor.to(dtype) for tensor in state)) for _ in range(3)))
@@ -42,7 +42,7 @@ def state_for(experts: int, length: int = 2, dtype: torch.dtype = torch.float32)
 def factors(
     function: str, rows: int, columns: int, outputs: int, counts: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Zeros in the places of a function's arguments, for as many experts as counts."""
+    """Zeros for the tensor arguments of a function, for as many experts as there are counts."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype)

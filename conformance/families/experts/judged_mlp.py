@@ -18,15 +18,15 @@ from conformance.judge.ratios import LEAST_ELEMENTS, row_wise
 
 @dataclass(frozen=True)
 class Judged:
-    """Expectations of the outputs, in the order of the rows."""
+    """The expectations of the outputs, in the order of the rows."""
 
     call: Call
     rows: int  # tail included
     counts_L: Tensor  # rows per expert, without padding
     lost: Tensor  # rows with a NaN or an infinity: results that depend on them are unspecified
     reference: Callable[[], Mapping[str, Tensor]]  # same precision
-    terms: int  # sum over all stages
-    overflows: bool = False  # values for which stages overflow: without ratios
+    terms: int  # the sum over all stages
+    overflows: bool = False  # whether stages overflow for these values: then there are no ratios
 
     @property
     def lost_experts(self) -> Tensor:
@@ -40,7 +40,10 @@ class Judged:
         product: Product | None = None,
         inherited: Callable[[], Tensor] | None = None,
     ) -> Expectation:
-        """One value per row; the tail is zero. A product has ratios, and inherited errors."""
+        """The expectation of an output with one value per row, which is zero in the tail.
+
+        The output of a product has ratios, and errors that it inherits.
+        """
         expected = final_bound(x, dtype, self.lost.reshape(-1, *[1] * (x.value.dim() - 1)))
         missing = torch.zeros((self.rows - len(self.lost), *x.value.shape[1:]), dtype=torch.float64)
         expected = replace(
@@ -60,7 +63,9 @@ class Judged:
         inherited: Callable[[], Tensor] | None = None,
         unspecified: Tensor | None = None,
     ) -> Expectation:
-        """One value per expert, summed over its rows."""
+        """The expectation of an output with one value per expert, which is summed over the expert's
+        rows.
+        """
         lost = self.lost_experts if unspecified is None else unspecified
         expected = final_bound(x, dtype, lost.reshape(-1, *[1] * (x.value.dim() - 1)))
         if product is None or inherited is None or not self.has_ratios(expected):
@@ -73,7 +78,7 @@ class Judged:
         return not low and expected.value.numel() >= LEAST_ELEMENTS and expected.dtype != torch.float64
 
     def compared(self, name: str, expected: Bounded, magnitude: Tensor, terms: int, inherited: Tensor) -> Expectation:
-        """Also by error ratios; the noise covers all stages."""
+        """The expectation, extended by error ratios. The noise covers all stages."""
         shape = expected.value.shape[:-1]
         groups = (
             experts_of_rows(self.counts_L, shape[0])

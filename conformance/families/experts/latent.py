@@ -17,7 +17,7 @@ from conformance.families.experts.linear import GroupedLinear, product_signature
 from conformance.judge import Bounded, Expectation
 from conformance.judge.ratios import RowWise
 
-OF_GROUPED = {"x": "rows", "weight": "weight", "bias": "bias"}  # name here: name in grouped_linear
+OF_GROUPED = {"x": "rows", "weight": "weight", "bias": "bias"}  # the names here, and the names in grouped_linear
 
 
 class LatentProjection(GroupedLinear):

@@ -63,7 +63,9 @@ def doubled(trial: Trial, law: str, problem: Problem, outputs: tuple[str, ...]) 
 
 
 def _rounded_to_zero(trial: Trial, name: str) -> Tensor:
-    """Where the output is zero, but its right value is not: twice the value may be subnormal."""
+    """Where the output is zero although its right value is not: twice that value may be
+    subnormal.
+    """
     return (trial.first[name] == 0) & (trial.expected[name].resolve(trial.first).value != 0)
 
 
@@ -82,7 +84,7 @@ def _cotangent_scaling(trial: Trial) -> Finding | None:
 
 
 def _neighbour_independence(trial: Trial) -> Finding | None:
-    """A NaN in one row changes no other row, and no other expert's gradient."""
+    """A NaN in one row changes neither another row nor the gradient of another expert."""
     name = next(iter(trial.problem.required))
     x = trial.problem.required[name].clone()
     middle = trial.case.tokens // 2
@@ -157,7 +159,7 @@ def regrouped(problem: Problem, rows: Tensor, experts: Tensor, counts: Tensor) -
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
-    """Removing the tail, or adding one where there was none, changes nothing."""
+    """Nothing changes if the tail is removed, or if one is added where there was none."""
     counts = trial.problem.required["tokens_per_expert"]
     total = int(counts.sum())
     rows = torch.tensor([*range(total), *([-1] * 3 if not trial.case.tail else [])], dtype=torch.int64)
@@ -175,7 +177,7 @@ def _padding_independence(trial: Trial) -> Finding | None:
 
 
 def _in_order(trial: Trial, law: str, rows: Tensor, experts: Tensor) -> Finding | None:
-    """These rows and experts, each once, in this order: each has what it had."""
+    """Run with these rows and experts, each once, in this order: each keeps its results."""
     counts = trial.problem.required["tokens_per_expert"]
     outputs = trial.run(regrouped(trial.problem, rows, experts, counts[experts]))
     restored = {
@@ -199,15 +201,16 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
 
 
 def _row_reversal(trial: Trial) -> Finding | None:
-    """Each expert's rows in reverse order: a sum over them runs in another order."""
+    """Each expert's rows in reverse order. A sum over them is then added in another order."""
     *segments, tail = _segments(trial)
     rows = torch.cat([*(rows.flip(0) for rows in segments), tail])
     return _in_order(trial, "row_reversal", rows, torch.arange(len(segments)))
 
 
 def _two_parts(trial: Trial) -> Finding | None:
-    """Each expert's first half of rows added to what is given, and the second half to that sum: two
-    roundings more, of which each is at most one of all the terms' magnitudes.
+    """The first half of each expert's rows is added to the given gradient, and the second half to
+    that sum. This takes two more roundings, each of which is at most one rounding of the sum of all
+    magnitudes.
     """
     problem, counts = trial.problem, trial.problem.required["tokens_per_expert"]
     *segments, tail = _segments(trial)
@@ -227,7 +230,7 @@ def _two_parts(trial: Trial) -> Finding | None:
 
 
 def _group_split(trial: Trial) -> Finding | None:
-    """The largest expert split into two with the same weights: rows do not change."""
+    """The largest expert is split into two experts with the same weights: rows do not change."""
     counts = trial.problem.required["tokens_per_expert"]
     e = int(counts.argmax())
     unit = 1 if getattr(trial.case, "align", 0) else trial.case.unit
@@ -265,7 +268,9 @@ def _buffer_reuse(trial: Trial) -> Finding | None:
 
 
 def _graph_capture(trial: Trial) -> Finding | None:
-    """Captured with one set of values, replayed with another, where declared."""
+    """A graph is captured with one set of values and replayed with another, where this is
+    declared.
+    """
     if not trial.declared.get("graph_capturable"):
         return None
     second = turned(trial.problem)
@@ -289,7 +294,7 @@ def _doubles(case: Any) -> bool:
 
 
 def _by_row(case: Any) -> bool:
-    """Whether a row's result depends on no other row of its expert."""
+    """Whether the result of a row depends on no other row of its expert."""
     return getattr(case, "scaling", "") in ("", *BY_ROW)
 
 
@@ -308,7 +313,7 @@ def unquantised(case: Any) -> bool:
 
 
 def _rounds_small_numbers(case: Any) -> bool:
-    """Whether an intermediate cotangent may be subnormal, where doubling changes roundings."""
+    """Whether rows may be permuted. They may not if the noise also has rows for padding."""
     return bool(getattr(case, "early", False) or getattr(case, "scaling", "")) and case.dtype == "float16"
 
 

@@ -1,4 +1,6 @@
-"""Laws of two-layer experts: rows of weight zero, and settings that change no result."""
+"""Laws of two-layer experts: rows with a probability of zero, and settings that change no
+result.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,9 +27,9 @@ from conformance.judge import Expectation, Finding
 from conformance.judge.bound import Bounded
 from moe_ref.config import LinearAmax
 
-DELAYED_WEIGHTS = ("fc2_weight", "fc1_weight")  # in the order of a backward
-ROUNDED = 1 / 16  # of an amax of what is computed
-ALIGNED = 16  # rows: more than most experts of a small case
+DELAYED_WEIGHTS = ("fc2_weight", "fc1_weight")  # the weights, in the order of a backward pass
+ROUNDED = 1 / 16  # the roundings of an amax of computed values
+ALIGNED = 16  # rows of the padding: more than most experts of a small case have
 
 
 def _zero_probs(trial: Trial) -> Finding | None:
@@ -57,14 +59,16 @@ def _cotangent_scaling(trial: Trial) -> Finding | None:
 
 
 def _other_setting(trial: Trial, name: str, value: Any) -> dict[str, Any]:
-    """Run without the setting, or with it if it was not given."""
+    """Run without the setting if the call has it, else with it."""
     settings = {key: x for key, x in trial.problem.settings.items() if key != name}
     is_set = name in trial.problem.settings
     return trial.run(replace(trial.problem, settings=settings if is_set else settings | {name: value}))
 
 
 def _recompute(trial: Trial) -> Finding | None:
-    """Recomputation in the backward, toggled: the same bits if deterministic."""
+    """Recompute in the backward pass if the call does not, and else do not: the same bits if the
+    implementation is deterministic.
+    """
     shared = trial.case.function == "shared_experts"
     return trial.repeats(
         "recompute", _other_setting(trial, "recompute", True if shared else ("moe_act", "moe")[trial.case.seed % 2])
@@ -72,8 +76,10 @@ def _recompute(trial: Trial) -> Finding | None:
 
 
 def _delayed(trial: Trial) -> Finding | None:
-    """The weights' gradients left for later: each once, fc2's first, with the same bits if
-    deterministic; and the backward gives none. For functions that name the setting.
+    """The gradients of the weights are left for later.
+
+    Each comes once, fc2's first, with the same bits if the implementation is deterministic, and the
+    backward pass gives none of them. Only for functions that name the setting.
     """
     problem = replace(trial.problem, first=arguments_of(trial.problem))
 
@@ -85,7 +91,7 @@ def _delayed(trial: Trial) -> Finding | None:
 
 
 def arguments_of(problem: Problem) -> dict[str, Any]:
-    """The arguments before the keywords: of a script those of its call."""
+    """The arguments that are passed by position; for a script, those of its call."""
     return problem.first if problem.script else problem.required
 
 
@@ -96,8 +102,8 @@ def _settings(problem: Problem, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _amaxes(trial: Trial) -> Finding | None:
-    """Amaxes of both layers, some larger before the call than what it quantises: these stay, the
-    others become that. For functions that name the setting.
+    """The amaxes of both layers, some of which are larger before the call than the amax of what it
+    quantises. Those stay; the others become that amax. Only for functions that name the setting.
     """
     problem = replace(trial.problem, first=arguments_of(trial.problem))
     if not trial.extras["names"](problem.function, "amaxes"):
@@ -145,15 +151,19 @@ def _in_reference(problem: Problem) -> dict[str, Any]:
 
 
 def _raised(earlier: Tensor, fresh: Tensor, is_exact: bool) -> Bounded:
-    """The larger of both; what is quantised may be rounded differently, unless it `is_exact`."""
+    """The larger of both amaxes.
+
+    What is quantised may be rounded differently, unless it `is_exact`.
+    """
     expected = torch.maximum(earlier, fresh).double()
     bound = torch.where((earlier > fresh) | torch.tensor(is_exact), 0.0, expected * ROUNDED)
     return Bounded(expected, bound, torch.float32, torch.float32)
 
 
 def _rows_again(trial: Trial) -> Finding | None:
-    """Rows that are NaN after the forward, and made again by a function: the same bits if
-    deterministic, so that no saved row was read. For functions that name the setting.
+    """The rows are overwritten by NaN after the forward pass, and a function makes them again: the
+    results have the same bits if the implementation is deterministic, so no saved row was read.
+    Only for functions that name the setting.
     """
     problem = replace(trial.problem, first=arguments_of(trial.problem))
     if not trial.extras["names"](problem.function, "rows_again"):
@@ -164,7 +174,7 @@ def _rows_again(trial: Trial) -> Finding | None:
         settings = _settings(problem, tensors)
         copy, values = rows.clone(), rows.detach().clone()
         out = implementation.call(problem.function, copy, *other_arguments, **settings, rows_again=values.clone)
-        copy.data.fill_(torch.nan)  # no change that autograd counts
+        copy.data.fill_(torch.nan)  # a change that autograd does not count
         return {"out": out}
 
     recomputed = replace(problem, settings=problem.settings | {"rows_again": Opaque("rows_again")}, script=script)
@@ -174,8 +184,8 @@ def _rows_again(trial: Trial) -> Finding | None:
 def left_for_later(trial: Trial, call: Callable[..., dict[str, Any]], first: str) -> Finding | None:
     """The law `delayed` of call(implementation, given, wgrads), whose first input is `first`.
 
-    Where only these weights have a gradient, `backward` runs by itself: `grad` would not come to
-    the products, which wait. Else `first` has one too.
+    If only these weights have a gradient, `backward` runs by itself, because `grad` would not reach
+    the products, which wait. Otherwise `first` has a gradient as well.
     """
     if not trial.extras["names"](trial.problem.function, "wgrads"):
         return None
@@ -218,18 +228,18 @@ def left_for_later(trial: Trial, call: Callable[..., dict[str, Any]], first: str
 
 
 def _alignment(trial: Trial) -> Finding | None:
-    """Padding of each expert's rows, toggled."""
+    """Pad each expert's rows if the call does not, and else do not pad them."""
     return trial.judged("alignment", trial.expected, _other_setting(trial, "align", ALIGNED))
 
 
 def _one_after_another(trial: Trial) -> Finding | None:
-    """The same as grouped_mlp, if offered."""
+    """The same results as those of grouped_mlp, if it is offered."""
     return trial.judged("grouped", trial.expected, trial.run(replace(trial.problem, function="grouped_mlp")))
 
 
 def _one_group(trial: Trial) -> Finding | None:
-    """The same as grouped_mlp of one expert, which has all tokens with probability 1, if offered:
-    Megatron's `use_grouped_gemm_for_shared_expert`.
+    """The same results as those of grouped_mlp with one expert, which has all tokens with
+    probability 1, if it is offered. This is Megatron's `use_grouped_gemm_for_shared_expert`.
     """
     omitted_settings = ("recompute", "group")
     settings = {name: x for name, x in trial.problem.settings.items() if name not in omitted_settings}
@@ -267,7 +277,10 @@ def _weighted(case: Any) -> bool:
 
 
 def _doubles(case: Any) -> bool:
-    """Whether results double exactly: not in float16, nor with delayed scales or a least amax."""
+    """Whether results double exactly.
+
+    They do not in float16, nor with delayed scales or a least amax.
+    """
     recipe = recipe_of(case)
     return case.dtype != "float16" and (recipe is None or (recipe.scaling != "delayed" and not recipe.amax_epsilon))
 

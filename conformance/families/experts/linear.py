@@ -1,4 +1,4 @@
-"""grouped_linear, grouped_dgrad and grouped_wgrad: one contraction per expert."""
+"""`grouped_linear`, `grouped_dgrad` and `grouped_wgrad`: one contraction per expert."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -66,7 +66,10 @@ class _Grouped(Contract[GroupedCase]):
         return case.unit * torch.tensor(counts_of(case), dtype=DTYPES[case.index_dtype])
 
     def called(self, case: GroupedCase, required: dict[str, Any], settings: dict[str, Any]) -> Problem:
-        """The call; with a state, whose tensors are not arguments, a script."""
+        """The call.
+
+        If it has a state, whose tensors are no arguments, a script builds the state.
+        """
         settings = settings | recipe_settings(case) | ({"accumulator": case.accumulator} if case.accumulator else {})
         state = state_tensors(case)
         script: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""grouped_mlp and sequential_mlp: the output and every gradient."""
+"""`grouped_mlp` and `sequential_mlp`: the output and all gradients."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

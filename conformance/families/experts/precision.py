@@ -35,14 +35,17 @@ LOW_VALUES = (
     "bounds",
     "midpoints",
     "zeros",
-)  # of `factor_of`: ties and limits of a quantiser
+)  # styles of `factor_of`: ties and limits of a quantiser
 PATCH, PATCH_SPREAD = (
     32,
     6,
 )  # side of a patch without block scales; exponents of its scale are at most this
-# earlier amaxes lie in [1, this]; payloads reach 2: some groups saturate, others lose a bit
+# earlier amaxes lie in [1, this]; payloads reach 2, so that some groups saturate and others lose a
+# bit
 MOST_SEEN = 3.0
-OUTGROWN = 2.0**64  # all codes are 0; the product of two scales is finite, as kernels may take it first
+OUTGROWN = (
+    2.0**64
+)  # with these scales all codes are 0; the product of two of them is finite, because kernels may take it first
 
 
 # ---- cases
@@ -76,7 +79,9 @@ def rounds_gradients(recipe: Recipe | None) -> bool:
 
 
 def fits(case: Any) -> bool:
-    """Whether the reference accepts the call, and quantises alike in any summation order."""
+    """Whether the reference accepts the call, and whether it quantises alike for every order of
+    summation.
+    """
     if case.values == "bounds" and case.dtype == "float64":
         return False  # neighbours in float64 are equal in float32
     transformed = transforms_rows(recipe_of(case)) and (
@@ -91,7 +96,7 @@ def quantized_like(case: Any, role: str, columns: int) -> QuantizeCase:
     sized: dict[str, Any] = rows if role != "weight" else {"tokens": case.experts * case.width}
     common = {name: getattr(case, name) for name in ("scaling", "variant", "experts", "dtype")}
     common["values"] = case.values if case.values in VALUES else "dyadic"  # `factor_of` makes the others
-    seed = 3 * case.seed  # other seeds have a band of zeros, often the whole tensor
+    seed = 3 * case.seed  # other seeds have a band of zeros, which often covers the whole tensor
     return QuantizeCase(function="quantize", role=role, hidden=columns, seed=seed, **common, **sized)
 
 

@@ -31,20 +31,24 @@ def rows_unit(case: Any) -> int:
 
 
 def of_experts(case: Any, weight: Tensor) -> Tensor:
-    """The weights, with a recipe times a power of two per expert: no two experts share a scale."""
+    """The weights.
+
+    With a recipe they are multiplied by a power of two per expert, so that no two experts share a
+    scale.
+    """
     power = 2.0 ** ((torch.arange(len(weight)) + case.seed) % 3 - 1)
     return (weight.double() * power[:, None, None]).to(weight.dtype) if case.scaling else weight
 
 
 def noise_rows(case: Any, counts: tuple[int, ...]) -> int:
-    """Rows of the buffer, padding and tail included."""
+    """The rows of the buffer, including padding and the tail."""
     return sum(-(-count // (case.align or 1)) * (case.align or 1) for count in counts) + case.tail
 
 
 def beside_recipe(
     case: Any, counts: tuple[int, ...], columns: tuple[int, int]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors of the pairs of states and noises, and the settings in their place."""
+    """The tensors of both layers' states and noises, and the settings that take their place."""
     recipe = recipe_of(case)
     if recipe is None:
         return {}, {}

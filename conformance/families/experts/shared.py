@@ -109,7 +109,7 @@ def _expected(problem: Problem, judged: Judged, gate: Tensor | None) -> dict[str
 
 
 def _of_one(expected: Expectation) -> Expectation:
-    """The only expert's."""
+    """The expectation of the only expert."""
     assert isinstance(expected, Bounded)
     return replace(expected, value=expected.value[0], bound=expected.bound[0])
 

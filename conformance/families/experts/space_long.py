@@ -1,11 +1,10 @@
-"""Contractions of several steps of a kernel's loop, in every dtype and by every recipe.
+"""Contractions that take several steps of a kernel's loop, in every dtype and by every recipe.
 
-Over columns, features and rows of an expert. Lengths are a multiple of a step of 64, one more than
-a step of 128, and between two. One dtype may have a kernel of its own, and one recipe too; so
-bfloat16, of which other shapes are longer, is not enough.
-
-On a GPU these cases compile few kernels of their own: they have few optional inputs, and no size of
-1, for which a kernel is specialised.
+They run over columns, features and rows of an expert. Their lengths are a multiple of a step of 64,
+one more than a step of 128, and between two steps. A dtype or a recipe may have a kernel of its
+own, so cases of bfloat16, which other shapes cover, are not enough. On a GPU these cases compile
+few kernels of their own: they have few optional inputs, and no size of 1, for which a kernel is
+specialised.
 """
 
 from typing import Any
@@ -16,11 +15,14 @@ from conformance.families.quantization.cases import RECIPES, UNIT
 
 LENGTHS = {"float32": 192, "float16": 129, "float64": 130, "bfloat16": 191}  # by dtype
 LENGTH = 130  # by a recipe, at least; rounded up to its unit
-MORE = 256  # longer on a GPU, where a kernel has several steps under way at once: whole steps
-FEW = 3  # rows, or columns, of a size that is not long
+MORE = 256  # longer on a GPU, where a kernel has several steps under way at once
+FEW = 3  # rows or columns of a size that is not long
 BARE: Changes = {"probs": "", "bias1": "", "bias2": ""}
-BOTH = "current"  # the recipe of which both layers are long
-CONTRACTED = {"grouped_dgrad": ("width",), "grouped_wgrad": ("tokens",)}  # of other products every size
+BOTH = "current"  # the recipe of the cases in which both layers are long
+CONTRACTED = {
+    "grouped_dgrad": ("width",),
+    "grouped_wgrad": ("tokens",),
+}  # other products have long sizes in all dimensions
 HIGH = ("float32", "float16", "float64")
 PRODUCTS = (*HIGH, "delayed", "current", "mxfp8", "nvfp4")  # other shapes have bfloat16 and blocks of 128
 FORMS = {
@@ -41,7 +43,7 @@ def _form(name: str, extra_length: int) -> tuple[Changes, int]:
 
 
 def _forms(scope: Scope) -> list[tuple[Changes, int]]:
-    """All that the implementation takes."""
+    """All forms that the implementation accepts."""
     extra_length = MORE if scope.space.device == "cuda" else 0
     forms = [_form(name, extra_length) for name in FORMS[scope.function]]
     return [(fields, length) for fields, length in forms if scope.fits(scope.case(fields))]
@@ -53,14 +55,16 @@ def _small_size(scope: Scope, fields: Changes) -> int:
 
 
 def _options(scope: Scope, fields: Changes) -> Changes:
-    """On a GPU the options whose kernels other cases have: few, and by a recipe none."""
+    """On a GPU, options whose kernels other cases have already: few, and none with a recipe."""
     if scope.space.device != "cuda":
         return {}
     return BARE | ({"bias": "", "gate": False} if "scaling" in fields else {})
 
 
 def long_products(scope: Scope) -> list[Any]:
-    """Of a product and its two gradients, without a law; by a recipe those of the columns alone."""
+    """Long sizes for a product and its two gradients, without a law. With a recipe only the columns
+    are long.
+    """
     sides = CONTRACTED.get(scope.function, ("tokens", "hidden", "width"))
     cases: list[Any] = []
     for fields, length in _forms(scope):
@@ -73,7 +77,10 @@ def long_products(scope: Scope) -> list[Any]:
 
 
 def long_layers(scope: Scope) -> list[Any]:
-    """Of both layers, whose rows are few, without a law; by most recipes of the first layer."""
+    """Long sizes for both layers, with few rows, without a law.
+
+    With most recipes only the first layer is long.
+    """
     cases: list[Any] = []
     for fields, length in _forms(scope):
         low = "scaling" in fields

@@ -26,7 +26,7 @@ from moe_ref.config.quantization import OVERRIDES
 
 HIGH: Changes = {"scaling": "", "variant": 0, "override": ""}
 RECIPE_CHANGES = [{"scaling": scaling, "variant": variant} for scaling in RECIPES for variant in range(VARIANTS)]
-LOW_WIDTHS = {1: 20, 16: 3, 32: 2}  # columns at most, by unit
+LOW_WIDTHS = {1: 20, 16: 3, 32: 2}  # the most columns, by unit
 SHARED_ONE_IN = 6  # cases of shared_experts over ranks: one process per rank
 _SOME = st.sampled_from((0,) + (1,) * 15).flatmap(lambda least: sizes(least, 20 * least))  # seldom none
 _SEGMENTS = st.sampled_from((False,) + (True,) * 7).flatmap(
@@ -46,7 +46,7 @@ _OVERRIDES = st.sampled_from((*OVERRIDES, *("",) * 4))
 
 
 def layers(scope: Scope) -> st.SearchStrategy[Changes]:
-    """In high precision; some by a recipe that the implementation takes."""
+    """Layers in high precision, and some by a recipe that the implementation accepts."""
     fields = _shared if scope.function == "shared_experts" else _grouped
     possible = [recipe for recipe in RECIPE_CHANGES if scope.fits(scope.case(recipe | {"dtype": "bfloat16"}))]
     high = fields(scope, HIGH)
@@ -146,7 +146,9 @@ def _layouts(*placed: tuple[str, str]) -> list[Changes]:
 
 
 def _grouped_pairs(scope: Scope) -> dict[str, list[Changes]]:
-    """Settings of one stage together: interpreted, two layers take ten times as long as `glu`."""
+    """The settings of one stage are covered together, because interpreted layers take ten times as
+    long as `glu`.
+    """
     return {
         "recipe": [HIGH],
         "activated": _named_combinations(ACTIVATED, _FORMS),
@@ -185,7 +187,7 @@ def _shared_pairs(scope: Scope) -> dict[str, list[Changes]]:
 
 # ---- recipes
 
-LOW_ROWS = {"delayed": 3, "current": 3, "block": 5}  # others: 1 unit
+LOW_ROWS = {"delayed": 3, "current": 3, "block": 5}  # other scalings have 1 unit
 LOW_SIZES = {"mxfp8": (1, 1), "nvfp4": (1, 2)}  # hidden and width
 LAWFUL = 3  # in an interpreter one case in three has a law, which doubles its time
 # recipes whose columnwise codes differ, or need a dtype and noise
@@ -239,8 +241,9 @@ def _low_pairs(scope: Scope) -> dict[str, list[Changes]]:
 
 
 def by_recipe(scope: Scope, other_cases: list[Case]) -> list[Case]:
-    """Every legal pair of values, and every recipe with a backward_override; for few kernels, and
-    in an interpreter, every recipe once.
+    """Every legal pair of values, and every recipe with a backward_override.
+
+    If few kernels shall be compiled, and in an interpreter, every recipe once.
     """
     if not scope.accepts("recipe"):
         return []
@@ -266,7 +269,7 @@ def by_recipe(scope: Scope, other_cases: list[Case]) -> list[Case]:
 # ---- shapes that always run
 
 
-# stages past the largest number of float16, without other options and with them
+# stages exceed the largest number of float16, without other options and with them
 OVERFLOWING: Changes = {"tokens": 12, "hidden": 5, "width": 6, "dtype": "float16", "values": OVERFLOW, "seed": 1}
 # the rows with the largest cotangents have an expert each
 APART: Changes = OVERFLOWING | {"experts": 5, "counts": (4, 1, 4, 1, 2)}
@@ -276,9 +279,9 @@ BARE: Changes = APART | {"probs": "", "bias1": "", "bias2": ""}
 # options of all stages at once; the gates' and the rows' are those that an activation has
 OPTIONS: Changes = {"clamp": 6, "offset": -4, "alpha": 250, "interleave": 1, "values": "rows"}
 OPTIONS |= {"probs": "float32", "weights": "signed", "bias1": "float32", "bias2": "float32", "dtype": "bfloat16"}
-# and experts whose aligned rows the backward makes again
+# and experts whose aligned rows are made again by the backward pass
 AGAIN: Changes = {"tokens": 9, "experts": 3, "counts": (4, 2, 3), "hidden": 5, "width": 6, "align": 4}
-# a kernel of one expert may take the buffer for its rows
+# a kernel of one expert may mistake the buffer for its rows
 ALONE: Changes = {"scaling": "mxfp8", "variant": 1, "kind": "squared_relu", "experts": 1, "counts": (1,), "tail": 32}
 ALONE |= {"tokens": 1, "hidden": 1, "width": 1, "dtype": "bfloat16"}
 
@@ -286,7 +289,7 @@ ALONE |= {"tokens": 1, "hidden": 1, "width": 1, "dtype": "bfloat16"}
 # an alpha that float16 rounds, and too few rows to hide it: few roundings in a gradient by codes
 FINE: Changes = {"tokens": 2, "hidden": 7, "width": 65, "dtype": "float16", "alpha": 1702, "stored": True}
 FINE |= {"gate": False}
-# all but the gate is frozen
+# only the gate's weight has a gradient
 FROZEN: Changes = {"tokens": 5, "hidden": 3, "width": 2, "gate": True, "grads": "gate_weight"}
 # experts of one row, whose padding would have larger activations: of a bias, without the row's prob
 PADDED: Changes = {"scaling": "current", "tokens": 16, "experts": 16, "counts": (1,) * 16, "align": 4}
@@ -302,7 +305,9 @@ PADDED |= {
 
 
 def _beside_options(scope: Scope) -> list[Any]:
-    """Each recipe beside all stages' options; probs on the input and stored codes in turn."""
+    """Each recipe together with the options of all stages; probabilities on the input and stored
+    codes in turn.
+    """
     cases: list[Any] = []
     for index, scaling in enumerate(RECIPES):
         hidden, width = LOW_SIZES.get(scaling, (6, 8))
@@ -317,7 +322,9 @@ def _beside_options(scope: Scope) -> list[Any]:
 
 
 def _ragged(scope: Scope) -> list[Any]:
-    """One above a power of two: the last block is nearly empty; stages that overflow; options."""
+    """Sizes one above a power of two, so that the last block is nearly empty; stages that overflow;
+    and all options.
+    """
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
     apart = [APART | {"kind": kind} for kind in ("", "squared_relu")]
     recomputing = [OPTIONS | AGAIN | {"recompute": word, "on_input": word == "moe"} for word in RECOMPUTED]
@@ -325,7 +332,7 @@ def _ragged(scope: Scope) -> list[Any]:
 
 
 def _beside_pairs(scope: Scope) -> list[Any]:
-    """Laws of a recipe with noise, and of one with states, of both layers."""
+    """Laws of a recipe with noise, and of a recipe with states, for both layers."""
     narrow: Changes = {"dtype": "bfloat16", "grads": "fc1_weight+fc2_weight"}
     noise = narrow | {"scaling": "nvfp4", "tokens": 2, "experts": 2, "hidden": 1, "width": 1}
     state = narrow | {"scaling": "delayed", "tokens": 5, "experts": 3, "counts": (4, 0, 1), "hidden": 3, "width": 2}
@@ -334,8 +341,8 @@ def _beside_pairs(scope: Scope) -> list[Any]:
 
 
 def _large(scope: Scope) -> list[Any]:
-    """Ragged; more experts than rows; scales per layer with recompute; long sums of bfloat16; one
-    weight alone whose gradient waits, and both, also beside noise; amaxes of a step.
+    """Ragged segments; more experts than rows; scales per layer with recomputation; long sums of
+    bfloat16; one weight whose gradient waits, and both, also with noise; and amaxes of a step.
     """
     gpu = scope.space.device == "cuda"
     many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 66, "hidden": 9, "width": 5}

@@ -98,8 +98,10 @@ def _joint_axes(scope: Scope) -> dict[str, list[Changes]]:
 
 
 def by_recipe(scope: Scope, other_cases: list[Case]) -> list[Case]:
-    """On a GPU every legal pair, every recipe with a backward_override, and real shapes; for few
-    kernels, and in an interpreter, every recipe and every backward_override once. Far addresses.
+    """On a GPU every legal pair, every recipe with a backward_override, and real shapes.
+
+    If few kernels shall be compiled, and in an interpreter, every recipe and every
+    backward_override once. And far addresses.
     """
     if not scope.accepts("recipe"):
         return []
@@ -126,7 +128,7 @@ def by_recipe(scope: Scope, other_cases: list[Case]) -> list[Case]:
 
 
 def one_per_recipe(cases: list[Any]) -> list[Any]:
-    """One case per recipe, with as many values new to the list as possible."""
+    """One case per recipe. Each has as many values as possible that are new to the list."""
     chosen: list[Any] = []
     seen_values: set[Any] = set()
     for recipe in dict.fromkeys((case.scaling, case.variant) for case in cases):

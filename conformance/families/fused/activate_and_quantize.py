@@ -1,6 +1,7 @@
-"""glu, activation and their gradients, fused with quantisation.
+"""`glu`, `activation` and their gradients, fused with quantisation.
 
-Running error analysis bounds the quantised operand; each output is judged given the earlier ones.
+Running error analysis bounds the quantised operand, and each output is judged given the earlier
+ones.
 """
 
 from collections.abc import Mapping
@@ -142,7 +143,7 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
         return expectations | self._gradients(problem, arguments, h, activating, declared)
 
     def _reference(self, problem: Problem) -> tuple[dict[str, Any], Any]:
-        """The reference's outputs, and the tensor it quantised."""
+        """The outputs of the reference, and the tensor that it quantised."""
         implementation = Implementation(moe_ref)
         assert problem.script is not None and problem.read is not None
         arguments = {
@@ -193,7 +194,7 @@ def _groups(quantized: Any, settings: dict[str, Any]) -> list[Tensor]:
 
 
 def _history_of(history: Tensor, suffix: str) -> Any:
-    """The returned amax within the given history."""
+    """The expected history: the returned amax entered into the given history."""
 
     def right(outputs: Outputs) -> Exact:
         return Exact(

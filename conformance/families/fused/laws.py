@@ -55,7 +55,7 @@ def _without_gradients(problem: Problem) -> Problem:
 
 
 def _expert_relabelling(trial: Trial) -> Finding | None:
-    """Experts reversed: the same codes, in reversed segments."""
+    """Experts in reverse order: the same codes, in reversed segments."""
     last = trial.case.experts - 1
     flipped = {name: upside_down(x, 1) for name, x in trial.problem.tensors.items() if name in BY_EXPERT}
     flipped |= {name: upside_down(x) for name, x in trial.problem.tensors.items() if name in STATES}
@@ -65,15 +65,18 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
-    """Three times the padding, none past the last segment: other rows' codes do not change."""
+    """Three times the padding, and no rows past the last segment: the codes of other rows do not
+    change.
+    """
     settings = {name: x for name, x in trial.problem.settings.items() if name != "num_rows"}
     second = replace(trial.problem, settings=settings | {"align": 3 * max(permuting(trial.case).align, 1)})
     return _same_rows("padding_independence", trial, _without_gradients(second), lambda e: e)
 
 
 def _two_steps(trial: Trial) -> Finding | None:
-    """The implementation's `permute`, then its `quantize`; an output that `permute` may omit is not
-    compared.
+    """The implementation's `permute`, then its `quantize`.
+
+    An output that `permute` may omit is not compared.
     """
 
     def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def _dropless(case: Any) -> bool:
 
 
 def _turns_over(case: Any) -> bool:
-    """Whether the inputs stay legal reversed and negated: given scales do not."""
+    """Whether the inputs stay legal if they are reversed and negated. Given scales do not."""
     return bool(case.scaling != "delayed")
 
 

@@ -1,4 +1,6 @@
-"""Laws of fused activation and quantisation: independent groups, exact powers of two."""
+"""Laws of fused activation and quantisation: groups are independent, and powers of two are
+exact.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -17,12 +19,12 @@ READ = ("amax", "scales", "codes", "values")
 
 
 def _with_tensors(trial: Trial, **tensors: Any) -> Problem:
-    """The call on other values, without gradients."""
+    """The call with other values, without gradients."""
     return replace(trial.problem.with_tensors(tensors), wanted=(), cotangents={})
 
 
 def _compared(trial: Trial, law: str, first_outputs: Outputs, second: Outputs, problem: Problem) -> Finding | None:
-    """Bitwise equal where runs repeat, else by the second call's expectations."""
+    """Bitwise equal if runs repeat, else judged by the expectations of the second call."""
     return (
         same(law, first_outputs, second)
         if trial.declared.get("deterministic")
@@ -59,7 +61,7 @@ def _forms(trial: Trial) -> dict[str, Any]:
 
 
 def _padding_values(trial: Trial) -> Finding | None:
-    """Other numbers in the rows past the last group: nothing changes."""
+    """Other numbers in the rows past the last group change nothing."""
     real = trial.case.tokens * trial.case.unit
     names = [name for name in ("h", "d_out", "probs") if name in trial.problem.tensors]
     changed_tensors = {name: trial.problem.tensors[name].clone() for name in names}
@@ -73,7 +75,7 @@ def _padding_values(trial: Trial) -> Finding | None:
 
 
 def _doubled_probs(trial: Trial) -> Finding | None:
-    """Twice the probs: the same codes, twice the scales where amax > 0."""
+    """Twice the probabilities give the same codes, and twice the scales where amax > 0."""
     problem = _with_tensors(trial, probs=trial.problem.settings["probs"] * 2)
     second = trial.run(problem)
     expected_outputs: Outputs = {}
@@ -100,7 +102,7 @@ def _doubles(case: Any) -> bool:
 
 
 def _turns_over(case: Any) -> bool:
-    """Whether the inputs stay legal reversed and negated: noise and scales do not."""
+    """Whether the inputs stay legal if they are reversed and negated. Noise and scales do not."""
     return not case.noisy and case.scaling != "delayed"
 
 

@@ -78,7 +78,8 @@ def affordable(case: PermutedQuantizationCase, scope: Scope) -> PermutedQuantiza
     return case if small or case.layout not in FAR else near_layout
 
 
-# rows with a factor each, and squares, alone: neither can be quantised on the way
+# rows with a factor each, and squares, without values of another kind: neither can be quantised on
+# the way
 ONE_FACTOR: tuple[Changes, ...] = ({"variant": 1, "role": "input"}, {"variant": 0, "role": "weight"})
 
 
@@ -111,13 +112,13 @@ def always(scope: Scope) -> list[Changes]:
         ]
     wide_rows = [fields | {"tokens": 40 if cuda else 5, "experts": 3} for fields in wide_tensors(scope)]
     wide_rows = [fields | ({} if fields["scaling"] == "current" else {"direction": "both"}) for fields in wide_rows]
-    if cuda:  # which few rows of the covering array leave out
+    if cuda:  # values that the few rows of the covering array leave out
         changes += [
             {"role": "grad_output", "variant": 2, "direction": "both", "capacity": 3, "tokens": 7, "experts": 4}
         ]
         changes += [rows | {"scaling": "nvfp4"} | kind for kind in ONE_FACTOR]
     uniform: Changes = {"spread": "uniform", "topk": 2, "seed": 1}
-    # the largest token has no row; its only expert has all others
+    # the largest token has no row, and its only expert has all other tokens
     left_out: Changes = {"scaling": "delayed", "tokens": 9, "experts": 1, "topk": 1, "hidden": 3, "values": "rows"}
     dropped_slots = [
         left_out | {"routing": tuple(int(t != empty_token) for t in range(9))} for empty_token in (0, 4, 8)
@@ -126,7 +127,7 @@ def always(scope: Scope) -> list[Changes]:
     return [row for row in all_rows if accepted(scope, row)]
 
 
-# one layout of routing_map and d_probs: all pairs would double the array
+# one layout of routing_map and d_probs, because all pairs would double the array
 LAYOUTS: list[Changes] = [
     {"layout": "contiguous", "layout_of": ""},
     *({"layout": layout, "layout_of": name} for name in ("tokens", "probs", "d_dequantized") for layout in NEAR),
@@ -141,7 +142,7 @@ def together(scope: Scope) -> dict[str, list[Any]]:
 
 
 def of_a_model(scope: Scope) -> Changes:
-    """The permutation of a layer, and MXFP8; fewer tokens, for the judge is slow."""
+    """The permutation of a layer, and MXFP8, with fewer tokens, because the judge is slow."""
     return permutation.of_a_model(scope) | states(scope) | {"align": 1, "tokens": scope.space.real_tokens // 4}
 
 

@@ -27,7 +27,9 @@ KINDS: tuple[Changes, ...] = tuple(
 
 
 def drawn(scope: Scope) -> st.SearchStrategy[Changes]:
-    """Quantisers drawn uniformly; groups and widths near its blocks; probs in 3 of 4."""
+    """Quantisers drawn uniformly, groups and widths near their blocks, and probabilities in three
+    of four cases.
+    """
     kinds = [
         kind for kind in KINDS if any(scope.fits(scope.case(kind | extra_fields)) for extra_fields in ({}, ROUNDED))
     ]
@@ -54,7 +56,7 @@ GROUPS: list[Changes] = [
     {"tokens": 2, "experts": 0},
     *({"counts": counts, "experts": len(counts), "tokens": sum(counts)} for counts in ((0, 3), (2, 0, 1))),
 ]
-LAYOUTS: list[Changes] = [  # each half runs all
+LAYOUTS: list[Changes] = [  # each half runs all recipes
     {"layout": "contiguous", "layout_of": ""},
     {"layout": "transposed", "layout_of": "h"},
     {"layout": "strided", "layout_of": "probs"},
@@ -71,7 +73,7 @@ EXPANDED: Changes = {"layout": "expanded", "layout_of": "d_dequantized"}
 
 
 def always(scope: Scope) -> list[Any]:
-    """One more than a block, many groups, blocks of gates and values; wide rows."""
+    """Sizes one above a block, many groups, blocks of gates and values, and wide rows."""
     both: Changes = {"direction": "both"} if accepted(scope, {"direction": "both"}) else {}
     block: Changes = both | {"scaling": "block", "dtype": "bfloat16"}
     changes: list[Changes] = [
@@ -143,10 +145,10 @@ def _lines(scope: Scope) -> list[Any]:
 
 
 def _few_of_groups(both: Changes) -> list[Changes]:
-    """What few rows of the covering array leave out: a transform of groups, by noise in both
-    directions if backward, under probs of float64; groups without rows before a tail; columns
-    alone, by the delayed recipe whose gradients have a format of their own, of clamped gates with
-    an alpha.
+    """Values that the few rows of the covering array leave out: a transform of groups, with noise
+    in both directions of a backward pass, with probabilities in float64; groups without rows before
+    a tail; columns only, by the delayed recipe whose gradients have another format, of clamped
+    gates with an alpha.
     """
     turned: Changes = ROUNDED | both | {"scaling": "nvfp4", "variant": 1, "width": 2, "probs": "float64"}
     turned |= {"tokens": 3, "experts": 3, "counts": (2, 0, 1), "tail": 4, "values": "rows"}

@@ -28,7 +28,7 @@ from moe_ref.router.scores import SCORES as FUNCTIONS
 from moe_ref.router.selection import topk_routing
 
 SIGNIFICAND = 24  # bits of an exact sum
-CANDIDATES = 24  # rows tried for each token
+CANDIDATES = 24  # candidate rows for each token
 ROUTER_FIELDS = (
     *("experts", "topk", "sequences", "score", "groups", "group_topk", "scaling", "bias", "losses", "coeff"),
     *("capacity", "pad", "policy", "per_token", "divisor", "sinkhorn"),
@@ -92,14 +92,14 @@ class LayerCase(Case):
     shards: int = number(1, 2)  # ranks that share their experts, each with a part of the width
     programs: int = number(0, 3, data=True)  # numbers of hybridep's multiprocessors and blocks; 0: not given
     budget: int = number(0, *range(1, 25), pairs=(5,))  # room for a rank's rows; 0: for all
-    roomless: bool = choice(False, also=(True,))  # a budget of no row
-    rerun: bool = flag(argument="rerun")  # with a budget: no row is dropped
+    roomless: bool = choice(False, also=(True,))  # a budget that has no room for a row
+    rerun: bool = flag(argument="rerun")  # with a budget: run again so that no row is dropped
     evaluation: bool = flag(argument="training")
     padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",), given=True)  # tokens that are padding, per 8
     fc1_bias: bool = flag()
     fc2_bias: bool = flag()
-    jitter: bool = flag()  # whether the router's input has it: factors are ½ and 1
-    stage: str = ""  # the stage that alone is called, on the reference's inputs; empty: the layer
+    jitter: bool = flag()  # whether the router's input has jitter: its factors are ½ and 1
+    stage: str = ""  # the only stage that is called, on the reference's inputs; empty: the layer
 
     variant: ClassVar[int] = 0
     override: ClassVar[str] = ""
@@ -118,8 +118,10 @@ class LayerCase(Case):
 
     @property
     def sized(self) -> bool:
-        """One rank knows a bound on its rows; ranks count what arrives, unless they have a budget;
-        the rule that runs a layer again reads whether it must, and a plan has rounds.
+        """Whether the host knows all sizes.
+
+        One rank knows a bound on its rows. Several ranks count what arrives, unless they have a
+        budget. The rule that runs a layer again reads whether it must, and a plan has rounds.
         """
         return not self.rerun and bool(not self.counts or self.budget or self.roomless) and not self.sinkhorn
 
@@ -177,7 +179,7 @@ class LayerCase(Case):
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Arguments of delayed scaling; over ranks the reference has no amaxes."""
+        """The arguments of delayed scaling. Over ranks the reference has no amaxes."""
         scale_arguments = ("linear_states",) if self.counts else ("linear_states", "amaxes")
         return scale_arguments if self.recipe == "delayed" else ()
 
@@ -227,7 +229,7 @@ def config_of_layer(case: LayerCase) -> LayerConfig:
 
 
 class Scaled:
-    """The case as the experts' products read it: `scaling` is the recipe's."""
+    """The case as the experts' products read it, with the `scaling` of the recipe."""
 
     def __init__(self, case: LayerCase, width: int | None = None, experts: int | None = None) -> None:
         self.case, self.scaling, self.kind = case, case.recipe, case.kind
@@ -267,15 +269,19 @@ def parameters_of(case: LayerCase) -> dict[str, Tensor]:
 
 
 def linear_states_of(case: LayerCase) -> dict[str, Tensor]:
-    """Delayed scaling's states of both linear layers, a row per expert; empty for other recipes."""
+    """The states of delayed scaling of both linear layers, with a row per expert; empty for other
+    recipes.
+    """
     scaled_case = Scaled(
         case, experts=case.experts * case.shards
-    )  # of all ranks, shards of one as experts of their own
+    )  # experts of all ranks, where the shards of one expert count as experts of their own
     return {name: x for layer in LAYERS for name, x in state_tensors(scaled_case, f"state.{layer}").items()}
 
 
 def router_weight_of(case: LayerCase) -> Tensor:
-    """[E,H] integers of few bits over a power of two: sums over H of products with x are exact."""
+    """The weight [E,H]: integers of few bits over a power of two, so that sums over H of products
+    with x are exact.
+    """
     hidden = case.hidden * case.unit
     room = SIGNIFICAND - BITS[DTYPES[case.dtype]] - 1 - (hidden - 1).bit_length() - case.jitter
     most = 2 ** min(max(room, 1), 10 if case.wide_router else 3) - 1
@@ -285,7 +291,7 @@ def router_weight_of(case: LayerCase) -> Tensor:
 
 
 def router_bias_of(case: LayerCase) -> Tensor:
-    """[E] multiples of 1/16 within ±1/2; wide ones are of more bits than bfloat16 has."""
+    """The bias [E]: multiples of 1/16 within ±1/2. Wide ones have more bits than bfloat16."""
     bias = torch.from_numpy(hashed(case.seed, "router_bias", case.experts) % 17 / 16 - 0.5)
     return (bias + 2.0**-8 * bias.abs() if case.wide_router else bias).to(router_storage(case))
 
@@ -296,7 +302,9 @@ def router_storage(case: LayerCase) -> torch.dtype:
 
 
 def expert_bias_of(case: LayerCase) -> Tensor:
-    """[E] float32, distinct multiples of 1/64 within ±1/4, and 2^-12, which bfloat16 would lose."""
+    """The bias [E] in float32: distinct multiples of 1/64 within ±1/4, plus 2^-12, which bfloat16
+    would lose.
+    """
     permutation = hashed(case.seed, "expert_bias", case.experts).argsort(kind="stable")
     return torch.from_numpy((permutation % 32 - 16) / 64 + 2.0**-12).float()
 
@@ -308,7 +316,10 @@ def logits_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.
 
 
 def tokens_of(case: LayerCase, parameters: dict[str, Tensor], expert_bias: Tensor) -> Tensor:
-    """[T,H] of all ranks: for each token the candidate whose choices have the widest margin."""
+    """The tokens [T,H] of all ranks.
+
+    Each token is the candidate whose choice of experts has the widest margin.
+    """
     shape = (case.tokens, case.hidden * case.unit)
     tried = torch.stack([payload(case.seed, f"x {i}", shape, case.dtype) for i in range(CANDIDATES)])
     weight, bias = parameters["router_weight"], parameters.get("router_bias")
@@ -339,7 +350,9 @@ def margins(logits: Tensor, config: RouterConfig, expert_bias: Tensor) -> Tensor
 
 
 def _gap(keys: Tensor, count: int) -> Tensor:
-    """The count-th largest key minus the next one; infinite where all are chosen."""
+    """The difference between the count-th largest key and the next one; infinite if all are
+    chosen.
+    """
     if count >= keys.shape[1]:
         return torch.full((len(keys),), torch.inf, dtype=keys.dtype)
     order = keys.sort(dim=1, descending=True).values

@@ -1,6 +1,7 @@
-"""Calls of the layer that must raise: also after legal calls of the same settings.
+"""Calls of the layer that must raise an error, even after legal calls with the same settings.
 
-A layer runs thousands of times alike, so that its checks may be made once: for what they read.
+A layer runs thousands of times in the same way, so an implementation may check settings only once;
+but it must check what depends on the inputs each time.
 """
 
 from dataclasses import replace
@@ -38,7 +39,7 @@ def _bias_missing(problem: Problem) -> Problem:
 
 
 def _once_known(rule: Rule) -> Rule:
-    """The broken call after two legal ones with the same settings, and after one like it."""
+    """The illegal call after two legal ones with the same settings, and after a similar one."""
 
     def break_it(problem: Problem) -> Problem:
         def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +63,10 @@ def _on_device_of(value: Any, x: Tensor) -> Any:
 
 
 def _settings_of_others(problem: Problem) -> Problem:
-    """Noise without jitter, by settings in the place of some with jitter that nothing keeps."""
+    """Noise without jitter.
+
+    The settings are at the address of earlier settings with jitter, which no one holds any more.
+    """
 
     def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         first_config = replace(arguments["config"], jitter_eps=0.5)
@@ -78,7 +82,7 @@ def _settings_of_others(problem: Problem) -> Problem:
 
 
 def _stage_once_known(problem: Problem) -> Problem:
-    """The router's weight turned over, in a call of `gate` after two legal calls of the layer."""
+    """The router's weight is transposed in a call of `gate`, after two legal calls of the layer."""
 
     def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         for _ in range(2):

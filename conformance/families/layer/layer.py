@@ -47,7 +47,7 @@ from moe_ref.config import (
     split_experts,
 )
 
-SEEN = 2.0**20  # an amax of an earlier call: more than any of a case
+SEEN = 2.0**20  # an amax of an earlier call, larger than any amax of a case
 COLLECTIVES = ("moe_layer", *(f"{name}_{step}" for name in DISPATCHERS for step in ("dispatch", "combine")))
 SIGNATURE = Signature(
     inputs=[
@@ -146,7 +146,10 @@ class MoeLayer(Ranked[LayerCase]):
     def judged(
         self, case: LayerCase, calls: list[Problem], rank: int, declared: Mapping[str, Any]
     ) -> dict[str, Expectation]:
-        """One rank's expectations; none if rounding could change a choice on any rank."""
+        """The expectations of one rank.
+
+        There are none if rounding could change a choice on any rank.
+        """
         if case.stage:
             layer = self.traced(case)
             return single_stage(layer).right(layer, rank, declared)
@@ -183,7 +186,7 @@ class MoeLayer(Ranked[LayerCase]):
 
 
 def raised(amaxes: dict[str, Bounded]) -> dict[str, Bounded]:
-    """The amaxes, given those of `seen_before`."""
+    """The expected amaxes, given the earlier ones of `seen_before`."""
     earlier = {name: SEEN * (torch.arange(len(x.value)) % 2) for name, x in amaxes.items()}
     return {
         name: replace(x, value=x.value.maximum(earlier[name]), bound=torch.where(earlier[name] > 0, 0, x.bound))
@@ -230,8 +233,9 @@ def script(implementation: Any, arguments: dict[str, Any], **extra_settings: Any
 
 
 def seen_before(state: LinearState) -> LinearAmax:
-    """Amaxes of an earlier call: of every second expert more than this call's, else 0. The call
-    raises them, and so does its backward.
+    """The amaxes of an earlier call: larger than this call's for every second expert, else 0.
+
+    The call raises them, and so does its backward pass.
     """
     return LinearAmax(
         *(SEEN * (torch.arange(len(role_state.scale), device=role_state.scale.device) % 2) for role_state in state)

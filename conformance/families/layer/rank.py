@@ -14,7 +14,7 @@ from conformance.families.layer.stages import Layer, added
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a layer: its tokens, its experts, and its own parts of sums over tokens."""
+    """One rank of a layer: its tokens, its experts, and its shares of sums over tokens."""
 
     layer: Layer
     rank: int

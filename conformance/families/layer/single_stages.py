@@ -37,7 +37,7 @@ from conformance.judge import Expectation
 from moe_ref.config import SHARDING
 from moe_ref.layer import without_padding
 
-Lists = Mapping[str, Sequence[Any]]  # arguments, with an entry per rank
+Lists = Mapping[str, Sequence[Any]]  # arguments by name, with an entry per rank
 OPTIONS = ("training", "batch_size", "padding_mask", "ranks")
 
 
@@ -136,7 +136,10 @@ def _script(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _right_route(layer: Traced, rank: int, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-    """None if rounding could change a choice on any rank."""
+    """The expectations of the router's outputs.
+
+    None if rounding could change a choice on any rank.
+    """
     steps, _ = steps_of(layer.case, layer.config, layer.calls, declared)
     if any(step.ambiguous for step in steps):
         return {}
@@ -239,7 +242,7 @@ def _dispatch(layer: Traced, function: str) -> SingleStage:
 
 
 def _combine(layer: Traced) -> SingleStage:
-    """After the implementation's own dispatch."""
+    """The combine, after the implementation's own dispatch."""
     dispatch_stage = _dispatch(layer, layer.case.stage.replace("combine", "dispatch"))
     calls = [replace(call, wanted=(), cotangents={}) for call in dispatch_stage.calls]
     dispatched, case = together(calls), _dispatch_case(layer.case, layer.case.stage)

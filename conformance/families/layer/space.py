@@ -107,7 +107,7 @@ LOSSES: tuple[Changes, ...] = (
 )
 SHARED: tuple[Changes, ...] = ({}, {"shared": 2}, {"shared": 3, "gate": True})
 SIZES: Changes = {"tokens": 7, "hidden": 5, "width": 6, "experts": 4, "topk": 2}
-# every dispatcher over ranks, one of them without tokens
+# every dispatcher over ranks, one of which has no tokens
 WORLDS: tuple[Changes, ...] = (
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "shared": 2, "latent": 3},
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 5},
@@ -129,7 +129,7 @@ WORLDS: tuple[Changes, ...] = (
     {"counts": (9, 6), "experts": 8, "topk": 5, "dispatcher": "hybridep", "budget": 44, "dtype": "bfloat16"},
     {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3}
     | {"capacity": 3},
-    # one rank alone drops a row, the first or the second, of another rank's token
+    # only one rank drops a row, the first or the second, of another rank's token
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0, "seed": 8},
     {"counts": (4, 3), "experts": 3, "dispatcher": "alltoall", "shards": 2, "fc2_bias": False, "budget": 8},
@@ -139,7 +139,7 @@ WORLDS: tuple[Changes, ...] = (
     {"counts": (5, 3), "experts": 4, "dispatcher": "deepep", "capacity": 4, "pad": True, "law": "sent_again"},
     {"counts": (4, 3), "experts": 4, "dispatcher": "deepep", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
     {"counts": (4, 3), "experts": 4, "dispatcher": "allgather", "shared": 2, "roomless": True},
-    # what the ranks have of their own beside equal sizes: padding, states, parts of experts
+    # sizes are equal, but each rank has its own padding, states and shares of experts
     {"counts": (4, 4), "experts": 4, "dispatcher": "alltoall", "padding": 3, "losses": "aux+z", "bias": True},
     {"counts": (4, 4), "experts": 4, "dispatcher": "alltoall", "recipe": "delayed", "losses": ""},
     {"counts": (3, 4), "experts": 4, "dispatcher": "hybridep", "shards": 2, "fc2_bias": False},
@@ -152,7 +152,7 @@ def everything(case: LayerCase) -> str:
 
 
 def given(turn: int) -> Callable[[LayerCase], str]:
-    """One of the tensors that the case gives, by its seed and a turn."""
+    """One of the tensors that the case gives, chosen by its seed and a turn."""
 
     def name(case: LayerCase) -> str:
         names = [x.name for x in SIGNATURE.inputs if x.given(case)]
@@ -190,7 +190,7 @@ def together(scope: Scope) -> dict[str, list[Changes]]:
 
 
 def always(scope: Scope) -> list[Any]:
-    """Worlds; one above a power of two, with more experts than rows of some."""
+    """Worlds of ranks; and sizes one above a power of two, some with more experts than rows."""
     gpu = scope.space.device == "cuda"
     size: Changes = {"tokens": 129, "hidden": 65, "width": 33} if gpu else {"tokens": 33, "hidden": 17, "width": 9}
     worlds_ = [of_world(world) for world in WORLDS if len(world["counts"]) <= scope.space.most_ranks]
@@ -216,7 +216,7 @@ def always(scope: Scope) -> list[Any]:
         SIZES | {"losses": "z", "sinkhorn": True},
         SIZES
         | {"dtype": "float16", "router_dtype": "fp32", "shared": 2, "latent": 3, "fc2_bias": True, "losses": "aux"},
-        # what several stages read, each by its strides
+        # tensors that several stages read, each with its own strides
         *(
             SIZES | {"shared": 2, "losses": "", "layout": layout, "layout_of": "x"}
             for layout in ("transposed", "sliced")
@@ -226,7 +226,8 @@ def always(scope: Scope) -> list[Any]:
         SIZES | {"roomless": True, "shared": 2, "losses": ""},
         SIZES | {"losses": ""} | rerun_fields,
     ]
-    # bytes of rows beside those of integers; on a GPU a width of the other cases' kernels
+    # bytes of rows in addition to those of integers; on a GPU a width whose kernels other cases
+    # have
     grads, hidden = "x+fc1_weight+fc2_weight", 250 if gpu else 64
     less: Changes = SIZES | {
         "tokens": 256 if gpu else 40,
@@ -258,11 +259,11 @@ def always(scope: Scope) -> list[Any]:
 
 
 def lines_of_rows(scope: Scope) -> list[Any]:
-    """Tokens of whole lines, as a GPU may gather them: without gradients, and in FP8 by blocks, no
-    whole blocks of them, nor of the activation; by each law.
+    """Tokens of whole lines, as a GPU may gather them: without gradients; and in FP8 by blocks,
+    where neither the tokens nor the activation are whole blocks; by each law.
     """
     many: Changes = {"tokens": 520, "hidden": 64, "width": 48, "experts": 4, "topk": 2, "dtype": "bfloat16"}
-    many |= {"latent": 0, "shared": 48}  # all of them of whole lines
+    many |= {"latent": 0, "shared": 48}  # all of them are whole lines
     row_cases = [many, *scope.lawful([scope.mended(scope.case(many))])]
     deep = many | {"hidden": 336, "shared": 0, "grads": ""}  # no whole number of steps
     forms: list[Changes] = [{"budget": 400}, {"budget": 1100}, {"clamp": 8, "offset": 8, "fc1_bias": True}]
@@ -276,7 +277,7 @@ def lines_of_rows(scope: Scope) -> list[Any]:
 
 
 def _by_each_law(scope: Scope, form: Changes, other_fields: list[Changes]) -> list[Any]:
-    """A case by all its laws, and others near it without."""
+    """A case with each of its laws in turn, and other cases near it without a law."""
     base_case, *variants = (scope.mended(scope.case(form | fields)) for fields in ({}, *other_fields))
     cases = [*(base_case.changed(law=law) for law in scope.laws(base_case)), *variants]
     return [case for case in cases if scope.fits(case)]
@@ -288,7 +289,7 @@ def of_world(world: Changes) -> Changes:
 
 
 def in_room(scope: Scope) -> list[LayerCase]:
-    """On a GPU a rank for each dispatcher, whose host must not wait."""
+    """On a GPU: one rank for each dispatcher, whose host must not wait for the device."""
     if scope.space.device != "cuda":
         return []
     single_rank = SIZES | {"counts": (SIZES["tokens"],), "budget": 9, "law": "host_sync"}

@@ -68,7 +68,7 @@ class Layer:
         return torch.cat([call.required[name] for call in self.calls])
 
     def stored(self, x: Running, dtype: torch.dtype | None = None) -> Running:
-        """x as kept between two stages."""
+        """x as it is stored between two stages."""
         stored_dtype = dtype or self.storage
         return replace(x.with_rounding(stored_dtype), dtype=stored_dtype)
 
@@ -114,8 +114,9 @@ class Layer:
 
     @cached_property
     def order(self) -> Tensor:
-        """[G] all ranks' tokens as an expert's rows have them: by rank; with alltoall the ranks of
-        the first shards first.
+        """The order [G] in which an expert's rows have the tokens of all ranks: by rank.
+
+        With alltoall the ranks of the first shards come first.
         """
         ranks = torch.arange(len(self.calls)).reshape(-1, self.shards)
         turned = ranks.T if self.config.dispatcher == "alltoall" else ranks
@@ -124,7 +125,10 @@ class Layer:
 
     @cached_property
     def owner(self) -> tuple[Tensor, Tensor]:
-        """[P] the token and the rank's expert, of V, of each row: by expert, and as in `order`."""
+        """For each row [P] its token and its expert among V.
+
+        Rows are ordered by expert, then as in `order`.
+        """
         expert_P, place_P = self.routing[self.order].T.nonzero(as_tuple=True)
         return self.order[place_P], expert_P
 
@@ -223,8 +227,9 @@ class Layer:
         return backward(self.experts, padded(self.padding, d_combined[token_P]))
 
     def amaxes(self, after_backward: bool) -> dict[str, Bounded]:
-        """[E] the largest magnitudes of what each linear layer quantises: of stored values, each as
-        near as the value itself.
+        """The largest magnitudes [E] of what each linear layer quantises.
+
+        These are stored values, so each is as near as the value itself.
         """
         forward_, weights = self.experts, (self.all_ranks("fc1_weight"), self.all_ranks("fc2_weight"))
         magnitudes = {"0.input": forward_.x, "1.input": forward_.a}

@@ -1,4 +1,4 @@
-"""The reference's layer stage by stage: every result, and its gradient."""
+"""The reference's layer stage by stage, with the result of each stage and its gradient."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ class Traced:
         return config
 
     def given(self, name: str) -> list[Any]:
-        """A parameter, or None, of each rank."""
+        """A parameter of each rank, or None."""
         return [call.required.get(name) for call in self.calls]
 
     def kept(self, name: str, xs: Ranks) -> Ranks:
@@ -60,7 +60,7 @@ class Traced:
         self.kept("logits", [x.requires_grad_() for x in logits])
         self.routed = route_together(logits, self.config, states, **options)
         self.kept("probs", [out.probs for out in self.routed])
-        self.copies = for_shards(self.routed, self.config)  # as the dispatcher takes them
+        self.copies = for_shards(self.routed, self.config)  # the indices as the dispatcher takes them
         if self.copies is not self.routed:
             self.kept("flat_probs", [out.probs for out in self.copies])
         x = [call.required["x"].clone().requires_grad_() for call in self.calls]
@@ -69,7 +69,7 @@ class Traced:
         return self.kept("output", _projected(combined, self.given("latent_up")))
 
     def _one_rank(self, tokens: Ranks) -> Ranks:
-        """What DeepEP does on a rank with the tokens that it received."""
+        """What DeepEP does on a rank with the tokens that the rank has received."""
         self.local_maps = [self.routed[0].routing_map]
         self.kept("local_probs", [self.routed[0].probs])
         self.kept("sent", tokens)

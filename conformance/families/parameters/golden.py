@@ -1,4 +1,4 @@
-"""Parameters worked out by hand."""
+"""Golden cases of parameters, worked out by hand."""
 
 from typing import Any
 

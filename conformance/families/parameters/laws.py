@@ -1,4 +1,4 @@
-"""Laws of parameters: round trips, shards that make up the whole, halves and copies."""
+"""Laws of parameters: round trips, shards that make up the whole, and halves and copies."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ WORLDS = range(1, 7)
 
 
 def _round_trip(trial: Trial, turns: list[tuple[str, dict[str, Any]]]) -> Finding | None:
-    """The state after these calls, one after the other, is the state before."""
+    """These calls, one after the other, give back the initial state."""
     problem = trial.problem
     build = trial.contract.build(trial.case)  # type: ignore[attr-defined]
 
@@ -36,7 +36,7 @@ def _round_trip(trial: Trial, turns: list[tuple[str, dict[str, Any]]]) -> Findin
 
 
 def _there_and_back(trial: Trial) -> Finding | None:
-    """Into the other layout and back."""
+    """Into the other layout and back again."""
     packed = trial.case.packed
     turns = [(trial.case.function, {"packed": packed}), (trial.case.function, {"packed": not packed})]
     return _round_trip(trial, turns)
@@ -66,7 +66,7 @@ def _one_master(case: Any) -> bool:
 
 
 def _whole_and_told(case: Any) -> bool:
-    """Merging adds variables where there were none."""
+    """Whether the state is whole, and has its variables: merging adds them where there are none."""
     return plain(case) and case.kept == "whole" and not case.no_variables
 
 
@@ -76,7 +76,9 @@ def _one_layout(case: Any) -> bool:
 
 
 def _whole_again(trial: Trial) -> Finding | None:
-    """The shards of all ranks fill the checkpoint, each element once; another world reads it."""
+    """The shards of all ranks fill the checkpoint, each element once. A world of another size reads
+    it.
+    """
     case = trial.case
     world = [replace(case, place=position, layout="contiguous") for position in range(case.ranks * case.tensor_ranks)]
     calls = [(settings_of(rank_case), tensors_of(rank_case)) for rank_case in world]
@@ -100,7 +102,9 @@ def _whole_again(trial: Trial) -> Finding | None:
 
 
 def _reassembled(trial: Trial) -> Finding | None:
-    """Cut over W ranks, for every W: entries are as many on all, and make up the master."""
+    """Split over W ranks, for every W: each rank has as many entries, and together they make up the
+    master.
+    """
     case, problem = trial.case, trial.problem
     total = sum(case.sizes)
     master = torch.arange(total, dtype=torch.float32)
@@ -133,7 +137,7 @@ def _reassembled(trial: Trial) -> Finding | None:
 
 
 def _copies(trial: Trial) -> Finding | None:
-    """All copies of the dense layer are equal; a router's row is that of its copy."""
+    """All copies of the dense layer are equal, and a router's row is that of its copy."""
     granularity, first = trial.case.granularity, trial.first
     for name, x in first.items():
         if name in trial.expected and name != "router_weight":
@@ -145,7 +149,7 @@ def _copies(trial: Trial) -> Finding | None:
 
 
 ROUND_TRIP = Law("round_trip", _there_and_back, _in_other_layout)
-_MOVES = universal.CALLS  # results may be views: their inputs are not overwritten
+_MOVES = universal.CALLS  # results may be views, so their inputs are not overwritten
 _STATES = tuple(law for law in _MOVES if law is not AUTOCAST)  # their cases name no dtype
 NORMALIZE_PARAMETERS = (*_MOVES, ROUND_TRIP)
 NORMALIZE_MASTER_PARAMETERS = (*_MOVES, replace(ROUND_TRIP, applies=_one_master))

@@ -33,7 +33,10 @@ C = TypeVar("C", bound=Case)
 
 
 class OfState(Contract[C], Generic[C]):
-    """A function from a state dict to another: keys, values bit by bit, the argument as it was."""
+    """A function from one state dict to another.
+
+    Keys and values are compared bit by bit, and the argument must stay as it was.
+    """
 
     reference: Callable[..., Any]
 
@@ -47,7 +50,7 @@ class OfState(Contract[C], Generic[C]):
 
     @abstractmethod
     def build(self, case: C) -> Build:
-        """What makes the state of the tensors."""
+        """The function that makes the state of the tensors."""
 
     @abstractmethod
     def universe(self, settings: Mapping[str, Any]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Laws of functions that move rows: another routing moves the same rows elsewhere."""
+"""Laws of functions that move rows: another routing moves the same rows to other places."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,7 +63,7 @@ def _token_permutation(trial: Trial) -> Finding | None:
 
 
 def _expert_relabelling(trial: Trial) -> Finding | None:
-    """Experts in the opposite order: segments in the opposite order."""
+    """Experts in the opposite order: the segments are in the opposite order."""
     last = trial.case.experts - 1
     flipped = {name: upside_down(x, 1) for name, x in trial.problem.tensors.items() if name != "tokens"}
     second = _plain_call(trial.problem.with_tensors(flipped))
@@ -71,7 +71,7 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
 
 
 def _split(trial: Trial) -> Finding | None:
-    """The first half of the tokens alone: the same rows as in the whole batch."""
+    """The first half of the tokens by itself: the same rows as in the whole batch."""
     half = trial.case.tokens // 2
     second = _plain_call(
         trial.problem.with_tensors({name: x[:half].clone() for name, x in trial.problem.tensors.items()})
@@ -80,7 +80,7 @@ def _split(trial: Trial) -> Finding | None:
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
-    """Without the alignment: the same rows without the padding."""
+    """Without the alignment: the same rows, without the padding."""
     settings = {name: x for name, x in trial.problem.settings.items() if name != "align"}
     second = _plain_call(replace(trial.problem, settings=settings))
     return same("padding_independence", _relocated(trial, second, lambda t, e: (t, e)), trial.run(second))
@@ -188,7 +188,7 @@ def _rows(case) -> int:
 
 
 def _dropless(case) -> bool:
-    """No row is dropped, and none is filled in."""
+    """Whether no row is dropped, and none is filled in."""
     return _moves_only(case) and not case.capacity and (case.slack is None or case.slack >= 0)
 
 
@@ -216,7 +216,9 @@ ROW_REVERSAL = Law("row_reversal", _row_reversal, _moves_only)
 
 
 def _zero_prob_rows(trial: Trial) -> Finding | None:
-    """Of probabilities 0, -0, tiny, NaN and 0.5, only zeros make rows of zeros, if so declared."""
+    """Of the probabilities 0, -0, tiny, NaN and 0.5, only zeros give rows of zeros, if this is
+    declared.
+    """
     probs = trial.problem.settings["probs"].clone().flatten()
     tiny = torch.finfo(probs.dtype).smallest_normal
     for offset, value in enumerate((0.0, -0.0, tiny, torch.nan, 0.5)):
@@ -229,7 +231,7 @@ ZERO_PROB_ROWS = Law("zero_prob_rows", _zero_prob_rows, lambda case: _moves_only
 
 
 def _garbage_independence(trial: Trial) -> Finding | None:
-    """Other garbage in the padding rows: the tokens do not change."""
+    """Other garbage in the rows of padding: the tokens do not change."""
     rows = trial.problem.required["rows"].clone()
     row_map = trial.problem.produced.row_map
     rows[row_map.token_P < 0] = 3.0
@@ -251,7 +253,10 @@ ADJOINTNESS = universal.adjointness(lambda case: _exact_fp32(case) and _main_gra
 
 
 def _adjointness_of_permute(trial: Trial) -> Finding | None:
-    """A forward that is declared to write zeros at probability 0 has another transpose there."""
+    """Whether the transpose law holds.
+
+    A forward that is declared to write zeros at probability 0 has another transpose there.
+    """
     zeroed = trial.declared.get("zero_prob_rows") == "zero" and trial.case.zero_probs
     return None if zeroed else ADJOINTNESS.check(trial)
 

@@ -125,7 +125,7 @@ class Permute(Contract[RoutingCase]):
         first = int((row_map.expert_P == expert).nonzero()[0])
         probs = problem.settings.get("probs")
         if token in same and probs is not None and probs[token, expert] == 0:
-            return None  # a copy where zeros are declared
+            return None  # a copy, if rows of zeros are declared
         location = f"row {index[0]} (expert {expert}, place {index[0] - first} of its segment)"
         wrong_columns = [] if token == PADDING else np.flatnonzero(bits(row) != bits(tokens[token])).tolist()
         if wrong_columns and 2 * len(wrong_columns) < len(row):
@@ -146,7 +146,7 @@ class Permute(Contract[RoutingCase]):
 
 
 def without_zero_probs(rows: Tensor, probs: Tensor) -> Tensor:
-    """The rows, zeros where their probability is 0 or -0."""
+    """The rows, with zeros where their probability is 0 or -0."""
     raw = rows.view(torch.uint8) if rows.element_size() == 1 else rows  # fp8 cannot be filled on every torch
     return raw.masked_fill((probs == 0)[:, None], 0).view(rows.dtype)
 

@@ -1,4 +1,6 @@
-"""Permutation beyond its axes: maps drawn, shapes that always run, limits on cost."""
+"""Cases of permutation beyond their axes: routing maps that are drawn, shapes that every run has,
+and limits of cost.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -108,7 +110,9 @@ def affordable(case: RoutingCase, scope: Scope) -> RoutingCase:
 
 
 def _permuted(scope: Scope) -> list[Any]:
-    """A last block of one token; many experts; wide rows; room for more than the one token."""
+    """A last block of one token; many experts; wide rows; and room for more rows than the one token
+    takes.
+    """
     align = {"align": 4} if scope.accepts("align") else {}
     cuda = scope.space.device == "cuda"
     columns = {"tokens": 5, "experts": 4, "topk": 2, "hidden": 4097 if cuda else 513, "spread": "uniform"}
@@ -127,8 +131,8 @@ def _permuted(scope: Scope) -> list[Any]:
 
 
 def _forward_rows(scope: Scope) -> list[Any]:
-    """Tokens that stay where they are, without gradients; probs that float32 cannot hold; probs
-    without columns beside them.
+    """Tokens that stay where they are, without gradients; probabilities that float32 cannot hold;
+    and probabilities without columns beside them.
     """
     few_tokens: Changes = {"tokens": 5, "hidden": 3, "grads": ""}
     still = scope.case(few_tokens | {"experts": 1, "topk": 1, "spread": "all"})
@@ -147,8 +151,8 @@ def _forward_rows(scope: Scope) -> list[Any]:
 
 
 def _full(scope: Scope) -> list[Changes]:
-    """One token, the first or the last, also of a later tile, with more experts than slots. More
-    slots than a tile has, and than there are experts.
+    """Only one token has experts, the first or the last, also in a later tile, with more experts
+    than slots; and there are more slots than a tile has, and than there are experts.
     """
     full = ((7, 3, 4), (3, 4, 7), (*[1] * 128, 7))
     rows: list[Changes] = [{"tokens": len(routing), "experts": 3, "topk": 2, "routing": routing} for routing in full]
@@ -156,12 +160,14 @@ def _full(scope: Scope) -> list[Changes]:
 
 
 def _gaps(name: str) -> Changes:
-    """A layout that only the strides tell: of rows of one element, the row's alone."""
+    """A layout that only the strides show: for rows of one element, the stride of the row."""
     return {"layout": "strided", "layout_of": name}
 
 
 def _strange(scope: Scope) -> list[Any]:
-    """Every 16-bit pattern; strange values at the ends of rows, unless other shapes draw them."""
+    """Every 16-bit pattern; and strange values at the ends of rows, unless other shapes draw
+    them.
+    """
     edges: Changes = {"tokens": 7, "experts": 3, "topk": 2, "hidden": 5, "spread": "uniform", "values": "edges"}
     all_patterns: Changes = {
         "tokens": 16,
@@ -179,9 +185,9 @@ def _strange(scope: Scope) -> list[Any]:
 
 
 def _rows_of_one_expert(scope: Scope) -> list[Changes]:
-    """Rows of one expert: exactly a tile's, past 8 and on a GPU past 15 and 16 bits; as many of one
-    of four experts; room for more than a tile, on a GPU past 15 bits; there as many rows of fewer
-    tokens.
+    """Rows of one expert: exactly as many as a tile has; more than 8 bits count, and on a GPU more
+    than 15 and 16 bits count; as many for one of four experts; room for more than a tile; and on a
+    GPU more than 15 bits count, with as many rows of fewer tokens.
     """
     one_hot: Changes = {"experts": 2, "topk": 1, "hidden": 1, "spread": "one_hot", "probs": ""}
     rows: tuple[int, ...] = (128, 256, 32769, 65538) if scope.space.device == "cuda" else (64, 128, 258)
@@ -240,7 +246,7 @@ def _chunked(scope: Scope) -> list[Any]:
     counts = (33, 257 if cuda else 65)
     orders = {n: tuple((i * 7 + 3) % n for i in range(n)) for n in counts}
     rows: list[Changes] = [{"sizes": tuple(i % 4 for i in range(n)), "order": orders[n], "hidden": 3} for n in counts]
-    # orders that only two neighbours keep from moving nothing
+    # orders that move nothing but two neighbours
     rows += [{"sizes": (1,) * 6, "order": swapped, "hidden": 2} for swapped in ((1, 0, 2, 3, 4, 5), (0, 1, 3, 2, 4, 5))]
     rows += [{"sizes": (1,) * 6, "order": (0, 1, 2, 3, 5, 4), "hidden": 2}]
     if cuda:
