@@ -128,14 +128,18 @@ class Implementation:
         return callable(getattr(self.namespace, function, None))
 
     def lacks(self, function: str, settings: dict[str, Any]) -> list[str]:
-        """The settings that the function's signature has no parameter for.
+        """The settings for which the function's signature has no parameter.
 
-        `scales.layout` is the parameter `layout` of another function, which the call needs too.
+        `scales.layout` stands for the parameter `layout` of another function, which the call needs
+        too.
         """
         return [name for name in settings if not self._accepts_parameter(name if "." in name else f"{function}.{name}")]
 
     def names(self, function: str, parameter: str) -> bool:
-        """Whether the function's signature names the parameter; one of any keywords need not."""
+        """Whether the function's signature names the parameter.
+
+        A signature that accepts any keyword need not.
+        """
         signature = signature_of(getattr(self.namespace, function, None))
         return signature is not None and parameter in signature.parameters
 
@@ -154,7 +158,7 @@ class Implementation:
         return parameters is None or parameter in parameters
 
     def _keywords(self, function: str) -> frozenset[str] | None:
-        """The function's keyword arguments; None: any, or not known."""
+        """The function's keyword arguments; None if it accepts any, or if they are unknown."""
         if not self.offers(function):
             return frozenset()
         signature = signature_of(getattr(self.namespace, function))
@@ -284,7 +288,10 @@ class _Completed:
 
 
 def _completed(result: Any, omitted: tuple[str, ...]) -> Any:
-    """The result with None for omitted fields; a plain tuple, whose values have no names, as is."""
+    """The result with None for omitted fields.
+
+    A plain tuple, whose values have no names, stays as it is.
+    """
     if isinstance(result, Tensor) or (isinstance(result, (tuple, list)) and not hasattr(result, "_fields")):
         return result
     if isinstance(result, dict):
@@ -300,14 +307,17 @@ def _text(answer: Any, wanted: str) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """A declared value, its texts on one line."""
+    """A declared value with its texts on one line each."""
     if isinstance(value, str):
         return one_line(value)
     return tuple(map(one_line, value)) if isinstance(value, (tuple, list)) else value
 
 
 def imported(module_name: str) -> Any:
-    """The module; for the reference's functions of all ranks, their one-rank adapter."""
+    """The module of this name.
+
+    For the reference's functions of all ranks, their one-rank adapter.
+    """
     return importlib.import_module(ONE_RANK.get(module_name, module_name))
 
 

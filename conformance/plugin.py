@@ -64,7 +64,11 @@ class Run:
         return f"moe-conformance: {options.moe_impl}, profile {options.moe_profile}; each process first imports torch"
 
     def pytest_sessionstart(self) -> None:
-        """Start the session; a controller of workers starts one too, to fail once for all."""
+        """Start the session.
+
+        A controller of workers starts one too, so that an error stops the run once and not in every
+        worker.
+        """
         from conformance.engine.child import server
 
         server.start()  # it imports torch while this process does
@@ -94,7 +98,7 @@ class Run:
             metafunc.parametrize("section", self.session.plan, ids=lambda section: section.label)
 
     def pytest_exception_interact(self, call: pytest.CallInfo, report: Any) -> None:
-        """An error that is not a failing section is an error of the suite."""
+        """An error outside of a failing section is an error of the suite."""
         if call.excinfo and not isinstance(call.excinfo.value, pytest.fail.Exception):
             self.session.problem(getattr(report, "nodeid", ""), call.excinfo.value)
 

@@ -20,7 +20,7 @@ from conformance.usage import UsageError
 
 TOOLS = ("consan", "fpsan", "memcheck")
 PROGRAM = "compute-sanitizer"
-ELSEWHERE = "/usr/local/cuda/bin"  # where the toolkit puts it
+ELSEWHERE = "/usr/local/cuda/bin"  # the folder in which the toolkit installs it
 REPORTS = "MOE_CONFORMANCE_MEMCHECK"  # its file, set for the command that it runs
 OPTIONS = (
     *("--tool", "memcheck", "--target-processes", "all", "--print-limit", "10000"),
@@ -41,7 +41,7 @@ def begin(tool: str) -> None:
     """
     if tool != "memcheck":
         return
-    if REPORTS in os.environ:  # this is that command
+    if REPORTS in os.environ:  # this process is that command already
         atexit.register(Path(os.environ[REPORTS]).unlink, missing_ok=True)
         return
     program = shutil.which(PROGRAM, path=os.pathsep.join([os.environ.get("PATH", os.defpath), ELSEWHERE]))

@@ -100,7 +100,7 @@ def _offering(implementation: Any, function: str) -> Implementation:
 
 
 def _case_of(function: str, description: Case | dict[str, Any] | str | None) -> Case:
-    """The case that was given; it must be one of the function's."""
+    """The case that was passed, which must be one of the function's."""
     if isinstance(description, str):
         description = corpus.find(description, corpus.DEFAULT)
     case = (

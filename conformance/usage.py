@@ -17,7 +17,7 @@ class UsageError(Exception):
 
 
 def check_module(name: str, flag: str = "--impl") -> None:
-    """Check what can be told of a namespace's name without importing anything.
+    """Check what is known about a namespace's name without importing anything.
 
     Raises:
         UsageError: a file's name, or a package or module that does not exist.
@@ -32,7 +32,7 @@ def check_module(name: str, flag: str = "--impl") -> None:
 
 
 def check_known(argument: str, names: Iterable[str], known_names: Iterable[str]) -> None:
-    """Check that what the user calls by name exists.
+    """Check that a thing which the user names exists.
 
     Args:
         argument: the option or parameter, as its user writes it.
@@ -49,7 +49,7 @@ def check_known(argument: str, names: Iterable[str], known_names: Iterable[str])
 
 
 def check_report(path: str) -> None:
-    """Check that a report can be written to this file, before the run whose verdict it holds.
+    """Check that a report can be written to this file, before the run whose verdict it will hold.
 
     Raises:
         UsageError: an unknown ending, no such folder, or a file that cannot be written.
@@ -74,7 +74,7 @@ def missing_module(name: str, missing: str, flag: str = "--impl") -> str:
 
 
 def _exists(top: str) -> bool:
-    """Whether a child process could find the package or module; True if that is not known."""
+    """Whether a child process could find the package or module. True if this is not known."""
     try:
         here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
         return (importlib.util.find_spec(top) or here) is not None

@@ -18,7 +18,7 @@ from conformance.interface import UsageError
 from conformance.mutants.operators import changes
 
 MOST_PER_LINE = 3
-# pointer arithmetic would crowd the others out
+# the most changes per line: pointer arithmetic would crowd the others out
 COMMON = ("arithmetic", "swapped_axes", "dropped_cast")
 SAME_RESULTS = ("tuning.py",)  # files of block sizes, which never change results
 
@@ -44,7 +44,7 @@ class SourceMutant:
 
 @dataclass(frozen=True, order=True)
 class Edit:
-    """source[begin:end] = after, in the order of mutants."""
+    """The change source[begin:end] = after. Changes sort in the order of mutants."""
 
     line: int
     begin: int
@@ -106,9 +106,8 @@ def write_copy(mutant: SourceMutant, implementation: str, folder: Path) -> None:
 
 
 def copy_package(implementation: str, folder: Path) -> None:
-    """Copy the top-level package into `folder`; first on sys.path, it replaces the original.
-
-    Files other than Python are linked.
+    """Copy the top-level package into `folder`, which replaces the original as the first entry of
+    sys.path. Files other than Python are linked.
 
     Raises:
         FileExistsError: the folder holds a package of this name, whose bytecode could run instead.
@@ -178,7 +177,10 @@ def _edits(source: str) -> list[Edit]:
 
 
 def _thinned(edits: list[Edit]) -> list[Edit]:
-    """At most MOST_PER_LINE per line: rare operators first, at most one of each in COMMON."""
+    """At most MOST_PER_LINE changes per line.
+
+    Rare operators come first, and each operator in COMMON has at most one.
+    """
     used: Counter[str] = Counter()
     retained = []
     for line in sorted({edit.line for edit in edits}):

@@ -1,8 +1,9 @@
-"""A copy of an implementation that compares mutants with the original: weak mutation.
+"""Makes a copy of an implementation that compares mutants with the original (weak mutation).
 
-Where a mutant changes an expression, and the changed one has the original's value each time that a
-case comes by, the mutant does in that case what the original does, and need not run. One run of the
-cases on the copy tells this for all mutants. Kernels are not compared: Python does not run them.
+A mutant changes an expression. If the changed expression has the original's value each time that a
+case evaluates it, the mutant behaves in that case like the original, and need not run. One run of
+the cases on the copy shows this for all mutants. Kernels are not compared, because Python does not
+run them.
 """
 
 import ast
@@ -19,7 +20,7 @@ from conformance.engine.run.session import FAILING
 from conformance.mutants.automatic import SourceMutant, copy_package
 
 IMPORT = "from conformance.engine.child.changes import compared as __compared__"
-DISTURBED = (*FAILING, "BLOCKED")  # where computing the changes has changed the original
+DISTURBED = (*FAILING, "BLOCKED")  # marks cases in which computing the changes has changed the original's behaviour
 COMPILED = re.compile(r"jit|constexpr")  # decorators of what Python does not run
 NOT_TWICE = (ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await)
 NOT_TWICE_TEXT = re.compile(r"#|\bsuper\(|['\"]{3}")
@@ -31,15 +32,14 @@ class Place:
 
     begin: int
     end: int
-    tested: bool  # only the truth of its value is used
+    tested: bool  # whether only the truth of its value is used
 
 
 def differing(
     mutants: Iterable[SourceMutant], implementation: str, cases: Iterable[Case], jobs: int
 ) -> dict[str, set[str]]:
-    """By the names of the mutants that can be compared: the ids of the cases in which they differ.
-
-    A case that the copy does not pass counts for all of them.
+    """The ids of the cases in which each mutant differs, by the names of the mutants that can be
+    compared. A case that the copy does not pass counts for all of them.
     """
     with tempfile.TemporaryDirectory(prefix="moe-conformance-comparing-") as folder:
         differs: dict[str, set[str]] = {name: set() for name in write_comparing(mutants, implementation, Path(folder))}
@@ -83,7 +83,9 @@ def comparing(mutants: list[SourceMutant]) -> tuple[str, set[str]]:
 
 
 def _value(mutant: SourceMutant) -> tuple[int, str, str]:
-    """Where the changed expression begins, and what it is before and after: of `dim=0` the 0."""
+    """The start of the changed expression, with its original and its mutated text. For `dim=0`
+    these begin with the 0.
+    """
     original_keyword, mutated_keyword = (re.match(r"(\w+=)(?!=)", text) for text in (mutant.before, mutant.after))
     if original_keyword and mutated_keyword and original_keyword[0] == mutated_keyword[0]:
         skipped = original_keyword.end()
@@ -104,7 +106,9 @@ def _may_run_twice(text: str) -> bool:
 def _written(
     source: str, begin: int, end: int, inner: list[Place], changes: dict[Place, list[tuple[str, str]]]
 ) -> Iterator[str]:
-    """The pieces of source[begin:end], with its places compared, outer ones around inner ones."""
+    """The pieces of source[begin:end] with its comparisons written out, outer ones around inner
+    ones.
+    """
     while inner:
         outermost = inner[0]
         within = [candidate for candidate in inner[1:] if candidate.end <= outermost.end]
@@ -176,7 +180,7 @@ def _places(source: str) -> Iterator[Place]:
                     yield from inside(child, function, _is_tested(node, field, tested))
 
     def beginnings(node: ast.BoolOp, tested: bool) -> Iterator[Place]:
-        """`a and b` of `a and b and c`, which is no node."""
+        """The start of `a and b` in `a and b and c`, which is no syntax node of its own."""
         for value, following in zip(node.values[1:-1], node.values[2:], strict=True):
             between = source[offsets.end(value) : offsets.begin(following)]
             if word := re.search(r"\s*\b(and|or)\b", between):
@@ -186,7 +190,7 @@ def _places(source: str) -> Iterator[Place]:
 
 
 def _is_tested(node: ast.AST, field: str, tested: bool) -> bool:
-    """Whether of the parts of a node in this field only the truth is used."""
+    """Whether only the truth of the node's parts in this field is used."""
     match node:
         case ast.If() | ast.While() | ast.IfExp() | ast.Assert():
             return field == "test"

@@ -101,7 +101,7 @@ def score_configurations(options: Options, jobs: int) -> list[Planted]:
 
 
 def _outcomes(pool: Pool, options: Options, description: dict[str, Any]) -> Iterator[tuple[Case, Outcome]]:
-    """The gate's cases of one process, with their outcomes as they come."""
+    """The gate's cases on one process, with their outcomes as they come."""
     space, agenda = Space.of(description), Agenda()
     for section in sections():
         offered = section.function in CONTRACTS and description["functions"][section.function]["offered"]

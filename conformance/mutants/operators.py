@@ -29,7 +29,7 @@ class Function:
 
     kernel: bool
     constants: frozenset[str]  # its tl.constexpr parameters
-    sums: frozenset[str]  # names that begin as zeros of a floating dtype
+    sums: frozenset[str]  # names that are initialised with zeros of a floating dtype
     parents: Parents
 
 
@@ -94,7 +94,7 @@ def _term(node: cst.BaseExpression) -> str:
 
 
 def _bare(node: cst.BaseExpression, **changed_fields: object) -> str:
-    """The code of a node with other parts, without its outer parentheses, which stay."""
+    """The code of a node with other fields, without its outer parentheses, which stay."""
     return _code(node.with_changes(lpar=(), rpar=(), **changed_fields))
 
 
@@ -175,7 +175,7 @@ def dropped_mask(node: cst.CSTNode, function: Function) -> Changes:
             yield from ((node, _code(side)) for side in (left, right))
         case cst.Call(args=args) if function.kernel and re.fullmatch(r"load|store|atomic_\w+", _callee(node)):
             masks = [arg.value for arg in args if arg.keyword and arg.keyword.value == "mask"]
-            # a conjunction loses its conditions one by one
+            # a conjunction loses one condition at a time
             if masks and not isinstance(masks[0], cst.BinaryOperation):
                 remaining_arguments = [
                     arg for arg in args if not (arg.keyword and arg.keyword.value in ("mask", "other"))
@@ -280,7 +280,7 @@ def arithmetic(node: cst.CSTNode, function: Function) -> Changes:
         ) in OTHER_OPERATION:
             pointer = token == "+" and (
                 re.match(r"\(*\w*_ptr\b", _code(left)) or "arange(" in _code(right)
-            )  # a minus there only leaves the buffer
+            )  # a minus there would only move the access out of the buffer
             if not pointer and not any(
                 isinstance(side, cst.BaseString | cst.Tuple | cst.List) for side in (left, right)
             ):

@@ -36,13 +36,13 @@ SOUND = 10
 # one case in TRACED of all functions is run again with its calls recorded, which slows an
 # interpreter down, and stands for the others of its function; of chosen functions every case
 TRACED = 8
-TRACED_SECONDS = 600.0  # time limit of a traced case
-QUICK = 32  # cases of a mutant that run first
+TRACED_SECONDS = 600.0  # the time limit of a traced case, in seconds
+QUICK = 32  # how many cases of a mutant run first
 # cases, as many as a run has processes: what differs in no more may be a value that each keeps, and
 # show in others
 KEPT = 32
-AFTER_A_CRASH = 60  # cases tried after a crash, in search of a wrong value
-LEAST_SECONDS = 10.0  # before a case of a mutant hangs, however short the mutant's time
+AFTER_A_CRASH = 60  # how many cases are tried after a crash, in search of a wrong value
+LEAST_SECONDS = 10.0  # seconds before a case of a mutant hangs, however short the mutant's time is
 HANGS = 2  # a mutant is abandoned after this many
 MOST_ON_A_CPU = 2**20  # the largest size or setting of a GPU's case that a CPU also runs in time
 
@@ -264,7 +264,9 @@ def _without_laws_of(device: str, case: Case) -> Case:
 
 
 def _without_huge(cases: dict[str, list[Case]]) -> dict[str, list[Case]]:
-    """The cases, without those of a GPU that a CPU cannot run in the time of a case; says which."""
+    """The cases without those of a GPU that a CPU cannot run in the time limit of a case; prints
+    which they are.
+    """
     huge = [case for group in cases.values() for case in group if _largest(case) > MOST_ON_A_CPU]
     for case in huge:
         print(f"left out: a case of {_largest(case):,} rows takes a CPU minutes: {case.text}")
@@ -376,7 +378,7 @@ def attempt(mutant: Mutant, passed: list[PassedCase], seconds: float = math.inf)
                         and count > 1
                         and pool.run_alone(case).status == "PASS"
                     ):
-                        # only after other cases
+                        # wrong only after other cases
                         kill_kind, outcome = "law", replace(outcome, finding={"check": "history"})
                     if kill_kind in ("value", "law"):
                         return _killed(mutant, kill_kind, case, outcome, count, started)
@@ -395,7 +397,7 @@ def attempt(mutant: Mutant, passed: list[PassedCase], seconds: float = math.inf)
 
 
 def _kill(case: Case, outcome: Outcome) -> str:
-    """The way the outcome kills a mutant; empty if it does not."""
+    """How the outcome kills a mutant; empty if it does not kill it."""
     if outcome.status in ("CRASH", "HANG", "OOM"):
         return "crash"
     if outcome.status != "FAIL" or outcome.finding is None:

@@ -14,13 +14,15 @@ from moe_ref.config import Routed, check_topk_routing
 
 
 class DeepseekV3:
-    """By sigmoid, with a bias, in groups whose two best are added."""
+    """The router chooses by sigmoid scores with a bias, among groups; a group's score is the sum of
+    its two best.
+    """
 
     scope = "score=sigmoid and dtype=float32"
 
     @staticmethod
     def supports(function: str, **arguments: Any) -> str | None:
-        """Two keys count for a group, and a bias is float32."""
+        """A group's score adds two keys, and a bias is float32; other calls are not supported."""
         if arguments.get("score_function") != "sigmoid":
             return f"topk_routing by {arguments.get('score_function', 'softmax')}"
         groups, group_topk = arguments.get("num_groups"), arguments.get("group_topk")

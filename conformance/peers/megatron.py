@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_ref.config import PaddedMap, Permuted, SortedChunks
 
-KNOWN = ("0.14.", "0.15.", "0.16.")  # others are judged with a warning
+KNOWN = ("0.14.", "0.15.", "0.16.")  # releases that were judged; others are judged with a warning
 
 try:
     version = metadata.version("megatron-core")
@@ -71,7 +71,9 @@ def supports(function: str, **arguments: Any) -> str | None:
 
 
 def declares(function: str) -> dict[str, Any]:
-    """The package checks almost no argument, and leaves counts to its dispatcher."""
+    """The package checks almost no argument, and leaves the counting of tokens to its
+    dispatcher.
+    """
     return DECLARED.get(function) or megatron_router.declares(function)
 
 

@@ -1,8 +1,7 @@
-"""What an installed megatron-core has of what its adapter calls, by signature.
-
-No version number decides. A function is offered if every symbol that it calls exists, takes the
-keywords that are always passed, and requires no others. A setting is offered if its symbol has a
-word for it. What cannot be read is missing.
+"""Finds out which functions that the adapter calls an installed megatron-core has, by their
+signatures. No version number decides. A function is offered if every symbol that it calls exists,
+accepts the keywords that are always passed, and requires no others. A setting is offered if its
+symbol has a parameter for it. What cannot be read counts as missing.
 """
 
 import functools
@@ -30,7 +29,7 @@ CONFIGURATION = "transformer.transformer_config.TransformerConfig"
 GLOBAL_LOSS = f"{ROUTER}.reset_global_aux_loss_tracker"
 BIAS = "distributed.finalize_model_grads._update_router_expert_bias"
 RESET = "distributed.finalize_model_grads.reset_model_temporary_tensors"
-GROUPS = (f"{UTILS}get_default_pg_collection", f"{UTILS}get_default_model_comm_pgs")  # from 0.15 on; before
+GROUPS = (f"{UTILS}get_default_pg_collection", f"{UTILS}get_default_model_comm_pgs")  # from 0.15 on, and before
 REPLAY = "transformer.moe.router_replay.RouterReplay"
 
 NAMES = {  # of settings of ours, in the package's configuration
@@ -164,7 +163,7 @@ def _parameters(function: Any) -> tuple[str, ...] | None:
 
 
 def lacking(function: str, parameters: Parameters) -> frozenset[str] | None:
-    """The settings of ours that the release has no word for; None: the function is not offered."""
+    """The settings for which the release has no parameter; None if the function is not offered."""
     missing: set[str] = set()
     for call in CALLS[function]:
         takes = parameters[call.symbol]

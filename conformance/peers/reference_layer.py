@@ -30,14 +30,14 @@ def moe_layer(
     linear_states: Any = None, amaxes: Any = None, rerun: bool = False,
     recompute: str | Sequence[str] | None = None,
 ) -> LayerOutput:  # fmt: skip
-    """The reference on all ranks of the group, and this rank's part of its results."""
+    """The reference on all ranks of the group, and this rank's share of its results."""
     settings: dict[str, Any] = {
         "training": training and torch.is_grad_enabled(),
         "batch_size": batch_size,
         "rerun": rerun,
         "recompute": recompute,
     }
-    single_process_settings = {"wgrads": wgrads, "amaxes": amaxes}  # of one process alone
+    single_process_settings = {"wgrads": wgrads, "amaxes": amaxes}  # settings of a single process
     settings |= {
         name: [results_of_ranks]
         for name, results_of_ranks in single_process_settings.items()

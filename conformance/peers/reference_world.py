@@ -1,7 +1,7 @@
-"""The reference among real ranks: each rank gathers all inputs, runs all ranks, keeps its result.
-
-All other functions are the reference's. It is slow and gathers far too much, but its collectives
-and their gradients are right: runs of `moe_ref` use it, and dispatcher defects are planted in it.
+"""The reference on real ranks: each rank gathers all inputs, runs the reference for all ranks, and
+keeps its own result. All other functions are the reference's. This is slow and gathers far too
+much, but its collectives and their gradients are right. Runs of `moe_ref` use it, and defects of
+dispatchers are planted in it.
 """
 
 import inspect
@@ -93,7 +93,7 @@ def _places(x: Any) -> list[int | None]:
 def _arguments(
     rank_arguments: dict[str, Any], fields: Sequence[tuple[str, int | None]], all_tensors: Sequence[Sequence[Tensor]]
 ) -> dict[str, Any]:
-    """The reference's arguments: lists over the ranks; of biases, a list of lists."""
+    """The reference's arguments: lists over the ranks, and for biases a list of lists."""
     arguments = {key: x for key, x in rank_arguments.items() if key not in RANKED or x is None}
     for position, (key, index) in enumerate(fields):
         column = [rank_tensors[position] for rank_tensors in all_tensors]
@@ -127,7 +127,9 @@ def _with_tensors(results: list[Any], tensors: list[Tensor], rank: int) -> Any:
 
 
 def _with_tensor(x: Any, remaining_tensors: Iterator[Tensor]) -> Any:
-    """A field, with the next of the tensors if it has one, on the device of that."""
+    """A field, with the next of the tensors in place of its tensor, if it has one, on the same
+    device.
+    """
     if isinstance(x, Quantized):
         form, source_MN = x.form(False), next(remaining_tensors)
         groups = tuple(Scaled(*(tensor.to(source_MN.device) for tensor in group)) for group in form.groups)
@@ -136,7 +138,7 @@ def _with_tensor(x: Any, remaining_tensors: Iterator[Tensor]) -> Any:
 
 
 def everybodys(tensors: Sequence[Tensor | None], group: Any) -> list[list[Any]]:
-    """The tensors of each rank of the group, on the CPU; None stays None."""
+    """The tensors of each rank of the group, on the CPU. None stays None."""
     packed = [None if x is None else (x.dtype, x.shape, _content(x)) for x in tensors]
     all_packed: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(all_packed, packed, group=group)

@@ -59,7 +59,8 @@ DIFFERS = ("FAIL", "CRASH", "HANG", "WAIVED", "FLAKY")
 
 
 def section(reports: Sequence[dict[str, Any]], waivers: Sequence[Waiver]) -> str:
-    """Both tables: the releases, and the functions that differ, with the causes if there is room.
+    """Both tables: the releases; and the functions that differ, with the causes if the page lists
+    them.
 
     Args:
         reports: all of one package.
@@ -98,14 +99,14 @@ def package_of(reports: Sequence[dict[str, Any]]) -> Package:
 
 
 def with_section(page: str, text: str) -> str:
-    """The page with this section in place of the one with its heading, or as its last."""
+    """The page, with this section in place of the one that has its heading, or at the end."""
     preceding, heading, following = page.partition(text.partition("\n")[0] + "\n")
     _, next_heading, remainder = following.partition("\n## ") if heading else ("", "", "")
     return f"{preceding.rstrip()}\n\n{text}" + (f"\n## {remainder}" if next_heading else "")
 
 
 def _judged(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """By function: the judged cases, and those that differ."""
+    """The numbers of judged cases and of those that differ, by function."""
     judged = {}
     for name, function in report["functions"].items():
         counts = {status: n for status, n in function["counts"].items() if status not in UNTOUCHED}
@@ -137,7 +138,9 @@ def _functions(report: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _causes(function: str, reports: Sequence[dict[str, Any]], waivers: Sequence[Waiver]) -> list[str]:
-    """Why the function differs: reasons of waivers that waived, then failures by release."""
+    """Why the function differs: the reasons of waivers that waived a failure, then the failures by
+    release.
+    """
     causes: dict[str, None] = {}
     for waiver in (waiver for waiver in waivers if waiver.function == function):
         if not waiver.reason.startswith(CONTINUED) and any(_waived(waiver, report) for report in reports):
@@ -154,7 +157,7 @@ def _causes(function: str, reports: Sequence[dict[str, Any]], waivers: Sequence[
 
 
 def _waived(waiver: Waiver, report: dict[str, Any]) -> bool:
-    """Whether the function was judged, and the waiver is not one that waived nothing."""
+    """Whether the function was judged, and the waiver is not one without effect."""
     unused = f"the waiver {waiver.name} waived nothing"
     return waiver.function in _judged(report) and not any(text.startswith(unused) for text in report["problems"])
 

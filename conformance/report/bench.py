@@ -20,11 +20,11 @@ from conformance.report.ratios import Report, compared, read
 from conformance.usage import UsageError, check_known, check_writable
 
 NAMES = ("permutation", "router", "quantization", "experts", "fused", "layer", "growth")
-OF_RANKS = ("dispatch", "layer_ranks")  # over several GPUs; without a GPU over two processes
-OWN_TOKENS = ("growth", *OF_RANKS)  # each has numbers of tokens of its own
+OF_RANKS = ("dispatch", "layer_ranks")  # run over several GPUs; without a GPU over two processes
+OWN_TOKENS = ("growth", *OF_RANKS)  # each of these has its own numbers of tokens
 CHECKOUT = Path(__file__).parents[2]
 DIFFERS = 1  # exit code
-SAME = ("device", "tokens")  # must be equal for a comparison
+SAME = ("device", "tokens")  # fields that must be equal for a comparison
 
 
 def bench(only: Sequence[str], report: str, baseline: str, root: Path = CHECKOUT) -> int:
@@ -79,7 +79,7 @@ def measured(chosen: Sequence[str], root: Path) -> Report:
 
 
 def _ran(name: str, arguments: list[str], root: Path) -> bool:
-    """Whether the benchmark ended well; its output is the command's."""
+    """Whether the benchmark ended well. Its output goes to that of the command."""
     print(f"{name}:", flush=True)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]

@@ -1,4 +1,4 @@
-"""Two reports side by side: what became worse, what became better, and what it costs."""
+"""Compares two reports: what became worse, what became better, and what it costs."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from conformance.core.case import case_from
 from conformance.engine.run.verdict import effective
 from conformance.report.terminal import picture
 
-DRIFT = 1.25  # of seconds or cases: smaller changes are noise
-NEARER = 2  # bins of a histogram of scores, likewise
+DRIFT = 1.25  # a smaller ratio of seconds or of cases is noise
+NEARER = 2  # bins of a histogram of scores: a smaller change is noise
 Report = dict[str, Any]
 
 
@@ -57,7 +57,9 @@ def _failure(failure: dict[str, Any]) -> str:
 
 
 def _drift(old: Report, new: Report) -> list[str]:
-    """Changes of cases, of the share that is declared unsupported, of time and kernels."""
+    """Changes of the number of cases, of the share that is declared unsupported, of time and of
+    kernels.
+    """
     out = [f"run        {old['cases']} → {new['cases']} cases, {old['seconds']:.0f} → {new['seconds']:.0f} s"]
     if old["kernels_compiled"] or new["kernels_compiled"]:
         out[0] += f", {old['kernels_compiled']} → {new['kernels_compiled']} kernels"

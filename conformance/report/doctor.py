@@ -48,7 +48,7 @@ def _version(package: str) -> str:
 
 
 def _children() -> Iterator[tuple[bool, str]]:
-    """A child must start, pass the reference, and be detected when it dies."""
+    """A child must start, pass the reference, and be noticed when it dies."""
     function, contract = next((name, contract) for name, contract in CONTRACTS.items() if contract.golden)
     case = Case.family[function](function=function, golden=next(iter(contract.golden)))
     try:

@@ -10,8 +10,13 @@ from conformance.engine.run.verdict import UNTOUCHED, FunctionVerdict, Verdict
 from conformance.report.terminal import ended, in_words, picture
 
 CELL = 14  # pixels of a cell of a routing map
-MOST_TOKENS, MOST_EXPERTS = 64, 64  # of a drawn routing map
-NOTHING: dict[str, Any] = {"fields": {}, "seconds": 0.0, "kernels": 0, "scores": {}}  # covered
+MOST_TOKENS, MOST_EXPERTS = 64, 64  # the most rows and columns of a drawn routing map
+NOTHING: dict[str, Any] = {
+    "fields": {},
+    "seconds": 0.0,
+    "kernels": 0,
+    "scores": {},
+}  # the most settings that show what they covered
 HIGH = 24  # pixels of a histogram
 escape = html.escape
 
@@ -94,7 +99,9 @@ def _strip(field: str, values: dict[str, list[int]]) -> str:
 
 
 def _depth(cases: int, most: int) -> float:
-    """From 0.15 to 1, by the logarithm: one case must be visible beside thousands."""
+    """A depth of colour from 0.15 to 1, by the logarithm, so that one case is visible beside
+    thousands.
+    """
     return 0.15 + 0.85 * (cases.bit_length() / max(most.bit_length(), 1))
 
 

@@ -1,4 +1,4 @@
-"""Compares the ratios of two reports of times: a time holds on one day, a ratio longer."""
+"""Compares the ratios of two reports of times. Times change from day to day; ratios change less."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from conformance.usage import UsageError
 
-FALL = 0.05  # of a ratio: repeated runs differ by less, raw times by more
+FALL = 0.05  # the least fall of a ratio: repeated runs differ by less, but raw times by more
 REGRESSION = 5  # exit code
 Report = dict[str, Any]
 
@@ -62,7 +62,9 @@ def compared(old: Report, new: Report, chosen: Sequence[str], same: Sequence[str
 
 
 def ratios(report: Report, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Each own version's speed relative to each peer and to the floor of that run; 1: as fast."""
+    """The speed of each of our versions relative to each peer, and to the floor of that run; 1
+    means as fast.
+    """
     for shape, operations in report["benchmarks"].get(name, {}).get("operations", {}).items():
         for title, result in operations.items():
             for version in result["ours"]:

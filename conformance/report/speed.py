@@ -1,4 +1,6 @@
-"""`speed`: an implementation's times beside a rival's, and the ratios of an earlier run."""
+"""`speed`: the times of an implementation next to a rival's, compared with the ratios of an earlier
+run.
+"""
 
 import json
 from collections import defaultdict
@@ -14,7 +16,7 @@ from conformance.report.ratios import Report, check_same, compared, read
 from conformance.report.terminal import picture
 from conformance.usage import UsageError
 
-SAME = ("device", "against")  # must be equal for a comparison
+SAME = ("device", "against")  # fields that must be equal for a comparison
 COPIES = 3, 3  # turns, and copies in each
 WRONG, HARNESS, TOO_LITTLE = 1, 3, 4  # exit codes
 RIGHT = {"", "PASS", "UNINFORMATIVE", "NOT_OFFERED", "DECLARED_UNSUPPORTED"}  # statuses without a finding
@@ -58,7 +60,7 @@ def speed(options: Options, against: str, cases: Sequence[str], clock: Clock = q
 
 
 def _code(run: Sequence[Lap], old: Report | None, new: Report) -> int:
-    """The exit code, with what it means printed."""
+    """The exit code. Its meaning is printed."""
     if failing_statuses := {lap.status for lap in run} - RIGHT:
         return HARNESS if failing_statuses == {"ERROR"} else WRONG
     if not any(lap.us for lap in run):
@@ -76,7 +78,7 @@ def heading(new: Report, copy: float) -> Iterator[str]:
 
 
 def lines(lap: Lap, against: str, copy: float) -> Iterator[str]:
-    """The case, then a line of each call; of a case without times the reason."""
+    """The case, then one line per call; for a case without times the reason."""
     yield f"\n{lap.case.function} {lap.case.id}: {picture(lap.case)}"
     if not lap.us:
         yield f"  not timed: {lap.reason}"

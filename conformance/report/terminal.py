@@ -16,11 +16,11 @@ from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, Fun
 from conformance.interface import DEFAULTS
 from conformance.report.tuned import tuned_lines
 
-REFUSALS = ("raises TypeError", "raises NotImplementedError")  # of a call that a kernel does not support
+REFUSALS = ("raises TypeError", "raises NotImplementedError")  # findings of a call that a kernel does not support
 INDENT = 19  # columns of the name
 WIDTH = 160
-SHOWN = 5  # of the configurations that were not judged; the JSON report has all
-WIDE = ("float32", "float64")  # dtypes in which sums are no narrower than they must be
+SHOWN = 5  # the most configurations that are listed as not judged; the JSON report has all
+WIDE = ("float32", "float64")  # accumulators that are no narrower than they must be
 
 
 def lines(verdict: Verdict) -> list[str]:
@@ -84,7 +84,7 @@ def _column(verdict: Verdict) -> int:
 
 
 def _cut(status: str, names: list[str], width: int) -> str:
-    """As many of the names as one line has room for, and the number of the others."""
+    """As many of the names as fit on one line, and the number of the remaining ones."""
     end = ", … (and 00 more)"
     shown = textwrap.shorten(", ".join(names), WIDTH - width - len(end), placeholder="").rstrip(", ")
     return f"{status:<{width}} {shown}, … (and {len(names) - shown.count(',') - 1} more)"
@@ -102,8 +102,8 @@ def damage(failure: dict[str, Any]) -> int:
 
 
 def way_out(failure: dict[str, Any], declares: dict[str, Any]) -> str:
-    """What to declare if the difference is how the kernel rounds, or if the call is not supported;
-    empty: nothing helps.
+    """What to declare if the difference comes from the kernel's rounding, or if the call is not
+    supported; empty if no declaration helps.
     """
     finding, function = failure["finding"] or {}, failure["function"]
     case, check = case_from(failure["case"]), finding.get("check", "")
@@ -125,7 +125,9 @@ def way_out(failure: dict[str, Any], declares: dict[str, Any]) -> str:
 
 
 def scope_lines(verdict: Verdict) -> list[str]:
-    """What judged functions are for, if it is not everything, one line per scope."""
+    """The cases for which judged functions are meant, if these are not all cases, with one line per
+    scope.
+    """
     groups: dict[str, list[str]] = {}
     for name, function in verdict.functions.items():
         if function.scope and function.status not in UNTOUCHED:
@@ -142,7 +144,9 @@ def in_words(status: str, verdict: Verdict) -> str:
 
 
 def _echo(failure: dict[str, Any], verdict: Verdict) -> bool:
-    """Whether it is a broken law, and another failure, most likely the same defect, is shown."""
+    """Whether the failure is a broken law, and another failure, most likely by the same defect, is
+    shown.
+    """
     laws = CONTRACTS[failure["function"]].laws
     same = [candidate for candidate in verdict.failures if candidate["function"] == failure["function"]]
     value_failures = [candidate for candidate in same if (candidate["finding"] or {}).get("check") not in laws]
@@ -215,7 +219,7 @@ def ended(verdict: Verdict) -> str:
 
 
 def _specialised(verdict: Verdict) -> list[str]:
-    """Fields taken for data whose changes compile kernels: each costs time."""
+    """Fields that are declared as data, but whose changes compile kernels, which takes time."""
     named = {
         name: ", ".join(f"{field} ({kernels})" for field, kernels in function.specialised_by.items())
         for name, function in verdict.functions.items()

@@ -1,4 +1,4 @@
-"""What of tuned kernels was judged, as lines of a report's head."""
+"""The configurations of tuned kernels that were judged, as lines of a report's head."""
 
 from conformance.engine.child.tuned import EACH, FIRST, UNKNOWN
 from conformance.engine.run.verdict import Verdict

@@ -62,8 +62,8 @@ class Vectors:
     function: str
     cases: list[dict[str, Any]] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)  # cases, by reason
-    unstated: Counter[str] = field(default_factory=Counter)  # outputs, by reason
+    left_out: Counter[str] = field(default_factory=Counter)  # numbers of cases, by reason
+    unstated: Counter[str] = field(default_factory=Counter)  # numbers of outputs, by reason
 
 
 def export(function: str, folder: Path, profile: str) -> Vectors:
@@ -76,7 +76,7 @@ def export(function: str, folder: Path, profile: str) -> Vectors:
     check_known("--function", [function], CONTRACTS)
     if isinstance(CONTRACTS[function], Collective):
         raise UsageError(f"--function is {function!r}, which ranks call together; a file holds calls of one process")
-    safetensors({})  # before the cases are computed, which takes seconds
+    safetensors({})  # checked before the cases are computed, which takes seconds
     vectors = Vectors(function)
     for case in _cases(function, profile):
         _add(vectors, case)
@@ -89,7 +89,7 @@ def export(function: str, folder: Path, profile: str) -> Vectors:
 
 
 def _cases(function: str, profile: str) -> Iterator[Case]:
-    """Those of a run, once each: a file says nothing of memory layouts, poison and laws."""
+    """The cases of a run, once each, because a file states no memory layouts, poison and laws."""
     cases_by_text: dict[str, Case] = {}
     for kind in KINDS[1:]:
         for case in cases_of(Section(kind, function), PROFILES[profile], Space(), 0):
@@ -172,7 +172,10 @@ def _members(x: Any) -> dict[str, Any] | None:
 def _outputs(
     contract: Contract[Any], case: Case, problem: Problem, tensors: dict[str, Tensor], unstated: Counter[str]
 ) -> dict[str, Any]:
-    """The rule of each output and gradient; a dependent one given the reference's other outputs."""
+    """The rule of each output and gradient.
+
+    A rule that depends on other outputs gets the reference's.
+    """
     expected = contract.golden[case.golden][1] if case.golden else contract.expected(case, problem, {})
     if any(isinstance(x, Given) for x in expected.values()):
         try:

@@ -10,7 +10,7 @@ from evidence.formulations.agreement import cases, difference, played
 
 
 def main() -> int:
-    """The number of cases of each function, and those on which the formulations differ."""
+    """Print the number of cases of each function, and of those on which the formulations differ."""
     parser = argparse.ArgumentParser(prog="python -m evidence.formulations", description=__doc__)
     parser.add_argument("--cases", type=int, default=1000, help="of each function (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of the drawn cases (default: 0)")

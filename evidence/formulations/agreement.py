@@ -20,12 +20,12 @@ from evidence.formulations.layers import play_layer
 from evidence.formulations.worlds import play_ranks, play_together
 from moe_ref.config import LayerConfig, Recipe
 
-EXACT_DTYPES = ("quantize",)  # functions whose rules depend on the dtype of x: nothing is widened
+EXACT_DTYPES = ("quantize",)  # functions whose rules depend on the dtype of x, so that no input is widened
 OF_A_STATE = ("history", "amax_history", "scale", "noise")  # tensors that are float32
 UP_TO_SIGN = ("activation_and", "activation_backward", "glu_and", "glu_backward")  # codes of 0: see the values
-ELEMENTS = 2**15  # of a case's tensors together, at most: a formulation takes one after another
-RELATIVE = 2.0**-36  # of float64's 2⁻⁵³: an exponential of float16's largest number loses 16 bits
-CANCELLED = 2.0**-44  # of the largest value in the row, and of the largest cotangent: terms cancel
+ELEMENTS = 2**15  # the most elements of a case's tensors together, because a formulation visits them one by one
+RELATIVE = 2.0**-36  # in units of float64's 2⁻⁵³: an exponential of float16's largest number loses 16 bits
+CANCELLED = 2.0**-44  # relative to the largest value in the row, and to the largest cotangent, because terms cancel
 
 
 def cases(function: str, count: int, seed: int = 0) -> list[Case]:
@@ -34,12 +34,12 @@ def cases(function: str, count: int, seed: int = 0) -> list[Case]:
 
 
 def _small(case: Case) -> Case | None:
-    """The case, if it is small and one rounding of float64 leaves all its choices."""
+    """The case, if it is small, and if a rounding in float64 changes none of its choices."""
     spread, dtype = getattr(case, "spread", ""), getattr(case, "dtype", "")
     if case.is_large or case.is_heavy or spread == "nan" or (spread == "near" and dtype == "float64"):
         return None
     if case.function == "sinkhorn_routing" and spread == "equal":
-        return None  # the plan's keys would be equal, and rounding decides
+        return None  # the keys of a plan would be equal, so that rounding decides
     if "backward" in case.function and _strange(case):
         return None
     calls = calls_of(case)
@@ -48,7 +48,7 @@ def _small(case: Case) -> Case | None:
 
 
 def _strange(case: Case) -> bool:
-    """Whether rows have NaN or infinities: then they may have any gradient."""
+    """Whether rows have NaN or infinities, because their gradients are then unspecified."""
     return getattr(case, "values", "") in (*STRANGE, "ends")
 
 
@@ -78,7 +78,7 @@ def played(namespace: Any, case: Case) -> dict[str, Any]:
 
 
 def play(namespace: Any, call: Problem) -> dict[str, Any]:
-    """One call, and the gradients of what it wants."""
+    """The results of one call, and the gradients that it wants."""
     placed = {name: x.clone() for name, x in call.tensors.items()}
     placed |= {name: placed[name].requires_grad_() for name in call.wanted}
     implementation = Implementation(namespace)
@@ -116,7 +116,7 @@ def gradients(call: Problem, out: dict[str, Any], placed: dict[str, Tensor]) -> 
 
 
 def widened(call: Problem) -> Problem:
-    """The call in float64; what has bits of its own stays."""
+    """The call in float64. Tensors whose bits matter stay as they are."""
     if call.function in EXACT_DTYPES:
         return call
     settings = {name: _in_float64(x, name) for name, x in call.settings.items()}
@@ -135,7 +135,7 @@ def _in_float64(x: Any, name: str = "") -> Any:
     if isinstance(x, LayerConfig) and x.router_dtype:
         return replace(x, router_dtype="fp64")
     if isinstance(x, Recipe) and x.hadamard:
-        return replace(x, hadamard=False)  # a transform is of bfloat16; `quantize` has it, bit by bit
+        return replace(x, hadamard=False)  # a transform is computed in bfloat16; `quantize` has it, bit by bit
     is_wide_float = isinstance(x, Tensor) and x.is_floating_point() and x.element_size() > 1
     return x.double() if is_wide_float else x
 
@@ -159,7 +159,10 @@ def _finite(x: Tensor) -> Tensor:
 
 
 def _tensors_differ(x: Tensor, second: Any, cotangent: float | None) -> str:
-    """How they differ. A gradient, which has a cotangent, may be NaN in place of an infinity."""
+    """How two tensors differ.
+
+    A gradient, which has a cotangent, may be NaN in place of an infinity.
+    """
     if not isinstance(second, Tensor) or second.shape != x.shape:
         return f"{tuple(x.shape)} against {tuple(second.shape) if isinstance(second, Tensor) else second}"
     y = second.detach()

@@ -14,12 +14,12 @@ from evidence.formulations.number_formats import encode
 from evidence.formulations.quantization import quantize
 from moe_ref.config import Combined, DeepEPDispatched, DeepEPLayout, Dispatched, LowLatencyDispatched
 
-Copy = tuple[int, int, int]  # source rank, token there, expert (or slot) of it
+Copy = tuple[int, int, int]  # source rank, the token there, and its expert (or slot)
 
 
 @dataclass
 class Sent:
-    """What a dispatch leaves for its combine: per rank, the copy in each row, or None."""
+    """What a dispatch keeps for its combine: for each rank, the copy in each row, or None."""
 
     rank: int
     rows: list[list[Copy | None]]
@@ -40,7 +40,7 @@ def gathered(x: Sequence[Tensor], rows: Sequence[Copy | None]) -> Tensor:
 
 
 def summed(rows: Sequence[Tensor], places: Sequence[Sequence[Copy | None]], tokens: Sequence[int]) -> list[Tensor]:
-    """Of each rank's tokens: the sum of their rows on all ranks."""
+    """For each rank's tokens, the sum of their rows on all ranks."""
     totals: list[list[Any]] = [[None] * count for count in tokens]
     for buffer, copies in zip(rows, places, strict=True):
         for i, copy in enumerate(copies):
@@ -58,7 +58,7 @@ def summed(rows: Sequence[Tensor], places: Sequence[Sequence[Copy | None]], toke
 
 
 def flatten_experts(x_TE: Tensor, *, expert_parallel: int, expert_tensor_parallel: int) -> Tensor:
-    """Column by column: those of each group, once per shard."""
+    """Column by column: the columns of each group, once for each shard."""
     local = x_TE.shape[1] // expert_parallel
     order = [
         ep * local + e for ep in range(expert_parallel) for _ in range(expert_tensor_parallel) for e in range(local)
@@ -73,7 +73,7 @@ def by_map(
     tokens: Sequence[Tensor], routing_map: Sequence[Tensor], probs: Sequence[Tensor] | None, *, shards: int = 1,
     sources: Sequence[int] | None = None, capacity: int | None = None, align: int = 1, num_rows: int | None = None,
 ) -> list[Dispatched]:  # fmt: skip
-    """For each rank, each of its experts, each source and each token."""
+    """The rows of each rank, for each of its experts, each source and each token."""
     ranks = len(tokens)
     local = routing_map[0].shape[1] * shards // ranks
     order = range(ranks) if sources is None else sources
@@ -101,7 +101,8 @@ def by_map(
         copies_of_ranks.append(copies)
         row_probs = None
         if probs is not None:
-            # of one tensor, so that a gradient, zeros if none, reaches the probs of every source
+            # a slice of one tensor, so that a gradient, zeros if there is none, reaches the probs
+            # of every source
             flat = torch.cat([probs[0].new_zeros(1), *(p.flatten() for p in probs)])
             begins = [1 + sum(p.numel() for p in probs[:s]) for s in range(ranks)]
             width = probs[0].shape[1]
@@ -116,7 +117,7 @@ def by_map(
 def allgather_dispatch(
     tokens: Any, routing_map: Any, *, probs: Any = None, expert_tensor_parallel: int = 1, num_rows: int | None = None
 ) -> list[Dispatched]:
-    """Sources in the order of ranks."""
+    """The sources are in the order of the ranks."""
     return by_map(tokens, routing_map, probs, shards=expert_tensor_parallel, num_rows=num_rows)
 
 
@@ -124,14 +125,14 @@ def alltoall_dispatch(
     tokens: Any, routing_map: Any, *, probs: Any = None, expert_tensor_parallel: int = 1,
     capacity: int | None = None, num_rows: int | None = None,
 ) -> list[Dispatched]:  # fmt: skip
-    """Sources in the order (tensor rank, group)."""
+    """The sources are in the order (tensor rank, group)."""
     sources = sorted(range(len(tokens)), key=lambda rank: (rank % expert_tensor_parallel, rank))
     options: dict[str, Any] = {"sources": sources, "capacity": capacity, "num_rows": num_rows}
     return by_map(tokens, routing_map, probs, shards=expert_tensor_parallel, **options)
 
 
 def combine(rows: Any, handles: Sequence[Sent]) -> list[Tensor]:
-    """All rows of a token, of every shard of its experts."""
+    """The sum of all rows of a token, from every shard of its experts."""
     return summed(rows, handles[0].rows, handles[0].tokens)
 
 
@@ -142,7 +143,7 @@ def hybridep_dispatch(
     tokens: Any, routing_map: Any, *, probs: Any = None, align: int | None = None, num_rows: int | None = None,
     recipe: Any = None, num_sms: int | None = None, num_blocks: int | None = None,
 ) -> list[Dispatched]:  # fmt: skip
-    """Segments padded; the rows as they are or quantised."""
+    """The segments are padded, and rows are sent as they are or quantised."""
     dispatched = by_map(tokens, routing_map, probs, align=align or 1, num_rows=num_rows)
     if recipe is None:
         return dispatched
@@ -150,12 +151,12 @@ def hybridep_dispatch(
 
 
 def hybridep_cached_dispatch(tokens: Any, handles: Sequence[Sent]) -> list[Tensor]:
-    """The same rows of other tokens."""
+    """The rows of other tokens, in the same places."""
     return [gathered(tokens, copies) for copies in handles[0].rows]
 
 
 def hybridep_combine(rows: Any, handles: Sequence[Sent], *, probs: Any = None, **programs: int) -> list[Combined]:
-    """Rows summed; each probability back in its cell."""
+    """Rows are added, and each probability returns to its cell."""
     out = combine(rows, handles)
     if probs is None:
         return [Combined(rank_tokens, None) for rank_tokens in out]
@@ -208,7 +209,7 @@ def deepep_dispatch(
     tokens: Any, indices: Any, *, num_experts: int, probs: Any = None, scales: Any = None, policy: Any = None,
     expert_alignment: int = 1, num_worst_tokens: int | None = None,
 ) -> list[DeepEPDispatched]:  # fmt: skip
-    """For each rank, each source, each token that names one of its experts."""
+    """The rows of each rank, for each source and each token that names one of its experts."""
     ranks, local, topk = len(tokens), num_experts // len(tokens), indices[0].shape[1]
     slots, copies_of_ranks, results = kept_slots(indices, probs, policy), [], []
     for rank in range(ranks):
@@ -235,7 +236,7 @@ deepep_cached_dispatch = hybridep_cached_dispatch
 
 
 def deepep_combine(rows: Any, handles: Sequence[Sent], *, probs: Any = None, biases: Any = ()) -> list[Combined]:
-    """Rows summed, then the biases; probs summed slot by slot."""
+    """Rows are added, then the biases. Probabilities are added slot by slot."""
     out = combine(rows, handles)
     for bias in biases:
         out = [rank_tokens + rank_bias for rank_tokens, rank_bias in zip(out, bias, strict=True)]
@@ -247,7 +248,7 @@ def deepep_low_latency_dispatch(
     tokens: Any, indices: Any, *, num_experts: int, max_tokens_per_rank: int, use_fp8: bool = False,
     round_scale: bool = False, policy: Any = None,
 ) -> list[LowLatencyDispatched]:  # fmt: skip
-    """For each expert a slab, filled by source, token and slot."""
+    """A slab for each expert, filled by source, token and slot."""
     ranks, local = len(tokens), num_experts // len(tokens)
     length, slots = ranks * max_tokens_per_rank, kept_slots(indices, None, policy)
     wire = [fp8(x, round_scale) for x in tokens] if use_fp8 else []
@@ -287,7 +288,7 @@ def fp8(x_TH: Tensor, powers: bool) -> tuple[Tensor, Tensor]:
 
 
 def deepep_low_latency_combine(rows: Any, indices: Any, probs: Any, handles: Sequence[Sent]) -> list[Tensor]:
-    """For each slot the last row that its expert has of the token, times the probability."""
+    """For each slot, the last row of the token that its expert has, times the probability."""
     first, last = handles[0], {}
     for rank, slabs in enumerate(first.rows):
         flat = rows[rank].flatten(0, 1)

@@ -1,5 +1,5 @@
-"""The experts a second time: products with a weight matrix per row, and activations by their
-formulas with autograd's gradients.
+"""The experts in a second formulation: products with a weight matrix per row, and activations by
+their formulas, with autograd's gradients.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ GATES = {"swiglu": "silu", "geglu": "gelu_tanh", "geglu_erf": "gelu", "quick_geg
 
 
 def columns(width: int, interleave: int | None) -> tuple[list[int], list[int]]:
-    """Of h: the column of each gate and of each value."""
+    """The columns of h with the gate and with the value of each feature."""
     size = interleave or max(width, 1)
     gates = [2 * size * (j // size) + j % size for j in range(width)]
     return gates, [column + size for column in gates]
@@ -75,7 +75,7 @@ def activation(
 
 
 def experts_of(tokens_per_expert_L: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """[P] each row's expert, and whether it has one: rows past the last segment have not."""
+    """The expert of each row [P], and whether it has one. Rows past the last segment have none."""
     counts = tokens_per_expert_L.tolist()
     expert = [e for e, count in enumerate(counts) for _ in range(count)]
     num_tail = num_rows - len(expert)
@@ -160,7 +160,7 @@ def grouped_wgrad(
 
 
 def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **precision: Any) -> Tensor:
-    """All rows by one weight."""
+    """All rows times one weight."""
     if precision.get("recipe") is None:
         out = torch.einsum("tn,mn->tm", x_TN, weight_MN)
         return out if bias is None else out + bias
@@ -224,7 +224,7 @@ def grouped_mlp(
 def sequential_mlp(
     rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, **settings: Any
 ) -> Tensor:
-    """A row after another, each a batch of one; `grouped_mlp` with a recipe, which is of all."""
+    """Row by row, each as a batch of one. With a recipe, which covers all rows, `grouped_mlp`."""
     if settings.get("recipe") is not None:
         return grouped_mlp(rows_PH, tokens_per_expert_L, fc1_weight, fc2_weight, **settings)
     probs, bias1, bias2 = (settings.pop(name, None) for name in ("probs", "fc1_bias", "fc2_bias"))

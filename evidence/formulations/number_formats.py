@@ -27,8 +27,10 @@ POWERS = np.array([2.0 ** (code - 127) for code in range(255)])
 
 
 def encode(x: np.ndarray, name: str, noise: np.ndarray | None = None) -> np.ndarray:
-    """The codes of float64 numbers: of the two neighbours the nearer, the even one halfway, or the
-    upper one with the probability of its part; E8M0 the upper one always.
+    """The codes of float64 numbers.
+
+    Of the two neighbours it is the nearer one; halfway the even one; or with noise the upper one,
+    with a probability equal to the distance from the lower. For E8M0 it is always the upper one.
     """
     size = np.abs(x)
     if name == "e8m0":

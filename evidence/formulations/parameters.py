@@ -1,4 +1,4 @@
-"""Checkpoints a second time: entry by entry, and value by value."""
+"""Checkpoints in a second formulation: entry by entry, and value by value."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ State = Mapping[str, Any]
 
 
 def members_of(parameter: Any, num_experts: int) -> list[Any]:
-    """Of a list its entries; of a tensor every L-th part of its rows."""
+    """The members of a parameter: the entries of a list, or every L-th part of a tensor's rows."""
     if not isinstance(parameter, Tensor):
         return list(parameter)
     members = parameter.unflatten(0, (num_experts, len(parameter) // num_experts))
@@ -22,7 +22,7 @@ def members_of(parameter: Any, num_experts: int) -> list[Any]:
 
 
 def relaid(state: State, key: str, num_experts: int, packed: bool) -> dict[str, Any]:
-    """The state with one parameter packed or apart, where just the other form is complete."""
+    """The state with one parameter packed or unpacked, if only the other form is complete."""
     keys_of_experts = {f"{key}{e}": e for e in range(num_experts)}
     there = [name for name in keys_of_experts if name in state]
     if packed and key not in state and len(there) == num_experts:
@@ -40,13 +40,13 @@ def relaid(state: State, key: str, num_experts: int, packed: bool) -> dict[str, 
 def normalize_parameters(
     state: State, *, num_experts: int, packed: bool, prefix: str = "", bias: bool = False
 ) -> dict[str, Any]:
-    """Weight, and bias if there is one."""
+    """The weight, and the bias if there is one."""
     relaid_state = relaid(state, prefix + "weight", num_experts, packed)
     return relaid(relaid_state, prefix + "bias", num_experts, packed) if bias else relaid_state
 
 
 def normalize_master_parameters(state: State, *, name: str, num_experts: int, packed: bool) -> dict[str, Any]:
-    """Keys by a pattern: what stands before the name, and the number after it."""
+    """Keys are matched with a pattern: a prefix before the name, and a number after it."""
     pattern = re.compile(rf"((?:.*\.)?){re.escape(name)}(0|[1-9][0-9]*)?")
     matches = [match for key in state if (match := pattern.fullmatch(key))]
     packed_matches = [match for match in matches if match[2] is None]
@@ -66,7 +66,7 @@ def normalize_master_parameters(state: State, *, name: str, num_experts: int, pa
 
 
 def convert_experts(state: State, *, num_experts: int, layout: str, prefix: str = "") -> dict[str, Any]:
-    """Key by key: the linear layer, the name and the expert in it, spelled the other way."""
+    """Each key with its linear layer, its name and its expert, written in the other way."""
     parameter = r"(linear_fc[12])\.(weight|bias)"
     converted: dict[str, Any] = dict(state)
     if layout == "sequential":
@@ -86,7 +86,9 @@ def shard_parameters(
     parameters: State, *, num_experts: int, rank: int, ranks: int, tensor_rank: int = 0, tensor_ranks: int = 1,
     gated: bool = False, singleton: bool = False, prefix: str = "",
 ) -> list[Shard]:  # fmt: skip
-    """Each half of each expert's part: where its first row or column is in the whole."""
+    """Each half of each expert's part, with the position of its first row or column in the
+    whole.
+    """
     local, shards = num_experts // ranks, []
     for name in ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias"):
         relaid_state = relaid(parameters, name, local, False)
@@ -110,7 +112,7 @@ def shard_parameters(
 def expand_shard(
     members: Sequence[Tensor] | Tensor, shard: Tensor | None, *, offset: int | None = None
 ) -> list[MemberShard]:
-    """Which elements of each member the shard has, one number after another."""
+    """The elements of each member that the shard has, counted one by one."""
     if isinstance(members, Tensor):
         return [MemberShard(members, shard, offset)]
     owner = [(i, position) for i, member in enumerate(members) for position in range(member.numel())]

@@ -1,6 +1,6 @@
-"""Quantisers a second time: codes by search in a list of values, scales block by block.
+"""Quantisers in a second formulation: codes by a search in a list of values, scales block by block.
 
-All arithmetic of scales is float32, as the rules ask; numpy rounds each operation.
+All arithmetic of scales is in float32, as the rules ask. numpy rounds each operation.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from moe_ref.config.state import new_quantizer_state as new_quantizer_state
 
 F32 = np.float32
 FLOAT32_MAX = np.finfo(F32).max
-SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], F32)  # of the Hadamard transform
+SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], F32)  # signs of the Hadamard transform
 Array = np.ndarray
 
 
@@ -29,7 +29,7 @@ def nearest(x: Tensor, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """What recipe, role and direction say of a form."""
+    """What the recipe, the role and the direction say about a form."""
 
     recipe: Recipe
     role: str
@@ -62,7 +62,7 @@ class Rule:
 
 @dataclass
 class Group:
-    """One group in its form's own orientation."""
+    """One group of rows, in the orientation of its form."""
 
     codes: Array
     scale: Array
@@ -76,7 +76,7 @@ class Form:
 
     rule: Rule
     groups: list[Group] = field(default_factory=list)
-    source: Any = None  # whose gradient is the result's
+    source: Any = None  # the tensor whose gradient is that of the result
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Quantized:
 
 
 def amax_of(x: Array) -> Any:
-    """max |x| without NaN; 0 of nothing."""
+    """The maximum of |x|, ignoring NaN; 0 if there are no values."""
     return np.fmax.reduce(np.abs(x).ravel(), initial=0.0)
 
 
@@ -102,7 +102,7 @@ def blocks(shape: tuple[int, int], rows: int, columns: int) -> list[tuple[int, i
 
 
 def by_amax(x: Array, rule: Rule, delayed_scale: Any) -> Group:
-    """A float32 scale per block, or for all."""
+    """A float32 scale for each block, or for all values."""
     recipe = rule.recipe
     size = BLOCK.get(recipe.scaling)
     shape = (max(len(x), 1), max(x.shape[1], 1)) if size is None else (size if rule.square else 1, size)
@@ -183,7 +183,9 @@ def _codes(block: Array, d: Array, encoding: Any, noise: Array | None = None) ->
 
 
 def _error(block: Array, q: Array, d: Array, total: Any, bound: Any, rule: Rule) -> Any:
-    """Of a block: along each row, then halves of the rows upon one another."""
+    """The error of a block: summed along each row, then by adding halves of the rows to each
+    other.
+    """
     values = decode(q, "e2m1").astype(F32) * F32(decode(d, "e4m3")) * total / (F32(6) * bound)
     off = values - block
     sizes = off * off if rule.recipe.four_over_six_error == "mse" else np.abs(off)
@@ -200,7 +202,7 @@ def _error(block: Array, q: Array, d: Array, total: Any, bound: Any, rule: Rule)
 
 
 def hadamard_matrix() -> Array:
-    """[16,16] signs · H / 4, H by doubling."""
+    """The matrix [16,16]: signs · H / 4, with H by doubling."""
     h = np.ones((1, 1), F32)
     while len(h) < 16:
         h = np.block([[h, h], [h, -h]])
@@ -259,7 +261,9 @@ def _group(x: Array, rule: Rule, delayed_scale: Any, noise: Array | None) -> Gro
 
 
 def _source(x_MN: Tensor, rule: Rule, rows: int) -> Tensor:
-    """What a gradient goes to: the rows of all groups, or their transform along tokens."""
+    """The tensor to which a gradient goes: the rows of all groups, or their transform along
+    tokens.
+    """
     group_rows = x_MN[:rows]
     if rule.transformed:
         matrix = torch.from_numpy(hadamard_matrix()).to(x_MN.dtype)
@@ -285,7 +289,7 @@ def codes(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
 
 
 def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "compact") -> Any:
-    """One after the other, or of each group as a product reads them."""
+    """The scales one after the other, or for each group as a product reads them."""
     form = quantized.forms[columnwise]
     if layout == "gemm":
         return tuple(torch.from_numpy(_for_products(group.scale, form.rule)) for group in form.groups)
@@ -316,7 +320,7 @@ def _for_products(scale: Array, rule: Rule) -> Array:
 
 
 def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
-    """Of each block; of NVFP4 of each group, or of each row."""
+    """The amax of each block; for NVFP4 of each group, or of each row."""
     form = quantized.forms[columnwise]
     all_amaxes = _rows_of([group.amax for group in form.groups], columnwise)
     is_per_block = form.rule.recipe.scaling in ("block", "mxfp8") or (form.rule.by_rows and columnwise)
@@ -344,7 +348,7 @@ def dequantize(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
 def update_scales(
     state: QuantizerState, recipe: Recipe, *, role: str = "input", reduced_amax: Tensor | None = None
 ) -> QuantizerState:
-    """A group after another."""
+    """The new scales, group by group."""
     largest = LARGEST[Rule(recipe, role, False, torch.float32).name]
     histories, new_scales = [], []
     for g, scale in enumerate(state.scale.tolist()):
@@ -365,7 +369,7 @@ def update_scales(
 # ---- factors of products
 
 
-FORMS = {  # of each product: role, and whether its form is columnwise
+FORMS = {  # for each product, the role, and whether its form is columnwise
     "fprop": {"weight": False, "input": False},
     "dgrad": {"weight": True, "grad_output": False},
     "wgrad": {"input": True, "grad_output": True},

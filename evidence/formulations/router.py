@@ -1,4 +1,4 @@
-"""The router a second time: a token after another, an expert after another, by the docstrings."""
+"""The router in a second formulation: token by token and expert by expert, after the docstrings."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -17,13 +17,13 @@ from moe_ref.config.state import state_tensors as state_tensors
 
 
 def gate(x_TH: Tensor, weight_EH: Tensor, *, bias: Tensor | None = None, router_dtype: str | None = None) -> Tensor:
-    """logits[t, e] = Σ_h x[t, h] · W[e, h] + b[e], of all products at once."""
+    """logits[t, e] = Σ_h x[t, h] · W[e, h] + b[e], with all products at once."""
     products = (x_TH[:, None] * weight_EH[None]).sum(2)
     return products if bias is None else products + bias[None]
 
 
 def jitter(x_TH: Tensor, *, eps: float) -> Tensor:
-    """Each element times a number of its own from [1 - eps, 1 + eps]."""
+    """Each element times its own number from [1 - eps, 1 + eps]."""
     uniform = torch.rand(x_TH.shape, dtype=x_TH.dtype).flatten().tolist()
     factors = [1 - eps + 2 * eps * u for u in uniform]
     return x_TH * torch.tensor(factors, dtype=x_TH.dtype).reshape(x_TH.shape)
@@ -40,12 +40,15 @@ def scores_of(x_E: Tensor, function: str) -> Tensor:
 
 
 def ranked(keys: Sequence[float]) -> list[int]:
-    """Places of the keys, the largest first; of equal ones the lower, and NaN before all."""
+    """The positions of the keys, the largest key first.
+
+    Of equal keys the lower position comes first, and NaN comes before all.
+    """
     return sorted(range(len(keys)), key=lambda e: (0, 0.0, e) if isnan(keys[e]) else (1, -keys[e], e))
 
 
 def chosen(keys: list[float], topk: int, num_groups: int | None, group_topk: int | None) -> list[int]:
-    """The K best; with groups, of those that are kept by the sum of their best."""
+    """The K best experts; with groups, among the experts of the groups with the best sums."""
     if num_groups is None or group_topk is None:
         return ranked(keys)[:topk]
     size = len(keys) // num_groups
@@ -121,7 +124,7 @@ def drop_tokens(
     probs_TE: Tensor, routing_map_TE: Tensor, *, capacity: int, drop_policy: str = "probs",
     pad_to_capacity: bool = False,
 ) -> Routed:  # fmt: skip
-    """For each expert a queue of its tokens, then of the others if they may fill it."""
+    """A queue for each expert: its own tokens first, then the others if they may fill it."""
     tokens, experts = probs_TE.shape
     kept_map = torch.zeros(tokens, experts, dtype=torch.bool)
     routed = routing_map_TE != 0
@@ -139,7 +142,7 @@ def drop_tokens(
 def aux_loss_scores(
     logits_TE: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None
 ) -> AuxScores:
-    """For each token that is no padding: scores of all experts, and the K best."""
+    """For each token that is no padding, the scores of all experts and the K best."""
     rows, routing_map = [], torch.zeros(logits_TE.shape, dtype=torch.bool)
     for t, x_E in enumerate(logits_TE):
         if padding_mask is not None and padding_mask[t]:
@@ -172,7 +175,7 @@ def z_loss(logits_TE: Tensor, *, coeff: float, padding_mask: Tensor | None = Non
 
 
 class _Ride(torch.autograd.Function):
-    """x; the loss on it gets `scale` as its gradient."""
+    """The function x, on which a loss gets `scale` as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
@@ -185,12 +188,12 @@ class _Ride(torch.autograd.Function):
 
 
 def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
-    """x, with the loss riding on it."""
+    """x, with the loss attached."""
     return _Ride.apply(x, loss, scale)
 
 
 def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update_rate: float) -> Tensor:
-    """A step up below the exact mean, a step down above it."""
+    """A step up for loads below the exact mean, a step down for loads above it."""
     counts = [Fraction(count) for count in tokens_per_expert.tolist()]
     mean = sum(counts, Fraction()) / len(counts)
     steps = [(mean > count) - (mean < count) for count in counts]
@@ -285,7 +288,7 @@ def _balancing(
 def finish_batch(
     state: RouterState, config: RouterConfig, *, frozen: bool = False, ranks: RouterRanks | None = None
 ) -> RouterState:
-    """The bias takes its step, and all counters are 0."""
+    """The bias takes its step, and all counters are set to 0."""
     bias = state.expert_bias
     if config.expert_bias and not frozen:
         counts = (ranks or RouterRanks()).tp_dp_cp.sum(state.tokens_per_expert)

@@ -1,4 +1,4 @@
-"""Calls of all ranks together: arguments and results are lists over the ranks."""
+"""Calls of all ranks together, whose arguments and results are lists over the ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ CODED = ("rows",)  # outputs that are opaque where a recipe quantises them
 def play_together(
     namespace: Any, calls: list[Problem], play: Callable[[Any, Problem], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Each rank in a thread of its own, with the sums over its groups."""
+    """Run each rank in a thread of its own, with the sums over its groups."""
 
     def at(rank: int, sum_over: Callable[[Sequence[int]], Sum]) -> dict[str, Any]:
         call = calls[rank]
@@ -34,7 +34,7 @@ def play_together(
 
 
 def play_ranks(namespace: Any, calls: list[Problem]) -> dict[str, Any]:
-    """One call with lists over the ranks, and the gradients of what all ranks want."""
+    """Run one call with lists over the ranks, and take the gradients that all ranks want."""
     places = [{name: x.clone() for name, x in call.tensors.items()} for call in calls]
     for call, placed in zip(calls, places, strict=True):
         placed |= {name: placed[name].requires_grad_() for name in call.wanted}

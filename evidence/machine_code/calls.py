@@ -16,7 +16,7 @@ from moe_ref.config import LinearState, QuantizerState, Recipe, RouterConfig
 from moe_ref.config.quantization import DEFAULTS, ROLES
 
 Calls = Iterator[tuple[str, Callable[[], Any]]]
-moe_fast: Any = import_module("moe_fast")  # its functions come by way of stars, which mypy does not follow
+moe_fast: Any = import_module("moe_fast")  # its functions are imported by stars, which mypy does not follow
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS = 4096
 
@@ -36,11 +36,11 @@ MODELS = {  # the sizes of published models; the last is an odd neighbour of one
     "gpt-oss-120b": Shape(2880, 32, 4, 2880),
     "odd": Shape(2047, 9, 3, 1535),
 }
-LINES = (  # of a matrix that is quantised: width, dtype, groups
+LINES = (  # matrices that are quantised: width, dtype, groups
     *((2048, BF16, None), (7168, BF16, 8), (512, BF16, 128), (256, BF16, None)),
     *((2880, FP32, None), (2048, FP16, 8), (2047, BF16, None)),
 )
-OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {  # of a recipe, that constants of kernels depend on
+OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {  # options of a recipe on which constants of kernels depend
     "delayed": {"fp8_format": ("hybrid", "e4m3")},
     "current": {"fp8_format": ("hybrid", "e4m3"), "power_of_two_scales": (False, True)},
     "block": {
@@ -75,7 +75,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def neighbours_of_defaults() -> Iterator[Recipe]:
-    """The recipes that differ from a scaling's defaults in one option at most."""
+    """The recipes that differ from a scaling's default recipe in at most one option."""
     for recipe in recipes():
         options = DEFAULTS[recipe.scaling]
         if sum(getattr(recipe, name) != value for name, value in options.items()) <= 1:
@@ -100,7 +100,7 @@ def differentiated(function: Callable[..., Any], *inputs: Any, **settings: Any) 
 
 
 def quantizers() -> Calls:
-    """Every recipe, role and direction."""
+    """Calls of quantisers for every recipe, role and direction."""
     for recipe, (width, dtype, groups), role in itertools.product(recipes(), LINES, ROLES):
         x, splits = (
             meta(TOKENS, width, dtype=dtype, grad=True),

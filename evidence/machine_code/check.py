@@ -38,7 +38,9 @@ class Result:
 
 
 def in_turn(configurations: Iterable[Configuration]) -> list[Configuration]:
-    """One of each kernel, then a second of each, and so on; other tiles before other integers."""
+    """The configurations in turn: one of each kernel, then a second of each, and so on. New tiles
+    come before new integers.
+    """
     of_kernels: dict[str, tuple[list[Configuration], list[Configuration]]] = defaultdict(lambda: ([], []))
     tiles = set()
     for configuration in configurations:
@@ -65,9 +67,10 @@ def judged(configuration: Configuration) -> Result:
 
 
 def all_judged(configurations: list[Configuration], seconds: float, jobs: int) -> Iterator[Result]:
-    """The results of as many configurations as the time allows, from so many processes.
+    """The results of as many configurations as the time allows, from this many processes.
 
-    A process is a fork of this one, because a configuration holds a kernel, which is not sent.
+    Each process is a fork of this one, because a configuration holds a kernel, which cannot be
+    sent.
     """
     end = time.monotonic() + seconds
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:

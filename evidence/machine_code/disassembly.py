@@ -52,7 +52,7 @@ class Section:
 
     def successors(self) -> list[list[int]]:
         """The instructions that may come after each; a call returns."""
-        meeting: dict[str, str] = {}  # the label where the paths of a barrier meet
+        meeting: dict[str, str] = {}  # the label at which the paths of a barrier meet
         result = []
         for i, instruction in enumerate(self.code):
             following = [i + 1] if i + 1 < len(self.code) else []
@@ -107,9 +107,9 @@ def _instruction(match: re.Match[str], line: str, marks: str, columns: dict[int,
     targets = tuple(TARGET.findall(operands)) or tuple(re.split(r"[,\s]+", named[1].strip()) if named else ())
     at = {mark: {name for column, name in columns.items() if marks[column : column + 1] == mark} for mark in "^vx"}
     writes = at["^"] | at["x"]
-    if opcode.startswith("LDGSTS"):  # it writes shared memory alone; nvdisasm marks registers
+    if opcode.startswith("LDGSTS"):  # it writes shared memory only, and nvdisasm marks registers
         writes = set()
-    reads = set() if opcode.startswith("CALL") else at["v"] | at["x"]  # its marks are the callee's
+    reads = set() if opcode.startswith("CALL") else at["v"] | at["x"]  # its marks are those of the callee
     if factor := FACTOR_IN_REGISTERS.match(operands):
         reads = reads - {f"UR{int(factor[1]) + i}" for i in (0, 1)}
     return Instruction(int(address, 16), guard or "", opcode, operands, frozenset(reads), frozenset(writes), targets)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from evidence.machine_code.compiling import Compiled, listing
 from evidence.machine_code.disassembly import Instruction, Section, sections
 
-NEAR = 160  # instructions between a cast and the move of its half
+NEAR = 160  # the most instructions between a cast and the move of its half
 SPILL = "STL"
-MERGES = ("PRMT", "LOP3", "P2R")  # may fill a part of a register, and leave its other bits
+MERGES = ("PRMT", "LOP3", "P2R")  # instructions that may fill a part of a register, and keep its other bits
 CAST = re.compile(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32\s+(%rs\d+)")
 BYTES = re.compile(r"st\.(?:shared|global)\S*\.b8\s+\[[^\]]*\],\s*\{?([^;}]*)")
 PACKED = re.compile(r"mov\.b32\s+%r\d+, \{([^}]*)\}")
@@ -136,7 +136,7 @@ def _not_surely_written(
 
 
 def _reachable(starts: list[int], successors: list[list[int]], without: int | None) -> set[int]:
-    """The instructions that paths from the starts come to; no path goes on after `without`."""
+    """The instructions that are on paths from the starts. No path goes on after `without`."""
     reached: set[int] = set()
     todo = list(starts)
     while todo:

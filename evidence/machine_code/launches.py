@@ -23,8 +23,8 @@ HOPPER = GPUTarget("cuda", 90, 32)
 H200 = SimpleNamespace(  # cudaGetDeviceProperties
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=149250113536
 )
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")  # that launches choose
-PROBES = ("has_descriptors", "is_hopper", "casts_in_hardware")  # of the device, in moe_fast.launch.backend
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")  # options that launches choose
+PROBES = ("has_descriptors", "is_hopper", "casts_in_hardware")  # properties of the device, in moe_fast.launch.backend
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Driver:
 
 
 class Forgetful(dict[Any, Any]):
-    """A cache of compiled kernels that has none."""
+    """A cache of compiled kernels that is always empty."""
 
     def __contains__(self, key: object) -> bool:
         return False

@@ -1,4 +1,6 @@
-"""Two tensors, value by value: how many there are, how many agree, and what is behind the rest."""
+"""Compares two tensors value by value: how many values there are, how many agree, and why the
+others differ.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,7 +23,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Difference:
-    """Values that differ by one cause; "" if it is not known."""
+    """Values that differ by one cause, which is "" if it is unknown."""
 
     cause: str
     right: str
@@ -135,8 +137,9 @@ def merged(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def shrunk(x: Tensor, differs: Callable[[Tensor], bool]) -> str:
-    """The elements of x [M,N] that its difference needs, when all others can be 0: whole columns
-    first, then whole rows.
+    """A description of the elements of x [M,N] that the difference needs.
+
+    All others can be 0: whole columns are removed first, then whole rows.
     """
     x = x.clone()
     for turned in (x.T, x):

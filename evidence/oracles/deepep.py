@@ -72,11 +72,11 @@ class Ranks:
         self.sent: list[Any] = [None] * size
 
     def get_rank(self) -> int:
-        """This thread's."""
+        """The number of this thread's rank."""
         return self.own.rank
 
     def get_world_size(self) -> int:
-        """All threads."""
+        """The number of threads."""
         return self.size
 
     def all_to_all_single(self, out: Tensor, x: Tensor, received: Any = None, lengths: Any = None) -> None:
@@ -103,7 +103,9 @@ def dispatched(source: Path, indices: list[Tensor], experts: int, ceil_div: Any,
     ours = moe_ref.deepep_dispatch(tokens, indices, num_experts=experts, probs=probs)
     for mine, (rows, slots, weights, *_) in zip(ours, theirs, strict=True):
         assert mine.probs is not None
-        weights = torch.where(slots == -1, 0, weights)  # the reference leaves them, and they are not read
+        weights = torch.where(
+            slots == -1, 0, weights
+        )  # the reference leaves these rows as they are, and nothing reads them
         for name, rank_indices, their_value in (("rows", mine.rows, rows), ("indices", mine.indices, slots), ("probs", mine.probs, weights)):  # fmt: skip  # noqa: E501
             yield compare(
                 f"dispatch: {name}", rank_indices, their_value.to(rank_indices.dtype), case=partial(placed, text)

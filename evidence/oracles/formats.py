@@ -22,8 +22,8 @@ def codes_of(format: Format) -> Tensor:
 
 
 def values_of(format: Format) -> Tensor:
-    """float32 values: all numbers of 16 bits, and all numbers of the format, the middles between
-    them and both float32 neighbours of each, by magnitude.
+    """float32 values: all numbers of 16 bits, all numbers of the format, the midpoints between
+    them, and both float32 neighbours of each, in the order of their magnitude.
     """
     all_codes = torch.arange(-(2**15), 2**15).to(torch.int16)
     all_numbers = [all_codes.view(dtype).float() for dtype in (torch.bfloat16, torch.float16)]
@@ -66,7 +66,7 @@ def encoded(name: str, format: Format, theirs: Callable[[Tensor], Tensor], *, ta
     )
 
 
-# ---- one class a package; each gives functions of a format
+# ---- one function per package, which gives the casts of each format
 
 
 def _widened(dtype: torch.dtype, codes: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def by_ml_dtypes() -> Iterator[Comparison]:
                 return torch.from_numpy(x.numpy().astype(numpy_type).view(np.uint8))
 
         yield decoded("ml_dtypes", format, values)
-        if format is not E8M0:  # its cast rounds to nearest, a scale is rounded up
+        if format is not E8M0:  # its cast rounds to nearest, but a scale is rounded up
             yield encoded("ml_dtypes", format, codes)
 
 
@@ -120,7 +120,7 @@ def by_gfloat() -> Iterator[Comparison]:
 
         def codes(x: Tensor, format_info: Any = format_info, mode: Any = mode, up: bool = up) -> Tensor:
             values = x.double().numpy()
-            values = np.maximum(np.abs(values), 2.0**-127) if up else values  # E8M0 has no zero: the least code
+            values = np.maximum(np.abs(values), 2.0**-127) if up else values  # E8M0 has no zero: the smallest code
             rounded = gfloat.round_ndarray(format_info, values, mode, sat=True)
             return torch.from_numpy(gfloat.encode_ndarray(format_info, rounded).astype(np.uint8))
 

@@ -76,29 +76,29 @@ class Result:
 
     @property
     def values(self) -> int:
-        """Compared values."""
+        """The number of compared values."""
         return sum(comparison.values for comparison in self.comparisons)
 
     @property
     def equal(self) -> int:
-        """Equal ones."""
+        """The number of equal values."""
         return sum(comparison.equal for comparison in self.comparisons)
 
     @property
     def unexplained(self) -> int:
-        """Different ones without a cause."""
+        """The number of different values without a known cause."""
         return sum(comparison.unexplained for comparison in self.comparisons)
 
     @property
     def line(self) -> str:
-        """For the terminal."""
+        """The result as a line for the terminal."""
         if self.reason:
             return f"{self.peer}: not run, {self.reason}"
         return f"{self.peer}: {self.values} values, {self.equal} equal, {self.unexplained} differ without a cause"
 
 
 def page(results: Sequence[Result]) -> str:
-    """The whole page."""
+    """The page of all results."""
     versions = f"Python {sys.version.split()[0]}, torch {torch.__version__}, CPU"
     lines = [HEAD, f"{versions}.\n", "| peer | judged | values | equal | explained | not explained |"]
     lines.append("|---|---|--:|--:|--:|--:|")
@@ -116,7 +116,7 @@ def page(results: Sequence[Result]) -> str:
 
 
 def section(result: Result) -> str:
-    """One peer's tables."""
+    """The tables of one peer."""
     lines = [f"## {result.peer}\n", f"{result.against}.\n"]
     lines += ["| compared | rule | values | equal |", "|---|---|--:|--:|"]
     lines += [

@@ -1,4 +1,4 @@
-"""Functions and classes out of a source file, without what else the file imports."""
+"""Takes functions and classes out of a source file, without the imports of the rest of the file."""
 
 import __future__
 
@@ -20,7 +20,7 @@ STANDARD = {"dataclasses": dataclasses, "enum": enum, "math": math} | {
 
 
 class _OnACpu(ast.NodeTransformer):
-    """ "cuda" becomes "cpu", and no decorator of torch stays."""
+    """Replaces "cuda" by "cpu", and removes torch's decorators."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         return ast.copy_location(ast.Constant("cpu"), node) if node.value == "cuda" else node

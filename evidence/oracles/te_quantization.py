@@ -29,11 +29,11 @@ NOT_FINITE = (
 )
 
 
-Causes = Callable[[Tensor, Tensor], list[Known]]  # of x and a result
+Causes = Callable[[Tensor, Tensor], list[Known]]  # a function of x and of a result
 
 
 class Part:
-    """Codes and scales by rows, of ours and of theirs, as functions of x."""
+    """Codes and scales by rows, of moe_ref and of the peer, as functions of x."""
 
     def __init__(self, ours: Callable[[Tensor], tuple[Tensor, Tensor]], theirs: Callable[[Tensor], tuple]) -> None:
         self.ours, self.theirs = ours, theirs
@@ -63,9 +63,7 @@ class Part:
 
 
 def of_rows(x: Tensor, mask: Callable[[Tensor], Tensor], result: Tensor) -> Tensor:
-    """Of a result with as many rows as there are blocks of rows of x: where a block has such a
-    value.
-    """
+    """For a result with one row per block of rows of x: where a block has such a value."""
     return mask(x).reshape(len(result), -1).any(1)[:, None].expand(result.shape)
 
 
@@ -83,7 +81,7 @@ def reference(recipe: Recipe, role: str) -> Callable[[Tensor], tuple[Tensor, Ten
 
 
 def bad(x: Tensor) -> Tensor:
-    """Infinities and NaN."""
+    """Where x has infinities or NaN."""
     return ~x.isfinite()
 
 
@@ -249,7 +247,7 @@ NVFP4: tuple[tuple[str, dict[str, Any], dict[str, Any], str], ...] = (
 
 
 def stubs(utils: SimpleNamespace) -> dict[str, Any]:
-    """What the references import, as far as they use it here."""
+    """The names that the references import, as far as they are used here."""
     return {"QuantizedTensorStorage": object, "Quantizer": _Quantizer, "reference_utils": utils, "gemm": _Gemm}
 
 

@@ -38,7 +38,9 @@ def comparisons(source: Path) -> Iterator[Comparison]:
 
 
 def bounded(subject: str, ours: Tensor, theirs: Tensor, text: str) -> Comparison:
-    """A result of a softmax or a normalisation, of another order of the same float32 operations."""
+    """Compare the result of a softmax or a normalisation, in which the same float32 operations have
+    another order.
+    """
     largest = theirs.abs().amax(-1, keepdim=True) if theirs.dim() else theirs.abs()
     room = (ours.shape[-1] if ours.dim() else 1) + 8
     return compare(
@@ -60,12 +62,12 @@ def both(
 
 
 def first(function: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
-    """The first of its results."""
+    """The first of the function's results."""
     return lambda x: function(x)[0]
 
 
 def placed(text: str, at: tuple[int, ...], cause: str) -> str:
-    """A case and the place in its result."""
+    """The text of a case, with a position in its result."""
     return f"{text} at {at}"
 
 

@@ -27,9 +27,9 @@ from typing import Any
 from evidence.environments import ROOT
 from evidence.outward.modules import NOT_OFFERED
 
-AT_ONCE = 5  # files
-SECONDS = 400  # of a file
-MOST_SECONDS = 460  # of the whole run
+AT_ONCE = 5  # how many files at a time
+SECONDS = 400  # seconds for a file
+MOST_SECONDS = 460  # seconds for the whole run
 COUNTS = ("passed", "failed", "not offered", "skipped", "xfailed", "not run")
 
 

@@ -16,7 +16,7 @@ from conformance.families.quantization.quantize import directions, script_of
 from conformance.interface import Implementation
 from conformance.judge import Finding
 
-ORDINARY = ("dyadic", "rows", "wide", "bounds", "midpoints", "zeros")  # finite, also when doubled
+ORDINARY = ("dyadic", "rows", "wide", "bounds", "midpoints", "zeros")  # values that stay finite when doubled
 READ = ("amax", "scales", "codes", "values")
 
 
@@ -58,7 +58,7 @@ def _outputs(trial: Trial, what: tuple[str, ...]) -> list[str]:
 
 
 def _scaling(trial: Trial) -> Finding | None:
-    """Doubled values: the same codes; scales with a nonzero amax double."""
+    """Doubled values have the same codes; scales with a nonzero amax double."""
     twice = {name: x * 2 for name, x in trial.problem.tensors.items() if _of_rows(name)}
     if any((x.isinf() & trial.problem.tensors[name].isfinite()).any() for name, x in twice.items()):
         return None
@@ -77,7 +77,7 @@ def _scaling(trial: Trial) -> Finding | None:
 
 
 def _groups_alone(trial: Trial) -> Finding | None:
-    """The largest group alone: the same outputs as among the others."""
+    """The largest group by itself has the same outputs as among the others."""
     splits = trial.problem.settings["splits"]
     e = int(splits.argmax())
     start = int(splits[:e].sum())
@@ -114,7 +114,9 @@ def _zero_rows(trial: Trial) -> Finding | None:
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
-    """Rows past the last group removed, or zero rows added: no group's output changes."""
+    """Rows past the last group are removed, or rows of zeros added: the outputs of the groups do
+    not change.
+    """
     splits = trial.problem.settings["splits"]
     total = int(splits.sum())
     rows = torch.tensor([*range(total), *([-1] * 3 if not trial.case.tail else [])], dtype=torch.int64)
@@ -158,7 +160,7 @@ def _by_rows(case: Any) -> bool:
 
 
 def _exact_again(case: Any) -> bool:
-    """Whether code × scale is exact in the dtype, with power-of-two scales."""
+    """Whether code × scale is exact in the dtype, and scales are powers of two."""
     recipe = recipe_of(case)
     by_two = case.scaling == "mxfp8" or bool(recipe.power_of_two_scales)
     return (
@@ -176,7 +178,7 @@ def _doubles(case: Any) -> bool:
 
 
 def _turns_over(case: Any) -> bool:
-    """Whether reversed and negated inputs stay legal: noise and reduced amax do not."""
+    """Whether reversed and negated inputs stay legal. Noise and reduced amaxes do not."""
     return not is_random(case) and "reduced" not in case.steps
 
 

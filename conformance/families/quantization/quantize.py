@@ -1,4 +1,6 @@
-"""quantize and its readers (amax, scales, codes, dequantize); delayed scaling in several steps."""
+"""`quantize` and its readers (`amax`, `scales`, `codes`, `dequantize`), and delayed scaling in
+several steps.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -48,7 +50,10 @@ def problem_of(
 
 
 def of_readers(settings: Mapping[str, Any]) -> dict[str, Opaque]:
-    """The parameters of the result's readers; without one the call is not offered."""
+    """The parameters of the readers of the result.
+
+    If an implementation lacks one, the call is not offered.
+    """
     return {f"{reader}.columnwise": NEEDED for reader in READERS if settings.get("columnwise")}
 
 
@@ -64,7 +69,9 @@ def _of_the_state(settings: Mapping[str, Any], steps: str) -> dict[str, Opaque]:
 
 
 def script_of(steps: list[str], watch: Watch | None = None) -> Script:
-    """Runs the steps: quantise, dequantise, pass the state on; reload it, as views like x."""
+    """A script that runs the steps: quantise, dequantise, pass the state on, and reload it, as
+    views like x.
+    """
 
     def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         recipe, count = tensors["recipe"], 0

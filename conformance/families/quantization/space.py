@@ -1,4 +1,6 @@
-"""Quantisation beyond its axes: quantiser kinds, ragged groups, steps, shapes that always run."""
+"""Cases of quantisation beyond their axes: kinds of quantisers, ragged groups, steps, and shapes
+that every run has.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -45,12 +47,12 @@ KINDS, MORE_KINDS = (
     )
     for variants in (slice(VARIANTS), slice(VARIANTS, None))
 )
-AFTER_AN_INFINITY = "quantize+update+quantize+update+quantize"  # of special values in the first step alone
+AFTER_AN_INFINITY = "quantize+update+quantize+update+quantize"  # steps whose special values are in the first step only
 RARE = 8  # one case in RARE has a further recipe
 
 
 def accepted(scope: Scope, fields: Changes) -> bool:
-    """Whether the implementation takes a case with these fields."""
+    """Whether the implementation accepts a case with these fields."""
     return scope.takes(scope.case(fields))
 
 
@@ -82,7 +84,9 @@ def mostly_some(most: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def groups(draw: st.DrawFn, most: int, split: bool) -> Changes:
-    """No splits; a few groups; one group with all rows; only empty groups; rows past the last."""
+    """Groups: no splits; a few groups; one group with all rows; only empty groups; and rows past
+    the last group.
+    """
     kind = draw(st.sampled_from((*("whole", "few", "one") * 3, "few", "none"))) if split else "whole"
     if kind == "whole":
         return {"tokens": draw(mostly_some(most)), "experts": 0, "counts": (), "tail": 0}
@@ -120,7 +124,9 @@ def affordable(case: QuantizeCase, scope: Scope) -> QuantizeCase:
 
 
 def always(scope: Scope) -> list[Any]:
-    """One row past a block, several cuBLAS scale tiles, many groups; on a GPU also wide rows."""
+    """Sizes with one row past a block, several scale tiles of cuBLAS, and many groups; on a GPU
+    also wide rows.
+    """
     square: Changes = {"scaling": "block", "role": "weight"}
     square = square if accepted(scope, square) else {"scaling": "block"}
     both: Changes = {"direction": "both"} if accepted(scope, {"direction": "both"}) else {}
@@ -161,7 +167,7 @@ def always(scope: Scope) -> list[Any]:
 
 
 def wide_tensors(scope: Scope) -> list[Changes]:
-    """Few rows, and columns of several programs of several steps."""
+    """Few rows, with columns for several programs of several steps each."""
     wide_hidden = 7168 if scope.space.device == "cuda" else 544
     columns = {
         "current": wide_hidden,
@@ -176,7 +182,7 @@ def wide_tensors(scope: Scope) -> list[Changes]:
 
 
 def more_recipes(scope: Scope) -> list[Any]:
-    """Every further recipe, in each role that has a scheme of its own."""
+    """Every further recipe, in each role that has its own scheme."""
     recipe_cases = []
     for scaling, recipes in RECIPES.items():
         for variant, recipe in list(enumerate(recipes))[VARIANTS:]:
@@ -204,8 +210,9 @@ def roles_of(recipe: Recipe) -> list[str]:
 
 
 def strange(scope: Scope) -> list[Any]:
-    """Strange values at the ends of rows, next to zeros; every significand and exponent. On a GPU
-    other shapes draw them, but for a strange first value of a whole tensor.
+    """Strange values at the ends of rows, next to zeros; and every significand and exponent.
+
+    On a GPU other shapes draw them, except for a strange first value of a whole tensor.
     """
     edges: Changes = {"values": "edges", "tokens": 2, "hidden": 2}
     all_patterns: Changes = {"values": "every", "tokens": 32, "hidden": 256, "dtype": "bfloat16"}
@@ -231,8 +238,9 @@ def strange(scope: Scope) -> list[Any]:
 
 
 def zero_tensors(scope: Scope) -> list[QuantizeCase]:
-    """A tensor of zeros alone, whose scale a quotient by its largest value would make NaN. On a GPU
-    of two scalings: the others divide in the same kernels.
+    """A tensor of zeros only, for which a quotient by its largest value would give a scale of NaN.
+
+    On a GPU only for two scalings, because the others divide in the same kernels.
     """
     common: Changes = {"values": "zeros", "seed": 1, "tokens": 1, "hidden": 1}
     kinds: list[Changes] = [
@@ -246,8 +254,9 @@ def zero_tensors(scope: Scope) -> list[QuantizeCase]:
 
 
 def scales_without_bound(scope: Scope) -> list[QuantizeCase]:
-    """Blocks of the smallest numbers, whose quotient is infinite: the scale is the largest number
-    of the tensor's dtype, where it need be no power of two.
+    """Blocks of the smallest numbers, whose quotient is infinite.
+
+    Where the scale need not be a power of two, it is the largest number of the tensor's dtype.
     """
     kind: Changes = {"scaling": "block", "variant": 1, "values": "tiny", "dtype": "bfloat16"}
     kind |= {"tokens": 2, "hidden": 3}
@@ -255,11 +264,11 @@ def scales_without_bound(scope: Scope) -> list[QuantizeCase]:
 
 
 def rare_amaxes(scope: Scope) -> list[QuantizeCase]:
-    """Row-scaled rows of several programs, whose largest values are far apart; a tensor's
-    largest value in any of them; a least amax above all values, for each recipe that has one;
-    an infinity among the amaxes of earlier steps; smaller amaxes after larger ones, in either
-    direction; float16 up to its largest number, whose codes may stand for more; weights that
-    change in place; and scales of blocks halfway between two codes.
+    """Rows with scales of their own, in several programs, whose largest values are far apart; a
+    tensor whose largest value is in any program; a least amax above all values, for each recipe
+    that has one; an infinity among the amaxes of earlier steps; smaller amaxes after larger ones,
+    in either direction; float16 up to its largest number, whose codes may stand for more; weights
+    that change in place; and scales of blocks halfway between two codes.
     """
     columns = 7168 if scope.space.device == "cuda" else 1000
     kinds: list[Changes] = [
@@ -290,8 +299,10 @@ def rare_amaxes(scope: Scope) -> list[QuantizeCase]:
 
 
 def in_groups(scope: Scope) -> list[Any]:
-    """Groups, and rows past the last, of a transform; on a GPU, where few rows of the covering
-    array run, also of row scaling in both directions, and multipliers past float16's largest.
+    """Groups, and rows past the last group, under a transform.
+
+    On a GPU, where few rows of the covering array run, also row scaling in both directions, and
+    multipliers that exceed float16's largest number.
     """
     ragged: Changes = {"tokens": 3, "experts": 3, "counts": (2, 0, 1), "tail": 4, "hidden": 3}
     kinds = [{"scaling": "nvfp4", "variant": variant, "direction": "both", "dtype": "bfloat16"} for variant in (0, 1)]
@@ -303,8 +314,8 @@ def in_groups(scope: Scope) -> list[Any]:
 
 
 def tiles_of_lines(scope: Scope) -> list[Any]:
-    """GPU only: rows of whole lines, which a copy engine moves; several tiles of 128 × 128, some in
-    part, of groups and past the last; and of a weight.
+    """On a GPU only: rows of whole lines, which a copy engine moves; several tiles of 128 × 128,
+    some of them partial, in groups and past the last group; and the same for a weight.
     """
     if scope.space.device != "cuda":
         return []
@@ -328,9 +339,9 @@ def random_cases(scope: Scope) -> list[QuantizeCase]:
 
 
 def given_noise(scope: Scope) -> list[QuantizeCase]:
-    """Gradients with given noise, which differs between the directions, and in each direction
-    alone; of NaN, infinities and -0; and noise that only float64 tells from the quotient it is
-    compared with.
+    """Gradients with given noise, which differs between the two directions, and in each direction
+    by itself; of NaN, infinities and -0; and noise that only float64 distinguishes from the
+    quotient with which it is compared.
     """
     kind: Changes = {"scaling": "nvfp4", "role": "grad_output", "direction": "both", "dtype": "bfloat16"}
     kind |= {"tokens": 2, "hidden": 2}
@@ -340,14 +351,14 @@ def given_noise(scope: Scope) -> list[QuantizeCase]:
 
 
 def saved_states(scope: Scope) -> list[QuantizeCase]:
-    """A state that comes back as views of other memory, where tensors may be such views."""
+    """A state that is loaded as views of other memory, if tensors may be such views."""
     kind: Changes = {"scaling": "delayed", "tokens": 7, "experts": 3, "hidden": 3, "dtype": "bfloat16"}
     kind |= {"steps": "quantize+update+reload+quantize+update", "layout": "strided", "layout_of": "x"}
     return [case for case in [scope.case(kind)] if scope.fits(case)]
 
 
 def overwritten_splits(scope: Scope, width: str) -> list[Any]:
-    """Scales that are read once the caller's splits hold the counts in another order.
+    """Scales that are read after the caller's splits hold the counts in another order.
 
     Args:
         width: the field of the number of columns.
@@ -359,14 +370,14 @@ def overwritten_splits(scope: Scope, width: str) -> list[Any]:
 
 
 def far_current(scope: Scope) -> list[QuantizeCase]:
-    """Current scaling with a tensor far in each dimension; other far cases are NVFP4."""
+    """Current scaling with a tensor that is far in each dimension; other far cases are NVFP4."""
     narrow: Changes = {"tokens": 3, "hidden": 3, "dtype": "bfloat16"}
     placed = [(name, layout) for name in ("x", "d_dequantized") for layout in FAR[:2]]
     cases = [scope.fullest(narrow | {"layout": layout, "layout_of": name, "grads": "x"}) for name, layout in placed]
     return [case for case in cases if case.layout in FAR]
 
 
-# all layouts of x, one of splits, one of a cotangent: all pairs would double the array
+# all layouts of x, one of splits, one of a cotangent, because all pairs would double the array
 LAYOUTS: list[Changes] = [
     {"layout": "contiguous", "layout_of": ""},
     *({"layout": layout, "layout_of": "x"} for layout in NEAR),

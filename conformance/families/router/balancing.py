@@ -53,7 +53,7 @@ def z_terms(x: Running, valid: Tensor, coeff: float) -> tuple[Running, Running]:
     lse = (x - top).exp().sum(1).log() + top
     count = float(max(int(valid.sum()), 1))
     loss = (lse * lse).masked(valid[:, None]).sum(0) / count * coeff
-    p = (x - lse).exp()  # logsumexp's autograd; exp(x - max x) / Σ is more accurate
+    p = (x - lse).exp()  # logsumexp's autograd, because exp(x - max x) / Σ is more accurate
     return loss, (p * lse * 2.0 * coeff / count).masked(valid[:, None])
 
 

@@ -28,7 +28,7 @@ class DropTokens(Contract[LoadCase]):
         outputs=[Output("probs", "TE", of="probs"), Output("routing_map", "TE")],
         settings=("drop_policy", "pad_to_capacity"),
         required=("capacity",),
-        linear=("probs", "probs"),  # twice the probs keep the same tokens
+        linear=("probs", "probs"),  # with twice the probabilities the same tokens are kept
     )
 
     def legal(self, case: LoadCase) -> Problem:

@@ -18,18 +18,18 @@ from conformance.core.tensors import DTYPES, hashed
 
 FLOATS = ("float32", "bfloat16", "float16")
 LOGITS = (*FLOATS, "float64")
-EXPLICIT_CELLS = 64  # most logits written out
+EXPLICIT_CELLS = 64  # the most logits that are written out
 MINUS_INFINITY, NOT_A_NUMBER = -(10**6), 10**6  # codes of -∞ and NaN in explicit logits
 SPREADS = ("distinct", "ties", "near", "negative", "minus_inf", "nan", "extreme", "equal", "saturated")
 MORE_SPREADS = ("edges", "every", "far", "zeros")
-CROSSING = (1.0, 2.0, 3.0, 4.0)  # preferences that a slow plan outweighs after 4, 11, 33 rounds
+CROSSING = (1.0, 2.0, 3.0, 4.0)  # preferences that a slow plan reverses after 4, 11 and 33 rounds
 COUNTED = {"past_16_bits": 2**16, "past_24_bits": 2**24, "past_31_bits": 2**31}
 SCORES = ("softmax", "softmax_pre", "sigmoid", "sqrtsoftplus")
 
 
 @dataclass(kw_only=True)
 class Resized(Size):
-    """A size; a second call has one more, or twice as many."""
+    """A size. A second call has a size that is larger by one, or twice as large."""
 
     doubles: bool = False
 
@@ -40,7 +40,7 @@ class Resized(Size):
 
 @dataclass(kw_only=True)
 class Room(Number):
-    """A capacity; a second call has one more."""
+    """A capacity. A second call has a larger one, by one."""
 
     def other(self, case: Any) -> Changes:
         return {self.name: getattr(case, self.name) + 1}
@@ -118,7 +118,7 @@ def experts(default: int = 1, **fields: Any) -> Any:
 
 
 def eighths(case: "LogitsCase") -> Tensor:
-    """The case's drawn logits as explicit integers."""
+    """The drawn logits of the case, as explicit integers."""
     bounded = logits_of(case).double().clamp(-1000, 1000).nan_to_num(nan=NOT_A_NUMBER / 8).mul(8).round()
     return torch.where(logits_of(case) == -torch.inf, MINUS_INFINITY, bounded).long()
 
@@ -163,7 +163,7 @@ class LogitsCase(Case):
 
     @property
     def factor(self) -> float:
-        """The scaling factor; of float64 logits one that float32 does not hold."""
+        """The scaling factor. For float64 logits it is one that float32 cannot represent."""
         return self.scaling / 8 + (2.0**-40 if self.dtype == "float64" else 0.0)
 
     def arguments(self) -> tuple[str, ...]:
@@ -188,9 +188,9 @@ def _logit_values(case: LogitsCase, dtype: torch.dtype) -> np.ndarray:
     # within ±8; in float32 rarely equal
     values = (noise % 2**17 - 2**16) / 2**13 if fine else (noise % 255 - 127) / 16
     if dtype == torch.float64:
-        values = values + (noise >> 17) * 2.0**-40  # float32 has other logits
+        values = values + (noise >> 17) * 2.0**-40  # float64 logits differ from those of float32
     if case.function == "sinkhorn_routing":
-        values = values / 8  # uneven plans take thousands of iterations
+        values = values / 8  # uneven plans would take thousands of iterations
     if case.spread == "ties":  # with zeros of both signs
         return (noise % 5 - 2) / 2 * np.where((noise >> 8) % 2 == 0, 1.0, -1.0)
     if case.spread == "near":  # a few ulp apart
@@ -239,8 +239,10 @@ def _edges(case: LogitsCase, values: np.ndarray, dtype: torch.dtype) -> np.ndarr
 
 
 def _slow(case: LogitsCase) -> np.ndarray:
-    """Logits whose plan takes many rounds: a few more than half of the tokens prefer even experts,
-    some of them so little that the plan moves them to odd ones, one after the other.
+    """Logits whose plan takes many rounds.
+
+    Slightly more than half of the tokens prefer even experts, some of them so little that the plan
+    moves them to odd experts, one after the other.
     """
     token, expert = np.arange(case.tokens)[:, None], np.arange(case.experts)[None]
     moved = CROSSING[: max(case.tokens // 16, 1)]
@@ -299,7 +301,7 @@ class GateCase(Case):
     router_dtype: str = choice("", "fp32", "fp64", argument="router_dtype")
     bias: bool = flag(of=("bias",))
     eps: int = number(1, *range(16), pairs=(0, 1, 15), argument="eps", data=True)  # in sixteenths
-    # in eighths; 2049 of them have more bits than float16
+    # in eighths; sums of 2049 of them have more bits than float16
     scale: int = number(8, *range(-20, 41), 2049, pairs=(8, 3, -8, 0), argument="scale", data=True)
     # of x; special: NaN, infinities and -0 at the ends of rows
     values: str = choice("dyadic", also=("special",), data=True)
@@ -313,7 +315,7 @@ class GateCase(Case):
 
     @property
     def bias_dtype(self) -> str:
-        """The dtype of the bias: every second one is not the weight's."""
+        """The dtype of the bias. In every second case it is not the dtype of the weight."""
         return "float32" if self.seed % 2 and self.dtype != "float64" else self.parameter_dtype
 
     @property
@@ -366,8 +368,8 @@ class LoadCase(Case):
 
 
 def counts_past(case: LoadCase, small_counts: np.ndarray) -> Tensor:
-    """Counts in the case's dtype: few · more than 2ⁿ, a few units in the last place of float32
-    apart, in integers a few · with fractions.
+    """Counts in the case's dtype: 2ⁿ plus a few, a few units in the last place of float32 apart,
+    and in integers a few; also counts with fractions.
     """
     kind = {"bool": torch.int64, "uint8": torch.float32}.get(case.map_dtype, getattr(torch, case.map_dtype))
     past = COUNTED.get(case.counted, 0)

@@ -1,4 +1,4 @@
-"""gate, jitter and attach_loss."""
+"""`gate`, `jitter` and `attach_loss`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +14,11 @@ from conformance.judge.bound import ROUNDOFF, Bounded, sum_bound
 from conformance.judge.exact import Exact
 from moe_ref.router.gating import ROUTER_DTYPES, gate
 
-FINE = 2.0**-40  # of a number near 1, more bits than float32 has
+FINE = 2.0**-40  # near 1, with more bits than float32 has
 
 
 def states_of(case: GateCase) -> torch.Tensor:
-    """[T,H] by `values`; subnormal numbers only where x is moved."""
+    """The states [T,H] by `values`. Subnormal numbers occur only where x is moved."""
     ends = "edges" if case.function == "attach_loss" else "ends"
     style = ends if case.values == "special" else "dyadic"
     return payload(case.seed, "x", (case.tokens, case.hidden), case.dtype, style)
@@ -50,7 +50,7 @@ class Gate(Contract[GateCase]):
         return self.call(case, {"x": x, "weight": weight}, settings)
 
     def cotangent(self, case: GateCase, output: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        """In the router dtype."""
+        """The cotangent, in the router dtype."""
         return super().cotangent(
             case, output, shape, {"fp32": "float32", "fp64": "float64"}.get(case.router_dtype, dtype)
         )

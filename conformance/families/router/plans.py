@@ -7,7 +7,7 @@ from conformance.analysis.running import Running
 from conformance.families.router.selection import score
 
 SINKHORN_STOP = 1e-4  # mean change of d1, as in moe_ref.router.sinkhorn
-# where the change is so small, later plans differ by less than their errors
+# if the change is so small, later plans differ by less than their errors
 CONVERGED = SINKHORN_STOP / 100
 MOST_ERROR = 64 * SINKHORN_STOP
 

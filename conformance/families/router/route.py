@@ -53,7 +53,7 @@ class Route(Contract[RouteCase]):
         required = {f"logits.{i}": logits_of_step(case, i) for i, step in enumerate(steps) if step in FORWARDS}
         settings: dict[str, Any] = {"training": True, "loss_scale": case.scale / 8}
         settings |= {"batch_size": case.sequences} if case.sequences > 1 else {}
-        uneven = len(set(case.counts)) > 1  # needs a mask: without one all ranks have equal counts
+        uneven = len(set(case.counts)) > 1  # needs a mask, because without one all ranks have equal counts
         settings |= (
             {"padding_mask": torch.from_numpy(hashed(case.seed, "padding", case.tokens) % 8 < case.padding)}
             if case.padding or uneven
@@ -207,14 +207,16 @@ class Route(Contract[RouteCase]):
 
 
 def loaded_again(implementation: Any, state: Any, dtype: torch.dtype | None) -> Any:
-    """The state, saved and loaded; with a dtype of a model whose buffers were cast to it."""
+    """The state, saved and loaded again; with a dtype, as in a model whose buffers were cast
+    to it.
+    """
     saved = {name: x.clone() for name, x in implementation.call("state_tensors", state).items()}
     cast = {name: x.to(dtype) for name, x in saved.items() if dtype is not None and x.is_floating_point()}
     return implementation.call("state_from", saved | cast)
 
 
 def _detached(loss: Any) -> bool:
-    """Whether there is a loss, and it holds no graph: what is logged keeps no activations."""
+    """Whether there is a loss that holds no graph, so that logging it keeps no activations."""
     return loss is not None and not loss.requires_grad
 
 

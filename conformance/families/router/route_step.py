@@ -82,7 +82,7 @@ class Step:
 
     @cached_property
     def activation(self) -> Running:
-        """The weights before a choice by a plan."""
+        """The weights before experts are chosen by a plan."""
         return activation_of(self.logits, self.config.topk, self.dtype)
 
     def _close_keys(self) -> bool:
@@ -140,7 +140,7 @@ class Step:
         return expectations
 
     def _filled(self) -> Chosen:
-        """The tokens that stay, and any others up to the capacity."""
+        """The tokens that stay, filled up to the capacity by any other tokens."""
         stays_ET = self.stays.double().T
         counts_E = self.kept.sum(0)  # the same for every expert
         return Chosen(self.kept, stays_ET, torch.zeros_like(stays_ET), counts_E, (stays_ET,), dim=0)
@@ -151,8 +151,9 @@ class Step:
         return self.kept & self.chosen
 
     def slope(self, cotangent: Tensor | Running | None) -> tuple[Running, Tensor]:
-        """dlogits of a cotangent of the probs and of the losses, before it is rounded; and the
-        roundings of autograd's partial gradients and of their sums to the logits' dtype.
+        """The gradient of the logits for a cotangent of the probs and of the losses, before it is
+        rounded; and the roundings of autograd's partial gradients and of their sums in the logits'
+        dtype.
         """
         slope = Running(torch.zeros_like(self.x.value), torch.zeros_like(self.x.value), self.dtype)
         if cotangent is not None:
@@ -169,7 +170,9 @@ class Step:
 
     @cached_property
     def losses(self) -> dict[str, tuple[Running, Running]]:
-        """Each loss and its contribution to dlogits; none where nothing is learnt."""
+        """Each loss and its contribution to the gradient of the logits. There are none if nothing
+        is learnt.
+        """
         if not self.learns:
             return {}
         config, case = self.config, self.case
@@ -221,7 +224,10 @@ class Step:
         return moe_ref.aux_loss_scores(self.logits.double(), **settings).routing_map.double()
 
     def _tokens(self, ranks: list["Step"]) -> float:
-        """Tokens of a loss over these ranks: valid ones; without a mask, this rank's × ranks."""
+        """The tokens of a loss over these ranks: the valid ones.
+
+        Without a mask, this rank's tokens × ranks.
+        """
         return _valid(ranks) if self.masked else float(len(self.logits) * len(ranks))
 
 
@@ -234,7 +240,7 @@ def _sum(terms: list[Tensor]) -> Tensor:
 
 
 def _largest(error: Tensor) -> float:
-    """The largest error; 0 of none."""
+    """The largest error; 0 if there are none."""
     return float(error.max()) if error.numel() else 0.0
 
 

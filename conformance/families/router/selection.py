@@ -20,8 +20,8 @@ from moe_ref.router.scores import EPSILON
 from moe_ref.router.selection import topk_indices
 
 Settings = dict[str, Any]
-LINEAR = 20.0  # torch.nn.functional.softplus(x) is x above it: wrong by exp(-x), which float64 shows
-UNDERFLOW = -87.0  # below, exp(x) is subnormal in float32 and √ln(1+exp x) may be 0: no slope
+LINEAR = 20.0  # torch.nn.functional.softplus(x) is x above this: wrong by exp(-x), which float64 shows
+UNDERFLOW = -87.0  # below this, exp(x) is subnormal in float32 and √ln(1+exp x) may be 0, which has no slope
 
 
 def score(x: Running, function: str) -> Running:
@@ -48,7 +48,7 @@ def softplus(x: Running) -> Running:
 
 
 def _left_out(x: Running) -> Tensor:
-    """exp(-x) above LINEAR: what the value and the slope of torch's softplus leave out."""
+    """What the value and the slope of torch's softplus leave out above LINEAR: exp(-x)."""
     return torch.where(x.value > LINEAR, (-x.value).exp(), 0.0)
 
 
@@ -149,7 +149,7 @@ def _renormalised(x: Running, chosen: Tensor, count: int) -> tuple[Running, Runn
 
 
 def _either(x: Running, y: Running) -> Running:
-    """x, with a bound for the results of two formulas."""
+    """x, with a bound that covers the results of two formulas."""
     apart = (x.value - y.value).abs() + y.error
     return Running(x.value, torch.where(y.error > 0, torch.maximum(x.error, apart), x.error), x.dtype)
 
@@ -163,7 +163,7 @@ def slope_of(x: Running, s: Running, function: str) -> Running:
 
 
 def unspecified_rows(logits: Tensor, settings: Settings) -> Tensor:
-    """[T] rows with NaN or +∞: any K distinct experts are right."""
+    """Rows [T] with NaN or +∞, for which any K distinct experts are right."""
     return logits.isnan().any(1) | (logits == torch.inf).any(1)
 
 

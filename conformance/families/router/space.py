@@ -1,4 +1,4 @@
-"""The router beyond its axes: shapes of logits and loads, tokens over ranks."""
+"""Cases of the router beyond their axes: shapes of logits and loads, and tokens over ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,7 +59,9 @@ def near(case: Any, scope: Scope) -> Any:
 
 
 def convergent(case: Any, scope: Scope) -> Any:
-    """`near`, with logits whose plan converges; of others it takes millions of iterations."""
+    """`near`, but with logits whose plan converges, because the plans of others take millions of
+    iterations.
+    """
     near_case = near(case, scope)
     return near_case if near_case.spread in SINKHORN_SPREADS else replace(near_case, spread="distinct")
 
@@ -69,7 +71,9 @@ def convergent(case: Any, scope: Scope) -> Any:
 
 @st.composite
 def shape(draw: st.DrawFn, scope: Scope) -> Changes:
-    """Tokens, experts, top-k: small, medium, of real routers, or one size beyond any block."""
+    """Tokens, experts and top-k: small ones, medium ones, those of real routers, or one size beyond
+    any block.
+    """
     kind = draw(st.sampled_from(("small", "small", "small", "medium", "real", "beyond")))
     if kind == "small":
         experts = draw(st.integers(1, 12))
@@ -141,8 +145,8 @@ def _limits(scope: Scope) -> dict[str, list[Changes]]:
 
 
 def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
-    """Real routers, block edges, ties; choices (not precomputed) from far addresses; for few
-    kernels one given expert of a token.
+    """Real routers, edges of blocks, and ties; choices (not precomputed) from far addresses; and
+    for few kernels one given expert of a token.
     """
     shapes: tuple[tuple[int, int], ...] = REAL_ROUTERS + EDGES
     if scope.space.few_kernels:  # topk_indices and topk_routing share their kernels, and the shapes
@@ -160,7 +164,7 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
     ]
     if scope.accepts("scaling_factor"):
         fields += FINE_FACTORS
-    if scope.space.few_kernels:  # which few rows of the covering array leave out
+    if scope.space.few_kernels:  # values that few rows of the covering array have
         fields.append({"tokens": 3, "experts": 8, "topk": 8, "score": "sigmoid", "spread": "ties"})
     fields += grouped(scope)
     base = scope.fullest(FAR_CHOICE | {"tokens": 3, "dtype": "bfloat16", "precomputed": False})
@@ -214,7 +218,7 @@ def drops(draw: st.DrawFn, scope: Scope) -> Changes:
     return fields | {"capacity": capacity, "values": values, "policy": policy, "pad": pad}
 
 
-# a search of thousands of tokens, for each key of a kernel: a position, a prob of 16 or 32 bits
+# a search over thousands of tokens, for each kind of key: a position, a prob of 16 or 32 bits
 LONG_DROPS: tuple[Changes, ...] = tuple(
     {"tokens": 4096, "experts": 64, "topk": 2, "capacity": 60, "dtype": dtype, "policy": policy, "pad": pad}
     for dtype, policy, pad in (
@@ -249,7 +253,7 @@ def _weighed(scope: Scope) -> list[Changes]:
 
 
 def _large(scope: Scope) -> list[Changes]:
-    """Counts past each number of bits, and with fractions."""
+    """Counts that exceed each number of bits, and counts with fractions."""
     small: Changes = {"tokens": 6, "experts": 5, "topk": 2}
     load_changes: list[Changes] = [small | {"counted": counted} for counted in COUNTED]
     load_changes += [small | {"counted": counted, "map_dtype": "uint8"} for counted in (*COUNTED, "fractions")]
@@ -284,8 +288,8 @@ def _jittered(scope: Scope) -> list[Any]:
 
 
 def _gated(scope: Scope) -> list[Changes]:
-    """One above a power of two; long sums of 16-bit values; few results of long sums, which a
-    library cuts on a GPU, and adds up the parts; four ranks, one without tokens.
+    """Sizes one above a power of two; long sums of 16-bit values; few results of long sums, which a
+    library splits on a GPU; and four ranks, one of which has no tokens.
     """
     gpu = scope.space.device == "cuda"
     partial_sums: list[Changes] = [

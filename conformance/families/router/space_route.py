@@ -15,7 +15,7 @@ SHARED_ONE_IN = {"gate": 8, "route": 6}  # one case in this many has several pro
 
 
 def over_ranks(draw: st.DrawFn, scope: Scope) -> bool:
-    """Whether the case has several processes."""
+    """Whether the case runs on several processes."""
     return scope.space.most_ranks > 1 and draw(st.integers(1, SHARED_ONE_IN[scope.function])) == 1
 
 
@@ -56,7 +56,7 @@ def routes(draw: st.DrawFn, scope: Scope) -> Changes:
 
 @st.composite
 def shared_route(draw: st.DrawFn, scope: Scope, fields: Changes) -> Changes:
-    """The case over ranks, some sharing a sequence, with losses and few steps."""
+    """The case over ranks, some of which share a sequence, with losses and few steps."""
     even = not scope.accepts("padding_mask") or draw(st.booleans())
     counts = draw(worlds(scope.space, fields["sequences"], even, 1 if fields["capacity"] else 0))
     short_steps = (
@@ -76,7 +76,7 @@ def shared_route(draw: st.DrawFn, scope: Scope, fields: Changes) -> Changes:
 
 @st.composite
 def steps(draw: st.DrawFn, replay: bool) -> str:
-    """Steps in a legal order; some with three or four choices that wait, as in a pipeline."""
+    """Steps in a legal order. Some have three or four choices that wait, as in a pipeline."""
     if replay and draw(st.integers(0, 7)) == 0:
         return "record+forward+" * (number := draw(st.integers(3, 4))) + "reload" + "+backward" * number
     out, queued = ["record" if replay and draw(st.booleans()) else "train"], 0

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 def as_contiguous(x: Tensor) -> Tensor:
-    """What the kernels read, whatever the strides. Past the end of the memory, an error."""
+    """The memory as the kernels read it, whatever the strides are. Raises an error past its end."""
     return x if x.is_contiguous() else x.as_strided(x.shape, (x.shape[1], 1))
 
 
