@@ -13,7 +13,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`__version__` of the installed package; a checkout that runs in place has none."""
+    """The `__version__` of the installed package. A checkout that runs in place has none."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib.metadata import PackageNotFoundError, version

@@ -11,7 +11,8 @@ from conformance.core.machine import Machine
 from conformance.core.ranks import Collective, ranks_of
 
 NAMES = ("router", "permutation", "quantization", "fused", "experts", "dispatch", "layer", "parameters")
-# one module per family, in the order of a verdict; the environment may add more, comma-separated
+# one module per family, in the order of a verdict; the environment may name more, separated by
+# commas
 MODULES = (
     *(f"conformance.families.{name}" for name in NAMES),
     *filter(None, os.environ.get("MOE_CONFORMANCE_FAMILIES", "").split(",")),
@@ -25,8 +26,8 @@ for _family in FAMILIES:
         _name = _contract.function
         _golden: Any = _family.golden[_name]
         if isinstance(_contract, Collective):
-            _contract.worldwide = _golden  # rank 0's part stands for the collective's
-            _golden = {name: (calls[0], right[0]) for name, (calls, right) in _golden.items()}
+            _contract.worldwide = _golden  # the expectation of rank 0 stands for the collective
+            _golden = {name: (calls[0], expectations[0]) for name, (calls, expectations) in _golden.items()}
         _contract.golden, _contract.illegal = _golden, dict(_family.illegal[_name])
         _has_gradients = bool(_contract.signature.gradients)
         _contract.laws = {law.name: law for law in _family.laws[_name] if _has_gradients or not law.gradients}
@@ -36,10 +37,14 @@ for _family in FAMILIES:
 
 
 def ranks_with_calls_before(case: Case) -> int:
-    """The most ranks that the case, or a call before it, has; 0 for a single process."""
-    return max(ranks_of(CONTRACTS[one.function], one) for one in (case, *case.before))
+    """The largest number of ranks of the case and of the calls before it; 0 if all of them run in a
+    single process.
+    """
+    return max(ranks_of(CONTRACTS[call.function], call) for call in (case, *case.before))
 
 
 def runs_in_one_place(case: Case) -> bool:
-    """Whether the calls before it run where the case does: in one process, or in a world."""
-    return len({ranks_of(CONTRACTS[one.function], one) > 0 for one in (case, *case.before)}) == 1
+    """Whether the calls before the case run where the case itself runs: all in one process, or all
+    in a world of ranks.
+    """
+    return len({ranks_of(CONTRACTS[call.function], call) > 0 for call in (case, *case.before)}) == 1

@@ -33,38 +33,39 @@ CODES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code (see `conformance.engine.run.verdict`)."""
-    given = parser().parse_args(arguments)
+    parsed = parser().parse_args(arguments)
     try:
-        _check(given)
+        _check(parsed)
     except UsageError as error:
         print(f"moe-conformance: {error}", file=sys.stderr)
         return USAGE
     from conformance.engine.run import interrupt
 
-    with interrupt.noted() if given.verb in (run, fuzz) else interrupt.raised():
-        return _checked(given)
+    with interrupt.noted() if parsed.verb in (run, fuzz) else interrupt.raised():
+        return _checked(parsed)
 
 
-def _check(given: Namespace) -> None:
-    """Find errors of the user before torch is imported, which takes seconds. Under memcheck the
-    command begins again.
+def _check(arguments: Namespace) -> None:
+    """Find the user's errors before torch is imported, because that import takes seconds.
+
+    With `--sanitize memcheck` the command is started again under the sanitizer.
 
     Raises:
         UsageError: an illegal value.
     """
-    if "impl" in given:
-        options = Options.parsed(given)
-        check_module(given.impl)
+    if "impl" in arguments:
+        options = Options.parsed(arguments)
+        check_module(arguments.impl)
         sanitizing.begin(options.sanitize)
-    if "against" in given:
-        check_module(given.against, "--against")
-    if not 0 < getattr(given, "minutes", 1) < math.inf:
-        raise UsageError(f"--minutes is {given.minutes}; it must be above 0")
+    if "against" in arguments:
+        check_module(arguments.against, "--against")
+    if not 0 < getattr(arguments, "minutes", 1) < math.inf:
+        raise UsageError(f"--minutes is {arguments.minutes}; it must be above 0")
 
 
-def _checked(given: Namespace) -> int:
+def _checked(arguments: Namespace) -> int:
     """Run the verb; an error becomes a message and an exit code."""
-    if given.verb in (run, fuzz, replay, minimize, speed, check_adapter, new_test, doctor):
+    if arguments.verb in (run, fuzz, replay, minimize, speed, check_adapter, new_test, doctor):
         from conformance.engine.child import server
 
         server.start()  # children fork from it; it imports torch while this process does
@@ -72,7 +73,7 @@ def _checked(given: Namespace) -> int:
         from conformance import catalogue as catalogue
         from conformance.core.case import CaseError
     try:
-        return _verb(given)
+        return _verb(arguments)
     except (UsageError, CaseError) as error:
         print(f"moe-conformance: {error}", file=sys.stderr)
         return USAGE
@@ -87,16 +88,16 @@ def _checked(given: Namespace) -> int:
         return HARNESS
 
 
-def _verb(given: Namespace) -> int:
-    """Run the verb; as another rank than 0 of a world under torchrun, lend this rank to rank 0."""
-    from conformance.engine.world.joined import joined, lend_rank
+def _verb(arguments: Namespace) -> int:
+    """Run the verb. A process that is another rank than 0 under torchrun serves rank 0 instead."""
+    from conformance.engine.world.torchrun import lend_rank, torchrun_rank
 
-    world = joined()
-    if world and given.verb not in (run, replay, minimize):
+    world = torchrun_rank()
+    if world and arguments.verb not in (run, replay, minimize):
         raise UsageError(f"this process is one of {world.ranks}, which only run, replay and minimize can be")
     if world and world.rank:
-        return lend_rank(world, Options.parsed(given).child)
-    return given.verb(given)
+        return lend_rank(world, Options.parsed(arguments).child)
+    return arguments.verb(arguments)
 
 
 def parser() -> ArgumentParser:
@@ -107,8 +108,8 @@ def parser() -> ArgumentParser:
     )
     parser.add_argument("--version", action=Version, nargs=0, help="print the version of the package")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    every = [flag for flag, _ in flags()]
-    judging = add_verb(verbs, "run", run, "judge an implementation; ends with a verdict", *every)
+    all_flags = [flag for flag, _ in flags()]
+    judging = add_verb(verbs, "run", run, "judge an implementation; ends with a verdict", *all_flags)
     text = "judge on the workers of a Ray cluster: its address, auto (one that runs here, or a new one), or local"
     judging.add_argument("--cluster", default="", metavar="ADDRESS", help=text)
     for name, verb, text in (
@@ -183,38 +184,38 @@ def _add_more(verbs: Any) -> None:
     planted.add_argument("--mutant-seconds", type=float, default=math.inf, help=text)
 
 
-def run(given: Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Judge the implementation, print the verdict and write the reports."""
     from conformance.engine.run.cluster import judge_on
     from conformance.engine.run.session import judge
     from conformance.report import conclude
 
-    options = Options.parsed(given)
-    verdict = judge_on(options, given.cluster) if given.cluster else judge(options)
+    options = Options.parsed(arguments)
+    verdict = judge_on(options, arguments.cluster) if arguments.cluster else judge(options)
     return conclude(verdict, options.report)
 
 
-def fuzz(given: Namespace) -> int:
+def fuzz(arguments: Namespace) -> int:
     """Exit code 0 if nothing was found, 1 with the smallest case of each failure."""
     from conformance.engine.run.fuzz import fuzz as search
     from conformance.report.delivery import show
     from conformance.report.terminal import search_lines
 
-    options = Options.parsed(given)
-    searched = search(options, given.minutes)
+    options = Options.parsed(arguments)
+    searched = search(options, arguments.minutes)
     show(search_lines(searched, options))
     return searched.exit_code
 
 
-def replay(given: Namespace) -> int:
+def replay(arguments: Namespace) -> int:
     """Exit code 0 if the case passes, 1 if it fails, 4 if it gives no verdict."""
     from conformance.engine.run.corpus import find
     from conformance.engine.run.explain import told
     from conformance.engine.run.pool import Pool
     from conformance.report.terminal import picture
 
-    options = Options.parsed(given)
-    case = find(given.case, Path(options.corpus))
+    options = Options.parsed(arguments)
+    case = find(arguments.case, Path(options.corpus))
     with Pool(options.child, case_seconds=options.case_seconds) as pool:
         pool.start()
         outcome = pool.run_alone(case)
@@ -224,30 +225,33 @@ def replay(given: Namespace) -> int:
     return CODES.get(outcome.status, 1)
 
 
-def explain(given: Namespace) -> int:
+def explain(arguments: Namespace) -> int:
     """Exit code 0 if nothing is wrong, 1 if the case or a stage is, 4 without a verdict."""
     from conformance.engine.run.corpus import find
     from conformance.engine.run.explain import explain as explained
     from conformance.engine.run.pool import Pool
 
-    options = Options.parsed(given)
+    options = Options.parsed(arguments)
     with Pool(options.child, case_seconds=options.case_seconds) as pool:
         pool.start()
-        found = explained(find(given.case, Path(options.corpus)), pool)
-    print("\n".join(found.lines()))
-    return 1 if found.is_wrong else CODES.get(found.case.status, 1)
+        explanation = explained(find(arguments.case, Path(options.corpus)), pool)
+    print("\n".join(explanation.lines()))
+    return 1 if explanation.is_wrong else CODES.get(explanation.case.status, 1)
 
 
-def minimize(given: Namespace) -> int:
-    """Exit code 1 with the smallest case; if the case does not fail, the one that `replay` has."""
+def minimize(arguments: Namespace) -> int:
+    """Exit code 1 with the smallest case that fails.
+
+    A case that does not fail gives the exit code that `replay` gives.
+    """
     from conformance.engine.run import corpus
     from conformance.engine.run.failure import Failure
     from conformance.engine.run.reduction import reduce
     from conformance.engine.run.session import FAILING, Session
     from conformance.report.terminal import failure_lines
 
-    options = Options.parsed(given)
-    case = corpus.find(given.case, Path(options.corpus))
+    options = Options.parsed(arguments)
+    case = corpus.find(arguments.case, Path(options.corpus))
     with tempfile.TemporaryDirectory() as folder, closing(Session(options, Path(folder))) as session:
         session.start()
         outcome = session.pool.run_alone(case)
@@ -260,46 +264,47 @@ def minimize(given: Namespace) -> int:
         "status": reduced.outcome.status,
         "finding": reduced.outcome.finding,
     }
-    place = corpus.try_save(Path(options.corpus), reduced.case, finding)
-    failure = Failure(reduced.case, reduced.outcome, "", reduced.attempts, reduced.finished, reduced.error, place)
+    saved_path = corpus.try_save(Path(options.corpus), reduced.case, finding)
+    failure = Failure(reduced.case, reduced.outcome, "", reduced.attempts, reduced.finished, reduced.error, saved_path)
     print("\n".join(failure_lines(failure.record(), options.replayed)))
-    print(f"{'' if place.startswith(corpus.NOT_SAVED) else 'saved as '}{place} after {reduced.attempts} attempts")
+    saved = saved_path if saved_path.startswith(corpus.NOT_SAVED) else f"saved as {saved_path}"
+    print(f"{saved} after {reduced.attempts} attempts")
     return 1
 
 
-def merge(given: Namespace) -> int:
+def merge(arguments: Namespace) -> int:
     """The exit code of the whole run."""
     from conformance.engine.run.merging import merge as merged
     from conformance.engine.run.verdict import read_baseline
     from conformance.report import conclude
     from conformance.usage import check_report
 
-    for path in given.report:
+    for path in arguments.report:
         check_report(path)
-    verdict = merged([read_baseline(Path(path), "merge") for path in given.reports])
-    return conclude(verdict, given.report)
+    verdict = merged([read_baseline(Path(path), "merge") for path in arguments.reports])
+    return conclude(verdict, arguments.report)
 
 
-def compare(given: Namespace) -> int:
+def compare(arguments: Namespace) -> int:
     """Exit code 0 if nothing became worse, else 5."""
     from conformance.engine.run.verdict import read_baseline
     from conformance.report.compare import compared
 
-    reports = [read_baseline(Path(path), "compare") for path in (given.old, given.new)]
+    reports = [read_baseline(Path(path), "compare") for path in (arguments.old, arguments.new)]
     lines, worse = compared(*reports)
     print("\n".join(lines))
     return REGRESSION if worse else 0
 
 
-def list_(given: Namespace) -> int:
+def list_(arguments: Namespace) -> int:
     """Print the suite's contents."""
     from conformance.report.contents import contents
 
-    print("\n".join(contents(split_names(given.function))))
+    print("\n".join(contents(split_names(arguments.function))))
     return 0
 
 
-def doctor(given: Namespace) -> int:
+def doctor(arguments: Namespace) -> int:
     """Exit code 0 if the suite can run here, 3 if not."""
     from conformance.report.doctor import checkup
 
@@ -309,83 +314,83 @@ def doctor(given: Namespace) -> int:
     return 0 if all(fine for fine, _ in findings) else HARNESS
 
 
-def check_adapter(given: Namespace) -> int:
+def check_adapter(arguments: Namespace) -> int:
     """Exit code 0 if the namespace offers anything that can be judged, else 4."""
     from conformance.engine.run.pool import Pool
     from conformance.report.adapter import described
 
-    with Pool(Options.parsed(given).child) as pool:
+    with Pool(Options.parsed(arguments).child) as pool:
         offered, text = described(pool.start())
     print(text)
     return 0 if offered else TOO_LITTLE
 
 
-def new_adapter(given: Namespace) -> int:
+def new_adapter(arguments: Namespace) -> int:
     """Write a file to fill in."""
     from conformance.report.new_adapter import write_adapter
 
-    path = write_adapter(given.name, split_names(given.function))
+    path = write_adapter(arguments.name, split_names(arguments.function))
     print(f"wrote {path}; call your kernels in it, then: moe-conformance check-adapter --impl {path.stem}")
     return 0
 
 
-def new_test(given: Namespace) -> int:
+def new_test(arguments: Namespace) -> int:
     """Write tests of the namespace's functions."""
     from conformance.engine.run.pool import Pool
     from conformance.report.new_test import write_test
 
-    options = Options.parsed(given)
+    options = Options.parsed(arguments)
     with Pool(options.child) as pool:
         offered = [name for name, about in pool.start()["functions"].items() if about["offered"]]
-    path = write_test(options.implementation, offered, split_names(given.function))
+    path = write_test(options.implementation, offered, split_names(arguments.function))
     print(f"wrote {path}; run it: pytest {path}")
     return 0
 
 
-def export(given: Namespace) -> int:
-    """Write the cases as data, and say what no rule of the files states."""
+def export(arguments: Namespace) -> int:
+    """Write the cases as data, and print what the rules in the files do not state."""
     from conformance.report.vectors import export as exported
 
-    for name in split_names(given.function):
-        vectors = exported(name, Path(given.folder), given.profile)
+    for name in split_names(arguments.function):
+        vectors = exported(name, Path(arguments.folder), arguments.profile)
         print(f"{name}: {len(vectors.cases)} cases, {len(vectors.tensors)} tensors")
         for what, reasons in (("cases left out", vectors.left_out), ("outputs without a rule", vectors.unstated)):
             print("".join(f"  {count} {what}: {reason}\n" for reason, count in reasons.items()), end="")
     return 0
 
 
-def speed(given: Namespace) -> int:
+def speed(arguments: Namespace) -> int:
     """Exit code 0, 1 if a result is wrong, 4 if nothing was timed, 5 if a ratio fell."""
     from conformance.report.speed import speed as timed
 
-    return timed(Options.parsed(given), given.against, given.case)
+    return timed(Options.parsed(arguments), arguments.against, arguments.case)
 
 
-def bench(given: Namespace) -> int:
+def bench(arguments: Namespace) -> int:
     """Exit code 0, 1 if a benchmark found a wrong result, 5 if a ratio fell."""
     from conformance.report.bench import bench as benchmarks
 
-    return benchmarks(split_names(given.only), given.report, given.baseline)
+    return benchmarks(split_names(arguments.only), arguments.report, arguments.baseline)
 
 
-def mutants(given: Namespace) -> int:
+def mutants(arguments: Namespace) -> int:
     """Exit code 0 if every mutant was killed, 1 if some survived."""
     from conformance.engine.run.session import default_jobs
     from conformance.mutants.configurations import plant_in_configurations
     from conformance.mutants.score import score_mutants
     from conformance.report.delivery import deliver
 
-    options = Options.parsed(given)
-    if other := [path for path in options.report if Path(path).suffix != ".json"]:
-        raise UsageError(f"--report {other[0]}: the report of mutants is a .json file")
-    if given.kind == "configurations":
+    options = Options.parsed(arguments)
+    if refused := [path for path in options.report if Path(path).suffix != ".json"]:
+        raise UsageError(f"--report {refused[0]}: the report of mutants is a .json file")
+    if arguments.kind == "configurations":
         return plant_in_configurations(options, options.jobs or default_jobs(options))
     jobs = options.jobs or default_jobs(replace(options, device="cpu"))
     results = score_mutants(
-        *(options.implementation, given.kind, options.seed, jobs, given.sample, given.only),
-        functions=split_names(given.function),
-        one_gpu=given.one_gpu,
-        seconds=given.mutant_seconds,
+        *(options.implementation, arguments.kind, options.seed, jobs, arguments.sample, arguments.only),
+        functions=split_names(arguments.function),
+        one_gpu=arguments.one_gpu,
+        seconds=arguments.mutant_seconds,
     )
     text = json.dumps([result.record() for result in results], indent=1) + "\n"
     return deliver(0 if all(result.killed for result in results) else 1, options.report, lambda path: text)

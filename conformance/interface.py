@@ -65,7 +65,7 @@ class Term:
             return isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value)
         if self.values == WORDS:
             return isinstance(value, str)
-        return any(type(value) is type(one) and value == one for one in self.values)
+        return any(type(value) is type(allowed_value) and value == allowed_value for allowed_value in self.values)
 
 
 VOCABULARY = {
@@ -108,9 +108,9 @@ def signature_of(function: Any) -> inspect.Signature | None:
     """
     try:
         function = function.forward if isinstance(function, torch.nn.Module) else function
-        own = inspect.signature(function, follow_wrapped=False)
-        passes_on = any(p.kind is p.VAR_KEYWORD for p in own.parameters.values())
-        return inspect.signature(function) if passes_on else own
+        signature = inspect.signature(function, follow_wrapped=False)
+        passes_on = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        return inspect.signature(function) if passes_on else signature
     except Exception:
         return None
 
@@ -128,33 +128,37 @@ class Implementation:
         return callable(getattr(self.namespace, function, None))
 
     def lacks(self, function: str, settings: dict[str, Any]) -> list[str]:
-        """The settings that the function's signature has no parameter for.
+        """The settings for which the function's signature has no parameter.
 
-        `scales.layout` is the parameter `layout` of another function, which the call needs too.
+        `scales.layout` stands for the parameter `layout` of another function, which the call needs
+        too.
         """
-        return [name for name in settings if not self._takes(name if "." in name else f"{function}.{name}")]
+        return [name for name in settings if not self._accepts_parameter(name if "." in name else f"{function}.{name}")]
 
     def names(self, function: str, parameter: str) -> bool:
-        """Whether the function's signature names the parameter; one of any keywords need not."""
+        """Whether the function's signature names the parameter.
+
+        A signature that accepts any keyword need not.
+        """
         signature = signature_of(getattr(self.namespace, function, None))
         return signature is not None and parameter in signature.parameters
 
     def with_default(self, function: str, names: Iterable[str]) -> set[str]:
         """Those of these parameters that the function's signature names, with a default."""
         signature = signature_of(getattr(self.namespace, function, None))
-        known = signature.parameters if signature else {}
-        return {x for x in names if x in known and known[x].default is not inspect.Parameter.empty}
+        parameters = signature.parameters if signature else {}
+        return {x for x in names if x in parameters and parameters[x].default is not inspect.Parameter.empty}
 
-    def _takes(self, name: str) -> bool:
+    def _accepts_parameter(self, name: str) -> bool:
         """Whether the function is offered, and takes the parameter by keyword."""
         function, _, parameter = name.partition(".")
         if function not in self._parameters:
             self._parameters[function] = self._keywords(function)
-        known = self._parameters[function]
-        return known is None or parameter in known
+        parameters = self._parameters[function]
+        return parameters is None or parameter in parameters
 
     def _keywords(self, function: str) -> frozenset[str] | None:
-        """The function's keyword arguments; None: any, or not known."""
+        """The function's keyword arguments; None if it accepts any, or if they are unknown."""
         if not self.offers(function):
             return frozenset()
         signature = signature_of(getattr(self.namespace, function))
@@ -201,8 +205,8 @@ class Implementation:
             raise UsageError(f"{self.name} declares {shown(declared)} for {function}; it must be a dict")
         for key, value in declared.items():
             if key not in VOCABULARY:
-                known = ", ".join(VOCABULARY)
-                raise UsageError(f"{self.name} declares {shown(key)} for {function}; the vocabulary is {known}")
+                vocabulary = ", ".join(VOCABULARY)
+                raise UsageError(f"{self.name} declares {shown(key)} for {function}; the vocabulary is {vocabulary}")
             if not VOCABULARY[key].allows(value):
                 legal = VOCABULARY[key].legal
                 raise UsageError(f"{self.name} declares {key} = {shown(value)} for {function}; it must be {legal}")
@@ -248,8 +252,8 @@ class Implementation:
         scope = getattr(self.namespace, "scope", "")
         by_function = scope if isinstance(scope, dict) else {"": scope}
         if not all(isinstance(text, str) for pair in by_function.items() for text in pair):
-            told = "it must be a predicate such as 'dtype=bfloat16', or a dict of them by function"
-            raise UsageError(f"{self.name} has scope = {shown(scope)}; {told}")
+            hint = "it must be a predicate such as 'dtype=bfloat16', or a dict of them by function"
+            raise UsageError(f"{self.name} has scope = {shown(scope)}; {hint}")
         return {function: one_line(text) for function, text in by_function.items() if text.strip()}
 
     def call(self, function: str, *args: Any, **settings: Any) -> Any:
@@ -258,11 +262,11 @@ class Implementation:
         Raises:
             ModeChanged: the call has changed a mode of the process, which is set back.
         """
-        before, changed = Modes(), ""
+        modes, changed = Modes(), ""
         try:
             result = getattr(self.namespace, function)(*args, **settings)
         finally:
-            changed = before.restore()
+            changed = modes.restore()
         if changed:
             raise ModeChanged(f"returned with another {changed} than before the call")
         return self.completed(function, result)
@@ -276,15 +280,18 @@ class Implementation:
 class _Completed:
     """A result with more fields."""
 
-    def __init__(self, result: Any, more: dict[str, Any]) -> None:
-        self._result, self._more = result, more
+    def __init__(self, result: Any, extra_fields: dict[str, Any]) -> None:
+        self._result, self._more = result, extra_fields
 
     def __getattr__(self, name: str) -> Any:
         return self._more[name] if name in self._more else getattr(self._result, name)
 
 
 def _completed(result: Any, omitted: tuple[str, ...]) -> Any:
-    """The result with None for omitted fields; a plain tuple, whose values have no names, as is."""
+    """The result with None for omitted fields.
+
+    A plain tuple, whose values have no names, stays as it is.
+    """
     if isinstance(result, Tensor) or (isinstance(result, (tuple, list)) and not hasattr(result, "_fields")):
         return result
     if isinstance(result, dict):
@@ -300,14 +307,17 @@ def _text(answer: Any, wanted: str) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """A declared value, its texts on one line."""
+    """A declared value with its texts on one line each."""
     if isinstance(value, str):
         return one_line(value)
     return tuple(map(one_line, value)) if isinstance(value, (tuple, list)) else value
 
 
 def imported(module_name: str) -> Any:
-    """The module; for the reference's functions of all ranks, their one-rank adapter."""
+    """The module of this name.
+
+    For the reference's functions of all ranks, their one-rank adapter.
+    """
     return importlib.import_module(ONE_RANK.get(module_name, module_name))
 
 
@@ -336,10 +346,10 @@ def load(name: str) -> Implementation:
         raise UsageError(
             f"--impl {name}: importing it raised {type(error).__name__}: {error} ({_raised_at(error)})"
         ) from error
-    for part in filter(None, attribute.split(".")):
-        if not hasattr(namespace, part):
+    for name_part in filter(None, attribute.split(".")):
+        if not hasattr(namespace, name_part):
             raise UsageError(f"--impl {name}: {module_name} has no {attribute!r}")
-        namespace = getattr(namespace, part)
+        namespace = getattr(namespace, name_part)
     return Implementation(namespace, name)
 
 
@@ -361,12 +371,14 @@ def named_outputs(result: Any, names: tuple[str, ...]) -> dict[str, Any]:
         if len(result) != len(names):
             raise ValueError(f"returned {len(result)} values; it must return {len(names)}: {', '.join(names)}")
         return dict(zip(names, result, strict=True))
-    found = result if isinstance(result, dict) else {x: getattr(result, x) for x in names if hasattr(result, x)}
-    missing = [name for name in names if name not in found]
+    outputs_by_name = (
+        result if isinstance(result, dict) else {x: getattr(result, x) for x in names if hasattr(result, x)}
+    )
+    missing = [name for name in names if name not in outputs_by_name]
     if missing:
-        told = f"it must have {', '.join(names)}, or be declared to omit some"
-        raise ValueError(f"returned {type(result).__name__} without {', '.join(missing)}; {told}")
-    return {name: found[name] for name in names}
+        hint = f"it must have {', '.join(names)}, or be declared to omit some"
+        raise ValueError(f"returned {type(result).__name__} without {', '.join(missing)}; {hint}")
+    return {name: outputs_by_name[name] for name in names}
 
 
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -384,8 +396,10 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
         def forward(ctx, settings, *args):
             ctx.set_materialize_grads(False)
             outputs, ctx.kept = forward(*args, **settings)
-            whole = outputs if isinstance(outputs, tuple) else (outputs,)
-            ctx.mark_non_differentiable(*(x for x in whole if isinstance(x, Tensor) and not x.is_floating_point()))
+            all_outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            ctx.mark_non_differentiable(
+                *(x for x in all_outputs if isinstance(x, Tensor) and not x.is_floating_point())
+            )
             return outputs
 
         @staticmethod

@@ -29,8 +29,8 @@ def _autocast() -> tuple[bool, ...]:
 
 
 def _set_autocast(enabled: tuple[bool, ...]) -> None:
-    for device, each in zip(("cpu", "cuda"), enabled, strict=True):
-        torch.set_autocast_enabled(device, each)
+    for device, device_enabled in zip(("cpu", "cuda"), enabled, strict=True):
+        torch.set_autocast_enabled(device, device_enabled)
 
 
 def _pop_function_modes(most: int) -> None:

@@ -28,10 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("moe-conformance")
     for flag, arguments in flags():
         if flag != "--seconds":  # pytest's items have no common end
-            group.addoption(_own(flag), **arguments)
+            group.addoption(_as_pytest_flag(flag), **arguments)
 
 
-def _own(text: str) -> str:
+def _as_pytest_flag(text: str) -> str:
     """The text with the command's flags renamed to the plugin's."""
     names = "|".join(flag.removeprefix("--") for flag, _ in flags())
     return re.sub(rf"(?<![\w-])--(?=({names})(?![\w-]))", "--moe-", text)
@@ -50,21 +50,25 @@ class Run:
         self.session: Any = None
         self.verdict: Any = None
         self.unwritten: list[str] = []  # sentences on reports
-        given = getattr(config, "workerinput", {})
-        self.worker = given.get("workerid", "")
+        worker_input = getattr(config, "workerinput", {})
+        self.worker = worker_input.get("workerid", "")
         self.ledgers = None if self.worker else tempfile.TemporaryDirectory(prefix="moe-conformance-ledger-")
-        self.folder = Path(self.ledgers.name if self.ledgers else given["conformance_folder"])
+        self.folder = Path(self.ledgers.name if self.ledgers else worker_input["conformance_folder"])
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         node.workerinput["conformance_folder"] = str(self.folder)
 
     def pytest_report_header(self) -> str:
-        given = self.config.option
-        return f"moe-conformance: {given.moe_impl}, profile {given.moe_profile}; each process first imports torch"
+        options = self.config.option
+        return f"moe-conformance: {options.moe_impl}, profile {options.moe_profile}; each process first imports torch"
 
     def pytest_sessionstart(self) -> None:
-        """Start the session; a controller of workers starts one too, to fail once for all."""
+        """Start the session.
+
+        A controller of workers starts one too, so that an error stops the run once and not in every
+        worker.
+        """
         from conformance.engine.child import server
 
         server.start()  # it imports torch while this process does
@@ -87,14 +91,14 @@ class Run:
                 self.session.find_footprints()
                 self.session.close()
         except (UsageError, CaseError) as error:
-            raise UsageExit(_own(str(error)), returncode=2) from None
+            raise UsageExit(_as_pytest_flag(str(error)), returncode=2) from None
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "section" in metafunc.fixturenames:
             metafunc.parametrize("section", self.session.plan, ids=lambda section: section.label)
 
     def pytest_exception_interact(self, call: pytest.CallInfo, report: Any) -> None:
-        """An error that is not a failing section is an error of the suite."""
+        """An error outside of a failing section is an error of the suite."""
         if call.excinfo and not isinstance(call.excinfo.value, pytest.fail.Exception):
             self.session.problem(getattr(report, "nodeid", ""), call.excinfo.value)
 
@@ -110,10 +114,10 @@ class Run:
         failed_inside = session.exitstatus == pytest.ExitCode.INTERNAL_ERROR  # exit code 3
         if not self.ledgers or failed_inside or not any(self.folder.glob("*.jsonl")):
             return
-        parts, selected = self.session.options.part[1], self.config.getoption("-k")
+        num_parts, selected = self.session.options.part[1], self.config.getoption("-k")
         interrupted = "a signal" if session.exitstatus == pytest.ExitCode.INTERRUPTED else ""
         self.verdict = self.session.verdict(
-            self.folder, parts == 1 and not selected, interrupted, parts > 1 and not selected
+            self.folder, num_parts == 1 and not selected, interrupted, num_parts > 1 and not selected
         )
         self.unwritten = unwritten(self.session.options.report, partial(report_text, self.verdict))
         session.exitstatus = exit_code(self.verdict.exit_code, self.unwritten)
@@ -124,6 +128,6 @@ class Run:
             from conformance.report.terminal import annotations, lines
 
             terminalreporter.section("moe-conformance")
-            sentences = [_own(sentence) for sentence in self.unwritten]
+            sentences = [_as_pytest_flag(sentence) for sentence in self.unwritten]
             for line in [*lines(self.verdict), *annotations(self.verdict), *sentences]:
                 terminalreporter.write_line(line)

@@ -20,7 +20,7 @@ from conformance.usage import UsageError
 
 TOOLS = ("consan", "fpsan", "memcheck")
 PROGRAM = "compute-sanitizer"
-ELSEWHERE = "/usr/local/cuda/bin"  # where the toolkit puts it
+ELSEWHERE = "/usr/local/cuda/bin"  # the folder in which the toolkit installs it
 REPORTS = "MOE_CONFORMANCE_MEMCHECK"  # its file, set for the command that it runs
 OPTIONS = (
     *("--tool", "memcheck", "--target-processes", "all", "--print-limit", "10000"),
@@ -41,14 +41,14 @@ def begin(tool: str) -> None:
     """
     if tool != "memcheck":
         return
-    if REPORTS in os.environ:  # this is that command
+    if REPORTS in os.environ:  # this process is that command already
         atexit.register(Path(os.environ[REPORTS]).unlink, missing_ok=True)
         return
     program = shutil.which(PROGRAM, path=os.pathsep.join([os.environ.get("PATH", os.defpath), ELSEWHERE]))
     if program is None:
-        told = f"--sanitize memcheck: there is no {PROGRAM} on PATH or in {ELSEWHERE}"
-        raise UsageError(f"{told}; it comes with the CUDA toolkit")
+        problem = f"--sanitize memcheck: there is no {PROGRAM} on PATH or in {ELSEWHERE}"
+        raise UsageError(f"{problem}; it comes with the CUDA toolkit")
     handle, os.environ[REPORTS] = tempfile.mkstemp(prefix="moe-conformance-memcheck-", suffix=".log")
     os.close(handle)
-    given = [*OPTIONS, "--log-file", os.environ[REPORTS]]
-    os.execv(program, [program, *given, sys.executable, *sys.orig_argv[1:]])
+    tool_options = [*OPTIONS, "--log-file", os.environ[REPORTS]]
+    os.execv(program, [program, *tool_options, sys.executable, *sys.orig_argv[1:]])

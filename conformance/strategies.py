@@ -45,8 +45,8 @@ def cases(
     scope = Scope(contract, space)
 
     def moved(case: Case) -> Case:
-        other = predicate.steered(scope, case, random.Random(case.seed))
-        return reject() if other is None else other
+        steered_case = predicate.steered(scope, case, random.Random(case.seed))
+        return reject() if steered_case is None else steered_case
 
     return scope.drawn().map(moved)
 
@@ -114,10 +114,10 @@ def logits(
     rows, columns, steps = _sizes(tokens, 0, 64), _sizes(experts, 1, 16), round(most / STEP)
     shapes = st.tuples(rows, columns)
     numbers = shapes.flatmap(lambda shape: arrays(np.int64, shape, elements=st.integers(-steps, steps)))
-    return numbers.map(lambda found: (torch.from_numpy(found) * STEP).to(dtype))
+    return numbers.map(lambda eighths: (torch.from_numpy(eighths) * STEP).to(dtype))
 
 
-def _sizes(given: st.SearchStrategy[int] | int | None, least: int, most: int) -> st.SearchStrategy[int]:
-    if given is None:
+def _sizes(sizes: st.SearchStrategy[int] | int | None, least: int, most: int) -> st.SearchStrategy[int]:
+    if sizes is None:
         return st.integers(least, most)
-    return st.just(given) if isinstance(given, int) else given
+    return st.just(sizes) if isinstance(sizes, int) else sizes

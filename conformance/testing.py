@@ -75,10 +75,10 @@ def conforms(
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
-        def judged(*args: Any, case: Case, **others: Any) -> None:
+        def judged(*args: Any, case: Case, **fixtures: Any) -> None:
             if _judged(namespace, case, device).status == UNSUPPORTED:
                 reject()
-            test(*args, case=case, **others)
+            test(*args, case=case, **fixtures)
 
         tested: Callable[..., None] = given(case=drawn)(judged)
         return tested
@@ -99,26 +99,32 @@ def _offering(implementation: Any, function: str) -> Implementation:
     return implementation
 
 
-def _case_of(function: str, given: Case | dict[str, Any] | str | None) -> Case:
-    """The case that was given; it must be one of the function's."""
-    if isinstance(given, str):
-        given = corpus.find(given, corpus.DEFAULT)
-    case = given if isinstance(given, Case) else corpus.checked(case_from({"function": function} | (given or {})))
+def _case_of(function: str, description: Case | dict[str, Any] | str | None) -> Case:
+    """The case that was passed, which must be one of the function's."""
+    if isinstance(description, str):
+        description = corpus.find(description, corpus.DEFAULT)
+    case = (
+        description
+        if isinstance(description, Case)
+        else corpus.checked(case_from({"function": function} | (description or {})))
+    )
     if case.function != function:
         raise UsageError(f"the case is one of {case.function}; it must be one of {function}")
     return case
 
 
 def _judged(implementation: Implementation, case: Case, device: str) -> Outcome:
-    place = chosen_device(device)
+    device_of_test = chosen_device(device)
     case, outcome = blamed(
-        case, evaluate(case, implementation, place), lambda other: evaluate(other, implementation, place)
+        case,
+        evaluate(case, implementation, device_of_test),
+        lambda candidate: evaluate(candidate, implementation, device_of_test),
     )
-    found = outcome.finding
+    finding = outcome.finding
     if outcome.status not in (*RIGHT, UNSUPPORTED):
-        told = f"{found['output']} [{found['check']}] {found['message']}" if found else outcome.reason
+        message = f"{finding['output']} [{finding['check']}] {finding['message']}" if finding else outcome.reason
         replay = f"moe-conformance replay '{case.text}' --impl {implementation.name}"
         raise AssertionError(
-            f"{case.function}: {outcome.status}: {told}\n  case    {picture(case)}\n  replay  {replay}"
+            f"{case.function}: {outcome.status}: {message}\n  case    {picture(case)}\n  replay  {replay}"
         )
     return outcome

@@ -17,22 +17,22 @@ class UsageError(Exception):
 
 
 def check_module(name: str, flag: str = "--impl") -> None:
-    """Check what can be told of a namespace's name without importing anything.
+    """Check what is known about a namespace's name without importing anything.
 
     Raises:
         UsageError: a file's name, or a package or module that does not exist.
     """
     module_name = name.partition(":")[0]
     if module_name.endswith(".py") or "/" in module_name:
-        right = module_name.removesuffix(".py").strip("./").replace("/", ".")
-        raise UsageError(f"{flag} {name}: give the module's name, not its file: {right}")
+        module_name_without_suffix = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise UsageError(f"{flag} {name}: give the module's name, not its file: {module_name_without_suffix}")
     top = module_name.partition(".")[0]
     if top and not _exists(top):
         raise UsageError(missing_module(name, top, flag))
 
 
-def check_known(argument: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Check that what the user calls by name exists.
+def check_known(argument: str, names: Iterable[str], known_names: Iterable[str]) -> None:
+    """Check that a thing which the user names exists.
 
     Args:
         argument: the option or parameter, as its user writes it.
@@ -40,14 +40,16 @@ def check_known(argument: str, names: Iterable[str], known: Iterable[str]) -> No
     Raises:
         UsageError: the first name that is not known.
     """
-    known = list(known)
-    if unknown := [name for name in names if name not in known]:
-        suggestion = "".join(f"; nearest to it is {name}" for name in get_close_matches(str(unknown[0]), known, n=1))
-        raise UsageError(f"{argument} is {unknown[0]!r}; known are {', '.join(known)}{suggestion}")
+    known_names = list(known_names)
+    if unknown := [name for name in names if name not in known_names]:
+        suggestion = "".join(
+            f"; nearest to it is {name}" for name in get_close_matches(str(unknown[0]), known_names, n=1)
+        )
+        raise UsageError(f"{argument} is {unknown[0]!r}; known are {', '.join(known_names)}{suggestion}")
 
 
 def check_report(path: str) -> None:
-    """Check that a report can be written to this file, before the run whose verdict it holds.
+    """Check that a report can be written to this file, before the run whose verdict it will hold.
 
     Raises:
         UsageError: an unknown ending, no such folder, or a file that cannot be written.
@@ -72,7 +74,7 @@ def missing_module(name: str, missing: str, flag: str = "--impl") -> str:
 
 
 def _exists(top: str) -> bool:
-    """Whether a child process could find the package or module; True if that is not known."""
+    """Whether a child process could find the package or module. True if this is not known."""
     try:
         here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
         return (importlib.util.find_spec(top) or here) is not None

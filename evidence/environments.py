@@ -1,5 +1,7 @@
-"""Environments under `.evidence`: kept, each with its own packages, all with the torch of the
-caller; and sources of repositories, read where they lie.
+"""Environments under `.evidence`, which are kept.
+
+Each has its own packages, and all have the caller's torch. Sources of repositories are read where
+they lie.
 """
 
 import io
@@ -15,11 +17,11 @@ FOLDER = ROOT / ".evidence"
 
 
 class Unavailable(Exception):
-    """What cannot be had here, with the reason in one sentence."""
+    """Something that is not available on this machine, with the reason in one sentence."""
 
 
 def environment(name: str) -> Path:
-    """The Python of an environment that sees the caller's packages after its own."""
+    """The Python of an environment, which finds the caller's packages after its own."""
     folder = FOLDER / "environments" / name
     python = folder / "bin" / "python"
     if not python.exists():
@@ -71,12 +73,14 @@ def install_source(python: Path, repository: str, revision: str, folder: str) ->
 
 def run(python: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run Python there, with this checkout first on its path."""
-    given = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
-    return subprocess.run([str(python), *arguments], cwd=ROOT, env=given, capture_output=True, text=True, timeout=1200)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+    return subprocess.run(
+        [str(python), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
+    )
 
 
 def source(repository: str) -> Path:
-    """The folder of a repository of GitHub; one that lies in `.evidence/sources` is used as it is.
+    """The folder of a repository on GitHub. A folder in `.evidence/sources` is used as it is.
 
     Raises:
         Unavailable: it cannot be fetched.

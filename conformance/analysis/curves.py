@@ -30,12 +30,14 @@ class Curve(NamedTuple):
 
 
 def _room(dtype: torch.dtype) -> float:
-    """The x from which on 1 + exp(-x) = 1."""
+    """The smallest x from which 1 + exp(-x) is exactly 1 in this dtype."""
     return LOST - math.log(ROUNDOFF[dtype])
 
 
 def _off(x: Running) -> Tensor:
-    """The error of an exponential's argument, x · log₂e being rounded once more."""
+    """The error of an exponential whose argument x · log₂e is rounded before the exponential is
+    taken.
+    """
     return torch.where(x.value.isfinite(), x.error + 2 * ROUNDOFF[x.dtype] * x.value.abs(), 0.0)
 
 
@@ -51,37 +53,43 @@ def sigmoid(x: Running) -> Running:
     by_tanh = torch.where(x.value + off < -_room(x.dtype), value, unit * (TANH / 2 + value))
     rounding = torch.maximum(by_exp, by_tanh)
     saturated = x.value - off > _room(x.dtype)
-    error = torch.where(saturated, _left(value, (off - x.value).exp(), x.dtype), inherited + rounding)
+    error = torch.where(saturated, _distance_to_one(value, (off - x.value).exp(), x.dtype), inherited + rounding)
     return Running(value, torch.where(x.value.isfinite(), error, 0.0), x.dtype)
 
 
 def tanh(x: Running) -> Running:
     """tanh(x) by an exponential, or better."""
     least, value = x.value.abs() - _off(x), x.value.tanh()
-    left = torch.where(2 * least > _room(x.dtype), _left(value, 2 * (-2 * least).exp(), x.dtype), torch.inf)
-    return _beside_one(x, value, (x.value + _off(x)).tanh(), (x.value - _off(x)).tanh(), left)
+    distance_to_one = torch.where(
+        2 * least > _room(x.dtype), _distance_to_one(value, 2 * (-2 * least).exp(), x.dtype), torch.inf
+    )
+    return _beside_one(x, value, (x.value + _off(x)).tanh(), (x.value - _off(x)).tanh(), distance_to_one)
 
 
 def erf(x: Running) -> Running:
     """erf(x) by a polynomial with an error of BESIDE_ONE roundings of 1, or better."""
     least, value = (x.value.abs() - _off(x)).clamp(min=0), x.value.erf()
-    left = torch.where(least.square() > _room(x.dtype), _left(value, torch.special.erfc(least), x.dtype), torch.inf)
-    return _beside_one(x, value, (x.value + _off(x)).erf(), (x.value - _off(x)).erf(), left)
+    distance_to_one = torch.where(
+        least.square() > _room(x.dtype), _distance_to_one(value, torch.special.erfc(least), x.dtype), torch.inf
+    )
+    return _beside_one(x, value, (x.value + _off(x)).erf(), (x.value - _off(x)).erf(), distance_to_one)
 
 
-def _left(value: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 - |value| of a saturated curve: in float64, or `rest` where this underflows."""
-    return torch.maximum(1 - value.abs(), rest) + torch.finfo(dtype).tiny
+def _distance_to_one(value: Tensor, float64_distance: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 - |value| of a saturated curve: in float64, or `float64_distance` where this underflows."""
+    return torch.maximum(1 - value.abs(), float64_distance) + torch.finfo(dtype).tiny
 
 
-def _beside_one(x: Running, value: Tensor, high: Tensor, low: Tensor, left: Tensor) -> Running:
-    """An error of BESIDE_ONE roundings of 1, at most `left` where the curve saturates."""
-    error = torch.minimum(torch.maximum(high - value, value - low) + BESIDE_ONE * ROUNDOFF[x.dtype], left)
+def _beside_one(x: Running, value: Tensor, high: Tensor, low: Tensor, distance_to_one: Tensor) -> Running:
+    """x → value with an error of BESIDE_ONE roundings of 1, at most `distance_to_one`."""
+    error = torch.minimum(torch.maximum(high - value, value - low) + BESIDE_ONE * ROUNDOFF[x.dtype], distance_to_one)
     return Running(value, torch.where(x.value.isfinite(), error, 0.0), x.dtype)
 
 
 def in_any_order(*terms: Running) -> Running:
-    """The sum of the terms, whichever two are added first: each sum rounds by its terms' size."""
+    """The sum of the terms, with the error of adding them in any order: each partial sum is
+    rounded.
+    """
     shape = torch.broadcast_shapes(*(x.value.shape for x in terms))
     expanded = [Running(x.value.expand(shape), x.error.expand(shape), terms[-1].dtype) for x in terms]
     total = Running.joined(expanded, stack=True).sum(0)
@@ -128,10 +136,10 @@ def _bend_slope(x: Running) -> Running:
     return (t + 1.0) * 0.5 + x * room * (x * x * (3 * GELU_CUBIC) + 1.0) * (0.5 * math.sqrt(2 / math.pi))
 
 
-def _halved_last(x: Running, right: Running) -> Running:
+def _halved_last(x: Running, product: Running) -> Running:
     """x (1 + erf) / 2 in any order, as torch's own gelu: where the product overflows, anything."""
     beyond = 2 * x.value > torch.finfo(x.dtype).max
-    return Running(right.value, torch.where(beyond, torch.inf, right.error), right.dtype)
+    return Running(product.value, torch.where(beyond, torch.inf, product.error), product.dtype)
 
 
 def _positive(x: Running) -> Running:
@@ -187,8 +195,8 @@ def halves(h: Tensor, settings: Mapping[str, Any], dtype: torch.dtype) -> tuple[
 
 def _clamped(x: Running, low: float, high: float) -> Running:
     off = x.constant(high).error
-    inside = (x.value >= low) & (x.value <= high) | x.value.isnan()
-    return Running(x.value.clamp(low, high), torch.where(inside, x.error, off), x.dtype)
+    within_limits = (x.value >= low) & (x.value <= high) | x.value.isnan()
+    return Running(x.value.clamp(low, high), torch.where(within_limits, x.error, off), x.dtype)
 
 
 def shifted(v: Running, settings: Mapping[str, Any]) -> Running:

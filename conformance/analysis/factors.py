@@ -23,7 +23,7 @@ from moe_ref.rounding import round_to
 # float32 roundings of a product by scales: three per value of NVFP4, or in one factor for both
 # operands, and the multiplication by it
 SCALED = 8
-SCALED_BY_RECIPROCALS = 16  # plus up to five roundings per scale
+SCALED_BY_RECIPROCALS = 16  # and at most five roundings per scale
 
 
 @dataclass(frozen=True)
@@ -88,32 +88,36 @@ class ProductPrecision:
         )
         form = quantization.quantized.form(operand.columnwise)
         sources = form.source_MN[: int(counts.sum())].detach().split(counts.tolist())
-        one = self._quantizer(form.scheme, x_PN.dtype)
+        quantizer_of_role = self._quantizer(form.scheme, x_PN.dtype)
         factors = []
-        for group, x, own in zip(form.groups, sources, self._noises(one.scheme, counts, operand), strict=True):
-            quantizer = replace(one, noise=own)
+        for group, x, group_noise in zip(
+            form.groups, sources, self._noises(quantizer_of_role.scheme, counts, operand), strict=True
+        ):
+            quantizer = replace(quantizer_of_role, noise=group_noise)
             factors.append(self._factor(_decoded(quantizer, group, turned(x, form.columnwise)), quantizer, operand))
         return factors
 
     def inexact_rows(self, x: Running, counts: Tensor, role: str, gemm: str, dtype: torch.dtype) -> list[Factor]:
         """Each expert's rows of an operand with error bounds, stored in `dtype`."""
-        operand, whole = self._operand(role, gemm), Interval.around(x.value, x.error)
+        operand, interval = self._operand(role, gemm), Interval.around(x.value, x.error)
         starts = (counts.cumsum(0) - counts).tolist()
-        parts = [
-            whole.each(lambda x, rows=slice(start, start + count): x[rows])  # type: ignore[misc]
+        expert_intervals = [
+            interval.each(lambda x, rows=slice(start, start + count): x[rows])  # type: ignore[misc]
             for start, count in zip(starts, counts.tolist(), strict=True)
         ]
         if operand is None:
-            return [Factor(part) for part in parts]
+            return [Factor(expert_interval) for expert_interval in expert_intervals]
         columnwise = operand.columnwise
-        one = self._quantizer(scheme(self.settings["recipe"], role, columnwise=columnwise), dtype)
-        state, noises = self.settings.get("state"), self._noises(one.scheme, counts, operand)
+        quantizer_of_role = self._quantizer(scheme(self.settings["recipe"], role, columnwise=columnwise), dtype)
+        state, noises = self.settings.get("state"), self._noises(quantizer_of_role.scheme, counts, operand)
         factors = []
-        for g, part in enumerate(parts):
-            part = part.each(lambda y: turned(y, columnwise))
-            given = None if state is None else getattr(state, role).scale[g]
-            quantizer = replace(one, given=given, noise=noises[g])
-            decoded = quantizer.values(transformed(part) if one.scheme.hadamard else part)
+        for g, expert_interval in enumerate(expert_intervals):
+            expert_interval = expert_interval.each(lambda y: turned(y, columnwise))
+            delayed_scale = None if state is None else getattr(state, role).scale[g]
+            quantizer = replace(quantizer_of_role, given=delayed_scale, noise=noises[g])
+            decoded = quantizer.values(
+                transformed(expert_interval) if quantizer_of_role.scheme.hadamard else expert_interval
+            )
             factors.append(self._factor(decoded, quantizer, operand))
         return factors
 
@@ -134,8 +138,8 @@ class ProductPrecision:
         noise = self.settings.get("noise")
         if noise is None or not scheme.stochastic:
             return [None for _ in counts]
-        own = noise[int(operand.columnwise)][: int(counts.sum())].split(counts.tolist())
-        return [turned(part, operand.columnwise) for part in own]
+        noise_of_experts = noise[int(operand.columnwise)][: int(counts.sum())].split(counts.tolist())
+        return [turned(expert_noise, operand.columnwise) for expert_noise in noise_of_experts]
 
     def _quantizer(self, scheme: Scheme, dtype: torch.dtype) -> Quantizer:
         return Quantizer(scheme, dtype, reciprocal=self.reciprocal and may_be_others(scheme))
@@ -153,8 +157,8 @@ def _decoded(quantizer: Quantizer, group: Scaled, source: Tensor) -> Decoded:
     """The dequantised values of an exact source, which the reference quantises to `group`."""
     x, scales = Interval.exact(source.float().double()), quantizer.of_group(group)
     if not quantizer.reciprocal:
-        back = spread(scales.back[0], scales.block, source).double()
-        decoded = Decoded(Interval.exact(values(group, quantizer.scheme).double()), back)
+        decoding_scale = spread(scales.back[0], scales.block, source).double()
+        decoded = Decoded(Interval.exact(values(group, quantizer.scheme).double()), decoding_scale)
     else:
         decoded = quantizer.values(x, None if quantizer.two_levels else [scales])
         decoded = replace(decoded, values=decoded.values.mapped(lambda end: end.float().double()))
@@ -166,7 +170,10 @@ def _decoded(quantizer: Quantizer, group: Scaled, source: Tensor) -> Decoded:
 
 
 def may_be_others(scheme: Scheme) -> bool:
-    """Whether reciprocals may change a code: not with powers of two or 4over6."""
+    """Whether a quantiser that multiplies by reciprocals may give a neighbouring code.
+
+    It cannot where scales are powers of two, nor with 4over6.
+    """
     recipe = scheme.recipe
     return not (recipe.power_of_two_scales or recipe.scaling == "mxfp8" or scheme.four_over_six)
 
@@ -183,11 +190,10 @@ def dequantised(values: Interval, dtype: torch.dtype, reciprocal: bool) -> Inter
 
 
 def aligned_size(values: Interval, scale: Tensor, scheme: Scheme) -> Tensor:
-    """|value|; for a subnormal code the value of the smallest normal one.
-
-    A matrix unit that truncates a sum aligns it by the largest exponent of its terms, and a
-    subnormal code has the exponent of the smallest normal one. Measured on an H200: a subnormal's
-    product lost three more bits.
+    """The magnitudes by which a sum is aligned: |value|, but for a subnormal code the value of the
+    smallest normal code. A matrix unit that truncates a sum aligns it by the largest exponent of
+    its terms, and a subnormal code has the exponent of the smallest normal one. Measured on an
+    H200: the product of a subnormal code lost three more bits.
     """
     smallest, center = scale * 2.0 ** (1 - scheme.format.bias), values.center
     return torch.where((center == 0) & (values.margin == 0), 0.0, torch.maximum(center.abs(), smallest))

@@ -16,7 +16,7 @@ def in_e4m3(x: Tensor) -> Tensor:
 
 
 def beyond_e4m3(x: Tensor) -> Tensor:
-    """True where casts disagree on the code."""
+    """Where casts to E4M3 may disagree about the code: larger numbers saturate or become NaN."""
     return x.abs() > MOST_KEPT
 
 

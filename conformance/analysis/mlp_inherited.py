@@ -33,8 +33,8 @@ def typical(product: Product, accumulator: Accumulator) -> Running:
 def spread(error_PK: Tensor, weights_LMK: Tensor, counts_L: Tensor) -> Tensor:
     """√Σ_k ε² w²: the error [P,M] of each expert's GEMM whose rows have independent errors."""
     slices = enumerate(expert_slices(counts_L))
-    parts = [error_PK[rows].square() @ weights_LMK[e].double().square().mT for e, rows in slices]
-    return torch.cat(parts).sqrt()
+    squared_errors = [error_PK[rows].square() @ weights_LMK[e].double().square().mT for e, rows in slices]
+    return torch.cat(squared_errors).sqrt()
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Inherited:
         slices = expert_slices(self.stages.call.counts_L)
         return torch.stack([g.value[rows].square().mT @ self.a[rows].square() for rows in slices]).sqrt()
 
-    def rows(self, back: Backward) -> Tensor:
+    def rows(self, gradients: Backward) -> Tensor:
         """ε_dx."""
         call = self.stages.call
-        d_a = typical(back.d_a, call.accumulator)
+        d_a = typical(gradients.d_a, call.accumulator)
         d_h = self.act.vjp(Running(d_a.value * self._p, d_a.error * self._p, torch.float64))
         error = spread(d_h.error, call.fc1_weight.mT, call.counts_L)
         if call.probs is None or not call.settings.get("probs_on_input"):

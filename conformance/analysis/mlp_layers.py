@@ -40,14 +40,14 @@ class LowLayer:
         """g W."""
         layer = replace(self, precision=self.precision.of("dgrad"))
         pairs = zip(layer._factors(g, "grad_output", "dgrad"), layer.precision.weights(weight, "dgrad"), strict=True)
-        whole = Product.joined([Product.of(rows, matrix.transposed) for rows, matrix in pairs])
-        return layer._running(whole, weight.shape[1], g.dtype)
+        product = Product.joined([Product.of(rows, matrix.transposed) for rows, matrix in pairs])
+        return layer._running(product, weight.shape[1], g.dtype)
 
     def wgrad(self, g: Running, x: Running) -> tuple[Running, Product]:
         """Σ gᵀ x per expert."""
         layer = replace(self, precision=self.precision.of("wgrad"))
         pairs = zip(layer._factors(g, "grad_output", "wgrad"), layer._factors(x, "input", "wgrad"), strict=True)
-        products = [Product.of(left.transposed, right.transposed) for left, right in pairs]
+        products = [Product.of(d_out_factor.transposed, rows_factor.transposed) for d_out_factor, rows_factor in pairs]
         return layer._running(Product.joined(products, stack=True), int(self.counts_L.max()), g.dtype)
 
     def _factors(self, x: Running, role: str, gemm: str) -> list[Factor]:
@@ -56,5 +56,5 @@ class LowLayer:
             return self.precision.rows(x.value.to(self.storage), self.counts_L, role, gemm)
         return self.precision.inexact_rows(x, self.counts_L, role, gemm, self.storage)
 
-    def _running(self, whole: Product, terms: int, dtype: torch.dtype) -> tuple[Running, Product]:
-        return whole.running(terms, dtype, self.precision.accumulator, self.precision.roundings), whole
+    def _running(self, product: Product, terms: int, dtype: torch.dtype) -> tuple[Running, Product]:
+        return product.running(terms, dtype, self.precision.accumulator, self.precision.roundings), product

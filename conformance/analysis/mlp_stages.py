@@ -61,10 +61,13 @@ def activated(h: Running, settings: Mapping[str, Any]) -> Activated:
 
 
 def activated_as_kept(h: Running, settings: Mapping[str, Any]) -> Activated:
-    """`activated` for h kept as E4M3 codes; unknown where a gate or its value may overflow."""
-    kept = kept_in_e4m3(h)
-    act = activated(kept, settings)
-    beyond = torch.logical_or(*split(kept.error.isinf(), settings))
+    """`activated`, for an h that is stored as E4M3 codes.
+
+    The result is unknown where a gate or its value may overflow.
+    """
+    stored_h = kept_in_e4m3(h)
+    act = activated(stored_h, settings)
+    beyond = torch.logical_or(*split(stored_h.error.isinf(), settings))
     lost = interleave_halves(beyond, beyond, settings)
 
     def vjp(g: Running) -> Running:
@@ -76,18 +79,20 @@ def activated_as_kept(h: Running, settings: Mapping[str, Any]) -> Activated:
 
 def clamped(x: Running, least: float, most: float) -> Running:
     """min(max(x, least), most); x's error is clamped as well."""
-    outside = (x.value - x.error >= most) | (x.value + x.error <= least)
-    return Running(x.value.clamp(least, most), torch.where(outside, 0.0, x.error), x.dtype)
+    beyond_limits = (x.value - x.error >= most) | (x.value + x.error <= least)
+    return Running(x.value.clamp(least, most), torch.where(beyond_limits, 0.0, x.error), x.dtype)
 
 
 def clamp_vjp(g: Running, x: Running, least: float, most: float) -> Running:
-    """g where x lies within the bounds, else 0; either where x's interval contains a bound."""
-    inside = (x.value >= least) & (x.value <= most)
+    """The gradient of `clamped`: g where x lies within the bounds, else 0; either one where the
+    interval of x contains a bound.
+    """
+    within_limits = (x.value >= least) & (x.value <= most)
     open_ = ((x.value - most).abs() <= x.error) | ((x.value - least).abs() <= x.error)
     either = open_ & (x.error > 0)
     return Running(
-        torch.where(inside, g.value, 0.0),
-        torch.where(either, g.value.abs() + g.error, torch.where(inside, g.error, 0.0)),
+        torch.where(within_limits, g.value, 0.0),
+        torch.where(either, g.value.abs() + g.error, torch.where(within_limits, g.error, 0.0)),
         g.dtype,
     )
 
@@ -142,27 +147,33 @@ class Call:
         """x W_eᵀ + b_e: the bias is one more column times 1, added first or last."""
         products = []
         for e, rows in enumerate(expert_slices(self.counts_L)):
-            left, right = x[rows], Running.of(weights[e], self.sums)
+            expert_rows, expert_weights = x[rows], Running.of(weights[e], self.sums)
             if bias_LM is not None:
                 ones, bias = (
-                    torch.ones(len(left.value), 1, dtype=torch.float64),
+                    torch.ones(len(expert_rows.value), 1, dtype=torch.float64),
                     Running.of(bias_LM[e][:, None], self.sums),
                 )
-                left = Running(torch.cat([left.value, ones], 1), torch.cat([left.error, 0 * ones], 1), left.dtype)
-                right = Running(
-                    torch.cat([right.value, bias.value], 1), torch.cat([right.error, bias.error], 1), right.dtype
+                expert_rows = Running(
+                    torch.cat([expert_rows.value, ones], 1),
+                    torch.cat([expert_rows.error, 0 * ones], 1),
+                    expert_rows.dtype,
                 )
-            products.append(Product.of(left, right))
+                expert_weights = Running(
+                    torch.cat([expert_weights.value, bias.value], 1),
+                    torch.cat([expert_weights.error, bias.error], 1),
+                    expert_weights.dtype,
+                )
+            products.append(Product.of(expert_rows, expert_weights))
         return self._contracted(products, x.dtype)
 
-    def outer(self, left: Running, right: Running) -> Contraction:
+    def outer(self, left_rows: Running, right_rows: Running) -> Contraction:
         """Σ over each expert's rows of leftᵀ right."""
-        products = [Product.of(left[rows].mT, right[rows].mT) for rows in expert_slices(self.counts_L)]
-        return self._contracted(products, left.dtype, stack=True)
+        products = [Product.of(left_rows[rows].mT, right_rows[rows].mT) for rows in expert_slices(self.counts_L)]
+        return self._contracted(products, left_rows.dtype, stack=True)
 
     def _contracted(self, products: list[Product], dtype: torch.dtype, stack: bool = False) -> Contraction:
-        parts = [product.running(product.terms, dtype, self.accumulator) for product in products]
-        return Running.joined(parts, stack), Product.joined(products, stack)
+        contractions = [product.running(product.terms, dtype, self.accumulator) for product in products]
+        return Running.joined(contractions, stack), Product.joined(products, stack)
 
     def summed(self, x: Running, weights: Running | None) -> Running:
         """Σ over each expert's rows of x, weighted, in the dtype of the second bias' sums."""
@@ -194,7 +205,10 @@ class Forward:
 
 def forward(call: Call) -> Forward:
     """The stages up to the output."""
-    on_input, early = bool(call.settings.get("probs_on_input")), bool(call.settings.get("round_before_probs"))
+    on_input, rounds_before_probs = (
+        bool(call.settings.get("probs_on_input")),
+        bool(call.settings.get("round_before_probs")),
+    )
     x = Running.of(call.rows_PH, call.sums)
     p = p_bias = None
     if call.probs is not None and on_input:
@@ -205,15 +219,15 @@ def forward(call: Call) -> Forward:
     h, first = call.fprop(0, x)
     h = call.kept(h, computed)
     act = activated(h, call.settings)
-    back = activated_as_kept(h, call.settings) if call.settings.get("fp8_input_store") else act
-    if early and p is not None:
-        act, back = (replace(x, value=call.kept(x.value, computed)) for x in (act, back))
+    saved_activation = activated_as_kept(h, call.settings) if call.settings.get("fp8_input_store") else act
+    if rounds_before_probs and p is not None:
+        act, saved_activation = (replace(x, value=call.kept(x.value, computed)) for x in (act, saved_activation))
     a = call.kept(act.value if p is None else act.value * p, call.sums)
     out, y = call.fprop(1, a)
     if call.fc2_bias is not None:
         bias = Running.of(call.of_rows(call.fc2_bias), call.widest)
         out = call.kept(out, call.widest) + (bias if p_bias is None else bias * p_bias)
-    return Forward(call, x, first, back, a, y, out, p, p_bias)
+    return Forward(call, x, first, saved_activation, a, y, out, p, p_bias)
 
 
 @dataclass(frozen=True)

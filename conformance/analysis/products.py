@@ -29,18 +29,20 @@ class Product:
 
     @classmethod
     def of(cls, left_IK: Tensor | Running | Factor, right_JK: Tensor | Running | Factor) -> "Product":
-        left, right = _operand(left_IK), _operand(right_JK)
-        value, magnitude = left.clean @ right.clean.T, left.size @ right.size.T
-        free, margin = torch.zeros_like(value, dtype=torch.bool), torch.zeros_like(value)
-        if not (left.finite and right.finite):
-            spoilt = left.value.isnan().any(1)[:, None] | right.value.isnan().any(1)[None]
-            free = (left.value.isinf().any(1)[:, None] | right.value.isinf().any(1)[None]) & ~spoilt
+        left_factor, right_factor = _operand(left_IK), _operand(right_JK)
+        value, magnitude = left_factor.clean @ right_factor.clean.T, left_factor.size @ right_factor.size.T
+        unspecified, margin = torch.zeros_like(value, dtype=torch.bool), torch.zeros_like(value)
+        if not (left_factor.finite and right_factor.finite):
+            spoilt = left_factor.value.isnan().any(1)[:, None] | right_factor.value.isnan().any(1)[None]
+            unspecified = (
+                left_factor.value.isinf().any(1)[:, None] | right_factor.value.isinf().any(1)[None]
+            ) & ~spoilt
             value = torch.where(spoilt, torch.nan, value)
-        if not (left.exact and right.exact):
-            farthest = (left.size + left.margin) @ (right.size + right.margin).T
-            open_ = (left.margin > 0).any(1)[:, None] | (right.margin > 0).any(1)[None]
+        if not (left_factor.exact and right_factor.exact):
+            farthest = (left_factor.size + left_factor.margin) @ (right_factor.size + right_factor.margin).T
+            open_ = (left_factor.margin > 0).any(1)[:, None] | (right_factor.margin > 0).any(1)[None]
             margin = torch.where(open_, farthest - magnitude, 0.0)
-        return cls(value, magnitude, free, margin, left.value.shape[1])
+        return cls(value, magnitude, unspecified, margin, left_factor.value.shape[1])
 
     @classmethod
     def joined(cls, products: list["Product"], stack: bool = False) -> "Product":
@@ -50,9 +52,11 @@ class Product:
 
     def with_tail(self, rows: int) -> "Product":
         """The product padded with zeros to `rows` rows."""
-        more = rows - len(self.value)
+        extra_rows = rows - len(self.value)
         fields = {name: getattr(self, name) for name in TENSORS}
-        longer: dict[str, Any] = {name: torch.cat([x, x.new_zeros((more, *x.shape[1:]))]) for name, x in fields.items()}
+        longer: dict[str, Any] = {
+            name: torch.cat([x, x.new_zeros((extra_rows, *x.shape[1:]))]) for name, x in fields.items()
+        }
         return replace(self, **longer)
 
     def running(self, terms: int, dtype: torch.dtype, accumulator: Accumulator, roundings: int = 0) -> Running:
@@ -72,10 +76,10 @@ class Product:
             2 if accumulator.unit == ROUNDOFF[torch.float64] else 1
         )  # the oracle's roundings are of the same size
         bound = bound + (self.margin + roundings * ROUNDOFF[torch.float32] * self.magnitude) * (1 + ROUNDOFF[dtype])
-        over = torch.finfo(dtype).max
-        surely = self.value.isfinite() & (self.value.abs() - bound > over * (1 + ROUNDOFF[dtype]))
+        largest = torch.finfo(dtype).max
+        surely = self.value.isfinite() & (self.value.abs() - bound > largest * (1 + ROUNDOFF[dtype]))
         surely &= ~self.free & (accumulator.unit <= ROUNDOFF[torch.float32])
-        bound = torch.where(self.free | (self.value.abs() + bound > over), torch.inf, bound)
+        bound = torch.where(self.free | (self.value.abs() + bound > largest), torch.inf, bound)
         value = torch.where(surely, self.value.sign() * torch.inf, self.value)
         return Bounded(
             torch.where(self.free, 0.0, value),

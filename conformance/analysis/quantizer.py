@@ -133,8 +133,10 @@ class Quantizer:
             by = self.given.reshape(1, 1)
         else:
             by = 1 / group.scale.double() if self.reciprocal else self.fitting(group.amax)
-        back = decoding(group, self.scheme)
-        return Scales((by, by), (back, back), block, torch.ones_like(back, dtype=torch.bool))
+        decoding_scale = decoding(group, self.scheme)
+        return Scales(
+            (by, by), (decoding_scale, decoding_scale), block, torch.ones_like(decoding_scale, dtype=torch.bool)
+        )
 
     def scaled(self, x: Interval, scales: Scales) -> Interval:
         """The scaled input before encoding, at each end by the extreme scale."""
@@ -175,26 +177,31 @@ class Quantizer:
         decoded = Decoded.nothing(x, format)
         for choice in choices:
             codes = self.codes(x, choice).mapped(lambda code: decode(code, format, dtype=torch.float64))
-            back = [spread(end, choice.block, x.low).double() for end in choice.back]
+            decoding_scales = [spread(end, choice.block, x.low).double() for end in choice.back]
             values = codes.mapped(
-                lambda low: torch.minimum(*(low * end for end in back)),  # noqa: B023  (called here)
-                lambda high: torch.maximum(*(high * end for end in back)),  # noqa: B023
+                lambda low: torch.minimum(*(low * end for end in decoding_scales)),  # noqa: B023  (called here)
+                lambda high: torch.maximum(*(high * end for end in decoding_scales)),  # noqa: B023
             )
-            one = Decoded(values, torch.maximum(*back))
-            decoded = decoded.or_else(one, spread(choice.chosen, choice.block, x.low))
+            decoded_choice = Decoded(values, torch.maximum(*decoding_scales))
+            decoded = decoded.or_else(decoded_choice, spread(choice.chosen, choice.block, x.low))
         return decoded
 
     def _of_amax(self, x: Interval) -> Iterator[Scales]:
         """Delayed, current and block scaling."""
         block = self.scheme.block
         if self.given is not None:
-            one = self.given.reshape(1, 1)
-            yield Scales((one, one), (over(1.0, one), over(1.0, one)), block, torch.ones_like(one, dtype=torch.bool))
+            delayed_scale = self.given.reshape(1, 1)
+            yield Scales(
+                (delayed_scale, delayed_scale),
+                (over(1.0, delayed_scale), over(1.0, delayed_scale)),
+                block,
+                torch.ones_like(delayed_scale, dtype=torch.bool),
+            )
             return
         high, low = (self.fitting(amax) for amax in self.amax(x, block))
         if not self.scheme.recipe.power_of_two_scales:
-            every = torch.ones_like(low, dtype=torch.bool)
-            yield Scales((low, high), (over(1.0, high), over(1.0, low)), block, every)
+            all_blocks = torch.ones_like(low, dtype=torch.bool)
+            yield Scales((low, high), (over(1.0, high), over(1.0, low)), block, all_blocks)
             return
         while bool((high >= low).any()):
             yield Scales((high, high), (over(1.0, high), over(1.0, high)), block, high >= low)
@@ -205,8 +212,8 @@ class Quantizer:
         first, last = (self.exponent(amax).int() for amax in self.amax(x, self.scheme.block))
         while bool((first <= last).any()):
             code = first.clamp(max=254).to(torch.uint8)
-            by, back = decode(254 - code, E8M0), decode(code, E8M0)
-            yield Scales((by, by), (back, back), self.scheme.block, first <= last)
+            by, decoding_scale = decode(254 - code, E8M0), decode(code, E8M0)
+            yield Scales((by, by), (decoding_scale, decoding_scale), self.scheme.block, first <= last)
             first = first + 1
 
     def _of_two_levels(self, x: Interval, times: float = 1.0) -> Iterator[Scales]:
@@ -219,8 +226,8 @@ class Quantizer:
         while bool((code <= last).any()):
             level = code.clamp(max=E4M3.max_code).to(torch.uint8)
             by = [self.multiplier(level, end) for end in encodings]
-            back = [decode(level, E4M3) * end * share for end in amax]
-            yield Scales((by[0], by[1]), (back[0], back[1]), self.scheme.block, code <= last)
+            decoding_scales = [decode(level, E4M3) * end * share for end in amax]
+            yield Scales((by[0], by[1]), (decoding_scales[0], decoding_scales[1]), self.scheme.block, code <= last)
             code = code + 1
 
     def _better(self, x: Interval, six: Interval, four: Interval) -> tuple[Tensor, Tensor]:
@@ -229,10 +236,10 @@ class Quantizer:
         for values in (six, four):
             middle = ((values.low + values.high) - (x.low + x.high)).abs() / 2
             half = ((values.high - values.low) + (x.high - x.low)) / 2
-            parts = [(middle - half).clamp(min=0), middle + half, x.low.abs().maximum(x.high.abs())]
+            magnitudes = [(middle - half).clamp(min=0), middle + half, x.low.abs().maximum(x.high.abs())]
             sums = [
-                (part.square() if squared else part).unflatten(1, (-1, self.scheme.block[1])).sum(2)  # type: ignore[arg-type]
-                for part in parts
+                (magnitude.square() if squared else magnitude).unflatten(1, (-1, self.scheme.block[1])).sum(2)  # type: ignore[arg-type]
+                for magnitude in magnitudes
             ]
             least.append(sums[0] - ERROR_ROUNDINGS * sums[2])
             most.append(sums[1] + ERROR_ROUNDINGS * sums[2])
@@ -240,7 +247,9 @@ class Quantizer:
         return spread(only_six, self.scheme.block, x.low), spread(only_four, self.scheme.block, x.low)
 
     def _where_open(self, x: Interval, decoded: "Decoded") -> "Decoded":
-        """Any value up to the amax where a block may be all zeros, whose scale is 1."""
+        """Any value up to the amax is allowed in a block that may be all zeros, because its scale
+        is then 1.
+        """
         recipe = self.scheme.recipe
         if self.given is not None or recipe.scaling == "mxfp8" or x.is_exact:
             return decoded
@@ -269,10 +278,10 @@ class Decoded:
         nan = x.nan & (format.nan is not None)
         return cls(Interval(low, -low, nan, x.unknown), torch.zeros_like(low))
 
-    def or_else(self, other: "Decoded", where: Tensor) -> "Decoded":
+    def or_else(self, alternative: "Decoded", where: Tensor) -> "Decoded":
         """The hull with another choice where `where`."""
-        scale = torch.where(where, torch.maximum(self.scale, other.scale), self.scale)
-        return Decoded(self.values.or_else(other.values, where), scale)
+        scale = torch.where(where, torch.maximum(self.scale, alternative.scale), self.scale)
+        return Decoded(self.values.or_else(alternative.values, where), scale)
 
 
 def decoding(group: Scaled, scheme: Scheme) -> Tensor:

@@ -66,44 +66,44 @@ class Running:
         return self.value.numpy(), self.error.numpy()
 
     @classmethod
-    def joined(cls, parts: list["Running"], stack: bool = False) -> "Running":
+    def joined(cls, pieces: list["Running"], stack: bool = False) -> "Running":
         """The parts concatenated, or stacked."""
         join = torch.stack if stack else torch.cat
-        return cls(join([x.value for x in parts]), join([x.error for x in parts]), parts[0].dtype)
+        return cls(join([x.value for x in pieces]), join([x.error for x in pieces]), pieces[0].dtype)
 
     def _rounded(self, result: Tensor, inherited: np.ndarray, c: float = 1.0) -> "Running":
         """The result with its rounding."""
         value = result.numpy()
         with np.errstate(all="ignore"):
             size, finite = np.abs(value), np.isfinite(value)
-            whole = size + inherited
-            error = inherited + (c * ROUNDOFF[self.dtype] * whole + torch.finfo(self.dtype).tiny)
-            error = np.where(finite & (whole != 0), error, 0.0)  # 0 by its operands is exact
+            magnitude = size + inherited
+            error = inherited + (c * ROUNDOFF[self.dtype] * magnitude + torch.finfo(self.dtype).tiny)
+            error = np.where(finite & (magnitude != 0), error, 0.0)  # 0 by its operands is exact
             error = np.where(finite & (size + error > torch.finfo(self.dtype).max), np.inf, error)
         return Running(result, torch.from_numpy(error), self.dtype)
 
-    def constant(self, other: Operand) -> "Running":
+    def constant(self, operand: Operand) -> "Running":
         """A constant, rounded as stored."""
-        return other if isinstance(other, Running) else _constant(float(other).hex(), self.dtype)
+        return operand if isinstance(operand, Running) else _constant(float(operand).hex(), self.dtype)
 
-    def __add__(self, other: Operand) -> "Running":
-        y = self.constant(other)
+    def __add__(self, operand: Operand) -> "Running":
+        y = self.constant(operand)
         return self._rounded(self.value + y.value, self.error.numpy() + y.error.numpy())
 
-    def __sub__(self, other: Operand) -> "Running":
-        y = self.constant(other)
+    def __sub__(self, operand: Operand) -> "Running":
+        y = self.constant(operand)
         return self._rounded(self.value - y.value, self.error.numpy() + y.error.numpy())
 
-    def __mul__(self, other: Operand) -> "Running":
-        b = self.constant(other)
+    def __mul__(self, operand: Operand) -> "Running":
+        b = self.constant(operand)
         (x, e), (y, f), product = self._arrays, b._arrays, self.value * b.value
         with np.errstate(all="ignore"):
             inherited = _times(np.abs(x), f) + _times(np.abs(y), e) + _times(e, f)
             underflow = (product.numpy() == 0) & (x != 0) & (y != 0)  # in float64: no exact zero
         return self._rounded(product, np.where(underflow, torch.finfo(self.dtype).tiny, inherited))
 
-    def __truediv__(self, other: Operand) -> "Running":
-        b = self.constant(other)
+    def __truediv__(self, operand: Operand) -> "Running":
+        b = self.constant(operand)
         (x, e), (y, f), quotient = self._arrays, b._arrays, self.value / b.value
         with np.errstate(all="ignore"):
             room, exact = np.abs(y) - f, (x == 0) & (e == 0)
@@ -154,9 +154,9 @@ class Running:
         value = torch.where(unknown, 0.0, value)
         return Running(value, torch.where(value.isfinite(), error, 0.0), self.dtype)
 
-    def masked(self, kept: Tensor) -> "Running":
-        """Exactly zero where `kept` is not set."""
-        return Running(torch.where(kept, self.value, 0.0), torch.where(kept, self.error, 0.0), self.dtype)
+    def masked(self, mask: Tensor) -> "Running":
+        """Exactly zero where the mask is not set."""
+        return Running(torch.where(mask, self.value, 0.0), torch.where(mask, self.error, 0.0), self.dtype)
 
     @property
     def beside_the_oracle(self) -> "Running":
@@ -200,8 +200,8 @@ class Running:
         torch rounds float64 to 16 bits through float32; compiled kernels round once.
         """
         twice = self.dtype == torch.float64 and ROUNDOFF[dtype] > ROUNDOFF[torch.float32]
-        more = 2 * ROUNDOFF[torch.float32] * torch.where(self.value.isfinite(), self.value.abs(), 0.0)
-        error = self.error + more if twice else self.error
+        second_rounding = 2 * ROUNDOFF[torch.float32] * torch.where(self.value.isfinite(), self.value.abs(), 0.0)
+        error = self.error + second_rounding if twice else self.error
         return (self.value - error).to(dtype).double(), (self.value + error).to(dtype).double()
 
     def bounded(self, dtype: torch.dtype, value: Tensor | None = None, unspecified: Tensor | None = None) -> Bounded:
@@ -211,17 +211,17 @@ class Running:
             value: the oracle's float64 value by another formula; None: this value.
             unspecified: where every result is right.
         """
-        right = self.value if value is None else value.double()
+        expected = self.value if value is None else value.double()
         unit = ROUNDOFF[dtype]
-        some = ((right != 0) | (self.error != 0)).double()
-        bound = self.error + unit * (right.abs() + self.error) + HALF_SUBNORMAL[dtype] * some
-        over = torch.finfo(dtype).max
-        surely = right.abs() - self.error > over * (1 + unit)
-        bound = torch.where(right.abs() + bound > over, torch.inf, bound)  # it may overflow
-        right = torch.where(surely, right.sign() * torch.inf, right)
+        some = ((expected != 0) | (self.error != 0)).double()
+        bound = self.error + unit * (expected.abs() + self.error) + HALF_SUBNORMAL[dtype] * some
+        largest = torch.finfo(dtype).max
+        surely = expected.abs() - self.error > largest * (1 + unit)
+        bound = torch.where(expected.abs() + bound > largest, torch.inf, bound)  # it may overflow
+        expected = torch.where(surely, expected.sign() * torch.inf, expected)
         if unspecified is not None:
-            right, bound = torch.where(unspecified, 0.0, right), torch.where(unspecified, torch.inf, bound)
-        return Bounded(right, torch.where(right.isfinite(), bound, 0.0), dtype, self.dtype)
+            expected, bound = torch.where(unspecified, 0.0, expected), torch.where(unspecified, torch.inf, bound)
+        return Bounded(expected, torch.where(expected.isfinite(), bound, 0.0), dtype, self.dtype)
 
 
 @cache
@@ -231,12 +231,12 @@ def _constant(digits: str, dtype: torch.dtype) -> Running:
     return Running(value, (value - value.to(dtype).double()).abs(), dtype)
 
 
-def contracted(left: Running, right: Running, accumulator: Accumulator = FLOAT32) -> Running:
+def contracted(left_MK: Running, right_NK: Running, accumulator: Accumulator = FLOAT32) -> Running:
     """left_MK · right_NKᵀ: the operands' errors, and the roundings of the sum."""
-    magnitude = (left.value.abs() + left.error) @ (right.value.abs() + right.error).mT
-    inherited = magnitude - left.value.abs() @ right.value.abs().mT
-    error = inherited.clamp(min=0) + accumulator.worst(left.value.shape[-1]) * magnitude
-    return Running(left.value @ right.value.mT, error, left.dtype)
+    magnitude = (left_MK.value.abs() + left_MK.error) @ (right_NK.value.abs() + right_NK.error).mT
+    inherited = magnitude - left_MK.value.abs() @ right_NK.value.abs().mT
+    error = inherited.clamp(min=0) + accumulator.worst(left_MK.value.shape[-1]) * magnitude
+    return Running(left_MK.value @ right_NK.value.mT, error, left_MK.dtype)
 
 
 def _times(x: np.ndarray, error: np.ndarray) -> np.ndarray:

@@ -1,1 +1,1 @@
-"""The parts from which a family is written."""
+"""What a family of functions is written with: cases, axes, contracts and laws."""

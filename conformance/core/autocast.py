@@ -1,4 +1,6 @@
-"""A surrounding `torch.autocast`: a call whose inputs are narrow already has its own results."""
+"""Calls inside `torch.autocast`: they must give the results that they give outside, because their
+inputs have a 16-bit dtype already.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -15,25 +17,26 @@ NARROW = {"bfloat16", "float16"}
 
 
 def autocast_dtype(problem: Problem) -> torch.dtype:
-    """The dtype of the autocast around a call: the inputs' 16-bit one; bfloat16 if none has one."""
+    """The dtype of the autocast around a call: the 16-bit dtype of its inputs, or bfloat16 if no
+    input has one.
+    """
     narrow = (x.dtype for x in problem.tensors.values() if x.dtype in (torch.bfloat16, torch.float16))
     return next(narrow, torch.bfloat16)
 
 
 def _autocast(trial: Trial) -> Finding | None:
-    """The forward under `torch.autocast` of the inputs' dtype, the backward after it, and the same
-    with other values before: right results, or an error.
-
-    Inputs that the caller chooses the dtype of have those 16 bits, or are float64, which autocast
-    leaves as it is.
+    """The forward runs under `torch.autocast` in the dtype of the inputs, and the backward after
+    it; then the same with other values. The results must be right, or the call must raise an error.
+    Inputs whose dtype the caller chooses are 16 bits wide, or float64, which autocast does not
+    change.
     """
     axes = axes_of(trial.contract.case_type)
     fixed = {x.name for x in trial.contract.signature.inputs if x.field not in axes}
     chosen = [x for name, x in trial.problem.tensors.items() if name.partition(".")[0] not in fixed]
     if {x.dtype for x in chosen if x.is_floating_point()} - {torch.float64, autocast_dtype(trial.problem)}:
         return None
-    if found := next_values(trial):
-        trial.run(found[1], manner="autocast")
+    if next_call := next_values(trial):
+        trial.run(next_call[1], manner="autocast")
     finding = trial.judged("autocast", trial.expected, trial.run(trial.problem, manner="autocast"))
     return finding and replace(finding, message=f"of a call under torch.autocast it {finding.message}")
 
@@ -61,9 +64,11 @@ AUTOCAST = Law("autocast", _autocast, _narrow, device="cpu", on_a_gpu=_double, m
 
 
 def of_products(*laws: Law) -> tuple[Law, ...]:
-    """The laws of a function that multiplies matrices. Under autocast torch rounds the factors and
-    the product, so that a sum in float32 of several products is not what it was: float64 alone,
-    without a recipe, and not where float64 is declared to be multiplied in float32.
+    """The laws of a function that multiplies matrices.
+
+    Under autocast, torch rounds the factors and the product to 16 bits, so a float32 sum of several
+    products changes. These laws therefore apply to float64 only, without a recipe, and not where
+    the implementation declares that it multiplies float64 in float32.
     """
 
     def check(trial: Trial) -> Finding | None:

@@ -23,7 +23,7 @@ from conformance.core.signature import Signature
 
 Changes = dict[str, Any]
 
-FEW = 16  # values that are a list; more are a range
+FEW = 16  # up to this many values are a list; more values are a range
 LATTICE = tuple(sorted({max(2**p + d, 0) for p in range(12) for d in (-1, 0, 1)}))  # 2^p, 2^p ± 1
 
 
@@ -56,7 +56,7 @@ class Axis:
     """The interface of an axis. `default` is the field's value in the smallest case."""
 
     default: Any
-    name: str = ""  # of the field; set by `core.case.axes_of`
+    name: str = ""  # the name of the field; set by `core.case.axes_of`
     argument: str = ""  # the keyword argument with the field's value; omitted at the default
     data: bool = False  # the field changes only the contents of tensors
 
@@ -69,15 +69,19 @@ class Axis:
         return st.just({self.name: self.default})
 
     def covered(self, signature: Signature) -> list[Changes]:
-        """Values whose pairs with other axes' values a covering array has."""
+        """The values whose pairs with the values of other axes appear in a covering array."""
         return []
 
     def each(self, signature: Signature) -> list[list[Changes]]:
-        """Values of which every run has each in some case; equal ones together, one is enough."""
+        """Groups of values.
+
+        Every run has a case with some value of each group, because the values of a group are
+        equivalent.
+        """
         return [[changes] for changes in self.covered(signature)]
 
     def wrong(self, value: Any) -> str:
-        """The legal values, if `value` is not one of them; else empty."""
+        """A description of the legal values if `value` is not one of them; else an empty text."""
         return ""
 
     def fits(self, case: Any) -> str | None:
@@ -90,33 +94,46 @@ class Axis:
             yield {self.name: self.default}
 
     def smaller(self, case: Any) -> Iterator[Changes]:
-        """Smaller values other than the default, the largest step first."""
+        """Smaller values than the case's one, other than the default; the largest step comes
+        first.
+        """
         yield from ()
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        """The case's value, then its replacements if it does not fit the fields of `kept`."""
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
+        """The case's own value, then values that replace it if it does not fit the fields of
+        `mended`.
+        """
         yield {self.name: getattr(case, self.name)}
         yield {self.name: self.default}
 
     def other(self, case: Any) -> Changes:
-        """Another value, for a second call right after the first; empty: no change."""
+        """Another value for a second call that follows the first; empty if the axis changes
+        nothing.
+        """
         return {}
 
-    def alike(self, value: Any, other: Any) -> bool:
+    def alike(self, value: Any, second_value: Any) -> bool:
         """Whether both values run the same compiled kernels."""
-        return self.data or bool(value == other)
+        return self.data or bool(value == second_value)
 
     def alternatives(self, signature: Signature, case: Any) -> list[Changes]:
-        """The values that are `alike`, each of which a structure has; empty: many, or one."""
+        """The values that run the same kernels (`alike`), each of which a structure shall have.
+
+        Empty if there are many of them, or only one.
+        """
         return []
 
     def varied(self, case: Any, source: random.Random) -> Changes:
-        """A random value that is `alike`, where they are many; empty: no change."""
+        """A random value that runs the same kernels (`alike`), for an axis with many of them; else
+        empty.
+        """
         return {}
 
 
 def size_class(n: int) -> tuple[bool, bool, int]:
-    """What kernels are specialised for: n = 1, multiples of 16, the block size 2^⌈log₂ n⌉."""
+    """The class of sizes for which kernels are specialised alike: whether n is 1, whether it is a
+    multiple of 16, and the block size 2^⌈log₂ n⌉.
+    """
     return n == 1, n % 16 == 0, max(n - 1, 0).bit_length() if n else -1
 
 
@@ -129,7 +146,7 @@ class Size(Axis):
     most: int = 128  # largest size drawn
     pairs: tuple[int, ...] = ()  # sizes whose pairs are covered, where a dimension has the letter
     divides: str = ""  # the field it divides
-    always: bool = False  # live even where no dimension has the letter
+    always: bool = False  # the field matters even if no dimension has the letter
     more: int = 0  # by how much a second call is larger
 
     def live(self, signature: Signature) -> bool:
@@ -156,18 +173,18 @@ class Size(Axis):
     def smaller(self, case: Any) -> Iterator[Changes]:
         yield from ({self.name: n} for n in shorter(getattr(case, self.name), self.at_least))
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
         value = getattr(case, self.name)
         yield from ({self.name: n} for n in (range(value, 1, -1) if self.divides else (value,)))
         yield {self.name: self.default}
 
     def other(self, case: Any) -> Changes:
-        """A larger size; of an argument of the call one more."""
-        more = self.more or int(bool(self.argument))
-        return {self.name: getattr(case, self.name) + more} if more else {}
+        """A larger size. If the size is an argument of the call, it is larger by one."""
+        extra_length = self.more or int(bool(self.argument))
+        return {self.name: getattr(case, self.name) + extra_length} if extra_length else {}
 
-    def alike(self, value: Any, other: Any) -> bool:
-        return size_class(value) == size_class(other)
+    def alike(self, value: Any, second_value: Any) -> bool:
+        return size_class(value) == size_class(second_value)
 
     def varied(self, case: Any, source: random.Random) -> Changes:
         value = getattr(case, self.name)
@@ -201,8 +218,8 @@ class Choice(Axis):
     """One of a few values, the first the simplest."""
 
     values: tuple[Any, ...]
-    also: tuple[Any, ...] = ()  # drawn, but their pairs are not covered
-    of: tuple[str, ...] = ()  # inputs the field describes; dead in a function without them
+    also: tuple[Any, ...] = ()  # values that are drawn, but whose pairs are not covered
+    of: tuple[str, ...] = ()  # inputs that the field describes; dead in a function without them
     turns: bool = False  # a second call has the next value
     given: bool = False  # values other than the default are data: kernels depend on whether it is the default
 
@@ -211,8 +228,10 @@ class Choice(Axis):
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         """The simplest value with probability ½."""
-        plain, *others = self.values + self.also
-        return st.sampled_from([plain] * max(len(others), 1) + others).map(lambda value: {self.name: value})
+        simplest, *alternatives = self.values + self.also
+        return st.sampled_from([simplest] * max(len(alternatives), 1) + alternatives).map(
+            lambda value: {self.name: value}
+        )
 
     def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: value} for value in self.values]
@@ -221,31 +240,35 @@ class Choice(Axis):
         return [[{self.name: value}] for value in self.values + self.also]
 
     def wrong(self, value: Any) -> str:
-        known = self.values + self.also
-        right = any(type(value) is type(one) and value == one for one in known)
-        return "" if right else f"one of {', '.join(repr(one) if one == '' else str(one) for one in known)}"
+        legal_values = self.values + self.also
+        is_legal = any(type(value) is type(legal) and value == legal for legal in legal_values)
+        return (
+            ""
+            if is_legal
+            else f"one of {', '.join(repr(legal) if legal == '' else str(legal) for legal in legal_values)}"
+        )
 
     def smaller(self, case: Any) -> Iterator[Changes]:
         """The values before the case's value in the list."""
-        known = self.values + self.also
-        yield from ({self.name: value} for value in known[1 : known.index(getattr(case, self.name))])
+        legal_values = self.values + self.also
+        yield from ({self.name: value} for value in legal_values[1 : legal_values.index(getattr(case, self.name))])
 
     def other(self, case: Any) -> Changes:
-        known = self.values + self.also
-        place = known.index(getattr(case, self.name)) + 1
-        return {self.name: known[place % len(known)]} if self.turns else {}
+        values = self.values + self.also
+        next_index = values.index(getattr(case, self.name)) + 1
+        return {self.name: values[next_index % len(values)]} if self.turns else {}
 
-    def alike(self, value: Any, other: Any) -> bool:
-        return super().alike(value, other) or (self.given and self.default not in (value, other))
+    def alike(self, value: Any, second_value: Any) -> bool:
+        return super().alike(value, second_value) or (self.given and self.default not in (value, second_value))
 
     def listed(self) -> tuple[Any, ...]:
-        """The values that cases shall have."""
+        """The values that cases are to have."""
         return self.values + self.also
 
     def alternatives(self, signature: Signature, case: Any) -> list[Changes]:
         value = getattr(case, self.name)
-        alike = [one for one in self.listed() if self.alike(value, one)]
-        return [{self.name: one} for one in alike] if len(alike) > 1 else []
+        alike = [listed_value for listed_value in self.listed() if self.alike(value, listed_value)]
+        return [{self.name: listed_value} for listed_value in alike] if len(alike) > 1 else []
 
 
 @dataclass(kw_only=True)
@@ -259,11 +282,13 @@ class Dtype(Choice):
         """The values legal for all inputs of the field; "" where an optional input is absent."""
         inputs = [x for x in signature.every_input if x.field == self.name]
         taken = [{*(x.dtypes or values), *([""] if x.optional == self.name else [])} for x in inputs]
-        return [value for value in values if all(value in known for known in taken)]
+        return [value for value in values if all(value in dtypes_of_input for dtypes_of_input in taken)]
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        plain, *others = self.allowed(signature, self.values + self.also) or [self.default]
-        return st.sampled_from([plain] * max(len(others), 1) + others).map(lambda value: {self.name: value})
+        simplest, *alternatives = self.allowed(signature, self.values + self.also) or [self.default]
+        return st.sampled_from([simplest] * max(len(alternatives), 1) + alternatives).map(
+            lambda value: {self.name: value}
+        )
 
     def covered(self, signature: Signature) -> list[Changes]:
         return [{self.name: value} for value in self.allowed(signature, self.values)]
@@ -284,27 +309,29 @@ class Number(Choice):
         return st.sampled_from(self.values[1:]).map(lambda value: {self.name: value})
 
     def covered(self, signature: Signature) -> list[Changes]:
-        given = [{self.name: value} for value in self.pairs]
-        return given if self.argument in signature.required else [{self.name: self.default}, *given]
+        covered_values = [{self.name: value} for value in self.pairs]
+        return covered_values if self.argument in signature.required else [{self.name: self.default}, *covered_values]
 
     def each(self, signature: Signature) -> list[list[Changes]]:
-        """Its values; of many the first and the last."""
-        given = self.values[1:] if len(self.values) <= FEW else (self.values[1], self.values[-1])
-        return [[{self.name: value}] for value in dict.fromkeys(given + self.pairs)]
+        """Each of its values; if there are many, the first and the last."""
+        chosen_values = self.values[1:] if len(self.values) <= FEW else (self.values[1], self.values[-1])
+        return [[{self.name: value}] for value in dict.fromkeys(chosen_values + self.pairs)]
 
     def wrong(self, value: Any) -> str:
         least = min(0, *(v for v in self.values if v is not None))
-        right = value == self.default or (type(value) is int and (value >= 0 or least < 0))
-        return "" if right and not isinstance(value, bool) else f"{self.default} or a whole number"
+        is_legal = value == self.default or (type(value) is int and (value >= 0 or least < 0))
+        return "" if is_legal and not isinstance(value, bool) else f"{self.default} or a whole number"
 
     def listed(self) -> tuple[Any, ...]:
-        """Its values; of many the first, the last and those whose pairs are covered."""
-        few = self.values if len(self.values) <= FEW else (*self.values[:2], self.values[-1])
-        return tuple(dict.fromkeys(few + self.pairs))
+        """Its values; if there are many, the first, the last, and those whose pairs are covered."""
+        chosen_values = self.values if len(self.values) <= FEW else (*self.values[:2], self.values[-1])
+        return tuple(dict.fromkeys(chosen_values + self.pairs))
 
     def varied(self, case: Any, source: random.Random) -> Changes:
         value = getattr(case, self.name)
-        alike = [one for one in self.values if self.alike(value, one)] if len(self.values) > FEW else []
+        alike = (
+            [candidate for candidate in self.values if self.alike(value, candidate)] if len(self.values) > FEW else []
+        )
         return {self.name: source.choice(alike)} if len(alike) > 1 else {}
 
     def smaller(self, case: Any) -> Iterator[Changes]:
@@ -315,10 +342,10 @@ class Number(Choice):
             yield from ({self.name: n} for n in nearer if abs(n) < abs(value))
 
     def other(self, case: Any) -> Changes:
-        """Another covered value, if the number is a given setting."""
+        """Another covered value, if the number is a setting that the call has."""
         value = getattr(case, self.name)
-        others = [v for v in self.pairs if v != value]
-        return {self.name: others[0]} if self.argument and value != self.default and others else {}
+        alternatives = [v for v in self.pairs if v != value]
+        return {self.name: alternatives[0]} if self.argument and value != self.default and alternatives else {}
 
 
 @dataclass(kw_only=True)
@@ -341,9 +368,9 @@ class Words(Axis):
 
     def wrong(self, value: Any) -> str:
         words = value.split("+") if isinstance(value, str) and value else []
-        right = isinstance(value, str) and all(word in self.known for word in words)
-        right = right and (self.repeat or words == [word for word in self.known if word in words])
-        return "" if right else f"some of {', '.join(self.known)}, joined by +"
+        is_legal = isinstance(value, str) and all(word in self.known for word in words)
+        is_legal = is_legal and (self.repeat or words == [word for word in self.known if word in words])
+        return "" if is_legal else f"some of {', '.join(self.known)}, joined by +"
 
     def smaller(self, case: Any) -> Iterator[Changes]:
         """Without some of the words."""
@@ -361,29 +388,29 @@ def declared(axis: Axis) -> Any:
     return field(default=axis.default, metadata={"axis": axis})
 
 
-def size(letter: str = "", at_least: int = 0, default: int = 1, **more: Any) -> Any:
-    return declared(Size(default=default, letter=letter, at_least=at_least, **more))
+def size(letter: str = "", at_least: int = 0, default: int = 1, **fields: Any) -> Any:
+    return declared(Size(default=default, letter=letter, at_least=at_least, **fields))
 
 
 def seed(most: int = 999) -> Any:
     return declared(Seed(default=0, most=most))
 
 
-def choice(*values: Any, **more: Any) -> Any:
-    return declared(Choice(default=values[0], values=values, **more))
+def choice(*values: Any, **fields: Any) -> Any:
+    return declared(Choice(default=values[0], values=values, **fields))
 
 
-def flag(**more: Any) -> Any:
-    return choice(False, True, **more)
+def flag(**fields: Any) -> Any:
+    return choice(False, True, **fields)
 
 
 def dtypes(*values: str, also: tuple[str, ...] = ()) -> Any:
     return declared(Dtype(default=values[0], values=values, also=also))
 
 
-def number(default: int | None, *values: int, pairs: tuple[int, ...] = (), argument: str = "", **more: Any) -> Any:
-    return declared(Number(default=default, values=(default, *values), pairs=pairs, argument=argument, **more))
+def number(default: int | None, *values: int, pairs: tuple[int, ...] = (), argument: str = "", **fields: Any) -> Any:
+    return declared(Number(default=default, values=(default, *values), pairs=pairs, argument=argument, **fields))
 
 
-def words(default: str, *known: str, **more: Any) -> Any:
-    return declared(Words(default=default, known=known, **more))
+def words(default: str, *vocabulary: str, **fields: Any) -> Any:
+    return declared(Words(default=default, known=vocabulary, **fields))

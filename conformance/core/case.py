@@ -39,9 +39,9 @@ class Case:
     unused: str = declared(Unused(default=""))
     layout: str = declared(Layout(default="contiguous"))
     layout_of: str = ""  # the input or cotangent with this layout; set by the axis of `layout`
-    before: tuple["Case", ...] = ()  # cases that run before it in its process; their results are dropped
+    before: tuple["Case", ...] = ()  # cases that run before this one in its process; their results are not judged
 
-    family: ClassVar[dict[str, type["Case"]]] = {}  # class by function
+    family: ClassVar[dict[str, type["Case"]]] = {}  # the class of cases of each function
 
     def __post_init__(self) -> None:
         self._check(self.__dict__)
@@ -59,19 +59,19 @@ class Case:
         Raises:
             ValueError: a value that its axis does not have.
         """
-        other = self.taking(changes)
-        other._check(changes)
-        return other
+        changed_case = self.taking(changes)
+        changed_case._check(changes)
+        return changed_case
 
     def taking(self, fields: dict[str, Any]) -> Self:
-        """The case with other fields, of values that their axes are known to have."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, **fields)
-        assert len(other.__dict__) == len(self.__dict__), f"{fields}: not all are fields of {type(self).__name__}"
-        return other
+        """The case with other fields, whose values are known to be legal for their axes."""
+        new_case = object.__new__(type(self))
+        new_case.__dict__.update(self.__dict__, **fields)
+        assert len(new_case.__dict__) == len(self.__dict__), f"{fields}: not all are fields of {type(self).__name__}"
+        return new_case
 
     def has(self, fields: dict[str, Any]) -> bool:
-        """Whether its fields have these values."""
+        """Whether the case has these values in these fields."""
         return all(self.__dict__[name] == value for name, value in fields.items())
 
     def apart(self) -> str | None:
@@ -89,13 +89,17 @@ class Case:
 
     @property
     def is_large(self) -> bool:
-        """Whether the reference takes much longer than a kernel: a tensor has many elements."""
+        """Whether the case has tensors of so many elements that the reference takes much longer
+        than a kernel.
+        """
         lengths = sorted(getattr(self, axis.name) for axis in axes_of(type(self)).values() if isinstance(axis, Size))
         return len(lengths) > 1 and lengths[-1] * lengths[-2] * self.unit**2 > LARGE
 
     @property
     def is_heavy(self) -> bool:
-        """Whether it takes gigabytes on a GPU, and seconds: far addresses."""
+        """Whether the case takes gigabytes of a GPU, and seconds, because a layout spreads a tensor
+        over far addresses.
+        """
         return self.layout in FAR
 
     @property
@@ -109,7 +113,7 @@ class Case:
         return self.unit
 
     def arguments(self) -> tuple[str, ...]:
-        """Optional keyword arguments of the call that neither axes nor inputs name."""
+        """Optional keyword arguments of the call that neither an axis nor an input describes."""
         return ()
 
     @classmethod
@@ -168,21 +172,24 @@ def case_from(record: Any) -> Case:
     """
     if not isinstance(record, dict):
         raise CaseError(f"a case is a JSON object, not {type(record).__name__}")
-    rest = dict(record)
-    schema = rest.pop("schema", SCHEMA)
+    record_fields = dict(record)
+    schema = record_fields.pop("schema", SCHEMA)
     if schema != SCHEMA:
         raise CaseError(f"schema is {schema!r}; this version reads {SCHEMA}")
-    function = rest.get("function")
+    function = record_fields.get("function")
     cls = Case.family.get(function) if isinstance(function, str) else None
     if cls is None:
         raise CaseError(f"function is {function!r}; known are {', '.join(sorted(Case.family))}")
-    known = {field.name: field for field in fields(cls)}
-    for name, value in rest.items():
-        if name not in known:
-            raise CaseError(f"{name!r} is no field of a {rest['function']} case; its fields are {', '.join(known)}")
-        rest[name] = _earlier(value) if name == "before" else _decoded(name, value, known[name])
+    fields_by_name = {field.name: field for field in fields(cls)}
+    for name, value in record_fields.items():
+        if name not in fields_by_name:
+            raise CaseError(
+                f"{name!r} is no field of a {record_fields['function']} case; "
+                f"its fields are {', '.join(fields_by_name)}"
+            )
+        record_fields[name] = _earlier(value) if name == "before" else _decoded(name, value, fields_by_name[name])
     try:
-        case = cls(**rest)
+        case = cls(**record_fields)
     except (TypeError, ValueError) as error:
         raise CaseError(str(error)) from None
     reason = case.apart()
@@ -202,14 +209,16 @@ def _earlier(value: Any) -> tuple[Case, ...]:
 
 
 def in_turn(cases: list[Any]) -> list[Any]:
-    """Each of the cases after all others, which run before it in its process, in their order."""
+    """The cases in turn, each with all the others as calls before it in the same process, in their
+    order.
+    """
     return [replace(case, before=(*cases[i + 1 :], *cases[:i])) for i, case in enumerate(cases)]
 
 
-def placed(index: int, read: Callable[[Any], Case], given: Any) -> Case:
-    """read(given); an error says which one of `before` it is about."""
+def placed(index: int, read: Callable[[Any], Case], record: Any) -> Case:
+    """The result of `read(record)`. An error says which entry of `before` it is about."""
     try:
-        return read(given)
+        return read(record)
     except CaseError as error:
         raise CaseError(f"before[{index}]: {error}") from None
 

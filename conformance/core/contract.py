@@ -29,16 +29,17 @@ class Problem:
     producer: "Problem | None" = None  # makes the opaque input that this call consumes
     produced: Any = None  # the result of the reference's producer
     blame: str = ""  # the argument that makes the call illegal
-    # by values that only the device sees: a result that shows it will do
+    # the rule is broken by values that only the device sees: a result that shows the error is
+    # enough
     on_device: bool = False
     draws: bool = False  # it may draw from torch's generators
-    same_as: "Problem | None" = None  # a legal call whose results are right for the illegal one too
+    same_as: "Problem | None" = None  # a legal call whose results are also right for the illegal one
     script: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = (
         None  # several calls: (implementation, placed inputs) -> named outputs
     )
     first: dict[str, Any] = field(default_factory=dict)  # arguments of a script's first call
-    others: tuple[str, ...] = ()  # functions that this call needs beside the companions of all
-    omitted: tuple[str, ...] = ()  # redundant settings left out where the implementation has a default
+    others: tuple[str, ...] = ()  # functions that this call needs in addition to the companions of all calls
+    omitted: tuple[str, ...] = ()  # redundant settings, which are left out if the implementation has a default for them
     read: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = (
         None  # reads the outputs' contents after all calls: (implementation, outputs)
     )
@@ -97,7 +98,7 @@ class Contract(ABC, Generic[C]):
         if vars(cls).get("signature"):
             declare(cls, vars(cls)["signature"])
 
-    def adopt(self, other: "Contract[Any]") -> None:
+    def adopt(self, wrapped: "Contract[Any]") -> None:
         """Copy the function, its signature and the derived attributes from the wrapped contract."""
         names = (
             "function",
@@ -111,7 +112,7 @@ class Contract(ABC, Generic[C]):
             "static",
         )
         for name in names:
-            setattr(self, name, getattr(other, name))
+            setattr(self, name, getattr(wrapped, name))
 
     @abstractmethod
     def legal(self, case: C) -> Problem:
@@ -122,7 +123,7 @@ class Contract(ABC, Generic[C]):
         """The reference's outputs and gradients on the master copies, under these declarations."""
 
     def problem(self, case: C) -> Problem:
-        """The call that the case describes."""
+        """The call that the case describes, legal or illegal."""
         if case.golden:
             return self.golden[case.golden][0]
         problem = shared(self.legal(case))
@@ -135,7 +136,7 @@ class Contract(ABC, Generic[C]):
         settings: dict[str, Any] | None = None,
         *,
         lengths: dict[str, int] | None = None,
-        **more: Any,
+        **problem_fields: Any,
     ) -> Problem:
         """The call with these arguments and the case's gradients, cotangents and layout.
 
@@ -143,29 +144,32 @@ class Contract(ABC, Generic[C]):
             lengths: dimensions by letter, where the case has no such size or has it in other units.
             more: further fields of the Problem.
         """
-        known = {
+        known_lengths = {
             axis.letter: getattr(case, name) for name, axis in axes_of(type(case)).items() if isinstance(axis, Size)
         }
-        known |= lengths or {}
+        known_lengths |= lengths or {}
         wanted, cotangents = self.signature.wanted(case), {}
         for out in self.signature.outputs:
             if out.name in self.signature.cotangents(case):
-                shape = tuple(known[letter] for letter in out.dims)
+                shape = tuple(known_lengths[letter] for letter in out.dims)
                 cotangents[out.name] = self.cotangent(case, out.name, shape, self.signature.names[out.of].dtype(case))
         return Problem(
-            self.function, required, settings or {}, {case.layout_of: case.layout}, wanted, cotangents, **more
+            self.function, required, settings or {}, {case.layout_of: case.layout}, wanted, cotangents, **problem_fields
         )
 
     def cotangent(self, case: C, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """Has NaN and infinities if a linear function's input has; they reach one gradient each."""
+        """The cotangent of an output.
+
+        If an input of a linear function has NaN and infinities, so has the cotangent, because they
+        reach one gradient each.
+        """
         values = getattr(case, "values", "") if output == self.signature.linear[1] else ""
         style = {"special": "special", "edges": "ends", "every": "ends"}.get(values, "dyadic")
         return payload(case.seed, f"d_{output}", shape, dtype, style)
 
     def stages(self, case: C) -> dict[str, Any]:
-        """By name, in the order of the calls: cases of each stage alone, on the reference's inputs.
-
-        Empty for a function of one stage.
+        """The stages of the function by name, in the order of the calls: cases that judge each
+        stage by itself, on the reference's inputs. Empty for a function of one stage.
         """
         return {}
 
@@ -198,8 +202,8 @@ def _master(x: Tensor, layout: str) -> Tensor:
 
 def accumulator_of(declared: Mapping[str, Any], storage: torch.dtype) -> torch.dtype:
     """The declared dtype of accumulators; float64 for values in float64, unless declared."""
-    plain = torch.float64 if storage == torch.float64 else torch.float32
-    return {"storage": storage, "float32_only": torch.float32}.get(declared.get("accumulator", ""), plain)
+    default = torch.float64 if storage == torch.float64 else torch.float32
+    return {"storage": storage, "float32_only": torch.float32}.get(declared.get("accumulator", ""), default)
 
 
 def leaf(x: Tensor) -> Tensor:
@@ -209,10 +213,10 @@ def leaf(x: Tensor) -> Tensor:
 
 def computed_in(declared: Mapping[str, Any], *tensors: Tensor | None) -> torch.dtype:
     """The declared accumulator of values of the widest input's dtype, or of the first one's."""
-    given = [x.dtype for x in tensors if x is not None]
-    return accumulator_of(declared, torch.float64 if torch.float64 in given else given[0])
+    dtypes = [x.dtype for x in tensors if x is not None]
+    return accumulator_of(declared, torch.float64 if torch.float64 in dtypes else dtypes[0])
 
 
 def narrowed(accumulator: torch.dtype, *tensors: Tensor | None) -> int:
-    """The factors of a product that are rounded before it: of float64, to float32."""
+    """How many factors of a product are rounded to float32 before it, because they are float64."""
     return sum(x is not None and x.dtype == torch.float64 and accumulator == torch.float32 for x in tensors)

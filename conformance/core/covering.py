@@ -13,7 +13,7 @@ from typing import Any
 from conformance.core.case import Case
 
 Row = dict[str, Any]
-Numbers = tuple[int, ...]  # of values: a pair, a single value of an axis covered once, a candidate
+Numbers = tuple[int, ...]  # the numbers of values: a pair, a single value of an axis covered once, or a candidate row
 CANDIDATES = 12
 
 
@@ -27,11 +27,13 @@ class Covered:
 
     @property
     def pairs(self) -> int:
-        """Pairs of values in some legal case."""
+        """The number of pairs of values that occur in some legal case."""
         return self.reached[-1] if self.reached else 0
 
     def first(self, most: int, share: float) -> list[Case]:
-        """As few of the first cases as have this share of the pairs, and at most `most`."""
+        """The shortest run of first cases that has this share of the pairs, but at most `most`
+        cases.
+        """
         enough = (index for index, pairs in enumerate(self.reached) if pairs >= share * self.pairs)
         return self.cases[: min(most, next(enough, -1) + 1)]
 
@@ -53,12 +55,14 @@ def covering(
     while uncovered:
         wanted = next(iter(uncovered))
         candidates = (table.completed(wanted) for _ in range(20 * CANDIDATES))
-        made = list(itertools.islice((one for one in candidates if legal(table.row(one))), CANDIDATES))
-        if not made:
+        legal_candidates = list(
+            itertools.islice((numbers for numbers in candidates if legal(table.row(numbers))), CANDIDATES)
+        )
+        if not legal_candidates:
             impossible += 1
             del uncovered[wanted]
             continue
-        best = max(made, key=lambda numbers: sum(map(uncovered.__contains__, table.pairs(numbers))))
+        best = max(legal_candidates, key=lambda numbers: sum(map(uncovered.__contains__, table.pairs(numbers))))
         rows.append(table.row(best))
         for pair in table.pairs(best):
             uncovered.pop(pair, None)
@@ -75,15 +79,15 @@ class _Table:
         self._values = [value for values in axes.values() for value in values]
         ends = itertools.accumulate(map(len, axes.values()))
         self._numbers = [range(end - len(values), end) for end, values in zip(ends, axes.values(), strict=True)]
-        self._place = [place for place, numbers in enumerate(self._numbers) for _ in numbers]
+        self._place = [axis for axis, numbers in enumerate(self._numbers) for _ in numbers]
         self._bounds = [(numbers.start, len(numbers), len(numbers).bit_length()) for numbers in self._numbers]
         in_order = sorted(range(len(axes)), key=self._names.__getitem__)
-        self._paired = [place for place in in_order if self._names[place] not in once]
-        self._once = [place for place in in_order if self._names[place] in once]
+        self._paired = [axis for axis in in_order if self._names[axis] not in once]
+        self._once = [axis for axis in in_order if self._names[axis] in once]
 
     def every(self) -> Iterator[Numbers]:
         """The values of axes covered once, then all pairs of the others."""
-        yield from ((number,) for place in self._once for number in self._numbers[place])
+        yield from ((number,) for axis in self._once for number in self._numbers[axis])
         for x, y in itertools.combinations(self._paired, 2):
             yield from itertools.product(self._numbers[x], self._numbers[y])
 
@@ -95,7 +99,10 @@ class _Table:
         return tuple(drawn)
 
     def _number(self, first: int, count: int, bits: int) -> int:
-        """One of the numbers from `first`, by hand: a candidate takes ten of them."""
+        """A random number counted from `first`.
+
+        It is computed by hand, because a candidate takes ten of them.
+        """
         draw = self._source.getrandbits
         while (number := draw(bits)) >= count:
             pass
@@ -103,8 +110,8 @@ class _Table:
 
     def pairs(self, candidate: Numbers) -> Iterator[Numbers]:
         """The candidate's pairs, and its values of axes covered once."""
-        pairs = itertools.combinations([candidate[place] for place in self._paired], 2)
-        return itertools.chain(pairs, ((candidate[place],) for place in self._once))
+        pairs = itertools.combinations([candidate[axis] for axis in self._paired], 2)
+        return itertools.chain(pairs, ((candidate[axis],) for axis in self._once))
 
     def row(self, candidate: Numbers) -> Row:
         return dict(zip(self._names, map(self._values.__getitem__, candidate), strict=True))

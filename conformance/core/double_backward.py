@@ -1,4 +1,4 @@
-"""Second derivatives, and the law that they are right or refused."""
+"""Second derivatives, and the law that they are either right or refused by an error."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,17 +34,19 @@ def second_derivatives(
         constant cotangents end in " (constant cotangents)".
     """
     attached = [name for name in cotangents if isinstance(y := outputs.get(name), Tensor) and y.requires_grad]
-    found: Second = {}
+    derivatives: Second = {}
     for constant in (True, False):
-        given = {name: x.detach().requires_grad_(not constant) for name, x in cotangents.items()}
-        leaves = {**inputs, **({} if constant else {f"d_{name}": x for name, x in given.items()})}
-        along = [given[name].to(outputs[name].dtype) for name in attached]
+        cotangent_leaves = {name: x.detach().requires_grad_(not constant) for name, x in cotangents.items()}
+        leaves = {**inputs, **({} if constant else {f"d_{name}": x for name, x in cotangent_leaves.items()})}
+        along = [cotangent_leaves[name].to(outputs[name].dtype) for name in attached]
         gradients = _gradients([outputs[name] for name in attached], along, inputs)
         for name in inputs:
-            parts = _derivatives(gradients[name], leaves) if gradients else dict.fromkeys(leaves)
+            derivatives_by_leaf = _derivatives(gradients[name], leaves) if gradients else dict.fromkeys(leaves)
             suffix = " (constant cotangents)" if constant else ""
-            found |= {f"d_{name} by {leaf}{suffix}": one for leaf, one in parts.items()}
-    return found
+            derivatives |= {
+                f"d_{name} by {leaf}{suffix}": derivative for leaf, derivative in derivatives_by_leaf.items()
+            }
+    return derivatives
 
 
 def _gradients(
@@ -54,10 +56,12 @@ def _gradients(
     if not outputs:
         return dict.fromkeys(inputs)
     try:
-        every = torch.autograd.grad(outputs, list(inputs.values()), cotangents, allow_unused=True, create_graph=True)
+        gradients = torch.autograd.grad(
+            outputs, list(inputs.values()), cotangents, allow_unused=True, create_graph=True
+        )
     except Exception:
         return {}
-    return dict(zip(inputs, every, strict=True))
+    return dict(zip(inputs, gradients, strict=True))
 
 
 def _derivatives(dx: Tensor | None, leaves: Mapping[str, Tensor]) -> Second:
@@ -66,7 +70,7 @@ def _derivatives(dx: Tensor | None, leaves: Mapping[str, Tensor]) -> Second:
         leaf.grad = None
     if dx is not None and dx.requires_grad:
         direction = payload(0, "direction", tuple(dx.shape), "float32").to(dx.device, dx.dtype)
-        try:  # not `autograd.grad`, which leaves out nodes that lead to no leaf: they may refuse
+        try:  # `autograd.grad` would leave out nodes that lead to no leaf, and those nodes may refuse
             torch.autograd.backward(dx, direction, retain_graph=True)
         except Exception:
             return dict.fromkeys(leaves)
@@ -82,28 +86,36 @@ def _of_the_reference(trial: Trial, widen: bool) -> tuple[dict[str, Any], Second
             return getattr(problem.produced, x.field_name)
         return x.double() if widen and isinstance(x, Tensor) and x.is_floating_point() else x
 
-    given = {name: own(x) for name, x in (problem.required | problem.settings).items()}
-    leaves = {name: given[name].detach().clone().requires_grad_() for name in problem.wanted}
-    given |= leaves
+    arguments = {name: own(x) for name, x in (problem.required | problem.settings).items()}
+    leaves = {name: arguments[name].detach().clone().requires_grad_() for name in problem.wanted}
+    arguments |= leaves
     call = getattr(moe_ref, problem.function)
-    result = call(*(given[name] for name in problem.required), **{name: given[name] for name in problem.settings})
+    result = call(
+        *(arguments[name] for name in problem.required), **{name: arguments[name] for name in problem.settings}
+    )
     outputs = named_outputs(result, trial.contract.outputs)
     return outputs, second_derivatives(outputs, leaves, problem.cotangents)
 
 
 def _chose_otherwise(trial: Trial, outputs: Mapping[str, Any]) -> bool:
-    """Whether the implementation broke a tie, or dropped a token, in another way that is right."""
-    whole = {name: x for name, x in outputs.items() if isinstance(x, Tensor) and not x.is_floating_point()}
-    chosen = {name: y for name in whole if isinstance(y := trial.first.get(name), Tensor)}  # None for a flag: False
-    return any(not torch.equal(whole[name].long(), y.long()) for name, y in chosen.items())
+    """Whether the implementation made another admissible choice: it broke a tie in another way, or
+    dropped another token.
+    """
+    integer_outputs = {name: x for name, x in outputs.items() if isinstance(x, Tensor) and not x.is_floating_point()}
+    chosen = {
+        name: y for name in integer_outputs if isinstance(y := trial.first.get(name), Tensor)
+    }  # None for a flag: False
+    return any(not torch.equal(integer_outputs[name].long(), y.long()) for name, y in chosen.items())
 
 
-def _lacks(seen: Tensor, exact: Tensor, near: Tensor) -> bool:
-    """Whether over half of a derivative is wrong without NaN, and rounding explains none of it."""
+def _lacks(observed: Tensor, exact: Tensor, near: Tensor) -> bool:
+    """Whether more than half of a derivative is wrong, although it has no NaN and rounding does not
+    explain it.
+    """
     size = exact.norm()
     if not size.isfinite() or not size or (near.double() - exact).norm() > size / 8:
         return False
-    return bool(torch.where(seen.isfinite(), seen.double() - exact, 0).norm() > size / 2)
+    return bool(torch.where(observed.isfinite(), observed.double() - exact, 0).norm() > size / 2)
 
 
 def _double_backward(trial: Trial) -> Finding | None:
@@ -120,22 +132,24 @@ def _double_backward(trial: Trial) -> Finding | None:
         return None
     _, rounded = _of_the_reference(trial, widen=False)
     observed = trial.run(trial.problem, manner="twice")
-    for name, right in exact.items():
-        near, seen = rounded[name], observed[name]
-        if right is None or near is None or seen is None:
+    for name, expected in exact.items():
+        near, observed_derivative = rounded[name], observed[name]
+        if expected is None or near is None or observed_derivative is None:
             continue
-        if _lacks(seen, right.double(), near):
-            what = "is wrong in" if seen.any() else "lacks"
+        if _lacks(observed_derivative, expected.double(), near):
+            what = "is wrong in" if observed_derivative.any() else "lacks"
             return Finding(name.split()[0], "double_backward", f"{what} the derivative {name}, without an error")
     return None
 
 
 def _smooth(case: Any) -> bool:
-    """Whether the second derivatives are numbers known to many digits: of no values of codes."""
-    plain = not case.golden and not case.illegal and case.layout not in SHARED and bool(case.grads)
+    """Whether many digits of the second derivatives are known. They are not for values that are
+    codes.
+    """
+    is_plain = not case.golden and not case.illegal and case.layout not in SHARED and bool(case.grads)
     numbers = case.dtype in ("float32", "float64") and getattr(case, "values", "") not in STRANGE
     rounded = isinstance(scaling := getattr(case, "scaling", 0), str) and scaling
-    return plain and numbers and not rounded and not getattr(case, "stored", False)
+    return is_plain and numbers and not rounded and not getattr(case, "stored", False)
 
 
 DOUBLE_BACKWARD = Law("double_backward", _double_backward, _smooth, gradients=True)

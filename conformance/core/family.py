@@ -27,11 +27,11 @@ class Family:
 
 def by_function(*modules: ModuleType) -> dict[str, Any]:
     """The modules' constants by function: `golden.GATE` for `gate`; dicts are merged."""
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for module in modules:
         for constant, value in vars(module).items():
             if constant.isupper() and not constant.startswith("_"):
                 name = constant.lower()
-                both = isinstance(value, dict) and isinstance(found.get(name), dict)
-                found[name] = found[name] | value if both else value
-    return found
+                both = isinstance(value, dict) and isinstance(merged.get(name), dict)
+                merged[name] = merged[name] | value if both else value
+    return merged

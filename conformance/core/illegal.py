@@ -1,8 +1,8 @@
-"""Calls that break a rule: each must raise, or be declared unchecked.
+"""Calls that break a rule.
 
-Where only the device sees the values that break it, the result may show it instead: it is NaN.
-
-The rule's name describes the violation; `blame` in the problem is the argument at fault.
+Each must raise an error, or be declared unchecked. If only the device sees the values that break
+the rule, the result may show the error by a NaN instead. The name of the rule describes the
+violation, and `blame` in the problem names the argument at fault.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,9 @@ def index_too_large(problem: Problem) -> Problem:
 
 
 def index_too_large_for_a_slot(problem: Problem) -> Problem:
-    """The same where slots may be empty: an index of no expert may be read as an empty slot."""
+    """The same where slots may be empty: an index that no expert has may be read as an empty
+    slot.
+    """
     empty = bare(problem).with_tensors({"indices": torch.full_like(problem.required["indices"], -1)})
     return replace(index_too_large(problem), on_device=True, same_as=empty)
 
@@ -67,10 +69,10 @@ def with_values(name: str, value: torch.Tensor) -> Rule:
 
 
 def on_device(rule: Rule) -> Rule:
-    """The rule, which is broken by values that only the device sees."""
+    """The same rule, marked as broken by values that only the device sees."""
     return lambda problem: replace(rule(problem), on_device=True)
 
 
 def together(blame: str, **settings: object) -> Rule:
-    """Settings that are illegal together."""
+    """Settings that are legal one by one, and illegal in combination."""
     return lambda problem: replace(bare(problem), settings=problem.settings | settings, blame=blame)

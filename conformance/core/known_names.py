@@ -1,4 +1,4 @@
-"""The names of one function that a declaration or a waiver may use."""
+"""The names that a declaration or a waiver of one function may use."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from conformance.core.contract import Contract
 from conformance.core.scope import Scope
 from conformance.core.space import Space
 
-# the names of findings that are not about a result: of the whole call, or of what a namespace says
+# findings that are not about a result: about the whole call, or about what a namespace declares
 WHOLE = ("call", "memory", "supports", "declares", "transport")
 # checks of every function, besides "raises …", the expectations' checks and the laws
 CHECKS = ("error", "input", "memory", "missing", "ranks", "shape", "dtype", "signature", "tensor")
@@ -50,5 +50,5 @@ def _default(contract: Contract[Any]) -> Case:
 
 
 def checks_of(contract: Contract[Any]) -> set[str]:
-    """The checks of a finding, but for "raises …"."""
+    """The names of the checks that a finding of the function may have, except for "raises …"."""
     return {*CHECKS, *JUDGED, *contract.laws}

@@ -43,7 +43,7 @@ class Trial:
         return bool(self.extras.get("inside", lambda case: True)(case))
 
     def judged(self, law: str, expected: dict[str, Expectation], outputs: Outputs) -> Finding | None:
-        """The finding of the first wrong output, or None."""
+        """The finding about the first wrong output, or None."""
         for name, expectation in expected.items():
             if name in self.declared.get("omits", ()):
                 continue
@@ -53,7 +53,9 @@ class Trial:
         return None
 
     def repeats(self, law: str, outputs: Outputs) -> Finding | None:
-        """The second run: bit-equal to the first if declared so, else judged like the first."""
+        """Compare a second run with the first: bit by bit if the implementation declares that runs
+        repeat, else by the same expectations.
+        """
         if not self.declared.get("deterministic"):
             return self.judged(law, self.expected, outputs)
         return same(law, {name: x for name, x in self.first.items() if name in self.expected}, outputs)
@@ -61,13 +63,15 @@ class Trial:
 
 def next_values(trial: Trial) -> tuple[Any, Problem] | None:
     """The case with the next seed, and its call; None if the implementation refuses it."""
-    other = replace(trial.case, law="", seed=trial.case.seed + 1)
-    problem = trial.contract.problem(other)
-    return None if trial.extras["refusal"](problem) else (other, problem)
+    next_case = replace(trial.case, law="", seed=trial.case.seed + 1)
+    problem = trial.contract.problem(next_case)
+    return None if trial.extras["refusal"](problem) else (next_case, problem)
 
 
 def upside_down(x: Tensor, dim: int = 0) -> Tensor:
-    """x with a dimension reversed, if x has it. torch has no flip for fp8: bytes are flipped."""
+    """x with a dimension reversed, if x has that dimension. torch cannot flip fp8 tensors, so their
+    bytes are flipped.
+    """
     if dim >= x.dim():
         return x
     return x.view(torch.uint8).flip(dim).view(x.dtype) if x.element_size() == 1 else x.flip(dim)
@@ -91,11 +95,11 @@ class Law:
     name: str
     check: Callable[[Trial], Finding | None]
     applies: Callable[[Any], bool] = lambda case: True
-    device: str = ""  # required device type; empty: any
-    on_a_gpu: Callable[[Any], bool] | None = None  # of another device: its cases that a GPU checks
-    recompiles: bool = False  # its calls run other kernels than the case's own call
+    device: str = ""  # the device type that the law needs; empty: any
+    on_a_gpu: Callable[[Any], bool] | None = None  # for a law of another device: cases that a GPU checks
+    recompiles: bool = False  # whether its calls run other kernels than the case's own call
     gradients: bool = False  # for functions with gradients only
-    may_raise: bool = False  # a call that raises in it is refused, which is no failure
+    may_raise: bool = False  # an error raised by the call of the law is a refusal, and no failure
     # the predicate of cases in which it is an identity of sums, products and copies, "" if in all,
     # None if in none: there it holds bit by bit in every ring, as where a sanitizer makes one
     algebraic: str | None = None

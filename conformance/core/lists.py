@@ -17,7 +17,7 @@ from conformance.core.signature import Signature
 Rows = list[tuple[int, ...]]
 
 
-def _whole(value: Any, least: int) -> bool:
+def _has_whole_numbers(value: Any, least: int) -> bool:
     return isinstance(value, tuple) and all(type(n) is int and n >= least for n in value)
 
 
@@ -30,77 +30,82 @@ class Parts(Axis):
     number: str = ""  # the field with their count
     order: str = ""  # the field with a permutation of them
     written_out: Callable[[Any], tuple[int, ...]] | None = None  # case -> parts, at the default
-    most: int = 130  # largest part drawn
+    most: int = 130  # the largest entry that is drawn
 
-    def changes(self, parts: Sequence[int], **more: Any) -> Changes:
-        """These parts, with their sum and their count."""
-        numbers = {self.total: sum(parts), self.number: len(parts)}
-        return {self.name: tuple(parts)} | {name: n for name, n in numbers.items() if name} | more
+    def changes(self, entries: Sequence[int], **fields: Any) -> Changes:
+        """Changes to these entries, to their sum and to their number."""
+        numbers = {self.total: sum(entries), self.number: len(entries)}
+        return {self.name: tuple(entries)} | {name: n for name, n in numbers.items() if name} | fields
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         """A few parts of any size, or many small ones."""
-        part = st.just(0) | st.integers(0, 9) | sizes(0, self.most)
+        entry = st.just(0) | st.integers(0, 9) | sizes(0, self.most)
         small = st.integers(0, 3)
         many = st.integers(20, 150).flatmap(lambda n: st.lists(small, min_size=n, max_size=n))
-        few = st.lists(part, min_size=int(bool(self.number)), max_size=8)
-        return st.integers(0, 4).flatmap(lambda i: few if i else many).map(self.changes)
+        few_entries = st.lists(entry, min_size=int(bool(self.number)), max_size=8)
+        return st.integers(0, 4).flatmap(lambda i: few_entries if i else many).map(self.changes)
 
     def wrong(self, value: Any) -> str:
-        return "" if _whole(value, 0) else "a list of whole numbers ≥ 0"
+        return "" if _has_whole_numbers(value, 0) else "a list of whole numbers ≥ 0"
 
     def fits(self, case: Any) -> str | None:
-        parts = getattr(case, self.name)
-        if parts == self.default:
+        entries = getattr(case, self.name)
+        if entries == self.default:
             return None
-        if self.number and len(parts) != getattr(case, self.number):
-            return f"{self.name} has {len(parts)} numbers; {self.number} is {getattr(case, self.number)}"
-        if self.total and sum(parts) != getattr(case, self.total):
-            return f"{self.name} is {parts}; it must have the sum {self.total}, {getattr(case, self.total)}"
+        if self.number and len(entries) != getattr(case, self.number):
+            return f"{self.name} has {len(entries)} numbers; {self.number} is {getattr(case, self.number)}"
+        if self.total and sum(entries) != getattr(case, self.total):
+            return f"{self.name} is {entries}; it must have the sum {self.total}, {getattr(case, self.total)}"
         return None
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        """The leading parts, the last one adjusted, where the count or the sum has changed."""
-        parts = list(getattr(case, self.name))
-        yield {self.name: tuple(parts)}
-        if parts:
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
+        """The leading entries.
+
+        The last one is adjusted where the number of entries or their sum has changed.
+        """
+        entries = list(getattr(case, self.name))
+        yield {self.name: tuple(entries)}
+        if entries:
             if self.number:
-                count = getattr(kept, self.number)
-                parts = (parts + [0] * count)[:count]
-            if self.total and parts:
-                surplus = sum(parts) - getattr(kept, self.total)
-                for i in reversed(range(len(parts))):
-                    taken = min(parts[i], max(surplus, 0))
-                    parts[i], surplus = parts[i] - taken, surplus - taken
-                parts[-1] -= min(surplus, 0)
-            yield {self.name: tuple(parts)}
+                count = getattr(mended, self.number)
+                entries = (entries + [0] * count)[:count]
+            if self.total and entries:
+                surplus = sum(entries) - getattr(mended, self.total)
+                for i in reversed(range(len(entries))):
+                    taken = min(entries[i], max(surplus, 0))
+                    entries[i], surplus = entries[i] - taken, surplus - taken
+                entries[-1] -= min(surplus, 0)
+            yield {self.name: tuple(entries)}
         yield {self.name: self.default}
 
     def smaller(self, case: Any) -> Iterator[Changes]:
-        """The parts written out; fewer parts; a smaller part."""
-        parts = getattr(case, self.name)
-        if parts == self.default and self.written_out and getattr(case, self.number, 0) <= 64:
+        """The entries written out; then fewer entries; then a smaller entry."""
+        entries = getattr(case, self.name)
+        if entries == self.default and self.written_out and getattr(case, self.number, 0) <= 64:
             yield {self.name: self.written_out(case)}
-        for start, stop in blocks(len(parts)):
+        for start, stop in blocks(len(entries)):
             order = [i - (stop - start) * (i >= stop) for i in getattr(case, self.order, ()) if not start <= i < stop]
             moved = {self.order: tuple(order)} if self.order else {}
-            yield self.changes(parts[:start] + parts[stop:], **moved)
-        for i, part in enumerate(parts):
-            yield from (self.changes((*parts[:i], n, *parts[i + 1 :])) for n in shorter(part))
+            yield self.changes(entries[:start] + entries[stop:], **moved)
+        for i, entry in enumerate(entries):
+            yield from (self.changes((*entries[:i], n, *entries[i + 1 :])) for n in shorter(entry))
 
     def other(self, case: Any) -> Changes:
         return {self.name: getattr(case, self.name)[::-1]}
 
-    def alike(self, value: Any, other: Any) -> bool:
-        return len(value) == len(other)
+    def alike(self, value: Any, second_value: Any) -> bool:
+        return len(value) == len(second_value)
 
     def varied(self, case: Any, source: random.Random) -> Changes:
-        """As many parts with the same sum: cut at random places, so that some are empty."""
-        parts = getattr(case, self.name)
-        unit = math.gcd(*parts)  # a recipe may want multiples of a block
+        """As many entries with the same sum: the sum is cut at random positions, so that some
+        entries are 0.
+        """
+        entries = getattr(case, self.name)
+        unit = math.gcd(*entries)  # a recipe may want multiples of its block
         if not unit:
             return {}
-        cuts = [unit * n for n in sorted(source.randint(0, sum(parts) // unit) for _ in parts[1:])]
-        return {self.name: tuple(b - a for a, b in zip((0, *cuts), (*cuts, sum(parts)), strict=True))}
+        cuts = [unit * n for n in sorted(source.randint(0, sum(entries) // unit) for _ in entries[1:])]
+        return {self.name: tuple(b - a for a, b in zip((0, *cuts), (*cuts, sum(entries)), strict=True))}
 
 
 @dataclass(kw_only=True)
@@ -111,12 +116,12 @@ class Order(Axis):
     data: bool = True
 
     def wrong(self, value: Any) -> str:
-        return "" if _whole(value, 0) else "a list of whole numbers ≥ 0"
+        return "" if _has_whole_numbers(value, 0) else "a list of whole numbers ≥ 0"
 
     def fits(self, case: Any) -> str | None:
         count = len(getattr(case, self.of))
-        right = sorted(getattr(case, self.name)) == list(range(count))
-        return None if right else f"{self.name} must be a permutation of the {count} {self.of}"
+        is_permutation = sorted(getattr(case, self.name)) == list(range(count))
+        return None if is_permutation else f"{self.name} must be a permutation of the {count} {self.of}"
 
     def plainer(self, case: Any) -> Iterator[Changes]:
         yield from ()
@@ -124,9 +129,9 @@ class Order(Axis):
     def smaller(self, case: Any) -> Iterator[Changes]:
         yield {self.name: tuple(range(len(getattr(case, self.of))))}
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        """The same order of the present number of entries."""
-        order, count = getattr(case, self.name), len(getattr(kept, self.of))
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
+        """The same order, of as many entries as there are now."""
+        order, count = getattr(case, self.name), len(getattr(mended, self.of))
         yield {self.name: order}
         yield {self.name: (*(i for i in order if i < count), *range(len(order), count))}
         yield {self.name: tuple(range(count))}
@@ -161,7 +166,11 @@ class Table(Axis):
         return tuple(entry for row in rows for entry in row)
 
     def wrong(self, value: Any) -> str:
-        return "" if value == self.default or _whole(value, self.least) else f"a list of integers ≥ {self.least}"
+        return (
+            ""
+            if value == self.default or _has_whole_numbers(value, self.least)
+            else f"a list of integers ≥ {self.least}"
+        )
 
     def fits(self, case: Any) -> str | None:
         flat = getattr(case, self.name)
@@ -174,12 +183,12 @@ class Table(Axis):
             return f"{self.name} must hold {rows} × {columns} integers from {self.least}{limit}"
         return None
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
         """The leading rows and columns that remain; entries above the bound are replaced."""
         yield {self.name: getattr(case, self.name)}
         if getattr(case, self.name) != self.default:
-            rows, columns = getattr(kept, self.rows), getattr(kept, self.columns)
-            below = getattr(kept, self.below) if self.below else float("inf")
+            rows, columns = getattr(mended, self.rows), getattr(mended, self.columns)
+            below = getattr(mended, self.below) if self.below else float("inf")
             cut = [row[:columns] for row in self.unpacked(case)[:rows]]
             yield {self.name: self.packed([tuple(e if e < below else self.simple[0] for e in row) for row in cut])}
         yield {self.name: self.default}
@@ -196,16 +205,16 @@ class Table(Axis):
             return
         rows = self.unpacked(case)
         for start, stop in blocks(len(rows)):
-            kept = rows[:start] + rows[stop:]
-            yield {self.rows: len(kept), self.name: self.packed(kept)}
+            remaining_rows = rows[:start] + rows[stop:]
+            yield {self.rows: len(remaining_rows), self.name: self.packed(remaining_rows)}
         columns = getattr(case, self.columns)
         for c in range(columns) if columns > 1 else ():
             yield {self.columns: columns - 1, self.name: self.packed([row[:c] + row[c + 1 :] for row in rows])}
         for r, row in enumerate(rows):
             for c, entry in enumerate(row):
                 simpler = self.simple[: self.simple.index(entry)] if entry in self.simple else self.simple
-                for one in simpler:
-                    changed = (*row[:c], one, *row[c + 1 :])
+                for simpler_entry in simpler:
+                    changed = (*row[:c], simpler_entry, *row[c + 1 :])
                     yield {self.name: self.packed([*rows[:r], changed, *rows[r + 1 :]])}
 
     def other(self, case: Any) -> Changes:
@@ -261,16 +270,16 @@ class Bitmasks(Table):
         return {self.name: self.packed([tuple(map(int, row)) for row in rows])}
 
 
-def parts(default: tuple[int, ...] = (), **more: Any) -> Any:
-    return declared(Parts(default=default, **more))
+def parts(default: tuple[int, ...] = (), **fields: Any) -> Any:
+    return declared(Parts(default=default, **fields))
 
 
 def order(of: str) -> Any:
     return declared(Order(default=(), of=of))
 
 
-def table(rows: str, columns: str, written_out: Callable[[Any], Any], **more: Any) -> Any:
-    return declared(Table(default=(), rows=rows, columns=columns, written_out=written_out, **more))
+def table(rows: str, columns: str, written_out: Callable[[Any], Any], **fields: Any) -> Any:
+    return declared(Table(default=(), rows=rows, columns=columns, written_out=written_out, **fields))
 
 
 def bitmasks(rows: str, columns: str, written_out: Callable[[Any], Any]) -> Any:

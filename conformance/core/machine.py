@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, get_state_machine_test, i
 from conformance.core.case import Case
 from conformance.core.scope import Scope
 
-BYTES = 8192  # of a sequence's draws: more than the longest consumes
-TRIES = 4  # draws per wanted sequence: some begin with a case that does not suit
+BYTES = 8192  # random bytes of a sequence's draws: more than the longest sequence consumes
+TRIES = 4  # draws per wanted sequence, because some begin with a case that the machine cannot use
 
 
 class Judged(Protocol):
@@ -40,13 +40,13 @@ class Machine(RuleBasedStateMachine):
     """The base of a family's machines: their rules call `step`."""
 
     field: ClassVar[str] = "steps"  # of the case, its words joined by +
-    fixed: ClassVar[dict[str, Any]] = {}  # fields of every case
+    fixed: ClassVar[dict[str, Any]] = {}  # fields that every case of the machine has
     start: ClassVar[st.SearchStrategy[Any]]  # cases, whatever their steps
     judge: ClassVar[Callable[[Any], Judged]]
 
     @classmethod
     def suits(cls, case: Any) -> bool:
-        """Whether sequences of this case's calls can be judged."""
+        """Whether sequences that begin with this case can be judged."""
         return True
 
     def __init__(self) -> None:
@@ -75,9 +75,9 @@ class Machine(RuleBasedStateMachine):
 def starts(machine: type[Machine], scope: Scope) -> st.SearchStrategy[Any]:
     """Cases of the function with the machine's fixed fields, no steps and no law."""
     axes = {axis.name: axis.default for axis in scope.axes}
-    plain = {name: axes[name] for name in (machine.field, "layout", "grads", "unused") if name in axes}
-    plain |= {"law": "", "layout_of": ""} | machine.fixed
-    cases = scope.drawn().map(lambda case: scope.mended(replace(case, **plain)))
+    fixed_fields = {name: axes[name] for name in (machine.field, "layout", "grads", "unused") if name in axes}
+    fixed_fields |= {"law": "", "layout_of": ""} | machine.fixed
+    cases = scope.drawn().map(lambda case: scope.mended(replace(case, **fixed_fields)))
     return cases.filter(
         lambda case: machine.suits(case) and all(getattr(case, name) == x for name, x in machine.fixed.items())
     )
@@ -95,9 +95,11 @@ def run_machine(
     Raises:
         Differs: with the first failing sequence.
     """
-    own = type(machine.__name__, (machine,), {"start": starts(machine, scope), "judge": staticmethod(judge)})
+    machine_of_scope = type(
+        machine.__name__, (machine,), {"start": starts(machine, scope), "judge": staticmethod(judge)}
+    )
     options = settings(stateful_step_count=steps, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    run: Any = get_state_machine_test(own, settings=options)
+    run: Any = get_state_machine_test(machine_of_scope, settings=options)
     source, done = random.Random(seed), 0
     for _ in range(TRIES * examples):
         if done == examples:

@@ -22,23 +22,23 @@ from conformance.core.scope import Scope
 # take one of its first USUAL lengths: a tile does not depend on how many more columns there are.
 MODEL_WIDTHS = (1024, 512, 768, 2048, 7168, 2880, 256, 4096, 1536, 5120, 16384, 3072, 6144, 8192)
 WEIGHT_WIDTHS = (512, 1024, 768, 256, 384, 2880, 2048, 4096, 7168)  # of a weight, beside a narrow width
-MEDIUM_WIDTHS = (512, 256, 768, 256, 256, 1024)  # of a layer, which has several matrices
-NARROW_WIDTHS = (256, 512, 288)  # of the other side of a matrix
+MEDIUM_WIDTHS = (512, 256, 768, 256, 256, 1024)  # lengths of a layer, which has several matrices
+NARROW_WIDTHS = (256, 512, 288)  # lengths of the other side of a matrix
 EXPERTS = (64, 128, 256, 8, 32, 16, 60, 160, 384, 512)
 FEW_EXPERTS = (128, 8, 32)  # of rows that are padded to blocks of a recipe
-SPLITS = (0, 128, 8)  # of rows that a recipe scales apart; 0: no splits
+SPLITS = (0, 128, 8)  # rows of splits that a recipe scales separately; 0: no splits
 EXPERTS_WITH_WEIGHTS = (4, 8, 2, 128, 32)  # many experts beside small weights
 FEW_ROWS, ROWS = (5, 40, 140), (5, 40, 140, 300)
-FEW_TOKENS = (9, 5, 140)  # of which each has several rows
+FEW_TOKENS = (9, 5, 140)  # numbers of rows, several for each expert
 USUAL = 3
 ODD = 1 / 3
 LINE, TRIED = 16, 4  # kernels know whether a size is a multiple; sizes that are tried in turn
-ANOTHER_DTYPE = 5  # one row in so many has another dtype than models
+ANOTHER_DTYPE = 5  # one case in so many has another dtype than models have
 RECIPE = ("scaling", "variant")  # fields that name a recipe
-ALIKE = ("layout", "unused", "groups")  # axes with other values in no model's call
-EXACT = ("experts",)  # fields whose lengths have no odd neighbours
+ALIKE = ("layout", "unused", "groups")  # axes with values that no model's call has
+EXACT = ("experts",)  # fields whose lengths have no odd neighbours in any case
 WIDTHS, ROWS_OF = ("hidden", "width"), ("experts", "tokens")
-ORDER = (*WIDTHS, *ROWS_OF)  # in which lengths are chosen: rows last, as many as the reference can afford
+ORDER = (*WIDTHS, *ROWS_OF)  # the order of choosing lengths: rows last, as many as the reference can afford
 MOST = {"experts": 2**20, "tokens": 2**17}  # elements of all weights, and of rows
 
 
@@ -72,10 +72,10 @@ def _of_recipes(scope: Scope) -> Iterator[Any]:
         for variant in range(len(group))
         if not axes["variant"].wrong(variant)
     ]
-    beside: list[list[Changes]] = [
+    recipes_of_directions: list[list[Changes]] = [
         axes[name].covered(scope.signature) if name in scope.live else [{}] for name in ("direction", "role")
     ]
-    directions, roles = beside
+    directions, roles = recipes_of_directions
     for index, (kind, direction) in enumerate(itertools.product(kinds, directions)):
         kind |= direction | roles[(index + index // len(directions)) % len(roles)]
         case = _fullest(scope, scope.contract.shapes.of_models | kind)
@@ -84,24 +84,27 @@ def _of_recipes(scope: Scope) -> Iterator[Any]:
 
 
 def _fullest(scope: Scope, fields: Changes) -> Any:
-    """As `Scope.fullest`; a value that is a function gets the case of the others."""
+    """A case as `Scope.fullest` makes it.
+
+    A value that is a function is called with the case of the other fields.
+    """
     row = scope.row(fields, {})
     return scope.fullest({name: getattr(row, name) for name in fields if name in scope.live})
 
 
 def _dtyped(scope: Scope, case: Any, index: int) -> Any:
-    """The case; one in `ANOTHER_DTYPE` with the next of its other dtypes, if that fits."""
+    """The case. One in `ANOTHER_DTYPE` cases gets the next of its other dtypes, if that fits."""
     axis = axes_of(type(case)).get("dtype")
     if not isinstance(axis, Dtype) or index % ANOTHER_DTYPE != ANOTHER_DTYPE - 1:
         return case
     values = [changes for changes in axis.covered(scope.signature) if not case.has(changes)]
-    other = case.changed(**values[index // ANOTHER_DTYPE % len(values)]) if values else case
-    return other if scope.fits(other) else case
+    changed_case = case.changed(**values[index // ANOTHER_DTYPE % len(values)]) if values else case
+    return changed_case if scope.fits(changed_case) else case
 
 
 def _resized(scope: Scope, case: Any, index: int, odd: bool, fixed: Collection[str] = ()) -> Any:
-    """The case with the lengths whose turn it is, but of `fixed` fields, and the same options; None
-    where none fits.
+    """The case with the lengths that are next in turn, and the same options; fields in `fixed` keep
+    their lengths. None if no length fits.
     """
     if ranks_of(scope.contract, case):
         return None
@@ -123,24 +126,26 @@ def _resized(scope: Scope, case: Any, index: int, odd: bool, fixed: Collection[s
 
 
 def _affordable(case: Any, name: str, length: int, lengths: Collection[int]) -> int:
-    """The largest of these lengths up to `length` for which the reference takes a second at most;
-    the least, if it takes longer with each. Its cost are weights, and rows, also those that fill up
-    an expert's block.
+    """The largest of these lengths, up to `length`, for which the reference takes at most a second,
+    or the smallest one if it always takes longer. The cost is the number of weights and of rows,
+    including the rows that fill up the blocks of experts.
     """
     widths = [getattr(case, width) * case.unit for width in WIDTHS if hasattr(case, width)]
     weights = math.prod(widths) if len(widths) > 1 else case.row_unit * sum(widths)
-    one = weights if name == "experts" else sum(widths)
-    most = MOST[name] // max(one, 1)
-    return max((other for other in lengths if other <= min(length, most)), default=min(lengths))
+    length_of_others = weights if name == "experts" else sum(widths)
+    most = MOST[name] // max(length_of_others, 1)
+    return max((shorter for shorter in lengths if shorter <= min(length, most)), default=min(lengths))
 
 
 def _sizes(size: int, odd: bool) -> list[int]:
-    """The size, or its neighbour; then larger ones, of which an interleave divides one."""
+    """The size itself or its neighbour, then larger sizes, of which an interleave must divide
+    one.
+    """
     step = LINE if size % LINE == 0 and not odd else 1
     return [size + odd + step * i for i in range(TRIED)]
 
 
-def same_options(case: Any, other: Any) -> bool:
+def same_options(case: Any, second_case: Any) -> bool:
     """Whether all fields but sizes, data and the law are equal."""
-    free = {name for name, axis in axes_of(type(case)).items() if isinstance(axis, Size) or axis.data} | {"law"}
-    return all(value == getattr(other, name) for name, value in case.__dict__.items() if name not in free)
+    free_fields = {name for name, axis in axes_of(type(case)).items() if isinstance(axis, Size) or axis.data} | {"law"}
+    return all(value == getattr(second_case, name) for name, value in case.__dict__.items() if name not in free_fields)

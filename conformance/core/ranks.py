@@ -1,4 +1,4 @@
-"""Contracts of functions that ranks call together, each with its part of the inputs.
+"""Contracts of functions that several ranks call together, each rank with its share of the inputs.
 
 A case describes the inputs of all ranks. Every rank generates all inputs, runs the reference for
 all ranks, and judges its own outputs.
@@ -36,7 +36,9 @@ class RankContext:
         return 0 < self.gpus < self.ranks
 
     def transport(self, name: str = "") -> str:
-        """A transport between these ranks, by default the group's, and the devices."""
+        """How these ranks exchange data, which is the transport of the group by default, and on
+        which devices.
+        """
         if not self.gpus:
             return f"{name or 'gloo'} between CPUs"
         if self.shares_gpu:
@@ -45,7 +47,10 @@ class RankContext:
 
 
 class Ranked(Contract[C]):
-    """A function that ranks call together if the case has ranks. Outside a world: rank 0's view."""
+    """A function that ranks call together if the case has several ranks.
+
+    Outside a world it is judged as rank 0 sees it.
+    """
 
     worldwide: dict[str, Worldwide] = {}  # noqa: RUF012  (golden cases; filled at registration)
 
@@ -62,10 +67,10 @@ class Ranked(Contract[C]):
         """The expected outputs and gradients of each rank."""
 
     def right_at(self, rank: int, case: C, calls: list[Problem], declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        """One rank's expectations. Need not compute the other ranks'."""
+        """The expectations of one rank. The expectations of other ranks need not be computed."""
         return self.right(case, calls, declared)[rank]
 
-    def connected(self, call: Problem, place: RankContext) -> Problem:
+    def connected(self, call: Problem, context: RankContext) -> Problem:
         """A rank's call, with its process group."""
         return call
 
@@ -73,11 +78,13 @@ class Ranked(Contract[C]):
 class Collective(Ranked[C]):
     """Inputs, expected outputs and laws of a function that requires a process group."""
 
-    def connected(self, call: Problem, place: RankContext) -> Problem:
+    def connected(self, call: Problem, context: RankContext) -> Problem:
         chain = (
-            replace(call.producer, settings=call.producer.settings | {"group": place.group}) if call.producer else None
+            replace(call.producer, settings=call.producer.settings | {"group": context.group})
+            if call.producer
+            else None
         )
-        return replace(call, settings=call.settings | {"group": place.group}, producer=chain)
+        return replace(call, settings=call.settings | {"group": context.group}, producer=chain)
 
     def legal(self, case: C) -> Problem:
         return self.calls(case)[0]
@@ -89,15 +96,15 @@ class Collective(Ranked[C]):
 class AtRank(Contract[C], Generic[C]):
     """One rank's view of a collective contract: its call, with the group, and its expectations."""
 
-    def __init__(self, whole: Ranked[C], place: RankContext) -> None:
-        self.whole, self.place = whole, place
+    def __init__(self, all_ranks: Ranked[C], context: RankContext) -> None:
+        self.whole, self.place = all_ranks, context
         self._made: dict[C, list[Problem]] = {}
-        self.adopt(whole)
-        self.laws, self.illegal = whole.laws, whole.illegal
+        self.adopt(all_ranks)
+        self.laws, self.illegal = all_ranks.laws, all_ranks.illegal
         self.golden = {
-            name: (self.own(calls), right[place.rank])
-            for name, (calls, right) in whole.worldwide.items()
-            if len(calls) == place.ranks
+            name: (self.own(calls), expectations[context.rank])
+            for name, (calls, expectations) in all_ranks.worldwide.items()
+            if len(calls) == context.ranks
         }
 
     def legal(self, case: C) -> Problem:

@@ -1,4 +1,6 @@
-"""Laws of functions with independent tokens: neither order nor other tokens matter."""
+"""Laws of functions whose tokens are independent: the order of tokens does not matter, and no token
+matters to another.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,12 +14,12 @@ from conformance.core.law import Law, Trial, plain, upside_down
 from conformance.core.signature import Signature
 from conformance.judge import Chosen, Expectation, Finding
 
-TOKENS = "T"  # their letter in a signature
+TOKENS = "T"  # the letter of tokens in a signature
 PARAMETERS = ("weight", "bias")  # inputs whose gradients sum over all tokens
 Change = Callable[[Tensor, int], Tensor]  # of a dimension of a tensor
 
 
-def _changed(
+def _with_changed_dimension(
     tensors: Mapping[str, Any], dims: Mapping[str, str], change: Change, letter: str = TOKENS
 ) -> dict[str, Any]:
     """The tensors, with the change along the dimension with this letter, where they have it."""
@@ -32,14 +34,18 @@ def _results(signature: Signature) -> dict[str, str]:
     return {out.name: out.dims for out in signature.outputs} | {f"d_{x.name}": x.dims for x in signature.inputs}
 
 
-def _judged(trial: Trial, law: str, there: Change, back: Change, letter: str = TOKENS) -> Finding | None:
-    """Run with a changed dimension; judge the outputs, changed back, by their first expectation."""
+def _judged(trial: Trial, law: str, there: Change, inverse: Change, letter: str = TOKENS) -> Finding | None:
+    """Run with one dimension changed, undo the change in the outputs, and judge them by the
+    expectations of the first run.
+    """
     signature = trial.contract.signature
     inputs = {x.name: x.dims for x in signature.inputs}
-    cotangents = _changed(trial.problem.cotangents, _results(signature), there, letter)
-    second: Problem = trial.problem.with_tensors(_changed(trial.problem.tensors, inputs, there, letter))
+    cotangents = _with_changed_dimension(trial.problem.cotangents, _results(signature), there, letter)
+    second: Problem = trial.problem.with_tensors(_with_changed_dimension(trial.problem.tensors, inputs, there, letter))
     outputs = trial.run(replace(second, cotangents=cotangents))
-    return trial.judged(law, any_of_equals(trial.expected), _changed(outputs, _results(signature), back, letter))
+    return trial.judged(
+        law, any_of_equals(trial.expected), _with_changed_dimension(outputs, _results(signature), inverse, letter)
+    )
 
 
 def any_of_equals(expected: dict[str, Expectation]) -> dict[str, Expectation]:
@@ -48,12 +54,12 @@ def any_of_equals(expected: dict[str, Expectation]) -> dict[str, Expectation]:
 
 
 def _token_reversal(trial: Trial) -> Finding | None:
-    """Tokens in the opposite order: each has what it had."""
+    """Tokens in the opposite order: each token keeps its results."""
     return _judged(trial, "token_reversal", upside_down, upside_down)
 
 
 def _batch_concat(trial: Trial) -> Finding | None:
-    """The same tokens with others after them: each has what it had."""
+    """The same tokens with others after them: each token keeps its results."""
     return _judged(
         trial,
         "batch_concat",

@@ -21,14 +21,14 @@ from conformance.core.signature import Signature
 from conformance.core.signature_axes import WRITTEN_OUT
 from conformance.core.space import Space
 
-SLOW = 0.5  # a lesser weight is of a slow function
+SLOW = 0.5  # a smaller weight belongs to a slow function
 # dtypes of at most two bytes: 2³¹ elements fit 4 GiB
 NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "bool", "int16")
 
 
 @dataclass(frozen=True)
 class Scope:
-    """A contract, and the space of calls that one implementation accepts."""
+    """A contract, together with the calls that one implementation accepts."""
 
     contract: Contract[Any]
     space: Space
@@ -47,7 +47,7 @@ class Scope:
 
     @property
     def illegal(self) -> Changes:
-        """The fields of illegal calls; a value that is a function is called with the scope."""
+        """The fields of illegal calls. A value that is a function is called with the scope."""
         fields = self.contract.shapes.illegal
         return {name: value(self) if callable(value) else value for name, value in fields.items()}
 
@@ -58,18 +58,20 @@ class Scope:
 
     @cached_property
     def live(self) -> set[str]:
-        """The fields that matter."""
+        """The fields that matter for the function's calls."""
         return {axis.name for axis in self.axes} | {"layout_of", "law"}
 
     def laws(self, case: Case) -> list[str]:
-        """The laws that apply to the case on this device; never empty."""
+        """The laws that apply to the case on this device. There is always one."""
         laws = self.contract.laws.values()
         return [law.name for law in laws if law.holds(case, self.space.device)]
 
     def cheap_laws(self, case: Case) -> list[str]:
-        """The same without laws that run other kernels, where these shall be few; never empty."""
-        every = self.laws(case)
-        return [name for name in every if not self.contract.laws[name].recompiles] or every
+        """The same without laws that run other kernels, if few kernels shall be compiled. There is
+        always one.
+        """
+        laws = self.laws(case)
+        return [name for name in laws if not self.contract.laws[name].recompiles] or laws
 
     # ---- which cases fit
 
@@ -87,10 +89,10 @@ class Scope:
         if self.function not in self.space.without and self.signature.producer not in self.space.without:
             return True
         named = [a.argument for a in self.axes if a.argument and getattr(case, a.name) != a.default]
-        given = [x.argument for x in self.signature.inputs if x.optional and x.given(case)]
-        made = [x.name for x in self.signature.made_from if x.optional and x.given(case)]
-        return all(self.accepts(argument) for argument in (*named, *given, *case.arguments())) and all(
-            self.space.accepts(self.signature.producer, argument) for argument in made
+        input_arguments = [x.argument for x in self.signature.inputs if x.optional and x.given(case)]
+        producer_arguments = [x.name for x in self.signature.made_from if x.optional and x.given(case)]
+        return all(self.accepts(argument) for argument in (*named, *input_arguments, *case.arguments())) and all(
+            self.space.accepts(self.signature.producer, argument) for argument in producer_arguments
         )
 
     def refused(self, case: Case) -> str | None:
@@ -101,7 +103,7 @@ class Scope:
         return self.signature.fits(case) is None and self.takes(case)
 
     def case(self, fields: Changes) -> Any:
-        """The case with the live ones of these fields; it need not fit."""
+        """A case with those of these fields that matter. The case need not fit."""
         return self._default.changed(**{name: value for name, value in fields.items() if name in self.live})
 
     @cached_property
@@ -113,17 +115,17 @@ class Scope:
         if self.fits(case):
             return case
         names = ("function", "law", "golden", "illegal", "before")
-        kept = self._default.changed(**{name: getattr(case, name) for name in names})
-        fits = self.fits(kept)
+        mended = self._default.changed(**{name: getattr(case, name) for name in names})
+        fits = self.fits(mended)
         for axis in axes_of(type(case)).values():
-            for changes in axis.nearest(case, kept):
-                if fits and kept.has(changes):  # the candidate is the case itself
+            for changes in axis.nearest(case, mended):
+                if fits and mended.has(changes):  # the candidate is the case itself
                     break
-                other = _changed(kept, changes)
-                if other and self.fits(other):
-                    kept, fits = other, True
+                candidate = _case_with(mended, changes)
+                if candidate and self.fits(candidate):
+                    mended, fits = candidate, True
                     break
-        return kept
+        return mended
 
     # ---- cases near another
 
@@ -133,10 +135,10 @@ class Scope:
         plainer = (changes for axis in axes for changes in axis.plainer(case))
         smaller = (changes for axis in axes for changes in axis.smaller(case))
         for changes in ({"law": ""}, *plainer, *smaller):
-            changed = _changed(case, changes)
-            other = self.mended(changed) if changed else case
-            if other != case:
-                yield other
+            changed = _case_with(case, changes)
+            candidate = self.mended(changed) if changed else case
+            if candidate != case:
+                yield candidate
 
     def neighbour(self, case: Any) -> Any:
         """Another call of the function: other values and settings."""
@@ -145,7 +147,7 @@ class Scope:
             changes |= axis.other(case)
         return self.mended(case.changed(**changes))
 
-    def alike(self, case: Any, other: Any) -> bool:
+    def alike(self, case: Any, second_case: Any) -> bool:
         """Whether both cases run the same compiled kernels.
 
         Strides are products of sizes, so these have a class too: 6·8 is a multiple of 16, 5·8 is
@@ -153,9 +155,9 @@ class Scope:
         """
         axes = axes_of(type(case)).values()
         return (
-            (case.layout_of == other.layout_of or {case.layout, other.layout} <= {*WRITTEN_OUT})
-            and all(axis.alike(getattr(case, axis.name), getattr(other, axis.name)) for axis in axes)
-            and self._strides(case) == self._strides(other)
+            (case.layout_of == second_case.layout_of or {case.layout, second_case.layout} <= {*WRITTEN_OUT})
+            and all(axis.alike(getattr(case, axis.name), getattr(second_case, axis.name)) for axis in axes)
+            and self._strides(case) == self._strides(second_case)
         )
 
     def _strides(self, case: Any) -> list[bool]:
@@ -200,9 +202,9 @@ class Scope:
 
         @st.composite
         def changed(draw: st.DrawFn) -> Any:
-            case, other, chosen = draw(st.sampled_from(cases)), draw(self.drawn()), draw(names)
+            case, drawn_case, chosen = draw(st.sampled_from(cases)), draw(self.drawn()), draw(names)
             chosen += ["layout_of"] if "layout" in chosen else []
-            mixed = _changed(case, {name: getattr(other, name) for name in chosen})
+            mixed = _case_with(case, {name: getattr(drawn_case, name) for name in chosen})
             case = self.mended(self.contract.shapes.affordable(mixed, self)) if mixed else case
             return case.changed(law=draw(st.sampled_from(self.laws(case))))
 
@@ -241,23 +243,27 @@ class Scope:
         return {name: values for name, values in taken.items() if len(values) > 1}
 
     def _unlike(self, values: tuple[tuple[tuple[str, Any], ...], ...]) -> tuple[tuple[tuple[str, Any], ...], ...]:
-        """The first of those changes that run the same kernels."""
-        axes, found = axes_of(self.contract.case_type), list[Changes]()
+        """Those of the changes that run different kernels: of several that run the same kernels,
+        the first.
+        """
+        axes, distinct = axes_of(self.contract.case_type), list[Changes]()
         for changes in map(dict, values):
-            defaults = {name: axes[name].default for name in {name for one in values for name, _ in one} & {*axes}}
+            defaults = {
+                name: axes[name].default for name in {name for earlier in values for name, _ in earlier} & {*axes}
+            }
             new = defaults | changes
             alike = (
                 all(
-                    not callable(value) and axes[name].alike(value, (defaults | one)[name])
+                    not callable(value) and axes[name].alike(value, (defaults | earlier)[name])
                     if name in axes
-                    else value == one.get(name)
+                    else value == earlier.get(name)
                     for name, value in new.items()
                 )
-                for one in found
+                for earlier in distinct
             )
             if not any(alike):
-                found.append(changes)
-        return tuple(tuple(changes.items()) for changes in found)
+                distinct.append(changes)
+        return tuple(tuple(changes.items()) for changes in distinct)
 
     def row(self, base: Changes, row: dict[str, Any]) -> Any:
         """The case of a row of the covering array, of values that `covered_axes` has checked."""
@@ -280,17 +286,17 @@ class Scope:
         case = self.row(changes, {})
         return case.changed(**case.__dict__)
 
-    def more(self, others: list[Case]) -> list[Case]:
+    def more(self, other_cases: list[Case]) -> list[Case]:
         """The family's cases that run with the covering array."""
-        return self.contract.shapes.more(self, others)
+        return self.contract.shapes.more(self, other_cases)
 
     def always(self) -> list[Any]:
         """The family's shapes, with all optional inputs and gradients; laws and layouts in turn."""
-        given = self.contract.shapes.always(self)
-        shapes = [self.fullest(one) for one in given if not isinstance(one, Case)]
+        family_shapes = self.contract.shapes.always(self)
+        shapes = [self.fullest(shape) for shape in family_shapes if not isinstance(shape, Case)]
         placed = self.placed(self.placed(shapes, "negated"), "sliced")
-        whole = [one for one in given if isinstance(one, Case)]
-        return [*self.lawful(placed), *whole, *self.overlapping(), *self.tall()]
+        whole_cases = [shape for shape in family_shapes if isinstance(shape, Case)]
+        return [*self.lawful(placed), *whole_cases, *self.overlapping(), *self.tall()]
 
     def tall(self) -> list[Any]:
         """A case of `TALL` rows, on a GPU."""
@@ -298,9 +304,9 @@ class Scope:
         return [self.fullest(fields | {"tokens": TALL})] if fields else []
 
     def overlapping(self) -> list[Any]:
-        """Small cases of all rows that may share memory, one tensor each.
+        """Small cases for all tensors whose rows may share memory, one tensor in each case.
 
-        The first alone for few kernels, and of a function whose cases are slow.
+        Only the first case is used if few kernels shall be compiled, or if the function is slow.
         """
         covered = self.contract.shapes.covered | self.contract.shapes.far
         row = self.row(covered, {})
@@ -310,66 +316,77 @@ class Scope:
         return fitting[:1] if self.space.few_kernels or self.weight < SLOW else fitting
 
     def placed(self, cases: list[Any], layout: str) -> list[Any]:
-        """The cases, each of the first contiguous ones with another tensor in this layout."""
-        found, left = [], [name for name, dims in self.signature.placed.items() if dims]
+        """The cases, and each contiguous one again with another tensor in this layout, as long as
+        there are tensors.
+        """
+        placed_cases, remaining = [], [name for name, dims in self.signature.placed.items() if dims]
         for case in cases:
-            placed = [case.changed(layout=layout, layout_of=name) for name in left if case.layout == "contiguous"]
+            placed = [case.changed(layout=layout, layout_of=name) for name in remaining if case.layout == "contiguous"]
             chosen = next(filter(self.fits, placed), case)
-            left = [name for name in left if name != chosen.layout_of]
-            found.append(chosen)
-        return found
+            remaining = [name for name in remaining if name != chosen.layout_of]
+            placed_cases.append(chosen)
+        return placed_cases
 
     def fullest(self, fields: Changes) -> Any:
         """A case with these fields, and all optional inputs of the implementation; with all its
         gradients, if `grads` is no such field.
         """
-        known = axes_of(self.contract.case_type)
-        given: Changes = {}
+        axes_by_name = axes_of(self.contract.case_type)
+        optional_inputs: Changes = {}
         for x in self.signature.inputs:
-            if x.optional in known:
-                values = (changes[x.optional] for changes in known[x.optional].covered(self.signature))
-                given[x.optional] = next((value for value in values if value), known[x.optional].default)
-        case = self.mended(self.case(given | fields))
+            if x.optional in axes_by_name:
+                values = (changes[x.optional] for changes in axes_by_name[x.optional].covered(self.signature))
+                optional_inputs[x.optional] = next(
+                    (value for value in values if value), axes_by_name[x.optional].default
+                )
+        case = self.mended(self.case(optional_inputs | fields))
         grads = fields.get("grads", self.signature.all_gradients(case))
         return self.mended(case.changed(grads=grads))
 
     def doubled(self, case: Any) -> Any:
-        """The case in float64, with values that 16 bits do not hold, as far as it has them."""
+        """The case in float64, with values that need more than 16 bits, as far as the case has such
+        fields.
+        """
         dtypes = [axis for axis in self.axes if isinstance(axis, Dtype) and "float" in getattr(case, axis.name)]
         changes: Changes = {axis.name: "float64" for axis in dtypes if not axis.wrong("float64")}
         changes |= {axis.name: "wide" for axis in self.axes if axis.name == "values" and not axis.wrong("wide")}
         return self.mended(case.changed(**changes))
 
     def far(self) -> list[Any]:
-        """Sizes 3, narrow dtypes: each input and cotangent far in each of its dimensions.
-
-        For few kernels in one of them, in turn.
+        """Each input and cotangent at far addresses, in each of its dimensions, with sizes of 3 and
+        narrow dtypes. If few kernels shall be compiled, in one dimension only, which changes in
+        turn.
         """
         fields: Changes = {}
         for axis in self.axes:
             if isinstance(axis, Size):
                 fields[axis.name] = 3
             elif isinstance(axis, Dtype):
-                given = [value for value in axis.allowed(self.signature, axis.values) if value]
-                fields[axis.name] = min(given, key=lambda name: getattr(torch, name).itemsize, default=axis.default)
+                allowed_values = [value for value in axis.allowed(self.signature, axis.values) if value]
+                fields[axis.name] = min(
+                    allowed_values, key=lambda name: getattr(torch, name).itemsize, default=axis.default
+                )
         base = self.fullest(fields | self.contract.shapes.far)
         placed = [base.changed(layout=layout, layout_of=name) for name, layout in self.signature.layouts(far=True)]
         fitting = [case for case in placed if self.fits(case)]
         return fitting[::2] if self.space.few_kernels else fitting
 
     def lawful(self, cases: list[Any]) -> list[Any]:
-        """The cases with laws in turn; for few kernels, a law that runs others has one case."""
-        found: list[Any] = []
+        """The cases with laws in turn.
+
+        If few kernels shall be compiled, a law that runs other kernels has one case.
+        """
+        cases_with_laws: list[Any] = []
         rare = {name for name, law in self.contract.laws.items() if law.recompiles and self.space.few_kernels}
         for index, case in enumerate(cases):
             laws = self.cheap_laws(case) if self.space.few_kernels else self.laws(case)
             law = next((name for name in self.laws(case) if name in rare), laws[index % len(laws)])
             rare.discard(law)
-            found.append(case.changed(law=law))
-        return found
+            cases_with_laws.append(case.changed(law=law))
+        return cases_with_laws
 
 
-def _changed(case: Any, changes: Changes) -> Any:
+def _case_with(case: Any, changes: Changes) -> Any:
     """The case with other fields; None if a value is illegal."""
     try:
         return case.changed(**changes)

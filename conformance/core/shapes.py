@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from conformance.core.axes import Changes
 from conformance.core.case import Case
 
-TALL = 2**16 + 1  # rows that 16 bits do not count, nor the second dimension of a grid
+TALL = 2**16 + 1  # more rows than 16 bits, or the second dimension of a grid, can count
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,6 @@ class Shapes:
     # of a narrow case of TALL rows, on a GPU; none: `always` has one, or it would be slow
     tall: Changes = field(default_factory=dict)
     illegal: Changes = field(default_factory=lambda: {"tokens": 2, "experts": 2})
-    real: Callable[[Any], Changes] | None = None  # the fields of a case of a model's size, to be timed
+    real: Callable[[Any], Changes] | None = None  # fields of the case of a model's size that is timed
     weight: float = 1  # the function's share of a run
-    kernels: bool = True  # whether its calls compile some; without, a GPU has a CPU's cases
+    kernels: bool = True  # whether its calls compile kernels; without any, a GPU runs the cases of a CPU

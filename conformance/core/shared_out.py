@@ -1,8 +1,9 @@
-"""Contract of a one-process function whose batch is sharded over ranks.
+"""The contract of a one-process function whose batch is split over ranks.
 
-`counts` of a case: tokens per rank. Each rank calls with its slice of every per-token input and
-the same parameters. Per-token outputs equal those of one process. Outputs summed over tokens, such
-as parameter gradients, are the rank's partial sums; an implementation must not reduce them.
+The field `counts` of a case has the tokens of each rank. Each rank calls the function with its
+slice of every per-token input, and with the same parameters. Per-token outputs equal those of one
+process. Outputs that are summed over tokens, such as gradients of parameters, are partial sums of
+the rank; an implementation must not reduce them.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +35,7 @@ class Counts(Parts):
         return not self.of or self.of in signature.names
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
-        """One process: the space draws the number of ranks."""
+        """One process. The number of ranks is drawn by the space."""
         return st.just({self.name: self.default})
 
 
@@ -43,19 +44,23 @@ def counts(of: str = "") -> Any:
 
 
 @st.composite
-def worlds(draw: st.DrawFn, space: Space, each: int = 1, even: bool = False, least: int = 0) -> tuple[int, ...]:
-    """Tokens per rank: multiples of `each`, equal if `even`."""
+def worlds(draw: st.DrawFn, space: Space, multiple: int = 1, even: bool = False, least: int = 0) -> tuple[int, ...]:
+    """Tokens per rank: multiples of `multiple`, equal if `even`."""
     ranks = draw(st.sampled_from([n for n in WORLDS if n <= space.most_ranks]))
     some = st.integers(least, MOST_TOKENS)
     counts = (draw(some),) * ranks if even else tuple(draw(some) for _ in range(ranks))
-    return tuple(count * each for count in counts)
+    return tuple(count * multiple for count in counts)
 
 
 class SharedOut(Ranked[C]):
     """The one-process contract, and per rank for cases with counts."""
 
     def __init__(
-        self, alone: Contract[C], weights: tuple[str, ...] = (), sums: tuple[str, ...] = (), same: tuple[str, ...] = ()
+        self,
+        contract: Contract[C],
+        weights: tuple[str, ...] = (),
+        sums: tuple[str, ...] = (),
+        same: tuple[str, ...] = (),
     ) -> None:
         """
         Args:
@@ -64,17 +69,17 @@ class SharedOut(Ranked[C]):
             sums: outputs summed over ranks (weight gradients); the others have one row per token.
             same: outputs equal on all ranks.
         """
-        self.alone, self.weights, self.sums, self.same = alone, weights, (*weights, *sums), same
-        self.adopt(alone)
+        self.alone, self.weights, self.sums, self.same = contract, weights, (*weights, *sums), same
+        self.adopt(contract)
 
     def ranks(self, case: Any) -> int:
         return len(case.counts)
 
     def calls(self, case: Any) -> list[Problem]:
-        whole = self.alone.legal(case)
-        return [_changed(whole, self._part(case, rank)) for rank in range(len(case.counts))]
+        whole_call = self.alone.legal(case)
+        return [_call_of_slices(whole_call, self._slicer(case, rank)) for rank in range(len(case.counts))]
 
-    def _part(self, case: Any, rank: int) -> Callable[[str, Any], Any]:
+    def _slicer(self, case: Any, rank: int) -> Callable[[str, Any], Any]:
         return lambda name, x: (
             x if name in self.weights or not isinstance(x, Tensor) else x.split(list(case.counts))[rank].clone()
         )
@@ -103,10 +108,10 @@ class SharedOut(Ranked[C]):
         return self.alone.explain(problem, output, index, observed)
 
 
-def _changed(whole: Problem, part: Callable[[str, Any], Any]) -> Problem:
+def _call_of_slices(whole_call: Problem, slice_of: Callable[[str, Any], Any]) -> Problem:
     """The call with a slice of each tensor."""
-    parts = {
-        name: {key: part(key, x) for key, x in getattr(whole, name).items()}
+    slices = {
+        name: {key: slice_of(key, x) for key, x in getattr(whole_call, name).items()}
         for name in ("required", "settings", "cotangents", "first")
     }
-    return replace(whole, **parts)  # type: ignore[arg-type]
+    return replace(whole_call, **slices)  # type: ignore[arg-type]

@@ -27,37 +27,42 @@ def _one_process(trial: Trial) -> Finding | None:
     problem, case = shared.together(trial.case)
     outputs = trial.run(problem)
     rows = slice(sum(case.counts[: at.place.rank]), sum(case.counts[: at.place.rank + 1]))
-    found = []
+    findings = []
     for name, expectation in shared.alone.expected(case, problem, trial.declared).items():
-        mine, whole = (x.resolve(of) for x, of in ((trial.expected[name], trial.first), (expectation, outputs)))
-        part, all_of = trial.first[name].double(), outputs[name].double()
-        off, off_whole = _bound(mine), _bound(whole)
+        mine, single_process = (
+            x.resolve(of) for x, of in ((trial.expected[name], trial.first), (expectation, outputs))
+        )
+        share, all_of = trial.first[name].double(), outputs[name].double()
+        off, off_whole = _bound(mine), _bound(single_process)
         named = name.removeprefix("d_").rpartition(".")[2]
         if named in shared.sums:
-            both = torch.stack([part, off])
+            both = torch.stack([share, off])
             dist.all_reduce(both, group=at.place.group)
-            part, off = both
+            share, off = both
         elif named not in shared.same:
             all_of, off_whole = all_of[rows], off_whole[rows]
-        found.append(judge(name, Bounded(all_of, off + off_whole, torch.float64, torch.float64), part))
-    wrong = next(filter(None, found), None)
-    return wrong and Finding(
-        wrong.output, "one_process", f"{wrong.message} (of one process with the tokens of all ranks)", wrong.index
+        findings.append(judge(name, Bounded(all_of, off + off_whole, torch.float64, torch.float64), share))
+    first_finding = next(filter(None, findings), None)
+    return first_finding and Finding(
+        first_finding.output,
+        "one_process",
+        f"{first_finding.message} (of one process with the tokens of all ranks)",
+        first_finding.index,
     )
 
 
-def _bound(right: Expectation) -> Tensor:
+def _bound(expected: Expectation) -> Tensor:
     """The largest error of a correct result."""
-    if isinstance(right, Exact):
-        return torch.zeros(right.value.shape, dtype=torch.float64)
-    assert isinstance(right, Bounded)
-    return right.bound
+    if isinstance(expected, Exact):
+        return torch.zeros(expected.value.shape, dtype=torch.float64)
+    assert isinstance(expected, Bounded)
+    return expected.bound
 
 
 def _sums_up(case: Any) -> bool:
-    """Whether the ranks' results are partial sums without infinities."""
-    plain = case.counts and not case.golden and not case.illegal and getattr(case, "values", "") != "special"
-    return bool(plain and getattr(case, "one_sum", True))
+    """Whether the ranks' results are partial sums without infinities, which can be added up."""
+    is_plain = case.counts and not case.golden and not case.illegal and getattr(case, "values", "") != "special"
+    return bool(is_plain and getattr(case, "one_sum", True))
 
 
 def of_one_process(*laws: Law) -> tuple[Law, ...]:

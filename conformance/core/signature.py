@@ -24,7 +24,7 @@ class Input:
     field: str = "dtype"  # the case's field that has the dtype; empty: always the one in `dtypes`
     gradient: bool = False
     optional: str = ""  # the case's field or property that is true where it is given
-    expands: bool = False  # all its rows may be one row, with stride 0
+    expands: bool = False  # whether all rows may be one row, with stride 0
     masked: bool = False  # NaN where no element is read: a value has its place
     part_of: str = ""  # the keyword argument, a record, that the tensor is passed in; empty: it is passed itself
 
@@ -110,13 +110,13 @@ class Signature:
 
         The producer's own cases have its inputs far.
         """
-        made = {x.name for x in self.made_from} - {*self.names}
+        producer_inputs = {x.name for x in self.made_from} - {*self.names}
         for name, dims in self.placed.items():
             if far:
-                yield from ((name, layout) for layout in FAR[: len(dims)] if name not in made)
+                yield from ((name, layout) for layout in FAR[: len(dims)] if name not in producer_inputs)
                 continue
             yield from ((name, layout) for layout in (NEAR if len(dims) > 1 else NEAR[1:] if dims else ()))
-            if self.names[name].expands if name in self.names else len(dims) > 1 and name not in made:
+            if self.names[name].expands if name in self.names else len(dims) > 1 and name not in producer_inputs:
                 yield name, "expanded"
 
     @cached_property
@@ -126,16 +126,18 @@ class Signature:
         No maps, indices, counts, noise, parts of records and `masked` inputs.
         """
         values = [x for x in self.inputs if x.field == "dtype" or x.gradient]
-        free = {x.name for x in values if not x.part_of and not x.masked}
-        made = {x.name for x in self.made_from}
+        unmasked = {x.name for x in values if not x.part_of and not x.masked}
+        producer_inputs = {x.name for x in self.made_from}
         return [
             name
             for name, dims in self.placed.items()
-            if len(dims) > 1 and name not in made and (name in free or name not in self.names)
+            if len(dims) > 1 and name not in producer_inputs and (name in unmasked or name not in self.names)
         ]
 
     def negatable(self, case: Any) -> Iterator[str]:
-        """Inputs and cotangents of the case that torch can negate; not where NaNs are moved."""
+        """Inputs and cotangents of the case that torch can negate lazily; none where NaNs are
+        moved.
+        """
         if getattr(case, "values", "") in STRANGE:
             return
         for x in (*self.made_from, *self.inputs):
@@ -144,7 +146,7 @@ class Signature:
         of = {out.name: self.names[out.of] for out in self.outputs if out.of}
         yield from (f"d_{name}" for name in self.cotangents(case) if of[name].dtype(case) in FLOATS)
 
-    # ---- of one case
+    # ---- properties of one case
 
     def wanted(self, case: Any) -> tuple[str, ...]:
         """Inputs whose gradients the case asks for."""
@@ -160,11 +162,11 @@ class Signature:
     def cotangents(self, case: Any) -> list[str]:
         """Outputs that the case's backward has a cotangent for."""
         outputs = [out for out in self.outputs if out.name in self.differentiable and out.name != case.unused]
-        given = [out for out in outputs if self.names[out.of].given(case)] if case.grads else []
-        return [out.name for out in given if not out.optional or getattr(case, out.optional)]
+        present_outputs = [out for out in outputs if self.names[out.of].given(case)] if case.grads else []
+        return [out.name for out in present_outputs if not out.optional or getattr(case, out.optional)]
 
     def fits(self, case: Any) -> str | None:
-        """Why the case is no call of the function; None: it is one."""
+        """Why the case describes no call of the function; None if it describes one."""
         for name in self.wanted(case):
             if not self.has_gradient(case, name):
                 return f"grads asks for {name!r}, which has no gradient in this call"
@@ -172,8 +174,8 @@ class Signature:
         if case.unused and not (used and used != self.cotangents(case.changed(unused=""))):
             return f"unused is {case.unused!r}, but no other output has a cotangent"
         if case.layout != "contiguous":
-            given = {x.name for x in self.every_input if x.given(case)}
-            given |= {f"d_{name}" for name in self.cotangents(case)}
+            tensors = {x.name for x in self.every_input if x.given(case)}
+            tensors |= {f"d_{name}" for name in self.cotangents(case)}
             dims = self.placed.get(case.layout_of, "")
             if case.layout == "negated" and case.layout_of not in self.negatable(case):
                 return f"layout is 'negated', but {case.layout_of!r} is no tensor that torch can negate, bit by bit"
@@ -181,6 +183,6 @@ class Signature:
                 return f"layout is 'overlapping', but rows of {case.layout_of!r} may not share memory"
             if case.layout in FAR[len(dims) :]:
                 return f"layout is {case.layout!r}, but {case.layout_of!r} has {len(dims)} dimensions"
-            if case.layout_of not in given:
-                return f"layout_of is {case.layout_of!r}; this call has {', '.join(sorted(given))}"
+            if case.layout_of not in tensors:
+                return f"layout_of is {case.layout_of!r}; this call has {', '.join(sorted(tensors))}"
         return case.apart() or case.clash()

@@ -24,7 +24,9 @@ class Gradients(Axis):
         return some_of(tuple(signature.gradients)).map(lambda value: {self.name: value})
 
     def covered(self, signature: Signature) -> list[Changes]:
-        """Up to two inputs: every subset. More: none, each alone, and all given inputs."""
+        """For up to two inputs every subset; for more inputs none of them, each by itself, and
+        all.
+        """
         names = signature.gradients
         if len(names) < 3:
             return [{self.name: value} for value in subsets(names)]
@@ -37,11 +39,11 @@ class Gradients(Axis):
         names = getattr(case, self.name).split("+")
         yield from ({self.name: name} for name in names if len(names) > 1)
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        """With fewer and fewer names."""
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
+        """The same names, then fewer and fewer of them."""
         yield {self.name: getattr(case, self.name)}  # mostly it fits, and the others are many
-        every = subsets(getattr(case, self.name).split("+"))
-        yield from ({self.name: value} for value in sorted(every, key=lambda s: -s.count("+") - bool(s))[1:])
+        name_subsets = subsets(getattr(case, self.name).split("+"))
+        yield from ({self.name: value} for value in sorted(name_subsets, key=lambda s: -s.count("+") - bool(s))[1:])
 
 
 @dataclass(kw_only=True)
@@ -81,9 +83,15 @@ class Layout(Axis):
         return [self.placed(), *(self.placed(x, of) for of, x in signature.layouts(far=False))]
 
     def each(self, signature: Signature) -> list[list[Changes]]:
-        """Each layout of near addresses, of any tensor."""
-        every = [*signature.layouts(far=False), *((of, x) for x in ("negated", "sliced") for of in signature.placed)]
-        return [[self.placed(x, of) for of, x in every if x == layout] for layout in dict.fromkeys(x for _, x in every)]
+        """Each layout with near addresses, for any tensor."""
+        placements = [
+            *signature.layouts(far=False),
+            *((of, x) for x in ("negated", "sliced") for of in signature.placed),
+        ]
+        return [
+            [self.placed(x, of) for of, x in placements if x == layout]
+            for layout in dict.fromkeys(x for _, x in placements)
+        ]
 
     def wrong(self, value: Any) -> str:
         return "" if value in LAYOUTS else f"one of {', '.join(LAYOUTS)}"
@@ -92,16 +100,18 @@ class Layout(Axis):
         if getattr(case, self.name) != self.default:
             yield self.placed()
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
         yield self.placed(getattr(case, self.name), getattr(case, f"{self.name}_of"))
         yield self.placed()
 
     def other(self, case: Any) -> Changes:
         return self.placed()
 
-    def alike(self, value: Any, other: Any) -> bool:
-        """A lazily negated view is written out before a kernel reads it."""
-        return bool(value == other) or {value, other} == {*WRITTEN_OUT}
+    def alike(self, value: Any, second_value: Any) -> bool:
+        """A lazily negated view runs the same kernels as a contiguous tensor, because it is written
+        out before a kernel reads it.
+        """
+        return bool(value == second_value) or {value, second_value} == {*WRITTEN_OUT}
 
     def alternatives(self, signature: Signature, case: Any) -> list[Changes]:
         if getattr(case, self.name) not in WRITTEN_OUT:

@@ -26,9 +26,10 @@ class Space:
     without: dict[str, frozenset[str]] = field(default_factory=dict)
     not_differentiable: frozenset[str] = frozenset()  # functions
     contiguous_only: frozenset[str] = frozenset()  # functions
-    ranks: int = 4  # most per world, each with its own GPU if there are any
-    shared_ranks: int = 0  # most per world whose ranks share GPUs and so wait long; 0: none does
-    # covering arrays pair only what kernels are specialised for, and have each layout once
+    ranks: int = 4  # the most ranks of a world in which each rank has its own GPU, if there are GPUs
+    shared_ranks: int = 0  # the most ranks of a world whose ranks share GPUs, and therefore wait long; 0: no such world
+    # covering arrays pair only the fields for which kernels are specialised, and have each layout
+    # once
     few_kernels: bool = False
 
     @property
@@ -37,7 +38,7 @@ class Space:
 
     @property
     def many(self) -> int:
-        """More tokens than one block or program of any kernel; fewer in an interpreter."""
+        """More tokens than one block or program of any kernel has; fewer in an interpreter."""
         return 2100 if self.device == "cuda" else 260
 
     @property
@@ -53,22 +54,27 @@ class Space:
         """The space from a child's description of the implementation."""
         functions = description["functions"]
         denied = {
-            key: frozenset(f for f, known in functions.items() if known["declares"].get(key) is False)
+            key: frozenset(f for f, answers in functions.items() if answers["declares"].get(key) is False)
             for key in ("differentiable", "noncontiguous")
         }
-        without = {name: frozenset(known["without"]) for name, known in functions.items()}
+        without = {name: frozenset(answers["without"]) for name, answers in functions.items()}
         return cls(
             *(description["device"], without, denied["differentiable"], denied["noncontiguous"]),
             *(description["ranks"], description["shared_ranks"]),
         )
 
 
-def mostly(plain: str, others: tuple[str, ...]) -> st.SearchStrategy[str]:
-    """`plain` half of the time."""
-    return st.sampled_from((plain,) * max(len(others), 1) + others)
+def mostly(simplest: str, alternatives: tuple[str, ...]) -> st.SearchStrategy[str]:
+    """The simplest value half of the time, else one of the alternatives."""
+    return st.sampled_from((simplest,) * max(len(alternatives), 1) + alternatives)
 
 
 def some_of(names: tuple[str, ...]) -> st.SearchStrategy[str]:
-    """Any subset, joined by +: all half of the time, none in one case of five."""
-    every = subsets(list(names))
-    return st.sampled_from(every + every[-1:] * len(every) + every[:1] * (len(every) // 2 - 1))
+    """Any subset, joined by +.
+
+    All names are drawn half of the time, and none in one case of five.
+    """
+    all_subsets = subsets(list(names))
+    return st.sampled_from(
+        all_subsets + all_subsets[-1:] * len(all_subsets) + all_subsets[:1] * (len(all_subsets) // 2 - 1)
+    )

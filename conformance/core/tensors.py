@@ -15,15 +15,15 @@ from torch import Tensor
 SPREAD = 12  # log2 of the largest row scale
 WIDE = 2**31 + 2**12  # elements from the first to the last row of a wide tensor: past 32 bits
 STRANGE = ("special", "edges", "every")  # styles with NaN and infinities
-WIDER = 16  # columns that a matrix has beside its slice: rows stay as well aligned
+WIDER = 16  # columns that a matrix has beside its slice, so that rows stay as well aligned
 SHARED = ("expanded", "overlapping")  # layouts whose elements share memory, so that their values change
 WIDE_LAYOUTS = ("wide_rows", "wide_columns", "wide_depth")
 BITS = {
     torch.float32: 12,
     torch.float16: 11,
     torch.bfloat16: 8,
-    torch.float64: 26,  # more than float32 holds; a product with a probability is exact
-}  # of a payload's integer, its sign apart
+    torch.float64: 26,  # more bits than float32 holds; a product with a probability is still exact
+}  # the bits of a payload's integer, without its sign
 PROB_BITS = {torch.float32: 10, torch.float16: 10, torch.bfloat16: 7, torch.float64: 26}
 DTYPES = {
     name: getattr(torch, name)
@@ -96,9 +96,9 @@ def with_ends(x: Tensor, seed: int, subnormal: bool = True) -> Tensor:
     small = (least, least - info.smallest_normal) if subnormal else ()
     strange = torch.tensor([torch.nan, torch.inf, -0.0, -torch.inf, *small], dtype=torch.float64).to(x.dtype)
     columns = x.reshape(-1, x.shape[-1]).clone()
-    place = torch.arange(len(columns))
-    columns[:, 0] = strange[(place + seed % 2) % len(strange)]
-    columns[:, -1] = strange[(len(columns) - 1 - place + seed % 3) % len(strange)]
+    row_numbers = torch.arange(len(columns))
+    columns[:, 0] = strange[(row_numbers + seed % 2) % len(strange)]
+    columns[:, -1] = strange[(len(columns) - 1 - row_numbers + seed % 3) % len(strange)]
     return columns.reshape(x.shape)
 
 
@@ -162,18 +162,20 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return x
 
 
-def _of_wider(shape: torch.Size, more: int) -> list[int]:
-    """Strides of rows of a matrix that is `more` columns wider."""
-    wider = torch.empty([*shape[:-1], shape[-1] + more], device="meta") if len(shape) > 1 else None
-    return [*wider.stride()] if wider is not None else [1 + more] * len(shape)
+def _of_wider(shape: torch.Size, extra_columns: int) -> list[int]:
+    """The strides of a tensor's rows in a matrix that is wider by `extra_columns`."""
+    wider = torch.empty([*shape[:-1], shape[-1] + extra_columns], device="meta") if len(shape) > 1 else None
+    return [*wider.stride()] if wider is not None else [1 + extra_columns] * len(shape)
 
 
 def _overlapping(x: Tensor) -> Tensor:
-    """All rows in one line: the elements of the first, then the last one of each further row."""
+    """All rows overlap in one line: the elements of the first row, then the last element of each
+    further row.
+    """
     if x.dim() < 2 or not x.numel():
         return x
-    kind, own = x.dtype, x.view(torch.uint8) if x.element_size() == 1 else x
-    line = torch.cat([own[..., 0, :], own[..., 1:, -1]], dim=-1)
+    kind, payload = x.dtype, x.view(torch.uint8) if x.element_size() == 1 else x
+    line = torch.cat([payload[..., 0, :], payload[..., 1:, -1]], dim=-1)
     rows = line.unfold(-1, x.shape[-1], 1)
     return rows.view(kind) if x.element_size() == 1 else rows
 
@@ -183,7 +185,7 @@ def _in_storage(x: Tensor, strides: list[int], offset: int, sizes: torch.Size) -
     extent = offset + 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if x.numel() else offset + 1
     storage = torch.empty(extent, dtype=x.dtype, device=x.device)
     if extent < 2**20:
-        storage.view(torch.uint8).fill_(0xFF)  # garbage in the gaps; a wide storage stays unmapped
+        storage.view(torch.uint8).fill_(0xFF)  # garbage fills the gaps; the pages of a wide storage stay unmapped
     view = storage.as_strided(sizes, strides, storage.storage_offset() + offset)
     return view.copy_(x)
 

@@ -17,48 +17,56 @@ from conformance.judge import Exact, Expectation, Finding
 
 
 def neighbours(contract: Contract[Any], case: Any) -> tuple[Any, Any]:
-    """Cases to run right after this one: with other settings and sizes; with other values."""
+    """Cases that can run right after this one: with other settings and sizes, and with other
+    values.
+    """
     return Scope(contract, Space()).neighbour(case), replace(case, law="", before=(), seed=case.seed + 1)
 
 
 def _history(trial: Trial) -> Finding | None:
     """Another case right after this one, with other settings and sizes where supported."""
-    for other in neighbours(trial.contract, trial.case):
-        problem = trial.contract.problem(other)
-        if trial.inside(other) and not trial.extras["refusal"](problem):
-            finding = trial.judged("history", trial.reference(problem, other), trial.run(problem))
+    for neighbour in neighbours(trial.contract, trial.case):
+        problem = trial.contract.problem(neighbour)
+        if trial.inside(neighbour) and not trial.extras["refusal"](problem):
+            finding = trial.judged("history", trial.reference(problem, neighbour), trial.run(problem))
             return replace(finding, message=f"after another case it {finding.message}") if finding else None
     return None
 
 
 def _determinism(trial: Trial) -> Finding | None:
-    """The same call on memory with other contents, with another state of torch's generator."""
-    other = {"nan": "zero", "zero": "max", "max": "nan"}[trial.case.poison]
+    """The same call again, while fresh memory has other contents and torch's generator has another
+    state.
+    """
+    second_poison = {"nan": "zero", "zero": "max", "max": "nan"}[trial.case.poison]
     with torch.random.fork_rng():
         torch.manual_seed(trial.case.seed + 1)
-        return trial.repeats("determinism", trial.run(trial.problem, poison=other))
+        return trial.repeats("determinism", trial.run(trial.problem, poison=second_poison))
 
 
 NOT_NEGATIVE = ("probs", "tokens_per_expert", "total_num_tokens")
 
 
 def _other_values(problem: Problem) -> Problem:
-    """The same shapes and counts, tensors reversed and times -¼ as far as the call stays legal."""
+    """Other values of the same shapes and counts: tensors are reversed and multiplied by -¼, as far
+    as the call stays legal.
+    """
     if problem.producer is not None:  # the row map fixes the places of the rows
         return problem.with_tensors({"rows": -problem.required["rows"] / 4})
-    other = {name: upside_down(x) for name, x in problem.tensors.items() if name not in ("chunk_sizes", "order")}
+    reversed_tensors = {
+        name: upside_down(x) for name, x in problem.tensors.items() if name not in ("chunk_sizes", "order")
+    }
     signed = {
         name: x
-        for name, x in other.items()
+        for name, x in reversed_tensors.items()
         if x.is_floating_point() and x.element_size() > 1 and name not in NOT_NEGATIVE
     }
-    return problem.with_tensors(other | {name: -x / 4 for name, x in signed.items()})
+    return problem.with_tensors(reversed_tensors | {name: -x / 4 for name, x in signed.items()})
 
 
-def overwritten(trial: Trial, second: Problem, right: dict[str, Expectation]) -> Finding | None:
+def overwritten(trial: Trial, second: Problem, expectations: dict[str, Expectation]) -> Finding | None:
     """The caller overwrites the inputs and calls again: each call has its own results."""
     first, outputs = trial.run_both(trial.problem, second, reuse=True)
-    finding = trial.judged("buffer_reuse", right, outputs)
+    finding = trial.judged("buffer_reuse", expectations, outputs)
     if finding:
         return replace(finding, message=f"of other values in the same memory it {finding.message}")
     finding = trial.repeats("buffer_reuse", first)
@@ -73,43 +81,45 @@ def _buffer_reuse(trial: Trial) -> Finding | None:
 
 def _interleaved(trial: Trial) -> Finding | None:
     """Another call's forward between this one's forward and backward, as in a pipeline."""
-    found = next_values(trial)
-    if not found:
+    next_call = next_values(trial)
+    if not next_call:
         return None
-    outputs, others = trial.run_both(trial.problem, found[1])
+    outputs, other_outputs = trial.run_both(trial.problem, next_call[1])
     finding = trial.repeats("interleaved", outputs)
     if finding:
         return replace(finding, message=f"with another call before its backward, it {finding.message}")
-    finding = trial.judged("interleaved", trial.reference(found[1], found[0]), others)
+    finding = trial.judged("interleaved", trial.reference(next_call[1], next_call[0]), other_outputs)
     if not finding:
         return None
     return replace(finding, message=f"with another call's backward before its own, it {finding.message}")
 
 
 def _repeated(trial: Trial) -> Finding | None:
-    """Other values, then the same call twice, at last in tensors that other values were in: no call
-    depends on the calls before, or keeps what it made of a tensor.
+    """Other values first, then the same call twice, the last time in tensors that held other values
+    before. No call may depend on earlier calls, or reuse what it has derived from a tensor.
     """
-    found = next_values(trial)
-    if found:
-        trial.run(found[1])
+    next_call = next_values(trial)
+    if next_call:
+        trial.run(next_call[1])
     finding = trial.repeats("repeated", trial.run(trial.problem))
     if finding:
         return replace(finding, message=f"when it is called again, it {finding.message}")
-    earlier = found[1] if found and _may_overwrite(trial, found[1]) else None
+    earlier = next_call[1] if next_call and _may_overwrite(trial, next_call[1]) else None
     finding = trial.repeats("repeated", trial.run(trial.problem, earlier=earlier))
-    told = "when its inputs had other values before" if earlier else "when it is called again"
-    return finding and replace(finding, message=f"{told}, it {finding.message}")
+    condition = "when its inputs had other values before" if earlier else "when it is called again"
+    return finding and replace(finding, message=f"{condition}, it {finding.message}")
 
 
-def _may_overwrite(trial: Trial, other: Problem) -> bool:
+def _may_overwrite(trial: Trial, second_problem: Problem) -> bool:
     """Whether the values of this call may take the place of another's, tensor by tensor."""
 
     def placed(problem: Problem) -> dict[str, tuple[torch.Size, torch.dtype]]:
         return {name: (x.shape, x.dtype) for name, x in problem.masters.items()}
 
-    own = trial.case.layout not in SHARED and not trial.problem.producer
-    return own and trial.problem.wanted == other.wanted and placed(trial.problem) == placed(other)
+    own_memory = trial.case.layout not in SHARED and not trial.problem.producer
+    return (
+        own_memory and trial.problem.wanted == second_problem.wanted and placed(trial.problem) == placed(second_problem)
+    )
 
 
 def _other_thread(trial: Trial) -> Finding | None:
@@ -123,7 +133,9 @@ def _inference_mode(trial: Trial) -> Finding | None:
 
 
 def _no_grad(trial: Trial) -> Finding | None:
-    """The same call under `torch.no_grad`, of inputs that require grad: no result has a graph."""
+    """The same call under `torch.no_grad`, although its inputs require gradients: no result may
+    have a graph.
+    """
     gradients = {f"d_{name}" for name in trial.problem.wanted}
     results = {name: x for name, x in trial.expected.items() if name not in gradients}
     outputs = trial.run(trial.problem, manner="no_grad")
@@ -131,7 +143,9 @@ def _no_grad(trial: Trial) -> Finding | None:
 
 
 def _accumulated(trial: Trial) -> Finding | None:
-    """Gradients of views, added to a `.grad` of zeros, by two backwards: equal numbers."""
+    """Gradients of views are added to a `.grad` of zeros by two backward passes, and have equal
+    numbers.
+    """
     numbers = {
         name: replace(x, kind="values") if isinstance(x, Exact) and x.kind == "bits" and name[:2] == "d_" else x
         for name, x in trial.expected.items()
@@ -140,21 +154,25 @@ def _accumulated(trial: Trial) -> Finding | None:
 
 
 def _own_memory(trial: Trial) -> Finding | None:
-    """The caller overwrites the results before the backward: right gradients, or an error."""
+    """The caller overwrites the results before the backward pass, which must then give the right
+    gradients or an error.
+    """
     gradients = {name: x for name, x in trial.expected.items() if name.startswith("d_")}
     finding = trial.judged("own_memory", gradients, trial.run(trial.problem, manner="overwritten"))
     return finding and replace(finding, message=f"when the results are overwritten before it, it {finding.message}")
 
 
 def _late_producer(trial: Trial) -> Finding | None:
-    """Inputs with writes pending on the current stream."""
+    """Writes to the inputs are still pending on the current stream when the function is called."""
     return trial.repeats("late_producer", trial.run(trial.problem, late=True))
 
 
 def _host_sync(trial: Trial) -> Finding | None:
-    """No host sync where `host_sync_free` is declared, and the ranks' transport needs none."""
-    place = getattr(trial.contract, "place", None)  # of ranks
-    if (place and place.shares_gpu) or not trial.declared.get("host_sync_free"):
+    """No host synchronisation happens where `host_sync_free` is declared, unless the transport
+    between ranks needs one.
+    """
+    context = getattr(trial.contract, "place", None)  # of ranks
+    if (context and context.shares_gpu) or not trial.declared.get("host_sync_free"):
         return None
     try:
         return trial.repeats("host_sync", trial.run(trial.problem, forbid_sync=True))
@@ -165,7 +183,9 @@ def _host_sync(trial: Trial) -> Finding | None:
 
 
 def _graph_capture(trial: Trial) -> Finding | None:
-    """Captured with one set of values, replayed with another, where declared."""
+    """A graph is captured with one set of values and replayed with another, where this is
+    declared.
+    """
     if not trial.declared.get("graph_capturable"):
         return None
     second = _other_values(trial.problem)
@@ -181,7 +201,7 @@ def _has_values(case) -> bool:
 
 
 def _static(case) -> bool:
-    """Whether all sizes are known on the host, forward only."""
+    """Whether the host knows all sizes, and no gradients are wanted."""
     return bool(_has_values(case) and case.sized and not case.grads and case.layout == "contiguous")
 
 
@@ -212,10 +232,12 @@ STATIC = (HOST_SYNC, GRAPH_CAPTURE)
 
 
 def taken_before(trial: Trial) -> Outputs:
-    """The results of a call whose handle or row map another call, with other rows, has taken."""
+    """The results of a call whose handle or row map has been used before, by another call with
+    other rows.
+    """
     rows = trial.problem.required["rows"]
-    before = replace(trial.problem.with_tensors({"rows": -rows}), wanted=(), cotangents={}, layouts={})
-    return trial.run(trial.problem, before=before)
+    earlier_call = replace(trial.problem.with_tensors({"rows": -rows}), wanted=(), cotangents={}, layouts={})
+    return trial.run(trial.problem, before=earlier_call)
 
 
 def _handle_again(trial: Trial) -> Finding | None:
@@ -253,21 +275,30 @@ def _adjointness(trial: Trial) -> Finding | None:
     gradient = trial.first.get(f"d_{into}")
     if cotangent is None or gradient is None:
         return None
-    left, right = _inner(cotangent, trial.first[out]), _inner(gradient, x)
-    if left == right:
+    forward_product, backward_product = _inner(cotangent, trial.first[out]), _inner(gradient, x)
+    if forward_product == backward_product:
         return None
-    return Finding(f"d_{into}", "adjointness", f"⟨d_{out}, {out}⟩ = {left:.9g}, but ⟨d_{into}, {into}⟩ = {right:.9g}")
+    return Finding(
+        f"d_{into}",
+        "adjointness",
+        f"⟨d_{out}, {out}⟩ = {forward_product:.9g}, but ⟨d_{into}, {into}⟩ = {backward_product:.9g}",
+    )
 
 
 def _inner(a: Tensor, b: Tensor) -> float:
-    """⟨a, b⟩; terms with a = 0 count as zero, because b may hold garbage there."""
+    """The inner product ⟨a, b⟩.
+
+    Terms with a = 0 count as zero, because b may hold garbage there.
+    """
     product = a.double() * b.double()
     return float(torch.where(a == 0, 0.0, product).sum())
 
 
 def _doubles(case) -> bool:
-    plain = not case.golden and not case.illegal and case.layout not in SHARED
-    return plain and case.dtype in ("float32", "bfloat16", "float16") and getattr(case, "values", "dyadic") != "special"
+    is_plain = not case.golden and not case.illegal and case.layout not in SHARED
+    return (
+        is_plain and case.dtype in ("float32", "bfloat16", "float16") and getattr(case, "values", "dyadic") != "special"
+    )
 
 
 SCALING = Law("scaling", _scaling, _doubles)

@@ -13,12 +13,12 @@ from conformance.core.scope import Scope
 from conformance.core.signature_axes import Layout
 
 CANDIDATES = 6
-MANY = 0.2  # new pairs per value of the structure, for more cases than it is to have
-PLACED = 3  # pairs that a layout new to the structure is worth
-RESIZED = 0.6  # of the structures have cases of other sizes
-CHANGED = 0.7  # of the fields of a candidate; the others are the structure's
-WANTED = 0.5  # of the candidates have a value that no case of the structure has
-Value = tuple[str, Any]  # of a field; the law; the structure
+MANY = 0.2  # a further case must have this many new pairs per value of the structure
+PLACED = 3  # the number of pairs that a layout counts for, if it is new to the structure
+RESIZED = 0.6  # the share of the structures that have cases of other sizes
+CHANGED = 0.7  # the share of the fields that a candidate changes
+WANTED = 0.5  # the share of candidates with a value that no case of the structure has
+Value = tuple[str, Any]  # an element of a pair: a value of a field, the law, or the structure
 
 
 class Variations:
@@ -35,21 +35,23 @@ class Variations:
         There are at most two sets of sizes, because an implementation may be specialised for more
         than `size_class`.
         """
-        source, found = random.Random(seed), {case.text: case}
+        source, variations = random.Random(seed), {case.text: case}
         structure = _Structure(self.scope, case)
         bases = [case, structure.resized(source)]
         self._meet(structure, case)
         for _ in range(2 * most):
-            if len(found) == most:
+            if len(variations) == most:
                 break
             missing = [changes for value, changes in structure.every if structure.own not in self._met.get(value, ())]
-            made = [structure.candidate(source.choice(bases), missing, source) for _ in range(CANDIDATES)]
-            new, best = max((self._lawful(structure, other, source) for other in made), key=lambda one: one[0])
-            if len(found) >= count and new <= MANY * len(structure.every):
+            candidates = [structure.candidate(source.choice(bases), missing, source) for _ in range(CANDIDATES)]
+            new, best = max(
+                (self._lawful(structure, candidate, source) for candidate in candidates), key=lambda lawful: lawful[0]
+            )
+            if len(variations) >= count and new <= MANY * len(structure.every):
                 break
             self._meet(structure, best)
-            found.setdefault(best.text, best)
-        return list(found.values())
+            variations.setdefault(best.text, best)
+        return list(variations.values())
 
     def _meet(self, structure: "_Structure", case: Any) -> None:
         values = structure.values(case) | {("law", case.law)}
@@ -58,8 +60,10 @@ class Variations:
         self._met.setdefault(structure.layout(case), set()).add(structure.own)
 
     def _lawful(self, structure: "_Structure", case: Any, source: random.Random) -> tuple[int, Any]:
-        """The case with the law of the most new pairs, and the number of all its new pairs. Where
-        the structure's own case has no law, as a case of random results, others have none.
+        """The case with the law that has the most new pairs, and the number of all its new pairs.
+
+        If the structure's own case has no law, because its results are random, the others have none
+        either.
         """
         values, laws = structure.values(case), self.scope.cheap_laws(case) if structure.case.law else [""]
         source.shuffle(laws)
@@ -78,7 +82,11 @@ class _Structure:
         self.own: Value = ("structure", case.text)
         self._few = {axis.name: axis.alternatives(scope.signature, case) for axis in scope.axes}
         self._paired = [axis for axis in scope.axes if self._few[axis.name] and not isinstance(axis, Layout)]
-        self.every = [((name, tuple(changes.values())), changes) for name, few in self._few.items() for changes in few]
+        self.every = [
+            ((name, tuple(changes.values())), changes)
+            for name, value_changes in self._few.items()
+            for changes in value_changes
+        ]
         self._known = {value for value, _ in self.every}
 
     def values(self, case: Any) -> set[Value]:
@@ -86,29 +94,34 @@ class _Structure:
         return {(axis.name, (getattr(case, axis.name),)) for axis in self._paired} & self._known | {self.own}
 
     def layout(self, case: Any) -> Value:
-        """The case's layout, which is in no pair of two values: a view that few defects look at."""
+        """The layout of the case.
+
+        It is not paired with other values, because few defects depend on it.
+        """
         return "layout", (case.layout, case.layout_of)
 
     def resized(self, source: random.Random) -> Any:
         """The case with other sizes, or the case itself."""
         sizes: list[Axis] = [axis for axis in self.scope.axes if isinstance(axis, Size)]
-        return self._changed(self.case, sizes, {}, source) if source.random() < RESIZED else self.case
+        return self._varied_case(self.case, sizes, {}, source) if source.random() < RESIZED else self.case
 
     def candidate(self, base: Any, missing: list[Changes], source: random.Random) -> Any:
         """A random case, or one with a missing value."""
         axes = [axis for axis in self.scope.axes if not isinstance(axis, Size | Layout) and source.random() < CHANGED]
         wanted = source.choice(missing) if missing and source.random() < WANTED else {}
-        return self._changed(base, axes, wanted, source)
+        return self._varied_case(base, axes, wanted, source)
 
-    def _changed(self, base: Any, axes: list[Axis], wanted: Changes, source: random.Random) -> Any:
+    def _varied_case(self, base: Any, axes: list[Axis], wanted: Changes, source: random.Random) -> Any:
         """`base` with random values of these axes, if it still runs the structure's kernels."""
         changes: Changes = {}
         for axis in axes:
-            few, many = self._few[axis.name], axis.varied(base, source)
-            changes |= source.choice(few) if few and not (many and source.random() < 0.5) else many
+            listed_changes, many = self._few[axis.name], axis.varied(base, source)
+            changes |= (
+                source.choice(listed_changes) if listed_changes and not (many and source.random() < 0.5) else many
+            )
         try:
             changed = base.changed(**changes | wanted)
         except ValueError:
             return base
-        other = self.scope.mended(self.scope.contract.shapes.affordable(changed, self.scope))
-        return other if self.scope.alike(self.case, other) else base
+        varied_case = self.scope.mended(self.scope.contract.shapes.affordable(changed, self.scope))
+        return varied_case if self.scope.alike(self.case, varied_case) else base

@@ -84,7 +84,7 @@ class Term:
         return hasattr(case, self.name) and self.holds(getattr(case, self.name))
 
     def problem(self, contract: Contract[Any]) -> str:
-        """Why no case of the function can be told by this term; empty: some can."""
+        """Why the term holds for no case of the function; empty if it holds for some."""
         fields = {field.name: field for field in fields_of(contract.case_type)}
         if self.name not in fields:
             return f"no case has the field {self.name!r}; the fields are {', '.join(fields)}"
@@ -101,14 +101,16 @@ class Term:
 
 
 def decoded(text: str, field: Any) -> Any:
-    """The value of a case's field that is written so; the text if it has another type."""
+    """The value of a case's field that the text writes, or the text itself if the field has another
+    type.
+    """
     default = field.default
     if isinstance(default, bool):
         return {"true": True, "false": False}.get(text, text)
     if isinstance(default, tuple) or (default is None and "tuple" in str(field.type)):
-        parts = text.strip("[] ").split(",") if text.startswith("[") else [text]
-        whole = [part.strip() for part in parts if part.strip()]
-        return tuple(map(int, whole)) if all(re.fullmatch(r"-?\d+", part) for part in whole) else text
+        pieces = text.strip("[] ").split(",") if text.startswith("[") else [text]
+        entries = [piece.strip() for piece in pieces if piece.strip()]
+        return tuple(map(int, entries)) if all(re.fullmatch(r"-?\d+", piece) for piece in entries) else text
     if default is None or isinstance(default, int):
         if default is None and text == "none":
             return None
@@ -126,8 +128,8 @@ class Where:
     def text(self) -> str:
         return " and ".join(term.text for term in self.terms)
 
-    def __and__(self, other: "Where") -> "Where":
-        return Where(tuple(dict.fromkeys(self.terms + other.terms)))
+    def __and__(self, second_predicate: "Where") -> "Where":
+        return Where(tuple(dict.fromkeys(self.terms + second_predicate.terms)))
 
     def holds(self, case: Case) -> bool:
         if case.golden and not all(term.name in NAMED for term in self.terms):
@@ -135,7 +137,7 @@ class Where:
         return all(term.true_of(case) for term in self.terms)
 
     def problem(self, contract: Contract[Any]) -> str:
-        """Why it holds for no case of the function; empty: it may."""
+        """Why the predicate holds for no case of the function; empty if it may hold for some."""
         return next(filter(None, (term.problem(contract) for term in self.terms)), "")
 
     def applies(self, contracts: Iterable[Contract[Any]], source: str) -> list[str]:
@@ -144,22 +146,24 @@ class Where:
         Raises:
             UsageError: there is none; the message starts with `source`.
         """
-        given = list(contracts)
-        fitting = [contract.function for contract in given if not self.problem(contract)]
-        if fitting or not given:
+        all_contracts = list(contracts)
+        fitting = [contract.function for contract in all_contracts if not self.problem(contract)]
+        if fitting or not all_contracts:
             return fitting
         for term in self.terms:
-            problems = [term.problem(contract) for contract in given]
+            problems = [term.problem(contract) for contract in all_contracts]
             if all(problems):
-                fields = {field.name: None for contract in given for field in fields_of(contract.case_type)}
+                fields = {field.name: None for contract in all_contracts for field in fields_of(contract.case_type)}
                 if term.name not in fields:
-                    known = f"the fields are {', '.join(fields)}"
-                    raise UsageError(f"{source}: no case has the field {term.name!r}; {known}")
+                    known_fields = f"the fields are {', '.join(fields)}"
+                    raise UsageError(f"{source}: no case has the field {term.name!r}; {known_fields}")
                 raise UsageError(f"{source}: {next((x for x in problems if not x.startswith('no case')), problems[0])}")
         raise UsageError(f"{source}: no function has cases of which all terms can be true")
 
     def steered(self, scope: Scope, case: Any, source: random.Random) -> Any | None:
-        """The case, or the nearest one that fits and matches; None if none is near."""
+        """The case, or the nearest one that fits and matches the predicate; None if no near case
+        does.
+        """
         if self.holds(case):
             return case
         changes = {}
@@ -168,16 +172,16 @@ class Where:
             if term.operator in ("=", "in") and term.name in scope.live and not term.true_of(case):
                 changes[term.name] = decoded(source.choice(term.values), fields[term.name])
         try:
-            other = self._smaller(scope, scope.mended(replace(case, **changes)), case)
+            steered_case = self._smaller(scope, scope.mended(replace(case, **changes)), case)
         except ValueError:
             return None
-        laws = scope.cheap_laws(other) if scope.space.few_kernels else scope.laws(other)
-        if other.law and other.law not in laws:
-            other = replace(other, law=source.choice(laws))
-        return other if self.holds(other) else None
+        laws = scope.cheap_laws(steered_case) if scope.space.few_kernels else scope.laws(steered_case)
+        if steered_case.law and steered_case.law not in laws:
+            steered_case = replace(steered_case, law=source.choice(laws))
+        return steered_case if self.holds(steered_case) else None
 
     def _smaller(self, scope: Scope, moved: Any, case: Any) -> Any:
-        """The moved case, with fewer units where a unit has become larger."""
+        """The changed case. It has fewer units if a unit has become larger."""
         named = {term.name for term in self.terms}
         sizes = [axis for axis in scope.axes if isinstance(axis, Size) and axis.name not in named]
         while sizes and moved.is_large and moved.unit > case.unit:
@@ -198,27 +202,27 @@ def parsed(text: str, source: str) -> Where:
     Raises:
         UsageError: the text is no predicate; the message starts with `source`.
     """
-    terms, place = [], 0
+    terms, offset = [], 0
     while text.strip():
-        match = _TERM.match(text, place)
+        match = _TERM.match(text, offset)
         if not match:
             break
         name, operator, value, several = match.groups()
         values = re.findall(_VALUE, several) if several else [value]
-        terms.append(Term(name, {"==": "=", None: "in"}.get(operator, operator), tuple(map(_plain, values))))
+        terms.append(Term(name, {"==": "=", None: "in"}.get(operator, operator), tuple(map(_unquoted, values))))
         if match.end() == len(text):
             return Where(tuple(terms))
         joined = _AND.match(text, match.end())
         if not joined:
-            place = match.end()
+            offset = match.end()
             break
-        place = joined.end()
+        offset = joined.end()
     if text.strip():
-        rest = text[place:].strip() or "the end"
-        raise UsageError(f"{source}: {text!r}: {rest!r} is no term; a predicate is {FORMS}")
+        remainder = text[offset:].strip() or "the end"
+        raise UsageError(f"{source}: {text!r}: {remainder!r} is no term; a predicate is {FORMS}")
     return EVERYWHERE
 
 
-def _plain(value: str) -> str:
+def _unquoted(value: str) -> str:
     """A written value without quotes, and without spaces in a list."""
     return value[1:-1] if value[0] in "'\"" else re.sub(r"\s", "", value) if value[0] == "[" else value

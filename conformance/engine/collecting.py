@@ -1,4 +1,6 @@
-"""Imports without garbage collection: it walks all that torch has made, and frees nothing."""
+"""Imports torch without garbage collection, which would walk all objects of the import and free
+nothing.
+"""
 
 import gc
 import sys
@@ -8,7 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No collection inside the block that imports torch; later ones leave out what it has made."""
+    """Collect no garbage inside the block that imports torch.
+
+    Later collections leave out the objects of the import.
+    """
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return

@@ -27,16 +27,16 @@ def _flag(flag: str, text: str, value: Any, **arguments: Any) -> Any:
 
 
 class _Joined(Action):
-    """A flag that is given twice means both lists."""
+    """An action of argparse: a flag that is given twice means both lists."""
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: Any = None) -> None:
-        before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, f"{before},{values}" if before else values)
+        earlier_values = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, f"{earlier_values},{values}" if earlier_values else values)
 
 
 def split_names(text: str) -> tuple[str, ...]:
     """Names separated by commas, each once."""
-    return tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+    return tuple(dict.fromkeys(name for word in text.split(",") if (name := word.strip())))
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Options:
     @property
     def part(self) -> tuple[int, int]:
         """(i, n): the run has sections i, i + n, i + 2n, … of the plan, from 0."""
-        part, parts = self.shard.split("/") if self.shard else (1, 1)
-        return int(part) - 1, int(parts)
+        shard_number, num_shards = self.shard.split("/") if self.shard else (1, 1)
+        return int(shard_number) - 1, int(num_shards)
 
     @property
     def covered(self) -> bool:
@@ -144,15 +144,15 @@ class Options:
         return ChildOptions(self.implementation, self.device, sanitize=self.sanitize)
 
     @classmethod
-    def parsed(cls, given: Namespace, prefix: str = "") -> "Options":
+    def parsed(cls, namespace: Namespace, prefix: str = "") -> "Options":
         """The options parsed by argparse or pytest; an absent flag keeps its default.
 
         Args:
-            prefix: of the names in `given`, such as `moe_`.
+            prefix: of the names in `namespace`, such as `moe_`.
         """
         flags = {option.name: option.metadata["flag"].removeprefix("--") for option in fields(cls)}
         named = {name: prefix + flag.replace("-", "_") for name, flag in flags.items()}
-        return cls(**{name: getattr(given, dest) for name, dest in named.items() if hasattr(given, dest)})
+        return cls(**{name: getattr(namespace, dest) for name, dest in named.items() if hasattr(namespace, dest)})
 
 
 def flags() -> Iterator[tuple[str, dict[str, Any]]]:

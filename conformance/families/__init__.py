@@ -1,3 +1,3 @@
-"""One contract a function: its inputs from a case, its expected outputs, its illegal calls and its
-hand-computed cases.
+"""One contract per function: its inputs from a case, its expected outputs, its illegal calls and
+its hand-computed cases.
 """

@@ -69,24 +69,24 @@ def judge(output: str, expected: Resolved, observed: Any) -> Finding | None:
         return None if expected.optional else Finding(output, "missing", "is None; the reference returns a tensor")
     if not isinstance(observed, Tensor):
         return Finding(output, "missing", f"is a {type(observed).__name__}, not a tensor")
-    shape, right = tuple(observed.shape), tuple(expected.value.shape)
-    if shape != right:
-        return Finding(output, "shape", f"has shape {shape}; the reference's is {right}")
+    shape, expected_shape = tuple(observed.shape), tuple(expected.value.shape)
+    if shape != expected_shape:
+        return Finding(output, "shape", f"has shape {shape}; the reference's is {expected_shape}")
     wrong_dtype = expected.dtype_error(observed)
     if wrong_dtype:
         return Finding(output, "dtype", wrong_dtype)
     rejected = rejection(expected, observed)
     if rejected is None:
         return None
-    stage, wrong = rejected
-    index = tuple(int(i) for i in np.argwhere(wrong)[0])
-    return Finding(output, stage.check, stage.explain(observed, wrong, index), index)
+    stage, mismatches = rejected
+    index = tuple(int(i) for i in np.argwhere(mismatches)[0])
+    return Finding(output, stage.check, stage.explain(observed, mismatches, index), index)
 
 
 def rejection(expected: Resolved, observed: Tensor) -> tuple[Resolved, np.ndarray] | None:
     """The first check that `observed`, of the right shape and dtype, fails, and where; or None."""
     for stage in expected.stages:
-        wrong = stage.wrong(observed)
-        if wrong is not None:
-            return stage, wrong
+        mismatches = stage.wrong(observed)
+        if mismatches is not None:
+            return stage, mismatches
     return None

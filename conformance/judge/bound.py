@@ -51,12 +51,12 @@ class Bounded(Resolved):
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
         """Where the error exceeds the bound, or NaN and infinities are not the reference's."""
-        right, got, bound = self.value.numpy(), observed.detach().double().numpy(), self.bound.numpy()
+        expected, got, bound = self.value.numpy(), observed.detach().double().numpy(), self.bound.numpy()
         with np.errstate(invalid="ignore"):
-            fine = (np.abs(got - right) <= bound) | (bound == np.inf)
-        odd = ~np.isfinite(right)
+            fine = (np.abs(got - expected) <= bound) | (bound == np.inf)
+        odd = ~np.isfinite(expected)
         if odd.any():
-            fine = np.where(odd, (right == got) | (np.isnan(right) & np.isnan(got)), fine)
+            fine = np.where(odd, (expected == got) | (np.isnan(expected) & np.isnan(got)), fine)
         if self.spoilt is not None:
             fine = fine | (self.spoilt.numpy() & ~np.isfinite(got))
         return None if fine.all() else ~fine
@@ -67,10 +67,10 @@ class Bounded(Resolved):
         (|y - y*| - r) / (bound - r) with r = |round(y*) - y*|: 0 for a correctly rounded result.
         The error itself says little, because rounding alone nearly reaches the bound.
         """
-        got, right, bound = observed.detach().double().numpy(), self.value.numpy(), self.bound.numpy()
+        got, expected, bound = observed.detach().double().numpy(), self.value.numpy(), self.bound.numpy()
         with np.errstate(all="ignore"):
-            rounding = np.abs(self.honest.double().numpy() - right)
-            share = (np.abs(got - right) - rounding) / (bound - rounding)
+            rounding = np.abs(self.honest.double().numpy() - expected)
+            share = (np.abs(got - expected) - rounding) / (bound - rounding)
         counts = np.isfinite(share) & (bound > rounding) & np.isfinite(bound)
         return {"error": float(share[counts].max(initial=0))}
 
@@ -80,29 +80,29 @@ class Bounded(Resolved):
         return Bounded(self.value[rows], self.bound[rows], self.dtype, self.accumulator, spoilt=spoilt)
 
     def moved(self, corrupt: Tensor) -> bool:
-        before, after = self.honest.double().numpy(), corrupt.double().numpy()
+        expected, corrupted = self.honest.double().numpy(), corrupt.double().numpy()
         with np.errstate(invalid="ignore"):  # `honest` is rounded, up to one bound away
-            apart = np.abs(after - before) > 4 * self.bound.numpy()
+            apart = np.abs(corrupted - expected) > 4 * self.bound.numpy()
         if self.spoilt is not None:
-            apart &= ~(self.spoilt.numpy() & ~np.isfinite(after))
+            apart &= ~(self.spoilt.numpy() & ~np.isfinite(corrupted))
         return bool(apart.any())
 
-    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+    def explain(self, observed: Tensor, mismatches: np.ndarray, index: tuple[int, ...]) -> str:
         """The worst element in units of its bound, and how many are wrong."""
-        got, right = observed.detach().double().numpy(), self.value.numpy()
-        where = f"{list(index)} is {got[index]:.9g}; the reference has {right[index]:.9g}"
+        got, expected = observed.detach().double().numpy(), self.value.numpy()
+        where = f"{list(index)} is {got[index]:.9g}; the reference has {expected[index]:.9g}"
         with np.errstate(all="ignore"):
-            ratio = np.where(wrong, np.abs(got - right) / self.bound.numpy(), 0)
+            ratio = np.where(mismatches, np.abs(got - expected) / self.bound.numpy(), 0)
         finite = ratio[np.isfinite(ratio)].max(initial=0)
-        rows = int(wrong.reshape(len(wrong), -1).any(1).sum()) if wrong.ndim else 1
+        rows = int(mismatches.reshape(len(mismatches), -1).any(1).sum()) if mismatches.ndim else 1
         worst = (
             f"error {finite:.1f} × the bound of {self.accumulator} accumulation".replace("torch.", "")
             if finite
             else "where it must be exact"
         )
-        factor = plain_factor(right, got, self.bound.numpy())
-        plain = f"; all values are {factor} × the reference's" if factor else ""
-        return f"{where}: {worst}, {rows} of {len(wrong) if wrong.ndim else 1} rows{plain}"
+        factor = plain_factor(expected, got, self.bound.numpy())
+        factor_note = f"; all values are {factor} × the reference's" if factor else ""
+        return f"{where}: {worst}, {rows} of {len(mismatches) if mismatches.ndim else 1} rows{factor_note}"
 
 
 def sum_bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, accumulator: torch.dtype) -> Bounded:
@@ -114,8 +114,10 @@ def sum_bound(value: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype, 
         terms: n above, the roundings per term.
         dtype, accumulator: of the output and of the sum.
     """
-    own = terms if accumulator == torch.float64 else 0  # roundings of `value`, which is a sum in float64
-    gamma = math.expm1((terms + own) * math.log1p(ROUNDOFF[accumulator]))
+    reference_roundings = (
+        terms if accumulator == torch.float64 else 0
+    )  # roundings of `value`, which is a sum in float64
+    gamma = math.expm1((terms + reference_roundings) * math.log1p(ROUNDOFF[accumulator]))
     bound = gamma * magnitude + ROUNDOFF[dtype] * (value.abs() + gamma * magnitude)
     return Bounded(value, torch.where(magnitude > 0, bound + HALF_SUBNORMAL[dtype], 0.0), dtype, accumulator)
 

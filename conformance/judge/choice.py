@@ -51,9 +51,9 @@ class Chosen(Resolved):
         """An observed output as a map [N,E]; indices out of range are ignored."""
         if not self.indices:
             return (observed != 0).T if self.dim == 0 else observed != 0
-        inside = (observed >= 0) & (observed < self.keys.shape[1])
+        in_range = (observed >= 0) & (observed < self.keys.shape[1])
         out = torch.zeros(self.keys.shape, dtype=torch.int64)
-        return out.scatter_add(1, torch.where(inside, observed.long(), 0), inside.long()) > 0
+        return out.scatter_add(1, torch.where(in_range, observed.long(), 0), in_range.long()) > 0
 
     def dtype_error(self, observed: Tensor) -> str | None:
         if self.indices and observed.dtype == torch.bool:
@@ -62,12 +62,12 @@ class Chosen(Resolved):
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
         """True for rows with an inadmissible choice."""
-        chosen, right = self.as_map(observed), self.map
-        wrong = chosen.sum(1) != self.counts
-        free = torch.zeros_like(wrong) if self.unspecified is None else self.unspecified
-        for row in ((chosen != right).any(1) & ~wrong & ~free).nonzero().flatten().tolist():
-            wrong[row] = not _admissible(self, row, chosen[row])
-        return wrong.numpy() if bool(wrong.any()) else None
+        chosen, reference_map = self.as_map(observed), self.map
+        mismatches = chosen.sum(1) != self.counts
+        unspecified = torch.zeros_like(mismatches) if self.unspecified is None else self.unspecified
+        for row in ((chosen != reference_map).any(1) & ~mismatches & ~unspecified).nonzero().flatten().tolist():
+            mismatches[row] = not _admissible(self, row, chosen[row])
+        return mismatches.numpy() if bool(mismatches.any()) else None
 
     def moved(self, corrupt: Tensor) -> bool:
         """Whether a row of a map has another count, or a row of indices a duplicate."""
@@ -76,20 +76,21 @@ class Chosen(Resolved):
         twice = (corrupt.sort(dim=1).values.diff(dim=1) == 0).any(1)
         return bool(((corrupt != self.value).any(1) & twice).any())
 
-    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+    def explain(self, observed: Tensor, mismatches: np.ndarray, index: tuple[int, ...]) -> str:
         """The first wrong row's choice, the reference's, and their keys."""
         row = index[0]
         got = observed[row].tolist() if self.indices else self.as_map(observed)[row].nonzero().flatten().tolist()
-        right = self.map[row].nonzero().flatten().tolist()
+        expected_choice = self.map[row].nonzero().flatten().tolist()
         what = ("column", "row") if self.dim == 0 else ("row", "columns")
         keys = ", ".join(
-            f"{e}: {self.keys[row, e]:.6g}" for e in sorted({*got, *right})[:6] if 0 <= e < self.keys.shape[1]
+            f"{e}: {self.keys[row, e]:.6g}" for e in sorted({*got, *expected_choice})[:6] if 0 <= e < self.keys.shape[1]
         )
-        count = f"{int(wrong.sum())} of {len(wrong)} wrong"
-        return f"{what[0]} {row} chooses {_few(got)}; the reference chooses {_few(right)} (keys {keys}; {count})"
+        count = f"{int(mismatches.sum())} of {len(mismatches)} wrong"
+        choices = f"chooses {_first_items(got)}; the reference chooses {_first_items(expected_choice)}"
+        return f"{what[0]} {row} {choices} (keys {keys}; {count})"
 
 
-def _few(items: list[int]) -> str:
+def _first_items(items: list[int]) -> str:
     return f"[{', '.join(map(str, items[:8]))}{', …' if len(items) > 8 else ''}]"
 
 
@@ -104,10 +105,10 @@ def _admissible(expected: Chosen, row: int, chosen: Tensor) -> bool:
 
 def _best(high: Tensor, low: Tensor, chosen: Tensor, allowed: Tensor) -> bool:
     """Whether `chosen` may be the best of the allowed columns."""
-    others = allowed & ~chosen
+    unchosen = allowed & ~chosen
     if bool((chosen & ~allowed).any()):
         return False
-    return not bool(others.any()) or not bool(chosen.any()) or bool(high[chosen].min() >= low[others].max())
+    return not bool(unchosen.any()) or not bool(chosen.any()) or bool(high[chosen].min() >= low[unchosen].max())
 
 
 def _jumps(expected: Chosen, row: int, chosen: Tensor) -> bool:
@@ -119,12 +120,12 @@ def _jumps(expected: Chosen, row: int, chosen: Tensor) -> bool:
     places: dict[tuple[tuple[float, ...], ...], set[int]] = {}  # those chosen in the last group of such inputs
     for start in range(0, len(chosen), size):
         keys = tuple(tuple(float(x[row, e]) for x in expected.inputs) for e in range(start, start + size))
-        seen: dict[tuple[float, ...], bool] = {}
-        for key, one in zip(keys, taken[start : start + size], strict=True):
-            if seen.get(key, True) is False and one:
+        is_chosen_by_key: dict[tuple[float, ...], bool] = {}
+        for key, is_chosen in zip(keys, taken[start : start + size], strict=True):
+            if is_chosen_by_key.get(key, True) is False and is_chosen:
                 return True
-            seen[key] = one and seen.get(key, True)
-        here = {place for place in range(size) if taken[start + place]}
+            is_chosen_by_key[key] = is_chosen and is_chosen_by_key.get(key, True)
+        here = {column for column in range(size) if taken[start + column]}
         if not here <= places.get(keys, here):
             return True
         places[keys] = here
@@ -133,9 +134,9 @@ def _jumps(expected: Chosen, row: int, chosen: Tensor) -> bool:
 
 def _group_sets(expected: Chosen, row: int, chosen: Tensor) -> Iterator[Tensor]:
     """The columns of every admissible set of groups that contains the chosen columns."""
-    groups, kept = expected.groups, expected.group_topk
+    groups, group_topk = expected.groups, expected.group_topk
     keys, error = expected.keys[row].reshape(groups, -1), expected.error[row].reshape(groups, -1)
-    counted = int(expected.counts[row]) // kept
+    counted = int(expected.counts[row]) // group_topk
     top = keys.sort(dim=1, descending=True).values[:, :counted]
     score = top.sum(1)
     slack = counted * (
@@ -144,19 +145,19 @@ def _group_sets(expected: Chosen, row: int, chosen: Tensor) -> Iterator[Tensor]:
     touched = chosen.reshape(groups, -1).any(1)
     better = [int(((score - slack) > (score[g] + slack[g])).sum()) for g in range(groups)]
     worse = [int(((score + slack) < (score[g] - slack[g])).sum()) for g in range(groups)]
-    sure = {g for g in range(groups) if worse[g] >= groups - kept}
-    never = {g for g in range(groups) if better[g] >= kept}
+    sure = {g for g in range(groups) if worse[g] >= groups - group_topk}
+    never = {g for g in range(groups) if better[g] >= group_topk}
     must = sure | set(touched.nonzero().flatten().tolist())
-    if len(must) > kept or must & never:
+    if len(must) > group_topk or must & never:
         return
-    free = [g for g in range(groups) if g not in must and g not in never]
-    for tried, extra in enumerate(itertools.combinations(free, kept - len(must))):
+    undecided = [g for g in range(groups) if g not in must and g not in never]
+    for tried, extra in enumerate(itertools.combinations(undecided, group_topk - len(must))):
         if tried == GROUP_SETS:
             yield chosen
             return
         held = must | set(extra)
-        outside = [g for g in range(groups) if g not in held]
-        if outside and bool((score + slack)[sorted(held)].min() < (score - slack)[outside].max()):
+        unheld = [g for g in range(groups) if g not in held]
+        if unheld and bool((score + slack)[sorted(held)].min() < (score - slack)[unheld].max()):
             continue
         allowed = torch.zeros(groups, dtype=torch.bool)
         allowed[sorted(held)] = True

@@ -38,32 +38,33 @@ class Codes(Exact):
     by_row: ClassVar[tuple[str, ...]] = ("value", "scaled")
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
-        wrong, forgiven = self._compared(observed)
-        if wrong.any():
-            return wrong
+        mismatches, forgiven = self._compared(observed)
+        if mismatches.any():
+            return mismatches
         return forgiven if self._too_many(forgiven) else None
 
-    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+    def explain(self, observed: Tensor, mismatches: np.ndarray, index: tuple[int, ...]) -> str:
         """The first wrong code with its value, and the number of wrong codes."""
         if self.table is None or self.scaled is None:
-            return super().explain(observed, wrong, index)
-        got, right = (int(_integers(x)[index]) for x in (observed, self.value))
-        value, count = float(self.scaled[index]), int(wrong.sum())
-        means = f"{got:#x} ({self.table[got]:.6g}); the nearest to {value:.9g} is {right:#x} ({self.table[right]:.6g})"
+            return super().explain(observed, mismatches, index)
+        got, expected_code = (int(_integers(x)[index]) for x in (observed, self.value))
+        value, count = float(self.scaled[index]), int(mismatches.sum())
+        nearest = f"{expected_code:#x} ({self.table[expected_code]:.6g})"
+        means = f"{got:#x} ({self.table[got]:.6g}); the nearest to {value:.9g} is {nearest}"
         if not self._compared(observed)[0].any():
-            others = f"{count} values near a midpoint are decided the other way, more than rounding explains"
-            return f"{list(index)} is {means}: {others}"
-        return f"{list(index)} is {means} ({count} of {wrong.size} wrong)"
+            excess = f"{count} values near a midpoint are decided the other way, more than rounding explains"
+            return f"{list(index)} is {means}: {excess}"
+        return f"{list(index)} is {means} ({count} of {mismatches.size} wrong)"
 
     def _compared(self, observed: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Masks of wrong codes, and of codes that are not nearest but within the window."""
-        right, got = _integers(self.value), _integers(observed)
-        other = right != got
-        if not other.any() or self.scaled is None or self.table is None or self.window == 0:
-            return other, np.zeros_like(other)
+        expected, got = _integers(self.value), _integers(observed)
+        differs = expected != got
+        if not differs.any() or self.scaled is None or self.table is None or self.window == 0:
+            return differs, np.zeros_like(differs)
         table, v = self.table.numpy(), self.scaled.numpy()
-        forgiven = other & (np.abs(right - got) == 1) & self._near_midpoint(table[right], table[got], v)
-        return other & ~forgiven, forgiven
+        forgiven = differs & (np.abs(expected - got) == 1) & self._near_midpoint(table[expected], table[got], v)
+        return differs & ~forgiven, forgiven
 
     def _near_midpoint(self, first: np.ndarray, second: np.ndarray, v: np.ndarray) -> np.ndarray:
         with np.errstate(invalid="ignore"):  # NaN and infinity are near no midpoint
@@ -75,9 +76,9 @@ class Codes(Exact):
         if not forgiven.any():
             return False
         assert self.table is not None and self.scaled is not None
-        right, table, v = _integers(self.value), self.table.numpy(), self.scaled.numpy()
-        neighbours = (table[np.clip(right + step, 0, len(table) - 1)] for step in (-1, 1))
-        near = np.logical_or(*(self._near_midpoint(table[right], neighbour, v) for neighbour in neighbours))
+        expected, table, v = _integers(self.value), self.table.numpy(), self.scaled.numpy()
+        neighbours = (table[np.clip(expected + step, 0, len(table) - 1)] for step in (-1, 1))
+        near = np.logical_or(*(self._near_midpoint(table[expected], neighbour, v) for neighbour in neighbours))
         return len(np.unique(v[forgiven])) > binomial_quantile(len(np.unique(v[near])), 0.5, FLIP_QUANTILE)
 
 

@@ -26,21 +26,21 @@ class Drawn(Exact):
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
         """Where a code is no neighbour; everywhere if the draws are improbable."""
-        wrong = self._no_neighbour(observed)
-        if not wrong.any() and self._odds(observed) is not None:
-            wrong = np.ones_like(wrong)
-        return wrong if wrong.any() else None
+        mismatches = self._no_neighbour(observed)
+        if not mismatches.any() and self._odds(observed) is not None:
+            mismatches = np.ones_like(mismatches)
+        return mismatches if mismatches.any() else None
 
-    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+    def explain(self, observed: Tensor, mismatches: np.ndarray, index: tuple[int, ...]) -> str:
         """The first code that is no neighbour, or the improbable statistic."""
         assert self.rounding is not None and self.table is not None
         if not self._no_neighbour(observed).any():
             return self._odds(observed) or ""
-        n = int(np.ravel_multi_index(index, wrong.shape)) % len(self.rounding.value_N)
+        n = int(np.ravel_multi_index(index, mismatches.shape)) % len(self.rounding.value_N)
         got, low, high = int(observed[index]), float(self.rounding.low_N[n]), float(self.rounding.high_N[n])
         means = f"{float(self.table[got]):.6g}" if 0 <= got < len(self.table) else "nothing"
         sign = "-" if int(self.value[index]) & self.sign_bit else ""
-        count = f"{int(wrong.sum())} of {wrong.size} wrong"
+        count = f"{int(mismatches.sum())} of {mismatches.size} wrong"
         return f"{list(index)} is {got:#x} ({means}); its neighbours are {sign}{low:.6g} and {sign}{high:.6g} ({count})"
 
     def _no_neighbour(self, observed: Tensor) -> np.ndarray:
@@ -49,15 +49,15 @@ class Drawn(Exact):
         repeated = len(codes.flatten()) // max(len(self.rounding.value_N), 1)
         low, high = (x.repeat(repeated).reshape(codes.shape) for x in (self.rounding.low_N, self.rounding.high_N))
         signed = (codes & self.sign_bit) == (self.value.long() & self.sign_bit)
-        wrong: np.ndarray = (~((magnitude == low) | (magnitude == high)) | ~signed).numpy()
-        return wrong
+        mismatches: np.ndarray = (~((magnitude == low) | (magnitude == high)) | ~signed).numpy()
+        return mismatches
 
     def _odds(self, observed: Tensor) -> str | None:
         """The improbable statistic of all calls' draws; None if there is none, or too few draws."""
         assert self.rounding is not None
         random = (self.rounding.p_N > 0) & (self.rounding.p_N < 1)
-        calls = [observed, *(other[: len(observed)] for other in self.others)]
-        if bool(random.any()) and any(torch.equal(calls[0], other) for other in calls[1:]):
+        calls = [observed, *(codes[: len(observed)] for codes in self.others)]
+        if bool(random.any()) and any(torch.equal(calls[0], codes) for codes in calls[1:]):
             return "the same random numbers as in another call"
         if not len(random):
             return None
@@ -67,6 +67,6 @@ class Drawn(Exact):
     def _magnitudes(self, codes: Tensor) -> Tensor:
         """The codes' absolute values; NaN for an invalid code."""
         assert self.table is not None
-        whole = codes.long()
-        known = (whole >= 0) & (whole < len(self.table))
-        return torch.where(known, self.table[whole.clamp(0, len(self.table) - 1)].abs(), torch.nan)
+        code_numbers = codes.long()
+        is_code = (code_numbers >= 0) & (code_numbers < len(self.table))
+        return torch.where(is_code, self.table[code_numbers.clamp(0, len(self.table) - 1)].abs(), torch.nan)

@@ -46,29 +46,31 @@ class Exact(Resolved):
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
         if self.kind == "integers":
-            wrong = self.value.to(torch.int64).numpy() != observed.to(torch.int64).numpy()
+            mismatches = self.value.to(torch.int64).numpy() != observed.to(torch.int64).numpy()
         else:
-            wrong = bits(self.value) != bits(observed)
-            if self.kind == "values" and wrong.any():
-                right, got = self.value.double().numpy(), observed.detach().double().numpy()
-                wrong = ~((right == got) | (np.isnan(right) & np.isnan(got)))
-        return wrong if wrong.any() else None
+            mismatches = bits(self.value) != bits(observed)
+            if self.kind == "values" and mismatches.any():
+                expected, got = self.value.double().numpy(), observed.detach().double().numpy()
+                mismatches = ~((expected == got) | (np.isnan(expected) & np.isnan(got)))
+        return mismatches if mismatches.any() else None
 
     def moved(self, corrupt: Tensor) -> bool:
         if self.kind != "values":
             return bool((bits(self.value) != bits(corrupt)).any())
-        before, after = self.value.double().numpy(), corrupt.double().numpy()  # where -0 is 0
-        return bool(((before != after) & ~(np.isnan(before) & np.isnan(after))).any())
+        expected, corrupted = self.value.double().numpy(), corrupt.double().numpy()  # where -0 is 0
+        return bool(((expected != corrupted) & ~(np.isnan(expected) & np.isnan(corrupted))).any())
 
-    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+    def explain(self, observed: Tensor, mismatches: np.ndarray, index: tuple[int, ...]) -> str:
         """The first wrong element, and the number of wrong elements."""
-        got, right = (_readable(x[index]) for x in (observed, self.value))
-        if got == right:  # NaNs, or zeros, with other bits
-            got, right = (
+        got, expected = (_readable(x[index]) for x in (observed, self.value))
+        if got == expected:  # NaNs, or zeros, with other bits
+            got, expected = (
                 f"{text} with bits {int(bits(x[index]).item()) & (1 << 8 * x.element_size()) - 1:#x}"
-                for text, x in ((got, observed), (right, self.value))
+                for text, x in ((got, observed), (expected, self.value))
             )
-        return f"{list(index)} is {got}; the reference has {right} ({int(wrong.sum())} of {wrong.size} wrong)"
+        return (
+            f"{list(index)} is {got}; the reference has {expected} ({int(mismatches.sum())} of {mismatches.size} wrong)"
+        )
 
 
 def _readable(x: Tensor) -> str:

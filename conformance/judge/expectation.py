@@ -65,7 +65,7 @@ class Resolved(Expectation):
         """True where `observed`, of the right shape and dtype, is wrong; None if nowhere."""
 
     @abstractmethod
-    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+    def explain(self, observed: Tensor, mismatches: np.ndarray, index: tuple[int, ...]) -> str:
         """The first wrong element, at `index`, and the number of wrong elements."""
 
     @abstractmethod

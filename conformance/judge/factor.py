@@ -7,19 +7,19 @@ FACTORS |= {name: x for n in range(2, 65) for name, x in ((str(n), float(n)), (f
 CLEAR = 8  # bounds that a value exceeds, if it counts
 
 
-def plain_factor(right: np.ndarray, got: np.ndarray, bound: np.ndarray) -> str:
-    """The n of `got` = n · `right` within the bound, for every clear value; "" if there is none.
+def plain_factor(expected: np.ndarray, got: np.ndarray, bound: np.ndarray) -> str:
+    """The n of `got` = n · `expected` within the bound, for every clear value; "" if there is none.
 
     Args:
         right, got, bound: float64, of one shape; bound: the largest error of an honest result.
     """
     with np.errstate(invalid="ignore"):
-        clear = np.isfinite(right) & np.isfinite(got) & np.isfinite(bound) & (np.abs(right) > CLEAR * bound)
+        clear = np.isfinite(expected) & np.isfinite(got) & np.isfinite(bound) & (np.abs(expected) > CLEAR * bound)
     if clear.sum() < 2:
         return ""
-    right, got, bound = right[clear], got[clear], bound[clear]
+    expected, got, bound = expected[clear], got[clear], bound[clear]
     with np.errstate(divide="ignore"):
-        surest = np.argmax(np.abs(right) / bound)
-    name, n = min(FACTORS.items(), key=lambda item: abs(item[1] - got[surest] / right[surest]))
-    honest = max(abs(n), 1) * bound + abs(n) * np.finfo(np.float64).eps * np.abs(right)
-    return name if (np.abs(got - n * right) <= honest).all() else ""
+        surest = np.argmax(np.abs(expected) / bound)
+    name, n = min(FACTORS.items(), key=lambda item: abs(item[1] - got[surest] / expected[surest]))
+    honest = max(abs(n), 1) * bound + abs(n) * np.finfo(np.float64).eps * np.abs(expected)
+    return name if (np.abs(got - n * expected) <= honest).all() else ""

@@ -68,11 +68,11 @@ class Interval:
         """The interval with zeros of either sign."""
         return self.mapped(lambda low: torch.where(low == 0, -0.0, low), lambda high: torch.where(high == 0, 0.0, high))
 
-    def or_else(self, other: "Interval", where: Tensor) -> "Interval":
+    def or_else(self, alternative: "Interval", where: Tensor) -> "Interval":
         """The hull of both intervals where `where`."""
-        low = torch.where(where, torch.minimum(self.low, other.low), self.low)
+        low = torch.where(where, torch.minimum(self.low, alternative.low), self.low)
         return Interval(
-            low, torch.where(where, torch.maximum(self.high, other.high), self.high), self.nan, self.unknown
+            low, torch.where(where, torch.maximum(self.high, alternative.high), self.high), self.nan, self.unknown
         )
 
     def magnitudes(self) -> tuple[Tensor, Tensor]:
@@ -103,28 +103,31 @@ class Ranged(Exact):
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
         assert self.least is not None and self.most is not None
-        place = self._place(observed)
-        wrong = ((place < self.least) | (place > self.most)).numpy()
-        return wrong if wrong.any() else None
+        position = self._positions(observed)
+        mismatches = ((position < self.least) | (position > self.most)).numpy()
+        return mismatches if mismatches.any() else None
 
     def moved(self, corrupt: Tensor) -> bool:
         """Whether some code moved further than the width of its range."""
         assert self.least is not None and self.most is not None
-        return bool(((self._place(corrupt) - self._place(self.value)).abs() > self.most - self.least).any())
+        return bool(((self._positions(corrupt) - self._positions(self.value)).abs() > self.most - self.least).any())
 
-    def _place(self, codes: Tensor) -> Tensor:
+    def _positions(self, codes: Tensor) -> Tensor:
         """The places of codes; NO_PLACE for integers that are no bytes."""
         assert self.places is not None
-        whole = codes.to(torch.int64)
-        return torch.where((whole >= 0) & (whole < 256), self.places[whole & 0xFF], NO_PLACE)
+        code_numbers = codes.to(torch.int64)
+        return torch.where((code_numbers >= 0) & (code_numbers < 256), self.places[code_numbers & 0xFF], NO_PLACE)
 
-    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+    def explain(self, observed: Tensor, mismatches: np.ndarray, index: tuple[int, ...]) -> str:
         """The first wrong code with the right ones, and the number of wrong codes."""
         assert self.least is not None and self.most is not None and self.places is not None
         least, most, got = int(self.least[index]), int(self.most[index]), int(observed[index])
-        right = [code for code in range(256) if least <= int(self.places[code]) <= most]
-        text = " or ".join(f"{code:#x}" for code in right[:2]) + (" or others" if len(right) > 2 else "")
-        return f"{list(index)} is {got:#x}; what its value may be has {text} ({int(wrong.sum())} of {wrong.size} wrong)"
+        allowed_codes = [code for code in range(256) if least <= int(self.places[code]) <= most]
+        text = " or ".join(f"{code:#x}" for code in allowed_codes[:2]) + (
+            " or others" if len(allowed_codes) > 2 else ""
+        )
+        count = f"({int(mismatches.sum())} of {mismatches.size} wrong)"
+        return f"{list(index)} is {got:#x}; what its value may be has {text} {count}"
 
 
 def code_places(meanings: Tensor, sign_bit: int) -> Tensor:
@@ -136,6 +139,6 @@ def code_places(meanings: Tensor, sign_bit: int) -> Tensor:
     """
     code = torch.arange(256)
     negative = (code & sign_bit) > 0
-    place = torch.where(negative, -(code & ~sign_bit) - 1, code)
-    place = torch.where(torch.cat([meanings, meanings.new_zeros(256 - len(meanings))]).isnan(), NAN_PLACE, place)
-    return torch.where(code < len(meanings), place, NO_PLACE)
+    position = torch.where(negative, -(code & ~sign_bit) - 1, code)
+    position = torch.where(torch.cat([meanings, meanings.new_zeros(256 - len(meanings))]).isnan(), NAN_PLACE, position)
+    return torch.where(code < len(meanings), position, NO_PLACE)

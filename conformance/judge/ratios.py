@@ -107,16 +107,16 @@ class RowWise(Bounded):
         worst = self.excess(observed)
         if worst is None:
             return None
-        wrong = np.zeros(tuple(self.value.shape), dtype=bool)
-        wrong[worst.index] = True
-        return wrong
+        mismatches = np.zeros(tuple(self.value.shape), dtype=bool)
+        mismatches[worst.index] = True
+        return mismatches
 
     def scores(self, observed: Tensor) -> dict[str, float]:
         """Also the largest ratio's share of its limit."""
         ratio = max((self._share(measure) for measure in self.measures(observed)), default=0.0)
         return super().scores(observed) | {"ratio": ratio}
 
-    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+    def explain(self, observed: Tensor, mismatches: np.ndarray, index: tuple[int, ...]) -> str:
         worst = self.excess(observed)
         assert worst is not None
         limit = getattr(self.limits, worst.rule)
@@ -130,14 +130,14 @@ class RowWise(Bounded):
     @cached_property
     def judged(self) -> Tensor:
         """Indices of the rows judged by ratios, from the oracle alone."""
-        right, bound, reference, magnitude = (
+        expected, bound, reference, magnitude = (
             _rows(x).double() for x in (self.value, self.bound, self.reference, self.magnitude)
         )
         kind = torch.finfo(self.dtype)
-        norm, walk = right.norm(dim=1), magnitude.norm(dim=1) / math.sqrt(self.terms)
-        ordinary = right.isfinite().all(1) & bound.isfinite().all(1) & reference.isfinite().all(1)
+        norm, walk = expected.norm(dim=1), magnitude.norm(dim=1) / math.sqrt(self.terms)
+        ordinary = expected.isfinite().all(1) & bound.isfinite().all(1) & reference.isfinite().all(1)
         ordinary &= _rows(self.magnitude if self.inherited is None else self.inherited).isfinite().all(1)
-        small = norm / math.sqrt(right.shape[1]) < NORMAL * kind.tiny
+        small = norm / math.sqrt(expected.shape[1]) < NORMAL * kind.tiny
         return (ordinary & (norm > 0) & (norm >= CANCELS * walk) & ~small).nonzero().flatten()
 
     @cached_property
@@ -170,14 +170,16 @@ class RowWise(Bounded):
         return self._errors(self.reference)
 
     def _errors(self, result: Tensor) -> Errors:
-        right, got, magnitude = (_rows(x.detach()).double()[self.judged] for x in (self.value, result, self.magnitude))
-        d, scale = got - right, self._scale(right, magnitude)
-        return Errors(d.norm(dim=1) / right.norm(dim=1), d.abs() / scale, d / self._ulp(scale))
+        expected, got, magnitude = (
+            _rows(x.detach()).double()[self.judged] for x in (self.value, result, self.magnitude)
+        )
+        d, scale = got - expected, self._scale(expected, magnitude)
+        return Errors(d.norm(dim=1) / expected.norm(dim=1), d.abs() / scale, d / self._ulp(scale))
 
-    def _scale(self, right: Tensor, magnitude: Tensor) -> Tensor:
+    def _scale(self, expected: Tensor, magnitude: Tensor) -> Tensor:
         """max(s_t, |y*_ti|)."""
-        walk_J1 = magnitude.norm(dim=1, keepdim=True) / math.sqrt(self.terms * right.shape[1])
-        return torch.maximum(right.abs(), torch.maximum(walk_J1, right.square().mean(1, keepdim=True).sqrt()))
+        walk_J1 = magnitude.norm(dim=1, keepdim=True) / math.sqrt(self.terms * expected.shape[1])
+        return torch.maximum(expected.abs(), torch.maximum(walk_J1, expected.square().mean(1, keepdim=True).sqrt()))
 
     def _ulp(self, x: Tensor) -> Tensor:
         # frexp's fraction is from ½ to 1
@@ -186,9 +188,9 @@ class RowWise(Bounded):
     @cached_property
     def _ties(self) -> Tensor:
         """Whether y*_ti is a midpoint of two outputs, up to the accumulator's error."""
-        right, magnitude = (_rows(x).double()[self.judged] for x in (self.value, self.magnitude))
-        steps, ulp = right.abs() / self._ulp(right), self._ulp(right)
-        return (steps % 1 - 0.5).abs() * ulp <= PEAK * self.noise * self._scale(right, magnitude)
+        expected, magnitude = (_rows(x).double()[self.judged] for x in (self.value, self.magnitude))
+        steps, ulp = expected.abs() / self._ulp(expected), self._ulp(expected)
+        return (steps % 1 - 0.5).abs() * ulp <= PEAK * self.noise * self._scale(expected, magnitude)
 
     @cached_property
     def _pools(self) -> Tensor:
@@ -205,9 +207,9 @@ class RowWise(Bounded):
     @cached_property
     def _inherited_J(self) -> Tensor:
         """ε_t."""
-        right = _rows(self.value).double()[self.judged]
-        error = torch.zeros_like(right) if self.inherited is None else _rows(self.inherited)[self.judged]
-        return error.norm(dim=1) / right.norm(dim=1)
+        expected = _rows(self.value).double()[self.judged]
+        error = torch.zeros_like(expected) if self.inherited is None else _rows(self.inherited)[self.judged]
+        return error.norm(dim=1) / expected.norm(dim=1)
 
     def _worst_row(self, got: Errors, reference: Errors) -> Measure:
         floor = self._pooled(ROUNDOFF[self.dtype] / 2 + self.noise + self._inherited_J)
@@ -215,18 +217,27 @@ class RowWise(Bounded):
         pool = int(ratio.argmax())
         members = (self._pools == pool).nonzero().flatten()
         row = int(members[got.row_J[members].argmax()])
-        over = int((ratio > self.limits.row).sum())
-        place = f"row {self._named(row)}" if len(members) == 1 else f"{len(members)} rows around row {self._named(row)}"
-        others = f"; {over} of {len(ratio)} {'rows' if len(members) == 1 else 'groups of rows'}" if over else ""
+        num_exceeding = int((ratio > self.limits.row).sum())
+        location = (
+            f"row {self._named(row)}" if len(members) == 1 else f"{len(members)} rows around row {self._named(row)}"
+        )
+        exceeding_note = (
+            f"; {num_exceeding} of {len(ratio)} {'rows' if len(members) == 1 else 'groups of rows'}"
+            if num_exceeding
+            else ""
+        )
         return Measure(
-            "row", float(ratio[pool]), (*self._place(row), *self._column(got, row)), f"{place}{others}: error"
+            "row",
+            float(ratio[pool]),
+            (*self._row_index(row), *self._column(got, row)),
+            f"{location}{exceeding_note}: error",
         )
 
     def _worst_element(self, got: Errors, reference: Errors) -> Measure:
         floor_J = ROUNDOFF[self.dtype] + PEAK * self.noise + self._inherited_J
         ratio_JM = got.element_JM / floor_J.clamp(min=float(reference.element_JM.max()))[:, None]
         row, column = divmod(int(ratio_JM.argmax()), ratio_JM.shape[1])
-        index = (*self._place(row), column)[: self.value.dim()]
+        index = (*self._row_index(row), column)[: self.value.dim()]
         return Measure("element", float(ratio_JM[row, column]), index, f"element {list(index)}: error")
 
     def _rms(self, got: Errors, reference: Errors) -> Measure:
@@ -234,7 +245,10 @@ class RowWise(Bounded):
         usual = reference.row_J.square() + self.noise**2 + self._inherited_J.square()
         ratio = float((got.row_J.square().mean() / usual.mean()).sqrt())
         return Measure(
-            "rms", ratio, (*self._place(worst), *self._column(got, worst)), f"all {len(got.row_J)} rows together: error"
+            "rms",
+            ratio,
+            (*self._row_index(worst), *self._column(got, worst)),
+            f"all {len(got.row_J)} rows together: error",
         )
 
     def _bias(self, got: Errors, reference: Errors) -> list[Measure]:
@@ -262,24 +276,26 @@ class RowWise(Bounded):
                 usual, _ = _mean_and_error(reference.ulps_JM[members] * towards)
                 allowed = SLACK + DEVIATIONS * spread + abs(usual) + self.noise / ROUNDOFF[self.dtype]
                 where = "" if self.groups is None else f"group {group}: "
-                place = f"{where}a mean error of {mean:.3g} ulp {direction},"
+                description = f"{where}a mean error of {mean:.3g} ulp {direction},"
                 first = int(members[0])
                 measures.append(
-                    Measure("bias", abs(mean) / allowed, (*self._place(first), *self._column(got, first)), place)
+                    Measure(
+                        "bias", abs(mean) / allowed, (*self._row_index(first), *self._column(got, first)), description
+                    )
                 )
         return [max(measures, key=lambda measure: measure.ratio)] if measures else []
 
     def _column(self, got: Errors, row: int) -> tuple[int, ...]:
         return (int(got.element_JM[row].argmax()),) if self.value.dim() > 1 else ()
 
-    def _place(self, row: int) -> tuple[int, ...]:
+    def _row_index(self, row: int) -> tuple[int, ...]:
         """The index of a judged row in the output."""
         shape = self.value.shape[:-1] if self.value.dim() > 1 else self.value.shape
         return tuple(int(i) for i in torch.unravel_index(self.judged[row], shape))
 
     def _named(self, row: int) -> str:
-        place = self._place(row)
-        return str(place[0]) if len(place) == 1 else str(list(place))
+        indices = self._row_index(row)
+        return str(indices[0]) if len(indices) == 1 else str(list(indices))
 
 
 def row_wise(
@@ -308,7 +324,7 @@ def row_wise(
     if bounded.value.numel() < LEAST_ELEMENTS or reference.dtype != bounded.dtype:
         return bounded
     noise = accumulator.typical(terms)
-    whole = RowWise(
+    with_ratios = RowWise(
         bounded.value,
         bounded.bound,
         bounded.dtype,
@@ -321,7 +337,7 @@ def row_wise(
         inherited,
         limits or calibrated(),
     )
-    return whole if whole.applies else bounded
+    return with_ratios if with_ratios.applies else bounded
 
 
 def _rows(x: Tensor) -> Tensor:

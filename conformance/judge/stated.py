@@ -58,13 +58,15 @@ def _nearest(codes: Codes) -> Stated:
     """The nearest code, and its neighbour where a midpoint is within the quantiser's roundings."""
     if codes.table is None or codes.scaled is None or codes.window == 0:
         return Stated("integers", {"value": torch.from_numpy(bits(codes.value))})
-    right = torch.from_numpy(bits(codes.value)).long() & 0xFF
-    allowed = [right, right]
-    for place, step in enumerate((-1, 1)):
-        other = (right + step).clamp(0, len(codes.table) - 1)
-        near = (codes.scaled - (codes.table[right] + codes.table[other]) / 2).abs() <= codes.window * codes.scaled.abs()
-        allowed[place] = torch.where(near, other, right)
-    arrays = {"value": right, "least": allowed[0], "most": allowed[1], "places": torch.arange(256)}
+    nearest = torch.from_numpy(bits(codes.value)).long() & 0xFF
+    allowed = [nearest, nearest]
+    for end, step in enumerate((-1, 1)):
+        neighbour = (nearest + step).clamp(0, len(codes.table) - 1)
+        near = (
+            codes.scaled - (codes.table[nearest] + codes.table[neighbour]) / 2
+        ).abs() <= codes.window * codes.scaled.abs()
+        allowed[end] = torch.where(near, neighbour, nearest)
+    arrays = {"value": nearest, "least": allowed[0], "most": allowed[1], "places": torch.arange(256)}
     return Stated("places", arrays, "the share of values near a midpoint that may go the other way")
 
 

@@ -140,6 +140,7 @@ def _mean_of_one(up_RN: Tensor, p_N: Tensor, level: float) -> str | None:
     worst = int(divergence.argmax())
     if float(divergence[worst]) <= limit:
         return None
-    over = int((divergence > limit).sum())
-    others = f"({over} of {len(p_N)} are as improbable)"
-    return f"one element goes up in {share[worst]:.3g} of {repeats} repeats and should in {p_N[worst]:.3g} {others}"
+    num_improbable = int((divergence > limit).sum())
+    improbable_note = f"({num_improbable} of {len(p_N)} are as improbable)"
+    observed = f"one element goes up in {share[worst]:.3g} of {repeats} repeats"
+    return f"{observed} and should in {p_N[worst]:.3g} {improbable_note}"

@@ -1,1 +1,1 @@
-"""Defective implementations that the suite must find: planted, or made from source."""
+"""Defective implementations that the suite must detect: planted ones, and changes of source."""

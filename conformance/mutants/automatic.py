@@ -18,7 +18,7 @@ from conformance.interface import UsageError
 from conformance.mutants.operators import changes
 
 MOST_PER_LINE = 3
-# pointer arithmetic would crowd the others out
+# the most changes per line: pointer arithmetic would crowd the others out
 COMMON = ("arithmetic", "swapped_axes", "dropped_cast")
 SAME_RESULTS = ("tuning.py",)  # files of block sizes, which never change results
 
@@ -44,7 +44,7 @@ class SourceMutant:
 
 @dataclass(frozen=True, order=True)
 class Edit:
-    """source[begin:end] = after, in the order of mutants."""
+    """The change source[begin:end] = after. Changes sort in the order of mutants."""
 
     line: int
     begin: int
@@ -91,8 +91,8 @@ def enclosing_function(mutant: SourceMutant) -> str:
     )
     while around and isinstance(around[-1], ast.ClassDef):
         around.pop()
-    parts = [node.name if isinstance(node, ast.ClassDef) else f"{node.name}.<locals>" for node in around]
-    return ".".join(parts).removesuffix(".<locals>")
+    qualified_names = [node.name if isinstance(node, ast.ClassDef) else f"{node.name}.<locals>" for node in around]
+    return ".".join(qualified_names).removesuffix(".<locals>")
 
 
 def write_copy(mutant: SourceMutant, implementation: str, folder: Path) -> None:
@@ -106,9 +106,8 @@ def write_copy(mutant: SourceMutant, implementation: str, folder: Path) -> None:
 
 
 def copy_package(implementation: str, folder: Path) -> None:
-    """Copy the top-level package into `folder`; first on sys.path, it replaces the original.
-
-    Files other than Python are linked.
+    """Copy the top-level package into `folder`, which replaces the original as the first entry of
+    sys.path. Files other than Python are linked.
 
     Raises:
         FileExistsError: the folder holds a package of this name, whose bytecode could run instead.
@@ -159,8 +158,8 @@ def _mutants_of(path: Path, file: str, short: str) -> Iterator[SourceMutant]:
         compile(mutated, str(path), "exec")
         numbers[edit.line, edit.operator] += 1
         name = f"{short}:{edit.line} {edit.operator} {numbers[edit.line, edit.operator]}"
-        before = source[edit.begin : edit.end]
-        yield SourceMutant(name, file, edit.line, edit.operator, edit.begin, before, edit.after, mutated)
+        original = source[edit.begin : edit.end]
+        yield SourceMutant(name, file, edit.line, edit.operator, edit.begin, original, edit.after, mutated)
 
 
 def _edits(source: str) -> list[Edit]:
@@ -169,18 +168,21 @@ def _edits(source: str) -> list[Edit]:
     positions, parents = wrapper.resolve(PositionProvider), wrapper.resolve(ParentNodeProvider)
     begins = [0, *(newline.end() for newline in re.finditer("\n", source))]
     edits = set()
-    for operator, node, after in changes(wrapper.module, parents):
+    for operator, node, replacement in changes(wrapper.module, parents):
         span = positions[node]
-        begin, end = (begins[place.line - 1] + place.column for place in (span.start, span.end))
-        if source[begin:end] != after:
-            edits.add(Edit(span.start.line, begin, operator, end, after))
+        begin, end = (begins[position.line - 1] + position.column for position in (span.start, span.end))
+        if source[begin:end] != replacement:
+            edits.add(Edit(span.start.line, begin, operator, end, replacement))
     return sorted(edits)
 
 
 def _thinned(edits: list[Edit]) -> list[Edit]:
-    """At most MOST_PER_LINE per line: rare operators first, at most one of each in COMMON."""
+    """At most MOST_PER_LINE changes per line.
+
+    Rare operators come first, and each operator in COMMON has at most one.
+    """
     used: Counter[str] = Counter()
-    kept = []
+    retained = []
     for line in sorted({edit.line for edit in edits}):
         chosen: list[Edit] = []
         here = [edit for edit in edits if edit.line == line]
@@ -189,10 +191,10 @@ def _thinned(edits: list[Edit]) -> list[Edit]:
             used[edit.operator] += 1
             chosen.append(edit)
             here = [
-                other
-                for other in here
-                if other != edit
-                and not (other.operator in COMMON and (other.operator == edit.operator or len(chosen) > 1))
+                candidate
+                for candidate in here
+                if candidate != edit
+                and not (candidate.operator in COMMON and (candidate.operator == edit.operator or len(chosen) > 1))
             ]
-        kept += chosen
-    return sorted(kept)
+        retained += chosen
+    return sorted(retained)

@@ -1,8 +1,9 @@
-"""A copy of an implementation that compares mutants with the original: weak mutation.
+"""Makes a copy of an implementation that compares mutants with the original (weak mutation).
 
-Where a mutant changes an expression, and the changed one has the original's value each time that a
-case comes by, the mutant does in that case what the original does, and need not run. One run of the
-cases on the copy tells this for all mutants. Kernels are not compared: Python does not run them.
+A mutant changes an expression. If the changed expression has the original's value each time that a
+case evaluates it, the mutant behaves in that case like the original, and need not run. One run of
+the cases on the copy shows this for all mutants. Kernels are not compared, because Python does not
+run them.
 """
 
 import ast
@@ -19,7 +20,7 @@ from conformance.engine.run.session import FAILING
 from conformance.mutants.automatic import SourceMutant, copy_package
 
 IMPORT = "from conformance.engine.child.changes import compared as __compared__"
-DISTURBED = (*FAILING, "BLOCKED")  # where computing the changes has changed the original
+DISTURBED = (*FAILING, "BLOCKED")  # marks cases in which computing the changes has changed the original's behaviour
 COMPILED = re.compile(r"jit|constexpr")  # decorators of what Python does not run
 NOT_TWICE = (ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await)
 NOT_TWICE_TEXT = re.compile(r"#|\bsuper\(|['\"]{3}")
@@ -31,15 +32,14 @@ class Place:
 
     begin: int
     end: int
-    tested: bool  # only the truth of its value is used
+    tested: bool  # whether only the truth of its value is used
 
 
 def differing(
     mutants: Iterable[SourceMutant], implementation: str, cases: Iterable[Case], jobs: int
 ) -> dict[str, set[str]]:
-    """By the names of the mutants that can be compared: the ids of the cases in which they differ.
-
-    A case that the copy does not pass counts for all of them.
+    """The ids of the cases in which each mutant differs, by the names of the mutants that can be
+    compared. A case that the copy does not pass counts for all of them.
     """
     with tempfile.TemporaryDirectory(prefix="moe-conformance-comparing-") as folder:
         differs: dict[str, set[str]] = {name: set() for name in write_comparing(mutants, implementation, Path(folder))}
@@ -70,23 +70,25 @@ def comparing(mutants: list[SourceMutant]) -> tuple[str, set[str]]:
     Lines keep their numbers, so that kernels keep their places in a cache.
     """
     original = mutants[0].original
-    places = {(place.begin, place.end): place for place in _places(original)}
+    places = {(comparison.begin, comparison.end): comparison for comparison in _places(original)}
     changes: dict[Place, list[tuple[str, str]]] = {}
     for mutant in mutants:
-        begin, before, after = _value(mutant)
-        place = places.get((begin, begin + len(before)))
-        if place and _may_run_twice(before) and _may_run_twice(after):
-            changes.setdefault(place, []).append((mutant.name, after))
-    inner = sorted(changes, key=lambda place: (place.begin, -place.end))
+        begin, original_text, mutated_text = _value(mutant)
+        comparison = places.get((begin, begin + len(original_text)))
+        if comparison and _may_run_twice(original_text) and _may_run_twice(mutated_text):
+            changes.setdefault(comparison, []).append((mutant.name, mutated_text))
+    inner = sorted(changes, key=lambda comparison: (comparison.begin, -comparison.end))
     text = "".join(_written(original, 0, len(original), inner, changes))
     return _with_import(text), {name for group in changes.values() for name, _ in group}
 
 
 def _value(mutant: SourceMutant) -> tuple[int, str, str]:
-    """Where the changed expression begins, and what it is before and after: of `dim=0` the 0."""
-    before, after = (re.match(r"(\w+=)(?!=)", text) for text in (mutant.before, mutant.after))
-    if before and after and before[0] == after[0]:
-        skipped = before.end()
+    """The start of the changed expression, with its original and its mutated text. For `dim=0`
+    these begin with the 0.
+    """
+    original_keyword, mutated_keyword = (re.match(r"(\w+=)(?!=)", text) for text in (mutant.before, mutant.after))
+    if original_keyword and mutated_keyword and original_keyword[0] == mutated_keyword[0]:
+        skipped = original_keyword.end()
         return mutant.begin + skipped, mutant.before[skipped:], mutant.after[skipped:]
     return mutant.begin, mutant.before, mutant.after
 
@@ -104,17 +106,21 @@ def _may_run_twice(text: str) -> bool:
 def _written(
     source: str, begin: int, end: int, inner: list[Place], changes: dict[Place, list[tuple[str, str]]]
 ) -> Iterator[str]:
-    """The pieces of source[begin:end], with its places compared, outer ones around inner ones."""
+    """The pieces of source[begin:end] with its comparisons written out, outer ones around inner
+    ones.
+    """
     while inner:
-        place = inner[0]
-        within = [other for other in inner[1:] if other.end <= place.end]
+        outermost = inner[0]
+        within = [candidate for candidate in inner[1:] if candidate.end <= outermost.end]
         inner = inner[1 + len(within) :]
-        others = "".join(f", ({name!r}, lambda: ({' '.join(after.split())}))" for name, after in changes[place])
-        yield source[begin : place.begin]
+        alternatives = "".join(
+            f", ({name!r}, lambda: ({' '.join(mutated_text.split())}))" for name, mutated_text in changes[outermost]
+        )
+        yield source[begin : outermost.begin]
         yield "__compared__(lambda: ("
-        yield from _written(source, place.begin, place.end, within, changes)
-        yield f"), {place.tested}{others})"
-        begin = place.end
+        yield from _written(source, outermost.begin, outermost.end, within, changes)
+        yield f"), {outermost.tested}{alternatives})"
+        begin = outermost.end
     yield source[begin:end]
 
 
@@ -174,7 +180,7 @@ def _places(source: str) -> Iterator[Place]:
                     yield from inside(child, function, _is_tested(node, field, tested))
 
     def beginnings(node: ast.BoolOp, tested: bool) -> Iterator[Place]:
-        """`a and b` of `a and b and c`, which is no node."""
+        """The start of `a and b` in `a and b and c`, which is no syntax node of its own."""
         for value, following in zip(node.values[1:-1], node.values[2:], strict=True):
             between = source[offsets.end(value) : offsets.begin(following)]
             if word := re.search(r"\s*\b(and|or)\b", between):
@@ -184,7 +190,7 @@ def _places(source: str) -> Iterator[Place]:
 
 
 def _is_tested(node: ast.AST, field: str, tested: bool) -> bool:
-    """Whether of the parts of a node in this field only the truth is used."""
+    """Whether only the truth of the node's parts in this field is used."""
     match node:
         case ast.If() | ast.While() | ast.IfExp() | ast.Assert():
             return field == "test"

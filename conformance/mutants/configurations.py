@@ -53,7 +53,9 @@ class Planted:
         text = f"{self.kernel} ({self.constants}; {self.options})"
         if self.killed:
             return f"killed    {text} by {self.case}"
-        return f"SURVIVED  {text}: {', '.join(f'{n} cases {how}' for how, n in self.tries.items()) or 'in no case'}"
+        return (
+            f"SURVIVED  {text}: {', '.join(f'{n} cases {result}' for result, n in self.tries.items()) or 'in no case'}"
+        )
 
 
 def plant_in_configurations(options: Options, jobs: int) -> int:
@@ -99,7 +101,7 @@ def score_configurations(options: Options, jobs: int) -> list[Planted]:
 
 
 def _outcomes(pool: Pool, options: Options, description: dict[str, Any]) -> Iterator[tuple[Case, Outcome]]:
-    """The gate's cases of one process, with their outcomes as they come."""
+    """The gate's cases on one process, with their outcomes as they come."""
     space, agenda = Space.of(description), Agenda()
     for section in sections():
         offered = section.function in CONTRACTS and description["functions"][section.function]["offered"]
@@ -108,8 +110,8 @@ def _outcomes(pool: Pool, options: Options, description: dict[str, Any]) -> Iter
     for work, answer in pool.work(agenda):
         if isinstance(work, Draw) and isinstance(answer, list):
             for structure in answer:
-                alone = [case for case in structure if not ranks_of(CONTRACTS[case.function], case)]
-                if alone:
-                    agenda.add(alone, KINDS.index(work.section.kind))
+                single_process_cases = [case for case in structure if not ranks_of(CONTRACTS[case.function], case)]
+                if single_process_cases:
+                    agenda.add(single_process_cases, KINDS.index(work.section.kind))
         elif isinstance(work, Case) and isinstance(answer, Outcome):
             yield work, answer

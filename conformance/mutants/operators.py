@@ -29,7 +29,7 @@ class Function:
 
     kernel: bool
     constants: frozenset[str]  # its tl.constexpr parameters
-    sums: frozenset[str]  # names that begin as zeros of a floating dtype
+    sums: frozenset[str]  # names that are initialised with zeros of a floating dtype
     parents: Parents
 
 
@@ -41,7 +41,7 @@ def changes(
         if not PLAIN_FUNCTIONS.fullmatch(node.name.value):
             yield from changes(node.body, parents, _function(node, parents))
         return
-    if _plain(node):
+    if _is_harmless(node):
         return
     if function:
         yield from ((operator.__name__, *change) for operator in OPERATORS for change in operator(node, function))
@@ -66,7 +66,7 @@ def _function(node: cst.FunctionDef, parents: Parents) -> Function:
     return Function(kernel, constants, frozenset(sums), parents)
 
 
-def _plain(node: cst.CSTNode) -> bool:
+def _is_harmless(node: cst.CSTNode) -> bool:
     """Whether the node cannot change a result, except for the error of an illegal call."""
     match node:
         case cst.Call():
@@ -93,9 +93,9 @@ def _term(node: cst.BaseExpression) -> str:
     return f"({_code(node)})" if loose else _code(node)
 
 
-def _bare(node: cst.BaseExpression, **parts: object) -> str:
-    """The code of a node with other parts, without its outer parentheses, which stay."""
-    return _code(node.with_changes(lpar=(), rpar=(), **parts))
+def _bare(node: cst.BaseExpression, **changed_fields: object) -> str:
+    """The code of a node with other fields, without its outer parentheses, which stay."""
+    return _code(node.with_changes(lpar=(), rpar=(), **changed_fields))
 
 
 def _callee(call: cst.Call) -> str:
@@ -132,14 +132,14 @@ ROUNDED = ".to(tl.float32).to(tl.bfloat16)"  # through float32: no cast is direc
 def comparison(node: cst.CSTNode, function: Function) -> Changes:
     """Off by one element: a boundary on the wrong side."""
     if isinstance(node, cst.Comparison):
-        parts = [
+        tokens = [
             _code(node.left),
-            *(_code(part) for target in node.comparisons for part in (target.operator, target.comparator)),
+            *(_code(token_text) for target in node.comparisons for token_text in (target.operator, target.comparator)),
         ]
-        for i, part in enumerate(parts):
-            token = part.strip()
+        for i, token_text in enumerate(tokens):
+            token = token_text.strip()
             if i % 2 and token in OTHER_BOUND:
-                yield node, "".join([*parts[:i], part.replace(token, OTHER_BOUND[token]), *parts[i + 1 :]])
+                yield node, "".join([*tokens[:i], token_text.replace(token, OTHER_BOUND[token]), *tokens[i + 1 :]])
 
 
 def off_by_one(node: cst.CSTNode, function: Function) -> Changes:
@@ -159,9 +159,9 @@ def off_by_one(node: cst.CSTNode, function: Function) -> Changes:
         case cst.Subscript(value=value) if not _code(value).endswith(".shape"):
             for element in node.slice:
                 bounds = [
-                    part
-                    for part in (getattr(element.slice, name, None) for name in ("value", "lower", "upper"))
-                    if part
+                    bound
+                    for bound in (getattr(element.slice, name, None) for name in ("value", "lower", "upper"))
+                    if bound
                 ]
                 yield from ((bound, OTHER_NUMBER[_code(bound)]) for bound in bounds if _code(bound) in OTHER_NUMBER)
 
@@ -175,10 +175,21 @@ def dropped_mask(node: cst.CSTNode, function: Function) -> Changes:
             yield from ((node, _code(side)) for side in (left, right))
         case cst.Call(args=args) if function.kernel and re.fullmatch(r"load|store|atomic_\w+", _callee(node)):
             masks = [arg.value for arg in args if arg.keyword and arg.keyword.value == "mask"]
-            # a conjunction loses its conditions one by one
+            # a conjunction loses one condition at a time
             if masks and not isinstance(masks[0], cst.BinaryOperation):
-                kept = [arg for arg in args if not (arg.keyword and arg.keyword.value in ("mask", "other"))]
-                yield node, _bare(node, args=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
+                remaining_arguments = [
+                    arg for arg in args if not (arg.keyword and arg.keyword.value in ("mask", "other"))
+                ]
+                yield (
+                    node,
+                    _bare(
+                        node,
+                        args=[
+                            *remaining_arguments[:-1],
+                            remaining_arguments[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT),
+                        ],
+                    ),
+                )
 
 
 def dropped_cast(node: cst.CSTNode, function: Function) -> Changes:
@@ -227,7 +238,7 @@ def swapped_axes(node: cst.CSTNode, function: Function) -> Changes:
 def dropped_store(node: cst.CSTNode, function: Function) -> Changes:
     """A result, zero padding or a count that is never written: fresh memory is often zero."""
     match node:
-        case cst.Expr(value=cst.Call() as call) if not _plain(call) and (
+        case cst.Expr(value=cst.Call() as call) if not _is_harmless(call) and (
             function.kernel or re.fullmatch(r"[a-z]\w*[a-z]_", _callee(call))
         ):
             yield node, "pass"
@@ -269,7 +280,7 @@ def arithmetic(node: cst.CSTNode, function: Function) -> Changes:
         ) in OTHER_OPERATION:
             pointer = token == "+" and (
                 re.match(r"\(*\w*_ptr\b", _code(left)) or "arange(" in _code(right)
-            )  # a minus there only leaves the buffer
+            )  # a minus there would only move the access out of the buffer
             if not pointer and not any(
                 isinstance(side, cst.BaseString | cst.Tuple | cst.List) for side in (left, right)
             ):

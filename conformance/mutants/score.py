@@ -36,13 +36,13 @@ SOUND = 10
 # one case in TRACED of all functions is run again with its calls recorded, which slows an
 # interpreter down, and stands for the others of its function; of chosen functions every case
 TRACED = 8
-TRACED_SECONDS = 600.0  # time limit of a traced case
-QUICK = 32  # cases of a mutant that run first
+TRACED_SECONDS = 600.0  # the time limit of a traced case, in seconds
+QUICK = 32  # how many cases of a mutant run first
 # cases, as many as a run has processes: what differs in no more may be a value that each keeps, and
 # show in others
 KEPT = 32
-AFTER_A_CRASH = 60  # cases tried after a crash, in search of a wrong value
-LEAST_SECONDS = 10.0  # before a case of a mutant hangs, however short the mutant's time
+AFTER_A_CRASH = 60  # how many cases are tried after a crash, in search of a wrong value
+LEAST_SECONDS = 10.0  # seconds before a case of a mutant hangs, however short the mutant's time is
 HANGS = 2  # a mutant is abandoned after this many
 MOST_ON_A_CPU = 2**20  # the largest size or setting of a GPU's case that a CPU also runs in time
 
@@ -97,8 +97,8 @@ class Result:
             return f"{'SURVIVED':<24}{name} (differs in no case)"
         if not self.killed:
             return f"{self.way.upper():<24}{name} ({self.cases} cases)"
-        way = f"{self.way} (only)" if self.way == "crash" else self.way
-        return f"killed by {way:<13} {name} ({self.function} {self.check}, after {self.cases} cases)"
+        description = f"{self.way} (only)" if self.way == "crash" else self.way
+        return f"killed by {description:<13} {name} ({self.function} {self.check}, after {self.cases} cases)"
 
 
 def score_mutants(
@@ -135,7 +135,7 @@ def score_mutants(
     chosen = [
         replace(mutant, likely=by_id.get((likely or {}).get(mutant.name, "")))
         for mutant in _mutants(implementation, kind, files)
-        if only in mutant.name and (not functions or _reached(mutant, functions, passed))
+        if only in mutant.name and (not functions or _is_reached(mutant, functions, passed))
     ]
     if not chosen:
         mutant, reached = (
@@ -156,10 +156,14 @@ def score_mutants(
         texts = {result.case for result in killed}
         with Pool(ChildOptions(implementation), jobs) as pool:
             _require_sound(implementation, (item.case for item in passed if item.case.text in texts), pool)
-    ways = ", ".join(f"{sum(r.way == way for r in killed)} by {way}" for way in ("value", "law", "crash"))
+    ways = ", ".join(
+        f"{sum(r.way == kill_kind for r in killed)} by {kill_kind}" for kill_kind in ("value", "law", "crash")
+    )
     share = f"{len(killed)} of {len(results)} ({len(killed) / len(results):.1%})"
-    left = [f"{sum(r.way == way for r in results)} {way}" for way in ("survived", "unfinished")]
-    print(f"\nscore {share}: {ways}; {', '.join(left[: 1 + (seconds < math.inf)])}")
+    remaining_counts = [
+        f"{sum(r.way == kill_kind for r in results)} {kill_kind}" for kill_kind in ("survived", "unfinished")
+    ]
+    print(f"\nscore {share}: {ways}; {', '.join(remaining_counts[: 1 + (seconds < math.inf)])}")
     return results
 
 
@@ -211,7 +215,7 @@ def _tried_by(function: str) -> str:
     return next((name for name, contract in CONTRACTS.items() if function in (name, *contract.companions)), function)
 
 
-def _reached(mutant: Mutant, functions: Collection[str], passed: list[PassedCase]) -> bool:
+def _is_reached(mutant: Mutant, functions: Collection[str], passed: list[PassedCase]) -> bool:
     return any(function in mutant.first for function in functions) or any(
         mutant.touches in item.calls for item in passed
     )
@@ -260,7 +264,9 @@ def _without_laws_of(device: str, case: Case) -> Case:
 
 
 def _without_huge(cases: dict[str, list[Case]]) -> dict[str, list[Case]]:
-    """The cases, without those of a GPU that a CPU cannot run in the time of a case; says which."""
+    """The cases without those of a GPU that a CPU cannot run in the time limit of a case; prints
+    which they are.
+    """
     huge = [case for group in cases.values() for case in group if _largest(case) > MOST_ON_A_CPU]
     for case in huge:
         print(f"left out: a case of {_largest(case):,} rows takes a CPU minutes: {case.text}")
@@ -335,16 +341,16 @@ def _order(mutant: Mutant, passed: list[PassedCase]) -> Iterator[Case]:
 def _mixed(items: list[PassedCase]) -> Iterator[Case]:
     cases = [item.case for item in sorted(items, key=lambda item: item.seconds)]
     yield from cases[:QUICK]
-    yield from _spread(cases[QUICK:])
+    yield from _spread_evenly(cases[QUICK:])
 
 
-def _spread(cases: list[Case]) -> Iterator[Case]:
+def _spread_evenly(cases: list[Case]) -> Iterator[Case]:
     """The cases in an order of which every beginning is spread over all: by their places' bits,
     reversed.
     """
     bits = max(len(cases) - 1, 0).bit_length()
     places = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits))
-    yield from (cases[place] for place in places if place < len(cases))
+    yield from (cases[position] for position in places if position < len(cases))
 
 
 def attempt(mutant: Mutant, passed: list[PassedCase], seconds: float = math.inf) -> Result:
@@ -365,14 +371,19 @@ def attempt(mutant: Mutant, passed: list[PassedCase], seconds: float = math.inf)
                 first = pool.run([mutant.likely] if mutant.likely else [])  # alone: a run may change the order
                 for case, outcome in itertools.chain(first, pool.run(_order(mutant, passed))):
                     count += 1
-                    way = _kill(case, outcome)
-                    if way == "value" and not mutant.change and count > 1 and pool.run_alone(case).status == "PASS":
-                        # only after other cases
-                        way, outcome = "law", replace(outcome, finding={"check": "history"})
-                    if way in ("value", "law"):
-                        return _killed(mutant, way, case, outcome, count, started)
-                    if way == "crash" and crash is None:
-                        crash = _killed(mutant, way, case, outcome, count, started)
+                    kill_kind = _kill(case, outcome)
+                    if (
+                        kill_kind == "value"
+                        and not mutant.change
+                        and count > 1
+                        and pool.run_alone(case).status == "PASS"
+                    ):
+                        # wrong only after other cases
+                        kill_kind, outcome = "law", replace(outcome, finding={"check": "history"})
+                    if kill_kind in ("value", "law"):
+                        return _killed(mutant, kill_kind, case, outcome, count, started)
+                    if kill_kind == "crash" and crash is None:
+                        crash = _killed(mutant, kill_kind, case, outcome, count, started)
                     hangs += outcome.status == "HANG"
                     if crash and (count > crash.cases + AFTER_A_CRASH or hangs == HANGS):
                         break
@@ -386,7 +397,7 @@ def attempt(mutant: Mutant, passed: list[PassedCase], seconds: float = math.inf)
 
 
 def _kill(case: Case, outcome: Outcome) -> str:
-    """The way the outcome kills a mutant; empty if it does not."""
+    """How the outcome kills a mutant; empty if it does not kill it."""
     if outcome.status in ("CRASH", "HANG", "OOM"):
         return "crash"
     if outcome.status != "FAIL" or outcome.finding is None:
@@ -394,6 +405,6 @@ def _kill(case: Case, outcome: Outcome) -> str:
     return "law" if outcome.finding["check"] in CONTRACTS[case.function].laws else "value"
 
 
-def _killed(mutant: Mutant, way: str, case: Case, outcome: Outcome, count: int, started: float) -> Result:
+def _killed(mutant: Mutant, kill_kind: str, case: Case, outcome: Outcome, count: int, started: float) -> Result:
     check, seconds = (outcome.finding or {}).get("check", outcome.status), time.monotonic() - started
-    return Result(mutant.name, mutant.title, way, case.function, check, count, seconds, case.text)
+    return Result(mutant.name, mutant.title, kill_kind, case.function, check, count, seconds, case.text)

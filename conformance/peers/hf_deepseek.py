@@ -14,18 +14,20 @@ from moe_ref.config import Routed, check_topk_routing
 
 
 class DeepseekV3:
-    """By sigmoid, with a bias, in groups whose two best are added."""
+    """The router chooses by sigmoid scores with a bias, among groups; a group's score is the sum of
+    its two best.
+    """
 
     scope = "score=sigmoid and dtype=float32"
 
     @staticmethod
     def supports(function: str, **arguments: Any) -> str | None:
-        """Two keys count for a group, and a bias is float32."""
+        """A group's score adds two keys, and a bias is float32; other calls are not supported."""
         if arguments.get("score_function") != "sigmoid":
             return f"topk_routing by {arguments.get('score_function', 'softmax')}"
-        groups, kept = arguments.get("num_groups"), arguments.get("group_topk")
-        if groups and kept and arguments["topk"] // kept != 2:
-            return f"topk_routing of {arguments['topk'] // kept} experts a group: its groups count two"
+        groups, group_topk = arguments.get("num_groups"), arguments.get("group_topk")
+        if groups and group_topk and arguments["topk"] // group_topk != 2:
+            return f"topk_routing of {arguments['topk'] // group_topk} experts a group: its groups count two"
         if arguments["logits"].shape[1] // (groups or 1) < 2:
             return "topk_routing of groups of one expert: its groups count two"
         bias = arguments.get("expert_bias")

@@ -16,7 +16,7 @@ from moe_ref.config import Routed, check_topk_routing
 
 
 class _Logits(Tensor):
-    """A weight whose product with logits is the logits, infinities too."""
+    """A weight whose product with the logits is the logits, including infinities."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,13 +39,15 @@ def routed(router: Any, logits: Tensor, topk: int, bias: Tensor | None = None, *
 
 
 class Mixtral:
-    """A softmax over all, and the chosen ones normalised: the softmax over those. In float32."""
+    """A softmax over all experts, normalised over the chosen ones, which is the softmax over those.
+    In float32.
+    """
 
     scope = "dtype=float32"
 
     @staticmethod
     def supports(function: str, **arguments: Any) -> str | None:
-        """Weights are float32 whatever the logits are."""
+        """Weights are float32, whatever the dtype of the logits is."""
         dtype = arguments["logits"].dtype
         return None if dtype == torch.float32 else f"logits of {dtype}: the weights are float32"
 

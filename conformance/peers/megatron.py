@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_ref.config import PaddedMap, Permuted, SortedChunks
 
-KNOWN = ("0.14.", "0.15.", "0.16.")  # others are judged with a warning
+KNOWN = ("0.14.", "0.15.", "0.16.")  # releases that were judged; others are judged with a warning
 
 try:
     version = metadata.version("megatron-core")
@@ -32,8 +32,8 @@ except (ImportError, metadata.PackageNotFoundError) as error:
         f"megatron-core cannot be imported ({error}); pip install --no-deps megatron-core==0.16.1"
     ) from None
 if not version.startswith(KNOWN):
-    known = ", ".join(f"{start}x" for start in KNOWN)
-    warnings.warn(f"megatron-core {version} is judged by an adapter of {known}", stacklevel=2)
+    known_releases = ", ".join(f"{start}x" for start in KNOWN)
+    warnings.warn(f"megatron-core {version} is judged by an adapter of {known_releases}", stacklevel=2)
 
 gate, jitter = megatron_router.gate, megatron_router.jitter
 topk_indices, topk_routing = megatron_router.topk_indices, megatron_router.topk_routing
@@ -71,7 +71,9 @@ def supports(function: str, **arguments: Any) -> str | None:
 
 
 def declares(function: str) -> dict[str, Any]:
-    """The package checks almost no argument, and leaves counts to its dispatcher."""
+    """The package checks almost no argument, and leaves the counting of tokens to its
+    dispatcher.
+    """
     return DECLARED.get(function) or megatron_router.declares(function)
 
 
@@ -91,9 +93,9 @@ def permute(
 ) -> Permuted:
     """moe_utils.permute; a capacity is its drop_and_pad with `capacity` rows per expert."""
     count = int((routing_map != 0).sum()) if capacity is None else routing_map.shape[1] * capacity
-    how = {} if capacity is None else {"drop_and_pad": True}
+    drop_settings = {} if capacity is None else {"drop_and_pad": True}
     rows, permuted_probs, sorted_indices, *_ = moe_utils.permute(
-        tokens, routing_map, probs=probs, num_out_tokens=count, **how
+        tokens, routing_map, probs=probs, num_out_tokens=count, **drop_settings
     )
     row_map = RowMap(sorted_indices, routing_map, capacity is not None)
     return Permuted(rows, permuted_probs, row_map, None, None, None)  # type: ignore[arg-type]

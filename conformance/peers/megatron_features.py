@@ -1,8 +1,7 @@
-"""What an installed megatron-core has of what its adapter calls, by signature.
-
-No version number decides. A function is offered if every symbol that it calls exists, takes the
-keywords that are always passed, and requires no others. A setting is offered if its symbol has a
-word for it. What cannot be read is missing.
+"""Finds out which functions that the adapter calls an installed megatron-core has, by their
+signatures. No version number decides. A function is offered if every symbol that it calls exists,
+accepts the keywords that are always passed, and requires no others. A setting is offered if its
+symbol has a parameter for it. What cannot be read counts as missing.
 """
 
 import functools
@@ -30,7 +29,7 @@ CONFIGURATION = "transformer.transformer_config.TransformerConfig"
 GLOBAL_LOSS = f"{ROUTER}.reset_global_aux_loss_tracker"
 BIAS = "distributed.finalize_model_grads._update_router_expert_bias"
 RESET = "distributed.finalize_model_grads.reset_model_temporary_tensors"
-GROUPS = (f"{UTILS}get_default_pg_collection", f"{UTILS}get_default_model_comm_pgs")  # from 0.15 on; before
+GROUPS = (f"{UTILS}get_default_pg_collection", f"{UTILS}get_default_model_comm_pgs")  # from 0.15 on, and before
 REPLAY = "transformer.moe.router_replay.RouterReplay"
 
 NAMES = {  # of settings of ours, in the package's configuration
@@ -137,9 +136,9 @@ def find(symbol: str) -> Any:
         return getattr(find(module), name, None) if "." in module else None
 
 
-def read(found: Callable[[str], Any] = find) -> dict[str, tuple[str, ...] | None]:
+def read(symbol_finder: Callable[[str], Any] = find) -> dict[str, tuple[str, ...] | None]:
     """The parameters of every symbol; those with a default, or of any name, end in "?"."""
-    return {symbol: _parameters(found(symbol)) for symbol in SYMBOLS}
+    return {symbol: _parameters(symbol_finder(symbol)) for symbol in SYMBOLS}
 
 
 @functools.cache
@@ -164,7 +163,7 @@ def _parameters(function: Any) -> tuple[str, ...] | None:
 
 
 def lacking(function: str, parameters: Parameters) -> frozenset[str] | None:
-    """The settings of ours that the release has no word for; None: the function is not offered."""
+    """The settings for which the release has no parameter; None if the function is not offered."""
     missing: set[str] = set()
     for call in CALLS[function]:
         takes = parameters[call.symbol]
@@ -183,9 +182,15 @@ def offered(function: Callable[..., Any], parameters: Parameters | None = None) 
         return None
     if without:
         signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.name not in without and p.kind is not p.VAR_KEYWORD]
-        known = {*without, *(p.name for p in own)}
-        more = dict.fromkeys(name for call in CALLS[function.__name__] for name in call.settings if name not in known)
-        own += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in more]
-        function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        parameters_of_function = [
+            p for p in signature.parameters.values() if p.name not in without and p.kind is not p.VAR_KEYWORD
+        ]
+        known_names = {*without, *(p.name for p in parameters_of_function)}
+        extra_names = dict.fromkeys(
+            name for call in CALLS[function.__name__] for name in call.settings if name not in known_names
+        )
+        parameters_of_function += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in extra_names
+        ]
+        function.__signature__ = signature.replace(parameters=parameters_of_function)  # type: ignore[attr-defined]
     return function

@@ -86,7 +86,7 @@ def new_state(config: RouterConfig, device: Any = None) -> State:
 def state_tensors(state: State) -> dict[str, Tensor]:
     """The buffers and the queued indices, by name."""
     queued = {f"replay_queue.{i}": indices for i, indices in enumerate(state.queue)}
-    return {name: x if name == "expert_bias" else _whole(x) for name, x in state.buffers.items()} | queued
+    return {name: x if name == "expert_bias" else _integers_if_whole(x) for name, x in state.buffers.items()} | queued
 
 
 def state_from(tensors: Mapping[str, Tensor]) -> State:
@@ -123,7 +123,9 @@ def route(
         probs, routing_map = router.routing(logits.reshape(-1, batch_size, logits.shape[-1]), **masked)
     coefficients = {"z_loss": config.z_loss_coeff, **config.balancing_coeffs}
     losses = {
-        name: tracker[told]["values"][0] * coefficients[name] for name, told in TRACKED.items() if told in tracker
+        name: tracker[tracker_name]["values"][0] * coefficients[name]
+        for name, tracker_name in TRACKED.items()
+        if tracker_name in tracker
     }
     tracker.clear()
     recorded = router.router_replay.get_recorded_indices() if replay == "record" else None
@@ -172,21 +174,21 @@ def _router(settings: TransformerConfig, device: torch.device, state: State | No
     if replays := getattr(router, "router_replay", None):
         type(replays).global_router_replay_instances.remove(replays)
         replays.replay_backward_list = list(state.queue) if state else []
-    for name, own in BUFFERS.items():
-        if state and getattr(router, own, None) is not None:
-            getattr(router, own).copy_(state.buffers[name])
+    for name, buffer in BUFFERS.items():
+        if state and getattr(router, buffer, None) is not None:
+            getattr(router, buffer).copy_(state.buffers[name])
     return router
 
 
 def _state(router: TopKRouter, device: torch.device) -> State:
     """The state of a router."""
     zero = {name: torch.zeros(() if name == "global_steps" else router.num_experts, device=device) for name in BUFFERS}
-    own = {name: getattr(router, buffer, None) for name, buffer in BUFFERS.items()}
+    buffers = {name: getattr(router, buffer, None) for name, buffer in BUFFERS.items()}
     replays = getattr(router, "router_replay", None)
     queue = replays.replay_backward_list if replays else ()
-    return State({name: zero[name] if x is None else x for name, x in own.items()}, tuple(queue))
+    return State({name: zero[name] if x is None else x for name, x in buffers.items()}, tuple(queue))
 
 
-def _whole(x: Tensor) -> Tensor:
+def _integers_if_whole(x: Tensor) -> Tensor:
     """Counts as integers; values that are not whole stay as they are."""
     return x.long() if torch.equal(x, x.round()) else x

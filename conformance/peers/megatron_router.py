@@ -129,8 +129,8 @@ def drop_tokens(
     """moe_utils.apply_router_token_dropping; its factor gives `capacity` - ½, rounded up."""
     factor = (capacity - 0.5) * routing_map.shape[1] / max(len(routing_map), 1)
     of_chosen = torch.where(routing_map != 0, probs, 0)
-    how: dict[str, Any] = {"drop_policy": drop_policy, "pad_to_capacity": pad_to_capacity}
-    return Routed(*moe_utils.apply_router_token_dropping(of_chosen, routing_map, 1, factor, **how))
+    drop_settings: dict[str, Any] = {"drop_policy": drop_policy, "pad_to_capacity": pad_to_capacity}
+    return Routed(*moe_utils.apply_router_token_dropping(of_chosen, routing_map, 1, factor, **drop_settings))
 
 
 @offered

@@ -30,21 +30,27 @@ def moe_layer(
     linear_states: Any = None, amaxes: Any = None, rerun: bool = False,
     recompute: str | Sequence[str] | None = None,
 ) -> LayerOutput:  # fmt: skip
-    """The reference on all ranks of the group, and this rank's part of its results."""
+    """The reference on all ranks of the group, and this rank's share of its results."""
     settings: dict[str, Any] = {
         "training": training and torch.is_grad_enabled(),
         "batch_size": batch_size,
         "rerun": rerun,
         "recompute": recompute,
     }
-    alone = {"wgrads": wgrads, "amaxes": amaxes}  # of one process alone
-    settings |= {name: [given] for name, given in alone.items() if given is not None}
+    single_process_settings = {"wgrads": wgrads, "amaxes": amaxes}  # settings of a single process
+    settings |= {
+        name: [results_of_ranks]
+        for name, results_of_ranks in single_process_settings.items()
+        if results_of_ranks is not None
+    }
     leaves, form = pytree.tree_flatten((x_TH, parameters, state, padding_mask, noise, linear_states))
 
-    def play(every: Sequence[Sequence[Any]]) -> list[LayerOutput]:
-        ranks = [pytree.tree_unflatten(list(own), form) for own in every]
-        x, p, states, *others = ([given[i] for given in ranks] for i in range(6))
-        mask, noises, scales = (None if given[0] is None else given for given in others)
+    def play(all_leaves: Sequence[Sequence[Any]]) -> list[LayerOutput]:
+        ranks = [pytree.tree_unflatten(list(rank_leaves), form) for rank_leaves in all_leaves]
+        x, p, states, *optional_arguments = ([argument_of_ranks[i] for argument_of_ranks in ranks] for i in range(6))
+        mask, noises, scales = (
+            None if argument_of_ranks[0] is None else argument_of_ranks for argument_of_ranks in optional_arguments
+        )
         options = settings | {"padding_mask": mask, "noise": noises, "linear_states": scales}
         return _by_rank(moe_ref.moe_layer(x, p, config, states=states, **options))
 
@@ -52,13 +58,13 @@ def moe_layer(
         return play([leaves])[0]
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-    def play_tensors(every: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], list[LayerOutput]]:
-        outputs = play([_put(leaves, places, tensors) for tensors in every])
+    def play_tensors(all_tensors: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], list[LayerOutput]]:
+        outputs = play([_put(leaves, places, tensors) for tensors in all_tensors])
         return [[x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)] for out in outputs], outputs
 
-    given: list[list[LayerOutput]] = []
-    tensors = Played.apply(group, play_tensors, given, *(leaves[i] for i in places))
-    fields, form_of_results = pytree.tree_flatten(given[0][dist.get_rank(group)])
+    results_of_ranks: list[list[LayerOutput]] = []
+    tensors = Played.apply(group, play_tensors, results_of_ranks, *(leaves[i] for i in places))
+    fields, form_of_results = pytree.tree_flatten(results_of_ranks[0][dist.get_rank(group)])
     at = [i for i, field in enumerate(fields) if isinstance(field, Tensor)]
     out: LayerOutput = pytree.tree_unflatten(_put(fields, at, tensors), form_of_results)
     return out
@@ -73,7 +79,7 @@ def _by_rank(out: LayerOutput) -> list[LayerOutput]:
 
 
 def _put(leaves: Sequence[Any], places: Sequence[int], tensors: Sequence[Tensor]) -> list[Any]:
-    found = list(leaves)
-    for place, x in zip(places, tensors, strict=True):
-        found[place] = x
-    return found
+    filled = list(leaves)
+    for index, x in zip(places, tensors, strict=True):
+        filled[index] = x
+    return filled

@@ -1,7 +1,7 @@
-"""The reference among real ranks: each rank gathers all inputs, runs all ranks, keeps its result.
-
-All other functions are the reference's. It is slow and gathers far too much, but its collectives
-and their gradients are right: runs of `moe_ref` use it, and dispatcher defects are planted in it.
+"""The reference on real ranks: each rank gathers all inputs, runs the reference for all ranks, and
+keeps its own result. All other functions are the reference's. This is slow and gathers far too
+much, but its collectives and their gradients are right. Runs of `moe_ref` use it, and defects of
+dispatchers are planted in it.
 """
 
 import inspect
@@ -53,20 +53,20 @@ def __getattr__(name: str) -> Any:
 
 def collective(name: str) -> Callable[..., Any]:
     """The reference's collective for one rank: one value for each list over ranks, and a group."""
-    whole = getattr(moe_ref, name)
-    parameters = inspect.signature(whole).parameters
+    reference_function = getattr(moe_ref, name)
+    parameters = inspect.signature(reference_function).parameters
 
     def call(*args: Any, group: Any, **settings: Any) -> Any:
-        given = dict(zip(parameters, args, strict=False)) | settings
-        if "handles" in given:
-            given["handles"] = [given["handles"]]  # holds all ranks' handles
-        fields = [(key, index) for key, x in given.items() for index in _places(x)]
-        tensors = [given[key] if index is None else given[key][index] for key, index in fields]
+        arguments = dict(zip(parameters, args, strict=False)) | settings
+        if "handles" in arguments:
+            arguments["handles"] = [arguments["handles"]]  # holds all ranks' handles
+        fields = [(key, index) for key, x in arguments.items() for index in _places(x)]
+        tensors = [arguments[key] if index is None else arguments[key][index] for key, index in fields]
         out: list[Any] = []
 
-        def play(every: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], list[Any]]:
+        def play(all_tensors: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], list[Any]]:
             """The reference's tensors of each rank, and the results."""
-            results = whole(**_arguments(given, fields, every))
+            results = reference_function(**_arguments(arguments, fields, all_tensors))
             return [_tensors(result) for result in results], results
 
         tensors = Played.apply(group, play, out, *tensors)
@@ -83,22 +83,26 @@ def _places(x: Any) -> list[int | None]:
     """The indices of an argument's tensors; None: the argument itself."""
     if isinstance(x, Tensor):
         return [None]
-    return [index for index, part in enumerate(x) if isinstance(part, Tensor)] if isinstance(x, (tuple, list)) else []
+    return (
+        [index for index, element in enumerate(x) if isinstance(element, Tensor)]
+        if isinstance(x, (tuple, list))
+        else []
+    )
 
 
 def _arguments(
-    given: dict[str, Any], fields: Sequence[tuple[str, int | None]], every: Sequence[Sequence[Tensor]]
+    rank_arguments: dict[str, Any], fields: Sequence[tuple[str, int | None]], all_tensors: Sequence[Sequence[Tensor]]
 ) -> dict[str, Any]:
-    """The reference's arguments: lists over the ranks; of biases, a list of lists."""
-    arguments = {key: x for key, x in given.items() if key not in RANKED or x is None}
-    for place, (key, index) in enumerate(fields):
-        column = [own[place] for own in every]
+    """The reference's arguments: lists over the ranks, and for biases a list of lists."""
+    arguments = {key: x for key, x in rank_arguments.items() if key not in RANKED or x is None}
+    for position, (key, index) in enumerate(fields):
+        column = [rank_tensors[position] for rank_tensors in all_tensors]
         if index is None:
             arguments[key] = column
         else:
             arguments.setdefault(key, []).append(column)
-    if "handles" in given:
-        arguments["handles"] = given["handles"][0]
+    if "handles" in rank_arguments:
+        arguments["handles"] = rank_arguments["handles"][0]
     return arguments
 
 
@@ -112,29 +116,33 @@ def _tensors(result: Any) -> list[Tensor]:
 
 def _with_tensors(results: list[Any], tensors: list[Tensor], rank: int) -> Any:
     """This rank's result with these tensors; its handle holds all ranks' handles."""
-    own = results[rank]
-    if isinstance(own, Tensor):
+    rank_result = results[rank]
+    if isinstance(rank_result, Tensor):
         return tensors[0]
-    left = iter(tensors)
-    fields = {name: _with_tensor(x, left) for name, x in own._asdict().items()}
-    return own._replace(**fields | ({"handle": [result.handle for result in results]} if "handle" in fields else {}))
+    remaining_tensors = iter(tensors)
+    fields = {name: _with_tensor(x, remaining_tensors) for name, x in rank_result._asdict().items()}
+    return rank_result._replace(
+        **fields | ({"handle": [result.handle for result in results]} if "handle" in fields else {})
+    )
 
 
-def _with_tensor(x: Any, left: Iterator[Tensor]) -> Any:
-    """A field, with the next of the tensors if it has one, on the device of that."""
+def _with_tensor(x: Any, remaining_tensors: Iterator[Tensor]) -> Any:
+    """A field, with the next of the tensors in place of its tensor, if it has one, on the same
+    device.
+    """
     if isinstance(x, Quantized):
-        form, source_MN = x.form(False), next(left)
-        groups = tuple(Scaled(*(part.to(source_MN.device) for part in group)) for group in form.groups)
+        form, source_MN = x.form(False), next(remaining_tensors)
+        groups = tuple(Scaled(*(tensor.to(source_MN.device) for tensor in group)) for group in form.groups)
         return replace(x, rowwise=replace(form, source_MN=source_MN, groups=groups))
-    return next(left) if isinstance(x, Tensor) else x
+    return next(remaining_tensors) if isinstance(x, Tensor) else x
 
 
 def everybodys(tensors: Sequence[Tensor | None], group: Any) -> list[list[Any]]:
-    """The tensors of each rank of the group, on the CPU; None stays None."""
+    """The tensors of each rank of the group, on the CPU. None stays None."""
     packed = [None if x is None else (x.dtype, x.shape, _content(x)) for x in tensors]
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, packed, group=group)
-    return [[None if x is None else _unpacked(*x) for x in own] for own in every]
+    all_packed: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(all_packed, packed, group=group)
+    return [[None if x is None else _unpacked(*x) for x in rank_packed] for rank_packed in all_packed]
 
 
 def _content(x: Tensor) -> bytes:
@@ -161,23 +169,24 @@ class Played(torch.autograd.Function):
         shared = everybodys(tensors, group)
         with torch.enable_grad():
             ctx.inputs = [
-                [x.requires_grad_(wanted) for x, wanted in zip(own, ctx.wanted, strict=True)] for own in shared
+                [x.requires_grad_(wanted) for x, wanted in zip(rank_outputs, ctx.wanted, strict=True)]
+                for rank_outputs in shared
             ]
             ctx.outputs, results = play(ctx.inputs)
         out.append(results)
-        own = tuple(x.detach().to(ctx.device, copy=True) for x in ctx.outputs[ctx.rank])
+        rank_outputs = tuple(x.detach().to(ctx.device, copy=True) for x in ctx.outputs[ctx.rank])
         ctx.mark_non_differentiable(
-            *(x for x, made in zip(own, ctx.outputs[ctx.rank], strict=True) if not made.requires_grad)
+            *(x for x, output in zip(rank_outputs, ctx.outputs[ctx.rank], strict=True) if not output.requires_grad)
         )
-        return own
+        return rank_outputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        every = everybodys(cotangents, ctx.group)
+        all_cotangents = everybodys(cotangents, ctx.group)
         pairs = [
             (x, dx)
-            for made, own in zip(ctx.outputs, every, strict=True)
-            for x, dx in zip(made, own, strict=True)
+            for rank_outputs, rank_cotangents in zip(ctx.outputs, all_cotangents, strict=True)
+            for x, dx in zip(rank_outputs, rank_cotangents, strict=True)
             if dx is not None and x.requires_grad
         ]
         leaves = [x for x, wanted in zip(ctx.inputs[ctx.rank], ctx.wanted, strict=True) if wanted]
@@ -188,5 +197,5 @@ class Played(torch.autograd.Function):
             if pairs
             else ()
         )
-        found = [next(gradients, None) if wanted else None for wanted in ctx.wanted]
-        return None, None, None, *(None if x is None else x.to(ctx.device) for x in found)
+        input_gradients = [next(gradients, None) if wanted else None for wanted in ctx.wanted]
+        return None, None, None, *(None if x is None else x.to(ctx.device) for x in input_gradients)

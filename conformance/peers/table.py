@@ -33,9 +33,11 @@ def rows(report: dict[str, Any]) -> Iterable[str]:
         counts = function["counts"]
         if function["status"] in NEVER or not counts:
             continue
-        other = ", ".join(f"{n} {status}" for status, n in counts.items() if status not in (*PASSED, *UNTOUCHED))
+        other_statuses = ", ".join(
+            f"{n} {status}" for status, n in counts.items() if status not in (*PASSED, *UNTOUCHED)
+        )
         cells = (f"`{report['implementation']}`", versions, report["device"], verdict, f"`{name}`")
-        numbers = (counts.get("PASS", 0), other or "none", counts.get("DECLARED_UNSUPPORTED", 0))
+        numbers = (counts.get("PASS", 0), other_statuses or "none", counts.get("DECLARED_UNSUPPORTED", 0))
         yield f"| {' | '.join(map(str, (*cells, *numbers)))} |"
 
 
@@ -54,5 +56,5 @@ def notes_of(text: str) -> str:
 
 if __name__ == "__main__":
     written = Path(__file__).parents[2] / "docs" / "peers.md"
-    given = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
-    written.write_text(page(given, notes_of(written.read_text())))
+    reports = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
+    written.write_text(page(reports, notes_of(written.read_text())))

@@ -30,7 +30,7 @@ def supports(function: str, **arguments: Any) -> str | None:
 
 
 def declares(function: str) -> dict[str, Any]:
-    """Counts are not read by the host."""
+    """The kernels read the counts on the device, not on the host."""
     return {"unchecked": ("tokens_per_expert",), "noncontiguous": False, "differentiable": function == "grouped_linear"}
 
 

@@ -35,11 +35,11 @@ def declares(function: str) -> dict[str, Any]:
 
 def quantize(x: Tensor, recipe: Recipe, *, role: str = "input", splits: Tensor | None = None) -> Quantization:
     """`moe_ref.quantize` by rows."""
-    own = sum(group_sizes(x, recipe, role, splits))
+    num_rows = sum(group_sizes(x, recipe, role, splits))
     hybrid = recipe.fp8_format == "hybrid" and role == "grad_output"
     kind = torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
-    scale, data = to_mx(x.detach()[:own].contiguous(), kind, BLOCK, ScaleCalculationMode.RCEIL)
-    amax = x.detach()[:own].float().unflatten(1, (-1, BLOCK)).abs().nan_to_num(0, torch.inf).amax(2)
+    scale, data = to_mx(x.detach()[:num_rows].contiguous(), kind, BLOCK, ScaleCalculationMode.RCEIL)
+    amax = x.detach()[:num_rows].float().unflatten(1, (-1, BLOCK)).abs().nan_to_num(0, torch.inf).amax(2)
     value = extended(to_dtype(data, scale, kind, BLOCK, x.dtype), x)
     return Quantization(Rows(extended(data.view(torch.uint8), x), scale.view(torch.uint8), amax, value), None)
 

@@ -22,17 +22,17 @@ scope = "scaling=nvfp4 and variant=1 and role in (weight, grad_output) and dtype
 def quantize(x: Tensor, recipe: Recipe, *, role: str = "input", splits: Tensor | None = None) -> Quantization:
     """`moe_ref.quantize` by rows."""
     sizes = group_sizes(x, recipe, role, splits)
-    found = [_tensor(rows) for rows in x.detach()[: sum(sizes)].split(sizes)]
-    packed = extended(torch.cat([tensor.qdata for tensor, _ in found]), x)
-    scale = torch.cat([tensor.scale.view(torch.uint8) for tensor, _ in found])
-    values = extended(torch.cat([tensor.dequantize() for tensor, _ in found]), x)
+    groups = [_tensor(rows) for rows in x.detach()[: sum(sizes)].split(sizes)]
+    packed = extended(torch.cat([tensor.qdata for tensor, _ in groups]), x)
+    scale = torch.cat([tensor.scale.view(torch.uint8) for tensor, _ in groups])
+    values = extended(torch.cat([tensor.dequantize() for tensor, _ in groups]), x)
     codes = torch.stack([packed & 15, packed >> 4], 2).flatten(1)
-    return Quantization(Rows(codes, scale, torch.stack([amax for _, amax in found]), values), None)
+    return Quantization(Rows(codes, scale, torch.stack([amax for _, amax in groups]), values), None)
 
 
 def _tensor(rows: Tensor) -> tuple[NVFP4Tensor, Tensor]:
     """The tensor of a group, and its amax; NaN is no number."""
     amax = rows.float().abs().nan_to_num(0, torch.inf).amax() if rows.numel() else torch.zeros(())
-    whole = per_tensor_amax_to_scale(amax)
-    scale, data = nvfp4_quantize(rows.contiguous(), BLOCK, whole)
-    return NVFP4Tensor(data, scale.view(len(rows), -1), BLOCK, rows.dtype, whole), amax
+    tensor_scale = per_tensor_amax_to_scale(amax)
+    scale, data = nvfp4_quantize(rows.contiguous(), BLOCK, tensor_scale)
+    return NVFP4Tensor(data, scale.view(len(rows), -1), BLOCK, rows.dtype, tensor_scale), amax

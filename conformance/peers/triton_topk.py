@@ -21,7 +21,7 @@ class _Plain:
     """The package's wrapper of a tensor."""
 
     def __new__(cls, x: Any, shape: Any, shape_max: Any) -> Any:
-        """The tensor, with what the launch reads of the wrapper."""
+        """The tensor itself, with the attributes that the launch reads of the wrapper."""
         x.shape_max = shape_max
         return x
 
@@ -31,7 +31,7 @@ scope = "score=softmax and dtype!=float64"  # its keys have twice the bits of a 
 
 
 def supports(function: str, **arguments: Any) -> str | None:
-    """`tl.arange` over the chosen experts."""
+    """The calls that the kernel supports: `tl.arange` runs over the chosen experts."""
     topk = arguments["topk"]
     return None if topk & (topk - 1) == 0 else f"{topk} experts per token: no power of two"
 

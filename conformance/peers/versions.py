@@ -59,7 +59,8 @@ DIFFERS = ("FAIL", "CRASH", "HANG", "WAIVED", "FLAKY")
 
 
 def section(reports: Sequence[dict[str, Any]], waivers: Sequence[Waiver]) -> str:
-    """Both tables: the releases, and the functions that differ, with the causes if there is room.
+    """Both tables: the releases; and the functions that differ, with the causes if the page lists
+    them.
 
     Args:
         reports: all of one package.
@@ -72,10 +73,10 @@ def section(reports: Sequence[dict[str, Any]], waivers: Sequence[Waiver]) -> str
         "|---|--:|--:|--:|---|",
     ]
     for release, report, functions in zip(releases, reports, judged, strict=True):
-        cases, wrong = (sum(column) for column in zip(*functions.values(), strict=True))
-        lines.append(f"| {release} | {len(functions)} | {cases} | {wrong} | {_missing(report, reports)} |")
+        cases, failures = (sum(column) for column in zip(*functions.values(), strict=True))
+        lines.append(f"| {release} | {len(functions)} | {cases} | {failures} | {_missing(report, reports)} |")
     lines += ["", f"| function | {' | '.join(releases)} |", f"|---|{'--:|' * len(releases)}"]
-    differing = dict.fromkeys(name for functions in judged for name, (_, wrong) in functions.items() if wrong)
+    differing = dict.fromkeys(name for functions in judged for name, (_, failures) in functions.items() if failures)
     for name in differing:
         lines.append(f"| `{name}` | {' | '.join(_share(functions.get(name)) for functions in judged)} |")
     lines += [""] if package.causes else []
@@ -98,20 +99,20 @@ def package_of(reports: Sequence[dict[str, Any]]) -> Package:
 
 
 def with_section(page: str, text: str) -> str:
-    """The page with this section in place of the one with its heading, or as its last."""
-    before, found, after = page.partition(text.partition("\n")[0] + "\n")
-    _, more, rest = after.partition("\n## ") if found else ("", "", "")
-    return f"{before.rstrip()}\n\n{text}" + (f"\n## {rest}" if more else "")
+    """The page, with this section in place of the one that has its heading, or at the end."""
+    preceding, heading, following = page.partition(text.partition("\n")[0] + "\n")
+    _, next_heading, remainder = following.partition("\n## ") if heading else ("", "", "")
+    return f"{preceding.rstrip()}\n\n{text}" + (f"\n## {remainder}" if next_heading else "")
 
 
 def _judged(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """By function: the judged cases, and those that differ."""
-    found = {}
+    """The numbers of judged cases and of those that differ, by function."""
+    judged = {}
     for name, function in report["functions"].items():
         counts = {status: n for status, n in function["counts"].items() if status not in UNTOUCHED}
         if function["status"] not in NEVER and counts:
-            found[name] = (sum(counts.values()), sum(counts.get(status, 0) for status in DIFFERS))
-    return found
+            judged[name] = (sum(counts.values()), sum(counts.get(status, 0) for status in DIFFERS))
+    return judged
 
 
 def _share(counts: tuple[int, int] | None) -> str:
@@ -120,11 +121,13 @@ def _share(counts: tuple[int, int] | None) -> str:
 
 def _missing(report: dict[str, Any], reports: Sequence[dict[str, Any]]) -> str:
     """The functions and settings that the release lacks and another release has."""
-    others = {name: function for one in reports for name, function in _functions(one).items()}
-    own = _functions(report)
-    absent = [f"`{name}`" for name in others if name not in own]
-    for name, settings in own.items():
-        had = set.intersection(*(set(_functions(one).get(name, settings)) for one in reports))
+    functions_elsewhere = {
+        name: function for other_report in reports for name, function in _functions(other_report).items()
+    }
+    functions_of_release = _functions(report)
+    absent = [f"`{name}`" for name in functions_elsewhere if name not in functions_of_release]
+    for name, settings in functions_of_release.items():
+        had = set.intersection(*(set(_functions(other_report).get(name, settings)) for other_report in reports))
         absent += [f"`{setting}` of `{name}`" for setting in settings if setting not in had]
     return ", ".join(absent) or "none"
 
@@ -135,30 +138,32 @@ def _functions(report: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _causes(function: str, reports: Sequence[dict[str, Any]], waivers: Sequence[Waiver]) -> list[str]:
-    """Why the function differs: reasons of waivers that waived, then failures by release."""
+    """Why the function differs: the reasons of waivers that waived a failure, then the failures by
+    release.
+    """
     causes: dict[str, None] = {}
     for waiver in (waiver for waiver in waivers if waiver.function == function):
         if not waiver.reason.startswith(CONTINUED) and any(_waived(waiver, report) for report in reports):
             causes[waiver.reason] = None
-    found: dict[str, list[str]] = {}
+    releases_by_message: dict[str, list[str]] = {}
     for report in reports:
         for failure in report["failures"]:
             if failure["function"] == function:
-                told = (failure["finding"] or {}).get("message") or failure["reason"]
+                message = (failure["finding"] or {}).get("message") or failure["reason"]
                 fields = {name: value for name, value in failure["case"].items() if name not in ("schema", "function")}
-                told += f" ({json.dumps(fields, separators=(',', ':'))})"
-                found.setdefault(told, []).append(report["versions"][MEGATRON.key])
-    return [*causes, *(f"{', '.join(releases)}: {told}" for told, releases in found.items())]
+                message += f" ({json.dumps(fields, separators=(',', ':'))})"
+                releases_by_message.setdefault(message, []).append(report["versions"][MEGATRON.key])
+    return [*causes, *(f"{', '.join(releases)}: {message}" for message, releases in releases_by_message.items())]
 
 
 def _waived(waiver: Waiver, report: dict[str, Any]) -> bool:
-    """Whether the function was judged, and the waiver is not one that waived nothing."""
+    """Whether the function was judged, and the waiver is not one without effect."""
     unused = f"the waiver {waiver.name} waived nothing"
     return waiver.function in _judged(report) and not any(text.startswith(unused) for text in report["problems"])
 
 
 if __name__ == "__main__":
     page = Path(__file__).parents[2] / "docs" / "peers.md"
-    known = read_waivers(Path(__file__).with_name("megatron.waivers.toml"), datetime.date.today())
-    given = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
-    page.write_text(with_section(page.read_text(), section(given, known)))
+    megatron_waivers = read_waivers(Path(__file__).with_name("megatron.waivers.toml"), datetime.date.today())
+    release_reports = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
+    page.write_text(with_section(page.read_text(), section(release_reports, megatron_waivers)))

@@ -20,11 +20,11 @@ from conformance.report.ratios import Report, compared, read
 from conformance.usage import UsageError, check_known, check_writable
 
 NAMES = ("permutation", "router", "quantization", "experts", "fused", "layer", "growth")
-OF_RANKS = ("dispatch", "layer_ranks")  # over several GPUs; without a GPU over two processes
-OWN_TOKENS = ("growth", *OF_RANKS)  # each has numbers of tokens of its own
+OF_RANKS = ("dispatch", "layer_ranks")  # run over several GPUs; without a GPU over two processes
+OWN_TOKENS = ("growth", *OF_RANKS)  # each of these has its own numbers of tokens
 CHECKOUT = Path(__file__).parents[2]
 DIFFERS = 1  # exit code
-SAME = ("device", "tokens")  # must be equal for a comparison
+SAME = ("device", "tokens")  # fields that must be equal for a comparison
 
 
 def bench(only: Sequence[str], report: str, baseline: str, root: Path = CHECKOUT) -> int:
@@ -46,16 +46,16 @@ def bench(only: Sequence[str], report: str, baseline: str, root: Path = CHECKOUT
         raise UsageError(f"bench needs a checkout of the repository: {root} has no folder benchmarks")
     check_known("--only", only, NAMES + OF_RANKS)
     timed = torch.cuda.is_available()
-    alone = timed and torch.cuda.device_count() == 1
+    single_gpu = timed and torch.cuda.device_count() == 1
     for name in only:
-        if alone and name in OF_RANKS:
+        if single_gpu and name in OF_RANKS:
             raise UsageError(f"--only {name}: it needs two GPUs or more, and here is one")
     for flag, file in (("--report", report), ("--baseline", baseline)):
         if file and not timed:
             raise UsageError(f"{flag} {file}: bench needs a GPU to time anything; without one it checks tiny shapes")
     if report:
         check_writable(report)
-    chosen = tuple(only) or (NAMES if alone else NAMES + OF_RANKS)
+    chosen = tuple(only) or (NAMES if single_gpu else NAMES + OF_RANKS)
     old = read(baseline, SAME, "bench") if baseline else None
     new = measured(chosen, root) if timed else None
     if new is None:
@@ -79,7 +79,7 @@ def measured(chosen: Sequence[str], root: Path) -> Report:
 
 
 def _ran(name: str, arguments: list[str], root: Path) -> bool:
-    """Whether the benchmark ended well; its output is the command's."""
+    """Whether the benchmark ended well. Its output goes to that of the command."""
     print(f"{name}:", flush=True)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]

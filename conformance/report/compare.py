@@ -1,4 +1,4 @@
-"""Two reports side by side: what became worse, what became better, and what it costs."""
+"""Compares two reports: what became worse, what became better, and what it costs."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from conformance.core.case import case_from
 from conformance.engine.run.verdict import effective
 from conformance.report.terminal import picture
 
-DRIFT = 1.25  # of seconds or cases: smaller changes are noise
-NEARER = 2  # bins of a histogram of scores, likewise
+DRIFT = 1.25  # a smaller ratio of seconds or of cases is noise
+NEARER = 2  # bins of a histogram of scores: a smaller change is noise
 Report = dict[str, Any]
 
 
@@ -31,17 +31,17 @@ def compared(old: Report, new: Report) -> tuple[list[str], bool]:
 
 def _statuses(old: Report, new: Report) -> list[str]:
     """Functions that were conformant in the old report and are not in the new one."""
-    before, after = ({k: effective(v) for k, v in report["functions"].items()} for report in (old, new))
+    old_functions, new_functions = ({k: effective(v) for k, v in report["functions"].items()} for report in (old, new))
     return [
-        f"worse      {name} was conformant and is {after.get(name, {}).get('status', 'not offered')}"
-        for name, function in before.items()
-        if function.get("status") == "conformant" and after.get(name, {}).get("status") != "conformant"
+        f"worse      {name} was conformant and is {new_functions.get(name, {}).get('status', 'not offered')}"
+        for name, function in old_functions.items()
+        if function.get("status") == "conformant" and new_functions.get(name, {}).get("status") != "conformant"
     ]
 
 
-def _only(report: Report, other: Report) -> list[dict[str, Any]]:
-    known = {_kind(failure) for failure in other["failures"]}
-    return [failure for failure in report["failures"] if _kind(failure) not in known]
+def _only(report: Report, second_report: Report) -> list[dict[str, Any]]:
+    known_kinds = {_kind(failure) for failure in second_report["failures"]}
+    return [failure for failure in report["failures"] if _kind(failure) not in known_kinds]
 
 
 def _kind(failure: dict[str, Any]) -> tuple[Any, ...]:
@@ -57,27 +57,29 @@ def _failure(failure: dict[str, Any]) -> str:
 
 
 def _drift(old: Report, new: Report) -> list[str]:
-    """Changes of cases, of the share that is declared unsupported, of time and kernels."""
+    """Changes of the number of cases, of the share that is declared unsupported, of time and of
+    kernels.
+    """
     out = [f"run        {old['cases']} → {new['cases']} cases, {old['seconds']:.0f} → {new['seconds']:.0f} s"]
     if old["kernels_compiled"] or new["kernels_compiled"]:
         out[0] += f", {old['kernels_compiled']} → {new['kernels_compiled']} kernels"
     for name in new["functions"]:
-        before, after = (effective(report["functions"].get(name, {})) for report in (old, new))
-        if not before.get("cases") or not after.get("cases"):
+        old_function, new_function = (effective(report["functions"].get(name, {})) for report in (old, new))
+        if not old_function.get("cases") or not new_function.get("cases"):
             continue
-        parts = []
-        if _differs(before["cases"], after["cases"]):
-            parts.append(f"{before['cases']} → {after['cases']} cases")
-        shares = [f["counts"].get("DECLARED_UNSUPPORTED", 0) / f["cases"] for f in (before, after)]
+        differences = []
+        if _differs(old_function["cases"], new_function["cases"]):
+            differences.append(f"{old_function['cases']} → {new_function['cases']} cases")
+        shares = [f["counts"].get("DECLARED_UNSUPPORTED", 0) / f["cases"] for f in (old_function, new_function)]
         if abs(shares[0] - shares[1]) > 0.02:
-            parts.append(f"{shares[0]:.0%} → {shares[1]:.0%} declared unsupported")
+            differences.append(f"{shares[0]:.0%} → {shares[1]:.0%} declared unsupported")
         costs = [report.get("coverage", {}).get(name) for report in (old, new)]
         if all(costs) and _differs(*(cost["seconds"] for cost in costs)):
-            parts.append(f"{costs[0]['seconds']:.1f} → {costs[1]['seconds']:.1f} s")
+            differences.append(f"{costs[0]['seconds']:.1f} → {costs[1]['seconds']:.1f} s")
         lost = sorted(_values(costs[0]) - _values(costs[1])) if all(costs) else []
-        parts += [f"no longer covered: {', '.join(lost)}"] if lost else []
-        parts += _errors(*costs) if all(costs) else []
-        out += [f"{name:<10} {'; '.join(parts)}"] if parts else []
+        differences += [f"no longer covered: {', '.join(lost)}"] if lost else []
+        differences += _errors(*costs) if all(costs) else []
+        out += [f"{name:<10} {'; '.join(differences)}"] if differences else []
     return out
 
 
@@ -85,13 +87,13 @@ def _errors(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Kinds of errors whose largest has moved, as shares of the limit."""
     out = []
     for kind, bins in new.get("scores", {}).items():
-        before, after = (_most(x.get("scores", {}).get(kind, [])) for x in (old, new))
-        if before and abs(after - before) >= NEARER:
-            out.append(f"largest {kind} {before / len(bins):.2f} → {after / len(bins):.2f} of its limit")
+        old_error, new_error = (_end_of_last_bin(x.get("scores", {}).get(kind, [])) for x in (old, new))
+        if old_error and abs(new_error - old_error) >= NEARER:
+            out.append(f"largest {kind} {old_error / len(bins):.2f} → {new_error / len(bins):.2f} of its limit")
     return out
 
 
-def _most(bins: list[int]) -> int:
+def _end_of_last_bin(bins: list[int]) -> int:
     """The upper end of the last bin with a case; 0 without one."""
     return max((i + 1 for i, cases in enumerate(bins) if cases), default=0)
 

@@ -23,7 +23,7 @@ def show(lines: Iterable[str]) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        # the interpreter writes what is left in the buffer once more at its end
+        # the interpreter would write the remaining buffer again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             show_error(text)
@@ -50,7 +50,7 @@ def unwritten(paths: Iterable[str], text_of: Callable[[str], str]) -> list[str]:
             write_whole(path, text_of(path))
         except OSError as error:
             sentences.append(f"--report {path}: not written: {reason_of(error)}")
-        except Exception as error:  # an error of the suite in one format is no reason to lose the others
+        except Exception as error:  # an error of the suite in one format must not lose the other reports
             sentences.append(f"--report {path}: not written: {described(error)}")
     return sentences
 

@@ -48,7 +48,7 @@ def _version(package: str) -> str:
 
 
 def _children() -> Iterator[tuple[bool, str]]:
-    """A child must start, pass the reference, and be detected when it dies."""
+    """A child must start, pass the reference, and be noticed when it dies."""
     function, contract = next((name, contract) for name, contract in CONTRACTS.items() if contract.golden)
     case = Case.family[function](function=function, golden=next(iter(contract.golden)))
     try:
@@ -57,12 +57,15 @@ def _children() -> Iterator[tuple[bool, str]]:
             pool.start()
             seconds = time.monotonic() - started
             outcome = pool.run_alone(case)
-            found = outcome.status if outcome.status == "PASS" else f"{outcome.status} {outcome.reason}"
-            yield outcome.status == "PASS", f"a child starts in {seconds:.2f} s and finds the reference right: {found}"
+            observed = outcome.status if outcome.status == "PASS" else f"{outcome.status} {outcome.reason}"
+            yield (
+                outcome.status == "PASS",
+                f"a child starts in {seconds:.2f} s and finds the reference right: {observed}",
+            )
         with Pool(ChildOptions("conformance.engine.child.crashing")) as pool:
             pool.start()
             outcome = pool.run_alone(case)
-            found = outcome.status if outcome.status == "CRASH" else f"{outcome.status} {outcome.reason}"
-            yield outcome.status == "CRASH", f"a kernel that kills its process is noticed: {found}"
+            observed = outcome.status if outcome.status == "CRASH" else f"{outcome.status} {outcome.reason}"
+            yield outcome.status == "CRASH", f"a kernel that kills its process is noticed: {observed}"
     except UsageError as error:
         yield False, str(error)

@@ -16,10 +16,10 @@ def junit(verdict: Verdict) -> str:
     """One test case per function, with the text of its failures; those that are not offered or not
     chosen are a property of the suite.
     """
-    asked = {name: f for name, f in verdict.functions.items() if f.status not in ("not offered", NOT_CHOSEN)}
+    chosen_functions = {name: f for name, f in verdict.functions.items() if f.status not in ("not offered", NOT_CHOSEN)}
     broken = sum(f.status not in ("conformant", *UNTOUCHED) for f in verdict.functions.values())
-    skipped = sum(f.status in UNTOUCHED for f in asked.values())
-    numbers = {"tests": len(asked), "failures": broken, "skipped": skipped, "errors": len(verdict.problems)}
+    skipped = sum(f.status in UNTOUCHED for f in chosen_functions.values())
+    numbers = {"tests": len(chosen_functions), "failures": broken, "skipped": skipped, "errors": len(verdict.problems)}
     suite = ElementTree.Element(
         "testsuite",
         {"name": "moe-conformance", "time": f"{verdict.seconds:.3f}", **{k: str(v) for k, v in numbers.items()}},
@@ -28,7 +28,7 @@ def junit(verdict: Verdict) -> str:
     for status in ("not offered", NOT_CHOSEN):
         names = ", ".join(name for name, f in verdict.functions.items() if f.status == status)
         ElementTree.SubElement(properties, "property", name=in_words(status, verdict), value=names)
-    for name, function in asked.items():
+    for name, function in chosen_functions.items():
         test = ElementTree.SubElement(suite, "testcase", classname=f"conformance.{verdict.implementation}", name=name)
         if function.status in UNTOUCHED:
             ElementTree.SubElement(test, "skipped", message=in_words(function.status, verdict))
@@ -75,12 +75,12 @@ def markdown(verdict: Verdict) -> str:
 def _configurations(verdict: Verdict) -> list[str]:
     """A table with a row per kernel, and a line for each configuration that no case judged."""
     rows = [
-        f"| `{kernel}` | {every} | {judged} | {cases} |"
-        for kernel, (every, judged, cases) in by_kernel(verdict.configurations).items()
+        f"| `{kernel}` | {num_configurations} | {judged} | {cases} |"
+        for kernel, (num_configurations, judged, cases) in by_kernel(verdict.configurations).items()
     ]
-    left = [f"- not judged: {configuration}" for configuration in unjudged(verdict.configurations)]
+    unjudged_lines = [f"- not judged: {configuration}" for configuration in unjudged(verdict.configurations)]
     table = ["| kernel | configurations | judged | by cases |", "|---|--:|--:|--:|", *rows]
-    return [*table, *(["", *left] if left else [])]
+    return [*table, *(["", *unjudged_lines] if unjudged_lines else [])]
 
 
 def _judged(verdict: Verdict) -> str:

@@ -91,9 +91,9 @@ def _stub(name: str) -> str:
 
 def _parameters(name: str) -> str:
     """The parameters with their defaults, without annotations; those of one rank with `group`."""
-    own = inspect.signature(getattr(imported("moe_ref"), name))
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in own.parameters.values()]
-    text = str(own.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    signature = inspect.signature(getattr(imported("moe_ref"), name))
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
     return _indented(f"{text[1:-1]},")
 
 

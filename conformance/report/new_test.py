@@ -34,12 +34,12 @@ def write_test(implementation: str, offered: list[str], wanted: tuple[str, ...])
         UsageError: the file exists, or a function is unknown, not offered, or called by all ranks
             together; or there is nothing to test.
     """
-    alone = [name for name in offered if not isinstance(CONTRACTS[name], Collective)]
-    if wrong := [name for name in wanted if name not in alone]:
-        text = f"it must be one that {implementation} offers and a rank calls alone: {', '.join(alone) or 'none'}"
-        raise UsageError(f"--function is {wrong[0]!r}; {text}")
-    if not alone:
+    single_process_names = [name for name in offered if not isinstance(CONTRACTS[name], Collective)]
+    if refused := [name for name in wanted if name not in single_process_names]:
+        text = f"it must be one that {implementation} offers and a rank calls alone"
+        raise UsageError(f"--function is {refused[0]!r}; {text}: {', '.join(single_process_names) or 'none'}")
+    if not single_process_names:
         raise UsageError(f"{implementation} offers no function that a rank calls alone; see check-adapter")
-    text = HEAD + "".join(TEST.replace("{name}", name) for name in wanted or alone)
+    text = HEAD + "".join(TEST.replace("{name}", name) for name in wanted or single_process_names)
     path = Path(f"test_{implementation.rpartition(':')[2].replace('.', '_')}.py")
     return write_new(path, text.replace("{implementation}", implementation))

@@ -10,8 +10,13 @@ from conformance.engine.run.verdict import UNTOUCHED, FunctionVerdict, Verdict
 from conformance.report.terminal import ended, in_words, picture
 
 CELL = 14  # pixels of a cell of a routing map
-MOST_TOKENS, MOST_EXPERTS = 64, 64  # of a drawn routing map
-NOTHING: dict[str, Any] = {"fields": {}, "seconds": 0.0, "kernels": 0, "scores": {}}  # covered
+MOST_TOKENS, MOST_EXPERTS = 64, 64  # the most rows and columns of a drawn routing map
+NOTHING: dict[str, Any] = {
+    "fields": {},
+    "seconds": 0.0,
+    "kernels": 0,
+    "scores": {},
+}  # the most settings that show what they covered
 HIGH = 24  # pixels of a histogram
 escape = html.escape
 
@@ -86,15 +91,17 @@ def _strip(field: str, values: dict[str, list[int]]) -> str:
     """The values of a setting as squares."""
     most = max(cases for cases, _ in values.values())
     squares = "".join(
-        f'<i class="{"w" if wrong else ""}" style="--d:{_depth(cases, most):.2f}" '
-        f'title="{escape(f"{field} = {value}: {cases} cases" + (f", {wrong} wrong" if wrong else ""))}"></i>'
-        for value, (cases, wrong) in values.items()
+        f'<i class="{"w" if failing else ""}" style="--d:{_depth(cases, most):.2f}" '
+        f'title="{escape(f"{field} = {value}: {cases} cases" + (f", {failing} wrong" if failing else ""))}"></i>'
+        for value, (cases, failing) in values.items()
     )
     return f'<span class="strip" title="{escape(field)}"><b>{escape(field)}</b>{squares}</span>'
 
 
 def _depth(cases: int, most: int) -> float:
-    """From 0.15 to 1, by the logarithm: one case must be visible beside thousands."""
+    """A depth of colour from 0.15 to 1, by the logarithm, so that one case is visible beside
+    thousands.
+    """
     return 0.15 + 0.85 * (cases.bit_length() / max(most.bit_length(), 1))
 
 
@@ -134,6 +141,10 @@ def routing_map(case: Any) -> str:
         for t in range(rows)
         for e in range(columns)
     )
-    more = "" if (rows, columns) == (len(masks), experts) else f"<p>The first {rows} tokens and {columns} experts.</p>"
+    truncation_note = (
+        "" if (rows, columns) == (len(masks), experts) else f"<p>The first {rows} tokens and {columns} experts.</p>"
+    )
     size = f'width="{columns * CELL}" height="{rows * CELL}"'
-    return f'<figure><svg class="map" {size} role="img" aria-label="routing map">{squares}</svg>{more}</figure>'
+    return (
+        f'<figure><svg class="map" {size} role="img" aria-label="routing map">{squares}</svg>{truncation_note}</figure>'
+    )

@@ -1,4 +1,4 @@
-"""Compares the ratios of two reports of times: a time holds on one day, a ratio longer."""
+"""Compares the ratios of two reports of times. Times change from day to day; ratios change less."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from conformance.usage import UsageError
 
-FALL = 0.05  # of a ratio: repeated runs differ by less, raw times by more
+FALL = 0.05  # the least fall of a ratio: repeated runs differ by less, but raw times by more
 REGRESSION = 5  # exit code
 Report = dict[str, Any]
 
@@ -50,23 +50,26 @@ def compared(old: Report, new: Report, chosen: Sequence[str], same: Sequence[str
     count, fallen = 0, []
     for name in chosen:
         now = dict(ratios(new, name))
-        for place, before in ratios(old, name):
+        for measurement, old_ratio in ratios(old, name):
             count += 1
-            if place not in now:
-                fallen.append(f"{', '.join(place)}: {before:.3f}, and is no longer measured")
-            elif now[place] < before * (1 - FALL):
-                fallen.append(f"{', '.join(place)}: {before:.3f} → {now[place]:.3f} ({now[place] / before - 1:+.1%})")
+            if measurement not in now:
+                fallen.append(f"{', '.join(measurement)}: {old_ratio:.3f}, and is no longer measured")
+            elif now[measurement] < old_ratio * (1 - FALL):
+                change = f"{old_ratio:.3f} → {now[measurement]:.3f} ({now[measurement] / old_ratio - 1:+.1%})"
+                fallen.append(f"{', '.join(measurement)}: {change}")
     print("\n".join([f"{len(fallen)} of {count} ratios of the baseline fell by more than {FALL:.0%}", *fallen]))
     return REGRESSION if fallen else 0
 
 
 def ratios(report: Report, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Each own version's speed relative to each peer and to the floor of that run; 1: as fast."""
+    """The speed of each of our versions relative to each peer, and to the floor of that run; 1
+    means as fast.
+    """
     for shape, operations in report["benchmarks"].get(name, {}).get("operations", {}).items():
         for title, result in operations.items():
-            for own in result["ours"]:
-                place, us = (name, shape, title, own), result["us"][own]
+            for version in result["ours"]:
+                measurement, us = (name, shape, title, version), result["us"][version]
                 if result.get("floor_us"):
-                    yield (*place, "÷ floor"), result["floor_us"] / us
+                    yield (*measurement, "÷ floor"), result["floor_us"] / us
                 for peer in result["us"].keys() - {*result["ours"]}:
-                    yield (*place, f"÷ {peer}"), result["us"][peer] / us
+                    yield (*measurement, f"÷ {peer}"), result["us"][peer] / us

@@ -1,4 +1,6 @@
-"""`speed`: an implementation's times beside a rival's, and the ratios of an earlier run."""
+"""`speed`: the times of an implementation next to a rival's, compared with the ratios of an earlier
+run.
+"""
 
 import json
 from collections import defaultdict
@@ -14,7 +16,7 @@ from conformance.report.ratios import Report, check_same, compared, read
 from conformance.report.terminal import picture
 from conformance.usage import UsageError
 
-SAME = ("device", "against")  # must be equal for a comparison
+SAME = ("device", "against")  # fields that must be equal for a comparison
 COPIES = 3, 3  # turns, and copies in each
 WRONG, HARNESS, TOO_LITTLE = 1, 3, 4  # exit codes
 RIGHT = {"", "PASS", "UNINFORMATIVE", "NOT_OFFERED", "DECLARED_UNSUPPORTED"}  # statuses without a finding
@@ -37,8 +39,8 @@ def speed(options: Options, against: str, cases: Sequence[str], clock: Clock = q
         UsageError: sides, functions, report or baseline that cannot be used.
         CaseError: no such case.
     """
-    if other := [path for path in options.report if Path(path).suffix != ".json"]:
-        raise UsageError(f"--report {other[0]}: the report of speed is a .json file")
+    if refused := [path for path in options.report if Path(path).suffix != ".json"]:
+        raise UsageError(f"--report {refused[0]}: the report of speed is a .json file")
     if cases and options.functions:
         raise UsageError("--function chooses among the suite's own cases; leave it out where cases are given")
     old = read(options.baseline, SAME, "speed") if options.baseline else None
@@ -58,9 +60,9 @@ def speed(options: Options, against: str, cases: Sequence[str], clock: Clock = q
 
 
 def _code(run: Sequence[Lap], old: Report | None, new: Report) -> int:
-    """The exit code, with what it means printed."""
-    if wrong := {lap.status for lap in run} - RIGHT:
-        return HARNESS if wrong == {"ERROR"} else WRONG
+    """The exit code. Its meaning is printed."""
+    if failing_statuses := {lap.status for lap in run} - RIGHT:
+        return HARNESS if failing_statuses == {"ERROR"} else WRONG
     if not any(lap.us for lap in run):
         print("nothing was timed")
         return TOO_LITTLE
@@ -70,13 +72,13 @@ def _code(run: Sequence[Lap], old: Report | None, new: Report) -> int:
 def heading(new: Report, copy: float) -> Iterator[str]:
     """What is compared, and where."""
     packages = ", ".join(f"{name} {version}" for name, version in new["versions"].items())
-    beside = f" beside {new['against']}" if new["against"] else ""
-    yield f"moe-conformance speed · {new['implementation']}{beside} · {new['device']} · {packages}"
+    comparison = f" beside {new['against']}" if new["against"] else ""
+    yield f"moe-conformance speed · {new['implementation']}{comparison} · {new['device']} · {packages}"
     yield f"floor: the bytes of inputs and results, at the {copy:.3g} TB/s of this run's copies"
 
 
 def lines(lap: Lap, against: str, copy: float) -> Iterator[str]:
-    """The case, then a line of each call; of a case without times the reason."""
+    """The case, then one line per call; for a case without times the reason."""
     yield f"\n{lap.case.function} {lap.case.id}: {picture(lap.case)}"
     if not lap.us:
         yield f"  not timed: {lap.reason}"
@@ -87,17 +89,17 @@ def lines(lap: Lap, against: str, copy: float) -> Iterator[str]:
 
 
 def _cells(us: Times, against: str, floor: float) -> str:
-    own = us[OWN]
-    cells = [f"{own:10.1f} µs"]
+    own_time = us[OWN]
+    cells = [f"{own_time:10.1f} µs"]
     if against in us:
-        cells.append(f"{against} {us[against]:.1f} µs: {us[against] / own:.3f} × its speed")
-    return "   ".join([*cells, f"{floor / own:.1%} of the floor's speed ({floor:.1f} µs)"])
+        cells.append(f"{against} {us[against]:.1f} µs: {us[against] / own_time:.3f} × its speed")
+    return "   ".join([*cells, f"{floor / own_time:.1%} of the floor's speed ({floor:.1f} µs)"])
 
 
 def _by_function(run: Sequence[Lap], copy: float) -> dict[str, Any]:
     """The report's figures, in the form that `ratios` reads; each case by its id, with its text."""
-    found: defaultdict[str, dict[str, Any]] = defaultdict(lambda: {"cases": {}, "operations": {}})
+    figures: defaultdict[str, dict[str, Any]] = defaultdict(lambda: {"cases": {}, "operations": {}})
     for lap in run:
-        found[lap.case.function]["cases"][lap.case.id] = lap.case.record()
-        found[lap.case.function]["operations"][lap.case.id] = record(lap, copy)
-    return dict(found)
+        figures[lap.case.function]["cases"][lap.case.id] = lap.case.record()
+        figures[lap.case.function]["operations"][lap.case.id] = record(lap, copy)
+    return dict(figures)

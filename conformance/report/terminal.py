@@ -16,11 +16,11 @@ from conformance.engine.run.verdict import NOT_CHOSEN, UNCHANGED, UNTOUCHED, Fun
 from conformance.interface import DEFAULTS
 from conformance.report.tuned import tuned_lines
 
-REFUSALS = ("raises TypeError", "raises NotImplementedError")  # of a call that a kernel does not support
+REFUSALS = ("raises TypeError", "raises NotImplementedError")  # findings of a call that a kernel does not support
 INDENT = 19  # columns of the name
 WIDTH = 160
-SHOWN = 5  # of the configurations that were not judged; the JSON report has all
-WIDE = ("float32", "float64")  # dtypes in which sums are no narrower than they must be
+SHOWN = 5  # the most configurations that are listed as not judged; the JSON report has all
+WIDE = ("float32", "float64")  # accumulators that are no narrower than they must be
 
 
 def lines(verdict: Verdict) -> list[str]:
@@ -84,7 +84,7 @@ def _column(verdict: Verdict) -> int:
 
 
 def _cut(status: str, names: list[str], width: int) -> str:
-    """As many of the names as one line has room for, and the number of the others."""
+    """As many of the names as fit on one line, and the number of the remaining ones."""
     end = ", … (and 00 more)"
     shown = textwrap.shorten(", ".join(names), WIDTH - width - len(end), placeholder="").rstrip(", ")
     return f"{status:<{width}} {shown}, … (and {len(names) - shown.count(',') - 1} more)"
@@ -102,16 +102,16 @@ def damage(failure: dict[str, Any]) -> int:
 
 
 def way_out(failure: dict[str, Any], declares: dict[str, Any]) -> str:
-    """What to declare if the difference is how the kernel rounds, or if the call is not supported;
-    empty: nothing helps.
+    """What to declare if the difference comes from the kernel's rounding, or if the call is not
+    supported; empty if no declaration helps.
     """
     finding, function = failure["finding"] or {}, failure["function"]
     case, check = case_from(failure["case"]), finding.get("check", "")
     if check.startswith("raises ") and case.layout != "contiguous" and declares.get("noncontiguous", True):
         return f'if inputs must be contiguous, declare it: declares("{function}") -> {{"noncontiguous": False}}'
     if check in REFUSALS:
-        told = "leave it out of the signature, in which **settings stands for all"
-        return f'if a setting is not supported, {told}; or let supports("{function}", …) return a reason'
+        alternative = "leave it out of the signature, in which **settings stands for all"
+        return f'if a setting is not supported, {alternative}; or let supports("{function}", …) return a reason'
     if check not in ("bound", "ratio") or finding.get("nan"):
         return ""
     scales = "scale" in finding["output"]
@@ -125,7 +125,9 @@ def way_out(failure: dict[str, Any], declares: dict[str, Any]) -> str:
 
 
 def scope_lines(verdict: Verdict) -> list[str]:
-    """What judged functions are for, if it is not everything, one line per scope."""
+    """The cases for which judged functions are meant, if these are not all cases, with one line per
+    scope.
+    """
     groups: dict[str, list[str]] = {}
     for name, function in verdict.functions.items():
         if function.scope and function.status not in UNTOUCHED:
@@ -142,19 +144,21 @@ def in_words(status: str, verdict: Verdict) -> str:
 
 
 def _echo(failure: dict[str, Any], verdict: Verdict) -> bool:
-    """Whether it is a broken law, and another failure, most likely the same defect, is shown."""
+    """Whether the failure is a broken law, and another failure, most likely by the same defect, is
+    shown.
+    """
     laws = CONTRACTS[failure["function"]].laws
-    same = [other for other in verdict.failures if other["function"] == failure["function"]]
-    others = [other for other in same if (other["finding"] or {}).get("check") not in laws]
-    return bool(others) and (failure["finding"] or {}).get("check") in laws
+    same = [candidate for candidate in verdict.failures if candidate["function"] == failure["function"]]
+    value_failures = [candidate for candidate in same if (candidate["finding"] or {}).get("check") not in laws]
+    return bool(value_failures) and (failure["finding"] or {}).get("check") in laws
 
 
 def _declarations(verdict: Verdict) -> list[str]:
     """Declarations other than the defaults, one line per set of functions that share them."""
     groups: dict[str, list[str]] = {}
     for name, function in verdict.functions.items():
-        told = {key: x for key, x in function.declares.items() if x not in (DEFAULTS.get(key), (), [])}
-        words = [_declared(key, value) for key, value in told.items()]
+        declared_values = {key: x for key, x in function.declares.items() if x not in (DEFAULTS.get(key), (), [])}
+        words = [_declared(key, value) for key, value in declared_values.items()]
         if words:
             groups.setdefault(", ".join(words), []).append(name)
     return [f"declares: {', '.join(names)}: {words}" for words, names in groups.items()]
@@ -186,7 +190,7 @@ def _summary(verdict: Verdict) -> str:
         status: sum(f.counts.get(status, 0) for f in judged)
         for status in ("WAIVED", "DECLARED_UNSUPPORTED", "UNINFORMATIVE")
     }
-    parts = [
+    phrases = [
         f"{differing} of {len(judged)} functions differ"
         if differing or blocked
         else f"{len(judged)} functions{' judged' if verdict.since else ''}",
@@ -201,11 +205,12 @@ def _summary(verdict: Verdict) -> str:
         f"{total['UNINFORMATIVE'] / max(verdict.cases, 1):.1%} uninformative",
     ]
     if verdict.kernels_compiled:
-        parts.append(f"{verdict.kernels_compiled} kernels compiled")
+        phrases.append(f"{verdict.kernels_compiled} kernels compiled")
     if verdict.configurations:
-        left = len(unjudged(verdict.configurations))
-        parts.append(f"{len(verdict.configurations)} configurations, {f'{left} not judged' if left else 'all judged'}")
-    return " · ".join(filter(None, parts))
+        num_unjudged = len(unjudged(verdict.configurations))
+        judged_share = f"{num_unjudged} not judged" if num_unjudged else "all judged"
+        phrases.append(f"{len(verdict.configurations)} configurations, {judged_share}")
+    return " · ".join(filter(None, phrases))
 
 
 def ended(verdict: Verdict) -> str:
@@ -214,7 +219,7 @@ def ended(verdict: Verdict) -> str:
 
 
 def _specialised(verdict: Verdict) -> list[str]:
-    """Fields taken for data whose changes compile kernels: each costs time."""
+    """Fields that are declared as data, but whose changes compile kernels, which takes time."""
     named = {
         name: ", ".join(f"{field} ({kernels})" for field, kernels in function.specialised_by.items())
         for name, function in verdict.functions.items()
@@ -255,12 +260,12 @@ def search_lines(searched: Searched, options: Options) -> list[str]:
     out = []
     for failure in searched.failures:
         out += [*failure_lines(failure.record(), options.implementation), ""]
-    for name, kept in searched.kept.items():
+    for name, num_kept in searched.kept.items():
         scores = " ".join(f"{kind} {score:.2f}" for kind, score in searched.best.get(name, {}).items())
-        reached = f"{searched.lines.get(name, 0)} lines and kernels · {kept} cases kept"
+        reached = f"{searched.lines.get(name, 0)} lines and kernels · {num_kept} cases kept"
         unsaved = f" ({NOT_SAVED}: {searched.unsaved[name]})" if name in searched.unsaved else ""
-        place = f"{options.corpus}/{REACHED}/{name}"
-        out.append(f"{name:<{INDENT}} {scores or 'no scores'} · {reached} in {place}{unsaved}")
+        folder = f"{options.corpus}/{REACHED}/{name}"
+        out.append(f"{name:<{INDENT}} {scores or 'no scores'} · {reached} in {folder}{unsaved}")
     counts = f"{searched.cases} cases, {searched.judged} judged · {searched.waived} waived"
     ended = f" · ended by {searched.ended_by}" if searched.ended_by else ""
     return [*out, f"{len(searched.failures)} distinct failures · {counts}{ended}"]
@@ -269,7 +274,7 @@ def search_lines(searched: Searched, options: Options) -> list[str]:
 def picture(case: Any) -> str:
     """The case in one line: sizes by their letters, the routing map as rows of digits."""
     if case.before:
-        calls = (f"{one.function}({picture(one)})" for one in case.before)
+        calls = (f"{earlier_case.function}({picture(earlier_case)})" for earlier_case in case.before)
         return f"{picture(replace(case, before=()))}, after {', then '.join(calls)}"
     if case.golden or case.illegal:
         return f"golden case {case.golden}" if case.golden else f"illegal call {case.illegal}"
@@ -280,20 +285,20 @@ def picture(case: Any) -> str:
         for name, letter in letters.items()
         if hasattr(case, name) and (name != "topk" or "topk" in record)
     ]
-    parts = [" ".join(sizes)] if sizes else []
+    phrases = [" ".join(sizes)] if sizes else []
     routing = record.pop("routing", None)
-    rest = [
+    remaining_fields = [
         f"{name}={','.join(map(str, value)) if isinstance(value, list) else value}"
         for name, value in record.items()
         if name not in letters
     ]
     if hasattr(case, "dtype"):
-        parts.append(case.dtype)
-    rest = [text for text in rest if not text.startswith("dtype=")]
+        phrases.append(case.dtype)
+    remaining_fields = [text for text in remaining_fields if not text.startswith("dtype=")]
     if routing is not None:
         shown = " ".join("".join(str(mask >> e & 1) for e in range(case.experts)) for mask in routing[:12])
-        parts.append(f"routing map {shown or '(no tokens)'}{' …' if len(routing) > 12 else ''}")
-    return ", ".join([*parts, *rest]) or "(all defaults)"
+        phrases.append(f"routing map {shown or '(no tokens)'}{' …' if len(routing) > 12 else ''}")
+    return ", ".join([*phrases, *remaining_fields]) or "(all defaults)"
 
 
 def annotations(verdict: Verdict) -> list[str]:

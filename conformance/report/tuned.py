@@ -1,4 +1,4 @@
-"""What of tuned kernels was judged, as lines of a report's head."""
+"""The configurations of tuned kernels that were judged, as lines of a report's head."""
 
 from conformance.engine.child.tuned import EACH, FIRST, UNKNOWN
 from conformance.engine.run.verdict import Verdict
@@ -9,8 +9,8 @@ def tuned_lines(verdict: Verdict) -> list[str]:
     groups: dict[str, list[str]] = {EACH: [], FIRST: [], UNKNOWN: []}
     for name, record in verdict.tuned.items():
         kernel, total, judged = name.rpartition(".")[2], record["total"], len(record["judged"])
-        left = len(record["unfit"])
-        unfit = f" ({left} {'does' if left == 1 else 'do'} not fit the device)" if left else ""
+        num_unfit = len(record["unfit"])
+        unfit = f" ({num_unfit} {'does' if num_unfit == 1 else 'do'} not fit the device)" if num_unfit else ""
         text = f"{kernel} {judged} of {total}{unfit}" if record["by"] == EACH else f"{kernel} ({total} configurations)"
         groups[record["by"]].append(text)
     heads = {

@@ -62,8 +62,8 @@ class Vectors:
     function: str
     cases: list[dict[str, Any]] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)  # cases, by reason
-    unstated: Counter[str] = field(default_factory=Counter)  # outputs, by reason
+    left_out: Counter[str] = field(default_factory=Counter)  # numbers of cases, by reason
+    unstated: Counter[str] = field(default_factory=Counter)  # numbers of outputs, by reason
 
 
 def export(function: str, folder: Path, profile: str) -> Vectors:
@@ -76,7 +76,7 @@ def export(function: str, folder: Path, profile: str) -> Vectors:
     check_known("--function", [function], CONTRACTS)
     if isinstance(CONTRACTS[function], Collective):
         raise UsageError(f"--function is {function!r}, which ranks call together; a file holds calls of one process")
-    safetensors({})  # before the cases are computed, which takes seconds
+    safetensors({})  # checked before the cases are computed, which takes seconds
     vectors = Vectors(function)
     for case in _cases(function, profile):
         _add(vectors, case)
@@ -89,13 +89,13 @@ def export(function: str, folder: Path, profile: str) -> Vectors:
 
 
 def _cases(function: str, profile: str) -> Iterator[Case]:
-    """Those of a run, once each: a file says nothing of memory layouts, poison and laws."""
-    found: dict[str, Case] = {}
+    """The cases of a run, once each, because a file states no memory layouts, poison and laws."""
+    cases_by_text: dict[str, Case] = {}
     for kind in KINDS[1:]:
         for case in cases_of(Section(kind, function), PROFILES[profile], Space(), 0):
-            plain = case.changed(law="", poison="nan", layout="contiguous", layout_of="")
-            found.setdefault(plain.text, plain)
-    yield from found.values()
+            plain_case = case.changed(law="", poison="nan", layout="contiguous", layout_of="")
+            cases_by_text.setdefault(plain_case.text, plain_case)
+    yield from cases_by_text.values()
 
 
 def _add(vectors: Vectors, case: Case) -> None:
@@ -131,8 +131,8 @@ def _call(problem: Problem, prefix: str, tensors: dict[str, Tensor]) -> dict[str
             name: _described(x, f"{prefix}d_{name}", tensors) for name, x in problem.cotangents.items()
         }
     if problem.producer:
-        made = _call(problem.producer, f"{prefix}{problem.producer.function}/", tensors)
-        record["producer"] = {"function": problem.producer.function, **made}
+        producer_record = _call(problem.producer, f"{prefix}{problem.producer.function}/", tensors)
+        record["producer"] = {"function": problem.producer.function, **producer_record}
     return record
 
 
@@ -151,38 +151,41 @@ def _described(x: Any, key: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
         return {"value": x}
     if isinstance(x, Opaque):
         return {"opaque": x.field_name}
-    parts = _parts(x)
-    if parts is None:
+    members = _members(x)
+    if members is None:
         raise Unwritable(f"an argument is a {type(x).__name__}")
-    described = {name: _described(value, f"{key}.{name}", tensors) for name, value in parts.items()}
+    described = {name: _described(value, f"{key}.{name}", tensors) for name, value in members.items()}
     return {"list": list(described.values())} if type(x) in (list, tuple) else {"record": described}
 
 
-def _parts(x: Any) -> dict[str, Any] | None:
+def _members(x: Any) -> dict[str, Any] | None:
     """The parts of a list, a dict, a named tuple or a dataclass by name."""
     if hasattr(x, "_asdict"):
         return dict(x._asdict())
     if type(x) in (list, tuple):
-        return {str(place): part for place, part in enumerate(x)}
+        return {str(index): element for index, element in enumerate(x)}
     if is_dataclass(x) and not isinstance(x, type):
-        return {part.name: getattr(x, part.name) for part in fields(x)}
-    return {str(name): part for name, part in x.items()} if isinstance(x, Mapping) else None
+        return {element.name: getattr(x, element.name) for element in fields(x)}
+    return {str(name): element for name, element in x.items()} if isinstance(x, Mapping) else None
 
 
 def _outputs(
     contract: Contract[Any], case: Case, problem: Problem, tensors: dict[str, Tensor], unstated: Counter[str]
 ) -> dict[str, Any]:
-    """The rule of each output and gradient; a dependent one given the reference's other outputs."""
+    """The rule of each output and gradient.
+
+    A rule that depends on other outputs gets the reference's.
+    """
     expected = contract.golden[case.golden][1] if case.golden else contract.expected(case, problem, {})
     if any(isinstance(x, Given) for x in expected.values()):
         try:
-            seen = Runner(Implementation(moe_ref), "cpu", case.poison, Outcome("PASS")).run(problem)
+            outputs = Runner(Implementation(moe_ref), "cpu", case.poison, Outcome("PASS")).run(problem)
         except Misbehaved as error:
             raise Unwritable(f"the reference's own call: {error}") from error
     else:
-        seen = {}
+        outputs = {}
     return {
-        name: _rule(expectation, expectation.resolve(seen), f"{case.id}/out/{name}", tensors, unstated)
+        name: _rule(expectation, expectation.resolve(outputs), f"{case.id}/out/{name}", tensors, unstated)
         for name, expectation in expected.items()
     }
 
@@ -190,18 +193,18 @@ def _outputs(
 def _rule(
     expectation: Expectation, resolved: Resolved, key: str, tensors: dict[str, Tensor], unstated: Counter[str]
 ) -> dict[str, Any]:
-    found = stated(resolved)
-    if not found.rule:
-        unstated[found.without] += 1
-        return {"rule": "unstated", "without": found.without}
-    arrays = {name: f"{key}.{name}" for name in found.arrays}
-    tensors |= {arrays[name]: x for name, x in found.arrays.items()}
+    rule = stated(resolved)
+    if not rule.rule:
+        unstated[rule.without] += 1
+        return {"rule": "unstated", "without": rule.without}
+    arrays = {name: f"{key}.{name}" for name in rule.arrays}
+    tensors |= {arrays[name]: x for name, x in rule.arrays.items()}
     dtype = NAMES.get(resolved.honest.dtype, "")
-    record: dict[str, Any] = {"rule": found.rule, "dtype": dtype, **arrays}
+    record: dict[str, Any] = {"rule": rule.rule, "dtype": dtype, **arrays}
     record |= {"given_others": True} if isinstance(expectation, Given) else {}
     record |= {"may_be_absent": True} if resolved.optional else {}
-    record |= {"axis": found.axis} if found.axis >= 0 else {}
-    return record | ({"without": found.without} if found.without else {})
+    record |= {"axis": rule.axis} if rule.axis >= 0 else {}
+    return record | ({"without": rule.without} if rule.without else {})
 
 
 def safetensors(tensors: Mapping[str, Tensor]) -> bytes:

@@ -20,12 +20,12 @@ from evidence.formulations.layers import play_layer
 from evidence.formulations.worlds import play_ranks, play_together
 from moe_ref.config import LayerConfig, Recipe
 
-EXACT_DTYPES = ("quantize",)  # functions whose rules depend on the dtype of x: nothing is widened
+EXACT_DTYPES = ("quantize",)  # functions whose rules depend on the dtype of x, so that no input is widened
 OF_A_STATE = ("history", "amax_history", "scale", "noise")  # tensors that are float32
 UP_TO_SIGN = ("activation_and", "activation_backward", "glu_and", "glu_backward")  # codes of 0: see the values
-ELEMENTS = 2**15  # of a case's tensors together, at most: a formulation takes one after another
-RELATIVE = 2.0**-36  # of float64's 2⁻⁵³: an exponential of float16's largest number loses 16 bits
-CANCELLED = 2.0**-44  # of the largest value in the row, and of the largest cotangent: terms cancel
+ELEMENTS = 2**15  # the most elements of a case's tensors together, because a formulation visits them one by one
+RELATIVE = 2.0**-36  # in units of float64's 2⁻⁵³: an exponential of float16's largest number loses 16 bits
+CANCELLED = 2.0**-44  # relative to the largest value in the row, and to the largest cotangent, because terms cancel
 
 
 def cases(function: str, count: int, seed: int = 0) -> list[Case]:
@@ -34,12 +34,12 @@ def cases(function: str, count: int, seed: int = 0) -> list[Case]:
 
 
 def _small(case: Case) -> Case | None:
-    """The case, if it is small and one rounding of float64 leaves all its choices."""
+    """The case, if it is small, and if a rounding in float64 changes none of its choices."""
     spread, dtype = getattr(case, "spread", ""), getattr(case, "dtype", "")
     if case.is_large or case.is_heavy or spread == "nan" or (spread == "near" and dtype == "float64"):
         return None
     if case.function == "sinkhorn_routing" and spread == "equal":
-        return None  # the plan's keys would be equal, and rounding decides
+        return None  # the keys of a plan would be equal, so that rounding decides
     if "backward" in case.function and _strange(case):
         return None
     calls = calls_of(case)
@@ -48,7 +48,7 @@ def _small(case: Case) -> Case | None:
 
 
 def _strange(case: Case) -> bool:
-    """Whether rows have NaN or infinities: then they may have any gradient."""
+    """Whether rows have NaN or infinities, because their gradients are then unspecified."""
     return getattr(case, "values", "") in (*STRANGE, "ends")
 
 
@@ -71,12 +71,14 @@ def played(namespace: Any, case: Case) -> dict[str, Any]:
         return play_ranks(namespace, calls)
     if hasattr(calls[0].settings.get("ranks"), "groups"):
         return play_together(namespace, calls, play)
-    parts = [play(namespace, call) for call in calls]
-    return {f"{rank}: {name}": x for rank, part in enumerate(parts) for name, x in part.items()}
+    results_of_ranks = [play(namespace, call) for call in calls]
+    return {
+        f"{rank}: {name}": x for rank, rank_results in enumerate(results_of_ranks) for name, x in rank_results.items()
+    }
 
 
 def play(namespace: Any, call: Problem) -> dict[str, Any]:
-    """One call, and the gradients of what it wants."""
+    """The results of one call, and the gradients that it wants."""
     placed = {name: x.clone() for name, x in call.tensors.items()}
     placed |= {name: placed[name].requires_grad_() for name in call.wanted}
     implementation = Implementation(namespace)
@@ -84,16 +86,16 @@ def play(namespace: Any, call: Problem) -> dict[str, Any]:
         out = call.script(implementation, call.required | call.settings | placed)
         out = call.read(implementation, out) if call.read else out
     else:
-        out = _called(namespace, call, placed)
+        out = _results_of(namespace, call, placed)
     return out | gradients(call, out, placed)
 
 
-def _called(namespace: Any, call: Problem, placed: dict[str, Tensor]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+def _results_of(namespace: Any, call: Problem, placed: dict[str, Tensor]) -> dict[str, Any]:
+    producer_results: dict[str, Any] = {}
     if call.producer:
-        made = _called(namespace, call.producer, call.producer.tensors)
-    given = {name: placed.get(name, x) for name, x in call.required.items()}
-    arguments = [made[x.field_name] if isinstance(x, Opaque) else x for x in given.values()]
+        producer_results = _results_of(namespace, call.producer, call.producer.tensors)
+    required_inputs = {name: placed.get(name, x) for name, x in call.required.items()}
+    arguments = [producer_results[x.field_name] if isinstance(x, Opaque) else x for x in required_inputs.values()]
     settings = {name: placed.get(name, x) for name, x in call.settings.items()}
     result = getattr(namespace, call.function)(*arguments, **settings)
     return named_outputs(result, CONTRACTS[call.function].outputs)
@@ -103,47 +105,47 @@ def gradients(call: Problem, out: dict[str, Any], placed: dict[str, Tensor]) -> 
     """The gradient of each wanted input; zeros where nothing reaches it."""
     inputs = [placed[name] for name in call.wanted]
     attached = [name for name in call.cotangents if out[name].requires_grad]
-    found: Sequence[Tensor | None] = [None] * len(inputs)
+    found_gradients: Sequence[Tensor | None] = [None] * len(inputs)
     if attached and inputs:
         cotangents = [call.cotangents[name].to(out[name].dtype) for name in attached]
-        found = torch.autograd.grad([out[name] for name in attached], inputs, cotangents, allow_unused=True)
+        found_gradients = torch.autograd.grad([out[name] for name in attached], inputs, cotangents, allow_unused=True)
     return {
         f"d_{name}": torch.zeros_like(x) if g is None else g
-        for name, x, g in zip(call.wanted, inputs, found, strict=True)
+        for name, x, g in zip(call.wanted, inputs, found_gradients, strict=True)
     }
 
 
 def widened(call: Problem) -> Problem:
-    """The call in float64; what has bits of its own stays."""
+    """The call in float64. Tensors whose bits matter stay as they are."""
     if call.function in EXACT_DTYPES:
         return call
-    settings = {name: _wide(x, name) for name, x in call.settings.items()}
+    settings = {name: _in_float64(x, name) for name, x in call.settings.items()}
     settings |= {"router_dtype": "fp64"} if "router_dtype" in settings else {}
-    required = {name: _wide(x, name) for name, x in call.required.items()}
-    cotangents = {name: _wide(x) for name, x in call.cotangents.items()}
+    required = {name: _in_float64(x, name) for name, x in call.required.items()}
+    cotangents = {name: _in_float64(x) for name, x in call.cotangents.items()}
     producer = call.producer and widened(call.producer)
     return replace(call, required=required, settings=settings, cotangents=cotangents, producer=producer)
 
 
-def _wide(x: Any, name: str = "") -> Any:
+def _in_float64(x: Any, name: str = "") -> Any:
     if name.startswith("state.") or name in OF_A_STATE:
         return x
-    if isinstance(x, tuple) and x and all(isinstance(part, Tensor) for part in x):
-        return tuple(map(_wide, x))
+    if isinstance(x, tuple) and x and all(isinstance(element, Tensor) for element in x):
+        return tuple(map(_in_float64, x))
     if isinstance(x, LayerConfig) and x.router_dtype:
         return replace(x, router_dtype="fp64")
     if isinstance(x, Recipe) and x.hadamard:
-        return replace(x, hadamard=False)  # a transform is of bfloat16; `quantize` has it, bit by bit
-    wide = isinstance(x, Tensor) and x.is_floating_point() and x.element_size() > 1
-    return x.double() if wide else x
+        return replace(x, hadamard=False)  # a transform is computed in bfloat16; `quantize` has it, bit by bit
+    is_wide_float = isinstance(x, Tensor) and x.is_floating_point() and x.element_size() > 1
+    return x.double() if is_wide_float else x
 
 
-def difference(case: Case, right: dict[str, Any], got: dict[str, Any]) -> str:
+def difference(case: Case, expected: dict[str, Any], got: dict[str, Any]) -> str:
     """The first result that the formulations do not agree on; empty if they agree on all."""
     cotangents = [x.double() for call in calls_of(case) for x in call.cotangents.values()]
     largest = max((float(_finite(x).max()) for x in cotangents if x.numel()), default=0.0)
     strange = _strange(case)
-    for name, x in right.items():
+    for name, x in expected.items():
         left_out = (strange and ": d_" in name) or ("codes" in name and case.function.startswith(UP_TO_SIGN))
         if isinstance(x, Tensor) and not left_out:
             reason = _tensors_differ(x.detach(), got.get(name), largest if ": d_" in name else None)
@@ -156,22 +158,25 @@ def _finite(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x.abs(), 0.0)
 
 
-def _tensors_differ(x: Tensor, other: Any, cotangent: float | None) -> str:
-    """How they differ. A gradient, which has a cotangent, may be NaN in place of an infinity."""
-    if not isinstance(other, Tensor) or other.shape != x.shape:
-        return f"{tuple(x.shape)} against {tuple(other.shape) if isinstance(other, Tensor) else other}"
-    y = other.detach()
+def _tensors_differ(x: Tensor, second: Any, cotangent: float | None) -> str:
+    """How two tensors differ.
+
+    A gradient, which has a cotangent, may be NaN in place of an infinity.
+    """
+    if not isinstance(second, Tensor) or second.shape != x.shape:
+        return f"{tuple(x.shape)} against {tuple(second.shape) if isinstance(second, Tensor) else second}"
+    y = second.detach()
     if x.element_size() == 1 or not x.is_floating_point():
         x, y = (z.contiguous().view(torch.uint8) if z.dtype.itemsize == 1 else z for z in (x, y))
-        wrong = x != y
+        differs = x != y
     else:
         x, y = x.double(), y.double()
         size = _finite(x)
         row = size.amax(-1, keepdim=True) if x.dim() and x.shape[-1] else size
         near = (x - y).abs() <= RELATIVE * size + CANCELLED * (row + (cotangent or 0.0))
         lost = x.isnan() & y.isnan() if cotangent is None else ~x.isfinite() & ~y.isfinite()
-        wrong = ~(near | (x == y) | lost)
-    if not wrong.any():
+        differs = ~(near | (x == y) | lost)
+    if not differs.any():
         return ""
-    at = tuple(wrong.nonzero()[0].tolist())
-    return f"{int(wrong.sum())} of {wrong.numel()}, first at {at}: {x[at].item()!r} against {y[at].item()!r}"
+    at = tuple(differs.nonzero()[0].tolist())
+    return f"{int(differs.sum())} of {differs.numel()}, first at {at}: {x[at].item()!r} against {y[at].item()!r}"

@@ -1,5 +1,5 @@
-"""The experts a second time: products with a weight matrix per row, and activations by their
-formulas with autograd's gradients.
+"""The experts in a second formulation: products with a weight matrix per row, and activations by
+their formulas, with autograd's gradients.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ GATES = {"swiglu": "silu", "geglu": "gelu_tanh", "geglu_erf": "gelu", "quick_geg
 
 
 def columns(width: int, interleave: int | None) -> tuple[list[int], list[int]]:
-    """Of h: the column of each gate and of each value."""
+    """The columns of h with the gate and with the value of each feature."""
     size = interleave or max(width, 1)
     gates = [2 * size * (j // size) + j % size for j in range(width)]
     return gates, [column + size for column in gates]
@@ -59,8 +59,8 @@ def glu(
 
 def stored(of: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
     """of(h), whose gradient is taken at the E4M3 values of h."""
-    seen = of(Through.apply(h, nearest(h.detach(), "e4m3")))
-    return Through.apply(seen, of(h).detach())
+    stored_output = of(Through.apply(h, nearest(h.detach(), "e4m3")))
+    return Through.apply(stored_output, of(h).detach())
 
 
 def activation(
@@ -75,27 +75,27 @@ def activation(
 
 
 def experts_of(tokens_per_expert_L: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """[P] each row's expert, and whether it has one: rows past the last segment have not."""
+    """The expert of each row [P], and whether it has one. Rows past the last segment have none."""
     counts = tokens_per_expert_L.tolist()
     expert = [e for e, count in enumerate(counts) for _ in range(count)]
-    rest = num_rows - len(expert)
-    inside = torch.arange(num_rows) < len(expert)
-    return torch.tensor(expert + [len(counts) - 1] * rest, dtype=torch.int64), inside
+    num_tail = num_rows - len(expert)
+    has_expert = torch.arange(num_rows) < len(expert)
+    return torch.tensor(expert + [len(counts) - 1] * num_tail, dtype=torch.int64), has_expert
 
 
-def read(x_PN: Tensor, inside: Tensor) -> Tensor:
+def read(x_PN: Tensor, has_expert: Tensor) -> Tensor:
     """x with zeros past the last segment."""
-    return torch.where(inside[:, None], x_PN, 0.0)
+    return torch.where(has_expert[:, None], x_PN, 0.0)
 
 
 class _LowPrecision(torch.autograd.Function):
     """A product of quantised factors, whose gradients are the products below."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, how: Any) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, precision: Any) -> Tensor:
         ctx.save_for_backward(rows, weight, counts)
-        ctx.how = how
-        x, w = factor(rows, counts, "input", "fprop", **how), factor(weight, None, "weight", "fprop", **how)
+        ctx.how = precision
+        x, w = factor(rows, counts, "input", "fprop", **precision), factor(weight, None, "weight", "fprop", **precision)
         return _product(x, w, counts, bias)
 
     @staticmethod
@@ -105,14 +105,16 @@ class _LowPrecision(torch.autograd.Function):
         d_weight = grouped_wgrad(d_out, rows, counts, **ctx.how) if ctx.needs_input_grad[1] else None
         d_bias = None
         if ctx.needs_input_grad[2]:
-            d_bias = torch.stack([part.sum(0) for part in d_out[: counts.sum()].split(counts.tolist())])
+            d_bias = torch.stack(
+                [expert_gradient.sum(0) for expert_gradient in d_out[: counts.sum()].split(counts.tolist())]
+            )
         return d_rows, d_weight, d_bias, None, None
 
 
 def _product(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:
-    expert, inside = experts_of(counts, len(x))
-    out = torch.einsum("pmn,pn->pm", weight[expert], read(x, inside))
-    return read(out if bias is None else out + bias[expert], inside)
+    expert, has_expert = experts_of(counts, len(x))
+    out = torch.einsum("pmn,pn->pm", weight[expert], read(x, has_expert))
+    return read(out if bias is None else out + bias[expert], has_expert)
 
 
 def grouped_linear(
@@ -122,8 +124,8 @@ def grouped_linear(
     """out[p, m] = Σ_n W[e(p), m, n] x[p, n] + b[e(p), m], of all rows at once."""
     if recipe is None:
         return _product(rows_PN, weight_LMN, tokens_per_expert_L, bias)
-    how = {"recipe": recipe, "state": state, "noise": noise}
-    return _LowPrecision.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, how)
+    precision = {"recipe": recipe, "state": state, "noise": noise}
+    return _LowPrecision.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
 
 
 def grouped_dgrad(
@@ -131,11 +133,11 @@ def grouped_dgrad(
     state: Any = None, noise: Tensor | None = None, accumulator: str = "float32",
 ) -> Tensor:  # fmt: skip
     """dx[p, n] = Σ_m W[e(p), m, n] d[p, m]"""
-    how = {"recipe": recipe, "state": state, "noise": noise}
-    d_out = factor(d_out_PM, tokens_per_expert_L, "grad_output", "dgrad", **how)
-    weight = factor(weight_LMN, None, "weight", "dgrad", **how)
-    expert, inside = experts_of(tokens_per_expert_L, len(d_out))
-    return read(torch.einsum("pmn,pm->pn", weight[expert], read(d_out, inside)), inside)
+    precision = {"recipe": recipe, "state": state, "noise": noise}
+    d_out = factor(d_out_PM, tokens_per_expert_L, "grad_output", "dgrad", **precision)
+    weight = factor(weight_LMN, None, "weight", "dgrad", **precision)
+    expert, has_expert = experts_of(tokens_per_expert_L, len(d_out))
+    return read(torch.einsum("pmn,pm->pn", weight[expert], read(d_out, has_expert)), has_expert)
 
 
 def grouped_wgrad(
@@ -143,22 +145,27 @@ def grouped_wgrad(
     recipe: Recipe | None = None, state: Any = None, noise: Tensor | None = None, accumulator: str = "float32",
 ) -> Tensor:  # fmt: skip
     """dW[l] = Σ_p d[p] ⊗ x[p], the rows of others taken as zeros; added to what is there."""
-    how = {"recipe": recipe, "state": state, "noise": noise}
-    d_out = factor(d_out_PM, tokens_per_expert_L, "grad_output", "wgrad", **how)
-    rows = factor(rows_PN, tokens_per_expert_L, "input", "wgrad", **how)
-    expert, inside = experts_of(tokens_per_expert_L, len(rows))
-    own = [inside & (expert == e) for e in range(len(tokens_per_expert_L))]
-    product = torch.stack([torch.einsum("pm,pn->mn", read(d_out, one), read(rows, one)) for one in own])
+    precision = {"recipe": recipe, "state": state, "noise": noise}
+    d_out = factor(d_out_PM, tokens_per_expert_L, "grad_output", "wgrad", **precision)
+    rows = factor(rows_PN, tokens_per_expert_L, "input", "wgrad", **precision)
+    expert, has_expert = experts_of(tokens_per_expert_L, len(rows))
+    masks_of_experts = [has_expert & (expert == e) for e in range(len(tokens_per_expert_L))]
+    product = torch.stack(
+        [
+            torch.einsum("pm,pn->mn", read(d_out, expert_mask), read(rows, expert_mask))
+            for expert_mask in masks_of_experts
+        ]
+    )
     return product if accumulate_into is None else accumulate_into + product
 
 
-def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **how: Any) -> Tensor:
-    """All rows by one weight."""
-    if how.get("recipe") is None:
+def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **precision: Any) -> Tensor:
+    """All rows times one weight."""
+    if precision.get("recipe") is None:
         out = torch.einsum("tn,mn->tm", x_TN, weight_MN)
         return out if bias is None else out + bias
-    whole = torch.tensor([len(x_TN)])
-    return grouped_linear(x_TN, weight_MN[None], whole, bias=None if bias is None else bias[None], **how)
+    num_rows = torch.tensor([len(x_TN)])
+    return grouped_linear(x_TN, weight_MN[None], num_rows, bias=None if bias is None else bias[None], **precision)
 
 
 latent_projection = linear
@@ -177,7 +184,7 @@ def acts(kind: str, **settings: Any) -> Callable[..., Tensor]:
 def precisions(recipe: Recipe | None, state: Any, noise: Any) -> list[dict[str, Any]]:
     """Recipe, state and noise of both products."""
     pairs = zip(state or (None, None), noise or (None, None), strict=True)
-    return [{"recipe": recipe, "state": own, "noise": drawn} for own, drawn in pairs]
+    return [{"recipe": recipe, "state": layer_state, "noise": drawn} for layer_state, drawn in pairs]
 
 
 def grouped_mlp(
@@ -200,11 +207,13 @@ def grouped_mlp(
     p = None if probs is None else torch.where(real, probs[at] if len(source) else probs[:0], 0.0)
     if probs_on_input and p is not None:
         x, p = x * p[:, None], None
-    own = precisions(recipe, state, noise)
-    for each in own:
-        each["noise"] = None if each["noise"] is None else each["noise"][:, : len(source)]
-    h = grouped_linear(x, fc1_weight, padded, bias=fc1_bias, **own[0])
-    y = grouped_linear(acts(kind, **shape)(h, probs=p), fc2_weight, padded, **own[1])
+    layer_precisions = precisions(recipe, state, noise)
+    for layer_precision in layer_precisions:
+        layer_precision["noise"] = (
+            None if layer_precision["noise"] is None else layer_precision["noise"][:, : len(source)]
+        )
+    h = grouped_linear(x, fc1_weight, padded, bias=fc1_bias, **layer_precisions[0])
+    y = grouped_linear(acts(kind, **shape)(h, probs=p), fc2_weight, padded, **layer_precisions[1])
     if fc2_bias is not None:
         bias = fc2_bias[experts_of(padded, len(source))[0]]
         y = y + (bias if p is None else bias * p[:, None])
@@ -215,23 +224,23 @@ def grouped_mlp(
 def sequential_mlp(
     rows_PH: Tensor, tokens_per_expert_L: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, **settings: Any
 ) -> Tensor:
-    """A row after another, each a batch of one; `grouped_mlp` with a recipe, which is of all."""
+    """Row by row, each as a batch of one. With a recipe, which covers all rows, `grouped_mlp`."""
     if settings.get("recipe") is not None:
         return grouped_mlp(rows_PH, tokens_per_expert_L, fc1_weight, fc2_weight, **settings)
     probs, bias1, bias2 = (settings.pop(name, None) for name in ("probs", "fc1_bias", "fc2_bias"))
     on_input, kind = settings.pop("probs_on_input", False), settings.pop("kind", "swiglu")
     act = acts(kind, **{name: x for name, x in settings.items() if name not in ("align", "recompute", "recipe")})
     out = [torch.zeros_like(row) for row in rows_PH]
-    place = 0
+    first_row = 0
     for e, count in enumerate(tokens_per_expert_L.tolist()):
-        for i in range(place, place + count):
+        for i in range(first_row, first_row + count):
             p = rows_PH.new_ones(1) if probs is None else probs[i : i + 1]
             h = fc1_weight[e] @ (rows_PH[i] * p if on_input else rows_PH[i])
             h = h if bias1 is None else h + bias1[e]
-            outside = torch.ones_like(p) if on_input else p
-            y = fc2_weight[e] @ act(h[None], probs=outside)[0]
-            out[i] = y if bias2 is None else y + outside * bias2[e]
-        place += count
+            output_probs = torch.ones_like(p) if on_input else p
+            y = fc2_weight[e] @ act(h[None], probs=output_probs)[0]
+            out[i] = y if bias2 is None else y + output_probs * bias2[e]
+        first_row += count
     return torch.stack(out) if out else rows_PH
 
 
@@ -240,6 +249,6 @@ def shared_experts(
     recompute: bool = False, recipe: Recipe | None = None, state: Any = None, noise: Any = None, **shape: Any,
 ) -> Tensor:  # fmt: skip
     """Two products, and a gate per token."""
-    own = precisions(recipe, state, noise)
-    y = linear(acts(kind, **shape)(linear(x_TH, fc1_weight, **own[0])), fc2_weight, **own[1])
+    layer_precisions = precisions(recipe, state, noise)
+    y = linear(acts(kind, **shape)(linear(x_TH, fc1_weight, **layer_precisions[0])), fc2_weight, **layer_precisions[1])
     return y if gate_weight is None else y * sigmoid((x_TH * gate_weight).sum(1, keepdim=True))

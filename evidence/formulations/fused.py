@@ -1,4 +1,6 @@
-"""Two stages in one a second time: the stages' formulations after one another."""
+"""Fused functions in a second formulation: the formulations of their stages, one after the
+other.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +15,7 @@ from moe_ref.config import PermutedQuantization, Quantization, Recipe
 from moe_ref.config.fused_activations import QuantizedGradients
 from moe_ref.permutation.second_oracle import permute
 
-FORMS = ("rowwise", "columnwise", "state", "noise")  # arguments of a quantiser
+FORMS = ("rowwise", "columnwise", "state", "noise")  # arguments of the quantiser
 
 
 def permute_and_quantize(
@@ -31,7 +33,7 @@ def activate_and_quantize(
     default: str, h: Tensor, recipe: Recipe, *, splits: Tensor | None = None, probs: Tensor | None = None,
     kind: str = "", round_before_quantize: bool = False, **settings: Any,
 ) -> Quantization:  # fmt: skip
-    """The activation of the groups' rows, then zeros; their codes."""
+    """The codes of the activation of the groups' rows, followed by zeros."""
     forms = {name: settings.pop(name) for name in FORMS if name in settings}
     act = acts(kind or default, **settings)
     rows = len(h) if splits is None else int(splits.sum())
@@ -44,7 +46,7 @@ def gradients_and_quantize(
     default: str, d_out: Tensor, h: Tensor, recipe: Recipe, *, splits: Tensor | None = None,
     probs: Tensor | None = None, kind: str = "", round_before_quantize: bool = False, **settings: Any,
 ) -> QuantizedGradients:  # fmt: skip
-    """Autograd's gradients of the activation; the codes of the first."""
+    """Autograd's gradients of the activation, and the codes of the first of them."""
     forms = {name: settings.pop(name) for name in FORMS if name in settings}
     act: Callable[..., Tensor] = acts(kind or default, **settings)
     rows = len(h) if splits is None else int(splits.sum())
@@ -52,9 +54,9 @@ def gradients_and_quantize(
     leaves += [] if probs is None else [probs[:rows].detach().clone().requires_grad_()]
     with torch.enable_grad():
         out = act(leaves[0], probs=None if probs is None else leaves[1])
-        found = torch.autograd.grad(out, leaves, d_out[:rows])
-    d_h = torch.cat([found[0], torch.zeros_like(h[rows:])]).detach()
-    d_probs = None if probs is None else torch.cat([found[1], torch.zeros_like(probs[rows:])]).detach()
+        gradients = torch.autograd.grad(out, leaves, d_out[:rows])
+    d_h = torch.cat([gradients[0], torch.zeros_like(h[rows:])]).detach()
+    d_probs = None if probs is None else torch.cat([gradients[1], torch.zeros_like(probs[rows:])]).detach()
     quantized, state = quantize(d_h, recipe, role="grad_output", splits=splits, **forms)
     return QuantizedGradients(quantized, state, d_probs)
 

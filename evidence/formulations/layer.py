@@ -30,12 +30,14 @@ def moe_layer(
     masks = [None] * len(x) if padding_mask is None else padding_mask
     logits = []
     for rank in ranks:
-        seen = x[rank] if config.jitter_eps is None else x[rank] * (1 + config.jitter_eps * (2 * noise[rank] - 1))
-        own = parameters[rank]
-        logits.append(gate(seen, own.router_weight, bias=own.router_bias))
+        router_inputs = (
+            x[rank] if config.jitter_eps is None else x[rank] * (1 + config.jitter_eps * (2 * noise[rank] - 1))
+        )
+        rank_parameters = parameters[rank]
+        logits.append(gate(router_inputs, rank_parameters.router_weight, bias=rank_parameters.router_bias))
 
-    def at(rank: int, over: Any) -> Any:
-        group = RouterRanks(tp_dp_cp=RankGroup(len(x), over(ranks)))
+    def at(rank: int, sum_over: Any) -> Any:
+        group = RouterRanks(tp_dp_cp=RankGroup(len(x), sum_over(ranks)))
         options: dict[str, Any] = {"training": training, "batch_size": batch_size, "padding_mask": masks[rank]}
         with torch.set_grad_enabled(records):
             return route(logits[rank], config.router, state=states[rank], ranks=group, **options)
@@ -47,15 +49,16 @@ def moe_layer(
         routed.append(out._replace(probs=probs_TE, routing_map=out.routing_map & real))
 
     tokens = [
-        own if p.latent_down is None else linear(own, p.latent_down) for own, p in zip(x, parameters, strict=True)
+        rank_parameters if p.latent_down is None else linear(rank_parameters, p.latent_down)
+        for rank_parameters, p in zip(x, parameters, strict=True)
     ]
-    sent, shards = _sent(tokens, routed, config)
-    if rerun and any(bool(one.overflow) for one in sent):
-        sent, shards = _sent(tokens, routed, replace(config, num_rows=None))
+    dispatched, shards = _dispatched(tokens, routed, config)
+    if rerun and any(bool(rank_rows.overflow) for rank_rows in dispatched):
+        dispatched, shards = _dispatched(tokens, routed, replace(config, num_rows=None))
     if config.recipe is None:
-        combined = _dense(tokens, routed, parameters, config, sent, shards)
+        combined = _dense(tokens, routed, parameters, config, dispatched, shards)
     else:
-        combined = _by_rows(parameters, config, sent, linear_states)
+        combined = _by_rows(parameters, config, dispatched, linear_states)
     output = []
     for rank, y in enumerate(combined):
         p = parameters[rank]
@@ -64,16 +67,19 @@ def moe_layer(
             weights = (p.shared_fc1_weight, p.shared_fc2_weight)
             y = y + shared_experts(x[rank], *weights, gate_weight=p.shared_gate_weight, **config.shared_experts)
         output.append(y)
-    return LayerOutput(logits, routed, sent, None, combined, None, output)
+    return LayerOutput(logits, routed, dispatched, None, combined, None, output)
 
 
-def _sent(tokens: Sequence[Tensor], routed: Sequence[Any], config: LayerConfig) -> tuple[list[Any], int]:
+def _dispatched(tokens: Sequence[Tensor], routed: Sequence[Any], config: LayerConfig) -> tuple[list[Any], int]:
     """Each rank's rows, and the shards of each expert. Dispatchers differ in their order."""
     shards = config.expert_tensor_parallel
     maps, probs = [out.routing_map for out in routed], [out.probs for out in routed]
     if shards > 1 and config.dispatcher not in SHARDING:
         sizes = {"expert_parallel": len(tokens) // shards, "expert_tensor_parallel": shards}
-        maps, probs = ([dispatch.flatten_experts(own, **sizes) for own in every] for every in (maps, probs))
+        maps, probs = (
+            [dispatch.flatten_experts(rank_slots, **sizes) for rank_slots in slots_of_ranks]
+            for slots_of_ranks in (maps, probs)
+        )
     options: dict[str, Any] = {"num_rows": config.num_rows}
     if config.dispatcher in SHARDING:
         options |= {"expert_tensor_parallel": shards}
@@ -84,25 +90,25 @@ def _sent(tokens: Sequence[Tensor], routed: Sequence[Any], config: LayerConfig) 
 
 def _dense(
     tokens: Sequence[Tensor], routed: Sequence[Any], parameters: Sequence[LayerParameters], config: LayerConfig,
-    sent: Sequence[Any], shards: int,
+    dispatched: Sequence[Any], shards: int,
 ) -> list[Tensor]:  # fmt: skip
     """Every token through every expert of every rank, times the probability of a kept copy."""
     options = {name: x for name, x in config.experts.items() if name not in ("align", "recipe")}
     out = []
     for source, x in enumerate(tokens):
         total = torch.zeros_like(x)
-        for rank, own in enumerate(sent):
-            kept = [(c[1], c[2]) for c in own.handle.rows[rank] if c is not None and c[0] == source]
+        for rank, rank_rows in enumerate(dispatched):
+            kept_copies = [(c[1], c[2]) for c in rank_rows.handle.rows[rank] if c is not None and c[0] == source]
             p, local = parameters[rank], len(parameters[rank].fc1_weight)
             for e in range(local):
                 expert = rank // shards * local + e
-                cell = expert if own.handle.shards == shards else rank * local + e
+                cell = expert if rank_rows.handle.shards == shards else rank * local + e
                 mine = torch.zeros(len(x), dtype=torch.bool)
-                mine[[t for t, named in kept if named == cell]] = True
+                mine[[t for t, named in kept_copies if named == cell]] = True
                 prob = torch.where(mine, routed[source].probs[:, expert], 0.0)
                 own_biases = {n: b if b is None else b[e : e + 1] for n, b in _biases(p).items()}
-                given: dict[str, Any] = options | own_biases | {"probs": prob}
-                y = grouped_mlp(x, torch.tensor([len(x)]), p.fc1_weight[[e]], p.fc2_weight[[e]], **given)
+                mlp_options: dict[str, Any] = options | own_biases | {"probs": prob}
+                y = grouped_mlp(x, torch.tensor([len(x)]), p.fc1_weight[[e]], p.fc2_weight[[e]], **mlp_options)
                 total = total + torch.where(mine[:, None], y, 0.0)
         out.append(total)
     return out
@@ -113,12 +119,12 @@ def _biases(p: LayerParameters) -> dict[str, Any]:
 
 
 def _by_rows(
-    parameters: Sequence[LayerParameters], config: LayerConfig, sent: Sequence[Any], linear_states: Any
+    parameters: Sequence[LayerParameters], config: LayerConfig, dispatched: Sequence[Any], linear_states: Any
 ) -> list[Tensor]:
     """The rows through their experts, and back."""
     rows = []
-    for rank, (own, p) in enumerate(zip(sent, parameters, strict=True)):
-        options: dict[str, Any] = config.experts | _biases(p) | {"probs": own.probs}
+    for rank, (rank_rows, p) in enumerate(zip(dispatched, parameters, strict=True)):
+        options: dict[str, Any] = config.experts | _biases(p) | {"probs": rank_rows.probs}
         options |= {} if linear_states is None else {"state": linear_states[rank]}
-        rows.append(grouped_mlp(own.rows, own.tokens_per_expert, p.fc1_weight, p.fc2_weight, **options))
-    return dispatch.combine(rows, [own.handle for own in sent])
+        rows.append(grouped_mlp(rank_rows.rows, rank_rows.tokens_per_expert, p.fc1_weight, p.fc2_weight, **options))
+    return dispatch.combine(rows, [rank_rows.handle for rank_rows in dispatched])

@@ -23,15 +23,15 @@ def play_layer(namespace: Any, calls: Sequence[Problem]) -> dict[str, Any]:
         LayerParameters(**{n: x for n, x in placed.items() if n in LayerParameters._fields}) for placed in places
     ]
     states = [state_before(implementation, config.router, placed, torch.device("cpu")) for placed in places]
-    given = {n: x for n, x in calls[0].settings.items() if n in ("training", "batch_size", "rerun")}
-    given |= {n: [placed[n] for placed in places] for n in ("padding_mask", "noise") if n in places[0]}
+    layer_settings = {n: x for n, x in calls[0].settings.items() if n in ("training", "batch_size", "rerun")}
+    layer_settings |= {n: [placed[n] for placed in places] for n in ("padding_mask", "noise") if n in places[0]}
     scales = [pairs_from(placed).get("state") for placed in places]
-    given |= {} if scales[0] is None else {"linear_states": scales}
-    out = namespace.moe_layer([placed["x"] for placed in places], parameters, config, states=states, **given)
-    found: dict[str, Any] = {}
+    layer_settings |= {} if scales[0] is None else {"linear_states": scales}
+    out = namespace.moe_layer([placed["x"] for placed in places], parameters, config, states=states, **layer_settings)
+    results: dict[str, Any] = {}
     for rank, routed in enumerate(out.routed):
-        found |= {f"{rank}: {name}": x for name, x in routed_outputs(implementation, routed).items()}
-        found[f"{rank}: output"] = out.output[rank]
+        results |= {f"{rank}: {name}": x for name, x in routed_outputs(implementation, routed).items()}
+        results[f"{rank}: output"] = out.output[rank]
     wanted = [(rank, name) for rank, call in enumerate(calls) for name in call.wanted]
     inputs = [places[rank][name] for rank, name in wanted]
     attached = [rank for rank, call in enumerate(calls) if call.cotangents and out.output[rank].requires_grad]
@@ -40,5 +40,5 @@ def play_layer(namespace: Any, calls: Sequence[Problem]) -> dict[str, Any]:
         outputs, given_back = [out.output[r] for r in attached], [calls[r].cotangents["output"] for r in attached]
         gradients = torch.autograd.grad(outputs, inputs, given_back, allow_unused=True)
     for (rank, name), x, g in zip(wanted, inputs, gradients, strict=True):
-        found[f"{rank}: d_{name}"] = torch.zeros_like(x) if g is None else g
-    return found
+        results[f"{rank}: d_{name}"] = torch.zeros_like(x) if g is None else g
+    return results

@@ -10,11 +10,11 @@ NAN = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x7}
 
 def _values(name: str) -> np.ndarray:
     _, mantissa, bias, last = BITS[name]
-    whole = 2**mantissa
+    num_fractions = 2**mantissa
     return np.array(
         [
-            (whole + code % whole) * 2.0 ** (code // whole - bias - mantissa)
-            if code >= whole
+            (num_fractions + code % num_fractions) * 2.0 ** (code // num_fractions - bias - mantissa)
+            if code >= num_fractions
             else code * 2.0 ** (1 - bias - mantissa)
             for code in range(last + 1)
         ]
@@ -27,8 +27,10 @@ POWERS = np.array([2.0 ** (code - 127) for code in range(255)])
 
 
 def encode(x: np.ndarray, name: str, noise: np.ndarray | None = None) -> np.ndarray:
-    """The codes of float64 numbers: of the two neighbours the nearer, the even one halfway, or the
-    upper one with the probability of its part; E8M0 the upper one always.
+    """The codes of float64 numbers.
+
+    Of the two neighbours it is the nearer one; halfway the even one; or with noise the upper one,
+    with a probability equal to the distance from the lower. For E8M0 it is always the upper one.
     """
     size = np.abs(x)
     if name == "e8m0":

@@ -1,6 +1,6 @@
-"""Quantisers a second time: codes by search in a list of values, scales block by block.
+"""Quantisers in a second formulation: codes by a search in a list of values, scales block by block.
 
-All arithmetic of scales is float32, as the rules ask; numpy rounds each operation.
+All arithmetic of scales is in float32, as the rules ask. numpy rounds each operation.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from moe_ref.config.state import new_quantizer_state as new_quantizer_state
 
 F32 = np.float32
 FLOAT32_MAX = np.finfo(F32).max
-SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], F32)  # of the Hadamard transform
+SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], F32)  # signs of the Hadamard transform
 Array = np.ndarray
 
 
@@ -29,7 +29,7 @@ def nearest(x: Tensor, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """What recipe, role and direction say of a form."""
+    """What the recipe, the role and the direction say about a form."""
 
     recipe: Recipe
     role: str
@@ -62,7 +62,7 @@ class Rule:
 
 @dataclass
 class Group:
-    """One group in its form's own orientation."""
+    """One group of rows, in the orientation of its form."""
 
     codes: Array
     scale: Array
@@ -76,7 +76,7 @@ class Form:
 
     rule: Rule
     groups: list[Group] = field(default_factory=list)
-    source: Any = None  # whose gradient is the result's
+    source: Any = None  # the tensor whose gradient is that of the result
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Quantized:
 
 
 def amax_of(x: Array) -> Any:
-    """max |x| without NaN; 0 of nothing."""
+    """The maximum of |x|, ignoring NaN; 0 if there are no values."""
     return np.fmax.reduce(np.abs(x).ravel(), initial=0.0)
 
 
@@ -101,8 +101,8 @@ def blocks(shape: tuple[int, int], rows: int, columns: int) -> list[tuple[int, i
     ]
 
 
-def by_amax(x: Array, rule: Rule, given: Any) -> Group:
-    """A float32 scale per block, or for all."""
+def by_amax(x: Array, rule: Rule, delayed_scale: Any) -> Group:
+    """A float32 scale for each block, or for all values."""
     recipe = rule.recipe
     size = BLOCK.get(recipe.scaling)
     shape = (max(len(x), 1), max(x.shape[1], 1)) if size is None else (size if rule.square else 1, size)
@@ -112,9 +112,9 @@ def by_amax(x: Array, rule: Rule, given: Any) -> Group:
     most = F32(torch.finfo(rule.dtype).max) if half else FLOAT32_MAX
     out = Group(np.zeros(x.shape, np.uint8), np.zeros(counts, F32), np.zeros(counts, F32), np.zeros(x.shape, F32))
     for i, j, rows, columns in cuts:
-        part = x[rows, columns]
-        out.amax[i, j] = amax_of(part)
-        if given is None:
+        block = x[rows, columns]
+        out.amax[i, j] = amax_of(block)
+        if delayed_scale is None:
             a = max(out.amax[i, j], F32(recipe.amax_epsilon or 0.0))
             scale = F32(1) if a == 0 or np.isinf(a) else min(F32(LARGEST[rule.name]) / a, most)
             if np.isinf(scale):
@@ -122,8 +122,8 @@ def by_amax(x: Array, rule: Rule, given: Any) -> Group:
             if recipe.power_of_two_scales:
                 scale = F32(2.0 ** (int(np.frexp(scale)[1]) - 1))
         else:
-            scale = F32(given)
-        out.codes[rows, columns] = encode((part * scale).astype(np.float64), rule.name)
+            scale = F32(delayed_scale)
+        out.codes[rows, columns] = encode((block * scale).astype(np.float64), rule.name)
         out.scale[i, j] = F32(1) / scale
         out.values[rows, columns] = decode(out.codes[rows, columns], rule.name).astype(F32) * out.scale[i, j]
     return out
@@ -135,10 +135,10 @@ def by_exponent(x: Array, rule: Rule) -> Group:
     out = Group(np.zeros(x.shape, np.uint8), np.zeros(counts, np.uint8), np.zeros(counts, F32), np.zeros(x.shape, F32))
     height = 32 if rule.square else 1
     for _, j, rows, columns in blocks(x.shape, height, 32):
-        part, amax = x[rows, columns], F32(amax_of(x[rows, columns]))
+        block, amax = x[rows, columns], F32(amax_of(x[rows, columns]))
         code = encode(np.array(amax * F32(1 / LARGEST[rule.name]), np.float64), "e8m0")
         out.amax[rows, j], out.scale[rows, j] = amax, code
-        codes = encode((part * F32(2.0 ** (127 - int(code)))).astype(np.float64), rule.name)
+        codes = encode((block * F32(2.0 ** (127 - int(code)))).astype(np.float64), rule.name)
         out.codes[rows, columns] = codes
         out.values[rows, columns] = decode(codes, rule.name).astype(F32) * F32(2.0 ** (int(code) - 127))
     return out
@@ -148,25 +148,25 @@ def by_two_levels(x: Array, rule: Rule, noise: Array | None) -> Group:
     """An E4M3 scale per block of 16, within a float32 scale of the group or of the row."""
     four = rule.within(rule.recipe.four_over_six)
     bound = F32(256 if four and rule.within(rule.recipe.four_over_six_bound_256) else 448)
-    whole = np.array([[amax_of(row)] for row in x] if rule.by_rows else [[amax_of(x)]], F32).reshape(-1, 1)
+    group_amaxes = np.array([[amax_of(row)] for row in x] if rule.by_rows else [[amax_of(x)]], F32).reshape(-1, 1)
     counts = (len(x), x.shape[1] // 16)
-    out = Group(np.zeros(x.shape, np.uint8), np.zeros(counts, np.uint8), whole, np.zeros(x.shape, F32))
+    out = Group(np.zeros(x.shape, np.uint8), np.zeros(counts, np.uint8), group_amaxes, np.zeros(x.shape, F32))
     height = 16 if rule.square else 1
     for i, j, rows, columns in blocks(x.shape, height, 16):
-        part, amax = x[rows, columns], F32(amax_of(x[rows, columns]))
-        total = whole[i if rule.by_rows else 0, 0]
+        block, amax = x[rows, columns], F32(amax_of(x[rows, columns]))
+        total = group_amaxes[i if rule.by_rows else 0, 0]
         encoding = F32(1) if total == 0 else min(F32(6) * bound / total, FLOAT32_MAX)
         encoding = F32(1) if encoding == 0 else encoding
         if four:
             base = amax / F32(6) * encoding
             tried = [_e4m3(base), _e4m3(base * F32(1.5))]
-            coded = [_codes(part, d, encoding) for d in tried]
-            errors = [_error(part, q, d, total, bound, rule) for q, d in zip(coded, tried, strict=True)]
+            coded = [_codes(block, d, encoding) for d in tried]
+            errors = [_error(block, q, d, total, bound, rule) for q, d in zip(coded, tried, strict=True)]
             best = int(errors[1] < errors[0])
             d, q = tried[best], coded[best]
         else:
             d = _e4m3(min(amax * (encoding * F32(1 / 6)), FLOAT32_MAX))
-            q = _codes(part, d, encoding, None if noise is None else noise[rows, columns])
+            q = _codes(block, d, encoding, None if noise is None else noise[rows, columns])
         out.scale[rows, j], out.codes[rows, columns] = d, q
         level = F32(decode(d, "e4m3")) * total * F32(1 / (6 * float(bound)))
         out.values[rows, columns] = decode(q, "e2m1").astype(F32) * level
@@ -177,15 +177,17 @@ def _e4m3(x: Any) -> Array:
     return encode(np.array(x, np.float64), "e4m3")
 
 
-def _codes(part: Array, d: Array, encoding: Any, noise: Array | None = None) -> Array:
+def _codes(block: Array, d: Array, encoding: Any, noise: Array | None = None) -> Array:
     multiplier = min(F32(1) / (F32(decode(d, "e4m3")) * (F32(1) / encoding)), FLOAT32_MAX)
-    return encode((part * multiplier).astype(np.float64), "e2m1", noise)
+    return encode((block * multiplier).astype(np.float64), "e2m1", noise)
 
 
-def _error(part: Array, q: Array, d: Array, total: Any, bound: Any, rule: Rule) -> Any:
-    """Of a block: along each row, then halves of the rows upon one another."""
+def _error(block: Array, q: Array, d: Array, total: Any, bound: Any, rule: Rule) -> Any:
+    """The error of a block: summed along each row, then by adding halves of the rows to each
+    other.
+    """
     values = decode(q, "e2m1").astype(F32) * F32(decode(d, "e4m3")) * total / (F32(6) * bound)
-    off = values - part
+    off = values - block
     sizes = off * off if rule.recipe.four_over_six_error == "mse" else np.abs(off)
     sums = []
     for row in sizes:
@@ -200,7 +202,7 @@ def _error(part: Array, q: Array, d: Array, total: Any, bound: Any, rule: Rule) 
 
 
 def hadamard_matrix() -> Array:
-    """[16,16] signs · H / 4, H by doubling."""
+    """The matrix [16,16]: signs · H / 4, with H by doubling."""
     h = np.ones((1, 1), F32)
     while len(h) < 16:
         h = np.block([[h, h], [h, -h]])
@@ -232,65 +234,73 @@ def quantize(
         for g, size in enumerate(sizes):
             rows = slice(begin, begin + size)
             x = x_MN.detach()[rows].float().numpy()
-            own = None if noise is None else noise[int(turned)][rows].double().numpy()
-            x, own = (x.T, None if own is None else own.T) if turned else (x, own)
+            group_noise = None if noise is None else noise[int(turned)][rows].double().numpy()
+            x, group_noise = (x.T, None if group_noise is None else group_noise.T) if turned else (x, group_noise)
             if rule.transformed:
                 x = torch.from_numpy(hadamard(x)).to(x_MN.dtype).float().numpy()
-            given = None if state is None else float(state.scale[g])
+            delayed_scale = None if state is None else float(state.scale[g])
             with np.errstate(all="ignore"):
-                form.groups.append(_group(np.ascontiguousarray(x), rule, given, own if stochastic else None))
+                form.groups.append(
+                    _group(np.ascontiguousarray(x), rule, delayed_scale, group_noise if stochastic else None)
+                )
             begin += size
         form.source = _source(x_MN, rule, begin)
         forms[turned] = form
     if state is not None:
-        seen = torch.tensor([float(group.amax[0, 0]) for group in next(iter(forms.values())).groups])
+        amaxes = torch.tensor([float(group.amax[0, 0]) for group in next(iter(forms.values())).groups])
         history = state.amax_history.clone()
-        history[:, 0] = torch.maximum(history[:, 0], seen)
+        history[:, 0] = torch.maximum(history[:, 0], amaxes)
         state = QuantizerState(history, state.scale)
     return Quantization(Quantized(forms, (x_MN.shape[0], x_MN.shape[1])), state)
 
 
-def _group(x: Array, rule: Rule, given: Any, noise: Array | None) -> Group:
+def _group(x: Array, rule: Rule, delayed_scale: Any, noise: Array | None) -> Group:
     if rule.recipe.scaling == "mxfp8":
         return by_exponent(x, rule)
-    return by_two_levels(x, rule, noise) if rule.recipe.scaling == "nvfp4" else by_amax(x, rule, given)
+    return by_two_levels(x, rule, noise) if rule.recipe.scaling == "nvfp4" else by_amax(x, rule, delayed_scale)
 
 
 def _source(x_MN: Tensor, rule: Rule, rows: int) -> Tensor:
-    """What a gradient goes to: the rows of all groups, or their transform along tokens."""
-    own = x_MN[:rows]
+    """The tensor to which a gradient goes: the rows of all groups, or their transform along
+    tokens.
+    """
+    group_rows = x_MN[:rows]
     if rule.transformed:
         matrix = torch.from_numpy(hadamard_matrix()).to(x_MN.dtype)
-        parts = own.unflatten(0, (rows // 16, 16))
-        own = torch.einsum("bin,ij->bjn", parts, matrix).flatten(0, 1)
-    return torch.cat([own, torch.zeros_like(x_MN[rows:])])
+        blocks = group_rows.unflatten(0, (rows // 16, 16))
+        group_rows = torch.einsum("bin,ij->bjn", blocks, matrix).flatten(0, 1)
+    return torch.cat([group_rows, torch.zeros_like(x_MN[rows:])])
 
 
-def _whole(quantized: Quantized, columnwise: bool, name: str) -> Tensor:
+def _joined_groups(quantized: Quantized, columnwise: bool, name: str) -> Tensor:
     """[M,N] of codes or values, zeros past the last group."""
     form = quantized.forms[columnwise]
-    parts = [getattr(group, name) for group in form.groups]
-    inside = np.concatenate([part.T if columnwise else part for part in parts])
-    rest = np.zeros((quantized.shape[0] - len(inside), quantized.shape[1]), inside.dtype)
-    return torch.from_numpy(np.concatenate([inside, rest]))
+    group_values = [getattr(group, name) for group in form.groups]
+    rows_of_groups = np.concatenate(
+        [values_of_group.T if columnwise else values_of_group for values_of_group in group_values]
+    )
+    tail = np.zeros((quantized.shape[0] - len(rows_of_groups), quantized.shape[1]), rows_of_groups.dtype)
+    return torch.from_numpy(np.concatenate([rows_of_groups, tail]))
 
 
 def codes(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
     """A code per element."""
-    return _whole(quantized, columnwise, "codes")
+    return _joined_groups(quantized, columnwise, "codes")
 
 
 def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "compact") -> Any:
-    """One after the other, or of each group as a product reads them."""
+    """The scales one after the other, or for each group as a product reads them."""
     form = quantized.forms[columnwise]
     if layout == "gemm":
         return tuple(torch.from_numpy(_for_products(group.scale, form.rule)) for group in form.groups)
-    whole = _rows_of([group.scale for group in form.groups], columnwise)
-    return whole.flatten() if form.rule.recipe.scaling in ("delayed", "current") else whole
+    all_scales = _rows_of([group.scale for group in form.groups], columnwise)
+    return all_scales.flatten() if form.rule.recipe.scaling in ("delayed", "current") else all_scales
 
 
-def _rows_of(parts: list[Array], columnwise: bool) -> Tensor:
-    return torch.from_numpy(np.concatenate([part.T if columnwise else part for part in parts]).copy())
+def _rows_of(values_of_groups: list[Array], columnwise: bool) -> Tensor:
+    return torch.from_numpy(
+        np.concatenate([group_values.T if columnwise else group_values for group_values in values_of_groups]).copy()
+    )
 
 
 def _for_products(scale: Array, rule: Rule) -> Array:
@@ -304,17 +314,17 @@ def _for_products(scale: Array, rule: Rule) -> Array:
     out = np.zeros(rows * columns, scale.dtype)
     for r in range(len(scale)):
         for c in range(scale.shape[1]):
-            tile, inside = r // 128 * (columns // 4) + c // 4, r % 128
-            out[tile * 512 + inside % 32 * 16 + inside // 32 * 4 + c % 4] = scale[r, c]
+            tile, row_in_tile = r // 128 * (columns // 4) + c // 4, r % 128
+            out[tile * 512 + row_in_tile % 32 * 16 + row_in_tile // 32 * 4 + c % 4] = scale[r, c]
     return out
 
 
 def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
-    """Of each block; of NVFP4 of each group, or of each row."""
+    """The amax of each block; for NVFP4 of each group, or of each row."""
     form = quantized.forms[columnwise]
-    whole = _rows_of([group.amax for group in form.groups], columnwise)
-    kept = form.rule.recipe.scaling in ("block", "mxfp8") or (form.rule.by_rows and columnwise)
-    return whole if kept else whole.flatten()
+    all_amaxes = _rows_of([group.amax for group in form.groups], columnwise)
+    is_per_block = form.rule.recipe.scaling in ("block", "mxfp8") or (form.rule.by_rows and columnwise)
+    return all_amaxes if is_per_block else all_amaxes.flatten()
 
 
 class Through(torch.autograd.Function):
@@ -332,34 +342,34 @@ class Through(torch.autograd.Function):
 def dequantize(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
     """The codes' values in the dtype of x."""
     form = quantized.forms[columnwise]
-    return Through.apply(form.source, _whole(quantized, columnwise, "values").to(form.rule.dtype))
+    return Through.apply(form.source, _joined_groups(quantized, columnwise, "values").to(form.rule.dtype))
 
 
 def update_scales(
     state: QuantizerState, recipe: Recipe, *, role: str = "input", reduced_amax: Tensor | None = None
 ) -> QuantizerState:
-    """A group after another."""
+    """The new scales, group by group."""
     largest = LARGEST[Rule(recipe, role, False, torch.float32).name]
-    histories, found = [], []
+    histories, new_scales = [], []
     for g, scale in enumerate(state.scale.tolist()):
         history = state.amax_history[g].tolist()
         if reduced_amax is not None and float(reduced_amax[g]) != 0:
             history[0] = float(reduced_amax[g])
         last = history[0]
-        known = [v for v in history if v == v] if recipe.amax_compute_algo == "max" else [last]
-        top = max(known, default=0.0) if last != 0 else 0.0
+        numbers = [v for v in history if v == v] if recipe.amax_compute_algo == "max" else [last]
+        top = max(numbers, default=0.0) if last != 0 else 0.0
         with np.errstate(all="ignore"):
             step = min(F32(largest * 2.0 ** -(recipe.margin or 0)) / F32(top), FLOAT32_MAX)
-        found.append(float(step) if 0 < top < np.inf else scale)
+        new_scales.append(float(step) if 0 < top < np.inf else scale)
         rolled = [0.0, *history[2:], last][: len(history)]
         histories.append(rolled if last != 0 else state.amax_history[g].tolist())
-    return QuantizerState(torch.tensor(histories), torch.tensor(found))
+    return QuantizerState(torch.tensor(histories), torch.tensor(new_scales))
 
 
 # ---- factors of products
 
 
-FORMS = {  # of each product: role, and whether its form is columnwise
+FORMS = {  # for each product, the role, and whether its form is columnwise
     "fprop": {"weight": False, "input": False},
     "dgrad": {"weight": True, "grad_output": False},
     "wgrad": {"input": True, "grad_output": True},
@@ -379,10 +389,10 @@ def factor(
         columnwise = False
     flat = x if counts is not None else x.reshape(-1, x.shape[-1])
     splits = counts if counts is not None else torch.full((len(x),), x.shape[1])
-    own = None if state is None else getattr(state, role)
-    given: dict[str, Any] = {"rowwise": not columnwise, "columnwise": columnwise, "state": own}
-    given |= {"noise": noise if role == "grad_output" else None}
-    quantized = quantize(flat, recipe, role=role, splits=splits, **given).quantized
-    values = _whole(quantized, columnwise, "values")
-    kept = product != "fprop" and override == "dequantized"
-    return (values.to(x.dtype) if kept else values).double().reshape(x.shape)
+    role_state = None if state is None else getattr(state, role)
+    directions: dict[str, Any] = {"rowwise": not columnwise, "columnwise": columnwise, "state": role_state}
+    directions |= {"noise": noise if role == "grad_output" else None}
+    quantized = quantize(flat, recipe, role=role, splits=splits, **directions).quantized
+    values = _joined_groups(quantized, columnwise, "values")
+    rounds_to_dtype = product != "fprop" and override == "dequantized"
+    return (values.to(x.dtype) if rounds_to_dtype else values).double().reshape(x.shape)

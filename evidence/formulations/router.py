@@ -1,4 +1,4 @@
-"""The router a second time: a token after another, an expert after another, by the docstrings."""
+"""The router in a second formulation: token by token and expert by expert, after the docstrings."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -17,13 +17,13 @@ from moe_ref.config.state import state_tensors as state_tensors
 
 
 def gate(x_TH: Tensor, weight_EH: Tensor, *, bias: Tensor | None = None, router_dtype: str | None = None) -> Tensor:
-    """logits[t, e] = Σ_h x[t, h] · W[e, h] + b[e], of all products at once."""
+    """logits[t, e] = Σ_h x[t, h] · W[e, h] + b[e], with all products at once."""
     products = (x_TH[:, None] * weight_EH[None]).sum(2)
     return products if bias is None else products + bias[None]
 
 
 def jitter(x_TH: Tensor, *, eps: float) -> Tensor:
-    """Each element times a number of its own from [1 - eps, 1 + eps]."""
+    """Each element times its own number from [1 - eps, 1 + eps]."""
     uniform = torch.rand(x_TH.shape, dtype=x_TH.dtype).flatten().tolist()
     factors = [1 - eps + 2 * eps * u for u in uniform]
     return x_TH * torch.tensor(factors, dtype=x_TH.dtype).reshape(x_TH.shape)
@@ -40,19 +40,22 @@ def scores_of(x_E: Tensor, function: str) -> Tensor:
 
 
 def ranked(keys: Sequence[float]) -> list[int]:
-    """Places of the keys, the largest first; of equal ones the lower, and NaN before all."""
+    """The positions of the keys, the largest key first.
+
+    Of equal keys the lower position comes first, and NaN comes before all.
+    """
     return sorted(range(len(keys)), key=lambda e: (0, 0.0, e) if isnan(keys[e]) else (1, -keys[e], e))
 
 
 def chosen(keys: list[float], topk: int, num_groups: int | None, group_topk: int | None) -> list[int]:
-    """The K best; with groups, of those that are kept by the sum of their best."""
+    """The K best experts; with groups, among the experts of the groups with the best sums."""
     if num_groups is None or group_topk is None:
         return ranked(keys)[:topk]
     size = len(keys) // num_groups
     groups = [range(g * size, (g + 1) * size) for g in range(num_groups)]
     sums = [sum(sorted((keys[e] for e in group), reverse=True)[: topk // group_topk]) for group in groups]
-    kept = sorted(e for g in ranked(sums)[:group_topk] for e in groups[g])
-    return [kept[place] for place in ranked([keys[e] for e in kept])][:topk]
+    kept_experts = sorted(e for g in ranked(sums)[:group_topk] for e in groups[g])
+    return [kept_experts[index] for index in ranked([keys[e] for e in kept_experts])][:topk]
 
 
 def topk_indices(
@@ -97,13 +100,18 @@ def sinkhorn_routing(logits_TE: Tensor, *, topk: int, training: bool = True) -> 
     keys = activation.detach()
     if training and tokens:
         cost = logits_TE.detach().exp().tolist()
-        left, right, change = [1.0] * tokens, [1.0] * experts, 1.0
+        row_factors, column_factors, change = [1.0] * tokens, [1.0] * experts, 1.0
         while change > 1e-4:
-            before = right
-            left = [1 / (fsum(map(mul, row, right)) + 1e-8) / tokens for row in cost]
-            right = [1 / (fsum(map(mul, column, left)) + 1e-8) / experts for column in zip(*cost, strict=True)]
-            change = fsum(abs(a - b) for a, b in zip(right, before, strict=True)) / experts
-        plan = [[a * c * b for c, b in zip(row, right, strict=True)] for a, row in zip(left, cost, strict=True)]
+            earlier_factors = column_factors
+            row_factors = [1 / (fsum(map(mul, row, column_factors)) + 1e-8) / tokens for row in cost]
+            column_factors = [
+                1 / (fsum(map(mul, column, row_factors)) + 1e-8) / experts for column in zip(*cost, strict=True)
+            ]
+            change = fsum(abs(a - b) for a, b in zip(column_factors, earlier_factors, strict=True)) / experts
+        plan = [
+            [a * c * b for c, b in zip(row, column_factors, strict=True)]
+            for a, row in zip(row_factors, cost, strict=True)
+        ]
         keys = torch.tensor(plan, dtype=torch.float64)
     routing_map = torch.zeros(tokens, experts, dtype=torch.bool)
     for t in range(tokens):
@@ -116,9 +124,9 @@ def drop_tokens(
     probs_TE: Tensor, routing_map_TE: Tensor, *, capacity: int, drop_policy: str = "probs",
     pad_to_capacity: bool = False,
 ) -> Routed:  # fmt: skip
-    """For each expert a queue of its tokens, then of the others if they may fill it."""
+    """A queue for each expert: its own tokens first, then the others if they may fill it."""
     tokens, experts = probs_TE.shape
-    kept = torch.zeros(tokens, experts, dtype=torch.bool)
+    kept_map = torch.zeros(tokens, experts, dtype=torch.bool)
     routed = routing_map_TE != 0
     for e in range(experts):
         queue = [t for t in range(tokens) if routed[t, e]]
@@ -127,14 +135,14 @@ def drop_tokens(
         if pad_to_capacity:
             queue += [t for t in range(tokens) if not routed[t, e]]
         for t in queue[:capacity]:
-            kept[t, e] = True
-    return Routed(torch.where(kept & routed, probs_TE, 0.0), kept)
+            kept_map[t, e] = True
+    return Routed(torch.where(kept_map & routed, probs_TE, 0.0), kept_map)
 
 
 def aux_loss_scores(
     logits_TE: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None
 ) -> AuxScores:
-    """For each token that is no padding: scores of all experts, and the K best."""
+    """For each token that is no padding, the scores of all experts and the K best."""
     rows, routing_map = [], torch.zeros(logits_TE.shape, dtype=torch.bool)
     for t, x_E in enumerate(logits_TE):
         if padding_mask is not None and padding_mask[t]:
@@ -167,7 +175,7 @@ def z_loss(logits_TE: Tensor, *, coeff: float, padding_mask: Tensor | None = Non
 
 
 class _Ride(torch.autograd.Function):
-    """x; the loss on it gets `scale` as its gradient."""
+    """The function x, on which a loss gets `scale` as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
@@ -180,12 +188,12 @@ class _Ride(torch.autograd.Function):
 
 
 def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
-    """x, with the loss riding on it."""
+    """x, with the loss attached."""
     return _Ride.apply(x, loss, scale)
 
 
 def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update_rate: float) -> Tensor:
-    """A step up below the exact mean, a step down above it."""
+    """A step up for loads below the exact mean, a step down for loads above it."""
     counts = [Fraction(count) for count in tokens_per_expert.tolist()]
     mean = sum(counts, Fraction()) / len(counts)
     steps = [(mean > count) - (mean < count) for count in counts]
@@ -230,13 +238,15 @@ def route(
 
     probs_TE, state = routed.probs, state._replace(replay_queue=tuple(queue))
     if records:
-        found, state = _balancing(logits_TE, config, state, batch_size, mask, padding_mask is not None, ranks)
-        for name, (value, factor) in found.items():
+        balancing_losses, state = _balancing(
+            logits_TE, config, state, batch_size, mask, padding_mask is not None, ranks
+        )
+        for name, (value, factor) in balancing_losses.items():
             losses[name] = value
             probs_TE = attach_loss(probs_TE, value * factor, scale=loss_scale)
         if config.expert_bias:
-            own = routed.routing_map[~mask].sum(0)
-            state = state._replace(tokens_per_expert=state.tokens_per_expert + own)
+            rank_counts = routed.routing_map[~mask].sum(0)
+            state = state._replace(tokens_per_expert=state.tokens_per_expert + rank_counts)
     logged = RouterLosses(**{name: value.detach() for name, value in losses.items()})
     return RouteOutput(probs_TE, routed.routing_map, logged, indices if replay == "record" else None, state)
 
@@ -251,27 +261,34 @@ def _balancing(
     topk, experts = config.topk, config.num_experts
     scores, hot = aux_loss_scores(logits_TE, topk=topk, score_function=config.score_function, padding_mask=mask)
     factor = ranks.tp_cp.sum((~mask).sum()) if config.loss_per_token else 1
-    found = {}
+    factored_losses = {}
     for name, coeff in config.balancing_coeffs.items():
         group = ranks.tp_dp_cp if name == "global_aux_loss" else ranks.tp_cp
-        parts = batch_size if name == "seq_aux_loss" else 1
-        now = [group.sum(hot[b::parts].sum(0)) for b in range(parts)]
-        length = sum(float(n.sum()) for n in now) / topk / parts if masked else len(hot) // parts * group.size
+        num_sequences = batch_size if name == "seq_aux_loss" else 1
+        now = [group.sum(hot[b::num_sequences].sum(0)) for b in range(num_sequences)]
+        length = (
+            sum(float(n.sum()) for n in now) / topk / num_sequences
+            if masked
+            else len(hot) // num_sequences * group.size
+        )
         counts = [n.double() for n in now]
         if name == "global_aux_loss":
             total, steps = state.global_tokens_per_expert + now[0], state.global_steps + 1
             state = state._replace(global_tokens_per_expert=total, global_steps=steps)
             counts = [total.double() / float(steps)]
         sizes: dict[str, Any] = {"total_num_tokens": length, "topk": topk, "num_experts": experts, "coeff": coeff}
-        each = [load_balancing_loss(scores[b::parts], n, **sizes) for b, n in enumerate(counts)]
-        found[name] = (sum(each[1:], each[0]) / (parts * config.loss_divisor), factor)
-    return found, state
+        sequence_losses = [load_balancing_loss(scores[b::num_sequences], n, **sizes) for b, n in enumerate(counts)]
+        factored_losses[name] = (
+            sum(sequence_losses[1:], sequence_losses[0]) / (num_sequences * config.loss_divisor),
+            factor,
+        )
+    return factored_losses, state
 
 
 def finish_batch(
     state: RouterState, config: RouterConfig, *, frozen: bool = False, ranks: RouterRanks | None = None
 ) -> RouterState:
-    """The bias takes its step, and all counters are 0."""
+    """The bias takes its step, and all counters are set to 0."""
     bias = state.expert_bias
     if config.expert_bias and not frozen:
         counts = (ranks or RouterRanks()).tp_dp_cp.sum(state.tokens_per_expert)

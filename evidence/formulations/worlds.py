@@ -1,4 +1,4 @@
-"""Calls of all ranks together: arguments and results are lists over the ranks."""
+"""Calls of all ranks together, whose arguments and results are lists over the ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,32 +20,34 @@ CODED = ("rows",)  # outputs that are opaque where a recipe quantises them
 def play_together(
     namespace: Any, calls: list[Problem], play: Callable[[Any, Problem], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Each rank in a thread of its own, with the sums over its groups."""
+    """Run each rank in a thread of its own, with the sums over its groups."""
 
-    def at(rank: int, over: Callable[[Sequence[int]], Sum]) -> dict[str, Any]:
+    def at(rank: int, sum_over: Callable[[Sequence[int]], Sum]) -> dict[str, Any]:
         call = calls[rank]
-        ranks = call.settings["ranks"].groups(over)
+        ranks = call.settings["ranks"].groups(sum_over)
         return play(namespace, replace(call, settings=call.settings | {"ranks": ranks}))
 
-    parts = play_threads(len(calls), at)
-    return {f"{rank}: {name}": x for rank, part in enumerate(parts) for name, x in part.items()}
+    results_of_ranks = play_threads(len(calls), at)
+    return {
+        f"{rank}: {name}": x for rank, rank_results in enumerate(results_of_ranks) for name, x in rank_results.items()
+    }
 
 
 def play_ranks(namespace: Any, calls: list[Problem]) -> dict[str, Any]:
-    """One call with lists over the ranks, and the gradients of what all ranks want."""
+    """Run one call with lists over the ranks, and take the gradients that all ranks want."""
     places = [{name: x.clone() for name, x in call.tensors.items()} for call in calls]
     for call, placed in zip(calls, places, strict=True):
         placed |= {name: placed[name].requires_grad_() for name in call.wanted}
-    found: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     attached, cotangents = [], []
     results = _listed(namespace, calls, places)
     for rank, (call, out) in enumerate(zip(calls, results, strict=True)):
         for name, x in out.items():
             if name in CODED and x is not None and not isinstance(x, Tensor):
-                found |= {f"{rank}: codes": namespace.codes(x), f"{rank}: scales": namespace.scales(x)}
+                outputs |= {f"{rank}: codes": namespace.codes(x), f"{rank}: scales": namespace.scales(x)}
                 x = namespace.dequantize(x)
                 out = out | {"dequantized": x}
-            found[f"{rank}: {name}"] = x
+            outputs[f"{rank}: {name}"] = x
         out = {"ordered": out.get("rows")} | out  # both formulations have the reference's order
         for name, d_x in call.cotangents.items():
             if out[name].requires_grad:
@@ -57,8 +59,8 @@ def play_ranks(namespace: Any, calls: list[Problem]) -> dict[str, Any]:
     if attached and inputs:
         gradients = torch.autograd.grad(attached, inputs, cotangents, allow_unused=True)
     for (rank, name), x, g in zip(wanted, inputs, gradients, strict=True):
-        found[f"{rank}: d_{name}"] = torch.zeros_like(x) if g is None else g
-    return found
+        outputs[f"{rank}: d_{name}"] = torch.zeros_like(x) if g is None else g
+    return outputs
 
 
 def _listed(namespace: Any, calls: list[Problem], places: Sequence[dict[str, Tensor]]) -> list[dict[str, Any]]:
@@ -67,7 +69,7 @@ def _listed(namespace: Any, calls: list[Problem], places: Sequence[dict[str, Ten
     handles: list[Any] = []
     if first.producer:
         producers = [call.producer for call in calls if call.producer]
-        handles = [out["handle"] for out in _listed(namespace, producers, [one.tensors for one in producers])]
+        handles = [out["handle"] for out in _listed(namespace, producers, [producer.tensors for producer in producers])]
     arguments = [
         handles if isinstance(x, Opaque) else [placed[name] for placed in places] if isinstance(x, Tensor) else x
         for name, x in first.required.items()

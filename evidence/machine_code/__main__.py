@@ -23,31 +23,31 @@ def table(results: list[Result], recorded_of: Counter[str]) -> Iterator[str]:
     yield "| kernel | compiled | recorded | instructions | spills | with findings |"
     yield "|---|--:|--:|--:|--:|--:|"
     for name, total in sorted(recorded_of.items()):
-        of_kernel = [one for one in results if one.kernel == name]
+        of_kernel = [result for result in results if result.kernel == name]
         instructions, spills = sum(x.instructions for x in of_kernel), max((x.spills for x in of_kernel), default=0)
-        found = sum(bool(x.findings) for x in of_kernel)
+        num_findings = sum(bool(x.findings) for x in of_kernel)
         short = name.removeprefix("moe_fast.")
-        yield f"| {short} | {len(of_kernel)} | {total} | {instructions:,} | {spills} | {found} |"
+        yield f"| {short} | {len(of_kernel)} | {total} | {instructions:,} | {spills} | {num_findings} |"
 
 
 def main(options: Namespace) -> int:
     warnings.simplefilter("ignore")
     configurations, errors = recorded(calls())
     surprises = {call: text for call, text in errors.items() if not text.startswith("ValueError")}  # not illegal calls
-    chosen = [one for one in configurations if not options.kernels or one.name.rpartition(".")[2] in options.kernels]
+    chosen = [item for item in configurations if not options.kernels or item.name.rpartition(".")[2] in options.kernels]
     results = list(all_judged(in_turn(chosen), options.seconds, options.jobs))
-    print(*table(results, Counter(one.name for one in chosen)), sep="\n")
-    for one in results:
-        for text in one.findings:
-            print(f"\n{one.kernel} {one.constants} {one.options}\n    {one.call}\n    {text}")
+    print(*table(results, Counter(item.name for item in chosen)), sep="\n")
+    for item in results:
+        for text in item.findings:
+            print(f"\n{item.kernel} {item.constants} {item.options}\n    {item.call}\n    {text}")
     for call, text in surprises.items():
         print(f"\n{call} raises {text}")
     about = {**versions(), "recorded": len(chosen), "compiled": len(results)}
     print("\n" + " · ".join(f"{name} {value}" for name, value in about.items()))
     if options.json:
-        records = [one.record() for one in results if one.findings or one.spills]
+        records = [item.record() for item in results if item.findings or item.spills]
         Path(options.json).write_text(json.dumps(about | {"records": records}, indent=1) + "\n")
-    return int(bool(surprises) or not results or any(one.findings for one in results))
+    return int(bool(surprises) or not results or any(item.findings for item in results))
 
 
 if __name__ == "__main__":

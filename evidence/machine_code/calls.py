@@ -16,7 +16,7 @@ from moe_ref.config import LinearState, QuantizerState, Recipe, RouterConfig
 from moe_ref.config.quantization import DEFAULTS, ROLES
 
 Calls = Iterator[tuple[str, Callable[[], Any]]]
-moe_fast: Any = import_module("moe_fast")  # its functions come by way of stars, which mypy does not follow
+moe_fast: Any = import_module("moe_fast")  # its functions are imported by stars, which mypy does not follow
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS = 4096
 
@@ -36,11 +36,11 @@ MODELS = {  # the sizes of published models; the last is an odd neighbour of one
     "gpt-oss-120b": Shape(2880, 32, 4, 2880),
     "odd": Shape(2047, 9, 3, 1535),
 }
-LINES = (  # of a matrix that is quantised: width, dtype, groups
+LINES = (  # matrices that are quantised: width, dtype, groups
     *((2048, BF16, None), (7168, BF16, 8), (512, BF16, 128), (256, BF16, None)),
     *((2880, FP32, None), (2048, FP16, 8), (2047, BF16, None)),
 )
-OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {  # of a recipe, that constants of kernels depend on
+OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {  # options of a recipe on which constants of kernels depend
     "delayed": {"fp8_format": ("hybrid", "e4m3")},
     "current": {"fp8_format": ("hybrid", "e4m3"), "power_of_two_scales": (False, True)},
     "block": {
@@ -75,7 +75,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def neighbours_of_defaults() -> Iterator[Recipe]:
-    """The recipes that differ from a scaling's defaults in one option at most."""
+    """The recipes that differ from a scaling's default recipe in at most one option."""
     for recipe in recipes():
         options = DEFAULTS[recipe.scaling]
         if sum(getattr(recipe, name) != value for name, value in options.items()) <= 1:
@@ -100,7 +100,7 @@ def differentiated(function: Callable[..., Any], *inputs: Any, **settings: Any) 
 
 
 def quantizers() -> Calls:
-    """Every recipe, role and direction."""
+    """Calls of quantisers for every recipe, role and direction."""
     for recipe, (width, dtype, groups), role in itertools.product(recipes(), LINES, ROLES):
         x, splits = (
             meta(TOKENS, width, dtype=dtype, grad=True),
@@ -156,9 +156,9 @@ def permutations() -> Calls:
             ) -> None:
                 permuted = moe_fast.permute(tokens, routing, **settings)
                 differentiated(lambda x: permuted.rows, tokens)
-                back = meta(*permuted.rows.shape, dtype=tokens.dtype, grad=True)
-                differentiated(moe_fast.unpermute, back, permuted.row_map, restore_shape=tokens.shape)
-                differentiated(moe_fast.unpermute, back, permuted.row_map, probs=settings["probs"])
+                expert_rows = meta(*permuted.rows.shape, dtype=tokens.dtype, grad=True)
+                differentiated(moe_fast.unpermute, expert_rows, permuted.row_map, restore_shape=tokens.shape)
+                differentiated(moe_fast.unpermute, expert_rows, permuted.row_map, probs=settings["probs"])
 
             yield f"permute and unpermute {text} align={align} capacity={capacity}", there_and_back
         chunks, order = meta(shape.experts * 8, dtype=torch.int64), meta(shape.experts * 8, dtype=torch.int64)
@@ -181,13 +181,15 @@ def routers() -> Calls:
     }  # fmt: skip
     for experts, (name, score), dtype in itertools.product((8, 64, 128, 256, 512), scores.items(), (FP32, BF16)):
         config = {"num_experts": experts, "topk": 8 if experts > 8 else 2, **score}
-        for more in (
+        for score_settings in (
             {}, {"expert_bias": True}, {"capacity_factor": 1.0}, {"aux_loss_coeff": 1e-2, "z_loss_coeff": 1e-3},
             {"capacity_factor": 1.5, "drop_policy": "position", "pad_to_capacity": True},
             {"seq_aux_loss_coeff": 1e-2, "global_aux_loss_coeff": 1e-2},
         ):  # fmt: skip
 
-            def call(experts: int = experts, dtype: torch.dtype = dtype, settings: Any = config | more) -> None:
+            def call(
+                experts: int = experts, dtype: torch.dtype = dtype, settings: Any = config | score_settings
+            ) -> None:
                 router = RouterConfig(**settings)
                 logits = meta(TOKENS, experts, dtype=dtype, grad=True)
                 state = moe_fast.new_state(router, device="meta")
@@ -196,7 +198,7 @@ def routers() -> Calls:
                 scores = {name: settings[name] for name in ("topk", "score_function") if name in settings}
                 differentiated(lambda x: moe_fast.aux_loss_scores(x, **scores).scores, logits)
 
-            yield f"route {experts} {dtype} {name} {more}", call
+            yield f"route {experts} {dtype} {name} {score_settings}", call
 
 
 def activations() -> Calls:
@@ -235,12 +237,12 @@ def products() -> Calls:
             sizes = shape.experts, 2 * shape.width, shape.hidden
             both = meta(*sizes, grad=weights), meta(sizes[0], sizes[2], shape.width, grad=weights)
             probs = meta(rows, dtype=FP32, grad=weights)
-            more = dict(settings)
-            if "state" in more:
-                more["state"] = (more["state"],) * 2
+            mlp_settings = dict(settings)
+            if "state" in mlp_settings:
+                mlp_settings["state"] = (mlp_settings["state"],) * 2
             for kind in ("swiglu", "geglu") if recipe is None or recipe.scaling == "block" else ("swiglu",):
                 operands = (x if weights else x.detach(), counts, *both)
-                call = partial(differentiated, moe_fast.grouped_mlp, *operands, probs=probs, kind=kind, **more)
+                call = partial(differentiated, moe_fast.grouped_mlp, *operands, probs=probs, kind=kind, **mlp_settings)
                 yield f"grouped_mlp {text} {kind} gradients={weights}", call
         if recipe is None:
             bias = meta(shape.experts, shape.width, grad=True)
@@ -249,8 +251,11 @@ def products() -> Calls:
             into, d_out = meta(*weight.shape, dtype=FP32), meta(rows, shape.width)
             call = partial(moe_fast.grouped_wgrad, d_out, x.detach(), counts, accumulate_into=into)
             yield f"grouped_wgrad accumulating {text}", call
-            wide = (meta(*operand.shape, dtype=FP32, grad=True) for operand in (x, weight))
-            yield f"grouped_linear float32 {text}", partial(differentiated, moe_fast.grouped_linear, *wide, counts)
+            float32_operands = (meta(*operand.shape, dtype=FP32, grad=True) for operand in (x, weight))
+            yield (
+                f"grouped_linear float32 {text}",
+                partial(differentiated, moe_fast.grouped_linear, *float32_operands, counts),
+            )
 
 
 def layers() -> Calls:

@@ -38,35 +38,39 @@ class Result:
 
 
 def in_turn(configurations: Iterable[Configuration]) -> list[Configuration]:
-    """One of each kernel, then a second of each, and so on; other tiles before other integers."""
+    """The configurations in turn: one of each kernel, then a second of each, and so on. New tiles
+    come before new integers.
+    """
     of_kernels: dict[str, tuple[list[Configuration], list[Configuration]]] = defaultdict(lambda: ([], []))
     tiles = set()
-    for one in configurations:
-        of_kernels[one.name][one.tile in tiles].append(one)
-        tiles.add(one.tile)
+    for configuration in configurations:
+        of_kernels[configuration.name][configuration.tile in tiles].append(configuration)
+        tiles.add(configuration.tile)
     rows = (row for turn in (0, 1) for row in zip_longest(*(queues[turn] for queues in of_kernels.values())))
-    return [one for row in rows for one in row if one is not None]
+    return [configuration for row in rows for configuration in row if configuration is not None]
 
 
-def judged(one: Configuration) -> Result:
+def judged(configuration: Configuration) -> Result:
     """The result of a configuration; code that does not compile and unknown spills are findings."""
     instructions = spills = 0
     try:
-        instructions, spills, findings = report(compiled(one))
+        instructions, spills, findings = report(compiled(configuration))
     except Exception as error:
         findings = [f"{type(error).__name__}: {error}"]
-    if spills > KNOWN.get(one.name, {}).get("spills", 0):
+    if spills > KNOWN.get(configuration.name, {}).get("spills", 0):
         findings = [*findings, f"{spills} loads and stores of local memory"]
-    signature = {name: str(kind) for name, kind in one.signature.items()}
+    signature = {name: str(kind) for name, kind in configuration.signature.items()}
     return Result(
-        one.name, one.named_constants, signature, one.options, one.call, instructions, spills, findings
+        configuration.name, configuration.named_constants, signature, configuration.options, configuration.call,
+        instructions, spills, findings,
     )  # fmt: skip
 
 
 def all_judged(configurations: list[Configuration], seconds: float, jobs: int) -> Iterator[Result]:
-    """The results of as many configurations as the time allows, from so many processes.
+    """The results of as many configurations as the time allows, from this many processes.
 
-    A process is a fork of this one, because a configuration holds a kernel, which is not sent.
+    Each process is a fork of this one, because a configuration holds a kernel, which cannot be
+    sent.
     """
     end = time.monotonic() + seconds
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:

@@ -54,5 +54,5 @@ def listing(cubin: bytes) -> str:
 
 def versions() -> dict[str, str]:
     """The versions that the machine code depends on."""
-    said = subprocess.run([str(TOOLS / "ptxas"), "--version"], capture_output=True, text=True, check=True).stdout
-    return {"triton": triton.__version__, "ptxas": said.rpartition("V")[2].split()[0]}
+    output = subprocess.run([str(TOOLS / "ptxas"), "--version"], capture_output=True, text=True, check=True).stdout
+    return {"triton": triton.__version__, "ptxas": output.rpartition("V")[2].split()[0]}

@@ -52,25 +52,25 @@ class Section:
 
     def successors(self) -> list[list[int]]:
         """The instructions that may come after each; a call returns."""
-        meeting: dict[str, str] = {}  # the label where the paths of a barrier meet
+        meeting: dict[str, str] = {}  # the label at which the paths of a barrier meet
         result = []
-        for i, one in enumerate(self.code):
+        for i, instruction in enumerate(self.code):
             following = [i + 1] if i + 1 < len(self.code) else []
-            goals = [self.labels[name] for name in one.targets if name in self.labels]
-            barrier = one.operands.strip().split(",")[0]
-            if one.base == "BSSY":
-                meeting[barrier] = one.targets[0]
-            elif one.base == "BSYNC" and barrier in meeting:
-                following = [self.labels[meeting[barrier]]] + (following if one.guard else [])
-            elif one.base in BRANCHES:
-                free = not one.guard and not re.search(r"\.(DIV|U)\b", one.opcode) and not re.search(
-                    r"\bU?P\d\b", TARGET.sub("", one.operands)
-                )  # fmt: skip
-                following = goals if free and goals else [*goals, *following]
-            elif one.base == "WARPSYNC":
+            goals = [self.labels[name] for name in instruction.targets if name in self.labels]
+            barrier = instruction.operands.strip().split(",")[0]
+            if instruction.base == "BSSY":
+                meeting[barrier] = instruction.targets[0]
+            elif instruction.base == "BSYNC" and barrier in meeting:
+                following = [self.labels[meeting[barrier]]] + (following if instruction.guard else [])
+            elif instruction.base in BRANCHES:
+                may_diverge = re.search(r"\.(DIV|U)\b", instruction.opcode)
+                has_predicate = re.search(r"\bU?P\d\b", TARGET.sub("", instruction.operands))
+                is_unconditional = not instruction.guard and not may_diverge and not has_predicate
+                following = goals if is_unconditional and goals else [*goals, *following]
+            elif instruction.base == "WARPSYNC":
                 following = [*goals, *following]
-            elif one.base in ENDS:
-                following = following if one.guard else []
+            elif instruction.base in ENDS:
+                following = following if instruction.guard else []
             result.append(following)
         return result
 
@@ -89,27 +89,27 @@ def sections(listing: str) -> Iterator[Section]:
         text, bar, marks = line.partition(TABLE)
         if label := re.match(r"([.$\w]+):", text):
             labels[label[1]] = len(code)
-        found = INSTRUCTION.search(text)
-        if not bar or (not found and columns):
+        match = INSTRUCTION.search(text)
+        if not bar or (not match and columns):
             continue
-        if found:
+        if match:
             columns = columns or _columns(header)
-            code.append(_instruction(found, line, marks, columns))
+            code.append(_instruction(match, line, marks, columns))
         elif re.search(r"\d|GPR|PRED", marks):
             header.append(marks)
     if code:
         yield Section(code, labels)
 
 
-def _instruction(found: re.Match[str], line: str, marks: str, columns: dict[int, str]) -> Instruction:
-    address, guard, opcode, operands = found.groups()
+def _instruction(match: re.Match[str], line: str, marks: str, columns: dict[int, str]) -> Instruction:
+    address, guard, opcode, operands = match.groups()
     named = re.search(r"BRANCH_TARGETS ([^\"]*)", line)
     targets = tuple(TARGET.findall(operands)) or tuple(re.split(r"[,\s]+", named[1].strip()) if named else ())
     at = {mark: {name for column, name in columns.items() if marks[column : column + 1] == mark} for mark in "^vx"}
     writes = at["^"] | at["x"]
-    if opcode.startswith("LDGSTS"):  # it writes shared memory alone; nvdisasm marks registers
+    if opcode.startswith("LDGSTS"):  # it writes shared memory only, and nvdisasm marks registers
         writes = set()
-    reads = set() if opcode.startswith("CALL") else at["v"] | at["x"]  # its marks are the callee's
+    reads = set() if opcode.startswith("CALL") else at["v"] | at["x"]  # its marks are those of the callee
     if factor := FACTOR_IN_REGISTERS.match(operands):
         reads = reads - {f"UR{int(factor[1]) + i}" for i in (0, 1)}
     return Instruction(int(address, 16), guard or "", opcode, operands, frozenset(reads), frozenset(writes), targets)
@@ -124,9 +124,9 @@ def _columns(header: list[str]) -> dict[int, str]:
     numbers = [line for line in header if line is not titles]
     bars = [i for i, letter in enumerate(titles) if letter == "|"]
     columns = {}
-    for left, right in pairwise([-1, *bars]):
-        bank = BANKS[titles[left + 1 : right].strip()]
-        for column in range(numbers[-1].index("#", left + 1) + 1, right):
+    for left_bar, right_bar in pairwise([-1, *bars]):
+        bank = BANKS[titles[left_bar + 1 : right_bar].strip()]
+        for column in range(numbers[-1].index("#", left_bar + 1) + 1, right_bar):
             if numbers[-1][column].isdigit():
                 digits = "".join(line[column] for line in numbers if column < len(line)).strip()
                 columns[column] = f"{bank}{int(digits)}"

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from evidence.machine_code.compiling import Compiled, listing
 from evidence.machine_code.disassembly import Instruction, Section, sections
 
-NEAR = 160  # instructions between a cast and the move of its half
+NEAR = 160  # the most instructions between a cast and the move of its half
 SPILL = "STL"
-MERGES = ("PRMT", "LOP3", "P2R")  # may fill a part of a register, and leave its other bits
+MERGES = ("PRMT", "LOP3", "P2R")  # instructions that may fill a part of a register, and keep its other bits
 CAST = re.compile(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32\s+(%rs\d+)")
 BYTES = re.compile(r"st\.(?:shared|global)\S*\.b8\s+\[[^\]]*\],\s*\{?([^;}]*)")
 PACKED = re.compile(r"mov\.b32\s+%r\d+, \{([^}]*)\}")
@@ -32,16 +32,18 @@ class Report(NamedTuple):
 
 def report(compiled: Compiled) -> Report:
     """What is wrong with a configuration's code."""
-    found = list(sections(listing(compiled.cubin)))
+    code_sections = list(sections(listing(compiled.cubin)))
     defects = [f"PTX {register}: the cast is stored by bytes and packed" for register in cast_twice_used(compiled.ptx)]
-    for section in found:
+    for section in code_sections:
         defects += unwritten(section) + extracted_late(section.code)
-    return Report(sum(len(section.code) for section in found), sum(spills(section) for section in found), defects)
+    return Report(
+        sum(len(section.code) for section in code_sections), sum(spills(section) for section in code_sections), defects
+    )
 
 
 def spills(section: Section) -> int:
     """Instructions that load or store local memory."""
-    return sum(one.base in ("LDL", SPILL) for one in section.code)
+    return sum(instruction.base in ("LDL", SPILL) for instruction in section.code)
 
 
 def cast_twice_used(ptx: str) -> list[str]:
@@ -59,11 +61,11 @@ def unwritten(section: Section) -> list[str]:
     writes = _writes(section, successors)
     defects = []
     for i, register in _not_surely_written(section.code, successors, writes):
-        before = _reached([0], successors, without=i)
-        writers = [j for j in before if j != i and register in writes[j]]
-        if i not in _reached([k for j in writers for k in successors[j]], successors, without=None):
-            one = section.code[i]
-            defects.append(f"{one.address:#x} {one.text}: nothing writes {register} before")
+        reaching = _reachable([0], successors, without=i)
+        writers = [j for j in reaching if j != i and register in writes[j]]
+        if i not in _reachable([k for j in writers for k in successors[j]], successors, without=None):
+            instruction = section.code[i]
+            defects.append(f"{instruction.address:#x} {instruction.text}: nothing writes {register} before")
     return defects
 
 
@@ -83,18 +85,22 @@ def extracted_late(code: list[Instruction]) -> list[str]:
             if register in code[i].writes:
                 break
             if code[i].base == "STS" and register in code[i].reads:
-                one = code[i]
-                defects.append(f"{one.address:#x} {one.text}: {register} gets the cast at {move.address:#x}")
+                instruction = code[i]
+                defects.append(
+                    f"{instruction.address:#x} {instruction.text}: {register} gets the cast at {move.address:#x}"
+                )
     return defects
 
 
 def _writes(section: Section, successors: list[list[int]]) -> list[frozenset[str]]:
     """What each instruction writes; a call writes what its function may write."""
-    result = [one.writes for one in section.code]
-    for i, one in enumerate(section.code):
-        starts = [section.labels[name] for name in one.targets if name in section.labels]
-        if one.base == "CALL" and starts:
-            result[i] = frozenset().union(*(section.code[j].writes for j in _reached(starts, successors, without=None)))
+    result = [instruction.writes for instruction in section.code]
+    for i, instruction in enumerate(section.code):
+        starts = [section.labels[name] for name in instruction.targets if name in section.labels]
+        if instruction.base == "CALL" and starts:
+            result[i] = frozenset().union(
+                *(section.code[j].writes for j in _reachable(starts, successors, without=None))
+            )
     return result
 
 
@@ -110,21 +116,27 @@ def _not_surely_written(
     todo = [0]
     while todo:
         i = todo.pop()
-        after = surely[i] | writes[i]
+        written = surely[i] | writes[i]
         for j in successors[i]:
-            both = surely[j] & after if j in surely else after
+            both = surely[j] & written if j in surely else written
             if both != surely.get(j):
                 surely[j] = both
                 todo.append(j)
     for i in sorted(surely):
-        one = code[i]
-        kept = one.writes if one.base in MERGES else one.reads if one.base == SPILL else frozenset()
-        for register in sorted(one.reads - surely[i] - kept):
+        instruction = code[i]
+        exempt = (
+            instruction.writes
+            if instruction.base in MERGES
+            else instruction.reads
+            if instruction.base == SPILL
+            else frozenset()
+        )
+        for register in sorted(instruction.reads - surely[i] - exempt):
             yield i, register
 
 
-def _reached(starts: list[int], successors: list[list[int]], without: int | None) -> set[int]:
-    """The instructions that paths from the starts come to; no path goes on after `without`."""
+def _reachable(starts: list[int], successors: list[list[int]], without: int | None) -> set[int]:
+    """The instructions that are on paths from the starts. No path goes on after `without`."""
     reached: set[int] = set()
     todo = list(starts)
     while todo:

@@ -41,27 +41,27 @@ def of_recording(configuration: Configuration) -> Chosen:
 
 
 def _warps(options: str) -> str:
-    found = WARPS.search(options)
-    return found[1] if found else ""
+    match = WARPS.search(options)
+    return match[1] if match else ""
 
 
 def main(path: str) -> int:
     warnings.simplefilter("ignore")
     configurations = recorded(calls())[0]
-    gluon = {one.name for one in configurations if one.kernel.is_gluon()}
+    gluon = {key.name for key in configurations if key.kernel.is_gluon()}
     judged, chosen = (
-        {(name, constants, "" if name in gluon else warps) for name, constants, warps in every}
-        for every in (
+        {(name, constants, "" if name in gluon else warps) for name, constants, warps in counts}
+        for counts in (
             of_report(json.loads(Path(path).read_text())["configurations"].values()),
             map(of_recording, configurations),
         )
     )
     launched = {name for name, *_ in judged}
     elsewhere = sorted({name for name, *_ in chosen} - launched)  # in another namespace
-    chosen = {one for one in chosen if one[0] in launched}
-    every, missing = Counter(x[0] for x in chosen), Counter(x[0] for x in chosen - judged)
+    chosen = {key for key in chosen if key[0] in launched}
+    counts, missing = Counter(x[0] for x in chosen), Counter(x[0] for x in chosen - judged)
     print("| kernel | recorded | judged |\n|---|--:|--:|")
-    for kernel, count in sorted(every.items()):
+    for kernel, count in sorted(counts.items()):
         print(f"| {kernel.removeprefix('moe_fast.')} | {count} | {count - missing[kernel]} |")
     print(f"\n{len(chosen & judged)} of {len(chosen)} recorded configurations were judged")
     print(f"kernels that no case launched: {', '.join(elsewhere) or 'none'}")

@@ -23,8 +23,8 @@ HOPPER = GPUTarget("cuda", 90, 32)
 H200 = SimpleNamespace(  # cudaGetDeviceProperties
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=149250113536
 )
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")  # that launches choose
-PROBES = ("has_descriptors", "is_hopper", "casts_in_hardware")  # of the device, in moe_fast.launch.backend
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")  # options that launches choose
+PROBES = ("has_descriptors", "is_hopper", "casts_in_hardware")  # properties of the device, in moe_fast.launch.backend
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Configuration:
     @cached_property
     def tile(self) -> str:
         """What distinguishes the configuration apart from what is known of its integers."""
-        known = [(name, kind) for name, kind in self.signature.items() if kind not in ("i32", "i64", "constexpr")]
+        kinds = [(name, kind) for name, kind in self.signature.items() if kind not in ("i32", "i64", "constexpr")]
         chosen = {name: value for name, value in self.named_constants.items() if value != "1" or name.isupper()}
-        return str((self.name, known, chosen, self.options))
+        return str((self.name, kinds, chosen, self.options))
 
     @cached_property
     def key(self) -> str:
@@ -74,7 +74,7 @@ class Driver:
 
 
 class Forgetful(dict[Any, Any]):
-    """A cache of compiled kernels that has none."""
+    """A cache of compiled kernels that is always empty."""
 
     def __contains__(self, key: object) -> bool:
         return False
@@ -101,7 +101,7 @@ def as_on_an_h200(take: Callable[..., bool]) -> Iterator[None]:
 
 def recorded(calls: Iterator[tuple[str, Callable[[], Any]]]) -> tuple[list[Configuration], dict[str, str]]:
     """(each configuration that the calls launch, what the calls that raise say)."""
-    found: dict[str, Configuration] = {}
+    configurations: dict[str, Configuration] = {}
     errors: dict[str, str] = {}
     text = ""
 
@@ -109,8 +109,10 @@ def recorded(calls: Iterator[tuple[str, Callable[[], Any]]]) -> tuple[list[Confi
         chosen = json.loads(compile["specialization_data"])["options"]
         options = {name: chosen[name] for name in OPTIONS if name in chosen}
         (attributes,) = compile["configs"]
-        one = Configuration(fn.jit_function, compile["signature"], compile["constants"], attributes, options, text)
-        found.setdefault(one.key, one)
+        configuration = Configuration(
+            fn.jit_function, compile["signature"], compile["constants"], attributes, options, text
+        )
+        configurations.setdefault(configuration.key, configuration)
         return True  # Triton does not compile
 
     with as_on_an_h200(take):
@@ -119,4 +121,4 @@ def recorded(calls: Iterator[tuple[str, Callable[[], Any]]]) -> tuple[list[Confi
                 call()
             except Exception as error:
                 errors[text] = f"{type(error).__name__}: {error}"
-    return list(found.values()), errors
+    return list(configurations.values()), errors

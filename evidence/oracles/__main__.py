@@ -19,7 +19,7 @@ from evidence.oracles.page import Result, page
 def here(oracle: Oracle, folder: Path | None) -> str:
     """The comparisons as JSON, after whatever the package prints."""
     warnings.simplefilter("ignore")
-    return json.dumps([one.record() for one in merged(list(oracle.comparisons(folder)))])
+    return json.dumps([comparison.record() for comparison in merged(list(oracle.comparisons(folder)))])
 
 
 def elsewhere(oracle: Oracle) -> Result:

@@ -33,7 +33,7 @@ def _peer(name: str, dependencies: bool = False) -> Oracle:
 
 def oracles() -> dict[str, Oracle]:
     """By name, in the order of the page."""
-    every = (
+    all_oracles = (
         _formats("torch", "torch's float8 types"),
         _formats("ml_dtypes", "ml_dtypes", "ml_dtypes==0.6.0"),
         _formats("gfloat", "gfloat", "gfloat==0.5.2"),
@@ -46,4 +46,4 @@ def oracles() -> dict[str, Oracle]:
         _peer("megatron_core"),
         _peer("hf_moe", dependencies=True),
     )
-    return {oracle.name: oracle for oracle in every}
+    return {oracle.name: oracle for oracle in all_oracles}

@@ -1,4 +1,6 @@
-"""Two tensors, value by value: how many there are, how many agree, and what is behind the rest."""
+"""Compares two tensors value by value: how many values there are, how many agree, and why the
+others differ.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,7 +23,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Difference:
-    """Values that differ by one cause; "" if it is not known."""
+    """Values that differ by one cause, which is "" if it is unknown."""
 
     cause: str
     right: str
@@ -55,7 +57,7 @@ class Comparison:
     @classmethod
     def of(cls, record: dict[str, Any]) -> "Comparison":
         """From plain data."""
-        return cls(**record | {"differences": [Difference(**one) for one in record["differences"]]})
+        return cls(**record | {"differences": [Difference(**difference) for difference in record["differences"]]})
 
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -65,8 +67,10 @@ def bits(x: Tensor) -> Tensor:
     """The bits of x; every NaN has the same."""
     if x.dtype == torch.bool or not x.is_floating_point():
         return x.to(torch.int64)
-    own = x.contiguous().view(BITS[x.element_size()])
-    return torch.where(torch.isnan(x.float() if x.element_size() == 1 else x), -1 if x.element_size() > 1 else 255, own)
+    integers = x.contiguous().view(BITS[x.element_size()])
+    return torch.where(
+        torch.isnan(x.float() if x.element_size() == 1 else x), -1 if x.element_size() > 1 else 255, integers
+    )
 
 
 def compare(
@@ -75,7 +79,7 @@ def compare(
     theirs: Tensor,
     *,
     case: Callable[[tuple[int, ...], str], str],
-    known: Sequence[Known] = (),
+    known_causes: Sequence[Known] = (),
     bound: Tensor | None = None,
     rule: str = "bit-equal",
 ) -> Comparison:
@@ -98,17 +102,17 @@ def compare(
     differs = bits(ours) != bits(theirs)
     if bound is not None:
         differs &= ~((ours - theirs).abs() <= bound)  # NaN is never within a bound
-    found = []
-    for one in known:
-        here = differs & one.where
+    differences = []
+    for cause in known_causes:
+        here = differs & cause.where
         if here.any():
-            found.append(Difference(one.cause, one.right, int(here.sum()), case(_first(here), one.cause)))
+            differences.append(Difference(cause.cause, cause.right, int(here.sum()), case(_first(here), cause.cause)))
             differs = differs & ~here
     if differs.any():
-        place = _first(differs)
-        shown = f"{case(place, '')}: moe_ref {ours[place].item()}, the peer {theirs[place].item()}"
-        found.append(Difference("", "not decided", int(differs.sum()), shown))
-    return Comparison(subject, rule, ours.numel(), found)
+        index = _first(differs)
+        shown = f"{case(index, '')}: moe_ref {ours[index].item()}, the peer {theirs[index].item()}"
+        differences.append(Difference("", "not decided", int(differs.sum()), shown))
+    return Comparison(subject, rule, ours.numel(), differences)
 
 
 def _first(mask: Tensor) -> tuple[int, ...]:
@@ -118,33 +122,36 @@ def _first(mask: Tensor) -> tuple[int, ...]:
 def merged(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """One comparison per subject; of equal causes the first case, which is the smallest."""
     together: dict[tuple[str, str], Comparison] = {}
-    for one in comparisons:
-        before = together.get((one.subject, one.rule), Comparison(one.subject, one.rule, 0))
-        causes = {difference.cause: difference for difference in before.differences}
-        for new in one.differences:
+    for comparison in comparisons:
+        earlier = together.get(
+            (comparison.subject, comparison.rule), Comparison(comparison.subject, comparison.rule, 0)
+        )
+        causes = {difference.cause: difference for difference in earlier.differences}
+        for new in comparison.differences:
             old = causes.get(new.cause, Difference(new.cause, new.right, 0, new.smallest))
             causes[new.cause] = Difference(old.cause, old.right, old.values + new.values, old.smallest)
-        together[one.subject, one.rule] = Comparison(
-            one.subject, one.rule, before.values + one.values, list(causes.values())
+        together[comparison.subject, comparison.rule] = Comparison(
+            comparison.subject, comparison.rule, earlier.values + comparison.values, list(causes.values())
         )
     return list(together.values())
 
 
 def shrunk(x: Tensor, differs: Callable[[Tensor], bool]) -> str:
-    """The elements of x [M,N] that its difference needs, when all others can be 0: whole columns
-    first, then whole rows.
+    """A description of the elements of x [M,N] that the difference needs.
+
+    All others can be 0: whole columns are removed first, then whole rows.
     """
     x = x.clone()
     for turned in (x.T, x):
         for line in turned:
-            before = line.clone()
+            saved = line.clone()
             line.zero_()
             if not differs(x):
-                line.copy_(before)
-    left = [f"[{i}, {j}] = {x[i, j].item():.9g}" for i, j in (bits(x) != 0).nonzero().tolist()]
+                line.copy_(saved)
+    nonzero = [f"[{i}, {j}] = {x[i, j].item():.9g}" for i, j in (bits(x) != 0).nonzero().tolist()]
     shape = "×".join(map(str, x.shape))
-    more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
-    return f"{shape} of {str(x.dtype).removeprefix('torch.')}, 0 but {', '.join(left[:SHOWN]) or 'none'}{more}"
+    remainder = f" and {len(nonzero) - SHOWN} more" if len(nonzero) > SHOWN else ""
+    return f"{shape} of {str(x.dtype).removeprefix('torch.')}, 0 but {', '.join(nonzero[:SHOWN]) or 'none'}{remainder}"
 
 
 SHOWN = 6  # elements of a smallest case

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import moe_ref
 from evidence.oracles.compare import OURS, Comparison, Known, compare
-from evidence.oracles.drawn import blocks, generator
+from evidence.oracles.random_inputs import blocks, generator
 from evidence.oracles.source import load, run, statements
 from evidence.oracles.te_quantization import Part, of_rows
 from evidence.oracles.te_router import placed
@@ -36,17 +36,23 @@ def comparisons(source: Path) -> Iterator[Comparison]:
     """Layouts of all shapes, with and without empty slots; dispatch; the cast."""
     read = load(source / "deep_ep/utils/math.py", ["align", "ceil_div", "inplace_unique", "per_token_cast_to_fp8"])
     nodes = statements(source / "tests/legacy/test_intranode.py", "test_main", "rank_idx", "is_token_in_rank")
-    alone = SimpleNamespace(all_reduce=lambda x, group: None)  # sums over ranks are not compared
+    no_exchange = SimpleNamespace(all_reduce=lambda x, group: None)  # sums over ranks are not compared
     for (tokens, experts, slots, ranks), empty in product(SHAPES, (False, True)):
         indices = [indices_of(tokens, experts, slots, empty, rank) for rank in range(ranks)]
         text = f"T={tokens} E={experts} K={slots} ranks={ranks} {'with empty slots' * empty}"
         sizes = {"num_tokens": tokens, "num_experts": experts, "num_ranks": ranks}
-        for own in indices:
-            given = {"inplace_unique": read.inplace_unique, "topk_idx": own, "dist": alone, "group": None, **sizes}
-            space = run(nodes, "test_intranode.py", given)
-            for name, value in moe_ref.deepep_layout(own, num_experts=experts, ranks=ranks)._asdict().items():
-                other = space[name].to(value.dtype)
-                yield compare(f"layout: {name}", value, other, case=partial(placed, text))
+        for rank_indices in indices:
+            namespace = {
+                "inplace_unique": read.inplace_unique,
+                "topk_idx": rank_indices,
+                "dist": no_exchange,
+                "group": None,
+                **sizes,
+            }
+            space = run(nodes, "test_intranode.py", namespace)
+            for name, value in moe_ref.deepep_layout(rank_indices, num_experts=experts, ranks=ranks)._asdict().items():
+                their_value = space[name].to(value.dtype)
+                yield compare(f"layout: {name}", value, their_value, case=partial(placed, text))
         yield from dispatched(source, indices, experts, read.ceil_div, text)
     yield from cast(read.per_token_cast_to_fp8)
 
@@ -66,18 +72,18 @@ class Ranks:
         self.sent: list[Any] = [None] * size
 
     def get_rank(self) -> int:
-        """This thread's."""
+        """The number of this thread's rank."""
         return self.own.rank
 
     def get_world_size(self) -> int:
-        """All threads."""
+        """The number of threads."""
         return self.size
 
-    def all_to_all_single(self, out: Tensor, x: Tensor, received: Any = None, sent: Any = None) -> None:
-        """Parts of `sent` rows, one to each rank; without sizes, equal parts."""
-        self.sent[self.own.rank] = x.split(sent or [len(x) // self.size] * self.size)
+    def all_to_all_single(self, out: Tensor, x: Tensor, received: Any = None, lengths: Any = None) -> None:
+        """Pieces of x with these `lengths`, one for each rank; without lengths, equal pieces."""
+        self.sent[self.own.rank] = x.split(lengths or [len(x) // self.size] * self.size)
         self.barrier.wait()
-        out.copy_(torch.cat([parts[self.own.rank] for parts in self.sent]))
+        out.copy_(torch.cat([pieces[self.own.rank] for pieces in self.sent]))
         self.barrier.wait()
 
 
@@ -85,8 +91,8 @@ def dispatched(source: Path, indices: list[Tensor], experts: int, ceil_div: Any,
     """Rows, local indices and weights of each rank."""
     ranks, draw = Ranks(len(indices)), generator(5)
     dispatch = load(source / "deep_ep/utils/refs.py", ["dispatch"], dist=ranks, ceil_div=ceil_div).dispatch
-    tokens = [torch.randn(len(own), 4, generator=draw).to(torch.bfloat16) for own in indices]
-    probs = [torch.rand(own.shape, generator=draw) for own in indices]
+    tokens = [torch.randn(len(rank_indices), 4, generator=draw).to(torch.bfloat16) for rank_indices in indices]
+    probs = [torch.rand(rank_indices.shape, generator=draw) for rank_indices in indices]
 
     def play(rank: int) -> Any:
         ranks.own.rank = rank
@@ -97,9 +103,13 @@ def dispatched(source: Path, indices: list[Tensor], experts: int, ceil_div: Any,
     ours = moe_ref.deepep_dispatch(tokens, indices, num_experts=experts, probs=probs)
     for mine, (rows, slots, weights, *_) in zip(ours, theirs, strict=True):
         assert mine.probs is not None
-        weights = torch.where(slots == -1, 0, weights)  # the reference leaves them, and they are not read
-        for name, own, other in (("rows", mine.rows, rows), ("indices", mine.indices, slots), ("probs", mine.probs, weights)):  # fmt: skip  # noqa: E501
-            yield compare(f"dispatch: {name}", own, other.to(own.dtype), case=partial(placed, text))
+        weights = torch.where(
+            slots == -1, 0, weights
+        )  # the reference leaves these rows as they are, and nothing reads them
+        for name, rank_indices, their_value in (("rows", mine.rows, rows), ("indices", mine.indices, slots), ("probs", mine.probs, weights)):  # fmt: skip  # noqa: E501
+            yield compare(
+                f"dispatch: {name}", rank_indices, their_value.to(rank_indices.dtype), case=partial(placed, text)
+            )
 
 
 def cast(theirs: Any) -> Iterator[Comparison]:
@@ -114,7 +124,7 @@ def cast(theirs: Any) -> Iterator[Comparison]:
         return codes.view(torch.uint8), scale
 
     def known(x: Tensor, out: Tensor) -> list[Known]:
-        mine, theirs = (part(x)[0 if out.dtype == torch.uint8 else 1].double() for part in (own, other))
+        mine, theirs = (selected(x)[0 if out.dtype == torch.uint8 else 1].double() for selected in (own, other))
         step = 1 if out.dtype == torch.uint8 else theirs * 2.0**-22
         return [
             Known(NAN, OURS, of_rows(x, torch.isnan, out)),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from evidence.oracles.compare import EITHER, OURS, Comparison, Known, compare
-from evidence.oracles.drawn import blocks
+from evidence.oracles.random_inputs import blocks
 from evidence.oracles.source import load
 from evidence.oracles.te_quantization import Part, bad, of_rows, reference
 from moe_ref.config import Recipe
@@ -83,11 +83,11 @@ def fp4(theirs: Callable[[Tensor], Tensor]) -> Comparison:
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
     x = x[torch.sort(torch.where(x.isnan(), torch.inf, x.abs()), stable=True).indices]
     ties = torch.isin(x.abs(), torch.tensor([0.75, 1.75, 3.5]))
-    known = [Known(TIES, OURS, ties), Known(SIGN, OURS, x.isnan() | (x.abs() <= 0.25))]
+    causes = [Known(TIES, OURS, ties), Known(SIGN, OURS, x.isnan() | (x.abs() <= 0.25))]
     return compare(
         "E2M1 codes of every bfloat16",
         encode(x, E2M1),
         theirs(x).view(torch.uint8),
         case=lambda at, _: f"x = {x[at]}",
-        known=known,
+        known_causes=causes,
     )

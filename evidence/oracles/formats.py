@@ -22,16 +22,16 @@ def codes_of(format: Format) -> Tensor:
 
 
 def values_of(format: Format) -> Tensor:
-    """float32 values: all numbers of 16 bits, and all numbers of the format, the middles between
-    them and both float32 neighbours of each, by magnitude.
+    """float32 values: all numbers of 16 bits, all numbers of the format, the midpoints between
+    them, and both float32 neighbours of each, in the order of their magnitude.
     """
-    every = torch.arange(-(2**15), 2**15).to(torch.int16)
-    wide = [every.view(dtype).float() for dtype in (torch.bfloat16, torch.float16)]
-    own = decode(codes_of(format), format).double()
-    own = own[own.isfinite()].unique()
-    near = torch.cat([own, (own[1:] + own[:-1]) / 2]).float()
+    all_codes = torch.arange(-(2**15), 2**15).to(torch.int16)
+    all_numbers = [all_codes.view(dtype).float() for dtype in (torch.bfloat16, torch.float16)]
+    format_numbers = decode(codes_of(format), format).double()
+    format_numbers = format_numbers[format_numbers.isfinite()].unique()
+    near = torch.cat([format_numbers, (format_numbers[1:] + format_numbers[:-1]) / 2]).float()
     up, down = (torch.nextafter(near, torch.full_like(near, end)) for end in (torch.inf, -torch.inf))
-    x = torch.cat([near, up, down, *wide])
+    x = torch.cat([near, up, down, *all_numbers])
     return x[torch.sort(torch.where(x.isnan(), torch.inf, x.abs()), stable=True).indices]
 
 
@@ -50,31 +50,31 @@ def encoded(name: str, format: Format, theirs: Callable[[Tensor], Tensor], *, ta
     """Rounded values, as codes. A cast that does not saturate gets values within the range."""
     x = values_of(format)
     x = x if takes_nan else x[~x.isnan()]
-    inside = x.clamp(-format.max, format.max)
+    in_range = x.clamp(-format.max, format.max)
     nan, sign = x.isnan(), format.sign_bit
-    known = [Known("the code of a NaN: the formats leave its sign open, moe_ref drops it", EITHER, nan)]
+    causes = [Known("the code of a NaN: the formats leave its sign open, moe_ref drops it", EITHER, nan)]
     if format.nan is None:
-        known = [Known("NaN in a format without one: the hardware's conversion gives the largest value", OURS, nan)]
+        causes = [Known("NaN in a format without one: the hardware's conversion gives the largest value", OURS, nan)]
     if not sign:
-        known.insert(0, Known("E8M0 has no sign: of a scale moe_ref takes the magnitude", EITHER, x < 0))
+        causes.insert(0, Known("E8M0 has no sign: of a scale moe_ref takes the magnitude", EITHER, x < 0))
     return compare(
         f"{name}: {format.name} codes of rounded values",
-        encode(inside, format),
-        theirs(inside),
+        encode(in_range, format),
+        theirs(in_range),
         case=lambda at, _: f"x = {x[at].item():.9g}",
-        known=known,
+        known_causes=causes,
     )
 
 
-# ---- one class a package; each gives functions of a format
+# ---- one function per package, which gives the casts of each format
 
 
-def _widened(own: torch.dtype, codes: Tensor) -> Tensor:
-    return codes.view(own).float()
+def _widened(dtype: torch.dtype, codes: Tensor) -> Tensor:
+    return codes.view(dtype).float()
 
 
-def _cast(own: torch.dtype, x: Tensor) -> Tensor:
-    return x.to(own).view(torch.uint8)
+def _cast(dtype: torch.dtype, x: Tensor) -> Tensor:
+    return x.to(dtype).view(torch.uint8)
 
 
 def by_torch() -> Iterator[Comparison]:
@@ -92,17 +92,17 @@ def by_ml_dtypes() -> Iterator[Comparison]:
 
     types = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e2m1": "float4_e2m1fn", "e8m0": "float8_e8m0fnu"}
     for format in FORMATS:
-        own = getattr(ml_dtypes, types[format.name])
+        numpy_type = getattr(ml_dtypes, types[format.name])
 
-        def values(codes: Tensor, own: Any = own) -> Tensor:
-            return torch.from_numpy(codes.numpy().view(own).astype(np.float32))
+        def values(codes: Tensor, numpy_type: Any = numpy_type) -> Tensor:
+            return torch.from_numpy(codes.numpy().view(numpy_type).astype(np.float32))
 
-        def codes(x: Tensor, own: Any = own) -> Tensor:
+        def codes(x: Tensor, numpy_type: Any = numpy_type) -> Tensor:
             with np.errstate(invalid="ignore"):  # NaN in a format without one
-                return torch.from_numpy(x.numpy().astype(own).view(np.uint8))
+                return torch.from_numpy(x.numpy().astype(numpy_type).view(np.uint8))
 
         yield decoded("ml_dtypes", format, values)
-        if format is not E8M0:  # its cast rounds to nearest, a scale is rounded up
+        if format is not E8M0:  # its cast rounds to nearest, but a scale is rounded up
             yield encoded("ml_dtypes", format, codes)
 
 
@@ -114,18 +114,18 @@ def by_gfloat() -> Iterator[Comparison]:
 
     types = {"e4m3": "ocp_e4m3", "e5m2": "ocp_e5m2", "e2m1": "ocp_e2m1", "e8m0": "ocp_e8m0"}
     for format in FORMATS:
-        own = getattr(named, f"format_info_{types[format.name]}")
+        format_info = getattr(named, f"format_info_{types[format.name]}")
         up = format is E8M0
         mode = gfloat.RoundMode.TowardPositive if up else gfloat.RoundMode.TiesToEven
 
-        def codes(x: Tensor, own: Any = own, mode: Any = mode, up: bool = up) -> Tensor:
+        def codes(x: Tensor, format_info: Any = format_info, mode: Any = mode, up: bool = up) -> Tensor:
             values = x.double().numpy()
-            values = np.maximum(np.abs(values), 2.0**-127) if up else values  # E8M0 has no zero: the least code
-            rounded = gfloat.round_ndarray(own, values, mode, sat=True)
-            return torch.from_numpy(gfloat.encode_ndarray(own, rounded).astype(np.uint8))
+            values = np.maximum(np.abs(values), 2.0**-127) if up else values  # E8M0 has no zero: the smallest code
+            rounded = gfloat.round_ndarray(format_info, values, mode, sat=True)
+            return torch.from_numpy(gfloat.encode_ndarray(format_info, rounded).astype(np.uint8))
 
-        def values(codes: Tensor, own: Any = own) -> Tensor:
-            return torch.from_numpy(gfloat.decode_ndarray(own, codes.long().numpy()).astype(np.float32))
+        def values(codes: Tensor, format_info: Any = format_info) -> Tensor:
+            return torch.from_numpy(gfloat.decode_ndarray(format_info, codes.long().numpy()).astype(np.float32))
 
         yield decoded("gfloat", format, values)
         yield encoded("gfloat", format, codes, takes_nan=format.nan is not None)

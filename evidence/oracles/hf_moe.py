@@ -26,10 +26,10 @@ def block_of(name: str, config: SimpleNamespace, p: LayerParameters) -> tuple[An
     folder, cls = BLOCKS[name]
     module = import_module(f"transformers.models.{folder}.modeling_{folder}")
     block = getattr(module, cls)(config).to(WIDE)
-    own = [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj]
-    given = [p.router_weight, p.fc1_weight, p.fc2_weight]
+    block_weights = [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj]
+    our_weights = [p.router_weight, p.fc1_weight, p.fc2_weight]
     with torch.no_grad():
-        for theirs, mine in zip(own, given, strict=True):
+        for theirs, mine in zip(block_weights, our_weights, strict=True):
             theirs.copy_(mine)
         if p.shared_fc1_weight is not None and p.shared_fc2_weight is not None:
             gate, up = p.shared_fc1_weight.chunk(2)
@@ -40,7 +40,7 @@ def block_of(name: str, config: SimpleNamespace, p: LayerParameters) -> tuple[An
                 (shared.down_proj, p.shared_fc2_weight),
             ):
                 theirs.weight.copy_(mine)
-    return block, own
+    return block, block_weights
 
 
 BLOCKS = {
@@ -67,11 +67,11 @@ def comparisons(source: Path | None) -> Iterator[Comparison]:
             p = parameters_of(hidden, experts, width, shared=width if deepseek else 0)
             score: dict[str, Any] = {"score_function": "sigmoid", "scaling_factor": 2.5} if deepseek else {}
             router = RouterConfig(num_experts=experts, topk=topk, **score)
-            block, own = block_of(name, config, p)
+            block, block_weights = block_of(name, config, p)
             mine = [p.router_weight, p.fc1_weight, p.fc2_weight]
 
             def theirs(x: Tensor, block: Any = block) -> Tensor:
                 return block(x[None])[0]
 
-            both = (reference(p, router), theirs, mine, own)
+            both = (reference(p, router), theirs, mine, block_weights)
             yield from compared(name, *both, (tokens, hidden, experts, topk, width), torch.float32)

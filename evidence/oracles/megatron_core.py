@@ -15,8 +15,8 @@ from torch import Tensor
 
 import moe_ref
 from evidence.oracles.compare import Comparison, compare
-from evidence.oracles.drawn import generator
 from evidence.oracles.layers import SHAPES, WIDE, compared, parameters_of, reference
+from evidence.oracles.random_inputs import generator
 from evidence.oracles.te_router import SHAPES as ROUTED
 from evidence.oracles.te_router import routing, scores
 from moe_ref.config import LayerParameters, RouterConfig
@@ -34,8 +34,8 @@ def comparisons(source: Path | None) -> Iterator[Comparison]:
         return megatron.topk_routing(logits, topk=topk, pre_softmax=use_pre_softmax, **settings)
 
     def counted(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
-        made = megatron.aux_loss_scores(logits, topk=topk, score_function=score)
-        return made.routing_map, made.scores
+        scored = megatron.aux_loss_scores(logits, topk=topk, score_function=score)
+        return scored.routing_map, scored.scores
 
     for (tokens, experts, topk), score in product(ROUTED, ("softmax", "sigmoid")):
         logits = torch.randn(tokens, experts, generator=generator(tokens))
@@ -54,8 +54,8 @@ def permuted(megatron: Any, routed: Any, text: str) -> Iterator[Comparison]:
     sides = []
     for side in (moe_ref, megatron):
         out = side.permute(tokens, routed.routing_map, probs=routed.probs)
-        back = side.unpermute(out.rows, out.row_map, restore_shape=tuple(tokens.shape))
-        sides.append({"rows": out.rows, "probs": out.probs, "rows brought back": back})
+        brought_back = side.unpermute(out.rows, out.row_map, restore_shape=tuple(tokens.shape))
+        sides.append({"rows": out.rows, "probs": out.probs, "rows brought back": brought_back})
     for name, value in sides[0].items():
         yield compare(f"permutation: {name}", value, sides[1][name], case=lambda at, _: f"{text} at {at}")
 
@@ -104,23 +104,23 @@ def layer(sizes: tuple[int, ...], dispatcher: str) -> Iterator[Comparison]:
     mine = [p.router_weight, p.fc1_weight, p.fc2_weight]
     with on_a_cpu():
         module = MoELayer(config, MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linear)))
-        own = with_weights(module, p)
+        module_weights = with_weights(module, p)
 
         def theirs(x: Tensor) -> Tensor:
             return module(x[:, None])[0][:, 0]
 
         ours = reference(p, RouterConfig(num_experts=experts, topk=topk))
-        yield from compared(f"layer, {dispatcher}", ours, theirs, mine, own, sizes, torch.float32)
+        yield from compared(f"layer, {dispatcher}", ours, theirs, mine, module_weights, sizes, torch.float32)
 
 
 def with_weights(module: Any, p: LayerParameters) -> list[Tensor]:
     """Our weights as the module's, in which gradients of the experts come one by one."""
     experts = module.experts.local_experts
-    whole = [x.detach().clone().requires_grad_() for x in (p.router_weight, p.fc1_weight, p.fc2_weight)]
+    all_weights = [x.detach().clone().requires_grad_() for x in (p.router_weight, p.fc1_weight, p.fc2_weight)]
     del module.router.weight
-    module.router.weight = whole[0]
+    module.router.weight = all_weights[0]
     for e, expert in enumerate(experts):
-        for linear, weight in ((expert.linear_fc1, whole[1]), (expert.linear_fc2, whole[2])):
+        for linear, weight in ((expert.linear_fc1, all_weights[1]), (expert.linear_fc2, all_weights[2])):
             del linear.weight
             linear.weight = weight[e]
-    return whole
+    return all_weights

@@ -76,29 +76,29 @@ class Result:
 
     @property
     def values(self) -> int:
-        """Compared values."""
-        return sum(one.values for one in self.comparisons)
+        """The number of compared values."""
+        return sum(comparison.values for comparison in self.comparisons)
 
     @property
     def equal(self) -> int:
-        """Equal ones."""
-        return sum(one.equal for one in self.comparisons)
+        """The number of equal values."""
+        return sum(comparison.equal for comparison in self.comparisons)
 
     @property
     def unexplained(self) -> int:
-        """Different ones without a cause."""
-        return sum(one.unexplained for one in self.comparisons)
+        """The number of different values without a known cause."""
+        return sum(comparison.unexplained for comparison in self.comparisons)
 
     @property
     def line(self) -> str:
-        """For the terminal."""
+        """The result as a line for the terminal."""
         if self.reason:
             return f"{self.peer}: not run, {self.reason}"
         return f"{self.peer}: {self.values} values, {self.equal} equal, {self.unexplained} differ without a cause"
 
 
 def page(results: Sequence[Result]) -> str:
-    """The whole page."""
+    """The page of all results."""
     versions = f"Python {sys.version.split()[0]}, torch {torch.__version__}, CPU"
     lines = [HEAD, f"{versions}.\n", "| peer | judged | values | equal | explained | not explained |"]
     lines.append("|---|---|--:|--:|--:|--:|")
@@ -109,34 +109,46 @@ def page(results: Sequence[Result]) -> str:
         row = (result.peer, result.against, "not run", "", "", "") if result.reason else cells
         lines.append(f"| {' | '.join(map(str, row))} |")
     lines.append("")
-    lines += [wrapped(f"{one.peer}: not run. {one.reason}.") + "\n" for one in results if one.reason]
+    lines += [wrapped(f"{result.peer}: not run. {result.reason}.") + "\n" for result in results if result.reason]
     lines += [SECOND, DECIDED]
     lines += [section(result) for result in results if result.comparisons]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def section(result: Result) -> str:
-    """One peer's tables."""
+    """The tables of one peer."""
     lines = [f"## {result.peer}\n", f"{result.against}.\n"]
     lines += ["| compared | rule | values | equal |", "|---|---|--:|--:|"]
-    lines += [f"| {one.subject} | {one.rule} | {one.values} | {one.equal} |" for one in result.comparisons]
+    lines += [
+        f"| {comparison.subject} | {comparison.rule} | {comparison.values} | {comparison.equal} |"
+        for comparison in result.comparisons
+    ]
     causes = list(by_cause(result.comparisons))
     lines += ["", "Differences:\n" if causes else "No difference."]
-    for subject, found in causes:
-        count = f"{found.values} value{'s' * (found.values != 1)}"
-        text = f"- {found.cause or 'not explained'}. Right: {found.right}. {count}; smallest case ({subject}): "
-        lines.append(textwrap.fill(text + f"{found.smallest}.", 100, subsequent_indent="  ", break_long_words=False))
+    for subject, difference in causes:
+        count = f"{difference.values} value{'s' * (difference.values != 1)}"
+        text = (
+            f"- {difference.cause or 'not explained'}. Right: {difference.right}. {count}; smallest case ({subject}): "
+        )
+        lines.append(
+            textwrap.fill(text + f"{difference.smallest}.", 100, subsequent_indent="  ", break_long_words=False)
+        )
     return "\n".join(lines) + "\n"
 
 
 def by_cause(comparisons: Sequence[Comparison]) -> Iterator[tuple[str, Difference]]:
     """The differences of one peer, each cause once, with the first subject that shows it."""
-    found: dict[str, tuple[str, Difference]] = {}
-    for one in comparisons:
-        for new in one.differences:
-            subject, old = found.get(new.cause, (one.subject, Difference(new.cause, new.right, 0, new.smallest)))
-            found[new.cause] = (subject, Difference(old.cause, old.right, old.values + new.values, old.smallest))
-    yield from found.values()
+    by_cause_name: dict[str, tuple[str, Difference]] = {}
+    for comparison in comparisons:
+        for new in comparison.differences:
+            subject, old = by_cause_name.get(
+                new.cause, (comparison.subject, Difference(new.cause, new.right, 0, new.smallest))
+            )
+            by_cause_name[new.cause] = (
+                subject,
+                Difference(old.cause, old.right, old.values + new.values, old.smallest),
+            )
+    yield from by_cause_name.values()
 
 
 def wrapped(text: str) -> str:

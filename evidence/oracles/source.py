@@ -1,4 +1,4 @@
-"""Functions and classes out of a source file, without what else the file imports."""
+"""Takes functions and classes out of a source file, without the imports of the rest of the file."""
 
 import __future__
 
@@ -20,7 +20,7 @@ STANDARD = {"dataclasses": dataclasses, "enum": enum, "math": math} | {
 
 
 class _OnACpu(ast.NodeTransformer):
-    """ "cuda" becomes "cpu", and no decorator of torch stays."""
+    """Replaces "cuda" by "cpu", and removes torch's decorators."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         return ast.copy_location(ast.Constant("cpu"), node) if node.value == "cuda" else node
@@ -37,19 +37,19 @@ def _names(node: ast.stmt) -> set[str]:
     return {x.id for x in node.targets if isinstance(x, ast.Name)} if isinstance(node, ast.Assign) else set()
 
 
-def load(path: Path, names: Iterable[str], **given: Any) -> SimpleNamespace:
-    """The named functions, classes and constants of a file, run with `given` names and torch.
+def load(path: Path, names: Iterable[str], **namespace: Any) -> SimpleNamespace:
+    """The named functions, classes and constants of a file, run with the names of `namespace`.
 
     Raises:
         LookupError: the file does not have one of them.
     """
     wanted = set(names)
     tree = ast.parse(path.read_text())
-    kept = [node for node in tree.body if _names(node) & wanted]
-    missing = wanted - {name for node in kept for name in _names(node)}
+    wanted_nodes = [node for node in tree.body if _names(node) & wanted]
+    missing = wanted - {name for node in wanted_nodes for name in _names(node)}
     if missing:
         raise LookupError(f"{path.name} has no {', '.join(sorted(missing))}")
-    return SimpleNamespace(**run(kept, str(path), given))
+    return SimpleNamespace(**run(wanted_nodes, str(path), namespace))
 
 
 def statements(path: Path, function: str, first: str, last: str) -> list[ast.stmt]:
@@ -68,9 +68,9 @@ def statements(path: Path, function: str, first: str, last: str) -> list[ast.stm
     return body[places[first] : ends[last] + 1]
 
 
-def run(nodes: list[ast.stmt], name: str, given: dict[str, Any]) -> dict[str, Any]:
+def run(nodes: list[ast.stmt], name: str, namespace: dict[str, Any]) -> dict[str, Any]:
     """The names after the statements, on a CPU."""
     module = ast.fix_missing_locations(_OnACpu().visit(ast.Module(nodes, [])))
-    space = STANDARD | {"torch": torch, "__name__": __name__} | given
+    space = STANDARD | {"torch": torch, "__name__": __name__} | namespace
     exec(compile(module, name, "exec", flags=__future__.annotations.compiler_flag, dont_inherit=True), space)
     return space

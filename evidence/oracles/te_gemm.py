@@ -13,7 +13,7 @@ from torch import Tensor
 
 import moe_ref
 from evidence.oracles.compare import Comparison, compare
-from evidence.oracles.drawn import generator
+from evidence.oracles.random_inputs import generator
 from evidence.oracles.source import load
 from evidence.oracles.te_router import placed
 from moe_ref.config import Recipe
@@ -30,13 +30,13 @@ RULE = "within (K + 8) · 2^-23 of Σ |a b|, with K products"
 
 
 def fma(y: Tensor, x: Tensor, s: Tensor) -> Tensor:
-    """y + x s with one rounding, into y: the source's is a kernel for a GPU."""
+    """y + x s with one rounding, stored in y, in place of the source's kernel for a GPU."""
     return y.copy_(y.double() + x.double() * s.double())
 
 
 class Operand:
-    """Codes and scales of a tensor, as a product over its columns reads them; `turned`: over its
-    rows.
+    """Codes and scales of a tensor, as a product over its columns reads them; with `turned`, over
+    its rows.
     """
 
     def __init__(self, x: Tensor, recipe: Recipe, role: str, turned: bool = False) -> None:

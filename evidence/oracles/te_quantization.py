@@ -12,7 +12,7 @@ from torch import Tensor
 
 import moe_ref
 from evidence.oracles.compare import EITHER, OURS, Comparison, Known, compare, shrunk
-from evidence.oracles.drawn import FLOATS, blocks
+from evidence.oracles.random_inputs import FLOATS, blocks
 from evidence.oracles.source import load
 from moe_ref.config import Recipe
 from moe_ref.config.quantization import BLOCK, WHOLE_BLOCKS
@@ -29,25 +29,29 @@ NOT_FINITE = (
 )
 
 
-Causes = Callable[[Tensor, Tensor], list[Known]]  # of x and a result
+Causes = Callable[[Tensor, Tensor], list[Known]]  # a function of x and of a result
 
 
 class Part:
-    """Codes and scales by rows, of ours and of theirs, as functions of x."""
+    """Codes and scales by rows, of moe_ref and of the peer, as functions of x."""
 
     def __init__(self, ours: Callable[[Tensor], tuple[Tensor, Tensor]], theirs: Callable[[Tensor], tuple]) -> None:
         self.ours, self.theirs = ours, theirs
 
-    def compared(self, subject: str, x: Tensor, known: Causes, *, per: int | None = None) -> Iterator[Comparison]:
+    def compared(
+        self, subject: str, x: Tensor, known_causes: Causes, *, per: int | None = None
+    ) -> Iterator[Comparison]:
         """Codes and scales of x; `per` rows are independent of all others, None: none are."""
         ours, theirs = self.ours(x), self.theirs(x)
         for i, what in enumerate(("codes", "scales")):
 
             def differs_by(cause: str, i: int = i) -> Callable[[Tensor], bool]:
                 def differs(rows: Tensor) -> bool:
-                    mine, other = self.ours(rows)[i], self.theirs(rows)[i]
-                    found = compare("", mine, other, case=lambda at, _: "", known=known(rows, mine)).differences
-                    return cause in [one.cause for one in found]
+                    mine, their_value = self.ours(rows)[i], self.theirs(rows)[i]
+                    differences = compare(
+                        "", mine, their_value, case=lambda at, _: "", known_causes=known_causes(rows, mine)
+                    ).differences
+                    return cause in [difference.cause for difference in differences]
 
                 return differs
 
@@ -55,13 +59,11 @@ class Part:
                 first = at[0] * len(x) // len(ours[i])
                 return shrunk(x if per is None else x[first // per * per :][:per], differs_by(cause))
 
-            yield compare(f"{subject}: {what}", ours[i], theirs[i], case=case, known=known(x, ours[i]))
+            yield compare(f"{subject}: {what}", ours[i], theirs[i], case=case, known_causes=known_causes(x, ours[i]))
 
 
 def of_rows(x: Tensor, mask: Callable[[Tensor], Tensor], result: Tensor) -> Tensor:
-    """Of a result with as many rows as there are blocks of rows of x: where a block has such a
-    value.
-    """
+    """For a result with one row per block of rows of x: where a block has such a value."""
     return mask(x).reshape(len(result), -1).any(1)[:, None].expand(result.shape)
 
 
@@ -70,16 +72,16 @@ def reference(recipe: Recipe, role: str) -> Callable[[Tensor], tuple[Tensor, Ten
     multiple = BLOCK[recipe.scaling] if recipe.scaling in WHOLE_BLOCKS else 1
 
     def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-        more = -len(x) % multiple
-        q = moe_ref.quantize(torch.nn.functional.pad(x, (0, 0, 0, more)), recipe, role=role).quantized
+        padding_rows = -len(x) % multiple
+        q = moe_ref.quantize(torch.nn.functional.pad(x, (0, 0, 0, padding_rows)), recipe, role=role).quantized
         codes, scales = moe_ref.codes(q), moe_ref.scales(q)
-        return codes[: len(x)], scales[: len(scales) - more]
+        return codes[: len(x)], scales[: len(scales) - padding_rows]
 
     return quantized
 
 
 def bad(x: Tensor) -> Tensor:
-    """Infinities and NaN."""
+    """Where x has infinities or NaN."""
     return ~x.isfinite()
 
 
@@ -87,8 +89,8 @@ def block_scaling(tests: Path) -> Iterator[Comparison]:
     """1×128 and 128×128."""
     scale = load(tests / "quantize_scale_calc.py", ["scale_from_amax_tensor"])
     names = ["QuantizeResult", "CuBLASScaleMunger", "BlockwiseQuantizerReference"]
-    given = {"scale_from_amax_tensor": scale.scale_from_amax_tensor}
-    quantizer = load(tests / "blockwise_quantizer_reference.py", names, **given).BlockwiseQuantizerReference()
+    helpers = {"scale_from_amax_tensor": scale.scale_from_amax_tensor}
+    quantizer = load(tests / "blockwise_quantizer_reference.py", names, **helpers).BlockwiseQuantizerReference()
     for dtype, format, powers, square in product(FLOATS, FP8, (True, False), (False, True)):
         role = "weight" if square and format == "e4m3" else ROLE[format]
         if square and format == "e5m2":
@@ -132,10 +134,10 @@ def current_scaling(source: Path) -> Iterator[Comparison]:
             x = row[None]
 
             def known(x: Tensor, out: Tensor, largest: float = torch.finfo(FP8[format]).max) -> list[Known]:
-                over = torch.isinf(largest / x.float().abs().amax()) & (x.dtype != torch.float32)
+                overflows = torch.isinf(largest / x.float().abs().amax()) & (x.dtype != torch.float32)
                 return [
                     Known(NOT_FINITE, OURS, bad(x).any().expand(out.shape)),
-                    Known(OVERFLOW, OURS, over.expand(out.shape)),
+                    Known(OVERFLOW, OURS, overflows.expand(out.shape)),
                 ]
 
             yield from Part(ours, theirs).compared(subject, x, known)
@@ -174,12 +176,12 @@ def nvfp4(source: Path) -> Iterator[Comparison]:
     names = ["cast_to_fp4x2", "cast_from_fp4x2", "get_wgrad_sign_vector", "NVFP4TensorRef", "NVFP4QuantizerRef"]
     quantizer = load(folder / "reference_nvfp4.py", names, **stubs(utils)).NVFP4QuantizerRef
     for name, options, theirs, role in NVFP4:
-        plain: dict[str, Any] = {"hadamard": False, "stochastic_rounding": False}
-        recipe = Recipe("nvfp4", **plain | options)
+        nearest_rounding: dict[str, Any] = {"hadamard": False, "stochastic_rounding": False}
+        recipe = Recipe("nvfp4", **nearest_rounding | options)
         columnwise = bool(recipe.hadamard)
-        one = quantizer(utils.Fp4Formats.E2M1, rowwise=True, columnwise=columnwise, **theirs)
+        quantizer_of_role = quantizer(utils.Fp4Formats.E2M1, rowwise=True, columnwise=columnwise, **theirs)
         for dtype in FLOATS if not columnwise else (torch.bfloat16,):
-            yield from _nvfp4(name, recipe, role, one, columnwise, dtype)
+            yield from _nvfp4(name, recipe, role, quantizer_of_role, columnwise, dtype)
 
 
 ZEROS = "-0 has code 0 in the reference, and in the kernel the code of -0"
@@ -192,14 +194,14 @@ NVFP4_NOT_FINITE = (
 )
 
 
-def _nvfp4(name: str, recipe: Recipe, role: str, one: object, columnwise: bool, dtype: torch.dtype) -> Iterator:
+def _nvfp4(name: str, recipe: Recipe, role: str, quantizer: object, columnwise: bool, dtype: torch.dtype) -> Iterator:
     def ours(x: Tensor) -> tuple[Tensor, Tensor]:
         q = moe_ref.quantize(x, recipe, role=role, columnwise=columnwise).quantized
         turn = (lambda x: x.T) if columnwise else (lambda x: x)
         return turn(moe_ref.codes(q, columnwise=columnwise)), turn(moe_ref.scales(q, columnwise=columnwise))
 
     def theirs(x: Tensor) -> tuple[Tensor, Tensor]:
-        row, row_scale, column, column_scale, *_ = one._quantize(x)  # type: ignore[attr-defined]
+        row, row_scale, column, column_scale, *_ = quantizer._quantize(x)  # type: ignore[attr-defined]
         packed, scale = (column, column_scale) if columnwise else (row, row_scale)
         return torch.stack([packed & 15, packed >> 4], 2).flatten(1), scale.view(torch.uint8)
 
@@ -245,7 +247,7 @@ NVFP4: tuple[tuple[str, dict[str, Any], dict[str, Any], str], ...] = (
 
 
 def stubs(utils: SimpleNamespace) -> dict[str, Any]:
-    """What the references import, as far as they use it here."""
+    """The names that the references import, as far as they are used here."""
     return {"QuantizedTensorStorage": object, "Quantizer": _Quantizer, "reference_utils": utils, "gemm": _Gemm}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evidence.oracles.compare import EITHER, OURS, Comparison, Known
-from evidence.oracles.drawn import blocks
+from evidence.oracles.random_inputs import blocks
 from evidence.oracles.te_quantization import ROLE, Part, bad, of_rows, reference
 from moe_ref.config import Recipe
 
@@ -37,8 +37,8 @@ def comparisons(source: Path | None) -> Iterator[Comparison]:
     for dtype, format in product((torch.float32, torch.bfloat16), formats):
         largest = torch.finfo(formats[format]).max
 
-        def theirs(x: Tensor, own: torch.dtype = formats[format]) -> tuple[Tensor, Tensor]:
-            scale, data = to_mx(x, own, 32, ScaleCalculationMode.RCEIL)
+        def theirs(x: Tensor, code_dtype: torch.dtype = formats[format]) -> tuple[Tensor, Tensor]:
+            scale, data = to_mx(x, code_dtype, 32, ScaleCalculationMode.RCEIL)
             return data.view(torch.uint8), scale.view(torch.uint8).reshape(len(x), -1)
 
         x = blocks(4096, 32, dtype, largest)

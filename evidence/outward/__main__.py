@@ -27,9 +27,9 @@ from typing import Any
 from evidence.environments import ROOT
 from evidence.outward.modules import NOT_OFFERED
 
-AT_ONCE = 5  # files
-SECONDS = 400  # of a file
-MOST_SECONDS = 460  # of the whole run
+AT_ONCE = 5  # how many files at a time
+SECONDS = 400  # seconds for a file
+MOST_SECONDS = 460  # seconds for the whole run
 COUNTS = ("passed", "failed", "not offered", "skipped", "xfailed", "not run")
 
 
@@ -56,10 +56,10 @@ def run(folder: Path, package: dict[str, Any], file: dict[str, Any], record: Pat
         )
         try:
             limit = min(file.get("seconds", SECONDS), end - start)
-            how = f"exit code {process.wait(max(limit, 0))}"
+            ended_by = f"exit code {process.wait(max(limit, 0))}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with the workers
-            how = "stopped at its time limit"
+            ended_by = "stopped at its time limit"
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     tests = {line["test"]: line for line in lines if "test" in line}
     counts = Counter(kind(line) for line in tests.values())
@@ -67,7 +67,7 @@ def run(folder: Path, package: dict[str, Any], file: dict[str, Any], record: Pat
     counts["not run"] = max(collected - len(tests), 0)
     return {
         "package": package["package"], "version": package["version"], "file": file["path"],
-        "select": file.get("select", ""), "end": how, "seconds": round(time.time() - start), "counts": counts,
+        "select": file.get("select", ""), "end": ended_by, "seconds": round(time.time() - start), "counts": counts,
         "tests": tests, "tail": "" if tests else log.read_text()[-2000:],
     }  # fmt: skip
 
@@ -81,25 +81,33 @@ def table(results: list[dict[str, Any]]) -> str:
     """A row per file, in Markdown."""
     rows: list[tuple[str, ...]] = [("package", "file", *COUNTS, "seconds", "end")]
     rows += [("---",) * len(rows[0])]
-    for one in results:
-        name = one["file"] + (f" -k '{one['select']}'" if one["select"] else "")
-        rows.append((one["package"], name, *(str(one["counts"][x]) for x in COUNTS), str(one["seconds"]), one["end"]))
+    for result in results:
+        name = result["file"] + (f" -k '{result['select']}'" if result["select"] else "")
+        rows.append(
+            (
+                result["package"],
+                name,
+                *(str(result["counts"][x]) for x in COUNTS),
+                str(result["seconds"]),
+                result["end"],
+            )
+        )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def write(results: list[dict[str, Any]], out: Path) -> None:
     """The three files of OUT."""
-    short = [{key: value for key, value in one.items() if key != "tests"} for one in results]
+    short = [{key: value for key, value in result.items() if key != "tests"} for result in results]
     (out / "summary.json").write_text(json.dumps(short, indent=1))
-    tests = [(one, line) for one in results for line in one["tests"].values()]
+    tests = [(result, line) for result in results for line in result["tests"].values()]
     with open(out / "tests.tsv", "w") as file:
-        for one, line in tests:
+        for result, line in tests:
             reason = " ".join(line["text"].split())[-300:]
-            print(one["package"], line["test"], kind(line), f"{line['seconds']:.2f}", reason, sep="\t", file=file)
+            print(result["package"], line["test"], kind(line), f"{line['seconds']:.2f}", reason, sep="\t", file=file)
     with open(out / "failures.txt", "w") as file:
-        for one, line in tests:
+        for result, line in tests:
             if line["outcome"] == "failed":
-                print(f"=== {one['package']} {line['test']}\n{line['text']}\n", file=file)
+                print(f"=== {result['package']} {line['test']}\n{line['text']}\n", file=file)
 
 
 def main(folder: Path, out: Path) -> None:
@@ -114,7 +122,7 @@ def main(folder: Path, out: Path) -> None:
         for future in futures:
             results.append(future.result())
             write(results, out)
-    print(table(sorted(results, key=lambda one: (one["package"], one["file"], one["select"]))))
+    print(table(sorted(results, key=lambda result: (result["package"], result["file"], result["select"]))))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,10 @@ class Quantizer:
         """(codes, scales, amax) of each group, in Transformer Engine's orientation."""
         codes = moe_fast.codes(quantized, columnwise=columnwise).split(sizes)
         scales = moe_fast.scales(quantized, columnwise=columnwise, layout="gemm")
-        return [(part.T.contiguous() if columnwise else part, s, None) for part, s in zip(codes, scales, strict=True)]
+        return [
+            (group_codes.T.contiguous() if columnwise else group_codes, s, None)
+            for group_codes, s in zip(codes, scales, strict=True)
+        ]
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -89,16 +92,16 @@ class Float8BlockQuantizer(Quantizer):
         self.epsilon, self.power_of_two = amax_epsilon, force_pow_2_scales
 
     def recipe(self) -> tuple[Recipe, str]:
-        wide = self.dtype is DType.kFloat8E5M2
-        if wide and self.square:
+        is_e5m2 = self.dtype is DType.kFloat8E5M2
+        if is_e5m2 and self.square:
             not_offered("square blocks of E5M2")
         recipe = Recipe(
             "block",
-            fp8_format="hybrid" if wide else "e4m3",
+            fp8_format="hybrid" if is_e5m2 else "e4m3",
             power_of_two_scales=self.power_of_two,
             amax_epsilon=float(self.epsilon),
         )
-        return recipe, "weight" if self.square else "grad_output" if wide else "input"
+        return recipe, "weight" if self.square else "grad_output" if is_e5m2 else "input"
 
 
 class MXFP8Quantizer(Quantizer):
@@ -109,8 +112,8 @@ class MXFP8Quantizer(Quantizer):
         self.dtype = fp8_dtype
 
     def recipe(self) -> tuple[Recipe, str]:
-        wide = self.dtype is DType.kFloat8E5M2
-        return Recipe("mxfp8", fp8_format="hybrid" if wide else "e4m3"), "grad_output" if wide else "input"
+        is_e5m2 = self.dtype is DType.kFloat8E5M2
+        return Recipe("mxfp8", fp8_format="hybrid" if is_e5m2 else "e4m3"), "grad_output" if is_e5m2 else "input"
 
     def parts(self, quantized: Any, columnwise: bool, sizes: list[int]) -> list[tuple[Any, ...]]:
         codes = moe_fast.codes(quantized, columnwise=columnwise).split(sizes)
@@ -119,10 +122,10 @@ class MXFP8Quantizer(Quantizer):
             unit = 4 if columnwise else 128  # rows of scales are padded to it
             swizzled = moe_fast.scales(quantized, columnwise=columnwise, layout="gemm")
             heights = [-(-count // unit) * unit for count in counts]
-            scales = [part.view(height, -1) for part, height in zip(swizzled, heights, strict=True)]
-            return [(part, s, None) for part, s in zip(codes, scales, strict=True)]
+            scales = [group_codes.view(height, -1) for group_codes, height in zip(swizzled, heights, strict=True)]
+            return [(group_codes, s, None) for group_codes, s in zip(codes, scales, strict=True)]
         scales = moe_fast.scales(quantized, columnwise=columnwise).split(counts)
-        return [(part, s, None) for part, s in zip(codes, scales, strict=True)]
+        return [(group_codes, s, None) for group_codes, s in zip(codes, scales, strict=True)]
 
 
 class NVFP4Quantizer(Quantizer):
@@ -158,15 +161,20 @@ class NVFP4Quantizer(Quantizer):
 
     def parts(self, quantized: Any, columnwise: bool, sizes: list[int]) -> list[tuple[Any, ...]]:
         codes = moe_fast.codes(quantized, columnwise=columnwise).split(sizes)
-        codes_of = [part.T.contiguous() if columnwise else part for part in codes]
-        packed = [part[:, 0::2] | part[:, 1::2] << 4 for part in codes_of]
+        codes_of = [group_codes.T.contiguous() if columnwise else group_codes for group_codes in codes]
+        packed = [group_codes[:, 0::2] | group_codes[:, 1::2] << 4 for group_codes in codes_of]
         if self.optimize_for_gemm and self.hadamard:
             swizzled = moe_fast.scales(quantized, columnwise=columnwise, layout="gemm")
-            scales = [s.view(part.shape[0], -1) if s.numel() else s for part, s in zip(codes_of, swizzled, strict=True)]
+            scales = [
+                s.view(group_codes.shape[0], -1) if s.numel() else s
+                for group_codes, s in zip(codes_of, swizzled, strict=True)
+            ]
         else:
             compact = moe_fast.scales(quantized, columnwise=columnwise)
             counts = [size // 16 for size in sizes] if columnwise else sizes
-            scales = [part.T.contiguous() if columnwise else part for part in compact.split(counts)]
+            scales = [
+                group_codes.T.contiguous() if columnwise else group_codes for group_codes in compact.split(counts)
+            ]
         amax = moe_fast.amax(quantized, columnwise=columnwise)
         amaxes = amax.flatten().split([amax.numel() // len(sizes)] * len(sizes))
         return list(zip(packed, scales, amaxes, strict=True))
@@ -211,11 +219,11 @@ class Padding(torch.nn.Module):
 
     def forward(self, inp: Tensor, m_splits: list[int]) -> Any:
         padded = [-(-size // self.align) * self.align for size in m_splits]
-        parts = inp.split(padded if self.back else m_splits)
+        chunks = inp.split(padded if self.back else m_splits)
         if self.back:
-            return torch.cat([part[:size] for part, size in zip(parts, m_splits, strict=True)])
-        sizes = zip(parts, padded, strict=True)
-        return torch.cat([pad(part, (0, 0, 0, size - len(part))) for part, size in sizes]), padded
+            return torch.cat([chunk[:size] for chunk, size in zip(chunks, m_splits, strict=True)])
+        sizes = zip(chunks, padded, strict=True)
+        return torch.cat([pad(chunk, (0, 0, 0, size - len(chunk))) for chunk, size in sizes]), padded
 
 
 def fused_topk(logits: Tensor, *arguments: Any, topk_indices: Tensor | None = None, routing_map_format: Any = None,

@@ -52,22 +52,22 @@ def found(row: Row, of: Callable[[Row, str], str] = of_release) -> Found:
     if row.check is None:
         return Found(row, "not run", row.why)
     try:
-        wrong = of(row, row.broken)
+        failure = of(row, row.broken)
     except Unavailable as why:
         return Found(row, "not run", f"{why}.")
-    if not wrong:
+    if not failure:
         return Found(row, "not shown", f"{row.broken} passes the contract. {row.why}".strip())
     if row.mended is None:
-        return Found(row, "half", f"{row.broken} fails. No release has mended it.", wrong)
+        return Found(row, "half", f"{row.broken} fails. No release has mended it.", failure)
     try:
         if not of(row, row.mended):
-            return Found(row, "found again", f"{row.mended} passes.", wrong)
+            return Found(row, "found again", f"{row.mended} passes.", failure)
         if row.mended_later and not of(row, row.mended_later):
             text = f"{row.mended}, said to have mended it, fails too; {row.mended_later} passes."
-            return Found(row, "found again", text, wrong)
+            return Found(row, "found again", text, failure)
     except Unavailable as why:
-        return Found(row, "half", f"{row.broken} fails. {why}.", wrong)
-    return Found(row, "half", f"{row.broken} fails, and {row.mended} too.", wrong)
+        return Found(row, "half", f"{row.broken} fails. {why}.", failure)
+    return Found(row, "half", f"{row.broken} fails, and {row.mended} too.", failure)
 
 
 def places() -> list[str]:

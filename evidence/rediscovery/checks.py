@@ -34,8 +34,8 @@ def judged(namespace: Any, case: Any, device: str = "cpu") -> str:
         return ""
     if outcome.status != "FAIL":
         raise RuntimeError(f"{case.function} is {outcome.status}: {outcome.reason}")
-    found = outcome.finding or {}
-    return f"{case.function}: {found.get('output')} {found.get('message')} ({case.text})"
+    finding = outcome.finding or {}
+    return f"{case.function}: {finding.get('output')} {finding.get('message')} ({case.text})"
 
 
 def releases() -> Any:
@@ -61,9 +61,9 @@ def router(**options: Any) -> Any:
         "moe_token_dispatcher_type": "alltoall", **options,
     }  # fmt: skip
     with on_a_cpu():
-        made = TopKRouter(config=TransformerConfig(**settings))
-    made.set_layer_number(1)
-    return made
+        router_of_release = TopKRouter(config=TransformerConfig(**settings))
+    router_of_release.set_layer_number(1)
+    return router_of_release
 
 
 def on_a_cpu() -> ExitStack:
@@ -88,14 +88,18 @@ LOGITS = torch.tensor([[2.0, -1, 0.5, 0], [-3, 1, 0, 4], [0.25, 0, 2, -2]])
 
 def loss_of(score: str) -> float:
     """The reference's loss of LOGITS, over its coefficient."""
-    made = moe_ref.aux_loss_scores(LOGITS, topk=2, score_function=score)
-    counts = made.routing_map.sum(0)
-    return float(moe_ref.load_balancing_loss(made.scores, counts, total_num_tokens=3, topk=2, num_experts=4, coeff=1.0))
+    scored = moe_ref.aux_loss_scores(LOGITS, topk=2, score_function=score)
+    counts = scored.routing_map.sum(0)
+    return float(
+        moe_ref.load_balancing_loss(scored.scores, counts, total_num_tokens=3, topk=2, num_experts=4, coeff=1.0)
+    )
 
 
-def compared(what: str, got: float, right: float) -> str:
+def compared(what: str, got: float, expected: float) -> str:
     """A float32 number and the reference's."""
-    return "" if abs(got - right) <= 1e-5 * abs(right) else f"{what} is {got:.6g}; the reference has {right:.6g}"
+    return (
+        "" if abs(got - expected) <= 1e-5 * abs(expected) else f"{what} is {got:.6g}; the reference has {expected:.6g}"
+    )
 
 
 @check
@@ -133,46 +137,46 @@ def d05() -> str:
     count = int(releases().pad_routing_map(routing_map, align=128).routing_map.sum())
     if count % 128 == 0:
         return ""
-    right = moe_ref.pad_routing_map(routing_map, align=128).unreached.tolist()
-    return f"{count} tokens, no multiple of 128, and no report; the reference has unreached={right}"
+    expected = moe_ref.pad_routing_map(routing_map, align=128).unreached.tolist()
+    return f"{count} tokens, no multiple of 128, and no report; the reference has unreached={expected}"
 
 
 @check
 def a09() -> str:
     """The loss of sigmoid scores is made of sigmoid scores."""
-    made = router(
+    sigmoid_router = router(
         moe_router_score_function="sigmoid", moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1.0
     ).train()
     with on_a_cpu():
-        made.routing(LOGITS.clone().requires_grad_()[:, None])
+        sigmoid_router.routing(LOGITS.clone().requires_grad_()[:, None])
     return compared("the tracked loss", tracked(), loss_of("sigmoid"))
 
 
 @check
 def a10() -> str:
     """A forward that is run again for its gradient is recorded once."""
-    made = router(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1.0).train()
+    recomputing_router = router(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1.0).train()
     with on_a_cpu():
         with torch.no_grad():
-            made.routing(LOGITS[:, None])
-        made.routing(LOGITS.clone().requires_grad_()[:, None])
+            recomputing_router.routing(LOGITS[:, None])
+        recomputing_router.routing(LOGITS.clone().requires_grad_()[:, None])
     return compared("the tracked loss of a recomputed forward", tracked(), loss_of("softmax"))
 
 
 @check
 def r08() -> str:
     """The expert bias is float32 in a module of bfloat16, once it has run."""
-    made = router(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid",
+    biased_router = router(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid",
                   moe_router_load_balancing_type="none")  # fmt: skip
-    made = made.bfloat16()
+    biased_router = biased_router.bfloat16()
     with on_a_cpu():
-        made(torch.zeros(2, 1, 4, dtype=torch.bfloat16))
-    kind = made.expert_bias.dtype
+        biased_router(torch.zeros(2, 1, 4, dtype=torch.bfloat16))
+    kind = biased_router.expert_bias.dtype
     if kind == torch.float32:
         return ""
     bias, counts = torch.tensor([0.5, 0.5], dtype=kind), torch.tensor([0, 8])
-    after = bias + (counts.float().mean() - counts).sign() * 1e-3
-    return f"the bias is {kind}: after a step of 0.001 a bias of 0.5 is {float(after.to(kind)[0])}"
+    new_bias = bias + (counts.float().mean() - counts).sign() * 1e-3
+    return f"the bias is {kind}: after a step of 0.001 a bias of 0.5 is {float(new_bias.to(kind)[0])}"
 
 
 @check
@@ -181,11 +185,11 @@ def l05() -> str:
     from megatron.core.transformer.moe import upcycling_utils
 
     dense, sparse = [SimpleNamespace(name="dense", state_dict=dict)] * 2, [SimpleNamespace(name="moe")] * 2
-    seen: list[Any] = []
-    with mock.patch.object(upcycling_utils, "_convert_to_moe_state_dict", lambda *given: seen.append(given)):
+    calls: list[Any] = []
+    with mock.patch.object(upcycling_utils, "_convert_to_moe_state_dict", lambda *arguments: calls.append(arguments)):
         upcycling_utils.upcycle_state_dict(sparse, dense)
-    wrong = "with two chunks the converter is given (dense's state, MoE model), not (MoE model, dense model)"
-    return "" if seen[0][0] is sparse[0] else wrong
+    message = "with two chunks the converter is given (dense's state, MoE model), not (MoE model, dense model)"
+    return "" if calls[0][0] is sparse[0] else message
 
 
 def transformer_engine() -> Any:
@@ -200,8 +204,8 @@ def p01() -> str:
     """Rows of the input whose addresses pass 2^31 elements."""
     from conformance.families.permutation.cases import RoutingCase
 
-    given: dict[str, Any] = {"tokens": 3, "experts": 3, "hidden": 3, "routing": (5, 2, 7)}
-    case = RoutingCase(function="permute", layout="wide_rows", layout_of="tokens", **given)
+    fields: dict[str, Any] = {"tokens": 3, "experts": 3, "hidden": 3, "routing": (5, 2, 7)}
+    case = RoutingCase(function="permute", layout="wide_rows", layout_of="tokens", **fields)
     return judged(transformer_engine(), case)
 
 
@@ -220,7 +224,7 @@ def p13() -> str:
 def _zero_probs(grads: str) -> str:
     from conformance.families.permutation.cases import RoutingCase
 
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "tokens": 3,
         "experts": 2,
         "hidden": 4,
@@ -228,7 +232,7 @@ def _zero_probs(grads: str) -> str:
         "zero_probs": True,
         "grads": grads,
     }
-    return judged(transformer_engine(), RoutingCase(function="permute", **given))
+    return judged(transformer_engine(), RoutingCase(function="permute", **fields))
 
 
 @check
@@ -244,8 +248,8 @@ def answer() -> None:
     and process groups behind.
     """
     warnings.simplefilter("ignore")
-    found = CHECKS[sys.argv[1]]()
-    print("\nFOUND " + " ".join(found.split()), flush=True)
+    finding = CHECKS[sys.argv[1]]()
+    print("\nFOUND " + " ".join(finding.split()), flush=True)
     os._exit(0)
 
 
@@ -257,8 +261,8 @@ def p06() -> str:
     try:
         rows = te.pytorch.moe_permute(torch.ones(2, 4), torch.ones(2, 1, dtype=torch.int32))[0]
     except Exception as error:
-        told = str(error).splitlines()[0]
-        return "" if "num_out_tokens" in told else f"a call without num_out_tokens raises: {told}"
+        message = str(error).splitlines()[0]
+        return "" if "num_out_tokens" in message else f"a call without num_out_tokens raises: {message}"
     return "" if len(rows) == 2 else f"a call without num_out_tokens makes {len(rows)} rows of 2"
 
 
@@ -285,12 +289,12 @@ def padding_module(recipe: Callable[[], Any]) -> Any:
         sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update(content)
     file = Path(os.environ["TE_WHEEL"], *package.split("."), "module", "fp8_padding.py")
-    found = spec_from_file_location(f"{package}.module.fp8_padding", file)
-    if found is None or found.loader is None:
+    spec = spec_from_file_location(f"{package}.module.fp8_padding", file)
+    if spec is None or spec.loader is None:
         raise ImportError(f"{file} is no module")
-    made = module_from_spec(found)
-    found.loader.exec_module(made)
-    return made.Fp8Padding
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Fp8Padding
 
 
 if __name__ == "__main__":

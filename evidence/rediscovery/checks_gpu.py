@@ -52,13 +52,13 @@ def d01() -> str:
         rows[first : first + 1024] = number[:, None] + small
     try:
         padded, _ = Fp8Padding(1, align_size=128)(rows, [used])
-        wrong = (padded[:used] != rows).any(1).nonzero().flatten().tolist()
-        kept = not padded[used:].any()
+        wrong_rows = (padded[:used] != rows).any(1).nonzero().flatten().tolist()
+        is_zero_padded = not padded[used:].any()
     except RuntimeError as error:
         return f"padding {used} rows of {columns} columns raises: {str(error).splitlines()[0]}"
-    if wrong:
-        return f"of {used} rows of {columns} columns {len(wrong)} are others', the first is {wrong[0]}"
-    return "" if kept else "rows of padding are not 0"
+    if wrong_rows:
+        return f"of {used} rows of {columns} columns {len(wrong_rows)} are others', the first is {wrong_rows[0]}"
+    return "" if is_zero_padded else "rows of padding are not 0"
 
 
 @check
@@ -69,13 +69,13 @@ def q04() -> str:
     from transformer_engine.pytorch.fp8 import get_fp8_te_dtype
 
     quantizer = MXFP8Quantizer(get_fp8_te_dtype(MXFP8BlockScaling()))
-    whole = quantizer.make_empty((256, 64), dtype=torch.bfloat16, device="cuda")
-    whole._rowwise_data.copy_(torch.arange(256, dtype=torch.uint8, device="cuda")[:, None].expand(-1, 64))
+    quantized = quantizer.make_empty((256, 64), dtype=torch.bfloat16, device="cuda")
+    quantized._rowwise_data.copy_(torch.arange(256, dtype=torch.uint8, device="cuda")[:, None].expand(-1, 64))
     try:
-        codes = [half._rowwise_data for half in whole.split(128)]
+        codes = [half._rowwise_data for half in quantized.split(128)]
     except Exception as error:
         return f"split raises {type(error).__name__}: {str(error).splitlines()[0]}"
-    return "" if torch.equal(torch.cat(codes), whole._rowwise_data) else "the halves have others' codes"
+    return "" if torch.equal(torch.cat(codes), quantized._rowwise_data) else "the halves have others' codes"
 
 
 @check
@@ -91,9 +91,9 @@ def n01() -> str:
             super().__init__()
             self.layer = te.GroupedLinear(2, 64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
 
-        def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
             """Two experts, 32 rows each."""
-            out: torch.Tensor = self.layer(x, [32, 32], **given)
+            out: torch.Tensor = self.layer(x, [32, 32], **options)
             return out
 
     recipe, outputs = DelayedScaling(), []
@@ -103,8 +103,8 @@ def n01() -> str:
         module: Any = Flat()
         weights = list(module.parameters())
         with torch.no_grad():
-            for one in weights:
-                one.copy_(weight)
+            for parameter in weights:
+                parameter.copy_(weight)
         if graphed:
             sample = x.clone().requires_grad_()
             module = te.make_graphed_callables(
@@ -114,13 +114,13 @@ def n01() -> str:
             with te.autocast(enabled=True, recipe=recipe):  # once for each microbatch
                 out = module(x.clone().requires_grad_(), is_first_microbatch=first)
             with torch.no_grad():
-                for one in weights:
-                    one.neg_()  # what is kept does not change
+                for parameter in weights:
+                    parameter.neg_()  # what is kept does not change
         outputs.append(out.detach().clone())
     if torch.equal(*outputs):
         return ""
-    plain, other = (float(out[0, 0]) for out in outputs)
-    return f"the second microbatch gives {other:.4g} in a graph, {plain:.4g} without one"
+    without_graph, with_graph = (float(out[0, 0]) for out in outputs)
+    return f"the second microbatch gives {with_graph:.4g} in a graph, {without_graph:.4g} without one"
 
 
 @check
@@ -132,10 +132,10 @@ def k03() -> str:
     weight.grad = torch.ones_like(weight)
     try:
         FusedAdam([weight], lr=0.5).step()
-        wrong = int((weight.detach() != -0.5).sum())
+        num_wrong = int((weight.detach() != -0.5).sum())
     except RuntimeError as error:
         return f"a step of {weight.numel()} elements raises: {str(error).splitlines()[0]}"
-    return f"after a step {wrong} of {weight.numel()} elements are not -0.5" if wrong else ""
+    return f"after a step {num_wrong} of {weight.numel()} elements are not -0.5" if num_wrong else ""
 
 
 @check
@@ -145,9 +145,9 @@ def k01() -> str:
 
     weight = torch.nn.Parameter(torch.zeros(16, device="cuda"))
     weight.grad = torch.ones_like(weight)
-    made = FusedAdam([{"params": [weight]}, {"params": []}], lr=0.5)
-    made.step()
-    steps = [group.get("step", 0) for group in made.param_groups]
+    optimizer = FusedAdam([{"params": [weight]}, {"params": []}], lr=0.5)
+    optimizer.step()
+    steps = [group.get("step", 0) for group in optimizer.param_groups]
     return "" if steps[0] == steps[1] else f"after one step the groups count {steps[0]} and {steps[1]}"
 
 

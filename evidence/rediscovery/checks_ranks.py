@@ -41,8 +41,8 @@ def k05() -> str:
 
         chunk = torch.nn.Linear(2, 2, bias=rank == 0)
         chunk.ddp_config = SimpleNamespace(use_custom_fsdp=False)  # type: ignore[assignment]
-        made = optimizer._get_param_groups([chunk], None, None, 1.0, 1e-3, 1e-3, None, None)  # type: ignore[attr-defined]
-        return sorted(f"weight decay × {group['wd_mult']:g}" for group in made)
+        param_groups = optimizer._get_param_groups([chunk], None, None, 1.0, 1e-3, 1e-3, None, None)  # type: ignore[attr-defined]
+        return sorted(f"weight decay × {group['wd_mult']:g}" for group in param_groups)
 
     first, second = on_ranks(2, groups, pipeline_model_parallel_size=2)
     return "" if first == second else f"stage 0 has groups of {', '.join(first)}; stage 1 of {', '.join(second)}"
@@ -56,26 +56,31 @@ def e01() -> str:
         from megatron.core import parallel_state
         from megatron.core.transformer.moe import token_dispatcher
 
-        made = settings(
+        config = settings(
             num_moe_experts=4, moe_router_topk=1, moe_router_pre_softmax=True, tensor_model_parallel_size=2,
             expert_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True,
         )  # fmt: skip
-        own = parallel_state.get_expert_model_parallel_rank() * 2
-        dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher(2, [own, own + 1], made)
+        first_expert = parallel_state.get_expert_model_parallel_rank() * 2
+        dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher(2, [first_expert, first_expert + 1], config)
         first, third = 1 + rank % 3, 1 + (rank + 1) % 3
         counts = first, 4 - first, third, 4 - third  # gloo gathers equal sizes: 4 rows for each pair of experts
         routing_map = torch.nn.functional.one_hot(torch.arange(4).repeat_interleave(torch.tensor(counts)), 4).bool()
         tokens = (torch.arange(8.0) + 100 * rank)[:, None, None].expand(-1, 1, 4).contiguous()
         with mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host, create=True):
             rows, *_ = dispatcher.token_permutation(tokens, routing_map.float(), routing_map)
-            back, _ = dispatcher.token_unpermutation(rows / 2)  # summed over the ranks that share an expert
-        return tokens[:, 0, 0].tolist(), back.reshape(-1, 4)[:, 0].tolist()
+            returned_rows, _ = dispatcher.token_unpermutation(rows / 2)  # summed over the ranks that share an expert
+        return tokens[:, 0, 0].tolist(), returned_rows.reshape(-1, 4)[:, 0].tolist()
 
     sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
-    for rank, (sent, back) in enumerate(on_ranks(4, returned, **sizes)):
-        wrong = [(one, other) for one, other in zip(sent, back, strict=True) if one != other]
-        if wrong:
-            return f"rank {rank}: {len(wrong)} of {len(sent)} tokens are others': {wrong[0][0]:g} is {wrong[0][1]:g}"
+    for rank, (sent_tokens, returned_tokens) in enumerate(on_ranks(4, returned, **sizes)):
+        mismatches = [
+            (sent_value, returned_value)
+            for sent_value, returned_value in zip(sent_tokens, returned_tokens, strict=True)
+            if sent_value != returned_value
+        ]
+        if mismatches:
+            first = f"{mismatches[0][0]:g} is {mismatches[0][1]:g}"
+            return f"rank {rank}: {len(mismatches)} of {len(sent_tokens)} tokens are others': {first}"
     return ""
 
 
@@ -90,12 +95,12 @@ def l01() -> str:
     from megatron.core.transformer.moe.experts import TEGroupedMLP
 
     def sharded(rank: int) -> list[str]:
-        one = SimpleNamespace(
+        grouped_mlp = SimpleNamespace(
             _modules={"fp8_padding": torch.nn.Module()},  # as Transformer Engine's: without sharded_state_dict
             config=SimpleNamespace(gated_linear_unit=False),
             num_local_experts=1,
         )
-        return list(TEGroupedMLP.sharded_state_dict(one))
+        return list(TEGroupedMLP.sharded_state_dict(grouped_mlp))
 
     try:
         on_ranks(1, sharded)
@@ -107,7 +112,7 @@ def l01() -> str:
 @check
 def h04() -> str:
     """Overlapped shared experts clamp what they activate, as others do."""
-    made = settings(
+    config = settings(
         num_moe_experts=2, moe_shared_expert_intermediate_size=4, moe_shared_expert_overlap=True,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu, activation_func_clamp_value=1.0,
         bias_activation_fusion=False,
@@ -119,21 +124,21 @@ def h04() -> str:
         from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
         from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-        parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        one = SharedExpertMLP(made, parts, False, get_default_pg_collection())
-        for weight in one.parameters():
+        submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        shared_mlp = SharedExpertMLP(config, submodules, False, get_default_pg_collection())
+        for weight in shared_mlp.parameters():
             weight.data.fill_(1.0)
         x = torch.ones(1, 1, 4)  # 4 before the activation
-        one.pre_forward_comm(x)
-        one.linear_fc1_forward_and_act()
-        one.linear_fc2_forward()
-        one.post_forward_comm()
-        return one.get_output().flatten().tolist(), one(x).flatten().tolist()
+        shared_mlp.pre_forward_comm(x)
+        shared_mlp.linear_fc1_forward_and_act()
+        shared_mlp.linear_fc2_forward()
+        shared_mlp.post_forward_comm()
+        return shared_mlp.get_output().flatten().tolist(), shared_mlp(x).flatten().tolist()
 
-    overlapped, plain = on_ranks(1, outputs)[0]
-    if overlapped == plain:
+    overlapped, without_overlap = on_ranks(1, outputs)[0]
+    if overlapped == without_overlap:
         return ""
-    return f"overlapped they return {overlapped[0]:.4g}, without overlap {plain[0]:.4g} for the same input"
+    return f"overlapped they return {overlapped[0]:.4g}, without overlap {without_overlap[0]:.4g} for the same input"
 
 
 @check
@@ -146,8 +151,8 @@ def a14() -> str:
 
         tracker, sizes = moe_utils.get_moe_layer_wise_logging_tracker(), []
         losses: dict[str, Any] = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
-        made = settings(num_layers=2, mtp_num_layers=1, num_moe_experts=4, moe_router_topk=2, **losses)
-        router = TopKRouter(made, moe_utils.get_default_pg_collection())
+        config = settings(num_layers=2, mtp_num_layers=1, num_moe_experts=4, moe_router_topk=2, **losses)
+        router = TopKRouter(config, moe_utils.get_default_pg_collection())
         router.set_layer_number(1)
         router.train().routing(LOGITS.clone().requires_grad_()[:, None])
         sizes.append(len(tracker.pop("load_balancing_loss")["values"]))
@@ -173,11 +178,11 @@ def a07() -> str:
             from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
             from megatron.core.transformer.moe.router import TopKRouter
 
-            made = settings(
+            config = settings(
                 num_moe_experts=4, moe_router_topk=2, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1.0,
                 calculate_per_token_loss=True, tensor_model_parallel_size=ranks, sequence_parallel=ranks > 1,
             )  # fmt: skip
-            router = TopKRouter(made, get_default_pg_collection())
+            router = TopKRouter(config, get_default_pg_collection())
             router.set_layer_number(1)
             logits = LOGITS.chunk(ranks)[rank].clone().requires_grad_()
             probs, _ = router.train().routing(logits[:, None])
@@ -187,10 +192,10 @@ def a07() -> str:
 
         return [row for rows in on_ranks(ranks, own, tensor_model_parallel_size=ranks) for row in rows]
 
-    one, two = torch.tensor(gradient(1)), torch.tensor(gradient(2))
-    if torch.allclose(one, two):
+    one_rank, two = torch.tensor(gradient(1)), torch.tensor(gradient(2))
+    if torch.allclose(one_rank, two):
         return ""
-    return f"shared out to two ranks, the gradient is {float(two.norm() / one.norm()):.3g} × that of one rank"
+    return f"shared out to two ranks, the gradient is {float(two.norm() / one_rank.norm()):.3g} × that of one rank"
 
 
 @check
@@ -201,13 +206,13 @@ def j10() -> str:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-        made = settings(num_moe_experts=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
-        own = parallel_state.get_expert_tensor_parallel_group()
+        config = settings(num_moe_experts=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
+        tensor_group = parallel_state.get_expert_tensor_parallel_group()
         placed: dict[str, Any] = {
-            "config": made,
+            "config": config,
             "init_method": torch.nn.init.ones_,
             "is_expert": True,
-            "tp_group": own,
+            "tp_group": tensor_group,
         }
         weight: Any = ColumnParallelLinear(4, 4, bias=False, **placed).weight
         dense, expert = parallel_state.get_data_parallel_group(), parallel_state.get_expert_data_parallel_group()
@@ -225,6 +230,6 @@ def n05() -> str:
     from megatron.core.models.gpt.fine_grained_callables import should_free_input
 
     words = {"num_local_experts": 1} if "num_local_experts" in signature(should_free_input).parameters else {}
-    made = settings(num_moe_experts=2, expert_model_parallel_size=2, bf16=True, params_dtype=torch.bfloat16)
-    freed = should_free_input("mlp", True, made, **words)
+    config = settings(num_moe_experts=2, expert_model_parallel_size=2, bf16=True, params_dtype=torch.bfloat16)
+    freed = should_free_input("mlp", True, config, **words)
     return "the input of the experts is freed, which is what one local expert's products saved" if freed else ""

@@ -50,7 +50,9 @@ def kept(release: str, name: str) -> str:
 
 def devices() -> str:
     """Where the kept runs ran."""
-    return "; ".join(dict.fromkeys(f"{one['device']}, torch {one['torch']}" for one in _runs(KEPT).values()))
+    return "; ".join(
+        dict.fromkeys(f"{run_record['device']}, torch {run_record['torch']}" for run_record in _runs(KEPT).values())
+    )
 
 
 def _runs(path: Path) -> dict[str, Any]:

@@ -48,17 +48,17 @@ def page(results: Sequence[Found], where: Sequence[str] = ()) -> str:
         + "\n",
     ]
     lines += ["| package | defect | release | mended in | outcome |", "|---|---|---|---|---|"]
-    for one in results:
-        row = one.row
+    for result in results:
+        row = result.row
         mended = row.mended or "open"
-        lines.append(f"| {row.package} | {row.bug}: {row.title} | {row.broken} | {mended} | {one.outcome} |")
+        lines.append(f"| {row.package} | {row.bug}: {row.title} | {row.broken} | {mended} | {result.outcome} |")
     for title, outcomes in (("What shows them", ("found again", "half")), ("The others", ("not shown", "not run"))):
-        chosen = [one for one in results if one.outcome in outcomes]
-        lines += ["", f"## {title}\n", *[_entry(one) for one in chosen]]
+        chosen = [result for result in results if result.outcome in outcomes]
+        lines += ["", f"## {title}\n", *[_entry(result) for result in chosen]]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _entry(one: Found) -> str:
-    text = f"- {one.row.package} {one.row.bug}, {one.row.title}. {one.text}"
-    text += f" {one.row.broken}: {one.finding}." if one.finding else ""
+def _entry(result: Found) -> str:
+    text = f"- {result.row.package} {result.row.bug}, {result.row.title}. {result.text}"
+    text += f" {result.row.broken}: {result.finding}." if result.finding else ""
     return textwrap.fill(text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

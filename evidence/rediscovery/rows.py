@@ -22,8 +22,8 @@ class Row:
     on_a_gpu: bool = False  # judged by a run on a GPU, which is kept
 
 
-def _megatron(bug: str, title: str, broken: str, mended: str | None, check: str | None = None, why: str = "", later: str | None = None) -> Row:  # fmt: skip  # noqa: E501
-    return Row(bug, title, MEGATRON, broken, mended, check, why, later)
+def _megatron(bug: str, title: str, broken: str, mended: str | None, check: str | None = None, why: str = "", mended_later: str | None = None) -> Row:  # fmt: skip  # noqa: E501
+    return Row(bug, title, MEGATRON, broken, mended, check, why, mended_later)
 
 
 def _engine(bug: str, title: str, broken: str, mended: str | None, check: str | None = None, why: str = "") -> Row:
@@ -44,7 +44,7 @@ ROWS = (
     _megatron("R05", "groups are ranked by two experts, whatever K is", "0.11.0", "0.12.0", "r05"),
     _megatron("A09", "the balancing loss of a sigmoid router is made of softmax scores", "0.11.0", "0.12.0", "a09"),
     _megatron("R08", "the expert bias becomes bfloat16 with its module", "0.11.0", "0.12.0", "r08"),
-    _megatron("A10", "a recomputed forward counts its loss twice", "0.10.0", "0.11.0", "a10", later="0.12.0"),
+    _megatron("A10", "a recomputed forward counts its loss twice", "0.10.0", "0.11.0", "a10", mended_later="0.12.0"),
     _megatron("R10", "jitter turns bfloat16 into float32", "0.14.0", "0.15.0", "r10"),
     _megatron("R09", "scores of the loss are computed in bfloat16", "0.16.1", "0.17.0", "r09"),
     _megatron("L05", "upcycling of several chunks swaps its arguments", "0.16.1", MAIN, "l05"),

@@ -8,8 +8,8 @@ import pytest
 from conformance.core.case import CaseError, case_from
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.options import Options
-from conformance.engine.run.before import with_calls_before
 from conformance.engine.run.corpus import checked
+from conformance.engine.run.preceding_calls import with_calls_before
 from conformance.engine.run.reduction import failure_key, reduce
 from conformance.engine.run.session import Session
 from conformance.families.dispatch.cases import DispatchCase

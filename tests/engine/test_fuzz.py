@@ -14,13 +14,13 @@ import torch
 
 from conformance.cli import main
 from conformance.core.space import Space
+from conformance.engine.child.line_coverage import CALLS, LineCoverage
 from conformance.engine.child.outcome import Outcome
-from conformance.engine.child.reached import CALLS, Reached
 from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.options import Options
 from conformance.engine.run import corpus
 from conformance.engine.run.choice import Choice
-from conformance.engine.run.kept import Kept
+from conformance.engine.run.interesting_cases import InterestingCases
 from conformance.engine.run.rarity import Rarity
 from conformance.engine.run.search import Search, Searched
 from conformance.interface import load
@@ -129,19 +129,19 @@ def test_a_seed_repeats_a_search(tmp_path):
 
 def test_the_kept_cases_are_few_and_reach_everything(tmp_path):
     small, large, other = drawn(SCOPE.drawn(), 1, 3)
-    kept = Kept(tmp_path, [small])
+    kept = InterestingCases(tmp_path, [small])
     for case, lines in ((small, ["a"]), (large, ["a", "b"]), (other, ["c"])):
         kept.add(case, Outcome("PASS", lines=lines))
     corpus.save(tmp_path, small, {})
     assert kept.save({}) == 2
-    assert {case.text for case in Kept.read(tmp_path, FUNCTION).seeds} == {large.text, other.text}
+    assert {case.text for case in InterestingCases.read(tmp_path, FUNCTION).seeds} == {large.text, other.text}
 
 
 def test_a_kept_case_that_did_not_run_stays(tmp_path):
     (case,) = drawn(SCOPE.drawn(), 1, 1)
     corpus.save(tmp_path, case, {})
-    Kept.read(tmp_path, FUNCTION).save({})
-    assert Kept.read(tmp_path, FUNCTION).seeds == [case]
+    InterestingCases.read(tmp_path, FUNCTION).save({})
+    assert InterestingCases.read(tmp_path, FUNCTION).seeds == [case]
 
 
 def test_the_error_of_a_bound_is_that_of_the_worst_element_beyond_its_rounding():
@@ -169,7 +169,7 @@ def test_the_lines_of_the_branch_that_a_case_takes_are_reached(tmp_path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     implementation, seen = load("branching"), []
     for argument, function in ((1, "permute"), (0, "permute"), (1, "unknown")):
-        reached = Reached(implementation, function)
+        reached = LineCoverage(implementation, function)
         with reached.recording():
             implementation.namespace.permute(argument)
         implementation.namespace.permute(1 - argument)  # not recorded
@@ -182,7 +182,7 @@ def test_only_the_first_calls_of_a_function_are_traced(tmp_path, monkeypatch):
     (tmp_path / "rarely.py").write_text("def permute(x):\n    if x:\n        return 1\n    return 2\n")
     monkeypatch.syspath_prepend(tmp_path)
     implementation = load("rarely")
-    reached = Reached(implementation, "permute")
+    reached = LineCoverage(implementation, "permute")
     with reached.recording():
         for i in range(CALLS + 1):
             implementation.namespace.permute(i == CALLS)

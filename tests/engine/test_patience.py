@@ -97,12 +97,12 @@ def test_a_limit_is_longer_on_a_slow_machine_and_the_reason_says_so(machine, mon
 def test_a_case_alone_has_a_longer_limit_and_a_function_that_hung_a_short_one(machine):
     limits = Patience(60.0)
     clock = clock_of(machine, 1)
-    assert (limits.allowed("permute"), limits.allowed("permute", alone=True)) == (60.0, CONFIRMING * 60.0)
-    limits.hangs("permute", clock, 60.0, alone=False)
+    assert (limits.allowed("permute"), limits.allowed("permute", is_only=True)) == (60.0, CONFIRMING * 60.0)
+    limits.hangs("permute", clock, 60.0, is_only=False)
     assert limits.hung == {}
-    assert (limits.allowed("permute"), limits.allowed("permute", alone=True)) == (SHORT_SECONDS, CONFIRMING * 60.0)
-    limits.hangs("permute", clock, CONFIRMING * 60.0, alone=True)
-    assert (limits.allowed("permute"), limits.allowed("permute", alone=True)) == (SHORT_SECONDS, SHORT_SECONDS)
+    assert (limits.allowed("permute"), limits.allowed("permute", is_only=True)) == (SHORT_SECONDS, CONFIRMING * 60.0)
+    limits.hangs("permute", clock, CONFIRMING * 60.0, is_only=True)
+    assert (limits.allowed("permute"), limits.allowed("permute", is_only=True)) == (SHORT_SECONDS, SHORT_SECONDS)
     assert limits.allowed("unpermute") == 60.0
 
 

@@ -45,7 +45,7 @@ class Swept:
             self.failures = session.sweep(DRAWN)
             self.processes = [child.process.pid for child in (*session.pool._children, session.pool._spare) if child]
         self.ledger = list(entries(folder / "ledger"))
-        self.verdict = assemble(folder / "ledger", options, 1.0, whole=False)
+        self.verdict = assemble(folder / "ledger", options, 1.0, is_complete=False)
 
     def found(self, status: str) -> list[Case]:
         """The cases as drawn that had this status."""

@@ -15,7 +15,7 @@ from conformance.core.space import Space
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
-from conformance.engine.world import joined, rank, worlds
+from conformance.engine.world import rank, torchrun, worlds
 from conformance.engine.world.rank import RankAddress, backend_of
 from conformance.engine.world.worlds import SHARED_TIMES, Worlds
 from conformance.families.dispatch.cases import DispatchCase
@@ -128,8 +128,8 @@ def test_ranks_share_gpus_only_where_there_are_too_few_and_get_more_time(monkeyp
     ("gpus", "local", "found"), [(4, 4, (4, 0)), (2, 4, (2, 4)), (1, 2, (1, 4)), (2, 2, (4, 0)), (8, 4, (4, 0))]
 )
 def test_under_torchrun_ranks_share_gpus_where_a_host_has_fewer_than_ranks(gpus, local, found, monkeypatch):
-    here = joined.Joined(0, 4, "127.0.0.1", 1, 0, True, local)
-    monkeypatch.setattr(worlds, "joined", lambda: here)
+    here = torchrun.TorchrunRank(0, 4, "127.0.0.1", 1, 0, True, local)
+    monkeypatch.setattr(worlds, "torchrun_rank", lambda: here)
     monkeypatch.setattr(worlds, "RemoteRanks", lambda here: SimpleNamespace(dismiss=lambda: None))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with prepared(THREE_GPUS | {"ranks": min(4, gpus)}) as made:

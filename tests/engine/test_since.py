@@ -135,7 +135,7 @@ def test_a_run_that_was_interrupted_keeps_no_footprints(tmp_path):
     book = Book(tmp_path).all_pass()
     assert book.verdict(since=Since(NOW)).footprints == NOW.record()
     assert book.verdict(since=Since(NOW), interrupted=True).footprints == {}
-    assert book.verdict(since=Since(NOW), whole=False).footprints == {}
+    assert book.verdict(since=Since(NOW), is_complete=False).footprints == {}
 
 
 def test_an_unchanged_function_is_no_regression_before_and_after(tmp_path):

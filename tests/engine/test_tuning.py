@@ -210,7 +210,7 @@ def test_the_gradient_is_judged_in_each_configuration(compiled):
 
 def test_ranks_make_one_call_each(compiled):
     case, calls = CASE.changed(seed=4), []
-    with Tuning(Implementation(None), case, Outcome("PASS"), alone=False) as block:
+    with Tuning(Implementation(None), case, Outcome("PASS"), single_process=False) as block:
         block.choice.longest = 3
         block.each([], lambda: (calls.append(block.choice.index), {}, None))
     assert calls == [4]
@@ -243,7 +243,7 @@ def test_a_tuner_that_is_not_known_is_left_alone_and_reported(monkeypatch):
     autotuning.install()
     asking = Other.run
     autotuning.install()
-    assert Other.run is asking and not autotuning._fits(Other, asking)
+    assert Other.run is asking and not autotuning._uses_forced_choice(Other, asking)
     choice = autotuning.Choice()
     kernel = SimpleNamespace(run=lambda **settings: settings["BLOCK"], __module__="a", __qualname__="b_kernel")
     with autotuning.chosen(choice):

@@ -111,25 +111,26 @@ def test_too_many_unsupported_cases_are_too_little(book):
 
 
 def test_a_part_of_a_run_is_not_asked_for_the_minimum(book):
-    assert book.section("drawn-permute-0", "permute", "PASS").verdict(whole=False).exit_code == 0
+    assert book.section("drawn-permute-0", "permute", "PASS").verdict(is_complete=False).exit_code == 0
 
 
 def test_a_shard_to_which_no_case_fell_is_neither_a_failure_nor_a_success(book, tmp_path):
-    verdict = book.verdict(whole=False, may_be_empty=True)
+    verdict = book.verdict(is_complete=False, may_be_empty=True)
     assert (verdict.exit_code, verdict.verdict) == (0, "EMPTY SHARD")
     assert {function.status for function in verdict.functions.values()} == {"not run"}
     assert "EMPTY SHARD   0 functions" in "\n".join(lines(verdict))
-    assert book.verdict(whole=False, may_be_empty=True, interrupted="SIGTERM").exit_code == 4
+    assert book.verdict(is_complete=False, may_be_empty=True, interrupted="SIGTERM").exit_code == 4
 
 
 def test_other_runs_without_a_case_are_too_little(book, tmp_path):
-    assert (book.verdict(whole=False).exit_code, book.verdict(whole=False).verdict) == (4, "TOO LITTLE TESTED")
+    verdict = book.verdict(is_complete=False)
+    assert (verdict.exit_code, verdict.verdict) == (4, "TOO LITTLE TESTED")
     nothing = Book(tmp_path / "nothing", **{name: {"offered": False} for name in CONTRACTS})
-    assert nothing.verdict(whole=False, may_be_empty=True).exit_code == 4
+    assert nothing.verdict(is_complete=False, may_be_empty=True).exit_code == 4
 
 
 def test_a_function_of_which_a_part_of_a_run_has_no_case_is_not_called_conformant(book):
-    verdict = book.section("drawn-permute-0", "permute", "PASS").verdict(whole=False)
+    verdict = book.section("drawn-permute-0", "permute", "PASS").verdict(is_complete=False)
     assert [verdict.functions[name].status for name in ("permute", "unpermute")] == ["conformant", "not run"]
     shown = "\n".join(lines(verdict))
     assert (
@@ -154,7 +155,8 @@ def test_an_interrupted_run_calls_no_function_conformant_and_loses_no_result(boo
 
 @pytest.mark.parametrize(("interrupted", "status"), [("SIGTERM", "too little tested"), ("", "conformant")])
 def test_a_function_of_an_interrupted_part_of_a_run_is_not_conformant(book, interrupted, status):
-    verdict = book.section("drawn-permute", "permute", *["PASS"] * ENOUGH).verdict(interrupted=interrupted, whole=False)
+    book.section("drawn-permute", "permute", *["PASS"] * ENOUGH)
+    verdict = book.verdict(interrupted=interrupted, is_complete=False)
     assert verdict.functions["permute"].status == status
     assert ("ended early by SIGTERM" in "\n".join(lines(verdict))) == (interrupted == "SIGTERM")
 
@@ -162,10 +164,10 @@ def test_a_function_of_an_interrupted_part_of_a_run_is_not_conformant(book, inte
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("reason", ["SIGINT", "SIGTERM", "a signal"])
 def test_an_interrupted_run_is_not_conformant_even_if_every_case_has_passed(book, whole, reason):
-    verdict = book.all_pass().verdict(interrupted=reason, whole=whole)
+    verdict = book.all_pass().verdict(interrupted=reason, is_complete=whole)
     assert (verdict.exit_code, verdict.verdict) == (4, "INTERRUPTED")
     assert "CONFORMANT" not in "\n".join(lines(verdict))
-    assert book.verdict(whole=whole).verdict == "CONFORMANT"
+    assert book.verdict(is_complete=whole).verdict == "CONFORMANT"
 
 
 @pytest.mark.parametrize(("status", "code"), [("FAIL", 1), ("ERROR", 3)])
@@ -215,7 +217,7 @@ def test_a_waiver_that_waives_nothing_is_an_error(book):
     verdict = book.verdict(waivers=("permute (me)",))
     assert verdict.exit_code == 3
     assert "the waiver permute (me) waived nothing" in verdict.problems[0]
-    assert book.verdict(waivers=("permute (me)",), whole=False).exit_code == 0
+    assert book.verdict(waivers=("permute (me)",), is_complete=False).exit_code == 0
 
 
 # ---- kernels

@@ -23,8 +23,8 @@ from conformance.engine.child.outcome import Outcome
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.reduction import reduce
-from conformance.engine.world import joined
-from conformance.engine.world.joined import Joined, RemoteRanks, lend_rank
+from conformance.engine.world import torchrun
+from conformance.engine.world.torchrun import RemoteRanks, TorchrunRank, lend_rank
 from conformance.engine.world.world import SILENCE_SECONDS, Member, end_of_silence
 from conformance.families.dispatch.cases import DispatchCase
 from conformance.interface import UsageError
@@ -162,7 +162,7 @@ def under_torchrun(name: str, ranks: int, tmp_path: Path, seconds: float = 20.0)
 import sys
 sys.path.insert(0, {HERE[0]!r})
 from conformance.engine.options import ChildOptions
-from conformance.engine.world.joined import joined, lend_rank
+from conformance.engine.world.torchrun import lend_rank, torchrun_rank
 from conformance.engine.run.pool import Pool
 from conformance.engine.world.world import SILENCE_SECONDS, Member, end_of_silence
 from tests.engine.world_fixtures import ShiftCase, register
@@ -170,8 +170,8 @@ from tests.engine.world_fixtures import ShiftCase, register
 if __name__ == "__main__":
     register()
     options = ChildOptions("tests.engine.world_fixtures:{name}", "cpu", search=({HERE[0]!r},))
-    if joined().rank:
-        sys.exit(lend_rank(joined(), options))
+    if torchrun_rank().rank:
+        sys.exit(lend_rank(torchrun_rank(), options))
     with Pool(options, case_seconds={seconds}) as pool:
         for _ in range(2):
             for _, outcome in pool.run([ShiftCase(function="shift", ranks=3, rows=2, grads="x")]):
@@ -228,9 +228,9 @@ def test_a_port_that_is_taken_is_said_in_a_sentence():
 
 
 @pytest.fixture
-def place(monkeypatch) -> Iterator[Joined]:
+def place(monkeypatch) -> Iterator[TorchrunRank]:
     """Rank 0 of three, with a short patience, where a store is there already."""
-    monkeypatch.setattr(joined, "ARRIVAL_SECONDS", 4.0)
+    monkeypatch.setattr(torchrun, "ARRIVAL_SECONDS", 4.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for name, value in {
@@ -240,19 +240,19 @@ def place(monkeypatch) -> Iterator[Joined]:
         "MASTER_PORT": str(store.port),
     }.items():
         monkeypatch.setenv(name, value)
-    found = joined.joined()
+    found = torchrun.torchrun_rank()
     assert found
     yield found
     del store
 
 
-def lending(rank: int, place: Joined) -> Future[int]:
+def lending(rank: int, place: TorchrunRank) -> Future[int]:
     """A thread that lends a rank; its exit code."""
     options = ChildOptions("tests.engine.world_fixtures:RIGHT", "cpu", search=HERE)
     return ThreadPoolExecutor(1).submit(lend_rank, replace(place, rank=rank), options)
 
 
-def calling(rank: int, place: Joined) -> None:
+def calling(rank: int, place: TorchrunRank) -> None:
     """A lender that calls, and starts no process when asked to."""
     store = replace(place, rank=rank).store()
     store.wait(["address"])

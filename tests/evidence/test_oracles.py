@@ -12,8 +12,8 @@ import moe_ref
 from evidence.oracles import formats, te_gemm
 from evidence.oracles.catalogue import oracles
 from evidence.oracles.compare import EITHER, OURS, Comparison, Known, compare, merged, shrunk
-from evidence.oracles.drawn import blocks
 from evidence.oracles.page import Result, page
+from evidence.oracles.random_inputs import blocks
 from evidence.oracles.source import load, run, statements
 from moe_ref.config import Recipe
 
@@ -89,7 +89,7 @@ def test_block_scaled_products_are_compared_by_codes_and_scales(slope, differ):
 def test_a_cause_explains_only_the_values_it_covers():
     other = torch.tensor([1.0, 0, 1])
     known = [Known("the first", OURS, torch.tensor([True, False, False]))]
-    found = compare("x", ZERO, other, case=placed, known=known)
+    found = compare("x", ZERO, other, case=placed, known_causes=known)
     assert (found.values, found.equal, found.unexplained) == (3, 1, 1)
     assert [one.smallest for one in found.differences] == ["at (0,)", "at (2,): moe_ref 0.0, the peer 1.0"]
 
@@ -129,7 +129,7 @@ def test_functions_and_statements_are_read_out_of_a_source(tmp_path):
 
 def test_the_page_says_what_was_not_run_and_what_is_not_explained():
     found = compare("sums", ZERO, ZERO + 1, case=placed)
-    known = compare("scales", ZERO, ZERO + 1, case=placed, known=[Known("both may", EITHER, ZERO == 0)])
+    known = compare("scales", ZERO, ZERO + 1, case=placed, known_causes=[Known("both may", EITHER, ZERO == 0)])
     text = page([Result("one", "one 1", [found, known]), Result("two", "two 2", [], "the index has none")])
     assert "| one | one 1 | 6 | 0 | 3 | 3 |" in text and "| two | two 2 | not run |" in text
     assert "- not explained. Right: not decided. 3 values; smallest case (sums): at (0,)" in text

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from conformance.engine.child.kept import alive_bytes as alive_bytes
+from conformance.engine.child.saved_memory import alive_bytes as alive_bytes
 
 
 def saved_bytes(run: Callable[[], Any], given: Iterable[Tensor]) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conformance import storage
-from conformance.engine.run import cluster, corpus, kept
+from conformance.engine.run import cluster, corpus, interesting_cases
 from conformance.engine.run.merging import merge
 from conformance.engine.run.search import Search, Searched
 from conformance.report import WRITERS, conclude, delivery
@@ -219,7 +219,7 @@ def test_a_search_whose_folder_cannot_be_written_keeps_its_failures(tmp_path, mo
     search.searched, search.failed = Searched(), {}
     search.session = type("Session", (), {"options": type("Options", (), {"implementation": "nobody"})})
     search.progress = type("Progress", (), {"end": staticmethod(lambda: None)})
-    search.kept = {"permute": kept.Kept(tmp_path, seeds=[SMALL], judged={SMALL.id})}
+    search.kept = {"permute": interesting_cases.InterestingCases(tmp_path, seeds=[SMALL], judged={SMALL.id})}
     corpus.save(tmp_path, SMALL, {})
     other = SMALL.changed(hidden=2)
     search.kept["permute"].reached, search.kept["permute"].seen = {other: frozenset({"a:1"})}, {"a:1"}

@@ -186,7 +186,7 @@ def test_a_clock_shows_the_median_and_pays_for_nothing_else(monkeypatch):
 
     spans = iter([9.0, 1.0, 2.0, 6.0])  # the first warms up
     versions = {"one": lambda: advance(next(spans)), "two": lambda: advance(5.0)}
-    found = clocks.medians(versions, 1, 3, before=lambda: advance(100.0), device="cpu")
+    found = clocks.medians(versions, 1, 3, setup=lambda: advance(100.0), device="cpu")
     assert found == {"one": 2e6, "two": 5e6}
 
 

@@ -29,7 +29,7 @@ class Addresses:
     _launch: Any = None  # the kernel's Python function
     # first byte, end and name of each tensor
     _spans: list[tuple[int, int, str]] = field(default_factory=list)
-    _indirect: bool = False  # the launch has made a pointer from an integer
+    _indirect: bool = False  # whether the launch has made a pointer from an integer
 
     def __enter__(self) -> "Addresses":
         global _watch
@@ -83,7 +83,9 @@ class Addresses:
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """The tensors in a launch argument: the tensor, a tuple's, or a descriptor's."""
+    """The tensors in a launch argument: the argument itself, the entries of a tuple, or the base of
+    a descriptor.
+    """
     if isinstance(value, tuple):
         for x in value:
             yield from _tensors(x)

@@ -1,4 +1,6 @@
-"""Results that lie in the caller's memory, or in that of another result: they change with it."""
+"""Finds results that share memory with the caller's inputs or with another result, and would change
+with them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,31 +11,38 @@ from torch.nn import Parameter
 
 
 def alias(outputs: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """The first output of numbers in an input's memory, and what is wrong; None: there is none.
-    Indices that were given may be returned.
+    """The first floating-point output that lies in the memory of an input, and what is wrong with
+    it; None if there is none. A function may return the indices that it was given.
     """
     owners = {address: name for name, x in inputs.items() if (address := _address(x))}
-    found = ((name, owners.get(_address(x))) for name, x in outputs.items() if _is_plain(x) and x.is_floating_point())
-    told = ((name, f"lies in the memory of its input {owner}, which is the caller's") for name, owner in found if owner)
-    return next(told, None)
+    owners_of_outputs = (
+        (name, owners.get(_address(x))) for name, x in outputs.items() if _is_plain(x) and x.is_floating_point()
+    )
+    descriptions = (
+        (name, f"lies in the memory of its input {owner}, which is the caller's")
+        for name, owner in owners_of_outputs
+        if owner
+    )
+    return next(descriptions, None)
 
 
 def shared_elements(returned: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first tensor that a call returned with an element in the place of another's, and what is
-    wrong; None: there is none. Gradients, which autograd shares, may.
+    """The first tensor returned by a call that has an element at the address of another result's
+    element, and what is wrong with it; None if there is none. Gradients may share memory, because
+    autograd shares them.
     """
     results = {name: x for name, x in returned.items() if _is_plain(x) and x.numel() and not name.startswith("d_")}
     for i, (name, x) in enumerate(results.items()):
         if any(stride == 0 and length > 1 for length, stride in zip(x.shape, x.stride(), strict=True)):
             return name, "has several elements in one place: it is expanded"
-        for other in list(results)[:i]:
-            if _address(results[other]) == _address(x) and _overlap(x, results[other]):
-                return name, f"lies in the memory of {other}, another result"
+        for earlier_name in list(results)[:i]:
+            if _address(results[earlier_name]) == _address(x) and _overlap(x, results[earlier_name]):
+                return name, f"lies in the memory of {earlier_name}, another result"
     return None
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether an element of both has the same address."""
+    """Whether some element of one tensor has the same address as some element of the other."""
     return bool(torch.isin(_addresses(x), _addresses(y)).any())
 
 
@@ -46,12 +55,15 @@ def _addresses(x: Tensor) -> Tensor:
 
 
 def _is_plain(x: Any) -> bool:
-    """What answers as torch's tensors do: others are judged when they are read."""
+    """Whether the object answers as torch's tensors do.
+
+    Other objects are judged when they are read.
+    """
     return type(x) in (Tensor, Parameter) and x.layout == torch.strided and not x.is_nested
 
 
 def _address(x: Tensor) -> int:
-    """Of the memory; 0 for none, and for tensors without a storage."""
+    """The address of the tensor's memory; 0 if it has none, and for tensors without a storage."""
     try:
         return x.untyped_storage().data_ptr() if x.numel() else 0
     except NotImplementedError:

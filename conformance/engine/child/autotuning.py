@@ -30,7 +30,7 @@ class Choice:
 
     index: int = 0
     longest: int = 1  # the length of the longest list so far
-    launched: Tuned = field(default_factory=dict)  # by calls that use this choice
+    launched: Tuned = field(default_factory=dict)  # the names of tuners, from the calls that use this choice
 
     def note(self, name: str, total: int, by: str, *labels: str) -> None:
         """Remember configurations that are launched."""
@@ -51,20 +51,23 @@ _choice: Choice | None = None
 def chosen(choice: Choice) -> Iterator[None]:
     """Tuners use this choice inside the block."""
     global _choice
-    before, _choice = _choice, choice
+    outer_choice, _choice = _choice, choice
     try:
         yield
     finally:
-        _choice = before
+        _choice = outer_choice
 
 
 def install() -> None:
-    """Let Triton's autotuner ask for the choice; idempotent, and nothing if it is not loaded."""
+    """Let Triton's autotuner ask for the choice.
+
+    The call is idempotent, and does nothing if the autotuner is not loaded.
+    """
     autotuner = getattr(sys.modules.get(AUTOTUNER), "Autotuner", None)
     if autotuner is None or not hasattr(autotuner, "run") or hasattr(autotuner.run, "asks"):
         return
     original = autotuner.run
-    asking = _forced(original) if _fits(autotuner, original) else _noted(original)
+    asking = _forced(original) if _uses_forced_choice(autotuner, original) else _noted(original)
     asking.asks = True  # type: ignore[attr-defined]
     autotuner.run = asking
 
@@ -75,8 +78,8 @@ def _forced(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-        interpreted, every = _is_interpreted(tuner), tuner.configs
-        if len(every) < 2 or (_choice is None and not interpreted):
+        interpreted, all_configs = _is_interpreted(tuner), tuner.configs
+        if len(all_configs) < 2 or (_choice is None and not interpreted):
             return original(tuner, *args, **kwargs)
         choice = _choice or Choice()
         candidates = _candidates(tuner, args, kwargs, interpreted)
@@ -84,7 +87,7 @@ def _forced(original: Callable[..., Any]) -> Callable[..., Any]:
         name, unfit = _name(tuner), None
         for step in range(len(candidates)):
             config = candidates[(choice.index + step) % len(candidates)]
-            choice.note(name, len(every), FIRST if interpreted else EACH, _label(config))
+            choice.note(name, len(all_configs), FIRST if interpreted else EACH, _label(config))
             tuner.configs = [config]
             try:
                 return original(tuner, *args, **kwargs)
@@ -92,7 +95,7 @@ def _forced(original: Callable[..., Any]) -> Callable[..., Any]:
                 unfit = error
                 choice.discard(name, _label(config))
             finally:
-                tuner.configs = every
+                tuner.configs = all_configs
         if unfit:
             raise unfit
         return original(tuner, *args, **kwargs)  # its pruning leaves nothing, which Triton refuses
@@ -101,7 +104,7 @@ def _forced(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A launch with the choice of a tuner whose code is not known."""
+    """A launch of a tuner whose code is unknown: its own choice is only recorded."""
 
     def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(tuner, *args, **kwargs)
@@ -126,8 +129,8 @@ def _candidates(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inter
         tuner.perf_model = model
 
 
-def _fits(autotuner: Any, original: Callable[..., Any]) -> bool:
-    """Whether a launch with a list of one configuration uses it, in this version of Triton."""
+def _uses_forced_choice(autotuner: Any, original: Callable[..., Any]) -> bool:
+    """Whether a launch uses a list of one configuration as it is, in this version of Triton."""
     launches: list[dict[str, Any]] = []
     kernel = SimpleNamespace(fn=lambda x: None, arg_names=["x"], run=lambda *_, **kwargs: launches.append(kwargs))
     choice = Choice()

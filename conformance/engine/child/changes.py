@@ -1,4 +1,4 @@
-"""Which changes of an implementation's source would change the value of their expression.
+"""Finds the changes of an implementation's source that would change the value of their expression.
 
 A copy of the source (`conformance.mutants.comparing`) calls `compared` in place of each expression.
 """
@@ -12,7 +12,7 @@ import torch
 PLAIN = (int, float, str, type(None), torch.dtype, torch.device)  # values that are the same if they are equal
 
 _different: set[str] = set()
-_inside = threading.local()  # a change is computed: what it calls is not compared
+_inside = threading.local()  # true while a change is computed, so that the expressions which it calls are not compared
 
 
 def compared(original: Callable[[], Any], tested: bool, *changes: tuple[str, Callable[[], Any]]) -> Any:
@@ -42,17 +42,17 @@ def take() -> set[str]:
 
 def _same(value: Any, change: Callable[[], Any], tested: bool) -> bool:
     try:
-        other = change()
-        return bool(value) == bool(other) if tested else _equal(value, other)
+        changed_value = change()
+        return bool(value) == bool(changed_value) if tested else _equal(value, changed_value)
     except Exception:
         return False
 
 
-def _equal(value: Any, other: Any) -> bool:
-    if value is other:
+def _equal(value: Any, second_value: Any) -> bool:
+    if value is second_value:
         return True
-    if type(value) is not type(other):
+    if type(value) is not type(second_value):
         return False
     if isinstance(value, tuple):
-        return len(value) == len(other) and all(map(_equal, value, other))
-    return isinstance(value, PLAIN) and repr(value) == repr(other)  # 0.0 is not -0.0
+        return len(value) == len(second_value) and all(map(_equal, value, second_value))
+    return isinstance(value, PLAIN) and repr(value) == repr(second_value)  # 0.0 is not -0.0

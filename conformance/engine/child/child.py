@@ -43,7 +43,7 @@ from conformance.judge import Finding
 from conformance.modes import Modes
 from conformance.texts import described, message
 
-MOST_RANKS = 4  # of a world on one machine
+MOST_RANKS = 4  # the context of a world on one machine
 KEPT_BYTES = 2**30  # device memory that a child may keep between cases
 DECLARE_SECONDS = 20.0  # for `declares` to answer about one function
 
@@ -60,7 +60,7 @@ def import_implementation(connection: Connection, options: ChildOptions, log_pat
     isolate(log_path)
     sys.path[:0] = options.search
     sys.path.append(os.getcwd())
-    poison.install(guards=options.sanitize != "memcheck")  # which would see a guard as the tensor's
+    poison.install(guards=options.sanitize != "memcheck")  # the sanitizer would take a guard for a part of the tensor
     torch.set_num_threads(1)
     modes, sanitizer = Modes(), Sanitizer(options.sanitize, log_path)
     try:
@@ -100,7 +100,7 @@ def answer_all(
         while True:
             work = connection.recv()
             if isinstance(work, Draw):
-                connection.send(_drawn(work))
+                connection.send(_structures_of(work))
                 continue
             for case in work:
                 rank = context_of(case) if context_of else None
@@ -108,7 +108,7 @@ def answer_all(
                 with traced(options.trace) as calls:
                     outcome = sanitizer.judged(_answer(case, implementation, device, rank, options))
                 if os.getpid() != process:
-                    os._exit(0)  # a copy of the process that the implementation has forked
+                    os._exit(0)  # a copy of this process that the implementation has forked
                 if options.faults and not rank and outcome.status == "PASS":
                     judged = partial(_answer, implementation=implementation, device=device, rank=None, options=options)
                     outcome.planted = planting.tried(case, outcome.configurations, judged)
@@ -119,7 +119,7 @@ def answer_all(
                 connection.send(("outcome", asdict(outcome), rank.seen if rank else []))
 
 
-def _drawn(request: Draw) -> tuple[str, Any]:
+def _structures_of(request: Draw) -> tuple[str, Any]:
     try:
         return "structures", request.structures()
     except Exception as error:
@@ -156,12 +156,17 @@ def _answer(
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """What was added to the error on its way, such as the configuration of a tuned kernel."""
+    """Notes that were added to the error on its way, such as the configuration of a tuned
+    kernel.
+    """
     return getattr(error, "__notes__", [])
 
 
 def _add_transport(outcome: Outcome, function: str, implementation: Implementation, rank: RankContext) -> None:
-    """How the ranks reached each other; a `transport` that raises is a failure of the function."""
+    """Record how the ranks reached each other.
+
+    A `transport` that raises is a failure of the function.
+    """
     outcome.shares_gpu = rank.shares_gpu
     try:
         outcome.transport = rank.transport(implementation.transport(function, rank.group))
@@ -188,7 +193,7 @@ def _stream(device: str) -> Any:
 
 
 def _signature(function: str, implementation: Implementation) -> str:
-    """The signature as text equal in every process: without the addresses of defaults."""
+    """The signature as text that is equal in every process: without the addresses in defaults."""
     try:
         text = str(signature_of(getattr(implementation.namespace, function)) or "(…)")
     except Exception:  # of the repr of a default
@@ -196,8 +201,10 @@ def _signature(function: str, implementation: Implementation) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", f"{function}{text}")
 
 
-def _place(function: str, implementation: Implementation) -> str:
-    """Where the function is defined, as "file:line" below the working directory; else empty."""
+def _location(function: str, implementation: Implementation) -> str:
+    """The place of the function's definition, as "file:line" below the working directory; else an
+    empty text.
+    """
     try:
         code = inspect.unwrap(getattr(implementation.namespace, function)).__code__
         file = os.path.relpath(code.co_filename)
@@ -219,19 +226,19 @@ def _declarations(function: str, implementation: Implementation, contract: Contr
         return DEFAULTS
     signature = signature_of(getattr(implementation.namespace, function))
     if declared.get("unchecked"):
-        known = arguments_of(contract) | {*(signature.parameters if signature else ())}
-        _must_know(function, implementation, declared, "unchecked", known)
+        argument_names = arguments_of(contract) | {*(signature.parameters if signature else ())}
+        _must_know(function, implementation, declared, "unchecked", argument_names)
     if declared.get("omits"):
         _must_know(function, implementation, declared, "omits", omissible_of(contract))
     return declared
 
 
 def _must_know(
-    function: str, implementation: Implementation, declared: dict[str, Any], key: str, known: set[str]
+    function: str, implementation: Implementation, declared: dict[str, Any], key: str, argument_names: set[str]
 ) -> None:
-    if unknown := sorted(set(declared[key]) - known):
-        told = f"{implementation.name} declares {key} = {', '.join(unknown)} for {function}"
-        raise UsageError(f"{told}; it may name {', '.join(sorted(known)) or 'nothing'}")
+    if unknown := sorted(set(declared[key]) - argument_names):
+        problem = f"{implementation.name} declares {key} = {', '.join(unknown)} for {function}"
+        raise UsageError(f"{problem}; it may name {', '.join(sorted(argument_names)) or 'nothing'}")
 
 
 def _description(implementation: Implementation, options: ChildOptions) -> dict[str, Any]:
@@ -248,12 +255,12 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
             else list(contract.optional),
             "declares": _declarations(function, implementation, contract) if offered else {},
             "signature": _signature(function, implementation) if offered else "",
-            "place": _place(function, implementation) if offered else "",
+            "place": _location(function, implementation) if offered else "",
         }
     for function, scope in scopes_of(implementation, functions).items():
         functions[function]["scope"] = scope
     device = chosen_device(options.device)
-    if device == "cuda":  # also for a rank that joins, which has not forked from a process with Triton
+    if device == "cuda":  # also right for a rank that joins: it was not forked from a process with Triton
         with contextlib.suppress(ImportError):
             importlib.import_module("triton")
     triton = sys.modules.get("triton")

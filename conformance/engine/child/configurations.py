@@ -19,9 +19,9 @@ OPTIONS = {"num_warps": "warps", "num_stages": "stages", "maxnreg": "registers",
 Arguments = dict[str, Any]
 Identity = tuple[Any, ...]
 
-_ids: dict[Identity, str] = {}  # of the configurations that this process has met
+_ids: dict[Identity, str] = {}  # names of the configurations that this process has met
 _launched: set[str] = set()
-_descriptions: dict[str, dict[str, str]] = {}  # of configurations, which the parent does not have yet
+_descriptions: dict[str, dict[str, str]] = {}  # descriptions of configurations that the parent does not have yet
 
 
 def install() -> None:
@@ -33,7 +33,7 @@ def install() -> None:
 
 
 def watch(kernel: Any) -> None:
-    """Let a kernel, which is about to be compiled, say at each launch what it is launched with."""
+    """Report the constants and options of each launch of a kernel that is about to be compiled."""
     if not hasattr(kernel, "launch_metadata") or hasattr(kernel.launch_metadata, "watches"):
         return
     kernel.launch_metadata = _metadata_of(kernel, kernel.launch_metadata)
@@ -47,7 +47,9 @@ def take() -> list[str]:
 
 
 def take_descriptions() -> dict[str, dict[str, str]]:
-    """The configurations that this process has first met since the last call, as `described`."""
+    """The configurations that this process has met for the first time since the last call, as
+    `described`.
+    """
     descriptions = dict(_descriptions)
     _descriptions.clear()
     return descriptions
@@ -106,7 +108,9 @@ def _text(value: Any) -> str:
 
 
 def _absent(x: Any) -> str:
-    """Which parts of an argument are None, which the compiler takes for constants; else empty."""
-    if isinstance(x, tuple) and any(part is None for part in x):
-        return f"({','.join('None' if part is None else 'given' for part in x)})"
+    """Which elements of an argument are None, which the compiler takes for constants; empty if none
+    is.
+    """
+    if isinstance(x, tuple) and any(element is None for element in x):
+        return f"({','.join('None' if element is None else 'given' for element in x)})"
     return "None" if x is None else ""

@@ -1,6 +1,7 @@
-"""Copies inputs to the device, in time or late. The host does not wait for a small one.
+"""Copies inputs to the device, either in time or late.
 
-A GPU that many processes share gives each a turn of its own: with fifteen, one wait takes 2 ms.
+The host does not wait for a small copy: a GPU that many processes share lets them run in turns, and
+with fifteen processes one wait takes 2 ms.
 """
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from conformance.core.contract import Problem
 
-PINNED_BYTES = 2**20  # more is not pinned: torch keeps pinned memory for the next copy
+PINNED_BYTES = 2**20  # larger tensors are not pinned: torch keeps pinned memory for the next copy
 
 
 def copied(x: Tensor, device: str) -> Tensor:
@@ -19,7 +20,7 @@ def copied(x: Tensor, device: str) -> Tensor:
 
 
 def delay(placed: dict[str, Tensor]) -> None:
-    """Overwrite the inputs by garbage now, and by their values after a pause on the stream."""
+    """Overwrite the inputs by garbage at once, and by their values after a pause on the stream."""
     sources = {name: x.detach().clone() for name, x in placed.items()}
     for x in placed.values():
         x.detach().zero_()
@@ -29,7 +30,7 @@ def delay(placed: dict[str, Tensor]) -> None:
 
 
 def overwrite(placed: dict[str, Tensor], problem: Problem) -> None:
-    """The values of another call, of equal shapes, in these very tensors."""
+    """Overwrite these tensors by the values of another call of equal shapes."""
     with torch.no_grad():
         for name, x in problem.masters.items():
             placed[name].copy_(x)

@@ -16,26 +16,28 @@ from collections.abc import Iterator
 KEPT = "MOE_CONFORMANCE_ENVIRONMENT"  # the program's values of the variables below
 
 
-_one_at_a_time = threading.Lock()  # a second thread would keep the first one's values
+_one_at_a_time = threading.Lock()  # set for all processes, because a second thread would keep the first thread's values
 
 
 @contextlib.contextmanager
 def same_modules() -> Iterator[None]:
-    """A process that starts inside the block imports what this process would."""
+    """Let a process that starts inside the block import the same modules that this process would
+    import.
+    """
     with _one_at_a_time:
         folders = [str(folder) or os.getcwd() for folder in sys.path]
         changed = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(folders)}
-        kept = {name: os.environ.get(name) for name in changed}
-        os.environ.update(changed | {KEPT: json.dumps(kept)})
+        earlier_values = {name: os.environ.get(name) for name in changed}
+        os.environ.update(changed | {KEPT: json.dumps(earlier_values)})
         try:
             yield
         finally:
             os.environ.pop(KEPT, None)
-            _restore(kept)
+            _restore(earlier_values)
 
 
-def _restore(kept: dict[str, str | None]) -> None:
-    for name, value in kept.items():
+def _restore(earlier_values: dict[str, str | None]) -> None:
+    for name, value in earlier_values.items():
         if value is None:
             os.environ.pop(name, None)
         else:
@@ -44,4 +46,4 @@ def _restore(kept: dict[str, str | None]) -> None:
 
 if KEPT in os.environ:  # this process is the server
     _restore(json.loads(os.environ.pop(KEPT)))
-    gc.disable()  # until `frozen`: a collection walks all that torch's import has made so far
+    gc.disable()  # until `frozen` runs: a collection walks all objects that the import of torch has made

@@ -15,8 +15,8 @@ from conformance.core.law import Trial
 from conformance.core.ranks import AtRank, RankContext
 from conformance.engine.child import configurations, judged, relations
 from conformance.engine.child.interpreting import mended
+from conformance.engine.child.line_coverage import LineCoverage
 from conformance.engine.child.outcome import Outcome
-from conformance.engine.child.reached import Reached
 from conformance.engine.child.runner import Blocked, Misbehaved, Runner
 from conformance.engine.child.scopes import scope_of_function
 from conformance.engine.child.tuning import Tuning
@@ -53,9 +53,9 @@ def evaluate(
     """
     for earlier in case.before:
         evaluate(earlier, implementation, device, ring=ring)
-    outcome, reached = Outcome("PASS"), Reached(implementation, case.function) if lines else None
+    outcome, reached = Outcome("PASS"), LineCoverage(implementation, case.function) if lines else None
     try:
-        with Tuning(implementation, case, outcome, alone=not rank or rank.ranks == 1) as tuning:
+        with Tuning(implementation, case, outcome, single_process=not rank or rank.ranks == 1) as tuning:
             if ring:
                 _related(case, implementation, device, outcome)
             else:
@@ -80,18 +80,18 @@ def _evaluate(
     device: str,
     outcome: Outcome,
     rank: RankContext | None,
-    reached: Reached | None,
+    reached: LineCoverage | None,
     scores: bool,
     tuning: Tuning,
 ) -> None:
     contract = AtRank(CONTRACTS[case.function], rank) if rank else CONTRACTS[case.function]  # type: ignore[arg-type]
     problem = contract.problem(case)
-    function = problem.function  # of one stage of the case's function, if the case names one
+    function = problem.function  # the case of one stage of the function, if the case names one
     declared = implementation.declares(function) if implementation.offers(function) else {}
     refusal = _refusal(case, problem, implementation, declared)
     if refusal:
         outcome.status, outcome.reason = refusal
-    if rank and not rank.agree(not refusal):  # all ranks make the call, or none does
+    if rank and not rank.agree(not refusal):  # either all ranks make the call, or none does
         return
     if refusal:
         return
@@ -107,12 +107,12 @@ def _evaluate(
     expected = {name: x for name, x in expected.items() if name not in declared.get("omits", ())}
     outcome.seconds_reference += time.perf_counter() - started
     called = [call.function for call in (problem.producer, problem) if call]
-    outputs, right, finding = tuning.each(called, lambda: _called(runner, contract, case, problem, expected))
+    outputs, resolved, finding = tuning.each(called, lambda: _judged_call(runner, contract, case, problem, expected))
     if finding:
         _fail(outcome, finding if rank else _with_nan(finding, runner, problem, expected, outputs))
     if scores:
-        outcome.scores = judged.excess(finding, right, outputs) if finding else judged.scores(right, outputs)
-    if rank and not rank.agree(not finding):  # all ranks check the law, or none does
+        outcome.scores = judged.excess(finding, resolved, outputs) if finding else judged.scores(resolved, outputs)
+    if rank and not rank.agree(not finding):  # either all ranks check the law, or none does
         return
     if finding:
         return
@@ -122,22 +122,24 @@ def _evaluate(
         if finding:
             _fail(outcome, tuning.named(finding))
             return
-    _need_informative(contract, problem, right, outcome)
+    _need_informative(contract, problem, resolved, outcome)
 
 
-def _called(
+def _judged_call(
     runner: Runner, contract: Contract[Any], case: Case, problem: Problem, expected: dict[str, Expectation]
 ) -> tuple[dict[str, Any], dict[str, Resolved], Finding | None]:
-    """One call's outputs, what is expected given them, and what is wrong with them or memory."""
-    before = _digest(expected)
+    """The outputs of one call, the expectations resolved with them, and the finding about the
+    outputs or about memory.
+    """
+    digest_before = _digest(expected)
     configurations.take()
     outputs = _guarded(runner, problem)
     runner.outcome.configurations = sorted({*runner.outcome.configurations, *configurations.take()})
     changed, shared = runner.changed, runner.alias if _owns_its_results(contract, case) else None
-    if _digest(expected) != before:
+    if _digest(expected) != digest_before:
         raise Misbehaved("memory", "memory", "overwrote memory that belongs to the test")
-    right, unresolved = judged.resolved(expected, outputs)
-    finding = judged.first_wrong(contract, problem, right, outputs)
+    resolved, unresolved = judged.resolved(expected, outputs)
+    finding = judged.first_wrong(contract, problem, resolved, outputs)
     if changed and not finding:
         finding = Finding(changed, "input", f"changed its input {changed}")
     if shared and not finding:
@@ -147,22 +149,26 @@ def _called(
     without = ", ".join(runner.implementation.with_default(problem.function, problem.omitted))
     if finding and without:
         finding = replace(finding, message=f"{finding.message}; called without {without}")
-    return outputs, right, finding
+    return outputs, resolved, finding
 
 
-def _need_informative(contract: Contract[Any], problem: Problem, right: dict[str, Resolved], outcome: Outcome) -> None:
-    if not judged.is_informative(contract, problem, right):
+def _need_informative(
+    contract: Contract[Any], problem: Problem, resolved: dict[str, Resolved], outcome: Outcome
+) -> None:
+    if not judged.is_informative(contract, problem, resolved):
         outcome.status, outcome.reason = "UNINFORMATIVE", "no corruption of the expected output would change it"
 
 
 def _owns_its_results(contract: Contract[Any], case: Case) -> bool:
-    """Whether the caller may overwrite the inputs and keep the results, as in `buffer_reuse`."""
+    """Whether the caller may overwrite the inputs and keep the results, as the law `buffer_reuse`
+    does.
+    """
     law = contract.laws.get("buffer_reuse")
     return law is not None and law.applies(case)
 
 
 def _related(case: Case, implementation: Implementation, device: str, outcome: Outcome) -> None:
-    """Check every algebraic law of the case's function that applies, bit by bit."""
+    """Check bit by bit every algebraic law of the function that applies to the case."""
     contract = CONTRACTS[case.function]
     laws = relations.laws_of(contract, case, device)
     if not laws:
@@ -174,29 +180,30 @@ def _related(case: Case, implementation: Implementation, device: str, outcome: O
     if refusal:
         outcome.status, outcome.reason = refusal
         return
-    declared = declared | {"deterministic": True}  # the order of a sum is nothing in a ring
+    declared = declared | {"deterministic": True}  # in a ring the order of a sum does not matter
     runner = Runner(implementation, device, case.poison, outcome)
     expected = contract.expected(case, problem, declared)
     outputs = _guarded(runner, problem)
-    kept = {name: x for name, x in expected.items() if name not in declared.get("omits", ())}
-    right, unresolved = judged.resolved(relations.another_run(kept, outputs), outputs)
-    finding = judged.first_wrong(contract, problem, right, outputs)
+    returned_expectations = {name: x for name, x in expected.items() if name not in declared.get("omits", ())}
+    resolved, unresolved = judged.resolved(relations.another_run(returned_expectations, outputs), outputs)
+    finding = judged.first_wrong(contract, problem, resolved, outputs)
     if unresolved and not finding:
         raise unresolved
-    trial = _trial(case, contract, problem, right, outputs, runner, declared, implementation)
+    trial = _trial(case, contract, problem, resolved, outputs, runner, declared, implementation)
     for law in laws:
         finding = finding or _judged_law(law, trial)
     if finding:
         _fail(outcome, finding)
     else:
-        _need_informative(contract, problem, right, outcome)
+        _need_informative(contract, problem, resolved, outcome)
 
 
 def _with_nan(
     finding: Finding, runner: Runner, problem: Problem, expected: dict[str, Expectation], outputs: dict[str, Any]
 ) -> Finding:
-    """The finding, with an output that is NaN where the reference has numbers, also if fresh memory
-    is zero: NaN in fresh memory may be what nobody wrote.
+    """The finding, extended by the name of an output that is NaN although the reference has
+    numbers. The call is repeated on fresh memory of zeros, because a NaN of fresh memory may be an
+    element that no code has written.
     """
     names = [name for name, x in expected.items() if gives_nan(x, outputs.get(name))]
     if names and runner.poison == "nan":
@@ -205,8 +212,8 @@ def _with_nan(
         except (Misbehaved, Blocked):
             return finding
     nan = next((name for name in names if gives_nan(expected[name], outputs.get(name))), "")
-    more = f"; {nan} is NaN where the reference has numbers" if nan and nan != finding.output else ""
-    return replace(finding, message=finding.message + more, nan=nan)
+    nan_note = f"; {nan} is NaN where the reference has numbers" if nan and nan != finding.output else ""
+    return replace(finding, message=finding.message + nan_note, nan=nan)
 
 
 def _refusal(
@@ -269,8 +276,8 @@ def _must_not_pass(
     if problem.on_device and _is_marked(outputs):
         return
     if problem.same_as:
-        right, unresolved = judged.resolved(contract.expected(case, problem.same_as, declared), outputs)
-        if not unresolved and not judged.first_wrong(contract, problem.same_as, right, outputs):
+        resolved, unresolved = judged.resolved(contract.expected(case, problem.same_as, declared), outputs)
+        if not unresolved and not judged.first_wrong(contract, problem.same_as, resolved, outputs):
             return
     must = "must raise ValueError" + (", or return NaN in each output of numbers" if problem.on_device else "")
     accepted = f"accepted an illegal {problem.blame}; it {must}, or be declared unchecked"
@@ -278,13 +285,16 @@ def _must_not_pass(
 
 
 def _is_marked(outputs: dict[str, Any]) -> bool:
-    """Whether each floating-point output has a NaN, and there is one."""
+    """Whether every floating-point output has a NaN, and there is such an output."""
     numbers = [x for x in outputs.values() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()]
     return bool(numbers) and all(bool(x.float().isnan().any()) for x in numbers)
 
 
 def _guarded(runner: Runner, problem: Problem) -> dict[str, Any]:
-    """The outputs; an exception from the implementation on a legal call is a finding."""
+    """The outputs of the call.
+
+    An exception that the implementation raises on a legal call is a finding.
+    """
     try:
         return runner.run(problem)
     except (Misbehaved, Blocked, torch.OutOfMemoryError, MemoryError):
@@ -315,7 +325,7 @@ def _judged_law(law: Any, trial: Trial) -> Finding | None:
 
 
 def _of_the_harness(error: BaseException) -> bool:
-    """Whether the suite's own code raised the error, not a call of the implementation."""
+    """Whether the suite's own code raised the error, and not a call of the implementation."""
     frames = []
     trace = error.__traceback__
     while trace is not None:
@@ -335,18 +345,18 @@ def device_is_lost(error: BaseException) -> bool:
 def _trial(
     case, contract: Contract[Any], problem, expected, outputs, runner: Runner, declared, implementation: Implementation
 ) -> Trial:
-    refusal = lambda other: _refusal(case, other, implementation, declared)  # noqa: E731
-    inside = scope_of_function(implementation, case.function).holds
-    asked = {"offers": implementation.offers, "names": implementation.names}
+    refusal = lambda second_problem: _refusal(case, second_problem, implementation, declared)  # noqa: E731
+    in_scope = scope_of_function(implementation, case.function).holds
+    questions = {"offers": implementation.offers, "names": implementation.names}
     measured = {"kept": runner.kept, "device": runner.device}
-    extras: dict[str, Any] = asked | measured | {"refusal": refusal, "inside": inside}
+    extras: dict[str, Any] = questions | measured | {"refusal": refusal, "inside": in_scope}
 
     def offered(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*problems: Problem, **options: Any) -> Any:
-            if any(_refusal(case, other, implementation, declared) for other in problems):
+            if any(_refusal(case, second_problem, implementation, declared) for second_problem in problems):
                 raise Inapplicable
             results = make(*problems, **options)
-            if runner.changed and problems[0] is problem:  # another call is judged by a case of its own
+            if runner.changed and problems[0] is problem:  # another call has a case of its own, which judges it
                 raise Misbehaved(runner.changed, "input", f"changed its input {runner.changed}")
             return results
 
@@ -357,11 +367,13 @@ def _trial(
 
 
 def _digest(expected: dict[str, Any]) -> int:
-    """A number that changes when the expected values do: sums of their words, without a copy."""
+    """A number that changes when the expected values change: sums of their words, without a
+    copy.
+    """
     return hash(tuple(_sums(np.ascontiguousarray(bits(x.value)).view(np.uint8).reshape(-1)) for x in expected.values()))
 
 
 def _sums(data: np.ndarray) -> bytes:
-    """Sums over every WORDS-th 64-bit word, and the rest of the bytes."""
-    whole = len(data) // (8 * WORDS) * 8 * WORDS
-    return data[:whole].view(np.uint64).reshape(-1, WORDS).sum(0).tobytes() + data[whole:].tobytes()
+    """Sums over every WORDS-th 64-bit word, and the remaining bytes."""
+    whole_words = len(data) // (8 * WORDS) * 8 * WORDS
+    return data[:whole_words].view(np.uint64).reshape(-1, WORDS).sum(0).tobytes() + data[whole_words:].tobytes()

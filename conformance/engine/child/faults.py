@@ -1,8 +1,9 @@
-"""Plants a fault in one configuration of a kernel: half of what it writes is lost.
+"""Plants a fault in one configuration of a kernel, which loses half of what it writes.
 
 After each launch of the configuration, the second half of the elements that the launch has changed
-have their earlier contents again, as if a store had come before the register was written. Integers
-of four bytes and more are 0 instead: a lost index must not lead another kernel out of its memory.
+get their earlier contents back, as if a store had come before its register was written. Integers of
+four bytes and more become 0 instead, because a lost index must not lead another kernel out of its
+memory.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from conformance.engine.child import configurations
 from conformance.engine.child.outcome import Outcome
 
 KILLED, SURVIVED, WITHOUT_EFFECT = "killed", "survived", "without effect"
-TRIES = 20  # cases of one process, in which a configuration's fault may survive
+TRIES = 20  # the number of cases of one process in which a configuration's fault may survive
 INDEX_BYTES = 4
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,7 +28,7 @@ _planted: "Fault | None" = None
 
 
 class Fault:
-    """A configuration whose stores are lost. `effect`: whether any was."""
+    """A configuration whose stores are lost. `effect` says whether any store was lost."""
 
     def __init__(self, name: str) -> None:
         self.name, self.effect = name, False
@@ -40,9 +41,9 @@ class Fault:
             self._before = [(x, x.clone()) for x in tensors.values() if x.numel() and x.element_size() in _BITS]
 
     def exit(self) -> None:
-        """The launch has been made: lose what it has written."""
-        for x, before in self._before:
-            now, earlier = x.view(_BITS[x.element_size()]), before.view(_BITS[x.element_size()])
+        """The launch has been made: undo half of its writes."""
+        for x, contents_before in self._before:
+            now, earlier = x.view(_BITS[x.element_size()]), contents_before.view(_BITS[x.element_size()])
             changed = (now != earlier).reshape(-1)
             lost = changed & (changed.cumsum(0) > changed.sum() // 2)
             self.effect = self.effect or bool(lost.any())
@@ -96,7 +97,9 @@ class Planting:
         self._tries: Counter[str] = Counter()
 
     def tried(self, case: Case, names: Iterable[str], judged: Callable[[Case], Outcome]) -> dict[str, str]:
-        """By configuration: what becomes of a fault in it when the passing case is judged again."""
+        """For each configuration, the outcome of the passing case when it is judged again with a
+        fault in it.
+        """
         results = {}
         for name in names:
             if name in self._killed or self._tries[name] >= TRIES:

@@ -1,4 +1,4 @@
-"""Holds what an implementation does to its process inside this process and its descendants."""
+"""Confines the effects of an implementation to this process and its descendants."""
 
 import contextlib
 import faulthandler
@@ -14,10 +14,10 @@ from types import FrameType
 from typing import Any
 
 WATCH_SECONDS = 0.25
-LOG_BYTES = 2**20  # of the log, which is emptied beyond
-MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # resident, of one process
+LOG_BYTES = 2**20  # bytes of the log; a longer log is emptied
+MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # resident bytes of one process
 OUT_OF_MEMORY = 87  # exit code
-ASKED, PLACE = ".asked", ".place"  # ends of the names of files next to the log: see `_say_where`
+ASKED, PLACE = ".asked", ".place"  # suffixes of the files next to the log: see `_say_where`
 
 
 def isolate(log_path: str) -> None:
@@ -27,7 +27,7 @@ def isolate(log_path: str) -> None:
     it with its parent, even during a case, so that a killed run frees the device.
     """
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGINT: a run in the background ignores it
     _let_go(forkserver._forkserver, "_forkserver_alive_fd")  # type: ignore[attr-defined]
     _let_go(resource_tracker._resource_tracker, "_fd")
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
@@ -42,7 +42,9 @@ def isolate(log_path: str) -> None:
 
 
 def _let_go(owner: Any, name: str) -> None:
-    """Close a pipe to a process of the whole run, which ends if it reads nonsense there."""
+    """Close a pipe that this process shares with a process of the whole run, which would end if it
+    read nonsense from the pipe.
+    """
     file = getattr(owner, name)
     if file is not None:
         os.close(file)
@@ -50,7 +52,9 @@ def _let_go(owner: Any, name: str) -> None:
 
 
 def _watch(log_path: str, server: int) -> None:
-    """End this process with the forkserver, which ends with the run, and without much memory."""
+    """End this process when the forkserver ends, which ends with the run, or when memory runs
+    out.
+    """
     while os.getppid() == server:
         with contextlib.suppress(OSError):
             if os.path.getsize(log_path) > LOG_BYTES:
@@ -77,7 +81,7 @@ def _say_where(log_path: str) -> None:
     Path(log_path + ASKED).unlink()
     draft = Path(log_path + PLACE + ".draft")
     draft.write_text("".join(lines))
-    draft.replace(log_path + PLACE)  # the parent reads it as a whole
+    draft.replace(log_path + PLACE)  # renamed only when complete, because the parent reads it as a whole
 
 
 def _resident() -> int:
@@ -92,10 +96,10 @@ def at_most(seconds: float) -> Iterator[None]:
     def late(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"no answer within {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, late)
+    earlier_handler = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, earlier_handler)

@@ -1,4 +1,4 @@
-"""The ways in which a call is made, by name."""
+"""The manners of making a call, by name."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ Outputs = dict[str, Any]
 
 
 def _in_another_thread(call: Callable[[], Outputs]) -> Outputs:
-    """The call in a thread that has made none before, on the same stream."""
+    """Make the call in a thread that has made no call before, on the same stream."""
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def made() -> Outputs:
@@ -39,7 +39,7 @@ MANNERS: dict[str, Callable[[Callable[[], Outputs]], Outputs]] = {
     "accumulated": lambda call: call(),  # gradients of views, added to a `.grad`: see `Runner`
     "twice": lambda call: call(),  # second derivatives only: see `Runner`
     "overwritten": lambda call: call(),  # the results, before the backward: see `overwritten`
-    # the forward in a context of its own: see `around_forward`
+    # manners whose forward runs in a context of its own: see `around_forward`
     "autocast": lambda call: call(),
     "no_grad": lambda call: call(),  # and no backward: see `Runner`
 }
@@ -53,12 +53,14 @@ def around_forward(manner: str, problem: Problem, device: str) -> AbstractContex
 
 
 def overwritten(outputs: Outputs, gradients: Callable[[], Outputs]) -> Outputs:
-    """The results, and the gradients once NaN has taken the place of those with a graph."""
+    """The results and the gradients, where the results with a graph were overwritten by NaN before
+    the backward pass.
+    """
     numbers = {name: x for name, x in outputs.items() if isinstance(x, Tensor) and x.requires_grad}
-    kept = {name: x.detach().clone() for name, x in numbers.items()}
+    copies = {name: x.detach().clone() for name, x in numbers.items()}
     for x in numbers.values():
-        x.detach().fill_(torch.nan)  # autograd counts the change
-    return outputs | kept | gradients()
+        x.detach().fill_(torch.nan)  # a change in place, which autograd counts
+    return outputs | copies | gradients()
 
 
 def with_graph(outputs: Outputs) -> str:

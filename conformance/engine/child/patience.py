@@ -1,18 +1,15 @@
-"""When a case hangs: its limit, and the time that counts against it.
+"""Decides when a case hangs: its time limit, and the time that counts against it.
 
-A busy machine makes an honest kernel slow, so the limit is no limit of wall time. The parent looks
-at the processes of the case a few times per second, without their help. What happened since the
-last look counts as follows:
-
-- A thread is running, or waits for a core: their CPU time counts, at most the time that has passed.
-  A busy loop uses up its limit; a kernel that gets a tenth of a core uses it ten times later.
-- All threads sleep, as in a deadlock, or while they wait for a GPU: the time that has passed
-  counts. What a starved parent missed between two looks does not count.
-
-At the limit the parent measures the pace of the machine, by the CPU time of a fixed piece of work:
-if it is three times slower than usual, the limit is three times longer. A case that is over it is a
-suspect. It runs again, alone and with CONFIRMING times the limit, and only then is it a HANG. Once
-a function has hung alone, its other cases get a short limit and run only once.
+A busy machine makes an honest kernel slow, so the limit is not a limit of wall time. The parent
+looks at the processes of the case a few times per second, without their help. If a thread is
+running or waits for a core, the CPU time since the last look counts, but at most the time that has
+passed: a busy loop uses up its limit, and a kernel that gets a tenth of a core uses it ten times
+more slowly. If all threads sleep, as in a deadlock or while they wait for a GPU, the time that has
+passed counts. Time that a starved parent missed between two looks does not count. At the limit the
+parent measures the pace of the machine, by the CPU time of a fixed piece of work: if it is three
+times slower than usual, the limit is three times longer. A case beyond its limit is a suspect. It
+runs again without other cases and with CONFIRMING times the limit, and only then is it a HANG.
+After a function has hung in this way, its other cases get a short limit and run only once.
 """
 
 import contextlib
@@ -21,14 +18,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-LOOK_SECONDS = 0.2  # between two looks at the processes of a case
-SHORT = 10  # of a function that has hung: limit in multiples of the slowest answer
-SHORT_SECONDS = 2.0  # its least limit
+LOOK_SECONDS = 0.2  # seconds between two looks at the processes of a case
+SHORT = 10  # the limit of a function that has hung, in multiples of its slowest answer
+SHORT_SECONDS = 2.0  # the shortest such limit, in seconds
 CONFIRMING = 5  # limit of a case that runs alone, in multiples of the limit beside others
 WORK, USUAL_SECONDS = 500_000, 0.05  # the fixed piece of work: additions, and their time on a usual core
 LARGEST_PACE = 16.0
 TICKS = os.sysconf("SC_CLK_TCK")
-RUNNABLE = "R"  # of a thread that runs or waits for a core
+RUNNABLE = "R"  # states of a thread that runs or waits for a core
 
 
 @dataclass
@@ -37,30 +34,30 @@ class Patience:
 
     case_seconds: float
     slowest: float = 0.0
-    suspected: set[str] = field(default_factory=set)  # functions of which a case was over its limit
-    hung: dict[str, float] = field(default_factory=dict)  # functions that hung alone, with the limit
-    slow: set[str] = field(default_factory=set)  # functions whose suspects no earlier calls make hang
+    suspected: set[str] = field(default_factory=set)  # functions with a case beyond its limit
+    hung: dict[str, float] = field(default_factory=dict)  # functions that hung while no other case ran, with the limit
+    slow: set[str] = field(default_factory=set)  # functions whose suspects are not made to hang by earlier calls
 
     def answered(self, seconds: float) -> None:
         self.slowest = max(self.slowest, seconds)
 
-    def allowed(self, function: str, alone: bool = False) -> float:
+    def allowed(self, function: str, is_only: bool = False) -> float:
         """The limit of a case: short for a function that has hung, long for a case alone."""
-        if function in self.hung or (function in self.suspected and not alone):
+        if function in self.hung or (function in self.suspected and not is_only):
             return min(self.case_seconds, max(SHORT * self.slowest, SHORT_SECONDS))
-        return CONFIRMING * self.case_seconds if alone else self.case_seconds
+        return CONFIRMING * self.case_seconds if is_only else self.case_seconds
 
-    def hangs(self, function: str, clock: "CaseClock", limit: float, alone: bool, silent: str = "") -> str:
+    def hangs(self, function: str, clock: "CaseClock", limit: float, is_only: bool, silent: str = "") -> str:
         """Note that a case was over its limit; returns the reason, for its outcome.
 
         Args:
             silent: where its processes are.
         """
-        before = self.hung.get(function)
-        if alone:
-            self.hung[function] = max(limit, before or 0.0)
+        earlier_limit = self.hung.get(function)
+        if is_only:
+            self.hung[function] = max(limit, earlier_limit or 0.0)
         self.suspected.add(function)
-        short = f" (the function has hung for {before:.0f} s)" if before and before > limit else ""
+        short = f" (the function has hung for {earlier_limit:.0f} s)" if earlier_limit and earlier_limit > limit else ""
         way_out = "if the kernel is only slow, raise --case-seconds"
         return f"no answer within {limit:.0f} s{short}{silent}: {clock.told}; {way_out}"
 
@@ -76,19 +73,22 @@ class CaseClock:
     def __init__(self, processes: Sequence[int]) -> None:
         self._processes = processes
         self._started = self._looked = time.monotonic()
-        self._used: dict[int, float] = {}  # CPU seconds at the last look
+        self._used: dict[int, float] = {}  # CPU seconds of the processes at the last look
         self._counted = self._cpu = 0.0
         self._pace = 1.0
 
     @property
     def seconds(self) -> float:
-        """What counts so far; looks at the processes if the last look was LOOK_SECONDS ago."""
+        """The seconds that count so far.
+
+        Looks at the processes if the last look was LOOK_SECONDS ago.
+        """
         if time.monotonic() - self._looked >= LOOK_SECONDS:
             self._look()
         return self._counted
 
     def passed(self, limit: float) -> bool:
-        """Whether the limit is over, for a machine that is as slow as this one is now."""
+        """Whether the limit is over, on a machine that is as slow as this one is at present."""
         if self.seconds >= limit * self._pace:
             self._pace = max(self._pace, pace())
         return self.seconds >= limit * self._pace
@@ -106,7 +106,7 @@ class CaseClock:
         most, wanted = 0.0, False
         for process in self._processes:
             used, runnable = usage(process)
-            step = max(used - self._used.get(process, used), 0.0)  # the first look has none before it
+            step = max(used - self._used.get(process, used), 0.0)  # the first look has no look before it
             self._used[process] = used
             self._cpu += step
             most, wanted = max(most, step), wanted or runnable
@@ -114,17 +114,19 @@ class CaseClock:
 
 
 def usage(process: int) -> tuple[float, bool]:
-    """The CPU seconds of a process and its descendants; whether a thread runs or waits for a core.
-
-    Nothing and False for a process that is gone, and where there is no /proc: all its time counts.
+    """The CPU seconds of a process and its descendants, and whether one of their threads runs or
+    waits for a core. For a process that is gone, and on a system without /proc, it is 0 and False:
+    then all time counts.
     """
     seconds, runnable = 0.0, False
-    for one in _tree(process):
+    for process_id in _tree(process):
         with contextlib.suppress(OSError):
-            fields = _stat(f"/proc/{one}/stat")
-            seconds += sum(map(int, fields[11:15])) / TICKS  # its time, and that of children that ended
-            threads = os.listdir(f"/proc/{one}/task")
-            runnable = runnable or any(_is_runnable(f"/proc/{one}/task/{thread}/stat") for thread in threads)
+            fields = _stat(f"/proc/{process_id}/stat")
+            seconds += (
+                sum(map(int, fields[11:15])) / TICKS
+            )  # CPU time of the process, and of its children that have ended
+            threads = os.listdir(f"/proc/{process_id}/task")
+            runnable = runnable or any(_is_runnable(f"/proc/{process_id}/task/{thread}/stat") for thread in threads)
     return seconds, runnable
 
 

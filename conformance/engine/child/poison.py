@@ -18,7 +18,7 @@ from conformance.engine.child.results import is_freed
 GUARD_BYTES = 256  # preserves every alignment of vector loads
 GUARD_VALUE = 0xA5
 
-_guards = True  # whether tensors lie between guards
+_guards = True  # whether tensors lie between guards in this process
 _originals: dict[tuple[Any, str], Callable[..., Tensor]] = {}
 _active: "Poison | None" = None
 
@@ -83,18 +83,18 @@ class Poison:
             if not _guards:
                 _fill(body.set_(fresh.untyped_storage(), 0, length, (1,)), self.kind)
                 return fresh
-            whole = torch.empty(size + 2 * GUARD_BYTES + (-size) % 8, dtype=torch.uint8, device=fresh.device)
-            whole.fill_(GUARD_VALUE)
+            storage = torch.empty(size + 2 * GUARD_BYTES + (-size) % 8, dtype=torch.uint8, device=fresh.device)
+            storage.fill_(GUARD_VALUE)
             offset = GUARD_BYTES // fresh.element_size()
-            body.set_(whole.untyped_storage(), offset, length, (1,))
+            body.set_(storage.untyped_storage(), offset, length, (1,))
             _fill(body, self.kind)
-            out = body.set_(whole.untyped_storage(), offset, fresh.shape, fresh.stride())
+            out = body.set_(storage.untyped_storage(), offset, fresh.shape, fresh.stride())
         finally:
             _active = self
-        start = whole.untyped_storage().data_ptr()
+        start = storage.untyped_storage().data_ptr()
         self._bodies[start] = (start + GUARD_BYTES, start + GUARD_BYTES + size)
-        self._storages.append(whole[:GUARD_BYTES])
-        self._storages.append(whole[GUARD_BYTES + size :])
+        self._storages.append(storage[:GUARD_BYTES])
+        self._storages.append(storage[GUARD_BYTES + size :])
         return out.requires_grad_(fresh.requires_grad)
 
     def body(self, x: Tensor) -> tuple[int, int]:
@@ -103,14 +103,23 @@ class Poison:
         return self._bodies.get(storage.data_ptr(), (storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
 
     def overrun(self) -> bool:
-        """Whether a guard was overwritten; one whose storage was freed since counts as intact."""
-        kept = [guard for guard in self._storages if not is_freed(guard)]
-        by_device = [[guard for guard in kept if guard.device == device] for device in {guard.device for guard in kept}]
+        """Whether a guard was overwritten.
+
+        A guard whose storage has been freed counts as intact.
+        """
+        live_guards = [guard for guard in self._storages if not is_freed(guard)]
+        by_device = [
+            [guard for guard in live_guards if guard.device == device]
+            for device in {guard.device for guard in live_guards}
+        ]
         return any(bool((torch.cat(guards) != GUARD_VALUE).any()) for guards in by_device)
 
 
 def _fill(body: Tensor, kind: str) -> None:
-    """The poison of a dtype; integers differ, so that unwritten offsets show in unwritten rows."""
+    """The poison of a dtype.
+
+    Poisons of integers differ, so that unwritten offsets show as unwritten rows.
+    """
     if not (body.is_floating_point() or body.is_complex()):
         kind = {"nan": "zero", "zero": "max", "max": "nan"}[kind]
     if kind == "zero":

@@ -21,11 +21,11 @@ from conformance.engine.child.sanitizer import explained
 
 STDLIB = os.path.dirname(os.__file__)
 INNOCENT = ("conformance/engine", "/torch/", "/triton/", '"<frozen ')  # frames never blamed for a crash
-_main = threading.Lock()  # of __main__, which several threads may hide
-MESSAGE_SECONDS = 10  # for the rest of a message that has begun
-ENDING_SECONDS = 5  # for a process that has closed its pipe to end
-PLACE_SECONDS = 2.0  # for a thread of a process to say where the others are
-TRACEBACK_SECONDS = 0.2  # for a process to write a traceback when it is interrupted
+_main = threading.Lock()  # names of frames of __main__, which several threads may hide
+MESSAGE_SECONDS = 10  # seconds for the remaining bytes of a message that has begun
+ENDING_SECONDS = 5  # seconds for a process that has closed its pipe to end
+PLACE_SECONDS = 2.0  # seconds for a thread of a process to report where the others are
+TRACEBACK_SECONDS = 0.2  # seconds for an interrupted process to write a traceback
 FRAME = re.compile(r'File ("(.+)", line \d+ in .+)')  # a line of a traceback, as faulthandler writes it
 MESSAGE_BYTES = 2**28
 NO_MESSAGE = "it wrote into the pipe of the suite"
@@ -37,14 +37,14 @@ def plain_main() -> Iterator[None]:
     """Keep multiprocessing from running the program's main script again in the child."""
     main = sys.modules["__main__"]
     with _main:
-        kept = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+        main_attributes = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
         try:
             main.__spec__ = None
-            if "__file__" in kept:
+            if "__file__" in main_attributes:
                 del main.__file__
             yield
         finally:
-            for name, value in kept.items():
+            for name, value in main_attributes.items():
                 setattr(main, name, value)
 
 
@@ -55,7 +55,9 @@ def expect_messages(pipe: Connection) -> None:
 
 
 def received(pipe: Connection) -> tuple[Any, ...]:
-    """The next message of a process, which may write anything into every file that it has.
+    """The next message of a process.
+
+    The implementation may write anything into every file that the process has.
 
     Raises:
         EOFError: the process has ended, or has written something else; its text then says so.
@@ -95,7 +97,7 @@ def ended(reason: str) -> Outcome:
 
 
 def ending(process: Any, log_path: str) -> str:
-    """The end of a process, or of its talk with the suite, and its innermost frame."""
+    """How a process ended, or stopped talking to the suite, and its innermost frame."""
     process.join(ENDING_SECONDS)
     code = process.exitcode
     if code is None:
@@ -122,11 +124,11 @@ def uncaught(log_path: str) -> str:
 
 
 def where(process: Any, log_path: str) -> str:
-    """The innermost frame of the implementation in a process that runs, as " at …", if any.
+    """The innermost frame of the implementation in a running process, as " at …", or an empty text.
 
     A thread of the process answers, unless native code holds the interpreter. Only then does
-    faulthandler interrupt the process: where Python code goes on, its walk through the frames
-    crashes now and then.
+    faulthandler interrupt the process, because its walk through the frames sometimes crashes while
+    Python code runs.
     """
     with contextlib.suppress(OSError):
         open(log_path + ASKED, "w").close()

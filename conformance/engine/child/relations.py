@@ -1,9 +1,9 @@
-"""Judges a case by identities alone, where a sanitizer has made a ring of the floats.
-
-Floats then have other values than the reference's, but sums, products and copies keep the laws of a
-ring. So two runs that differ in the order of a sum give the same bits, and a term too many, too few
-or rounded in between gives others, however small it is. Each algebraic law of the function is
-checked on the implementation itself, without a tolerance.
+"""Judges a case by identities only, for a sanitizer that replaces the arithmetic of floats by a
+ring. Floats then have other values than the reference's, but sums, products and copies keep the
+laws of a ring. Two runs that differ in the order of a sum therefore give the same bits. A run with
+one term too many or too few, or with a rounding in between, gives other bits, however small the
+term is. Each algebraic law of the function is checked on the implementation itself, without a
+tolerance.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,14 @@ from conformance.core.where import Where, parsed
 from conformance.judge import Bounded, Expectation
 from conformance.judge.exact import bits
 
-# no literal case, which no law is about; a pending minus is torch's and changes the bits of a NaN
+# no literal cases, which no law is about; torch applies a lazy minus itself, which changes the bits
+# of NaNs
 DRAWN = parsed("golden='' and illegal='' and layout!=negated", "literal cases")
 
 
 @dataclass(frozen=True)
 class Ring(Bounded):
-    """The bits of another run, where the bound is not infinite."""
+    """Expects the bits of another run, except where the bound is infinite."""
 
     check: ClassVar[str] = "ring"
 
@@ -33,8 +34,8 @@ class Ring(Bounded):
         return Ring(self.value[rows], self.bound[rows], self.dtype, self.accumulator)
 
     def wrong(self, observed: Tensor) -> np.ndarray | None:
-        wrong = (bits(self.value) != bits(observed)) & (self.bound.numpy() != np.inf)
-        return wrong if wrong.any() else None
+        mismatches = (bits(self.value) != bits(observed)) & (self.bound.numpy() != np.inf)
+        return mismatches if mismatches.any() else None
 
     @property
     def honest(self) -> Tensor:
@@ -43,16 +44,16 @@ class Ring(Bounded):
     def moved(self, corrupt: Tensor) -> bool:
         return bool((np.not_equal(bits(self.value), bits(corrupt)) & (self.bound.numpy() != np.inf)).any())
 
-    def explain(self, observed: Tensor, wrong: np.ndarray, index: tuple[int, ...]) -> str:
+    def explain(self, observed: Tensor, mismatches: np.ndarray, index: tuple[int, ...]) -> str:
         """The first wrong element in bits, and the number of wrong elements."""
         pattern = (1 << 8 * observed.element_size()) - 1
-        got, right = (f"{int(bits(x[index]).item()) & pattern:#x}" for x in (observed, self.value))
-        counts = f"({int(wrong.sum())} of {wrong.size} wrong)"
-        return f"{list(index)} has bits {got} in a ring; the other run has {right} {counts}"
+        got, other_bits = (f"{int(bits(x[index]).item()) & pattern:#x}" for x in (observed, self.value))
+        counts = f"({int(mismatches.sum())} of {mismatches.size} wrong)"
+        return f"{list(index)} has bits {got} in a ring; the other run has {other_bits} {counts}"
 
 
 def judged_where(contract: Any) -> Where | None:
-    """The cases of a function that identities judge; None: none of its laws is one."""
+    """The cases of a function that identities judge; None if none of its laws is an identity."""
     texts = {law.algebraic for law in contract.laws.values() if law.algebraic is not None}
     if not texts:
         return None
@@ -71,14 +72,14 @@ def laws_of(contract: Any, case: Any, device: str) -> list[Law]:
 
 
 def another_run(expected: Mapping[str, Expectation], first: Mapping[str, Any]) -> dict[str, Expectation]:
-    """What another run must give: the bits of the first, where the reference says what they are.
-
-    The tool changes no integers: they, and what is no such tensor, stay as they are expected.
+    """The expectations of another run: the bits of the first run, where the reference specifies
+    them. The sanitizer changes no integers. They, and outputs that are no floating-point tensors,
+    are expected as before.
     """
-    right: dict[str, Expectation] = dict(expected)
+    expectations: dict[str, Expectation] = dict(expected)
     for name, expectation in expected.items():
         x = first.get(name)
         if isinstance(x, Tensor) and x.is_floating_point() and x.shape == expectation.value.shape:
             bound = getattr(expectation, "bound", torch.zeros(x.shape, dtype=torch.float64))
-            right[name] = Ring(x, bound, x.dtype, x.dtype)
-    return right
+            expectations[name] = Ring(x, bound, x.dtype, x.dtype)
+    return expectations

@@ -1,4 +1,6 @@
-"""Reads the tensors that a call returned or was given, however odd the call has left them."""
+"""Reads tensors that a call has returned or was given, even if the call has left them in an odd
+state.
+"""
 
 from collections.abc import Mapping
 
@@ -45,7 +47,9 @@ def is_freed(x: Tensor) -> bool:
 
 
 def first_changed(masters: Mapping[str, Tensor], placed: Mapping[str, Tensor]) -> str:
-    """The first input or cotangent that a call has changed; empty: none."""
+    """The name of the first input or cotangent that a call has changed; empty if it has changed
+    none.
+    """
     return next((name for name, x in masters.items() if is_changed(placed[name], x)), "")
 
 
@@ -55,10 +59,10 @@ def is_changed(x: Tensor, master: Tensor) -> bool:
     if x.shape != master.shape or x.dtype != master.dtype or is_freed(x):
         return True
     host = x.cpu().resolve_neg()
-    other = bits(master) != bits(host)
-    if x.is_neg():  # torch's minus keeps a NaN, but not its bits
-        other &= ~(master.isnan() & host.isnan()).numpy()
-    return bool(other.any())
+    differs = bits(master) != bits(host)
+    if x.is_neg():  # torch's minus keeps a NaN, but changes its bits
+        differs &= ~(master.isnan() & host.isnan()).numpy()
+    return bool(differs.any())
 
 
 def _kind(x: Tensor) -> str:
@@ -76,7 +80,10 @@ def _kind(x: Tensor) -> str:
 
 
 def _place(x: Tensor, device: str) -> str:
-    """Integers may be on the host, where counts are read."""
+    """What is wrong with the device of a tensor.
+
+    Integers may be on the host, where counts are read.
+    """
     host_allowed = not x.is_floating_point()
     if x.device.type != device and not (host_allowed and x.device.type == "cpu"):
         return f"is on {x.device.type}, the inputs are on {device}"

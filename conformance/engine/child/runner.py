@@ -1,4 +1,6 @@
-"""Makes one call of an implementation: inputs, poisoned memory, gradients, guards."""
+"""Makes one call of an implementation: it places inputs, poisons memory, takes gradients and checks
+guards.
+"""
 
 import contextlib
 import time
@@ -17,11 +19,11 @@ from conformance.core.tensors import laid_out
 from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.aliases import alias, shared_elements
 from conformance.engine.child.copies import copied, delay, overwrite
-from conformance.engine.child.kept import alive_bytes, allocated_bytes
 from conformance.engine.child.manners import MANNERS, Outputs, around_forward, overwritten, with_graph
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.child.poison import Poison
 from conformance.engine.child.results import Unreadable, first_changed, read
+from conformance.engine.child.saved_memory import alive_bytes, allocated_bytes
 from conformance.interface import Implementation, ModeChanged, named_outputs
 from conformance.judge import Finding, judge
 from conformance.judge.exact import Exact
@@ -42,7 +44,9 @@ class Misbehaved(Exception):
 
 
 def _may_draw(problem: Problem) -> bool:
-    """Whether the call is random: by its function, or by a recipe that rounds stochastically."""
+    """Whether the call may draw random numbers, by its function or by a recipe that rounds
+    stochastically.
+    """
     arguments = (problem.required | problem.settings).values()
     rounds = any(getattr(x, "stochastic_rounding", False) for x in arguments)
     return CONTRACTS[problem.function].signature.random or rounds or problem.draws
@@ -56,7 +60,7 @@ class Runner:
     device: str
     poison: str
     outcome: Outcome
-    recording: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around calls
+    recording: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # seconds of waiting around calls
     changed: str = ""  # an input or cotangent that the last run's (first) call changed
     alias: tuple[str, str] | None = None  # an output of the last run without memory of its own, and why
 
@@ -118,7 +122,7 @@ class Runner:
         return self._read(outputs, problem)
 
     def kept(self, problem: Problem) -> int:
-        """The bytes that the call keeps for its backward, besides its inputs and results."""
+        """The bytes that the call keeps for its backward pass, without its inputs and results."""
         placed = self.place(problem)
 
         def call() -> Outputs:
@@ -153,19 +157,21 @@ class Runner:
 
     @contextlib.contextmanager
     def _watched(self, problem: Problem, poison: str = "") -> Iterator[None]:
-        """Poisoned and guarded memory around calls, whose effects elsewhere are checked at the end.
+        """Poison and guard the memory around calls.
+
+        At the end, check their effects on other memory and on global state.
 
         Raises:
             Misbehaved: memory or global state has changed.
         """
-        before, changed = Modes(generators=not _may_draw(problem)), ""
+        modes, changed = Modes(generators=not _may_draw(problem)), ""
         try:
             with Poison(poison or self.poison) as memory, Addresses(memory) as addresses, self.recording():
                 yield
         except ModeChanged as error:
             raise Misbehaved("call", "state", str(error)) from error
         finally:
-            changed = before.restore()
+            changed = modes.restore()
         self.outcome.evaluations += 1
         if addresses.outside:
             raise Misbehaved("memory", "memory", addresses.outside)
@@ -175,13 +181,17 @@ class Runner:
             raise Misbehaved("call", "state", f"left another {changed} than before the call")
 
     def _finished(self, problem: Problem, outputs: Outputs) -> Outputs:
-        """The outputs when the device has computed them, with what further calls read from them."""
+        """The outputs, once the device has computed them, with what further calls read from
+        them.
+        """
         if self.device == "cuda":
             torch.cuda.synchronize()
         return problem.read(self.implementation, outputs) if problem.read else outputs
 
     def _read(self, outputs: Outputs, problem: Problem) -> Outputs:
-        """The outputs, tensors on the host; one that is a negated input may be negated too.
+        """The outputs, with tensors on the host.
+
+        An output that is a lazily negated input may be negated as well.
 
         Raises:
             Misbehaved: a tensor cannot be read.
@@ -198,8 +208,8 @@ class Runner:
 
     def _on_device(self, x: Any) -> Any:
         """An argument without guards: tensors, or a tuple of them, go to the device."""
-        if isinstance(x, tuple) and any(isinstance(part, Tensor) for part in x):
-            return tuple(part.to(self.device, copy=True) for part in x)
+        if isinstance(x, tuple) and any(isinstance(element, Tensor) for element in x):
+            return tuple(element.to(self.device, copy=True) for element in x)
         return x.to(self.device) if isinstance(x, Tensor) else x
 
     def _laid_out(self, problem: Problem, name: str, x: Any) -> Any:
@@ -208,7 +218,9 @@ class Runner:
         return laid_out(x, layout) if isinstance(x, Tensor) else x
 
     def place(self, problem: Problem, storage: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Inputs and cotangents on the device, in their layouts; or in the memory of others."""
+        """The inputs and cotangents on the device in their layouts, or in the memory of given
+        tensors.
+        """
         if storage is None:
             placed = {
                 name: laid_out(copied(x, self.device), problem.layouts.get(name, "contiguous"))
@@ -224,7 +236,7 @@ class Runner:
         return placed
 
     def produce(self, problem: Problem) -> dict[str, Any]:
-        """The opaque inputs, from this implementation's own producer, whose rows must be right."""
+        """The opaque inputs, from the implementation's own producer, whose rows must be right."""
         assert problem.producer is not None
         producer = problem.producer
         inputs = {
@@ -249,7 +261,7 @@ class Runner:
         return outputs
 
     def _call(self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None, manner: str = "") -> Outputs:
-        """The outputs, and the gradients of the wanted inputs; or their second derivatives."""
+        """The outputs with the gradients of the wanted inputs, or with their second derivatives."""
         if manner != "accumulated":
             with around_forward(manner, problem, self.device):
                 outputs = self._forward(problem, placed, opaque)
@@ -265,19 +277,19 @@ class Runner:
         views = {name: placed[name].view_as(placed[name]) for name in problem.wanted}
         outputs = self._forward(problem, placed | views, opaque)
         try:
-            found = self._added(problem, placed, outputs, keep=True)
-        except Exception:  # refused to keep what it had saved, as compiled backwards do
+            gradients = self._accumulated_gradients(problem, placed, outputs, keep=True)
+        except Exception:  # it refused to keep what it had saved, as compiled backwards do
             outputs = self._forward(problem, placed | views, opaque)
-            return outputs | self._added(problem, placed, outputs)
+            return outputs | self._accumulated_gradients(problem, placed, outputs)
         try:
-            return outputs | self._added(problem, placed, outputs)
-        except Exception:  # refused a second one
-            return outputs | found
+            return outputs | self._accumulated_gradients(problem, placed, outputs)
+        except Exception:  # it refused a second backward pass
+            return outputs | gradients
 
     def arguments(
         self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None
     ) -> tuple[list[Any], dict[str, Any]]:
-        """By position and by keyword, as the implementation takes them."""
+        """The positional and the keyword arguments, as the implementation takes them."""
         arguments = [
             opaque[x.field_name] if isinstance(x, Opaque) and opaque else placed.get(name, x)
             for name, x in problem.required.items()
@@ -285,14 +297,16 @@ class Runner:
         left_out = {*self.implementation.lacks(problem.function, problem.settings)}
         left_out &= {*CONTRACTS[problem.function].redundant}
         left_out |= self.implementation.with_default(problem.function, problem.omitted)
-        given = {name: x for name, x in problem.settings.items() if name not in left_out or name == problem.blame}
-        settings = {name: placed[name] if name in placed else self._on_device(x) for name, x in given.items()}
+        passed_settings = {
+            name: x for name, x in problem.settings.items() if name not in left_out or name == problem.blame
+        }
+        settings = {name: placed[name] if name in placed else self._on_device(x) for name, x in passed_settings.items()}
         return arguments, settings
 
     def _forward(self, problem: Problem, placed: dict[str, Tensor], opaque: Outputs | None) -> Outputs:
         if problem.script:
-            given = problem.required | problem.settings | placed | {"produced": opaque}
-            return problem.script(self.implementation, given)
+            inputs = problem.required | problem.settings | placed | {"produced": opaque}
+            return problem.script(self.implementation, inputs)
         arguments, settings = self.arguments(problem, placed, opaque)
         try:
             result = self.implementation.call(problem.function, *arguments, **settings)
@@ -305,22 +319,24 @@ class Runner:
     def _backward(
         self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs attached to the wanted inputs, and their cotangents.
+        """The outputs that depend on the wanted inputs, and their cotangents.
 
         Raises:
             Misbehaved: an output has another shape than its cotangent.
         """
         used = [name for name in problem.cotangents if isinstance(outputs.get(name), Tensor)]
         for name in used:
-            shape, right = tuple(outputs[name].shape), tuple(placed[f"d_{name}"].shape)
-            if shape != right:
-                raise Misbehaved(name, "shape", f"has shape {shape}; the reference's is {right}")
+            shape, expected_shape = tuple(outputs[name].shape), tuple(placed[f"d_{name}"].shape)
+            if shape != expected_shape:
+                raise Misbehaved(name, "shape", f"has shape {shape}; the reference's is {expected_shape}")
         attached = [name for name in used if outputs[name].requires_grad]
         cotangents = [placed[f"d_{name}"].to(outputs[name].dtype) for name in attached]
         return [outputs[name] for name in attached], cotangents
 
     def gradients(self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs) -> dict[str, Tensor]:
-        """Gradients of the wanted inputs; of one without effect on the outputs, zeros."""
+        """The gradients of the wanted inputs; zeros for an input that has no effect on the
+        outputs.
+        """
         if not problem.wanted:
             return {}
         inputs = [placed[name] for name in problem.wanted]
@@ -335,10 +351,13 @@ class Runner:
         inputs = {name: placed[name] for name in problem.wanted}
         return second_derivatives(outputs, inputs, {name: placed[f"d_{name}"] for name in problem.cotangents})
 
-    def _added(
+    def _accumulated_gradients(
         self, problem: Problem, placed: dict[str, Tensor], outputs: Outputs, keep: bool = False
     ) -> dict[str, Tensor]:
-        """Gradients added to a `.grad` of zeros; `keep`: for another backward."""
+        """Gradients that are added to a `.grad` of zeros.
+
+        With `keep`, the graph stays for another backward pass.
+        """
         attached, cotangents = self._backward(problem, placed, outputs)
         for name in problem.wanted:
             placed[name].grad = torch.zeros_like(placed[name])
@@ -349,7 +368,7 @@ class Runner:
     def _captured(
         self, problem: Problem, replay: Problem, placed: dict[str, Tensor], opaque: dict[str, Any] | None
     ) -> dict[str, Any]:
-        self._call(problem, placed, opaque)  # compiles the kernels
+        self._call(problem, placed, opaque)  # the first call compiles the kernels
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):

@@ -1,4 +1,4 @@
-"""The tool of --sanitize in a child: its environment, and what it reports of a case."""
+"""The tool of --sanitize inside a child process: its environment, and its report about a case."""
 
 import functools
 import os
@@ -15,8 +15,8 @@ from conformance.interface import Implementation
 from conformance.judge import Finding
 from conformance.usage import UsageError
 
-LEAST = (3, 8)  # of Triton, for its sanitizers
-WAIT_SECONDS = 3.0  # for the report of what has ended a process
+LEAST = (3, 8)  # the oldest Triton that has these sanitizers
+WAIT_SECONDS = 3.0  # seconds for the report about a process that has ended
 ADDRESS = re.compile(r"(\+| at | to )0x[0-9a-f]+")
 ASSERTION = re.compile(r"Assertion `(.*?)` failed")
 INVALID = re.compile(r"Invalid|Misaligned|Hardware|Warp|Device|Stack")
@@ -45,12 +45,13 @@ class Sanitizer:
             os.environ["TRITON_INSTRUMENTATION_MODE"] = self.tool
         elif self.tool == "memcheck":
             if sanitizing.REPORTS not in os.environ:
-                told = "--sanitize memcheck: this process does not run under compute-sanitizer"
-                raise UsageError(f"{told}; moe-conformance run, replay and minimize start it, pytest does not")
+                problem = "--sanitize memcheck: this process does not run under compute-sanitizer"
+                raise UsageError(f"{problem}; moe-conformance run, replay and minimize start it, pytest does not")
             os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each tensor is an allocation of its own
 
     def check(self, device: str) -> None:
-        """Refuse what the tool cannot watch, once the implementation is imported.
+        """Refuse a device or an implementation that the tool cannot watch, after the implementation
+        is imported.
 
         Raises:
             UsageError: no GPU, or no Triton that has the tool.
@@ -64,28 +65,31 @@ class Sanitizer:
         triton = sys.modules.get("triton")
         if triton is None:
             raise UsageError(f"--sanitize {self.tool} is Triton's, and the implementation has not imported it")
-        if tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2]) < LEAST:
-            right = ".".join(map(str, LEAST))
-            raise UsageError(f"--sanitize {self.tool} needs Triton {right} or newer; here is {triton.__version__}")
+        if tuple(int(digits) for digits in re.findall(r"\d+", triton.__version__)[:2]) < LEAST:
+            least_version = ".".join(map(str, LEAST))
+            raise UsageError(
+                f"--sanitize {self.tool} needs Triton {least_version} or newer; here is {triton.__version__}"
+            )
 
     def watched(self, implementation: Implementation) -> Implementation:
-        """Without the declaration of graph capture where each tensor is an allocation of its own,
-        which CUDA refuses in a capture.
+        """The implementation without its declaration of graph capture, where each tensor is an
+        allocation of its own, because CUDA refuses such allocations in a capture.
         """
         return Uncaptured(implementation.namespace, implementation.name) if self.tool == "memcheck" else implementation
 
     def judged(self, outcome: Outcome) -> Outcome:
-        """The outcome of a case; if it has lost the device, with what consan says about it.
+        """The outcome of a case.
 
-        consan ends a kernel at its first fault, and with it the use of the device, and writes a
-        sentence into this process's log.
+        If the case has lost the device, the outcome has consan's sentence about it. consan ends a
+        kernel at its first fault, and with it the use of the device, and writes a sentence into
+        this process's log.
         """
         if self.tool != "consan":
             return outcome
         text = self._log.new()
-        found = ASSERTION.search(text) if outcome.status == "CRASH" else None
-        if found:
-            outcome.finding = asdict(Finding("kernel", self.tool, found[1].strip()))
+        assertion = ASSERTION.search(text) if outcome.status == "CRASH" else None
+        if assertion:
+            outcome.finding = asdict(Finding("kernel", self.tool, assertion[1].strip()))
         return outcome
 
 
@@ -96,13 +100,16 @@ class Growing:
         self._path, self._read = Path(path), 0
 
     def new(self) -> str:
-        """What was written since the last call; the file may have been emptied meanwhile."""
+        """The text that was written since the last call.
+
+        The file may have been emptied in between.
+        """
         try:
             content = self._path.read_bytes()
         except OSError:
             return ""
-        before, self._read = self._read, len(content)
-        return content[before if before <= len(content) else 0 :].decode(errors="replace")
+        bytes_read, self._read = self._read, len(content)
+        return content[bytes_read if bytes_read <= len(content) else 0 :].decode(errors="replace")
 
 
 @functools.cache
@@ -137,10 +144,10 @@ def sentence_of(log: str) -> str:
     first = next((i for i, line in enumerate(lines) if INVALID.match(line)), None)
     if first is None:
         return ""
-    parts = [lines[first]]
+    phrases = [lines[first]]
     for line in lines[first + 1 :]:
         if not line or INVALID.match(line):
             break
         if line.startswith(("at ", "and is ")):
-            parts.append(line.removeprefix("and is "))
-    return ", ".join(ADDRESS.sub("", part).strip() for part in parts)
+            phrases.append(line.removeprefix("and is "))
+    return ", ".join(ADDRESS.sub("", phrase).strip() for phrase in phrases)

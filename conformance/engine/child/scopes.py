@@ -1,4 +1,4 @@
-"""What a namespace says it is for: the predicate of each function, from its `scope`."""
+"""The cases for which a namespace is meant: the predicate of each function, from its `scope`."""
 
 from typing import Any
 
@@ -15,20 +15,23 @@ def scopes_of(implementation: Implementation, functions: dict[str, dict[str, Any
     Raises:
         UsageError: it is no predicate, or no case of a function that it limits can match.
     """
-    given, source = implementation.scopes, f"{implementation.name} has scope"
+    declared_scopes, source = implementation.scopes, f"{implementation.name} has scope"
     offered = [contract for name, contract in CONTRACTS.items() if functions[name]["offered"]]
-    if unknown := sorted(set(given) - {"", *CONTRACTS}):
+    if unknown := sorted(set(declared_scopes) - {"", *CONTRACTS}):
         raise UsageError(f"{source} for {', '.join(unknown)}; known are {', '.join(CONTRACTS)}")
-    found: dict[str, str] = {}
-    for function, text in given.items():
+    scopes: dict[str, str] = {}
+    for function, text in declared_scopes.items():
         limited = [contract for contract in offered if function in ("", contract.function)]
         where = parsed(text, source)
-        found |= dict.fromkeys(where.applies(limited, source), where.text)
-    return found
+        scopes |= dict.fromkeys(where.applies(limited, source), where.text)
+    return scopes
 
 
 def scope_of_function(implementation: Implementation, function: str) -> Where:
-    """The predicate of one function; everywhere, if it has none."""
-    given = implementation.scopes
-    where = parsed(given.get(function, given.get("", "")), "scope")
+    """The predicate of one function.
+
+    A function without one has the predicate that is true everywhere.
+    """
+    declared_scopes = implementation.scopes
+    where = parsed(declared_scopes.get(function, declared_scopes.get("", "")), "scope")
     return EVERYWHERE if where.problem(CONTRACTS[function]) else where

@@ -1,4 +1,4 @@
-"""Which functions of a package run, kernels that a GPU runs included."""
+"""Records which functions of a package run, including kernels that run on a GPU."""
 
 import contextlib
 import os
@@ -26,8 +26,8 @@ def traced(package: str) -> Iterator[set[str]]:
         if frame.f_code.co_filename.startswith(package):
             calls.add(label(frame.f_code))
         elif _is_launch(frame):
-            given = (frame.f_locals["self"], *frame.f_locals["args"], *frame.f_locals["kwargs"].values())
-            calls.update(label(code) for code in _compiled(given, package))
+            values = (frame.f_locals["self"], *frame.f_locals["args"], *frame.f_locals["kwargs"].values())
+            calls.update(label(code) for code in _compiled(values, package))
 
     def label(code: CodeType) -> str:
         return f"{os.path.relpath(code.co_filename, os.path.dirname(package))}:{code.co_qualname}"
@@ -46,22 +46,22 @@ def traced(package: str) -> Iterator[set[str]]:
 
 
 def _is_launch(frame: FrameType) -> bool:
-    """Whether Triton launches a kernel here."""
+    """Whether the frame is a launch of a kernel by Triton."""
     code = frame.f_code
     return code.co_qualname == "JITFunction.run" and "triton" in code.co_filename
 
 
-def _compiled(given: Iterable[Any], package: str) -> set[CodeType]:
-    """The package's functions among these values, and those that their code names, and so on."""
-    found: set[CodeType] = set()
-    left = list(given)
-    while left:
-        for function in _functions(left.pop()):
+def _compiled(values: Iterable[Any], package: str) -> set[CodeType]:
+    """The functions of the package among these values, those that their code names, and so on."""
+    package_functions: set[CodeType] = set()
+    unvisited = list(values)
+    while unvisited:
+        for function in _functions(unvisited.pop()):
             code = function.__code__
-            if code not in found and code.co_filename.startswith(package):
-                found.add(code)
-                left += _named(function)
-    return found
+            if code not in package_functions and code.co_filename.startswith(package):
+                package_functions.add(code)
+                unvisited += _named(function)
+    return package_functions
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
@@ -70,7 +70,7 @@ def _functions(value: Any) -> Iterator[FunctionType]:
         for method in vars(value).values():
             yield from _functions(method)
         return
-    for _ in range(4):  # a kernel in versions holds one of Triton's, which holds the function
+    for _ in range(4):  # a kernel in versions holds one of Triton's kernels, which holds the function
         if isinstance(value, FunctionType):
             yield value
             return
@@ -78,12 +78,12 @@ def _functions(value: Any) -> Iterator[FunctionType]:
 
 
 def _named(function: FunctionType) -> Iterator[Any]:
-    """What the names in a function's code stand for, in its module or in modules there."""
-    code, known = function.__code__, function.__globals__
+    """The values of the names in a function's code, in its module or in modules that it imports."""
+    code, module_names = function.__code__, function.__globals__
     for name in code.co_names:
-        value = known.get(name)
+        value = module_names.get(name)
         if isinstance(value, ModuleType):
-            yield from (vars(value).get(other) for other in code.co_names)
+            yield from (vars(value).get(attribute) for attribute in code.co_names)
         elif not isinstance(value, torch.Tensor):
             yield value
     for cell in function.__closure__ or ():

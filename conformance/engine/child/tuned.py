@@ -9,14 +9,17 @@ Tuned = dict[str, dict[str, Any]]
 EACH, FIRST, UNKNOWN = "each", "first", "tuner"  # each in turn, the first alone, or what the tuner chooses
 
 
-def joined(parts: Iterable[Tuned]) -> Tuned:
-    """The configurations of several cases or shards together; one that was judged once does fit."""
+def joined(records: Iterable[Tuned]) -> Tuned:
+    """The configurations of several cases or shards together.
+
+    A configuration that was judged once does fit.
+    """
     out: Tuned = {}
-    for part in parts:
-        for name, record in part.items():
-            known = out.setdefault(name, record | {"judged": [], "unfit": []})
-            judged = {*known["judged"], *record["judged"]}
-            unfit = {*known["unfit"], *record["unfit"]} - judged
-            out[name] = known | {"judged": sorted(judged), "unfit": sorted(unfit)}
-            out[name]["total"] = max(known["total"], record["total"])
+    for record_of_case in records:
+        for name, record in record_of_case.items():
+            joined_record = out.setdefault(name, record | {"judged": [], "unfit": []})
+            judged = {*joined_record["judged"], *record["judged"]}
+            unfit = {*joined_record["unfit"], *record["unfit"]} - judged
+            out[name] = joined_record | {"judged": sorted(judged), "unfit": sorted(unfit)}
+            out[name]["total"] = max(joined_record["total"], record["total"])
     return dict(sorted(out.items()))

@@ -36,12 +36,14 @@ class Tuning:
             several ranks uses one configuration, by its seed.
     """
 
-    def __init__(self, implementation: Implementation, case: Case, outcome: Outcome, alone: bool = True) -> None:
+    def __init__(
+        self, implementation: Implementation, case: Case, outcome: Outcome, single_process: bool = True
+    ) -> None:
         self.implementation, self.outcome = implementation, outcome
-        self.most = MOST if alone else 1
+        self.most = MOST if single_process else 1
         self.choice = Choice(case.seed * self.most)
-        self.block = contextlib.ExitStack()  # of the case
-        self.configured = contextlib.ExitStack()  # of one configuration of the namespace's tuner
+        self.block = contextlib.ExitStack()  # the length of the case's longest list
+        self.configured = contextlib.ExitStack()  # the context of one configuration of the namespace's tuner
 
     def __enter__(self) -> Self:
         autotuning.install()
@@ -64,7 +66,7 @@ class Tuning:
         for step in range(self.most):
             self._configure(functions)
             try:
-                outputs, right, finding = attempt()
+                outputs, resolved, finding = attempt()
             except Misbehaved as wrong:
                 finding = self.named(wrong.finding)
                 raise Misbehaved(finding.output, finding.check, finding.message) from wrong
@@ -73,11 +75,11 @@ class Tuning:
                 raise
             self.outcome.tuned = joined([self.outcome.tuned, self.choice.launched])
             if finding:
-                return outputs, right, self.named(finding)
+                return outputs, resolved, self.named(finding)
             if step + 1 >= min(self.choice.longest, self.most):
                 break
             self.choice.index += 1
-        return outputs, right, None
+        return outputs, resolved, None
 
     def named(self, finding: Finding) -> Finding:
         """The finding with the configurations of the call."""
@@ -113,7 +115,7 @@ class Tuning:
 
 @contextlib.contextmanager
 def _misbehaving(hook: str) -> Iterator[None]:
-    """An error of the namespace's hook is a finding."""
+    """An error of the namespace's hook, as a finding."""
     try:
         yield
     except Exception as error:

@@ -1,8 +1,8 @@
-"""What Triton does once, done before a process has its first case.
+"""Does once, before the first case of a process, what Triton does once.
 
-In each process Triton hashes itself. For all processes together, one builds the C extension of its
-driver and the compiled headers of launchers. That takes seconds, while the other processes draw
-cases; left to the first kernels, every process would wait for it.
+In each process Triton computes a digest of its own files. One process builds the C extension of the
+driver and the compiled headers of launchers for all processes. This takes seconds, and happens
+while other processes draw cases; otherwise every process would wait for it at its first kernel.
 """
 
 import contextlib
@@ -13,9 +13,10 @@ from typing import Any
 
 
 def warm_up(folder: str) -> None:
-    """Prepare Triton's compiler, where it compiles; what one process builds is kept in `folder`.
+    """Prepare Triton's compiler, if kernels are compiled.
 
-    What fails here fails again with the implementation's first kernel, which then reports it.
+    What one process builds is stored in `folder`. An error is ignored here, because the
+    implementation's first kernel fails in the same way and reports it.
     """
     triton: Any = sys.modules.get("triton")
     if triton is None or triton.knobs.runtime.interpret:

@@ -13,11 +13,11 @@ from conformance.core.covering import Covered
 from conformance.core.scope import Scope
 from conformance.core.space import Space
 
-BYTES_PER_CASE = 4096  # more than the longest case consumes
+BYTES_PER_CASE = 4096  # bytes for a draw: more than the longest case consumes
 
 
 def scope_of(function: str, space: Space) -> Scope:
-    """All choices of cases of the function."""
+    """The scope from which all cases of the function are chosen."""
     return Scope(CONTRACTS[function], space)
 
 
@@ -32,7 +32,7 @@ def covering_cases(function: str, space: Space) -> Covered:
 
 
 def shape_cases(function: str, space: Space) -> list[Case]:
-    """Shapes that always run."""
+    """The cases of the function's shapes, which every run has."""
     return scope_of(function, space).always()
 
 
@@ -45,16 +45,16 @@ def far_cases(function: str, space: Space) -> list[Case]:
     return scope_of(function, space).far()
 
 
-def run_seed(*parts: object) -> int:
+def run_seed(*components: object) -> int:
     """A seed from its parts alone, independent of the directory, the worker and the test's name."""
-    return zlib.crc32("/".join(map(str, parts)).encode())
+    return zlib.crc32("/".join(map(str, components)).encode())
 
 
 def drawn(
     cases: st.SearchStrategy[Case],
     seed: int,
     count: int,
-    kept: Callable[[Case], Case | None] = lambda case: case,
+    accept: Callable[[Case], Case | None] = lambda case: case,
     most: int = 4,
 ) -> list[Case]:
     """`count` distinct cases, drawn by hypothesis from independent random bytes.
@@ -66,18 +66,18 @@ def drawn(
     Hypothesis's search loop is not used: it mutates every fresh example several times, so most of
     a batch would be near-copies.
     """
-    found: dict[str, Case] = {}
+    cases_by_text: dict[str, Case] = {}
 
     @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
     @given(cases)
     def collect(case: Case) -> None:
-        chosen = kept(case)
+        chosen = accept(case)
         if chosen is not None:
-            found.setdefault(chosen.text, chosen)
+            cases_by_text.setdefault(chosen.text, chosen)
 
     source = random.Random(seed)
     for _ in range(most * count):
-        if len(found) == count:
+        if len(cases_by_text) == count:
             break
         collect.hypothesis.fuzz_one_input(source.randbytes(BYTES_PER_CASE))  # type: ignore[attr-defined]
-    return list(found.values())
+    return list(cases_by_text.values())

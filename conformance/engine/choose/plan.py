@@ -22,11 +22,11 @@ from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.choose.profiles import Profile
 
 Structure = list[Case]  # cases that run the same kernels
-# those with the most findings per second first; models: sizes of released models
+# kinds in the order of findings per second; models: sizes of released models
 KINDS = ("corpus", "fixed", "covering", "models", "drawn")
-RANKED_CASES = 4  # of a structure
+RANKED_CASES = 4  # draws per wanted case of a structure
 WHOLE_CASES = 3  # of the structure of a case without a law, which a family has made whole
-DRAWS = 60  # per case that matches a predicate
+DRAWS = 60  # draws per case that matches a predicate
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,10 @@ def structures_of(
 
 
 def _structures(section: Section, profile: Profile, space: Space, seed: int, where: Where) -> Iterator[Structure]:
-    """The same with further cases, which do not match. Rows and drawn cases are moved to match."""
+    """The same, with further cases that may not match the predicate.
+
+    Rows and drawn cases are moved to match it.
+    """
     amount = profile.amount(section.function, space)
     scope = scope_of(section.function, replace(space, few_kernels=amount.few_kernels))
     if section.kind == "fixed":
@@ -82,32 +85,35 @@ def _structures(section: Section, profile: Profile, space: Space, seed: int, whe
             yield from _varied(scope, scope.always(), -(-amount.cases // 4), seed)
     elif section.kind == "covering" and amount.rows:
         rows = scope.covering().first(amount.covering(section.function), amount.share)
-        others = [*fixed_cases(section.function, space), *scope.always(), *scope.far(), *rows]
-        chosen = [*rows, *scope.more(others)]
-        varied = list(_varied(scope, _moved(scope, chosen, where, seed), amount.cases, seed))
+        fixed = [*fixed_cases(section.function, space), *scope.always(), *scope.far(), *rows]
+        chosen = [*rows, *scope.more(fixed)]
+        varied = list(_varied(scope, _steered_cases(scope, chosen, where, seed), amount.cases, seed))
         yield from varied
         if space.device == "cuda":
             yield from ([case] for case in _neighbours(scope, varied))
         firsts = [structure[0] for structure in varied]
-        yield from ([case] for case in left_out(scope, [*others, *chain(*varied)], [*others, *firsts]))
+        yield from ([case] for case in left_out(scope, [*fixed, *chain(*varied)], [*fixed, *firsts]))
     elif section.kind == "models" and profile.judges_model_sizes(section.function, space):
         yield from ([case] for case in at_model_sizes(scope))
     elif section.kind == "drawn":
         source, random_source = run_seed(section.function, seed), random.Random(seed)
-        kept, most = (lambda case: where.steered(scope, case, random_source)), DRAWS if where.terms else 4
-        chosen = drawn(scope.drawn(), source, amount.structures(section.function), kept, most)
+        steer, most = (lambda case: where.steered(scope, case, random_source)), DRAWS if where.terms else 4
+        chosen = drawn(scope.drawn(), source, amount.structures(section.function), steer, most)
         yield from _varied(scope, chosen, amount.cases, seed)
 
 
 def _neighbours(scope: Scope, structures: list[Structure]) -> list[Case]:
-    """The calls that the law `history` makes in between, as cases that are judged themselves."""
+    """The calls that the law `history` makes in between, as cases that are judged by themselves."""
     histories = [case for structure in structures for case in structure if case.law == "history"]
     neighbours = (scope.neighbour(case) for case in histories)
     return [case for case in neighbours if not ranks_of(scope.contract, case)]
 
 
-def _moved(scope: Scope, cases: list[Case], where: Where, seed: int) -> list[Case]:
-    """The cases that match, each once, and for each other one the nearest that does, if any."""
+def _steered_cases(scope: Scope, cases: list[Case], where: Where, seed: int) -> list[Case]:
+    """The cases that match the predicate, each once.
+
+    Any other case is replaced by the nearest case that matches, if there is one.
+    """
     if not where.terms:
         return cases
     source = random.Random(seed)
@@ -116,16 +122,18 @@ def _moved(scope: Scope, cases: list[Case], where: Where, seed: int) -> list[Cas
 
 
 def _varied(scope: Scope, cases: list[Case], count: int, seed: int) -> Iterator[Structure]:
-    """Each case with others of its structure; few of several processes and of a case that a family
-    has made whole, none of a slow one.
+    """Each case with other cases of its structure.
+
+    There are few for a case of several processes and for one that a family has fixed as a whole,
+    and none for a slow one.
     """
     variations = Variations(scope)
     for case in cases:
         ranks = ranks_of(scope.contract, case)
-        alone = case.layout in FAR or case.is_large
+        is_costly = case.layout in FAR or case.is_large
         shared = ranks > scope.space.ranks  # these ranks share a GPU, and wait long for each other
-        few = RANKED_CASES if ranks else WHOLE_CASES if not case.law else count
-        number = 1 if alone or shared else min(few, count)
+        limit = RANKED_CASES if ranks else WHOLE_CASES if not case.law else count
+        number = 1 if is_costly or shared else min(limit, count)
         most = 2 * count if number == count and not ranks else number
         yield variations.of(case, number, most, run_seed(case.text, seed)) if number > 1 else [case]
 

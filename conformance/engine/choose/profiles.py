@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from conformance.core.space import Space
 from conformance.engine.choose.draw import scope_of
 
-EVERY = 10**6  # rows
+EVERY = 10**6  # rows of a covering array
 
 
 def weight_of(function: str) -> float:
@@ -26,10 +26,10 @@ def compiles(function: str, space: Space) -> bool:
 class Amount:
     """What runs of each function; counts are relative to its weight."""
 
-    drawn: int  # random structures
-    rows: int  # structures of the covering array, the first ones at most
-    cases: int  # of each structure
-    share: float = 1.0  # of the array's pairs that are enough
+    drawn: int  # the number of random structures
+    rows: int  # the number of structures of the covering array, at most
+    cases: int  # cases of each structure
+    share: float = 1.0  # the share of the array's pairs that is enough
     few_kernels: bool = False  # see `Space`
 
     def structures(self, function: str) -> int:
@@ -56,7 +56,10 @@ class Profile:
         return int(self.least * weight_of(function))
 
     def amount(self, function: str, space: Space) -> Amount:
-        """How much runs of a function. One that compiles no kernels has the cases of a CPU."""
+        """The amounts of a function.
+
+        A function that compiles no kernels has the amounts of a CPU.
+        """
         return self.compiled if compiles(function, space) else self.interpreted
 
     def judges_model_sizes(self, function: str, space: Space) -> bool:

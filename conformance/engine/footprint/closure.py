@@ -75,7 +75,7 @@ class Closure(Expressions):
 
     def texts(self, value: Any) -> set[str]:
         """The identifiers that stand as text in what a value reaches."""
-        return set().union(*(part.texts for part in self._all(self._root([value], ""))))
+        return set().union(*(entry.texts for entry in self._all(self._root([value], ""))))
 
     def _root(self, values: Iterable[Any], first: str) -> Part:
         root = Part("")
@@ -86,21 +86,21 @@ class Closure(Expressions):
     def _all(self, root: Part) -> list[Part]:
         """The part and all parts that it reaches."""
         while self._waiting:
-            part, fill = self._waiting.popleft()
-            part.digest = digest(fill(part))
-        found = dict.fromkeys([root])
+            entry, fill = self._waiting.popleft()
+            entry.digest = digest(fill(entry))
+        reachable = dict.fromkeys([root])
         waiting = [root]
         while waiting:
-            fresh = [used for used in waiting.pop().uses if used not in found]
-            found.update(dict.fromkeys(fresh))
+            fresh = [used for used in waiting.pop().uses if used not in reachable]
+            reachable.update(dict.fromkeys(fresh))
             waiting += fresh
-        return list(found)
+        return list(reachable)
 
     def _summary(self, root: Part) -> dict[str, str]:
         by_label: dict[str, set[str]] = {}
-        for part in self._all(root):
-            if part.digest and part.digest != EMPTY:
-                by_label.setdefault(part.label, set()).add(part.digest)
+        for entry in self._all(root):
+            if entry.digest and entry.digest != EMPTY:
+                by_label.setdefault(entry.label, set()).add(entry.digest)
         return {label: min(d) if len(d) == 1 else digest(*sorted(d)) for label, d in sorted(by_label.items())}
 
     def imports(self) -> dict[str, str]:
@@ -118,22 +118,28 @@ class Closure(Expressions):
 
     # ---- edges
 
-    def use(self, named: Named, part: Part, arguments: list[Any] | None = None) -> str:
-        """Make `part` use a value; returns the text that stands for it in the part's digest."""
+    def use(self, named: Named, entry: Part, arguments: list[Any] | None = None) -> str:
+        """Make `entry` use a value; returns the text that the digest of the entry has for it."""
         value, label = named.value, named.label
-        reference = self.reference(value, part, arguments or [])
+        reference = self.reference(value, entry, arguments or [])
         if reference is not None:
             return reference
         module = label.partition(":")[0]
         if not label:
-            return self.values.form(value, part)
+            return self.values.form(value, entry)
         if not self.packages.has_module(module) or self._is_imported(label, named.dotted):
-            return self.external(label, part)
-        self.link(part, ("value", named.home, named.dotted), label, lambda own: self._value(value, own), value)
+            return self.external(label, entry)
+        self.link(
+            entry,
+            ("value", named.home, named.dotted),
+            label,
+            lambda filled_entry: self._value(value, filled_entry),
+            value,
+        )
         return label
 
-    def reference(self, value: Any, part: Part, arguments: list[Any]) -> str | None:
-        """The text of a function, class, module or wrapper, which `part` then uses, or None."""
+    def reference(self, value: Any, entry: Part, arguments: list[Any]) -> str | None:
+        """The text of a function, class, module or wrapper, which `entry` then uses, or None."""
         if value is ABSENT:
             return ABSENT
         if not is_readable(value):
@@ -142,75 +148,75 @@ class Closure(Expressions):
             owner = value.__self__
             first = owner if isinstance(owner, type) or self.is_followed(type(owner)) else None
             if isinstance(owner, type):
-                self.reference(owner, part, [])
-            return self.reference(value.__func__, part, [first, *arguments])
+                self.reference(owner, entry, [])
+            return self.reference(value.__func__, entry, [first, *arguments])
         if isinstance(value, FunctionType):
-            return self._function(value, part, arguments)
+            return self._function(value, entry, arguments)
         if isinstance(value, (staticmethod, classmethod)):
-            return self.reference(value.__func__, part, arguments)
+            return self.reference(value.__func__, entry, arguments)
         if isinstance(value, (property, functools.cached_property)):
             getters = (
                 (value.func,) if isinstance(value, functools.cached_property) else (value.fget, value.fset, value.fdel)
             )
-            return "property " + " ".join(str(self.reference(f, part, [])) for f in getters if f is not None)
+            return "property " + " ".join(str(self.reference(f, entry, [])) for f in getters if f is not None)
         if isinstance(value, type):
-            return self._class(value, part)
+            return self._class(value, entry)
         if isinstance(value, ModuleType):
-            return self._module(value, part)
+            return self._module(value, entry)
         if isinstance(value, BuiltinFunctionType) or type(value).__name__ in (
             "wrapper_descriptor",
             "method_descriptor",
         ):
-            return self._builtin(value, part)
+            return self._builtin(value, entry)
         inner = next(
             (x for x in (own_attribute(value, "fn"), own_attribute(value, "__wrapped__")) if callable(x)), None
         )
         is_wrapper = inner is not None and callable(value) and not isinstance(value, partial)
         if is_wrapper and not self.is_followed(type(value)):  # a kernel, a cached function
-            settings = [self.values.form(own_attribute(value, name), part) for name in SETTINGS]
-            return f"{type(value).__qualname__} of {self.reference(inner, part, arguments)} {settings}"
+            settings = [self.values.form(own_attribute(value, name), entry) for name in SETTINGS]
+            return f"{type(value).__qualname__} of {self.reference(inner, entry, arguments)} {settings}"
         return None
 
-    def whole(self, part: Part) -> None:
-        """Make `part` use all files of all packages: what it reaches is not known."""
+    def whole(self, entry: Part) -> None:
+        """Make `entry` use all files of all packages: what it reaches is not known."""
         for name, path in self.packages.roots().items():
-            self.link(part, ("whole", name), f"{name} (all files)", partial(content_of, path))
+            self.link(entry, ("whole", name), f"{name} (all files)", partial(content_of, path))
 
-    def link(self, part: Part, key: Any, label: str, fill: Fill, *kept: Any) -> None:
+    def link(self, entry: Part, key: Any, label: str, fill: Fill, *referents: Any) -> None:
         if key not in self._parts:
             self._parts[key] = Part(label)
-            self._kept += kept
+            self._kept += referents
             self._waiting.append((self._parts[key], fill))
-        if self._parts[key] not in part.uses:
-            part.uses.append(self._parts[key])
+        if self._parts[key] not in entry.uses:
+            entry.uses.append(self._parts[key])
 
-    def external(self, label: str, part: Part) -> str:
+    def external(self, label: str, entry: Part) -> str:
         """A leaf of another package; the whole package of the part if it can reach any code."""
         name = label.replace(":", ".")
         if label in OPEN_NAMES or any(name == m or name.startswith(f"{m}.") for m in OPEN_MODULES):
-            self.whole(part)
+            self.whole(entry)
         return f"external {label}"
 
-    def _builtin(self, value: Any, part: Part) -> str:
+    def _builtin(self, value: Any, entry: Part) -> str:
         name = value.__name__
         if getattr(builtins, name, None) is value:
             if name in OPEN:
-                self.whole(part)
+                self.whole(entry)
             if name == "open":
-                self.reads(part)
+                self.reads(entry)
         return f"builtin {name}"
 
-    def _module(self, module: ModuleType, part: Part) -> str:
+    def _module(self, module: ModuleType, entry: Part) -> str:
         if not self.packages.has_module(module.__name__):
-            return self.external(module.__name__, part)
+            return self.external(module.__name__, entry)
 
-        def fill(own: Part) -> str:
+        def fill(filled_entry: Part) -> str:
             for name, value in list(vars(module).items()):
                 if not name.startswith("__"):
-                    self.use(Named(value, f"{module.__name__}:{name}", id(vars(module)), name), own)
+                    self.use(Named(value, f"{module.__name__}:{name}", id(vars(module)), name), filled_entry)
             return " ".join(sorted(vars(module)))
 
-        self.link(part, ("module", module.__name__), f"{module.__name__} (all names)", fill)
+        self.link(entry, ("module", module.__name__), f"{module.__name__} (all names)", fill)
         return module.__name__
 
     def _is_imported(self, label: str, dotted: str) -> bool:
@@ -233,30 +239,43 @@ class Closure(Expressions):
 
     # ---- contents
 
-    def _value(self, value: Any, part: Part) -> str:
+    def _value(self, value: Any, entry: Part) -> str:
         """The content of a value; an import may fill tables, and does not run what they hold."""
-        return self.values.form(value, Part("") if self.executing else part)
+        return self.values.form(value, Part("") if self.executing else entry)
 
-    def _function(self, function: FunctionType, part: Part, arguments: list[Any]) -> str:
+    def _function(self, function: FunctionType, entry: Part, arguments: list[Any]) -> str:
         code = function.__code__
         label = f"{function.__module__}:{function.__qualname__}"
         generated = code.co_filename.startswith("<") and self.packages.has_module(function.__module__)
         if not (generated or self.packages.has_file(code.co_filename)):
-            self.link(part, ("external", id(function)), label, lambda own: self._wrapped_by(function, own), function)
-            return self.external(label, part)
+            self.link(
+                entry,
+                ("external", id(function)),
+                label,
+                lambda filled_entry: self._wrapped_by(function, filled_entry),
+                function,
+            )
+            return self.external(label, entry)
         parameters = code.co_varnames[: code.co_argcount]
         bound = {k: v for k, v in zip(parameters, arguments, strict=False) if v is not None}
         key = ("function", id(function), tuple((k, v if isinstance(v, str) else id(v)) for k, v in bound.items()))
-        self.link(part, key, label, lambda own: self._definition(function, bound, own), function, *bound.values())
+        self.link(
+            entry,
+            key,
+            label,
+            lambda filled_entry: self._definition(function, bound, filled_entry),
+            function,
+            *bound.values(),
+        )
         return label
 
-    def _wrapped_by(self, function: FunctionType, part: Part) -> str:
+    def _wrapped_by(self, function: FunctionType, entry: Part) -> str:
         """The code that a function of another package holds; the function has no content itself."""
         held = [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
-        self.values.callables([held, function.__defaults__, function.__kwdefaults__, vars(function)], part)
+        self.values.callables([held, function.__defaults__, function.__kwdefaults__, vars(function)], entry)
         return ""
 
-    def _definition(self, function: FunctionType, bound: dict[str, Any], part: Part) -> str:
+    def _definition(self, function: FunctionType, bound: dict[str, Any], entry: Part) -> str:
         """The content of a function: its source (code if it was generated) and what it holds."""
         code = function.__code__
         source = source_of(code.co_filename)
@@ -273,47 +292,47 @@ class Closure(Expressions):
         # a function may say what it reaches outside of a compiled graph, in which nothing is judged
         says = hasattr(function, "__eager__")
         for node in () if says else nodes:
-            self.visit(node, scope, part)
+            self.visit(node, scope, entry)
         if not nodes and not says:
             for name in (*(scope.loads or ()), *cells):
-                self.visit(ast.Name(name, ast.Load()), scope, part)
+                self.visit(ast.Name(name, ast.Load()), scope, entry)
         held = {k: v for k, v in vars(function).items() if k != "__wrapped__"}
-        content.append(self.values.form((function.__defaults__, function.__kwdefaults__, held), part))
+        content.append(self.values.form((function.__defaults__, function.__kwdefaults__, held), entry))
         if hasattr(function, "__wrapped__"):
-            content.append(self.use(Named(function.__wrapped__), part))
+            content.append(self.use(Named(function.__wrapped__), entry))
         return "\n".join(content)
 
-    def _class(self, cls: type, part: Part) -> str:
+    def _class(self, cls: type, entry: Part) -> str:
         label = f"{cls.__module__}:{cls.__qualname__}"
         if not self.is_followed(cls):
-            return self.external(label, part)
-        self.link(part, ("class", id(cls)), label, lambda own: self._members(cls, own), cls)
+            return self.external(label, entry)
+        self.link(entry, ("class", id(cls)), label, lambda filled_entry: self._members(cls, filled_entry), cls)
         return label
 
-    def _members(self, cls: type, part: Part) -> str:
+    def _members(self, cls: type, entry: Part) -> str:
         """The content of a class: its source and its attributes; it uses its bases."""
         source = source_of(str(getattr(sys.modules.get(cls.__module__), "__file__", "")))
         nodes = source.classes.get(cls.__qualname__, []) if source else []
         content = [text(node) for node in nodes]
         for base in (*cls.__bases__, type(cls)):
-            content.append(str(self.reference(base, part, [])))
+            content.append(str(self.reference(base, entry, [])))
         scope = Scope(cls.__module__, vars(sys.modules[cls.__module__]), bodies=False)
         for node in nodes:
-            self.visit(node, scope, part)
+            self.visit(node, scope, entry)
         for name, value in sorted(vars(cls).items()):
             if not is_generated(name, value):
-                content.append(f"{name}={self.use(Named(value), part)}")
+                content.append(f"{name}={self.use(Named(value), entry)}")
         return "\n".join(content)
 
-    def _import(self, module: ModuleType, source: Source, part: Part) -> str:
+    def _import(self, module: ModuleType, source: Source, entry: Part) -> str:
         """What the import of a module does besides naming values: its statements, and its calls."""
         scope, content = Scope(module.__name__, vars(module), bodies=False), []
         for statement in source.tree.body:
             if is_effect(statement, scope):
                 content.append(text(statement))
-                self.visit(statement, scope, part)
+                self.visit(statement, scope, entry)
             for function in called(statement):
                 named = scope.named(function)
                 if named is not None:
-                    self.use(named, part)
+                    self.use(named, entry)
         return "\n".join(content)

@@ -24,21 +24,24 @@ def companions(function: str) -> set[str]:
     contract = CONTRACTS[function]
     names = {contract.signature.producer, *contract.companions}
     for module in _modules(contract):
-        names |= _called(module)
+        names |= _names_of_calls(module)
     return names - {"", function}
 
 
 def _modules(contract: Any) -> set[str]:
     """The modules of the contract and its laws, and the families' modules they import."""
-    parts = [type(x) for x in (contract, *vars(contract).values())]
-    held = [*(cls for part in parts for cls in part.__mro__), *(law.check for law in contract.laws.values())]
-    found = {x.__module__ for x in held if x.__module__.startswith(MODULES)}
-    waiting = list(found)
+    types = [type(x) for x in (contract, *vars(contract).values())]
+    held = [
+        *(cls for cls_of_part in types for cls in cls_of_part.__mro__),
+        *(law.check for law in contract.laws.values()),
+    ]
+    modules = {x.__module__ for x in held if x.__module__.startswith(MODULES)}
+    waiting = list(modules)
     while waiting:
-        fresh = _imported(waiting.pop()) - found
-        found |= fresh
+        fresh = _imported(waiting.pop()) - modules
+        modules |= fresh
         waiting += fresh
-    return found
+    return modules
 
 
 @cache
@@ -50,7 +53,7 @@ def _imported(module: str) -> set[str]:
 
 
 @cache
-def _called(module: str) -> set[str]:
+def _names_of_calls(module: str) -> set[str]:
     """The functions that a module's code calls of an implementation."""
     source = source_of(str(sys.modules[module].__file__))
     assert source is not None

@@ -38,55 +38,55 @@ class Expressions(ABC):
     packages: Packages
 
     @abstractmethod
-    def use(self, named: Named, part: Part, arguments: list[Any] | None = None) -> str:
-        """Make `part` use a value."""
+    def use(self, named: Named, entry: Part, arguments: list[Any] | None = None) -> str:
+        """Make `entry` use a value."""
 
     @abstractmethod
-    def whole(self, part: Part) -> None:
-        """Make `part` use all files of all packages."""
+    def whole(self, entry: Part) -> None:
+        """Make `entry` use all files of all packages."""
 
     @abstractmethod
-    def link(self, part: Part, key: Any, label: str, fill: Fill, *kept: Any) -> None:
-        """Make `part` use the part of this key."""
+    def link(self, entry: Part, key: Any, label: str, fill: Fill, *referents: Any) -> None:
+        """Make `entry` use the entry of this key."""
 
     @abstractmethod
-    def external(self, label: str, part: Part) -> str:
+    def external(self, label: str, entry: Part) -> str:
         """A name of a package that is not followed."""
 
-    def visit(self, node: ast.AST, scope: Scope, part: Part) -> None:
-        """Make `part` use every value that the code names."""
+    def visit(self, node: ast.AST, scope: Scope, entry: Part) -> None:
+        """Make `entry` use every value that the code names."""
         if isinstance(node, ast.Constant) and str(node.value).isidentifier():
-            part.texts.add(str(node.value))
-        if self._is_special(node, scope, part):
+            entry.texts.add(str(node.value))
+        if self._is_special(node, scope, entry):
             return
         is_read = isinstance(node, CHAINS) and isinstance(node.ctx, ast.Load)
         if is_read and (named := scope.named(node)) is not None:
-            self.use(named, part)
+            self.use(named, entry)
             return
         children = [child for name, child in ast.iter_fields(node) if name not in ("annotation", "returns")]
         if isinstance(node, ast.Call) and (named := scope.named(node.func)) is not None:
-            known = [scope.constant(x) if isinstance(x, ast.Name) else None for x in node.args]
-            self.use(named, part, known)
+            constants_of_arguments = [scope.constant(x) if isinstance(x, ast.Name) else None for x in node.args]
+            self.use(named, entry, constants_of_arguments)
             children = [*node.args, *node.keywords]
         elif isinstance(node, FUNCTIONS) and not scope.bodies:
             children = [node.args, *getattr(node, "decorator_list", ())]
         for child in children:
-            for each in child if isinstance(child, list) else [child]:
-                if isinstance(each, ast.AST):
-                    self.visit(each, scope, part)
+            for nested_node in child if isinstance(child, list) else [child]:
+                if isinstance(nested_node, ast.AST):
+                    self.visit(nested_node, scope, entry)
 
-    def _is_special(self, node: ast.AST, scope: Scope, part: Part) -> bool:
+    def _is_special(self, node: ast.AST, scope: Scope, entry: Part) -> bool:
         """Follow an import, a test of a known mapping, the environment; False: it is none."""
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             if scope.bodies:  # at the import of a module: the other module has a part of its own
-                self._local_import(node, scope, part)
+                self._local_import(node, scope, entry)
             return True
         if isinstance(node, ast.Attribute) and node.attr in READS:
-            self.reads(part)
+            self.reads(entry)
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
             held = contains(scope.named(node.comparators[0]), scope.constant(node.left))
             if held is not None:
-                part.uses.append(Part(f"{part.label} ({ast.unparse(node)[:60]})", digest(str(held))))
+                entry.uses.append(Part(f"{entry.label} ({ast.unparse(node)[:60]})", digest(str(held))))
                 return True
         owner = {ast.Call: "func", ast.Subscript: "value", ast.Compare: "comparators"}.get(type(node))
         if owner is None or not is_environment(getattr(node, owner)):
@@ -97,44 +97,44 @@ class Expressions(ABC):
             if isinstance(x, ast.Constant) and isinstance(x.value, str) and x.value.isidentifier()
         ]
         for name in names or sorted(os.environ):
-            part.uses.append(Part(f"environment {name}", digest(str(os.environ.get(name)))))
+            entry.uses.append(Part(f"environment {name}", digest(str(os.environ.get(name)))))
         return True
 
-    def reads(self, part: Part) -> None:
+    def reads(self, entry: Part) -> None:
         """A file is read. Files of packages are in every footprint; others are not known."""
         if any(path.is_file() for path in self.packages.roots().values()):
-            part.uses.append(Part("files next to a module", os.urandom(8).hex()))
+            entry.uses.append(Part("files next to a module", os.urandom(8).hex()))
 
-    def _local_import(self, node: ast.Import | ast.ImportFrom, scope: Scope, part: Part) -> None:
+    def _local_import(self, node: ast.Import | ast.ImportFrom, scope: Scope, entry: Part) -> None:
         """An import inside a function: the modules, or the names taken from one."""
         names = [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom):
             package = scope.variables.get("__package__") or ""
             base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
             module = ".".join(filter(None, (base if node.level else "", node.module)))
-            found = sys.modules.get(module)
-            if found is None:
-                self._not_imported(module, part)
+            imported = sys.modules.get(module)
+            if imported is None:
+                self._not_imported(module, entry)
                 return
             for name in names:
-                value = getattr(found, name, sys.modules.get(f"{module}.{name}", ABSENT))
-                self.use(Named(value, f"{module}:{name}", id(vars(found)), name), part)
+                value = getattr(imported, name, sys.modules.get(f"{module}.{name}", ABSENT))
+                self.use(Named(value, f"{module}:{name}", id(vars(imported)), name), entry)
             return
         for name in names:
             if name in sys.modules:
-                self.use(Named(sys.modules[name]), part)
+                self.use(Named(sys.modules[name]), entry)
             else:
-                self._not_imported(name, part)
+                self._not_imported(name, entry)
 
-    def _not_imported(self, module: str, part: Part) -> None:
+    def _not_imported(self, module: str, entry: Part) -> None:
         """A module that no one has imported yet: all files of its package, if it is followed."""
         top = module.partition(".")[0]
         spec = importlib.util.find_spec(top)
         path = spec and (next(iter(spec.submodule_search_locations or ()), None) or spec.origin)
         if path and (top in self.packages.roots() or self.packages.has_file(f"{path}.py")):
-            self.link(part, ("whole", top), f"{top} (all files)", partial(content_of, Path(path)))
-            self.whole(part)
-        self.external(module, part)
+            self.link(entry, ("whole", top), f"{top} (all files)", partial(content_of, Path(path)))
+            self.whole(entry)
+        self.external(module, entry)
 
 
 def content_of(path: Path, _: Part, python: bool | None = None) -> str:

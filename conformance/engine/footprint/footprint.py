@@ -39,14 +39,14 @@ class Footprints:
 
     def record(self) -> dict[str, Any]:
         """As JSON: each part once, and by function its digest and the numbers of its parts."""
-        pairs = sorted({pair for parts in self.functions.values() for pair in parts.items()})
+        pairs = sorted({pair for entries in self.functions.values() for pair in entries.items()})
         numbers = {pair: number for number, pair in enumerate(pairs)}
         functions = {
             name: {
-                "digest": digest(*(f"{label} {value}" for label, value in sorted(parts.items()))),
-                "parts": " ".join(str(numbers[pair]) for pair in sorted(parts.items())),
+                "digest": digest(*(f"{label} {value}" for label, value in sorted(entries.items()))),
+                "parts": " ".join(str(numbers[pair]) for pair in sorted(entries.items())),
             }
-            for name, parts in self.functions.items()
+            for name, entries in self.functions.items()
         }
         return {
             "conditions": self.conditions,
@@ -71,12 +71,14 @@ def serve_footprints(connection: Connection, options: ChildOptions, log_path: st
     if implementation is None:
         return
     try:
-        found = footprints(implementation)
+        record_of_all = footprints(implementation)
         roots = Packages(implementation.name, suite_folders()).roots()
     except Exception as error:
         connection.send(("unknown", f"{type(error).__name__}: {error}"))
     else:
-        connection.send(("footprints", found.record() | {"roots": {name: str(path) for name, path in roots.items()}}))
+        connection.send(
+            ("footprints", record_of_all.record() | {"roots": {name: str(path) for name, path in roots.items()}})
+        )
 
 
 def suite_folders() -> tuple[Path, ...]:
@@ -93,29 +95,29 @@ def footprints(implementation: Implementation) -> Footprints:
     packages = Packages(implementation.name, suite_folders())
     closure = Closure(packages)
     offered = [name for name in CONTRACTS if implementation.offers(name)]
-    own = {name: _own_parts(name, implementation, closure) for name in offered}
+    entries_by_function = {name: _own_parts(name, implementation, closure) for name in offered}
     functions = {}
     for name in offered:
         called = sorted(c for c in companions(name) if implementation.offers(c))
-        parts = {f"{name} (calls)": digest(*called)} | own[name]
+        entries = {f"{name} (calls)": digest(*called)} | entries_by_function[name]
         for companion in called:
-            parts |= own.get(companion) or _own_parts(companion, implementation, closure)
-        functions[name] = parts
+            entries |= entries_by_function.get(companion) or _own_parts(companion, implementation, closure)
+        functions[name] = entries
     # at last: looking at functions may import more modules
     everywhere = Closure(packages, executing=True).imports()
-    return Footprints(conditions(packages), {name: everywhere | parts for name, parts in functions.items()})
+    return Footprints(conditions(packages), {name: everywhere | entries for name, entries in functions.items()})
 
 
 def _own_parts(name: str, implementation: Implementation, closure: Closure) -> dict[str, str]:
     """The parts of one function, and of what it supports and declares."""
     namespace = implementation.namespace
-    parts = closure.reached(getattr(namespace, name))
+    entries = closure.reached(getattr(namespace, name))
     if hasattr(namespace, "supports"):
-        parts |= {f"{label} for {name}": d for label, d in closure.reached(namespace.supports, first=name).items()}
+        entries |= {f"{label} for {name}": d for label, d in closure.reached(namespace.supports, first=name).items()}
     if name not in CONTRACTS:
-        return parts  # a helper, such as `codes`
+        return entries  # a helper, such as `codes`
     declared, lacked = implementation.declares(name), implementation.lacks(name, {"group": None})
-    return parts | {f"{name} (declared)": digest(json.dumps([declared, lacked], sort_keys=True, default=repr))}
+    return entries | {f"{name} (declared)": digest(json.dumps([declared, lacked], sort_keys=True, default=repr))}
 
 
 def conditions(packages: Packages) -> dict[str, str]:

@@ -53,9 +53,9 @@ class Scope:
         return value if isinstance(value, str) else None
 
     def _name(self, name: str) -> Named | None:
-        for known in (self.bound, self.cells):
-            if name in known:
-                return Named(known[name])
+        for bindings in (self.bound, self.cells):
+            if name in bindings:
+                return Named(bindings[name])
         if self.loads is not None and name not in self.loads:
             return None
         if name in self.variables:
@@ -82,20 +82,20 @@ def _attribute(owner: Named, name: str) -> Named | None:
     if value is ABSENT:
         return owner
     if isinstance(value, ModuleType):
-        found = vars(value).get(name, ABSENT)
-        if found is ABSENT:
+        attribute_value = vars(value).get(name, ABSENT)
+        if attribute_value is ABSENT:
             try:
-                found = getattr(value, name)  # by the module's own __getattr__
+                attribute_value = getattr(value, name)  # by the module's own __getattr__
             except Exception:
-                found = ABSENT
-        return Named(found, f"{value.__name__}:{name}", id(vars(value)), name)
+                attribute_value = ABSENT
+        return Named(attribute_value, f"{value.__name__}:{name}", id(vars(value)), name)
     if isinstance(value, type) or type(value).__module__ == "builtins":
         return None
-    found = inspect.getattr_static(value, name, ABSENT)
+    attribute_value = inspect.getattr_static(value, name, ABSENT)
     if name in attribute(value, "__dict__", {}):
         dotted = f"{owner.dotted}.{name}"
-        return Named(found, owner.label and f"{owner.label}.{name}", owner.home, dotted)
-    return Named(MethodType(found, value)) if isinstance(found, FunctionType) else None
+        return Named(attribute_value, owner.label and f"{owner.label}.{name}", owner.home, dotted)
+    return Named(MethodType(attribute_value, value)) if isinstance(attribute_value, FunctionType) else None
 
 
 def _item(owner: Named, key: str | None) -> Named | None:
@@ -123,20 +123,20 @@ def global_loads(code: CodeType) -> set[str]:
     """The names that the code, and all code nested in it, reads from the module."""
     return {
         str(step.argval)
-        for each in code_objects(code)
-        for step in dis.get_instructions(each)
+        for nested_code in code_objects(code)
+        for step in dis.get_instructions(nested_code)
         if step.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
     }
 
 
 def constants(code: CodeType) -> str:
     """The code as text: instructions, constants and names, without docstring and line numbers."""
-    parts = []
-    for each in code_objects(code):
-        consts = [repr(x) for x in each.co_consts if not isinstance(x, CodeType) and not isinstance(x, frozenset)]
-        sets = [repr(sorted(map(repr, x))) for x in each.co_consts if isinstance(x, frozenset)]
-        parts.append(f"{each.co_code.hex()} {consts} {sets} {each.co_names} {each.co_varnames} {each.co_freevars}")
-    return "\n".join(parts)
+    texts = []
+    for inner in code_objects(code):
+        consts = [repr(x) for x in inner.co_consts if not isinstance(x, CodeType) and not isinstance(x, frozenset)]
+        sets = [repr(sorted(map(repr, x))) for x in inner.co_consts if isinstance(x, frozenset)]
+        texts.append(f"{inner.co_code.hex()} {consts} {sets} {inner.co_names} {inner.co_varnames} {inner.co_freevars}")
+    return "\n".join(texts)
 
 
 def stored(node: ast.AST) -> set[str]:

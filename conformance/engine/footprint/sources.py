@@ -29,7 +29,7 @@ def files_digest(folder: Path, python: bool | None = None) -> str:
     """
     out = hashlib.sha256()
     for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
-        hidden = any(part in SKIPPED or part.startswith(".") for part in path.relative_to(folder).parts)
+        hidden = any(path_part in SKIPPED or path_part.startswith(".") for path_part in path.relative_to(folder).parts)
         if not hidden and path.is_file() and (python is None or python == (path.suffix == ".py")):
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             out.update(f"{path.relative_to(folder)} {content}\n".encode())
@@ -38,15 +38,15 @@ def files_digest(folder: Path, python: bool | None = None) -> str:
 
 def text(node: ast.AST) -> str:
     """The tree as text: without docstrings, comments, layout and line numbers."""
-    parts = []
+    texts = []
     for name, value in ast.iter_fields(node):
         if name == "body" and isinstance(node, (*FUNCTIONS, ast.ClassDef)) and isinstance(value, list):
             value = _without_docstring(value)
         if isinstance(value, list):
-            parts.append(f"[{','.join(text(x) if isinstance(x, ast.AST) else repr(x) for x in value)}]")
+            texts.append(f"[{','.join(text(x) if isinstance(x, ast.AST) else repr(x) for x in value)}]")
         else:
-            parts.append(text(value) if isinstance(value, ast.AST) else repr(value))
-    return f"{type(node).__name__}({','.join(parts)})"
+            texts.append(text(value) if isinstance(value, ast.AST) else repr(value))
+    return f"{type(node).__name__}({','.join(texts)})"
 
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -154,8 +154,8 @@ class Packages:
             tuple(f + os.sep for f in getattr(top, "__path__", []))
         ):
             return True
-        outside = path.startswith(STDLIB + os.sep) or any(f"{os.sep}{name}{os.sep}" in path for name in INSTALLED)
-        return path.endswith((".py", ".so", ".pyc")) and not outside
+        is_foreign = path.startswith(STDLIB + os.sep) or any(f"{os.sep}{name}{os.sep}" in path for name in INSTALLED)
+        return path.endswith((".py", ".so", ".pyc")) and not is_foreign
 
     def has_module(self, name: str | None) -> bool:
         return self.has_file(getattr(sys.modules.get(name or ""), "__file__", None))

@@ -69,7 +69,7 @@ def is_effect(statement: ast.stmt, scope: Scope) -> bool:
     if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         places = [x for target in targets for x in ast.walk(target) if isinstance(x, (ast.Attribute, ast.Subscript))]
-        return not all(is_container(scope.named(place.value)) for place in places)
+        return not all(is_container(scope.named(target.value)) for target in places)
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         function = statement.value.func
         return not (isinstance(function, ast.Attribute) and is_container(scope.named(function.value)))

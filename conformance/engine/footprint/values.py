@@ -24,8 +24,8 @@ MOST = 50_000  # values inside one value
 class Follower(Protocol):
     """Follows references: `conformance.engine.footprint.closure.Closure`."""
 
-    def reference(self, value: Any, part: Any, arguments: list[Any]) -> str | None: ...
-    def whole(self, part: Any) -> None: ...
+    def reference(self, value: Any, entry: Any, arguments: list[Any]) -> str | None: ...
+    def whole(self, entry: Any) -> None: ...
     def unrooted(self, content: str) -> str: ...
     def is_followed(self, cls: type) -> bool: ...
 
@@ -36,86 +36,86 @@ class Values:
     def __init__(self, follower: Follower) -> None:
         self.follower = follower
 
-    def form(self, value: Any, part: Any) -> str:
-        """The value as text; `part` uses all code in it."""
+    def form(self, value: Any, entry: Any) -> str:
+        """The value as text; `entry` uses all code in it."""
         self.left = MOST
-        return self._form(value, part, ())
+        return self._form(value, entry, ())
 
-    def _form(self, value: Any, part: Any, outer: tuple[int, ...]) -> str:
+    def _form(self, value: Any, entry: Any, outer: tuple[int, ...]) -> str:
         kind = type(value)
         if kind in ATOMS:
             return repr(value)
         if kind is str:
             if value.isidentifier():
-                part.texts.add(value)
+                entry.texts.add(value)
             return repr(self.follower.unrooted(value))
         if id(value) in outer:
             return f"outer {len(outer) - outer.index(id(value))}"
         self.left -= 1
         if self.left < 0 or not is_readable(value):
-            return self._opaque(value, part)
+            return self._opaque(value, entry)
         inner = (*outer, id(value))
-        write: Callable[[Any], str] = lambda x: self._form(x, part, inner)  # noqa: E731
+        write: Callable[[Any], str] = lambda x: self._form(x, entry, inner)  # noqa: E731
         if kind in SEQUENCES:
             return f"{kind.__name__}({','.join(map(write, value))})"
         if kind in SETS:
             return f"{kind.__name__}({','.join(sorted(map(write, value)))})"
         if kind in MAPPINGS:
             return f"{kind.__name__}({','.join(f'{write(k)}:{write(v)}' for k, v in list(value.items()))})"
-        reference = self.follower.reference(value, part, [])
+        reference = self.follower.reference(value, entry, [])
         if reference is not None:
             return reference
         if isinstance(value, PurePath):
             return f"path {self.follower.unrooted(str(value))!r}"
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, part)
-        return self._instance(value, part, write)
+            return self._tensor(value, entry)
+        return self._instance(value, entry, write)
 
-    def _tensor(self, x: torch.Tensor, part: Any) -> str:
+    def _tensor(self, x: torch.Tensor, entry: Any) -> str:
         """Its dtype, shape and bits; those on a GPU are not read."""
         if x.device.type != "cpu" or x.layout != torch.strided or x.is_quantized:
-            return self._opaque(x, part)
+            return self._opaque(x, entry)
         content = x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
         return f"tensor({x.dtype},{tuple(x.shape)},{hashlib.sha256(content).hexdigest()})"
 
-    def _instance(self, value: Any, part: Any, write: Callable[[Any], str]) -> str:
+    def _instance(self, value: Any, entry: Any, write: Callable[[Any], str]) -> str:
         """An object by its class and its state, as pickle sees them."""
         cls = type(value)
-        name = self.follower.reference(cls, part, [])
+        name = self.follower.reference(cls, entry, [])
         if cls.__name__ in STATELESS:
             return f"{name}()"
         try:
             reduced = copyreg.dispatch_table[cls](value) if cls in copyreg.dispatch_table else value.__reduce_ex__(2)
         except Exception:
-            own = attribute(value, "__dict__")
+            attributes = attribute(value, "__dict__")
             return (
-                f"{name}({write(dict(own))})"
-                if own and not str(name).startswith("external")
-                else self._opaque(value, part)
+                f"{name}({write(dict(attributes))})"
+                if attributes and not str(name).startswith("external")
+                else self._opaque(value, entry)
             )
         if isinstance(reduced, str):
             return f"{name} {reduced}"
         maker, arguments, state, items, pairs = (
             (*reduced[:5], None, None, None)[:5] if len(reduced) > 2 else (*reduced, *(None,) * 3)
         )
-        parts = [maker, arguments, state, list(items) if items else None, list(pairs) if pairs else None]
-        return f"{name}({','.join(map(write, parts))})"
+        state_parts = [maker, arguments, state, list(items) if items else None, list(pairs) if pairs else None]
+        return f"{name}({','.join(map(write, state_parts))})"
 
-    def _opaque(self, value: Any, part: Any) -> str:
-        self.follower.whole(part)
+    def _opaque(self, value: Any, entry: Any) -> str:
+        self.follower.whole(entry)
         return f"{OPAQUE} {type(value).__qualname__}"
 
-    def callables(self, value: Any, part: Any, depth: int = 4) -> None:
-        """Make `part` use the code that an external function holds."""
+    def callables(self, value: Any, entry: Any, depth: int = 4) -> None:
+        """Make `entry` use the code that an external function holds."""
         if isinstance(value, (*SEQUENCES, *SETS)) and depth:
             for x in list(value):
-                self.callables(x, part, depth - 1)
+                self.callables(x, entry, depth - 1)
         elif isinstance(value, (dict, MappingProxyType)) and depth:
             for pair in list(value.items()):
-                self.callables(pair, part, depth - 1)
+                self.callables(pair, entry, depth - 1)
         elif isinstance(value, (FunctionType, MethodType, type)) or callable(attribute(value, "fn")):
-            self.follower.reference(value, part, [])
+            self.follower.reference(value, entry, [])
         elif type(value).__name__ == "partial" and depth:
-            self.callables((value.func, value.args, value.keywords), part, depth - 1)
+            self.callables((value.func, value.args, value.keywords), entry, depth - 1)
         elif self.follower.is_followed(type(value)):
-            self.form(value, part)
+            self.form(value, entry)

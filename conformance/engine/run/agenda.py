@@ -1,4 +1,4 @@
-"""What is left to run, in rounds: requests for cases first, then each kind of section."""
+"""The remaining work of a run, in rounds: requests for cases first, then each kind of section."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from conformance.core.case import Case
 from conformance.engine.choose.plan import Draw, Structure
 
 Work = Draw | Structure
-REQUESTS = -1  # their round
-STAY = 4  # times as much must be left of another function for a process to leave its own
+REQUESTS = -1  # the rounds of the kinds of sections
+STAY = 4  # a process leaves its function for another one that has this many times as much work left
 
 
 def function_of(work: Work) -> str:
@@ -28,11 +28,11 @@ class Agenda:
 
     def __init__(self) -> None:
         self._single: defaultdict[int, dict[str, deque[Work]]] = defaultdict(dict)
-        self._heavy: deque[Structure] = deque()  # gigabytes on a GPU, and seconds
+        self._heavy: deque[Structure] = deque()  # works that take gigabytes of a GPU, and seconds
         # by number of ranks: round, place in the order of arrival, case
         self._ranked: defaultdict[int, list[tuple[int, int, Case]]] = defaultdict(list)
         self._arrived = count()
-        self._seconds: dict[str, float] = {}  # of a function's last structure
+        self._seconds: dict[str, float] = {}  # seconds of a function's last structure
 
     def __bool__(self) -> bool:
         return bool(self._single or self._heavy or any(self._ranked.values()))
@@ -45,21 +45,21 @@ class Agenda:
         if isinstance(work, Draw):
             self._queue(turn, work).append(work)
             return
-        alone = []
+        single_process_cases = []
         for case in work:
             ranks = ranks_with_calls_before(case)
             if ranks:
                 heappush(self._ranked[ranks], (turn, next(self._arrived), case))
             else:
-                alone.append(case)
-        if alone and is_heavy(alone):
-            self._heavy.append(alone)
-        elif alone:
-            queue = self._queue(turn, alone)
-            queue.appendleft(alone) if first else queue.append(alone)
+                single_process_cases.append(case)
+        if single_process_cases and is_heavy(single_process_cases):
+            self._heavy.append(single_process_cases)
+        elif single_process_cases:
+            queue = self._queue(turn, single_process_cases)
+            queue.appendleft(single_process_cases) if first else queue.append(single_process_cases)
 
-    def take(self, heavy: bool, last: str = "", others: Sequence[str] = ()) -> Work | None:
-        """The next work of a process whose last function was `last`; None: there is none.
+    def take(self, heavy: bool, last: str = "", functions_of_others: Sequence[str] = ()) -> Work | None:
+        """The next work of a process whose last function was `last`; None if there is none.
 
         Args:
             heavy: whether it may be heavy.
@@ -71,11 +71,11 @@ class Agenda:
             return None
         turn = min(self._single)
         functions = self._single[turn]
-        working = Counter(others)
+        working = Counter(functions_of_others)
 
         def left_for_each(name: str) -> float:
-            left = len(functions[name]) * self._seconds.get(name, 1.0)
-            return left / (1 + working[name]) * (STAY if name == last else 1)
+            seconds_left = len(functions[name]) * self._seconds.get(name, 1.0)
+            return seconds_left / (1 + working[name]) * (STAY if name == last else 1)
 
         function = max(functions, key=left_for_each)
         work = functions[function].popleft()
@@ -94,7 +94,7 @@ class Agenda:
         return heappop(min(ours, key=lambda queue: queue[0][:2]))[2] if ours else None
 
     def took(self, function: str, seconds: float) -> None:
-        """A process has finished a structure of the function."""
+        """Note how long a process took for a structure of the function."""
         self._seconds[function] = seconds
 
     def _queue(self, turn: int, work: Work) -> deque[Work]:

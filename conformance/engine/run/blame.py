@@ -1,4 +1,6 @@
-"""Which call a failure is put down to: a law of two calls also fails if the second is wrong."""
+"""Decides to which call a failure is attributed, because a law about two calls also fails if the
+second call is wrong.
+"""
 
 from collections.abc import Callable
 
@@ -11,7 +13,7 @@ OF_TWO_CALLS = (HISTORY.name, INTERLEAVED.name)
 
 
 def blamed(case: Case, outcome: Outcome, fresh: Callable[[Case], Outcome]) -> tuple[Case, Outcome]:
-    """The other call of the law, if it fails without this one; else the case.
+    """The second call of the law, if it fails by itself in a fresh process; else the case.
 
     Args:
         outcome: the failure of the case.
@@ -20,7 +22,7 @@ def blamed(case: Case, outcome: Outcome, fresh: Callable[[Case], Outcome]) -> tu
     if not outcome.finding or outcome.finding["check"] not in OF_TWO_CALLS:
         return case, outcome
     for neighbour in neighbours(CONTRACTS[case.function], case):
-        alone = fresh(neighbour)
-        if alone.status in ("FAIL", "CRASH", "HANG"):
-            return neighbour, alone
+        neighbour_outcome = fresh(neighbour)
+        if neighbour_outcome.status in ("FAIL", "CRASH", "HANG"):
+            return neighbour, neighbour_outcome
     return case, outcome

@@ -1,4 +1,6 @@
-"""Which functions and cases a run judges: --function, --where and the namespace's own scope."""
+"""Decides which functions and cases a run judges, from --function, --where and the namespace's own
+scope.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +24,17 @@ def asked(options: Options) -> Where:
 
 
 def must_compare(baseline: dict[str, Any], options: Options) -> None:
-    """Raises UsageError if the baseline was judged on other cases."""
+    """Compare the options of the baseline with those of this run.
+
+    Raises UsageError if the baseline was judged on other cases.
+    """
     for flag, now in (("where", asked(options).text), ("sanitize", options.sanitize)):
-        before = baseline.get(flag, "")
-        if before != now:
-            told = f"--baseline {options.baseline}: was judged with --{flag} {before!r}, this run with {now!r}"
-            raise UsageError(f"{told}; such runs cannot be compared")
+        baseline_choice = baseline.get(flag, "")
+        if baseline_choice != now:
+            problem = (
+                f"--baseline {options.baseline}: was judged with --{flag} {baseline_choice!r}, this run with {now!r}"
+            )
+            raise UsageError(f"{problem}; such runs cannot be compared")
 
 
 def _algebraic(named: tuple[str, ...]) -> dict[str, Where]:
@@ -39,8 +46,8 @@ def _algebraic(named: tuple[str, ...]) -> dict[str, Where]:
     judged = {name: where for name, contract in CONTRACTS.items() if (where := judged_where(contract))}
     for name in named:
         if name not in judged:
-            told = f"--function {name} has no algebraic law, by which --sanitize fpsan judges"
-            raise UsageError(f"{told}; these have one: {', '.join(judged)}")
+            problem = f"--function {name} has no algebraic law, by which --sanitize fpsan judges"
+            raise UsageError(f"{problem}; these have one: {', '.join(judged)}")
     return judged
 
 
@@ -65,8 +72,8 @@ class Choice:
         offered = [name for name in CONTRACTS if description["functions"][name]["offered"]]
         for name in options.functions:
             if name not in offered:
-                told = f"--function {name} is not offered by {options.implementation}"
-                raise UsageError(f"{told}, which offers {', '.join(offered) or 'no function that can be judged'}")
+                problem = f"--function {name} is not offered by {options.implementation}"
+                raise UsageError(f"{problem}, which offers {', '.join(offered) or 'no function that can be judged'}")
         functions = [name for name in CONTRACTS if not options.functions or name in options.functions]
         kinds = _algebraic(options.functions) if options.sanitize == "fpsan" else dict.fromkeys(CONTRACTS, EVERYWHERE)
         functions = [name for name in functions if name in kinds]
@@ -77,5 +84,5 @@ class Choice:
         return cls(functions, {name: scope & where & kinds[name] for name, scope in scopes.items()})
 
     def holds(self, case: Case) -> bool:
-        """Whether the case is judged, if its function is."""
+        """Whether the case is judged, provided that its function is."""
         return self.where.get(case.function, EVERYWHERE).holds(case)

@@ -27,9 +27,9 @@ from conformance.engine.run.merging import merge
 from conformance.engine.run.verdict import Verdict
 from conformance.interface import UsageError
 
-SHARDS = 2  # of each worker: a lost one costs half of its work
-RETRIES = 3  # of a shard whose worker is lost
-CORES = 2  # of a worker without a GPU
+SHARDS = 2  # shards of each worker: a lost worker costs half of its work
+RETRIES = 3  # attempts of a shard whose worker is lost
+CORES = 2  # cores of a worker without a GPU
 OWN = ("report", "shard", "seconds", "baseline", "jobs", "corpus")  # options that differ from shard to shard
 PARENT_DEATH = 1  # prctl's PR_SET_PDEATHSIG
 
@@ -115,10 +115,10 @@ def workers_of(nodes: list[dict[str, float]], options: Options) -> tuple[int, di
 
 
 def command(options: Options, shard: str) -> list[str]:
-    """The arguments of the command for one shard."""
-    given = [word for option in fields(options) if option.name not in OWN for word in _flag(option, options)]
+    """The command-line arguments of one shard."""
+    run_flags = [word for option in fields(options) if option.name not in OWN for word in _flag(option, options)]
     jobs = ["--jobs", str(options.jobs)] if options.jobs else []
-    return ["run", *given, *jobs, "--shard", shard]
+    return ["run", *run_flags, *jobs, "--shard", shard]
 
 
 def _flag(option: Any, options: Options) -> list[str]:
@@ -126,17 +126,17 @@ def _flag(option: Any, options: Options) -> list[str]:
     return [option.metadata["flag"], str(value)] if value != option.default else []
 
 
-def run_shard(arguments: list[str], folder: str, kept: str, ends_at: float) -> Answer:
+def run_shard(arguments: list[str], folder: str, corpus_folder: str, ends_at: float) -> Answer:
     """Run a shard in a process that ends with this worker; no later than `ends_at`, if not 0.
 
     It has a copy of the corpus: what one shard finds is no case of another.
     """
-    with tempfile.TemporaryDirectory(prefix="moe-conformance-shard-") as place:
-        path, own = Path(place) / "verdict.json", Path(place) / "corpus"
-        if (Path(folder) / kept).is_dir():
-            shutil.copytree(Path(folder) / kept, own)
-        if Path(kept) != corpus.DEFAULT:  # which is not read
-            arguments = [*arguments, "--corpus", str(own)]
+    with tempfile.TemporaryDirectory(prefix="moe-conformance-shard-") as folder_of_shard:
+        path, shard_corpus = Path(folder_of_shard) / "verdict.json", Path(folder_of_shard) / "corpus"
+        if (Path(folder) / corpus_folder).is_dir():
+            shutil.copytree(Path(folder) / corpus_folder, shard_corpus)
+        if Path(corpus_folder) != corpus.DEFAULT:  # which is not read
+            arguments = [*arguments, "--corpus", str(shard_corpus)]
         limit = ["--seconds", f"{max(ends_at - time.time(), 1.0):.1f}"] if ends_at else []
         program = [sys.executable, "-P", "-m", "conformance", *arguments, *limit, "--report", str(path)]
         done = subprocess.run(program, cwd=folder, preexec_fn=_end_with_parent, capture_output=True, text=True)

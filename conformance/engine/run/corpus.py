@@ -16,7 +16,7 @@ from conformance.storage import write_whole
 
 COMMITTED = Path(__file__).parents[2] / "corpus"
 DEFAULT = Path(".moe-conformance")
-NOT_SAVED = "not saved"  # instead of the file of a failing case
+NOT_SAVED = "not saved"  # begins the text that takes the place of a failing case's file
 REACHED = "fuzz"  # folder of a search's interesting cases, a folder for each function
 
 
@@ -47,14 +47,14 @@ def checked(case: Case) -> Case:
         CaseError: an unknown law, golden case, illegal call or word, or illegal settings.
     """
     contract = CONTRACTS[case.function]
-    for name, known in (
+    for name, known_names in (
         ("law", contract.laws),
         ("golden", contract.golden),
         ("illegal", contract.illegal),
     ):
         value = getattr(case, name)
-        if value and value not in known:
-            raise CaseError(f"{name} is {value!r}; {case.function} has {', '.join(known)}")
+        if value and value not in known_names:
+            raise CaseError(f"{name} is {value!r}; {case.function} has {', '.join(known_names)}")
     _check_before(case)
     reason = None if case.golden or case.illegal else scope_of(case.function, Space()).refused(case)
     if reason:
@@ -80,14 +80,17 @@ def _check_before(case: Case) -> None:
 
 
 def read_folder(folder: Path) -> list[Case]:
-    """All cases in a folder, by file name; empty if the folder does not exist."""
+    """All cases in a folder, in the order of file names.
+
+    There are none if the folder does not exist.
+    """
     return [read_case(path) for path in sorted(folder.glob("*.json"))]
 
 
 def read_all(folder: Path) -> list[Case]:
     """All cases in a folder, failing ones first, then those that a search has kept below it."""
-    kept = (read_folder(place) for place in sorted((folder / REACHED).glob("*")))
-    return [*read_folder(folder), *(case for cases in kept for case in cases)]
+    cases_of_searches = (read_folder(subfolder) for subfolder in sorted((folder / REACHED).glob("*")))
+    return [*read_folder(folder), *(case for cases in cases_of_searches for case in cases)]
 
 
 def save(folder: Path, case: Case, finding: dict[str, Any]) -> Path:

@@ -14,10 +14,10 @@ from conformance.core.scope import Scope
 from conformance.core.space import Space
 
 NO_SETTINGS = ("seed", "golden", "illegal")
-MOST_VALUES = 10  # of a field whose pairs are shown
-BINS = 20  # of a histogram of scores, from 0 to 1
+MOST_VALUES = 10  # the most values of a field whose pairs are shown
+BINS = 20  # bins of a histogram of scores, from 0 to 1
 
-Counts = list[int]  # cases that were judged, and wrong ones; or of each bin
+Counts = list[int]  # numbers of judged and of wrong cases, or of the cases in each bin
 
 
 @cache
@@ -44,7 +44,7 @@ def _text(value: Any) -> str:
 
 
 def coverage(
-    outcomes: Iterable[dict[str, Any]], judged: tuple[str, ...], wrong: tuple[str, ...]
+    outcomes: Iterable[dict[str, Any]], judged: tuple[str, ...], failing: tuple[str, ...]
 ) -> dict[str, dict[str, Any]]:
     """By function the judged cases of each value, and of each pair but of sizes; seconds, kernels;
     the passing cases by their scores, in BINS from 0 (correctly rounded) to 1 (the limit).
@@ -56,20 +56,20 @@ def coverage(
     functions: dict[str, list[dict[str, Any]]] = {}
     for line in outcomes:
         functions.setdefault(line["function"], []).append(line)
-    return {name: _of_function(lines, judged, wrong) for name, lines in functions.items()}
+    return {name: _of_function(lines, judged, failing) for name, lines in functions.items()}
 
 
-def _of_function(lines: list[dict[str, Any]], judged: tuple[str, ...], wrong: tuple[str, ...]) -> dict[str, Any]:
+def _of_function(lines: list[dict[str, Any]], judged: tuple[str, ...], failing: tuple[str, ...]) -> dict[str, Any]:
     fields: dict[str, dict[str, Counts]] = {}
     informative = [line for line in lines if line["status"] in judged and "settings" in line]
     for line in informative:
         for name, value in line["settings"].items():
-            _count(fields.setdefault(name, {}), value, line["status"] in wrong)
+            _count(fields.setdefault(name, {}), value, line["status"] in failing)
     sizes = _fields(lines[0]["function"])
     kinds = [name for name, values in fields.items() if 1 < len(values) <= MOST_VALUES and not sizes[name]]
     pairs: dict[str, dict[str, Counts]] = {f"{a} × {b}": {} for a, b in combinations(kinds, 2)}
     for line in informative:
-        settings, is_wrong = line["settings"], line["status"] in wrong
+        settings, is_wrong = line["settings"], line["status"] in failing
         for a, b in combinations(kinds, 2):
             _count(pairs[f"{a} × {b}"], f"{settings[a]} × {settings[b]}", is_wrong)
     return {
@@ -83,12 +83,12 @@ def _of_function(lines: list[dict[str, Any]], judged: tuple[str, ...], wrong: tu
 
 def _histograms(scores: Iterable[dict[str, float]]) -> dict[str, Counts]:
     """The cases of each bin, by kind of score."""
-    found: dict[str, Counts] = {}
+    histograms: dict[str, Counts] = {}
     for of_case in scores:
         for kind, score in of_case.items():
-            bins = found.setdefault(kind, [0] * BINS)
+            bins = histograms.setdefault(kind, [0] * BINS)
             bins[min(int(max(score, 0.0) * BINS), BINS - 1)] += 1
-    return found
+    return histograms
 
 
 def _count(counts: dict[str, Counts], value: str, is_wrong: bool) -> None:
@@ -98,6 +98,6 @@ def _count(counts: dict[str, Counts], value: str, is_wrong: bool) -> None:
 
 
 def _order(item: tuple[str, Counts]) -> tuple[float, str]:
-    """Numbers by size, before texts."""
+    """A sort key: numbers by size, before texts."""
     digits = item[0].split(" ")[0].replace(",", "")
     return (float(digits), item[0]) if digits.isdigit() else (float("inf"), item[0])

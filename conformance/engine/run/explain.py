@@ -1,4 +1,6 @@
-"""Which stage of a failing case is wrong: each runs alone, on the reference's inputs."""
+"""Finds the stage of a failing case that is wrong: each stage runs by itself, on the reference's
+inputs.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +46,7 @@ class Explained:
 
 
 def told(outcome: Outcome) -> str:
-    """The status, with what is wrong, or why there is no verdict."""
+    """The status, with what is wrong, or with the reason why there is no verdict."""
     if finding := outcome.finding:
         return f"{outcome.status}: {finding['output']} [{finding['check']}] {finding['message']}"
     return f"{outcome.status} {outcome.reason}".strip()
@@ -58,6 +60,6 @@ def explain(case: Case, pool: Pool) -> Explained:
     """
     stages = CONTRACTS[case.function].stages(case)
     if not stages:
-        right = ", ".join(name for name, contract in CONTRACTS.items() if contract.has_stages)
-        raise UsageError(f"{case.function} {case.id} has no stages; explain takes drawn cases of {right}")
+        staged_functions = ", ".join(name for name, contract in CONTRACTS.items() if contract.has_stages)
+        raise UsageError(f"{case.function} {case.id} has no stages; explain takes drawn cases of {staged_functions}")
     return Explained(pool.run_alone(case), {name: pool.run_alone(stage) for name, stage in stages.items()})

@@ -16,8 +16,8 @@ class Failure:
     found_in: str
     attempts: int
     smallest: bool
-    error: str = ""  # of the suite, that ended the search for a smaller case
-    file: str = ""  # of the saved case; it begins with NOT_SAVED if there is none
+    error: str = ""  # an error of the suite that ended the search for a smaller case
+    file: str = ""  # the file of the saved case; begins with NOT_SAVED if there is none
 
     def record(self) -> dict[str, Any]:
         return {

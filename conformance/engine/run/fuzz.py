@@ -48,8 +48,8 @@ def _offered(session: Session) -> list[str]:
     Raises:
         UsageError: there is none.
     """
-    known = session.description["functions"]
-    offered = [function for function in session.choice.functions if known[function]["offered"]]
+    functions = session.description["functions"]
+    offered = [function for function in session.choice.functions if functions[function]["offered"]]
     if not offered:
         raise UsageError(f"{session.options.implementation} offers no function that can be judged")
     return offered

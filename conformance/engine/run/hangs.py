@@ -1,9 +1,9 @@
-"""A case that was over its limit beside others runs again alone before it counts as a HANG.
-
-What passes alone, with the longer limit, takes the outcome that it has there: it was slow, and is
-not FLAKY. One exception: if it is over its limit again after the calls that ran before it in its
-process, these calls make it hang, and it stays a HANG. The search for such calls takes time, so a
-function in which one search found none has no other.
+"""Confirms hangs: a case that exceeds its limit while others run is run again without them before
+it counts as a HANG. A case that passes then, with the longer limit, has the outcome of that run: it
+was slow, and is not FLAKY. There is one exception. If the case exceeds its limit again after the
+calls that ran before it in its process, these calls make it hang, and it stays a HANG. The search
+for such calls takes time. If one search of a function has found none, its other cases are not
+searched.
 """
 
 from collections import deque
@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from conformance.core.case import Case
 from conformance.engine.child.outcome import Outcome
-from conformance.engine.run.before import with_calls_before
 from conformance.engine.run.pool import Answer, Lost, Pool
+from conformance.engine.run.preceding_calls import with_calls_before
 
 Work = TypeVar("Work")
 
@@ -22,8 +22,9 @@ Work = TypeVar("Work")
 def with_hangs_confirmed(
     answers: Iterator[tuple[Work, Answer]], pool: Pool, seconds: float
 ) -> Iterator[tuple[Work, Answer]]:
-    """The answers of the pool. Each HANG comes last, when no other case runs, as it is alone; as
-    NOT_RUN where the run ends before that.
+    """The answers of the pool, with each HANG confirmed at the end, when no other case runs.
+
+    A HANG becomes NOT_RUN if the run ends before that.
 
     Args:
         seconds: the limit of the search for calls that make a case hang.
@@ -49,16 +50,17 @@ def with_hangs_confirmed(
 
 
 def confirmed_hang(case: Case, outcome: Outcome, pool: Pool, seconds: float) -> Outcome:
-    """The outcome that counts for a case that was over its limit while others ran.
+    """The outcome of a case that exceeded its limit while others ran.
 
-    It runs alone, unless its function has hung alone before: the run stays bounded.
+    It runs again without them, unless its function has already hung in this way, so that the time
+    of the run stays bounded.
     """
     if pool.has_hung(case.function):
         return outcome
-    before = pool.before(case)
-    alone = pool.run_alone(case)
-    if alone.status == "PASS" and case.function not in pool.patience.slow:
-        if again := with_calls_before(case, outcome, before, pool.run_alone, seconds):
-            return again[1]
+    earlier_cases = pool.before(case)
+    second_outcome = pool.run_alone(case)
+    if second_outcome.status == "PASS" and case.function not in pool.patience.slow:
+        if reproduced := with_calls_before(case, outcome, earlier_cases, pool.run_alone, seconds):
+            return reproduced[1]
         pool.patience.slow.add(case.function)
-    return alone
+    return second_outcome

@@ -21,14 +21,14 @@ NAMES = {signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM", signal.SIGALRM: TIM
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Signals are noted inside the block."""
+    """Note signals inside the block, and do nothing else about them."""
     global _reason, _ends_at
     _reason, _ends_at = "", 0.0
-    before = {number: signal.signal(number, _note) for number in NAMES}
+    handlers = {number: signal.signal(number, _note) for number in NAMES}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         _reason, _ends_at = "", 0.0  # the next run in this process is another one
 
@@ -36,11 +36,11 @@ def noted() -> Iterator[None]:
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
     """SIGTERM raises KeyboardInterrupt inside the block, as SIGINT does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def limit(seconds: float) -> None:
@@ -50,7 +50,7 @@ def limit(seconds: float) -> None:
 
 
 def reason() -> str:
-    """What ended the run early; empty: nothing."""
+    """The reason why the run ends early; empty if it does not."""
     return _reason
 
 
@@ -70,7 +70,7 @@ def interruptible() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt inside `interruptible` if a signal has come.
+    """Raise KeyboardInterrupt inside `interruptible`, if a signal has come.
 
     Raises:
         KeyboardInterrupt: it has.
@@ -81,11 +81,13 @@ def check() -> None:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """A signal inside the block is raised at its end: a process that starts here has an owner."""
+    """Raise the interrupt of a signal only at the end of the block, so that a process which starts
+    in it has an owner.
+    """
     global _raising
-    before, _raising = _raising, False
+    was_raising, _raising = _raising, False
     yield
-    _raising = before
+    _raising = was_raising
     check()
 
 

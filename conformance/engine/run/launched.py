@@ -32,11 +32,11 @@ def configurations(lines: Iterable[dict[str, Any]], informative: Collection[str]
     }
 
 
-def merged(parts: Iterable[Configurations]) -> Configurations:
-    """The same of several runs together."""
+def merged(runs: Iterable[Configurations]) -> Configurations:
+    """The configurations of several runs together."""
     out: Configurations = {}
-    for part in parts:
-        for name, record in part.items():
+    for configurations in runs:
+        for name, record in configurations.items():
             earlier = out.get(name, {"judged": 0, "launched": 0})
             counts = {key: earlier[key] + record[key] for key in ("judged", "launched")}
             out[name] = record | counts
@@ -53,9 +53,11 @@ def unjudged(records: Configurations) -> list[str]:
 
 
 def by_kernel(records: Configurations) -> dict[str, tuple[int, int, int]]:
-    """Of each kernel: its configurations, those judged, and the cases that judged one of them."""
+    """For each kernel the number of its configurations, of those that were judged, and of the cases
+    that judged one of them.
+    """
     out: dict[str, tuple[int, int, int]] = {}
     for record in records.values():
-        every, judged, cases = out.get(record["kernel"], (0, 0, 0))
-        out[record["kernel"]] = every + 1, judged + bool(record["judged"]), cases + record["judged"]
+        num_configurations, judged, cases = out.get(record["kernel"], (0, 0, 0))
+        out[record["kernel"]] = num_configurations + 1, judged + bool(record["judged"]), cases + record["judged"]
     return out

@@ -37,30 +37,34 @@ def merge(reports: list[Report], ended_by: str = "") -> Verdict:
     Raises:
         UsageError: reports of different runs, or a shard that is missing.
     """
-    parts = _parts(reports, bool(ended_by))
-    first = parts[0]
+    shard_reports = _ordered_reports(reports, bool(ended_by))
+    first = shard_reports[0]
     out = Verdict("", 0, first["implementation"], first["profile"], first["seed"], 0.0, 0)
     for name in ("device", "versions", "chosen", "where", "sanitize", "since"):
         setattr(out, name, first[name])
-    out.seconds = max(part["seconds"] for part in parts)
+    out.seconds = max(shard_report["seconds"] for shard_report in shard_reports)
     for name in ("cases", "evaluations", "seconds_implementation", "seconds_reference", "kernels_compiled"):
-        setattr(out, name, sum(part[name] for part in parts))
-    idle = [set(part.get("idle_kernels", ())) for part in parts]
+        setattr(out, name, sum(shard_report[name] for shard_report in shard_reports))
+    idle = [set(shard_report.get("idle_kernels", ())) for shard_report in shard_reports]
     out.idle_kernels = sorted(set.intersection(*idle)) if idle else []
-    out.configurations = merged(part.get("configurations", {}) for part in parts)
-    out.tuned = joined(part.get("tuned", {}) for part in parts)
-    out.coverage = _sum([part.get("coverage", {}) for part in parts])
-    reasons = [ended_by, *(part["ended_by"] for part in parts)]
+    out.configurations = merged(shard_report.get("configurations", {}) for shard_report in shard_reports)
+    out.tuned = joined(shard_report.get("tuned", {}) for shard_report in shard_reports)
+    out.coverage = _sum([shard_report.get("coverage", {}) for shard_report in shard_reports])
+    reasons = [ended_by, *(shard_report["ended_by"] for shard_report in shard_reports)]
     out.ended_by = "; ".join(dict.fromkeys(filter(None, reasons)))
     rules = None if out.ended_by else PROFILES[out.profile]
     for name in CONTRACTS:
-        own = [FunctionVerdict(**part["functions"][name]) for part in parts if name in part["functions"]]
-        out.functions[name] = _joined(name, own, rules, bool(out.ended_by))
-    out.failures = distinct([failure for part in parts for failure in part["failures"]])
-    return _judged(out, parts, rules)
+        shard_verdicts = [
+            FunctionVerdict(**shard_report["functions"][name])
+            for shard_report in shard_reports
+            if name in shard_report["functions"]
+        ]
+        out.functions[name] = _joined(name, shard_verdicts, rules, bool(out.ended_by))
+    out.failures = distinct([failure for shard_report in shard_reports for failure in shard_report["failures"]])
+    return _judged(out, shard_reports, rules)
 
 
-def _parts(reports: list[Report], cut: bool) -> list[Report]:
+def _ordered_reports(reports: list[Report], cut: bool) -> list[Report]:
     """The report of each shard, in order."""
     by_shard: dict[str, Report] = {}
     for report in reports:
@@ -78,30 +82,32 @@ def _parts(reports: list[Report], cut: bool) -> list[Report]:
     return [by_shard[shard] for shard in wanted if shard in by_shard]
 
 
-def _joined(name: str, parts: list[FunctionVerdict], rules: Profile | None, cut: bool) -> FunctionVerdict:
+def _joined(name: str, shard_verdicts: list[FunctionVerdict], rules: Profile | None, cut: bool) -> FunctionVerdict:
     """The verdict on a function from all its cases."""
-    if not parts or parts[0].status in KEPT:
-        return parts[0] if parts else FunctionVerdict("not offered")
-    out = FunctionVerdict("", without=parts[0].without, declares=parts[0].declares, scope=parts[0].scope)
-    out.cases, out.reason = sum(part.cases for part in parts), parts[0].reason
-    out.counts = _added(part.counts for part in parts)
-    out.transports = _added(part.transports for part in parts)
-    out.missing = _added(part.missing for part in parts)
-    ranked = [part.note for part in parts if part.transports]
+    if not shard_verdicts or shard_verdicts[0].status in KEPT:
+        return shard_verdicts[0] if shard_verdicts else FunctionVerdict("not offered")
+    out = FunctionVerdict(
+        "", without=shard_verdicts[0].without, declares=shard_verdicts[0].declares, scope=shard_verdicts[0].scope
+    )
+    out.cases, out.reason = sum(shard_verdict.cases for shard_verdict in shard_verdicts), shard_verdicts[0].reason
+    out.counts = _sum_of_counts(shard_verdict.counts for shard_verdict in shard_verdicts)
+    out.transports = _sum_of_counts(shard_verdict.transports for shard_verdict in shard_verdicts)
+    out.missing = _sum_of_counts(shard_verdict.missing for shard_verdict in shard_verdicts)
+    ranked = [shard_verdict.note for shard_verdict in shard_verdicts if shard_verdict.transports]
     out.note = ranked[0] if len(set(ranked)) == 1 else ""
     out.status = status_of(name, out, rules, cut)
     return out
 
 
-def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+def _sum_of_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     return dict(sorted(sum(map(Counter, counts), Counter()).items()))
 
 
-def _judged(out: Verdict, parts: list[Report], rules: Profile | None) -> Verdict:
+def _judged(out: Verdict, shard_reports: list[Report], rules: Profile | None) -> Verdict:
     """The verdict with its problems and its exit code."""
     problems: dict[int, list[str]] = {3: [], 1: [], 5: []}  # of shards, by exit code
-    for part in parts:
-        problems.get(part["exit_code"], []).extend(part["problems"])
+    for shard_report in shard_reports:
+        problems.get(shard_report["exit_code"], []).extend(shard_report["problems"])
     shortfalls = [x for name, f in out.functions.items() for x in shortfalls_of(name, f, rules, out.where)]
     if out.ended_by:
         shortfalls = [f"{out.ended_by} ended a shard", *shortfalls]
@@ -114,7 +120,7 @@ def _judged(out: Verdict, parts: list[Report], rules: Profile | None) -> Verdict
 
 
 def _sum(values: list[Any]) -> Any:
-    """Numbers added, in lists and dicts of the same form; a key that is absent adds nothing."""
+    """The sum of numbers in lists and dicts of the same form. An absent key adds nothing."""
     if isinstance(values[0], dict):
         keys = dict.fromkeys(key for value in values for key in value)
         return {key: _sum([value[key] for value in values if key in value]) for key in keys}

@@ -42,37 +42,37 @@ from conformance.engine.world.worlds import Worlds
 from conformance.interface import UsageError
 
 CASE_SECONDS = 60.0  # a case that takes longer hangs: see `conformance.engine.child.patience`
-START_SECONDS = 180.0  # import of the implementation
-COMPILE_SECONDS = 60.0  # added on a GPU, where a case may wait for compilers
-IN_ORDER = 8  # cases that may change places
-AHEAD = 4 * IN_ORDER  # cases that wait or run
-HEAVY_BYTES = 24 * 2**30  # of device memory for one child with far addresses
+START_SECONDS = 180.0  # seconds for the import of the implementation
+COMPILE_SECONDS = 60.0  # seconds added on a GPU, where a case may wait for compilers
+IN_ORDER = 8  # how many cases may change places
+AHEAD = 4 * IN_ORDER  # how many cases wait or run
+HEAVY_BYTES = 24 * 2**30  # the share of device memory for one child with far addresses
 
 Answer = Outcome | list[Structure]
 
 
 class Lost(UsageError):
-    """The implementation cannot be started again, as it was before: the device is lost."""
+    """The implementation cannot be started again, because the device is lost."""
 
 
 @dataclass
 class Child:
-    """One process, and its work: the first case in `cases` runs."""
+    """One process and its work. The first entry of `cases` is the case that runs."""
 
     process: Any
     pipe: Connection
     log_path: str
     ready: bool = False
     ended: bool = False
-    last: str = ""  # the function of its last work
+    last: str = ""  # the function of its last work, if any
     began: float = 0.0  # its last work
     started: float = 0.0  # the first case in `cases`
     request: Draw | None = None
     cases: deque[Case] = field(default_factory=deque)
     ran: list[Case] = field(default_factory=list)
     clock: CaseClock = field(default_factory=lambda: CaseClock([]))
-    limit: float = START_SECONDS  # by the clock
-    alone: bool = False  # no other case runs meanwhile
+    limit: float = START_SECONDS  # the time limit, by the clock
+    alone: bool = False  # whether no other case runs meanwhile
 
     @property
     def idle(self) -> bool:
@@ -90,7 +90,7 @@ class Pool:
         self._started = 0
         self._children: list[Child] = []
         self._spare: Child | None = None
-        self._most_heavy = jobs  # children with heavy work at a time
+        self._most_heavy = jobs  # how many children may have heavy work at a time
         self._before: dict[int, tuple[list[Case], int]] = {}  # by the identity of a case that failed
         self.worlds = Worlds(options, self._context, self._folder.name)
         self._lanes = [Background(self.worlds)]
@@ -129,17 +129,19 @@ class Pool:
 
         They are taken a few at a time: a world forms only when a case of it is near.
         """
-        agenda, left = Agenda(), enumerate(cases)
-        for index, case in islice(left, AHEAD):
+        agenda, remaining_cases = Agenda(), enumerate(cases)
+        for index, case in islice(remaining_cases, AHEAD):
             agenda.add([case], index // IN_ORDER)
         for work, answer in self.work(agenda):
             assert isinstance(work, Case) and isinstance(answer, Outcome)
-            for index, case in islice(left, 1):
+            for index, case in islice(remaining_cases, 1):
                 agenda.add([case], index // IN_ORDER)
             yield work, answer
 
     def work(self, agenda: Agenda) -> Iterator[tuple[Case | Draw, Answer]]:
-        """All requests and cases with their answers, as they come. More may be added meanwhile.
+        """All requests and cases with their answers, as they come.
+
+        More work may be added during the iteration.
 
         Raises:
             Lost: no process can use the device any more.
@@ -148,7 +150,7 @@ class Pool:
             self.start()
         while agenda or any(lane.case for lane in self._lanes) or not all(child.idle for child in self._children):
             for child in self._children:
-                if child.idle and (work := self._taken(agenda, child.last)):
+                if child.idle and (work := self._next_work(agenda, child.last)):
                     self._send(child, work)
             for number, lane in enumerate(self._lanes):
                 if not lane.case and (case := agenda.take_ranked(number, len(self._lanes))):
@@ -157,8 +159,8 @@ class Pool:
             self._wait()
             yield from self._answers(agenda)
 
-    def _taken(self, agenda: Agenda, last: str) -> Work | None:
-        """Work for a child whose last function was `last`."""
+    def _next_work(self, agenda: Agenda, last: str) -> Work | None:
+        """The next work for a child whose last function was `last`."""
         busy = [child for child in self._children if not child.idle]
         heavy = sum(is_heavy(child.cases) for child in busy) < self._most_heavy
         return agenda.take(heavy, last, [child.last for child in busy])
@@ -186,7 +188,7 @@ class Pool:
                 yield work, answer
 
     def before(self, case: Case) -> list[Case]:
-        """The cases that ran before this one, which failed, in its process or world."""
+        """The cases that ran before this failing case in its process or world."""
         if ranks_with_calls_before(case):
             return self.worlds.before(case)
         ran, count = self._before.get(id(case), ([], 0))
@@ -202,7 +204,9 @@ class Pool:
         return outcome
 
     def run_alone(self, case: Case) -> Outcome:
-        """The case in a child, or a world, that has run nothing before; with the longer limit."""
+        """The outcome of the case in a child, or a world, that has run nothing before; with the
+        longer limit.
+        """
         if ranks_with_calls_before(case):
             self.worlds.close()
             return self.worlds.run(case, alone=True)
@@ -218,7 +222,9 @@ class Pool:
     def close(self) -> None:
         """End every child; nothing is left running."""
         children = [*self._children, *([self._spare] if self._spare else [])]
-        kill(child.process for child in children if not child.ended)  # they end at once, not one by one
+        kill(
+            child.process for child in children if not child.ended
+        )  # all ends are requested first, and awaited together
         for lane in self._lanes:
             lane.close()
         for child in children:
@@ -307,7 +313,7 @@ class Pool:
         child.limit = self.patience.allowed(function, child.alone)
 
     def _wait(self) -> None:
-        """Until there is an answer, or the clocks of the children look at them again."""
+        """Wait for an answer, or until the clocks must look at the children again."""
         busy = [child for child in self._children if not child.idle]
         pipes: list[Any] = [ready for child in busy for ready in (child.pipe, child.process.sentinel)]
         pipes += [lane.pipe for lane in self._lanes if lane.case]
@@ -316,7 +322,7 @@ class Pool:
 
     def _answer(self, child: Child) -> Answer | None:
         """The answer to the child's request or first case; None while it works on that."""
-        alive = child.process.is_alive()  # asked first: the last thing that it does may be to answer
+        alive = child.process.is_alive()  # the answer is read first: it may be the last thing that the process has done
         try:
             if child.pipe.poll():
                 kind, content, *_ = received(child.pipe)
@@ -332,8 +338,10 @@ class Pool:
         if not alive:  # another process that it has started may hold the pipe open
             return ended(reason or ending(child.process, child.log_path))
         if child.clock.passed(child.limit):
-            function, place = child.cases[0].function if child.cases else "", where(child.process, child.log_path)
-            return Outcome("HANG", reason=self.patience.hangs(function, child.clock, child.limit, child.alone, place))
+            function, position = child.cases[0].function if child.cases else "", where(child.process, child.log_path)
+            return Outcome(
+                "HANG", reason=self.patience.hangs(function, child.clock, child.limit, child.alone, position)
+            )
         return None
 
     def _end(self, child: Child) -> None:

@@ -9,7 +9,7 @@ from conformance.core.case import Case
 from conformance.engine.child.outcome import Outcome
 
 LINE_SECONDS = 10.0
-FIRST = 0.05  # the share of the cases that tells how long the others take
+FIRST = 0.05  # the share of the cases after which the remaining time is estimated
 
 
 class Progress:
@@ -51,15 +51,15 @@ class Progress:
     def line(self) -> str:
         seconds = time.monotonic() - self.started
         rate = self.done / max(seconds, 1e-9)
-        left = (self.total - self.done) / rate if rate else 0.0
-        parts = [
+        seconds_left = (self.total - self.done) / rate if rate else 0.0
+        phrases = [
             f"{self.done / max(self.total, 1):.0%} of {self.total} cases",
-            *([f"{left:.0f} s left"] if self.done >= FIRST * self.total else []),
+            *([f"{seconds_left:.0f} s left"] if self.done >= FIRST * self.total else []),
             f"{rate:.0f} cases per second",
             *([f"{len(self.kernels)} kernels compiled"] if self.kernels else []),
             f"{self.failures} failing",
         ]
-        return " · ".join(parts)
+        return " · ".join(phrases)
 
     def _print(self, text: str) -> None:
         if self._live:

@@ -16,7 +16,7 @@ from conformance.core.axes import Seed, Size, size_class
 from conformance.core.case import Case, axes_of
 
 TRIPLE = 3
-SLOTS = 2**24  # of the table of triples; two that share a slot count as one
+SLOTS = 2**24  # slots of the table of triples; two triples in one slot count as one
 
 
 class Rarity:
@@ -33,12 +33,14 @@ class Rarity:
         self._seen[_triples(case)] = True
 
     def rarest(self, cases: Sequence[Case], count: int) -> list[Case]:
-        """`count` of the cases, each with the most new triples after those before it; adds them."""
-        left = {case: _triples(case) for case in cases}
+        """`count` of the cases: each has the most new triples, given the cases chosen before it.
+        They are added to the table.
+        """
+        candidates = {case: _triples(case) for case in cases}
         chosen: list[Case] = []
-        while left and len(chosen) < count:
-            best = max(left, key=lambda case: int((~self._seen[left[case]]).sum()))
-            self._seen[left.pop(best)] = True
+        while candidates and len(chosen) < count:
+            best = max(candidates, key=lambda case: int((~self._seen[candidates[case]]).sum()))
+            self._seen[candidates.pop(best)] = True
             chosen.append(best)
         return chosen
 
@@ -57,7 +59,10 @@ def _places(count: int) -> np.ndarray:
 
 
 def values(case: Case) -> list[str]:
-    """The values of the case's axes and its law, sizes by class; seeds are left out."""
+    """The values of the case's axes, and its law.
+
+    Sizes are given by class, and seeds are left out.
+    """
     axes = [axis for axis in axes_of(type(case)).values() if not isinstance(axis, Seed)]
     return [
         f"law={case.law}",

@@ -20,7 +20,7 @@ from conformance.interface import UsageError
 from conformance.texts import described
 
 Key = tuple[str, str, str, str]
-NUMBERED = r"(?<![^.])\d+(?![^.])"  # a part of a name between dots
+NUMBERED = r"(?<![^.])\d+(?![^.])"  # a number between the dots of a name
 
 
 def failure_key(case: Case, outcome: Outcome) -> Key:
@@ -43,8 +43,8 @@ class Reduced:
     case: Case
     outcome: Outcome
     attempts: int
-    finished: bool  # False: out of time, or ended by an error: a smaller case may exist
-    error: str = ""  # of the suite, that ended the search
+    finished: bool  # False: out of time, or ended by an error, so that a smaller case may exist
+    error: str = ""  # an error of the suite that ended the search
 
 
 def reduce(case: Case, outcome: Outcome, attempt: Callable[[Case], Outcome], seconds: float) -> Reduced:
@@ -54,15 +54,15 @@ def reduce(case: Case, outcome: Outcome, attempt: Callable[[Case], Outcome], sec
         UsageError: no attempt can be made any more.
     """
     key, deadline = failure_key(case, outcome), time.monotonic() + seconds
-    seen, attempts = {case.text}, 0
+    tried_texts, attempts = {case.text}, 0
     progress = True
     try:
         while progress:
             progress = False
             for candidate in _smaller(case):
-                if candidate.text in seen:
+                if candidate.text in tried_texts:
                     continue
-                seen.add(candidate.text)
+                tried_texts.add(candidate.text)
                 if time.monotonic() > deadline:
                     return Reduced(case, outcome, attempts, finished=False)
                 attempts += 1
@@ -86,16 +86,18 @@ PLAIN = {"law": "", "grads": "", "unused": "", "layout": "contiguous", "layout_o
 
 
 def _each_smaller(case: Case) -> Iterator[Case]:
-    """With fewer calls before it, with plain ones, simpler itself, with simpler calls before it."""
+    """Simpler variants: with fewer calls before the case, with plain calls before it, with a
+    simpler case, with simpler calls before it.
+    """
     for start, stop in blocks(len(case.before)):
         yield replace(case, before=case.before[:start] + case.before[stop:])
-    plain = tuple(earlier.changed(**PLAIN) for earlier in case.before)
-    if plain != case.before:  # at once: each attempt may need new processes
-        yield replace(case, before=plain)
+    plain_calls = tuple(earlier.changed(**PLAIN) for earlier in case.before)
+    if plain_calls != case.before:  # all calls at once, because each attempt may need new processes
+        yield replace(case, before=plain_calls)
     yield from _simpler(case)
     for index, earlier in enumerate(case.before):
-        for other in _simpler(earlier):
-            yield replace(case, before=(*case.before[:index], other, *case.before[index + 1 :]))
+        for simpler in _simpler(earlier):
+            yield replace(case, before=(*case.before[:index], simpler, *case.before[index + 1 :]))
 
 
 def _simpler(case: Case) -> Iterator[Case]:

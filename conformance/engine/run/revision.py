@@ -15,7 +15,7 @@ from conformance.engine.footprint.footprint import Footprints, serve_footprints,
 from conformance.engine.options import ChildOptions
 from conformance.interface import UsageError
 
-SECONDS = 180.0  # to import the implementation and follow its code
+SECONDS = 180.0  # seconds to import the implementation and follow its code
 
 
 class Inquiry:
@@ -75,9 +75,9 @@ def footprints_at(revision: str, options: ChildOptions, roots: dict[str, str]) -
         raise UsageError(f"{flag}: the source of {name!r} is not known; give an earlier JSON report instead")
     home = Path(roots[name]).resolve().parent
     top = Path(_git(home, "rev-parse", "--show-toplevel", error=f"{flag}: {home} is in no git repository").strip())
-    wrong = f"{flag}: is neither a JSON report nor a revision of {top}, such as HEAD~1 or main"
+    message = f"{flag}: is neither a JSON report nor a revision of {top}, such as HEAD~1 or main"
     commit = _git(
-        top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}", error=wrong
+        top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}", error=message
     ).strip()
     with tempfile.TemporaryDirectory(prefix="moe-conformance-") as folder:
         copy = Path(folder).resolve()
@@ -89,15 +89,15 @@ def footprints_at(revision: str, options: ChildOptions, roots: dict[str, str]) -
             for path in roots.values()
             if _relative(Path(path), top) != Path()
         )
-        found, copied, reason = Inquiry(replace(options, search=tuple(search))).answer()
-        if found is None:
+        footprints, copied, reason = Inquiry(replace(options, search=tuple(search))).answer()
+        if footprints is None:
             raise UsageError(f"{flag}: the implementation is not usable at this revision: {reason}")
         if not Path(copied.get(name, "/")).resolve().is_relative_to(copy):
             raise UsageError(f"{flag}: {name} is not imported from the repository {top}, but from {copied.get(name)}")
         suite = [copy / _relative(path, top) for path in suite_folders()]
         if all(path.is_dir() and path != copy for path in suite):
-            found.conditions["the suite"] = suite_digest(suite)
-    return found
+            footprints.conditions["the suite"] = suite_digest(suite)
+    return footprints
 
 
 def _relative(path: Path, top: Path) -> Path:

@@ -23,16 +23,16 @@ from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.run.corpus import REACHED
 from conformance.engine.run.failure import Failure
 from conformance.engine.run.hangs import confirmed_hang
-from conformance.engine.run.kept import Kept
+from conformance.engine.run.interesting_cases import InterestingCases
 from conformance.engine.run.progress import Progress
 from conformance.engine.run.rarity import Rarity
 from conformance.engine.run.reduction import Key, failure_key
 from conformance.engine.run.session import FAILING, Session
 
-RARE, OF = 150, 450  # cases of a round, and the drawn cases of which they are the rarest
-PARTS = 30  # in which they are drawn and run
-CLIMBED = 50  # cases of a round; hypothesis climbs in the second half
-SEQUENCES, STEPS = 20, 8  # of a round, and their most steps
+RARE, OF = 150, 450  # cases of a round, and the drawn cases from which they are chosen
+PARTS = 30  # the batches in which they are drawn and run
+CLIMBED = 50  # cases of a round of hypothesis, which climbs in the second half
+SEQUENCES, STEPS = 20, 8  # sequences of a round, and their most steps
 TARGETS = ("error", "ratio", "lines")
 
 
@@ -48,7 +48,7 @@ class Searched:
     cases: int = 0
     judged: int = 0  # of these cases, those that passed or failed
     waived: int = 0
-    kept: dict[str, int] = field(default_factory=dict)  # cases kept, by function
+    kept: dict[str, int] = field(default_factory=dict)  # the number of cases kept, by function
     unsaved: dict[str, str] = field(default_factory=dict)  # why its cases could not be kept, by function
     best: dict[str, dict[str, float]] = field(default_factory=dict)  # the largest scores, by function
     lines: dict[str, int] = field(default_factory=dict)  # lines and kernels reached, by function
@@ -75,7 +75,7 @@ class SearchProgress(Progress):
     def line(self) -> str:
         now = time.monotonic()
         scores = self.searched.best.get(self.function, {})
-        parts = [
+        phrases = [
             f"{max(self.ends - now, 0):.0f} s left",
             f"{self.done} cases",
             f"{self.done / max(now - self.started, 1e-9):.0f} cases per second",
@@ -83,7 +83,7 @@ class SearchProgress(Progress):
             f"{self.lines} lines and kernels ({self.new} new)",
             f"{self.distinct} distinct failures",
         ]
-        return " · ".join(parts)
+        return " · ".join(phrases)
 
 
 class Search:
@@ -93,10 +93,10 @@ class Search:
         self.session, self.searched = session, searched
         self.ends = time.monotonic() + seconds
         root = Path(session.options.corpus) / REACHED
-        self.kept = {function: Kept.read(root / function, function) for function in functions}
+        self.kept = {function: InterestingCases.read(root / function, function) for function in functions}
         self.targets = TARGETS
-        self.outcomes: dict[Case, Outcome] = {}  # of the function that is searched
-        self.rarity = Rarity()  # of its cases
+        self.outcomes: dict[Case, Outcome] = {}  # outcomes of the function that is searched
+        self.rarity = Rarity()  # the rarity of its cases
         self._shapes: dict[str, list[Case]] = {}
         self.failed: dict[Key, tuple[Case, Outcome]] = {}
         self.progress = SearchProgress(self.ends, searched)
@@ -114,16 +114,16 @@ class Search:
                 self.searched.failures.append(failure)
 
     def end(self) -> None:
-        """Write what is kept, also failures that could not be reduced."""
+        """Write the cases that are kept, and the failures, even those that could not be reduced."""
         self.progress.end()
         for case, outcome in self.failed.values():
             failure = Failure(case, outcome, f"fuzz-{case.function}", 0, False)
             self.searched.failures.append(self.session.keep(failure))
         finding = {"implementation": self.session.options.implementation, "status": "interesting"}
-        for function, kept in self.kept.items():
-            self.searched.lines[function] = kept.lines
+        for function, kept_cases in self.kept.items():
+            self.searched.lines[function] = kept_cases.lines
             try:
-                self.searched.kept[function] = kept.save(finding)
+                self.searched.kept[function] = kept_cases.save(finding)
             except OSError as error:  # the failures are reported all the same
                 self.searched.kept[function] = 0
                 self.searched.unsaved[function] = str(error)
@@ -131,29 +131,31 @@ class Search:
     def _function(self, function: str, ends: float) -> None:
         self.outcomes, self.rarity = {}, Rarity()
         self.progress.function = function
-        kept, scope = self.kept[function], scope_of(function, self.session.space)
+        kept_cases, scope = self.kept[function], scope_of(function, self.session.space)
         turn = 0
         try:
-            for case in kept.seeds:
+            for case in kept_cases.seeds:
                 self.judged(case, ends)
             self.progress.new = 0
             while True:
                 seed = run_seed(function, self.session.options.seed, turn)
                 self.rare(scope, seed, ends)
-                self.climb(scope, kept, seed, ends)
+                self.climb(scope, kept_cases, seed, ends)
                 self.sequences(scope, seed, ends)
                 turn += 1
         except TimeIsUp:
             return
 
     def rare(self, scope: Scope, seed: int, ends: float) -> None:
-        """The rarest of many cases: drawn ones, and changes of the shapes that a run always has."""
+        """Judge the rarest of many cases: drawn ones, and changes of the shapes that every run
+        has.
+        """
         source = st.one_of(scope.drawn(), scope.drawn(), scope.near(self.shapes(scope)))
-        for part in range(PARTS):  # drawing takes time, too
-            cases = drawn(source, run_seed("rare", seed, part), OF // PARTS)
+        for round_index in range(PARTS):  # checked here too, because drawing takes time
+            cases = drawn(source, run_seed("rare", seed, round_index), OF // PARTS)
             cases = [case for case in cases if self.session.choice.holds(case)]
             chosen = self.rarity.rarest([case for case in cases if case not in self.outcomes], RARE // PARTS)
-            outcomes = dict(self.session.pool.run(chosen))  # on all children
+            outcomes = dict(self.session.pool.run(chosen))  # runs on all children at once
             for case in chosen:
                 self._note(case, outcomes[case])
             if time.monotonic() > ends:
@@ -165,13 +167,13 @@ class Search:
             self._shapes = {scope.function: scope.always() or [scope.case({})]}
         return self._shapes[scope.function]
 
-    def climb(self, scope: Scope, kept: Kept, seed: int, ends: float) -> None:
-        """One run of hypothesis, over drawn cases and changed cases of those kept so far."""
+    def climb(self, scope: Scope, kept_cases: InterestingCases, seed: int, ends: float) -> None:
+        """Run hypothesis once, over drawn cases and over changes of the cases kept so far."""
         cases = scope.drawn()
-        interesting = kept.distilled()
+        interesting = kept_cases.distilled()
         if interesting:
             cases = st.one_of(cases, scope.near(interesting))
-        plain = settings(
+        quiet_settings = settings(
             max_examples=CLIMBED,
             database=None,
             deadline=None,
@@ -180,7 +182,7 @@ class Search:
         )
 
         @hypothesis.seed(seed)
-        @plain
+        @quiet_settings
         @given(cases)
         def climbed(case: Case) -> None:
             outcome = self.judged(case, ends)
@@ -195,7 +197,10 @@ class Search:
             raise TimeIsUp
 
     def sequences(self, scope: Scope, seed: int, ends: float) -> None:
-        """Steps of the function's machine, if it has one; a failing sequence goes on."""
+        """Judge sequences of steps of the function's machine, if it has one.
+
+        A failing sequence does not end the search.
+        """
 
         def noted(case: Case) -> Outcome:
             self.judged(case, ends)
@@ -231,16 +236,16 @@ class Search:
         self._count(case, outcome, failing, waived)
 
     def _count(self, case: Case, outcome: Outcome, failing: bool, waived: bool) -> None:
-        """Add the case to what was found, and show it."""
-        best, kept = self.searched.best.setdefault(case.function, {}), self.kept[case.function]
+        """Add the case to the results, and show the progress."""
+        best, kept_cases = self.searched.best.setdefault(case.function, {}), self.kept[case.function]
         self.searched.cases += 1
         self.searched.judged += outcome.status == "PASS" or failing
         self.searched.waived += waived
         if not failing:
-            before = kept.lines
-            kept.add(case, outcome)
-            self.progress.new += kept.lines - before
+            lines_before = kept_cases.lines
+            kept_cases.add(case, outcome)
+            self.progress.new += kept_cases.lines - lines_before
             for name, score in outcome.scores.items():
                 best[name] = max(best.get(name, 0.0), score)
-        self.progress.lines, self.progress.distinct = kept.lines, len(self.failed)
+        self.progress.lines, self.progress.distinct = kept_cases.lines, len(self.failed)
         self.progress.case(outcome, failing and not waived)

@@ -21,7 +21,6 @@ from conformance.engine.choose.profiles import PROFILES, Profile
 from conformance.engine.options import Options
 from conformance.engine.run import corpus, interrupt
 from conformance.engine.run.agenda import REQUESTS, Agenda
-from conformance.engine.run.before import with_calls_before
 from conformance.engine.run.blame import blamed
 from conformance.engine.run.choice import Choice, asked, must_compare
 from conformance.engine.run.coverage import settings_of
@@ -29,6 +28,7 @@ from conformance.engine.run.failure import Failure
 from conformance.engine.run.hangs import with_hangs_confirmed
 from conformance.engine.run.ledger import Ledger
 from conformance.engine.run.pool import Lost, Pool
+from conformance.engine.run.preceding_calls import with_calls_before
 from conformance.engine.run.progress import Progress
 from conformance.engine.run.reduction import Key, failure_key, reduce
 from conformance.engine.run.revision import Inquiry, footprints_at
@@ -56,7 +56,7 @@ def judge(options: Options) -> Verdict:
 
 
 def judge_with(options: Options, ledgers: Path) -> Verdict:
-    """`judge` with a folder for the ledger, which is kept."""
+    """`judge` with a given folder for the ledger, which is not deleted."""
     interrupt.limit(options.seconds)
     interrupted = ""
     with closing(Session(options, ledgers, progress=True)) as session:
@@ -69,7 +69,7 @@ def judge_with(options: Options, ledgers: Path) -> Verdict:
             interrupted = interrupt.reason() or "SIGINT"
         except Lost as error:
             interrupted = f"the loss of the device ({error})"
-    # a signal also counts that came after the last case, while the children were ended
+    # also reports a signal that came after the last case, while the children were ended
     interrupted = interrupted or interrupt.reason()
     return session.verdict(ledgers, options.part == (0, 1), interrupted, options.part[1] > 1)
 
@@ -86,8 +86,8 @@ class Session:
     ) -> None:
         self.options, self.started = options, time.monotonic()
         self.profile: Profile = PROFILES[options.profile]
-        self.plan: list[Section] = []  # from `start`
-        self.choice = Choice()  # nothing, until `start` has the namespace's description
+        self.plan: list[Section] = []  # set by `start`
+        self.choice = Choice()  # judges nothing until `start` has the namespace's description
         asked(options)
         today = datetime.date.today()
         self.waivers: list[Waiver] = read_waivers(Path(options.waivers), today) if options.waivers else []
@@ -123,8 +123,8 @@ class Session:
         self.ledger.write("implementation", **self.description, judged=self.choice.functions)
         if self.options.since:
             self.find_footprints()
-        part, parts = self.options.part
-        mine = [section for section in sections() if self._has_cases(section)][part::parts]
+        shard_index, num_shards = self.options.part
+        mine = [section for section in sections() if self._has_cases(section)][shard_index::num_shards]
         self.plan = [section for section in mine if section.function not in self.since.unchanged]
 
     def find_footprints(self) -> None:
@@ -143,14 +143,14 @@ class Session:
         Raises:
             UsageError: there is no such report or revision.
         """
-        found, roots, reason = inquiry.answer()
-        more = self.options, self.description, self.corpus, self.waivers
-        now = under(found, *more) if found else None
+        footprints, roots, reason = inquiry.answer()
+        conditions = self.options, self.description, self.corpus, self.waivers
+        now = under(footprints, *conditions) if footprints else None
         if self.earlier is not None:
             out = since_report(now, self.earlier, self.options.since)
         elif self.options.since:
-            before = footprints_at(self.options.since, self.options.child, roots)
-            out = since_revision(now, under(before, *more), self.options.since)
+            revision_footprints = footprints_at(self.options.since, self.options.child, roots)
+            out = since_revision(now, under(revision_footprints, *conditions), self.options.since)
         else:
             out = Since(now)
         return out if now else replace(out, reasons=dict.fromkeys(CONTRACTS, f"its footprint is not known: {reason}"))
@@ -167,15 +167,15 @@ class Session:
         """The verdict from the ledgers of all workers."""
         seconds, left_out = time.monotonic() - self.started, {*self.since.unchanged}
         left_out |= {*CONTRACTS} - {*self.choice.functions}
-        # what a waiver covers may not match --where: none is stale then
+        # with --where, cases that a waiver covers may not run, so no waiver counts as stale
         waivers = [waiver.name for waiver in self.waivers if waiver.function not in left_out and not self.options.where]
-        more = self.baseline, whole, interrupted, self.since, may_be_empty
-        return assemble(folder, self.options, seconds, waivers, *more)
+        context = self.baseline, whole, interrupted, self.since, may_be_empty
+        return assemble(folder, self.options, seconds, waivers, *context)
 
-    def problem(self, place: str, error: BaseException | str) -> None:
+    def problem(self, location: str, error: BaseException | str) -> None:
         """Record an error of the suite, which is no verdict on the implementation."""
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        self.ledger.write("problem", text=f"{place}: {text}")
+        self.ledger.write("problem", text=f"{location}: {text}")
 
     def _offered(self, function: str) -> bool:
         return bool(self.description["functions"][function]["offered"])
@@ -185,7 +185,10 @@ class Session:
         return chosen and self._offered(case.function) and self.choice.holds(case)
 
     def _has_cases(self, section: Section) -> bool:
-        """Whether cases may fall to the section: the others would leave parts of a run empty."""
+        """Whether cases may fall to the section.
+
+        Shards that consist of other sections would be empty.
+        """
         if section.kind == "covering" and not self.profile.amount(section.function, self.space).rows:
             return False
         if section.kind == "models" and not self.profile.judges_model_sizes(section.function, self.space):
@@ -231,32 +234,33 @@ class Session:
             answers = with_hangs_confirmed(self.pool.work(agenda), self.pool, self.profile.reduce_seconds)
             for work, answer in answers:
                 if isinstance(work, Case) and isinstance(answer, Outcome):
-                    place = places[id(work)]
-                    self._judged(plan[place[0]], work, varied[id(work)], answer, place, failed)
+                    position = places[id(work)]
+                    self._judged(plan[position[0]], work, varied[id(work)], answer, position, failed)
                 elif isinstance(work, Draw) and isinstance(answer, list):
                     schedule(work.section, answer)
                 elif isinstance(work, Draw) and isinstance(answer, Outcome):
                     self.problem(work.section.label, answer.reason)
             return self._smallest_of(failed, plan)
         except (KeyboardInterrupt, Lost):  # failures that are not reduced yet are reported as they are
-            for place, case, outcome in failed.values():
-                self.keep(Failure(case, outcome, plan[place[0]].label, 0, False))
+            for position, case, outcome in failed.values():
+                self.keep(Failure(case, outcome, plan[position[0]].label, 0, False))
             raise
 
     def _smallest_of(self, failed: Failed, plan: list[Section]) -> list[Failure]:
         """The smallest case of each new failure, in the order of the plan, literal cases last."""
         failures = []
         for key in sorted(failed, key=lambda key: _priority(*failed[key])):
-            place, case, outcome = failed[key]
+            position, case, outcome = failed[key]
             if key not in self.known:
-                failures.append(self.smallest(key, case, outcome, plan[place[0]].label))
+                failures.append(self.smallest(key, case, outcome, plan[position[0]].label))
             del failed[key]
         return [failure for failure in failures if failure]
 
     def _judged(
-        self, section: Section, case: Case, first: Case, outcome: Outcome, place: Place, failed: Failed
+        self, section: Section, case: Case, first: Case, outcome: Outcome, position: Place, failed: Failed
     ) -> None:
-        """Write the outcome, WAIVED where a waiver covers it; keep the first case of a failure.
+        """Write the outcome of a case, or WAIVED if a waiver covers it, and keep the first case of
+        each failure.
 
         Args:
             first: the case of the same structure that ran first.
@@ -265,27 +269,27 @@ class Session:
         waiver = next(covering, None)
         status = "WAIVED" if waiver else outcome.status
         changed = [field.name for field in fields(case) if getattr(case, field.name) != getattr(first, field.name)]
-        more: dict[str, Any] = {
+        coverage_fields: dict[str, Any] = {
             "section": section.label,
             "status": status,
             "waiver": waiver.name if waiver else "",
             "changed": changed,
         }
-        more |= {"settings": settings_of(case), "scores": outcome.scores} if self.options.covered else {}
-        self._record("outcome", case, outcome, **more)
+        coverage_fields |= {"settings": settings_of(case), "scores": outcome.scores} if self.options.covered else {}
+        self._record("outcome", case, outcome, **coverage_fields)
         if self.progress:
             self.progress.case(outcome, status in FAILING)
             if status in FAILING and not failed:
                 self.progress.failure(case, outcome)
         key = failure_key(case, outcome)
-        earliest = key not in failed or _priority(place, case, outcome) < _priority(*failed[key])
+        earliest = key not in failed or _priority(position, case, outcome) < _priority(*failed[key])
         if status in FAILING and earliest:
-            failed[key] = place, case, outcome
+            failed[key] = position, case, outcome
 
-    def _record(self, kind: str, case: Case, outcome: Outcome, **more: Any) -> None:
+    def _record(self, kind: str, case: Case, outcome: Outcome, **fields: Any) -> None:
         ended = round(time.monotonic() - self.started, 3)
         content = (
-            {"id": case.id, "function": case.function, "ended": ended} | asdict(outcome) | {"law": case.law} | more
+            {"id": case.id, "function": case.function, "ended": ended} | asdict(outcome) | {"law": case.law} | fields
         )
         self.ledger.write(kind, **content)
 
@@ -299,7 +303,7 @@ class Session:
         if not _literal(case):
             self.known.add(key)
         case, outcome = self._confirmed(case, outcome)
-        case, outcome = blamed(case, outcome, lambda other: self._inside(other, fresh=True))
+        case, outcome = blamed(case, outcome, lambda candidate: self._outcome_in_scope(candidate, fresh=True))
         if outcome.status != "FLAKY" and failure_key(case, outcome) != key and failure_key(case, outcome) in self.known:
             return None  # in a fresh process it fails like another one, which is reported already
         if not _literal(case):
@@ -307,35 +311,35 @@ class Session:
         attempts, smallest, error = 0, False, ""
         if outcome.status not in ("FLAKY", "ERROR", "OOM"):
             reduced = reduce(case, outcome, self.attempts(case), self.profile.reduce_seconds)
-            again = self._attempt(reduced.case, fresh=True)
+            confirmed = self._attempt(reduced.case, fresh=True)
             attempts, error = reduced.attempts, reduced.error
-            if failure_key(reduced.case, again) == failure_key(case, outcome):  # not by chance, or by earlier calls
-                case, outcome, smallest = reduced.case, again, reduced.finished
+            if failure_key(reduced.case, confirmed) == failure_key(case, outcome):  # not by chance, or by earlier calls
+                case, outcome, smallest = reduced.case, confirmed, reduced.finished
         failure = Failure(case, outcome, found_in, attempts, smallest, error)
         return self.keep(failure)
 
     def _confirmed(self, case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
         """The failure in a fresh process; FLAKY if it passes there."""
-        alone = self._attempt(case, fresh=True)
-        if alone.status in FAILING:
-            return case, alone
+        fresh_outcome = self._attempt(case, fresh=True)
+        if fresh_outcome.status in FAILING:
+            return case, fresh_outcome
         after_another = replace(case, law="history", golden="", illegal="")
         if not _literal(case):
-            again = self._attempt(after_another, fresh=True)
-            if again.status in FAILING:
-                return after_another, again
-        fresh, ran = (lambda other: self._attempt(other, fresh=True)), self.pool.before(case)
+            repeated = self._attempt(after_another, fresh=True)
+            if repeated.status in FAILING:
+                return after_another, repeated
+        fresh, ran = (lambda candidate: self._attempt(candidate, fresh=True)), self.pool.before(case)
         if shown := with_calls_before(case, outcome, ran, fresh, self.profile.reduce_seconds):
             return shown
-        how = "alone, and after the calls before it" if ran else "again"
-        return case, replace(outcome, status="FLAKY", reason=f"failed once and passed when it was run {how}")
+        circumstances = "alone, and after the calls before it" if ran else "again"
+        return case, replace(outcome, status="FLAKY", reason=f"failed once and passed when it was run {circumstances}")
 
     def attempts(self, failing: Case) -> Callable[[Case], Outcome]:
         """The tries of a reduction: in a running child, unless earlier calls matter."""
         stateful = bool(failing.before)
-        return lambda case: self._inside(case, fresh=stateful or case.law == "history")
+        return lambda case: self._outcome_in_scope(case, fresh=stateful or case.law == "history")
 
-    def _inside(self, case: Case, fresh: bool) -> Outcome:
+    def _outcome_in_scope(self, case: Case, fresh: bool) -> Outcome:
         """The outcome of a case that is judged; another one does not run."""
         return self._attempt(case, fresh) if self.choice.holds(case) else Outcome("NOT_RUN", reason="outside")
 
@@ -364,19 +368,20 @@ class Session:
 
 
 def default_jobs(options: Options) -> int:
-    """On a GPU one per core and an eighth more: they compile kernels at the same time, and wait for
-    the device in turns. On a CPU two, and under memcheck, where a process takes seconds to start.
+    """On a GPU one process per core and an eighth more, because processes compile kernels at the
+    same time and wait for the device in turns. On a CPU two, and under memcheck, where a process
+    takes seconds to start.
     """
     cores = os.cpu_count() or 1
     many = options.device != "cpu" and options.sanitize != "memcheck" and torch.cuda.is_available()
     return min(cores + cores // 8, 32) if many else min(cores, 2)
 
 
-def _priority(place: Place, case: Case, outcome: Outcome) -> tuple[bool, Place]:
+def _priority(position: Place, case: Case, outcome: Outcome) -> tuple[bool, Place]:
     """The order of reduction: literal cases last, else as in the plan."""
-    return _literal(case), place
+    return _literal(case), position
 
 
 def _literal(case: Case) -> bool:
-    """Whether the case is a literal, which has no smaller cases."""
+    """Whether the case is a literal one, which cannot be made smaller."""
     return bool(case.golden or case.illegal)

@@ -56,7 +56,9 @@ def under(
     corpus: Iterable[Case],
     waivers: Iterable[Waiver],
 ) -> Footprints:
-    """The footprints with what else decides a result: options, device, kept cases, waivers."""
+    """The footprints, with everything else that decides a result: options, device, kept cases and
+    waivers.
+    """
     conditions = {
         "the implementation": options.implementation,
         "the profile": options.profile,
@@ -67,29 +69,32 @@ def under(
         "the device": f"{description['device_name']} {description['ranks']} {description.get('memory', '')}",
         "the versions": str(sorted(description["versions"].items())),
     }
-    kept: dict[str, list[str]] = {}
+    texts_by_function: dict[str, list[str]] = {}
     for case in corpus:
-        kept.setdefault(case.function, []).append(case.text)
+        texts_by_function.setdefault(case.function, []).append(case.text)
     waived: dict[str, list[str]] = {}
     for waiver in waivers:
         waived.setdefault(waiver.function, []).append(waiver.name)
     functions = {
-        name: parts
-        | {f"{name} (kept cases)": digest(*sorted(kept.get(name, [])))}
+        name: entries
+        | {f"{name} (kept cases)": digest(*sorted(texts_by_function.get(name, [])))}
         | {f"{name} (waivers)": digest(*sorted(waived.get(name, [])))}
         | {f"{name} (scope)": digest(description.get("functions", {}).get(name, {}).get("scope", ""))}
-        for name, parts in footprints.functions.items()
+        for name, entries in footprints.functions.items()
     }
     return Footprints(footprints.conditions | conditions, functions)
 
 
 def since_report(now: Footprints | None, report: dict[str, Any], origin: str) -> Since:
-    """What changed since a report: a function is left out only if it was conformant there."""
-    before = footprints_in(report)
+    """What has changed since a report.
+
+    A function is left out only if it was conformant in the report.
+    """
+    report_footprints = footprints_in(report)
     unchanged, reasons = {}, {}
     for name in now.functions if now else ():
         earlier = effective(report["functions"].get(name, {}))
-        reason = changed(now, before, name) if before else f"{origin} has no footprints"
+        reason = changed(now, report_footprints, name) if report_footprints else f"{origin} has no footprints"
         if not reason and earlier.get("status") != "conformant":
             reason = f"{earlier.get('status') or 'not judged'} in {origin}"
         if reason:
@@ -99,9 +104,9 @@ def since_report(now: Footprints | None, report: dict[str, Any], origin: str) ->
     return Since(now, origin, unchanged, reasons)
 
 
-def since_revision(now: Footprints | None, before: Footprints, origin: str) -> Since:
-    """What changed since a revision, of whose results nothing is known."""
-    reasons = {name: changed(now, before, name) for name in now.functions} if now else {}
+def since_revision(now: Footprints | None, earlier: Footprints, origin: str) -> Since:
+    """What has changed since a revision, whose results are unknown."""
+    reasons = {name: changed(now, earlier, name) for name in now.functions} if now else {}
     return Since(now, origin, {name: {} for name, why in reasons.items() if not why}, reasons)
 
 
@@ -113,18 +118,22 @@ def footprints_in(report: dict[str, Any]) -> Footprints | None:
         return None
 
 
-def changed(now: Footprints | None, before: Footprints, name: str) -> str:
-    """Why a function may give another result than before; empty: it cannot."""
-    if now is None or name not in now.functions or name not in before.functions:
+def changed(now: Footprints | None, earlier: Footprints, name: str) -> str:
+    """Why a function may give another result than in the earlier state; empty if it cannot."""
+    if now is None or name not in now.functions or name not in earlier.functions:
         return "new"
-    shared = _different(now.conditions, before.conditions)
-    parts = shared or _different(now.functions[name], before.functions[name])
-    more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
-    return f"changed {', '.join(parts[:SHOWN])}{more}" if parts else ""
+    shared = _different(now.conditions, earlier.conditions)
+    changed_entries = shared or _different(now.functions[name], earlier.functions[name])
+    remainder = f" and {len(changed_entries) - SHOWN} more" if len(changed_entries) > SHOWN else ""
+    return f"changed {', '.join(changed_entries[:SHOWN])}{remainder}" if changed_entries else ""
 
 
-def _different(now: dict[str, str], before: dict[str, str]) -> list[str]:
-    """The keys that only one has, or with another value; the most particular first."""
-    keys = [key for key in now.keys() | before.keys() if now.get(key) != before.get(key)]
-    inner = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]  # no class of a method
+def _different(now: dict[str, str], earlier: dict[str, str]) -> list[str]:
+    """The keys that only one of the two has, or that have different values; the most specific ones
+    come first.
+    """
+    keys = [key for key in now.keys() | earlier.keys() if now.get(key) != earlier.get(key)]
+    inner = [
+        key for key in keys if not any(longer_key.startswith(f"{key}.") for longer_key in keys)
+    ]  # a class is left out if one of its methods is listed
     return sorted(inner, key=lambda key: (key.endswith(GENERAL), key))

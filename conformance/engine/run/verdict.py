@@ -27,10 +27,10 @@ from conformance.sanitizing import replayed
 NAMES = {0: "CONFORMANT", 1: "NOT CONFORMANT", 3: "HARNESS ERROR", 4: "TOO LITTLE TESTED", 5: "REGRESSION"}
 INFORMATIVE = ("PASS", "FAIL", "CRASH", "HANG", "WAIVED")
 ONE_GPU = "judged on one GPU only"
-SEVERAL = 8  # cases, for a mean
-SPECIALISING = 0.1  # kernels per change
+SEVERAL = 8  # the fewest cases for a mean
+SPECIALISING = 0.1  # the fewest kernels per change
 UNCHANGED = "unchanged since"  # an earlier report, or a revision
-EMPTY = "EMPTY SHARD"  # no case fell to this part of the run; says nothing of the other parts
+EMPTY = "EMPTY SHARD"  # no case fell to this shard, which says nothing about the other shards
 NOT_CHOSEN = "not chosen"  # by --function, or no case can match --where
 UNTOUCHED = ("not run", "not offered", NOT_CHOSEN, UNCHANGED)  # statuses without a verdict
 WRONG = ("FAIL", "CRASH", "HANG", "OOM", "FLAKY", "BLOCKED")
@@ -67,7 +67,8 @@ class FunctionVerdict:
     note: str = ""
     scope: str = ""
     place: str = ""  # where the implementation defines it, as file:line
-    # kernels that a change of a field compiles on average, of fields that are taken for data
+    # fields that are declared as data, with the kernels that a change of the field compiles on
+    # average
     specialised_by: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     earlier: dict[str, Any] = field(default_factory=dict)
@@ -100,8 +101,8 @@ class Verdict:
     seconds_implementation: float = 0.0
     seconds_reference: float = 0.0
     kernels_compiled: int = 0
-    idle_kernels: list[str] = field(default_factory=list)  # of the implementation, which no case has launched
-    configurations: Configurations = field(default_factory=dict)  # of kernels, that were launched
+    idle_kernels: list[str] = field(default_factory=list)  # kernels of the implementation that no case has launched
+    configurations: Configurations = field(default_factory=dict)  # the configurations of kernels that were launched
     tuned: Tuned = field(default_factory=dict)  # the configurations of tuned kernels
     ended_by: str = ""  # a signal, the time limit, …; empty: the run ended by itself
     chosen: list[str] = field(default_factory=list)  # the functions of --function; empty: all
@@ -128,7 +129,7 @@ def assemble(
     seconds: float,
     waivers: Sequence[str] = (),
     baseline: dict[str, Any] | None = None,
-    whole: bool = True,
+    is_complete: bool = True,
     interrupted: str = "",
     since: Marker | None = None,
     may_be_empty: bool = False,
@@ -150,15 +151,15 @@ def assemble(
     described = next((line for line in lines if line["kind"] == "implementation"), nothing)
     out = _facts(lines, outcomes, described, options, seconds)
     out.ended_by = interrupted
-    rules = PROFILES[options.profile] if whole and interrupted in ("", TIME_LIMIT) else None
+    rules = PROFILES[options.profile] if is_complete and interrupted in ("", TIME_LIMIT) else None
     for name in CONTRACTS:
         offer = described["functions"].get(name, {})
-        own = [line for line in outcomes if line["function"] == name]
-        out.functions[name] = _function(name, offer, own, rules, bool(interrupted) and not rules)
+        outcomes_of_function = [line for line in outcomes if line["function"] == name]
+        out.functions[name] = _function(name, offer, outcomes_of_function, rules, bool(interrupted) and not rules)
     if since:
         since.mark(out)
     _leave_out(out, described.get("judged", list(CONTRACTS)))
-    errors = _errors(lines, outcomes) + ([] if interrupted else _lost(lines, outcomes))
+    errors = _errors(lines, outcomes) + ([] if interrupted else _unfinished_sections(lines, outcomes))
     waiving = {line["waiver"] for line in outcomes}
     errors += [
         f"the waiver {name} waived nothing: remove it"
@@ -175,7 +176,7 @@ def assemble(
     out.problems = errors + shortfalls + regressions
     out.exit_code = 3 if errors else 1 if differs else 4 if shortfalls else 5 if regressions else 0
     out.verdict = named(out, interrupted, unchanged)
-    if since and whole and not interrupted and not errors:
+    if since and is_complete and not interrupted and not errors:
         since.keep(out)
     return out
 
@@ -187,7 +188,7 @@ def _facts(
     options: Options,
     seconds: float,
 ) -> Verdict:
-    """What ran, with what, and what failed; no judgement yet."""
+    """What ran, on what, and what failed, before any judgement."""
     out = Verdict(
         *("", 0, options.implementation, options.profile, options.seed, seconds),
         *(len(outcomes), described["device_name"], described["versions"]),
@@ -209,7 +210,7 @@ def _facts(
 
 
 def _leave_out(out: Verdict, judged: list[str]) -> None:
-    """Mark the functions that were not chosen, whatever else is known of them."""
+    """Mark the functions that were not chosen, whatever else is known about them."""
     for name in out.functions:
         if name not in judged:
             out.functions[name] = FunctionVerdict(NOT_CHOSEN)
@@ -300,36 +301,43 @@ def status_of(name: str, function: FunctionVerdict, rules: Profile | None, cut: 
 
 
 def _specialising(outcomes: list[dict[str, Any]]) -> dict[str, float]:
-    """By field: kernels per case with a change of the field, less kernels per case without."""
+    """For each field, the kernels per case with a change of the field, minus the kernels per case
+    without it.
+    """
     varied = [(set(line["changed"]), len(line["kernels"])) for line in outcomes if line["changed"]]
     out: dict[str, float] = {}
     for name in sorted({name for changed, _ in varied for name in changed}):
         split = [[kernels for changed, kernels in varied if (name in changed) == here] for here in (True, False)]
-        if all(len(part) >= SEVERAL for part in split):
-            more = sum(split[0]) / len(split[0]) - sum(split[1]) / len(split[1])
-            out |= {name: round(more, 2)} if more >= SPECIALISING else {}
+        if all(len(counts) >= SEVERAL for counts in split):
+            extra_kernels = sum(split[0]) / len(split[0]) - sum(split[1]) / len(split[1])
+            out |= {name: round(extra_kernels, 2)} if extra_kernels >= SPECIALISING else {}
     return out
 
 
 def shortfalls_of(name: str, function: FunctionVerdict, rules: Profile | None, where: str = "") -> list[str]:
-    """Why the function was tested too little; empty if not offered or without a minimum.
+    """Why the function was tested too little.
+
+    Empty if it was tested enough, if it is not offered, or if there is no minimum.
 
     Args:
         where: the predicate of --where.
     """
     if function.status in ("not offered", NOT_CHOSEN, UNCHANGED) or rules is None:
         return []
-    inside = " and ".join(filter(None, (function.scope, where)))
-    inside = f" where {inside}" if inside else ""
+    scope_note = " and ".join(filter(None, (function.scope, where)))
+    scope_note = f" where {scope_note}" if scope_note else ""
     out = []
     informative = sum(function.counts.get(status, 0) for status in INFORMATIVE)
-    asked = f"the profile {rules.name}"
+    profile_name = f"the profile {rules.name}"
     if informative < rules.minimum(name):
         lacking = "".join(f"; {count} did not run: {reason}" for reason, count in function.missing.items())
-        out.append(f"{name}: {informative} informative cases{inside}; {asked} asks for {rules.minimum(name)}{lacking}")
+        minimum = f"{profile_name} asks for {rules.minimum(name)}"
+        out.append(f"{name}: {informative} informative cases{scope_note}; {minimum}{lacking}")
     share = function.unsupported
     if share > rules.unsupported:
-        out.append(f"{name}: {share:.0%} of the cases are declared unsupported; {asked} allows {rules.unsupported:.0%}")
+        out.append(
+            f"{name}: {share:.0%} of the cases are declared unsupported; {profile_name} allows {rules.unsupported:.0%}"
+        )
     return out
 
 
@@ -340,7 +348,7 @@ def _errors(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list
     return [f"{line['function']} case {line['id']}: {line['reason']}" for line in cases[:5]] + problems
 
 
-def _lost(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[str]:
+def _unfinished_sections(lines: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> list[str]:
     """Sections with fewer results than cases."""
     done = Counter(line["section"] for line in outcomes)
     return [
@@ -364,18 +372,18 @@ def distinct(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _size(failure: dict[str, Any]) -> tuple[bool, int]:
-    """Sort key: literal cases last, which are small but never reduced."""
+    """A sort key: literal cases come last, because they are small but cannot be reduced."""
     case = failure["case"]
     return bool(case.get("golden") or case.get("illegal")), len(str(case))
 
 
-def _regressions(now: Verdict, before: dict[str, Any]) -> list[str]:
+def _regressions(now: Verdict, baseline: dict[str, Any]) -> list[str]:
     """Results that are worse than in the earlier report, as sentences.
 
     Only functions that both runs chose are compared.
     """
     out = []
-    for name, record in before.get("functions", {}).items():
+    for name, record in baseline.get("functions", {}).items():
         old = effective(record) or {"status": "not offered"}
         new = now.functions.get(name)
         if old["status"] == NOT_CHOSEN or (new and new.status == NOT_CHOSEN):

@@ -26,7 +26,7 @@ from conformance.interface import UsageError
 
 REQUIRED = ("function", "owner", "reason", "expires")
 OPTIONAL = ("check", "output", "message", "where")
-LONGEST = datetime.timedelta(days=366)  # of a waiver, from today
+LONGEST = datetime.timedelta(days=366)  # the longest duration of a waiver, from today
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Waiver:
 
     @property
     def name(self) -> str:
-        parts = (self.function, self.output, self.check, self.message, str(self.where or ""), f"({self.owner})")
-        return " ".join(filter(None, parts))
+        words = (self.function, self.output, self.check, self.message, str(self.where or ""), f"({self.owner})")
+        return " ".join(filter(None, words))
 
     def covers(self, case: Case, outcome: Outcome) -> bool:
         finding = outcome.finding or {}
@@ -72,9 +72,9 @@ def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:
         raise UsageError(f"--waivers {path}: there is no such file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--waivers {path}: {error}") from None
-    tables, others = content.get("waiver", []), [name for name in content if name != "waiver"]
-    if others or not isinstance(tables, list) or not all(isinstance(entry, dict) for entry in tables):
-        unknown = "".join(f", not {name}" for name in others)
+    tables, other_tables = content.get("waiver", []), [name for name in content if name != "waiver"]
+    if other_tables or not isinstance(tables, list) or not all(isinstance(entry, dict) for entry in tables):
+        unknown = "".join(f", not {name}" for name in other_tables)
         raise UsageError(f"--waivers {path}: must hold [[waiver]] tables and nothing else{unknown}")
     return [_waiver(entry, f"--waivers {path}: waiver {index}", today) for index, entry in enumerate(tables, 1)]
 
@@ -91,9 +91,9 @@ def _waiver(entry: dict[str, Any], name: str, today: datetime.date) -> Waiver:
             raise UsageError(f"{name}: {key} is {value!r}; it must be text, and not empty")
     if entry["function"] not in CONTRACTS:
         raise UsageError(f"{name} is for {entry['function']!r}; the functions are {', '.join(CONTRACTS)}")
-    wrong = _wrong_date(entry, today) or _wrong_names(entry) or _wrong_where(entry)
-    if wrong:
-        raise UsageError(f"{name}{wrong}")
+    problem = _wrong_date(entry, today) or _wrong_names(entry) or _wrong_where(entry)
+    if problem:
+        raise UsageError(f"{name}{problem}")
     return Waiver(**entry)
 
 
@@ -117,7 +117,7 @@ def _wrong_names(entry: dict[str, Any]) -> str:
     if check not in checks and not check.startswith("raises "):
         return f": check is {check!r}; it must be raises … or one of {', '.join(sorted(checks))}"
     outputs = judged_of(contract)
-    # the outputs of several calls are numbered, or named after the part of a state
+    # outputs of several calls are numbered, or named after a field of a state
     if output not in outputs and not ("." in output and makes_several_calls(contract)):
         return f": output is {output!r}; it must be one of {', '.join(sorted(outputs))}"
     return ""
@@ -126,9 +126,9 @@ def _wrong_names(entry: dict[str, Any]) -> str:
 def _wrong_where(entry: dict[str, Any]) -> str:
     """A field that the function's cases do not have, or a value that the field cannot have."""
     cls, where = Case.family[entry["function"]], entry.get("where", {})
-    known = {field.name: field for field in fields(cls)}
-    if not isinstance(where, dict) or not all(key in known for key in where):
-        return f": where is {where!r}; it must be a table of fields of its cases: {', '.join(known)}"
+    known_fields = {field.name: field for field in fields(cls)}
+    if not isinstance(where, dict) or not all(key in known_fields for key in where):
+        return f": where is {where!r}; it must be a table of fields of its cases: {', '.join(known_fields)}"
     contract = CONTRACTS[entry["function"]]
     for key, value in where.items():
         if needed := wrong_value(contract, key, value):

@@ -9,30 +9,30 @@ import torch
 COLD_BYTES = 256 * 2**20  # several times the L2 of a GPU
 HOST_BYTES = 32 * 2**20  # the same for caches of a CPU, where writing takes longer
 BF16 = 2  # bytes per element
-AHEAD = 2.0  # times the host's time for a call that the GPU has other work
-MOST_WRITES = 64  # before a call: a few milliseconds
+AHEAD = 2.0  # how many times the host's time for a call the GPU is busy with other work
+MOST_WRITES = 64  # seconds of warming up before a call
 
 Call = Callable[[], object]
 Times = dict[str, float]  # microseconds of each version
 
 
 def medians(
-    versions: Mapping[str, Call], blocks: int, reps: int, before: Call = lambda: None, device: str = "cuda"
+    versions: Mapping[str, Call], blocks: int, reps: int, setup: Call = lambda: None, device: str = "cuda"
 ) -> Times:
-    """Medians over `blocks` turns of medians of `reps` calls; `before` runs untimed before each."""
+    """Medians over `blocks` turns of medians of `reps` calls; `setup` runs untimed before each."""
     times: dict[str, list[float]] = {name: [] for name in versions}
     turn = _by_events if device == "cuda" else _by_the_host
     for _ in range(blocks):
         for name, call in versions.items():
             call()
-            times[name].append(statistics.median(turn(call, reps, before)))
-    return {name: statistics.median(each) for name, each in times.items()}
+            times[name].append(statistics.median(turn(call, reps, setup)))
+    return {name: statistics.median(turn_medians) for name, turn_medians in times.items()}
 
 
-def _by_events(call: Call, reps: int, before: Call) -> list[float]:
+def _by_events(call: Call, reps: int, setup: Call) -> list[float]:
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
     for begin, end in pairs:
-        before()
+        setup()
         begin.record()
         call()
         end.record()
@@ -40,10 +40,10 @@ def _by_events(call: Call, reps: int, before: Call) -> list[float]:
     return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
 
 
-def _by_the_host(call: Call, reps: int, before: Call) -> list[float]:
+def _by_the_host(call: Call, reps: int, setup: Call) -> list[float]:
     spans = []
     for _ in range(reps):
-        before()
+        setup()
         started = time.perf_counter()
         call()
         spans.append((time.perf_counter() - started) * 1e6)
@@ -97,8 +97,8 @@ def _flushed(device: str) -> torch.Tensor:
 def ceilings(
     blocks: int, reps: int, device: str = "cuda", kinds: Sequence[str] = ("copy", "write", "read")
 ) -> dict[str, float]:
-    """TB/s of a copy (bytes read plus written), of writes only, and of reads only: of 1 GiB, on a
-    CPU of 64 MiB.
+    """The bandwidths in TB/s of a copy (bytes read plus bytes written), of writes only, and of
+    reads only, for 1 GiB, or on a CPU for 64 MiB.
     """
     source = torch.empty(2**29 if device == "cuda" else 2**25, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)

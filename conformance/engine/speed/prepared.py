@@ -1,4 +1,4 @@
-"""The calls of one case, with their inputs in place: what a clock runs."""
+"""Prepares the calls of one case, with their inputs on the device, for a clock."""
 
 import contextlib
 import sys
@@ -75,15 +75,16 @@ class Calls:
         return {FORWARD: self.forward} | ({BOTH: self.both} if self.both else {})
 
     def moved(self, inputs: Inputs, title: str) -> int:
-        """Bytes of the tensors that the call takes and returns, each storage once: the least that
-        any implementation moves. Results are those of this one.
+        """The bytes of the tensors that the call takes and returns, counting each storage once.
+
+        No implementation can move less. The results are those of this implementation.
         """
         cotangents = {f"d_{name}" for name in inputs.problem.cotangents} if title == FORWARD else set()
-        given = [x for name, x in inputs.placed.items() if name not in cotangents]
+        arguments = [x for name, x in inputs.placed.items() if name not in cotangents]
         sizes: dict[int, int] = {}
-        for x in tensors_in([given, self.by_title[title]()]):
-            place = x.untyped_storage().data_ptr()
-            sizes[place] = max(sizes.get(place, 0), min(x.numel() * x.element_size(), x.untyped_storage().nbytes()))
+        for x in tensors_in([arguments, self.by_title[title]()]):
+            address = x.untyped_storage().data_ptr()
+            sizes[address] = max(sizes.get(address, 0), min(x.numel() * x.element_size(), x.untyped_storage().nbytes()))
         return sum(sizes.values())
 
 
@@ -106,7 +107,7 @@ def _runner(implementation: Implementation, device: str) -> Runner:
 
 
 def _first_call(problem: Problem) -> Problem:
-    """The call itself: of several calls the first, forward alone.
+    """The call itself; if the case has several calls, the first one, and only its forward.
 
     Raises:
         Untimed: it takes the state that calls before it have left.
@@ -126,8 +127,8 @@ def tensors_in(x: Any, depth: int = DEEP) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
     elif depth and isinstance(x, (tuple, list)):
-        for part in x:
-            yield from tensors_in(part, depth - 1)
+        for element in x:
+            yield from tensors_in(element, depth - 1)
     elif depth and isinstance(x, dict):
         yield from tensors_in(list(x.values()), depth)
     elif depth and (is_dataclass(x) or hasattr(x, "__dict__")) and not isinstance(x, type):
@@ -144,12 +145,12 @@ def is_interpreted(inputs: Inputs, implementation: Implementation) -> bool:
     def launched(*_: Any, **__: Any) -> None:
         raise _Launched
 
-    kept, executor.__call__ = executor.__call__, launched
+    launch_method, executor.__call__ = executor.__call__, launched
     try:
-        with contextlib.suppress(Exception):  # the judge's to find
+        with contextlib.suppress(Exception):  # not an error here: the judge will find it
             Calls.of(inputs, implementation).forward()
     except _Launched:
         return True
     finally:
-        executor.__call__ = kept
+        executor.__call__ = launch_method
     return False

@@ -1,4 +1,6 @@
-"""A race of an implementation and a rival over cases: a wrong result has no speed."""
+"""Compares the speed of an implementation with a rival's over cases. A wrong result has no
+speed.
+"""
 
 import os
 import sys
@@ -29,10 +31,10 @@ from conformance.texts import described
 from conformance.usage import UsageError, check_known
 
 OWN = "--impl"  # the implementation's key beside the rival's name, which has no dash
-JUDGES = 2  # cases at a time
-TURNS, CALLS = 7, {"cuda": 15, "cpu": 5}  # of each side, and calls in a turn, at most
-FEW = 3  # turns of a call that alone takes longer than a turn
-TURN_SECONDS = 0.1  # of the slower side
+JUDGES = 2  # how many cases run at a time
+TURNS, CALLS = 7, {"cuda": 15, "cpu": 5}  # seconds for each side, and the most calls in a turn
+FEW = 3  # turns of a call that takes longer than a turn
+TURN_SECONDS = 0.1  # seconds for the slower side
 INTERPRETED = "runs in Triton's interpreter here, whose time says nothing of the kernel's"
 Clock = Callable[[Mapping[str, Call], int, int, str], Times]
 
@@ -50,7 +52,7 @@ class Lap:
     status: str = ""
     reason: str = ""
     rival: str = ""
-    problem: Problem | None = None  # while it is needed
+    problem: Problem | None = None  # only while it is needed
     us: dict[str, Times] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
 
@@ -93,13 +95,13 @@ class Racers:
     @property
     def about(self) -> dict[str, Any]:
         """The device's name, and the versions of packages."""
-        own = self.descriptions[self.own]
-        return {"device": own["device_name"], "versions": own["versions"]}
+        description = self.descriptions[self.own]
+        return {"device": description["device_name"], "versions": description["versions"]}
 
-    def judged(self, name: str, made: Sequence["Lap"]) -> Iterator[tuple["Lap", Outcome]]:
+    def judged(self, name: str, laps_of_function: Sequence["Lap"]) -> Iterator[tuple["Lap", Outcome]]:
         """The laps with their cases' outcomes on the implementation, as they come."""
-        waiting = {lap.case.id: lap for lap in made}
-        for case, outcome in self._judges[name].run(lap.case for lap in made) if made else ():
+        waiting = {lap.case.id: lap for lap in laps_of_function}
+        for case, outcome in self._judges[name].run(lap.case for lap in laps_of_function) if laps_of_function else ():
             yield waiting[case.id], outcome
 
     def dismiss(self) -> None:
@@ -126,13 +128,16 @@ class Racers:
         return [self._real(name) for name in functions or offered]
 
     def _real(self, function: str) -> Any:
-        """The case of real size that is nearest to what all sides take."""
+        """The case of real size that is nearest to the case that all sides accept."""
         spaces = [Space.of(description) for description in self.descriptions.values()]
         space = Space(
             self.device,
-            {name: frozenset().union(*(each.without[name] for each in spaces)) for name in spaces[0].without},
-            frozenset().union(*(each.not_differentiable for each in spaces)),
-            frozenset().union(*(each.contiguous_only for each in spaces)),
+            {
+                name: frozenset().union(*(racer_space.without[name] for racer_space in spaces))
+                for name in spaces[0].without
+            },
+            frozenset().union(*(racer_space.not_differentiable for racer_space in spaces)),
+            frozenset().union(*(racer_space.contiguous_only for racer_space in spaces)),
         )
         scope = Scope(CONTRACTS[function], space)
         real = CONTRACTS[function].shapes.real
@@ -143,7 +148,7 @@ class Racers:
 
 @contextmanager
 def importable() -> Iterator[None]:
-    """Modules of the working directory can be imported, after all others, as children do."""
+    """Let modules of the working directory be imported, after all others, as child processes do."""
     folder = os.getcwd()
     sys.path.append(folder)
     try:
@@ -161,10 +166,10 @@ def _loaded(name: str, flag: str) -> Implementation:
 
 def laps(racers: Racers, cases: Sequence[Case], clock: Clock = queued) -> Iterator[Lap]:
     """Every case: judged first, all of them, then timed with no other process at work."""
-    made = [Lap(case) for case in cases]
-    _judge(racers, made)
+    all_laps = [Lap(case) for case in cases]
+    _judge(racers, all_laps)
     racers.dismiss()
-    for lap in made:
+    for lap in all_laps:
         if lap.status == "PASS":
             _time(racers, lap, clock)
             if racers.device == "cuda":
@@ -173,10 +178,10 @@ def laps(racers: Racers, cases: Sequence[Case], clock: Clock = queued) -> Iterat
         yield lap
 
 
-def _judge(racers: Racers, made: Sequence[Lap]) -> None:
+def _judge(racers: Racers, all_laps: Sequence[Lap]) -> None:
     """Judge the implementation, then the rival: one that is wrong, or interpreted, is none."""
-    asked, rivals = [], []
-    for lap in made:
+    judged_laps, rivals = [], []
+    for lap in all_laps:
         try:
             lap.problem = problem_of(lap.case)
         except Untimed as error:
@@ -186,19 +191,19 @@ def _judge(racers: Racers, made: Sequence[Lap]) -> None:
         if racers.own in interpreted:
             lap.reason = f"{racers.own} {INTERPRETED}"
             continue
-        asked.append(lap)
+        judged_laps.append(lap)
         if racers.rival in interpreted:
             lap.rival = f"{racers.rival} {INTERPRETED}"
         elif racers.rival:
             rivals.append(lap)
-    for lap, outcome in racers.judged(racers.own, asked):
+    for lap, outcome in racers.judged(racers.own, judged_laps):
         lap.status, lap.reason = outcome.status, told(outcome)
     for lap, outcome in racers.judged(racers.rival, [lap for lap in rivals if lap.status == "PASS"]):
         lap.rival = "" if outcome.status == "PASS" else f"{racers.rival}: {told(outcome)}"
 
 
 def _interpreted(racers: Racers, problem: Problem) -> set[str]:
-    """The sides that are timed in vain, for a CPU interprets their kernels."""
+    """The sides whose kernels a CPU interprets, so that their times mean nothing."""
     inputs = Inputs.of(problem, racers.device)
     return {
         name for name, side in racers.sides.items() if side.offers(problem.function) and is_interpreted(inputs, side)

@@ -9,7 +9,7 @@ from conformance.engine.child.outcome import Outcome
 from conformance.engine.world.worlds import Worlds
 from conformance.interface import UsageError
 
-CLOSING_SECONDS = 5.0  # for the thread to notice that its ranks have been ended
+CLOSING_SECONDS = 5.0  # seconds for the thread to notice that its ranks have been ended
 
 
 class Background:
@@ -20,7 +20,7 @@ class Background:
         self._cases: SimpleQueue[Case | None] = SimpleQueue()
         self.pipe, self._results = Pipe(duplex=False)
         self._thread = threading.Thread(target=self._serve, daemon=True)
-        self.case: Case | None = None  # that runs
+        self.case: Case | None = None  # the case that runs
 
     def start(self, case: Case) -> None:
         if not self._thread.is_alive():

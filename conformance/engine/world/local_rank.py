@@ -1,4 +1,4 @@
-"""Holds one rank's process on this host."""
+"""Manages the process of one rank on this host."""
 
 from multiprocessing.connection import Client, Connection
 from typing import Any

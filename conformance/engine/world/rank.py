@@ -80,7 +80,9 @@ def serve_rank(connection: Connection, options: ChildOptions, address: RankAddre
 
 
 def _meet(address: RankAddress, device: str) -> tuple[dict[int, Any], list[str]]:
-    """A process group of the first n ranks, for each n; the GPU of each rank, none on CPUs."""
+    """A process group of the first n ranks, for each n, and the GPU of each rank; on CPUs there is
+    none.
+    """
     if sys.platform == "linux" and address.host == "127.0.0.1":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     patience = datetime.timedelta(seconds=MEETING_SECONDS)
@@ -116,7 +118,7 @@ def _join_default_group(store: Any, address: RankAddress, backend: str, patience
 
 
 def backend_of(device: str, shared: bool) -> str:
-    """NCCL refuses ranks that share a GPU."""
+    """The backend for the ranks. NCCL refuses ranks that share a GPU, so they use another one."""
     if device == "cpu":
         return "gloo"
     return "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"

@@ -1,5 +1,5 @@
-"""One process at a time has worlds on this machine's GPUs: ranks that wait for each other there
-need the GPUs to themselves. All pools of a process share its turn.
+"""Lets only one process at a time have worlds on this machine's GPUs, because ranks that wait for
+each other there need the GPUs for themselves. All pools of a process share its turn.
 """
 
 import fcntl

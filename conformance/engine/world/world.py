@@ -20,14 +20,14 @@ from conformance.engine.child.patience import LOOK_SECONDS, CaseClock, Patience
 from conformance.engine.child.processes import ended, received
 from conformance.engine.child.sanitizer import explained
 from conformance.engine.child.tuned import joined
-from conformance.engine.world.joined import RemoteRank
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import MEETING_SECONDS
+from conformance.engine.world.torchrun import RemoteRank
 
-# by the clock of the case
-GRACE_SECONDS = 4.0  # for the other ranks once one has failed: they may wait for it forever
-SILENCE_SECONDS = 0.3  # for the others, all inside calls, once one has raised or died
-ANSWER_SECONDS = 2.0  # for the outcome of a rank that has judged its values
+# seconds, by the clock of the case
+GRACE_SECONDS = 4.0  # seconds for the other ranks once one has failed: they may wait for it forever
+SILENCE_SECONDS = 0.3  # seconds for the others, all inside calls, once one has raised or died
+ANSWER_SECONDS = 2.0  # seconds for the outcome of a rank that has judged its values
 WORST_FIRST = (
     "ERROR",
     "CRASH",
@@ -107,11 +107,11 @@ class World:
         for index, earlier in enumerate(case.before):
             outcome = self._run_one(earlier, alone)
             if not self._members:
-                told = outcome.reason or (outcome.finding or {}).get("message", "")
-                return Outcome("NOT_RUN", reason=f"before[{index}] ended the ranks: {told}")
+                message = outcome.reason or (outcome.finding or {}).get("message", "")
+                return Outcome("NOT_RUN", reason=f"before[{index}] ended the ranks: {message}")
         return self._run_one(case, alone)
 
-    def _run_one(self, case: Case, alone: bool) -> Outcome:
+    def _run_one(self, case: Case, is_only: bool) -> Outcome:
         try:
             if not self._members:
                 self._form()
@@ -125,11 +125,11 @@ class World:
             # it died between two cases: see `_hear`
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 member.pipe.send([replace(case, before=())])
-        limit = self._patience.allowed(case.function, alone)
+        limit = self._patience.allowed(case.function, is_only)
         silent = self._listen(members, limit)
         if not silent:
             self._patience.answered(self._clock.seconds)
-        outcome = self._combined(case, members, silent, limit, alone)
+        outcome = self._combined(case, members, silent, limit, is_only)
         if silent or any(member.outcome and member.outcome.status in ("CRASH", "OOM") for member in members):
             self.close()
         return outcome
@@ -148,25 +148,25 @@ class World:
     # ---- forming the world
 
     def _form(self) -> None:
-        self._members = [Member(rank, each) for rank, each in enumerate(self._start())]
+        self._members = [Member(rank, process) for rank, process in enumerate(self._start())]
         self._clock = self._clock_of(self._members)
-        descriptions = [self._heard(member, "ready") for member in self._members]
+        descriptions = [self._message_of(member, "ready") for member in self._members]
         for member, description in zip(self._members, descriptions, strict=True):
             different = [key for key in ("functions", "versions") if description[key] != descriptions[0][key]]
             if different:
                 differs = f"rank {member.rank} differs from rank 0 in its {' and '.join(different)}"
                 raise NoWorld(f"{differs}: all ranks must run the same implementation")
         for member in self._members:
-            self._heard(member, "formed")
+            self._message_of(member, "formed")
 
-    def _heard(self, member: Member, wanted: str) -> Any:
+    def _message_of(self, member: Member, wanted: str) -> Any:
         """The next message of a rank that is starting."""
         name = f"rank {member.rank} of {len(self._members)}"
         try:
             while not member.pipe.poll(LOOK_SECONDS):
                 if self._clock.passed(2 * MEETING_SECONDS):
-                    told = f"{2 * MEETING_SECONDS:.0f} s ({self._clock.told})"
-                    raise NoWorld(f"{name} was not {wanted} within {told}")
+                    limit = f"{2 * MEETING_SECONDS:.0f} s ({self._clock.told})"
+                    raise NoWorld(f"{name} was not {wanted} within {limit}")
             kind, content = received(member.pipe)
         except EOFError as error:
             reason = str(error) or member.process.ending()
@@ -213,7 +213,7 @@ class World:
     def _hear(self, member: Member) -> None:
         member.heard = self._clock.seconds
         try:
-            kind, content, *seen = received(member.pipe)
+            kind, content, *digests = received(member.pipe)
         except EOFError as error:
             self._lose(member, str(error))
             return
@@ -222,52 +222,57 @@ class World:
         elif kind == "agree":
             member.asking = content
         else:
-            member.outcome, member.seen = explained(Outcome(**content)), seen[0]
+            member.outcome, member.seen = explained(Outcome(**content)), digests[0]
 
     def _lose(self, member: Member, reason: str = "") -> None:
-        """The rank sends nothing more."""
+        """Note that the rank sends no more messages."""
         member.asking, member.outcome = None, ended(reason or member.process.ending())
 
-    def _combined(self, case: Case, members: list[Member], silent: list[Member], limit: float, alone: bool) -> Outcome:
+    def _combined(
+        self, case: Case, members: list[Member], silent: list[Member], limit: float, is_only: bool
+    ) -> Outcome:
         """The worst outcome of all ranks, with its rank's name."""
         outcomes = [(member, member.outcome) for member in members if member.outcome]
         failed = any(outcome.status in BAD for _, outcome in outcomes)
         if silent and not failed:
             where = [f"rank {member.rank}{member.within(case)}{member.process.where()}" for member in silent]
-            place = f" from {'; '.join(where)}"
-            return Outcome("HANG", reason=self._patience.hangs(case.function, self._clock, limit, alone, place))
+            location = f" from {'; '.join(where)}"
+            return Outcome("HANG", reason=self._patience.hangs(case.function, self._clock, limit, is_only, location))
         worst, outcome = min(outcomes, key=lambda pair: (WORST_FIRST.index(pair[1].status), pair[0].rank))
-        others = [member.rank for member in members if _other_inputs(member.seen, members[0].seen, failed)]
-        if others:
-            reason = f"rank {others[0]} made other inputs of the case than rank 0: all ranks must run the same suite"
+        differing_ranks = [member.rank for member in members if _other_inputs(member.seen, members[0].seen, failed)]
+        if differing_ranks:
+            differing = f"rank {differing_ranks[0]} made other inputs of the case than rank 0"
+            reason = f"{differing}: all ranks must run the same suite"
             return replace(outcome, status="ERROR", reason=reason, finding=None)
-        different = [member.rank for member, other in outcomes if other.status != outcome.status]
+        different = [member.rank for member, rank_outcome in outcomes if rank_outcome.status != outcome.status]
         if outcome.status in ("NOT_OFFERED", "DECLARED_UNSUPPORTED") and different:
             message = f"{outcome.reason}, says rank {worst.rank} of {len(members)}; rank {different[0]} disagrees"
             finding = {"output": "supports", "check": "ranks", "message": message, "index": ()}
             return replace(outcome, status="FAIL", reason="", finding=finding)
-        every = [other for _, other in outcomes]
+        all_outcomes = [rank_outcome for _, rank_outcome in outcomes]
         return replace(
             _named(outcome, case, worst, len(members), len(silent)),
-            seconds=max(other.seconds for other in every),
-            seconds_implementation=max(other.seconds_implementation for other in every),
-            seconds_reference=max(other.seconds_reference for other in every),
-            evaluations=max(other.evaluations for other in every),
-            kernels=sorted({kernel for other in every for kernel in other.kernels}),
-            configurations=sorted({name for other in every for name in other.configurations}),
-            launched=sorted({name for other in every for name in other.launched}),
-            descriptions={name: x for other in every for name, x in other.descriptions.items()},
-            tuned=joined(other.tuned for other in every),
-            calls=sorted({call for other in every for call in other.calls}),
-            transport=next((other.transport for other in every if other.transport), ""),
-            shares_gpu=any(other.shares_gpu for other in every),
+            seconds=max(rank_outcome.seconds for rank_outcome in all_outcomes),
+            seconds_implementation=max(rank_outcome.seconds_implementation for rank_outcome in all_outcomes),
+            seconds_reference=max(rank_outcome.seconds_reference for rank_outcome in all_outcomes),
+            evaluations=max(rank_outcome.evaluations for rank_outcome in all_outcomes),
+            kernels=sorted({kernel for rank_outcome in all_outcomes for kernel in rank_outcome.kernels}),
+            configurations=sorted({name for rank_outcome in all_outcomes for name in rank_outcome.configurations}),
+            launched=sorted({name for rank_outcome in all_outcomes for name in rank_outcome.launched}),
+            descriptions={name: x for rank_outcome in all_outcomes for name, x in rank_outcome.descriptions.items()},
+            tuned=joined(rank_outcome.tuned for rank_outcome in all_outcomes),
+            calls=sorted({call for rank_outcome in all_outcomes for call in rank_outcome.calls}),
+            transport=next((rank_outcome.transport for rank_outcome in all_outcomes if rank_outcome.transport), ""),
+            shares_gpu=any(rank_outcome.shares_gpu for rank_outcome in all_outcomes),
         )
 
 
 def end_of_silence(members: list[Member]) -> float:
-    """When ranks inside their calls are given up, because one has left its own; else infinity."""
-    inside = all(member.calling for member in members if not member.outcome)
-    if not inside or not any(member.left for member in members):
+    """The time at which ranks inside their calls are given up, because another rank has left its
+    call; infinity if none has.
+    """
+    all_calling = all(member.calling for member in members if not member.outcome)
+    if not all_calling or not any(member.left for member in members):
         return math.inf
     return max(member.heard for member in members) + SILENCE_SECONDS
 
@@ -283,7 +288,10 @@ def _named(outcome: Outcome, case: Case, member: Member, ranks: int, silent: int
     return replace(outcome, reason=f"{name}: {outcome.reason}") if outcome.status in BAD else outcome
 
 
-def _other_inputs(seen: list[int], first: list[int], failed: bool) -> bool:
-    """Whether two ranks generated different inputs; after a failure, up to where both got."""
-    shared = min(len(seen), len(first)) if failed else None
-    return seen[:shared] != first[:shared]
+def _other_inputs(digests: list[int], first: list[int], failed: bool) -> bool:
+    """Whether two ranks have generated different inputs.
+
+    After a failure, only the inputs that both have generated are compared.
+    """
+    shared = min(len(digests), len(first)) if failed else None
+    return digests[:shared] != first[:shared]

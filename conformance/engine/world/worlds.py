@@ -20,9 +20,9 @@ from conformance.engine.child.outcome import LAST, Outcome
 from conformance.engine.child.patience import Patience
 from conformance.engine.options import ChildOptions
 from conformance.engine.world import turn
-from conformance.engine.world.joined import RemoteRanks, joined
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import RankAddress
+from conformance.engine.world.torchrun import RemoteRanks, torchrun_rank
 from conformance.engine.world.world import Process, World
 
 SHARED_TIMES = 2  # the time limit of a case whose ranks share a GPU: they wait for each other's time slices
@@ -34,13 +34,13 @@ class Worlds:
     def __init__(self, options: ChildOptions, context: Any, folder: str) -> None:
         self._options, self._context, self._folder = options, context, folder
         self._worlds: dict[int, World] = {}  # by their number of ranks
-        self._before: dict[int, list[Case]] = {}  # by the identity of a case that failed, the last one
+        self._before: dict[int, list[Case]] = {}  # the last world, by the identity of a case that failed in it
         self._store: Any = None
         self._has_turn = False
         self._started = 0
         self._starting = threading.Lock()
         self._remote: RemoteRanks | None = None
-        # until `prepare`; the number of ranks at most, and if they share GPUs
+        # set by `prepare`: the largest number of ranks, and whether they share GPUs
         self.max_ranks, self.shared_ranks, self._on_gpus = 0, 0, False
         self._patience = self._patience_sharing = Patience(0.0)
 
@@ -50,7 +50,7 @@ class Worlds:
         Raises:
             UsageError: torchrun has started other ranks, and they cannot be reached.
         """
-        here = joined()
+        here = torchrun_rank()
         self._remote = RemoteRanks(here) if here else None
         self._on_gpus = description["device"] == "cuda"
         self.max_ranks, self.shared_ranks = description["ranks"], description["shared_ranks"]

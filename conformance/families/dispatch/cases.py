@@ -32,7 +32,7 @@ from conformance.families.dispatch.values_of_wire import SCALE_DTYPES, at_edges_
 from moe_ref.config import FP8_BLOCK
 
 FLOATS = ("float32", "bfloat16", "float16")
-MOVED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8")  # moved, not summed
+MOVED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "uint8")  # dtypes of rows that are moved and not summed
 MAPS = ("bool", "uint8", "int32", "int64")
 PROBS = ("float32", "bfloat16")
 SPREADS = ("uniform", "skewed", "one_rank", "local", "ragged", "empty", "same")
@@ -41,11 +41,12 @@ MOST_RANKS = 8
 MAPPED = ("allgather", "alltoall", "hybridep")
 DISPATCHERS = ("allgather", "alltoall", "deepep", "deepep_low_latency", "hybridep")
 CACHED = ("deepep_cached_dispatch", "hybridep_cached_dispatch")
-PROGRAMS = ("num_sms", "num_blocks")  # arguments of which no value depends
-# a dispatch; a combine through the newest handle, and through the first; a cached dispatch
+PROGRAMS = ("num_sms", "num_blocks")  # arguments whose value changes no result
 AT_SCALES = ("scales", "reciprocals")  # values of rows, at the edges of their scales: `values_of_wire`
+# a dispatch; a combine through the newest handle, and through the first; a cached dispatch, and
+# one of wider rows
 JOURNEY = ("send", "back", "first", "again", "wider")
-ARGUMENTS = {  # of a dispatch, by field
+ARGUMENTS = {  # arguments of a dispatch, by the field of the case
     "allgather": {"slack": "num_rows"},
     "alltoall": {"capacity": "capacity", "slack": "num_rows"},
     "hybridep": {"align": "align", "slack": "num_rows", "fp8": "recipe"} | {name: name for name in PROGRAMS},
@@ -60,16 +61,16 @@ class Ranks(Parts):
     """Tokens per rank."""
 
     def wrong(self, value: Any) -> str:
-        right = not super().wrong(value) and 1 <= len(value) <= MOST_RANKS
-        return "" if right else f"a list of whole numbers ≥ 0, of 1 to {MOST_RANKS} ranks"
+        legal = not super().wrong(value) and 1 <= len(value) <= MOST_RANKS
+        return "" if legal else f"a list of whole numbers ≥ 0, of 1 to {MOST_RANKS} ranks"
 
     def plainer(self, case: Any) -> Iterator[Changes]:
-        """One token on one rank, if there is more."""
+        """One token on one rank, if there are more."""
         if getattr(case, self.name) not in (self.default, (0,)):
             yield {self.name: self.default}
 
     def other(self, case: Any) -> Changes:
-        """The counts rotated, and one token more on the first rank."""
+        """The counts rotated by one rank, and one more token on the first rank."""
         counts = getattr(case, self.name)
         return {self.name: (counts[-1] + 1, *counts[:-1])}
 
@@ -98,17 +99,17 @@ class Topk(Size):
         value = getattr(case, self.name)
         return None if value <= case.experts else f"{self.name} is {value}; there are {case.experts} experts"
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        yield {self.name: min(getattr(case, self.name), kept.experts)}
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
+        yield {self.name: min(getattr(case, self.name), mended.experts)}
 
 
 @dataclass(kw_only=True)
 class Given(Axis):
-    """A field whose argument name depends on the dispatcher; see `ARGUMENTS`."""
+    """A field whose argument has another name for each dispatcher; see `ARGUMENTS`."""
 
     def live(self, signature: Signature) -> bool:
-        known = (*signature.settings, *signature.required, *(x.name for x in signature.every_input))
-        return any(names.get(self.name) in known for names in ARGUMENTS.values())
+        argument_names = (*signature.settings, *signature.required, *(x.name for x in signature.every_input))
+        return any(names.get(self.name) in argument_names for names in ARGUMENTS.values())
 
 
 @dataclass(kw_only=True)
@@ -117,47 +118,49 @@ class Setting(Given, Number):
 
     def other(self, case: Any) -> Changes:
         value = getattr(case, self.name)
-        others = [other for other in self.pairs if other != value]
-        return {self.name: others[0]} if value != self.default and others else {}
+        alternatives = [pair for pair in self.pairs if pair != value]
+        return {self.name: alternatives[0]} if value != self.default and alternatives else {}
 
 
 @dataclass(kw_only=True)
 class Codes(Given, Choice):
-    """The encoding of rows sent as codes."""
+    """The encoding of rows that are sent as codes and scales."""
 
 
 @dataclass(kw_only=True)
 class Slots(Table):
-    """Experts of all slots of all tokens; -1: none."""
+    """The experts of all slots of all tokens; -1 is an empty slot."""
 
     def smaller(self, case: Any) -> Iterator[Changes]:
-        """Written out; then without a rank, tokens, an expert per rank, a slot, an entry."""
+        """The slots written out; then without a rank, a token, an expert of each rank, a slot, an
+        entry.
+        """
         if getattr(case, self.name) != self.default:
             rows = self.unpacked(case)
             owner = np.repeat(np.arange(case.ranks), case.counts)
             yield from self._without_rank(case, rows, owner)
             for start, stop in blocks(len(rows)):
-                left = np.delete(owner, slice(start, stop))
-                counts = tuple(np.bincount(left, minlength=case.ranks).tolist())
+                remaining_owners = np.delete(owner, slice(start, stop))
+                counts = tuple(np.bincount(remaining_owners, minlength=case.ranks).tolist())
                 yield {"counts": counts, self.name: self.packed(rows[:start] + rows[stop:])}
             held = case.local_experts
             for gone in range(held) if held > 1 else ():
-                kept = [e for e in range(case.experts) if e % held != gone]
-                yield {"local_experts": held - 1, self.name: self._renumbered(rows, kept)}
+                kept_experts = [e for e in range(case.experts) if e % held != gone]
+                yield {"local_experts": held - 1, self.name: self._renumbered(rows, kept_experts)}
         yield from (changes for changes in super().smaller(case) if self.rows not in changes)
 
     def _without_rank(self, case: Any, rows: list[tuple[int, ...]], owner: np.ndarray) -> Iterator[Changes]:
         for rank in range(case.ranks) if case.ranks > 1 and case.shards == 1 else ():
-            kept = [e for e in range(case.experts) if e // case.local_experts != rank]
-            left = [row for row, own in zip(rows, owner, strict=True) if own != rank]
+            kept_experts = [e for e in range(case.experts) if e // case.local_experts != rank]
+            kept_rows = [row for row, owning_rank in zip(rows, owner, strict=True) if owning_rank != rank]
             yield {
                 "counts": case.counts[:rank] + case.counts[rank + 1 :],
-                self.name: self._renumbered(left, kept),
+                self.name: self._renumbered(kept_rows, kept_experts),
             }
 
-    def _renumbered(self, rows: list[tuple[int, ...]], kept: list[int]) -> tuple[int, ...]:
-        """The slots with only the kept experts."""
-        number = {expert: i for i, expert in enumerate(kept)}
+    def _renumbered(self, rows: list[tuple[int, ...]], kept_experts: list[int]) -> tuple[int, ...]:
+        """The slots with the kept experts only, renumbered."""
+        number = {expert: i for i, expert in enumerate(kept_experts)}
         return self.packed([tuple(number.get(e, -1) for e in row) for row in rows])
 
     def other(self, case: Any) -> Changes:
@@ -166,10 +169,10 @@ class Slots(Table):
 
 @dataclass(kw_only=True)
 class Journey(Words):
-    """Calls in a legal order: a dispatch first, cached ones where the dispatcher has them."""
+    """A legal order of calls: a dispatch first, and cached ones if the dispatcher has them."""
 
     def live(self, signature: Signature) -> bool:
-        return False  # only the machine of handles sets it
+        return False  # only the machine of handles sets this field
 
     def wrong(self, value: Any) -> str:
         return "" if value == self.default else super().wrong(value)
@@ -187,8 +190,8 @@ class Journey(Words):
         return None
 
 
-def setting(default: int | None, *values: int, **more: Any) -> Any:
-    return declared(Setting(default=default, values=(default, *values), **more))
+def setting(default: int | None, *values: int, **fields: Any) -> Any:
+    return declared(Setting(default=default, values=(default, *values), **fields))
 
 
 def written_out(case: Any) -> np.ndarray:
@@ -207,7 +210,7 @@ class DispatchCase(Case):
     local_experts: int = size(at_least=1)  # per group of shards
     topk: int = declared(Topk(default=1, at_least=1))
     hidden: int = declared(Columns(default=1, letter="H"))
-    # policy for repeated experts in a token; empty: no repeats
+    # the policy for repeated experts of a token; empty: no expert is repeated
     repeats: str = choice("", "count each", "last slot", argument="policy")
     slots: tuple[int, ...] | None = declared(  # None: given by `spread`
         Slots(
@@ -229,14 +232,14 @@ class DispatchCase(Case):
     dtype: str = dtypes(*FLOATS, MOVED[3], also=(*MOVED[4:], "float64"))
     probs: str = dtypes("", *PROBS, also=("float16", "float64"))  # empty: no probs
     zero_probs: bool = choice(False, also=(True,), data=True)
-    # policy for slots of probability 0
+    # the policy for slots of probability 0
     drop_zeros: bool = choice(False, also=(True,), argument="policy")
     # policy for values: whether the indices, which are legal, need be read
     trusted: bool = choice(False, also=(True,), argument="policy")
     values: str = choice("dyadic", "integers", "special", also=("wide", *AT_SCALES), data=True)
     align: int = setting(0, *ALIGNMENTS, pairs=(4, 2), given=True)
     capacity: int = setting(0, 1, 2, 5, pairs=(2, 3), given=True)
-    # buffer rows beyond the fullest rank's need, in units of align
+    # rows of the buffer beyond the need of the fullest rank, in units of align
     slack: int | None = setting(None, *range(-3, 4), pairs=(2, 3), given=True)
     num_sms: int = setting(0, 1, 3, pairs=(1,), data=True)  # 0: not given
     num_blocks: int = setting(0, 1, 3, pairs=(3,), data=True)
@@ -303,8 +306,8 @@ class DispatchCase(Case):
 
     def arguments(self) -> tuple[str, ...]:
         named = ARGUMENTS.get(self.dispatcher, {}).items()
-        asked = [argument for name, argument in named if getattr(self, name) != getattr(DispatchCase, name)]
-        return (*asked, "round_scale") if "use_fp8" in asked and self.fp8 == "powers" else tuple(asked)
+        differing = [argument for name, argument in named if getattr(self, name) != getattr(DispatchCase, name)]
+        return (*differing, "round_scale") if "use_fp8" in differing and self.fp8 == "powers" else tuple(differing)
 
 
 def slots_of(case: DispatchCase) -> np.ndarray:
@@ -335,23 +338,26 @@ def slots_of(case: DispatchCase) -> np.ndarray:
 
 
 def indices_of(case: DispatchCase) -> list[Tensor]:
-    """[T_r,K] per rank. With repeats, a third of the slots repeat the previous slot."""
+    """The slots [T_r,K] of each rank.
+
+    If experts may repeat, a third of the slots repeat the slot before them.
+    """
     slots = torch.from_numpy(slots_of(case))
     if case.repeats and case.slots is None:
-        again = (
+        repeated = (
             torch.from_numpy(hashed(case.seed, "again", slots.numel()).astype(np.int64)).reshape(slots.shape) % 3 == 0
         )
         for k in range(1, case.topk):
-            slots[:, k] = torch.where(again[:, k], slots[:, k - 1], slots[:, k])
+            slots[:, k] = torch.where(repeated[:, k], slots[:, k - 1], slots[:, k])
     return list(slots.to(getattr(torch, case.index_dtype)).split(list(case.counts)))
 
 
 def maps_of(case: DispatchCase) -> list[Tensor]:
     """[T_r,E] per rank."""
     slots = torch.from_numpy(slots_of(case))
-    wide = torch.zeros((case.tokens, case.experts + 1), dtype=torch.bool)
-    wide.scatter_(1, torch.where(slots < 0, case.experts, slots), True)
-    return list(wide[:, :-1].to(getattr(torch, case.map_dtype)).split(list(case.counts)))
+    padded_map = torch.zeros((case.tokens, case.experts + 1), dtype=torch.bool)
+    padded_map.scatter_(1, torch.where(slots < 0, case.experts, slots), True)
+    return list(padded_map[:, :-1].to(getattr(torch, case.map_dtype)).split(list(case.counts)))
 
 
 def values_of(
@@ -362,35 +368,47 @@ def values_of(
     dtype: str = "",
     style: str = "",
 ) -> list[Tensor]:
-    """One payload per rank. The first column is unique per row, except for small integers."""
+    """One payload per rank.
+
+    The values of the first column are different in all rows, except for small integers.
+    """
     dtype, style = dtype or case.dtype, style or case.values
     columns = (case.hidden,) if columns is None else columns
     shape = (sum(lengths), int(np.prod(columns)))
     if style == "integers" and DTYPES[dtype].itemsize > 1:
-        whole = (
+        payload_of_all = (
             torch.from_numpy(hashed(case.seed, name, shape[0] * shape[1]) % 17 - 8.0).to(DTYPES[dtype]).reshape(shape)
         )
     else:
-        whole = payload(case.seed, name, shape, dtype, "dyadic" if style in ("integers", *AT_SCALES) else style)
-    if style == "scales" and whole.shape[1] > 1 and whole.element_size() > 1:
-        whole = at_edges_of_scales(whole)
-    if style == "reciprocals" and whole.shape[1] > 1 and name.startswith("tokens") and whole.element_size() > 1:
-        whole = at_reciprocals(whole)
-    return [own.reshape(len(own), *columns).clone() for own in whole.split(lengths)]
+        payload_of_all = payload(
+            case.seed, name, shape, dtype, "dyadic" if style in ("integers", *AT_SCALES) else style
+        )
+    if style == "scales" and payload_of_all.shape[1] > 1 and payload_of_all.element_size() > 1:
+        payload_of_all = at_edges_of_scales(payload_of_all)
+    if (
+        style == "reciprocals"
+        and payload_of_all.shape[1] > 1
+        and name.startswith("tokens")
+        and payload_of_all.element_size() > 1
+    ):
+        payload_of_all = at_reciprocals(payload_of_all)
+    return [rank_payload.reshape(len(rank_payload), *columns).clone() for rank_payload in payload_of_all.split(lengths)]
 
 
 def probs_of(case: DispatchCase, name: str, lengths: list[int], columns: tuple[int, ...]) -> list[Tensor]:
-    """Per rank; for small integers ½, 1 and 2; 0 with `zero_probs`; special ones are moved."""
+    """The probabilities of each rank: ½, 1 and 2 if values are small integers; some 0 with
+    `zero_probs`; special values if they are only moved.
+    """
     shape, dtype = (sum(lengths), *columns), case.probs or "float32"
     if case.values == "integers":
         noise = hashed(case.seed, name, int(np.prod(shape)))
         steps = np.array([0.5, 1.0, 2.0, 0.0])[noise % (4 if case.zero_probs else 3)]
-        whole = torch.from_numpy(steps).to(DTYPES[dtype]).reshape(shape)
+        probs_of_all = torch.from_numpy(steps).to(DTYPES[dtype]).reshape(shape)
     else:
-        whole = probabilities(case.seed, name, shape, dtype, case.zero_probs)
+        probs_of_all = probabilities(case.seed, name, shape, dtype, case.zero_probs)
     special = case.values == "special" and not case.function.endswith("_combine")
-    whole = with_special(whole, case.seed) if special else whole
-    return [own.clone() for own in whole.split(lengths)]
+    probs_of_all = with_special(probs_of_all, case.seed) if special else probs_of_all
+    return [rank_probs.clone() for rank_probs in probs_of_all.split(lengths)]
 
 
 def is_exact(case: DispatchCase, dtype: torch.dtype, magnitude: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""DeepEP's normal mode: one copy of a token per rank; combine adds the ranks' sums."""
+"""DeepEP's normal mode.
+
+A dispatch sends one copy of a token to each rank, and a combine adds the sums of the ranks.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,7 +44,9 @@ from moe_ref.config import IndexPolicy
 
 
 def policy_of(case: DispatchCase) -> IndexPolicy | None:
-    """The policy for repeated experts, zero probabilities and legal values, unless default."""
+    """The policy of the case for repeated experts, zero probabilities and legal values; None if it
+    is the default.
+    """
     zeros, values = "drop" if case.drop_zeros else "keep", "trusted" if case.trusted else "checked"
     policy = IndexPolicy(duplicates=case.repeats or "reject", zero_prob=zeros, values=values)  # type: ignore[arg-type]
     return None if policy == IndexPolicy() else policy
@@ -60,28 +65,36 @@ def dispatches(case: DispatchCase) -> list[Problem]:
         home = [torch.cat(indices) // case.local_experts == rank for rank in range(case.ranks)]
         settings["num_worst_tokens"] = max(int(here.any(1).sum()) for here in home) + max(case.slack, 0)
     calls = [
-        Problem("deepep_dispatch", {"tokens": x, "indices": own}, dict(settings))
-        for x, own in zip(tokens, indices, strict=True)
+        Problem("deepep_dispatch", {"tokens": x, "indices": rank_indices}, dict(settings))
+        for x, rank_indices in zip(tokens, indices, strict=True)
     ]
     if case.probs:
         for call, probs in zip(calls, probs_of(case, "probs", counts, (case.topk,)), strict=True):
             call.settings["probs"] = given_probs(probs, call.required["indices"] >= 0)
     if case.scales:
-        every = values_of(case, "scales", counts, (case.scales,), "float32", "dyadic")
+        scales_of_ranks = values_of(case, "scales", counts, (case.scales,), "float32", "dyadic")
         if case.values == "reciprocals" or case.scale_dtype != "float32":
-            every = list(packed_codes(case.seed, (case.tokens, case.scales), DTYPES[case.scale_dtype]).split(counts))
-        for call, scales in zip(calls, every, strict=True):
+            scales_of_ranks = list(
+                packed_codes(case.seed, (case.tokens, case.scales), DTYPES[case.scale_dtype]).split(counts)
+            )
+        for call, scales in zip(calls, scales_of_ranks, strict=True):
             call.settings["scales"] = scales.clone()
     return calls
 
 
-def counts_of(calls: list[Problem], every: list[Any]) -> list[Tensor]:
-    """Tokens per expert of each rank, also where the reference, given a size, has None."""
-    free = [
+def counts_of(calls: list[Problem], results: list[Any]) -> list[Tensor]:
+    """The tokens per expert of each rank.
+
+    The reference returns None for them if it is given a size, so it is called without one.
+    """
+    unsized_calls = [
         replace(call, settings={name: x for name, x in call.settings.items() if name != "num_worst_tokens"})
         for call in calls
     ]
-    return [out.tokens_per_expert for out in (every if "num_worst_tokens" not in calls[0].settings else together(free))]
+    return [
+        out.tokens_per_expert
+        for out in (results if "num_worst_tokens" not in calls[0].settings else together(unsized_calls))
+    ]
 
 
 class DeepEPDispatch(Dispatching):
@@ -108,10 +121,10 @@ class DeepEPDispatch(Dispatching):
 
     def calls(self, case: DispatchCase) -> list[Problem]:
         calls = dispatches(case)
-        every = together(calls) if case.grads else []
-        backward = self.backward(case, [len(out.rows) for out in every], (case.topk,))
-        for gradients, out in zip(backward, every, strict=bool(every)):
-            if "probs" in gradients["cotangents"]:  # consumers read local slots only
+        results = together(calls) if case.grads else []
+        backward = self.backward(case, [len(out.rows) for out in results], (case.topk,))
+        for gradients, out in zip(backward, results, strict=bool(results)):
+            if "probs" in gradients["cotangents"]:  # functions that take the result read local slots only
                 d_probs = gradients["cotangents"]["probs"]
                 gradients["cotangents"]["probs"] = torch.where(out.indices >= 0, d_probs, 0.0)
         return [replace(call, **gradients) for call, gradients in zip(calls, backward, strict=True)]
@@ -119,32 +132,34 @@ class DeepEPDispatch(Dispatching):
     def right(
         self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
     ) -> list[dict[str, Expectation]]:
-        every = together(calls)
-        row_tokens = row_tokens_of([out.handle for out in every])
-        right: list[dict[str, Expectation]] = []
-        for out, counts in zip(every, counts_of(calls, every), strict=True):
-            said = specified(case, out)
-            own: dict[str, Expectation] = {
-                "rows": free_behind("rows", out.rows, said),
+        results = together(calls)
+        row_tokens = row_tokens_of([out.handle for out in results])
+        expectations: list[dict[str, Expectation]] = []
+        for out, counts in zip(results, counts_of(calls, results), strict=True):
+            specified_rows = specified(case, out)
+            rank_expectations: dict[str, Expectation] = {
+                "rows": free_behind("rows", out.rows, specified_rows),
                 "indices": Exact(out.indices, "integers"),
             }
             for name in ("scales", "probs"):
                 if getattr(out, name) is not None:
-                    own[name] = free_behind(name, getattr(out, name), said)
-            own["tokens_per_expert"] = Exact(counts, "integers", or_none=out.tokens_per_expert is None)
-            right.append(own)
-        accumulator = accumulator_of(declared, every[0].rows.dtype)
+                    rank_expectations[name] = free_behind(name, getattr(out, name), specified_rows)
+            rank_expectations["tokens_per_expert"] = Exact(counts, "integers", or_none=out.tokens_per_expert is None)
+            expectations.append(rank_expectations)
+        accumulator = accumulator_of(declared, results[0].rows.dtype)
         for name in calls[0].wanted:
             output = "rows" if name == "tokens" else "probs"
-            given = [
+            gradients = [
                 call.cotangents.get(output, torch.zeros_like(getattr(out, output)))
-                for call, out in zip(calls, every, strict=True)
+                for call, out in zip(calls, results, strict=True)
             ]
-            for own, gradient in zip(
-                right, sum_of_rows(case, given, row_tokens, "rows", flat(accumulator)), strict=True
+            for rank_expectations, gradient in zip(
+                expectations, sum_of_rows(case, gradients, row_tokens, "rows", flat(accumulator)), strict=True
             ):
-                own[f"d_{name}"] = gradient if name == "tokens" else masked_exact(gradient.value.to(given[0].dtype))
-        return right
+                rank_expectations[f"d_{name}"] = (
+                    gradient if name == "tokens" else masked_exact(gradient.value.to(gradients[0].dtype))
+                )
+        return expectations
 
 
 class DeepEPCombine(Combine):
@@ -175,26 +190,26 @@ class DeepEPCombine(Combine):
         for i in range(case.biases):  # a bias adds one row per token
             everywhere.append(torch.cat([call.settings["biases"][i] for call in calls]))
             sources.append(torch.arange(case.tokens))
-        right: list[dict[str, Expectation]] = [
-            {"tokens": own} for own in sum_of_rows(case, everywhere, sources, kind, tree)
+        expectations: list[dict[str, Expectation]] = [
+            {"tokens": rank_expectations} for rank_expectations in sum_of_rows(case, everywhere, sources, kind, tree)
         ]
         if "probs" in calls[0].settings:
             probs = [call.settings["probs"] for call in calls]
-            for own, total in zip(
-                right,
+            for rank_expectations, total in zip(
+                expectations,
                 sum_of_rows(case, probs, row_tokens, "rows", flat(accumulator_of(declared, probs[0].dtype))),
                 strict=True,
             ):
-                own["probs"] = total
+                rank_expectations["probs"] = total
         for name in calls[0].wanted:
             output = "tokens" if name == "rows" else "probs"
             like = calls[0].required["rows"] if name == "rows" else calls[0].settings["probs"]
-            given = torch.cat(
+            gradients = torch.cat(
                 [
                     call.cotangents.get(output, like.new_zeros(n, like.shape[1]))
                     for call, n in zip(calls, case.counts, strict=True)
                 ]
             )
-            for own, source in zip(right, row_tokens, strict=True):
-                own[f"d_{name}"] = masked_exact(moved(given, source))
-        return right
+            for rank_expectations, source in zip(expectations, row_tokens, strict=True):
+                rank_expectations[f"d_{name}"] = masked_exact(moved(gradients, source))
+        return expectations

@@ -1,4 +1,4 @@
-"""deepep_layout: called by one rank alone before any transfer."""
+"""`deepep_layout`, which a rank calls by itself before any transfer."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Shared by all dispatcher contracts: all ranks' calls, and sums over ranks."""
+"""What all contracts of dispatchers share: the calls of all ranks, and sums over ranks."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -47,16 +47,16 @@ class Dispatching(Collective[DispatchCase]):
         for name in self.signature.cotangents(case):
             if name == "probs":
                 style = "integers" if case.values == "integers" else "dyadic"
-                every = values_of(case, "d_probs", lengths, columns_of_probs, case.probs, style)
+                rank_gradients = values_of(case, "d_probs", lengths, columns_of_probs, case.probs, style)
             else:
-                every = cotangents_of(case, name, lengths)
-            for given, x in zip(cotangents, every, strict=True):
-                given[name] = x
-        return [common | {"cotangents": given} for given in cotangents]
+                rank_gradients = cotangents_of(case, name, lengths)
+            for cotangents_of_rank, x in zip(cotangents, rank_gradients, strict=True):
+                cotangents_of_rank[name] = x
+        return [common | {"cotangents": cotangents_of_rank} for cotangents_of_rank in cotangents]
 
 
 class Combine(Dispatching):
-    """Combine of rows other than the dispatched ones, with biases and probabilities."""
+    """A combine of other rows than the dispatched ones, with biases and probabilities."""
 
     @abstractmethod
     def dispatches(self, case: DispatchCase) -> list[Problem]:
@@ -71,30 +71,32 @@ class Combine(Dispatching):
         return (case.topk,), (case.topk,)
 
     def calls(self, case: DispatchCase) -> list[Problem]:
-        before = self.dispatches(case)
-        made = together(before)
-        received = [own != PADDING for own in row_tokens_of([out.handle for out in made])]
-        lengths, counts = [len(own) for own in received], list(case.counts)
+        dispatch_calls = self.dispatches(case)
+        dispatched = together(dispatch_calls)
+        received = [
+            received_of_rank != PADDING for received_of_rank in row_tokens_of([out.handle for out in dispatched])
+        ]
+        lengths, counts = [len(received_of_rank) for received_of_rank in received], list(case.counts)
         of_rows, of_tokens = self.columns_of_probs(case)
         settings = [self.settings_of(case) for _ in counts]
         biases = [values_of(case, f"bias {i}", counts) for i in range(case.biases)]
-        for rank, given in enumerate(settings if biases else ()):
-            given["biases"] = tuple(bias[rank] for bias in biases)
+        for rank, call_settings in enumerate(settings if biases else ()):
+            call_settings["biases"] = tuple(bias[rank] for bias in biases)
         if case.probs and "probs" in self.signature.names:
-            every = probs_of(case, "row probs", lengths, of_rows)
-            for given, probs, own in zip(settings, every, received, strict=True):
-                given["probs"] = given_probs(probs, own.reshape(-1, *(1,) * len(of_rows)))
+            row_probs = probs_of(case, "row probs", lengths, of_rows)
+            for call_settings, probs, received_of_rank in zip(settings, row_probs, received, strict=True):
+                call_settings["probs"] = given_probs(probs, received_of_rank.reshape(-1, *(1,) * len(of_rows)))
         backward = self.backward(case, counts, of_tokens)
         required = [
-            {"rows": garbage_in(rows, own, case.poison), "handle": HANDLE}
-            for rows, own in zip(values_of(case, "rows", lengths), received, strict=True)
+            {"rows": garbage_in(rows, received_of_rank, case.poison), "handle": HANDLE}
+            for rows, received_of_rank in zip(values_of(case, "rows", lengths), received, strict=True)
         ]
         calls = [
-            {"required": first, "settings": given, **gradients}
-            for first, given, gradients in zip(required, settings, backward, strict=True)
+            {"required": first, "settings": call_settings, **gradients}
+            for first, call_settings, gradients in zip(required, settings, backward, strict=True)
         ]
-        expected = [free_behind("rows", out.rows, specified(case, out)) for out in made]
-        return after(self.function, before, made, expected, calls)
+        expected = [free_behind("rows", out.rows, specified(case, out)) for out in dispatched]
+        return after(self.function, dispatch_calls, dispatched, expected, calls)
 
 
 def specified(case: DispatchCase, out: Any) -> Tensor:
@@ -134,19 +136,21 @@ def row_tokens_of(handles: Sequence[Any]) -> list[Tensor]:
 def after(
     function: str,
     dispatches: Sequence[Problem],
-    made: Sequence[Any],
+    dispatched: Sequence[Any],
     rows: Sequence[Expectation],
     calls: Sequence[dict[str, Any]],
 ) -> list[Problem]:
-    """Calls on the dispatches' handles; `made`: the reference's results, `rows`: expected rows."""
+    """Calls on the handles of dispatches; `dispatched` are the reference's results."""
     return [
-        Problem(function, producer=dispatch, produced=SimpleNamespace(rows=right, made=out, row_map=None), **call)
-        for dispatch, out, right, call in zip(dispatches, made, rows, calls, strict=True)
+        Problem(
+            function, producer=dispatch, produced=SimpleNamespace(rows=expected_rows, made=out, row_map=None), **call
+        )
+        for dispatch, out, expected_rows, call in zip(dispatches, dispatched, rows, calls, strict=True)
     ]
 
 
 def free_behind(name: str, value: Tensor, specified: Tensor) -> Expectation:
-    """The value; unspecified rows match anything."""
+    """The expected value, where unspecified rows match anything."""
     if bool(specified.all()):
         return Exact(value)
 
@@ -161,12 +165,16 @@ def free_behind(name: str, value: Tensor, specified: Tensor) -> Expectation:
 
 def where_rows(chosen: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """x where `chosen` (a mask over the leading dimensions), else y; any dtype."""
-    left, right = (a.detach().contiguous().view(torch.uint8) if a.element_size() == 1 else a.detach() for a in (x, y))
-    return torch.where(chosen.reshape(*chosen.shape, *(1,) * (x.dim() - chosen.dim())), left, right).view(x.dtype)
+    chosen_values, other_values = (
+        a.detach().contiguous().view(torch.uint8) if a.element_size() == 1 else a.detach() for a in (x, y)
+    )
+    return torch.where(
+        chosen.reshape(*chosen.shape, *(1,) * (x.dim() - chosen.dim())), chosen_values, other_values
+    ).view(x.dtype)
 
 
 def garbage_in(rows: Tensor, real: Tensor, poison: str) -> Tensor:
-    """The rows, with garbage in rows no kernel may read."""
+    """The rows, with garbage in those that no kernel may read."""
     value = POISONED[poison]
     return rows.masked_fill(
         ~real.reshape(*real.shape, *(1,) * (rows.dim() - real.dim())),
@@ -175,12 +183,12 @@ def garbage_in(rows: Tensor, real: Tensor, poison: str) -> Tensor:
 
 
 def given_probs(probs: Tensor, read: Tensor) -> Tensor:
-    """The probs, with NaN where no kernel may read."""
+    """The probabilities, with NaN in those that no kernel may read."""
     return torch.where(read, probs, torch.nan)
 
 
 def d_style(case: DispatchCase) -> str:
-    """The style of a cotangent: special where the payload is."""
+    """The style of a cotangent: it has special values if the payload has them."""
     return case.values if case.values in ("special", "integers") else "dyadic"
 
 
@@ -190,7 +198,7 @@ def cotangents_of(case: DispatchCase, name: str, lengths: list[int]) -> list[Ten
 
 
 def masked_exact(value: Tensor) -> Exact:
-    """Values moved by autograd, which may turn -0 into 0."""
+    """The expectation of values that autograd moves, which may turn -0 into 0."""
     return Exact(value, "values")
 
 
@@ -208,7 +216,9 @@ def moved(x_GH: Tensor, source_P: Tensor) -> Tensor:
 def tree_of(
     case: DispatchCase, dtype: torch.dtype, declared: Mapping[str, Any], reduce: torch.dtype
 ) -> tuple[str, Tree]:
-    """The kind and tree of the dispatcher's sums; `reduce`: cross-rank dtype, if a choice."""
+    """The kind and the tree of the dispatcher's sums; `reduce` is the dtype of the sum over ranks,
+    if there is a choice.
+    """
     accumulator = accumulator_of(declared, dtype)
     if case.dispatcher == "allgather":
         return "ranks", Tree(accumulator, dtype, accumulator if case.ranks == 1 else reduce)
@@ -224,26 +234,26 @@ def sum_of_rows(
 ) -> list[Bounded]:
     """y[g] = Σ rows of token g on all ranks; one bound per rank."""
     dtype = rows[0].dtype
-    every, source = torch.cat(list(rows)).double(), torch.cat(list(row_tokens))
-    lengths = torch.tensor([len(own) for own in row_tokens])
+    all_rows, source = torch.cat(list(rows)).double(), torch.cat(list(row_tokens))
+    lengths = torch.tensor([len(rank_tokens) for rank_tokens in row_tokens])
     rank = torch.repeat_interleave(torch.arange(len(row_tokens)), lengths)
-    place = torch.arange(len(source)) - (lengths.cumsum(0) - lengths)[rank]
+    row_in_rank = torch.arange(len(source)) - (lengths.cumsum(0) - lengths)[rank]
     key = {
         "rows": torch.arange(len(source)),
         "ranks": source * len(row_tokens) + rank,
-        "shards": rank // case.shards * int(lengths.max()) + place,
+        "shards": rank // case.shards * int(lengths.max()) + row_in_rank,
     }[kind]
     real = source != PADDING
     _, part_R = key[real].unique(return_inverse=True)
     token_P = source.new_zeros(int(part_R.max()) + 1 if len(part_R) else 0).index_copy(0, part_R, source[real])
-    whole = tree_bound(case, every[real], part_R, token_P, case.tokens, dtype, tree)
-    return split_bound(whole, case.counts)
+    bound_of_all = tree_bound(case, all_rows[real], part_R, token_P, case.tokens, dtype, tree)
+    return split_bound(bound_of_all, case.counts)
 
 
-def split_bound(whole: Bounded, counts: Sequence[int]) -> list[Bounded]:
+def split_bound(bound_of_all: Bounded, counts: Sequence[int]) -> list[Bounded]:
     """The slice of each rank."""
-    pairs = zip(whole.value.split(list(counts)), whole.bound.split(list(counts)), strict=True)
-    return [replace(whole, value=value, bound=bound) for value, bound in pairs]
+    pairs = zip(bound_of_all.value.split(list(counts)), bound_of_all.bound.split(list(counts)), strict=True)
+    return [replace(bound_of_all, value=value, bound=bound) for value, bound in pairs]
 
 
 def dtype_of(name: str) -> torch.dtype:

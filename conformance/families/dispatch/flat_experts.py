@@ -1,4 +1,4 @@
-"""flatten_experts: called by one rank alone, between a router and a dispatcher."""
+"""`flatten_experts`, which a rank calls by itself between a router and a dispatcher."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,10 +59,10 @@ class FlattenExperts(Contract[FlatCase]):
 
     def expected(self, case: FlatCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         x = problem.required["x"]
-        right: dict[str, Expectation] = {"x": Exact(flatten_experts(x, **problem.settings))}
+        expectations: dict[str, Expectation] = {"x": Exact(flatten_experts(x, **problem.settings))}
         if problem.wanted:
-            parts = problem.cotangents["x"].double().unflatten(1, (case.groups, case.shards, -1))
-            total, magnitude = (y.sum(2).flatten(1) for y in (parts, parts.abs()))
+            shard_gradients = problem.cotangents["x"].double().unflatten(1, (case.groups, case.shards, -1))
+            total, magnitude = (y.sum(2).flatten(1) for y in (shard_gradients, shard_gradients.abs()))
             accumulator = accumulator_of(declared, x.dtype)
-            right["d_x"] = sum_bound(total, magnitude, case.shards, x.dtype, accumulator)
-        return right
+            expectations["d_x"] = sum_bound(total, magnitude, case.shards, x.dtype, accumulator)
+        return expectations

@@ -40,34 +40,51 @@ ROWS = (floats(A, C), floats(A, B))
 
 
 def _pair(function: str, required: Both, settings: Both) -> list[Problem]:
-    return [Problem(function, own, dict(more)) for own, more in zip(required, settings, strict=True)]
+    return [
+        Problem(function, inputs, dict(call_settings)) for inputs, call_settings in zip(required, settings, strict=True)
+    ]
 
 
 def _of_maps(
-    dispatcher: str, maps: tuple[Tensor, Tensor] = MAPS, probs: tuple[Tensor, Tensor] | None = PROBS, **more: Any
+    dispatcher: str,
+    maps: tuple[Tensor, Tensor] = MAPS,
+    probs: tuple[Tensor, Tensor] | None = PROBS,
+    **settings_of_both: Any,
 ) -> list[Problem]:
     """Both ranks' dispatch."""
-    required = tuple({"tokens": own, "routing_map": chosen} for own, chosen in zip(TOKENS, maps, strict=True))
-    settings = tuple({"probs": own} | more for own in probs) if probs else (more, more)
+    required = tuple(
+        {"tokens": rank_tensor, "routing_map": chosen} for rank_tensor, chosen in zip(TOKENS, maps, strict=True)
+    )
+    settings = (
+        tuple({"probs": rank_tensor} | settings_of_both for rank_tensor in probs)
+        if probs
+        else (settings_of_both, settings_of_both)
+    )
     return _pair(f"{dispatcher}_dispatch", required, settings)  # type: ignore[arg-type]
 
 
-def _of_indices(function: str = "deepep_dispatch", probs: bool = True, **more: Any) -> list[Problem]:
-    required = tuple({"tokens": own, "indices": chosen} for own, chosen in zip(TOKENS, INDICES, strict=True))
-    settings = tuple(({"probs": own} if probs else {}) | {"num_experts": 2} | more for own in SLOT_PROBS)
+def _of_indices(function: str = "deepep_dispatch", probs: bool = True, **settings_of_both: Any) -> list[Problem]:
+    required = tuple(
+        {"tokens": rank_tensor, "indices": chosen} for rank_tensor, chosen in zip(TOKENS, INDICES, strict=True)
+    )
+    settings = tuple(
+        ({"probs": rank_tensor} if probs else {}) | {"num_experts": 2} | settings_of_both for rank_tensor in SLOT_PROBS
+    )
     return _pair(function, required, settings)  # type: ignore[arg-type]
 
 
-def _after(function: str, before: list[Problem], produced: tuple[Tensor, Tensor], given: Both) -> list[Problem]:
+def _calls_on_handles(
+    function: str, dispatch_calls: list[Problem], produced: tuple[Tensor, Tensor], inputs: Both
+) -> list[Problem]:
     """Calls on the handles of a dispatch."""
     return [
         Problem(
             function,
-            own | {"handle": Opaque("handle")},
+            rank_inputs | {"handle": Opaque("handle")},
             producer=dispatch,
             produced=SimpleNamespace(rows=rows, row_map=None),
         )
-        for own, dispatch, rows in zip(given, before, produced, strict=True)
+        for rank_inputs, dispatch, rows in zip(inputs, dispatch_calls, produced, strict=True)
     ]
 
 
@@ -78,8 +95,8 @@ def _dispatched(
     lost: tuple[bool, bool] = (False, False),
 ) -> Any:
     return [
-        {"rows": Exact(own), "probs": Exact(p), "tokens_per_expert": count, "overflow": flag(full)}
-        for own, p, count, full in zip(rows, probs, counts, lost, strict=True)
+        {"rows": Exact(rank_rows), "probs": Exact(p), "tokens_per_expert": count, "overflow": flag(full)}
+        for rank_rows, p, count, full in zip(rows, probs, counts, lost, strict=True)
     ]
 
 
@@ -94,19 +111,19 @@ def _as_codes() -> Worldwide:
     """
     codes = {"a": [0x70, 0x78], "b": [0x74, 0x78], "c": [0x7A, 0x7C], "-": [0, 0]}
     values, scales = {"a": A, "b": B, "c": C, "-": [0.0, 0.0]}, {"a": 1 / 128, "b": 1 / 64, "c": 1 / 64, "-": 1.0}
-    right: list[dict[str, Expectation]] = []
+    expectations: list[dict[str, Expectation]] = []
     for rows, probs, sums in (("ac-", [0.5, 0.125, 0], ([2], [2])), ("ab-", [0.25, 1, 0], ([2],))):
-        own: dict[str, Expectation] = {
+        rank_expectations: dict[str, Expectation] = {
             "codes": _codes(*(codes[row] for row in rows)),
             "scales": Exact(floats(*([scales[row]] for row in rows))),
         }
-        own |= {
+        rank_expectations |= {
             "values": Exact(floats(*(values[row] for row in rows))),
             "probs": Exact(floats(*probs)),
             "sums": Exact(floats(*sums)),
         }
-        right.append(own | {"tokens_per_expert": ints(3), "overflow": flag(False)})
-    return [with_recipe(call, Recipe("block")) for call in _of_maps("hybridep", align=3)], right
+        expectations.append(rank_expectations | {"tokens_per_expert": ints(3), "overflow": flag(False)})
+    return [with_recipe(call, Recipe("block")) for call in _of_maps("hybridep", align=3)], expectations
 
 
 ROW_PROBS = (floats(0.5, 0.125), floats(0.25, 1))
@@ -122,7 +139,7 @@ GIVEN = (
 
 
 def _gradients(dispatcher: str) -> Worldwide:
-    """a has a row on both ranks: its gradient is a sum."""
+    """Token a has a row on both ranks, so its gradient is a sum of two rows."""
     calls = [
         Problem(
             call.function,
@@ -138,32 +155,35 @@ def _gradients(dispatcher: str) -> Worldwide:
             strict=True,
         )
     ]
-    right = _dispatched(ROWS, (ints(2), ints(2)), ROW_PROBS)
-    right[0] |= {
+    expectations = _dispatched(ROWS, (ints(2), ints(2)), ROW_PROBS)
+    expectations[0] |= {
         "d_tokens": exactly(floats([101, 202], [1000, 2000])),
         "d_probs": Exact(floats([1, 3], [0, 4]), "values"),
     }
-    right[1] |= {"d_tokens": exactly(floats([10, 20])), "d_probs": Exact(floats([2, 0]), "values")}
-    return calls, right
+    expectations[1] |= {"d_tokens": exactly(floats([10, 20])), "d_probs": Exact(floats([2, 0]), "values")}
+    return calls, expectations
 
 
-def _back(dispatcher: str) -> Worldwide:
-    return _after(f"{dispatcher}_combine", _of_maps(dispatcher), ROWS, GIVEN), SUMS
+def _sums_of_rows(dispatcher: str) -> Worldwide:
+    return _calls_on_handles(f"{dispatcher}_combine", _of_maps(dispatcher), ROWS, GIVEN), SUMS
 
 
 def _room_for_one_row(dispatcher: str) -> Worldwide:
-    """Of two rows of each rank the first, which a sent."""
-    right = _dispatched((floats(A), floats(A)), (ints(1), ints(1)), (floats(0.5), floats(0.25)), (True, True))
-    return _of_maps(dispatcher, num_rows=1), right
+    """There is room for one row.
+
+    Of the two rows for each rank the first one stays, which token a sent.
+    """
+    expectations = _dispatched((floats(A), floats(A)), (ints(1), ints(1)), (floats(0.5), floats(0.25)), (True, True))
+    return _of_maps(dispatcher, num_rows=1), expectations
 
 
 def _before_an_empty_expert(dispatcher: str) -> Worldwide:
-    """Expert 1 would begin at 3, past the end."""
-    right: list[dict[str, Expectation]] = [
+    """Expert 1 would begin at row 3, past the end."""
+    expectations: list[dict[str, Expectation]] = [
         {"rows": Exact(floats(A, B)), "tokens_per_expert": ints(2, 0), "overflow": flag(True)},
         {"tokens_per_expert": ints(0, 0), "overflow": flag(False)},
     ]
-    return _of_maps(dispatcher, ALL_TO_ONE_OF_FOUR, None, num_rows=2), right
+    return _of_maps(dispatcher, ALL_TO_ONE_OF_FOUR, None, num_rows=2), expectations
 
 
 ALLGATHER_DISPATCH: Golden = {
@@ -172,7 +192,7 @@ ALLGATHER_DISPATCH: Golden = {
     "room_for_one_row": _room_for_one_row("allgather"),
     "overflow_before_an_expert_without_tokens": _before_an_empty_expert("allgather"),
 }
-ALLGATHER_COMBINE: Golden = {"sums": _back("allgather")}
+ALLGATHER_COMBINE: Golden = {"sums": _sums_of_rows("allgather")}
 ALLTOALL_DISPATCH: Golden = {
     "by_expert": (_of_maps("alltoall"), BY_EXPERT[1]),
     "both_gradients": _gradients("alltoall"),
@@ -186,7 +206,7 @@ ALLTOALL_DISPATCH: Golden = {
         ),
     ),
 }
-ALLTOALL_COMBINE: Golden = {"sums": _back("alltoall")}
+ALLTOALL_COMBINE: Golden = {"sums": _sums_of_rows("alltoall")}
 HYBRIDEP_DISPATCH: Golden = {
     "by_expert": (_of_maps("hybridep"), BY_EXPERT[1]),
     "both_gradients": _gradients("hybridep"),
@@ -214,10 +234,10 @@ HYBRIDEP_DISPATCH: Golden = {
     ),
     "overflow_before_an_expert_without_tokens": _before_an_empty_expert("hybridep"),
 }
-HYBRIDEP_COMBINE: Golden = {"sums": _back("hybridep")}
+HYBRIDEP_COMBINE: Golden = {"sums": _sums_of_rows("hybridep")}
 HYBRIDEP_CACHED_DISPATCH: Golden = {
     "other_tokens": (
-        _after(
+        _calls_on_handles(
             "hybridep_cached_dispatch",
             _of_maps("hybridep"),
             ROWS,
@@ -247,7 +267,7 @@ DEEPEP_DISPATCH: Golden = {
 }
 DEEPEP_CACHED_DISPATCH: Golden = {
     "other_tokens": (
-        _after(
+        _calls_on_handles(
             "deepep_cached_dispatch",
             _of_indices(),
             ROWS,
@@ -257,16 +277,16 @@ DEEPEP_CACHED_DISPATCH: Golden = {
     ),
 }
 DEEPEP_COMBINE: Golden = {
-    "sums": (_after("deepep_combine", _of_indices(), ROWS, GIVEN), SUMS),
+    "sums": (_calls_on_handles("deepep_combine", _of_indices(), ROWS, GIVEN), SUMS),
 }
 
 
 def _with_a_nan() -> list[Problem]:
-    """A token per rank, for both experts: both rows of each slab have the same scale."""
+    """One token per rank, for both experts: both rows of each slab have the same scale."""
     block = torch.nn.functional.pad(floats([448 * 2.0**-5, torch.nan]), (0, 126))
-    given = {"tokens": block, "indices": torch.tensor([[0, 1]])}
+    inputs = {"tokens": block, "indices": torch.tensor([[0, 1]])}
     settings = {"num_experts": 2, "max_tokens_per_rank": 1, "use_fp8": True, "round_scale": True}
-    return _pair("deepep_low_latency_dispatch", (given, given), (settings, settings))
+    return _pair("deepep_low_latency_dispatch", (inputs, inputs), (settings, settings))
 
 
 DEEPEP_LOW_LATENCY_DISPATCH: Golden = {
@@ -288,12 +308,14 @@ _SLABS = (
 
 def _weighted() -> Worldwide:
     calls = []
-    before = _of_indices("deepep_low_latency_dispatch", probs=False, max_tokens_per_rank=2)
-    for given, dispatch, made, indices, probs in zip(GIVEN, before, _SLABS, INDICES, SLOT_PROBS, strict=True):
-        slab = torch.cat([given["rows"], torch.full((2, 2), torch.nan)])[None]
+    dispatch_calls = _of_indices("deepep_low_latency_dispatch", probs=False, max_tokens_per_rank=2)
+    for inputs, dispatch, dispatched, indices, probs in zip(
+        GIVEN, dispatch_calls, _SLABS, INDICES, SLOT_PROBS, strict=True
+    ):
+        slab = torch.cat([inputs["rows"], torch.full((2, 2), torch.nan)])[None]
         required = {"rows": slab, "indices": indices, "probs": probs}
         produced = SimpleNamespace(rows=_anything(slab), row_map=None)
-        script = in_its_own_order(made)
+        script = in_its_own_order(dispatched)
         calls.append(
             Problem(
                 "deepep_low_latency_combine",
@@ -311,7 +333,7 @@ def _weighted() -> Worldwide:
 
 
 def _anything(slab: Tensor) -> Given:
-    """Rows in unspecified order, which another case checks."""
+    """Rows in unspecified order, which another golden case checks."""
     return Given(slab, lambda outputs: Exact(outputs["rows"]))
 
 

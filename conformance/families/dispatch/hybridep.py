@@ -1,6 +1,7 @@
-"""hybridep_dispatch with a recipe: opaque rows, judged by codes and scales as `quantize` is.
+"""`hybridep_dispatch` with a recipe.
 
-`amax` is not judged: it is not sent.
+Its rows are opaque, and are judged by their codes and scales, as those of `quantize` are. `amax` is
+not judged, because it is not sent.
 """
 
 from collections.abc import Mapping
@@ -46,26 +47,26 @@ class HybridEPDispatch(MapDispatch):
     ) -> list[dict[str, Expectation]]:
         if not case.fp8:
             return super().right(case, calls, declared)
-        right = super().right(case, [_without_recipe(call) for call in calls], declared)
-        every = together(calls)
-        numbers = [_numbers(moe_ref.codes(out.rows)) for out in every]
-        sums = moe_ref.hybridep_combine(numbers, [out.handle for out in every])
+        expectations = super().right(case, [_without_recipe(call) for call in calls], declared)
+        results = together(calls)
+        numbers = [_numbers(moe_ref.codes(out.rows)) for out in results]
+        sums = moe_ref.hybridep_combine(numbers, [out.handle for out in results])
         reciprocal = declared.get("scale_arithmetic") == "reciprocal"
         return [
-            {name: x for name, x in own.items() if name != "rows"}
+            {name: x for name, x in rank_expectations.items() if name != "rows"}
             | _form_right(out, reciprocal)
             | {"sums": Exact(total.tokens, "values")}
-            for own, out, total in zip(right, every, sums, strict=True)
+            for rank_expectations, out, total in zip(expectations, results, sums, strict=True)
         ]
 
 
 def with_recipe(call: Problem, recipe: Recipe) -> Problem:
-    """The call with a recipe; the cotangent belongs to the dequantised rows."""
+    """The call with a recipe. The cotangent is that of the dequantised rows."""
     layouts = {"d_dequantized" if of == "d_rows" else of: layout for of, layout in call.layouts.items()}
     cotangents = {"dequantized" if name == "rows" else name: x for name, x in call.cotangents.items()}
     settings = call.settings | {"recipe": recipe}
-    asked = replace(call, settings=settings, layouts=layouts, cotangents=cotangents)
-    return replace(asked, script=_script, first=call.required, read=_read, others=READERS)
+    call_with_recipe = replace(call, settings=settings, layouts=layouts, cotangents=cotangents)
+    return replace(call_with_recipe, script=_script, first=call.required, read=_read, others=READERS)
 
 
 def _without_recipe(call: Problem) -> Problem:
@@ -75,15 +76,15 @@ def _without_recipe(call: Problem) -> Problem:
     )
 
 
-def _script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Dispatch, dequantise, and locate the rows by a combine through the handle."""
-    settings = {name: given[name] for name in KEYWORDS if name in given}
+def _script(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Dispatch, dequantise, and find the order of the rows by a combine through the handle."""
+    settings = {name: arguments[name] for name in KEYWORDS if name in arguments}
     outputs = named_outputs(
-        implementation.call("hybridep_dispatch", given["tokens"], given["routing_map"], **settings), OUTPUTS
+        implementation.call("hybridep_dispatch", arguments["tokens"], arguments["routing_map"], **settings), OUTPUTS
     )
     outputs["dequantized"] = implementation.call("dequantize", outputs["rows"])
     combined = implementation.call(
-        "hybridep_combine", _numbers(outputs["dequantized"]), outputs["handle"], group=given["group"]
+        "hybridep_combine", _numbers(outputs["dequantized"]), outputs["handle"], group=arguments["group"]
     )
     return outputs | {"sums": named_outputs(combined, ("tokens", "probs"))["tokens"]}
 
@@ -94,12 +95,14 @@ def _numbers(like: Tensor) -> Tensor:
 
 
 def _read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
-    """The segments' codes, scales and values in place of the rows; reads the count on the host."""
-    quantized, inside = outputs["rows"], max(int(outputs["tokens_per_expert"].sum()), 0)
-    found = {name: x for name, x in outputs.items() if name != "rows"}
-    found["codes"] = implementation.call("codes", quantized)[:inside]
-    found["scales"] = implementation.call("scales", quantized)
-    return found | {"values": one_nan(outputs["dequantized"].detach()[:inside])}
+    """The codes, scales and values of the segments, in place of the rows. The number of rows is
+    read on the host.
+    """
+    quantized, num_rows = outputs["rows"], max(int(outputs["tokens_per_expert"].sum()), 0)
+    readings = {name: x for name, x in outputs.items() if name != "rows"}
+    readings["codes"] = implementation.call("codes", quantized)[:num_rows]
+    readings["scales"] = implementation.call("scales", quantized)
+    return readings | {"values": one_nan(outputs["dequantized"].detach()[:num_rows])}
 
 
 def _form_right(out: Any, reciprocal: bool) -> dict[str, Expectation]:
@@ -109,17 +112,19 @@ def _form_right(out: Any, reciprocal: bool) -> dict[str, Expectation]:
         "rows": out.rows,
         "dequantized": moe_ref.dequantize(out.rows),
     }
-    known = {"amax": moe_ref.amax(out.rows)}
+    known_outputs = {"amax": moe_ref.amax(out.rows)}
     form: Form = out.rows.form(False)
-    inside = replace(form, source_MN=form.source_MN[: int(out.tokens_per_expert.sum())])
-    right = QuantizedForm(inside, NAMES, _read(Implementation(moe_ref), outputs) | known, reciprocal).expectations()
-    return {name: _knowing(x, known) for name, x in right.items() if name not in known}
+    segment_form = replace(form, source_MN=form.source_MN[: int(out.tokens_per_expert.sum())])
+    expectations = QuantizedForm(
+        segment_form, NAMES, _read(Implementation(moe_ref), outputs) | known_outputs, reciprocal
+    ).expectations()
+    return {name: _knowing(x, known_outputs) for name, x in expectations.items() if name not in known_outputs}
 
 
-def _knowing(expected: Expectation, known: dict[str, Tensor]) -> Expectation:
-    """The expectation, with `known` added to the outputs it reads."""
+def _knowing(expected: Expectation, known_outputs: dict[str, Tensor]) -> Expectation:
+    """The expectation, with `known_outputs` added to the outputs that it reads."""
     return (
-        Given(expected.value, lambda outputs: expected.make({**outputs, **known}))
+        Given(expected.value, lambda outputs: expected.make({**outputs, **known_outputs}))
         if isinstance(expected, Given)
         else expected
     )

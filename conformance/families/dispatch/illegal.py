@@ -21,17 +21,17 @@ from moe_ref.permutation.rows import PADDING
 
 
 def _probs_too_long(problem: Problem) -> Problem:
-    beside = problem.required.get("routing_map", problem.required.get("indices"))
-    assert beside is not None
+    slots = problem.required.get("routing_map", problem.required.get("indices"))
+    assert slots is not None
     return replace(
         bare(problem),
-        settings=problem.settings | {"probs": torch.ones(len(beside) + 1, beside.shape[1])},
+        settings=problem.settings | {"probs": torch.ones(len(slots) + 1, slots.shape[1])},
         blame="probs",
     )
 
 
 def _expert_twice(problem: Problem) -> Problem:
-    """Every slot twice, under the default policy."""
+    """Every slot is repeated, under the default policy, which forbids it."""
     indices = problem.required["indices"]
     return replace(bare(problem).with_tensors({"indices": torch.cat([indices, indices], 1)}), blame="indices")
 
@@ -43,7 +43,10 @@ def _slot_empty(problem: Problem) -> Problem:
 
 
 def _no_room_for_all(problem: Problem) -> Problem:
-    """All tokens go to the first expert: its rank has room for what one rank sends, not for all."""
+    """All tokens go to the first expert.
+
+    Its rank has room for the tokens of one rank, but not for those of all ranks.
+    """
     first = bare(problem).with_tensors({"indices": torch.zeros_like(problem.required["indices"])[:, :1]})
     ranks = problem.settings["num_experts"]  # of one expert each; the first has one token more than the last
     return replace(first, settings=first.settings | {"num_worst_tokens": ranks}, blame="num_worst_tokens")
@@ -53,7 +56,7 @@ _DISPATCH: dict[str, Rule] = {"tokens_flat": flat("tokens")}
 
 
 def _slots_too_few(problem: Problem) -> Problem:
-    """Without the last slot, which dispatch was given."""
+    """The last slot, which the dispatch was given, is missing."""
     fewer = {name: problem.tensors[name][:, :-1] for name in ("indices", "probs")}
     return replace(bare(problem).with_tensors(fewer), blame="indices")
 

@@ -23,7 +23,10 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 
 def _repeats(trial: Trial, law: str, outputs: dict[str, Any]) -> Finding | None:
-    """The second run against the first; outputs in free order are judged separately."""
+    """Compare the second run with the first.
+
+    Outputs whose order is free are judged by themselves.
+    """
     finding = trial.judged(law, trial.expected, outputs)
     if finding or not trial.declared.get("deterministic"):
         return finding
@@ -33,11 +36,11 @@ def _repeats(trial: Trial, law: str, outputs: dict[str, Any]) -> Finding | None:
 
 def _determinism(trial: Trial) -> Finding | None:
     """The same call on memory with other contents."""
-    other = {"nan": "zero", "zero": "max", "max": "nan"}[trial.case.poison]
-    return _repeats(trial, "determinism", trial.run(trial.problem, poison=other))
+    second_poison = {"nan": "zero", "zero": "max", "max": "nan"}[trial.case.poison]
+    return _repeats(trial, "determinism", trial.run(trial.problem, poison=second_poison))
 
 
-def _other(trial: Trial, case: DispatchCase) -> tuple[Problem, dict[str, Expectation]]:
+def _call_of(trial: Trial, case: DispatchCase) -> tuple[Problem, dict[str, Expectation]]:
     """This rank's call of another case, and its expectations."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     calls = at.whole.calls(case)
@@ -45,10 +48,10 @@ def _other(trial: Trial, case: DispatchCase) -> tuple[Problem, dict[str, Expecta
 
 
 def _other_values(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
-    """The same shapes: a dispatch with another routing, a combine with other rows."""
+    """Other values of the same shapes: for a dispatch another routing, for a combine other rows."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     if not trial.problem.producer:
-        return _other(trial, replace(trial.case, seed=trial.case.seed + 1, law="", slots=None))
+        return _call_of(trial, replace(trial.case, seed=trial.case.seed + 1, law="", slots=None))
     name = next(iter(trial.problem.required))
     calls = [
         call.with_tensors(
@@ -63,19 +66,19 @@ def _other_values(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
     return at.own(calls), at.whole.right(trial.case, calls, trial.declared)[at.place.rank]
 
 
-def _elsewhere(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
+def _rerouted(trial: Trial) -> tuple[Problem, dict[str, Expectation]]:
     """Every rank's tokens reversed, each for other experts: new counts, no more room needed.
 
     The experts of a rank stay together, so the fullest rank (now another one) holds as many rows.
     Where the counts would not change, the first token of every rank is unrouted.
     """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
-    before = at.calls(trial.case)
+    first_calls = at.calls(trial.case)
     calls = [
         call.with_tensors({name: _next_experts(trial.case, name, upside_down(x)) for name, x in call.tensors.items()})
-        for call in before
+        for call in first_calls
     ]
-    if torch.equal(_wanted(trial.case, calls), _wanted(trial.case, before)):
+    if torch.equal(_requests_per_expert(trial.case, calls), _requests_per_expert(trial.case, first_calls)):
         name, nobody = ("routing_map", 0) if trial.case.dispatcher in MAPPED else ("indices", PADDING)
         calls = [
             call.with_tensors(
@@ -97,7 +100,7 @@ def _next_experts(case: DispatchCase, name: str, x: Tensor) -> Tensor:
     return x
 
 
-def _wanted(case: DispatchCase, calls: list[Problem]) -> Tensor:
+def _requests_per_expert(case: DispatchCase, calls: list[Problem]) -> Tensor:
     """[E]: requests per expert by all ranks' tokens."""
     if case.dispatcher in MAPPED:
         return torch.cat([call.required["routing_map"] for call in calls]).long().sum(0)
@@ -106,7 +109,7 @@ def _wanted(case: DispatchCase, calls: list[Problem]) -> Tensor:
 
 
 def _buffer_reuse(trial: Trial) -> Finding | None:
-    """Other values in the memory of the inputs."""
+    """Other values in the memory of the first call's inputs."""
     return overwritten(trial, *_other_values(trial))
 
 
@@ -116,12 +119,14 @@ def _handle_again(trial: Trial) -> Finding | None:
 
 
 def _late_producer(trial: Trial) -> Finding | None:
-    """Inputs with writes pending on the current stream."""
+    """Writes to the inputs are still pending on the current stream when the function is called."""
     return _repeats(trial, "late_producer", trial.run(trial.problem, late=True))
 
 
 def _host_sync(trial: Trial) -> Finding | None:
-    """No host sync where `host_sync_free` is declared, and the ranks' transport needs none."""
+    """No host synchronisation happens where `host_sync_free` is declared, unless the transport
+    between ranks needs one.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     if at.place.shares_gpu or not trial.declared.get("host_sync_free"):
         return None
@@ -134,11 +139,11 @@ def _host_sync(trial: Trial) -> Finding | None:
 
 
 def _graph_capture(trial: Trial) -> Finding | None:
-    """Captured with one routing, replayed with another, where declared."""
+    """A graph is captured with one routing and replayed with another, where this is declared."""
     if not trial.declared.get("graph_capturable"):
         return None
-    second, right = _other_values(trial) if trial.problem.producer else _elsewhere(trial)
-    return trial.judged("graph_capture", right, trial.run(trial.problem, replay=second))
+    second, expectations = _other_values(trial) if trial.problem.producer else _rerouted(trial)
+    return trial.judged("graph_capture", expectations, trial.run(trial.problem, replay=second))
 
 
 def _adjointness(trial: Trial) -> Finding | None:
@@ -146,9 +151,9 @@ def _adjointness(trial: Trial) -> Finding | None:
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     into = trial.problem.wanted[0]
     out = {"tokens": "rows", "rows": "tokens"}[into]
-    left = _inner(trial.problem.cotangents[out], trial.first[out])
-    right = _inner(trial.first[f"d_{into}"], trial.problem.required[into])
-    both = torch.tensor([left, right], dtype=torch.float64)
+    forward_product = _inner(trial.problem.cotangents[out], trial.first[out])
+    backward_product = _inner(trial.first[f"d_{into}"], trial.problem.required[into])
+    both = torch.tensor([forward_product, backward_product], dtype=torch.float64)
     dist.all_reduce(both, group=at.place.group)
     if both[0] == both[1]:
         return None
@@ -168,14 +173,16 @@ def _inner(a: Tensor, b: Tensor) -> float:
 
 
 def _relabelling(trial: Trial) -> Finding | None:
-    """Every rank's tokens and experts reversed: the same rows in other places."""
+    """Every rank's tokens and experts are reversed: the same rows arrive at other positions."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, case = at.place.rank, replace(trial.case, grads="", unused="", law="", layout="contiguous", layout_of="")
-    before = at.calls(trial.case)
-    after = [replace(_turned(case, call), wanted=(), cotangents={}, layouts={}) for call in before]
-    one, two = (together(calls) for calls in (before, after))
-    outputs = trial.run(at.own(after))
-    places = _places(one[rank].handle.plan.provenance(rank), two[rank].handle.plan.provenance(rank), case)
+    calls_before = at.calls(trial.case)
+    relabelled_calls = [replace(_turned(case, call), wanted=(), cotangents={}, layouts={}) for call in calls_before]
+    first_results, second_results = (together(calls) for calls in (calls_before, relabelled_calls))
+    outputs = trial.run(at.own(relabelled_calls))
+    places = _places(
+        first_results[rank].handle.plan.provenance(rank), second_results[rank].handle.plan.provenance(rank), case
+    )
     moved = {}
     for name in ("rows", "probs"):
         x = trial.first.get(name)
@@ -183,8 +190,8 @@ def _relabelling(trial: Trial) -> Finding | None:
             raw = x.view(torch.uint8) if x.element_size() == 1 else x
             moved[name] = raw[places].view(x.dtype)
             got = outputs.get(name)
-            if isinstance(got, Tensor) and len(got) == two[rank].handle.plan.num_rows[rank]:
-                real = two[rank].handle.plan.copies(rank) != PADDING
+            if isinstance(got, Tensor) and len(got) == second_results[rank].handle.plan.num_rows[rank]:
+                real = second_results[rank].handle.plan.copies(rank) != PADDING
                 outputs[name] = (got.view(torch.uint8) if got.element_size() == 1 else got)[real].view(got.dtype)
     return same("relabelling", moved, outputs)
 
@@ -201,7 +208,7 @@ def _turned(case: DispatchCase, call: Problem) -> Problem:
 
 
 def _places(before_P3: Tensor, after_P3: Tensor, case: DispatchCase) -> Tensor:
-    """The first run's row of each row of the second."""
+    """The row of the first run for each row of the second run."""
     where = {tuple(key): row for row, key in enumerate(before_P3.tolist())}
     counts, held = case.counts, case.local_experts
     out = []
@@ -234,18 +241,21 @@ def has_plain_slots(case: DispatchCase) -> bool:
 
 def _linear(case: DispatchCase) -> bool:
     """Whether the only output is linear in the first input, with its gradient requested."""
-    asked = case.grads.split("+")[0] in ("tokens", "rows") and not case.unused and not case.biases
-    return _whole_numbers(case) and asked and case.slack is None
+    gradient_wanted = case.grads.split("+")[0] in ("tokens", "rows") and not case.unused and not case.biases
+    return _whole_numbers(case) and gradient_wanted and case.slack is None
 
 
 def _static(case: DispatchCase) -> bool:
-    """Whether all sizes are known on the host, forward only."""
+    """Whether the host knows all sizes, and no gradients are wanted."""
     sized = case.capacity or case.slack is not None or case.dispatcher == "deepep_low_latency"
     return bool(is_fine(case) and sized and not case.grads and case.layout == "contiguous")
 
 
 def _unread(case: DispatchCase) -> bool:
-    """Whether moreover no value need be read: an implementation refuses wrong indices if it may."""
+    """Whether, in addition, no value need be read on the host.
+
+    An implementation may read indices in order to refuse wrong ones.
+    """
     read = case.dispatcher not in MAPPED and case.function.endswith("_dispatch") and case.function not in CACHED
     return _static(case) and (case.trusted or not read)
 

@@ -24,7 +24,7 @@ from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation, Finding
 from moe_ref.permutation.rows import PADDING
 
-PAUSES = 4  # per rank and law, each up to PAUSE_MS
+PAUSES = 4  # pauses per rank and law, each up to PAUSE_MS
 PAUSE_MS = 4
 
 
@@ -50,25 +50,30 @@ def named(call: Problem, mark: str) -> dict[str, Any]:
     return {f"{name}{mark}": x for name, x in (call.required | call.settings).items()}
 
 
-def send(implementation: Implementation, call: Problem, given: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Dispatch the arguments in `given` with that mark."""
-    settings = {name: given[f"{name}{mark}"] for name in call.settings}
+def send(implementation: Implementation, call: Problem, arguments: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Dispatch the arguments whose names end with that mark."""
+    settings = {name: arguments[f"{name}{mark}"] for name in call.settings}
     result = implementation.call(
-        call.function, *(given[f"{name}{mark}"] for name in call.required), **settings, group=given["group"]
+        call.function, *(arguments[f"{name}{mark}"] for name in call.required), **settings, group=arguments["group"]
     )
     return named_outputs(result, outputs_of(call.function))
 
 
 def send_back(
-    implementation: Implementation, function: str, rows: Tensor, made: dict[str, Any], given: dict[str, Any], mark: str
+    implementation: Implementation,
+    function: str,
+    rows: Tensor,
+    dispatched: dict[str, Any],
+    arguments: dict[str, Any],
+    mark: str,
 ) -> Tensor:
-    """Combine rows of that dispatch; weights default to ones."""
+    """Combine rows through the handle of that dispatch. Weights are 1 unless they are given."""
     name = function.replace("dispatch", "combine")
     if name == "deepep_low_latency_combine":
-        indices = given[f"indices{mark}"]
-        weights = given.get(f"weights{mark}", torch.ones(indices.shape, device=indices.device))
-        return implementation.call(name, rows, indices, weights, made["handle"], group=given["group"])
-    out = implementation.call(name, rows, made["handle"], group=given["group"])
+        indices = arguments[f"indices{mark}"]
+        weights = arguments.get(f"weights{mark}", torch.ones(indices.shape, device=indices.device))
+        return implementation.call(name, rows, indices, weights, dispatched["handle"], group=arguments["group"])
+    out = implementation.call(name, rows, dispatched["handle"], group=arguments["group"])
     tokens: Tensor = out if isinstance(out, Tensor) else named_outputs(out, outputs_of(name))["tokens"]
     return tokens
 
@@ -82,46 +87,53 @@ def _pause(seed: int, rank: int, turn: int, device: torch.device) -> None:
 
 
 def _in_flight(trial: Trial) -> Finding | None:
-    """Two dispatches before the first combine, random delays, the first again: no rows mix."""
+    """Two dispatches before the first combine, with random delays, and the first dispatch again:
+    rows of different dispatches must not mix.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
-    rank, plain = at.place.rank, replace(trial.case, grads="", unused="", law="", layout="contiguous", layout_of="")
-    if plain.values == "reciprocals":  # rows are added up here, and a GPU's atomics flush subnormals
-        plain = replace(plain, values="dyadic")
-    cases = {" a": plain, " b": replace(plain, seed=plain.seed + 1, slots=None)}
+    rank, plain_case = (
+        at.place.rank,
+        replace(trial.case, grads="", unused="", law="", layout="contiguous", layout_of=""),
+    )
+    if plain_case.values == "reciprocals":  # this law adds up rows, and a GPU's atomics flush subnormal numbers
+        plain_case = replace(plain_case, values="dyadic")
+    cases = {" a": plain_case, " b": replace(plain_case, seed=plain_case.seed + 1, slots=None)}
     calls = {mark: dispatches_of(case) for mark, case in cases.items()}
     function = calls[" a"][0].function
 
-    def script(implementation: Implementation, given: dict[str, Any]) -> dict[str, Any]:
-        device = given["tokens a"].device
-        made: dict[str, Any] = {}
+    def script(implementation: Implementation, arguments: dict[str, Any]) -> dict[str, Any]:
+        device = arguments["tokens a"].device
+        dispatched: dict[str, Any] = {}
         for turn, mark in enumerate((" a", " b")):
-            _pause(plain.seed, rank, turn, device)
-            made[mark] = send(implementation, calls[mark][rank], given, mark)
-        back = {}
+            _pause(plain_case.seed, rank, turn, device)
+            dispatched[mark] = send(implementation, calls[mark][rank], arguments, mark)
+        combined = {}
         for turn, mark in enumerate((" b", " a")):
-            _pause(plain.seed, rank, 2 + turn, device)
-            back[mark] = send_back(implementation, function, made[mark]["rows"], made[mark], given, mark)
-        made[" again"] = send(implementation, calls[" a"][rank], given, " a")
-        every = {f"{name}{mark}": x for mark, outputs in made.items() for name, x in outputs.items()}
-        return every | {f"tokens back{mark}": x for mark, x in back.items()}
+            _pause(plain_case.seed, rank, 2 + turn, device)
+            combined[mark] = send_back(
+                implementation, function, dispatched[mark]["rows"], dispatched[mark], arguments, mark
+            )
+        dispatched[" again"] = send(implementation, calls[" a"][rank], arguments, " a")
+        outputs = {f"{name}{mark}": x for mark, outputs in dispatched.items() for name, x in outputs.items()}
+        return outputs | {f"tokens back{mark}": x for mark, x in combined.items()}
 
-    inputs = {name: x for mark, own in calls.items() for name, x in named(own[rank], mark).items()}
+    inputs = {name: x for mark, rank_calls in calls.items() for name, x in named(rank_calls[rank], mark).items()}
     first = calls[" a"][rank]
     problem = Problem(function, inputs, {"group": at.place.group}, script=script, first=first.required | first.settings)
     outputs = trial.run(problem)
     for mark in (" a", " b", " again"):
-        case = cases.get(mark, plain)
-        sent = calls.get(mark, calls[" a"])
-        every = together(sent)
-        right = {"rows": rows_right(case, every[rank])}
-        own = {name.removesuffix(mark): x for name, x in outputs.items() if name.endswith(mark)}
+        case = cases.get(mark, plain_case)
+        dispatch_calls = calls.get(mark, calls[" a"])
+        results = together(dispatch_calls)
+        expectations = {"rows": rows_right(case, results[rank])}
+        rank_calls = {name.removesuffix(mark): x for name, x in outputs.items() if name.endswith(mark)}
         if mark != " again" and case.dtype in FLOATS:
-            rows = [out.rows.flatten(0, -2) for out in every]
+            rows = [out.rows.flatten(0, -2) for out in results]
             kind, tree = tree_of(case, rows[0].dtype, trial.declared, reduce_dtype(case, rows[0].dtype))
-            right["tokens back"] = sum_of_rows(case, rows, row_tokens_of([out.handle for out in every]), kind, tree)[
-                rank
-            ]
-        finding = trial.judged("in_flight", right, own)
+            expectations["tokens back"] = sum_of_rows(
+                case, rows, row_tokens_of([out.handle for out in results]), kind, tree
+            )[rank]
+        finding = trial.judged("in_flight", expectations, rank_calls)
         if finding:
             return finding
     return None
@@ -135,12 +147,12 @@ def reduce_dtype(case: DispatchCase, dtype: torch.dtype) -> torch.dtype:
 def rows_right(case: DispatchCase, out: Any) -> Expectation:
     if case.dispatcher == "deepep_low_latency":
         return dispatch_slabs.judged(out)["rows"]
-    said = (
+    specified_rows = (
         dispatch_maps.specified(case, out)
         if case.dispatcher in MAPPED
         else out.handle.row_tokens[out.handle.rank] != PADDING
     )
-    return dispatch_maps.free_behind("rows", out.rows, said)
+    return dispatch_maps.free_behind("rows", out.rows, specified_rows)
 
 
 # ---- nonlinear experts
@@ -157,31 +169,36 @@ def first_expert(case: DispatchCase, rank: int) -> int:
     return rank // case.shards * case.local_experts
 
 
-def at_experts(case: DispatchCase, made: dict[str, Any], first: int) -> Tensor:
-    """The experts' results on dispatched rows, from expert `first`; DeepEP: summed over slots."""
-    rows = made["rows"]
+def at_experts(case: DispatchCase, dispatched: dict[str, Any], first: int) -> Tensor:
+    """The results of the experts on dispatched rows, counting experts from `first`.
+
+    For DeepEP, the results of a row's slots are added.
+    """
+    rows = dispatched["rows"]
     device = rows.device
     if case.dispatcher == "deepep":
-        local = made["indices"].long()
-        parts = [
+        local = dispatched["indices"].long()
+        slot_results = [
             torch.where((local[:, k] >= 0)[:, None], _expert(rows, first + local[:, k]), 0.0) for k in range(case.topk)
         ]
-        return torch.stack(parts).sum(0)
+        return torch.stack(slot_results).sum(0)
     if case.dispatcher == "deepep_low_latency":
         return _expert(rows, first + torch.arange(case.local_experts, device=device)[:, None].expand(rows.shape[:2]))
     owner = torch.repeat_interleave(
-        torch.arange(case.local_experts, device=device), made["tokens_per_expert"].to(device).long()
+        torch.arange(case.local_experts, device=device), dispatched["tokens_per_expert"].to(device).long()
     )
-    whole = torch.zeros(len(rows), dtype=torch.long, device=device)
-    whole[: len(owner)] = first + owner[: len(rows)]
-    return _expert(rows, whole)
+    row_experts = torch.zeros(len(rows), dtype=torch.long, device=device)
+    row_experts[: len(owner)] = first + owner[: len(rows)]
+    return _expert(rows, row_experts)
 
 
 def _dense(trial: Trial) -> Finding | None:
-    """Dispatch, nonlinear experts, combine: equal to one process, for every offered dispatcher."""
+    """Dispatch, nonlinear experts and combine give the result of one process, for every dispatcher
+    that is offered.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank = at.place.rank
-    plain = replace(
+    plain_case = replace(
         trial.case,
         law="",
         grads="",
@@ -198,30 +215,37 @@ def _dense(trial: Trial) -> Finding | None:
         trial.case, law="", grads="", unused="", layout="contiguous", layout_of="", probs="", scales=0, biases=0
     )
     for dispatcher in dict.fromkeys((trial.case.dispatcher, *(DISPATCHERS if trial.case.shards == 1 else ()))):
-        own = dispatcher == trial.case.dispatcher
-        case = own_case if own else replace(plain, function=f"{dispatcher}_dispatch")
+        is_own_dispatcher = dispatcher == trial.case.dispatcher
+        case = own_case if is_own_dispatcher else replace(plain_case, function=f"{dispatcher}_dispatch")
         function = f"{dispatcher}_dispatch"
         calls = dispatches_of(case)
         group = {"group": at.place.group}
-        back = Problem(function.replace("dispatch", "combine"), calls[rank].required, group)
-        asked = replace(calls[rank], settings=calls[rank].settings | group)
-        if trial.extras["refusal"](asked) or not trial.extras["offers"](back.function):
+        combine_call = Problem(function.replace("dispatch", "combine"), calls[rank].required, group)
+        call_with_group = replace(calls[rank], settings=calls[rank].settings | group)
+        if trial.extras["refusal"](call_with_group) or not trial.extras["offers"](combine_call.function):
             continue
 
         def script(
             implementation: Implementation,
-            given: dict[str, Any],
+            arguments: dict[str, Any],
             case: DispatchCase = case,
             call: Problem = calls[rank],
         ) -> dict[str, Any]:
-            made = send(implementation, call, given, "")
+            dispatched = send(implementation, call, arguments, "")
             return {
                 "layer": send_back(
-                    implementation, call.function, at_experts(case, made, first_expert(case, rank)), made, given, ""
+                    implementation,
+                    call.function,
+                    at_experts(case, dispatched, first_expert(case, rank)),
+                    dispatched,
+                    arguments,
+                    "",
                 )
             }
 
-        problem = replace(asked, script=script, first=asked.required, settings=asked.settings)
+        problem = replace(
+            call_with_group, script=script, first=call_with_group.required, settings=call_with_group.settings
+        )
         finding = trial.judged(
             "dense", {"layer": Exact(_by_one_process(case, calls[rank]), "values")}, trial.run(problem)
         )
@@ -231,7 +255,7 @@ def _dense(trial: Trial) -> Finding | None:
 
 
 def _by_one_process(case: DispatchCase, call: Problem) -> Tensor:
-    """[T,H]: the layer without a dispatcher."""
+    """The layer's result [T,H] in one process, without a dispatcher."""
     tokens = call.required["tokens"]
     chosen = call.required["routing_map"] != 0 if case.dispatcher in MAPPED else None
     total = torch.zeros_like(tokens)

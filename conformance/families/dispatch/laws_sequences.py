@@ -1,6 +1,6 @@
-"""The law of sequences: handles of several dispatches, used in any order and more than once.
+"""The law of sequences: handles of several dispatches are used in any order, and more than once.
 
-As in `laws`, every rank requests the same calls in the same order.
+As in `laws`, every rank makes the same calls in the same order.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ from conformance.families.dispatch.laws_journeys import (
 from conformance.interface import Implementation
 from conformance.judge import Expectation, Finding
 
-WIDER = 3  # columns that a cached dispatch has beyond its handle's
+WIDER = 3  # columns that a cached dispatch has in addition to those of its handle
 
 
 @dataclass
 class Sent:
-    """One dispatch, or a cached one through its handle, on all ranks."""
+    """One dispatch on all ranks, or a cached one through its handle."""
 
     mark: str  # of its arguments
     case: DispatchCase
@@ -52,60 +52,69 @@ class Sent:
 
 
 def planned(case: DispatchCase) -> list[tuple[str, Sent]]:
-    """Each step with the dispatch that it makes or whose handle and rows it takes."""
-    plain = replace(case, grads="", unused="", law="", layout="contiguous", layout_of="", journey="")
-    if plain.values == "reciprocals":  # rows are added up here, and a GPU's atomics flush subnormals
-        plain = replace(plain, values="dyadic")
-    sent: list[Sent] = []
+    """Each step, with the dispatch that it makes, or whose handle and rows it takes."""
+    plain_case = replace(case, grads="", unused="", law="", layout="contiguous", layout_of="", journey="")
+    if plain_case.values == "reciprocals":  # rows are added up here, and a GPU's atomics flush subnormals
+        plain_case = replace(plain_case, values="dyadic")
+    dispatches: list[Sent] = []
     steps: list[tuple[str, Sent]] = []
     for number, word in enumerate(case.journey.split("+")):
         mark = f" {number}"
         if word == "send":
-            own = plain if not sent else replace(plain, seed=plain.seed + number, slots=None)
-            calls = dispatches_of(own)
-            every = together(calls)
-            sent.append(Sent(mark, own, calls, every, [out.rows for out in every]))
+            step_case = plain_case if not dispatches else replace(plain_case, seed=plain_case.seed + number, slots=None)
+            calls = dispatches_of(step_case)
+            results = together(calls)
+            dispatches.append(Sent(mark, step_case, calls, results, [out.rows for out in results]))
         elif word in ("again", "wider"):
-            last = sent[-1]
-            own = replace(last.case, hidden=last.case.hidden + WIDER * (word == "wider"))
-            tokens = values_of(own, f"tokens{mark}", list(own.counts))
+            last = dispatches[-1]
+            step_case = replace(last.case, hidden=last.case.hidden + WIDER * (word == "wider"))
+            tokens = values_of(step_case, f"tokens{mark}", list(step_case.counts))
             cached = getattr(moe_ref, last.calls[0].function.replace("dispatch", "cached_dispatch"))
             rows = cached(tokens, [out.handle for out in last.every])
-            sent[-1] = Sent(mark, last.case, last.calls, last.every, rows, tokens)
-        steps.append((word, sent[0] if word == "first" else sent[-1]))
+            dispatches[-1] = Sent(mark, last.case, last.calls, last.every, rows, tokens)
+        steps.append((word, dispatches[0] if word == "first" else dispatches[-1]))
     return steps
 
 
-def _sums(sent: Sent, declared: Any) -> Sequence[Expectation]:
-    rows = [rows.flatten(0, -2) for rows in sent.rows]
-    kind, tree = tree_of(sent.case, rows[0].dtype, declared, reduce_dtype(sent.case, rows[0].dtype))
-    return sum_of_rows(sent.case, rows, row_tokens_of([out.handle for out in sent.every]), kind, tree)
+def _sums(dispatch: Sent, declared: Any) -> Sequence[Expectation]:
+    rows = [rows.flatten(0, -2) for rows in dispatch.rows]
+    kind, tree = tree_of(dispatch.case, rows[0].dtype, declared, reduce_dtype(dispatch.case, rows[0].dtype))
+    return sum_of_rows(dispatch.case, rows, row_tokens_of([out.handle for out in dispatch.every]), kind, tree)
 
 
 def _sequence(trial: Trial) -> Finding | None:
-    """Each step has the rows, or gets back the tokens, of its own dispatch."""
+    """Each step returns the rows of its own dispatch, or its tokens."""
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, steps = at.place.rank, planned(trial.case)
     function = steps[0][1].calls[0].function
 
-    def script(implementation: Implementation, given: dict[str, Any]) -> dict[str, Any]:
-        made: dict[str, dict[str, Any]] = {}  # by the mark of the dispatch
+    def script(implementation: Implementation, arguments: dict[str, Any]) -> dict[str, Any]:
+        dispatched: dict[str, dict[str, Any]] = {}  # by the mark of the dispatch
         newest: dict[str, Any] = {}
         outputs: dict[str, Any] = {}
-        for number, (word, own) in enumerate(steps):
+        for number, (word, dispatch) in enumerate(steps):
             if word == "send":
-                newest = made[own.mark] = send(implementation, own.calls[rank], given, own.mark)
+                newest = dispatched[dispatch.mark] = send(
+                    implementation, dispatch.calls[rank], arguments, dispatch.mark
+                )
                 outputs[f"{number}.rows"] = newest["rows"]
-            elif own.tokens is not None and own.mark == f" {number}":
+            elif dispatch.tokens is not None and dispatch.mark == f" {number}":
                 name = function.replace("dispatch", "cached_dispatch")
-                rows = implementation.call(name, given[f"tokens{own.mark}"], newest["handle"], group=given["group"])
-                newest = made[own.mark] = newest | {"rows": rows}
+                rows = implementation.call(
+                    name, arguments[f"tokens{dispatch.mark}"], newest["handle"], group=arguments["group"]
+                )
+                newest = dispatched[dispatch.mark] = newest | {"rows": rows}
                 outputs[f"{number}.rows"] = rows
             else:
-                back = send_back(
-                    implementation, function, made[own.mark]["rows"], made[own.mark], given, _mark(own, steps)
+                combined = send_back(
+                    implementation,
+                    function,
+                    dispatched[dispatch.mark]["rows"],
+                    dispatched[dispatch.mark],
+                    arguments,
+                    _mark(dispatch, steps),
                 )
-                outputs[f"{number}.tokens"] = back
+                outputs[f"{number}.tokens"] = combined
         return outputs
 
     first = steps[0][1].calls[rank]
@@ -116,34 +125,34 @@ def _sequence(trial: Trial) -> Finding | None:
         script=script,
         first=first.required | first.settings,
     )
-    right: dict[str, Expectation] = {}
-    for number, (word, own) in enumerate(steps):
+    expectations: dict[str, Expectation] = {}
+    for number, (word, dispatch) in enumerate(steps):
         if word in ("back", "first"):
-            right[f"{number}.tokens"] = _sums(own, trial.declared)[rank]
+            expectations[f"{number}.tokens"] = _sums(dispatch, trial.declared)[rank]
         else:
-            right[f"{number}.rows"] = own.right()[rank]
-    return trial.judged("sequence", right, trial.run(problem))
+            expectations[f"{number}.rows"] = dispatch.right()[rank]
+    return trial.judged("sequence", expectations, trial.run(problem))
 
 
-def _mark(sent: Sent, steps: list[tuple[str, Sent]]) -> str:
-    """The mark of the arguments of the dispatch whose handle it is."""
-    return next(own.mark for word, own in steps if word == "send" and own.every is sent.every)
+def _mark(dispatch: Sent, steps: list[tuple[str, Sent]]) -> str:
+    """The mark of the arguments of the dispatch that made this handle."""
+    return next(candidate.mark for word, candidate in steps if word == "send" and candidate.every is dispatch.every)
 
 
 def _inputs(steps: list[tuple[str, Sent]], rank: int) -> dict[str, Any]:
     """All arguments of this rank, by name and mark."""
-    found: dict[str, Any] = {}
-    for word, own in steps:
+    arguments: dict[str, Any] = {}
+    for word, dispatch in steps:
         if word == "send":
-            found |= named(own.calls[rank], own.mark)
-        elif own.tokens is not None:
-            found[f"tokens{own.mark}"] = own.tokens[rank]
-    return found
+            arguments |= named(dispatch.calls[rank], dispatch.mark)
+        elif dispatch.tokens is not None:
+            arguments[f"tokens{dispatch.mark}"] = dispatch.tokens[rank]
+    return arguments
 
 
 def _applies(case: DispatchCase) -> bool:
-    plain = not case.fp8 and case.dtype in FLOATS and has_plain_slots(case)
-    return bool(case.journey) and is_fine(case) and plain
+    has_plain_rows = not case.fp8 and case.dtype in FLOATS and has_plain_slots(case)
+    return bool(case.journey) and is_fine(case) and has_plain_rows
 
 
 SEQUENCE = Law("sequence", _sequence, _applies)

@@ -1,4 +1,6 @@
-"""Laws of worlds: splitting tokens, fewer ranks or fusing steps keeps every expert's copies."""
+"""Laws of worlds: splitting the tokens, using fewer ranks or fusing two steps keeps the copies of
+every expert.
+"""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ from conformance.judge import Finding
 from moe_ref.config import Permuted
 from moe_ref.permutation.rows import PADDING
 
-MOST_EXPERTS, MOST_TOKENS = 16, 128  # of one rank in place of all
+MOST_EXPERTS, MOST_TOKENS = 16, 128  # tokens of one rank that has the tokens of all ranks
 
 
 class Run(NamedTuple):
@@ -37,33 +39,35 @@ class Run(NamedTuple):
     before: int = 0  # experts before the first of the law's case
 
 
-def _plain(case: DispatchCase) -> DispatchCase:
+def _forward_case(case: DispatchCase) -> DispatchCase:
     return replace(case, grads="", unused="", law="", layout="contiguous", layout_of="", biases=0)
 
 
 def _played(trial: Trial, runs: dict[str, Run]) -> dict[str, Any] | None:
-    """This rank's outputs by name and mark, "layer" where exact; None: an unsupported run."""
+    """This rank's outputs by name and mark, with the result "layer" where it is exact. None if a
+    call is not supported.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, group = at.place.rank, {"group": at.place.group}
-    every = [replace(call, settings=call.settings | group) for run in runs.values() for call in run.calls]
-    if any(trial.extras["refusal"](call) for call in every):  # the same on all ranks
+    calls = [replace(call, settings=call.settings | group) for run in runs.values() for call in run.calls]
+    if any(trial.extras["refusal"](call) for call in calls):  # the same answer on all ranks
         return None
-    function = every[0].function
+    function = calls[0].function
     case = next(iter(runs.values())).case
     layer = fits(case) and not case.fp8 and trial.extras["offers"](function.replace("dispatch", "combine"))
 
-    def script(implementation: Implementation, given: dict[str, Any]) -> dict[str, Any]:
+    def script(implementation: Implementation, arguments: dict[str, Any]) -> dict[str, Any]:
         outputs: dict[str, Any] = {}
         for mark, run in runs.items():
-            made = send(implementation, run.calls[rank], given, mark)
-            outputs |= {f"{name}{mark}": x for name, x in made.items()}
+            dispatched = send(implementation, run.calls[rank], arguments, mark)
+            outputs |= {f"{name}{mark}": x for name, x in dispatched.items()}
             if layer:
-                rows = at_experts(run.case, made, first_expert(run.case, rank) - run.before)
-                outputs[f"layer{mark}"] = send_back(implementation, function, rows, made, given, mark)
+                rows = at_experts(run.case, dispatched, first_expert(run.case, rank) - run.before)
+                outputs[f"layer{mark}"] = send_back(implementation, function, rows, dispatched, arguments, mark)
         return outputs
 
     inputs = {name: x for mark, run in runs.items() for name, x in named(run.calls[rank], mark).items()}
-    return trial.run(Problem(function, inputs, group, script=script, first=every[rank].required | every[rank].settings))
+    return trial.run(Problem(function, inputs, group, script=script, first=calls[rank].required | calls[rank].settings))
 
 
 def _copies(
@@ -77,26 +81,30 @@ def _copies(
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
     rank, case = at.place.rank, run.case
     out = together(run.calls)[rank]
-    made = {name.removesuffix(mark): x for name, x in outputs.items() if name.endswith(mark)}
+    dispatched = {name.removesuffix(mark): x for name, x in outputs.items() if name.endswith(mark)}
     legible = {
         name: x for name in ("rows", "probs", "scales", "indices") if isinstance(x := getattr(out, name, None), Tensor)
     }
-    right = {name: free_behind(name, x, torch.zeros(len(x), dtype=torch.bool)) for name, x in legible.items()}
+    expectations = {name: free_behind(name, x, torch.zeros(len(x), dtype=torch.bool)) for name, x in legible.items()}
     if case.dispatcher == "deepep_low_latency":
-        right |= {name: judged(out)[name] for name in ("layout_range", "source_tokens")}
-    finding = trial.judged(law, right, made)
+        expectations |= {name: judged(out)[name] for name in ("layout_range", "source_tokens")}
+    finding = trial.judged(law, expectations, dispatched)
     if finding:
         return {}, finding
-    moved = {name: _raw(made[name]) for name in legible if name != "indices" and isinstance(made.get(name), Tensor)}
+    moved = {
+        name: _raw(dispatched[name])
+        for name in legible
+        if name != "indices" and isinstance(dispatched.get(name), Tensor)
+    }
     token_P = out.handle.row_tokens[rank]
     if case.dispatcher == "deepep":
-        local = made["indices"].long()
+        local = dispatched["indices"].long()
         row, slot = (local >= 0).nonzero().unbind(1)
         expert = local[row, slot]
         copied = {name: x[row, slot] if name == "probs" else x[row] for name, x in moved.items()}
     else:
         if case.dispatcher == "deepep_low_latency":
-            order = order_of(made["layout_range"], made["source_tokens"], out)
+            order = order_of(dispatched["layout_range"], dispatched["source_tokens"], out)
             assert order is not None  # as judged above
             moved = {name: in_order(x, order.argsort(1)).flatten(0, 1) for name, x in moved.items()}
         row = (token_P != PADDING).nonzero().flatten()
@@ -118,14 +126,16 @@ def _ascending(copies: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x[order] for name, x in copies.items()}
 
 
-def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _all_copies(copies_of_parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The copies of all parts."""
-    return _ascending({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+    return _ascending({name: torch.cat([copies[name] for copies in copies_of_parts]) for name in copies_of_parts[0]})
 
 
 def _concatenation(trial: Trial) -> Finding | None:
-    """All tokens in one run or in two: the same copies per expert, and the same layer."""
-    case = _plain(trial.case)
+    """All tokens are dispatched in one run, or in two runs: each expert gets the same copies, and
+    the layer has the same result.
+    """
+    case = _forward_case(trial.case)
     calls, numbers = dispatches_of(case), torch.arange(case.tokens).split(list(case.counts))
     cuts = [(case.seed + rank) % (count + 1) for rank, count in enumerate(case.counts)]
     ranges = {
@@ -134,12 +144,16 @@ def _concatenation(trial: Trial) -> Finding | None:
         " rest": [slice(cut, None) for cut in cuts],
     }
     runs = {}
-    for mark, own in ranges.items():
-        part = [
-            call.with_tensors({name: x[kept] for name, x in call.tensors.items()})
-            for call, kept in zip(calls, own, strict=True)
+    for mark, token_masks in ranges.items():
+        partial_calls = [
+            call.with_tensors({name: x[token_mask] for name, x in call.tensors.items()})
+            for call, token_mask in zip(calls, token_masks, strict=True)
         ]
-        runs[mark] = Run(case, part, torch.cat([number[kept] for number, kept in zip(numbers, own, strict=True)]))
+        runs[mark] = Run(
+            case,
+            partial_calls,
+            torch.cat([number[token_mask] for number, token_mask in zip(numbers, token_masks, strict=True)]),
+        )
     outputs = _played(trial, runs)
     if outputs is None:
         return None
@@ -148,62 +162,75 @@ def _concatenation(trial: Trial) -> Finding | None:
         copies[mark], finding = _copies("concatenation", trial, run, outputs, mark)
         if finding:
             return replace(finding, message=f"of{mark}: {finding.message}")
-    finding = same("concatenation", copies[" whole"], _joined([copies[" first"], copies[" rest"]]))
+    finding = same("concatenation", copies[" whole"], _all_copies([copies[" first"], copies[" rest"]]))
     if finding or "layer whole" not in outputs:
         return finding
-    parts = torch.cat([outputs["layer first"], outputs["layer rest"]])
-    return _same_layer("concatenation", outputs["layer whole"], parts)
+    layer_of_parts = torch.cat([outputs["layer first"], outputs["layer rest"]])
+    return _same_layer("concatenation", outputs["layer whole"], layer_of_parts)
 
 
-def _same_layer(law: str, whole: Tensor, other: Tensor) -> Finding | None:
-    """Equal numbers; the sign of zero is ignored."""
-    return same(law, {"layer": whole + 0.0}, {"layer": other + 0.0})
+def _same_layer(law: str, layer: Tensor, second_layer: Tensor) -> Finding | None:
+    """The layer has the same numbers in both runs; the sign of zero is ignored."""
+    return same(law, {"layer": layer + 0.0}, {"layer": second_layer + 0.0})
 
 
 def _refinement(trial: Trial) -> Finding | None:
-    """All tokens and requested experts on one rank: all ranks' copies and tokens, concatenated."""
+    """All tokens and all requested experts are on one rank: it has the copies and tokens of all
+    ranks, concatenated.
+    """
     at: AtRank[DispatchCase] = trial.contract  # type: ignore[assignment]
-    rank, case = at.place.rank, _plain(trial.case)
+    rank, case = at.place.rank, _forward_case(trial.case)
     host = case.seed % case.ranks
-    calls, (one, alone) = dispatches_of(case), _on_one_rank(case, host)
+    calls, (lone_case, lone_calls) = dispatches_of(case), _on_one_rank(case, host)
     numbers = torch.arange(case.tokens)
-    runs = {" spread": Run(case, calls, numbers), " alone": Run(one, alone, numbers, first_expert(one, host))}
+    runs = {
+        " spread": Run(case, calls, numbers),
+        " alone": Run(lone_case, lone_calls, numbers, first_expert(lone_case, host)),
+    }
     outputs = _played(trial, runs)
     if outputs is None:
         return None
     copies, finding = _copies("refinement", trial, runs[" spread"], outputs, " spread")
     if not finding:
         alone_copies, finding = _copies("refinement", trial, runs[" alone"], outputs, " alone")
-    own = None if finding else (copies, outputs.get("layer spread"))
-    every: list[Any] = [None] * case.ranks
-    dist.all_gather_object(every, own, group=at.place.group)
-    if finding or rank != host or None in every:
+    spread_result = None if finding else (copies, outputs.get("layer spread"))
+    spread_results: list[Any] = [None] * case.ranks
+    dist.all_gather_object(spread_results, spread_result, group=at.place.group)
+    if finding or rank != host or None in spread_results:
         return finding
-    finding = same("refinement", _joined([part for part, _ in every[:: case.shards]]), alone_copies)
+    finding = same(
+        "refinement",
+        _all_copies([copies_of_rank for copies_of_rank, _ in spread_results[:: case.shards]]),
+        alone_copies,
+    )
     if finding or "layer alone" not in outputs:
         return finding
-    return _same_layer("refinement", torch.cat([layer for _, layer in every]), outputs["layer alone"])
+    return _same_layer("refinement", torch.cat([layer for _, layer in spread_results]), outputs["layer alone"])
 
 
 def _on_one_rank(case: DispatchCase, host: int) -> tuple[DispatchCase, list[Problem]]:
-    """The case with all tokens on rank `host`, which holds every requested expert; its dispatch."""
+    """The case with all tokens on rank `host`, which holds every requested expert, and its
+    dispatch.
+    """
     counts = tuple(case.tokens if rank == host else 0 for rank in range(case.ranks))
     slots_GK = torch.from_numpy(slots_of(case)) if case.dispatcher in MAPPED else torch.cat(indices_of(case)).long()
-    one = replace(case, counts=counts, local_experts=case.experts)
-    before = first_expert(one, host)
-    one = replace(
-        one, slots=tuple(torch.where(slots_GK < 0, PADDING, slots_GK + before).flatten().tolist()), spread="uniform"
+    lone_case = replace(case, counts=counts, local_experts=case.experts)
+    first = first_expert(lone_case, host)
+    lone_case = replace(
+        lone_case,
+        slots=tuple(torch.where(slots_GK < 0, PADDING, slots_GK + first).flatten().tolist()),
+        spread="uniform",
     )
-    alone = dispatches_of(one)
+    lone_calls = dispatches_of(lone_case)
     if case.probs and case.dispatcher in MAPPED:  # [T,E] covers all experts
         probs = torch.cat([call.settings["probs"] for call in dispatches_of(case)])
-        wide = torch.full_like(alone[host].settings["probs"], torch.nan)
-        wide[:, before : before + case.experts] = probs
-        alone[host] = alone[host].with_tensors({"probs": wide})
-    return one, alone
+        wide_probs = torch.full_like(lone_calls[host].settings["probs"], torch.nan)
+        wide_probs[:, first : first + case.experts] = probs
+        lone_calls[host] = lone_calls[host].with_tensors({"probs": wide_probs})
+    return lone_case, lone_calls
 
 
-# ---- one step for two
+# ---- one step in place of two
 
 
 def _fused(trial: Trial) -> Finding | None:
@@ -222,10 +249,12 @@ def _fused(trial: Trial) -> Finding | None:
     second = Problem(Permute.function, {name: arrived[name] for name in ("tokens", "routing_map")}, probs | sizes)
     permutes = not trial.extras["refusal"](second)
 
-    def script(implementation: Implementation, given: dict[str, Any]) -> dict[str, Any]:
-        own = _local(send(implementation, slots[rank], given, " sent"), trial.case.local_experts) if sends else given
-        settings = sizes | ({"probs": own["probs"]} if probs else {})
-        arguments = (own["tokens"], own["routing_map"])
+    def script(implementation: Implementation, tensors: dict[str, Any]) -> dict[str, Any]:
+        received = (
+            _local(send(implementation, slots[rank], tensors, " sent"), trial.case.local_experts) if sends else tensors
+        )
+        settings = sizes | ({"probs": received["probs"]} if probs else {})
+        arguments = (received["tokens"], received["routing_map"])
         result = (
             implementation.call(Permute.function, *arguments, **settings)
             if permutes
@@ -238,14 +267,14 @@ def _fused(trial: Trial) -> Finding | None:
         Problem(calls[rank].function, inputs, group, script=script, first=calls[rank].required | calls[rank].settings)
     )
     rows = int(trial.first["tokens_per_expert"].sum())
-    return same("fused", _told(steps, rows), _told(trial.first, rows))
+    return same("fused", _specified_outputs(steps, rows), _specified_outputs(trial.first, rows))
 
 
-def _told(outputs: dict[str, Any], rows: int) -> dict[str, Tensor]:
+def _specified_outputs(outputs: dict[str, Any], rows: int) -> dict[str, Tensor]:
     """The specified outputs: rows of the segments, counts and the flag."""
-    told = {name: x[:rows] for name in ("rows", "probs") if isinstance(x := outputs.get(name), Tensor)}
+    specified_outputs = {name: x[:rows] for name in ("rows", "probs") if isinstance(x := outputs.get(name), Tensor)}
     overflow = outputs.get("overflow")
-    return told | {
+    return specified_outputs | {
         "tokens_per_expert": outputs["tokens_per_expert"].long(),
         "overflow": torch.tensor(overflow is not None and bool(overflow)),
     }
@@ -254,20 +283,22 @@ def _told(outputs: dict[str, Any], rows: int) -> dict[str, Tensor]:
 def _arrived(case: DispatchCase, calls: list[Problem], rank: int) -> dict[str, Tensor]:
     """The distinct tokens for this rank's experts, with their columns of the map and probs."""
     token = together(calls)[rank].handle.plan.distinct_tokens(rank)
-    own = slice(rank * case.local_experts, (rank + 1) * case.local_experts)
+    local_columns = slice(rank * case.local_experts, (rank + 1) * case.local_experts)
     tokens = [call.required["tokens"] for call in calls]
-    there = {"tokens": torch.cat([_raw(own) for own in tokens])[token].view(tokens[rank].dtype)}
-    there["routing_map"] = torch.cat([call.required["routing_map"] for call in calls])[token, own] != 0
-    return there | ({"probs": torch.cat([call.settings["probs"] for call in calls])[token, own]} if case.probs else {})
+    there = {"tokens": torch.cat([_raw(local_columns) for local_columns in tokens])[token].view(tokens[rank].dtype)}
+    there["routing_map"] = torch.cat([call.required["routing_map"] for call in calls])[token, local_columns] != 0
+    return there | (
+        {"probs": torch.cat([call.settings["probs"] for call in calls])[token, local_columns]} if case.probs else {}
+    )
 
 
 def _with_slots(calls: list[Problem]) -> list[Problem]:
-    """The same as DeepEP dispatches: routing maps as indices, ascending per token."""
+    """The same calls as DeepEP dispatches: indices in ascending order in place of routing maps."""
     maps = [call.required["routing_map"] != 0 for call in calls]
-    most, num_experts = max(1, *(int(own.sum(1).max()) for own in maps if len(own)), 1), maps[0].shape[1]
+    most, num_experts = max(1, *(int(rank_map.sum(1).max()) for rank_map in maps if len(rank_map)), 1), maps[0].shape[1]
     out = []
-    for call, own in zip(calls, maps, strict=True):
-        slots = torch.where(own, torch.arange(num_experts), num_experts).sort(1).values[:, :most]
+    for call, rank_map in zip(calls, maps, strict=True):
+        slots = torch.where(rank_map, torch.arange(num_experts), num_experts).sort(1).values[:, :most]
         settings: dict[str, Any] = {"num_experts": num_experts}
         if "probs" in call.settings:
             probs = call.settings["probs"]
@@ -279,18 +310,18 @@ def _with_slots(calls: list[Problem]) -> list[Problem]:
     return out
 
 
-def _local(made: dict[str, Any], local_experts: int) -> dict[str, Tensor]:
-    """Received slots as maps of this rank's experts."""
-    indices = made["indices"].long()
+def _local(dispatched: dict[str, Any], local_experts: int) -> dict[str, Tensor]:
+    """The received slots as routing maps of this rank's experts."""
+    indices = dispatched["indices"].long()
     column = torch.where(indices < 0, local_experts, indices)
     routing_map = torch.zeros((len(column), local_experts + 1), dtype=torch.bool, device=column.device).scatter_(
         1, column, True
     )
-    out = {"tokens": made["rows"], "routing_map": routing_map[:, :-1]}
-    if made["probs"] is None:
+    out = {"tokens": dispatched["rows"], "routing_map": routing_map[:, :-1]}
+    if dispatched["probs"] is None:
         return out
-    probs = made["probs"].new_full(routing_map.shape, torch.nan)
-    probs[torch.arange(len(column), device=column.device)[:, None], column] = made["probs"]  # bit by bit
+    probs = dispatched["probs"].new_full(routing_map.shape, torch.nan)
+    probs[torch.arange(len(column), device=column.device)[:, None], column] = dispatched["probs"]  # bit by bit
     return out | {"probs": probs[:, :-1]}
 
 

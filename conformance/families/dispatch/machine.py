@@ -21,7 +21,7 @@ class HandleMachine(Machine):
 
     @property
     def caches(self) -> bool:
-        """Whether tokens can go through a handle that there is."""
+        """Whether a handle exists through which tokens can be sent."""
         return bool(self.words) and f"{self.case.dispatcher}_cached_dispatch" in CACHED
 
     @rule()

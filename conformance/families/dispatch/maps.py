@@ -74,12 +74,12 @@ def dispatches(case: DispatchCase) -> list[Problem]:
     maps, tokens = maps_of(case), values_of(case, "tokens", list(case.counts))
     settings = settings_of(case, maps) | programs_of(case)
     calls = [
-        Problem(f"{case.dispatcher}_dispatch", {"tokens": x, "routing_map": own}, dict(settings))
-        for x, own in zip(tokens, maps, strict=True)
+        Problem(f"{case.dispatcher}_dispatch", {"tokens": x, "routing_map": rank_map}, dict(settings))
+        for x, rank_map in zip(tokens, maps, strict=True)
     ]
     if case.probs:
         for call, probs in zip(calls, probs_of(case, "probs", list(case.counts), (case.experts,)), strict=True):
-            # only a capacity may read unrouted entries: unrouted tokens fill it
+            # only a capacity may read unrouted entries, because unrouted tokens fill it
             call.settings["probs"] = probs if case.capacity else given_probs(probs, call.required["routing_map"] != 0)
     return calls
 
@@ -110,7 +110,7 @@ SIGNATURES = {
 
 
 def after_dispatch(producer: str, made_from: Signature, inputs: list[Input], outputs: list[Output]) -> Signature:
-    """The signature of a function on the handle of a dispatch with this signature."""
+    """The signature of a function that takes the handle of a dispatch with this signature."""
     # the dispatch's rows are not codes
     settings = tuple(name for name in made_from.settings if name != "recipe")
     return Signature(inputs, outputs, settings, producer=producer, made_from=tuple(made_from.inputs))
@@ -131,69 +131,83 @@ class MapDispatch(Dispatching):
     def right(
         self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
     ) -> list[dict[str, Expectation]]:
-        every = together(calls)
-        right: list[dict[str, Expectation]] = []
-        for out in every:
-            said = specified(case, out)
-            own: dict[str, Expectation] = {"rows": free_behind("rows", out.rows, said)}
+        results = together(calls)
+        expectations: list[dict[str, Expectation]] = []
+        for out in results:
+            specified_rows = specified(case, out)
+            rank_expectations: dict[str, Expectation] = {"rows": free_behind("rows", out.rows, specified_rows)}
             if out.probs is not None:
-                own["probs"] = free_behind("probs", out.probs, said)
-            own["tokens_per_expert"] = Exact(out.tokens_per_expert, "integers")
-            own["overflow"] = Exact(out.overflow, "integers", flag=True)
-            right.append(own)
+                rank_expectations["probs"] = free_behind("probs", out.probs, specified_rows)
+            rank_expectations["tokens_per_expert"] = Exact(out.tokens_per_expert, "integers")
+            rank_expectations["overflow"] = Exact(out.overflow, "integers", flag=True)
+            expectations.append(rank_expectations)
         for name in calls[0].wanted:
             gradients = (
-                self._d_tokens(case, calls, every, declared) if name == "tokens" else self._d_probs(case, calls, every)
+                self._d_tokens(case, calls, results, declared)
+                if name == "tokens"
+                else self._d_probs(case, calls, results)
             )
-            for own, gradient in zip(right, gradients, strict=True):
-                own[f"d_{name}"] = gradient
-        return right
+            for rank_expectations, gradient in zip(expectations, gradients, strict=True):
+                rank_expectations[f"d_{name}"] = gradient
+        return expectations
 
     @staticmethod
     def _d_tokens(
-        case: DispatchCase, calls: list[Problem], every: list[Any], declared: Mapping[str, Any]
+        case: DispatchCase, calls: list[Problem], results: list[Any], declared: Mapping[str, Any]
     ) -> list[Expectation]:
         d_rows = [
-            call.cotangents.get("rows", torch.zeros_like(out.rows)) for call, out in zip(calls, every, strict=True)
+            call.cotangents.get("rows", torch.zeros_like(out.rows)) for call, out in zip(calls, results, strict=True)
         ]
         dtype = d_rows[0].dtype
         return list(
             sum_of_rows(
-                case, d_rows, row_tokens_of([out.handle for out in every]), *tree_of(case, dtype, declared, dtype)
+                case, d_rows, row_tokens_of([out.handle for out in results]), *tree_of(case, dtype, declared, dtype)
             )
         )
 
     @staticmethod
-    def _d_probs(case: DispatchCase, calls: list[Problem], every: list[Any]) -> list[Expectation]:
-        """Moved back to the sources; with shards, their sum in the probs' dtype."""
+    def _d_probs(case: DispatchCase, calls: list[Problem], results: list[Any]) -> list[Expectation]:
+        """The gradient of the probabilities, moved back to the sources.
+
+        With shards it is a sum, in the dtype of the probabilities.
+        """
         d_probs = torch.cat(
-            [call.cotangents.get("probs", torch.zeros_like(out.probs)) for call, out in zip(calls, every, strict=True)]
+            [
+                call.cotangents.get("probs", torch.zeros_like(out.probs))
+                for call, out in zip(calls, results, strict=True)
+            ]
         )
-        plan: RoutePlan = every[0].handle.plan
+        plan: RoutePlan = results[0].handle.plan
         cells = torch.cat([plan.row_cells(rank) for rank in range(plan.ranks)])
         real = cells != PADDING
         shaped = (case.tokens, case.ranks // case.shards, case.shards, case.local_experts)
         token, group, _, local = torch.unravel_index(cells[real], shaped)
-        place = (token * (case.ranks // case.shards) + group) * case.local_experts + local
+        probs_index = (token * (case.ranks // case.shards) + group) * case.local_experts + local
         tree = flat(d_probs.dtype)
-        whole = tree_bound(
+        bound_of_all = tree_bound(
             case,
             d_probs[real].double(),
-            torch.arange(len(place)),
-            place,
+            torch.arange(len(probs_index)),
+            probs_index,
             case.tokens * case.experts,
             d_probs.dtype,
             tree,
         )
         if case.shards > 1:
-            parts = zip(
-                *(x.reshape(case.tokens, case.experts).split(list(case.counts)) for x in (whole.value, whole.bound)),
+            rank_bounds = zip(
+                *(
+                    x.reshape(case.tokens, case.experts).split(list(case.counts))
+                    for x in (bound_of_all.value, bound_of_all.bound)
+                ),
                 strict=True,
             )
-            return [type(whole)(value, bound, whole.dtype, whole.accumulator) for value, bound in parts]
+            return [
+                type(bound_of_all)(value, bound, bound_of_all.dtype, bound_of_all.accumulator)
+                for value, bound in rank_bounds
+            ]
         return [
-            masked_exact(own.to(d_probs.dtype))
-            for own in whole.value.reshape(case.tokens, case.experts).split(list(case.counts))
+            masked_exact(rank_probs.to(d_probs.dtype))
+            for rank_probs in bound_of_all.value.reshape(case.tokens, case.experts).split(list(case.counts))
         ]
 
 
@@ -227,13 +241,13 @@ class MapCombine(Combine):
         accumulator = accumulator_of(declared, rows[0].dtype)
         reduce = dtype_of(case.probs) if case.probs else accumulator
         kind, tree = tree_of(case, rows[0].dtype, declared, reduce)
-        right: list[dict[str, Expectation]] = [
-            {"tokens": own} for own in sum_of_rows(case, rows, row_tokens, kind, tree)
+        expectations: list[dict[str, Expectation]] = [
+            {"tokens": rank_expectations} for rank_expectations in sum_of_rows(case, rows, row_tokens, kind, tree)
         ]
         plan: RoutePlan = handles[0].plan
         if "probs" in calls[0].settings:
-            for own, out in zip(right, together(calls), strict=True):
-                own["probs"] = masked_exact(out.probs)
+            for rank_expectations, out in zip(expectations, together(calls), strict=True):
+                rank_expectations["probs"] = masked_exact(out.probs)
         if "rows" in calls[0].wanted:
             d_tokens = torch.cat(
                 [
@@ -241,8 +255,8 @@ class MapCombine(Combine):
                     for call, x, n in zip(calls, rows, case.counts, strict=True)
                 ]
             )
-            for own, source in zip(right, row_tokens, strict=True):
-                own["d_rows"] = self._d_rows(case, moved(d_tokens, source), reduce)
+            for rank_expectations, source in zip(expectations, row_tokens, strict=True):
+                rank_expectations["d_rows"] = self._d_rows(case, moved(d_tokens, source), reduce)
         if "probs" in calls[0].wanted:
             like = calls[0].settings["probs"]
             d_probs = torch.cat(
@@ -251,53 +265,57 @@ class MapCombine(Combine):
                     for call, n in zip(calls, case.counts, strict=True)
                 ]
             )
-            for rank, own in enumerate(right):
-                own["d_probs"] = masked_exact(moved(d_probs.flatten(), plan.row_cells(rank)))
-        return right
+            for rank, rank_expectations in enumerate(expectations):
+                rank_expectations["d_probs"] = masked_exact(moved(d_probs.flatten(), plan.row_cells(rank)))
+        return expectations
 
     @staticmethod
     def _d_rows(case: DispatchCase, value: Tensor, reduce: torch.dtype) -> Expectation:
         """Copies, rounded in transit where ranks add in a narrower dtype than the rows'."""
-        sent = case.ranks > 1 if case.dispatcher == "allgather" else case.shards > 1
-        if case.dispatcher == "hybridep" or not sent or ROUNDOFF[reduce] <= ROUNDOFF[value.dtype]:
+        travels = case.ranks > 1 if case.dispatcher == "allgather" else case.shards > 1
+        if case.dispatcher == "hybridep" or not travels or ROUNDOFF[reduce] <= ROUNDOFF[value.dtype]:
             return masked_exact(value)
         return sum_bound(value.double(), value.double().abs(), 1, value.dtype, reduce)
 
 
 class CachedDispatch(Dispatching):
-    """Other tokens through a dispatch's handle: the same rows as a fresh dispatch."""
+    """Other tokens through the handle of a dispatch give the rows of a fresh dispatch."""
 
-    def __init__(self, function: str, signature: Signature, before: Callable[[DispatchCase], list[Problem]]) -> None:
-        self.function, producer, self._before = function, function.replace("cached_", ""), before
+    def __init__(
+        self, function: str, signature: Signature, dispatches: Callable[[DispatchCase], list[Problem]]
+    ) -> None:
+        self.function, producer, self._before = function, function.replace("cached_", ""), dispatches
         self.companions = (producer,)
         inputs, outputs = [Input("tokens", "TH", MOVED, gradient=True)], [Output("rows", "PH", of="tokens")]
         declare(self, after_dispatch(producer, signature, inputs, outputs))
 
     def calls(self, case: DispatchCase) -> list[Problem]:
-        other = case.hidden > 1 and case.seed % 2  # a handle holds a routing, and no width
-        before = self._before(replace(case, hidden=case.hidden - 1) if other else case)
-        made = together(before)
-        backward = self.backward(case, [len(out.rows) for out in made])
+        narrower = case.hidden > 1 and case.seed % 2  # a handle holds a routing, and no width of rows
+        dispatch_calls = self._before(replace(case, hidden=case.hidden - 1) if narrower else case)
+        dispatched = together(dispatch_calls)
+        backward = self.backward(case, [len(out.rows) for out in dispatched])
         calls = [
             {"required": {"tokens": tokens, "handle": HANDLE}, **gradients}
             for tokens, gradients in zip(values_of(case, "other tokens", list(case.counts)), backward, strict=True)
         ]
-        right = [free_behind("rows", out.rows, specified(case, out)) for out in made]
-        return after(self.function, before, made, right, calls)
+        expected_rows = [free_behind("rows", out.rows, specified(case, out)) for out in dispatched]
+        return after(self.function, dispatch_calls, dispatched, expected_rows, calls)
 
     def right(
         self, case: DispatchCase, calls: list[Problem], declared: Mapping[str, Any]
     ) -> list[dict[str, Expectation]]:
-        made, fresh = [call.produced.made for call in calls], together(calls)
-        pairs = zip(made, fresh, strict=True)
-        right: list[dict[str, Expectation]] = [
+        dispatched, fresh = [call.produced.made for call in calls], together(calls)
+        pairs = zip(dispatched, fresh, strict=True)
+        expectations: list[dict[str, Expectation]] = [
             {"rows": free_behind("rows", rows, specified(case, out))} for out, rows in pairs
         ]
         if "tokens" in calls[0].wanted:
             d_rows = [call.cotangents["rows"] for call in calls]
             tree = tree_of(case, d_rows[0].dtype, declared, d_rows[0].dtype)
-            for own, gradient in zip(
-                right, sum_of_rows(case, d_rows, row_tokens_of([out.handle for out in made]), *tree), strict=True
+            for rank_expectations, gradient in zip(
+                expectations,
+                sum_of_rows(case, d_rows, row_tokens_of([out.handle for out in dispatched]), *tree),
+                strict=True,
             ):
-                own["d_tokens"] = gradient
-        return right
+                rank_expectations["d_tokens"] = gradient
+        return expectations

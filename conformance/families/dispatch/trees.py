@@ -50,16 +50,20 @@ def tree_bound(
         tokens: number of tokens.
         dtype: the output's.
     """
-    parts = len(token_P)
-    part, size = (_added(x, part_R, parts) for x in (rows_RH, rows_RH.abs()))
-    most = _most(part_R, parts)
+    num_parts = len(token_P)
+    sum_of_part, size = (_index_sums(x, part_R, num_parts) for x in (rows_RH, rows_RH.abs()))
+    most = _most_terms(part_R, num_parts)
     gamma = _gamma(most, tree.first) if most > 1 else 0.0
     error = (
-        gamma * size + ROUNDOFF[tree.between] * (part.abs() + gamma * size) + HALF_SUBNORMAL[tree.between] * (size > 0)
+        gamma * size
+        + ROUNDOFF[tree.between] * (sum_of_part.abs() + gamma * size)
+        + HALF_SUBNORMAL[tree.between] * (size > 0)
     )
-    error = torch.where(_unrounded(part, part_R, tree.between), 0.0, error)
-    value, magnitude, total, brought = (_added(x, token_P, tokens) for x in (part, size, part.abs() + error, error))
-    several = _most(token_P, tokens)
+    error = torch.where(_unrounded(sum_of_part, part_R, tree.between), 0.0, error)
+    value, magnitude, total, brought = (
+        _index_sums(x, token_P, tokens) for x in (sum_of_part, size, sum_of_part.abs() + error, error)
+    )
+    several = _most_terms(token_P, tokens)
     narrowed = ROUNDOFF[tree.second] > ROUNDOFF[tree.between]  # single parts round too
     brought = brought + (_gamma(several, tree.second) * total if several > 1 or narrowed else 0.0)
     if narrowed:  # a part may be subnormal there; sums of such numbers are exact
@@ -70,20 +74,20 @@ def tree_bound(
     return Bounded(value, torch.where(exact, 0.0, bound), dtype, tree.second)
 
 
-def _unrounded(part: Tensor, part_R: Tensor, between: torch.dtype) -> Tensor:
+def _unrounded(sum_of_part: Tensor, part_R: Tensor, between: torch.dtype) -> Tensor:
     """Where a part is one row, and a number of the dtype between the levels."""
-    alone = torch.bincount(part_R, minlength=len(part)) == 1
-    return alone.reshape(-1, *(1,) * (part.dim() - 1)) & (part.to(between).double() == part)
+    single_row = torch.bincount(part_R, minlength=len(sum_of_part)) == 1
+    return single_row.reshape(-1, *(1,) * (sum_of_part.dim() - 1)) & (sum_of_part.to(between).double() == sum_of_part)
 
 
 def _gamma(terms: int, dtype: torch.dtype) -> float:
-    own = terms if dtype == torch.float64 else 0  # roundings of the reference's sum
-    return math.expm1((terms + own) * math.log1p(ROUNDOFF[dtype]))
+    reference_roundings = terms if dtype == torch.float64 else 0  # roundings of the reference's sum
+    return math.expm1((terms + reference_roundings) * math.log1p(ROUNDOFF[dtype]))
 
 
-def _added(x: Tensor, into: Tensor, count: int) -> Tensor:
+def _index_sums(x: Tensor, into: Tensor, count: int) -> Tensor:
     return x.new_zeros((count, *x.shape[1:])).index_add(0, into, x)
 
 
-def _most(into: Tensor, count: int) -> int:
+def _most_terms(into: Tensor, count: int) -> int:
     return int(torch.bincount(into, minlength=max(count, 1)).max())

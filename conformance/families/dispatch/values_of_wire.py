@@ -7,8 +7,8 @@ from torch import Tensor
 from conformance.core.tensors import hashed
 
 E4M3_MAX = 448.0  # OCP OFP8 1.0
-SCALE_DTYPES = ("int32", "uint8", "float8_e8m0fnu")  # of scales that travel: packed codes, and codes
-CODES = (0, 1, 127, 254, 255)  # of E8M0: the least, the next, 1, the largest, NaN
+SCALE_DTYPES = ("int32", "uint8", "float8_e8m0fnu")  # scales that travel: packed codes, and codes
+CODES = (0, 1, 127, 254, 255)  # codes of E8M0: the smallest, the next, 1, the largest, NaN
 
 
 def at_edges_of_scales(x: Tensor) -> Tensor:
@@ -17,8 +17,8 @@ def at_edges_of_scales(x: Tensor) -> Tensor:
     """
     kind = torch.arange(len(x))[:, None] % 4
     full = torch.cat([x[:, :1], E4M3_MAX * 2.0 ** (kind % 3), x[:, 2:]], 1).to(x.dtype)
-    plain = x * 2.0**14 if x.dtype == torch.float16 else x
-    return torch.where(kind == 0, 0, torch.where(kind == 1, x * 2.0**-20, torch.where(kind == 2, full, plain)))
+    scaled = x * 2.0**14 if x.dtype == torch.float16 else x
+    return torch.where(kind == 0, 0, torch.where(kind == 1, x * 2.0**-20, torch.where(kind == 2, full, scaled)))
 
 
 def at_reciprocals(x: Tensor) -> Tensor:
@@ -34,12 +34,15 @@ def at_reciprocals(x: Tensor) -> Tensor:
 
 
 def packed_codes(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """A code of E8M0 in each byte, to be copied bit by bit: DeepEP packs four into 32 bits."""
+    """Random codes of E8M0, one in each byte.
+
+    They must arrive bit by bit, because DeepEP packs four of them into 32 bits.
+    """
     count = int(np.prod(shape)) * dtype.itemsize
     codes = np.array(CODES, dtype=np.uint8)[hashed(seed, "packed codes", count) % len(CODES)]
-    whole = torch.empty(int(np.prod(shape)), dtype=dtype)
-    whole.view(torch.uint8).copy_(torch.from_numpy(codes))
-    return whole.reshape(shape)
+    packed = torch.empty(int(np.prod(shape)), dtype=dtype)
+    packed.view(torch.uint8).copy_(torch.from_numpy(codes))
+    return packed.reshape(shape)
 
 
 def with_special(probs: Tensor, seed: int) -> Tensor:

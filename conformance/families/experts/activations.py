@@ -52,27 +52,29 @@ class _Elementwise(Contract[ActivationCase]):
         return self.call(case, {"h": hidden_of(case, self.columns(case))}, settings)
 
     def cotangent(self, case: ActivationCase, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """Always finite: h has the NaNs."""
+        """The cotangent is always finite, because h has the NaNs."""
         return payload(case.seed, f"d_{output}", shape, dtype)
 
     def expected(self, case: ActivationCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         h, probs = problem.required["h"], problem.settings.get("probs")
-        early = bool(problem.settings.get("round_before_probs")) and probs is not None
+        rounds_before_probs = bool(problem.settings.get("round_before_probs")) and probs is not None
         dtype = evaluated_in(declared, h, probs)
         p = None if probs is None else Running.of(probs[:, None], dtype)
-        held, oracle, value = self.held(h, probs, problem.settings, dtype, early)
+        held, oracle, value = self.held(h, probs, problem.settings, dtype, rounds_before_probs)
         out = held if p is None else held * p
         hidden = self.hidden_nan(h, problem.settings)
-        right: dict[str, Expectation] = {
-            "out": out.before_final_rounding(h.dtype).bounded(h.dtype, None if early else value.detach(), hidden)
+        expectations: dict[str, Expectation] = {
+            "out": out.before_final_rounding(h.dtype).bounded(
+                h.dtype, None if rounds_before_probs else value.detach(), hidden
+            )
         }
         if not problem.wanted:
-            return right
+            return expectations
         lost = (~h.isfinite()).any(1, keepdim=True).expand(h.shape)
         if problem.settings.get("fp8_input_store"):
             beyond = torch.logical_or(*split(beyond_e4m3(h), problem.settings))
             lost, h = lost | interleave_halves(beyond, beyond, problem.settings), in_e4m3(h)
-            held, oracle, value = self.held(h, probs, problem.settings, dtype, early)
+            held, oracle, value = self.held(h, probs, problem.settings, dtype, rounds_before_probs)
         cotangent = problem.cotangents["out"]
         exact = dict(zip(oracle, torch.autograd.grad(value, list(oracle.values()), cotangent.double()), strict=True))
         g = Running.of(cotangent, dtype)
@@ -80,25 +82,32 @@ class _Elementwise(Contract[ActivationCase]):
             assert probs is not None
             total = (g * held).sum(1)
             flat = Running(total.value[:, 0], total.error[:, 0], dtype)
-            right["d_probs"] = flat.before_final_rounding(probs.dtype).bounded(
-                probs.dtype, None if early else exact["probs"], lost.any(1)
+            expectations["d_probs"] = flat.before_final_rounding(probs.dtype).bounded(
+                probs.dtype, None if rounds_before_probs else exact["probs"], lost.any(1)
             )
         if "h" in problem.wanted:
             g = g if p is None else g * p
-            slope = self.vjp(g.rounded_to(h.dtype) if early else g, h, problem.settings)
+            slope = self.vjp(g.rounded_to(h.dtype) if rounds_before_probs else g, h, problem.settings)
             lost = lost | self.overflows(g, h, problem.settings)
-            right["d_h"] = slope.before_final_rounding(h.dtype).bounded(h.dtype, None if early else exact["h"], lost)
-        return right
+            expectations["d_h"] = slope.before_final_rounding(h.dtype).bounded(
+                h.dtype, None if rounds_before_probs else exact["h"], lost
+            )
+        return expectations
 
     def held(
-        self, h: Tensor, probs: Tensor | None, settings: Mapping[str, Any], dtype: torch.dtype, early: bool
+        self,
+        h: Tensor,
+        probs: Tensor | None,
+        settings: Mapping[str, Any],
+        dtype: torch.dtype,
+        rounds_before_probs: bool,
     ) -> tuple[Running, dict[str, Tensor], Tensor]:
         """The activation before the probs; the oracle's inputs and its output."""
         act = self.activated(h, settings, dtype)
-        asked = {"h": leaf(h)} | ({} if probs is None else {"probs": leaf(probs)})
-        plain = {name: x for name, x in settings.items() if name not in ("probs", "fp8_input_store")}
-        value = type(self).oracle(asked["h"], probs=asked.get("probs"), **plain)
-        return act.rounded_to(h.dtype) if early else act, asked, value
+        oracle_inputs = {"h": leaf(h)} | ({} if probs is None else {"probs": leaf(probs)})
+        oracle_settings = {name: x for name, x in settings.items() if name not in ("probs", "fp8_input_store")}
+        value = type(self).oracle(oracle_inputs["h"], probs=oracle_inputs.get("probs"), **oracle_settings)
+        return act.rounded_to(h.dtype) if rounds_before_probs else act, oracle_inputs, value
 
     @abstractmethod
     def activated(self, h: Tensor, settings: Mapping[str, Any], dtype: torch.dtype) -> Running:
@@ -128,8 +137,8 @@ def evaluated_in(declared: Mapping[str, Any], h: Tensor, probs: Tensor | None) -
     """The dtype of an activation: float64 if an input is, whatever is declared of sums. In float32
     a number may be on the other side of a bend, or infinite.
     """
-    wide = torch.float64 in (h.dtype, None if probs is None else probs.dtype)
-    return torch.float64 if wide else computed_in(declared, h)
+    has_float64 = torch.float64 in (h.dtype, None if probs is None else probs.dtype)
+    return torch.float64 if has_float64 else computed_in(declared, h)
 
 
 def activation_settings(case: Any) -> dict[str, Any]:
@@ -206,7 +215,9 @@ class Activation(_Elementwise):
 
 
 def _too_large(g: Running, *factors: Tensor) -> Tensor:
-    """Where a product of some of these factors may exceed half of the largest number: 2 x may."""
+    """Where a product of some of these factors may exceed half of the largest number, so that 2 x
+    may overflow.
+    """
     size = (g.value.abs() + g.error).clamp(min=1)
     for x in factors:
         size = size * x.abs().clamp(min=1)

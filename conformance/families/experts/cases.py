@@ -42,7 +42,7 @@ from moe_ref.config.quantization import OVERRIDES
 # nine rows: no empty expert; empty first, middle and last; all but one empty; one full tile
 COUNTS = ((4, 2, 3), (0, 5, 0, 4, 0), (0, 0, 9), (8, 0, 1))
 USUAL_RECIPES = {scaling: recipes[:VARIANTS] for scaling, recipes in RECIPES.items()}  # at sizes of models
-GROUPED_VALUES = ("dyadic", "rows", "special")  # and LOW_VALUES with a scaling
+GROUPED_VALUES = ("dyadic", "rows", "special")  # values of the case, and LOW_VALUES if it has a scaling
 INFINITE, NO_INFINITY = (
     (torch.nan, torch.inf, -torch.inf),
     (torch.nan,) * 3,
@@ -53,14 +53,14 @@ WEIGHTS = ("plain", "zeros", "signed")
 PROB_DTYPES = ("float32", "bfloat16", "float64")
 GATES = ("", "geglu", "geglu_erf", "quick_geglu", "reglu")  # empty: the function's default
 CURVES = ("", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
-# where σ is 1, exp(-x) is subnormal, overflows, and x³ is large in float32
+# numbers for which σ is 1, exp(-x) is subnormal or overflows, and x³ is large in float32
 FAR = (17.0, 30.0, 88.0, 89.0, 104.0, 200.0, 5000.0)
-HUGE = (0.3, 0.4, 0.6)  # powers of the largest number, of which x⁴, x³, x² overflow
+HUGE = (0.3, 0.4, 0.6)  # powers of the largest number, of which x⁴, x³ or x² overflow
 
 
 @dataclass(kw_only=True)
 class Name(Choice):
-    """A choice whose values are equally simple, except the default."""
+    """A choice whose values are equally simple, except for the default."""
 
     def smaller(self, case: Any) -> Iterator[Changes]:
         yield from ()
@@ -89,7 +89,7 @@ class ActivationCase(Case):
     """Input rows of an activation."""
 
     tokens: int = size("T", more=1)
-    experts: int = size("E", at_least=1)  # not used: activations ignore experts
+    experts: int = size("E", at_least=1)  # not used, because activations have no experts
     width: int = size("F", more=3)  # half the columns of h if gated
     kind: str = declared(Kind(default="", values=GATES + CURVES[1:], also=("swiglu", "squared_relu"), argument="kind"))
     dtype: str = dtypes(*LOGIT_DTYPES)
@@ -98,7 +98,7 @@ class ActivationCase(Case):
     values: str = choice(*VALUES, also=(*STRANGE[1:], "huge", "tiny", "peak"), data=True)  # of h: see `hidden_of`
     offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset", given=True)  # in eighths
     clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp", given=True)  # in eighths; 0: none
-    # pairs: of no kind its own
+    # pairs: those of no activation's own value
     alpha: int = number(0, 1000, 1702, 250, pairs=(250,), argument="alpha", given=True)  # in thousandths; 0: none
     interleave: int = number(0, 1, 2, 3, 8, 16, 32, pairs=(1, 2), argument="interleave")  # 0: none
     early: bool = flag(argument="round_before_probs")
@@ -137,11 +137,11 @@ def hidden_of(case: ActivationCase, columns: int) -> Tensor:
     activation those of the gate, times dyadic values.
     """
     shape, kind = (case.tokens, columns), DTYPES[case.dtype]
-    plain = payload(case.seed, "h", shape, case.dtype)
+    dyadic = payload(case.seed, "h", shape, case.dtype)
     noise = hashed(case.seed, "h kinds", case.tokens * columns).reshape(shape)
     sign = torch.from_numpy(np.where(noise >> 30 & 1, -1.0, 1.0))
     if case.values == "rows":
-        return (plain.double() * row_scales(case.seed, case.tokens)).to(kind)
+        return (dyadic.double() * row_scales(case.seed, case.tokens)).to(kind)
     if case.values == "bounds":
         bound, step = case.clamp / 8 or abs(case.offset) / 8 or 1.0, torch.finfo(kind).eps
         near = torch.tensor(
@@ -154,29 +154,31 @@ def hidden_of(case: ActivationCase, columns: int) -> Tensor:
         return torch.where(
             torch.from_numpy(noise % 2 == 0),
             far[torch.from_numpy((noise >> 8).astype(np.int64) % len(far))] * sign,
-            plain.double(),
+            dyadic.double(),
         ).to(kind)
     if case.values == "huge":
         power = torch.tensor(HUGE, dtype=torch.float64)[torch.from_numpy((noise >> 8).astype(np.int64) % len(HUGE))]
         large = float(torch.finfo(kind).max) ** power * sign
-        return torch.where(torch.from_numpy(noise % 2 == 0), large, plain.double()).to(kind)
+        return torch.where(torch.from_numpy(noise % 2 == 0), large, dyadic.double()).to(kind)
     if case.values == "tiny":
-        return ((1 + plain.double().abs() / 2) * sign * (8 * torch.finfo(kind).tiny)).to(kind)
+        return ((1 + dyadic.double().abs() / 2) * sign * (8 * torch.finfo(kind).tiny)).to(kind)
     if case.values == "peak":
-        x, place = plain / 16, (case.features - 1) * (case.seed % 4) // 3
-        x[-1:, place :: case.features or 1] = 4  # of a gated activation its gate and its value
+        x, column = dyadic / 16, (case.features - 1) * (case.seed % 4) // 3
+        x[-1:, column :: case.features or 1] = 4  # of a gated activation its gate and its value
         return x
     if case.values == "special":
         strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
         hit = torch.from_numpy((noise % 4 == 0) & (np.arange(case.tokens) % 2 == case.seed % 2)[:, None])
-        return torch.where(hit, strange[torch.from_numpy((noise >> 8).astype(np.int64) % 3)], plain)
+        return torch.where(hit, strange[torch.from_numpy((noise >> 8).astype(np.int64) % 3)], dyadic)
     if case.values == "edges":
-        return torch.where(torch.arange(case.tokens)[:, None] % 2 == case.seed % 2, with_ends(plain, case.seed), plain)
+        return torch.where(
+            torch.arange(case.tokens)[:, None] % 2 == case.seed % 2, with_ends(dyadic, case.seed), dyadic
+        )
     if case.values == "every":
         narrow = torch.float32 if kind == torch.float64 else kind  # no oracle is wider than float64
         gate = every_pattern(case.seed, (case.tokens, case.features), narrow).to(kind)
-        return interleave_halves(gate, plain[:, : case.features], activation_blocks(case)) if case.gated else gate
-    return plain
+        return interleave_halves(gate, dyadic[:, : case.features], activation_blocks(case)) if case.gated else gate
+    return dyadic
 
 
 def activation_blocks(case: Any) -> dict[str, Any]:
@@ -199,7 +201,7 @@ def probs_of(seed: int, rows: int, dtype: str, weights: str) -> Tensor:
 class Scaling(Name):
     """A recipe's scaling, with its variant and override; a Hadamard transform needs bfloat16."""
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
         recipe = {name: getattr(case, name) for name in ("scaling", "variant", "override")}
         yield from (recipe, recipe | {"dtype": "bfloat16"}, {"scaling": case.scaling}, {"scaling": ""})
 
@@ -221,7 +223,7 @@ class Segments(Parts):
             yield from super().smaller(case)
 
     def other(self, case: Any) -> Changes:
-        """Two more experts, one of them empty."""
+        """Two more experts, one of them without rows."""
         return self.changes((0, *counts_of(case)[::-1], 2))
 
 
@@ -280,8 +282,8 @@ class GroupedCase(Case):
         )
 
     def arguments(self) -> tuple[str, ...]:
-        given = {"state": self.scaling == "delayed", "noise": rounds_gradients(recipe_of(self))}
-        return tuple(name for name, needed in given.items() if needed)
+        needed_arguments = {"state": self.scaling == "delayed", "noise": rounds_gradients(recipe_of(self))}
+        return tuple(name for name, is_needed in needed_arguments.items() if is_needed)
 
 
 def counts_of(case: Any) -> tuple[int, ...]:
@@ -293,11 +295,11 @@ def counts_of(case: Any) -> tuple[int, ...]:
 
 def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
     """[P, columns]: segments by `values`; the tail is NaN, with a scaling also infinities."""
-    kind, own = DTYPES[case.dtype], case.tokens * case.unit
+    kind, num_rows = DTYPES[case.dtype], case.tokens * case.unit
     x = (
         factor_of(case, name)
         if case.values in LOW_VALUES
-        else payload(case.seed, name, (own + case.tail, columns), case.dtype)
+        else payload(case.seed, name, (num_rows + case.tail, columns), case.dtype)
     )
     if case.values == "rows":
         x = (x.double() * row_scales(case.seed, len(x))).to(kind)
@@ -311,28 +313,35 @@ def grouped_rows(case: Any, name: str, columns: int) -> Tensor:
         )
         x = torch.where(hit, strange[torch.from_numpy((noise >> 20) % 3)][:, None], x)
     for i in range(case.tail):
-        x[own + i] = TAIL[(i + case.seed) % len(TAIL)] if case.scaling else torch.nan
+        x[num_rows + i] = TAIL[(i + case.seed) % len(TAIL)] if case.scaling else torch.nan
     return x
 
 
 def _cancelling(case: Any, name: str, x: Tensor) -> Tensor:
-    """Halves of a product's terms that cancel: of the columns, or of each expert's rows."""
+    """Halves of a product's terms that cancel each other: halves of the columns, or of each
+    expert's rows.
+    """
     if case.function != "grouped_wgrad":
         return repeated(x * 2.0**14, -1.0, 1)
     factor = 2.0**14 if name == "d_out" else 1.0
     *segments, tail = x.split([*counts_of(case), case.tail])
-    return torch.cat([*(repeated(own * factor, -1.0 if name == "d_out" else 1.0, 0) for own in segments), tail])
+    return torch.cat([*(repeated(segment * factor, -1.0 if name == "d_out" else 1.0, 0) for segment in segments), tail])
 
 
 def repeated(x: Tensor, factor: float, dim: int) -> Tensor:
-    """x, whose second half is its first half times the factor; a middle one stays."""
+    """x, with its second half replaced by its first half times the factor. An element in the middle
+    stays.
+    """
     half = x.shape[dim] // 2
     first, middle = x.narrow(dim, 0, half), x.narrow(dim, 2 * half, x.shape[dim] - 2 * half)
     return torch.cat([first, middle, first * factor], dim)
 
 
 def weights_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
-    """[L, rows, columns]; special: every third expert has a NaN or an infinity."""
+    """Weights [L, rows, columns].
+
+    With special values, every third expert has a NaN or an infinity.
+    """
     if case.values in LOW_VALUES or (case.scaling and case.values == "rows"):
         return factor_of(case, name)
     weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)

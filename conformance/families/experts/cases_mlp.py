@@ -30,9 +30,9 @@ from moe_ref.config.quantization import OVERRIDES
 
 SPREAD = 4  # exponents of the rows' scales: no stage overflows in float16
 OVERFLOW = "overflow"
-FACTORS = (0, 14, 10, 6, 0)  # exponents of the rows of `overflow`, by turns: h, or h · h overflows
+FACTORS = (0, 14, 10, 6, 0)  # exponents of the rows of `overflow`, in turn: h overflows, or h · h does
 BACK = (0, 0, 0, 6, 15)  # and of their cotangents
-GATE, VALUE = 2.0**-20, 4.0  # factors of weights: values overflow, gate times value does not
+GATE, VALUE = 2.0**-20, 4.0  # factors of weights with which values overflow, but not gate times value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +96,8 @@ class LayersCase(Case):
         return rounds_gradients(recipe_of(self)) and bool(self.grads)
 
     def arguments(self) -> tuple[str, ...]:
-        given = {"state": self.scaling == "delayed", "noise": self.noisy}
-        return tuple(name for name, needed in given.items() if needed)
+        needed_arguments = {"state": self.scaling == "delayed", "noise": self.noisy}
+        return tuple(name for name, is_needed in needed_arguments.items() if is_needed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +161,8 @@ def rows_of(case: Any, name: str, tail: int = 0) -> Tensor:
 
     overflow: dyadic times powers of two, so that h, the activation, or a gradient is past 65504.
     """
-    kind, own = DTYPES[case.dtype], case.tokens * rows_unit(case)
-    x = payload(case.seed, name, (own + tail, case.hidden * case.unit), case.dtype)
+    kind, num_rows = DTYPES[case.dtype], case.tokens * rows_unit(case)
+    x = payload(case.seed, name, (num_rows + tail, case.hidden * case.unit), case.dtype)
     if case.values == "rows":
         x = (x.double() * row_scales(case.seed, len(x)).log2().div(SPREAD).round().exp2()).to(kind)
     if case.values == OVERFLOW:
@@ -172,17 +172,17 @@ def rows_of(case: Any, name: str, tail: int = 0) -> Tensor:
         strange = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=kind)
         hit = (noise % 4 == 0)[:, None] & (torch.arange(case.hidden)[None] == (noise >> 8)[:, None] % case.hidden)
         x = torch.where(hit, strange[(noise >> 20) % 3][:, None], x)
-    x[own:] = torch.nan
+    x[num_rows:] = torch.nan
     return x
 
 
 def powers(exponents: tuple[int, ...], rows: int) -> Tensor:
-    """[rows,1] powers of two, by turns."""
+    """Powers of two [rows,1], in turn."""
     return torch.exp2(torch.tensor(exponents, dtype=torch.float64))[torch.arange(rows) % len(exponents)][:, None]
 
 
 def with_large_cotangents(case: Any, problem: Problem) -> Problem:
-    """The call; of `overflow`, with cotangents times powers of two."""
+    """The call. For the values `overflow`, its cotangents are multiplied by powers of two."""
     if case.values != OVERFLOW:
         return problem
     large = {name: (x.double() * powers(BACK, len(x))).to(x.dtype) for name, x in problem.cotangents.items()}
@@ -190,7 +190,9 @@ def with_large_cotangents(case: Any, problem: Problem) -> Problem:
 
 
 def weight_of(case: Any, name: str, rows: int, columns: int) -> Tensor:
-    """[L, rows, columns], a payload scaled by a power of two: outputs stay as large as inputs."""
+    """Weights [L, rows, columns]: a payload scaled by a power of two, so that outputs are as large
+    as inputs.
+    """
     weight = payload(case.seed, name, (case.experts * rows, columns), case.dtype).reshape(case.experts, rows, columns)
     weight = weight * 2.0 ** -(max(columns - 1, 1).bit_length() // 2)
     if getattr(case, "values", "") == OVERFLOW:

@@ -22,7 +22,7 @@ def _floats(*rows: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.tensor(rows, dtype=dtype)
 
 
-def _near(*rows: Any) -> Bounded:
+def _within_roundings(*rows: Any) -> Bounded:
     """Within a few roundings of float32; zeros are exact."""
     value = torch.tensor(rows, dtype=torch.float64)
     return Bounded(value, value.abs() * 2.0**-20, torch.float32, torch.float32)
@@ -109,7 +109,7 @@ GROUPED_MLP: Golden = {
                 "fc2_weight": _floats([[9]], [[1]]),
             },
         ),
-        {"out": _near([1.5 * LN3])},
+        {"out": _within_roundings([1.5 * LN3])},
     ),
     # gpt-oss: u = ln 3 / 1.702, v = 1.5 + ½;  a = ½ · ¾ u (2 + 1);  y = 2 a + ½ · 10;  d_a = 2 · ½
     "of_gpt_oss": (
@@ -127,13 +127,13 @@ GROUPED_MLP: Golden = {
             cotangents={"out": _floats([1])},
         ),
         {
-            "out": _near([2.25 * QUICK + 5]),
-            "d_rows": _near([QUICK_SLOPES[0] * QUICK + QUICK_SLOPES[1] * 1.5]),
-            "d_probs": _near(4.5 * QUICK + 10),
-            "d_fc1_weight": _near([[0], [0]], [[QUICK_SLOPES[0]], [QUICK_SLOPES[1]]]),
-            "d_fc2_weight": _near([[0]], [[1.125 * QUICK]]),
-            "d_fc1_bias": _near([0, 0], [*QUICK_SLOPES]),
-            "d_fc2_bias": _near([0], [0.5]),
+            "out": _within_roundings([2.25 * QUICK + 5]),
+            "d_rows": _within_roundings([QUICK_SLOPES[0] * QUICK + QUICK_SLOPES[1] * 1.5]),
+            "d_probs": _within_roundings(4.5 * QUICK + 10),
+            "d_fc1_weight": _within_roundings([[0], [0]], [[QUICK_SLOPES[0]], [QUICK_SLOPES[1]]]),
+            "d_fc2_weight": _within_roundings([[0]], [[1.125 * QUICK]]),
+            "d_fc1_bias": _within_roundings([0, 0], [*QUICK_SLOPES]),
+            "d_fc2_bias": _within_roundings([0], [0.5]),
         },
     ),
     # h = ln 3, 2.2 → 1.125, 2.25; d_fc2_weight uses the unrounded a = ¾ ln 3 · 2.2
@@ -151,10 +151,10 @@ GROUPED_MLP: Golden = {
             cotangents={"out": _floats([1])},
         ),
         {
-            "out": _near([0.75 * LN3 * 2.2]),
-            "d_rows": _near([KEPT_SLOPES[0] * LN3 + KEPT_SLOPES[1] * 2.2]),
-            "d_fc1_weight": _near([[KEPT_SLOPES[0]], [KEPT_SLOPES[1]]]),
-            "d_fc2_weight": _near([[0.75 * LN3 * 2.2]]),
+            "out": _within_roundings([0.75 * LN3 * 2.2]),
+            "d_rows": _within_roundings([KEPT_SLOPES[0] * LN3 + KEPT_SLOPES[1] * 2.2]),
+            "d_fc1_weight": _within_roundings([[KEPT_SLOPES[0]], [KEPT_SLOPES[1]]]),
+            "d_fc2_weight": _within_roundings([[0.75 * LN3 * 2.2]]),
         },
     ),
     "rounded_before_the_probs": (  # 23² = 529 → 528 in bfloat16, · 1.51 = 797.28 → 796; rounded once, 798.79 → 800
@@ -190,8 +190,8 @@ GROUPED_MLP: Golden = {
     ),
 }
 SEQUENTIAL_MLP: Golden = {
-    name: (Problem("sequential_mlp", call.required, call.settings, {}, call.wanted, call.cotangents), right)
-    for name, (call, right) in GROUPED_MLP.items()
+    name: (Problem("sequential_mlp", call.required, call.settings, {}, call.wanted, call.cotangents), expectations)
+    for name, (call, expectations) in GROUPED_MLP.items()
 }
 
 _X = _floats([1, 0], [0, 1])
@@ -206,12 +206,12 @@ SHARED_EXPERTS: Golden = {
             {"out": _floats([1, 0], [1, 0])},
         ),
         {
-            "out": _near([3, -3], [4.5, -4.5]),
+            "out": _within_roundings([3, -3], [4.5, -4.5]),
             # d_y = (¾, 0), (½, 0);  d_h = ¾ · 2 · 2, ½ · 2 · 3;  d_z = 4 · 3/16, 9 · ¼
-            "d_x": _near([3 * 2 + 0.75 * LN3, 9], [6 + 2.25 * LN3, 9]),
-            "d_fc1_weight": _near([3, 3]),
-            "d_fc2_weight": _near([0.75 * 4 + 0.5 * 9], [0]),
-            "d_gate_weight": _near([0.75, 2.25]),
+            "d_x": _within_roundings([3 * 2 + 0.75 * LN3, 9], [6 + 2.25 * LN3, 9]),
+            "d_fc1_weight": _within_roundings([3, 3]),
+            "d_fc2_weight": _within_roundings([0.75 * 4 + 0.5 * 9], [0]),
+            "d_gate_weight": _within_roundings([0.75, 2.25]),
         },
     ),
     "clamped": (  # reglu: u = 8 → 7, v = -8 → -7;  nothing passes beyond the bounds

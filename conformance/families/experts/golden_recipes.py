@@ -22,7 +22,7 @@ def _floats(*rows: Any) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32)
 
 
-def _near(*rows: Any) -> Bounded:
+def _within_roundings(*rows: Any) -> Bounded:
     """Within a few roundings of float32; zeros are exact."""
     value = torch.tensor(rows, dtype=torch.float64)
     return Bounded(value, value.abs() * 2.0**-20, torch.float32, torch.float32)
@@ -126,7 +126,7 @@ GROUPED_LINEAR: Golden = {
     ),
     "blocks_along_the_contraction": (  # 0.3 · 448 = 134.4 → 128 in its row; 0.3 · 128 = 38.4 → 40 in its column
         _BLOCK,
-        {"out": _near([2], [12.75]), "d_weight": _near([[1, 0.3125]])},
+        {"out": _within_roundings([2], [12.75]), "d_weight": _within_roundings([[1, 0.3125]])},
     ),
     # 1¼ · 2⁻¹⁴ in a block with 7 is subnormal, halfway between two codes; alone it is exact
     "small_blocks_along_the_contraction": (
@@ -140,17 +140,17 @@ GROUPED_LINEAR: Golden = {
     "gradients_of_what_is_stored": (  # 1.1 → 1.125 and 0.3 → 0.3125 forward
         _overridden("high_precision"),
         {
-            "out": _near([49 + 1.125**2, 7 * 0.3125 + 1.125 * 3.5]),
-            "d_rows": _near([49 + 1.1 * 0.3, 7 * 1.1 + 1.1 * 3.5]),
-            "d_weight": _near([[49, 7.7], [7.7, 1.21]]),
+            "out": _within_roundings([49 + 1.125**2, 7 * 0.3125 + 1.125 * 3.5]),
+            "d_rows": _within_roundings([49 + 1.1 * 0.3, 7 * 1.1 + 1.1 * 3.5]),
+            "d_weight": _within_roundings([[49, 7.7], [7.7, 1.21]]),
         },
     ),
     "gradients_of_what_codes_come_back_as": (  # with 1.1 in the cotangent
         _overridden("dequantized"),
         {
-            "out": _near([49 + 1.125**2, 7 * 0.3125 + 1.125 * 3.5]),
-            "d_rows": _near([49 + 1.1 * 0.3125, 7 * 1.125 + 1.1 * 3.5]),
-            "d_weight": _near([[49, 7.875], [7.7, 1.1 * 1.125]]),
+            "out": _within_roundings([49 + 1.125**2, 7 * 0.3125 + 1.125 * 3.5]),
+            "d_rows": _within_roundings([49 + 1.1 * 0.3125, 7 * 1.125 + 1.1 * 3.5]),
+            "d_weight": _within_roundings([[49, 7.875], [7.7, 1.1 * 1.125]]),
         },
     ),
     "gradients_of_codes_by_rows": (  # in a block with 7, inexact; alone in its column, exact
@@ -163,7 +163,7 @@ GROUPED_LINEAR: Golden = {
     ),
     "two_levels": (  # ¼ → 0 and ¾ → 1 of 6; the second row's scale is ¼: 0.3 → ¼
         _FP4,
-        {"out": _near(*_corner(16, [36 + 3 + 1.5 + 1], [9.25]))},
+        {"out": _within_roundings(*_corner(16, [36 + 3 + 1.5 + 1], [9.25]))},
     ),
 }
 GROUPED_DGRAD: Golden = {
@@ -180,7 +180,7 @@ GROUPED_DGRAD: Golden = {
                 "noise": torch.stack([_floats(*_corner(16, [0, 0.75], [0, 0.25])), torch.zeros(16, 16)]),
             },
         ),
-        {"d_rows": _near(*_corner(16, [36 + 12], [36 + 18]))},
+        {"d_rows": _within_roundings(*_corner(16, [36 + 12], [36 + 18]))},
     ),
 }
 LATENT_PROJECTION: Golden = {
@@ -217,8 +217,8 @@ GROUPED_MLP: Golden = {
     ),
 }
 SEQUENTIAL_MLP: Golden = {
-    name: (Problem("sequential_mlp", call.required, call.settings, {}, call.wanted, call.cotangents), right)
-    for name, (call, right) in GROUPED_MLP.items()
+    name: (Problem("sequential_mlp", call.required, call.settings, {}, call.wanted, call.cotangents), expectations)
+    for name, (call, expectations) in GROUPED_MLP.items()
 }
 SHARED_EXPERTS: Golden = {
     "both_layers_by_a_recipe": (

@@ -14,7 +14,7 @@ COUNTS: dict[str, Rule] = {
 
 
 def padded(counts: list[int]) -> Rule:
-    """Counts that are padded: -1 becomes 0."""
+    """The counts of segments that are padded. A count of -1 becomes 0."""
     values = with_values("tokens_per_expert", torch.tensor(counts))
     return on_device(lambda problem: values(setting("align", 4)(problem)))
 

@@ -33,28 +33,28 @@ PAIRED = ("grouped_mlp", "shared_experts")  # functions of two layers, with a st
 
 
 def state_for(experts: int, length: int = 2, dtype: torch.dtype = torch.float32) -> LinearState:
-    """A state before the first step."""
+    """The state before the first step."""
     state = new_quantizer_state(Recipe("delayed", amax_history_len=length), num_groups=experts)
     assert state is not None
-    return LinearState(*(type(state)(*(part.to(dtype) for part in state)) for _ in range(3)))
+    return LinearState(*(type(state)(*(tensor.to(dtype) for tensor in state)) for _ in range(3)))
 
 
 def factors(
     function: str, rows: int, columns: int, outputs: int, counts: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Zeros in the places of a function's arguments, for as many experts as counts."""
+    """Zeros for the tensor arguments of a function, for as many experts as there are counts."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    experts, own = len(counts), {"tokens_per_expert": torch.tensor(counts)}
+    experts, token_counts = len(counts), {"tokens_per_expert": torch.tensor(counts)}
     weights = {"fc1_weight": zeros(experts, 2 * outputs, columns), "fc2_weight": zeros(experts, columns, outputs)}
     return {
-        "grouped_linear": {"rows": zeros(rows, columns), "weight": zeros(experts, outputs, columns)} | own,
-        "grouped_dgrad": {"d_out": zeros(rows, outputs), "weight": zeros(experts, outputs, columns)} | own,
-        "grouped_wgrad": {"d_out": zeros(rows, outputs), "rows": zeros(rows, columns)} | own,
-        "grouped_mlp": {"rows": zeros(rows, columns)} | own | weights,
-        "sequential_mlp": {"rows": zeros(rows, columns)} | own | weights,
+        "grouped_linear": {"rows": zeros(rows, columns), "weight": zeros(experts, outputs, columns)} | token_counts,
+        "grouped_dgrad": {"d_out": zeros(rows, outputs), "weight": zeros(experts, outputs, columns)} | token_counts,
+        "grouped_wgrad": {"d_out": zeros(rows, outputs), "rows": zeros(rows, columns)} | token_counts,
+        "grouped_mlp": {"rows": zeros(rows, columns)} | token_counts | weights,
+        "sequential_mlp": {"rows": zeros(rows, columns)} | token_counts | weights,
         "shared_experts": {"x": zeros(rows, columns)} | {name: weight[0] for name, weight in weights.items()},
         "latent_projection": {"x": zeros(rows, columns), "weight": zeros(outputs, columns)},
     }[function]
@@ -75,12 +75,18 @@ def by_recipe(
 
     def break_it(problem: Problem) -> Problem:
         twice, experts = problem.function in PAIRED, 1 if problem.function in OF_ONE else len(counts)
-        made = {name: x(experts) if callable(x) else x for name, x in settings.items()}
-        given = {name: (x, x) if twice and name in ("state", "noise") else x for name, x in made.items()}
+        values = {name: x(experts) if callable(x) else x for name, x in settings.items()}
+        settings_of_layers = {name: (x, x) if twice and name in ("state", "noise") else x for name, x in values.items()}
         required = factors(problem.function, rows, columns, outputs, counts, dtype)
-        known: dict[str, Any] = {} if recipe is None else {"recipe": recipe}
+        recipe_setting: dict[str, Any] = {} if recipe is None else {"recipe": recipe}
         return replace(
-            problem, required=required, settings=known | given, blame=blame, wanted=(), cotangents={}, layouts={}
+            problem,
+            required=required,
+            settings=recipe_setting | settings_of_layers,
+            blame=blame,
+            wanted=(),
+            cotangents={},
+            layouts={},
         )
 
     return break_it

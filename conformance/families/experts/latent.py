@@ -17,7 +17,7 @@ from conformance.families.experts.linear import GroupedLinear, product_signature
 from conformance.judge import Bounded, Expectation
 from conformance.judge.ratios import RowWise
 
-OF_GROUPED = {"x": "rows", "weight": "weight", "bias": "bias"}  # name here: name in grouped_linear
+OF_GROUPED = {"x": "rows", "weight": "weight", "bias": "bias"}  # the names here, and the names in grouped_linear
 
 
 class LatentProjection(GroupedLinear):
@@ -35,13 +35,13 @@ class LatentProjection(GroupedLinear):
     )
 
     def legal(self, case: GroupedCase) -> Problem:
-        one, unit = of_one_expert(case), case.unit
+        grouped_case, unit = of_one_expert(case), case.unit
         required = {
-            "x": grouped_rows(one, "rows", unit * case.hidden),
-            "weight": weights_of(one, "weight", unit * case.width, unit * case.hidden)[0],
+            "x": grouped_rows(grouped_case, "rows", unit * case.hidden),
+            "weight": weights_of(grouped_case, "weight", unit * case.width, unit * case.hidden)[0],
         }
         settings = {"bias": payload(case.seed, "bias", (1, unit * case.width), case.bias)[0]} if case.bias else {}
-        return self.called(one, required, settings)
+        return self.called(grouped_case, required, settings)
 
     def expected(self, case: GroupedCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         x, weight, *_ = problem.required.values()
@@ -49,11 +49,11 @@ class LatentProjection(GroupedLinear):
         required = {"rows": x, "weight": weight[None], "tokens_per_expert": torch.tensor([len(x)])} | state
         settings = problem.settings | ({"bias": problem.settings["bias"][None]} if "bias" in problem.settings else {})
         wanted = tuple(OF_GROUPED[name] for name in problem.wanted)
-        right = super().expected(
+        grouped = super().expected(
             case, Problem("grouped_linear", required, settings, {}, wanted, problem.cotangents), declared
         )
-        found = {"out": right["out"]} | ({"d_x": right["d_rows"]} if "d_rows" in right else {})
-        return found | {name: of_one(right[name]) for name in ("d_weight", "d_bias") if name in right}
+        expectations = {"out": grouped["out"]} | ({"d_x": grouped["d_rows"]} if "d_rows" in grouped else {})
+        return expectations | {name: of_one(grouped[name]) for name in ("d_weight", "d_bias") if name in grouped}
 
 
 def of_one_expert(case: GroupedCase) -> GroupedCase:
@@ -61,17 +61,17 @@ def of_one_expert(case: GroupedCase) -> GroupedCase:
     return replace(case, experts=1, counts=(), tail=0, accumulator="")
 
 
-def of_one(right: Expectation) -> Expectation:
+def of_one(expected: Expectation) -> Expectation:
     """The expectation of the only expert."""
-    assert isinstance(right, Bounded)
-    if not isinstance(right, RowWise):
-        return replace(right, value=right.value[0], bound=right.bound[0])
-    groups = None if right.groups is None else right.groups[0]
+    assert isinstance(expected, Bounded)
+    if not isinstance(expected, RowWise):
+        return replace(expected, value=expected.value[0], bound=expected.bound[0])
+    groups = None if expected.groups is None else expected.groups[0]
     return replace(
-        right,
-        value=right.value[0],
-        bound=right.bound[0],
-        reference=right.reference[0],
-        magnitude=right.magnitude[0],
+        expected,
+        value=expected.value[0],
+        bound=expected.bound[0],
+        reference=expected.reference[0],
+        magnitude=expected.magnitude[0],
         groups=groups,
     )

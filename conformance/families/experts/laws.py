@@ -54,16 +54,18 @@ def doubled(trial: Trial, law: str, problem: Problem, outputs: tuple[str, ...]) 
     finding = trial.judged(law, {name: scaled(trial.expected[name], 2.0) for name in outputs}, second)
     if finding or not trial.declared.get("deterministic"):
         return finding
-    kept = {name: ordinary(trial.first[name]) & ~_rounded_to_zero(trial, name) for name in outputs}
+    compared = {name: ordinary(trial.first[name]) & ~_rounded_to_zero(trial, name) for name in outputs}
     return same(
         law,
-        {name: trial.first[name][kept[name]] * 2 for name in outputs},
-        {name: second[name][kept[name]] for name in outputs},
+        {name: trial.first[name][compared[name]] * 2 for name in outputs},
+        {name: second[name][compared[name]] for name in outputs},
     )
 
 
 def _rounded_to_zero(trial: Trial, name: str) -> Tensor:
-    """Where the output is zero, but its right value is not: twice the value may be subnormal."""
+    """Where the output is zero although its right value is not: twice that value may be
+    subnormal.
+    """
     return (trial.first[name] == 0) & (trial.expected[name].resolve(trial.first).value != 0)
 
 
@@ -82,31 +84,34 @@ def _cotangent_scaling(trial: Trial) -> Finding | None:
 
 
 def _neighbour_independence(trial: Trial) -> Finding | None:
-    """A NaN in one row changes no other row, and no other expert's gradient."""
+    """A NaN in one row changes neither another row nor the gradient of another expert."""
     name = next(iter(trial.problem.required))
     x = trial.problem.required[name].clone()
     middle = trial.case.tokens // 2
     x[middle] = torch.nan
     second = trial.run(trial.problem.with_tensors({name: x}))
-    rows, kept = torch.arange(len(x)) != middle, {}
+    rows, unaffected = torch.arange(len(x)) != middle, {}
     for output in judged_outputs(trial):
-        kept[output] = (
+        unaffected[output] = (
             rows if of_rows(output) else torch.arange(len(trial.first[output])) != expert_of(trial.problem, middle)
         )
     return untouched(
-        trial, "neighbour_independence", {output: second[output][some] for output, some in kept.items()}, kept
+        trial,
+        "neighbour_independence",
+        {output: second[output][some] for output, some in unaffected.items()},
+        unaffected,
     )
 
 
 def untouched(
-    trial: Trial, law: str, second: dict[str, Any], kept: dict[str, Tensor], bitwise: bool = True
+    trial: Trial, law: str, second: dict[str, Any], unaffected: dict[str, Tensor], bitwise: bool = True
 ) -> Finding | None:
     """`second` equals these rows of the first run: bitwise if deterministic, else by their
     expectation.
     """
     if bitwise and trial.declared.get("deterministic"):
-        return same(law, {name: trial.first[name][rows] for name, rows in kept.items()}, second)
-    for name, rows in kept.items():
+        return same(law, {name: trial.first[name][rows] for name, rows in unaffected.items()}, second)
+    for name, rows in unaffected.items():
         expected = trial.expected[name]
         assert isinstance(expected, Bounded)
         finding = judge(name, expected.taken(rows), second[name])
@@ -154,31 +159,31 @@ def regrouped(problem: Problem, rows: Tensor, experts: Tensor, counts: Tensor) -
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
-    """Removing the tail, or adding one where there was none, changes nothing."""
+    """Nothing changes if the tail is removed, or if one is added where there was none."""
     counts = trial.problem.required["tokens_per_expert"]
     total = int(counts.sum())
     rows = torch.tensor([*range(total), *([-1] * 3 if not trial.case.tail else [])], dtype=torch.int64)
     outputs = trial.run(regrouped(trial.problem, rows, torch.arange(len(counts)), counts))
-    kept = {
+    segment_rows = {
         name: torch.arange(len(trial.first[name]))[: total if of_rows(name) else None] for name in judged_outputs(trial)
     }
     return untouched(
         trial,
         "padding_independence",
-        {name: outputs[name][: len(some)] for name, some in kept.items()},
-        kept,
+        {name: outputs[name][: len(some)] for name, some in segment_rows.items()},
+        segment_rows,
         bitwise=False,
     )
 
 
 def _in_order(trial: Trial, law: str, rows: Tensor, experts: Tensor) -> Finding | None:
-    """These rows and experts, each once, in this order: each has what it had."""
+    """Run with these rows and experts, each once, in this order: each keeps its results."""
     counts = trial.problem.required["tokens_per_expert"]
     outputs = trial.run(regrouped(trial.problem, rows, experts, counts[experts]))
-    back = {
+    restored = {
         name: x[(rows if of_rows(name) else experts).argsort()] for name, x in outputs.items() if isinstance(x, Tensor)
     }
-    return trial.judged(law, trial.expected, back)
+    return trial.judged(law, trial.expected, restored)
 
 
 def _segments(trial: Trial) -> tuple[Tensor, ...]:
@@ -196,33 +201,36 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
 
 
 def _row_reversal(trial: Trial) -> Finding | None:
-    """Each expert's rows in reverse order: a sum over them runs in another order."""
+    """Each expert's rows in reverse order. A sum over them is then added in another order."""
     *segments, tail = _segments(trial)
     rows = torch.cat([*(rows.flip(0) for rows in segments), tail])
     return _in_order(trial, "row_reversal", rows, torch.arange(len(segments)))
 
 
 def _two_parts(trial: Trial) -> Finding | None:
-    """Each expert's first half of rows added to what is given, and the second half to that sum: two
-    roundings more, of which each is at most one of all the terms' magnitudes.
+    """The first half of each expert's rows is added to the given gradient, and the second half to
+    that sum. This takes two more roundings, each of which is at most one rounding of the sum of all
+    magnitudes.
     """
     problem, counts = trial.problem, trial.problem.required["tokens_per_expert"]
     *segments, tail = _segments(trial)
     halves = [(rows[: len(rows) // 2], rows[len(rows) // 2 :]) for rows in segments]
     outputs: Outputs = {"d_weight": problem.settings["accumulate_into"]}
-    for parts in zip(*halves, strict=True):
-        some = torch.tensor([len(part) for part in parts])
-        one = regrouped(problem, torch.cat([*parts, tail]), torch.arange(len(parts)), some)
-        outputs = trial.run(one.with_tensors({"accumulate_into": outputs["d_weight"]}))
+    for halves_of_experts in zip(*halves, strict=True):
+        some = torch.tensor([len(half) for half in halves_of_experts])
+        half_problem = regrouped(
+            problem, torch.cat([*halves_of_experts, tail]), torch.arange(len(halves_of_experts)), some
+        )
+        outputs = trial.run(half_problem.with_tensors({"accumulate_into": outputs["d_weight"]}))
     sizes = trial.reference(problem.with_tensors({name: x.abs() for name, x in problem.tensors.items()}))
-    right, size = trial.expected["d_weight"], sizes["d_weight"].value.nan_to_num(0.0, 0.0, 0.0)
-    assert isinstance(right, Bounded)
-    more = torch.where((counts > 0)[:, None, None], 2 * ROUNDOFF[right.dtype] * size, 0.0)
-    return trial.judged("two_parts", {"d_weight": replace(right, bound=right.bound + more)}, outputs)
+    expected, size = trial.expected["d_weight"], sizes["d_weight"].value.nan_to_num(0.0, 0.0, 0.0)
+    assert isinstance(expected, Bounded)
+    second_rounding = torch.where((counts > 0)[:, None, None], 2 * ROUNDOFF[expected.dtype] * size, 0.0)
+    return trial.judged("two_parts", {"d_weight": replace(expected, bound=expected.bound + second_rounding)}, outputs)
 
 
 def _group_split(trial: Trial) -> Finding | None:
-    """The largest expert split into two with the same weights: rows do not change."""
+    """The largest expert is split into two experts with the same weights: rows do not change."""
     counts = trial.problem.required["tokens_per_expert"]
     e = int(counts.argmax())
     unit = 1 if getattr(trial.case, "align", 0) else trial.case.unit
@@ -260,7 +268,9 @@ def _buffer_reuse(trial: Trial) -> Finding | None:
 
 
 def _graph_capture(trial: Trial) -> Finding | None:
-    """Captured with one set of values, replayed with another, where declared."""
+    """A graph is captured with one set of values and replayed with another, where this is
+    declared.
+    """
     if not trial.declared.get("graph_capturable"):
         return None
     second = turned(trial.problem)
@@ -284,7 +294,7 @@ def _doubles(case: Any) -> bool:
 
 
 def _by_row(case: Any) -> bool:
-    """Whether a row's result depends on no other row of its expert."""
+    """Whether the result of a row depends on no other row of its expert."""
     return getattr(case, "scaling", "") in ("", *BY_ROW)
 
 
@@ -303,7 +313,7 @@ def unquantised(case: Any) -> bool:
 
 
 def _rounds_small_numbers(case: Any) -> bool:
-    """Whether an intermediate cotangent may be subnormal, where doubling changes roundings."""
+    """Whether rows may be permuted. They may not if the noise also has rows for padding."""
     return bool(getattr(case, "early", False) or getattr(case, "scaling", "")) and case.dtype == "float16"
 
 

@@ -1,4 +1,6 @@
-"""Laws of two-layer experts: rows of weight zero, and settings that change no result."""
+"""Laws of two-layer experts: rows with a probability of zero, and settings that change no
+result.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,9 +27,9 @@ from conformance.judge import Expectation, Finding
 from conformance.judge.bound import Bounded
 from moe_ref.config import LinearAmax
 
-DELAYED_WEIGHTS = ("fc2_weight", "fc1_weight")  # in the order of a backward
-ROUNDED = 1 / 16  # of an amax of what is computed
-ALIGNED = 16  # rows: more than most experts of a small case
+DELAYED_WEIGHTS = ("fc2_weight", "fc1_weight")  # the weights, in the order of a backward pass
+ROUNDED = 1 / 16  # the roundings of an amax of computed values
+ALIGNED = 16  # rows of the padding: more than most experts of a small case have
 
 
 def _zero_probs(trial: Trial) -> Finding | None:
@@ -35,12 +37,12 @@ def _zero_probs(trial: Trial) -> Finding | None:
     probs = trial.problem.settings["probs"]
     nothing = probs == 0
     rows = trial.problem.required["rows"]
-    other = torch.where(nothing[:, None], upside_down(torch.where(rows.isfinite(), rows, 0), 1) + 1, rows)
+    changed_rows = torch.where(nothing[:, None], upside_down(torch.where(rows.isfinite(), rows, 0), 1) + 1, rows)
     expected: dict[str, Expectation] = dict(trial.expected)
-    right = expected.get("d_probs")
-    if isinstance(right, Bounded):
-        expected["d_probs"] = replace(right, bound=torch.where(nothing, torch.inf, right.bound))
-    return trial.judged("zero_probs", expected, trial.run(trial.problem.with_tensors({"rows": other})))
+    d_probs = expected.get("d_probs")
+    if isinstance(d_probs, Bounded):
+        expected["d_probs"] = replace(d_probs, bound=torch.where(nothing, torch.inf, d_probs.bound))
+    return trial.judged("zero_probs", expected, trial.run(trial.problem.with_tensors({"rows": changed_rows})))
 
 
 def _scaling(trial: Trial) -> Finding | None:
@@ -57,14 +59,16 @@ def _cotangent_scaling(trial: Trial) -> Finding | None:
 
 
 def _other_setting(trial: Trial, name: str, value: Any) -> dict[str, Any]:
-    """Run without the setting, or with it if it was not given."""
+    """Run without the setting if the call has it, else with it."""
     settings = {key: x for key, x in trial.problem.settings.items() if key != name}
-    given = name in trial.problem.settings
-    return trial.run(replace(trial.problem, settings=settings if given else settings | {name: value}))
+    is_set = name in trial.problem.settings
+    return trial.run(replace(trial.problem, settings=settings if is_set else settings | {name: value}))
 
 
 def _recompute(trial: Trial) -> Finding | None:
-    """Recomputation in the backward, toggled: the same bits if deterministic."""
+    """Recompute in the backward pass if the call does not, and else do not: the same bits if the
+    implementation is deterministic.
+    """
     shared = trial.case.function == "shared_experts"
     return trial.repeats(
         "recompute", _other_setting(trial, "recompute", True if shared else ("moe_act", "moe")[trial.case.seed % 2])
@@ -72,167 +76,179 @@ def _recompute(trial: Trial) -> Finding | None:
 
 
 def _delayed(trial: Trial) -> Finding | None:
-    """The weights' gradients left for later: each once, fc2's first, with the same bits if
-    deterministic; and the backward gives none. For functions that name the setting.
+    """The gradients of the weights are left for later.
+
+    Each comes once, fc2's first, with the same bits if the implementation is deterministic, and the
+    backward pass gives none of them. Only for functions that name the setting.
     """
     problem = replace(trial.problem, first=arguments_of(trial.problem))
 
-    def call(implementation: Any, given: dict[str, Any], wgrads: list[Any]) -> dict[str, Any]:
-        arguments = [given[name] for name in problem.first]
-        return {"out": implementation.call(problem.function, *arguments, **_settings(problem, given), wgrads=wgrads)}
+    def call(implementation: Any, tensors: dict[str, Any], wgrads: list[Any]) -> dict[str, Any]:
+        arguments = [tensors[name] for name in problem.first]
+        return {"out": implementation.call(problem.function, *arguments, **_settings(problem, tensors), wgrads=wgrads)}
 
     return left_for_later(replace(trial, problem=problem), call, "rows")
 
 
 def arguments_of(problem: Problem) -> dict[str, Any]:
-    """The arguments before the keywords: of a script those of its call."""
+    """The arguments that are passed by position; for a script, those of its call."""
     return problem.first if problem.script else problem.required
 
 
-def _settings(problem: Problem, given: dict[str, Any]) -> dict[str, Any]:
+def _settings(problem: Problem, tensors: dict[str, Any]) -> dict[str, Any]:
     """The keywords, with the states and the noise of both layers."""
-    named = {name: given[name] for name, x in problem.settings.items() if not isinstance(x, Opaque)}
-    return named | pairs_from(given)
+    named = {name: tensors[name] for name, x in problem.settings.items() if not isinstance(x, Opaque)}
+    return named | pairs_from(tensors)
 
 
 def _amaxes(trial: Trial) -> Finding | None:
-    """Amaxes of both layers, some larger before the call than what it quantises: these stay, the
-    others become that. For functions that name the setting.
+    """The amaxes of both layers, some of which are larger before the call than the amax of what it
+    quantises. Those stay; the others become that amax. Only for functions that name the setting.
     """
     problem = replace(trial.problem, first=arguments_of(trial.problem))
     if not trial.extras["names"](problem.function, "amaxes"):
         return None
-    parts = [f"amax.{layer}.{role}" for layer in LAYERS for role in ROLES]
+    amax_names = [f"amax.{layer}.{role}" for layer in LAYERS for role in ROLES]
     nothing = torch.zeros(len(problem.first["tokens_per_expert"]))
 
-    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        arguments = [given[name] for name in problem.first]
-        seen = [given[name].clone() for name in parts]  # an argument may not change
-        amaxes = LinearAmax(*seen[:3]), LinearAmax(*seen[3:])
-        out = implementation.call(problem.function, *arguments, **_settings(problem, given), amaxes=amaxes)
+    def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        arguments = [tensors[name] for name in problem.first]
+        earlier_amaxes = [tensors[name].clone() for name in amax_names]  # an argument may not change
+        amaxes = LinearAmax(*earlier_amaxes[:3]), LinearAmax(*earlier_amaxes[3:])
+        out = implementation.call(problem.function, *arguments, **_settings(problem, tensors), amaxes=amaxes)
         return {"out": out, "amaxes": amaxes}
 
     def read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
         first, second = outputs.pop("amaxes")
-        return outputs | dict(zip(parts, (*first, *second), strict=True))
+        return outputs | dict(zip(amax_names, (*first, *second), strict=True))
 
     settings = problem.settings | {"amaxes": Opaque("amaxes")}
     raised = replace(problem, settings=settings, script=script, read=read)
-    fresh = _in_reference(_beside(raised, dict.fromkeys(parts, nothing)))
-    before = {
-        name: torch.where((torch.arange(len(nothing)) + place) % 2 == 0, fresh[name] * 2 + 1, fresh[name] / 2)
-        for place, name in enumerate(parts)
+    fresh = _in_reference(_with_inputs(raised, dict.fromkeys(amax_names, nothing)))
+    earlier = {
+        name: torch.where((torch.arange(len(nothing)) + position) % 2 == 0, fresh[name] * 2 + 1, fresh[name] / 2)
+        for position, name in enumerate(amax_names)
     }
-    outputs = trial.run(_beside(raised, before))
-    right = {name: _raised(before[name], fresh[name], name.endswith("weight")) for name in parts}
-    return trial.judged("amaxes", trial.expected | right, outputs)
+    outputs = trial.run(_with_inputs(raised, earlier))
+    expected_amaxes = {name: _raised(earlier[name], fresh[name], name.endswith("weight")) for name in amax_names}
+    return trial.judged("amaxes", trial.expected | expected_amaxes, outputs)
 
 
-def _beside(problem: Problem, tensors: dict[str, Tensor]) -> Problem:
+def _with_inputs(problem: Problem, tensors: dict[str, Tensor]) -> Problem:
     """The call with more tensors for its script."""
     return replace(problem, required=problem.required | tensors)
 
 
 def _in_reference(problem: Problem) -> dict[str, Any]:
     """The outputs of the reference, after its backward."""
-    given = problem.required | problem.settings
-    given = given | {name: given[name].detach().clone().requires_grad_() for name in problem.wanted}
+    inputs = problem.required | problem.settings
+    inputs = inputs | {name: inputs[name].detach().clone().requires_grad_() for name in problem.wanted}
     assert problem.script is not None and problem.read is not None
-    outputs = problem.script(Implementation(moe_ref), given)
+    outputs = problem.script(Implementation(moe_ref), inputs)
     if problem.wanted:
-        torch.autograd.grad(outputs["out"], [given[name] for name in problem.wanted], problem.cotangents["out"])
+        torch.autograd.grad(outputs["out"], [inputs[name] for name in problem.wanted], problem.cotangents["out"])
     return problem.read(Implementation(moe_ref), outputs)
 
 
-def _raised(before: Tensor, fresh: Tensor, known: bool) -> Bounded:
-    """The larger of both; what is quantised may be rounded differently, unless it is `known`."""
-    right = torch.maximum(before, fresh).double()
-    bound = torch.where((before > fresh) | torch.tensor(known), 0.0, right * ROUNDED)
-    return Bounded(right, bound, torch.float32, torch.float32)
+def _raised(earlier: Tensor, fresh: Tensor, is_exact: bool) -> Bounded:
+    """The larger of both amaxes.
+
+    What is quantised may be rounded differently, unless it `is_exact`.
+    """
+    expected = torch.maximum(earlier, fresh).double()
+    bound = torch.where((earlier > fresh) | torch.tensor(is_exact), 0.0, expected * ROUNDED)
+    return Bounded(expected, bound, torch.float32, torch.float32)
 
 
 def _rows_again(trial: Trial) -> Finding | None:
-    """Rows that are NaN after the forward, and made again by a function: the same bits if
-    deterministic, so that no saved row was read. For functions that name the setting.
+    """The rows are overwritten by NaN after the forward pass, and a function makes them again: the
+    results have the same bits if the implementation is deterministic, so no saved row was read.
+    Only for functions that name the setting.
     """
     problem = replace(trial.problem, first=arguments_of(trial.problem))
     if not trial.extras["names"](problem.function, "rows_again"):
         return None
 
-    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        rows, *rest = (given[name] for name in problem.first)
-        settings = _settings(problem, given)
+    def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        rows, *other_arguments = (tensors[name] for name in problem.first)
+        settings = _settings(problem, tensors)
         copy, values = rows.clone(), rows.detach().clone()
-        out = implementation.call(problem.function, copy, *rest, **settings, rows_again=values.clone)
-        copy.data.fill_(torch.nan)  # no change that autograd counts
+        out = implementation.call(problem.function, copy, *other_arguments, **settings, rows_again=values.clone)
+        copy.data.fill_(torch.nan)  # a change that autograd does not count
         return {"out": out}
 
-    again = replace(problem, settings=problem.settings | {"rows_again": Opaque("rows_again")}, script=script)
-    return trial.repeats("rows_again", trial.run(again))
+    recomputed = replace(problem, settings=problem.settings | {"rows_again": Opaque("rows_again")}, script=script)
+    return trial.repeats("rows_again", trial.run(recomputed))
 
 
 def left_for_later(trial: Trial, call: Callable[..., dict[str, Any]], first: str) -> Finding | None:
     """The law `delayed` of call(implementation, given, wgrads), whose first input is `first`.
 
-    Where only these weights have a gradient, `backward` runs by itself: `grad` would not come to
-    the products, which wait. Else `first` has one too.
+    If only these weights have a gradient, `backward` runs by itself, because `grad` would not reach
+    the products, which wait. Otherwise `first` has a gradient as well.
     """
     if not trial.extras["names"](trial.problem.function, "wgrads"):
         return None
     problem, names = trial.problem, [name for name in DELAYED_WEIGHTS if name in trial.problem.wanted]
 
-    alone = set(problem.wanted) <= set(names)
+    only_weights = set(problem.wanted) <= set(names)
 
-    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+    def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         wgrads: list[Any] = []
-        if not alone:
-            return call(implementation, given, wgrads) | {"wgrads": wgrads}
-        weights = {name: given[name].detach().requires_grad_() for name in names}
-        outputs = call(implementation, given | weights, wgrads)
+        if not only_weights:
+            return call(implementation, tensors, wgrads) | {"wgrads": wgrads}
+        weights = {name: tensors[name].detach().requires_grad_() for name in names}
+        outputs = call(implementation, tensors | weights, wgrads)
         heads = {name: x for name, x in outputs.items() if name in problem.cotangents and x.requires_grad}
         torch.autograd.backward([*heads.values()], [problem.cotangents[name].to(x.device) for name, x in heads.items()])
-        early = {f"d_{name}": x.new_zeros(()) if x.grad is None else x.grad for name, x in weights.items()}
-        return {name: x.detach() for name, x in outputs.items()} | early | {"wgrads": wgrads}
+        early_gradients = {f"d_{name}": x.new_zeros(()) if x.grad is None else x.grad for name, x in weights.items()}
+        return {name: x.detach() for name, x in outputs.items()} | early_gradients | {"wgrads": wgrads}
 
     def read(implementation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
         wgrads = outputs.pop("wgrads")
-        early = [name for name in names if outputs[f"d_{name}"].any()]
-        later = [wgrad() for wgrad in wgrads]
-        told = f"gives a gradient of {early[0]} at once" if early else ""
-        told = told or ("" if len(later) == len(names) else f"leaves {len(later)} gradients for {' and '.join(names)}")
-        return outputs | ({"told": told} if told else {f"d_{n}": x for n, x in zip(names, later, strict=True)})
+        early_names = [name for name in names if outputs[f"d_{name}"].any()]
+        late_gradients = [wgrad() for wgrad in wgrads]
+        complaint = f"gives a gradient of {early_names[0]} at once" if early_names else ""
+        complaint = complaint or (
+            ""
+            if len(late_gradients) == len(names)
+            else f"leaves {len(late_gradients)} gradients for {' and '.join(names)}"
+        )
+        return outputs | (
+            {"told": complaint} if complaint else {f"d_{n}": x for n, x in zip(names, late_gradients, strict=True)}
+        )
 
-    later = replace(problem, settings=problem.settings | {"wgrads": Opaque("wgrads")}, script=script, read=read)
-    if alone:
-        later = replace(later, wanted=(), cotangents={})
+    delayed = replace(problem, settings=problem.settings | {"wgrads": Opaque("wgrads")}, script=script, read=read)
+    if only_weights:
+        delayed = replace(delayed, wanted=(), cotangents={})
     elif first not in problem.wanted:
-        later = replace(later, wanted=(*problem.wanted, first))
-    outputs = trial.run(later)
+        delayed = replace(delayed, wanted=(*problem.wanted, first))
+    outputs = trial.run(delayed)
     return Finding("wgrads", "delayed", outputs["told"]) if "told" in outputs else trial.repeats("delayed", outputs)
 
 
 def _alignment(trial: Trial) -> Finding | None:
-    """Padding of each expert's rows, toggled."""
+    """Pad each expert's rows if the call does not, and else do not pad them."""
     return trial.judged("alignment", trial.expected, _other_setting(trial, "align", ALIGNED))
 
 
 def _one_after_another(trial: Trial) -> Finding | None:
-    """The same as grouped_mlp, if offered."""
+    """The same results as those of grouped_mlp, if it is offered."""
     return trial.judged("grouped", trial.expected, trial.run(replace(trial.problem, function="grouped_mlp")))
 
 
 def _one_group(trial: Trial) -> Finding | None:
-    """The same as grouped_mlp of one expert, which has all tokens with probability 1, if offered:
-    Megatron's `use_grouped_gemm_for_shared_expert`.
+    """The same results as those of grouped_mlp with one expert, which has all tokens with
+    probability 1, if it is offered. This is Megatron's `use_grouped_gemm_for_shared_expert`.
     """
-    left = ("recompute", "group")
-    settings = {name: x for name, x in trial.problem.settings.items() if name not in left}
+    omitted_settings = ("recompute", "group")
+    settings = {name: x for name, x in trial.problem.settings.items() if name not in omitted_settings}
 
-    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        x = given["x"]
+    def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        x = tensors["x"]
         rows, weights = (
             torch.full((1,), len(x), device=x.device),
-            (given["fc1_weight"][None], given["fc2_weight"][None]),
+            (tensors["fc1_weight"][None], tensors["fc2_weight"][None]),
         )
         probs = torch.ones(len(x), device=x.device)
         return {"out": implementation.call("grouped_mlp", x, rows, *weights, probs=probs, **settings)}
@@ -261,7 +277,10 @@ def _weighted(case: Any) -> bool:
 
 
 def _doubles(case: Any) -> bool:
-    """Whether results double exactly: not in float16, nor with delayed scales or a least amax."""
+    """Whether results double exactly.
+
+    They do not in float16, nor with delayed scales or a least amax.
+    """
     recipe = recipe_of(case)
     return case.dtype != "float16" and (recipe is None or (recipe.scaling != "delayed" and not recipe.amax_epsilon))
 

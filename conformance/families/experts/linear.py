@@ -1,4 +1,4 @@
-"""grouped_linear, grouped_dgrad and grouped_wgrad: one contraction per expert."""
+"""`grouped_linear`, `grouped_dgrad` and `grouped_wgrad`: one contraction per expert."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -66,7 +66,10 @@ class _Grouped(Contract[GroupedCase]):
         return case.unit * torch.tensor(counts_of(case), dtype=DTYPES[case.index_dtype])
 
     def called(self, case: GroupedCase, required: dict[str, Any], settings: dict[str, Any]) -> Problem:
-        """The call; with a state, whose tensors are not arguments, a script."""
+        """The call.
+
+        If it has a state, whose tensors are no arguments, a script builds the state.
+        """
         settings = settings | recipe_settings(case) | ({"accumulator": case.accumulator} if case.accumulator else {})
         state = state_tensors(case)
         script: dict[str, Any] = {}
@@ -112,12 +115,12 @@ class GroupedLinear(_Grouped):
     def expected(self, case: GroupedCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         rows, weight, counts = (problem.required[name] for name in ("rows", "weight", "tokens_per_expert"))
         bias, cotangent = problem.settings.get("bias"), problem.cotangents.get("out")
-        how = precision_of(problem, declared, rows)
+        precision = precision_of(problem, declared, rows)
         products = []
-        for e, (own, matrix) in enumerate(
-            zip(how.rows(rows, counts, "input", "fprop"), how.weights(weight, "fprop"), strict=True)
+        for e, (expert_rows, matrix) in enumerate(
+            zip(precision.rows(rows, counts, "input", "fprop"), precision.weights(weight, "fprop"), strict=True)
         ):
-            product = Product.of(own, matrix)
+            product = Product.of(expert_rows, matrix)
             if bias is not None:
                 product = replace(
                     product,
@@ -125,68 +128,82 @@ class GroupedLinear(_Grouped):
                     magnitude=product.magnitude + bias[e].double().abs(),
                 )
             products.append(product)
-        whole, terms = Product.joined(products).with_tail(len(rows)), rows.shape[1] + 2
-        bounded = whole.bounded(terms, rows.dtype, how.accumulator, how.roundings)
-        right = {
+        product_of_all, terms = Product.joined(products).with_tail(len(rows)), rows.shape[1] + 2
+        bounded = product_of_all.bounded(terms, rows.dtype, precision.accumulator, precision.roundings)
+        expectations = {
             "out": compared(
                 bounded,
-                lambda: grouped_linear(rows, weight, counts, bias=bias, **how.settings),
-                whole,
+                lambda: grouped_linear(rows, weight, counts, bias=bias, **precision.settings),
+                product_of_all,
                 terms,
-                how,
+                precision,
                 counts,
             )
         }
         if cotangent is None:
-            return right
+            return expectations
         if "rows" in problem.wanted:
-            right["d_rows"] = row_gradient(cotangent, weight, counts, how)
+            expectations["d_rows"] = row_gradient(cotangent, weight, counts, precision)
         if "weight" in problem.wanted:
-            right["d_weight"] = weight_gradient(cotangent, rows, counts, None, how)
+            expectations["d_weight"] = weight_gradient(cotangent, rows, counts, None, precision)
         if "bias" in problem.wanted:
             assert bias is not None
             ones = [
                 Product.of(torch.ones(1, rows.stop - rows.start), cotangent[rows].T) for rows in expert_slices(counts)
             ]
-            right["d_bias"] = Product.joined(ones).bounded(int(counts.max()) + 1, bias.dtype, how.sums)
-        return right
+            expectations["d_bias"] = Product.joined(ones).bounded(int(counts.max()) + 1, bias.dtype, precision.sums)
+        return expectations
 
 
-def row_gradient(d_out: Tensor, weight: Tensor, counts: Tensor, how: ProductPrecision) -> Expectation:
+def row_gradient(d_out: Tensor, weight: Tensor, counts: Tensor, precision: ProductPrecision) -> Expectation:
     """The expectation of d_out W_e."""
-    how = how.of("dgrad")
-    pairs = zip(how.rows(d_out, counts, "grad_output", "dgrad"), how.weights(weight, "dgrad"), strict=True)
-    products = [Product.of(own, matrix.transposed) for own, matrix in pairs]
-    whole, terms = Product.joined(products).with_tail(len(d_out)), weight.shape[1] + 1
-    bounded = whole.bounded(terms, d_out.dtype, how.accumulator, how.roundings)
-    return compared(bounded, lambda: grouped_dgrad(d_out, weight, counts, **how.settings), whole, terms, how, counts)
+    precision = precision.of("dgrad")
+    pairs = zip(precision.rows(d_out, counts, "grad_output", "dgrad"), precision.weights(weight, "dgrad"), strict=True)
+    products = [Product.of(expert_rows, matrix.transposed) for expert_rows, matrix in pairs]
+    product_of_all, terms = Product.joined(products).with_tail(len(d_out)), weight.shape[1] + 1
+    bounded = product_of_all.bounded(terms, d_out.dtype, precision.accumulator, precision.roundings)
+    return compared(
+        bounded,
+        lambda: grouped_dgrad(d_out, weight, counts, **precision.settings),
+        product_of_all,
+        terms,
+        precision,
+        counts,
+    )
 
 
 def weight_gradient(
-    d_out: Tensor, rows: Tensor, counts: Tensor, into: Tensor | None, how: ProductPrecision
+    d_out: Tensor, rows: Tensor, counts: Tensor, into: Tensor | None, precision: ProductPrecision
 ) -> Expectation:
     """The expectation of `into` + Σ d_outᵀ x, per expert."""
-    how = how.of("wgrad")
-    pairs = zip(how.rows(d_out, counts, "grad_output", "wgrad"), how.rows(rows, counts, "input", "wgrad"), strict=True)
-    whole = Product.joined([Product.of(left.transposed, right.transposed) for left, right in pairs], stack=True)
+    precision = precision.of("wgrad")
+    pairs = zip(
+        precision.rows(d_out, counts, "grad_output", "wgrad"),
+        precision.rows(rows, counts, "input", "wgrad"),
+        strict=True,
+    )
+    product_of_all = Product.joined(
+        [Product.of(d_out_operand.transposed, rows_operand.transposed) for d_out_operand, rows_operand in pairs],
+        stack=True,
+    )
     terms = int(counts.max()) + 1
     dtype = rows.dtype if into is None else into.dtype
-    bounded = whole.bounded(terms, dtype, how.accumulator, how.roundings)
+    bounded = product_of_all.bounded(terms, dtype, precision.accumulator, precision.roundings)
     if into is not None:
-        kept = (
-            Accumulator(unit=max(ROUNDOFF[dtype], how.sums.unit if dtype == torch.float32 else 0.0)).worst(terms)
+        accumulation_error = (
+            Accumulator(unit=max(ROUNDOFF[dtype], precision.sums.unit if dtype == torch.float32 else 0.0)).worst(terms)
             * into.double().abs()
         )
-        bound = bounded.bound + kept + ROUNDOFF[dtype] * into.double().abs()
+        bound = bounded.bound + accumulation_error + ROUNDOFF[dtype] * into.double().abs()
         empty = (counts == 0)[:, None, None]
         bounded = Bounded(bounded.value + into.double(), torch.where(empty, 0.0, bound), dtype, bounded.accumulator)
-        whole = replace(whole, magnitude=whole.magnitude + into.double().abs())
+        product_of_all = replace(product_of_all, magnitude=product_of_all.magnitude + into.double().abs())
     return compared(
         bounded,
-        lambda: grouped_wgrad(d_out, rows, counts, accumulate_into=into, **how.settings),
-        whole,
+        lambda: grouped_wgrad(d_out, rows, counts, accumulate_into=into, **precision.settings),
+        product_of_all,
         terms,
-        how,
+        precision,
         counts,
     )
 
@@ -243,5 +260,5 @@ class GroupedWgrad(_Grouped):
 
     def expected(self, case: GroupedCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         d_out, rows, counts = (problem.required[name] for name in ("d_out", "rows", "tokens_per_expert"))
-        how = precision_of(problem, declared, rows)
-        return {"d_weight": weight_gradient(d_out, rows, counts, problem.settings.get("accumulate_into"), how)}
+        precision = precision_of(problem, declared, rows)
+        return {"d_weight": weight_gradient(d_out, rows, counts, problem.settings.get("accumulate_into"), precision)}

@@ -1,4 +1,4 @@
-"""grouped_mlp and sequential_mlp: the output and every gradient."""
+"""`grouped_mlp` and `sequential_mlp`: the output and all gradients."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -71,9 +71,9 @@ class GroupedMlp(Contract[MlpCase]):
             settings |= {name: payload(case.seed, name, (case.experts, columns), dtype)} if dtype else {}
         options = {"probs_on_input": case.on_input, "align": case.align, "recompute": case.recompute}
         settings |= activation_settings(case) | {name: value for name, value in options.items() if value}
-        tensors, more = beside_recipe(case, counts, (fc1_columns(case), hidden))
+        tensors, recipe_settings = beside_recipe(case, counts, (fc1_columns(case), hidden))
         lengths = {"P": total + case.tail, "H": hidden}
-        problem = with_large_cotangents(case, self.call(case, required, settings | more, lengths=lengths))
+        problem = with_large_cotangents(case, self.call(case, required, settings | recipe_settings, lengths=lengths))
         for x in problem.cotangents.values():
             x[total:] = torch.nan
         return with_pairs(problem, self.outputs, tensors)
@@ -82,12 +82,12 @@ class GroupedMlp(Contract[MlpCase]):
         rows, counts, fc1_weight, fc2_weight, *_ = problem.required.values()
         settings, total = problem.settings, int(counts.sum())
         probs, bias1, bias2 = (settings.get(name) for name in ("probs", "fc1_bias", "fc2_bias"))
-        own, p = rows[:total], None if probs is None else probs[:total]
-        lost = ~own.isfinite().all(1)
+        real_rows, p = rows[:total], None if probs is None else probs[:total]
+        lost = ~real_rows.isfinite().all(1)
         lost = lost if p is None else lost | ~p.isfinite()
         padding = Padding.of(counts, settings["align"] if settings.get("recipe") and "align" in settings else 1)
         call = Call(
-            padding.pad(torch.where(lost[:, None], 0, own)),
+            padding.pad(torch.where(lost[:, None], 0, real_rows)),
             padding.counts_L,
             fc1_weight,
             fc2_weight,
@@ -109,11 +109,11 @@ class GroupedMlp(Contract[MlpCase]):
             int(counts.max()) + sum(fc1_weight.shape[1:]),
             case is not None and case.values == OVERFLOW,
         )
-        right = _expected(problem, judged, padding)
+        expectations = _expected(problem, judged, padding)
         if not judged.overflows:
-            return right
+            return expectations
         marked = replace(judged, call=replace(call, marked=True))
-        return or_not_finite(right, _expected(problem, marked, padding))
+        return or_not_finite(expectations, _expected(problem, marked, padding))
 
 
 class SequentialMlp(GroupedMlp):
@@ -131,36 +131,44 @@ def _flat(x: Running | None) -> Running:
 def _expected(problem: Problem, judged: Judged, padding: Padding) -> dict[str, Expectation]:
     """The expectation of the output, and of each wanted gradient."""
     call, dtype = judged.call, problem.required["rows"].dtype
-    ahead = forward(call)
-    inherited = Inherited(ahead)
-    right = {"out": judged.by_row("out", padding.trim(ahead.out), dtype, ahead.y, inherited.out)}
+    stages = forward(call)
+    inherited = Inherited(stages)
+    expectations = {"out": judged.by_row("out", padding.trim(stages.out), dtype, stages.y, inherited.out)}
     if not problem.wanted:
-        return right
+        return expectations
     d_out = Running.of(padding.pad(problem.cotangents["out"][: len(judged.lost)]), call.sums)
     gradients = _gradients(problem, judged, padding, inherited, d_out)
-    return right | {f"d_{name}": gradients[name]() for name in problem.wanted}
+    return expectations | {f"d_{name}": gradients[name]() for name in problem.wanted}
 
 
 def _gradients(
     problem: Problem, judged: Judged, padding: Padding, inherited: Inherited, d_out: Running
 ) -> dict[str, Callable[[], Expectation]]:
     """The expectation of each gradient."""
-    back, settings = backward(inherited.stages, d_out), problem.settings
+    stage_gradients, settings = backward(inherited.stages, d_out), problem.settings
     dtype, probs = problem.required["rows"].dtype, settings.get("probs")
-    every = torch.zeros(len(judged.counts_L), dtype=torch.bool)
-    unspoilt = every if probs is None or settings.get("probs_on_input") else judged.lost_experts
+    no_expert = torch.zeros(len(judged.counts_L), dtype=torch.bool)
+    unspoilt = no_expert if probs is None or settings.get("probs_on_input") else judged.lost_experts
     return {
         "rows": lambda: judged.by_row(
-            "d_rows", padding.trim(back.rows), dtype, back.row_product, lambda: inherited.rows(back)
+            "d_rows",
+            padding.trim(stage_gradients.rows),
+            dtype,
+            stage_gradients.row_product,
+            lambda: inherited.rows(stage_gradients),
         ),
-        "probs": lambda: judged.by_row("d_probs", padding.trim(_flat(back.probs)), settings["probs"].dtype),
+        "probs": lambda: judged.by_row("d_probs", padding.trim(_flat(stage_gradients.probs)), settings["probs"].dtype),
         # no ratio: errors within a row of d_h are correlated
-        "fc1_weight": lambda: judged.by_expert("d_fc1_weight", back.fc1_weight()[0], dtype),
+        "fc1_weight": lambda: judged.by_expert("d_fc1_weight", stage_gradients.fc1_weight()[0], dtype),
         "fc2_weight": lambda: judged.by_expert(
-            "d_fc2_weight", (second := back.fc2_weight())[0], dtype, second[1], lambda: inherited.fc2_weight(d_out)
+            "d_fc2_weight",
+            (second := stage_gradients.fc2_weight())[0],
+            dtype,
+            second[1],
+            lambda: inherited.fc2_weight(d_out),
         ),
-        "fc1_bias": lambda: judged.by_expert("d_fc1_bias", back.fc1_bias, settings["fc1_bias"].dtype),
+        "fc1_bias": lambda: judged.by_expert("d_fc1_bias", stage_gradients.fc1_bias, settings["fc1_bias"].dtype),
         "fc2_bias": lambda: judged.by_expert(
-            "d_fc2_bias", back.fc2_bias, settings["fc2_bias"].dtype, unspecified=unspoilt
+            "d_fc2_bias", stage_gradients.fc2_bias, settings["fc2_bias"].dtype, unspecified=unspoilt
         ),
     }

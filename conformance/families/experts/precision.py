@@ -35,14 +35,17 @@ LOW_VALUES = (
     "bounds",
     "midpoints",
     "zeros",
-)  # of `factor_of`: ties and limits of a quantiser
+)  # styles of `factor_of`: ties and limits of a quantiser
 PATCH, PATCH_SPREAD = (
     32,
     6,
 )  # side of a patch without block scales; exponents of its scale are at most this
-# earlier amaxes lie in [1, this]; payloads reach 2: some groups saturate, others lose a bit
+# earlier amaxes lie in [1, this]; payloads reach 2, so that some groups saturate and others lose a
+# bit
 MOST_SEEN = 3.0
-OUTGROWN = 2.0**64  # all codes are 0; the product of two scales is finite, as kernels may take it first
+OUTGROWN = (
+    2.0**64
+)  # with these scales all codes are 0; the product of two of them is finite, because kernels may take it first
 
 
 # ---- cases
@@ -76,7 +79,9 @@ def rounds_gradients(recipe: Recipe | None) -> bool:
 
 
 def fits(case: Any) -> bool:
-    """Whether the reference accepts the call, and quantises alike in any summation order."""
+    """Whether the reference accepts the call, and whether it quantises alike for every order of
+    summation.
+    """
     if case.values == "bounds" and case.dtype == "float64":
         return False  # neighbours in float64 are equal in float32
     transformed = transforms_rows(recipe_of(case)) and (
@@ -91,7 +96,7 @@ def quantized_like(case: Any, role: str, columns: int) -> QuantizeCase:
     sized: dict[str, Any] = rows if role != "weight" else {"tokens": case.experts * case.width}
     common = {name: getattr(case, name) for name in ("scaling", "variant", "experts", "dtype")}
     common["values"] = case.values if case.values in VALUES else "dyadic"  # `factor_of` makes the others
-    seed = 3 * case.seed  # other seeds have a band of zeros, often the whole tensor
+    seed = 3 * case.seed  # other seeds have a band of zeros, which often covers the whole tensor
     return QuantizeCase(function="quantize", role=role, hidden=columns, seed=seed, **common, **sized)
 
 
@@ -119,11 +124,18 @@ def _spread_out(case: Any, like: QuantizeCase, name: str) -> Tensor:
         power = row_scales(case.seed, shape[0]) if case.values == "rows" else row_scales(case.seed, shape[1]).T
     else:
         side = BLOCK.get(case.scaling, PATCH)
-        tall, wide = (-(-n // side) for n in shape)
+        patch_rows, patch_columns = (-(-n // side) for n in shape)
         powers = torch.from_numpy(
-            np.exp2(hashed(case.seed, f"{name} patches", tall * wide) % (2 * PATCH_SPREAD + 1) - float(PATCH_SPREAD))
+            np.exp2(
+                hashed(case.seed, f"{name} patches", patch_rows * patch_columns) % (2 * PATCH_SPREAD + 1)
+                - float(PATCH_SPREAD)
+            )
         )
-        power = powers.reshape(tall, wide).repeat_interleave(side, 0).repeat_interleave(side, 1)[: shape[0], : shape[1]]
+        power = (
+            powers.reshape(patch_rows, patch_columns)
+            .repeat_interleave(side, 0)
+            .repeat_interleave(side, 1)[: shape[0], : shape[1]]
+        )
     return (x.double() * power).to(x.dtype)
 
 
@@ -141,28 +153,28 @@ def state_tensors(case: Any, prefix: str = "state") -> dict[str, Tensor]:
     recipe = recipe_of(case)
     if recipe is None or recipe.scaling != "delayed":
         return {}
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for role in ROLES:
         largest = scheme(recipe, role).format.max
         noise = hashed(
             case.seed, f"{role} seen{prefix.removeprefix('state')}", case.experts * (recipe.amax_history_len or 1)
         ).reshape(case.experts, -1)
-        seen = torch.from_numpy(1 + (MOST_SEEN - 1) * (noise % 1000 / 1000)).float()
-        known = {"midpoints": largest, "outgrown": OUTGROWN}.get(case.values)
-        last = seen[:, -1] if known is None else torch.full((case.experts,), known)
-        found |= {
-            f"{prefix}.{role}.amax_history": seen,
+        amax_history = torch.from_numpy(1 + (MOST_SEEN - 1) * (noise % 1000 / 1000)).float()
+        last_amax = {"midpoints": largest, "outgrown": OUTGROWN}.get(case.values)
+        last = amax_history[:, -1] if last_amax is None else torch.full((case.experts,), last_amax)
+        tensors |= {
+            f"{prefix}.{role}.amax_history": amax_history,
             f"{prefix}.{role}.scale": torch.full_like(last, largest * 2.0 ** -(recipe.margin or 0)) / last,
         }
-    return found
+    return tensors
 
 
-def state_from(given: Mapping[str, Any], prefix: str = "state") -> LinearState | None:
+def state_from(tensors: Mapping[str, Any], prefix: str = "state") -> LinearState | None:
     """The state of these tensors; None without them."""
-    if f"{prefix}.input.scale" not in given:
+    if f"{prefix}.input.scale" not in tensors:
         return None
     return LinearState(
-        *(QuantizerState(given[f"{prefix}.{role}.amax_history"], given[f"{prefix}.{role}.scale"]) for role in ROLES)
+        *(QuantizerState(tensors[f"{prefix}.{role}.amax_history"], tensors[f"{prefix}.{role}.scale"]) for role in ROLES)
     )
 
 
@@ -171,8 +183,8 @@ def script_of(
 ) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
     """The call, with the state built from its tensors."""
 
-    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        known = {name: given[name] for name in settings if name in given} | {"state": state_from(given)}
-        return named_outputs(implementation.call(function, *(given[name] for name in arguments), **known), outputs)
+    def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        keywords = {name: tensors[name] for name in settings if name in tensors} | {"state": state_from(tensors)}
+        return named_outputs(implementation.call(function, *(tensors[name] for name in arguments), **keywords), outputs)
 
     return script

@@ -31,20 +31,24 @@ def rows_unit(case: Any) -> int:
 
 
 def of_experts(case: Any, weight: Tensor) -> Tensor:
-    """The weights, with a recipe times a power of two per expert: no two experts share a scale."""
+    """The weights.
+
+    With a recipe they are multiplied by a power of two per expert, so that no two experts share a
+    scale.
+    """
     power = 2.0 ** ((torch.arange(len(weight)) + case.seed) % 3 - 1)
     return (weight.double() * power[:, None, None]).to(weight.dtype) if case.scaling else weight
 
 
 def noise_rows(case: Any, counts: tuple[int, ...]) -> int:
-    """Rows of the buffer, padding and tail included."""
+    """The rows of the buffer, including padding and the tail."""
     return sum(-(-count // (case.align or 1)) * (case.align or 1) for count in counts) + case.tail
 
 
 def beside_recipe(
     case: Any, counts: tuple[int, ...], columns: tuple[int, int]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors of the pairs of states and noises, and the settings in their place."""
+    """The tensors of both layers' states and noises, and the settings that take their place."""
     recipe = recipe_of(case)
     if recipe is None:
         return {}, {}
@@ -59,11 +63,11 @@ def beside_recipe(
     return tensors, settings
 
 
-def pairs_from(given: Mapping[str, Any]) -> dict[str, Any]:
+def pairs_from(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The pairs of these tensors."""
-    states = tuple(state_from(given, f"state.{layer}") for layer in LAYERS)
-    found: dict[str, Any] = {} if states[0] is None else {"state": states}
-    return found | ({"noise": tuple(given[f"noise.{layer}"] for layer in LAYERS)} if "noise.0" in given else {})
+    states = tuple(state_from(tensors, f"state.{layer}") for layer in LAYERS)
+    keywords: dict[str, Any] = {} if states[0] is None else {"state": states}
+    return keywords | ({"noise": tuple(tensors[f"noise.{layer}"] for layer in LAYERS)} if "noise.0" in tensors else {})
 
 
 def script_of_pairs(
@@ -71,10 +75,13 @@ def script_of_pairs(
 ) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
     """The call, with pairs built from their tensors."""
 
-    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        known = {name: given[name] for name in settings if name in given and not isinstance(given[name], Opaque)}
+    def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        keywords = {
+            name: tensors[name] for name in settings if name in tensors and not isinstance(tensors[name], Opaque)
+        }
         return named_outputs(
-            implementation.call(function, *(given[name] for name in arguments), **known, **pairs_from(given)), outputs
+            implementation.call(function, *(tensors[name] for name in arguments), **keywords, **pairs_from(tensors)),
+            outputs,
         )
 
     return script
@@ -102,7 +109,9 @@ def layers_of(
         return None
     common, pairs = precision_of(problem, declared, rows), pairs_from(problem.required)
     if "noise" in pairs:
-        pairs["noise"] = tuple(each[:, : int(counts.sum())] for each in pairs["noise"])
+        pairs["noise"] = tuple(layer_noise[:, : int(counts.sum())] for layer_noise in pairs["noise"])
     settings = ({"recipe": recipe} | {name: pair[layer] for name, pair in pairs.items()} for layer in LAYERS)
-    first, second = (LowLayer(counts, replace(common, settings=own), rows.dtype) for own in settings)
+    first, second = (
+        LowLayer(counts, replace(common, settings=layer_settings), rows.dtype) for layer_settings in settings
+    )
     return first, second

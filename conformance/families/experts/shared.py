@@ -47,17 +47,17 @@ class SharedExperts(Contract[SharedCase]):
     )
 
     def legal(self, case: SharedCase) -> Problem:
-        one = replace(case, experts=1)
+        one_expert = replace(case, experts=1)
         rows, hidden, width = (size * case.unit for size in (case.tokens, case.hidden, case.width))
         required = {
             "x": rows_of(case, "x"),
-            "fc1_weight": weight_of(one, "fc1_weight", fc1_columns(case), hidden)[0],
-            "fc2_weight": weight_of(one, "fc2_weight", hidden, width)[0],
+            "fc1_weight": weight_of(one_expert, "fc1_weight", fc1_columns(case), hidden)[0],
+            "fc2_weight": weight_of(one_expert, "fc2_weight", hidden, width)[0],
         }
-        settings = {"gate_weight": weight_of(one, "gate_weight", 1, hidden)[0]} if case.gate else {}
+        settings = {"gate_weight": weight_of(one_expert, "gate_weight", 1, hidden)[0]} if case.gate else {}
         settings |= activation_settings(case) | ({"recompute": True} if case.again else {})
-        tensors, more = beside_recipe(one, (rows,), (fc1_columns(case), hidden))
-        problem = self.call(case, required, settings | more, lengths={"T": rows, "H": hidden})
+        tensors, recipe_settings = beside_recipe(one_expert, (rows,), (fc1_columns(case), hidden))
+        problem = self.call(case, required, settings | recipe_settings, lengths={"T": rows, "H": hidden})
         problem = with_large_cotangents(case, problem)
         return with_pairs(problem, self.outputs, tensors)
 
@@ -84,34 +84,36 @@ class SharedExperts(Contract[SharedCase]):
         terms = len(x) + sum(fc1_weight.shape)
         overflows = case is not None and case.values == OVERFLOW
         judged = Judged(call, len(x), count, lost, in_reference(shared_experts, problem), terms, overflows)
-        right = _expected(problem, judged, gate)
+        expectations = _expected(problem, judged, gate)
         if not overflows:
-            return right
-        return or_not_finite(right, _expected(problem, replace(judged, call=replace(call, marked=True)), gate))
+            return expectations
+        return or_not_finite(expectations, _expected(problem, replace(judged, call=replace(call, marked=True)), gate))
 
 
 def _expected(problem: Problem, judged: Judged, gate: Tensor | None) -> dict[str, Expectation]:
     """The expectation of the output, and of each wanted gradient."""
-    ahead, stored = shared_forward(judged.call, gate), problem.required["x"].dtype
-    right = {"out": judged.by_row("out", ahead.out, stored, ahead.product, ahead.inherited)}
+    stages, stored = shared_forward(judged.call, gate), problem.required["x"].dtype
+    expectations = {"out": judged.by_row("out", stages.out, stored, stages.product, stages.inherited)}
     if not problem.wanted:
-        return right
-    back = shared_backward(ahead, Running.of(problem.cotangents["out"], judged.call.sums))
+        return expectations
+    stage_gradients = shared_backward(stages, Running.of(problem.cotangents["out"], judged.call.sums))
     gradients: dict[str, Callable[[], Expectation]] = {
-        "x": lambda: judged.by_row("d_x", back.x, stored, back.mlp.row_product, back.inherited),
-        "fc1_weight": lambda: _of_one(judged.by_expert("d_fc1_weight", back.mlp.fc1_weight()[0], stored)),
-        "fc2_weight": lambda: _of_one(judged.by_expert("d_fc2_weight", back.mlp.fc2_weight()[0], stored)),
-        "gate_weight": lambda: judged.by_expert("d_gate_weight", _known(back.gate_weight), stored),
+        "x": lambda: judged.by_row(
+            "d_x", stage_gradients.x, stored, stage_gradients.mlp.row_product, stage_gradients.inherited
+        ),
+        "fc1_weight": lambda: _of_one(judged.by_expert("d_fc1_weight", stage_gradients.mlp.fc1_weight()[0], stored)),
+        "fc2_weight": lambda: _of_one(judged.by_expert("d_fc2_weight", stage_gradients.mlp.fc2_weight()[0], stored)),
+        "gate_weight": lambda: judged.by_expert("d_gate_weight", _not_none(stage_gradients.gate_weight), stored),
     }
-    return right | {f"d_{name}": gradients[name]() for name in problem.wanted}
+    return expectations | {f"d_{name}": gradients[name]() for name in problem.wanted}
 
 
-def _of_one(right: Expectation) -> Expectation:
-    """The only expert's."""
-    assert isinstance(right, Bounded)
-    return replace(right, value=right.value[0], bound=right.bound[0])
+def _of_one(expected: Expectation) -> Expectation:
+    """The expectation of the only expert."""
+    assert isinstance(expected, Bounded)
+    return replace(expected, value=expected.value[0], bound=expected.bound[0])
 
 
-def _known(x: Running | None) -> Running:
+def _not_none(x: Running | None) -> Running:
     assert x is not None
     return x

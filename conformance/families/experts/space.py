@@ -45,61 +45,63 @@ def activations(scope: Scope) -> st.SearchStrategy[Changes]:
 
 
 def near(case: Any, scope: Scope) -> Any:
-    """The case without a far layout: far cases cover those."""
+    """The case without a far layout, because far layouts have cases of their own."""
     return replace(case, layout="contiguous", layout_of="") if case.layout in FAR else case
 
 
 def long_rows(scope: Scope) -> list[Any]:
-    """One more row than a power of two; blocks of rows and of columns; the widths of real models
-    where a GPU makes them cheap.
+    """More rows than a power of two by one; blocks of rows and of columns; and the widths of real
+    models, if a GPU makes them cheap.
     """
     gpu = scope.space.device == "cuda"
-    wide: list[Changes] = (
+    wide_rows: list[Changes] = (
         [{"tokens": 5, "width": 2880}, {"tokens": 3, "width": 7168}] if gpu else [{"tokens": 3, "width": 513}]
     )
-    found: list[Changes] = [
+    cases: list[Changes] = [
         {"tokens": 2049 if gpu else 129, "width": 9, "values": "rows"},
         {"tokens": 97, "width": 257},
-        *wide,
+        *wide_rows,
     ]
-    # rows of one value, some of them 0, where this kind has a slope
+    # rows of equal values, some of them 0, where this activation has a slope
     kind = {"kind": "silu"} if scope.function == "activation" else {}
-    found.append({"tokens": 9, "width": 1, "values": "edges"} | kind)
+    cases.append({"tokens": 9, "width": 1, "values": "edges"} | kind)
     if scope.accepts("interleave"):
         # two blocks of each of two widths
-        found += [{"tokens": 3, "width": 2 * width, "interleave": width} for width in (32, 96)]
+        cases += [{"tokens": 3, "width": 2 * width, "interleave": width} for width in (32, 96)]
     if scope.accepts("probs"):
-        found.append({"tokens": 2, "width": 1030, "probs": "float32", "grads": "h+probs"})
+        cases.append({"tokens": 2, "width": 1030, "probs": "float32", "grads": "h+probs"})
     if scope.accepts("clamp") and scope.accepts("offset"):
-        found += [*FINE, *(SELDOM if gpu and scope.accepts("fp8_input_store") else [])]
-    return [*found, *_huge(scope), *_strange(scope), *around_a_class(scope)]
+        cases += [*FINE, *(SELDOM if gpu and scope.accepts("fp8_input_store") else [])]
+    return [*cases, *_huge(scope), *_strange(scope), *around_a_class(scope)]
 
 
 def _huge(scope: Scope) -> list[Changes]:
-    """Numbers whose square or cube overflows, of each kind that multiplies them."""
+    """Numbers whose square or cube overflows, for each activation that multiplies them."""
     kinds = ("", *GATES[1:4]) if scope.function == "glu" else CURVES[1:4]
     return [{"tokens": 5, "width": 6, "values": "huge", "kind": kind, "grads": "h"} for kind in kinds]
 
 
 def _strange(scope: Scope) -> list[Any]:
-    """Every 16-bit pattern; strange values at the ends of rows, unless other shapes draw them."""
-    # relu may hide a NaN, and rounds nothing
+    """Every 16-bit pattern; and strange values at the ends of rows, unless other shapes draw
+    them.
+    """
+    # relu may hide a NaN, and it rounds nothing
     kind: Changes = {"kind": "silu"} if scope.function == "activation" else {}
     edges: Changes = {"tokens": 4, "width": 5, "values": "edges", "seed": 3} | kind
-    every: Changes = {"tokens": 64, "width": 1024, "values": "every"} | kind
-    patterns = [scope.case(every | {"dtype": dtype}) for dtype in ("bfloat16", "float16")]
+    all_patterns: Changes = {"tokens": 64, "width": 1024, "values": "every"} | kind
+    patterns = [scope.case(all_patterns | {"dtype": dtype}) for dtype in ("bfloat16", "float16")]
     if scope.space.device == "cuda":
         return patterns
     return [*(edges | {"dtype": dtype} for dtype in LOGIT_DTYPES[:3]), *patterns]
 
 
-# options that bfloat16 rounds by half a unit in its last place, and values at them
+# options that bfloat16 rounds by half a unit in its last place, and values equal to them
 FINE: list[Changes] = [
     {"tokens": 9, "width": 6, "values": "bounds", "clamp": 257},
     {"tokens": 9, "width": 6, "values": "bounds", "clamp": 257, "dtype": "bfloat16"},
-    {"tokens": 9, "width": 6, "values": "bounds", "clamp": 259, "dtype": "bfloat16"},  # there above it
+    {"tokens": 9, "width": 6, "values": "bounds", "clamp": 259, "dtype": "bfloat16"},  # rounds up there
     {"tokens": 9, "width": 6, "offset": 257},
-    {"tokens": 9, "width": 6, "values": "bounds", "offset": 257, "dtype": "bfloat16"},  # there it cancels
+    {"tokens": 9, "width": 6, "values": "bounds", "offset": 257, "dtype": "bfloat16"},  # terms cancel there
 ]
 
 
@@ -112,7 +114,7 @@ SELDOM: list[Changes] = [
 
 
 def of_a_model(scope: Scope) -> Changes:
-    """Rows of four experts of Qwen3-30B-A3B, as many as there are tokens."""
+    """Rows of four experts of Qwen3-30B-A3B, in total as many as there are tokens."""
     kind = {"dtype": "bfloat16", "probs": "float32"}
     return kind | {"tokens": scope.space.real_tokens, "experts": 4, "hidden": 2048, "width": 768}
 
@@ -143,11 +145,11 @@ MANY = tuple(int(e in (0, 31, 32, 64, 127, 128)) for e in range(129))
 LOW_SHARE = {
     "cuda": 3,
     "cpu": 12,
-}  # one grouped product in this many is in low precision, the slowest in an interpreter
+}  # one product in this many is in low precision, which is the slowest in an interpreter
 
 
 def products(scope: Scope) -> st.SearchStrategy[Changes]:
-    """In high precision; some by a recipe that the implementation takes."""
+    """Products in high precision, and some by a recipe that the implementation accepts."""
     recipes = [{"scaling": scaling, "variant": variant} for scaling in RECIPES for variant in range(VARIANTS)]
     possible = [recipe for recipe in recipes if scope.takes(scope.case(recipe))]
     high = product(scope, {"scaling": "", "variant": 0})
@@ -169,9 +171,9 @@ def product(draw: st.DrawFn, scope: Scope, recipe: Changes) -> Changes:
     fields["dtype"] = draw(mostly("float32", LOGIT_DTYPES[1:]))
     fields["accumulator"] = draw(st.sampled_from(("",) * 5 + ("float64",)))
     fields["bias"] = draw(st.sampled_from(("", "", "", "float32", "bfloat16", "float64")))
-    given = [name for name in scope.signature.gradients if fields["bias"] or name != "bias"]
-    fields["grads"] = draw(some_of(tuple(given))) if given else ""
-    if may_override(scaling) and (fields["grads"] or not given):
+    gradient_names = [name for name in scope.signature.gradients if fields["bias"] or name != "bias"]
+    fields["grads"] = draw(some_of(tuple(gradient_names))) if gradient_names else ""
+    if may_override(scaling) and (fields["grads"] or not gradient_names):
         fields["override"] = draw(st.sampled_from((*OVERRIDES, *("",) * 4)))
     case = scope.case(fields)
     if not fits(case):
@@ -182,16 +184,18 @@ def product(draw: st.DrawFn, scope: Scope, recipe: Changes) -> Changes:
 
 
 def all_tokens(most: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Up to this many, of one expert."""
+    """Up to this many tokens, all of one expert."""
     return sizes(0, most).map(lambda tokens: {"tokens": tokens})
 
 
 @st.composite
 def few_segments(draw: st.DrawFn, most: int) -> dict[str, Any]:
-    """Counts: a few of any size up to this, one expert with all rows, or none; and a tail."""
+    """Counts of a few experts, of any size up to this; or one expert with all rows; or no rows; and
+    a tail.
+    """
     kind = draw(st.sampled_from(("few", "few", "few", "one", "none")))
-    part = st.just(0) if kind == "none" else sizes(0, most) | st.sampled_from((0, 1))
-    counts = tuple(draw(st.lists(part, min_size=1, max_size=4)))
+    count = st.just(0) if kind == "none" else sizes(0, most) | st.sampled_from((0, 1))
+    counts = tuple(draw(st.lists(count, min_size=1, max_size=4)))
     if kind == "one":
         counts = tuple(draw(st.permutations([draw(sizes(1, most)), *[0] * draw(st.integers(0, 3))])))
     return {
@@ -204,7 +208,9 @@ def few_segments(draw: st.DrawFn, most: int) -> dict[str, Any]:
 
 @st.composite
 def segments(draw: st.DrawFn) -> dict[str, Any]:
-    """Counts: a few of any size, many small, one expert with all rows, or none; and a tail."""
+    """Counts of a few experts of any size, or of many small ones; or one expert with all rows; or
+    no rows; and a tail.
+    """
     kind = draw(st.sampled_from(("few", "few", "few", "many", "one", "none")))
     if kind == "many":
         counts = tuple(draw(st.lists(st.sampled_from((0, 0, 1, 2)), min_size=9, max_size=40)))
@@ -221,13 +227,13 @@ def segments(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-# sums of halves past the largest number of float16, whose whole is not
+# the sums of halves exceed the largest number of float16, and the whole sum does not
 CANCELLING: Changes = {"tokens": 5, "hidden": 65, "width": 33, "dtype": "float16", "values": "cancelling", "bias": ""}
 
 
 def large(scope: Scope) -> list[Any]:
-    """One above a power of two: the last block is nearly empty; long sums of 16-bit values; experts
-    below the least amax of a recipe.
+    """Sizes one above a power of two, so that the last block is nearly empty; long sums of 16-bit
+    values; and experts below the least amax of a recipe.
     """
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
     many = {"tokens": 6, "experts": 129, "counts": MANY, "hidden": 9, "width": 5}
@@ -236,7 +242,7 @@ def large(scope: Scope) -> list[Any]:
         {"tokens": 70 if gpu else 3, "hidden": 7168 if gpu else 513, "width": 136 if gpu else 9, "tail": 2},
         {"tokens": 70 if gpu else 3, "hidden": 136 if gpu else 9, "width": 2881 if gpu else 257, "dtype": "float16"},
     ]
-    steps = {"hidden": 130, "width": 130}  # two of a loop
+    steps = {"hidden": 130, "width": 130}  # two experts of a loop
     tiles: list[Changes] = [  # rows of an expert: exactly a tile, one more, and many tiles
         steps | {"tokens": 4357, "experts": 4, "counts": (128, 129, 4097, 3)},
         {"tokens": 0, "counts": (0, 0), "hidden": 9, "width": 5},
@@ -249,19 +255,19 @@ def large(scope: Scope) -> list[Any]:
         ]
     long = [{"experts": 2, "dtype": "bfloat16"} | fields for fields in (*long, *tiles)]
     long += [*tiles_of_products(scope), *waves_of_products(scope), *long_products(scope)]
-    rows = (32, 33) if scope.function == "grouped_wgrad" else (2, 3)  # there the rows cancel
+    rows = (32, 33) if scope.function == "grouped_wgrad" else (2, 3)  # rows that cancel
     long.append(CANCELLING | {"experts": 2, "counts": rows, "tokens": sum(rows), "into": ""})
     if "bias" in scope.signature.names:
         long.append({"tokens": 5, "experts": 2, "hidden": 3, "width": 3, "dtype": "float64", "bias": "float64"})
-    low = filter(scope.fits, [scope.case(one) for one in (LEAST, OUTGROWN)])
-    alone = [scope.fullest(one | {"experts": 1}) for one in ALONE if scope.fits(scope.case(one))]
-    alone += [scope.fullest(one) for one in in_tiles() if scope.fits(scope.case(one))]
-    return [ragged, many, *long, *many_rows(scope), *around_a_class(scope), *ratio_cases(scope), *low, *alone]
+    low = filter(scope.fits, [scope.case(fields) for fields in (LEAST, OUTGROWN)])
+    single_expert = [scope.fullest(fields | {"experts": 1}) for fields in ALONE if scope.fits(scope.case(fields))]
+    single_expert += [scope.fullest(fields) for fields in in_tiles() if scope.fits(scope.case(fields))]
+    return [ragged, many, *long, *many_rows(scope), *around_a_class(scope), *ratio_cases(scope), *low, *single_expert]
 
 
 def in_tiles() -> list[Changes]:
-    """Two experts whose matrices are a whole tile of every kernel, by each recipe; whole steps of
-    rows, of columns in and of columns out; strange weights of an expert without rows.
+    """Two experts whose matrices are whole tiles of every kernel, by each recipe; whole steps of
+    rows, of input columns and of output columns; and strange weights of an expert without rows.
     """
     tile: Changes = {"experts": 2, "dtype": "bfloat16", "variant": 1, "values": "rows"}
     steps: Changes = {"experts": 2, "dtype": "bfloat16", "counts": (256, 3), "tokens": 259}

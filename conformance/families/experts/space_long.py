@@ -1,11 +1,10 @@
-"""Contractions of several steps of a kernel's loop, in every dtype and by every recipe.
+"""Contractions that take several steps of a kernel's loop, in every dtype and by every recipe.
 
-Over columns, features and rows of an expert. Lengths are a multiple of a step of 64, one more than
-a step of 128, and between two. One dtype may have a kernel of its own, and one recipe too; so
-bfloat16, of which other shapes are longer, is not enough.
-
-On a GPU these cases compile few kernels of their own: they have few optional inputs, and no size of
-1, for which a kernel is specialised.
+They run over columns, features and rows of an expert. Their lengths are a multiple of a step of 64,
+one more than a step of 128, and between two steps. A dtype or a recipe may have a kernel of its
+own, so cases of bfloat16, which other shapes cover, are not enough. On a GPU these cases compile
+few kernels of their own: they have few optional inputs, and no size of 1, for which a kernel is
+specialised.
 """
 
 from typing import Any
@@ -16,11 +15,14 @@ from conformance.families.quantization.cases import RECIPES, UNIT
 
 LENGTHS = {"float32": 192, "float16": 129, "float64": 130, "bfloat16": 191}  # by dtype
 LENGTH = 130  # by a recipe, at least; rounded up to its unit
-MORE = 256  # longer on a GPU, where a kernel has several steps under way at once: whole steps
-FEW = 3  # rows, or columns, of a size that is not long
+MORE = 256  # longer on a GPU, where a kernel has several steps under way at once
+FEW = 3  # rows or columns of a size that is not long
 BARE: Changes = {"probs": "", "bias1": "", "bias2": ""}
-BOTH = "current"  # the recipe of which both layers are long
-CONTRACTED = {"grouped_dgrad": ("width",), "grouped_wgrad": ("tokens",)}  # of other products every size
+BOTH = "current"  # the recipe of the cases in which both layers are long
+CONTRACTED = {
+    "grouped_dgrad": ("width",),
+    "grouped_wgrad": ("tokens",),
+}  # other products have long sizes in all dimensions
 HIGH = ("float32", "float16", "float64")
 PRODUCTS = (*HIGH, "delayed", "current", "mxfp8", "nvfp4")  # other shapes have bfloat16 and blocks of 128
 FORMS = {
@@ -32,53 +34,58 @@ FORMS = {
 }
 
 
-def _form(name: str, more: int) -> tuple[Changes, int]:
+def _form(name: str, extra_length: int) -> tuple[Changes, int]:
     """The fields of a dtype or a recipe, and its length in units."""
     if name in LENGTHS:
-        return {"dtype": name}, LENGTHS[name] + more
+        return {"dtype": name}, LENGTHS[name] + extra_length
     unit = UNIT.get(name, 1)
-    return {"dtype": "bfloat16", "scaling": name, "variant": 1}, -(-(LENGTH + more) // unit)
+    return {"dtype": "bfloat16", "scaling": name, "variant": 1}, -(-(LENGTH + extra_length) // unit)
 
 
 def _forms(scope: Scope) -> list[tuple[Changes, int]]:
-    """All that the implementation takes."""
-    more = MORE if scope.space.device == "cuda" else 0
-    forms = [_form(name, more) for name in FORMS[scope.function]]
+    """All forms that the implementation accepts."""
+    extra_length = MORE if scope.space.device == "cuda" else 0
+    forms = [_form(name, extra_length) for name in FORMS[scope.function]]
     return [(fields, length) for fields, length in forms if scope.fits(scope.case(fields))]
 
 
-def _few(scope: Scope, fields: Changes) -> int:
+def _small_size(scope: Scope, fields: Changes) -> int:
     """A size that is not long, in units."""
     return 1 if "scaling" in fields and scope.space.device != "cuda" else FEW
 
 
 def _options(scope: Scope, fields: Changes) -> Changes:
-    """On a GPU the options whose kernels other cases have: few, and by a recipe none."""
+    """On a GPU, options whose kernels other cases have already: few, and none with a recipe."""
     if scope.space.device != "cuda":
         return {}
     return BARE | ({"bias": "", "gate": False} if "scaling" in fields else {})
 
 
 def long_products(scope: Scope) -> list[Any]:
-    """Of a product and its two gradients, without a law; by a recipe those of the columns alone."""
+    """Long sizes for a product and its two gradients, without a law. With a recipe only the columns
+    are long.
+    """
     sides = CONTRACTED.get(scope.function, ("tokens", "hidden", "width"))
-    found: list[Any] = []
+    cases: list[Any] = []
     for fields, length in _forms(scope):
         long = ("hidden", "width") if "scaling" in fields and len(sides) > 1 else sides
-        few = _few(scope, fields)
-        sizes = {name: length if name in long else few for name in ("tokens", "hidden", "width")}
+        small_size = _small_size(scope, fields)
+        sizes = {name: length if name in long else small_size for name in ("tokens", "hidden", "width")}
         rows: Changes = {"tokens": length + 1, "experts": 2, "counts": (length, 1)} if "tokens" in long else {}
-        found.append(scope.fullest(sizes | rows | _options(scope, fields) | fields))
-    return found
+        cases.append(scope.fullest(sizes | rows | _options(scope, fields) | fields))
+    return cases
 
 
 def long_layers(scope: Scope) -> list[Any]:
-    """Of both layers, whose rows are few, without a law; by most recipes of the first layer."""
-    found: list[Any] = []
+    """Long sizes for both layers, with few rows, without a law.
+
+    With most recipes only the first layer is long.
+    """
+    cases: list[Any] = []
     for fields, length in _forms(scope):
         low = "scaling" in fields
         both = not low or fields["scaling"] == BOTH
-        few = _few(scope, fields)
-        sizes = {"tokens": few, "hidden": length, "width": length if both else few}
-        found.append(scope.fullest(sizes | _options(scope, fields) | fields))
-    return found
+        small_size = _small_size(scope, fields)
+        sizes = {"tokens": small_size, "hidden": length, "width": length if both else small_size}
+        cases.append(scope.fullest(sizes | _options(scope, fields) | fields))
+    return cases

@@ -26,11 +26,11 @@ from moe_ref.config.quantization import OVERRIDES
 
 HIGH: Changes = {"scaling": "", "variant": 0, "override": ""}
 RECIPE_CHANGES = [{"scaling": scaling, "variant": variant} for scaling in RECIPES for variant in range(VARIANTS)]
-LOW_WIDTHS = {1: 20, 16: 3, 32: 2}  # columns at most, by unit
+LOW_WIDTHS = {1: 20, 16: 3, 32: 2}  # the most columns, by unit
 SHARED_ONE_IN = 6  # cases of shared_experts over ranks: one process per rank
 _SOME = st.sampled_from((0,) + (1,) * 15).flatmap(lambda least: sizes(least, 20 * least))  # seldom none
 _SEGMENTS = st.sampled_from((False,) + (True,) * 7).flatmap(
-    lambda some: segments().filter(lambda found: found["tokens"]) if some else segments()
+    lambda some: segments().filter(lambda changes: changes["tokens"]) if some else segments()
 )
 _FEW = {most: few_segments(most) for most in (9, 3)}
 _VALUES = {scaling: st.sampled_from(GROUPED_VALUES[: 2 if scaling else 3]) for scaling in ("", *RECIPES)}
@@ -46,7 +46,7 @@ _OVERRIDES = st.sampled_from((*OVERRIDES, *("",) * 4))
 
 
 def layers(scope: Scope) -> st.SearchStrategy[Changes]:
-    """In high precision; some by a recipe that the implementation takes."""
+    """Layers in high precision, and some by a recipe that the implementation accepts."""
     fields = _shared if scope.function == "shared_experts" else _grouped
     possible = [recipe for recipe in RECIPE_CHANGES if scope.fits(scope.case(recipe | {"dtype": "bfloat16"}))]
     high = fields(scope, HIGH)
@@ -99,8 +99,8 @@ def _layers(draw: st.DrawFn, recipe: Changes) -> Changes:
 
 def _graded(draw: st.DrawFn, scope: Scope, fields: Changes) -> Changes:
     """Gradients of given inputs, or none; dtype and values that the recipe takes with them."""
-    given = tuple(x.name for x in scope.signature.inputs if x.gradient and fields.get(x.optional, True))
-    fields = fields | {"grads": draw(some_of(given))}
+    present_inputs = tuple(x.name for x in scope.signature.inputs if x.gradient and fields.get(x.optional, True))
+    fields = fields | {"grads": draw(some_of(present_inputs))}
     if fields["scaling"] and not scope.fits(scope.case(fields | {"interleave": 0})):
         fields |= {"dtype": "bfloat16", "values": "dyadic"}
     return fields
@@ -128,12 +128,12 @@ CONTIGUOUS: Changes = {"layout": "contiguous", "layout_of": ""}
 SIZES: Changes = {"tokens": 9, "hidden": 5, "width": 6}
 
 
-def _each(names: tuple[str, ...], values: tuple[tuple[Any, ...], ...]) -> list[Changes]:
-    return [dict(zip(names, one, strict=True)) for one in values]
+def _named_combinations(names: tuple[str, ...], values: tuple[tuple[Any, ...], ...]) -> list[Changes]:
+    return [dict(zip(names, combination, strict=True)) for combination in values]
 
 
-def _segments(*every: tuple[int, ...]) -> list[Changes]:
-    return [{"counts": counts, "experts": len(counts)} for counts in every]
+def _segments(*count_lists: tuple[int, ...]) -> list[Changes]:
+    return [{"counts": counts, "experts": len(counts)} for counts in count_lists]
 
 
 def _gradients(scope: Scope, *some: str) -> list[Changes]:
@@ -146,13 +146,15 @@ def _layouts(*placed: tuple[str, str]) -> list[Changes]:
 
 
 def _grouped_pairs(scope: Scope) -> dict[str, list[Changes]]:
-    """Settings of one stage together: interpreted, two layers take ten times as long as `glu`."""
+    """The settings of one stage are covered together, because interpreted layers take ten times as
+    long as `glu`.
+    """
     return {
         "recipe": [HIGH],
-        "activated": _each(ACTIVATED, _FORMS),
-        "weighted": _each(WEIGHTED, _WEIGHTINGS),
-        "biased": _each(BIASED, _BOTH),
-        "kept": _each(KEPT, ((0, ""), (4, ""), (0, "moe_act"), (4, "moe"))),
+        "activated": _named_combinations(ACTIVATED, _FORMS),
+        "weighted": _named_combinations(WEIGHTED, _WEIGHTINGS),
+        "biased": _named_combinations(BIASED, _BOTH),
+        "kept": _named_combinations(KEPT, ((0, ""), (4, ""), (0, "moe_act"), (4, "moe"))),
         "counts": _segments(*COUNTS),
         "layout": _layouts(("strided", "rows"), ("strided", "fc1_weight"), ("expanded", "d_out")),
         "grads": _gradients(scope, "", "rows", "fc1_weight+fc2_weight"),
@@ -162,10 +164,10 @@ def _grouped_pairs(scope: Scope) -> dict[str, list[Changes]]:
 def _sequential_pairs(scope: Scope) -> dict[str, list[Changes]]:
     return {
         "recipe": [HIGH],
-        "activated": _each(ACTIVATED, (_PLAIN, ("", 8, 6, 0, 2, False), _STORED)),
-        "weighted": _each(WEIGHTED, (_UNWEIGHTED, *_WEIGHTINGS[1:5:3])),
-        "biased": _each(BIASED, (("", ""), ("float32", "bfloat16"))),
-        "kept": _each(KEPT, ((0, ""), (0, "moe_act"))),
+        "activated": _named_combinations(ACTIVATED, (_PLAIN, ("", 8, 6, 0, 2, False), _STORED)),
+        "weighted": _named_combinations(WEIGHTED, (_UNWEIGHTED, *_WEIGHTINGS[1:5:3])),
+        "biased": _named_combinations(BIASED, (("", ""), ("float32", "bfloat16"))),
+        "kept": _named_combinations(KEPT, ((0, ""), (0, "moe_act"))),
         "counts": _segments(*COUNTS),
         "layout": [CONTIGUOUS],
         "dtype": [{"dtype": "float32"}, {"dtype": "bfloat16"}],
@@ -177,7 +179,7 @@ def _sequential_pairs(scope: Scope) -> dict[str, list[Changes]]:
 def _shared_pairs(scope: Scope) -> dict[str, list[Changes]]:
     return {
         "recipe": [HIGH],
-        "activated": _each(ACTIVATED, _FORMS),
+        "activated": _named_combinations(ACTIVATED, _FORMS),
         "layout": _layouts(("strided", "x"), ("strided", "fc1_weight"), ("expanded", "d_out")),
         "grads": _gradients(scope, "", "x", "fc1_weight+fc2_weight"),
     }
@@ -185,7 +187,7 @@ def _shared_pairs(scope: Scope) -> dict[str, list[Changes]]:
 
 # ---- recipes
 
-LOW_ROWS = {"delayed": 3, "current": 3, "block": 5}  # others: 1 unit
+LOW_ROWS = {"delayed": 3, "current": 3, "block": 5}  # other scalings have 1 unit
 LOW_SIZES = {"mxfp8": (1, 1), "nvfp4": (1, 2)}  # hidden and width
 LAWFUL = 3  # in an interpreter one case in three has a law, which doubles its time
 # recipes whose columnwise codes differ, or need a dtype and noise
@@ -204,39 +206,44 @@ def _low_pairs(scope: Scope) -> dict[str, list[Changes]]:
     """Every recipe, and fewer values of the other settings; for few kernels one variant of each,
     because `grouped_linear` is judged with all.
     """
-    one = scope.function != "grouped_mlp"
+    per_expert = scope.function != "grouped_mlp"
     scalings = ("current", "block", "mxfp8") if scope.function == "sequential_mlp" else tuple(RECIPES)
     pairs: dict[str, list[Changes]] = {
         "scaling": [{"scaling": scaling} for scaling in scalings],
-        "variant": [{"variant": variant} for variant in ((1,) if one or scope.space.few_kernels else range(VARIANTS))],
+        "variant": [
+            {"variant": variant} for variant in ((1,) if per_expert or scope.space.few_kernels else range(VARIANTS))
+        ],
         "override": [{"override": ""}],
-        "activated": _each(ACTIVATED, (_PLAIN, ("reglu", -4, 6, 0, 0, False), ("squared_relu", 0, 0, 0, 0, False))),
+        "activated": _named_combinations(
+            ACTIVATED, (_PLAIN, ("reglu", -4, 6, 0, 0, False), ("squared_relu", 0, 0, 0, 0, False))
+        ),
         "dtype": [{"dtype": dtype} for dtype in ("float32", "bfloat16")],
         "values": [{"values": values} for values in ("dyadic", "rows")],
         "layout": [CONTIGUOUS],
     }
     if scope.function == "shared_experts":
         return pairs | {"grads": _gradients(scope, "x")}
-    every = ((0, 2, 0, 1),) if one else ((1, 1, 1), (0, 2, 0, 1), (0, 3))
+    ratios_of_counts = ((0, 2, 0, 1),) if per_expert else ((1, 1, 1), (0, 2, 0, 1), (0, 3))
     weighted = (_UNWEIGHTED, *_WEIGHTINGS[1:3], ("float32", "plain", False, True))
 
-    def ragged(parts: tuple[int, ...]) -> Changes:
-        return {"counts": lambda case: tuple(_rows(case) * n for n in parts), "experts": len(parts)}
+    def ragged(ratios: tuple[int, ...]) -> Changes:
+        return {"counts": lambda case: tuple(_rows(case) * n for n in ratios), "experts": len(ratios)}
 
     return pairs | {
-        "counts": [ragged(parts) for parts in every],
-        "weighted": _each(WEIGHTED, (_UNWEIGHTED,) if one else weighted),
-        "biased": _each(BIASED, (("", ""),) if one else (("", ""), ("float32", "float32"))),
-        "kept": _each(KEPT, ((0, ""),) if one else ((0, ""), (32, "moe"), (0, "moe_act"))),
-        "tail": [{"tail": tail} for tail in ((0,) if one else (0, 3))],
+        "counts": [ragged(parts) for parts in ratios_of_counts],
+        "weighted": _named_combinations(WEIGHTED, (_UNWEIGHTED,) if per_expert else weighted),
+        "biased": _named_combinations(BIASED, (("", ""),) if per_expert else (("", ""), ("float32", "float32"))),
+        "kept": _named_combinations(KEPT, ((0, ""),) if per_expert else ((0, ""), (32, "moe"), (0, "moe_act"))),
+        "tail": [{"tail": tail} for tail in ((0,) if per_expert else (0, 3))],
         "index_dtype": [{"index_dtype": "int64"}],
-        "grads": _gradients(scope) if one else _gradients(scope, "rows", "fc1_weight+fc2_weight"),
+        "grads": _gradients(scope) if per_expert else _gradients(scope, "rows", "fc1_weight+fc2_weight"),
     }
 
 
-def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
-    """Every legal pair of values, and every recipe with a backward_override; for few kernels, and
-    in an interpreter, every recipe once.
+def by_recipe(scope: Scope, other_cases: list[Case]) -> list[Case]:
+    """Every legal pair of values, and every recipe with a backward_override.
+
+    If few kernels shall be compiled, and in an interpreter, every recipe once.
     """
     if not scope.accepts("recipe"):
         return []
@@ -262,7 +269,7 @@ def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
 # ---- shapes that always run
 
 
-# stages past the largest number of float16, without other options and with them
+# stages exceed the largest number of float16, without other options and with them
 OVERFLOWING: Changes = {"tokens": 12, "hidden": 5, "width": 6, "dtype": "float16", "values": OVERFLOW, "seed": 1}
 # the rows with the largest cotangents have an expert each
 APART: Changes = OVERFLOWING | {"experts": 5, "counts": (4, 1, 4, 1, 2)}
@@ -272,9 +279,9 @@ BARE: Changes = APART | {"probs": "", "bias1": "", "bias2": ""}
 # options of all stages at once; the gates' and the rows' are those that an activation has
 OPTIONS: Changes = {"clamp": 6, "offset": -4, "alpha": 250, "interleave": 1, "values": "rows"}
 OPTIONS |= {"probs": "float32", "weights": "signed", "bias1": "float32", "bias2": "float32", "dtype": "bfloat16"}
-# and experts whose aligned rows the backward makes again
+# and experts whose aligned rows are made again by the backward pass
 AGAIN: Changes = {"tokens": 9, "experts": 3, "counts": (4, 2, 3), "hidden": 5, "width": 6, "align": 4}
-# a kernel of one expert may take the buffer for its rows
+# a kernel of one expert may mistake the buffer for its rows
 ALONE: Changes = {"scaling": "mxfp8", "variant": 1, "kind": "squared_relu", "experts": 1, "counts": (1,), "tail": 32}
 ALONE |= {"tokens": 1, "hidden": 1, "width": 1, "dtype": "bfloat16"}
 
@@ -282,7 +289,7 @@ ALONE |= {"tokens": 1, "hidden": 1, "width": 1, "dtype": "bfloat16"}
 # an alpha that float16 rounds, and too few rows to hide it: few roundings in a gradient by codes
 FINE: Changes = {"tokens": 2, "hidden": 7, "width": 65, "dtype": "float16", "alpha": 1702, "stored": True}
 FINE |= {"gate": False}
-# all but the gate is frozen
+# only the gate's weight has a gradient
 FROZEN: Changes = {"tokens": 5, "hidden": 3, "width": 2, "gate": True, "grads": "gate_weight"}
 # experts of one row, whose padding would have larger activations: of a bias, without the row's prob
 PADDED: Changes = {"scaling": "current", "tokens": 16, "experts": 16, "counts": (1,) * 16, "align": 4}
@@ -298,52 +305,56 @@ PADDED |= {
 
 
 def _beside_options(scope: Scope) -> list[Any]:
-    """Each recipe beside all stages' options; probs on the input and stored codes in turn."""
-    found: list[Any] = []
+    """Each recipe together with the options of all stages; probabilities on the input and stored
+    codes in turn.
+    """
+    cases: list[Any] = []
     for index, scaling in enumerate(RECIPES):
         hidden, width = LOW_SIZES.get(scaling, (6, 8))
         rows, on_input = LOW_ROWS.get(scaling, 1), index % 2 == 1
         recipe: Changes = {"scaling": scaling, "variant": 1}
         sizes: Changes = {"hidden": hidden, "width": width, "tokens": 3 * rows}
         split: Changes = {"experts": 2, "counts": (2 * rows, rows), "tail": 3, "on_input": on_input, "stored": on_input}
-        few = scope.function == "sequential_mlp" and scaling not in ("current", "mxfp8")
-        if not few and scope.fits(scope.case(recipe)):
-            found.append(scope.fullest(OPTIONS | recipe | sizes | split))
-    return found
+        no_kernel_form = scope.function == "sequential_mlp" and scaling not in ("current", "mxfp8")
+        if not no_kernel_form and scope.fits(scope.case(recipe)):
+            cases.append(scope.fullest(OPTIONS | recipe | sizes | split))
+    return cases
 
 
 def _ragged(scope: Scope) -> list[Any]:
-    """One above a power of two: the last block is nearly empty; stages that overflow; options."""
+    """Sizes one above a power of two, so that the last block is nearly empty; stages that overflow;
+    and all options.
+    """
     ragged = {"tokens": 133, "experts": 5, "counts": (0, 65, 1, 0, 67), "hidden": 65, "width": 33, "values": "rows"}
     apart = [APART | {"kind": kind} for kind in ("", "squared_relu")]
-    again = [OPTIONS | AGAIN | {"recompute": word, "on_input": word == "moe"} for word in RECOMPUTED]
-    return [ragged, BARE, *apart, *again, *long_layers(scope), *_beside_options(scope)]
+    recomputing = [OPTIONS | AGAIN | {"recompute": word, "on_input": word == "moe"} for word in RECOMPUTED]
+    return [ragged, BARE, *apart, *recomputing, *long_layers(scope), *_beside_options(scope)]
 
 
 def _beside_pairs(scope: Scope) -> list[Any]:
-    """Laws of a recipe with noise, and of one with states, of both layers."""
+    """Laws of a recipe with noise, and of a recipe with states, for both layers."""
     narrow: Changes = {"dtype": "bfloat16", "grads": "fc1_weight+fc2_weight"}
     noise = narrow | {"scaling": "nvfp4", "tokens": 2, "experts": 2, "hidden": 1, "width": 1}
     state = narrow | {"scaling": "delayed", "tokens": 5, "experts": 3, "counts": (4, 0, 1), "hidden": 3, "width": 2}
-    found = {"delayed": scope.case(noise), "amaxes": scope.case(state)}
-    return [case.changed(law=law) for law, case in found.items() if scope.fits(case)]
+    cases_by_law = {"delayed": scope.case(noise), "amaxes": scope.case(state)}
+    return [case.changed(law=law) for law, case in cases_by_law.items() if scope.fits(case)]
 
 
 def _large(scope: Scope) -> list[Any]:
-    """Ragged; more experts than rows; scales per layer with recompute; long sums of bfloat16; one
-    weight alone whose gradient waits, and both, also beside noise; amaxes of a step.
+    """Ragged segments; more experts than rows; scales per layer with recomputation; long sums of
+    bfloat16; one weight whose gradient waits, and both, also with noise; and amaxes of a step.
     """
     gpu = scope.space.device == "cuda"
     many = {"tokens": 40 if gpu else 12, "experts": 129 if gpu else 66, "hidden": 9, "width": 5}
-    again = {"tokens": 5, "experts": 2, "hidden": 2, "width": 2, "dtype": "bfloat16"}
-    again |= {"scaling": "delayed", "recompute": "moe_act"}
+    delayed_recompute = {"tokens": 5, "experts": 2, "hidden": 2, "width": 2, "dtype": "bfloat16"}
+    delayed_recompute |= {"scaling": "delayed", "recompute": "moe_act"}
     long = {"tokens": 70 if gpu else 5, "experts": 2, "hidden": 2880 if gpu else 257, "width": 264 if gpu else 65}
-    delayed = scope.fits(scope.case(again))
-    later: Changes = {"tokens": 5, "experts": 2, "hidden": 3, "width": 2}
-    alone, both = (later | {"grads": grads} for grads in ("fc2_weight", "fc1_weight+fc2_weight"))
-    waits = [scope.mended(scope.case(one)).changed(law="delayed") for one in (alone, both)]
+    delayed = scope.fits(scope.case(delayed_recompute))
+    delayed_gradients: Changes = {"tokens": 5, "experts": 2, "hidden": 3, "width": 2}
+    second_alone, both = (delayed_gradients | {"grads": grads} for grads in ("fc2_weight", "fc1_weight+fc2_weight"))
+    waits = [scope.mended(scope.case(fields)).changed(law="delayed") for fields in (second_alone, both)]
     waits += _beside_pairs(scope)
-    large = [many, *([again] if delayed else []), long | {"dtype": "bfloat16"}]
+    large = [many, *([delayed_recompute] if delayed else []), long | {"dtype": "bfloat16"}]
     single = [scope.fullest(ALONE)] if scope.fits(scope.case(ALONE)) else []
     single += [scope.case(PADDED)] if scope.fits(scope.case(PADDED)) else []
     tiles = [*tiles_of_layers(scope), *waves_of_layers(scope)]

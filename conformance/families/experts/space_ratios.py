@@ -1,4 +1,4 @@
-"""Products large enough for error ratios; drawn ones in an interpreter seldom are."""
+"""Products that are large enough for error ratios. In an interpreter drawn products seldom are."""
 
 from typing import Any
 
@@ -22,10 +22,10 @@ SHORT_BLOCKS: dict[str, dict[str, Any]] = {  # the same in sixteens
 
 
 def ratio_cases(scope: Scope) -> list[Any]:
-    """High precision; one scale per tensor, per block of 128 and of 16."""
+    """Products in high precision, and with one scale per tensor, per block of 128 and of 16."""
     short, blocks = ({"dtype": "bfloat16"} | sizes[scope.function] for sizes in (SHORT, SHORT_BLOCKS))
-    found = [scope.case(short)]
+    cases = [scope.case(short)]
     for scaling, sizes in (("current", short), ("block", short), ("nvfp4", blocks)):
         variants = [scope.case(sizes | {"scaling": scaling, "variant": variant}) for variant in range(2)]
-        found += list(filter(scope.fits, variants))[:1]
-    return found
+        cases += list(filter(scope.fits, variants))[:1]
+    return cases

@@ -76,7 +76,7 @@ BASE: Changes = {
 }
 
 
-def _together(scope: Scope) -> dict[str, list[Changes]]:
+def _joint_axes(scope: Scope) -> dict[str, list[Changes]]:
     """Every recipe, and fewer layouts and gradients than in high precision."""
     several = "counts" in scope.live
 
@@ -97,14 +97,16 @@ def _together(scope: Scope) -> dict[str, list[Changes]]:
     }
 
 
-def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
-    """On a GPU every legal pair, every recipe with a backward_override, and real shapes; for few
-    kernels, and in an interpreter, every recipe and every backward_override once. Far addresses.
+def by_recipe(scope: Scope, other_cases: list[Case]) -> list[Case]:
+    """On a GPU every legal pair, every recipe with a backward_override, and real shapes.
+
+    If few kernels shall be compiled, and in an interpreter, every recipe and every
+    backward_override once. And far addresses.
     """
     if not scope.accepts("recipe"):
         return []
     several = "counts" in scope.live
-    gpu, grads, together = scope.space.device == "cuda", "+".join(scope.signature.gradients[:2]), _together(scope)
+    gpu, grads, together = scope.space.device == "cuda", "+".join(scope.signature.gradients[:2]), _joint_axes(scope)
     cases = scope.array(BASE, together).cases
     if gpu and not scope.space.few_kernels:
         overrides: list[Changes] = [{"override": override} for override in OVERRIDES]
@@ -126,16 +128,16 @@ def by_recipe(scope: Scope, others: list[Case]) -> list[Case]:
 
 
 def one_per_recipe(cases: list[Any]) -> list[Any]:
-    """One case per recipe, with as many values new to the list as possible."""
+    """One case per recipe. Each has as many values as possible that are new to the list."""
     chosen: list[Any] = []
-    seen: set[Any] = set()
+    seen_values: set[Any] = set()
     for recipe in dict.fromkeys((case.scaling, case.variant) for case in cases):
-        own = [
+        recipe_cases = [
             (case, {(name, str(x)) for name, x in case.record().items()})
             for case in cases
             if (case.scaling, case.variant) == recipe
         ]
-        case, values = max(own, key=lambda one: len(one[1] - seen))
+        case, values = max(recipe_cases, key=lambda candidate: len(candidate[1] - seen_values))
         chosen.append(case)
-        seen |= values
+        seen_values |= values
     return chosen

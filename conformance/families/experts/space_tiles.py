@@ -1,7 +1,7 @@
-"""Products whose rows are whole lines of a descriptor, with many rows for each expert.
+"""Products whose rows are whole lines of a tensor descriptor, with many rows for each expert.
 
-Kernels that move tiles with a copy engine, and large tiles, run for these alone: widths that are no
-multiples of 16 bytes go by pointers, and experts with few rows have small tiles.
+Kernels that move tiles with a copy engine, and large tiles, run only for such products: widths that
+are no multiples of 16 bytes are addressed by pointers, and experts with few rows have small tiles.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from conformance.core.axes import Changes
 from conformance.core.scope import Scope
 
-# rows of an expert: several tiles of 128, none, a tile and one more, many with a last one in part
+# rows of an expert: several tiles of 128; none; a tile and one more; many with a partial last tile
 MANY_ROWS: Changes = {"tokens": 700, "experts": 4, "counts": (300, 0, 129, 271), "dtype": "bfloat16"}
 WHOLE_TILES: Changes = {"tokens": 640, "experts": 3, "counts": (384, 128, 128), "dtype": "float16"}
 LINES: Changes = {"hidden": 272, "width": 144}
@@ -31,8 +31,8 @@ LONG: Changes = {
 
 
 def tiles_of_products(scope: Scope) -> list[Any]:
-    """With all gradients, and without any; codes of blocks, where more rows fill a larger tile;
-    rows that are all past the segments; of a product nothing to contract.
+    """Products with all gradients, and without any; codes of blocks, where more rows fill a larger
+    tile; rows that are all past the segments; and for products nothing to contract.
     """
     if scope.space.device != "cuda":
         return []
@@ -41,17 +41,17 @@ def tiles_of_products(scope: Scope) -> list[Any]:
     apart: Changes = {"into": ""} if scope.accepts("accumulate_into") else {}  # a sum has another kernel
     sizes = [MANY_ROWS | LINES, WHOLE_TILES | STEPS | apart, MANY_ROWS | ODD_LINES | {"tail": 3} | apart]
     nothing = [scope.case(EMPTY)] if scope.function == "grouped_linear" else []
-    part = scope.case(PART_LINES | PART_SIDES.get(scope.function, {"hidden": 144, "width": 131}) | apart)
-    nothing += [part] if scope.fits(part) else []
+    partial_lines = scope.case(PART_LINES | PART_SIDES.get(scope.function, {"hidden": 144, "width": 131}) | apart)
+    nothing += [partial_lines] if scope.fits(partial_lines) else []
     if scope.function != "grouped_wgrad":  # which has no such rows
-        outside = [scope.case(NO_SEGMENT | LINES | {"scaling": scaling}) for scaling in ("", "block")]
-        nothing += [case for case in outside if scope.fits(case)]
+        without_segment = [scope.case(NO_SEGMENT | LINES | {"scaling": scaling}) for scaling in ("", "block")]
+        nothing += [case for case in without_segment if scope.fits(case)]
     return [*sizes, *low, *nothing]
 
 
 def tiles_of_layers(scope: Scope) -> list[Any]:
-    """With all gradients; and without any, where a kernel may keep what lies between two stages:
-    kinds of activations, with their numbers and without.
+    """Layers with all gradients; and without any, where a kernel may keep what lies between two
+    stages, for several activations, with their numbers and without.
     """
     if scope.space.device != "cuda":
         return []
@@ -63,22 +63,27 @@ def tiles_of_layers(scope: Scope) -> list[Any]:
         {"kind": "geglu", "probs": "float32"} | ODD_LINES,
         {"kind": "quick_geglu", "probs": "bfloat16", "early": True},
         {"interleave": 16},
-        {"hidden": 133, "width": 75},  # no lines
+        {"hidden": 133, "width": 75},  # rows that are no whole lines
     ]
-    alone = [scope.mended(scope.case(base | form)) for form in (forms if alike else forms + further)]
+    forward_only = [scope.mended(scope.case(base | form)) for form in (forms if alike else forms + further)]
     coded = [] if alike else _coded(scope, base)
-    return [base, *scope.lawful([case for case in alone if scope.fits(case)]), *coded]
+    return [base, *scope.lawful([case for case in forward_only if scope.fits(case)]), *coded]
 
 
 def _coded(scope: Scope, base: Changes) -> list[Any]:
-    """An activation of σ in FP8 by blocks, of lines that are no whole blocks, with all gradients: a
-    kernel for Hopper encodes both directions at once, or one after the other; and what it must
-    leave written: an input kept in E4M3, and rows of weights' gradients that wait.
+    """A sigmoid activation in FP8 by blocks, in lines that are no whole blocks, with all gradients.
+
+    A kernel for Hopper encodes both directions at once, or one after the other. Other cases need
+    what it must leave written: an input kept in E4M3, and rows of weight gradients that wait.
     """
     ragged: Changes = {"tokens": 300, "counts": (0, 129, 1, 170), "tail": 3, "scaling": "block"}
-    ragged |= {"width": 584}  # more blocks than a program has steps, and a part of one
+    ragged |= {"width": 584}  # more blocks than a program has steps, and a partial one
     numbers: Changes = {"offset": 8, "clamp": 56, "alpha": 1702, "dtype": "float16", "recompute": "moe_act"}
-    more: list[Changes] = [{"early": True, "probs": "bfloat16"}, numbers | {"probs": "float32"}, {"stored": True}]
-    forms = [base | ragged | form for form in (*more, {"law": "delayed", "width": 144})]
+    changes_of_options: list[Changes] = [
+        {"early": True, "probs": "bfloat16"},
+        numbers | {"probs": "float32"},
+        {"stored": True},
+    ]
+    forms = [base | ragged | form for form in (*changes_of_options, {"law": "delayed", "width": 144})]
     mixed = scope.case(base | ragged | {"interleave": 8})  # no such kernel takes it
     return [scope.fullest(form) for form in forms if scope.fits(scope.case(form))] + [mixed] * scope.fits(mixed)

@@ -1,8 +1,8 @@
-"""More tiles than a GPU has multiprocessors.
+"""Products with more tiles than a GPU has multiprocessors.
 
-A program that stays takes one tile after the other. Where each has one tile at most, nothing that
-it carries from a tile to the next is ever used: the stage and the phase of its ring, the result
-that still leaves, the next tile's place.
+A persistent program takes one tile after the other. If each program has at most one tile, it never
+uses what it carries from a tile to the next: the stage and the phase of its ring, the result that
+is still being written, and the place of the next tile.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ OF_ROWS: tuple[Changes, ...] = (ROWS, ROWS | {"scaling": "block"}, EXPERTS, EXPE
 
 
 def waves_of_products(scope: Scope) -> list[Any]:
-    """On a GPU: of a product without optional inputs, and without a law."""
+    """On a GPU: many tiles for a product without optional inputs, and without a law."""
     if scope.space.device != "cuda":
         return []
     forms = [EXPERTS | form for form in OF_WEIGHTS] if scope.function == "grouped_wgrad" else OF_ROWS
@@ -45,7 +45,9 @@ def waves_of_products(scope: Scope) -> list[Any]:
 
 
 def waves_of_layers(scope: Scope) -> list[Any]:
-    """On a GPU: of both layers without gradients: a kernel may keep what lies between them."""
+    """On a GPU: many tiles for both layers without gradients, where a kernel may keep what lies
+    between them.
+    """
     if scope.space.device != "cuda":
         return []
     return [scope.mended(scope.case(ROWS | {"probs": "float32"}))]

@@ -1,6 +1,7 @@
-"""glu, activation and their gradients, fused with quantisation.
+"""`glu`, `activation` and their gradients, fused with quantisation.
 
-Running error analysis bounds the quantised operand; each output is judged given the earlier ones.
+Running error analysis bounds the quantised operand, and each output is judged given the earlier
+ones.
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ READ = ("amax", "scales", "codes", "values", "scales.gemm")
 
 
 def problem_of(
-    function: str, required: dict[str, Any], settings: dict[str, Any], gemm: bool = False, **more: Any
+    function: str, required: dict[str, Any], settings: dict[str, Any], gemm: bool = False, **problem_fields: Any
 ) -> Problem:
     """The call, and the readers of its result."""
     if "scale" in required:
@@ -44,31 +45,33 @@ def problem_of(
         script=_script_of(function),
         first=first,
         read=reader_of(settings, gemm),
-        **more,
+        **problem_fields,
     )
 
 
 def _script_of(function: str) -> Script:
     """One call, and its result dequantised in each direction."""
 
-    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        settings = {name: given[name] for name in KEYWORDS if name in given}
-        state = given.get("state")
+    def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        settings = {name: tensors[name] for name in KEYWORDS if name in tensors}
+        state = tensors.get("state")
         if state is not None:
-            settings["state"] = QuantizerState(given["history"], given["scale"]) if state is GIVEN else state
-        backward = "d_out" in given
+            settings["state"] = QuantizerState(tensors["history"], tensors["scale"]) if state is GIVEN else state
+        backward = "d_out" in tensors
         names = ("quantized", "state", "d_probs") if backward else ("quantized", "state")
         required = ("d_out", "h", "recipe") if backward else ("h", "recipe")
-        made = named_outputs(implementation.call(function, *(given[name] for name in required), **settings), names)
-        outputs: dict[str, Any] = {"result": made["quantized"]}
+        result_fields = named_outputs(
+            implementation.call(function, *(tensors[name] for name in required), **settings), names
+        )
+        outputs: dict[str, Any] = {"result": result_fields["quantized"]}
         for suffix, columnwise in directions(settings):
             outputs[f"dequantized{suffix}"] = implementation.call(
-                "dequantize", made["quantized"], **({"columnwise": True} if columnwise else {})
+                "dequantize", result_fields["quantized"], **({"columnwise": True} if columnwise else {})
             )
-        if made.get("d_probs") is not None:
-            outputs["d_probs"] = made["d_probs"]
+        if result_fields.get("d_probs") is not None:
+            outputs["d_probs"] = result_fields["d_probs"]
         if state is not None:
-            outputs |= {f"state.{name}": x for name, x in named_outputs(made["state"], STATE).items()}
+            outputs |= {f"state.{name}": x for name, x in named_outputs(result_fields["state"], STATE).items()}
         return outputs
 
     return script
@@ -107,79 +110,81 @@ class _QuantizedActivation(Contract[QuantizedActivationCase]):
     def legal(self, case: QuantizedActivationCase) -> Problem:
         required, settings = inputs_of(case)
         call = self.call(case, required, settings, lengths={"T": len(required["h"]), "F": case.features})
-        parts = {"layouts": call.layouts, "wanted": call.wanted, "cotangents": call.cotangents}
-        return problem_of(self.function, required, settings, case.gemm, **parts)
+        call_fields = {"layouts": call.layouts, "wanted": call.wanted, "cotangents": call.cotangents}
+        return problem_of(self.function, required, settings, case.gemm, **call_fields)
 
     def expected(
         self, case: QuantizedActivationCase, problem: Problem, declared: Mapping[str, Any]
     ) -> dict[str, Expectation]:
-        given = problem.required | problem.settings
-        settings = {name: given[name] for name in KEYWORDS if name in given}
+        arguments = problem.required | problem.settings
+        settings = {name: arguments[name] for name in KEYWORDS if name in arguments}
         out, quantized = self._reference(problem)
-        rows = sum(len(part) for part in _groups(quantized, settings))
-        h, activating = given["h"][:rows], {name: given[name] for name in ACTIVATING if name in given}
-        activating |= {"probs": given["probs"][:rows]} if "probs" in given else {}
+        rows = sum(len(group_rows) for group_rows in _groups(quantized, settings))
+        h, activating = arguments["h"][:rows], {name: arguments[name] for name in ACTIVATING if name in arguments}
+        activating |= {"probs": arguments["probs"][:rows]} if "probs" in arguments else {}
         rounds = bool(settings.get("round_before_quantize"))
         dtype = h.dtype if rounds else torch.float32
-        activated, unspecified = self.before_rounding(given, h, activating, declared)
-        known = activated.interval(dtype, unspecified)
+        activated, unspecified = self.before_rounding(arguments, h, activating, declared)
+        interval = activated.interval(dtype, unspecified)
         reciprocal = declared.get("scale_arithmetic") == "reciprocal"
-        right: dict[str, Expectation] = {}
+        expectations: dict[str, Expectation] = {}
         for suffix, columnwise in directions(settings):
             form = quantized.form(columnwise)
-            noise = given["noise"][int(columnwise)] if form.scheme.stochastic else None
+            noise = arguments["noise"][int(columnwise)] if form.scheme.stochastic else None
             names = {name: f"{name}{suffix}" for name in READ}
-            right |= QuantizedForm(form, names, out, reciprocal, known, dtype, given.get("scale"), noise).expectations()
-        if given.get("state") is not None:
-            right["state.amax_history"] = Given(
-                out["state.amax_history"], _history_of(given["history"], directions(settings)[0][0])
+            expectations |= QuantizedForm(
+                form, names, out, reciprocal, interval, dtype, arguments.get("scale"), noise
+            ).expectations()
+        if arguments.get("state") is not None:
+            expectations["state.amax_history"] = Given(
+                out["state.amax_history"], _history_of(arguments["history"], directions(settings)[0][0])
             )
-            right["state.scale"] = Exact(given["scale"])
-        return right | self._gradients(problem, given, h, activating, declared)
+            expectations["state.scale"] = Exact(arguments["scale"])
+        return expectations | self._gradients(problem, arguments, h, activating, declared)
 
     def _reference(self, problem: Problem) -> tuple[dict[str, Any], Any]:
-        """The reference's outputs, and the tensor it quantised."""
+        """The outputs of the reference, and the tensor that it quantised."""
         implementation = Implementation(moe_ref)
         assert problem.script is not None and problem.read is not None
-        given = {
+        arguments = {
             name: x.detach() if isinstance(x, Tensor) else x
             for name, x in (problem.required | problem.settings).items()
         }
-        outputs = problem.script(implementation, given)
+        outputs = problem.script(implementation, arguments)
         return problem.read(implementation, outputs), outputs["result"]
 
     def before_rounding(
-        self, given: dict[str, Any], h: Tensor, activating: dict[str, Any], declared: Mapping[str, Any]
+        self, arguments: dict[str, Any], h: Tensor, activating: dict[str, Any], declared: Mapping[str, Any]
     ) -> tuple[Running, Tensor]:
         """All groups' rows before their final rounding, and the mask of unspecified ones."""
         probs = activating.get("probs")
         dtype = evaluated_in(declared, h, probs)
         p = None if probs is None else Running.of(probs[:, None], dtype)
-        if "d_out" not in given:
+        if "d_out" not in arguments:
             act = self.plain.activated(h, activating, dtype)
             return act if p is None else act * p, self.plain.hidden_nan(h, activating)
-        g = Running.of(given["d_out"][: len(h)], dtype)
+        g = Running.of(arguments["d_out"][: len(h)], dtype)
         return self.plain.vjp(g if p is None else g * p, h, activating), (~h.isfinite().all(1))[:, None].expand(h.shape)
 
     def _gradients(
         self,
         problem: Problem,
-        given: dict[str, Any],
+        arguments: dict[str, Any],
         h: Tensor,
         activating: dict[str, Any],
         declared: Mapping[str, Any],
     ) -> dict[str, Expectation]:
         """The activation's straight-through gradients; 0 past the last group."""
-        backward = "d_out" in given
-        wanted = ("probs",) * ("probs" in given) if backward else problem.wanted
+        backward = "d_out" in arguments
+        wanted = ("probs",) * ("probs" in arguments) if backward else problem.wanted
         if not wanted:
             return {}
-        cotangent = given["d_out"] if backward else next(iter(problem.cotangents.values()))
+        cotangent = arguments["d_out"] if backward else next(iter(problem.cotangents.values()))
         call = Problem(
             self.plain.function, {"h": h}, activating, wanted=wanted, cotangents={"out": cotangent[: len(h)]}
         )
-        found: dict[str, Any] = self.plain.expected(ActivationCase(function=self.plain.function), call, declared)
-        return {name: _with_zeros(found[name], len(given["h"])) for name in (f"d_{name}" for name in wanted)}
+        expectations: dict[str, Any] = self.plain.expected(ActivationCase(function=self.plain.function), call, declared)
+        return {name: _with_zeros(expectations[name], len(arguments["h"])) for name in (f"d_{name}" for name in wanted)}
 
 
 def _groups(quantized: Any, settings: dict[str, Any]) -> list[Tensor]:
@@ -189,7 +194,7 @@ def _groups(quantized: Any, settings: dict[str, Any]) -> list[Tensor]:
 
 
 def _history_of(history: Tensor, suffix: str) -> Any:
-    """The returned amax within the given history."""
+    """The expected history: the returned amax entered into the given history."""
 
     def right(outputs: Outputs) -> Exact:
         return Exact(

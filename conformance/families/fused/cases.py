@@ -90,7 +90,7 @@ def permuting(case: PermutedQuantizationCase) -> RoutingCase:
 
 
 def tokens_of(case: PermutedQuantizationCase, token_P: Tensor) -> Tensor:
-    """Values as in `quantize`; tokens without a row hold garbage no amax may see."""
+    """Values as in `quantize`. Tokens without a row hold garbage, which must enter no amax."""
     tokens = quantization.x_of(_quantizing(case))[: case.tokens].clone()
     without = torch.ones(case.tokens, dtype=torch.bool)
     without[token_P[token_P >= 0]] = False
@@ -177,7 +177,9 @@ class QuantizedActivationCase(ActivationCase, _ScalingCase):
 
 
 def inputs_of(case: QuantizedActivationCase) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Required inputs and settings without the state; garbage past the last group."""
+    """The required inputs, and the settings without the state. Rows past the last group hold
+    garbage.
+    """
     rows, features = case.tokens * case.unit + case.tail, case.features
     columns = 2 * features if case.gated else features
     required: dict[str, Any] = {"h": _spoilt(case, hidden_of(replace(case, tokens=rows), columns), 0)}
@@ -198,7 +200,10 @@ def inputs_of(case: QuantizedActivationCase) -> tuple[dict[str, Any], dict[str, 
 
 
 def history_of(case: QuantizedActivationCase) -> dict[str, Tensor]:
-    """A scale per group, and a history; every third group's holds larger numbers."""
+    """A scale per group, and a history of amaxes.
+
+    The history of every third group has larger numbers.
+    """
     groups = max(case.experts, 1)
     exponent = torch.from_numpy(hashed(case.seed, "scale", groups).astype(np.int64)) % 9 - 2
     scale = torch.exp2(exponent.float()) * torch.where(torch.arange(groups) % 2 == 1, 1.375, 1.0)

@@ -23,10 +23,10 @@ def _of(
     recipe: Recipe,
     tokens: torch.Tensor = TOKENS,
     routing_map: torch.Tensor = MAP,
-    more: dict[str, Any] | None = None,
+    extra_inputs: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Problem:
-    return problem_of({"tokens": tokens, "routing_map": routing_map, "recipe": recipe} | (more or {}), settings)
+    return problem_of({"tokens": tokens, "routing_map": routing_map, "recipe": recipe} | (extra_inputs or {}), settings)
 
 
 def _bytes(*rows: Any) -> Exact:
@@ -76,7 +76,10 @@ PERMUTE_AND_QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
     "a_scale_of_earlier_steps": (  # 14 · 2, and 7 · 64 of the second expert
         _of(
             Recipe("delayed", amax_history_len=2),
-            more={"amax_history": torch.tensor([[20.0, 1], [1, 2], [3, 4]]), "scale": torch.tensor([2.0, 64, 1])},
+            extra_inputs={
+                "amax_history": torch.tensor([[20.0, 1], [1, 2], [3, 4]]),
+                "scale": torch.tensor([2.0, 64, 1]),
+            },
         ),
         {
             "scales": _floats(0.5, 1 / 64, 1),

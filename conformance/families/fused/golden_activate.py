@@ -54,7 +54,7 @@ def _relu2(recipe: Recipe, h: Tensor, **settings: Any) -> Problem:
     return problem_of("activation_and_quantize", {"h": h, "recipe": recipe}, settings)
 
 
-def _back(function: str, recipe: Recipe, d_out: Tensor, h: Tensor, **settings: Any) -> Problem:
+def _of_backward(function: str, recipe: Recipe, d_out: Tensor, h: Tensor, **settings: Any) -> Problem:
     return problem_of(f"{function}_backward_and_quantize", {"d_out": d_out, "h": h, "recipe": recipe}, settings)
 
 
@@ -146,11 +146,11 @@ ACTIVATION_AND_QUANTIZE: Golden = {
 GLU_BACKWARD_AND_QUANTIZE: Golden = {
     # g = 4 · ½: du = 2 · 7, dv = 2 · 3; dp = 4 · 3 · 7.  57344 / 14 = 4096: 57344, 6 · 4096 = 24576
     "gates_and_values": (
-        _back("glu", CURRENT, _rows([4]), _rows([3, 7]), kind="reglu", probs=torch.tensor([0.5])),
+        _of_backward("glu", CURRENT, _rows([4]), _rows([3, 7]), kind="reglu", probs=torch.tensor([0.5])),
         {"amax": _exactly(14.0), "scales": _exactly(1 / 4096), "codes": _bytes([0x7B, 0x76]), "d_probs": _numbers(84)},
     ),
     "nothing_passes_a_bound": (  # u above 7 has no gradient, v below -7 none
-        _back(
+        _of_backward(
             "glu", Recipe("current", fp8_format="e4m3"), _rows([1, 1]), _rows([8, 1, 3, -8]), kind="reglu", clamp=7.0
         ),
         {"amax": _exactly(7.0), "codes": _bytes([0, 0xFE, 0x7E, 0])},
@@ -158,7 +158,7 @@ GLU_BACKWARD_AND_QUANTIZE: Golden = {
 }
 ACTIVATION_BACKWARD_AND_QUANTIZE: Golden = {
     "twice_what_is_positive": (  # 2 · 3 · 1 · ½, 0;  448 / 3 > 128: 384;  dp = 1 · 9 + 1 · 0
-        _back("activation", BLOCK, _rows([1, 1]), _rows([3, -3]), probs=torch.tensor([0.5])),
+        _of_backward("activation", BLOCK, _rows([1, 1]), _rows([3, -3]), probs=torch.tensor([0.5])),
         {"amax": _exactly([3.0]), "scales": _exactly([1 / 128]), "codes": _bytes([0x7C, 0]), "d_probs": _numbers(9)},
     ),
 }

@@ -40,11 +40,13 @@ def _rows_in(second: RowMap, first: RowMap, expert: Callable[[Tensor], Tensor]) 
 
 def _same_rows(law: str, trial: Trial, second: Problem, expert: Callable[[Tensor], Tensor]) -> Finding | None:
     """The codes and values of every row with a token, in both calls."""
-    before, after = _rows_in(_row_map(second), _row_map(trial.problem), expert)
+    first_rows, second_rows = _rows_in(_row_map(second), _row_map(trial.problem), expert)
     names = [f"{name}{suffix}" for name in ("codes", "values") for suffix, _ in directions(trial.problem.settings)]
     outputs = trial.run(second)
     return same(
-        law, {name: trial.first[name][before] for name in names}, {name: outputs[name][after] for name in names}
+        law,
+        {name: trial.first[name][first_rows] for name in names},
+        {name: outputs[name][second_rows] for name in names},
     )
 
 
@@ -53,7 +55,7 @@ def _without_gradients(problem: Problem) -> Problem:
 
 
 def _expert_relabelling(trial: Trial) -> Finding | None:
-    """Experts reversed: the same codes, in reversed segments."""
+    """Experts in reverse order: the same codes, in reversed segments."""
     last = trial.case.experts - 1
     flipped = {name: upside_down(x, 1) for name, x in trial.problem.tensors.items() if name in BY_EXPERT}
     flipped |= {name: upside_down(x) for name, x in trial.problem.tensors.items() if name in STATES}
@@ -63,33 +65,36 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
-    """Three times the padding, none past the last segment: other rows' codes do not change."""
+    """Three times the padding, and no rows past the last segment: the codes of other rows do not
+    change.
+    """
     settings = {name: x for name, x in trial.problem.settings.items() if name != "num_rows"}
     second = replace(trial.problem, settings=settings | {"align": 3 * max(permuting(trial.case).align, 1)})
     return _same_rows("padding_independence", trial, _without_gradients(second), lambda e: e)
 
 
 def _two_steps(trial: Trial) -> Finding | None:
-    """The implementation's `permute`, then its `quantize`; an output that `permute` may omit is not
-    compared.
+    """The implementation's `permute`, then its `quantize`.
+
+    An output that `permute` may omit is not compared.
     """
 
-    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+    def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         if not (implementation.offers(Permute.function) and implementation.offers(Quantize.function)):
             return {}
-        settings = {name: given[name] for name in KEYWORDS if name in given}
+        settings = {name: tensors[name] for name in KEYWORDS if name in tensors}
         sizes, options = (
             {name: x for name, x in settings.items() if name in names} for names in (KEYWORDS[:4], KEYWORDS[4:])
         )
-        if "state" in given:
-            options["state"] = QuantizerState(given["amax_history"], given["scale"])
+        if "state" in tensors:
+            options["state"] = QuantizerState(tensors["amax_history"], tensors["scale"])
         permuted = named_outputs(
-            implementation.call(Permute.function, given["tokens"], given["routing_map"], **sizes), STEPS
+            implementation.call(Permute.function, tensors["tokens"], tensors["routing_map"], **sizes), STEPS
         )
-        made = implementation.call(
-            "quantize", permuted["rows"], given["recipe"], splits=permuted["tokens_per_expert"], **options
+        quantized = implementation.call(
+            "quantize", permuted["rows"], tensors["recipe"], splits=permuted["tokens_per_expert"], **options
         )
-        return read_back(implementation, options, permuted | named_outputs(made, ("quantized", "state")))
+        return read_back(implementation, options, permuted | named_outputs(quantized, ("quantized", "state")))
 
     outputs = trial.run(replace(_without_gradients(trial.problem), script=script))
     return same(
@@ -109,7 +114,7 @@ def _dropless(case: Any) -> bool:
 
 
 def _turns_over(case: Any) -> bool:
-    """Whether the inputs stay legal reversed and negated: given scales do not."""
+    """Whether the inputs stay legal if they are reversed and negated. Given scales do not."""
     return bool(case.scaling != "delayed")
 
 

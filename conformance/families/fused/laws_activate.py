@@ -1,4 +1,6 @@
-"""Laws of fused activation and quantisation: independent groups, exact powers of two."""
+"""Laws of fused activation and quantisation: groups are independent, and powers of two are
+exact.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -16,15 +18,15 @@ from conformance.judge import Finding
 READ = ("amax", "scales", "codes", "values")
 
 
-def _changed(trial: Trial, **tensors: Any) -> Problem:
-    """The call on other values, without gradients."""
+def _with_tensors(trial: Trial, **tensors: Any) -> Problem:
+    """The call with other values, without gradients."""
     return replace(trial.problem.with_tensors(tensors), wanted=(), cotangents={})
 
 
-def _compared(trial: Trial, law: str, kept: Outputs, second: Outputs, problem: Problem) -> Finding | None:
-    """Bitwise equal where runs repeat, else by the second call's expectations."""
+def _compared(trial: Trial, law: str, first_outputs: Outputs, second: Outputs, problem: Problem) -> Finding | None:
+    """Bitwise equal if runs repeat, else judged by the expectations of the second call."""
     return (
-        same(law, kept, second)
+        same(law, first_outputs, second)
         if trial.declared.get("deterministic")
         else trial.judged(law, trial.reference(problem), second)
     )
@@ -36,17 +38,19 @@ def _neighbour_groups(trial: Trial) -> Finding | None:
     e = int(splits.argmax())
     first = int(splits[:e].sum())
     h[first : first + int(splits[e])] = torch.where(h[first : first + int(splits[e])] > 0, torch.nan, 3.0)
-    problem = _changed(trial, h=h)
+    problem = _with_tensors(trial, h=h)
     second = trial.run(problem)
-    kept, there = {}, {}
+    first_groups, there = {}, {}
     for suffix, form in _forms(trial).items():
         for what in READ:
             name = f"{what}{suffix}"
-            before, after = (by_group(form, what, outputs[name]) for outputs in (trial.first, second))
-            others = [g for g in range(len(splits)) if g != e]
-            kept[name], there[name] = (torch.cat([parts[g] for g in others]) for parts in (before, after))
+            groups_before, groups_after = (by_group(form, what, outputs[name]) for outputs in (trial.first, second))
+            unchanged_groups = [g for g in range(len(splits)) if g != e]
+            first_groups[name], there[name] = (
+                torch.cat([groups[g] for g in unchanged_groups]) for groups in (groups_before, groups_after)
+            )
     if trial.declared.get("deterministic"):
-        return same("neighbour_groups", kept, there)
+        return same("neighbour_groups", first_groups, there)
     return trial.judged("neighbour_groups", trial.reference(problem), second)
 
 
@@ -57,28 +61,32 @@ def _forms(trial: Trial) -> dict[str, Any]:
 
 
 def _padding_values(trial: Trial) -> Finding | None:
-    """Other numbers in the rows past the last group: nothing changes."""
+    """Other numbers in the rows past the last group change nothing."""
     real = trial.case.tokens * trial.case.unit
     names = [name for name in ("h", "d_out", "probs") if name in trial.problem.tensors]
-    others = {name: trial.problem.tensors[name].clone() for name in names}
-    for x in others.values():
+    changed_tensors = {name: trial.problem.tensors[name].clone() for name in names}
+    for x in changed_tensors.values():
         x[real:] = torch.where(x[real:].isnan(), 3.0, torch.nan)
-    problem = _changed(trial, **others)
-    kept = {name: trial.first[name] for name in trial.expected if not name.startswith("d_") or trial.case.backward}
-    return _compared(trial, "padding_values", kept, trial.run(problem), problem)
+    problem = _with_tensors(trial, **changed_tensors)
+    first_outputs = {
+        name: trial.first[name] for name in trial.expected if not name.startswith("d_") or trial.case.backward
+    }
+    return _compared(trial, "padding_values", first_outputs, trial.run(problem), problem)
 
 
 def _doubled_probs(trial: Trial) -> Finding | None:
-    """Twice the probs: the same codes, twice the scales where amax > 0."""
-    problem = _changed(trial, probs=trial.problem.settings["probs"] * 2)
+    """Twice the probabilities give the same codes, and twice the scales where amax > 0."""
+    problem = _with_tensors(trial, probs=trial.problem.settings["probs"] * 2)
     second = trial.run(problem)
-    kept: Outputs = {}
+    expected_outputs: Outputs = {}
     for suffix, _ in directions(trial.problem.settings):
         scale, amax = trial.first[f"scales{suffix}"], trial.first[f"amax{suffix}"]
         larger = {"nvfp4": lambda s: s, "mxfp8": lambda s: s + 1}.get(trial.case.scaling, lambda s: s * 2)(scale)
-        kept |= {f"codes{suffix}": trial.first[f"codes{suffix}"], f"amax{suffix}": amax * 2}
-        kept[f"scales{suffix}"] = scale if trial.case.scaling == "nvfp4" else torch.where(amax > 0, larger, scale)
-    return _compared(trial, "doubled_probs", kept, second, problem)
+        expected_outputs |= {f"codes{suffix}": trial.first[f"codes{suffix}"], f"amax{suffix}": amax * 2}
+        expected_outputs[f"scales{suffix}"] = (
+            scale if trial.case.scaling == "nvfp4" else torch.where(amax > 0, larger, scale)
+        )
+    return _compared(trial, "doubled_probs", expected_outputs, second, problem)
 
 
 def _doubles(case: Any) -> bool:
@@ -94,7 +102,7 @@ def _doubles(case: Any) -> bool:
 
 
 def _turns_over(case: Any) -> bool:
-    """Whether the inputs stay legal reversed and negated: noise and scales do not."""
+    """Whether the inputs stay legal if they are reversed and negated. Noise and scales do not."""
     return not case.noisy and case.scaling != "delayed"
 
 

@@ -28,7 +28,9 @@ MOVED = ("probs", "tokens_per_expert", "pad_offsets", "overflow")  # also output
 GIVEN = Opaque("state")  # the state of inputs amax_history and scale
 
 
-def problem_of(required: dict[str, Any], settings: dict[str, Any], gemm: bool = False, **more: Any) -> Problem:
+def problem_of(
+    required: dict[str, Any], settings: dict[str, Any], gemm: bool = False, **problem_fields: Any
+) -> Problem:
     """The call, and the readers of its result."""
     if "scale" in required:
         settings = settings | {"state": GIVEN}
@@ -40,21 +42,23 @@ def problem_of(required: dict[str, Any], settings: dict[str, Any], gemm: bool = 
         script=script_of(),
         first=first,
         read=reader_of(settings, gemm),
-        **more,
+        **problem_fields,
     )
 
 
 def script_of(watch: Watch | None = None) -> Script:
     """Permute and quantise, dequantise, and sum row numbers by the row map."""
 
-    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        settings = {name: given[name] for name in KEYWORDS if name in given}
-        if "state" in given:
+    def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        settings = {name: tensors[name] for name in KEYWORDS if name in tensors}
+        if "state" in tensors:
             settings["state"] = (
-                QuantizerState(given["amax_history"], given["scale"]) if given["state"] is GIVEN else given["state"]
+                QuantizerState(tensors["amax_history"], tensors["scale"])
+                if tensors["state"] is GIVEN
+                else tensors["state"]
             )
         called = implementation.call(
-            "permute_and_quantize", given["tokens"], given["routing_map"], given["recipe"], **settings
+            "permute_and_quantize", tensors["tokens"], tensors["routing_map"], tensors["recipe"], **settings
         )
         result = named_outputs(called, OUTPUTS)
         if watch:
@@ -129,19 +133,23 @@ class PermuteAndQuantize(Contract[PermutedQuantizationCase]):
     def expected(
         self, case: PermutedQuantizationCase, problem: Problem, declared: Mapping[str, Any]
     ) -> dict[str, Expectation]:
-        seen: dict[str, Any] = {}
-        given = problem.required | problem.settings
+        quantized_forms: dict[str, Any] = {}
+        arguments = problem.required | problem.settings
         reference = Implementation(moe_ref)
-        out = reader_of(problem.settings, case.gemm)(reference, script_of(seen.__setitem__)(reference, given))
+        out = reader_of(problem.settings, case.gemm)(
+            reference, script_of(quantized_forms.__setitem__)(reference, arguments)
+        )
         reciprocal = declared.get("scale_arithmetic") == "reciprocal"
-        right: dict[str, Expectation] = {}
+        expectations: dict[str, Expectation] = {}
         for suffix, columnwise in directions(problem.settings):
-            form: Form = seen[""].form(columnwise)
+            form: Form = quantized_forms[""].form(columnwise)
             names = {name: f"{name}{suffix}" for name in ("amax", "scales", "codes", "values", "scales.gemm")}
-            right |= QuantizedForm(form, names, out, reciprocal).expectations()
-        right |= {name: Exact(out[name]) for name in ("row_sums", "state.amax_history", "state.scale") if name in out}
+            expectations |= QuantizedForm(form, names, out, reciprocal).expectations()
+        expectations |= {
+            name: Exact(out[name]) for name in ("row_sums", "state.amax_history", "state.scale") if name in out
+        }
         permuted = Permute().expected(permuting(case), _permutation(problem), declared)
-        return right | {name: x for name, x in permuted.items() if name != "rows"}
+        return expectations | {name: x for name, x in permuted.items() if name != "rows"}
 
 
 def _permutation(problem: Problem) -> Problem:

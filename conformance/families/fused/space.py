@@ -29,11 +29,11 @@ ALIGNED = {"mxfp8": 32, "nvfp4": 32}  # scalings that need an alignment or a cap
 def kinds(scope: Scope) -> list[Changes]:
     """Every recipe, role and direction supported with some buffer size."""
     rooms: list[Changes] = [{}, {"capacity": 1}]
-    plain: Changes = {"dtype": "bfloat16"}
-    return [kind for kind in KINDS if any(_fits(scope, kind | plain | room) for room in rooms)]
+    base: Changes = {"dtype": "bfloat16"}
+    return [kind for kind in KINDS if any(_is_accepted(scope, kind | base | room) for room in rooms)]
 
 
-def _fits(scope: Scope, fields: Changes) -> bool:
+def _is_accepted(scope: Scope, fields: Changes) -> bool:
     return scope.fits(scope.case(fields))
 
 
@@ -49,7 +49,7 @@ def _of_kind(draw: st.DrawFn, scope: Scope, kind: Changes, shapes: st.SearchStra
     fields = kind | draw(shapes) | {"hidden": draw(mostly_some(COLUMNS.get(kind["scaling"], 70)))}
     if kind["scaling"] in ALIGNED and not scope.accepts("align") and fields["experts"] > 64:
         fields |= {"experts": 1, "routing": None, "spread": "ragged"}
-    transformed = not _fits(scope, kind | {"dtype": "float32"})
+    transformed = not _is_accepted(scope, kind | {"dtype": "float32"})
     if transformed:
         fields["dtype"] = "bfloat16"
     fields["values"] = draw(st.sampled_from(TRANSFORMED if transformed else VALUES))
@@ -74,11 +74,12 @@ def room(draw: st.DrawFn, scope: Scope, kind: Changes, tokens: int, experts: int
 def affordable(case: PermutedQuantizationCase, scope: Scope) -> PermutedQuantizationCase:
     """The case without a far layout of too large a span."""
     small = case.tokens <= 4 and case.dtype in NARROW and case.map_dtype in NARROW and case.probs != "float32"
-    plain: PermutedQuantizationCase = replace(case, layout="contiguous", layout_of="")
-    return case if small or case.layout not in FAR else plain
+    near_layout: PermutedQuantizationCase = replace(case, layout="contiguous", layout_of="")
+    return case if small or case.layout not in FAR else near_layout
 
 
-# rows with a factor each, and squares, alone: neither can be quantised on the way
+# rows with a factor each, and squares, without values of another kind: neither can be quantised on
+# the way
 ONE_FACTOR: tuple[Changes, ...] = ({"variant": 1, "role": "input"}, {"variant": 0, "role": "weight"})
 
 
@@ -89,7 +90,7 @@ def always(scope: Scope) -> list[Changes]:
     blocks: Changes = {"scaling": "block", "hidden": 130}
     rows: Changes = {"tokens": 40, "experts": 3, "hidden": 5, "values": "rows"}
     both: Changes = rows | {"direction": "both"}
-    found: list[Changes] = [
+    changes: list[Changes] = [
         many | {"hidden": 5},
         many | blocks | {"values": "rows"},
         blocks | {"tokens": 150, "experts": 2, "direction": "both", "values": "bounds", "gemm": True},
@@ -104,25 +105,29 @@ def always(scope: Scope) -> list[Changes]:
     lines: Changes = {"scaling": "block", "hidden": 400, "tokens": 300, "experts": 5, "topk": 2, "dtype": "bfloat16"}
     if cuda:
         tall = {"direction": "columnwise", "dtype": "float16", "align": 64, "values": "rows", "hidden": 1072}
-        found += [
+        changes += [
             lines | {"direction": "both", "slack": 70},
             lines | tall,
             lines | {"direction": "both", "capacity": 131},
         ]
-    wide = [fields | {"tokens": 40 if cuda else 5, "experts": 3} for fields in wide_tensors(scope)]
-    wide = [fields | ({} if fields["scaling"] == "current" else {"direction": "both"}) for fields in wide]
-    if cuda:  # which few rows of the covering array leave out
-        found += [{"role": "grad_output", "variant": 2, "direction": "both", "capacity": 3, "tokens": 7, "experts": 4}]
-        found += [rows | {"scaling": "nvfp4"} | kind for kind in ONE_FACTOR]
+    wide_rows = [fields | {"tokens": 40 if cuda else 5, "experts": 3} for fields in wide_tensors(scope)]
+    wide_rows = [fields | ({} if fields["scaling"] == "current" else {"direction": "both"}) for fields in wide_rows]
+    if cuda:  # values that the few rows of the covering array leave out
+        changes += [
+            {"role": "grad_output", "variant": 2, "direction": "both", "capacity": 3, "tokens": 7, "experts": 4}
+        ]
+        changes += [rows | {"scaling": "nvfp4"} | kind for kind in ONE_FACTOR]
     uniform: Changes = {"spread": "uniform", "topk": 2, "seed": 1}
-    # the largest token has no row; its only expert has all others
+    # the largest token has no row, and its only expert has all other tokens
     left_out: Changes = {"scaling": "delayed", "tokens": 9, "experts": 1, "topk": 1, "hidden": 3, "values": "rows"}
-    left = [left_out | {"routing": tuple(int(t != place) for t in range(9))} for place in (0, 4, 8)]
-    every = [*(uniform | one for one in (*found, *wide)), *left]
-    return [one for one in every if accepted(scope, one)]
+    dropped_slots = [
+        left_out | {"routing": tuple(int(t != empty_token) for t in range(9))} for empty_token in (0, 4, 8)
+    ]
+    all_rows = [*(uniform | row for row in (*changes, *wide_rows)), *dropped_slots]
+    return [row for row in all_rows if accepted(scope, row)]
 
 
-# one layout of routing_map and d_probs: all pairs would double the array
+# one layout of routing_map and d_probs, because all pairs would double the array
 LAYOUTS: list[Changes] = [
     {"layout": "contiguous", "layout_of": ""},
     *({"layout": layout, "layout_of": name} for name in ("tokens", "probs", "d_dequantized") for layout in NEAR),
@@ -137,7 +142,7 @@ def together(scope: Scope) -> dict[str, list[Any]]:
 
 
 def of_a_model(scope: Scope) -> Changes:
-    """The permutation of a layer, and MXFP8; fewer tokens, for the judge is slow."""
+    """The permutation of a layer, and MXFP8, with fewer tokens, because the judge is slow."""
     return permutation.of_a_model(scope) | states(scope) | {"align": 1, "tokens": scope.space.real_tokens // 4}
 
 

@@ -27,13 +27,17 @@ KINDS: tuple[Changes, ...] = tuple(
 
 
 def drawn(scope: Scope) -> st.SearchStrategy[Changes]:
-    """Quantisers drawn uniformly; groups and widths near its blocks; probs in 3 of 4."""
-    kinds = [kind for kind in KINDS if any(scope.fits(scope.case(kind | more)) for more in ({}, ROUNDED))]
+    """Quantisers drawn uniformly, groups and widths near their blocks, and probabilities in three
+    of four cases.
+    """
+    kinds = [
+        kind for kind in KINDS if any(scope.fits(scope.case(kind | extra_fields)) for extra_fields in ({}, ROUNDED))
+    ]
     probs: st.SearchStrategy[Changes] = st.just({"probs": "", "weights": "plain"})
     if scope.accepts("probs"):
-        given = st.tuples(st.sampled_from(PROB_DTYPES), st.sampled_from(WEIGHTS))
-        weighed = given.map(lambda x: {"probs": x[0], "weights": x[1]})
-        probs = st.sampled_from((probs, weighed, weighed, weighed)).flatmap(lambda one: one)
+        dtypes_and_weights = st.tuples(st.sampled_from(PROB_DTYPES), st.sampled_from(WEIGHTS))
+        weighed = dtypes_and_weights.map(lambda x: {"probs": x[0], "weights": x[1]})
+        probs = st.sampled_from((probs, weighed, weighed, weighed)).flatmap(lambda strategy: strategy)
     return st.sampled_from(kinds).flatmap(lambda kind: _of_kind(scope, kind, probs))
 
 
@@ -52,7 +56,7 @@ GROUPS: list[Changes] = [
     {"tokens": 2, "experts": 0},
     *({"counts": counts, "experts": len(counts), "tokens": sum(counts)} for counts in ((0, 3), (2, 0, 1))),
 ]
-LAYOUTS: list[Changes] = [  # each half runs all
+LAYOUTS: list[Changes] = [  # each half runs all recipes
     {"layout": "contiguous", "layout_of": ""},
     {"layout": "transposed", "layout_of": "h"},
     {"layout": "strided", "layout_of": "probs"},
@@ -69,43 +73,43 @@ EXPANDED: Changes = {"layout": "expanded", "layout_of": "d_dequantized"}
 
 
 def always(scope: Scope) -> list[Any]:
-    """One more than a block, many groups, blocks of gates and values; wide rows."""
+    """Sizes one above a block, many groups, blocks of gates and values, and wide rows."""
     both: Changes = {"direction": "both"} if accepted(scope, {"direction": "both"}) else {}
     block: Changes = both | {"scaling": "block", "dtype": "bfloat16"}
-    found: list[Changes] = [
+    changes: list[Changes] = [
         block | {"tokens": 130, "width": 130, "values": "rows"},
         both | {"scaling": "mxfp8", "tokens": 2, "width": 8, "values": "rows"},
     ]
     # a history of values that are rounded first
     remembered = {"scaling": "delayed", "dtype": "bfloat16", "rounded": True, "tokens": 4, "width": 6}
-    found += [remembered | {"values": "rows", "seed": 3}] if accepted(scope, remembered) else []
+    changes += [remembered | {"values": "rows", "seed": 3}] if accepted(scope, remembered) else []
     # a clamp that bfloat16 rounds up, and values at it
     fine = {"dtype": "bfloat16", "values": "bounds", "tokens": 4, "width": 6, "clamp": 259}
-    found += [fine] if scope.accepts("clamp") else []
+    changes += [fine] if scope.accepts("clamp") else []
     # amaxes whose scale has no bound, of an activation that is not rounded
     tiny: Changes = {"scaling": "block", "variant": 1, "values": "tiny", "dtype": "bfloat16", "tokens": 2, "width": 3}
     tiny |= {"kind": "reglu", "offset": 8} if scope.accepts("offset") else {"kind": "relu"}
-    found += [tiny] if "d_out" not in scope.signature.names and accepted(scope, tiny) else []
+    changes += [tiny] if "d_out" not in scope.signature.names and accepted(scope, tiny) else []
     if scope.accepts("splits"):
         if scope.accepts("clamp") and "d_out" in scope.signature.names:
             # halves that are whole tiles; of some groups the values' gradients are the largest
-            found += [{"tokens": 9, "experts": 9, "width": 64, "dtype": "bfloat16"}]
-            whole: Changes = {"tokens": 3, "width": 512, "dtype": "bfloat16"}
-            found += [whole | {"scaling": name} for name in ("current", "block")]
+            changes += [{"tokens": 9, "experts": 9, "width": 64, "dtype": "bfloat16"}]
+            whole_tiles: Changes = {"tokens": 3, "width": 512, "dtype": "bfloat16"}
+            changes += [whole_tiles | {"scaling": name} for name in ("current", "block")]
         counts = {"tokens": 133, "experts": 5, "counts": (0, 130, 1, 0, 2), "tail": 3}
-        found += [block | counts | {"width": 6}]
-        found += [{"tokens": 40, "experts": 33, "tail": 2, "width": 9, "dtype": "bfloat16"}]
-        found += overwritten_splits(scope, "width")
+        changes += [block | counts | {"width": 6}]
+        changes += [{"tokens": 40, "experts": 33, "tail": 2, "width": 9, "dtype": "bfloat16"}]
+        changes += overwritten_splits(scope, "width")
     gpu = scope.space.device == "cuda"
     # of each program and step the largest value
-    found += [{"tokens": 3, "width": 2880 if gpu else 544, "values": "peak", "seed": seed} for seed in range(4)]
+    changes += [{"tokens": 3, "width": 2880 if gpu else 544, "values": "peak", "seed": seed} for seed in range(4)]
     if gpu:
-        found += [
+        changes += [
             both | {"scaling": scaling, "tokens": 8, "width": n} for scaling, n in (("block", 2880), ("mxfp8", 90))
         ]
-        found += [block | {"tokens": 2049, "width": 256}, {"tokens": 300, "width": 2048}]
-        return [*found, *(one for one in _few_of_groups(both) if accepted(scope, one)), *_lines(scope)]
-    return [*found, *(both | {"width": fields["hidden"]} | fields for fields in wide_tensors(scope))]
+        changes += [block | {"tokens": 2049, "width": 256}, {"tokens": 300, "width": 2048}]
+        return [*changes, *(fields for fields in _few_of_groups(both) if accepted(scope, fields)), *_lines(scope)]
+    return [*changes, *(both | {"width": fields["hidden"]} | fields for fields in wide_tensors(scope))]
 
 
 # gates and values in whole lines of 16 bytes, no whole blocks of them; groups of several blocks of
@@ -141,17 +145,17 @@ def _lines(scope: Scope) -> list[Any]:
 
 
 def _few_of_groups(both: Changes) -> list[Changes]:
-    """What few rows of the covering array leave out: a transform of groups, by noise in both
-    directions if backward, under probs of float64; groups without rows before a tail; columns
-    alone, by the delayed recipe whose gradients have a format of their own, of clamped gates with
-    an alpha.
+    """Values that the few rows of the covering array leave out: a transform of groups, with noise
+    in both directions of a backward pass, with probabilities in float64; groups without rows before
+    a tail; columns only, by the delayed recipe whose gradients have another format, of clamped
+    gates with an alpha.
     """
     turned: Changes = ROUNDED | both | {"scaling": "nvfp4", "variant": 1, "width": 2, "probs": "float64"}
     turned |= {"tokens": 3, "experts": 3, "counts": (2, 0, 1), "tail": 4, "values": "rows"}
     empty: Changes = {"scaling": "mxfp8", "tokens": 0, "experts": 2, "counts": (0, 0), "tail": 3, "width": 2}
-    alone: Changes = {"scaling": "delayed", "variant": 2, "direction": "columnwise", "dtype": "bfloat16"}
-    alone |= {"tokens": 3, "experts": 2, "counts": (0, 3), "width": 6, "clamp": 6, "alpha": 250}
-    return [turned, empty, alone]
+    single_group: Changes = {"scaling": "delayed", "variant": 2, "direction": "columnwise", "dtype": "bfloat16"}
+    single_group |= {"tokens": 3, "experts": 2, "counts": (0, 3), "width": 6, "clamp": 6, "alpha": 250}
+    return [turned, empty, single_group]
 
 
 def in_blocks(scope: Scope) -> Changes:

@@ -28,7 +28,7 @@ from moe_ref.router.scores import SCORES as FUNCTIONS
 from moe_ref.router.selection import topk_routing
 
 SIGNIFICAND = 24  # bits of an exact sum
-CANDIDATES = 24  # rows tried for each token
+CANDIDATES = 24  # candidate rows for each token
 ROUTER_FIELDS = (
     *("experts", "topk", "sequences", "score", "groups", "group_topk", "scaling", "bias", "losses", "coeff"),
     *("capacity", "pad", "policy", "per_token", "divisor", "sinkhorn"),
@@ -40,7 +40,7 @@ KIND = ("", "squared_relu", "geglu")
 class Padded(Choice):
     """A recipe, and to which multiple it pads an expert's rows."""
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
         recipe = getattr(case, self.name)
         yield {self.name: recipe, "align": case.align}
         yield {self.name: recipe, "align": UNIT["mxfp8"] if recipe == "mxfp8" else 0}
@@ -92,14 +92,14 @@ class LayerCase(Case):
     shards: int = number(1, 2)  # ranks that share their experts, each with a part of the width
     programs: int = number(0, 3, data=True)  # numbers of hybridep's multiprocessors and blocks; 0: not given
     budget: int = number(0, *range(1, 25), pairs=(5,))  # room for a rank's rows; 0: for all
-    roomless: bool = choice(False, also=(True,))  # a budget of no row
-    rerun: bool = flag(argument="rerun")  # with a budget: no row is dropped
+    roomless: bool = choice(False, also=(True,))  # a budget that has no room for a row
+    rerun: bool = flag(argument="rerun")  # with a budget: run again so that no row is dropped
     evaluation: bool = flag(argument="training")
     padding: int = number(0, 2, 5, pairs=(3,), of=("padding_mask",), given=True)  # tokens that are padding, per 8
     fc1_bias: bool = flag()
     fc2_bias: bool = flag()
-    jitter: bool = flag()  # whether the router's input has it: factors are ½ and 1
-    stage: str = ""  # the stage that alone is called, on the reference's inputs; empty: the layer
+    jitter: bool = flag()  # whether the router's input has jitter: its factors are ½ and 1
+    stage: str = ""  # the only stage that is called, on the reference's inputs; empty: the layer
 
     variant: ClassVar[int] = 0
     override: ClassVar[str] = ""
@@ -118,8 +118,10 @@ class LayerCase(Case):
 
     @property
     def sized(self) -> bool:
-        """One rank knows a bound on its rows; ranks count what arrives, unless they have a budget;
-        the rule that runs a layer again reads whether it must, and a plan has rounds.
+        """Whether the host knows all sizes.
+
+        One rank knows a bound on its rows. Several ranks count what arrives, unless they have a
+        budget. The rule that runs a layer again reads whether it must, and a plan has rounds.
         """
         return not self.rerun and bool(not self.counts or self.budget or self.roomless) and not self.sinkhorn
 
@@ -177,22 +179,22 @@ class LayerCase(Case):
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Arguments of delayed scaling; over ranks the reference has no amaxes."""
-        given = ("linear_states",) if self.counts else ("linear_states", "amaxes")
-        return given if self.recipe == "delayed" else ()
+        """The arguments of delayed scaling. Over ranks the reference has no amaxes."""
+        scale_arguments = ("linear_states",) if self.counts else ("linear_states", "amaxes")
+        return scale_arguments if self.recipe == "delayed" else ()
 
     @property
     def stages(self) -> tuple[str, ...]:
         """Functions and projections, in the order in which the layer runs them."""
         there: tuple[str, ...] = ("permute",)
-        back: tuple[str, ...] = ("unpermute",)
+        return_stages: tuple[str, ...] = ("unpermute",)
         if self.counts and self.dispatcher != "deepep":
-            there, back = (f"{self.dispatcher}_dispatch",), (f"{self.dispatcher}_combine",)
+            there, return_stages = (f"{self.dispatcher}_dispatch",), (f"{self.dispatcher}_combine",)
         elif self.counts:
-            there, back = ("deepep_dispatch", "permute"), ("unpermute", "deepep_combine")
+            there, return_stages = ("deepep_dispatch", "permute"), ("unpermute", "deepep_combine")
         down, up = (("latent_down",), ("latent_up",)) if self.latent else ((), ())
         shared = ("shared_experts",) if self.shared else ()
-        return ("gate", "route", *down, *there, "grouped_mlp", *back, *up, *shared)
+        return ("gate", "route", *down, *there, "grouped_mlp", *return_stages, *up, *shared)
 
 
 ONE_TOKEN = RouteCase(function="route", tokens=1)
@@ -227,7 +229,7 @@ def config_of_layer(case: LayerCase) -> LayerConfig:
 
 
 class Scaled:
-    """The case as the experts' products read it: `scaling` is the recipe's."""
+    """The case as the experts' products read it, with the `scaling` of the recipe."""
 
     def __init__(self, case: LayerCase, width: int | None = None, experts: int | None = None) -> None:
         self.case, self.scaling, self.kind = case, case.recipe, case.kind
@@ -240,37 +242,46 @@ def parameters_of(case: LayerCase) -> dict[str, Tensor]:
     """All parameters of the layer by name, in the order of LayerParameters."""
     hidden, width = case.hidden * case.unit, case.width * case.unit
     inner = case.latent * case.unit or hidden
-    every = Scaled(case)
-    found = {
+    scaled_case = Scaled(case)
+    parameters = {
         "router_weight": router_weight_of(case),
-        "fc1_weight": weight_of(every, "fc1_weight", fc1_columns(every), inner),
-        "fc2_weight": weight_of(every, "fc2_weight", inner, width),
+        "fc1_weight": weight_of(scaled_case, "fc1_weight", fc1_columns(scaled_case), inner),
+        "fc2_weight": weight_of(scaled_case, "fc2_weight", inner, width),
     }
-    for name, given, columns in (("fc1_bias", case.fc1_bias, fc1_columns(every)), ("fc2_bias", case.fc2_bias, inner)):
-        found |= {name: payload(case.seed, name, (case.experts, columns), case.dtype)} if given else {}
+    for name, has_bias, columns in (
+        ("fc1_bias", case.fc1_bias, fc1_columns(scaled_case)),
+        ("fc2_bias", case.fc2_bias, inner),
+    ):
+        parameters |= {name: payload(case.seed, name, (case.experts, columns), case.dtype)} if has_bias else {}
     if case.router_bias:
-        found["router_bias"] = router_bias_of(case)
-    one = Scaled(case, experts=1)
+        parameters["router_bias"] = router_bias_of(case)
+    single_expert = Scaled(case, experts=1)
     if case.latent:
-        found["latent_down"] = weight_of(one, "latent_down", inner, hidden)[0]
-        found["latent_up"] = weight_of(one, "latent_up", hidden, inner)[0]
+        parameters["latent_down"] = weight_of(single_expert, "latent_down", inner, hidden)[0]
+        parameters["latent_up"] = weight_of(single_expert, "latent_up", hidden, inner)[0]
     if case.shared:
         shared = Scaled(case, width=case.shared, experts=1)
-        found["shared_fc1_weight"] = weight_of(shared, "shared_fc1_weight", fc1_columns(shared), hidden)[0]
-        found["shared_fc2_weight"] = weight_of(shared, "shared_fc2_weight", hidden, case.shared * case.unit)[0]
+        parameters["shared_fc1_weight"] = weight_of(shared, "shared_fc1_weight", fc1_columns(shared), hidden)[0]
+        parameters["shared_fc2_weight"] = weight_of(shared, "shared_fc2_weight", hidden, case.shared * case.unit)[0]
     if case.gate:
-        found["shared_gate_weight"] = weight_of(one, "shared_gate_weight", 1, hidden)[0]
-    return found
+        parameters["shared_gate_weight"] = weight_of(single_expert, "shared_gate_weight", 1, hidden)[0]
+    return parameters
 
 
 def linear_states_of(case: LayerCase) -> dict[str, Tensor]:
-    """Delayed scaling's states of both linear layers, a row per expert; empty for other recipes."""
-    every = Scaled(case, experts=case.experts * case.shards)  # of all ranks, shards of one as experts of their own
-    return {name: x for layer in LAYERS for name, x in state_tensors(every, f"state.{layer}").items()}
+    """The states of delayed scaling of both linear layers, with a row per expert; empty for other
+    recipes.
+    """
+    scaled_case = Scaled(
+        case, experts=case.experts * case.shards
+    )  # experts of all ranks, where the shards of one expert count as experts of their own
+    return {name: x for layer in LAYERS for name, x in state_tensors(scaled_case, f"state.{layer}").items()}
 
 
 def router_weight_of(case: LayerCase) -> Tensor:
-    """[E,H] integers of few bits over a power of two: sums over H of products with x are exact."""
+    """The weight [E,H]: integers of few bits over a power of two, so that sums over H of products
+    with x are exact.
+    """
     hidden = case.hidden * case.unit
     room = SIGNIFICAND - BITS[DTYPES[case.dtype]] - 1 - (hidden - 1).bit_length() - case.jitter
     most = 2 ** min(max(room, 1), 10 if case.wide_router else 3) - 1
@@ -280,7 +291,7 @@ def router_weight_of(case: LayerCase) -> Tensor:
 
 
 def router_bias_of(case: LayerCase) -> Tensor:
-    """[E] multiples of 1/16 within ±1/2; wide ones are of more bits than bfloat16 has."""
+    """The bias [E]: multiples of 1/16 within ±1/2. Wide ones have more bits than bfloat16."""
     bias = torch.from_numpy(hashed(case.seed, "router_bias", case.experts) % 17 / 16 - 0.5)
     return (bias + 2.0**-8 * bias.abs() if case.wide_router else bias).to(router_storage(case))
 
@@ -291,9 +302,11 @@ def router_storage(case: LayerCase) -> torch.dtype:
 
 
 def expert_bias_of(case: LayerCase) -> Tensor:
-    """[E] float32, distinct multiples of 1/64 within ±1/4, and 2^-12, which bfloat16 would lose."""
-    place = hashed(case.seed, "expert_bias", case.experts).argsort(kind="stable")
-    return torch.from_numpy((place % 32 - 16) / 64 + 2.0**-12).float()
+    """The bias [E] in float32: distinct multiples of 1/64 within ±1/4, plus 2^-12, which bfloat16
+    would lose.
+    """
+    permutation = hashed(case.seed, "expert_bias", case.experts).argsort(kind="stable")
+    return torch.from_numpy((permutation % 32 - 16) / 64 + 2.0**-12).float()
 
 
 def logits_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -303,12 +316,15 @@ def logits_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.
 
 
 def tokens_of(case: LayerCase, parameters: dict[str, Tensor], expert_bias: Tensor) -> Tensor:
-    """[T,H] of all ranks: for each token the candidate whose choices have the widest margin."""
+    """The tokens [T,H] of all ranks.
+
+    Each token is the candidate whose choice of experts has the widest margin.
+    """
     shape = (case.tokens, case.hidden * case.unit)
     tried = torch.stack([payload(case.seed, f"x {i}", shape, case.dtype) for i in range(CANDIDATES)])
     weight, bias = parameters["router_weight"], parameters.get("router_bias")
-    seen = tried * factors_of(case, noise_of(case))
-    logits = logits_of_rows(seen.flatten(0, 1), weight, bias, DTYPES[case.logit_dtype])
+    router_inputs = tried * factors_of(case, noise_of(case))
+    logits = logits_of_rows(router_inputs.flatten(0, 1), weight, bias, DTYPES[case.logit_dtype])
     gap = margins(logits.double(), config_of(route_case(case)), expert_bias).reshape(CANDIDATES, case.tokens)
     best = gap.argmax(0) if case.tokens else torch.zeros(0, dtype=torch.int64)
     return tried[best, torch.arange(case.tokens)].contiguous()
@@ -316,8 +332,8 @@ def tokens_of(case: LayerCase, parameters: dict[str, Tensor], expert_bias: Tenso
 
 def margins(logits: Tensor, config: RouterConfig, expert_bias: Tensor) -> Tensor:
     """[N] the least difference of scores that would change a choice: of the map, or of a loss."""
-    early = config.score_function != "softmax" or config.pre_softmax
-    score = FUNCTIONS[config.score_function](logits) if early else logits
+    score_first = config.score_function != "softmax" or config.pre_softmax
+    score = FUNCTIONS[config.score_function](logits) if score_first else logits
     keys = score + expert_bias.double() if config.expert_bias else score
     gap = torch.minimum(_gap(score, config.topk), _gap(keys, config.topk))
     if config.num_groups and config.group_topk:
@@ -327,14 +343,16 @@ def margins(logits: Tensor, config: RouterConfig, expert_bias: Tensor) -> Tensor
         settings |= {"expert_bias": expert_bias.double()} if config.expert_bias else {}
         chosen = topk_routing(logits, **settings).routing_map
         held = best >= best.sort(dim=1, descending=True).values[:, config.group_topk - 1 : config.group_topk]
-        others = held[..., None].expand_as(by_group).reshape(keys.shape) & ~chosen
-        least = torch.where(chosen, keys, torch.inf).amin(1) - torch.where(others, keys, -torch.inf).amax(1)
+        unchosen = held[..., None].expand_as(by_group).reshape(keys.shape) & ~chosen
+        least = torch.where(chosen, keys, torch.inf).amin(1) - torch.where(unchosen, keys, -torch.inf).amax(1)
         gap = torch.minimum(gap, torch.minimum(_gap(best, config.group_topk), least))
     return gap
 
 
 def _gap(keys: Tensor, count: int) -> Tensor:
-    """The count-th largest key minus the next one; infinite where all are chosen."""
+    """The difference between the count-th largest key and the next one; infinite if all are
+    chosen.
+    """
     if count >= keys.shape[1]:
         return torch.full((len(keys),), torch.inf, dtype=keys.dtype)
     order = keys.sort(dim=1, descending=True).values
@@ -361,7 +379,7 @@ def padding_of(case: LayerCase) -> Tensor:
 
 def shares(case: LayerCase, x: Tensor) -> list[Tensor]:
     """Each rank's rows."""
-    return [part.clone() for part in x.split(list(case.counts))] if case.counts else [x]
+    return [rank_rows.clone() for rank_rows in x.split(list(case.counts))] if case.counts else [x]
 
 
 def cotangent_of(case: LayerCase) -> Tensor:

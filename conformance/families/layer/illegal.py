@@ -1,6 +1,7 @@
-"""Calls of the layer that must raise: also after legal calls of the same settings.
+"""Calls of the layer that must raise an error, even after legal calls with the same settings.
 
-A layer runs thousands of times alike, so that its checks may be made once: for what they read.
+A layer runs thousands of times in the same way, so an implementation may check settings only once;
+but it must check what depends on the inputs each time.
 """
 
 from dataclasses import replace
@@ -38,50 +39,55 @@ def _bias_missing(problem: Problem) -> Problem:
 
 
 def _once_known(rule: Rule) -> Rule:
-    """The broken call after two legal ones with the same settings, and after one like it."""
+    """The illegal call after two legal ones with the same settings, and after a similar one."""
 
     def break_it(problem: Problem) -> Problem:
-        def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-            legal = {name: _beside(x, given["x"]) for name, x in (problem.required | problem.settings).items()}
+        def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+            legal = {
+                name: _on_device_of(x, arguments["x"]) for name, x in (problem.required | problem.settings).items()
+            }
             for _ in range(2):
-                script(implementation, legal | {"config": given["config"]})
+                script(implementation, legal | {"config": arguments["config"]})
             try:
-                return script(implementation, given)
+                return script(implementation, arguments)
             except (ValueError, TypeError):
-                return script(implementation, given)
+                return script(implementation, arguments)
 
         return replace(rule(problem), script=run)
 
     return break_it
 
 
-def _beside(value: Any, x: Tensor) -> Any:
+def _on_device_of(value: Any, x: Tensor) -> Any:
     return value.to(x.device) if isinstance(value, Tensor) else value
 
 
 def _settings_of_others(problem: Problem) -> Problem:
-    """Noise without jitter, by settings in the place of some with jitter that nothing keeps."""
+    """Noise without jitter.
 
-    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        before = replace(given["config"], jitter_eps=0.5)
-        place = id(before)
-        script(implementation, given | {"config": before})
-        del before
-        others = [replace(given["config"]) for _ in range(OTHERS)]
-        here = next((other for other in others if id(other) == place), others[0])
-        return script(implementation, given | {"config": here})
+    The settings are at the address of earlier settings with jitter, which no one holds any more.
+    """
+
+    def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        first_config = replace(arguments["config"], jitter_eps=0.5)
+        address = id(first_config)
+        script(implementation, arguments | {"config": first_config})
+        del first_config
+        new_configs = [replace(arguments["config"]) for _ in range(OTHERS)]
+        here = next((candidate for candidate in new_configs if id(candidate) == address), new_configs[0])
+        return script(implementation, arguments | {"config": here})
 
     noise = torch.zeros_like(problem.required["x"])
     return replace(bare(problem), settings=problem.settings | {"noise": noise}, script=run, blame="noise")
 
 
 def _stage_once_known(problem: Problem) -> Problem:
-    """The router's weight turned over, in a call of `gate` after two legal calls of the layer."""
+    """The router's weight is transposed in a call of `gate`, after two legal calls of the layer."""
 
-    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+    def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         for _ in range(2):
-            script(implementation, given)
-        return {"logits": implementation.call("gate", given["x"], given["router_weight"].mT)}
+            script(implementation, arguments)
+        return {"logits": implementation.call("gate", arguments["x"], arguments["router_weight"].mT)}
 
     return replace(bare(problem), script=run, others=("gate",), blame="weight")
 

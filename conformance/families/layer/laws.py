@@ -1,9 +1,8 @@
-"""Laws of the layer: those that every function has, and of the ways to run it that change no value.
-
-Without gradients a router is not trained: results in inference mode differ. Under autocast torch
-rounds factors of a layer's products, which are not of float64. Products by a recipe
-are slow where they are emulated, and have all laws in their own families: here they have few, but
-for those that a GPU may take other kernels for.
+"""Laws of the layer: those that every function has, and laws of ways to run it that change no
+value. Without gradients a router is not trained, so results in inference mode differ. Under
+autocast torch rounds the factors of a layer's products, except those in float64. Products by a
+recipe are slow where they are emulated, and have all laws in their own families. Here they have few
+laws, except for those for which a GPU may use other kernels.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from conformance.families.layer.cases import LayerCase
 from conformance.families.layer.layer import MoeLayer, script
 from conformance.judge import Finding
 
-# what may be kept in their place: some integers per row, expert and tile
+# bytes that may be kept in their place: some integers per row, expert and tile
 LESS = (("permute",), ("moe_act",), ("permute", "moe_act"))
 BYTES_OF_A_ROW, ALLOWED = 16, {"cpu": 1024, "cuda": 16 * 512}
 _ELSEWHERE = (universal.HISTORY, universal.DETERMINISM, universal.INFERENCE_MODE, universal.NO_GRAD, AUTOCAST)
@@ -34,122 +33,136 @@ _ALONE = (*(law for law in universal.EVERYWHERE if law not in _ELSEWHERE), _EVAL
 
 
 def _delayed(trial: Trial) -> Finding | None:
-    """The experts' weights' gradients left for later, as in `grouped_mlp`: the same bits, each
-    once; of every second case computed again as well. For functions that name the settings.
+    """The gradients of the experts' weights are left for later, as in `grouped_mlp`: they have the
+    same bits, and each comes once. Every second case also computes something again. Only for
+    functions that name the settings.
     """
     both = trial.case.seed % 2 and trial.extras["names"](trial.problem.function, "recompute")
     less: dict[str, Any] = {"recompute": _saved_less(trial.case)} if both else {}
-    return left_for_later(trial, lambda *given: script(*given[:2], wgrads=given[2], **less), "x")
+    return left_for_later(trial, lambda *arguments: script(*arguments[:2], wgrads=arguments[2], **less), "x")
 
 
 def _saved_less(case: LayerCase) -> tuple[str, ...]:
-    """What the backward computes again, by the seed."""
+    """What the backward pass computes again, chosen by the seed."""
     return LESS[case.seed // 2 % len(LESS)]
 
 
 def _jittered(trial: Trial) -> Finding | None:
-    """Without noise the layer draws its own: other results with another state of the generator."""
+    """A layer that is given no noise draws its own: with another state of the generator it has
+    other results.
+    """
     settings = {name: x for name, x in trial.problem.settings.items() if name != "noise"}
     without = replace(trial.problem, settings=settings, wanted=(), cotangents={}, draws=True)
-    found = []
+    probs_of_runs = []
     for seed in (1, 2):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            found.append(trial.run(without)["probs"])
-    if not torch.equal(*found):
+            probs_of_runs.append(trial.run(without)["probs"])
+    if not torch.equal(*probs_of_runs):
         return None
     return Finding("probs", "jittered", "is the same with other random numbers, where jitter has no noise given")
 
 
 def _again(trial: Trial) -> Finding | None:
-    """The whole layer again in the backward: the same results, so no call counts in the next."""
+    """The whole layer is run again in the backward pass.
 
-    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = checkpoint(script, implementation, given, use_reentrant=False)
-        return found
+    The results are the same, so no call is counted in the next state.
+    """
+
+    def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        outputs: dict[str, Any] = checkpoint(script, implementation, arguments, use_reentrant=False)
+        return outputs
 
     return trial.repeats("recompute", trial.run(replace(trial.problem, script=run)))
 
 
 def _kept(trial: Trial) -> Finding | None:
-    """The layer with less saved, by one name or two: the same results, and the memory is not kept.
-    For functions that name the setting.
+    """The layer saves less, by one name or two: the results are the same, and the memory is not
+    kept. Only for functions that name the setting.
     """
     case, names = trial.case, trial.extras["names"]
     if not names(trial.problem.function, "recompute"):
         return None
-    how = LESS[case.seed % len(LESS)]
+    recomputed = LESS[case.seed % len(LESS)]
 
-    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        return script(implementation, given, recompute=how if len(how) > 1 else how[0])
+    def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        return script(implementation, arguments, recompute=recomputed if len(recomputed) > 1 else recomputed[0])
 
     settings = trial.problem.settings | {"recompute": Opaque("recompute")}
     less = replace(trial.problem, script=run, settings=settings)
     finding = trial.repeats("kept", trial.run(less))
     rows = int(trial.first["routing_map"].sum())
-    wanted, allowed = saved_by(case, how, rows), ALLOWED[trial.extras["device"]] + BYTES_OF_A_ROW * rows
+    wanted, allowed = saved_by(case, recomputed, rows), ALLOWED[trial.extras["device"]] + BYTES_OF_A_ROW * rows
     if finding or wanted < 2 * allowed:
         return finding
-    before, after = (trial.extras["kept"](problem) for problem in (trial.problem, less))
-    told = f"with recompute {' and '.join(how)} keeps {after} bytes for its backward, and {before} without"
-    return None if before - after >= wanted - allowed else Finding("call", "kept", f"{told}; it must drop {wanted}")
+    bytes_before, bytes_after = (trial.extras["kept"](problem) for problem in (trial.problem, less))
+    message = (
+        f"with recompute {' and '.join(recomputed)} keeps {bytes_after} bytes for its backward, "
+        f"and {bytes_before} without"
+    )
+    return (
+        None
+        if bytes_before - bytes_after >= wanted - allowed
+        else Finding("call", "kept", f"{message}; it must drop {wanted}")
+    )
 
 
 def _sent_again(trial: Trial) -> Finding | None:
-    """Over ranks, the rows of a rank's experts made again in the backward: the same results, or an
-    error. For functions that name the setting.
+    """Over ranks, the rows of a rank's experts are made again in the backward pass: the results are
+    the same, or the call raises an error. Only for functions that name the setting.
     """
     if not trial.extras["names"](trial.problem.function, "recompute"):
         return None
 
-    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        return script(implementation, given, recompute="permute")
+    def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        return script(implementation, arguments, recompute="permute")
 
     settings = trial.problem.settings | {"recompute": Opaque("recompute")}
     return trial.repeats("sent_again", trial.run(replace(trial.problem, script=run, settings=settings)))
 
 
-def saved_by(case: LayerCase, how: tuple[str, ...], rows: int) -> int:
-    """The bytes of what is not kept: rows, less projected tokens that are kept for them, and
-    activations; with a recipe one for each code.
+def saved_by(case: LayerCase, recomputed: tuple[str, ...], rows: int) -> int:
+    """The bytes that are not kept: rows, minus the projected tokens that are kept for them, and
+    activations. With a recipe one byte for each code.
     """
     size = DTYPES[case.dtype].itemsize
     of_row, code = (case.latent or case.hidden) * case.unit, 1 if case.recipe else size
     tokens = case.tokens * of_row * size if case.latent else 0
     dropped = {"permute": rows * of_row * code - tokens, "moe_act": rows * case.width * case.unit * code}
-    return sum(dropped[name] for name in how)
+    return sum(dropped[name] for name in recomputed)
 
 
 def _overlap(trial: Trial) -> Finding | None:
-    """The shared experts beside the dispatch; dx may add its parts in another order. For functions
-    that name the setting.
+    """The shared experts run during the dispatch. dx may be added in another order.
+
+    Only for functions that name the setting.
     """
     if not trial.extras["names"](trial.problem.function, "overlap_shared"):
         return None
 
-    def run(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        return script(implementation, given, overlap_shared=True)
+    def run(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        return script(implementation, arguments, overlap_shared=True)
 
     settings = trial.problem.settings | {"overlap_shared": Opaque("overlap_shared")}
     return trial.judged("overlap", trial.expected, trial.run(replace(trial.problem, script=run, settings=settings)))
 
 
 def _rerun(trial: Trial) -> Finding | None:
-    """Over ranks, a layer that has too little room and runs again is the layer with room for all,
-    bit by bit if runs repeat.
+    """Over ranks, a layer that has too little room and runs again has the results of a layer with
+    room for all rows, bit by bit if runs repeat.
     """
     at: AtRank[Any] = trial.contract  # type: ignore[assignment]
     layer: MoeLayer = at.whole  # type: ignore[assignment]
     if not layer.drops(trial.case, at.calls(trial.case), trial.declared):
         return None
-    free = {"config": replace(trial.problem.required["config"], num_rows=None)}
+    unlimited_room = {"config": replace(trial.problem.required["config"], num_rows=None)}
     settings = {name: x for name, x in trial.problem.settings.items() if name != "rerun"}
-    problem = replace(trial.problem, required=trial.problem.required | free, settings=settings)
-    return trial.repeats("rerun", trial.run(replace(problem, first=problem.first | free)))
+    problem = replace(trial.problem, required=trial.problem.required | unlimited_room, settings=settings)
+    return trial.repeats("rerun", trial.run(replace(problem, first=problem.first | unlimited_room)))
 
 
 def _where(holds: Callable[[Any], bool], *laws: Law) -> tuple[Law, ...]:
-    """The laws, for cases of which `holds` is true as well."""
+    """The laws, restricted to cases for which `holds` is true."""
     return tuple(replace(law, applies=_both(holds, law.applies)) for law in laws)
 
 
@@ -162,8 +175,8 @@ def _unquantised(case: Any) -> bool:
 
 
 def _or_in_lines(case: Any) -> bool:
-    """Whether it has no recipe, or FP8 by blocks of long whole lines: a GPU may have kernels from
-    token to token there.
+    """Whether the case has no recipe, or FP8 by blocks in long whole lines, for which a GPU may
+    have kernels that read tokens directly.
     """
     return not case.recipe or (case.recipe == "block" and case.hidden % 16 == 0 and case.hidden > 128)
 
@@ -175,9 +188,9 @@ def _whole(case: Any) -> bool:
 
 def _saves(case: Any) -> bool:
     """Whether all rows and activations are saved, as they are or as codes."""
-    every = all(name in case.grads.split("+") for name in ("x", *DELAYED_WEIGHTS))
+    all_gradients = all(name in case.grads.split("+") for name in ("x", *DELAYED_WEIGHTS))
     fewer = case.budget or case.roomless  # rows for which there is no room are not saved
-    return every and not (case.stored or case.on_input or case.align or case.override or fewer)
+    return all_gradients and not (case.stored or case.on_input or case.align or case.override or fewer)
 
 
 DELAYED = Law(

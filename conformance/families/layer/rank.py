@@ -14,7 +14,7 @@ from conformance.families.layer.stages import Layer, added
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a layer: its tokens, its experts, and its own parts of sums over tokens."""
+    """One rank of a layer: its tokens, its experts, and its shares of sums over tokens."""
 
     layer: Layer
     rank: int
@@ -53,8 +53,8 @@ class Rank:
     @property
     def output(self) -> Running:
         """[T,H]"""
-        layer, part = self.layer, self.layer.parts[self.rank]
-        routed = layer.routed[part]
+        layer, rank_slice = self.layer, self.layer.parts[self.rank]
+        routed = layer.routed[rank_slice]
         return routed if self.shared is None else added([routed, layer.stored(self.shared.out)])
 
     @cached_property
@@ -65,9 +65,9 @@ class Rank:
     def gradients(self) -> dict[str, Callable[[], Running]]:
         """By input."""
         layer, experts = self.layer, self.layer.d_experts
-        part = layer.parts[self.rank]
+        rank_slice = layer.parts[self.rank]
         local = experts_of(layer, self.rank)
-        d_tokens, d_routed = layer.d_tokens[part], layer.d_routed[part]
+        d_tokens, d_routed = layer.d_tokens[rank_slice], layer.d_routed[rank_slice]
         return {
             "x": self.d_x,
             "router_weight": lambda: self.of_router(layer.product(self.d_logits.mT, self.seen.mT)),
@@ -77,7 +77,7 @@ class Rank:
             "fc1_bias": lambda: experts.fc1_bias[local],
             "fc2_bias": lambda: experts.fc2_bias[local],
             "latent_down": lambda: layer.product(d_tokens.mT, self.x.mT),
-            "latent_up": lambda: layer.product(d_routed.mT, layer.combined[part].mT),
+            "latent_up": lambda: layer.product(d_routed.mT, layer.combined[rank_slice].mT),
             "shared_fc1_weight": lambda: self.d_shared.mlp.fc1_weight()[0][0],
             "shared_fc2_weight": lambda: self.d_shared.mlp.fc2_weight()[0][0],
             "shared_gate_weight": lambda: known(self.d_shared.gate_weight),
@@ -88,12 +88,12 @@ class Rank:
         layer, p = self.layer, self.layer.parameters
         d_tokens = layer.d_tokens[layer.parts[self.rank]]
         down = p.get("latent_down")
-        parts = [
+        terms = [
             self.jittered(layer.stored(self.of_router(layer.product(self.d_logits, p["router_weight"].mT)))),
             d_tokens if down is None else layer.product(d_tokens, down.mT),
             *([] if self.shared is None else [self.d_shared.x]),
         ]
-        return added([layer.stored(part) for part in parts])
+        return added([layer.stored(term) for term in terms])
 
     def of_router(self, x: Running) -> Running:
         """A gradient of the gate, rounded to the router's dtype if it is wider than the storage."""

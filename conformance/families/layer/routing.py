@@ -19,14 +19,14 @@ STATE = ("expert_bias", "tokens_per_expert", "global_tokens_per_expert", "global
 ROUTED = ("probs", "routing_map", "losses", "state")
 
 
-def state_before(implementation: Any, router: RouterConfig, given: Mapping[str, Any], device: torch.device) -> Any:
+def state_before(implementation: Any, router: RouterConfig, arguments: Mapping[str, Any], device: torch.device) -> Any:
     """The implementation's state with the given expert bias, and counts of earlier tokens."""
     state = implementation.call("new_state", router, device=device)
-    if "expert_bias" not in given:
+    if "expert_bias" not in arguments:
         return state
     tensors = implementation.call("state_tensors", state)
     counts = counted_before(router).to(device)
-    changed = {"expert_bias": given["expert_bias"].clone(), "tokens_per_expert": counts}
+    changed = {"expert_bias": arguments["expert_bias"].clone(), "tokens_per_expert": counts}
     return implementation.call("state_from", tensors | changed)
 
 
@@ -59,19 +59,19 @@ def routing_of(
     case: LayerCase, config: LayerConfig, calls: list[Problem]
 ) -> tuple[list[Tensor], list[Any], dict[str, Any]]:
     """Each rank's exact logits and state, and the settings of `route_together`."""
-    given = [call.required for call in calls]
-    dtype = torch.float32 if config.router_dtype == "fp32" else given[0]["x"].dtype
+    tensors_of_ranks = [call.required for call in calls]
+    dtype = torch.float32 if config.router_dtype == "fp32" else tensors_of_ranks[0]["x"].dtype
     logits = [
-        logits_of_rows(seen_by_router(case, call), own["router_weight"], own.get("router_bias"), dtype)
-        for call, own in zip(calls, given, strict=True)
+        logits_of_rows(seen_by_router(case, call), tensors["router_weight"], tensors.get("router_bias"), dtype)
+        for call, tensors in zip(calls, tensors_of_ranks, strict=True)
     ]
-    fresh = [moe_ref.new_state(config.router) for _ in given]
-    pairs = zip(fresh, given, strict=True)
+    fresh = [moe_ref.new_state(config.router) for _ in tensors_of_ranks]
+    pairs = zip(fresh, tensors_of_ranks, strict=True)
     states = [
-        state._replace(expert_bias=own["expert_bias"], tokens_per_expert=counted_before(config.router))
-        if "expert_bias" in own
+        state._replace(expert_bias=tensors["expert_bias"], tokens_per_expert=counted_before(config.router))
+        if "expert_bias" in tensors
         else state
-        for state, own in pairs
+        for state, tensors in pairs
     ]
     options = {"training": calls[0].settings.get("training", True), "batch_size": case.sequences}
     masks = [call.settings.get("padding_mask") for call in calls]
@@ -91,9 +91,9 @@ def steps_of(
         named = {f"0.{name}": loss for name, loss in out.losses._asdict().items() if loss is not None}
         named |= {"0.probs": out.probs, "0.routing_map": out.routing_map}
         named["0.losses"] = torch.tensor([getattr(out.losses, name) is not None for name in LOSSES])
-        one = Problem("route", {"logits.0": x}, {} if mask is None else {"padding_mask": mask})
+        call = Problem("route", {"logits.0": x}, {} if mask is None else {"padding_mask": mask})
         kind, sums = "train" if options["training"] else "eval", accumulator_of(declared, x.dtype)
-        steps.append(Step(route_case(case), config.router, one, 0, kind, state, named, None, sums))
+        steps.append(Step(route_case(case), config.router, call, 0, kind, state, named, None, sums))
     for step in steps:
         step.sequence, step.every = [step], steps
     return steps, routed

@@ -27,7 +27,7 @@ GRADIENTS = ("", "x+router_weight")
 def layers(draw: st.DrawFn, scope: Scope) -> Changes:
     """Sizes, a router that fits, and ranks that divide the experts."""
     recipe = draw(st.sampled_from(RECIPES))
-    wide = recipe == "mxfp8"
+    long_rows = recipe == "mxfp8"
     sequences = draw(st.sampled_from((1, 1, 2))) if scope.accepts("batch_size") else 1
     counts = draw(ranks(scope, sequences))
     held = draw(st.integers(1, 4))
@@ -38,10 +38,10 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
     fields: Changes = {
         "counts": counts,
         "tokens": sum(counts) if counts else draw(st.integers(1, 12 // sequences)) * sequences,
-        "hidden": draw(st.integers(1, 2 if wide else 12)),
-        "width": shards * draw(st.integers(1, 2 if wide else 9)),
-        "latent": draw(st.sampled_from((0, 0, 1) if wide else (0, 0, 1, 3, 5))),
-        "shared": draw(st.sampled_from((0, 1) if wide else (0, 1, 2, 4))),
+        "hidden": draw(st.integers(1, 2 if long_rows else 12)),
+        "width": shards * draw(st.integers(1, 2 if long_rows else 9)),
+        "latent": draw(st.sampled_from((0, 0, 1) if long_rows else (0, 0, 1, 3, 5))),
+        "shared": draw(st.sampled_from((0, 1) if long_rows else (0, 1, 2, 4))),
         "experts": experts,
         "shards": shards,
         "topk": topk,
@@ -65,15 +65,17 @@ def layers(draw: st.DrawFn, scope: Scope) -> Changes:
     if counts:
         fields |= {"layout": "contiguous", "layout_of": ""}
         fields["programs"] = draw(st.sampled_from((0, 3))) if fields["dispatcher"] == "hybridep" else 0
-    every = scope.signature.all_gradients(scope.case(fields))
-    return fields | {"grads": draw(st.sampled_from((*("",) * 3, *(every,) * 6, *every.split("+"), *GRADIENTS)))}
+    all_gradients = scope.signature.all_gradients(scope.case(fields))
+    return fields | {
+        "grads": draw(st.sampled_from((*("",) * 3, *(all_gradients,) * 6, *all_gradients.split("+"), *GRADIENTS)))
+    }
 
 
 @st.composite
 def ranks(draw: st.DrawFn, scope: Scope, sequences: int) -> tuple[int, ...]:
     """Tokens per rank of some cases; empty: one process."""
-    alone = not scope.accepts("group") or scope.space.most_ranks < 2 or draw(st.integers(1, RANKED_ONE_IN)) > 1
-    return () if alone else draw(worlds(scope.space, sequences))[:MOST_RANKS]
+    single_process = not scope.accepts("group") or scope.space.most_ranks < 2 or draw(st.integers(1, RANKED_ONE_IN)) > 1
+    return () if single_process else draw(worlds(scope.space, sequences))[:MOST_RANKS]
 
 
 ROUTERS: tuple[Changes, ...] = (
@@ -105,7 +107,7 @@ LOSSES: tuple[Changes, ...] = (
 )
 SHARED: tuple[Changes, ...] = ({}, {"shared": 2}, {"shared": 3, "gate": True})
 SIZES: Changes = {"tokens": 7, "hidden": 5, "width": 6, "experts": 4, "topk": 2}
-# every dispatcher over ranks, one of them without tokens
+# every dispatcher over ranks, one of which has no tokens
 WORLDS: tuple[Changes, ...] = (
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "shared": 2, "latent": 3},
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 5},
@@ -127,7 +129,7 @@ WORLDS: tuple[Changes, ...] = (
     {"counts": (9, 6), "experts": 8, "topk": 5, "dispatcher": "hybridep", "budget": 44, "dtype": "bfloat16"},
     {"counts": (6, 3), "experts": 4, "dispatcher": "allgather", "losses": "aux+global", "shared": 2, "padding": 3}
     | {"capacity": 3},
-    # one rank alone drops a row, the first or the second, of another rank's token
+    # only one rank drops a row, the first or the second, of another rank's token
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
     {"counts": (4, 3), "experts": 4, "dispatcher": "alltoall", "budget": 7, "rerun": True, "padding": 0, "seed": 8},
     {"counts": (4, 3), "experts": 3, "dispatcher": "alltoall", "shards": 2, "fc2_bias": False, "budget": 8},
@@ -137,7 +139,7 @@ WORLDS: tuple[Changes, ...] = (
     {"counts": (5, 3), "experts": 4, "dispatcher": "deepep", "capacity": 4, "pad": True, "law": "sent_again"},
     {"counts": (4, 3), "experts": 4, "dispatcher": "deepep", "budget": 7, "rerun": True, "padding": 0, "seed": 5},
     {"counts": (4, 3), "experts": 4, "dispatcher": "allgather", "shared": 2, "roomless": True},
-    # what the ranks have of their own beside equal sizes: padding, states, parts of experts
+    # sizes are equal, but each rank has its own padding, states and shares of experts
     {"counts": (4, 4), "experts": 4, "dispatcher": "alltoall", "padding": 3, "losses": "aux+z", "bias": True},
     {"counts": (4, 4), "experts": 4, "dispatcher": "alltoall", "recipe": "delayed", "losses": ""},
     {"counts": (3, 4), "experts": 4, "dispatcher": "hybridep", "shards": 2, "fc2_bias": False},
@@ -150,7 +152,7 @@ def everything(case: LayerCase) -> str:
 
 
 def given(turn: int) -> Callable[[LayerCase], str]:
-    """One of the tensors that the case gives, by its seed and a turn."""
+    """One of the tensors that the case gives, chosen by its seed and a turn."""
 
     def name(case: LayerCase) -> str:
         names = [x.name for x in SIGNATURE.inputs if x.given(case)]
@@ -188,13 +190,13 @@ def together(scope: Scope) -> dict[str, list[Changes]]:
 
 
 def always(scope: Scope) -> list[Any]:
-    """Worlds; one above a power of two, with more experts than rows of some."""
+    """Worlds of ranks; and sizes one above a power of two, some with more experts than rows."""
     gpu = scope.space.device == "cuda"
     size: Changes = {"tokens": 129, "hidden": 65, "width": 33} if gpu else {"tokens": 33, "hidden": 17, "width": 9}
     worlds_ = [of_world(world) for world in WORLDS if len(world["counts"]) <= scope.space.most_ranks]
-    plain = SIZES | {"tokens": 6, "losses": "aux+seq+z", "bias": True}
-    again: Changes = {"roomless": True, "rerun": True}
-    batched = [plain | {"sequences": 2}, plain | {"sequences": 2} | again] if scope.accepts("batch_size") else []
+    base = SIZES | {"tokens": 6, "losses": "aux+seq+z", "bias": True}
+    rerun_fields: Changes = {"roomless": True, "rerun": True}
+    batched = [base | {"sequences": 2}, base | {"sequences": 2} | rerun_fields] if scope.accepts("batch_size") else []
     worlds_ += [
         of_world(
             {"counts": (4, 0, 2), "experts": 6, "dispatcher": name, "losses": "seq", "sequences": 2, "seed": index}
@@ -202,7 +204,7 @@ def always(scope: Scope) -> list[Any]:
         for index, name in enumerate(DISPATCHERS)
         if batched and scope.space.most_ranks > 2
     ]
-    evaluated = [plain | {"evaluation": True}] if scope.accepts("training") else []
+    evaluated = [base | {"evaluation": True}] if scope.accepts("training") else []
     chosen = [
         size | {"experts": 8, "topk": 3, "dtype": "bfloat16"},
         SIZES | BLOCKS,
@@ -214,7 +216,7 @@ def always(scope: Scope) -> list[Any]:
         SIZES | {"losses": "z", "sinkhorn": True},
         SIZES
         | {"dtype": "float16", "router_dtype": "fp32", "shared": 2, "latent": 3, "fc2_bias": True, "losses": "aux"},
-        # what several stages read, each by its strides
+        # tensors that several stages read, each with its own strides
         *(
             SIZES | {"shared": 2, "losses": "", "layout": layout, "layout_of": "x"}
             for layout in ("transposed", "sliced")
@@ -222,11 +224,18 @@ def always(scope: Scope) -> list[Any]:
         SIZES | {"budget": 5, "shared": 2, "losses": ""},
         SIZES | {"budget": 9, "rerun": True, "dtype": "bfloat16", "losses": ""},
         SIZES | {"roomless": True, "shared": 2, "losses": ""},
-        SIZES | {"losses": ""} | again,
+        SIZES | {"losses": ""} | rerun_fields,
     ]
-    # bytes of rows beside those of integers; on a GPU a width of the other cases' kernels
-    grads, wide = "x+fc1_weight+fc2_weight", 250 if gpu else 64
-    less: Changes = SIZES | {"tokens": 256 if gpu else 40, "hidden": wide, "width": wide, "grads": grads, "law": "kept"}
+    # bytes of rows in addition to those of integers; on a GPU a width whose kernels other cases
+    # have
+    grads, hidden = "x+fc1_weight+fc2_weight", 250 if gpu else 64
+    less: Changes = SIZES | {
+        "tokens": 256 if gpu else 40,
+        "hidden": hidden,
+        "width": hidden,
+        "grads": grads,
+        "law": "kept",
+    }
     forms: tuple[Changes, ...] = (
         *({}, {"seed": 1, "recipe": "current"}, {"seed": 2, "dtype": "bfloat16"}),
         SIZES | {"tokens": 5, "seed": 4, "recipe": "delayed"},
@@ -235,27 +244,27 @@ def always(scope: Scope) -> list[Any]:
         SIZES | {"jitter": True, "law": "jittered", "grads": ""},
         SIZES | {"jitter": True, "layout": "sliced", "layout_of": "noise", "law": ""},
     )
-    kept = [scope.case(less | form) for form in forms]
+    recomputing_cases = [scope.case(less | form) for form in forms]
     many_rows = {"tokens": 260, "hidden": 3, "width": 2, "experts": 3, "topk": 2, "grads": "x+fc1_weight+fc2_weight"}
     return [
         *chosen,
         *(lines_of_rows(scope) if gpu else []),
-        *kept,
+        *recomputing_cases,
         scope.case(many_rows),
         *batched,
         *evaluated,
         *(worlds_ + in_room(scope) if scope.accepts("group") else []),
-        *(one | {"budget": 5, "rerun": True} for one in evaluated),
+        *(fields | {"budget": 5, "rerun": True} for fields in evaluated),
     ]
 
 
 def lines_of_rows(scope: Scope) -> list[Any]:
-    """Tokens of whole lines, as a GPU may gather them: without gradients, and in FP8 by blocks, no
-    whole blocks of them, nor of the activation; by each law.
+    """Tokens of whole lines, as a GPU may gather them: without gradients; and in FP8 by blocks,
+    where neither the tokens nor the activation are whole blocks; by each law.
     """
     many: Changes = {"tokens": 520, "hidden": 64, "width": 48, "experts": 4, "topk": 2, "dtype": "bfloat16"}
-    many |= {"latent": 0, "shared": 48}  # all of them of whole lines
-    plain = [many, *scope.lawful([scope.mended(scope.case(many))])]
+    many |= {"latent": 0, "shared": 48}  # all of them are whole lines
+    row_cases = [many, *scope.lawful([scope.mended(scope.case(many))])]
     deep = many | {"hidden": 336, "shared": 0, "grads": ""}  # no whole number of steps
     forms: list[Changes] = [{"budget": 400}, {"budget": 1100}, {"clamp": 8, "offset": 8, "fc1_bias": True}]
     forms += [{"padding": 2, "dtype": "float16", "router_dtype": "fp32"}]
@@ -264,13 +273,13 @@ def lines_of_rows(scope: Scope) -> list[Any]:
     less: list[Changes] = [{"budget": 400}, {"fc2_bias": True}, {"grads": "fc2_weight"}]
     less += [{"grads": "", "law": "graph_capture"}]
     less += [{"clamp": 8, "offset": 8, "dtype": "float16", "router_dtype": "fp32"}]
-    return [*plain, *_by_each_law(scope, deep, forms), *_by_each_law(scope, coded, less)]
+    return [*row_cases, *_by_each_law(scope, deep, forms), *_by_each_law(scope, coded, less)]
 
 
-def _by_each_law(scope: Scope, form: Changes, others: list[Changes]) -> list[Any]:
-    """A case by all its laws, and others near it without."""
-    whole, *rest = (scope.mended(scope.case(form | one)) for one in ({}, *others))
-    cases = [*(whole.changed(law=law) for law in scope.laws(whole)), *rest]
+def _by_each_law(scope: Scope, form: Changes, other_fields: list[Changes]) -> list[Any]:
+    """A case with each of its laws in turn, and other cases near it without a law."""
+    base_case, *variants = (scope.mended(scope.case(form | fields)) for fields in ({}, *other_fields))
+    cases = [*(base_case.changed(law=law) for law in scope.laws(base_case)), *variants]
     return [case for case in cases if scope.fits(case)]
 
 
@@ -280,11 +289,11 @@ def of_world(world: Changes) -> Changes:
 
 
 def in_room(scope: Scope) -> list[LayerCase]:
-    """On a GPU a rank for each dispatcher, whose host must not wait."""
+    """On a GPU: one rank for each dispatcher, whose host must not wait for the device."""
     if scope.space.device != "cuda":
         return []
-    one = SIZES | {"counts": (SIZES["tokens"],), "budget": 9, "law": "host_sync"}
-    return [scope.case(one | {"dispatcher": name}) for name in DISPATCHERS]
+    single_rank = SIZES | {"counts": (SIZES["tokens"],), "budget": 9, "law": "host_sync"}
+    return [scope.case(single_rank | {"dispatcher": name}) for name in DISPATCHERS]
 
 
 MOE_LAYER = Shapes(

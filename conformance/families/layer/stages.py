@@ -68,20 +68,22 @@ class Layer:
         return torch.cat([call.required[name] for call in self.calls])
 
     def stored(self, x: Running, dtype: torch.dtype | None = None) -> Running:
-        """x as kept between two stages."""
-        kept = dtype or self.storage
-        return replace(x.with_rounding(kept), dtype=kept)
+        """x as it is stored between two stages."""
+        stored_dtype = dtype or self.storage
+        return replace(x.with_rounding(stored_dtype), dtype=stored_dtype)
 
     def product(self, x: Running, y: Running | Tensor) -> Running:
         """x yᵀ, not rounded."""
-        left, right = Running.of(x, self.sums), Running.of(y, self.sums)
-        return contracted(left, right, Accumulator(unit=ROUNDOFF[self.sums]))
+        left_factor, right_factor = Running.of(x, self.sums), Running.of(y, self.sums)
+        return contracted(left_factor, right_factor, Accumulator(unit=ROUNDOFF[self.sums]))
 
-    def call(self, rows: Running | Tensor, counts_L: Tensor, weights: tuple[Tensor, Tensor], **more: Any) -> Call:
+    def call(
+        self, rows: Running | Tensor, counts_L: Tensor, weights: tuple[Tensor, Tensor], **call_fields: Any
+    ) -> Call:
         """A call of expert MLPs."""
-        settings = {name: x for name, x in more.pop("settings").items() if x}
-        probs, bias1, bias2 = (more.pop(name, None) for name in ("probs", "fc1_bias", "fc2_bias"))
-        return Call(rows, counts_L, *weights, probs, bias1, bias2, settings, *(self.sums,) * 3, **more)
+        settings = {name: x for name, x in call_fields.pop("settings").items() if x}
+        probs, bias1, bias2 = (call_fields.pop(name, None) for name in ("probs", "fc1_bias", "fc2_bias"))
+        return Call(rows, counts_L, *weights, probs, bias1, bias2, settings, *(self.sums,) * 3, **call_fields)
 
     # ---- routed tokens
 
@@ -112,17 +114,21 @@ class Layer:
 
     @cached_property
     def order(self) -> Tensor:
-        """[G] all ranks' tokens as an expert's rows have them: by rank; with alltoall the ranks of
-        the first shards first.
+        """The order [G] in which an expert's rows have the tokens of all ranks: by rank.
+
+        With alltoall the ranks of the first shards come first.
         """
         ranks = torch.arange(len(self.calls)).reshape(-1, self.shards)
         turned = ranks.T if self.config.dispatcher == "alltoall" else ranks
-        every = torch.arange(self.parts[-1].stop)
-        return torch.cat([every[self.parts[rank]] for rank in turned.flatten().tolist()])
+        all_tokens = torch.arange(self.parts[-1].stop)
+        return torch.cat([all_tokens[self.parts[rank]] for rank in turned.flatten().tolist()])
 
     @cached_property
     def owner(self) -> tuple[Tensor, Tensor]:
-        """[P] the token and the rank's expert, of V, of each row: by expert, and as in `order`."""
+        """For each row [P] its token and its expert among V.
+
+        Rows are ordered by expert, then as in `order`.
+        """
         expert_P, place_P = self.routing[self.order].T.nonzero(as_tuple=True)
         return self.order[place_P], expert_P
 
@@ -182,17 +188,21 @@ class Layer:
         rank_P = expert_P // (self.routing.shape[1] // world)
         if world == 1 or dispatcher == "alltoall":
             return self.stored(self.sum_by_token(self.of_all_shards(rows, between), token_P[rank_P % self.shards == 0]))
-        parts = [self.stored(self.sum_by_token(rows[rank_P == rank], token_P[rank_P == rank])) for rank in range(world)]
-        every = replace(Running.joined(parts, stack=True), dtype=between if dispatcher == "allgather" else self.sums)
-        return self.stored(every.sum(0)[0])
+        rank_sums = [
+            self.stored(self.sum_by_token(rows[rank_P == rank], token_P[rank_P == rank])) for rank in range(world)
+        ]
+        all_sums = replace(
+            Running.joined(rank_sums, stack=True), dtype=between if dispatcher == "allgather" else self.sums
+        )
+        return self.stored(all_sums.sum(0)[0])
 
     def of_all_shards(self, rows: Running, between: torch.dtype) -> Running:
         """The shards of each row added, in the order of the first shards' rows."""
         if self.shards == 1:
             return rows
         shard_P = self.owner[1] // (self.routing.shape[1] // len(self.calls)) % self.shards
-        every = Running.joined([rows[shard_P == shard] for shard in range(self.shards)], stack=True)
-        return self.stored(replace(every, dtype=between).sum(0)[0], rows.dtype)
+        shard_rows = Running.joined([rows[shard_P == shard] for shard in range(self.shards)], stack=True)
+        return self.stored(replace(shard_rows, dtype=between).sum(0)[0], rows.dtype)
 
     def sum_by_token(self, rows: Running, token_P: Tensor) -> Running:
         """[G,N] in an accumulator, in any order."""
@@ -217,25 +227,31 @@ class Layer:
         return backward(self.experts, padded(self.padding, d_combined[token_P]))
 
     def amaxes(self, after_backward: bool) -> dict[str, Bounded]:
-        """[E] the largest magnitudes of what each linear layer quantises: of stored values, each as
-        near as the value itself.
+        """The largest magnitudes [E] of what each linear layer quantises.
+
+        These are stored values, so each is as near as the value itself.
         """
         forward_, weights = self.experts, (self.all_ranks("fc1_weight"), self.all_ranks("fc2_weight"))
-        seen = {"0.input": forward_.x, "1.input": forward_.a}
+        magnitudes = {"0.input": forward_.x, "1.input": forward_.a}
         if after_backward:
-            seen |= {"0.grad_output": self.d_experts.d_h, "1.grad_output": self.d_experts.d_y}
-        found = {f"amaxes.{name}": self.largest(x) for name, x in seen.items()}
+            magnitudes |= {"0.grad_output": self.d_experts.d_h, "1.grad_output": self.d_experts.d_y}
+        amaxes = {f"amaxes.{name}": self.largest(x) for name, x in magnitudes.items()}
         for layer, weight in enumerate(weights):
             value = weight.double().abs().flatten(1).amax(1)
-            found[f"amaxes.{layer}.weight"] = Bounded(value, torch.zeros_like(value), torch.float32, torch.float32)
-        return found
+            amaxes[f"amaxes.{layer}.weight"] = Bounded(value, torch.zeros_like(value), torch.float32, torch.float32)
+        return amaxes
 
     def largest(self, x: Running) -> Bounded:
         """[E] of each expert's rows; 0 without any."""
         rows = expert_slices(self.padding.counts_L)
         value, bound = (
-            torch.stack([part[own].abs().amax() if part[own].numel() else part.new_zeros(()) for own in rows])
-            for part in (x.value, x.error)
+            torch.stack(
+                [
+                    numbers[expert_rows].abs().amax() if numbers[expert_rows].numel() else numbers.new_zeros(())
+                    for expert_rows in rows
+                ]
+            )
+            for numbers in (x.value, x.error)
         )
         return Bounded(value, bound, torch.float32, torch.float32)
 
@@ -268,10 +284,10 @@ def padded(padding: Padding, x: Running) -> Running:
     return Running(padding.pad(x.value), padding.pad(x.error), x.dtype)
 
 
-def added(parts: Sequence[Running]) -> Running:
+def added(terms: Sequence[Running]) -> Running:
     """The sum of stored parts in any order, every partial sum but the last rounded."""
-    value = torch.stack([part.value for part in parts]).sum(0)
-    error = torch.stack([part.error for part in parts]).sum(0)
-    size = torch.stack([part.value.abs() + part.error for part in parts]).sum(0)
-    between = max(len(parts) - 2, 0) * ROUNDOFF[parts[0].dtype]
-    return Running(value, error + between * (1 + ROUNDOFF[parts[0].dtype]) * size, parts[0].dtype)
+    value = torch.stack([term.value for term in terms]).sum(0)
+    error = torch.stack([term.error for term in terms]).sum(0)
+    size = torch.stack([term.value.abs() + term.error for term in terms]).sum(0)
+    between = max(len(terms) - 2, 0) * ROUNDOFF[terms[0].dtype]
+    return Running(value, error + between * (1 + ROUNDOFF[terms[0].dtype]) * size, terms[0].dtype)

@@ -1,4 +1,4 @@
-"""The reference's layer stage by stage: every result, and its gradient."""
+"""The reference's layer stage by stage, with the result of each stage and its gradient."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,10 +32,10 @@ class Traced:
             output = self._forward()
         if not self.case.grads:
             return
-        every = [x for xs in self.results.values() for x in xs]
+        all_results = [x for xs in self.results.values() for x in xs]
         cotangents = [call.cotangents["output"] for call in self.calls]
-        found = torch.autograd.grad(list(output), every, cotangents, allow_unused=True)
-        flat = iter(torch.zeros_like(x) if g is None else g for x, g in zip(every, found, strict=True))
+        gradients = torch.autograd.grad(list(output), all_results, cotangents, allow_unused=True)
+        flat = iter(torch.zeros_like(x) if g is None else g for x, g in zip(all_results, gradients, strict=True))
         self.gradients = {name: [next(flat).contiguous() for _ in xs] for name, xs in self.results.items()}
 
     @property
@@ -44,7 +44,7 @@ class Traced:
         return config
 
     def given(self, name: str) -> list[Any]:
-        """A parameter, or None, of each rank."""
+        """A parameter of each rank, or None."""
         return [call.required.get(name) for call in self.calls]
 
     def kept(self, name: str, xs: Ranks) -> Ranks:
@@ -60,7 +60,7 @@ class Traced:
         self.kept("logits", [x.requires_grad_() for x in logits])
         self.routed = route_together(logits, self.config, states, **options)
         self.kept("probs", [out.probs for out in self.routed])
-        self.copies = for_shards(self.routed, self.config)  # as the dispatcher takes them
+        self.copies = for_shards(self.routed, self.config)  # the indices as the dispatcher takes them
         if self.copies is not self.routed:
             self.kept("flat_probs", [out.probs for out in self.copies])
         x = [call.required["x"].clone().requires_grad_() for call in self.calls]
@@ -69,7 +69,7 @@ class Traced:
         return self.kept("output", _projected(combined, self.given("latent_up")))
 
     def _one_rank(self, tokens: Ranks) -> Ranks:
-        """What DeepEP does on a rank with the tokens that it received."""
+        """What DeepEP does on a rank with the tokens that the rank has received."""
         self.local_maps = [self.routed[0].routing_map]
         self.kept("local_probs", [self.routed[0].probs])
         self.kept("sent", tokens)
@@ -80,20 +80,24 @@ class Traced:
         maps, sizes = zip(tokens, self.local_maps, self.results["local_probs"], strict=True), self.config.dispatch
         self.parts: list[Any] = [moe_ref.permute(x, chosen, probs=probs, **sizes) for x, chosen, probs in maps]
         rows = self._experts()
-        return [moe_ref.unpermute(x, part.row_map) for x, part in zip(rows, self.parts, strict=True)]
+        return [moe_ref.unpermute(x, permuted.row_map) for x, permuted in zip(rows, self.parts, strict=True)]
 
     def _experts(self) -> Ranks:
-        self.kept("rows", [part.rows for part in self.parts])
-        self.kept("row_probs", [part.probs for part in self.parts])
+        self.kept("rows", [permuted.rows for permuted in self.parts])
+        self.kept("row_probs", [permuted.probs for permuted in self.parts])
         pairs = [pairs_from(call.required) for call in self.calls]
-        beside = [biases | pair for biases, pair in zip(self._biases(), pairs, strict=True)]
-        every = zip(self.parts, self.given("fc1_weight"), self.given("fc2_weight"), beside, strict=True)
+        biases_and_states = [biases | pair for biases, pair in zip(self._biases(), pairs, strict=True)]
+        arguments_of_ranks = zip(
+            self.parts, self.given("fc1_weight"), self.given("fc2_weight"), biases_and_states, strict=True
+        )
         return self.kept(
             "expert_rows",
             [
-                moe_ref.grouped_mlp(part.rows, part.tokens_per_expert, *weights, probs=part.probs, **more)
-                for part, *weights, biases in every
-                for more in [biases | self.config.experts]
+                moe_ref.grouped_mlp(
+                    permuted.rows, permuted.tokens_per_expert, *weights, probs=permuted.probs, **settings
+                )
+                for permuted, *weights, biases in arguments_of_ranks
+                for settings in [biases | self.config.experts]
             ],
         )
 
@@ -106,24 +110,33 @@ class Traced:
     def _ranks(self, tokens: Ranks) -> Ranks:
         maps, probs = [out.routing_map for out in self.copies], [out.probs for out in self.copies]
         if self.case.dispatcher != "deepep":
-            there, back = (getattr(moe_ref, f"{self.case.dispatcher}_{step}") for step in ("dispatch", "combine"))
+            there, combine_ranks = (
+                getattr(moe_ref, f"{self.case.dispatcher}_{step}") for step in ("dispatch", "combine")
+            )
             self.parts = there(tokens, maps, probs=probs, **self.config.dispatch)
-            combined = back(self._experts(), [part.handle for part in self.parts], **self.config.combine)
+            combined = combine_ranks(
+                self._experts(), [dispatched_rows.handle for dispatched_rows in self.parts], **self.config.combine
+            )
             return [getattr(result, "tokens", result) for result in combined]
         experts = probs[0].shape[1]
         pairs = zip(maps, probs, strict=True)
         self.slots = [moe_ref.multihot_to_indices(chosen, p, topk=experts) for chosen, p in pairs]
         self.kept("slot_probs", [slot.probs for slot in self.slots])
         indices = [slot.indices for slot in self.slots]
-        sent = moe_ref.deepep_dispatch(tokens, indices, num_experts=experts, probs=self.results["slot_probs"])
-        self.kept("sent", [one.rows for one in sent])
-        self.kept("sent_probs", [one.probs for one in sent])
+        received = moe_ref.deepep_dispatch(tokens, indices, num_experts=experts, probs=self.results["slot_probs"])
+        self.kept("sent", [rank_result.rows for rank_result in received])
+        self.kept("sent_probs", [rank_result.probs for rank_result in received])
         held = experts // len(tokens)
-        own = [moe_ref.indices_to_multihot(one.indices, one.probs, num_experts=held) for one in sent]
-        self.local_maps = [one.routing_map for one in own]
-        self.kept("local_probs", [one.probs for one in own])
+        local_results = [
+            moe_ref.indices_to_multihot(rank_result.indices, rank_result.probs, num_experts=held)
+            for rank_result in received
+        ]
+        self.local_maps = [rank_result.routing_map for rank_result in local_results]
+        self.kept("local_probs", [rank_result.probs for rank_result in local_results])
         sums = self.kept("sums", self._permuted(self.results["sent"]))
-        return [result.tokens for result in moe_ref.deepep_combine(sums, [one.handle for one in sent])]
+        return [
+            result.tokens for result in moe_ref.deepep_combine(sums, [rank_result.handle for rank_result in received])
+        ]
 
 
 def _projected(xs: Ranks, weights: Sequence[Tensor | None]) -> Ranks:

@@ -1,4 +1,4 @@
-"""Cases of parameters: which keys a state has, how experts are cut, and the tensors."""
+"""Cases of parameters: the keys of a state, the way in which experts are split, and the tensors."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ from conformance.core.tensors import payload
 from moe_ref.config.experts import GATED, PLAIN
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
-PREFIX = "layers.0.experts."  # of a case that is `prefixed`
+PREFIX = "layers.0.experts."  # the prefix of a case that is `prefixed`
 KEPT = ("none", "indexed", "packed", "some")  # some: the last expert's key is missing
 
 
 @dataclass(frozen=True, kw_only=True)
 class NearCase(Case):
-    """No tensor is far: views have no addresses of their own."""
+    """A case without far tensors, because views have no addresses of their own."""
 
     def clash(self) -> str | None:
         return "parameters are never far" if self.layout.startswith("wide") else None

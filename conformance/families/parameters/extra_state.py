@@ -41,10 +41,10 @@ class SplitExtraState(OfState[ExtraStateCase]):
     def build(self, case: ExtraStateCase) -> Build:
         prefix = self.settings(case).get("prefix", "")
 
-        def state(given: Given) -> dict[str, Any]:
-            tensors = {name: given[name] for name in COLUMNS}
-            found = entries_of(case, prefix, tensors)
-            return found | ({f"other.{NAME}": tensors["scale_fwd"], f"{prefix}weight1": 7} if case.others else {})
+        def state(tensors_given: Given) -> dict[str, Any]:
+            tensors = {name: tensors_given[name] for name in COLUMNS}
+            state_dict = entries_of(case, prefix, tensors)
+            return state_dict | ({f"other.{NAME}": tensors["scale_fwd"], f"{prefix}weight1": 7} if case.others else {})
 
         return state
 
@@ -77,17 +77,19 @@ def entries_of(case: ExtraStateCase, prefix: str, tensors: dict[str, Tensor]) ->
         return {keys[0]: tensors | told(3, case.experts)}
     if case.kept == "plain":
         return {key: {"recipe": 3} for key in keys}
-    found: dict[str, Any] = {}
+    state_dict: dict[str, Any] = {}
     for e, key in enumerate(keys):
-        own = {name: x[..., [c * case.experts + e for c in range(COLUMNS[name])]] for name, x in tensors.items()}
-        found[key] = own | told(3 + e, 1)
+        expert_columns = {
+            name: x[..., [c * case.experts + e for c in range(COLUMNS[name])]] for name, x in tensors.items()
+        }
+        state_dict[key] = expert_columns | told(3 + e, 1)
     if case.kept == "gap":
-        found.pop(keys[-1])
+        state_dict.pop(keys[-1])
     if case.kept == "first":
-        found.pop(keys[0])
-    others: dict[str, Any] = {"empty": {}, "listed": [], "bytes": torch.tensor([128, 4, 46], dtype=torch.uint8)}
-    if case.kept in others:
-        found[keys[-1]] = others[case.kept]
+        state_dict.pop(keys[0])
+    malformed: dict[str, Any] = {"empty": {}, "listed": [], "bytes": torch.tensor([128, 4, 46], dtype=torch.uint8)}
+    if case.kept in malformed:
+        state_dict[keys[-1]] = malformed[case.kept]
     if case.kept == "empty_first":
-        found[keys[0]] = {}
-    return found
+        state_dict[keys[0]] = {}
+    return state_dict

@@ -1,4 +1,4 @@
-"""Parameters worked out by hand."""
+"""Golden cases of parameters, worked out by hand."""
 
 from typing import Any
 
@@ -16,16 +16,20 @@ WHOLE = floats([[1, 2]], [[3, 4]])  # two experts, [1,2] each
 
 
 def _state(
-    function: str, state: dict[str, Any], right: dict[str, Tensor], *more: str, **settings: Any
+    function: str, state: dict[str, Any], expected_state: dict[str, Tensor], *absent_keys: str, **settings: Any
 ) -> tuple[Problem, dict[str, Any]]:
-    """A call on `state`; its result has the keys of `right`, and not those of `more`."""
+    """A call on `state`; its result has the keys of `expected_state`, and none of `absent_keys`."""
     tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
-    names = sorted({*right, *more})
+    names = sorted({*expected_state, *absent_keys})
     call = state_call(
-        function, tensors, settings, lambda given: {name: given.get(name, x) for name, x in state.items()}, names
+        function,
+        tensors,
+        settings,
+        lambda tensors_given: {name: tensors_given.get(name, x) for name, x in state.items()},
+        names,
     )
-    keys = ints(len(right), *(int(name in right) for name in names))
-    values = {f"state.{name}": Exact(x) for name, x in right.items()}
+    keys = ints(len(expected_state), *(int(name in expected_state) for name in names))
+    values = {f"state.{name}": Exact(x) for name, x in expected_state.items()}
     return Problem(function, **call), {"keys": keys, **values, "given": ints(1)}
 
 
@@ -68,17 +72,19 @@ CONVERT_EXPERTS: Golden = {
 
 
 def _shards(
-    parameters: dict[str, Tensor], right: list[tuple[Any, ...]], **settings: Any
+    parameters: dict[str, Tensor], expected_shards: list[tuple[Any, ...]], **settings: Any
 ) -> tuple[Problem, dict[str, Any]]:
-    def script(implementation: Any, given: Given) -> dict[str, Any]:
-        own = {name: given[name] for name in parameters}
-        return shards_read(implementation.call("shard_parameters", own, **settings))
+    def script(implementation: Any, tensors_given: Given) -> dict[str, Any]:
+        shard_tensors = {name: tensors_given[name] for name in parameters}
+        return shards_read(implementation.call("shard_parameters", shard_tensors, **settings))
 
-    outputs = shards_read([dict(zip(("key", "values", "shape", "offset", "writes"), x, strict=True)) for x in right])
-    found = {name: bitwise(x) for name, x in outputs.items()}
+    outputs = shards_read(
+        [dict(zip(("key", "values", "shape", "offset", "writes"), x, strict=True)) for x in expected_shards]
+    )
+    expectations = {name: bitwise(x) for name, x in outputs.items()}
     return Problem(
         "shard_parameters", dict(parameters), settings, script=script, first={"parameters": parameters}
-    ), found
+    ), expectations
 
 
 _HALVES = floats([[1], [2], [3], [4]])  # one expert: u 1 2, v 3 4
@@ -100,22 +106,25 @@ SHARD_PARAMETERS: Golden = {
 
 
 def _expanded(
-    sizes: tuple[int, ...], shard: Tensor, offset: int, right: list[tuple[Any, Any]]
+    sizes: tuple[int, ...], shard: Tensor, offset: int, expected_entries: list[tuple[Any, Any]]
 ) -> tuple[Problem, dict[str, Any]]:
     flat = torch.arange(sum(sizes), dtype=torch.float32)
 
-    def script(implementation: Any, given: Given) -> dict[str, Any]:
-        members = list(given["members"].split(list(sizes)))
-        return entries_read(implementation.call("expand_shard", members, given["shard"], offset=offset), members)
+    def script(implementation: Any, tensors_given: Given) -> dict[str, Any]:
+        members = list(tensors_given["members"].split(list(sizes)))
+        return entries_read(
+            implementation.call("expand_shard", members, tensors_given["shard"], offset=offset), members
+        )
 
     members = list(flat.split(list(sizes)))
     entries = [
-        dict(zip(("member", "values", "start"), (m, *x), strict=True)) for m, x in zip(members, right, strict=True)
+        dict(zip(("member", "values", "start"), (m, *x), strict=True))
+        for m, x in zip(members, expected_entries, strict=True)
     ]
-    found = {name: bitwise(x) for name, x in entries_read(entries, members).items()}
+    expectations = {name: bitwise(x) for name, x in entries_read(entries, members).items()}
     tensors = {"members": flat, "shard": shard}
     first = {"members": members, "shard": shard}
-    return Problem("expand_shard", tensors, {"offset": offset}, script=script, first=first), found
+    return Problem("expand_shard", tensors, {"offset": offset}, script=script, first=first), expectations
 
 
 EXPAND_SHARD: Golden = {  # elements 1 … 3 of members of 2, 0, 1 and 2
@@ -126,9 +135,9 @@ EXPAND_SHARD: Golden = {  # elements 1 … 3 of members of 2, 0, 1 and 2
 }  # fmt: skip
 
 
-def _extra(kept: list[float], history: list[float], backward: list[float], experts: int) -> dict[str, Any]:
+def _extra(scales: list[float], history: list[float], backward: list[float], experts: int) -> dict[str, Any]:
     return {
-        "scale_fwd": floats(*kept),
+        "scale_fwd": floats(*scales),
         "amax_history_fwd": floats(history),
         "scale_bwd": floats(*backward),
         "amax_history_bwd": floats(backward),
@@ -141,7 +150,7 @@ _OF_EACH = [_extra([1, 3, 5], [6, 4, 2], [1, 3], 1), _extra([2, 4, 6], [5, 3, 1]
 
 
 def _extra_state(
-    function: str, state: dict[str, Any], right: dict[str, Any], **settings: Any
+    function: str, state: dict[str, Any], expected_state: dict[str, Any], **settings: Any
 ) -> tuple[Problem, dict[str, Any]]:
     names = [*dict.fromkeys((*keys_of("", 2), *state))]
     tensors = {name: x for name, x in flattened(state).items() if isinstance(x, Tensor)}
@@ -149,22 +158,23 @@ def _extra_state(
         function,
         tensors,
         settings,
-        lambda given: {
-            key: {name: given.get(f"{key}.{name}", x) for name, x in extra.items()} for key, extra in state.items()
+        lambda tensors_given: {
+            key: {name: tensors_given.get(f"{key}.{name}", x) for name, x in extra.items()}
+            for key, extra in state.items()
         },
         names,
     )
-    found: dict[str, Any] = {
-        "keys": ints(len(right), *(int(name in right) for name in sorted(names))),
+    expectations: dict[str, Any] = {
+        "keys": ints(len(expected_state), *(int(name in expected_state) for name in sorted(names))),
         "given": ints(1),
     }
-    for key, extra in right.items():
-        found |= {f"state.{key}.{name}": Exact(x) for name, x in extra.items() if isinstance(x, Tensor)}
+    for key, extra in expected_state.items():
+        expectations |= {f"state.{key}.{name}": Exact(x) for name, x in extra.items() if isinstance(x, Tensor)}
         if extra:
-            found[f"state.{key}.extra_fp8_variables.num_gemms"] = Exact(
+            expectations[f"state.{key}.extra_fp8_variables.num_gemms"] = Exact(
                 torch.tensor(extra["extra_fp8_variables"]["num_gemms"]), "integers"
             )
-    return Problem(function, **call), found
+    return Problem(function, **call), expectations
 
 
 _SPLIT = {"_extra_state": _OF_EACH[0], "_extra_state1": _OF_EACH[1]}

@@ -16,9 +16,9 @@ def _on_state(change: Any, blame: str = "state") -> Rule:
         function, settings = problem.function, dict(problem.settings)
         legal = next(iter(problem.first.values()))
 
-        def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-            rest = [given.get("shard")] if function == "expand_shard" else []
-            result = implementation.call(function, change(legal), *rest, **settings)
+        def script(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+            shard_argument = [arguments.get("shard")] if function == "expand_shard" else []
+            result = implementation.call(function, change(legal), *shard_argument, **settings)
             return {"keys": torch.tensor([len(result)])}
 
         return replace(bare(problem), script=script, blame=blame)

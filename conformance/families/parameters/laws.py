@@ -1,4 +1,4 @@
-"""Laws of parameters: round trips, shards that make up the whole, halves and copies."""
+"""Laws of parameters: round trips, shards that make up the whole, and halves and copies."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,26 +17,26 @@ WORLDS = range(1, 7)
 
 
 def _round_trip(trial: Trial, turns: list[tuple[str, dict[str, Any]]]) -> Finding | None:
-    """The state after these calls, one after the other, is the state before."""
+    """These calls, one after the other, give back the initial state."""
     problem = trial.problem
     build = trial.contract.build(trial.case)  # type: ignore[attr-defined]
 
-    def script(implementation: Any, given: Given) -> dict[str, Any]:
-        state = build(given)
+    def script(implementation: Any, arguments: Given) -> dict[str, Any]:
+        state = build(arguments)
         for function, changes in turns:
-            settings = {name: given[name] for name in problem.settings} | changes
+            settings = {name: arguments[name] for name in problem.settings} | changes
             state = implementation.call(function, state, **settings)
         return read(state, [])
 
-    before = read(build(problem.required), [])
-    right: dict[str, Expectation] = {
-        name: Exact(x, "integers" if x.dtype == torch.int64 else "bits") for name, x in before.items()
+    initial_state = read(build(problem.required), [])
+    expectations: dict[str, Expectation] = {
+        name: Exact(x, "integers" if x.dtype == torch.int64 else "bits") for name, x in initial_state.items()
     }
-    return trial.judged("round_trip", right, trial.run(replace(problem, script=script)))
+    return trial.judged("round_trip", expectations, trial.run(replace(problem, script=script)))
 
 
 def _there_and_back(trial: Trial) -> Finding | None:
-    """Into the other layout and back."""
+    """Into the other layout and back again."""
     packed = trial.case.packed
     turns = [(trial.case.function, {"packed": packed}), (trial.case.function, {"packed": not packed})]
     return _round_trip(trial, turns)
@@ -56,17 +56,17 @@ def _split_and_merged(trial: Trial) -> Finding | None:
 
 def _in_other_layout(case: Any) -> bool:
     """Whether all of the layer's parameters are in the layout that is not asked for."""
-    other = "indexed" if case.packed else "packed"
-    return plain(case) and case.weights == other and (not case.bias or case.biases in ("none", other))
+    second_layout = "indexed" if case.packed else "packed"
+    return plain(case) and case.weights == second_layout and (not case.bias or case.biases in ("none", second_layout))
 
 
 def _one_master(case: Any) -> bool:
-    other = "indexed" if case.packed else "packed"
-    return plain(case) and (case.first, case.second) == (other, "none")
+    second_layout = "indexed" if case.packed else "packed"
+    return plain(case) and (case.first, case.second) == (second_layout, "none")
 
 
 def _whole_and_told(case: Any) -> bool:
-    """Merging adds variables where there were none."""
+    """Whether the state is whole, and has its variables: merging adds them where there are none."""
     return plain(case) and case.kept == "whole" and not case.no_variables
 
 
@@ -76,20 +76,22 @@ def _one_layout(case: Any) -> bool:
 
 
 def _whole_again(trial: Trial) -> Finding | None:
-    """The shards of all ranks fill the checkpoint, each element once; another world reads it."""
+    """The shards of all ranks fill the checkpoint, each element once. A world of another size reads
+    it.
+    """
     case = trial.case
-    world = [replace(case, place=place, layout="contiguous") for place in range(case.ranks * case.tensor_ranks)]
-    calls = [(settings_of(own), tensors_of(own)) for own in world]
+    world = [replace(case, place=position, layout="contiguous") for position in range(case.ranks * case.tensor_ranks)]
+    calls = [(settings_of(rank_case), tensors_of(rank_case)) for rank_case in world]
 
-    def script(implementation: Any, given: Given) -> dict[str, Any]:
-        whole: dict[str, Any] = {}
-        for own, (settings, tensors) in zip(world, calls, strict=True):
-            for shard in implementation.call("shard_parameters", parameters_of(own, tensors), **settings):
+    def script(implementation: Any, arguments: Given) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = {}
+        for rank_case, (settings, tensors) in zip(world, calls, strict=True):
+            for shard in implementation.call("shard_parameters", parameters_of(rank_case, tensors), **settings):
                 x = named_outputs(shard, FIELDS)
                 if x["writes"]:
-                    count, _ = whole.setdefault(x["key"], (torch.zeros(x["shape"], dtype=torch.int64), x["shape"]))
+                    count, _ = checkpoint.setdefault(x["key"], (torch.zeros(x["shape"], dtype=torch.int64), x["shape"]))
                     count[tuple(slice(o, o + n) for o, n in zip(x["offset"], x["values"].shape, strict=True))] += 1
-        return {name: count for name, (count, _) in whole.items()}
+        return {name: count for name, (count, _) in checkpoint.items()}
 
     outputs = trial.run(replace(trial.problem, script=script, layouts={}))
     for name, count in outputs.items():
@@ -100,50 +102,54 @@ def _whole_again(trial: Trial) -> Finding | None:
 
 
 def _reassembled(trial: Trial) -> Finding | None:
-    """Cut over W ranks, for every W: entries are as many on all, and make up the master."""
+    """Split over W ranks, for every W: each rank has as many entries, and together they make up the
+    master.
+    """
     case, problem = trial.case, trial.problem
     total = sum(case.sizes)
     master = torch.arange(total, dtype=torch.float32)
 
-    def script(implementation: Any, given: Given) -> dict[str, Any]:
-        members, whole = members_of(case, given["members"]), master.to(given["members"].device)
-        found: dict[str, Any] = {}
+    def script(implementation: Any, arguments: Given) -> dict[str, Any]:
+        members, full_master = members_of(case, arguments["members"]), master.to(arguments["members"].device)
+        outputs: dict[str, Any] = {}
         for ranks in WORLDS:
-            out, length = torch.full_like(whole, -1), -(-total // ranks)
+            out, length = torch.full_like(full_master, -1), -(-total // ranks)
             begins = [sum(case.sizes[:i]) for i in range(len(case.sizes))]
             for rank in range(ranks):
                 first = min(rank * length, total)
-                shard = whole[first : first + length]
+                shard = full_master[first : first + length]
                 entries = implementation.call("expand_shard", members, shard, **({"offset": first} if first else {}))
-                found[f"entries.{ranks}.{rank}"] = torch.tensor([len(entries)])
+                outputs[f"entries.{ranks}.{rank}"] = torch.tensor([len(entries)])
                 for begin, entry in zip(begins, entries, strict=False):
                     x = named_outputs(entry, ("member", "values", "start"))
                     if x["values"] is not None:
                         out[begin + x["start"] :][: len(x["values"])] = x["values"]
-            found[f"master.{ranks}"] = out
-        return found
+            outputs[f"master.{ranks}"] = out
+        return outputs
 
     outputs = trial.run(replace(problem, script=script, layouts={}))
     entries = Exact(torch.tensor([len(case.sizes)]), "integers")
-    right: dict[str, Expectation] = dict.fromkeys((name for name in outputs if name.startswith("entries")), entries)
-    right |= {f"master.{ranks}": Exact(master) for ranks in WORLDS}
-    return trial.judged("reassembled", right, outputs)
+    expectations: dict[str, Expectation] = dict.fromkeys(
+        (name for name in outputs if name.startswith("entries")), entries
+    )
+    expectations |= {f"master.{ranks}": Exact(master) for ranks in WORLDS}
+    return trial.judged("reassembled", expectations, outputs)
 
 
 def _copies(trial: Trial) -> Finding | None:
-    """All copies of the dense layer are equal; a router's row is that of its copy."""
+    """All copies of the dense layer are equal, and a router's row is that of its copy."""
     granularity, first = trial.case.granularity, trial.first
     for name, x in first.items():
         if name in trial.expected and name != "router_weight":
-            right = x[:granularity].repeat(trial.case.copies, *[1] * (x.dim() - 1))
-            finding = trial.judged("copies", {name: Exact(right)}, {name: x})
+            first_copies = x[:granularity].repeat(trial.case.copies, *[1] * (x.dim() - 1))
+            finding = trial.judged("copies", {name: Exact(first_copies)}, {name: x})
             if finding:
                 return finding
     return None
 
 
 ROUND_TRIP = Law("round_trip", _there_and_back, _in_other_layout)
-_MOVES = universal.CALLS  # results may be views: their inputs are not overwritten
+_MOVES = universal.CALLS  # results may be views, so their inputs are not overwritten
 _STATES = tuple(law for law in _MOVES if law is not AUTOCAST)  # their cases name no dtype
 NORMALIZE_PARAMETERS = (*_MOVES, ROUND_TRIP)
 NORMALIZE_MASTER_PARAMETERS = (*_MOVES, replace(ROUND_TRIP, applies=_one_master))

@@ -33,7 +33,10 @@ C = TypeVar("C", bound=Case)
 
 
 class OfState(Contract[C], Generic[C]):
-    """A function from a state dict to another: keys, values bit by bit, the argument as it was."""
+    """A function from one state dict to another.
+
+    Keys and values are compared bit by bit, and the argument must stay as it was.
+    """
 
     reference: Callable[..., Any]
 
@@ -47,7 +50,7 @@ class OfState(Contract[C], Generic[C]):
 
     @abstractmethod
     def build(self, case: C) -> Build:
-        """What makes the state of the tensors."""
+        """The function that makes the state of the tensors."""
 
     @abstractmethod
     def universe(self, settings: Mapping[str, Any]) -> set[str]:
@@ -91,22 +94,22 @@ class NormalizeParameters(OfState[StateCase]):
         return weight | ({"biases": stacked(case, "biases", case.experts, case.rows)} if case.has_bias else {})
 
     def settings(self, case: StateCase) -> dict[str, Any]:
-        given = {"num_experts": case.experts, "packed": case.packed} | _prefix(case)
-        return given | ({"bias": True} if case.bias else {})
+        call_settings = {"num_experts": case.experts, "packed": case.packed} | _prefix(case)
+        return call_settings | ({"bias": True} if case.bias else {})
 
     def build(self, case: StateCase) -> Build:
         prefix = _prefix(case).get("prefix", "")
 
-        def state(given: Given) -> dict[str, Any]:
-            found = entries(f"other.{prefix}weight", upside_down(given["weight"]), case.others)
+        def state(arguments: Given) -> dict[str, Any]:
+            state_dict = entries(f"other.{prefix}weight", upside_down(arguments["weight"]), case.others)
             if case.has_bias:
-                found |= entries(f"{prefix}bias", given["biases"], case.biases)
-            return found | entries(f"{prefix}weight", given["weight"], case.weights)
+                state_dict |= entries(f"{prefix}bias", arguments["biases"], case.biases)
+            return state_dict | entries(f"{prefix}weight", arguments["weight"], case.weights)
 
         return state
 
     def universe(self, settings: Mapping[str, Any]) -> set[str]:
-        layers = [f"{other}{settings.get('prefix', '')}" for other in ("", "other.")]
+        layers = [f"{layer_prefix}{settings.get('prefix', '')}" for layer_prefix in ("", "other.")]
         stems = [f"{layer}{name}" for layer in layers for name in ("weight", "bias")]
         return {key for stem in stems for key in spelled(stem, settings["num_experts"])}
 
@@ -132,13 +135,13 @@ class NormalizeMasterParameters(OfState[MasterCase]):
     def build(self, case: MasterCase) -> Build:
         stems = (STEMS[1] if case.bare else STEMS[0], *STEMS[2:])
 
-        def state(given: Given) -> dict[str, Any]:
-            whole: Tensor = given["weight"]
-            found: dict[str, Any] = {}
-            values = (whole, whole.flip(0), whole.flip(1))
-            for stem, kept, value in zip(stems, (case.first, case.second, case.longer), values, strict=True):
-                found |= entries(f"{stem}{MASTER}", value, kept)
-            return found
+        def state(arguments: Given) -> dict[str, Any]:
+            weight: Tensor = arguments["weight"]
+            state_dict: dict[str, Any] = {}
+            values = (weight, weight.flip(0), weight.flip(1))
+            for stem, storage, value in zip(stems, (case.first, case.second, case.longer), values, strict=True):
+                state_dict |= entries(f"{stem}{MASTER}", value, storage)
+            return state_dict
 
         return state
 
@@ -166,11 +169,14 @@ class ConvertExperts(OfState[ConvertCase]):
 
     def tensors(self, case: ConvertCase) -> dict[str, Tensor]:
         count, rows, columns = case.experts, case.rows, case.columns
-        found = {"fc1_weight": stacked(case, "fc1", count, rows, columns)}
-        found |= {"fc2_weight": stacked(case, "fc2", count, columns, rows)}
+        tensors_by_name = {"fc1_weight": stacked(case, "fc1", count, rows, columns)}
+        tensors_by_name |= {"fc2_weight": stacked(case, "fc2", count, columns, rows)}
         if case.has_bias:
-            found |= {"fc1_bias": stacked(case, "b1", count, rows), "fc2_bias": stacked(case, "b2", count, columns)}
-        return found
+            tensors_by_name |= {
+                "fc1_bias": stacked(case, "b1", count, rows),
+                "fc2_bias": stacked(case, "b2", count, columns),
+            }
+        return tensors_by_name
 
     def settings(self, case: ConvertCase) -> dict[str, Any]:
         return {"num_experts": case.experts, "layout": case.layout_to} | _prefix(case)
@@ -178,13 +184,16 @@ class ConvertExperts(OfState[ConvertCase]):
     def build(self, case: ConvertCase) -> Build:
         prefix = _prefix(case).get("prefix", "")
 
-        def state(given: Given) -> dict[str, Any]:
-            found = {"router.weight": given["fc1_weight"][0], f"{prefix}linear_fc1.scale0": given["fc2_weight"][0]}
-            for layer, kept in (("fc1", case.fc1), ("fc2", case.fc2)):
-                found |= _entries(prefix, f"{LINEARS[layer]}.weight", given[f"{layer}_weight"], kept)
+        def state(arguments: Given) -> dict[str, Any]:
+            state_dict = {
+                "router.weight": arguments["fc1_weight"][0],
+                f"{prefix}linear_fc1.scale0": arguments["fc2_weight"][0],
+            }
+            for layer, storage in (("fc1", case.fc1), ("fc2", case.fc2)):
+                state_dict |= _entries(prefix, f"{LINEARS[layer]}.weight", arguments[f"{layer}_weight"], storage)
                 if case.has_bias:
-                    found |= _entries(prefix, f"{LINEARS[layer]}.bias", given[f"{layer}_bias"], case.biases)
-            return found
+                    state_dict |= _entries(prefix, f"{LINEARS[layer]}.bias", arguments[f"{layer}_bias"], case.biases)
+            return state_dict
 
         return state
 
@@ -196,7 +205,7 @@ class ConvertExperts(OfState[ConvertCase]):
         return {"router.weight", f"{prefix}linear_fc1.scale0"} | grouped | modules
 
 
-def _entries(prefix: str, name: str, whole: Tensor, kept: str) -> dict[str, Any]:
-    if kept == "sequential":
-        return {f"{prefix}local_experts.{e}.{name}": x for e, x in enumerate(whole)}
-    return entries(f"{prefix}{name}", whole, kept)
+def _entries(prefix: str, name: str, parameter: Tensor, storage: str) -> dict[str, Any]:
+    if storage == "sequential":
+        return {f"{prefix}local_experts.{e}.{name}": x for e, x in enumerate(parameter)}
+    return entries(f"{prefix}{name}", parameter, storage)

@@ -44,17 +44,17 @@ class ShardParameters(Contract[ShardCase]):
     def legal(self, case: ShardCase) -> Problem:
         tensors, settings = tensors_of(case), settings_of(case)
 
-        def script(implementation: Any, given: Given) -> dict[str, Any]:
-            arguments = {name: given[name] for name in ARGUMENTS if name in given}
-            return shards_read(implementation.call(self.function, parameters_of(case, given), **arguments))
+        def script(implementation: Any, tensors_given: Given) -> dict[str, Any]:
+            arguments = {name: tensors_given[name] for name in ARGUMENTS if name in tensors_given}
+            return shards_read(implementation.call(self.function, parameters_of(case, tensors_given), **arguments))
 
         layouts, first = {case.layout_of: case.layout}, {"parameters": parameters_of(case, tensors)}
         return Problem(self.function, tensors, settings, layouts, script=script, first=first)
 
     def expected(self, case: ShardCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         shards = reference.shard_parameters(parameters_of(case, problem.required), **problem.settings)
-        right = shards_read(shards)
-        return {name: bitwise(x) for name, x in right.items()}
+        expected_outputs = shards_read(shards)
+        return {name: bitwise(x) for name, x in expected_outputs.items()}
 
 
 def settings_of(case: ShardCase) -> dict[str, Any]:
@@ -71,19 +71,22 @@ def settings_of(case: ShardCase) -> dict[str, Any]:
 
 def tensors_of(case: ShardCase) -> dict[str, Tensor]:
     count, rows, columns = case.experts, case.fc1_rows, case.columns
-    found = {"fc1_weight": stacked(case, "fc1", count, rows, columns)}
-    found |= {"fc2_weight": stacked(case, "fc2", count, columns, case.rows)}
+    tensors_by_name = {"fc1_weight": stacked(case, "fc1", count, rows, columns)}
+    tensors_by_name |= {"fc2_weight": stacked(case, "fc2", count, columns, case.rows)}
     if case.has_bias:
-        found |= {"fc1_bias": stacked(case, "b1", count, rows), "fc2_bias": stacked(case, "b2", count, columns)}
-    return found
+        tensors_by_name |= {
+            "fc1_bias": stacked(case, "b1", count, rows),
+            "fc2_bias": stacked(case, "b2", count, columns),
+        }
+    return tensors_by_name
 
 
-def parameters_of(case: ShardCase, given: Given) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def parameters_of(case: ShardCase, tensors_given: Given) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
     for name, key in NAMES.items():
-        if name in given:
-            found |= entries(key, given[name], case.names)
-    return found
+        if name in tensors_given:
+            parameters |= entries(key, tensors_given[name], case.names)
+    return parameters
 
 
 def shards_read(shards: Any) -> dict[str, Any]:
@@ -93,12 +96,12 @@ def shards_read(shards: Any) -> dict[str, Any]:
     fields = [named_outputs(shard, FIELDS) for shard in shards]
     fields.sort(key=lambda x: (x["key"], tuple(x["offset"]), not x["writes"]))
     codes = [[sum(map(ord, x["key"])), len(x["offset"]), *_three(x["offset"]), int(x["writes"])] for x in fields]
-    found: dict[str, Any] = {"places": torch.tensor(codes, dtype=torch.int64).reshape(len(fields), 6)}
+    outputs: dict[str, Any] = {"places": torch.tensor(codes, dtype=torch.int64).reshape(len(fields), 6)}
     shapes = [_three(x["shape"]) for x in fields]
-    found["shapes"] = torch.tensor(shapes, dtype=torch.int64).reshape(len(fields), 3)
+    outputs["shapes"] = torch.tensor(shapes, dtype=torch.int64).reshape(len(fields), 3)
     for x in fields:
-        found[f"values.{x['key']}{list(x['offset'])}"] = x["values"]
-    return found
+        outputs[f"values.{x['key']}{list(x['offset'])}"] = x["values"]
+    return outputs
 
 
 def _three(numbers: Any) -> list[int]:
@@ -123,10 +126,10 @@ class ExpandShard(Contract[ExpandCase]):
             tensors["shard"] = payload(case.seed, "shard", (case.count,), case.dtype)
         settings = {"offset": case.offset} if case.offset else {}
 
-        def script(implementation: Any, given: Given) -> dict[str, Any]:
-            members = members_of(case, given["members"])
-            arguments = {"offset": given["offset"]} if "offset" in given else {}
-            entries = implementation.call(self.function, members, given.get("shard"), **arguments)
+        def script(implementation: Any, tensors_given: Given) -> dict[str, Any]:
+            members = members_of(case, tensors_given["members"])
+            arguments = {"offset": tensors_given["offset"]} if "offset" in tensors_given else {}
+            entries = implementation.call(self.function, members, tensors_given.get("shard"), **arguments)
             return entries_read(entries, members)
 
         first = {"members": members_of(case, tensors["members"]), "shard": tensors.get("shard")}
@@ -135,8 +138,8 @@ class ExpandShard(Contract[ExpandCase]):
     def expected(self, case: ExpandCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         members = members_of(case, problem.required["members"])
         entries = reference.expand_shard(members, problem.required.get("shard"), **problem.settings)
-        right = entries_read(entries, members)
-        return {name: bitwise(x) for name, x in right.items()}
+        expected_outputs = entries_read(entries, members)
+        return {name: bitwise(x) for name, x in expected_outputs.items()}
 
 
 def members_of(case: ExpandCase, flat: Tensor) -> Any:
@@ -148,12 +151,12 @@ def members_of(case: ExpandCase, flat: Tensor) -> Any:
 
 def entries_read(entries: Any, members: Any) -> dict[str, Any]:
     """Outputs: per entry, which member it is of, its start (-1: none), its length; the values."""
-    every = [members] if isinstance(members, Tensor) else members
+    all_members = [members] if isinstance(members, Tensor) else members
     fields = [named_outputs(entry, ("member", "values", "start")) for entry in entries]
     rows = []
     for x in fields:
-        place = next((i for i, member in enumerate(every) if member is x["member"]), -1)
+        member_index = next((i for i, member in enumerate(all_members) if member is x["member"]), -1)
         start = -1 if x["start"] is None else int(x["start"])
-        rows.append([place, start, -1 if x["values"] is None else len(x["values"])])
-    found: dict[str, Any] = {"starts": torch.tensor(rows, dtype=torch.int64).reshape(len(fields), 3)}
-    return found | {f"values.{i}": x["values"] for i, x in enumerate(fields) if x["values"] is not None}
+        rows.append([member_index, start, -1 if x["values"] is None else len(x["values"])])
+    outputs: dict[str, Any] = {"starts": torch.tensor(rows, dtype=torch.int64).reshape(len(fields), 3)}
+    return outputs | {f"values.{i}": x["values"] for i, x in enumerate(fields) if x["values"] is not None}

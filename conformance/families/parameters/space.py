@@ -7,27 +7,27 @@ from typing import Any
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 
-SHARE = 0.4  # of a run: a case takes a millisecond, and nothing is computed
+SHARE = 0.4  # cases of a run: a case takes a millisecond, because nothing is computed
 
-# more than ten: as text their keys have another order
+# more than ten experts, whose keys have another order when sorted as text
 _MANY: dict[str, Any] = {"experts": 12, "rows": 2, "columns": 3}
 
 
 def _every_state(scope: Scope) -> list[dict[str, Any]]:
     """Each row of the table of early returns; one expert; parameters without elements."""
-    kept = ("indexed", "packed", "both", "some", "none", "flat", "members")
-    found: list[dict[str, Any]] = [
+    storages = ("indexed", "packed", "both", "some", "none", "flat", "members")
+    states: list[dict[str, Any]] = [
         {"packed": packed, "weights": word, "biases": word if word != "members" else "flat", "bias": True}
         | {"experts": 3, "rows": 2, "columns": 4, "others": "packed" if packed else "indexed"}
         for packed in (False, True)
-        for word in kept
+        for word in storages
     ]
-    one: dict[str, Any] = {"experts": 1, "rows": 3, "columns": 2}
+    single_expert: dict[str, Any] = {"experts": 1, "rows": 3, "columns": 2}
     many = [_MANY | {"packed": packed, "weights": word} for packed, word in ((True, "indexed"), (False, "packed"))]
     # one value of a bias for each expert
     least: dict[str, Any] = {"experts": 3, "rows": 1, "columns": 2, "weights": "flat", "biases": "flat", "bias": True}
-    found += [one, one | {"weights": "packed", "packed": False}, *many, least | {"packed": False}]
-    return [*found, {"experts": 2, "rows": 0, "weights": "packed"}]
+    states += [single_expert, single_expert | {"weights": "packed", "packed": False}, *many, least | {"packed": False}]
+    return [*states, {"experts": 2, "rows": 0, "weights": "packed"}]
 
 
 def _every_master(scope: Scope) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def _every_master(scope: Scope) -> list[dict[str, Any]]:
 def _every_world(scope: Scope) -> list[dict[str, Any]]:
     """Each rank of a world; halves over three tensor ranks."""
     sizes = {"experts": 2, "rows": 2, "columns": 3, "ranks": 2, "tensor_ranks": 3, "gated": True, "has_bias": True}
-    return [sizes | {"place": place, "singleton": bool(place % 2)} for place in range(6)]
+    return [sizes | {"place": position, "singleton": bool(position % 2)} for position in range(6)]
 
 
 def _every_shard(scope: Scope) -> list[dict[str, Any]]:
@@ -60,11 +60,11 @@ def _every_shard(scope: Scope) -> list[dict[str, Any]]:
 
 def _every_extra(scope: Scope) -> list[dict[str, Any]]:
     words = ("whole", "split", "gap", "first", "empty", "empty_first", "listed", "plain")
-    found: list[dict[str, Any]] = [
+    states: list[dict[str, Any]] = [
         {"kept": word, "experts": 3, "history": 2, "others": True, "prefixed": True} for word in words
     ]
-    found += [{"kept": word, "experts": 3, "history": 2, "no_variables": True} for word in words[:2]]
-    return [*found, *({"kept": word, "experts": 12, "history": 2} for word in words[:2])]
+    states += [{"kept": word, "experts": 3, "history": 2, "no_variables": True} for word in words[:2]]
+    return [*states, *({"kept": word, "experts": 12, "history": 2} for word in words[:2])]
 
 
 _on_host = partial(Shapes, weight=SHARE, kernels=False)

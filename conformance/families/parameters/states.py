@@ -23,12 +23,14 @@ def state_call(
     """
     names = sorted(universe)
 
-    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        state = build(given)
-        before = flattened(state)
-        result = implementation.call(function, state, **{name: given[name] for name in settings})
-        after = flattened(state)
-        same = list(after) == list(before) and all(after[name] is x for name, x in before.items())
+    def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        state = build(tensors)
+        entries_before = flattened(state)
+        result = implementation.call(function, state, **{name: tensors[name] for name in settings})
+        entries_after = flattened(state)
+        same = list(entries_after) == list(entries_before) and all(
+            entries_after[name] is x for name, x in entries_before.items()
+        )
         return read(result, names) | {"given": torch.tensor([same])}
 
     return {"required": tensors, "settings": settings, "script": script, "first": {"state": build(tensors)}}
@@ -42,15 +44,15 @@ def read(result: Any, names: list[str]) -> dict[str, Any]:
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     """Values by key; those in lists and dicts by key and place."""
-    found: dict[str, Any] = {}
+    values_by_key: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, list | tuple):
-            found |= {f"{name}.{i}": x for i, x in enumerate(value)}
+            values_by_key |= {f"{name}.{i}": x for i, x in enumerate(value)}
         elif isinstance(value, Mapping):
-            found |= {f"{name}.{inner}": x for inner, x in flattened(value).items()}
+            values_by_key |= {f"{name}.{inner}": x for inner, x in flattened(value).items()}
         else:
-            found[name] = value
-    return found
+            values_by_key[name] = value
+    return values_by_key
 
 
 def expected_of(
@@ -58,8 +60,8 @@ def expected_of(
 ) -> dict[str, Expectation]:
     """The reference's state, bit by bit."""
     result = function(build(problem.required), **problem.settings)
-    right: dict[str, Expectation] = {name: bitwise(x) for name, x in read(result, sorted(universe)).items()}
-    return right | {"given": Exact(torch.tensor([True]), "integers")}
+    expectations: dict[str, Expectation] = {name: bitwise(x) for name, x in read(result, sorted(universe)).items()}
+    return expectations | {"given": Exact(torch.tensor([True]), "integers")}
 
 
 def bitwise(x: Tensor) -> Exact:
@@ -82,18 +84,18 @@ def spelled(key: str, experts: int) -> list[str]:
     return [key, *(f"{key}{e}" for e in range(experts))]
 
 
-def entries(key: str, whole: Tensor, kept: str) -> dict[str, Any]:
-    """A parameter [L,…] as `kept`: see the cases."""
-    indexed = {f"{key}{e}": x for e, x in enumerate(whole)}
-    last = f"{key}{len(whole) - 1}"
+def entries(key: str, parameter: Tensor, storage: str) -> dict[str, Any]:
+    """A parameter [L,…] in one of the storages that the cases list."""
+    indexed = {f"{key}{e}": x for e, x in enumerate(parameter)}
+    last = f"{key}{len(parameter) - 1}"
     by_word: dict[str, dict[str, Any]] = {
         "indexed": indexed,
-        "packed": {key: whole},
-        "both": {key: whole} | indexed,
+        "packed": {key: parameter},
+        "both": {key: parameter} | indexed,
         "some": {name: x for name, x in indexed.items() if name != last},
         "rest": {last: indexed[last]},
         "none": {},
     }
-    if kept == "flat":
-        return {key: whole.flatten(0, 1)}
-    return {key: list(whole)} if kept == "members" else by_word[kept]
+    if storage == "flat":
+        return {key: parameter.flatten(0, 1)}
+    return {key: list(parameter)} if storage == "members" else by_word[storage]

@@ -53,19 +53,23 @@ class Upcycle(Contract[UpcycleCase]):
         return self.call(case, tensors, settings)
 
     def expected(self, case: UpcycleCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        given = problem.required | problem.settings
-        wide = {name: x.double() if name in SCALED and isinstance(x, Tensor) else x for name, x in given.items()}
-        wide |= {name: given[name].double() for name in ("router_weight", "fc2_bias") if name in given}
+        arguments = problem.required | problem.settings
+        float64_arguments = {
+            name: x.double() if name in SCALED and isinstance(x, Tensor) else x for name, x in arguments.items()
+        }
+        float64_arguments |= {
+            name: arguments[name].double() for name in ("router_weight", "fc2_bias") if name in arguments
+        }
         dtype = DTYPES[case.dtype]
-        right: dict[str, Expectation] = {}
-        for name, x in upcycle(**_arguments(wide))._asdict().items():
+        expectations: dict[str, Expectation] = {}
+        for name, x in upcycle(**_arguments(float64_arguments))._asdict().items():
             if x is not None:
-                right[name] = Exact(x.to(dtype)) if name not in SCALED else _scaled(x, dtype)
-        return right
+                expectations[name] = Exact(x.to(dtype)) if name not in SCALED else _scaled(x, dtype)
+        return expectations
 
 
-def _arguments(given: dict[str, Any]) -> dict[str, Any]:
-    return {("router_weight_EH" if name == "router_weight" else name): x for name, x in given.items()}
+def _arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {("router_weight_EH" if name == "router_weight" else name): x for name, x in arguments.items()}
 
 
 def _scaled(x: Tensor, dtype: Any) -> Expectation:

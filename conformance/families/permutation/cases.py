@@ -47,7 +47,10 @@ class RoutingCase(Case):
 
     @property
     def is_heavy(self) -> bool:
-        """Padding past 32 bits of offsets is, too."""
+        """Whether the case takes gigabytes, and seconds.
+
+        Padding past 32 bits of offsets does, too.
+        """
         return super().is_heavy or self.align >= HEAVY_ALIGN
 
     def clash(self) -> str | None:
@@ -130,7 +133,7 @@ class ChunksCase(Case):
 
     @property
     def order_dtype(self) -> str:
-        """The dtype of the order: every second one has its own."""
+        """The dtype of the order. Every second case has another one than that of the sizes."""
         return "int64" if self.seed % 2 else self.index_dtype
 
 

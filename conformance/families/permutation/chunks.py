@@ -46,16 +46,16 @@ class SortChunks(Contract[ChunksCase]):
     def expected(self, case: ChunksCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         rows, sizes, order = problem.required.values()
         out = sort_chunks(rows, sizes, order, **problem.settings)
-        right: dict[str, Expectation] = {"rows": Exact(out.rows)}
+        expectations: dict[str, Expectation] = {"rows": Exact(out.rows)}
         if out.probs is not None:
-            right["probs"] = Exact(out.probs)
+            expectations["probs"] = Exact(out.probs)
         # the inverse: sort the sorted chunks by the inverse order
-        back = order.argsort() if len(order) else order
+        inverse_order = order.argsort() if len(order) else order
         for name, source in (("rows", rows), ("probs", problem.settings.get("probs"))):
             if name in problem.wanted and source is not None:
                 cotangent = problem.cotangents.get(name, torch.zeros_like(source))
                 flat = cotangent if cotangent.dim() == 2 else cotangent[:, None]
-                right[f"d_{name}"] = Exact(
-                    sort_chunks(flat, sizes[order.long()], back).rows.reshape(source.shape), "values"
+                expectations[f"d_{name}"] = Exact(
+                    sort_chunks(flat, sizes[order.long()], inverse_order).rows.reshape(source.shape), "values"
                 )
-        return right
+        return expectations

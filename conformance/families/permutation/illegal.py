@@ -43,11 +43,11 @@ def _sizes_too_large(problem: Problem) -> Problem:
 
 def _index_too_large_with_gradient(problem: Problem) -> Problem:
     """The gradient of a slot that may be read as empty is then 0, and that of no other expert."""
-    wrong, probs = index_too_large_for_a_slot(problem), problem.required["probs"]
-    assert wrong.same_as is not None
+    illegal_call, probs = index_too_large_for_a_slot(problem), problem.required["probs"]
+    assert illegal_call.same_as is not None
     shape = (len(probs), problem.settings["num_experts"])
     learns: dict[str, Any] = {"wanted": ("probs",), "cotangents": {"probs": torch.ones(shape, dtype=probs.dtype)}}
-    return replace(wrong, same_as=replace(wrong.same_as, **learns), **learns)
+    return replace(illegal_call, same_as=replace(illegal_call.same_as, **learns), **learns)
 
 
 PERMUTE: dict[str, Rule] = {

@@ -1,4 +1,4 @@
-"""Laws of functions that move rows: another routing moves the same rows elsewhere."""
+"""Laws of functions that move rows: another routing moves the same rows to other places."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,24 +27,24 @@ def _row_map(problem: Problem) -> RowMap:
 
 def _places(row_map: RowMap) -> Tensor:
     """[T,E] the row of each (token, expert); PADDING: none."""
-    place = torch.full((row_map.num_tokens, row_map.num_experts), PADDING)
+    row_of_cell = torch.full((row_map.num_tokens, row_map.num_experts), PADDING)
     real = row_map.token_P != PADDING
-    place[row_map.token_P[real], row_map.expert_P[real]] = real.nonzero().flatten()
-    return place
+    row_of_cell[row_map.token_P[real], row_map.expert_P[real]] = real.nonzero().flatten()
+    return row_of_cell
 
 
 def _relocated(trial: Trial, second: Problem, cells: Cells) -> dict[str, Tensor | None]:
     """Rows and probs of the first run at the second problem's place of their (token, expert)."""
-    place, after = _places(_row_map(trial.problem)), _row_map(second)
-    there = after.token_P != PADDING
-    token, expert = cells(after.token_P[there], after.expert_P[there])
+    row_of_cell, second_map = _places(_row_map(trial.problem)), _row_map(second)
+    there = second_map.token_P != PADDING
+    token, expert = cells(second_map.token_P[there], second_map.expert_P[there])
     moved: dict[str, Tensor | None] = {}
     for name in ("rows", "probs"):
         x = trial.first.get(name)
         if x is not None:
             raw = x.view(torch.uint8) if x.element_size() == 1 else x
-            out = raw.new_zeros((len(after.token_P), *x.shape[1:]))
-            out[there] = raw[place[token, expert]]
+            out = raw.new_zeros((len(second_map.token_P), *x.shape[1:]))
+            out[there] = raw[row_of_cell[token, expert]]
             moved[name] = out.view(x.dtype)
     return moved
 
@@ -63,7 +63,7 @@ def _token_permutation(trial: Trial) -> Finding | None:
 
 
 def _expert_relabelling(trial: Trial) -> Finding | None:
-    """Experts in the opposite order: segments in the opposite order."""
+    """Experts in the opposite order: the segments are in the opposite order."""
     last = trial.case.experts - 1
     flipped = {name: upside_down(x, 1) for name, x in trial.problem.tensors.items() if name != "tokens"}
     second = _plain_call(trial.problem.with_tensors(flipped))
@@ -71,7 +71,7 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
 
 
 def _split(trial: Trial) -> Finding | None:
-    """The first half of the tokens alone: the same rows as in the whole batch."""
+    """The first half of the tokens by itself: the same rows as in the whole batch."""
     half = trial.case.tokens // 2
     second = _plain_call(
         trial.problem.with_tensors({name: x[:half].clone() for name, x in trial.problem.tensors.items()})
@@ -80,7 +80,7 @@ def _split(trial: Trial) -> Finding | None:
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
-    """Without the alignment: the same rows without the padding."""
+    """Without the alignment: the same rows, without the padding."""
     settings = {name: x for name, x in trial.problem.settings.items() if name != "align"}
     second = _plain_call(replace(trial.problem, settings=settings))
     return same("padding_independence", _relocated(trial, second, lambda t, e: (t, e)), trial.run(second))
@@ -94,10 +94,10 @@ def _neighbour_independence(trial: Trial) -> Finding | None:
     changed = x.clone().view(torch.uint8) if x.element_size() == 1 else x.clone()
     changed[middle] = 0 if x.element_size() == 1 else torch.nan
     outputs = trial.run(_plain_call(trial.problem.with_tensors({name: changed.view(x.dtype)})))
-    right = trial.reference(trial.problem)["rows"].value
-    untouched = _not_equal_rows(right, x[middle])
+    expected_rows = trial.reference(trial.problem)["rows"].value
+    untouched = _not_equal_rows(expected_rows, x[middle])
     got = outputs.get("rows")
-    if not isinstance(got, Tensor) or got.shape != right.shape:
+    if not isinstance(got, Tensor) or got.shape != expected_rows.shape:
         return Finding("rows", "neighbour_independence", "changes shape when one row's payload changes")
     raw = [y.view(torch.uint8) if y.element_size() == 1 else y for y in (trial.first["rows"], got)]
     return same("neighbour_independence", {"rows": raw[0][untouched]}, {"rows": raw[1][untouched]})
@@ -115,9 +115,9 @@ def _not_equal_rows(rows: Tensor, row: Tensor) -> Tensor:
 def _round_trip(trial: Trial) -> Finding | None:
     """Sorting by the inverse order restores the rows."""
     order, sizes = (trial.problem.required[name].long() for name in ("order", "chunk_sizes"))
-    back = {"rows": trial.first["rows"], "chunk_sizes": sizes[order], "order": order.argsort()}
+    sorted_inputs = {"rows": trial.first["rows"], "chunk_sizes": sizes[order], "order": order.argsort()}
     settings = {} if trial.first.get("probs") is None else {"probs": trial.first["probs"]}
-    second = replace(_plain_call(trial.problem), required=back, settings=settings)
+    second = replace(_plain_call(trial.problem), required=sorted_inputs, settings=settings)
     first: dict[str, Tensor | None] = {
         "rows": trial.problem.required["rows"],
         "probs": trial.problem.settings.get("probs"),
@@ -128,8 +128,8 @@ def _round_trip(trial: Trial) -> Finding | None:
 def _idempotence(trial: Trial) -> Finding | None:
     """Padding a padded map changes nothing."""
     padded = trial.first["routing_map"]
-    again = trial.run(_plain_call(trial.problem.with_tensors({"routing_map": padded})))
-    return same("idempotence", {"routing_map": padded.bool()}, {"routing_map": again["routing_map"].bool()})
+    padded_again = trial.run(_plain_call(trial.problem.with_tensors({"routing_map": padded})))
+    return same("idempotence", {"routing_map": padded.bool()}, {"routing_map": padded_again["routing_map"].bool()})
 
 
 def _column_relabelling(trial: Trial) -> Finding | None:
@@ -160,14 +160,16 @@ def _summed_relabelling(trial: Trial) -> Finding | None:
     flipped = {name: upside_down(x, 1) for name, x in producer.tensors.items() if name != "tokens"}
     producer = producer.with_tensors(flipped)
     produced = permute(producer.required["tokens"], producer.required["routing_map"], **producer.settings)
-    after = produced.row_map
-    there = (after.token_P != PADDING).nonzero().flatten()
+    row_map = produced.row_map
+    there = (row_map.token_P != PADDING).nonzero().flatten()
     from_P = _places(trial.problem.produced.row_map)[
-        after.token_P[there], after.num_experts - 1 - after.expert_P[there]
+        row_map.token_P[there], row_map.num_experts - 1 - row_map.expert_P[there]
     ]
-    other = torch.zeros_like(rows)
-    other[there] = rows[from_P]
-    tensors = {"rows": other} | {name: x.flip(1) for name, x in trial.problem.tensors.items() if name == "probs"}
+    reversed_rows = torch.zeros_like(rows)
+    reversed_rows[there] = rows[from_P]
+    tensors = {"rows": reversed_rows} | {
+        name: x.flip(1) for name, x in trial.problem.tensors.items() if name == "probs"
+    }
     second = replace(trial.problem.with_tensors(tensors), producer=producer, produced=produced)
     outputs = dict(trial.run(second))
     if isinstance(x := outputs.get("d_rows"), Tensor):
@@ -186,7 +188,7 @@ def _rows(case) -> int:
 
 
 def _dropless(case) -> bool:
-    """No row is dropped, and none is filled in."""
+    """Whether no row is dropped, and none is filled in."""
     return _moves_only(case) and not case.capacity and (case.slack is None or case.slack >= 0)
 
 
@@ -214,11 +216,13 @@ ROW_REVERSAL = Law("row_reversal", _row_reversal, _moves_only)
 
 
 def _zero_prob_rows(trial: Trial) -> Finding | None:
-    """Of probabilities 0, -0, tiny, NaN and 0.5, only zeros make rows of zeros, if so declared."""
+    """Of the probabilities 0, -0, tiny, NaN and 0.5, only zeros give rows of zeros, if this is
+    declared.
+    """
     probs = trial.problem.settings["probs"].clone().flatten()
     tiny = torch.finfo(probs.dtype).smallest_normal
-    for place, value in enumerate((0.0, -0.0, tiny, torch.nan, 0.5)):
-        probs[place::5] = value
+    for offset, value in enumerate((0.0, -0.0, tiny, torch.nan, 0.5)):
+        probs[offset::5] = value
     second = _plain_call(trial.problem.with_tensors({"probs": probs.reshape(trial.problem.settings["probs"].shape)}))
     return trial.judged("zero_prob_rows", {"rows": trial.reference(second)["rows"]}, trial.run(second))
 
@@ -227,7 +231,7 @@ ZERO_PROB_ROWS = Law("zero_prob_rows", _zero_prob_rows, lambda case: _moves_only
 
 
 def _garbage_independence(trial: Trial) -> Finding | None:
-    """Other garbage in the padding rows: the tokens do not change."""
+    """Other garbage in the rows of padding: the tokens do not change."""
     rows = trial.problem.required["rows"].clone()
     row_map = trial.problem.produced.row_map
     rows[row_map.token_P < 0] = 3.0
@@ -235,10 +239,10 @@ def _garbage_independence(trial: Trial) -> Finding | None:
 
 
 def _exact_fp32(case) -> bool:
-    plain = not case.golden and not case.illegal and case.values == "dyadic" and case.layout not in SHARED
+    is_plain = not case.golden and not case.illegal and case.values == "dyadic" and case.layout not in SHARED
     # a product has 12 + 10 bits; a sum of four adds 2: exact in float32
     exact_products = case.function != "unpermute" or not case.probs or case.experts <= 4
-    return plain and exact_products and case.dtype == "float32" and case.probs in ("", "float32")
+    return is_plain and exact_products and case.dtype == "float32" and case.probs in ("", "float32")
 
 
 def _main_gradient(case) -> bool:
@@ -249,7 +253,10 @@ ADJOINTNESS = universal.adjointness(lambda case: _exact_fp32(case) and _main_gra
 
 
 def _adjointness_of_permute(trial: Trial) -> Finding | None:
-    """A forward that is declared to write zeros at probability 0 has another transpose there."""
+    """Whether the transpose law holds.
+
+    A forward that is declared to write zeros at probability 0 has another transpose there.
+    """
     zeroed = trial.declared.get("zero_prob_rows") == "zero" and trial.case.zero_probs
     return None if zeroed else ADJOINTNESS.check(trial)
 

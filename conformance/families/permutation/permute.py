@@ -28,11 +28,11 @@ def settings_of(case: RoutingCase) -> dict[str, Any]:
     if case.capacity:
         settings["capacity"] = case.capacity
     if case.slack is not None:
-        settings["num_rows"] = max(_needed(case) + case.slack * max(case.align, 1), 0)
+        settings["num_rows"] = max(_rows_needed(case) + case.slack * max(case.align, 1), 0)
     return settings
 
 
-def _needed(case: RoutingCase) -> int:
+def _rows_needed(case: RoutingCase) -> int:
     """Total rows of all segments."""
     unit = max(case.align, 1)
     return sum(-(-int(n) // unit) * unit for n in routed(case).sum(0))
@@ -40,7 +40,7 @@ def _needed(case: RoutingCase) -> int:
 
 def _rows(case: RoutingCase, settings: dict[str, Any]) -> int:
     """Rows of the permuted buffer."""
-    return settings.get("num_rows", case.experts * case.capacity if case.capacity else _needed(case))
+    return settings.get("num_rows", case.experts * case.capacity if case.capacity else _rows_needed(case))
 
 
 class Permute(Contract[RoutingCase]):
@@ -82,32 +82,34 @@ class Permute(Contract[RoutingCase]):
     def expected(self, case: RoutingCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         out = self._reference(problem)
         zeroed = declared.get("zero_prob_rows") == "zero" and out.probs is not None
-        right: dict[str, Expectation] = {"rows": Exact(without_zero_probs(out.rows, out.probs) if zeroed else out.rows)}
+        expectations: dict[str, Expectation] = {
+            "rows": Exact(without_zero_probs(out.rows, out.probs) if zeroed else out.rows)
+        }
         if out.probs is not None:
-            right["probs"] = Exact(out.probs)
-        right["tokens_per_expert"] = Exact(out.tokens_per_expert, "integers")
+            expectations["probs"] = Exact(out.probs)
+        expectations["tokens_per_expert"] = Exact(out.tokens_per_expert, "integers")
         if out.pad_offsets is not None:
-            right["pad_offsets"] = Exact(out.pad_offsets, "integers")
-        right["overflow"] = Exact(out.overflow, "integers", flag=True)
-        return right | self._gradients(problem, out, declared)
+            expectations["pad_offsets"] = Exact(out.pad_offsets, "integers")
+        expectations["overflow"] = Exact(out.overflow, "integers", flag=True)
+        return expectations | self._gradients(problem, out, declared)
 
     def _gradients(self, problem: Problem, out, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        right: dict[str, Expectation] = {}
+        expectations: dict[str, Expectation] = {}
         if "tokens" in problem.wanted:
             tokens = problem.required["tokens"]
             d_rows = problem.cotangents.get("rows", torch.zeros_like(out.rows)).double()
             value, magnitude = (unpermute(x, out.row_map) for x in (d_rows, d_rows.abs()))
             acc = computed_in(declared, tokens)
             terms = max(problem.required["routing_map"].shape[1], 1) + narrowed(acc, tokens)
-            right["d_tokens"] = sum_bound(value, magnitude, terms, tokens.dtype, acc)
+            expectations["d_tokens"] = sum_bound(value, magnitude, terms, tokens.dtype, acc)
         if "probs" in problem.wanted:
             probs = problem.settings["probs"]
             d_probs = torch.zeros_like(probs)
             if "probs" in problem.cotangents:
                 real = out.row_map.token_P != PADDING
                 d_probs[out.row_map.token_P[real], out.row_map.expert_P[real]] = problem.cotangents["probs"][real]
-            right["d_probs"] = Exact(d_probs, "values")
-        return right
+            expectations["d_probs"] = Exact(d_probs, "values")
+        return expectations
 
     def explain(self, problem: Problem, output: str, index: tuple[int, ...], observed: Tensor) -> str | None:
         if output != "rows" or not index:
@@ -123,13 +125,15 @@ class Permute(Contract[RoutingCase]):
         first = int((row_map.expert_P == expert).nonzero()[0])
         probs = problem.settings.get("probs")
         if token in same and probs is not None and probs[token, expert] == 0:
-            return None  # a copy where zeros are declared
-        place = f"row {index[0]} (expert {expert}, place {index[0] - first} of its segment)"
-        wrong = [] if token == PADDING else np.flatnonzero(bits(row) != bits(tokens[token])).tolist()
-        if wrong and 2 * len(wrong) < len(row):
-            values = _start(row[wrong[0] :])
-            columns = f"{len(wrong)} of its {len(row)} columns are wrong, from column {wrong[0]} ({values})"
-            return f"{place} holds token {token} as it should, but {columns}"
+            return None  # a copy, if rows of zeros are declared
+        location = f"row {index[0]} (expert {expert}, place {index[0] - first} of its segment)"
+        wrong_columns = [] if token == PADDING else np.flatnonzero(bits(row) != bits(tokens[token])).tolist()
+        if wrong_columns and 2 * len(wrong_columns) < len(row):
+            values = _start(row[wrong_columns[0] :])
+            columns = (
+                f"{len(wrong_columns)} of its {len(row)} columns are wrong, from column {wrong_columns[0]} ({values})"
+            )
+            return f"{location} holds token {token} as it should, but {columns}"
         holds = (
             f"holds token {same[0]}"
             if same
@@ -137,12 +141,12 @@ class Permute(Contract[RoutingCase]):
             if not row.float().any()
             else f"holds no token's values ({_start(row)})"
         )
-        right = "has a padding row of zeros there" if token == PADDING else f"puts token {token} there"
-        return f"{place} {holds}; the reference {right}"
+        expectation = "has a padding row of zeros there" if token == PADDING else f"puts token {token} there"
+        return f"{location} {holds}; the reference {expectation}"
 
 
 def without_zero_probs(rows: Tensor, probs: Tensor) -> Tensor:
-    """The rows, zeros where their probability is 0 or -0."""
+    """The rows, with zeros where their probability is 0 or -0."""
     raw = rows.view(torch.uint8) if rows.element_size() == 1 else rows  # fp8 cannot be filled on every torch
     return raw.masked_fill((probs == 0)[:, None], 0).view(rows.dtype)
 
@@ -195,31 +199,33 @@ class Unpermute(Contract[RoutingCase]):
         rows, probs = problem.required["rows"], problem.settings.get("probs")
         acc = computed_in(declared, rows, probs)
         terms = max(row_map.num_experts, 1) + narrowed(acc, rows, probs)
-        wide = rows.double(), None if probs is None else probs.double()
-        value = unpermute(wide[0], row_map, probs=wide[1])
-        magnitude = unpermute(wide[0].abs(), row_map, probs=None if wide[1] is None else wide[1].abs())
-        right: dict[str, Expectation] = {"tokens": sum_bound(value, magnitude, terms, rows.dtype, acc)}
+        float64_inputs = rows.double(), None if probs is None else probs.double()
+        value = unpermute(float64_inputs[0], row_map, probs=float64_inputs[1])
+        magnitude = unpermute(
+            float64_inputs[0].abs(), row_map, probs=None if float64_inputs[1] is None else float64_inputs[1].abs()
+        )
+        expectations: dict[str, Expectation] = {"tokens": sum_bound(value, magnitude, terms, rows.dtype, acc)}
         if problem.wanted:
-            right |= self._gradients(problem, row_map, wide, acc)
-        return right
+            expectations |= self._gradients(problem, row_map, float64_inputs, acc)
+        return expectations
 
     def _gradients(
-        self, problem: Problem, row_map, wide: tuple[Tensor, Tensor | None], acc: torch.dtype
+        self, problem: Problem, row_map, float64_inputs: tuple[Tensor, Tensor | None], acc: torch.dtype
     ) -> dict[str, Expectation]:
         rows, probs = problem.required["rows"], problem.settings.get("probs")
         real = row_map.token_P != PADDING
         token_R, expert_R = row_map.token_P[real], row_map.expert_P[real]
         d_out = problem.cotangents["tokens"].double()[token_R]
-        right: dict[str, Expectation] = {}
+        expectations: dict[str, Expectation] = {}
         if "rows" in problem.wanted:
             value = torch.zeros(rows.shape, dtype=torch.float64)
-            value[real] = d_out if wide[1] is None else d_out * wide[1][token_R, expert_R][:, None]
-            right["d_rows"] = sum_bound(value, value.abs(), 1 + narrowed(acc, rows, probs), rows.dtype, acc)
+            value[real] = d_out if float64_inputs[1] is None else d_out * float64_inputs[1][token_R, expert_R][:, None]
+            expectations["d_rows"] = sum_bound(value, value.abs(), 1 + narrowed(acc, rows, probs), rows.dtype, acc)
         if "probs" in problem.wanted and probs is not None:
             value, magnitude = torch.zeros((2, *probs.shape), dtype=torch.float64)
-            terms_RH = wide[0][real] * d_out
+            terms_RH = float64_inputs[0][real] * d_out
             value[token_R, expert_R] = terms_RH.sum(1)
             magnitude[token_R, expert_R] = terms_RH.abs().sum(1)
             terms = max(rows.shape[1], 1) + narrowed(acc, rows, rows)  # rows and their cotangent
-            right["d_probs"] = sum_bound(value, magnitude, terms, probs.dtype, acc)
-        return right
+            expectations["d_probs"] = sum_bound(value, magnitude, terms, probs.dtype, acc)
+        return expectations

@@ -62,10 +62,13 @@ class IndicesToMultihot(Contract[IndicesCase]):
     def expected(self, case: IndicesCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         index_TK, probs = problem.required.values()
         out = indices_to_multihot(index_TK, probs, **problem.settings)
-        right: dict[str, Expectation] = {"routing_map": Exact(out.routing_map, "integers"), "probs": Exact(out.probs)}
+        expectations: dict[str, Expectation] = {
+            "routing_map": Exact(out.routing_map, "integers"),
+            "probs": Exact(out.probs),
+        }
         if problem.wanted:
-            right["d_probs"] = Exact(_slot_gradient(index_TK, problem.cotangents["probs"]), "values")
-        return right
+            expectations["d_probs"] = Exact(_slot_gradient(index_TK, problem.cotangents["probs"]), "values")
+        return expectations
 
 
 def _slot_gradient(index_TK: Tensor, d_multihot: Tensor) -> Tensor:
@@ -99,7 +102,7 @@ class MultihotToIndices(Contract[RoutingCase]):
     def expected(self, case: RoutingCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         map_TE, probs = problem.required.values()
         out = multihot_to_indices(map_TE, probs, **problem.settings)
-        right: dict[str, Expectation] = {
+        expectations: dict[str, Expectation] = {
             "indices": Exact(out.indices, "integers"),
             "probs": Exact(out.probs),
             "overflow": Exact(out.overflow, "integers", flag=True),
@@ -108,5 +111,5 @@ class MultihotToIndices(Contract[RoutingCase]):
             d_probs = torch.zeros_like(probs)
             t, k = (out.indices != EMPTY).nonzero(as_tuple=True)
             d_probs[t, out.indices[t, k]] = problem.cotangents["probs"][t, k]
-            right["d_probs"] = Exact(d_probs, "values")
-        return right
+            expectations["d_probs"] = Exact(d_probs, "values")
+        return expectations

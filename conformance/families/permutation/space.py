@@ -1,4 +1,6 @@
-"""Permutation beyond its axes: maps drawn, shapes that always run, limits on cost."""
+"""Cases of permutation beyond their axes: routing maps that are drawn, shapes that every run has,
+and limits of cost.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -54,8 +56,8 @@ def maps(scope: Scope) -> st.SearchStrategy[Changes]:
 def explicit() -> st.SearchStrategy[Changes]:
     """An explicit map, one bit per (token, expert)."""
     table = axes_of(RoutingCase)["routing"].drawn(Permute.signature)
-    more = st.tuples(st.integers(1, 8), sizes(0, 20))
-    return st.tuples(table, more).map(lambda x: x[0] | {"topk": x[1][0], "hidden": x[1][1], "spread": "all"})
+    sizes_beside = st.tuples(st.integers(1, 8), sizes(0, 20))
+    return st.tuples(table, sizes_beside).map(lambda x: x[0] | {"topk": x[1][0], "hidden": x[1][1], "spread": "all"})
 
 
 def spread(tokens: int, experts: int, hidden: int) -> st.SearchStrategy[Changes]:
@@ -72,10 +74,12 @@ def beyond_blocks(scope: Scope) -> st.SearchStrategy[Changes]:
 
 def real() -> st.SearchStrategy[Changes]:
     """Sizes of real models."""
-    few = ("uniform", "skewed", "ragged")
+    common_spreads = ("uniform", "skewed", "ragged")
     return st.sampled_from(
         [
-            distribution(st.tuples(st.sampled_from((1, 17, 65)), st.just(experts), st.just(hidden)), few, topk, topk)
+            distribution(
+                st.tuples(st.sampled_from((1, 17, 65)), st.just(experts), st.just(hidden)), common_spreads, topk, topk
+            )
             for hidden, experts, topk in REAL_SHAPES
         ]
     ).flatmap(lambda shape: shape)
@@ -106,7 +110,9 @@ def affordable(case: RoutingCase, scope: Scope) -> RoutingCase:
 
 
 def _permuted(scope: Scope) -> list[Any]:
-    """A last block of one token; many experts; wide rows; room for more than the one token."""
+    """A last block of one token; many experts; wide rows; and room for more rows than the one token
+    takes.
+    """
     align = {"align": 4} if scope.accepts("align") else {}
     cuda = scope.space.device == "cuda"
     columns = {"tokens": 5, "experts": 4, "topk": 2, "hidden": 4097 if cuda else 513, "spread": "uniform"}
@@ -120,72 +126,84 @@ def _permuted(scope: Scope) -> list[Any]:
     roomy: Changes = {"tokens": 1, "experts": 3, "topk": 2, "hidden": 5, "capacity": 4, "align": 0}
     full: Changes = {"tokens": 3, "experts": 9, "topk": 1, "hidden": 2, "capacity": 2, "align": 0}
     limited = [roomy, *(full | {"routing": (expert,) * 3} for expert in (1, 1 << 8))]
-    found = [*shapes, crowded, double, one_column, *_strange(scope), *_counted(scope), *_plain(scope)]
-    return [*found, *(limited if scope.accepts("capacity") else [])]
+    rows = [*shapes, crowded, double, one_column, *_strange(scope), *_rows_of_one_expert(scope), *_forward_rows(scope)]
+    return [*rows, *(limited if scope.accepts("capacity") else [])]
 
 
-def _plain(scope: Scope) -> list[Any]:
-    """Tokens that stay where they are, without gradients; probs that float32 cannot hold; probs
-    without columns beside them.
+def _forward_rows(scope: Scope) -> list[Any]:
+    """Tokens that stay where they are, without gradients; probabilities that float32 cannot hold;
+    and probabilities without columns beside them.
     """
-    few: Changes = {"tokens": 5, "hidden": 3, "grads": ""}
-    still = scope.case(few | {"experts": 1, "topk": 1, "spread": "all"})
-    wide: Changes = {"tokens": 5, "hidden": 3, "experts": 3, "topk": 2, "spread": "uniform", "probs": "float64"}
-    found = [*([still] if scope.fits(still) else []), wide if scope.function == Permute.function else wide | MERGED]
+    few_tokens: Changes = {"tokens": 5, "hidden": 3, "grads": ""}
+    still = scope.case(few_tokens | {"experts": 1, "topk": 1, "spread": "all"})
+    fine_probs: Changes = {"tokens": 5, "hidden": 3, "experts": 3, "topk": 2, "spread": "uniform", "probs": "float64"}
+    rows = [
+        *([still] if scope.fits(still) else []),
+        fine_probs if scope.function == Permute.function else fine_probs | MERGED,
+    ]
     bare = {"tokens": 5, "hidden": 0, "experts": 3, "topk": 2, "spread": "uniform", "probs": "float32", "align": 4}
     # sums of two dtypes, of which the wider one's bits and range are needed
     apart: Changes = {"tokens": 5, "hidden": 3, "experts": 4, "topk": 3, "spread": "uniform"} | MERGED
     sums = [apart | {"dtype": dtype, "probs": "float64", "values": "wide"} for dtype in ("float16", "bfloat16")]
     sums[0] |= {"values": "dyadic", "hidden": 129}  # a float16 has no wide values, but long sums
-    found += sums if scope.function != Permute.function else []
-    return [*found, *([bare] if scope.function == Permute.function and scope.accepts("align") else [])]
+    rows += sums if scope.function != Permute.function else []
+    return [*rows, *([bare] if scope.function == Permute.function and scope.accepts("align") else [])]
 
 
 def _full(scope: Scope) -> list[Changes]:
-    """One token, the first or the last, also of a later tile, with more experts than slots. More
-    slots than a tile has, and than there are experts.
+    """Only one token has experts, the first or the last, also in a later tile, with more experts
+    than slots; and there are more slots than a tile has, and than there are experts.
     """
     full = ((7, 3, 4), (3, 4, 7), (*[1] * 128, 7))
-    found: list[Changes] = [{"tokens": len(one), "experts": 3, "topk": 2, "routing": one} for one in full]
-    return [*found, {"tokens": 5, "experts": 3, "topk": 130, "spread": "ragged"}]
+    rows: list[Changes] = [{"tokens": len(routing), "experts": 3, "topk": 2, "routing": routing} for routing in full]
+    return [*rows, {"tokens": 5, "experts": 3, "topk": 130, "spread": "ragged"}]
 
 
 def _gaps(name: str) -> Changes:
-    """A layout that only the strides tell: of rows of one element, the row's alone."""
+    """A layout that only the strides show: for rows of one element, the stride of the row."""
     return {"layout": "strided", "layout_of": name}
 
 
 def _strange(scope: Scope) -> list[Any]:
-    """Every 16-bit pattern; strange values at the ends of rows, unless other shapes draw them."""
+    """Every 16-bit pattern; and strange values at the ends of rows, unless other shapes draw
+    them.
+    """
     edges: Changes = {"tokens": 7, "experts": 3, "topk": 2, "hidden": 5, "spread": "uniform", "values": "edges"}
-    every: Changes = {"tokens": 16, "experts": 2, "topk": 1, "hidden": 4096, "spread": "uniform", "values": "every"}
-    patterns = [scope.case(every | kind) for kind in (PATTERNS[0], PATTERNS[1] | PADDED)]
+    all_patterns: Changes = {
+        "tokens": 16,
+        "experts": 2,
+        "topk": 1,
+        "hidden": 4096,
+        "spread": "uniform",
+        "values": "every",
+    }
+    patterns = [scope.case(all_patterns | kind) for kind in (PATTERNS[0], PATTERNS[1] | PADDED)]
     patterns = [case for case in patterns if scope.function == Permute.function and scope.fits(case)]
     if scope.space.device == "cuda":
         return patterns[:1]
     return [*(edges | kind for kind in ({"dtype": "float32"}, *PATTERNS)), *patterns]
 
 
-def _counted(scope: Scope) -> list[Changes]:
-    """Rows of one expert: exactly a tile's, past 8 and on a GPU past 15 and 16 bits; as many of one
-    of four experts; room for more than a tile, on a GPU past 15 bits; there as many rows of fewer
-    tokens.
+def _rows_of_one_expert(scope: Scope) -> list[Changes]:
+    """Rows of one expert: exactly as many as a tile has; more than 8 bits count, and on a GPU more
+    than 15 and 16 bits count; as many for one of four experts; room for more than a tile; and on a
+    GPU more than 15 bits count, with as many rows of fewer tokens.
     """
-    one: Changes = {"experts": 2, "topk": 1, "hidden": 1, "spread": "one_hot", "probs": ""}
+    one_hot: Changes = {"experts": 2, "topk": 1, "hidden": 1, "spread": "one_hot", "probs": ""}
     rows: tuple[int, ...] = (128, 256, 32769, 65538) if scope.space.device == "cuda" else (64, 128, 258)
-    found = [one | {"tokens": n} for n in (rows if scope.function == Permute.function else rows[:1])]
-    found.append(one | FOUR | {"tokens": 32768 if scope.space.device == "cuda" else 768})
+    rows_of_counts = [one_hot | {"tokens": n} for n in (rows if scope.function == Permute.function else rows[:1])]
+    rows_of_counts.append(one_hot | FOUR | {"tokens": 32768 if scope.space.device == "cuda" else 768})
     if scope.accepts("capacity"):
-        found.append(one | {"tokens": 69, "capacity": 67, "align": 0})
+        rows_of_counts.append(one_hot | {"tokens": 69, "capacity": 67, "align": 0})
     if scope.accepts("capacity") and scope.space.device == "cuda":
-        found.append(one | {"tokens": 32770, "capacity": 32769, "align": 0})
+        rows_of_counts.append(one_hot | {"tokens": 32770, "capacity": 32769, "align": 0})
     if scope.accepts("align"):
-        found.append(one | {"tokens": 67, "align": 256})
+        rows_of_counts.append(one_hot | {"tokens": 67, "align": 256})
     if scope.space.device == "cuda" and scope.function == Permute.function:
-        found.append({"tokens": 4100, "experts": 8, "topk": 8, "hidden": 1, "spread": "all", "probs": ""})
+        rows_of_counts.append({"tokens": 4100, "experts": 8, "topk": 8, "hidden": 1, "spread": "all", "probs": ""})
     if scope.space.device == "cuda":  # experts, tokens and columns past a block together
-        found.append({"tokens": 300, "experts": 300, "topk": 3, "hidden": 67, "spread": "uniform"})
-    return found
+        rows_of_counts.append({"tokens": 300, "experts": 300, "topk": 3, "hidden": 67, "spread": "uniform"})
+    return rows_of_counts
 
 
 def _past_32_bits(scope: Scope) -> list[RoutingCase]:
@@ -207,11 +225,11 @@ def _room(scope: Scope) -> dict[str, list[Changes]]:
 def chunks(draw: st.DrawFn, scope: Scope) -> Changes:
     """Few chunks of any size, many small chunks, empty chunks, in any order."""
     fields = draw(axes_of(ChunksCase)["sizes"].drawn(scope.signature))
-    few = sum(fields["sizes"]) < 40 and not draw(st.integers(0, 3))
+    small_chunks = sum(fields["sizes"]) < 40 and not draw(st.integers(0, 3))
     return fields | {
         "order": tuple(draw(st.permutations(range(len(fields["sizes"]))))),
         "tail": draw(st.sampled_from((0, 0, 1, 5))),
-        "hidden": draw(sizes(0, 1100 if few else 140)),
+        "hidden": draw(sizes(0, 1100 if small_chunks else 140)),
         "seed": draw(st.integers(0, 99)),
     }
 
@@ -227,18 +245,16 @@ def _chunked(scope: Scope) -> list[Any]:
     cuda = scope.space.device == "cuda"
     counts = (33, 257 if cuda else 65)
     orders = {n: tuple((i * 7 + 3) % n for i in range(n)) for n in counts}
-    found: list[Changes] = [{"sizes": tuple(i % 4 for i in range(n)), "order": orders[n], "hidden": 3} for n in counts]
-    # orders that only two neighbours keep from moving nothing
-    found += [
-        {"sizes": (1,) * 6, "order": swapped, "hidden": 2} for swapped in ((1, 0, 2, 3, 4, 5), (0, 1, 3, 2, 4, 5))
-    ]
-    found += [{"sizes": (1,) * 6, "order": (0, 1, 2, 3, 5, 4), "hidden": 2}]
+    rows: list[Changes] = [{"sizes": tuple(i % 4 for i in range(n)), "order": orders[n], "hidden": 3} for n in counts]
+    # orders that move nothing but two neighbours
+    rows += [{"sizes": (1,) * 6, "order": swapped, "hidden": 2} for swapped in ((1, 0, 2, 3, 4, 5), (0, 1, 3, 2, 4, 5))]
+    rows += [{"sizes": (1,) * 6, "order": (0, 1, 2, 3, 5, 4), "hidden": 2}]
     if cuda:
-        return [*found, {"sizes": (65537, 3, 32768), "order": (2, 0, 1), "hidden": 1}]
+        return [*rows, {"sizes": (65537, 3, 32768), "order": (2, 0, 1), "hidden": 1}]
     pair: Changes = {"sizes": (9, 7), "order": (1, 0)}
     return [
         pair | {"hidden": 1} | _gaps("rows"),
-        *(*found, {"sizes": (1, *[0] * 128, 1), "order": tuple(range(130))[::-1], "hidden": 1, "probs": ""}),
+        *(*rows, {"sizes": (1, *[0] * 128, 1), "order": tuple(range(130))[::-1], "hidden": 1, "probs": ""}),
         *(pair | {"hidden": 5, "values": "edges"} | kind for kind in ({"dtype": "float32"}, *PATTERNS)),
         *(scope.case(pair | {"hidden": 4097, "values": "every"} | kind) for kind in PATTERNS),
     ]

@@ -66,7 +66,7 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {  # by scaling and variant
         _nvfp4(four_over_six="activations", four_over_six_bound_256="activations", row_scaled_activation=True),
         _nvfp4(square=False, four_over_six="all", four_over_six_bound_256="activations", four_over_six_error="mse"),
         _nvfp4(square=False, four_over_six="all", four_over_six_bound_256="none"),
-        # one of the transform and the stochastic rounding without the other
+        # a recipe with the transform and without stochastic rounding, and the other way round
         Recipe("nvfp4", four_over_six="weights", four_over_six_bound_256="activations"),
         Recipe(
             "nvfp4",
@@ -90,9 +90,9 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {  # by scaling and variant
     ),
 }
 SCALINGS = ("current", "delayed", "block", "mxfp8", "nvfp4")
-VARIANTS = 3  # of each scaling, whose pairs with other settings are covered
+VARIANTS = 3  # recipes of each scaling whose pairs with other settings are covered
 MORE_VARIANTS = tuple(range(VARIANTS, max(map(len, RECIPES.values()))))  # of some
-UNIT = {"mxfp8": 32, "nvfp4": 16}  # rows per group and columns are multiples of it; others: 1
+UNIT = {"mxfp8": 32, "nvfp4": 16}  # rows per group and columns are multiples of this unit; other scalings have 1
 ROLES = ("input", "weight", "grad_output")
 DIRECTIONS = ("rowwise", "columnwise", "both")
 STEPS = ("quantize", "update", "reduced", "reload")
@@ -100,17 +100,17 @@ EVERY_STEP = "quantize+quantize+reduced+quantize+reload+update+quantize"
 VALUES = ("dyadic", "rows", "wide", "bounds", "midpoints", "tiny", "huge", "zeros", "special")
 MORE_VALUES = ("edges", "every", "levels")
 PLAIN = ("dyadic", "rows", "wide", "midpoints")  # values of float64, which float32 rounds
-NEAR_HALF = 2.0**-40  # of a midpoint, which float32 cannot tell from it
+NEAR_HALF = 2.0**-40  # a distance from a midpoint that float32 cannot represent
 # sums of 16 are exact in float32 in any order: the transform's order is free
 TRANSFORMED = ("dyadic", "midpoints", "tiny", "zeros", "special")
 EVERY_SECOND = ("x", "x.2", "x.4")  # tensors of steps
-ZERO_BLOCK, ZERO_BAND = 16, 128  # side of a zero block, width of a zero band
-BINADES = 24  # below a block's amax, more than any format of codes has
+ZERO_BLOCK, ZERO_BAND = 16, 128  # the side of a block of zeros, and the width of a band of zeros
+BINADES = 24  # times a block's amax: more binades below it than any format of codes has
 SIGNIFICAND = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
-# of two that times 4 are finite, from the smallest subnormal number on
+# powers of two that are finite when multiplied by 4, from the smallest subnormal number on
 POWERS = {torch.float32: (-149, 126), torch.bfloat16: (-133, 126), torch.float16: (-24, 14)}
 BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-# values of rows no kernel may read: a max may skip NaN, never an infinity
+# values of rows that no kernel may read: a maximum may skip NaN, but never an infinity
 TAIL = (torch.inf, -torch.inf, torch.nan)
 
 
@@ -149,13 +149,19 @@ class RecipeFields:
 
     def no_recipe(self) -> str | None:
         """Why the fields name no recipe, or None."""
-        known = len(self.recipes[self.scaling])
-        return f"variant is {self.variant}; {self.scaling} has {known} recipes" if self.variant >= known else None
+        num_recipes = len(self.recipes[self.scaling])
+        return (
+            f"variant is {self.variant}; {self.scaling} has {num_recipes} recipes"
+            if self.variant >= num_recipes
+            else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeCase(RecipeFields, Case):
-    """A tensor, or for delayed scaling one after the other, and its steps."""
+    """A tensor and the steps of a call; delayed scaling has several tensors, one after the
+    other.
+    """
 
     dtype: str = dtypes("float32", "bfloat16", "float16", also=("float64",))
     values: str = choice(*VALUES, also=MORE_VALUES, data=True)  # see `x_of`
@@ -165,9 +171,9 @@ class QuantizeCase(RecipeFields, Case):
     direction: str = choice(*DIRECTIONS)
     # several steps: delayed scaling, or repeats
     steps: str = words("quantize", *STEPS, of=(STEPS[0], EVERY_STEP))
-    # copies of the rows per step, with noise drawn by the implementation; 0: noise is an argument
+    # copies of the rows per step, with noise that the implementation draws; 0: noise is an argument
     repeats: int = number(0)
-    noise_dtype: str = choice("float32", also=("float64",))  # float64: some of it is next to a quotient
+    noise_dtype: str = choice("float32", also=("float64",))  # float64 noise: some of it is next to a quotient
     tokens: int = size("M")  # rows in all groups, in UNITs
     experts: int = size("E", default=0)  # groups; 0: no splits, all rows in one group
     counts: tuple[int, ...] = parts(  # rows per group, in UNITs; empty: even
@@ -245,13 +251,13 @@ def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
     """
     rows, columns = (case.tokens * case.unit + case.tail, case.hidden * case.unit)
     kind = DTYPES[case.dtype]
-    plain = payload(case.seed, name, (rows, columns), case.dtype).double()
+    dyadic = payload(case.seed, name, (rows, columns), case.dtype).double()
     noise = torch.from_numpy(hashed(case.seed, f"{name} kinds", rows * columns).astype(np.int64)).reshape(rows, columns)
     values = {
-        "dyadic": lambda: plain,
-        "rows": lambda: plain * row_scales(case.seed, rows),
+        "dyadic": lambda: dyadic,
+        "rows": lambda: dyadic * row_scales(case.seed, rows),
         "wide": lambda: payload(case.seed, name, (rows, columns), case.dtype, "wide").double(),
-        "bounds": lambda: _bounds(case, plain, noise),
+        "bounds": lambda: _bounds(case, dyadic, noise),
         "midpoints": lambda: _midpoints(case, noise),
         "tiny": lambda: (
             (noise >> 8)
@@ -259,15 +265,15 @@ def x_of(case: QuantizeCase, name: str = "x") -> Tensor:
             * torch.where(noise % 2 == 0, 1.0, -1.0)
             * float(torch.finfo(kind).smallest_normal * torch.finfo(kind).eps)
         ),
-        "huge": lambda: plain / 2 * torch.finfo(kind).max,
-        "zeros": lambda: _zeros(case, plain),
-        "special": lambda: _special(case, plain, noise) if name in EVERY_SECOND else plain,
-        "edges": lambda: _edges(case, plain.to(kind)),
-        "every": lambda: _every(case, plain),
-        "levels": lambda: _levels(case, plain, noise),
+        "huge": lambda: dyadic / 2 * torch.finfo(kind).max,
+        "zeros": lambda: _zeros(case, dyadic),
+        "special": lambda: _special(case, dyadic, noise) if name in EVERY_SECOND else dyadic,
+        "edges": lambda: _edges(case, dyadic.to(kind)),
+        "every": lambda: _all_patterns(case, dyadic),
+        "levels": lambda: _levels(case, dyadic, noise),
     }[case.values]()
     x = values.to(kind)
-    x = torch.where(x.isnan(), torch.nan, x)  # one NaN payload: conversions differ by machine
+    x = torch.where(x.isnan(), torch.nan, x)  # one payload for all NaNs, because conversions differ by machine
     for i in range(case.tail):
         x[rows - case.tail + i] = TAIL[(i + case.seed) % len(TAIL)]
     return x
@@ -284,30 +290,30 @@ def _cells(x: Tensor) -> tuple[Tensor, Tensor]:
     return number, (rows + number) % ZERO_BLOCK == columns % ZERO_BLOCK
 
 
-def _bounds(case: QuantizeCase, plain: Tensor, noise: Tensor) -> Tensor:
+def _bounds(case: QuantizeCase, dyadic: Tensor, noise: Tensor) -> Tensor:
     """Cell maxima where the exponent of a power-of-two scale changes; the rest is smaller."""
-    number, decides = _cells(plain)
+    number, decides = _cells(dyadic)
     kind = DTYPES[case.dtype]
     scale = torch.exp2(((number * 7 + case.seed) % 9 - 9).double())
     top = (torch.where(noise >> 3 & 1 == 1, _format(case).max, 1.0) * scale).to(kind)
     ulp = ((noise >> 8) % 3 - 1).to(BITS_OF[kind])
     near = (top.view(BITS_OF[kind]) + ulp).view(kind)
-    return torch.where(decides, near.double() * torch.where(noise >> 5 & 1 == 1, 1.0, -1.0), plain / 4 * scale)
+    return torch.where(decides, near.double() * torch.where(noise >> 5 & 1 == 1, 1.0, -1.0), dyadic / 4 * scale)
 
 
-def _levels(case: QuantizeCase, plain: Tensor, noise: Tensor) -> Tensor:
-    """Cell maxima at the decision points of NVFP4's scales; the rest is smaller."""
-    number, decides = _cells(plain)
+def _levels(case: QuantizeCase, dyadic: Tensor, noise: Tensor) -> Tensor:
+    """The maximum of each cell is a decision point of NVFP4's scales; other values are smaller."""
+    number, decides = _cells(dyadic)
     kind, middle = DTYPES[case.dtype], _means_of_codes(E4M3)
     below = (middle * 6 / E4M3.max)[(noise >> 8) % len(middle)].to(kind)
     near = (below.view(BITS_OF[kind]) + ((noise >> 20) % 3 - 1).to(BITS_OF[kind])).view(kind)
     top = torch.where((number + case.seed) % 3 == 0, 6.0, near.double())
     sign = torch.where(noise >> 5 & 1 == 1, 1.0, -1.0)
-    return torch.where(decides, top * sign, plain / 4 * (below.double().min() if below.numel() else 0.0))
+    return torch.where(decides, top * sign, dyadic / 4 * (below.double().min() if below.numel() else 0.0))
 
 
 def _means_of_codes(format: Format) -> Tensor:
-    """Of neighbouring positive codes, float64."""
+    """The means of neighbouring positive codes, in float64."""
     positive = decode(torch.arange(format.max_code + 1, dtype=torch.uint8), format, dtype=torch.float64)
     return (positive[1:] + positive[:-1]) / 2
 
@@ -320,51 +326,55 @@ def _midpoints(case: QuantizeCase, noise: Tensor) -> Tensor:
     if case.dtype == "float64":
         value = value * (1 + NEAR_HALF * ((noise >> 16) % 3 - 1).double())
     _, decides = _cells(value)
-    # negative: float16 ends near E5M2's FMAX; 0: the first delayed scale is 1
+    # negative exponents, because float16 ends near E5M2's FMAX; 0: the first delayed scale is 1
     shift = 0 if case.scaling == "delayed" else -(case.seed % 4)
     return torch.where(decides, format.max, value) * 2.0**shift
 
 
-def _zeros(case: QuantizeCase, plain: Tensor) -> Tensor:
-    rows, columns = torch.arange(plain.shape[0])[:, None], torch.arange(plain.shape[1])[None]
-    number, _ = _cells(plain)
+def _zeros(case: QuantizeCase, dyadic: Tensor) -> Tensor:
+    rows, columns = torch.arange(dyadic.shape[0])[:, None], torch.arange(dyadic.shape[1])[None]
+    number, _ = _cells(dyadic)
     block = torch.from_numpy(hashed(case.seed, "zero blocks", 997).astype(np.int64))[number % 997] % 2 == 0
     band = columns // ZERO_BAND % 3 == case.seed % 3 - 1
     first = splits_of(case)[:1] or (0,)
     group = (rows < first[0]) & (case.seed % 4 == 0)
     zero = torch.where((rows + columns) % 2 == 0, 0.0, -0.0)
-    return torch.where(block | band | group, zero, plain)
+    return torch.where(block | band | group, zero, dyadic)
 
 
-def _special(case: QuantizeCase, plain: Tensor, noise: Tensor) -> Tensor:
+def _special(case: QuantizeCase, dyadic: Tensor, noise: Tensor) -> Tensor:
     strange = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0], dtype=torch.float64)
-    hit = (noise % 8 == 0) & (torch.arange(len(plain))[:, None] % 3 == case.seed % 3)
-    return torch.where(hit, strange[(noise >> 8) % 4], plain)
+    hit = (noise % 8 == 0) & (torch.arange(len(dyadic))[:, None] % 3 == case.seed % 3)
+    return torch.where(hit, strange[(noise >> 8) % 4], dyadic)
 
 
-def _edges(case: QuantizeCase, plain: Tensor) -> Tensor:
-    hit = torch.arange(len(plain))[:, None] % 3 == case.seed % 3
-    x = torch.where(hit, with_ends(plain, case.seed), plain).double()
+def _edges(case: QuantizeCase, dyadic: Tensor) -> Tensor:
+    hit = torch.arange(len(dyadic))[:, None] % 3 == case.seed % 3
+    x = torch.where(hit, with_ends(dyadic, case.seed), dyadic).double()
     zero = torch.arange(x.shape[1]) % 5 == 2
     zero[-1:] = False
     return torch.where(zero & x.isfinite(), 0.0, x)
 
 
-def _every(case: QuantizeCase, plain: Tensor) -> Tensor:
+def _all_patterns(case: QuantizeCase, dyadic: Tensor) -> Tensor:
     """±(1 + m/2⁷) 2⁻ᵉ below a largest value in [2, 4), times a power of two per 32 columns of a row
     where blocks have scales.
     """
-    kind, count = DTYPES[case.dtype], plain.numel()
+    kind, count = DTYPES[case.dtype], dyadic.numel()
     steps = 2 ** min(SIGNIFICAND[kind], 10)
-    number = torch.arange(count).reshape(plain.shape) * 40507 + case.seed * 7919  # prime to BINADES
+    number = torch.arange(count).reshape(dyadic.shape) * 40507 + case.seed * 7919  # prime to BINADES
     sign = torch.where(number % 2 == 0, 1.0, -1.0)
     value = sign * (1 + number // 2 % steps / steps) * torch.exp2(-(number // 2 // steps % BINADES).double())
-    cell, decides = _cells(plain)
+    cell, decides = _cells(dyadic)
     value = torch.where(decides, sign * (2 + 2 * (cell * 37 + case.seed) % steps / steps), value)
-    rows, columns = torch.arange(plain.shape[0])[:, None], torch.arange(plain.shape[1])[None]
-    place = rows * -(-plain.shape[1] // 32) + columns // 32 + case.seed
+    rows, columns = torch.arange(dyadic.shape[0])[:, None], torch.arange(dyadic.shape[1])[None]
+    cell_number = rows * -(-dyadic.shape[1] // 32) + columns // 32 + case.seed
     low, high = POWERS[kind] if case.scaling in ("block", "mxfp8") else (-8, 1)
-    power = low + place % (high - low) if case.scaling not in ("current", "delayed") else torch.zeros_like(place)
+    power = (
+        low + cell_number % (high - low)
+        if case.scaling not in ("current", "delayed")
+        else torch.zeros_like(cell_number)
+    )
     return value * torch.exp2(power.double())
 
 
@@ -384,13 +394,13 @@ def inputs_of(case: QuantizeCase) -> tuple[dict[str, Any], dict[str, Any]]:
     """The required inputs and the settings of the call."""
     quantized = case.steps.split("+").count("quantize")
     required: dict[str, Any] = {"x": x_of(case), "recipe": recipe_of(case)}
-    for i in range(1, quantized):  # magnitudes differ by step, so scales move
+    for i in range(1, quantized):  # magnitudes differ by step, so that scales move
         required[f"x.{i}"] = (x_of(case, f"x.{i}").double() * 2.0 ** (3 * i % 5 - 2)).to(DTYPES[case.dtype])
     if case.repeats:
         required |= {name: required["x"].repeat(case.repeats, 1) for name in required if name != "recipe"}
     if "reduced" in case.steps:
         amax = payload(case.seed, "reduced amax", (max(case.experts, 1),), "float32").abs()
-        # 0: no amax given
+        # 0: the call has no amax
         required["reduced_amax"] = torch.where(torch.arange(len(amax)) % 3 == 2, 0.0, amax * 16)
     settings: dict[str, Any] = {"role": case.role} if case.role != "input" else {}
     if case.experts:

@@ -47,10 +47,10 @@ def _of(
     x: Tensor,
     steps: str = "quantize",
     gemm: bool = False,
-    more: dict[str, Tensor] | None = None,
+    extra_inputs: dict[str, Tensor] | None = None,
     **settings: Any,
 ) -> Problem:
-    return problem_of({"x": x, "recipe": recipe} | (more or {}), settings, steps, gemm)
+    return problem_of({"x": x, "recipe": recipe} | (extra_inputs or {}), settings, steps, gemm)
 
 
 def _with_gradient(problem: Problem, *cotangent: list[float]) -> Problem:
@@ -157,7 +157,9 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
         {"scales": _exactly([1 / 64], [1 / 32]), "codes": _bytes([0x7E], [0x7E])},
     ),
     "a_step_learns_from_the_one_before": (  # scale 1: 7; then 448 / 7 = 64: 3½ · 64 = 224
-        _of(Recipe("delayed", amax_history_len=2), _row(7), "quantize+update+quantize", more={"x.1": _row(3.5)}),
+        _of(
+            Recipe("delayed", amax_history_len=2), _row(7), "quantize+update+quantize", extra_inputs={"x.1": _row(3.5)}
+        ),
         {
             "amax": _exactly(7.0),
             "scales": _exactly(1.0),
@@ -174,7 +176,7 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
             Recipe("delayed", amax_history_len=1),
             _rows([7], [28]),
             "quantize+reduced+reload+quantize",
-            more={"x.1": _rows([14], [56]), "reduced_amax": torch.tensor([14.0, 0.0])},
+            extra_inputs={"x.1": _rows([14], [56]), "reduced_amax": torch.tensor([14.0, 0.0])},
             splits=torch.tensor([1, 1]),
         ),
         {"1.scales": _exactly(1 / 32, 1 / 16), "1.codes": _bytes([0x7E], [0x7E]), "1.values": _exactly([14.0], [28.0])},
@@ -184,7 +186,7 @@ QUANTIZE: dict[str, tuple[Problem, dict[str, Expectation]]] = {
             Recipe("delayed", amax_history_len=2),
             _row(7),
             "quantize+reduced+quantize+update",
-            more={"x.1": _row(3.5), "reduced_amax": torch.tensor([torch.nan])},
+            extra_inputs={"x.1": _row(3.5), "reduced_amax": torch.tensor([torch.nan])},
         ),
         {"scales": _exactly(1.0), "1.scales": _exactly(1.0), "state.scale": _exactly(128.0)},
     ),

@@ -16,7 +16,7 @@ from conformance.families.quantization.quantize import directions, script_of
 from conformance.interface import Implementation
 from conformance.judge import Finding
 
-ORDINARY = ("dyadic", "rows", "wide", "bounds", "midpoints", "zeros")  # finite, also when doubled
+ORDINARY = ("dyadic", "rows", "wide", "bounds", "midpoints", "zeros")  # values that stay finite when doubled
 READ = ("amax", "scales", "codes", "values")
 
 
@@ -40,12 +40,14 @@ def _with_rows(problem: Problem, rows: Tensor, splits: Tensor | None) -> Problem
 
 def _forms(trial: Trial) -> dict[str, Any]:
     """The reference's forms, by the pattern of their outputs' names."""
-    seen: dict[str, Any] = {}
+    quantized_forms: dict[str, Any] = {}
     steps = trial.case.steps.split("+")
-    script_of(steps, seen.__setitem__)(Implementation(moe_ref), trial.problem.required | trial.problem.settings)
+    script_of(steps, quantized_forms.__setitem__)(
+        Implementation(moe_ref), trial.problem.required | trial.problem.settings
+    )
     return {
         f"{prefix}{{}}{suffix}": q.form(columnwise)
-        for prefix, q in seen.items()
+        for prefix, q in quantized_forms.items()
         for suffix, columnwise in directions(trial.problem.settings)
     }
 
@@ -56,43 +58,43 @@ def _outputs(trial: Trial, what: tuple[str, ...]) -> list[str]:
 
 
 def _scaling(trial: Trial) -> Finding | None:
-    """Doubled values: the same codes; scales with a nonzero amax double."""
+    """Doubled values have the same codes; scales with a nonzero amax double."""
     twice = {name: x * 2 for name, x in trial.problem.tensors.items() if _of_rows(name)}
     if any((x.isinf() & trial.problem.tensors[name].isfinite()).any() for name, x in twice.items()):
         return None
     second = trial.run(replace(trial.problem.with_tensors(twice), wanted=(), cotangents={}, layouts={}))
-    kept: Outputs = {name: trial.first[name] for name in _outputs(trial, ("codes",))}
+    expected_outputs: Outputs = {name: trial.first[name] for name in _outputs(trial, ("codes",))}
     for name in _outputs(trial, ("scales",)):
         scale, amax = trial.first[name], trial.first[name.replace("scales", "amax")]
         if trial.case.scaling == "nvfp4":  # block scales are relative to amax
-            kept[name] = scale
+            expected_outputs[name] = scale
         elif trial.case.scaling == "mxfp8":
-            kept[name] = torch.where(amax > 0, scale + 1, scale)
+            expected_outputs[name] = torch.where(amax > 0, scale + 1, scale)
         else:
-            kept[name] = torch.where(amax > 0, scale * 2, scale)
-    kept |= {name: trial.first[name] * 2 for name in _outputs(trial, ("amax",))}
-    return same("scaling", kept, second)
+            expected_outputs[name] = torch.where(amax > 0, scale * 2, scale)
+    expected_outputs |= {name: trial.first[name] * 2 for name in _outputs(trial, ("amax",))}
+    return same("scaling", expected_outputs, second)
 
 
 def _groups_alone(trial: Trial) -> Finding | None:
-    """The largest group alone: the same outputs as among the others."""
+    """The largest group by itself has the same outputs as among the others."""
     splits = trial.problem.settings["splits"]
     e = int(splits.argmax())
     start = int(splits[:e].sum())
     rows = torch.arange(start, start + int(splits[e]))
-    alone = _with_rows(trial.problem, rows, splits[e : e + 1])
+    single_group = _with_rows(trial.problem, rows, splits[e : e + 1])
     state = {
         name: trial.first[name][e : e + 1] for name in ("state.scale", "state.amax_history") if name in trial.first
     }
-    if "reduced_amax" in alone.required:
-        alone = alone.with_tensors({"reduced_amax": alone.required["reduced_amax"][e : e + 1]})
-    kept: Outputs = {}
+    if "reduced_amax" in single_group.required:
+        single_group = single_group.with_tensors({"reduced_amax": single_group.required["reduced_amax"][e : e + 1]})
+    group_outputs: Outputs = {}
     for pattern, form in _forms(trial).items():
         for what in READ:
             first = trial.first[pattern.format(what)]
-            part = by_group(form, what, first)[e]
-            kept[pattern.format(what)] = part.flatten() if first.dim() == 1 else part
-    return same("groups_alone", kept | state, trial.run(alone))
+            group_values = by_group(form, what, first)[e]
+            group_outputs[pattern.format(what)] = group_values.flatten() if first.dim() == 1 else group_values
+    return same("groups_alone", group_outputs | state, trial.run(single_group))
 
 
 def _zero_rows(trial: Trial) -> Finding | None:
@@ -112,15 +114,17 @@ def _zero_rows(trial: Trial) -> Finding | None:
 
 
 def _padding_independence(trial: Trial) -> Finding | None:
-    """Rows past the last group removed, or zero rows added: no group's output changes."""
+    """Rows past the last group are removed, or rows of zeros added: the outputs of the groups do
+    not change.
+    """
     splits = trial.problem.settings["splits"]
     total = int(splits.sum())
     rows = torch.tensor([*range(total), *([-1] * 3 if not trial.case.tail else [])], dtype=torch.int64)
     outputs = trial.run(_with_rows(trial.problem, rows, splits))
-    kept = {name: trial.first[name] for name in _outputs(trial, ("amax", "scales"))}
+    first_outputs = {name: trial.first[name] for name in _outputs(trial, ("amax", "scales"))}
     by_row = _outputs(trial, ("codes", "values"))
-    kept |= {name: trial.first[name][:total] for name in by_row}
-    return same("padding_independence", kept, outputs | {name: outputs[name][:total] for name in by_row})
+    first_outputs |= {name: trial.first[name][:total] for name in by_row}
+    return same("padding_independence", first_outputs, outputs | {name: outputs[name][:total] for name in by_row})
 
 
 def _row_independence(trial: Trial) -> Finding | None:
@@ -131,20 +135,20 @@ def _row_independence(trial: Trial) -> Finding | None:
     x[middle, 0] = torch.nan
     second = trial.run(replace(trial.problem.with_tensors({"x": x}), wanted=(), cotangents={}, layouts={}))
     real = trial.case.tokens * trial.case.unit
-    others = torch.arange(real) != middle
+    unchanged_rows = torch.arange(real) != middle
     return same(
         "row_independence",
-        {n: trial.first[n][:real][others] for n in READ},
-        {n: second[n][:real][others] for n in READ},
+        {n: trial.first[n][:real][unchanged_rows] for n in READ},
+        {n: second[n][:real][unchanged_rows] for n in READ},
     )
 
 
 def _idempotence(trial: Trial) -> Finding | None:
     """Quantising dequantised values is exact."""
-    again = trial.run(
+    requantized = trial.run(
         replace(trial.problem.with_tensors({"x": trial.first["values"]}), wanted=(), cotangents={}, layouts={})
     )
-    return same("idempotence", {"values": trial.first["values"]}, {"values": again["values"]})
+    return same("idempotence", {"values": trial.first["values"]}, {"values": requantized["values"]})
 
 
 def _by_rows(case: Any) -> bool:
@@ -156,7 +160,7 @@ def _by_rows(case: Any) -> bool:
 
 
 def _exact_again(case: Any) -> bool:
-    """Whether code × scale is exact in the dtype, with power-of-two scales."""
+    """Whether code × scale is exact in the dtype, and scales are powers of two."""
     recipe = recipe_of(case)
     by_two = case.scaling == "mxfp8" or bool(recipe.power_of_two_scales)
     return (
@@ -174,7 +178,7 @@ def _doubles(case: Any) -> bool:
 
 
 def _turns_over(case: Any) -> bool:
-    """Whether reversed and negated inputs stay legal: noise and reduced amax do not."""
+    """Whether reversed and negated inputs stay legal. Noise and reduced amaxes do not."""
     return not is_random(case) and "reduced" not in case.steps
 
 

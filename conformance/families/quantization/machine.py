@@ -17,7 +17,10 @@ class QuantizeMachine(Machine):
     @precondition(lambda self: self.words)
     @rule()
     def train(self) -> None:
-        """As training does: without this rule few histories hold more than one amax."""
+        """Quantise and update, as training does.
+
+        Without this rule few histories would hold more than one amax.
+        """
         self.step("update")
         self.step("quantize")
 

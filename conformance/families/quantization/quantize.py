@@ -1,4 +1,6 @@
-"""quantize and its readers (amax, scales, codes, dequantize); delayed scaling in several steps."""
+"""`quantize` and its readers (`amax`, `scales`, `codes`, `dequantize`), and delayed scaling in
+several steps.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,14 +34,14 @@ def problem_of(
     required: dict[str, Any], settings: dict[str, Any], steps: str = "quantize", gemm: bool = False, **fields: Any
 ) -> Problem:
     """The calls: quantises x, x.1, … in turn."""
-    kept = settings
+    all_settings = settings
     if required["recipe"].scaling == "delayed":
-        kept = kept | {"state": FRESH} | _of_the_state(settings, steps)
+        all_settings = all_settings | {"state": FRESH} | _of_the_state(settings, steps)
     first = {name: required[name] for name in ("x", "recipe")}
     return Problem(
         "quantize",
         required,
-        kept | of_readers(settings),
+        all_settings | of_readers(settings),
         script=script_of(steps.split("+")),
         first=first,
         read=reader_of(settings, gemm),
@@ -48,7 +50,10 @@ def problem_of(
 
 
 def of_readers(settings: Mapping[str, Any]) -> dict[str, Opaque]:
-    """The parameters of the result's readers; without one the call is not offered."""
+    """The parameters of the readers of the result.
+
+    If an implementation lacks one, the call is not offered.
+    """
     return {f"{reader}.columnwise": NEEDED for reader in READERS if settings.get("columnwise")}
 
 
@@ -64,27 +69,29 @@ def _of_the_state(settings: Mapping[str, Any], steps: str) -> dict[str, Opaque]:
 
 
 def script_of(steps: list[str], watch: Watch | None = None) -> Script:
-    """Runs the steps: quantise, dequantise, pass the state on; reload it, as views like x."""
+    """A script that runs the steps: quantise, dequantise, pass the state on, and reload it, as
+    views like x.
+    """
 
-    def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-        recipe, count = given["recipe"], 0
+    def script(implementation: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        recipe, count = tensors["recipe"], 0
         outputs: dict[str, Any] = {}
-        settings = {name: given[name] for name in KEYWORDS if name in given}
+        settings = {name: tensors[name] for name in KEYWORDS if name in tensors}
         role = {name: x for name, x in settings.items() if name == "role"}
-        state = given.get("state")
+        state = tensors.get("state")
         if state is FRESH:
             groups = {"num_groups": len(settings["splits"])} if "splits" in settings else {}
-            state = implementation.call("new_quantizer_state", recipe, **groups, device=given["x"].device)
+            state = implementation.call("new_quantizer_state", recipe, **groups, device=tensors["x"].device)
         for step in steps:
             if step in ("update", "reduced"):
-                reduced = {"reduced_amax": given["reduced_amax"]} if step == "reduced" else {}
+                reduced = {"reduced_amax": tensors["reduced_amax"]} if step == "reduced" else {}
                 state = implementation.call("update_scales", state, recipe, **role, **reduced)
             elif step == "reload":
-                layout = "contiguous" if given["x"].is_contiguous() else "strided"
-                kept = {name: x.detach().clone() for name, x in named_outputs(state, STATE).items()}
-                state = QuantizerState(**{name: laid_out(x, layout) for name, x in kept.items()})
+                layout = "contiguous" if tensors["x"].is_contiguous() else "strided"
+                saved_state = {name: x.detach().clone() for name, x in named_outputs(state, STATE).items()}
+                state = QuantizerState(**{name: laid_out(x, layout) for name, x in saved_state.items()})
             else:
-                prefix, x = (f"{count}.", given[f"x.{count}"]) if count else ("", given["x"])
+                prefix, x = (f"{count}.", tensors[f"x.{count}"]) if count else ("", tensors["x"])
                 remembered = {"state": state} if state is not None else {}
                 result = named_outputs(
                     implementation.call("quantize", x, recipe, **settings, **remembered), ("quantized", "state")
@@ -97,7 +104,7 @@ def script_of(steps: list[str], watch: Watch | None = None) -> Script:
                     outputs[f"{prefix}dequantized{suffix}"] = implementation.call(
                         "dequantize", result["quantized"], **_columnwise(columnwise)
                     )
-        if given.get("state") is not None:
+        if tensors.get("state") is not None:
             outputs |= {f"state.{name}": x.clone() for name, x in named_outputs(state, STATE).items()}
         return outputs
 
@@ -117,8 +124,10 @@ def reader_of(settings: Mapping[str, Any], gemm: bool) -> Script:
         tensors = {name: x for name, x in outputs.items() if not name.endswith("result")}
         for name in outputs.keys() - tensors.keys():
             for suffix, columnwise in directions(settings):
-                parts = _read(implementation, outputs[name], columnwise, gemm)
-                tensors |= {f"{name.removesuffix('result')}{part}{suffix}": value for part, value in parts.items()}
+                readings = _read(implementation, outputs[name], columnwise, gemm)
+                tensors |= {
+                    f"{name.removesuffix('result')}{reading}{suffix}": value for reading, value in readings.items()
+                }
         for name in [name for name in tensors if "dequantized" in name]:
             value = tensors[name]
             tensors[name.replace("dequantized", "values")] = (
@@ -134,7 +143,7 @@ def _read(implementation: Any, quantized: Any, columnwise: bool, gemm: bool) -> 
     out = {name: implementation.call(name, quantized, **form) for name in ("amax", "scales", "codes")}
     if gemm and not implementation.lacks("scales", {"layout": ""}):
         laid_out = implementation.call("scales", quantized, **form, layout="gemm")
-        out["scales.gemm"] = torch.cat([part.flatten() for part in laid_out])
+        out["scales.gemm"] = torch.cat([block.flatten() for block in laid_out])
     return out
 
 
@@ -177,15 +186,18 @@ class Quantize(Contract[QuantizeCase]):
         )
 
     def expected(self, case: QuantizeCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        seen: dict[str, Any] = {}
+        quantized_forms: dict[str, Any] = {}
         x = problem.required["x"].detach().clone().requires_grad_(bool(problem.wanted))
-        script, read = script_of(case.steps.split("+"), seen.__setitem__), reader_of(problem.settings, case.gemm)
+        script, read = (
+            script_of(case.steps.split("+"), quantized_forms.__setitem__),
+            reader_of(problem.settings, case.gemm),
+        )
         out = read(
             Implementation(moe_ref), script(Implementation(moe_ref), problem.required | problem.settings | {"x": x})
         )
         reciprocal = declared.get("scale_arithmetic") == "reciprocal"
-        right: dict[str, Expectation] = {}
-        for prefix, quantized in seen.items():
+        expectations: dict[str, Expectation] = {}
+        for prefix, quantized in quantized_forms.items():
             for suffix, columnwise in directions(problem.settings):
                 form: Form = quantized.form(columnwise)
                 names = {
@@ -196,15 +208,17 @@ class Quantize(Contract[QuantizeCase]):
                 )
                 expected = QuantizedForm(form, names, out, reciprocal, noise_MN=noise)
                 if case.repeats:
-                    others = tuple(f"{other}codes{suffix}" for other in seen if other != prefix)
-                    expected = replace(expected, repeated=case.tokens * case.unit, others=others)
-                right |= expected.expectations()
+                    repeated_outputs = tuple(
+                        f"{second_prefix}codes{suffix}" for second_prefix in quantized_forms if second_prefix != prefix
+                    )
+                    expected = replace(expected, repeated=case.tokens * case.unit, others=repeated_outputs)
+                expectations |= expected.expectations()
         if "state.scale" in out:
-            right["state.amax_history"] = Exact(out["state.amax_history"], "values")
+            expectations["state.amax_history"] = Exact(out["state.amax_history"], "values")
             # reciprocal: FMAX · (1/a) for FMAX / a
-            right["state.scale"] = nearly(out["state.scale"], 3) if reciprocal else Exact(out["state.scale"])
+            expectations["state.scale"] = nearly(out["state.scale"], 3) if reciprocal else Exact(out["state.scale"])
         if problem.wanted:
             attached = {name: cotangent for name, cotangent in problem.cotangents.items() if out[name].requires_grad}
             (gradient,) = torch.autograd.grad([out[name] for name in attached], [x], list(attached.values()))
-            right["d_x"] = Exact(gradient, "values")
-        return right
+            expectations["d_x"] = Exact(gradient, "values")
+        return expectations

@@ -1,4 +1,6 @@
-"""Quantisation beyond its axes: quantiser kinds, ragged groups, steps, shapes that always run."""
+"""Cases of quantisation beyond their axes: kinds of quantisers, ragged groups, steps, and shapes
+that every run has.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -45,19 +47,19 @@ KINDS, MORE_KINDS = (
     )
     for variants in (slice(VARIANTS), slice(VARIANTS, None))
 )
-AFTER_AN_INFINITY = "quantize+update+quantize+update+quantize"  # of special values in the first step alone
+AFTER_AN_INFINITY = "quantize+update+quantize+update+quantize"  # steps whose special values are in the first step only
 RARE = 8  # one case in RARE has a further recipe
 
 
 def accepted(scope: Scope, fields: Changes) -> bool:
-    """Whether the implementation takes a case with these fields."""
+    """Whether the implementation accepts a case with these fields."""
     return scope.takes(scope.case(fields))
 
 
 def drawn(scope: Scope) -> st.SearchStrategy[Changes]:
     """All quantiser kinds, equally often; supported values and dtypes; sizes around the blocks."""
-    taken, more = ([kind for kind in kinds if accepted(scope, kind)] for kinds in (KINDS, MORE_KINDS))
-    kinds = st.integers(1, RARE).flatmap(lambda i: st.sampled_from(more if more and i == RARE else taken))
+    taken, rare_kinds = ([kind for kind in kinds if accepted(scope, kind)] for kinds in (KINDS, MORE_KINDS))
+    kinds = st.integers(1, RARE).flatmap(lambda i: st.sampled_from(rare_kinds if rare_kinds and i == RARE else taken))
     return kinds.flatmap(lambda kind: _of_kind(scope, kind))
 
 
@@ -82,15 +84,17 @@ def mostly_some(most: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def groups(draw: st.DrawFn, most: int, split: bool) -> Changes:
-    """No splits; a few groups; one group with all rows; only empty groups; rows past the last."""
+    """Groups: no splits; a few groups; one group with all rows; only empty groups; and rows past
+    the last group.
+    """
     kind = draw(st.sampled_from((*("whole", "few", "one") * 3, "few", "none"))) if split else "whole"
     if kind == "whole":
         return {"tokens": draw(mostly_some(most)), "experts": 0, "counts": (), "tail": 0}
     if kind == "one":
         counts = tuple(draw(st.permutations([draw(sizes(1, most)), *[0] * draw(st.integers(0, 4))])))
     else:
-        part = sizes(0, max(most // 3, 2)) | st.sampled_from((0, 1)) if kind == "few" else st.just(0)
-        counts = tuple(draw(st.lists(part, min_size=1, max_size=4)))
+        count = sizes(0, max(most // 3, 2)) | st.sampled_from((0, 1)) if kind == "few" else st.just(0)
+        counts = tuple(draw(st.lists(count, min_size=1, max_size=4)))
     return {
         "tokens": sum(counts),
         "experts": len(counts),
@@ -102,13 +106,13 @@ def groups(draw: st.DrawFn, most: int, split: bool) -> Changes:
 @st.composite
 def steps(draw: st.DrawFn) -> str:
     """Quantise and update steps, with saved states in between."""
-    more = draw(
+    later_steps = draw(
         st.lists(
             st.sampled_from(("quantize", "update+quantize", "update+quantize", "reduced+quantize", "reload", "update")),
             max_size=5,
         )
     )
-    return "+".join(["quantize", *more])
+    return "+".join(["quantize", *later_steps])
 
 
 def affordable(case: QuantizeCase, scope: Scope) -> QuantizeCase:
@@ -120,7 +124,9 @@ def affordable(case: QuantizeCase, scope: Scope) -> QuantizeCase:
 
 
 def always(scope: Scope) -> list[Any]:
-    """One row past a block, several cuBLAS scale tiles, many groups; on a GPU also wide rows."""
+    """Sizes with one row past a block, several scale tiles of cuBLAS, and many groups; on a GPU
+    also wide rows.
+    """
     square: Changes = {"scaling": "block", "role": "weight"}
     square = square if accepted(scope, square) else {"scaling": "block"}
     both: Changes = {"direction": "both"} if accepted(scope, {"direction": "both"}) else {}
@@ -141,10 +147,10 @@ def always(scope: Scope) -> list[Any]:
             both
             | {"scaling": "delayed", "tokens": 40, "experts": 20, "hidden": 3, "steps": "quantize+update+quantize"},
         ]
-    wide = [both | {"dtype": "bfloat16"} | fields for fields in wide_tensors(scope)]
+    wide_rows = [both | {"dtype": "bfloat16"} | fields for fields in wide_tensors(scope)]
     return [
         *cases,
-        *wide,
+        *wide_rows,
         *more_recipes(scope),
         *random_cases(scope),
         *given_noise(scope),
@@ -161,9 +167,14 @@ def always(scope: Scope) -> list[Any]:
 
 
 def wide_tensors(scope: Scope) -> list[Changes]:
-    """Few rows, and columns of several programs of several steps."""
-    wide = 7168 if scope.space.device == "cuda" else 544
-    columns = {"current": wide, "block": wide, "mxfp8": wide // UNIT["mxfp8"], "nvfp4": wide // UNIT["nvfp4"]}
+    """Few rows, with columns for several programs of several steps each."""
+    wide_hidden = 7168 if scope.space.device == "cuda" else 544
+    columns = {
+        "current": wide_hidden,
+        "block": wide_hidden,
+        "mxfp8": wide_hidden // UNIT["mxfp8"],
+        "nvfp4": wide_hidden // UNIT["nvfp4"],
+    }
     return [
         {"scaling": scaling, "tokens": 1 if scaling in UNIT else 8, "hidden": hidden}
         for scaling, hidden in columns.items()
@@ -171,8 +182,8 @@ def wide_tensors(scope: Scope) -> list[Changes]:
 
 
 def more_recipes(scope: Scope) -> list[Any]:
-    """Every further recipe, in each role that has a scheme of its own."""
-    found = []
+    """Every further recipe, in each role that has its own scheme."""
+    recipe_cases = []
     for scaling, recipes in RECIPES.items():
         for variant, recipe in list(enumerate(recipes))[VARIANTS:]:
             kind: Changes = {"scaling": scaling, "variant": variant, "dtype": "bfloat16"}
@@ -184,24 +195,27 @@ def more_recipes(scope: Scope) -> list[Any]:
                 "seed": variant,
             }
             kind |= {"steps": "quantize+update+" * 3 + "quantize"} if scaling == "delayed" else {}
-            found += [scope.mended(scope.case(kind | {"role": role})) for role in roles_of(recipe)]
-    return [case for case in found if case.variant >= VARIANTS]
+            recipe_cases += [scope.mended(scope.case(kind | {"role": role})) for role in roles_of(recipe)]
+    return [case for case in recipe_cases if case.variant >= VARIANTS]
 
 
 def roles_of(recipe: Recipe) -> list[str]:
     """One role for each pair of schemes, by rows and by columns, that the recipe has."""
     schemes = {role: tuple(scheme(recipe, role, columnwise=turned) for turned in (False, True)) for role in ROLES}
     return [
-        role for role, one in schemes.items() if one not in [schemes[other] for other in ROLES[: ROLES.index(role)]]
+        role
+        for role, scheme in schemes.items()
+        if scheme not in [schemes[earlier_role] for earlier_role in ROLES[: ROLES.index(role)]]
     ]
 
 
 def strange(scope: Scope) -> list[Any]:
-    """Strange values at the ends of rows, next to zeros; every significand and exponent. On a GPU
-    other shapes draw them, but for a strange first value of a whole tensor.
+    """Strange values at the ends of rows, next to zeros; and every significand and exponent.
+
+    On a GPU other shapes draw them, except for a strange first value of a whole tensor.
     """
     edges: Changes = {"values": "edges", "tokens": 2, "hidden": 2}
-    every: Changes = {"values": "every", "tokens": 32, "hidden": 256, "dtype": "bfloat16"}
+    all_patterns: Changes = {"values": "every", "tokens": 32, "hidden": 256, "dtype": "bfloat16"}
     small: list[Changes] = [
         *({"scaling": "current", "tokens": 4, "hidden": 5, "seed": seed} for seed in (0, 1)),
         *({"scaling": "block", "tokens": 4, "hidden": 130, "seed": seed} for seed in (0, 1)),
@@ -214,7 +228,7 @@ def strange(scope: Scope) -> list[Any]:
         {"scaling": "mxfp8", "tokens": 4, "hidden": 3, "dtype": "float32", "seed": 1},
         {"scaling": "nvfp4", "tokens": 8, "hidden": 4, "variant": 1},
     ]
-    cases = [scope.case(common | kind) for common, kinds in ((edges, small), (every, large)) for kind in kinds]
+    cases = [scope.case(common | kind) for common, kinds in ((edges, small), (all_patterns, large)) for kind in kinds]
     # means of neighbours, of nearly all codes of each format
     halves: Changes = {"values": "midpoints", "tokens": 40, "hidden": 20}
     cases += [scope.case(halves | {"role": role}) for role in ("input", "grad_output")]
@@ -224,8 +238,9 @@ def strange(scope: Scope) -> list[Any]:
 
 
 def zero_tensors(scope: Scope) -> list[QuantizeCase]:
-    """A tensor of zeros alone, whose scale a quotient by its largest value would make NaN. On a GPU
-    of two scalings: the others divide in the same kernels.
+    """A tensor of zeros only, for which a quotient by its largest value would give a scale of NaN.
+
+    On a GPU only for two scalings, because the others divide in the same kernels.
     """
     common: Changes = {"values": "zeros", "seed": 1, "tokens": 1, "hidden": 1}
     kinds: list[Changes] = [
@@ -239,8 +254,9 @@ def zero_tensors(scope: Scope) -> list[QuantizeCase]:
 
 
 def scales_without_bound(scope: Scope) -> list[QuantizeCase]:
-    """Blocks of the smallest numbers, whose quotient is infinite: the scale is the largest number
-    of the tensor's dtype, where it need be no power of two.
+    """Blocks of the smallest numbers, whose quotient is infinite.
+
+    Where the scale need not be a power of two, it is the largest number of the tensor's dtype.
     """
     kind: Changes = {"scaling": "block", "variant": 1, "values": "tiny", "dtype": "bfloat16"}
     kind |= {"tokens": 2, "hidden": 3}
@@ -248,11 +264,11 @@ def scales_without_bound(scope: Scope) -> list[QuantizeCase]:
 
 
 def rare_amaxes(scope: Scope) -> list[QuantizeCase]:
-    """Row-scaled rows of several programs, whose largest values are far apart; a tensor's
-    largest value in any of them; a least amax above all values, for each recipe that has one;
-    an infinity among the amaxes of earlier steps; smaller amaxes after larger ones, in either
-    direction; float16 up to its largest number, whose codes may stand for more; weights that
-    change in place; and scales of blocks halfway between two codes.
+    """Rows with scales of their own, in several programs, whose largest values are far apart; a
+    tensor whose largest value is in any program; a least amax above all values, for each recipe
+    that has one; an infinity among the amaxes of earlier steps; smaller amaxes after larger ones,
+    in either direction; float16 up to its largest number, whose codes may stand for more; weights
+    that change in place; and scales of blocks halfway between two codes.
     """
     columns = 7168 if scope.space.device == "cuda" else 1000
     kinds: list[Changes] = [
@@ -283,21 +299,23 @@ def rare_amaxes(scope: Scope) -> list[QuantizeCase]:
 
 
 def in_groups(scope: Scope) -> list[Any]:
-    """Groups, and rows past the last, of a transform; on a GPU, where few rows of the covering
-    array run, also of row scaling in both directions, and multipliers past float16's largest.
+    """Groups, and rows past the last group, under a transform.
+
+    On a GPU, where few rows of the covering array run, also row scaling in both directions, and
+    multipliers that exceed float16's largest number.
     """
     ragged: Changes = {"tokens": 3, "experts": 3, "counts": (2, 0, 1), "tail": 4, "hidden": 3}
     kinds = [{"scaling": "nvfp4", "variant": variant, "direction": "both", "dtype": "bfloat16"} for variant in (0, 1)]
     tiny: Changes = {"scaling": "mxfp8", "tokens": 2, "hidden": 2, "values": "tiny", "dtype": "float16", "seed": 1}
-    given = [ragged | kind for kind in kinds if accepted(scope, ragged | kind)]
+    grouped = [ragged | kind for kind in kinds if accepted(scope, ragged | kind)]
     if scope.space.device != "cuda":
-        return given[:1]
-    return [*given, *(case for case in [scope.case(tiny)] if scope.fits(case))]
+        return grouped[:1]
+    return [*grouped, *(case for case in [scope.case(tiny)] if scope.fits(case))]
 
 
 def tiles_of_lines(scope: Scope) -> list[Any]:
-    """GPU only: rows of whole lines, which a copy engine moves; several tiles of 128 × 128, some in
-    part, of groups and past the last; and of a weight.
+    """On a GPU only: rows of whole lines, which a copy engine moves; several tiles of 128 × 128,
+    some of them partial, in groups and past the last group; and the same for a weight.
     """
     if scope.space.device != "cuda":
         return []
@@ -321,26 +339,26 @@ def random_cases(scope: Scope) -> list[QuantizeCase]:
 
 
 def given_noise(scope: Scope) -> list[QuantizeCase]:
-    """Gradients with given noise, which differs between the directions, and in each direction
-    alone; of NaN, infinities and -0; and noise that only float64 tells from the quotient it is
-    compared with.
+    """Gradients with given noise, which differs between the two directions, and in each direction
+    by itself; of NaN, infinities and -0; and noise that only float64 distinguishes from the
+    quotient with which it is compared.
     """
     kind: Changes = {"scaling": "nvfp4", "role": "grad_output", "direction": "both", "dtype": "bfloat16"}
     kind |= {"tokens": 2, "hidden": 2}
-    more: list[Changes] = [{}, {"values": "special"}, {"values": "midpoints", "noise_dtype": "float64"}]
-    more += [{"direction": direction} for direction in ("rowwise", "columnwise")]
-    return [scope.case(kind | one) for one in more] if accepted(scope, kind) else []
+    variants: list[Changes] = [{}, {"values": "special"}, {"values": "midpoints", "noise_dtype": "float64"}]
+    variants += [{"direction": direction} for direction in ("rowwise", "columnwise")]
+    return [scope.case(kind | fields) for fields in variants] if accepted(scope, kind) else []
 
 
 def saved_states(scope: Scope) -> list[QuantizeCase]:
-    """A state that comes back as views of other memory, where tensors may be such views."""
+    """A state that is loaded as views of other memory, if tensors may be such views."""
     kind: Changes = {"scaling": "delayed", "tokens": 7, "experts": 3, "hidden": 3, "dtype": "bfloat16"}
     kind |= {"steps": "quantize+update+reload+quantize+update", "layout": "strided", "layout_of": "x"}
     return [case for case in [scope.case(kind)] if scope.fits(case)]
 
 
 def overwritten_splits(scope: Scope, width: str) -> list[Any]:
-    """Scales that are read once the caller's splits hold the counts in another order.
+    """Scales that are read after the caller's splits hold the counts in another order.
 
     Args:
         width: the field of the number of columns.
@@ -352,14 +370,14 @@ def overwritten_splits(scope: Scope, width: str) -> list[Any]:
 
 
 def far_current(scope: Scope) -> list[QuantizeCase]:
-    """Current scaling with a tensor far in each dimension; other far cases are NVFP4."""
+    """Current scaling with a tensor that is far in each dimension; other far cases are NVFP4."""
     narrow: Changes = {"tokens": 3, "hidden": 3, "dtype": "bfloat16"}
     placed = [(name, layout) for name in ("x", "d_dequantized") for layout in FAR[:2]]
     cases = [scope.fullest(narrow | {"layout": layout, "layout_of": name, "grads": "x"}) for name, layout in placed]
     return [case for case in cases if case.layout in FAR]
 
 
-# all layouts of x, one of splits, one of a cotangent: all pairs would double the array
+# all layouts of x, one of splits, one of a cotangent, because all pairs would double the array
 LAYOUTS: list[Changes] = [
     {"layout": "contiguous", "layout_of": ""},
     *({"layout": layout, "layout_of": "x"} for layout in NEAR),

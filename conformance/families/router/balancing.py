@@ -53,7 +53,7 @@ def z_terms(x: Running, valid: Tensor, coeff: float) -> tuple[Running, Running]:
     lse = (x - top).exp().sum(1).log() + top
     count = float(max(int(valid.sum()), 1))
     loss = (lse * lse).masked(valid[:, None]).sum(0) / count * coeff
-    p = (x - lse).exp()  # logsumexp's autograd; exp(x - max x) / Σ is more accurate
+    p = (x - lse).exp()  # logsumexp's autograd, because exp(x - max x) / Σ is more accurate
     return loss, (p * lse * 2.0 * coeff / count).masked(valid[:, None])
 
 
@@ -61,7 +61,7 @@ COUNTS = ("bool", "int32", "int64")  # bool: int64
 PADDING = Input("padding_mask", "T", ("bool",), field="", optional="padding")
 
 
-class _Wide(Contract[C]):
+class _FloatOutputs(Contract[C]):
     """A function with float32 or float64 outputs."""
 
     def cotangent(self, case: C, output: str, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -72,7 +72,7 @@ def _padding(case: LogitsCase) -> dict[str, Any]:
     return {"padding_mask": padding_of(case)} if case.padding else {}
 
 
-class AuxLossScores(_Wide[LogitsCase]):
+class AuxLossScores(_FloatOutputs[LogitsCase]):
     """`aux_loss_scores`: the scores, the choice by the rule of margins, and the gradient."""
 
     function = "aux_loss_scores"
@@ -93,16 +93,16 @@ class AuxLossScores(_Wide[LogitsCase]):
         logits, settings = problem.required["logits"], problem.settings
         dtype, function = accumulator_of(declared, logits.dtype), settings.get("score_function", "softmax")
         padding = settings["padding_mask"] if "padding_mask" in settings else torch.zeros(len(logits), dtype=torch.bool)
-        free = self._free(logits, function)
-        x = Running.of(torch.where(free[:, None], 0, logits), dtype)
+        unspecified_rows = self._unspecified_rows(logits, function)
+        x = Running.of(torch.where(unspecified_rows[:, None], 0, logits), dtype)
         _, scores = aux_scores(x, function)
         oracle = leaf(logits)
         value = aux_loss_scores(oracle, **settings)
         counts = torch.where(padding, 0, settings["topk"])
         lowest = declared.get("tie_rule") == "lowest_index"
-        unspecified = free & ~padding
+        unspecified = unspecified_rows & ~padding
         reference_map = aux_loss_scores(logits, **settings).routing_map
-        right: dict[str, Expectation] = {
+        expectations: dict[str, Expectation] = {
             "routing_map": Chosen(
                 reference_map,
                 scores.value,
@@ -122,22 +122,22 @@ class AuxLossScores(_Wide[LogitsCase]):
             analysis = aux_gradient(x, Running.of(problem.cotangents["scores"], dtype), function).masked(
                 ~padding[:, None]
             )
-            right["d_logits"] = analysis.beside_the_oracle.bounded(
+            expectations["d_logits"] = analysis.beside_the_oracle.bounded(
                 logits.dtype, gradient, self._cells(rows & ~padding, logits)
             )
-        return right
+        return expectations
 
     @staticmethod
     def _cells(rows: Tensor, logits: Tensor) -> Tensor:
         return rows[:, None].expand(logits.shape)
 
     @staticmethod
-    def _free(logits: Tensor, function: str) -> Tensor:
+    def _unspecified_rows(logits: Tensor, function: str) -> Tensor:
         rows = unspecified_rows(logits, {})
         return rows | (logits == -torch.inf).all(1) if function == "softmax" else rows
 
 
-class ZLoss(_Wide[LogitsCase]):
+class ZLoss(_FloatOutputs[LogitsCase]):
     """`z_loss` and its gradient."""
 
     function = "z_loss"
@@ -160,16 +160,18 @@ class ZLoss(_Wide[LogitsCase]):
         loss, slope = z_terms(x, valid, settings["coeff"])
         oracle = leaf(logits)
         value = z_loss(oracle, **settings)
-        free = (odd & valid).any()
+        unspecified_loss = (odd & valid).any()
         analysis = Running(loss.value.reshape(()), loss.error.reshape(()), dtype)
-        right: dict[str, Expectation] = {"loss": analysis.beside_the_oracle.bounded(out, value.detach(), free)}
+        expectations: dict[str, Expectation] = {
+            "loss": analysis.beside_the_oracle.bounded(out, value.detach(), unspecified_loss)
+        }
         if problem.wanted:
             (gradient,) = torch.autograd.grad(value, oracle, problem.cotangents["loss"].double())
             slope = slope * Running.of(problem.cotangents["loss"], dtype)
-            right["d_logits"] = slope.beside_the_oracle.bounded(
+            expectations["d_logits"] = slope.beside_the_oracle.bounded(
                 logits.dtype, gradient, (odd & valid)[:, None].expand(logits.shape)
             )
-        return right
+        return expectations
 
 
 class SinkhornRouting(Contract[LogitsCase]):
@@ -194,19 +196,21 @@ class SinkhornRouting(Contract[LogitsCase]):
         keys = activation if case.evaluation else plan_of(logits, dtype)
         counts = torch.full((len(logits),), topk)
         reference = sinkhorn_routing(logits, **problem.settings).routing_map
-        free = keys.value.isnan().any(1)
+        unspecified_rows = keys.value.isnan().any(1)
         lowest = declared.get("tie_rule") == "lowest_index"
-        right: dict[str, Expectation] = {
-            "routing_map": Chosen(reference, keys.value, keys.error, counts, (logits.double(),), lowest, free)
+        expectations: dict[str, Expectation] = {
+            "routing_map": Chosen(
+                reference, keys.value, keys.error, counts, (logits.double(),), lowest, unspecified_rows
+            )
         }
-        right["probs"] = Given(
+        expectations["probs"] = Given(
             reference.double(), lambda out: activation.masked(out["routing_map"] != 0).bounded(logits.dtype)
         )
         if problem.wanted:
-            right["d_logits"] = Given(
+            expectations["d_logits"] = Given(
                 reference.double(), lambda out: self._gradient(problem, out["routing_map"] != 0, activation)
             )
-        return right
+        return expectations
 
     @staticmethod
     def _gradient(problem: Problem, chosen: Tensor, activation: Running) -> Bounded:
@@ -214,7 +218,7 @@ class SinkhornRouting(Contract[LogitsCase]):
         return slope_by_plan(activation, g, problem.settings["topk"]).bounded(problem.required["logits"].dtype)
 
 
-class LoadBalancingLoss(_Wide[LoadCase]):
+class LoadBalancingLoss(_FloatOutputs[LoadCase]):
     """`load_balancing_loss` and its gradient."""
 
     function = "load_balancing_loss"
@@ -232,12 +236,12 @@ class LoadBalancingLoss(_Wide[LoadCase]):
     def legal(self, case: LoadCase) -> Problem:
         columns = case.experts * case.sequences
         scores = numbers(case, "scores", (case.tokens, columns))
-        few = hashed(case.seed, "counts", columns).astype(np.int64) % (case.tokens * case.topk + 2)
+        small_counts = hashed(case.seed, "counts", columns).astype(np.int64) % (case.tokens * case.topk + 2)
         total: int | Tensor = case.tokens + case.seed % 3 + COUNTED.get(case.counted, 0)
         on_device = {"device": torch.tensor(total), "mean": torch.tensor(total + 0.625), "one": torch.tensor([total])}
         total = ({"number": total, "zero": 0} | on_device)[case.total]
         settings = {"total_num_tokens": total, "topk": case.topk, "num_experts": case.experts, "coeff": case.coeff / 8}
-        return self.call(case, {"scores": scores, "tokens_per_expert": counts_past(case, few)}, settings)
+        return self.call(case, {"scores": scores, "tokens_per_expert": counts_past(case, small_counts)}, settings)
 
     def expected(self, case: LoadCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
         scores, counts = problem.required.values()
@@ -246,11 +250,11 @@ class LoadBalancingLoss(_Wide[LoadCase]):
         oracle = leaf(scores)
         value = load_balancing_loss(oracle, counts, **problem.settings)
         magnitude = load_balancing_loss(scores.double().abs(), counts, **problem.settings)
-        right: dict[str, Expectation] = {"loss": sum_bound(value.detach(), magnitude, terms, out, dtype)}
+        expectations: dict[str, Expectation] = {"loss": sum_bound(value.detach(), magnitude, terms, out, dtype)}
         if problem.wanted:
             (gradient,) = torch.autograd.grad(value, oracle, problem.cotangents["loss"].double())
-            right["d_scores"] = sum_bound(gradient, gradient.abs(), 12, scores.dtype, dtype)
-        return right
+            expectations["d_scores"] = sum_bound(gradient, gradient.abs(), 12, scores.dtype, dtype)
+        return expectations
 
 
 class UpdateExpertBias(Contract[LoadCase]):

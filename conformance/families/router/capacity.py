@@ -28,7 +28,7 @@ class DropTokens(Contract[LoadCase]):
         outputs=[Output("probs", "TE", of="probs"), Output("routing_map", "TE")],
         settings=("drop_policy", "pad_to_capacity"),
         required=("capacity",),
-        linear=("probs", "probs"),  # twice the probs keep the same tokens
+        linear=("probs", "probs"),  # with twice the probabilities the same tokens are kept
     )
 
     def legal(self, case: LoadCase) -> Problem:
@@ -59,11 +59,11 @@ class DropTokens(Contract[LoadCase]):
         def kept(out: Mapping[str, Any]) -> Tensor:
             return (out["routing_map"] != 0) & routed
 
-        right: dict[str, Expectation] = {
+        expectations: dict[str, Expectation] = {
             "routing_map": choice,
             "probs": Given(reference.probs, lambda out: Exact(torch.where(kept(out), probs, 0), "values")),
         }
         if problem.wanted:
             d_probs = problem.cotangents["probs"]
-            right["d_probs"] = Given(d_probs, lambda out: Exact(torch.where(kept(out), d_probs, 0), "values"))
-        return right
+            expectations["d_probs"] = Given(d_probs, lambda out: Exact(torch.where(kept(out), d_probs, 0), "values"))
+        return expectations

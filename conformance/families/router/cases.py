@@ -18,18 +18,18 @@ from conformance.core.tensors import DTYPES, hashed
 
 FLOATS = ("float32", "bfloat16", "float16")
 LOGITS = (*FLOATS, "float64")
-EXPLICIT_CELLS = 64  # most logits written out
+EXPLICIT_CELLS = 64  # the most logits that are written out
 MINUS_INFINITY, NOT_A_NUMBER = -(10**6), 10**6  # codes of -∞ and NaN in explicit logits
 SPREADS = ("distinct", "ties", "near", "negative", "minus_inf", "nan", "extreme", "equal", "saturated")
 MORE_SPREADS = ("edges", "every", "far", "zeros")
-CROSSING = (1.0, 2.0, 3.0, 4.0)  # preferences that a slow plan outweighs after 4, 11, 33 rounds
+CROSSING = (1.0, 2.0, 3.0, 4.0)  # preferences that a slow plan reverses after 4, 11 and 33 rounds
 COUNTED = {"past_16_bits": 2**16, "past_24_bits": 2**24, "past_31_bits": 2**31}
 SCORES = ("softmax", "softmax_pre", "sigmoid", "sqrtsoftplus")
 
 
 @dataclass(kw_only=True)
 class Resized(Size):
-    """A size; a second call has one more, or twice as many."""
+    """A size. A second call has a size that is larger by one, or twice as large."""
 
     doubles: bool = False
 
@@ -40,7 +40,7 @@ class Resized(Size):
 
 @dataclass(kw_only=True)
 class Room(Number):
-    """A capacity; a second call has one more."""
+    """A capacity. A second call has a larger one, by one."""
 
     def other(self, case: Any) -> Changes:
         return {self.name: getattr(case, self.name) + 1}
@@ -56,8 +56,8 @@ class Slots(Number):
         value, most = getattr(case, self.name), case.experts - self.spare
         return None if 1 <= value <= most else f"{self.name} is {value}; it must be from 1 to {most}"
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
-        yield {self.name: min(getattr(case, self.name), kept.experts - self.spare)}
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
+        yield {self.name: min(getattr(case, self.name), mended.experts - self.spare)}
 
     def other(self, case: Any) -> Changes:
         return {}
@@ -68,8 +68,8 @@ class Scores(Choice):
     """A score function; `softmax_pre` is the argument `pre_softmax`."""
 
     def allowed(self, signature: Signature) -> list[str]:
-        early = not self.argument or "pre_softmax" in signature.settings
-        return [value for value in self.values if early or value != "softmax_pre"]
+        has_pre_softmax = not self.argument or "pre_softmax" in signature.settings
+        return [value for value in self.values if has_pre_softmax or value != "softmax_pre"]
 
     def drawn(self, signature: Signature) -> st.SearchStrategy[Changes]:
         return st.sampled_from(self.allowed(signature)).map(lambda value: {self.name: value})
@@ -86,22 +86,22 @@ class Groups(Number):
     """Groups of experts. It sets two fields: `groups`, and `group_topk`, the groups kept."""
 
     def fits(self, case: Any) -> str | None:
-        groups, kept = case.groups, case.group_topk
-        if not groups and not kept:
+        groups, group_topk = case.groups, case.group_topk
+        if not groups and not group_topk:
             return None
-        if not (groups and kept) or case.experts % groups:
-            return f"groups is {groups} and group_topk {kept}; both are needed, and groups must divide experts"
-        if not kept <= min(case.topk, groups) or case.topk > kept * (case.experts // groups):
-            return f"{kept} of {groups} groups have no room for {case.topk} experts, one in each at least"
+        if not (groups and group_topk) or case.experts % groups:
+            return f"groups is {groups} and group_topk {group_topk}; both are needed, and groups must divide experts"
+        if not group_topk <= min(case.topk, groups) or case.topk > group_topk * (case.experts // groups):
+            return f"{group_topk} of {groups} groups have no room for {case.topk} experts, one in each at least"
         return None
 
     def plainer(self, case: Any) -> Iterator[Changes]:
         if case.groups:
             yield {"groups": 0, "group_topk": 0}
 
-    def nearest(self, case: Any, kept: Any) -> Iterator[Changes]:
+    def nearest(self, case: Any, mended: Any) -> Iterator[Changes]:
         yield {"groups": case.groups, "group_topk": case.group_topk}
-        yield {"groups": case.groups, "group_topk": min(case.group_topk, kept.topk)}
+        yield {"groups": case.groups, "group_topk": min(case.group_topk, mended.topk)}
         yield {"groups": 0, "group_topk": 0}
 
 
@@ -113,12 +113,12 @@ def slots(argument: str = "", of: tuple[str, ...] = (), spare: int = 0) -> Any:
     return declared(Slots(default=1, values=(1,), argument=argument, of=of, spare=spare))
 
 
-def experts(default: int = 1, **more: Any) -> Any:
-    return declared(Resized(default=default, letter="E", at_least=1, **more))
+def experts(default: int = 1, **fields: Any) -> Any:
+    return declared(Resized(default=default, letter="E", at_least=1, **fields))
 
 
 def eighths(case: "LogitsCase") -> Tensor:
-    """The case's drawn logits as explicit integers."""
+    """The drawn logits of the case, as explicit integers."""
     bounded = logits_of(case).double().clamp(-1000, 1000).nan_to_num(nan=NOT_A_NUMBER / 8).mul(8).round()
     return torch.where(logits_of(case) == -torch.inf, MINUS_INFINITY, bounded).long()
 
@@ -163,7 +163,7 @@ class LogitsCase(Case):
 
     @property
     def factor(self) -> float:
-        """The scaling factor; of float64 logits one that float32 does not hold."""
+        """The scaling factor. For float64 logits it is one that float32 cannot represent."""
         return self.scaling / 8 + (2.0**-40 if self.dtype == "float64" else 0.0)
 
     def arguments(self) -> tuple[str, ...]:
@@ -178,69 +178,71 @@ def logits_of(case: LogitsCase) -> Tensor:
         value = torch.tensor(case.logits, dtype=torch.float64)
         special = torch.where(value == NOT_A_NUMBER, torch.nan, value / 8)
         return torch.where(value == MINUS_INFINITY, -torch.inf, special).reshape(shape).to(dtype)
-    return torch.from_numpy(_drawn(case, dtype)).reshape(shape).to(dtype)
+    return torch.from_numpy(_logit_values(case, dtype)).reshape(shape).to(dtype)
 
 
-def _drawn(case: LogitsCase, dtype: torch.dtype) -> np.ndarray:
+def _logit_values(case: LogitsCase, dtype: torch.dtype) -> np.ndarray:
     noise = hashed(case.seed, "logits", case.tokens * case.experts).astype(np.int64)
     fine = dtype in (torch.float32, torch.float64)
     token = np.arange(len(noise)) // case.experts
     # within ±8; in float32 rarely equal
-    plain = (noise % 2**17 - 2**16) / 2**13 if fine else (noise % 255 - 127) / 16
+    values = (noise % 2**17 - 2**16) / 2**13 if fine else (noise % 255 - 127) / 16
     if dtype == torch.float64:
-        plain = plain + (noise >> 17) * 2.0**-40  # float32 has other logits
+        values = values + (noise >> 17) * 2.0**-40  # float64 logits differ from those of float32
     if case.function == "sinkhorn_routing":
-        plain = plain / 8  # uneven plans take thousands of iterations
+        values = values / 8  # uneven plans would take thousands of iterations
     if case.spread == "ties":  # with zeros of both signs
         return (noise % 5 - 2) / 2 * np.where((noise >> 8) % 2 == 0, 1.0, -1.0)
     if case.spread == "near":  # a few ulp apart
         ulp = 2.0**-50 if dtype == torch.float64 else 2.0**-22 if fine else 2.0**-6
         return noise % 3 + 1 + (noise >> 8) % 8 * ulp
     if case.spread == "negative":  # a Sinkhorn plan below exp(-9) takes millions of iterations
-        return (-2 if case.function == "sinkhorn_routing" else -10) - np.abs(plain)
+        return (-2 if case.function == "sinkhorn_routing" else -10) - np.abs(values)
     if case.spread == "far":  # exp(x) is small, and in float32 not yet subnormal
-        return -20 - np.abs(plain) * 7.5
+        return -20 - np.abs(values) * 7.5
     if case.spread == "extreme":
         most = float(torch.finfo(dtype).max) if dtype != torch.float64 else 1e38
-        return np.clip(plain * 10.0 ** ((noise >> 20) % 38), -most, most)
+        return np.clip(values * 10.0 ** ((noise >> 20) % 38), -most, most)
     if case.spread == "minus_inf":
         # z_loss: one such row would leave the loss unspecified
         whole_row = (token % 4 == 3) & (case.function != "z_loss")
-        return np.where(((noise >> 20) % 2 == 0) | whole_row, -np.inf, plain)
+        return np.where(((noise >> 20) % 2 == 0) | whole_row, -np.inf, values)
     if case.spread == "nan":
         special = np.where((noise >> 20) % 2 == 0, np.nan, np.inf)
         if case.function == "z_loss" and case.padding:  # elsewhere they would leave the loss unspecified
-            return np.where(padding_of(case).numpy()[token], special, plain)
-        return np.where(((noise >> 22) % 8 == 0) & (token % 2 == 0), special, plain)
+            return np.where(padding_of(case).numpy()[token], special, values)
+        return np.where(((noise >> 22) % 8 == 0) & (token % 2 == 0), special, values)
     if case.spread == "equal":
         return np.full(len(noise), 0.25)
     if case.spread == "edges":
-        return _edges(case, plain, dtype)
+        return _edges(case, values, dtype)
     if case.spread == "every":
-        return _every(case, noise, plain, dtype)
+        return _all_patterns(case, noise, values, dtype)
     if case.spread == "slow":
         return _slow(case)
     if case.spread == "zeros":  # of both signs, which are equal
         return np.where(noise % 2 == 0, 0.0, -0.0)
     if case.spread == "saturated":  # 1 - σ(x) underflows in float32
         return 16 + (noise % 128) / 8
-    return plain
+    return values
 
 
-def _edges(case: LogitsCase, plain: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+def _edges(case: LogitsCase, values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """-∞, zeros of both signs, and the smallest and large numbers as first and last logit."""
     info = torch.finfo(dtype)
     large = min(info.max, 2.0**100) if case.function != "z_loss" else 8.0  # a sum over tokens
     ends = np.array([-np.inf, -0.0, info.smallest_normal * info.eps, -large, info.tiny, 0.0, large])
-    rows, token = plain.astype(np.float64).reshape(case.tokens, case.experts), np.arange(case.tokens)
+    rows, token = values.astype(np.float64).reshape(case.tokens, case.experts), np.arange(case.tokens)
     rows[:, 0] = ends[(token + case.seed) % len(ends)]
     rows[:, -1] = ends[(2 * token + 3 + case.seed) % len(ends)]
     return rows.flatten()
 
 
 def _slow(case: LogitsCase) -> np.ndarray:
-    """Logits whose plan takes many rounds: a few more than half of the tokens prefer even experts,
-    some of them so little that the plan moves them to odd ones, one after the other.
+    """Logits whose plan takes many rounds.
+
+    Slightly more than half of the tokens prefer even experts, some of them so little that the plan
+    moves them to odd experts, one after the other.
     """
     token, expert = np.arange(case.tokens)[:, None], np.arange(case.experts)[None]
     moved = CROSSING[: max(case.tokens // 16, 1)]
@@ -251,7 +253,7 @@ def _slow(case: LogitsCase) -> np.ndarray:
     return slow.flatten()
 
 
-def _every(case: LogitsCase, noise: np.ndarray, plain: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+def _all_patterns(case: LogitsCase, noise: np.ndarray, values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """Consecutive finite 16-bit patterns, with random bits after them in a wider dtype; others are
     plain, in z_loss, a sum over tokens, also large ones.
     """
@@ -262,9 +264,9 @@ def _every(case: LogitsCase, noise: np.ndarray, plain: np.ndarray, dtype: torch.
         pattern.astype(np.uint16).view(np.float16) if half else (pattern << 16 | low).astype(np.uint32).view(np.float32)
     )
     with np.errstate(invalid="ignore"):  # of signalling NaNs
-        found = bits.astype(np.float64)
+        patterns = bits.astype(np.float64)
     most = 16.0 if case.function == "z_loss" else np.inf
-    return np.where(np.abs(found) < most, found, plain)
+    return np.where(np.abs(patterns) < most, patterns, values)
 
 
 def bias_of(case: LogitsCase) -> Tensor:
@@ -299,7 +301,7 @@ class GateCase(Case):
     router_dtype: str = choice("", "fp32", "fp64", argument="router_dtype")
     bias: bool = flag(of=("bias",))
     eps: int = number(1, *range(16), pairs=(0, 1, 15), argument="eps", data=True)  # in sixteenths
-    # in eighths; 2049 of them have more bits than float16
+    # in eighths; sums of 2049 of them have more bits than float16
     scale: int = number(8, *range(-20, 41), 2049, pairs=(8, 3, -8, 0), argument="scale", data=True)
     # of x; special: NaN, infinities and -0 at the ends of rows
     values: str = choice("dyadic", also=("special",), data=True)
@@ -313,7 +315,7 @@ class GateCase(Case):
 
     @property
     def bias_dtype(self) -> str:
-        """The dtype of the bias: every second one is not the weight's."""
+        """The dtype of the bias. In every second case it is not the dtype of the weight."""
         return "float32" if self.seed % 2 and self.dtype != "float64" else self.parameter_dtype
 
     @property
@@ -365,15 +367,15 @@ class LoadCase(Case):
         return None
 
 
-def counts_past(case: LoadCase, few: np.ndarray) -> Tensor:
-    """Counts in the case's dtype: few · more than 2ⁿ, a few units in the last place of float32
-    apart, in integers a few · with fractions.
+def counts_past(case: LoadCase, small_counts: np.ndarray) -> Tensor:
+    """Counts in the case's dtype: 2ⁿ plus a few, a few units in the last place of float32 apart,
+    and in integers a few; also counts with fractions.
     """
     kind = {"bool": torch.int64, "uint8": torch.float32}.get(case.map_dtype, getattr(torch, case.map_dtype))
     past = COUNTED.get(case.counted, 0)
     unit = max(past >> 22, 1) if kind == torch.float32 else 1
-    more = past + unit * (few % 5) if past else few
-    return torch.from_numpy(more / 8 if case.counted == "fractions" else more).to(kind)
+    counts = past + unit * (small_counts % 5) if past else small_counts
+    return torch.from_numpy(counts / 8 if case.counted == "fractions" else counts).to(kind)
 
 
 def map_of(case: LoadCase) -> Tensor:

@@ -15,7 +15,7 @@ from conformance.core.tensors import DTYPES, SHARED, hashed
 from conformance.families.router.cases import SCORES, Scores, experts, groups, slots
 from moe_ref.config import RouterConfig
 
-EVALUATED = "eval_"  # before a replay: in an evaluation, as where a policy plays
+EVALUATED = "eval_"  # steps before a replay: in an evaluation, as where a policy plays
 STEPS = (
     *("train", "eval", "nograd", "record", "forward", "backward", "finish", "frozen", "reload", "narrow"),
     *("eval_record", "eval_forward", "eval_backward"),
@@ -39,7 +39,10 @@ class Steps(Words):
     """Steps in a legal order."""
 
     def fits(self, case: Any) -> str | None:
-        """A forward first; `forward` only after a record, `backward` only with a queued replay."""
+        """The first step is a forward.
+
+        `forward` comes only after a record, and `backward` only with a queued replay.
+        """
         steps = getattr(case, self.name).split("+")
         if steps[0] not in FORWARDS:
             return f"{self.name} must begin with one of {', '.join(FORWARDS)}"
@@ -54,7 +57,10 @@ class Steps(Words):
 
 @dataclass(kw_only=True)
 class Sharing(Size):
-    """Sequences, or ranks per sequence; a second call has as many: they divide the counts."""
+    """Sequences, or ranks per sequence.
+
+    A second call has as many, because they divide the counts.
+    """
 
     def other(self, case: Any) -> Changes:
         return {}
@@ -83,7 +89,7 @@ class RouteCase(Case):
     group_topk: int = number(0)
     scaling: int = number(0, 20)  # in eighths
     bias: bool = flag()  # whether the expert bias is on
-    # choose by a balanced plan: score, groups and scaling are without effect
+    # choose by a balanced plan: then score, groups and scaling have no effect
     sinkhorn: bool = choice(False, also=(True,))
     rate: int = number(16, *range(1, 41), data=True)  # bias update rate in 1024ths
     losses: str = words("", *KINDS, repeat=False, of=("", *KINDS, "+".join(KINDS)))
@@ -96,12 +102,16 @@ class RouteCase(Case):
     per_token: bool = flag()  # calculate_per_token_loss
     scale: int = number(8, *range(1, 33), data=True)  # loss scale in eighths
     counts: tuple[int, ...] = counts()  # tokens per real rank; empty: one process
-    # per sequence; without counts all ranks have the same tokens: a sum is one rank's value × ranks
+    # ranks per sequence; without counts all ranks have the same tokens, so a sum is one rank's
+    # value × ranks
     ranks: int = declared(Sharing(default=1, at_least=1, pairs=(1, 2), argument="ranks"))
 
     @property
     def sized(self) -> bool:
-        """The rounds of a plan depend on the logits."""
+        """Whether the host knows all sizes.
+
+        The number of rounds of a plan depends on the logits.
+        """
         return not self.sinkhorn
 
     def clash(self) -> str | None:
@@ -133,7 +143,9 @@ class RouteCase(Case):
 
     @property
     def one_sum(self) -> bool:
-        """Whether the ranks' results sum to one process's: independent of tokens per rank."""
+        """Whether the ranks' results add up to one process's, that is, do not depend on the tokens
+        per rank.
+        """
         # the z-loss is a mean over a rank's tokens
         means = "z" in self.losses.split("+") and (self.padding or len(set(self.counts)) > 1)
         return self.ranks == len(self.counts) and not self.capacity and not self.sinkhorn and not means
@@ -166,7 +178,9 @@ def config_of(case: RouteCase) -> RouterConfig:
 
 
 def logits_of_step(case: RouteCase, step: int) -> Tensor:
-    """[T,E] logits with gaps beyond rounding errors: scaled expert ranks; noise but in bfloat16."""
+    """The logits [T,E], with gaps that exceed rounding errors: scaled ranks of experts, plus noise
+    except in bfloat16.
+    """
     noise = hashed(case.seed, f"logits {step}", case.tokens * case.experts).reshape(case.tokens, case.experts)
     rank = noise.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
     fine = (noise % 64) / 1024 if case.dtype != "bfloat16" else 0
@@ -174,6 +188,9 @@ def logits_of_step(case: RouteCase, step: int) -> Tensor:
 
 
 def mask_of_step(padding_mask: Tensor, step: int) -> Tensor:
-    """[T] the mask, turned by the number of the step; of odd steps its first token is none."""
+    """The mask [T], rotated by the number of the step.
+
+    In odd steps the first token is no padding.
+    """
     turned = padding_mask.roll(step)
     return turned & (torch.arange(len(turned), device=turned.device) >= step % 2) if step else padding_mask

@@ -1,4 +1,4 @@
-"""gate, jitter and attach_loss."""
+"""`gate`, `jitter` and `attach_loss`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +14,11 @@ from conformance.judge.bound import ROUNDOFF, Bounded, sum_bound
 from conformance.judge.exact import Exact
 from moe_ref.router.gating import ROUTER_DTYPES, gate
 
-FINE = 2.0**-40  # of a number near 1, more bits than float32 has
+FINE = 2.0**-40  # near 1, with more bits than float32 has
 
 
 def states_of(case: GateCase) -> torch.Tensor:
-    """[T,H] by `values`; subnormal numbers only where x is moved."""
+    """The states [T,H] by `values`. Subnormal numbers occur only where x is moved."""
     ends = "edges" if case.function == "attach_loss" else "ends"
     style = ends if case.values == "special" else "dyadic"
     return payload(case.seed, "x", (case.tokens, case.hidden), case.dtype, style)
@@ -50,7 +50,7 @@ class Gate(Contract[GateCase]):
         return self.call(case, {"x": x, "weight": weight}, settings)
 
     def cotangent(self, case: GateCase, output: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        """In the router dtype."""
+        """The cotangent, in the router dtype."""
         return super().cotangent(
             case, output, shape, {"fp32": "float32", "fp64": "float64"}.get(case.router_dtype, dtype)
         )
@@ -66,11 +66,11 @@ class Gate(Contract[GateCase]):
         magnitude = stored["x"].abs() @ stored["weight"].abs().T + (0 if bias is None else stored["bias"].abs())
         # the product may be rounded before the bias is added
         double = 0 if bias is None else 2 * ROUNDOFF[out] * (value - stored["bias"]).abs()
-        right: dict[str, Expectation] = {
+        expectations: dict[str, Expectation] = {
             "logits": _wider(sum_bound(value, magnitude, x.shape[1] + 2, out, accumulator), double)
         }
         if g is None:
-            return right
+            return expectations
         g = g.double()
         terms = {
             "x": (g @ stored["weight"], g.abs() @ stored["weight"].abs(), weight.shape[0], x.dtype),
@@ -82,8 +82,8 @@ class Gate(Contract[GateCase]):
             v, m, count, dtype = terms[name]
             # rounded to the router dtype, then to the operand's
             first = ROUNDOFF[out] * (v.abs() + m * ROUNDOFF[accumulator]) if dtype != out else 0
-            right[f"d_{name}"] = _wider(sum_bound(v, m, count + 2, dtype, accumulator), first)
-        return right
+            expectations[f"d_{name}"] = _wider(sum_bound(v, m, count + 2, dtype, accumulator), first)
+        return expectations
 
 
 def _in(dtype: torch.dtype, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -91,8 +91,8 @@ def _in(dtype: torch.dtype, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: x.to(dtype).double() for name, x in tensors.items()}
 
 
-def _wider(bounded: Bounded, more: torch.Tensor | float) -> Bounded:
-    return Bounded(bounded.value, bounded.bound + more, bounded.dtype, bounded.accumulator)
+def _wider(bounded: Bounded, extra_bound: torch.Tensor | float) -> Bounded:
+    return Bounded(bounded.value, bounded.bound + extra_bound, bounded.dtype, bounded.accumulator)
 
 
 class Jitter(Contract[GateCase]):
@@ -143,11 +143,11 @@ class AttachLoss(Contract[GateCase]):
         return self.call(case, {"x": x, "loss": loss}, {"scale": scale})
 
     def expected(self, case: GateCase, problem: Problem, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-        right: dict[str, Expectation] = {"x": Exact(problem.required["x"])}
+        expectations: dict[str, Expectation] = {"x": Exact(problem.required["x"])}
         if "x" in problem.wanted:
-            right["d_x"] = Exact(problem.cotangents["x"], "values")
+            expectations["d_x"] = Exact(problem.cotangents["x"], "values")
         if "loss" in problem.wanted:
-            right["d_loss"] = Exact(
+            expectations["d_loss"] = Exact(
                 torch.tensor(problem.settings["scale"], dtype=problem.required["loss"].dtype), "values"
             )
-        return right
+        return expectations

@@ -21,10 +21,10 @@ def _bools(*rows: list[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.bool)
 
 
-def _near(*rows: Any, beside: float = 0.0) -> Bounded:
-    """Within 2^-20 relative error; zeros within `beside`."""
+def _within_roundings(*rows: Any, bound_of_zeros: float = 0.0) -> Bounded:
+    """Within 2^-20 relative error; zeros within `bound_of_zeros`."""
     value = torch.tensor(rows, dtype=torch.float64)
-    return Bounded(value, value.abs() * 2.0**-20 + (value == 0) * beside, torch.float32, torch.float32)
+    return Bounded(value, value.abs() * 2.0**-20 + (value == 0) * bound_of_zeros, torch.float32, torch.float32)
 
 
 def _number(x: float) -> Bounded:
@@ -51,11 +51,11 @@ BOTH = math.e**1 + math.e**3
 TOPK_ROUTING: Golden = {
     "softmax_of_the_chosen": (
         Problem("topk_routing", {"logits": THREE}, {"topk": 2}),
-        {"routing_map": _map([0, 1, 1]), "probs": _near([0, math.e / BOTH, math.e**3 / BOTH])},
+        {"routing_map": _map([0, 1, 1]), "probs": _within_roundings([0, math.e / BOTH, math.e**3 / BOTH])},
     ),
     "softmax_of_all": (
         Problem("topk_routing", {"logits": THREE}, {"topk": 2, "pre_softmax": True}),
-        {"routing_map": _map([0, 1, 1]), "probs": _near([0, math.e / (1 + BOTH), math.e**3 / (1 + BOTH)])},
+        {"routing_map": _map([0, 1, 1]), "probs": _within_roundings([0, math.e / (1 + BOTH), math.e**3 / (1 + BOTH)])},
     ),
     "sigmoid_normalised_and_scaled": (
         Problem(
@@ -63,15 +63,15 @@ TOPK_ROUTING: Golden = {
             {"logits": _floats([0, 0, -1])},
             {"topk": 2, "score_function": "sigmoid", "scaling_factor": 2.5},
         ),
-        {"routing_map": _map([1, 1, 0]), "probs": _near([1.25, 1.25, 0])},
+        {"routing_map": _map([1, 1, 0]), "probs": _within_roundings([1.25, 1.25, 0])},
     ),
     "one_slot_is_not_normalised": (
         Problem("topk_routing", {"logits": _floats([0, -1])}, {"topk": 1, "score_function": "sigmoid"}),
-        {"routing_map": _map([1, 0]), "probs": _near([0.5, 0])},
+        {"routing_map": _map([1, 0]), "probs": _within_roundings([0.5, 0])},
     ),
     "sqrtsoftplus": (
         Problem("topk_routing", {"logits": _floats([0, -1])}, {"topk": 1, "score_function": "sqrtsoftplus"}),
-        {"routing_map": _map([1, 0]), "probs": _near([math.sqrt(math.log(2)), 0])},
+        {"routing_map": _map([1, 0]), "probs": _within_roundings([math.sqrt(math.log(2)), 0])},
     ),
     "bias_chooses_but_does_not_weigh": (
         Problem(
@@ -81,12 +81,12 @@ TOPK_ROUTING: Golden = {
         ),
         {
             "routing_map": _map([1, 0, 1]),
-            "probs": _near([0.5 / (0.5 + _sigmoid(2)), 0, _sigmoid(2) / (0.5 + _sigmoid(2))]),
+            "probs": _within_roundings([0.5 / (0.5 + _sigmoid(2)), 0, _sigmoid(2) / (0.5 + _sigmoid(2))]),
         },
     ),
     "a_group_counts_its_best_four": (  # 18.2 > 10; with the best two 9.5 < 10
         Problem("topk_routing", {"logits": GROUPS}, {"topk": 4, "num_groups": 2, "group_topk": 1}),
-        {"routing_map": _map([0, 0, 0, 0, 1, 1, 1, 1]), "probs": _near([0, 0, 0, 0, *OF_GROUP_TWO])},
+        {"routing_map": _map([0, 0, 0, 0, 1, 1, 1, 1]), "probs": _within_roundings([0, 0, 0, 0, *OF_GROUP_TWO])},
     ),
     "groups_nearer_than_bf16_can_tell": (  # 2 < 2.001953125
         Problem(
@@ -106,7 +106,7 @@ TOPK_ROUTING: Golden = {
     ),
     "minus_infinity_weighs_nothing": (
         Problem("topk_routing", {"logits": _floats([NONE, 2, NONE])}, {"topk": 2}),
-        {"probs": _near([0, 1, 0])},
+        {"probs": _within_roundings([0, 1, 0])},
     ),
     # p (g - Σ g p) with p = 1/2, 1/2 and g = 1, 3; the third, of softmax 0.16, gets 0.16 of the
     # rounding of Σ g p = 2, if the softmax is over all
@@ -120,8 +120,8 @@ TOPK_ROUTING: Golden = {
         ),
         {
             "routing_map": _map([1, 1, 0]),
-            "probs": _near([0.5, 0.5, 0]),
-            "d_logits": _near([-0.5, 0.5, 0], beside=2.0**-22),
+            "probs": _within_roundings([0.5, 0.5, 0]),
+            "d_logits": _within_roundings([-0.5, 0.5, 0], bound_of_zeros=2.0**-22),
         },
     ),
 }
@@ -140,14 +140,14 @@ TOPK_INDICES: Golden = {
     ),
     "two_of_one_weight": (
         Problem("topk_indices", {"logits": _floats([3, -2, 3])}, {"topk": 2}),
-        {"indices": _indices([0, 2], experts=3), "probs": _near([0.5, 0.5])},
+        {"indices": _indices([0, 2], experts=3), "probs": _within_roundings([0.5, 0.5])},
     ),
 }
 
 AUX_LOSS_SCORES: Golden = {
     "one_slot_is_normalised_too": (
         Problem("aux_loss_scores", {"logits": _floats([0, 0, 0, 0])}, {"topk": 1, "score_function": "sigmoid"}),
-        {"scores": _near([0.25, 0.25, 0.25, 0.25])},
+        {"scores": _within_roundings([0.25, 0.25, 0.25, 0.25])},
     ),
     "padding_is_left_out": (
         Problem(
@@ -155,7 +155,7 @@ AUX_LOSS_SCORES: Golden = {
             {"logits": _floats([1, 1], [1, 1])},
             {"topk": 2, "padding_mask": torch.tensor([False, True])},
         ),
-        {"scores": _near([0.5, 0.5], [0, 0]), "routing_map": _map([1, 1], [0, 0])},
+        {"scores": _within_roundings([0.5, 0.5], [0, 0]), "routing_map": _map([1, 1], [0, 0])},
     ),
 }
 
@@ -192,7 +192,10 @@ LOAD_BALANCING_LOSS: Golden = {
             wanted=("scores",),
             cotangents={"loss": torch.tensor(1.0)},
         ),
-        {"loss": _number(2 / 4 * (2 * 2 + 1 * 1 + 1 * 1)), "d_scores": _near([1, 0, 0.5, 0.5], [1, 0, 0.5, 0.5])},
+        {
+            "loss": _number(2 / 4 * (2 * 2 + 1 * 1 + 1 * 1)),
+            "d_scores": _within_roundings([1, 0, 0.5, 0.5], [1, 0, 0.5, 0.5]),
+        },
     ),
 }
 
@@ -210,11 +213,11 @@ Z_LOSS: Golden = {
 SINKHORN_ROUTING: Golden = {
     "the_plan_spreads_what_top_one_would_not": (  # both tokens prefer expert 0, token 1 by less
         Problem("sinkhorn_routing", {"logits": _floats([4, 0], [1, 0])}, {"topk": 1}),
-        {"routing_map": _map([1, 0], [0, 1]), "probs": _near([_sigmoid(4), 0], [0, 0.5])},
+        {"routing_map": _map([1, 0], [0, 1]), "probs": _within_roundings([_sigmoid(4), 0], [0, 0.5])},
     ),
     "evaluation_does_not": (
         Problem("sinkhorn_routing", {"logits": _floats([4, 0], [1, 0])}, {"topk": 1, "training": False}),
-        {"routing_map": _map([1, 0], [1, 0]), "probs": _near([_sigmoid(4), 0], [_sigmoid(1), 0])},
+        {"routing_map": _map([1, 0], [1, 0]), "probs": _within_roundings([_sigmoid(4), 0], [_sigmoid(1), 0])},
     ),
 }
 
@@ -261,14 +264,16 @@ GATE: Golden = {
             cotangents={"logits": _floats([1, 10])},
         ),
         {
-            "logits": _near([12, -0.5]),
-            "d_x": _near([8, 4]),
-            "d_weight": _near([1, 2], [10, 20]),
-            "d_bias": _near(1, 10),
+            "logits": _within_roundings([12, -0.5]),
+            "d_x": _within_roundings([8, 4]),
+            "d_weight": _within_roundings([1, 2], [10, 20]),
+            "d_bias": _within_roundings(1, 10),
         },
     ),
 }
-JITTER: Golden = {"without": (Problem("jitter", {"x": _floats([1, -2])}, {"eps": 0.0}), {"x": _near([1, -2])})}
+JITTER: Golden = {
+    "without": (Problem("jitter", {"x": _floats([1, -2])}, {"eps": 0.0}), {"x": _within_roundings([1, -2])})
+}
 ATTACH_LOSS: Golden = {
     "the_loss_has_its_own_gradient": (
         Problem(
@@ -292,7 +297,7 @@ UPDATE_EXPERT_BIAS: Golden = {
             {"expert_bias": torch.tensor([0.5, 0.5, 0.5]), "tokens_per_expert": torch.tensor([1, 2, 3])},
             {"update_rate": 0.25},
         ),
-        {"expert_bias": _near(0.75, 0.5, 0.25)},
+        {"expert_bias": _within_roundings(0.75, 0.5, 0.25)},
     ),
 }
 ROUTE: Golden = {}  # several calls: judged step by step by the contract

@@ -24,7 +24,7 @@ from conformance.judge import Bounded, Finding, judge
 PER_EXPERT = ("expert_bias", "tokens_per_expert")
 SIGMAS = 6  # standard errors over √n, for u uniform in ±1: 1/√3 of the mean, 1/√15 of the deviation
 FINE = ("float32", "float64")  # dtypes whose factors differ
-STEPS = 2**16  # of factors, finer than rounding makes equal ones differ
+STEPS = 2**16  # a distance between factors that is too small for different factors, and too large for rounding
 FACTOR_BINS = 1024  # of the factors of jitter
 
 
@@ -65,20 +65,22 @@ def _expert_relabelling(trial: Trial) -> Finding | None:
 
 
 def _shift(trial: Trial) -> Finding | None:
-    """A constant added to all logits: softmax does not change."""
+    """A constant is added to all logits: a softmax does not change."""
     second = trial.problem.with_tensors({"logits": trial.problem.required["logits"] + 2})
     return trial.judged("shift", trial.expected, trial.run(second))
 
 
 def _chosen(trial: Trial) -> Tensor:
-    """The first run's experts as [T,K] indices."""
+    """The experts that the first run chose, as indices [T,K]."""
     if "indices" in trial.first:
         return trial.first["indices"].long()
     return trial.first["routing_map"].nonzero()[:, 1].reshape(trial.case.tokens, trial.case.topk)
 
 
 def _replay(trial: Trial) -> Finding | None:
-    """The chosen experts as precomputed indices: the same weights, without bias and groups."""
+    """The chosen experts are given as precomputed indices: the weights are the same, without bias
+    and groups.
+    """
     index = _chosen(trial)
     settings = {
         name: x for name, x in trial.problem.settings.items() if name not in ("expert_bias", "num_groups", "group_topk")
@@ -91,7 +93,7 @@ def _replay(trial: Trial) -> Finding | None:
 
 
 def _padding_tokens(trial: Trial) -> Finding | None:
-    """Other logits in padding rows: no output changes."""
+    """Other logits in rows of padding change no output."""
     padding = trial.problem.settings["padding_mask"]
     logits = torch.where(
         padding[:, None],
@@ -104,16 +106,19 @@ def _padding_tokens(trial: Trial) -> Finding | None:
 def _shares(trial: Trial) -> Finding | None:
     """The losses of the two halves of the tokens add up to the whole loss."""
     half = trial.case.tokens // 2
-    parts = []
+    half_losses = []
     for rows in (slice(0, half), slice(half, None)):
         scores = trial.problem.required["scores"][rows].clone()
-        parts.append(
+        half_losses.append(
             trial.run(replace(trial.problem.with_tensors({"scores": scores}), wanted=(), cotangents={}))["loss"]
         )
-    whole = trial.expected["loss"].resolve(trial.first)
-    assert isinstance(whole, Bounded)
+    full_loss = trial.expected["loss"].resolve(trial.first)
+    assert isinstance(full_loss, Bounded)
     return judge_law(
-        "shares", "loss", Bounded(whole.value, 3 * whole.bound, whole.dtype, whole.accumulator), sum(parts)
+        "shares",
+        "loss",
+        Bounded(full_loss.value, 3 * full_loss.bound, full_loss.dtype, full_loss.accumulator),
+        sum(half_losses),
     )
 
 
@@ -125,7 +130,7 @@ def judge_law(law: str, output: str, expected: Bounded, observed: Any) -> Findin
 def _evenly_spread(trial: Trial) -> Finding | None:
     """The factors are uniform in [1 - eps, 1 + eps]; elements and calls have their own."""
     x, eps = trial.problem.required["x"].double(), trial.problem.settings["eps"]
-    again = trial.run(trial.problem)["x"].double()
+    second_output = trial.run(trial.problem)["x"].double()
     u_TH = (trial.first["x"].double() / x - 1) / eps
     u = u_TH[x != 0]
     if len(u) < 64:
@@ -147,24 +152,31 @@ def _evenly_spread(trial: Trial) -> Finding | None:
     shared = _most_neighbours_alike(u_TH * eps, eps)
     if shared:
         return Finding("x", "evenly_spread", f"has one factor for most neighbours along {shared}")
-    return Finding("x", "evenly_spread", "is the same twice") if torch.equal(again, trial.first["x"].double()) else None
+    return (
+        Finding("x", "evenly_spread", "is the same twice")
+        if torch.equal(second_output, trial.first["x"].double())
+        else None
+    )
 
 
 def _of_float32(u: torch.Tensor) -> bool:
-    """Whether numbers from -1 to 1 are all multiples of 2⁻²³, as those that float32 draws."""
+    """Whether numbers from -1 to 1 are all multiples of 2⁻²³, like those that float32 draws."""
     steps = u * 2.0**23
     return bool(((steps - steps.round()).abs() < 2.0**-6).all())
 
 
 def _few_values(u: torch.Tensor) -> bool:
-    """Whether numbers from -1 to 1 meet fewer than half of the bins that uniform ones meet."""
+    """Whether numbers from -1 to 1 fall into fewer than half of the bins into which uniform numbers
+    fall.
+    """
     met = ((u + 1) * (FACTOR_BINS // 2)).floor().unique()
     return len(met) < FACTOR_BINS * (1 - math.exp(-len(u) / FACTOR_BINS)) / 2
 
 
 def _most_neighbours_alike(u: torch.Tensor, eps: float) -> str:
-    """The dimension along which a quarter of the neighbours differ by less than eps / 256, as of
-    independent factors one in 256 does.
+    """The dimension along which a quarter of the neighbours differ by less than eps / 256.
+
+    Of independent factors one neighbour in 256 does.
     """
     for name, dim in (("columns", 1), ("rows", 0)):
         step = u.diff(dim=dim)[u.diff(dim=dim).isfinite()].abs()
@@ -183,7 +195,9 @@ def _softmax(case: Any) -> bool:
 
 
 def _is_a_call(case: Any) -> bool:
-    """Plain, or of one row that repeats: its copies have factors of their own."""
+    """Whether the case is a plain call, or one with a repeated row, whose copies have factors of
+    their own.
+    """
     return plain(case) or (case.layout == "expanded" and not case.golden and not case.illegal)
 
 
@@ -207,7 +221,7 @@ GATE = (
 )
 JITTER = (*_EVERY, EVENLY_SPREAD)
 TOPK_ROUTING = (*_EVERY, DOUBLE_BACKWARD, *_CHOICE, REPLAY)
-# the result of indices may be the given ones
+# the result of indices may be the given indices
 _OWN_RESULTS = replace(
     universal.BUFFER_REUSE, applies=lambda case: universal.BUFFER_REUSE.applies(case) and not case.precomputed
 )
@@ -221,6 +235,6 @@ Z_LOSS = (*_EVERY, DOUBLE_BACKWARD, TOKEN_REVERSAL, EXPERT_RELABELLING, PADDING_
 _NOT_OWNED = tuple(law for law in universal.CALLS if law is not universal.OWN_MEMORY)
 ATTACH_LOSS = (*_NOT_OWNED, universal.LATE_PRODUCER, *universal.STATIC, universal.SCALING, DOUBLE_BACKWARD)
 UPDATE_EXPERT_BIAS = (*_EVERY, EXPERT_RELABELLING)
-# without gradients a router is not trained: its steps say which ones compute them
+# without gradients a router is not trained; the steps of a case say which of them compute gradients
 _TRAINED = tuple(law for law in universal.CALLS[2:] if law not in (universal.INFERENCE_MODE, universal.NO_GRAD))
 ROUTE = (*SHARED_OUT, *of_one_process(*_TRAINED, universal.LATE_PRODUCER, *universal.STATIC))

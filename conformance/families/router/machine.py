@@ -1,4 +1,6 @@
-"""The machine of route: forwards with replays queued, evaluations, batches that end in between."""
+"""The machine of `route`: forwards with queued replays, evaluations, and batches that end in
+between.
+"""
 
 from typing import Any
 
@@ -18,12 +20,12 @@ class RouteMachine(Machine):
 
     @classmethod
     def suits(cls, case: Any) -> bool:
-        """A choice by a plan has nothing to replay."""
+        """A choice by a plan has nothing to replay, so such cases do not suit."""
         return not case.sinkhorn
 
     def __init__(self) -> None:
         super().__init__()
-        self.queued = 0  # replays that wait for their backward
+        self.queued = 0  # the number of replays that wait for their backward
 
     @rule()
     def recompute(self) -> None:

@@ -7,7 +7,7 @@ from conformance.analysis.running import Running
 from conformance.families.router.selection import score
 
 SINKHORN_STOP = 1e-4  # mean change of d1, as in moe_ref.router.sinkhorn
-# where the change is so small, later plans differ by less than their errors
+# if the change is so small, later plans differ by less than their errors
 CONVERGED = SINKHORN_STOP / 100
 MOST_ERROR = 64 * SINKHORN_STOP
 
@@ -26,8 +26,8 @@ def plan_of(logits: Tensor, dtype: torch.dtype) -> Running:
     keys are NaN.
     """
     cost = Running.of(logits, dtype).exp()
-    one = cost.constant(1.0)
-    rows, columns = one / float(max(len(logits), 1)), one / float(logits.shape[1])
+    unit = cost.constant(1.0)
+    rows, columns = unit / float(max(len(logits), 1)), unit / float(logits.shape[1])
     d1 = Running(
         torch.ones(1, logits.shape[1], dtype=torch.float64),
         torch.zeros(1, logits.shape[1], dtype=torch.float64),
@@ -35,10 +35,10 @@ def plan_of(logits: Tensor, dtype: torch.dtype) -> Running:
     )
     lows, highs = [], []
     while True:
-        before = d1
+        previous_d1 = d1
         d0 = rows / ((cost * d1).sum(1) + 1e-8)
         d1 = columns / ((cost * d0).sum(0) + 1e-8)
-        step = before - d1
+        step = previous_d1 - d1
         change = Running(step.value.abs(), step.error, dtype).sum(1) / float(logits.shape[1])
         value, error = float(change.value), float(change.error)
         if not error < MOST_ERROR:

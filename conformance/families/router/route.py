@@ -53,7 +53,7 @@ class Route(Contract[RouteCase]):
         required = {f"logits.{i}": logits_of_step(case, i) for i, step in enumerate(steps) if step in FORWARDS}
         settings: dict[str, Any] = {"training": True, "loss_scale": case.scale / 8}
         settings |= {"batch_size": case.sequences} if case.sequences > 1 else {}
-        uneven = len(set(case.counts)) > 1  # needs a mask: without one all ranks have equal counts
+        uneven = len(set(case.counts)) > 1  # needs a mask, because without one all ranks have equal counts
         settings |= (
             {"padding_mask": torch.from_numpy(hashed(case.seed, "padding", case.tokens) % 8 < case.padding)}
             if case.padding or uneven
@@ -91,10 +91,10 @@ class Route(Contract[RouteCase]):
     def _script(
         config: RouterConfig, steps: list[str], watch: Callable[[int, RouterState], None] | None = None
     ) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-        def script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
-            state = implementation.call("new_state", config, device=given["logits.0"].device)
-            common = {name: given[name] for name in ("batch_size", "loss_scale", "ranks") if name in given}
-            ranks = {name: given[name] for name in ("ranks",) if name in given}
+        def script(implementation: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+            state = implementation.call("new_state", config, device=inputs["logits.0"].device)
+            common = {name: inputs[name] for name in ("batch_size", "loss_scale", "ranks") if name in inputs}
+            ranks = {name: inputs[name] for name in ("ranks",) if name in inputs}
             target = None
             outputs: dict[str, Any] = {}
             for i, step in enumerate(steps):
@@ -111,12 +111,12 @@ class Route(Contract[RouteCase]):
                     options: dict[str, Any] = {"training": False} if step.startswith("eval") else {}
                     options |= {"replay": replay} if step in REPLAYS else {}
                     options |= {"replay_target": target} if replay == "forward" else {}
-                    if "padding_mask" in given:
-                        options["padding_mask"] = mask_of_step(given["padding_mask"], i)
+                    if "padding_mask" in inputs:
+                        options["padding_mask"] = mask_of_step(inputs["padding_mask"], i)
                     with torch.no_grad() if step == "nograd" else nullcontext():
                         result = named_outputs(
                             implementation.call(
-                                "route", given[f"logits.{i}"], config, state=state, **common, **options
+                                "route", inputs[f"logits.{i}"], config, state=state, **common, **options
                             ),
                             ROUTE_OUTPUTS,
                         )
@@ -139,9 +139,9 @@ class Route(Contract[RouteCase]):
     def played(self, case: RouteCase, problem: Problem) -> Played:
         """The reference's outputs, gradients and states, float64."""
         config, steps = config_of(case), case.steps.split("+")
-        before: dict[int, RouterState] = {}
+        states_before: dict[int, RouterState] = {}
         leaves = {name: leaf(x) for name, x in problem.required.items()}
-        script = self._script(config, steps, before.__setitem__)
+        script = self._script(config, steps, states_before.__setitem__)
         out = script(Implementation(moe_ref), problem.settings | leaves)
         attached = [name for name in problem.cotangents if out[name].requires_grad]
         inputs = [leaves[name] for name in problem.wanted]
@@ -155,7 +155,7 @@ class Route(Contract[RouteCase]):
             f"d_{name}": torch.zeros_like(x) if g is None else g
             for name, x, g in zip(problem.wanted, inputs, gradients, strict=True)
         }
-        return Played(out, values, before)
+        return Played(out, values, states_before)
 
     @staticmethod
     def forwards(case: RouteCase, problem: Problem, played: Played, declared: Mapping[str, Any]) -> list[Step]:
@@ -169,7 +169,7 @@ class Route(Contract[RouteCase]):
             if replay == "forward":
                 queue.append(recorded)
             replayed = recorded if replay == "forward" else queue.pop(0) if replay == "backward" else None
-            one = Step(
+            forward_step = Step(
                 case,
                 config,
                 problem,
@@ -180,41 +180,43 @@ class Route(Contract[RouteCase]):
                 replayed,
                 accumulator_of(declared, DTYPES[case.dtype]),
             )
-            recorded = one.chosen if replay == "record" else recorded
-            forwards.append(one)
+            recorded = forward_step.chosen if replay == "record" else recorded
+            forwards.append(forward_step)
         return forwards
 
     @staticmethod
     def judged(
-        played: Played, steps: list[Step], sequence: list[list[Step]], every: list[list[Step]]
+        played: Played, steps: list[Step], sequence: list[list[Step]], steps_of_ranks: list[list[Step]]
     ) -> dict[str, Expectation]:
         """One rank's expectations; none if rounding could change a choice on any rank.
 
         Args:
             sequence, every: the steps of the ranks of its sequence, and of all ranks of the batch.
         """
-        if any(one.ambiguous for forwards in every for one in forwards):
+        if any(step.ambiguous for forwards in steps_of_ranks for step in forwards):
             return {}
-        right: dict[str, Expectation] = {}
-        for i, one in enumerate(steps):
-            one.sequence, one.every = ([forwards[i] for forwards in ranks] for ranks in (sequence, every))
-            right |= one.expectations(played.gradients.get(f"d_logits.{one.index}"))
+        expectations: dict[str, Expectation] = {}
+        for i, step in enumerate(steps):
+            step.sequence, step.every = ([forwards[i] for forwards in ranks] for ranks in (sequence, steps_of_ranks))
+            expectations |= step.expectations(played.gradients.get(f"d_logits.{step.index}"))
         for name in STATE:
             value = played.outputs[f"state.{name}"]
             # exact: sums of n/1024 are not rounded
-            right[f"state.{name}"] = Exact(value, "values" if value.is_floating_point() else "integers")
-        return right
+            expectations[f"state.{name}"] = Exact(value, "values" if value.is_floating_point() else "integers")
+        return expectations
 
 
 def loaded_again(implementation: Any, state: Any, dtype: torch.dtype | None) -> Any:
-    """The state, saved and loaded; with a dtype of a model whose buffers were cast to it."""
+    """The state, saved and loaded again; with a dtype, as in a model whose buffers were cast
+    to it.
+    """
     saved = {name: x.clone() for name, x in implementation.call("state_tensors", state).items()}
     cast = {name: x.to(dtype) for name, x in saved.items() if dtype is not None and x.is_floating_point()}
     return implementation.call("state_from", saved | cast)
 
 
 def _detached(loss: Any) -> bool:
-    """Whether there is a loss, and it holds no graph: what is logged keeps no activations."""
+    """Whether there is a loss that holds no graph, so that logging it keeps no activations."""
     return loss is not None and not loss.requires_grad
 
 

@@ -32,9 +32,9 @@ class Members:
     sequence: tuple[int, ...]  # the ranks that share a sequence
     batch: tuple[int, ...]  # the ranks that share the batch
 
-    def groups(self, over: Callable[[tuple[int, ...]], Sum]) -> RouterRanks:
-        """The groups, with sums by `over`."""
-        return RouterRanks(*(RankGroup(len(ranks), over(ranks)) for ranks in (self.sequence, self.batch)))
+    def groups(self, sum_over: Callable[[tuple[int, ...]], Sum]) -> RouterRanks:
+        """The groups, with sums by `sum_over`."""
+        return RouterRanks(*(RankGroup(len(ranks), sum_over(ranks)) for ranks in (self.sequence, self.batch)))
 
 
 class RouteOverRanks(SharedOut[RouteCase]):
@@ -45,11 +45,11 @@ class RouteOverRanks(SharedOut[RouteCase]):
         super().__init__(self.route, sums=(*LOSSES, "tokens_per_expert"), same=SAME)
 
     def calls(self, case: RouteCase) -> list[Problem]:
-        every = tuple(range(len(case.counts)))
+        all_ranks = tuple(range(len(case.counts)))
         calls = []
         for rank, call in enumerate(super().calls(case)):
             first = rank // case.ranks * case.ranks
-            members = Members(every[first : first + case.ranks], every)
+            members = Members(all_ranks[first : first + case.ranks], all_ranks)
             calls.append(replace(call, settings=call.settings | {"ranks": members}))
         return calls
 
@@ -58,49 +58,52 @@ class RouteOverRanks(SharedOut[RouteCase]):
     ) -> dict[str, Expectation]:
         """The reference, run on all ranks at once, one thread per rank."""
 
-        def at(rank: int, over: Callable[[Any], Sum]) -> Played:
+        def at(rank: int, sum_over: Callable[[Any], Sum]) -> Played:
             settings = calls[rank].settings
-            groups = {"ranks": settings["ranks"].groups(over)}
+            groups = {"ranks": settings["ranks"].groups(sum_over)}
             return self.route.played(case, replace(calls[rank], settings=settings | groups))
 
         played = play(len(calls), at)
-        every = [self.route.forwards(case, call, one, declared) for call, one in zip(calls, played, strict=True)]
-        sequence = [every[member] for member in calls[rank].settings["ranks"].sequence]
-        return self.route.judged(played[rank], every[rank], sequence, every)
+        steps_of_ranks = [
+            self.route.forwards(case, call, rank_played, declared)
+            for call, rank_played in zip(calls, played, strict=True)
+        ]
+        sequence = [steps_of_ranks[member] for member in calls[rank].settings["ranks"].sequence]
+        return self.route.judged(played[rank], steps_of_ranks[rank], sequence, steps_of_ranks)
 
-    def connected(self, call: Problem, place: RankContext) -> Problem:
+    def connected(self, call: Problem, context: RankContext) -> Problem:
         if "ranks" not in call.settings:
             return call
-        groups = call.settings["ranks"].groups(lambda ranks: summed(ranks, place))
+        groups = call.settings["ranks"].groups(lambda ranks: summed(ranks, context))
         return replace(call, settings=call.settings | {"ranks": groups})
 
     def together(self, case: RouteCase) -> tuple[Problem, RouteCase]:
-        whole = self.alone.legal(case)
-        settings = {name: x for name, x in whole.settings.items() if name != "ranks"}
-        return replace(whole, settings=settings), replace(case, ranks=1)
+        whole_call = self.alone.legal(case)
+        settings = {name: x for name, x in whole_call.settings.items() if name != "ranks"}
+        return replace(whole_call, settings=settings), replace(case, ranks=1)
 
 
-def summed(ranks: tuple[int, ...], place: RankContext) -> Sum:
+def summed(ranks: tuple[int, ...], context: RankContext) -> Sum:
     """The sum of a tensor over these ranks, which include the caller.
 
     Ranks that share a GPU reach each other over gloo, whose messages are tensors of the CPU.
     """
 
     def over_ranks(x: Tensor) -> Tensor:
-        local = x.detach().to("cpu" if place.shares_gpu else x.device, copy=True)
-        if len(ranks) == place.ranks:
-            dist.all_reduce(local, group=place.group)
+        local = x.detach().to("cpu" if context.shares_gpu else x.device, copy=True)
+        if len(ranks) == context.ranks:
+            dist.all_reduce(local, group=context.group)
             return local.to(x.device)
-        parts = {rank: local if rank == place.rank else torch.empty_like(local) for rank in ranks}
-        others = [rank for rank in ranks if rank != place.rank]
+        shares = {rank: local if rank == context.rank else torch.empty_like(local) for rank in ranks}
+        peers = [rank for rank in ranks if rank != context.rank]
         pairs = [
-            dist.P2POp(move, buffer, group=place.group, group_peer=rank)
-            for rank in others
-            for move, buffer in ((dist.isend, local), (dist.irecv, parts[rank]))
+            dist.P2POp(move, buffer, group=context.group, group_peer=rank)
+            for rank in peers
+            for move, buffer in ((dist.isend, local), (dist.irecv, shares[rank]))
         ]
         for work in dist.batch_isend_irecv(pairs) if pairs else ():
             work.wait()
-        total = torch.stack(list(parts.values())).sum(0)  # in rank order: bitwise equal on all ranks
+        total = torch.stack(list(shares.values())).sum(0)  # in rank order: bitwise equal on all ranks
         return total.to(x.device)
 
     return over_ranks

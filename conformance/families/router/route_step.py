@@ -75,14 +75,14 @@ class Step:
         if config.sinkhorn:
             self.chosen, self.p = self.kept, self.activation.masked(self.kept)
         else:
-            free = replayed is None
-            self.chosen = topk_routing(self.logits.double(), **settings).routing_map if free else replayed
+            chooses = replayed is None
+            self.chosen = topk_routing(self.logits.double(), **settings).routing_map if chooses else replayed
             self.p = weights(self.logits, self.chosen, settings, dtype)[1]
         self.ambiguous = (replayed is None and self._close_keys()) or self._close_drops()
 
     @cached_property
     def activation(self) -> Running:
-        """The weights before a choice by a plan."""
+        """The weights before experts are chosen by a plan."""
         return activation_of(self.logits, self.config.topk, self.dtype)
 
     def _close_keys(self) -> bool:
@@ -94,13 +94,13 @@ class Step:
         keys = keys_of(self.logits, self.settings, self.dtype)
         slack = 4 * _largest(keys.error)
         value, topk = keys.value, self.config.topk
-        groups, kept = self.config.num_groups, self.config.group_topk
-        if groups and kept:
+        groups, group_topk = self.config.num_groups, self.config.group_topk
+        if groups and group_topk:
             by_group = value.unflatten(1, (groups, -1))
-            score = by_group.sort(dim=2, descending=True).values[..., : topk // kept].sum(2)
-            if _close(score, kept, topk * slack):
+            score = by_group.sort(dim=2, descending=True).values[..., : topk // group_topk].sum(2)
+            if _close(score, group_topk, topk * slack):
                 return True
-            best = torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(kept).indices, True)
+            best = torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(group_topk).indices, True)
             value = torch.where(best[..., None].expand_as(by_group).reshape(value.shape), value, -torch.inf)
         return _close(value, topk, slack)
 
@@ -122,23 +122,25 @@ class Step:
 
     def expectations(self, gradient_value: Tensor | None) -> dict[str, Expectation]:
         i = self.index
-        right: dict[str, Expectation] = {f"{i}.routing_map": Exact(self.kept, "integers")}
+        expectations: dict[str, Expectation] = {f"{i}.routing_map": Exact(self.kept, "integers")}
         if self.config.pad_to_capacity:
-            right[f"{i}.routing_map"] = self._filled()
-        right[f"{i}.losses"] = Exact(self.out[f"{i}.losses"], "integers")  # which losses are given
-        right[f"{i}.probs"] = self.p.masked(self.stays).bounded(self.logits.dtype, self.out[f"{i}.probs"].detach())
+            expectations[f"{i}.routing_map"] = self._filled()
+        expectations[f"{i}.losses"] = Exact(self.out[f"{i}.losses"], "integers")  # which losses are given
+        expectations[f"{i}.probs"] = self.p.masked(self.stays).bounded(
+            self.logits.dtype, self.out[f"{i}.probs"].detach()
+        )
         for name, (loss, _) in self.losses.items():
-            right[f"{i}.{name}"] = Running(loss.value.reshape(()), loss.error.reshape(()), self.dtype).bounded(
+            expectations[f"{i}.{name}"] = Running(loss.value.reshape(()), loss.error.reshape(()), self.dtype).bounded(
                 self.of_losses, self.out[f"{i}.{name}"]
             )
         if gradient_value is not None:
             slope, partial = self.slope(self.cotangent)
             bound = slope.bounded(self.logits.dtype, gradient_value)
-            right[f"d_logits.{i}"] = replace(bound, bound=bound.bound + partial)
-        return right
+            expectations[f"d_logits.{i}"] = replace(bound, bound=bound.bound + partial)
+        return expectations
 
     def _filled(self) -> Chosen:
-        """The tokens that stay, and any others up to the capacity."""
+        """The tokens that stay, filled up to the capacity by any other tokens."""
         stays_ET = self.stays.double().T
         counts_E = self.kept.sum(0)  # the same for every expert
         return Chosen(self.kept, stays_ET, torch.zeros_like(stays_ET), counts_E, (stays_ET,), dim=0)
@@ -149,8 +151,9 @@ class Step:
         return self.kept & self.chosen
 
     def slope(self, cotangent: Tensor | Running | None) -> tuple[Running, Tensor]:
-        """dlogits of a cotangent of the probs and of the losses, before it is rounded; and the
-        roundings of autograd's partial gradients and of their sums to the logits' dtype.
+        """The gradient of the logits for a cotangent of the probs and of the losses, before it is
+        rounded; and the roundings of autograd's partial gradients and of their sums in the logits'
+        dtype.
         """
         slope = Running(torch.zeros_like(self.x.value), torch.zeros_like(self.x.value), self.dtype)
         if cotangent is not None:
@@ -167,7 +170,9 @@ class Step:
 
     @cached_property
     def losses(self) -> dict[str, tuple[Running, Running]]:
-        """Each loss and its contribution to dlogits; none where nothing is learnt."""
+        """Each loss and its contribution to the gradient of the logits. There are none if nothing
+        is learnt.
+        """
         if not self.learns:
             return {}
         config, case = self.config, self.case
@@ -219,7 +224,10 @@ class Step:
         return moe_ref.aux_loss_scores(self.logits.double(), **settings).routing_map.double()
 
     def _tokens(self, ranks: list["Step"]) -> float:
-        """Tokens of a loss over these ranks: valid ones; without a mask, this rank's × ranks."""
+        """The tokens of a loss over these ranks: the valid ones.
+
+        Without a mask, this rank's tokens × ranks.
+        """
         return _valid(ranks) if self.masked else float(len(self.logits) * len(ranks))
 
 
@@ -227,12 +235,12 @@ def _valid(ranks: list[Step]) -> float:
     return float(sum(int(rank.valid.sum()) for rank in ranks))
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
-    return torch.stack(parts).sum(0)
+def _sum(terms: list[Tensor]) -> Tensor:
+    return torch.stack(terms).sum(0)
 
 
 def _largest(error: Tensor) -> float:
-    """The largest error; 0 of none."""
+    """The largest error; 0 if there are none."""
     return float(error.max()) if error.numel() else 0.0
 
 

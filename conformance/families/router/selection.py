@@ -20,8 +20,8 @@ from moe_ref.router.scores import EPSILON
 from moe_ref.router.selection import topk_indices
 
 Settings = dict[str, Any]
-LINEAR = 20.0  # torch.nn.functional.softplus(x) is x above it: wrong by exp(-x), which float64 shows
-UNDERFLOW = -87.0  # below, exp(x) is subnormal in float32 and √ln(1+exp x) may be 0: no slope
+LINEAR = 20.0  # torch.nn.functional.softplus(x) is x above this: wrong by exp(-x), which float64 shows
+UNDERFLOW = -87.0  # below this, exp(x) is subnormal in float32 and √ln(1+exp x) may be 0, which has no slope
 
 
 def score(x: Running, function: str) -> Running:
@@ -43,12 +43,12 @@ def score(x: Running, function: str) -> Running:
 def softplus(x: Running) -> Running:
     """ln(1 + exp x) = max(x, 0) + ln(1 + exp(-|x|)), or x above LINEAR, as in torch's own."""
     positive = Running(x.value.clamp(min=0), torch.where(x.value > 0, x.error, 0.0), x.dtype)
-    whole = positive + Running(-x.value.abs(), x.error, x.dtype).exp().log1p()
-    return replace(whole, error=whole.error + _left_out(x))
+    softplus_of_x = positive + Running(-x.value.abs(), x.error, x.dtype).exp().log1p()
+    return replace(softplus_of_x, error=softplus_of_x.error + _left_out(x))
 
 
 def _left_out(x: Running) -> Tensor:
-    """exp(-x) above LINEAR: what the value and the slope of torch's softplus leave out."""
+    """What the value and the slope of torch's softplus leave out above LINEAR: exp(-x)."""
     return torch.where(x.value > LINEAR, (-x.value).exp(), 0.0)
 
 
@@ -149,7 +149,7 @@ def _renormalised(x: Running, chosen: Tensor, count: int) -> tuple[Running, Runn
 
 
 def _either(x: Running, y: Running) -> Running:
-    """x, with a bound for the results of two formulas."""
+    """x, with a bound that covers the results of two formulas."""
     apart = (x.value - y.value).abs() + y.error
     return Running(x.value, torch.where(y.error > 0, torch.maximum(x.error, apart), x.error), x.dtype)
 
@@ -163,7 +163,7 @@ def slope_of(x: Running, s: Running, function: str) -> Running:
 
 
 def unspecified_rows(logits: Tensor, settings: Settings) -> Tensor:
-    """[T] rows with NaN or +∞: any K distinct experts are right."""
+    """Rows [T] with NaN or +∞, for which any K distinct experts are right."""
     return logits.isnan().any(1) | (logits == torch.inf).any(1)
 
 
@@ -219,14 +219,14 @@ class _TopK(Contract[LogitsCase]):
 
     def choice(self, problem: Problem, dtype: torch.dtype, lowest: bool) -> Chosen:
         logits, settings = problem.required["logits"], problem.settings
-        free = unspecified_rows(logits, settings)
+        unspecified = unspecified_rows(logits, settings)
         index = topk_indices(logits, **settings).indices
         value = torch.zeros(logits.shape, dtype=torch.bool).scatter(1, index, True)
         if settings.get("precomputed_indices") is not None:
             keys = Running(value.double(), torch.zeros(value.shape, dtype=torch.float64), dtype)
         else:
-            keys = keys_of(torch.where(free[:, None], 0, logits), settings, dtype)
-        free = free | keys.value.isnan().any(1)  # softmax of only -∞
+            keys = keys_of(torch.where(unspecified[:, None], 0, logits), settings, dtype)
+        unspecified = unspecified | keys.value.isnan().any(1)  # softmax of only -∞
         groups = settings.get("num_groups") or 0 if settings.get("precomputed_indices") is None else 0
         inputs = (
             logits.double(),
@@ -245,7 +245,7 @@ class _TopK(Contract[LogitsCase]):
             counts,
             inputs,
             lowest,
-            None if settings.get("precomputed_indices") is not None else free,
+            None if settings.get("precomputed_indices") is not None else unspecified,
             groups,
             settings.get("group_topk") or 0,
             dtype,
@@ -256,13 +256,15 @@ class _TopK(Contract[LogitsCase]):
         logits = problem.required["logits"]
         dtype = accumulator_of(declared, logits.dtype)
         choice = self.choice(problem, dtype, declared.get("tie_rule") == "lowest_index")
-        right: dict[str, Expectation] = {self.primary: choice}
-        right["probs"] = self._given(choice.value, lambda chosen: self._weights(problem, chosen, dtype))
+        expectations: dict[str, Expectation] = {self.primary: choice}
+        expectations["probs"] = self._by_choice(choice.value, lambda chosen: self._weights(problem, chosen, dtype))
         if problem.wanted:
-            right["d_logits"] = self._given(choice.value, lambda chosen: self._gradient(problem, chosen, dtype))
-        return right
+            expectations["d_logits"] = self._by_choice(
+                choice.value, lambda chosen: self._gradient(problem, chosen, dtype)
+            )
+        return expectations
 
-    def _given(self, choice: Tensor, judge_by: Callable[[Tensor], Bounded]) -> Given:
+    def _by_choice(self, choice: Tensor, judge_by: Callable[[Tensor], Bounded]) -> Given:
         """The expectation given the candidate's choice, recomputed if it is not the reference's."""
         reference = judge_by(choice)
 
@@ -293,9 +295,9 @@ class _TopK(Contract[LogitsCase]):
         self, problem: Problem, chosen: Tensor, cotangent_TE: Tensor, value: Tensor, dtype: torch.dtype
     ) -> Bounded:
         logits = problem.required["logits"]
-        free = unspecified_gradient(logits, chosen, problem.settings)[:, None].expand(logits.shape)
+        unspecified = unspecified_gradient(logits, chosen, problem.settings)[:, None].expand(logits.shape)
         analysis = gradient(logits, chosen, cotangent_TE, problem.settings, dtype)
-        return analysis.beside_the_oracle.bounded(logits.dtype, value, free)
+        return analysis.beside_the_oracle.bounded(logits.dtype, value, unspecified)
 
 
 class TopkIndices(_TopK):
@@ -310,9 +312,9 @@ class TopkIndices(_TopK):
         chosen = torch.zeros(logits.shape, dtype=torch.bool).scatter(1, index, True)
         value, _ = self._oracle(problem, index)
         _, scaled = weights(logits, chosen, problem.settings, dtype)
-        free = unspecified_weights(logits, chosen, problem.settings)[:, None].expand(index.shape)
-        own = Running(scaled.value.gather(1, index), scaled.error.gather(1, index), dtype)
-        return own.beside_the_oracle.bounded(logits.dtype, value.detach(), free)
+        unspecified = unspecified_weights(logits, chosen, problem.settings)[:, None].expand(index.shape)
+        chosen_weights = Running(scaled.value.gather(1, index), scaled.error.gather(1, index), dtype)
+        return chosen_weights.beside_the_oracle.bounded(logits.dtype, value.detach(), unspecified)
 
     def _gradient(self, problem: Problem, observed: Tensor, dtype: torch.dtype) -> Bounded:
         logits, index, cotangent = problem.required["logits"], observed.long(), problem.cotangents["probs"]

@@ -1,4 +1,4 @@
-"""The router beyond its axes: shapes of logits and loads, tokens over ranks."""
+"""Cases of the router beyond their axes: shapes of logits and loads, and tokens over ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,9 +59,11 @@ def near(case: Any, scope: Scope) -> Any:
 
 
 def convergent(case: Any, scope: Scope) -> Any:
-    """`near`, with logits whose plan converges; of others it takes millions of iterations."""
-    found = near(case, scope)
-    return found if found.spread in SINKHORN_SPREADS else replace(found, spread="distinct")
+    """`near`, but with logits whose plan converges, because the plans of others take millions of
+    iterations.
+    """
+    near_case = near(case, scope)
+    return near_case if near_case.spread in SINKHORN_SPREADS else replace(near_case, spread="distinct")
 
 
 # ---- logits
@@ -69,7 +71,9 @@ def convergent(case: Any, scope: Scope) -> Any:
 
 @st.composite
 def shape(draw: st.DrawFn, scope: Scope) -> Changes:
-    """Tokens, experts, top-k: small, medium, of real routers, or one size beyond any block."""
+    """Tokens, experts and top-k: small ones, medium ones, those of real routers, or one size beyond
+    any block.
+    """
     kind = draw(st.sampled_from(("small", "small", "small", "medium", "real", "beyond")))
     if kind == "small":
         experts = draw(st.integers(1, 12))
@@ -104,14 +108,14 @@ def choices(draw: st.DrawFn, scope: Scope) -> Changes:
 def group_limits(draw: st.DrawFn, experts: int, topk: int) -> Changes:
     """Legal group limits, if any, in half of the cases."""
     fits = [
-        (groups, kept)
+        (groups, group_topk)
         for groups in range(2, min(experts, 16) + 1)
         if experts % groups == 0
-        for kept in range(1, min(groups, topk) + 1)
-        if kept * (experts // groups) >= topk
+        for group_topk in range(1, min(groups, topk) + 1)
+        if group_topk * (experts // groups) >= topk
     ]
-    groups, kept = (0, 0) if not fits or draw(st.booleans()) else draw(st.sampled_from(fits))
-    return {"groups": groups, "group_topk": kept}
+    groups, group_topk = (0, 0) if not fits or draw(st.booleans()) else draw(st.sampled_from(fits))
+    return {"groups": groups, "group_topk": group_topk}
 
 
 @st.composite
@@ -141,8 +145,8 @@ def _limits(scope: Scope) -> dict[str, list[Changes]]:
 
 
 def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
-    """Real routers, block edges, ties; choices (not precomputed) from far addresses; for few
-    kernels one given expert of a token.
+    """Real routers, edges of blocks, and ties; choices (not precomputed) from far addresses; and
+    for few kernels one given expert of a token.
     """
     shapes: tuple[tuple[int, int], ...] = REAL_ROUTERS + EDGES
     if scope.space.few_kernels:  # topk_indices and topk_routing share their kernels, and the shapes
@@ -160,16 +164,16 @@ def _chosen(scope: Scope) -> list[Changes | LogitsCase]:
     ]
     if scope.accepts("scaling_factor"):
         fields += FINE_FACTORS
-    if scope.space.few_kernels:  # which few rows of the covering array leave out
+    if scope.space.few_kernels:  # values that few rows of the covering array have
         fields.append({"tokens": 3, "experts": 8, "topk": 8, "score": "sigmoid", "spread": "ties"})
     fields += grouped(scope)
     base = scope.fullest(FAR_CHOICE | {"tokens": 3, "dtype": "bfloat16", "precomputed": False})
     far = (("logits", "wide_rows"), ("logits", "wide_columns"), ("expert_bias", "wide_rows"))
     placed = (replace(base, layout=layout, layout_of=name) for name, layout in far)
-    alone: Changes = {"tokens": 7, "experts": 8, "topk": 1, "score": "sigmoid", "precomputed": True}
+    single_choice: Changes = {"tokens": 7, "experts": 8, "topk": 1, "score": "sigmoid", "precomputed": True}
     past_a_byte: Changes = {"tokens": 3, "experts": 300, "topk": 4, "precomputed": True}
-    given = [*([alone] if scope.space.few_kernels else []), past_a_byte]
-    chosen = [one | {"precomputed": False} for one in fields] + given
+    precomputed = [*([single_choice] if scope.space.few_kernels else []), past_a_byte]
+    chosen = [changes | {"precomputed": False} for changes in fields] + precomputed
     return [*chosen, *filter(scope.fits, placed), *strange(scope)]
 
 
@@ -181,9 +185,9 @@ CHOICES: tuple[Changes, ...] = tuple(
     for experts in (8, 64, 128, 256, 512)
 )
 GROUPED_CHOICES: tuple[Changes, ...] = tuple(
-    one | {"groups": 8, "group_topk": 4, "topk": 8}
-    for one in CHOICES
-    if one["score"] == "sigmoid" and one["experts"] > 8
+    fields | {"groups": 8, "group_topk": 4, "topk": 8}
+    for fields in CHOICES
+    if fields["score"] == "sigmoid" and fields["experts"] > 8
 )
 FAR_CHOICE: Changes = {"experts": 4, "topk": 3, "score": "sigmoid"}
 LOGITS: Changes = {"tokens": 7, "experts": 8}
@@ -192,7 +196,7 @@ TOPK_ROUTING = Shapes(
     affordable=near,
     covered=LOGITS | {"topk": 2},
     models={"experts": EXPERTS, "tokens": FEW_ROWS},
-    model_rows=tuple(one | {"precomputed": False} for one in (*CHOICES, *GROUPED_CHOICES)),
+    model_rows=tuple(fields | {"precomputed": False} for fields in (*CHOICES, *GROUPED_CHOICES)),
     together=_limits,
     always=_chosen,
     far=FAR_CHOICE,
@@ -214,7 +218,7 @@ def drops(draw: st.DrawFn, scope: Scope) -> Changes:
     return fields | {"capacity": capacity, "values": values, "policy": policy, "pad": pad}
 
 
-# a search of thousands of tokens, for each key of a kernel: a position, a prob of 16 or 32 bits
+# a search over thousands of tokens, for each kind of key: a position, a prob of 16 or 32 bits
 LONG_DROPS: tuple[Changes, ...] = tuple(
     {"tokens": 4096, "experts": 64, "topk": 2, "capacity": 60, "dtype": dtype, "policy": policy, "pad": pad}
     for dtype, policy, pad in (
@@ -225,11 +229,11 @@ LONG_DROPS: tuple[Changes, ...] = tuple(
 
 
 def _dropped(scope: Scope) -> list[Changes]:
-    more: list[Changes] = [{}, {"values": "ties"}, {"policy": "position"}, {"pad": True, "values": "ties"}]
+    variants: list[Changes] = [{}, {"values": "ties"}, {"policy": "position"}, {"pad": True, "values": "ties"}]
     double = {"tokens": 9, "experts": 3, "topk": 2, "capacity": 2, "dtype": "float64"}
     last = long(scope) | {"seed": 2, "capacity": 65}  # some expert keeps the last token
     room = [WIDE | {"capacity": 1}, long(scope) | {"capacity": 257}]  # few kept, all kept
-    return [*(last | fields for fields in more), *room, double, FINE_KEYS, ABOVE_ONE, MANY_EQUAL]
+    return [*(last | fields for fields in variants), *room, double, FINE_KEYS, ABOVE_ONE, MANY_EQUAL]
 
 
 @st.composite
@@ -249,13 +253,13 @@ def _weighed(scope: Scope) -> list[Changes]:
 
 
 def _large(scope: Scope) -> list[Changes]:
-    """Counts past each number of bits, and with fractions."""
+    """Counts that exceed each number of bits, and counts with fractions."""
     small: Changes = {"tokens": 6, "experts": 5, "topk": 2}
-    found: list[Changes] = [small | {"counted": counted} for counted in COUNTED]
-    found += [small | {"counted": counted, "map_dtype": "uint8"} for counted in (*COUNTED, "fractions")]
+    load_changes: list[Changes] = [small | {"counted": counted} for counted in COUNTED]
+    load_changes += [small | {"counted": counted, "map_dtype": "uint8"} for counted in (*COUNTED, "fractions")]
     if scope.function == "update_expert_bias":
-        found += [small | {"counted": "past_24_bits", "map_dtype": "int32"}]
-    return found
+        load_changes += [small | {"counted": "past_24_bits", "map_dtype": "int32"}]
+    return load_changes
 
 
 LOADS: Changes = {"tokens": 7, "experts": 5, "topk": 2}
@@ -284,26 +288,26 @@ def _jittered(scope: Scope) -> list[Any]:
 
 
 def _gated(scope: Scope) -> list[Changes]:
-    """One above a power of two; long sums of 16-bit values; few results of long sums, which a
-    library cuts on a GPU, and adds up the parts; four ranks, one without tokens.
+    """Sizes one above a power of two; long sums of 16-bit values; few results of long sums, which a
+    library splits on a GPU; and four ranks, one of which has no tokens.
     """
     gpu = scope.space.device == "cuda"
-    parts: list[Changes] = [
+    partial_sums: list[Changes] = [
         {"tokens": 520, "hidden": 1072, "experts": 4, "dtype": "bfloat16"},
         {"tokens": 8200, "hidden": 72, "experts": 8, "dtype": "float16"},
     ]
-    wide = {"tokens": 5, "hidden": 7168 if gpu else 513, "experts": 4, "dtype": "bfloat16"}
+    wide_hidden = {"tokens": 5, "hidden": 7168 if gpu else 513, "experts": 4, "dtype": "bfloat16"}
     long = {"tokens": 4097 if gpu else 513, "hidden": 5, "experts": 4, "dtype": "float16"}
     shared: Changes = {"counts": (2, 0, 3, 1), "tokens": 6, "hidden": 5, "experts": 4, "seed": 1}
     return [
         *_special(scope),
         {"tokens": 257, "hidden": 129, "experts": 65},
         {"tokens": 3, "hidden": 1030, "experts": 4},
-        wide,
-        wide | {"seed": 1, "hidden": 65},  # a bias of another dtype
+        wide_hidden,
+        wide_hidden | {"seed": 1, "hidden": 65},  # a bias of another dtype
         {"tokens": 5, "hidden": 65, "experts": 4, "dtype": "float64"},
         long,
-        *(parts if gpu else []),
+        *(partial_sums if gpu else []),
         *([shared] if scope.space.most_ranks >= 4 else []),
     ]
 

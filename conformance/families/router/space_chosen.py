@@ -1,10 +1,10 @@
-"""Chosen cases of the router: values that few draws would meet."""
+"""Chosen cases of the router, with values that draws rarely have."""
 
 from conformance.core.axes import Changes
 from conformance.core.scope import Scope
 from conformance.families.router.cases import GateCase, LogitsCase
 
-MANY_REPLAYS = 11  # queued names have numbers of one digit and of two
+MANY_REPLAYS = 11  # queued names with numbers of one and of two digits
 SMALL: Changes = {"tokens": 6, "experts": 5, "topk": 2}
 # a scaling factor that bfloat16 rounds by half a unit in its last place
 FINE_FACTOR: Changes = {"tokens": 5, "experts": 8, "topk": 3, "score": "sigmoid", "scaling": 257, "dtype": "bfloat16"}
@@ -15,7 +15,7 @@ FINE_FACTORS = tuple(
 )
 # logits that float32 cannot tell apart
 FINE_LOGITS: Changes = {"tokens": 9, "experts": 8, "topk": 3, "spread": "near", "dtype": "float64"}
-# a bias too fine for bfloat16, in groups too; groups of three, with keys below 0
+# a bias too fine for bfloat16, also in groups; groups of three, with keys below 0
 FINE_BIAS: Changes = {"tokens": 3, "experts": 64, "topk": 8, "spread": "equal", "score": "sigmoid", "bias": "fine"}
 FINE_BIAS |= {"dtype": "bfloat16"}
 BELOW_ZERO: Changes = {"tokens": 5, "experts": 12, "topk": 6, "score": "sigmoid", "bias": "large"}
@@ -34,12 +34,12 @@ FINE_KEYS: Changes = {"tokens": 30, "experts": 3, "topk": 2, "capacity": 3, "dty
 UNREAD: Changes = {"tokens": 9, "experts": 5, "spread": "nan", "padding": 4}
 # scores whose float32 sum is wrong; a mean length above 1, and no whole number
 FINE_SCORES: Changes = SMALL | {"dtype": "float64", "values": "fine"}
-# probs above 1; many that are equal, of tokens that every expert is given
+# probs above 1, and many equal ones, for tokens that are routed to every expert
 ABOVE_ONE: Changes = {"tokens": 30, "experts": 3, "topk": 2, "seed": 1, "capacity": 3, "values": "above_one"}
 MANY_EQUAL: Changes = {"tokens": 600, "experts": 2, "topk": 2, "seed": 1, "capacity": 3, "values": "ties"}
 MEAN_LENGTH: Changes = SMALL | {"total": "mean"}
 ONE_LENGTH: Changes = SMALL | {"total": "one"}  # a tensor of shape [1]
-# attached with a scale of more bits than 16-bit numbers have
+# a scale of the loss with more bits than 16-bit numbers have
 FINE_SCALE: Changes = {"tokens": 3, "hidden": 5, "scale": 2049, "dtype": "bfloat16"}
 FINER_SCALE: Changes = {"tokens": 3, "hidden": 5, "dtype": "float64"}
 
@@ -51,18 +51,19 @@ LONG_PLANS: tuple[Changes, ...] = (
 )
 # chosen experts whose activation is 0 in float32; a row whose numbers are far above those of
 # others; costs that float16 rounds
+# others; costs that float16 rounds
 FAR_PLANS: tuple[Changes, ...] = (
     {"tokens": 2, "experts": 2, "topk": 2, "logits": (0, -960) * 2, "evaluation": True},
     {"tokens": 3, "experts": 4, "topk": 1, "logits": (328, 320, 322, 318, 8, -2, 5, 0, 9, 12, -6, 3)},
     {"tokens": 3, "experts": 2, "topk": 1, "logits": (96, 88, 96, 0, 96, 92), "dtype": "float16"},
 )
-# plans that change the choice after 4, 11 and 33 of 65 rounds, after 5 and 11 of 54
+# plans that change the choice after 4, 11 and 33 of 65 rounds, and after 5 and 11 of 54
 SLOW_PLANS: tuple[Changes, ...] = (
     {"tokens": 64, "experts": 2, "topk": 1, "spread": "slow"},
     {"tokens": 48, "experts": 4, "topk": 2, "spread": "slow", "dtype": "bfloat16"},
 )
 
-# a choice by a plan, and in evaluations without one; beside options that have no effect then
+# a choice by a plan, and without one in evaluations; with options that then have no effect
 PLANNED: tuple[Changes, ...] = (
     {"tokens": 9, "experts": 4, "topk": 1, "sinkhorn": True, "losses": "z", "steps": "train+eval+train"},
     {"tokens": 8, "experts": 8, "topk": 3, "sinkhorn": True, "losses": "z", "dtype": "bfloat16"}
@@ -71,70 +72,72 @@ PLANNED: tuple[Changes, ...] = (
 
 
 def grouped(scope: Scope) -> list[Changes]:
-    """Many groups, and many and few of equal sums; a fine bias; and both."""
+    """Many groups; many and few groups of equal sums; a fine bias; and both."""
     groups = scope.accepts("num_groups") and scope.accepts("group_topk")
     many: Changes = {"tokens": 5, "experts": 66, "topk": 8, "groups": 33, "group_topk": 5}
     even: Changes = {"tokens": 3, "experts": 8, "topk": 2, "groups": 4, "group_topk": 2, "spread": "equal"}
     # groups with an expert that cannot be chosen: by its sum, and as the last of those kept
     barred: Changes = {"tokens": 14, "spread": "minus_inf"}
-    found: list[Changes] = [
+    group_changes: list[Changes] = [
         *(many, many | {"spread": "ties"}, even, even | {"experts": 18, "groups": 9}),
         barred | {"experts": 8, "topk": 2, "groups": 4, "group_topk": 1},
         barred | {"experts": 6, "topk": 3, "groups": 3, "group_topk": 2},
     ]
-    found = found if groups else []
-    return found + ([FINE_BIAS, FINER_BIAS, *(BIASED_GROUPS if groups else ())] if scope.accepts("expert_bias") else [])
+    group_changes = group_changes if groups else []
+    return group_changes + (
+        [FINE_BIAS, FINER_BIAS, *(BIASED_GROUPS if groups else ())] if scope.accepts("expert_bias") else []
+    )
 
 
 def many_factors(scope: Scope) -> list[GateCase]:
-    """Draws enough to count the different ones; in float64; of one row that repeats; of more rows
-    than a block.
+    """Enough draws to count the different ones; in float64; of one repeated row; and of more rows
+    than a block has.
     """
-    few: Changes = {"tokens": 33, "hidden": 40, "eps": 8, "law": "evenly_spread"}
-    every = (few, few | {"dtype": "float64"}, few | {"layout": "expanded", "layout_of": "x"})
-    cases = [scope.case(fields) for fields in (*every, few | {"tokens": 1030, "hidden": 8})]
+    few_tokens: Changes = {"tokens": 33, "hidden": 40, "eps": 8, "law": "evenly_spread"}
+    all_changes = (few_tokens, few_tokens | {"dtype": "float64"}, few_tokens | {"layout": "expanded", "layout_of": "x"})
+    cases = [scope.case(fields) for fields in (*all_changes, few_tokens | {"tokens": 1030, "hidden": 8})]
     return [case for case in cases if scope.fits(case)]
 
 
 def strange(scope: Scope) -> list[LogitsCase]:
-    """Strange first and last logits, which other shapes draw on a GPU; all 16-bit patterns; there
-    more tokens than 16 bits count. Scores far below 1.
+    """Strange first and last logits, which other shapes draw on a GPU; all 16-bit patterns; more
+    tokens than 16 bits count; and scores far below 1.
     """
     edges: Changes = {"tokens": 14, "experts": 5, "topk": 2, "spread": "edges"}
-    every: Changes = {"tokens": 512, "experts": 128, "topk": 4, "spread": "every", "dtype": "bfloat16"}
+    all_patterns: Changes = {"tokens": 512, "experts": 128, "topk": 4, "spread": "every", "dtype": "bfloat16"}
     scores = [score for score in ("softmax", "sigmoid") if scope.function != "z_loss" or score == "softmax"]
-    found = [scope.case(common | {"score": score}) for common in (edges, every) for score in scores]
+    cases = [scope.case(common | {"score": score}) for common in (edges, all_patterns) for score in scores]
     if scope.space.device == "cuda":
         many: Changes = {"tokens": 65537, "experts": 2, "topk": 1}
-        found = [scope.case(one | {"score": scores[-1]}) for one in (many, every)]
+        cases = [scope.case(changes | {"score": scores[-1]}) for changes in (many, all_patterns)]
     far: Changes = {"tokens": 6, "experts": 5, "topk": 2, "spread": "far", "score": "sqrtsoftplus"}
-    found += [scope.case(far | {"grads": "logits"})] if scope.accepts("score_function") else []
-    return [case for case in found if scope.fits(case)]
+    cases += [scope.case(far | {"grads": "logits"})] if scope.accepts("score_function") else []
+    return [case for case in cases if scope.fits(case)]
 
 
 # tokens and experts past a block of each together
 MANY_ROUTED: Changes = {"experts": 65, "topk": 4, "losses": "aux+global+z", "padding": 0, "steps": "train+finish+train"}
 
-# recorded and played choices that a bias has moved, among groups
+# recorded and played choices that a bias has moved, with groups
 RECORDED: Changes = {"tokens": 9, "experts": 8, "topk": 2, "groups": 4, "group_topk": 2, "bias": True, "rate": 40}
 RECORDED |= {"padding": 0, "losses": "aux", "steps": "train+finish+" * 3 + "record+forward+finish+record+backward"}
 
-# sequences whose mean length is no number of float32
+# sequences whose mean length float32 cannot represent
 AVERAGED: Changes = {"tokens": 12, "sequences": 3, "experts": 4, "topk": 2, "dtype": "float64", "seed": 3}
 AVERAGED |= {"losses": "seq", "score": "sigmoid", "padding": 5, "steps": "train+train"}
 
 
 def routed(scope: Scope) -> list[Changes]:
     """A reload before queued replays, also with a capacity; replays in evaluations; sequences over
-    two and four ranks; empty ranks.
+    two and four ranks; and empty ranks.
     """
     queued = "record+forward+" * 3 + "reload" + "+backward" * 3
     replayed: Changes = {"steps": queued, "tokens": 5, "experts": 4, "topk": 2, "padding": 0}
     many = "record+forward+" * MANY_REPLAYS + "reload" + "+backward" * MANY_REPLAYS
     played = "eval_record+forward+eval_record+eval_forward+train+reload+backward+eval_backward"
     small: Changes = {"tokens": 2, "experts": 4, "topk": 1, "score": "sigmoid", "padding": 0, "losses": ""}
-    more = [small | {"steps": many}, small | {"steps": played, "bias": True}]
-    saved = [replayed, *more] if scope.accepts("replay") else []
+    further = [small | {"steps": many}, small | {"steps": played, "bias": True}]
+    saved = [replayed, *further] if scope.accepts("replay") else []
     saved += [RECORDED] if scope.accepts("replay") else []
     saved += [MANY_ROUTED | {"tokens": scope.space.many}]
     saved += [AVERAGED] if scope.accepts("padding_mask") and scope.accepts("batch_size") else []

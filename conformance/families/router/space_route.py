@@ -15,7 +15,7 @@ SHARED_ONE_IN = {"gate": 8, "route": 6}  # one case in this many has several pro
 
 
 def over_ranks(draw: st.DrawFn, scope: Scope) -> bool:
-    """Whether the case has several processes."""
+    """Whether the case runs on several processes."""
     return scope.space.most_ranks > 1 and draw(st.integers(1, SHARED_ONE_IN[scope.function])) == 1
 
 
@@ -26,7 +26,7 @@ def routes(draw: st.DrawFn, scope: Scope) -> Changes:
     experts = draw(st.sampled_from((2, 4, 6, 8, 12, 16)))
     topk = draw(st.integers(1, min(experts - 1, 4)))
     score = draw(st.sampled_from(SCORES[1:] if topk == 1 else SCORES))
-    every = subsets(list(KINDS))
+    kind_subsets = subsets(list(KINDS))
     fields: Changes = {
         "tokens": draw(st.integers(1, 8)) * sequences,
         "sequences": sequences,
@@ -34,7 +34,7 @@ def routes(draw: st.DrawFn, scope: Scope) -> Changes:
         "topk": topk,
         "score": score,
         "bias": not score.startswith("softmax") and draw(st.booleans()),
-        "losses": draw(st.sampled_from(every + every[-1:] * len(every))),
+        "losses": draw(st.sampled_from(kind_subsets + kind_subsets[-1:] * len(kind_subsets))),
         "padding": draw(st.sampled_from((0, 0, 2, 5))),
         "ranks": draw(st.sampled_from((1, 1, 2, 3))),
         "steps": draw(steps(scope.accepts("replay"))),
@@ -56,12 +56,19 @@ def routes(draw: st.DrawFn, scope: Scope) -> Changes:
 
 @st.composite
 def shared_route(draw: st.DrawFn, scope: Scope, fields: Changes) -> Changes:
-    """The case over ranks, some sharing a sequence, with losses and few steps."""
+    """The case over ranks, some of which share a sequence, with losses and few steps."""
     even = not scope.accepts("padding_mask") or draw(st.booleans())
     counts = draw(worlds(scope.space, fields["sequences"], even, 1 if fields["capacity"] else 0))
-    few = ("train", "train+finish", "train+train", "train+finish+train", "eval+train+frozen", "nograd+train+reload")
+    short_steps = (
+        "train",
+        "train+finish",
+        "train+train",
+        "train+finish+train",
+        "eval+train+frozen",
+        "nograd+train+reload",
+    )
     sharing = draw(st.sampled_from([n for n in range(len(counts), 0, -1) if len(counts) % n == 0]))
-    changes = {"counts": counts, "tokens": sum(counts), "ranks": sharing, "steps": draw(st.sampled_from(few))}
+    changes = {"counts": counts, "tokens": sum(counts), "ranks": sharing, "steps": draw(st.sampled_from(short_steps))}
     if fields["experts"] > 8:
         changes |= {"experts": 8, "topk": min(fields["topk"], 2), "groups": 0, "group_topk": 0}
     return changes | {"losses": fields["losses"] or "aux+seq+global"}
@@ -69,7 +76,7 @@ def shared_route(draw: st.DrawFn, scope: Scope, fields: Changes) -> Changes:
 
 @st.composite
 def steps(draw: st.DrawFn, replay: bool) -> str:
-    """Steps in a legal order; some with three or four choices that wait, as in a pipeline."""
+    """Steps in a legal order. Some have three or four choices that wait, as in a pipeline."""
     if replay and draw(st.integers(0, 7)) == 0:
         return "record+forward+" * (number := draw(st.integers(3, 4))) + "reload" + "+backward" * number
     out, queued = ["record" if replay and draw(st.booleans()) else "train"], 0
@@ -78,8 +85,8 @@ def steps(draw: st.DrawFn, replay: bool) -> str:
         choices = ["train", "train", "finish", "reload", "narrow", "eval", "nograd", "frozen"]
         choices += ["record"] * replay + ["forward"] * bool(recorded) * 2 + ["backward"] * bool(queued) * 2
         step = draw(st.sampled_from(choices))
-        alone = step in ("record", "forward", "backward") and draw(st.integers(0, 3)) == 0
-        out.append(EVALUATED * alone + step)
+        in_evaluation = step in ("record", "forward", "backward") and draw(st.integers(0, 3)) == 0
+        out.append(EVALUATED * in_evaluation + step)
         recorded, queued = recorded + (step == "record"), queued + (step == "forward") - (step == "backward")
     return "+".join(out)
 

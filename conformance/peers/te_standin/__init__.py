@@ -38,23 +38,27 @@ def standin(bucket: str, without: Collection[str] = (), changed: Mapping[str, st
     """
     version, rocm = BUCKETS[bucket]
     behaviour = SimpleNamespace(**behaviour_of(version))
-    every = parameters_of(version, rocm) | dict(changed)
+    all_parameters = parameters_of(version, rocm) | dict(changed)
     calls: list[str] = []
     te = SimpleNamespace(__version__=".".join(map(str, version)), pytorch=SimpleNamespace())
     te.common = SimpleNamespace(recipe=SimpleNamespace(Format=Format))
-    te.behaviour, te.calls, te.symbols = behaviour, calls, {symbol.rpartition(".")[2] for symbol in every} - {*without}
+    te.behaviour, te.calls, te.symbols = (
+        behaviour,
+        calls,
+        {symbol.rpartition(".")[2] for symbol in all_parameters} - {*without},
+    )
     te.pytorch.router, te.pytorch.ops, te.pytorch.fp8 = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
     te.pytorch.tensor = SimpleNamespace(float8_blockwise_tensor=SimpleNamespace(), mxfp8_tensor=SimpleNamespace())
     permutation = Permutation(behaviour) if behaviour.mask_maps else IndexPermutation(behaviour)
     recipes = Recipes()
-    experts = Experts(behaviour, every["GroupedLinear.forward"], recipes)
+    experts = Experts(behaviour, all_parameters["GroupedLinear.forward"], recipes)
     makers = (permutation, Router(behaviour), experts, padding, recipes, Quantisers(), Activations())
-    for symbol, text in every.items():
+    for symbol, text in all_parameters.items():
         if symbol.rpartition(".")[2] in te.symbols:
             *modules, name = symbol.split(".")
             below = functools.reduce(getattr, modules, te if modules[:1] == ["common"] else te.pytorch)
-            own = f"{modules[0]}_{name}" if modules == ["ops"] else name  # two classes have one name
-            body = next(getattr(x, word) for word in (own, name) for x in makers if hasattr(x, word))
+            qualified_name = f"{modules[0]}_{name}" if modules == ["ops"] else name  # two classes have one name
+            body = next(getattr(x, word) for word in (qualified_name, name) for x in makers if hasattr(x, word))
             setattr(below, name, signed(name, body, text, calls))
     return te
 

@@ -57,8 +57,8 @@ class GroupedLinear(nn.Module):
         return _read_again(self, self._product(*args, **settings))
 
     def _product(self, *args: Any, **settings: Any) -> Tensor:
-        given = self.parameters_of_forward.bind(*args, **settings).arguments
-        inp, splits = given["inp"], given["m_splits"]
+        arguments = self.parameters_of_forward.bind(*args, **settings).arguments
+        inp, splits = arguments["inp"], arguments["m_splits"]
         if not isinstance(splits, list) and not self.behaviour.tensor_splits:
             raise TypeError(f"m_splits is a {type(splits).__name__}; it must be a list")
         counts = torch.as_tensor(splits, device=inp.device)
@@ -97,11 +97,11 @@ class GroupedLinear(nn.Module):
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Three scales per expert for the forward, two for the backward; once."""
-        for key, each in {"scaling_fwd": 3, "scaling_bwd": 2}.items():
+        for key, scales_per_expert in {"scaling_fwd": 3, "scaling_bwd": 2}.items():
             if key not in self.fp8_meta:
-                self.fp8_meta[key] = SimpleNamespace(scale=torch.ones(num_gemms * each))
+                self.fp8_meta[key] = SimpleNamespace(scale=torch.ones(num_gemms * scales_per_expert))
                 if not self.behaviour.scale_alone:
-                    self.fp8_meta[key].scale_inv = torch.ones(num_gemms * each)
+                    self.fp8_meta[key].scale_inv = torch.ones(num_gemms * scales_per_expert)
 
 
 class _Operation(nn.Module):
@@ -137,8 +137,8 @@ class _Sequential(nn.Module):
 
     def __init__(self, *operations: nn.Module) -> None:
         super().__init__()
-        for place, operation in enumerate(operations):
-            self.add_module(str(place), operation)
+        for index, operation in enumerate(operations):
+            self.add_module(str(index), operation)
 
     def forward(self, x: Tensor, *extra: Tensor) -> Tensor:
         """The last operation's output."""

@@ -73,21 +73,21 @@ class IndexPermutation:
         self._check(inp, indices.shape[1])
         num_tokens, slots = indices.shape
         order = indices.flatten().argsort(stable=True)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
+        position = torch.empty_like(order)
+        position[order] = torch.arange(len(order), device=order.device)
         num_rows = num_out_tokens if num_out_tokens > 0 else len(order)
-        row_KN = torch.where(place < num_rows, place, -1).reshape(num_tokens, slots).T
+        row_KN = torch.where(position < num_rows, position, -1).reshape(num_tokens, slots).T
         return _Permute.apply(inp, row_KN, num_rows), row_KN.flatten().int()
 
     def moe_unpermute(self, inp: Tensor, row_id_map: Tensor, probs: Tensor | None) -> Tensor:
         """[N,H]; without probs [K·N,H], slots outside, and no sum."""
         if inp.numel() == 0:
             return inp
-        wide = row_id_map.long()
+        row_numbers = row_id_map.long()
         if probs is None:
-            return _Unpermute.apply(inp, wide[None], inp.new_ones((len(wide), 1), dtype=torch.float32))
+            return _Unpermute.apply(inp, row_numbers[None], inp.new_ones((len(row_numbers), 1), dtype=torch.float32))
         self._check(inp, probs.shape[1])
-        return _Unpermute.apply(inp, wide.reshape(probs.shape[1], -1), probs.float())
+        return _Unpermute.apply(inp, row_numbers.reshape(probs.shape[1], -1), probs.float())
 
     @staticmethod
     def _check(inp: Tensor, slots: int) -> None:

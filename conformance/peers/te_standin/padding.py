@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 def as_contiguous(x: Tensor) -> Tensor:
-    """What the kernels read, whatever the strides. Past the end of the memory, an error."""
+    """The memory as the kernels read it, whatever the strides are. Raises an error past its end."""
     return x if x.is_contiguous() else x.as_strided(x.shape, (x.shape[1], 1))
 
 
@@ -31,8 +31,8 @@ class Fp8Padding(_Module):
         if padded == m_splits:
             return inp, padded
         chunks = as_contiguous(inp).split(m_splits)
-        more = [inp.new_zeros((n - len(x), inp.shape[-1])) for n, x in zip(padded, chunks, strict=True)]
-        return torch.cat([x for pair in zip(chunks, more, strict=True) for x in pair]), padded
+        padding_rows = [inp.new_zeros((n - len(x), inp.shape[-1])) for n, x in zip(padded, chunks, strict=True)]
+        return torch.cat([x for pair in zip(chunks, padding_rows, strict=True) for x in pair]), padded
 
 
 class Fp8Unpadding(_Module):

@@ -38,9 +38,9 @@ def wide_map(cells: Cells) -> Tensor:
     order = cells.token[rows].argsort(stable=True)
     rows = rows[order]
     token = cells.token[rows]
-    place = torch.arange(len(rows), device=rows.device) - (number.cumsum(0) - number)[token]
-    out[token, place] = rows.int()
-    out[token, experts + place] = cells.expert[rows].int()
+    slot = torch.arange(len(rows), device=rows.device) - (number.cumsum(0) - number)[token]
+    out[token, slot] = rows.int()
+    out[token, experts + slot] = cells.expert[rows].int()
     return out
 
 
@@ -57,8 +57,8 @@ def entries(row_id_map: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int]:
         expert, token = (row_id_map >= 0).nonzero(as_tuple=True)
         return token, expert, row_id_map[expert, token], row_id_map.shape[1], row_id_map.shape[0]
     experts = (row_id_map.shape[1] - 1) // 2
-    place = torch.arange(experts, device=row_id_map.device)
-    token, slot = (place < row_id_map[:, -1:]).nonzero(as_tuple=True)
+    columns = torch.arange(experts, device=row_id_map.device)
+    token, slot = (columns < row_id_map[:, -1:]).nonzero(as_tuple=True)
     return (
         token,
         row_id_map[token, experts + slot].long(),
@@ -184,10 +184,10 @@ class Permutation:
         source = torch.full((int(padded.sum()),), PADDING, device=probs.device)
         rows = torch.arange(len(cells.token), device=probs.device)
         source[rows + offsets[cells.expert]] = rows
-        whole = isinstance(inp, QuantisedRows)
-        plain = torch.zeros(len(routing_map), 1, device=probs.device) if whole else inp
-        out, row_probs = _Permute.apply(plain, probs, cells, source, self.behaviour)
-        if whole:
+        is_quantised = isinstance(inp, QuantisedRows)
+        plain_rows = torch.zeros(len(routing_map), 1, device=probs.device) if is_quantised else inp
+        out, row_probs = _Permute.apply(plain_rows, probs, cells, source, self.behaviour)
+        if is_quantised:
             inp.check(len(routing_map))
             token = torch.where(source >= 0, cells.token[source], PADDING)
             out = inp.moved(lambda x: take_rows(x, token))

@@ -25,11 +25,11 @@ class Recipes:
     @contextmanager
     def autocast(self, enabled: bool, recipe: Any) -> Iterator[None]:
         """Modules quantise by the recipe."""
-        before, self.entered = self.entered, recipe if enabled else None
+        outer_recipe, self.entered = self.entered, recipe if enabled else None
         try:
             yield
         finally:
-            self.entered = before
+            self.entered = outer_recipe
 
     def fp8_autocast(self, enabled: bool, fp8_recipe: Any) -> Any:
         """The older name."""

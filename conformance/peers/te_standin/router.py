@@ -35,8 +35,8 @@ def best(keys: Tensor, topk: int, radix: bool) -> Tensor:
         return keys.sort(dim=1, descending=True, stable=True).indices[:, :topk]
     order = lane_order(keys.shape[1]).to(keys.device)
     ranked = keys.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)[:, order]
-    value, place = ranked.sort(dim=1, descending=True, stable=True)
-    return torch.where(value == -torch.inf, order[0], order[place])[:, :topk]
+    value, index = ranked.sort(dim=1, descending=True, stable=True)
+    return torch.where(value == -torch.inf, order[0], order[index])[:, :topk]
 
 
 class Router:
@@ -122,5 +122,5 @@ class Router:
         if self.behaviour.checks_groups and counted > by_group.shape[2]:
             raise ValueError(f"topk / group_topk is {counted}; a group has {by_group.shape[2]} experts")
         score = by_group.sort(dim=2, descending=True).values[..., :counted].sum(2)
-        kept = torch.zeros_like(score, dtype=torch.bool).scatter(1, best(score, group_topk, False), True)
-        return torch.where(kept[..., None].expand_as(by_group).flatten(1), keys, -torch.inf)
+        best_groups = torch.zeros_like(score, dtype=torch.bool).scatter(1, best(score, group_topk, False), True)
+        return torch.where(best_groups[..., None].expand_as(by_group).flatten(1), keys, -torch.inf)

@@ -1,4 +1,4 @@
-"""The calls before a failure that passes when it runs alone."""
+"""Finds the calls before a failing case that make it fail, if it passes by itself."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,30 +12,34 @@ from conformance.engine.run.reduction import failure_key
 def with_calls_before(
     case: Case, outcome: Outcome, ran: Iterable[Case], attempt: Callable[[Case], Outcome], seconds: float
 ) -> tuple[Case, Outcome] | None:
-    """The case after the last 1, 2, 4, … cases of its process, as soon as it fails as it did there.
-
-    First those of its own function, then of all: functions rarely share what they keep.
+    """The failing case with the shortest run of calls before it that makes it fail: the last 1, 2,
+    4, … cases of its process are tried in turn. Cases of the case's own function are tried first,
+    then the cases of all functions, because functions rarely share state.
 
     Args:
         ran: the cases that ran before it in its process, in order.
         attempt: runs a case, with those before it, in a process that has run nothing before.
     """
     key, deadline = failure_key(case, outcome), time.monotonic() + seconds
-    every = [replace(one, before=()) for other in (*ran, case) for one in (*other.before, other)][:-1]
-    own = [other for other in every if other.function == case.function]
-    for calls in (own, every) if len(own) < len(every) else (own,):
+    earlier_cases = [
+        replace(call, before=()) for predecessor in (*ran, case) for call in (*predecessor.before, predecessor)
+    ][:-1]
+    calls_of_function = [predecessor for predecessor in earlier_cases if predecessor.function == case.function]
+    for calls in (
+        (calls_of_function, earlier_cases) if len(calls_of_function) < len(earlier_cases) else (calls_of_function,)
+    ):
         for count in _doubling(len(calls)):
             if time.monotonic() > deadline:
                 return None
             shown = replace(case, before=tuple(calls[-count:]))
-            again = attempt(shown)
-            if failure_key(shown, again) == key:
-                return shown, again
+            second_outcome = attempt(shown)
+            if failure_key(shown, second_outcome) == key:
+                return shown, second_outcome
     return None
 
 
 def _doubling(most: int) -> Iterator[int]:
-    """1, 2, 4, … below `most`, then `most`; nothing for 0."""
+    """The numbers 1, 2, 4, … below `most`, then `most`; nothing for 0."""
     count = 1
     while count < most:
         yield count

@@ -25,14 +25,14 @@ from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import RankAddress
 from conformance.interface import UsageError
 
-ANSWER_SECONDS = 20.0  # for a lender to report how its child ended
-ARRIVAL_SECONDS = 120  # for rank 0 to open the store, and for the others to call it
-RUN_DAYS = 7  # a run may take long before its first case of several ranks
+ANSWER_SECONDS = 20.0  # seconds for a lender to report how its child ended
+ARRIVAL_SECONDS = 120  # seconds for rank 0 to open the store, and for the others to call it
+RUN_DAYS = 7  # seconds: a run may take long before its first case of several ranks
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True)
-class Joined:
+class TorchrunRank:
     """This process's rank in the world that torchrun has started."""
 
     rank: int
@@ -65,29 +65,29 @@ class Joined:
         return dist.PrefixStore("moe-conformance", store)
 
 
-def joined() -> Joined | None:
+def torchrun_rank() -> TorchrunRank | None:
     """The rank of this process in torchrun's environment; None without one, or alone.
 
     Raises:
         UsageError: a part of the variables is missing.
     """
-    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    if not given["RANK"] or given["WORLD_SIZE"] == "1":
+    variables = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    if not variables["RANK"] or variables["WORLD_SIZE"] == "1":
         return None
-    missing = ", ".join(name for name, value in given.items() if not value)
+    missing = ", ".join(name for name, value in variables.items() if not value)
     if missing:
         raise UsageError(f"RANK is set, so this process is one of several; {missing} must be set too, as torchrun does")
-    rank, agent = int(given["RANK"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    rank, agent = int(variables["RANK"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     gpu = int(os.environ.get("LOCAL_RANK", rank))
-    ranks, port = int(given["WORLD_SIZE"]), int(given["MASTER_PORT"])
+    ranks, port = int(variables["WORLD_SIZE"]), int(variables["MASTER_PORT"])
     hosts_store, local_ranks = rank == 0 and not agent, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return Joined(rank, ranks, given["MASTER_ADDR"], port, gpu, hosts_store, local_ranks)
+    return TorchrunRank(rank, ranks, variables["MASTER_ADDR"], port, gpu, hosts_store, local_ranks)
 
 
 class RemoteRanks:
     """Rank 0's connections to the lenders of all other ranks."""
 
-    def __init__(self, here: Joined) -> None:
+    def __init__(self, here: TorchrunRank) -> None:
         self.here = here
         self._store = here.store(first=True)
         self._listener: Listener | None = None
@@ -156,13 +156,13 @@ class RemoteRanks:
 class RemoteRank:
     """A rank's process, reached through its lender; see `LocalRank`."""
 
-    pid = None  # it runs on another host, or belongs to the lender
+    pid = None  # the process runs on another host, or belongs to the lender
 
     def __init__(self, pipe: Connection, control: Connection, world: int) -> None:
         self.pipe, self._control, self._world, self._ending = pipe, control, world, ""
 
     def alive(self) -> bool:
-        """Not known: its host says it only when asked."""
+        """Whether the process is alive is unknown: its host says so only when it is asked."""
         return True
 
     def ending(self) -> str:
@@ -185,7 +185,7 @@ class RemoteRank:
         return " (its host does not answer)"
 
 
-def lend_rank(here: Joined, options: ChildOptions) -> int:
+def lend_rank(here: TorchrunRank, options: ChildOptions) -> int:
     """Provide this rank to rank 0's worlds until rank 0 dismisses it or dies; the exit code.
 
     Raises:

@@ -11,7 +11,7 @@ from conformance.core.case import Case
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.run import corpus
 
-STEPS = 16  # of a score from 0 to 1
+STEPS = 16  # steps of a score from 0 to 1
 
 
 def features(outcome: Outcome) -> frozenset[str]:
@@ -22,7 +22,7 @@ def features(outcome: Outcome) -> frozenset[str]:
 
 
 @dataclass
-class Kept:
+class InterestingCases:
     """The interesting cases of one function.
 
     A kernel is only reported by the first case that compiles it in a child, so a case keeps all
@@ -33,10 +33,10 @@ class Kept:
     seeds: list[Case] = field(default_factory=list)  # the files of earlier searches
     reached: dict[Case, frozenset[str]] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
-    judged: set[str] = field(default_factory=set)  # ids
+    judged: set[str] = field(default_factory=set)  # ids of cases
 
     @classmethod
-    def read(cls, folder: Path, function: str) -> "Kept":
+    def read(cls, folder: Path, function: str) -> "InterestingCases":
         """The cases of earlier searches.
 
         Raises:
@@ -51,21 +51,23 @@ class Kept:
 
     def add(self, case: Case, outcome: Outcome) -> int:
         """Keep the case if it reached something new; returns how much."""
-        found = features(outcome)
-        new = len(found - self.seen)
+        reached_features = features(outcome)
+        new = len(reached_features - self.seen)
         self.judged.add(case.id)
         if new:
-            self.seen |= found
-            self.reached[case] = found
+            self.seen |= reached_features
+            self.reached[case] = reached_features
         return new
 
     def distilled(self) -> list[Case]:
-        """Few cases that reach everything seen: each adds most to those before it."""
-        left, out = set(self.seen), []
-        while left:
-            best = max(self.reached, key=lambda case: (len(self.reached[case] & left), -len(case.text), case.text))
+        """A few cases that reach all that was reached: each adds as much as possible to those
+        before it.
+        """
+        uncovered, out = set(self.seen), []
+        while uncovered:
+            best = max(self.reached, key=lambda case: (len(self.reached[case] & uncovered), -len(case.text), case.text))
             out.append(best)
-            left -= self.reached[best]
+            uncovered -= self.reached[best]
         return out
 
     def save(self, finding: dict[str, Any]) -> int:
@@ -77,7 +79,7 @@ class Kept:
         chosen = self.distilled()
         for case in chosen:
             corpus.save(self.folder, case, finding)
-        for case in self.seeds:  # only now: where the folder cannot be written, its files stay
+        for case in self.seeds:  # files are removed only now: if the folder cannot be written, they stay
             if case.id in self.judged and case not in chosen:
                 (self.folder / f"{case.id}.json").unlink(missing_ok=True)
         return len(chosen)

@@ -37,12 +37,12 @@ from conformance.judge import Expectation
 from moe_ref.config import SHARDING
 from moe_ref.layer import without_padding
 
-Lists = Mapping[str, Sequence[Any]]  # arguments, with an entry per rank
+Lists = Mapping[str, Sequence[Any]]  # arguments by name, with an entry per rank
 OPTIONS = ("training", "batch_size", "padding_mask", "ranks")
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleStage:
     """One stage: each rank's call, and the contract that judges it."""
 
     calls: list[Problem]
@@ -57,10 +57,10 @@ class Alone:
         return self.contract.expected(self.case, self.calls[rank], declared)
 
 
-def alone(layer: Traced) -> Alone:
+def single_stage(layer: Traced) -> SingleStage:
     """The stage that the case names."""
     name = layer.case.stage
-    makers: dict[str, Callable[[Traced], Alone]] = {
+    makers: dict[str, Callable[[Traced], SingleStage]] = {
         "gate": _gate,
         "route": _route,
         "permute": _permute,
@@ -81,7 +81,7 @@ def _stage(
     wanted: tuple[str, ...],
     cotangents: Mapping[str, str],
     case: Any = None,
-) -> Alone:
+) -> SingleStage:
     """The stage with these arguments; settings that are None, False or 0 are not given.
 
     Args:
@@ -91,15 +91,15 @@ def _stage(
     calls = []
     for rank in range(len(layer.calls)):
         first = {name: xs[rank] for name, xs in required.items()}
-        every = {name: xs[rank] for name, xs in settings.items()}
-        given = {name: x for name, x in every.items() if isinstance(x, Tensor) or x}
-        asked = tuple(name for name in wanted if name in first | given) if layer.case.grads else ()
-        backward = {output: layer.gradients[name][rank] for output, name in cotangents.items()} if asked else {}
-        calls.append(Problem(contract.function, first, given, {}, asked, backward))
-    return Alone(calls, contract, case)
+        all_settings = {name: xs[rank] for name, xs in settings.items()}
+        present_settings = {name: x for name, x in all_settings.items() if isinstance(x, Tensor) or x}
+        wanted_inputs = tuple(name for name in wanted if name in first | present_settings) if layer.case.grads else ()
+        backward = {output: layer.gradients[name][rank] for output, name in cotangents.items()} if wanted_inputs else {}
+        calls.append(Problem(contract.function, first, present_settings, {}, wanted_inputs, backward))
+    return SingleStage(calls, contract, case)
 
 
-def _same(layer: Traced, **settings: Any) -> dict[str, list[Any]]:
+def _same_for_all_ranks(layer: Traced, **settings: Any) -> dict[str, list[Any]]:
     """Settings that all ranks have."""
     return {name: [x] * len(layer.calls) for name, x in settings.items()}
 
@@ -107,14 +107,14 @@ def _same(layer: Traced, **settings: Any) -> dict[str, list[Any]]:
 # ---- router
 
 
-def _gate(layer: Traced) -> Alone:
-    seen = [seen_by_router(layer.case, call) for call in layer.calls]
-    settings = {"bias": layer.given("router_bias")} | _same(layer, router_dtype=layer.config.router_dtype)
-    required = {"x": seen, "weight": layer.given("router_weight")}
+def _gate(layer: Traced) -> SingleStage:
+    router_inputs = [seen_by_router(layer.case, call) for call in layer.calls]
+    settings = {"bias": layer.given("router_bias")} | _same_for_all_ranks(layer, router_dtype=layer.config.router_dtype)
+    required = {"x": router_inputs, "weight": layer.given("router_weight")}
     return _stage(layer, Gate(), required, settings, ("x", "weight", "bias"), {"logits": "logits"})
 
 
-def _route(layer: Traced) -> Alone:
+def _route(layer: Traced) -> SingleStage:
     calls = []
     for rank, call in enumerate(layer.calls):
         required = {"logits": layer.at("logits")[rank], "config": layer.config.router}
@@ -124,35 +124,38 @@ def _route(layer: Traced) -> Alone:
         wanted = ("logits",) if layer.case.grads else ()
         backward = {"probs": layer.gradients["probs"][rank]} if wanted else {}
         calls.append(Problem("route", required, settings, {}, wanted, backward, script=_script, first=required))
-    return Alone(calls, None)
+    return SingleStage(calls, None)
 
 
-def _script(implementation: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _script(implementation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """The router's results by name; padding goes to no expert, as in the layer."""
-    state = state_before(implementation, given["config"], given, given["logits"].device)
-    settings = {name: given[name] for name in OPTIONS if name in given}
-    result = implementation.call("route", given["logits"], given["config"], state=state, **settings)
-    return routed_outputs(implementation, without_padding(result, given.get("padding_mask")))
+    state = state_before(implementation, arguments["config"], arguments, arguments["logits"].device)
+    settings = {name: arguments[name] for name in OPTIONS if name in arguments}
+    result = implementation.call("route", arguments["logits"], arguments["config"], state=state, **settings)
+    return routed_outputs(implementation, without_padding(result, arguments.get("padding_mask")))
 
 
 def _right_route(layer: Traced, rank: int, declared: Mapping[str, Any]) -> dict[str, Expectation]:
-    """None if rounding could change a choice on any rank."""
+    """The expectations of the router's outputs.
+
+    None if rounding could change a choice on any rank.
+    """
     steps, _ = steps_of(layer.case, layer.config, layer.calls, declared)
     if any(step.ambiguous for step in steps):
         return {}
-    right = {name.partition(".")[2]: one for name, one in steps[rank].expectations(None).items()}
+    expectations = {name.partition(".")[2]: expectation for name, expectation in steps[rank].expectations(None).items()}
     if layer.case.grads:
         slope, partial = steps[rank].slope(layer.gradients["probs"][rank])
-        whole = replace(slope, error=slope.error + partial)
+        slope_with_partials = replace(slope, error=slope.error + partial)
         dtype = DTYPES[layer.case.logit_dtype]
-        right["d_logits"] = final_bound(whole, dtype, torch.zeros((), dtype=torch.bool))
-    return right
+        expectations["d_logits"] = final_bound(slope_with_partials, dtype, torch.zeros((), dtype=torch.bool))
+    return expectations
 
 
 # ---- tokens, rows, experts
 
 
-def _latent(layer: Traced) -> Alone:
+def _latent(layer: Traced) -> SingleStage:
     down = layer.case.stage == "latent_down"
     x = [call.required["x"] for call in layer.calls] if down else layer.at("combined")
     required = {"x": x, "weight": layer.given(layer.case.stage)}
@@ -161,49 +164,51 @@ def _latent(layer: Traced) -> Alone:
     return _stage(layer, LatentProjection(), required, {}, ("x", "weight"), backward, case)
 
 
-def _permute(layer: Traced) -> Alone:
+def _permute(layer: Traced) -> SingleStage:
     required = {"tokens": layer.at("sent"), "routing_map": layer.local_maps}
-    settings = {"probs": layer.at("local_probs")} | _same(layer, **layer.config.dispatch)
+    settings = {"probs": layer.at("local_probs")} | _same_for_all_ranks(layer, **layer.config.dispatch)
     backward = {"rows": "rows", "probs": "row_probs"}
     return _stage(layer, Permute(), required, settings, ("tokens", "probs"), backward)
 
 
-def _unpermute(layer: Traced) -> Alone:
+def _unpermute(layer: Traced) -> SingleStage:
     shapes = [tuple(x.shape) for x in layer.results["sums"]]
     required: Lists = {"rows": layer.at("expert_rows"), "row_map": [Opaque("row_map")] * len(shapes)}
-    made = _stage(layer, Unpermute(), required, {"restore_shape": shapes}, ("rows",), {"tokens": "sums"})
+    stage = _stage(layer, Unpermute(), required, {"restore_shape": shapes}, ("rows",), {"tokens": "sums"})
     calls = []
-    for call, chosen in zip(made.calls, layer.local_maps, strict=True):
+    for call, chosen in zip(stage.calls, layer.local_maps, strict=True):
         numbers = torch.arange(1, len(chosen) + 1, dtype=torch.float32)[:, None]
         sizes = layer.config.dispatch
         producer = Problem("permute", {"tokens": numbers, "routing_map": chosen}, sizes)
         calls.append(replace(call, producer=producer, produced=moe_ref.permute(numbers, chosen, **sizes)))
-    return replace(made, calls=calls)
+    return replace(stage, calls=calls)
 
 
-def _grouped_mlp(layer: Traced) -> Alone:
+def _grouped_mlp(layer: Traced) -> SingleStage:
     required = {
         "rows": layer.at("rows"),
-        "tokens_per_expert": [part.tokens_per_expert for part in layer.parts],
+        "tokens_per_expert": [rank_rows.tokens_per_expert for rank_rows in layer.parts],
         "fc1_weight": layer.given("fc1_weight"),
         "fc2_weight": layer.given("fc2_weight"),
     }
     biases = {name: layer.given(name) for name in ("fc1_bias", "fc2_bias")}
-    settings = biases | {"probs": layer.at("row_probs")} | _same(layer, **layer.config.experts)
+    settings = biases | {"probs": layer.at("row_probs")} | _same_for_all_ranks(layer, **layer.config.experts)
     wanted = ("rows", "probs", "fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias")
-    made = _stage(layer, GroupedMlp(), required, settings, wanted, {"out": "expert_rows"})
+    stage = _stage(layer, GroupedMlp(), required, settings, wanted, {"out": "expert_rows"})
     states = [{name: x for name, x in call.required.items() if name.startswith("state.")} for call in layer.calls]
-    calls = [with_pairs(call, ("out",), own) for call, own in zip(made.calls, states, strict=True)]
-    return replace(made, calls=calls)
+    calls = [with_pairs(call, ("out",), linear_states) for call, linear_states in zip(stage.calls, states, strict=True)]
+    return replace(stage, calls=calls)
 
 
-def _shared(layer: Traced) -> Alone:
+def _shared(layer: Traced) -> SingleStage:
     required = {
         "x": [call.required["x"] for call in layer.calls],
         "fc1_weight": layer.given("shared_fc1_weight"),
         "fc2_weight": layer.given("shared_fc2_weight"),
     }
-    settings = {"gate_weight": layer.given("shared_gate_weight")} | _same(layer, **layer.config.shared_experts)
+    settings = {"gate_weight": layer.given("shared_gate_weight")} | _same_for_all_ranks(
+        layer, **layer.config.shared_experts
+    )
     wanted = ("x", "fc1_weight", "fc2_weight", "gate_weight")
     return _stage(layer, SharedExperts(), required, settings, wanted, {"out": "output"})
 
@@ -219,32 +224,34 @@ def _dispatch_case(case: LayerCase, function: str) -> DispatchCase:
     return DispatchCase(function=function, dtype=case.dtype, probs=case.logit_dtype, **sizes)
 
 
-def _dispatch(layer: Traced, function: str) -> Alone:
+def _dispatch(layer: Traced, function: str) -> SingleStage:
     case, wanted = _dispatch_case(layer.case, function), ("tokens", "probs")
     tokens = {"tokens": layer.at("tokens")}
     if layer.case.dispatcher == "deepep":
         required = tokens | {"indices": [slot.indices for slot in layer.slots]}
-        settings = {"probs": layer.at("slot_probs")} | _same(layer, num_experts=layer.copies[0].probs.shape[1])
+        settings = {"probs": layer.at("slot_probs")} | _same_for_all_ranks(
+            layer, num_experts=layer.copies[0].probs.shape[1]
+        )
         backward = {"rows": "sent", "probs": "sent_probs"}
         return _stage(layer, DeepEPDispatch(), required, settings, wanted, backward, case)
     required = tokens | {"routing_map": [out.routing_map for out in layer.copies]}
     backward = {"rows": "rows", "probs": "row_probs"}
     probs = layer.at("flat_probs" if "flat_probs" in layer.results else "probs")
-    settings = {"probs": probs} | _same(layer, **layer.config.dispatch)
+    settings = {"probs": probs} | _same_for_all_ranks(layer, **layer.config.dispatch)
     return _stage(layer, MapDispatch(function), required, settings, wanted, backward, case)
 
 
-def _combine(layer: Traced) -> Alone:
-    """After the implementation's own dispatch."""
-    before = _dispatch(layer, layer.case.stage.replace("combine", "dispatch"))
-    calls = [replace(call, wanted=(), cotangents={}) for call in before.calls]
-    made, case = together(calls), _dispatch_case(layer.case, layer.case.stage)
+def _combine(layer: Traced) -> SingleStage:
+    """The combine, after the implementation's own dispatch."""
+    dispatch_stage = _dispatch(layer, layer.case.stage.replace("combine", "dispatch"))
+    calls = [replace(call, wanted=(), cotangents={}) for call in dispatch_stage.calls]
+    dispatched, case = together(calls), _dispatch_case(layer.case, layer.case.stage)
     deepep = layer.case.dispatcher == "deepep"
     contract = DeepEPCombine() if deepep else MapCombine(layer.case.stage)
     required: Lists = {"rows": layer.at("sums" if deepep else "expert_rows"), "handle": [HANDLE] * len(calls)}
-    settings = _same(layer, **layer.config.combine)
-    own = _stage(layer, contract, required, settings, ("rows",), {"tokens": "combined"}, case)
-    rows = [free_behind("rows", out.rows, specified(case, out)) for out in made]
+    settings = _same_for_all_ranks(layer, **layer.config.combine)
+    combine_stage = _stage(layer, contract, required, settings, ("rows",), {"tokens": "combined"}, case)
+    rows = [free_behind("rows", out.rows, specified(case, out)) for out in dispatched]
     fields = ("required", "settings", "wanted", "cotangents")
-    given = [{name: getattr(c, name) for name in fields} for c in own.calls]
-    return replace(own, calls=after(contract.function, calls, made, rows, given))
+    call_fields = [{name: getattr(c, name) for name in fields} for c in combine_stage.calls]
+    return replace(combine_stage, calls=after(contract.function, calls, dispatched, rows, call_fields))

@@ -37,8 +37,8 @@ def _special(size: int, dtype: torch.dtype, largest: float) -> Iterator[Tensor]:
     yield torch.zeros(size, dtype=dtype)
     yield -torch.zeros(size, dtype=dtype)
     for value in (math.inf, -math.inf, math.nan, info.max, info.tiny, info.smallest_normal * info.eps):
-        for others in (torch.zeros(size, dtype=dtype), ramp):
-            row = others.clone()
+        for base_row in (torch.zeros(size, dtype=dtype), ramp):
+            row = base_row.clone()
             row[size // 2] = value
             yield row
     yield torch.full((size,), math.nan, dtype=dtype)

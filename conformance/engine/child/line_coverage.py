@@ -11,10 +11,10 @@ from typing import Any
 
 from conformance.interface import Implementation
 
-CALLS = 16  # of one function that are traced
+CALLS = 16  # calls of one function that are traced
 
 
-class Reached:
+class LineCoverage:
     """Collects the lines, as "file:line", of the function's top-level package.
 
     Only inside `recording`: other code would pay for one call of the tracer per function, and the
@@ -31,14 +31,14 @@ class Reached:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        before = sys.gettrace()
+        outer_trace = sys.gettrace()
         if self._home:
             sys.settrace(self._entered)
         try:
             yield
         finally:
             if self._home:
-                sys.settrace(before)
+                sys.settrace(outer_trace)
 
     def _entered(self, frame: FrameType, event: str, argument: Any) -> Any:
         code, file = frame.f_code, frame.f_code.co_filename
@@ -46,15 +46,15 @@ class Reached:
             return None
         if code not in self._left:
             self._left[code] = {line for _, _, line in code.co_lines() if line} - {code.co_firstlineno}
-        left = self._left[code]
+        unvisited_lines = self._left[code]
         self._calls[code] += 1
-        if not left or self._calls[code] > CALLS:
+        if not unvisited_lines or self._calls[code] > CALLS:
             return None
         short = os.path.relpath(file, os.path.dirname(self._home))
 
         def ran(frame: FrameType, event: str, argument: Any) -> Any:
-            if event == "line" and frame.f_lineno in left:
-                left.discard(frame.f_lineno)
+            if event == "line" and frame.f_lineno in unvisited_lines:
+                unvisited_lines.discard(frame.f_lineno)
                 self.lines.add(f"{short}:{frame.f_lineno}")
             return ran
 
@@ -62,9 +62,11 @@ class Reached:
 
 
 def _home(function: Any) -> str:
-    """The folder of the top-level package of the function, or its file outside any; "" if none."""
+    """The folder of the function's top-level package, or its file if it is in no package; "" if it
+    has no code.
+    """
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-    place = code.co_filename if code else ""
-    while place and os.path.exists(os.path.join(os.path.dirname(place), "__init__.py")):
-        place = os.path.dirname(place)
-    return place
+    path = code.co_filename if code else ""
+    while path and os.path.exists(os.path.join(os.path.dirname(path), "__init__.py")):
+        path = os.path.dirname(path)
+    return path
