@@ -8,35 +8,8 @@ from torch import Tensor
 
 import moe_ref
 from conformance.mutants.defect import Defect, Wrapper
-from defects.router.parts import chosen_by, keys_of, reweighted
+from defects.router.parts import reweighted
 from moe_ref.router.scores import SCORES, normalised
-
-
-def _taken_twice(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
-    if settings.get("precomputed_indices") is not None or settings.get("num_groups"):
-        return base(logits, **settings)
-    keys, picks = keys_of(logits, settings), []
-    for _ in range(settings["topk"] if logits.numel() else 0):
-        pick = keys.argmax(1, keepdim=True)
-        keys = keys.scatter(1, pick, -1 - keys.gather(1, pick))
-        picks.append(pick)
-    index = (
-        torch.cat(picks, 1)
-        if picks
-        else torch.zeros(len(logits), settings["topk"], dtype=torch.int64, device=logits.device)
-    )
-    return chosen_by(index, base, logits, settings)
-
-
-def _two_of_a_group(base: Wrapper, logits: Tensor, /, **settings: Any) -> Any:
-    groups, kept = settings.get("num_groups"), settings.get("group_topk")
-    if not groups or settings.get("precomputed_indices") is not None or not logits.numel():
-        return base(logits, **settings)
-    by_group = keys_of(logits, settings).unflatten(1, (groups, -1))
-    score = by_group.topk(min(2, by_group.shape[2]), dim=2).values.sum(2)
-    mask = torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(kept, dim=1).indices, True)
-    keys = by_group.masked_fill(~mask[..., None], -torch.inf).flatten(1)
-    return chosen_by(keys.topk(settings["topk"], dim=1).indices, base, logits, settings)
 
 
 class _FewExpertsBack(torch.autograd.Function):
@@ -68,29 +41,8 @@ def _one_shape_by_sigmoid(base: Wrapper, logits: Tensor, /, **settings: Any) -> 
     return reweighted(base, logits, settings, lambda index: normalised(SCORES["sigmoid"](logits).gather(1, index)))
 
 
-def _not_normalised_alone(aux_loss_scores: Wrapper, logits: Tensor, **settings: Any) -> Any:
-    out = aux_loss_scores(logits, **settings)
-    function = settings.get("score_function", "softmax")
-    if settings["topk"] > 1 or function == "softmax":
-        return out
-    valid = out.scores.detach().sum(1, keepdim=True) > 0
-    return out._replace(scores=torch.where(valid, SCORES[function](logits).to(out.scores.dtype), 0))
-
-
-def _scores_in_half(aux_loss_scores: Wrapper, logits: Tensor, **settings: Any) -> Any:
-    if settings.get("score_function") != "sigmoid" or logits.dtype not in (torch.bfloat16, torch.float16):
-        return aux_loss_scores(logits, **settings)
-    out = aux_loss_scores(logits, **settings)
-    valid = out.scores.detach().sum(1, keepdim=True) > 0
-    return out._replace(scores=torch.where(valid, normalised(torch.sigmoid(logits).float()), 0))
-
-
 def _no_gate_bias(gate: Wrapper, x: Tensor, weight: Tensor, **settings: Any) -> Any:
     return gate(x, weight, **{name: value for name, value in settings.items() if name != "bias"})
-
-
-def _garbage_gate_bias(gate: Wrapper, x: Tensor, weight: Tensor, **settings: Any) -> Any:
-    return gate(x, weight, **{"bias": torch.empty(len(weight), dtype=weight.dtype, device=weight.device)} | settings)
 
 
 def _initial_bias_saved(state_tensors: Wrapper, state: Any) -> Any:
@@ -137,11 +89,6 @@ def _tokens_of_this_rank(route: Wrapper, logits: Tensor, config: Any, **settings
     return route(logits, config, **settings | {"loss_scale": less})
 
 
-def _traces_of_the_first_pass(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
-    with torch.enable_grad():
-        return route(logits, config, **settings)
-
-
 def _tokens_of_one_sequence(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
     batch, coeff = settings.get("batch_size", 1), config.seq_aux_loss_coeff
     if batch == 1 or not coeff or not config.loss_per_token:
@@ -151,22 +98,11 @@ def _tokens_of_one_sequence(route: Wrapper, logits: Tensor, config: Any, **setti
     return out._replace(losses=right.losses)
 
 
-def _one_long_sequence(route: Wrapper, logits: Tensor, config: Any, **settings: Any) -> Any:
-    return route(logits, config, **{name: x for name, x in settings.items() if name != "batch_size"})
-
-
 def _both(wrapper: Wrapper) -> dict[str, Wrapper]:
     return {"topk_indices": wrapper, "topk_routing": wrapper}
 
 
 DEFECTS: tuple[Defect, ...] = (
-    Defect("R01", "a taken slot marked by -1 - x is taken again", "TransformerEngine #2009, 2.6", _both(_taken_twice)),
-    Defect(
-        "R03",
-        "aux scores of a top-1 router are not normalised",
-        "TransformerEngine #2720, 2.6 to 2.13",
-        {"aux_loss_scores": _not_normalised_alone},
-    ),
     Defect(
         "R04",
         "the backward cannot launch for more than 900 experts",
@@ -174,28 +110,10 @@ DEFECTS: tuple[Defect, ...] = (
         _both(_few_experts_back),
     ),
     Defect(
-        "R05",
-        "a group's score is its best two, for every K and g",
-        "Megatron-LM !2942, 0.11",
-        _both(_two_of_a_group),
-    ),
-    Defect(
-        "R09",
-        "sigmoid of the aux scores in the logits' dtype",
-        "Megatron-LM #2765, 0.12 to 0.16.1",
-        {"aux_loss_scores": _scores_in_half},
-    ),
-    Defect(
         "R15",
         "no gate bias, weights not renormalised",
         "torchtitan #2319",
         _both(_not_renormalised) | {"gate": _no_gate_bias},
-    ),
-    Defect(
-        "R16",
-        "an uninitialised router bias",
-        "torchtitan #2450; Megatron-LM #2033, 0.15",
-        {"gate": _garbage_gate_bias},
     ),
     Defect(
         "R19",
@@ -234,21 +152,9 @@ DEFECTS: tuple[Defect, ...] = (
         {"route": _tokens_of_this_rank},
     ),
     Defect(
-        "A10",
-        "the first pass of a recomputed layer leaves its losses and counts",
-        "Megatron-LM !2574, to 0.10",
-        {"route": _traces_of_the_first_pass},
-    ),
-    Defect(
         "A11",
         "a sequence loss per token counts one sequence's tokens",
         "Megatron-LM #5798, 0.16 to 0.18.2",
         {"route": _tokens_of_one_sequence},
-    ),
-    Defect(
-        "A12",
-        "the sequence loss treats packed sequences as one long sequence",
-        "Megatron-LM #5696, to 0.18",
-        {"route": _one_long_sequence},
     ),
 )
