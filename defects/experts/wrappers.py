@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.analysis.input_store import in_e4m3
 from conformance.mutants.defect import Defect, Wrapper
 
 
@@ -46,18 +45,6 @@ class _BackWith(torch.autograd.Function):
         return ctx.change(g), None
 
 
-class _Instead(torch.autograd.Function):
-    """Another tensor, and the gradient of x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
-        return other.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor):
-        return g, None
-
-
 def _stride_of_the_forward(
     grouped_dgrad: Wrapper, d_out: Tensor, weight: Tensor, counts: Tensor, /, **settings: Any
 ) -> Any:
@@ -69,33 +56,6 @@ def _stride_of_the_forward_back(
 ) -> Any:
     seen = _BackWith.apply(rows, lambda g: _at_row_strides(g, counts, weight.shape[1]))
     return grouped_linear(seen, weight, counts, **settings)
-
-
-def _unwritten(x: Tensor, where: Tensor) -> Tensor:
-    """x, with unwritten memory for the selected experts."""
-    return torch.where(where[:, None, None], torch.empty_like(x), x)
-
-
-def _last(counts: Tensor) -> Tensor:
-    """The last expert, if empty while others are not."""
-    return (torch.arange(len(counts), device=counts.device) == len(counts) - 1) & (counts == 0) & bool(counts.any())
-
-
-def _all(counts: Tensor) -> Tensor:
-    """Every expert, if all are empty."""
-    return torch.full_like(counts, not bool(counts.any()), dtype=torch.bool)
-
-
-def _without_a_gradient(which: Callable[[Tensor], Tensor]) -> dict[str, Wrapper]:
-    """The gradient of the weights of some experts is never written."""
-
-    def grouped_wgrad(base: Wrapper, d_out: Tensor, rows: Tensor, counts: Tensor, /, **settings: Any) -> Any:
-        return _unwritten(base(d_out, rows, counts, **settings), which(counts))
-
-    def grouped_linear(base: Wrapper, rows: Tensor, weight: Tensor, counts: Tensor, /, **settings: Any) -> Any:
-        return base(rows, _BackWith.apply(weight, lambda g: _unwritten(g, which(counts))), counts, **settings)
-
-    return {"grouped_wgrad": grouped_wgrad, "grouped_linear": grouped_linear}
 
 
 SCHEDULED = 2  # programs that share the groups
@@ -144,29 +104,12 @@ def _clamp_stays_outside(shared_experts: Wrapper, x: Tensor, fc1: Tensor, fc2: T
     )
 
 
-def _stored_input_read_at_once(glu: Wrapper, h: Tensor, /, **settings: Any) -> Any:
-    """Gradients stay right: dequantized values encode to the same codes."""
-    return glu(_Instead.apply(h, in_e4m3(h.detach())) if settings.get("fp8_input_store") else h, **settings)
-
-
 DEFECTS: tuple[Defect, ...] = (
     Defect(
         "G01",
         "the output of dgrad advances by the width of its input",
         "TransformerEngine #1475, 2.0",
         {"grouped_dgrad": _stride_of_the_forward, "grouped_linear": _stride_of_the_forward_back},
-    ),
-    Defect(
-        "G03",
-        "only an empty buffer is noticed, not an empty expert behind others",
-        "TransformerEngine #2134, 2.6 to 2.7",
-        _without_a_gradient(_last),
-    ),
-    Defect(
-        "G04",
-        "no group with rows at all is not noticed",
-        "TransformerEngine #3067, 2.8 to 2.16.1",
-        _without_a_gradient(_all),
     ),
     Defect(
         "G12",
@@ -191,11 +134,5 @@ DEFECTS: tuple[Defect, ...] = (
         "the clamp does not reach the shared experts",
         "Megatron-LM #5940, 0.15 to 0.19",
         {"shared_experts": _clamp_stays_outside},
-    ),
-    Defect(
-        "K01",
-        "the output, too, is that of the stored E4M3 codes",
-        "a mistake that a second form of an input invites",
-        {"glu": _stored_input_read_at_once},
     ),
 )

@@ -11,7 +11,6 @@ from moe_ref.config.parameters import COLUMNS
 
 SKIPPED = "Megatron-LM !2529"
 UPCYCLED = "Megatron-LM #5442"
-UPCYCLED_KEYS = "Megatron-LM !2089"
 DROPPED = "torchtitan #3626"
 NAMES = "names of checkpoints: found by reading"
 INVITED = "shards and states: invited"
@@ -108,15 +107,6 @@ def _first_of_several(normalize: Wrapper, state: Mapping[str, Any], **settings: 
 # ---- shards
 
 
-def _local_experts(shard: Wrapper, parameters: Mapping[str, Any], **settings: Any) -> Any:
-    """Offsets count the rank's experts, not all."""
-    first = settings["rank"] * (settings["num_experts"] // settings["ranks"])
-    shards = shard(parameters, **settings)
-    if settings.get("singleton"):
-        return shards
-    return [x._replace(offset=(x.offset[0] - first, *x.offset[1:])) for x in shards]
-
-
 def _index_of_the_last(shard: Wrapper, parameters: Mapping[str, Any], **settings: Any) -> Any:
     """The index of an expert is set in a loop that a parameter without elements skips."""
     shards, last = [], 0
@@ -127,81 +117,6 @@ def _index_of_the_last(shard: Wrapper, parameters: Mapping[str, Any], **settings
         else:
             shards.append(x._replace(offset=(last, *x.offset[1:])))
     return shards
-
-
-def _gate_as_one(shard: Wrapper, parameters: Mapping[str, Any], **settings: Any) -> Any:
-    """The halves of a gated layer are cut as one tensor."""
-    return shard(parameters, **{name: x for name, x in settings.items() if name != "gated"})
-
-
-def _bias_of_every_rank(shard: Wrapper, parameters: Mapping[str, Any], **settings: Any) -> Any:
-    return [x._replace(writes=True) for x in shard(parameters, **settings)]
-
-
-def _by_rows(shard: Wrapper, parameters: Mapping[str, Any], **settings: Any) -> Any:
-    """fc2 is cut over tensor ranks by rows, like fc1."""
-    found = []
-    for x in shard(parameters, **settings):
-        if x.key.endswith("linear_fc2.weight"):
-            row, column = len(x.offset) - 2, len(x.offset) - 1
-            shape, offset = list(x.shape), list(x.offset)
-            shape[column] = x.values.shape[-1]
-            shape[row] = x.values.shape[-2] * settings.get("tensor_ranks", 1)
-            offset[row], offset[column] = x.values.shape[-2] * settings.get("tensor_rank", 0), 0
-            x = x._replace(shape=tuple(shape), offset=tuple(offset))
-        found.append(x)
-    return found
-
-
-def _key_of_the_rank(shard: Wrapper, parameters: Mapping[str, Any], **settings: Any) -> Any:
-    """Singleton keys have the expert's number in its rank."""
-    local = settings["num_experts"] // settings["ranks"]
-    prefix = settings.get("prefix", "")
-    if not settings.get("singleton"):
-        return shard(parameters, **settings)
-    found = []
-    for x in shard(parameters, **settings):
-        expert, _, name = x.key.removeprefix(prefix).partition(".")
-        found.append(x._replace(key=f"{prefix}{int(expert) % local}.{name}"))
-    return found
-
-
-def _empty_left_out(expand: Wrapper, members: Any, shard: Any, **settings: Any) -> Any:
-    """Members without a part of the shard have no entry: ranks have different numbers."""
-    entries = expand(members, shard, **settings)
-    return entries if isinstance(members, Tensor) else [x for x in entries if x.values is not None]
-
-
-def _nothing_without_a_shard(expand: Wrapper, members: Any, shard: Any, **settings: Any) -> Any:
-    return [] if shard is None and not isinstance(members, Tensor) else expand(members, shard, **settings)
-
-
-def _start_in_the_group(expand: Wrapper, members: Any, shard: Any, **settings: Any) -> Any:
-    """A start is counted from the first member."""
-    entries, begin, found = expand(members, shard, **settings), 0, []
-    for x in entries:
-        found.append(x if x.start is None else x._replace(start=x.start + begin))
-        begin += 0 if isinstance(members, Tensor) else x.member.numel()
-    return found
-
-
-def _last_element_left_out(expand: Wrapper, members: Any, shard: Any, **settings: Any) -> Any:
-    """Of a part that ends before its member, the last element is left out."""
-    found = []
-    for x in expand(members, shard, **settings):
-        cut = x.values is not None and x.start is not None and 1 < len(x.values) < x.member.numel() - x.start
-        found.append(x._replace(values=x.values[:-1]) if cut else x)
-    return found
-
-
-def _first_start_lost(expand: Wrapper, members: Any, shard: Any, **settings: Any) -> Any:
-    """The offset is taken for 0 within the first member that has a part."""
-    found, seen = [], isinstance(members, Tensor)
-    for x in expand(members, shard, **settings):
-        lost = x.values is not None and not seen
-        found.append(x._replace(start=0) if lost else x)
-        seen = seen or lost
-    return found
 
 
 # ---- extra states
@@ -304,9 +219,7 @@ NORMALIZE, MASTERS, CONVERT = "normalize_parameters", "normalize_master_paramete
 SHARD, EXPAND, SPLIT, MERGE = "shard_parameters", "expand_shard", "split_extra_state", "merge_extra_state"
 DEFECTS: tuple[Defect, ...] = (
     Defect("CK01", "an expert's index is set in a loop that is skipped", SKIPPED, {SHARD: _index_of_the_last}),
-    Defect("CK02", "a rank without a shard has no entries", SKIPPED, {EXPAND: _nothing_without_a_shard}),
     Defect("CK03", "arguments of upcycling are swapped", UPCYCLED, {"upcycle": _swapped}),
-    Defect("CK04", "keys of experts are those of another rank", UPCYCLED_KEYS, {SHARD: _key_of_the_rank}),
     Defect(
         "CK05",
         "keys that no rule names are dropped",
@@ -322,14 +235,6 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("CK12", "keys of biases are renamed without biases", NAMES, {NORMALIZE: _bias_always}),
     Defect("CK13", "the prefix is ignored", NAMES, dict.fromkeys((NORMALIZE, CONVERT, SPLIT, MERGE), _prefix_ignored)),
     Defect("CK14", "the caller's state is changed", NAMES, dict.fromkeys((NORMALIZE, MASTERS, CONVERT), _in_place)),
-    Defect("CK15", "offsets count a rank's experts", INVITED, {SHARD: _local_experts}),
-    Defect("CK16", "the halves of a gate are cut as one tensor", INVITED, {SHARD: _gate_as_one}),
-    Defect("CK17", "a bias that all tensor ranks have is saved by all", INVITED, {SHARD: _bias_of_every_rank}),
-    Defect("CK18", "fc2 is cut by rows", INVITED, {SHARD: _by_rows}),
-    Defect("CK19", "members without a part of the shard have no entry", INVITED, {EXPAND: _empty_left_out}),
-    Defect("CK20", "a start is counted from the first member", INVITED, {EXPAND: _start_in_the_group}),
-    Defect("CK21", "the last element before a cut is left out", INVITED, {EXPAND: _last_element_left_out}),
-    Defect("CK22", "the start in the first member is lost", INVITED, {EXPAND: _first_start_lost}),
     Defect("CK23", "an expert's columns of a state are taken as neighbours", INVITED, {SPLIT: _column_by_column}),
     Defect("CK24", "an expert's state says that it has all products", INVITED, {SPLIT: _number_left}),
     Defect("CK25", "a missing extra state is the first's", INVITED, {MERGE: _merged_without}),
