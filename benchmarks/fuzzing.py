@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from conformance.core.case import Case
-from conformance.core.defect import Defect
 from conformance.core.space import Space
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.child.outcome import Outcome
@@ -22,6 +21,7 @@ from conformance.engine.choose.draw import drawn, run_seed, scope_of
 from conformance.engine.options import Options
 from conformance.engine.run.search import TARGETS, Search, Searched
 from conformance.interface import load
+from conformance.mutants.defect import Defect
 from conformance.mutants.planted import DEFECTS
 
 BATCH = 50

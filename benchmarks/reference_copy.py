@@ -14,7 +14,7 @@ from pathlib import Path
 
 import conformance
 import moe_ref
-from conformance.core.rewritten import of_copy
+from conformance.mutants.copies import of_copy
 
 NAME = "moe_copy"
 REFERENCE = f"{NAME}.whole"

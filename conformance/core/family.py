@@ -6,7 +6,6 @@ from types import ModuleType
 from typing import Any
 
 from conformance.core.contract import Contract
-from conformance.core.defect import Defect
 from conformance.core.law import Law
 from conformance.core.machine import Machine
 from conformance.core.shapes import Shapes
@@ -21,7 +20,7 @@ class Family:
     illegal: Mapping[str, Mapping[str, Any]]
     laws: Mapping[str, tuple[Law, ...]]
     space: Mapping[str, Shapes] = field(default_factory=dict)
-    defects: tuple[Defect, ...] = ()
+    defects: str = ""  # a module whose DEFECTS are planted, besides those of the folder `defects`
     machines: Mapping[str, type[Machine]] = field(default_factory=dict)  # of functions with several calls
 
 

@@ -1,19 +1,33 @@
 """Real defects, planted in a working implementation.
 
-Each is a namespace: the functions of a base implementation, some of them wrapped with a defect of
-public code. `conformance.mutants.planted:P12.my_kernels.moe` is my_kernels.moe with the defect P12.
+Each is a namespace: the functions of a base implementation, some of them with a defect, most of
+public code. `conformance.mutants.planted:P21.my_kernels.moe` is my_kernels.moe with the defect P21.
+Examples are part of the package; the others are in the folder `defects` of a source checkout.
 
 A defect beyond 2³¹ elements is planted as its cause, 32-bit offsets, which a strided view of a few
 rows shows.
 """
 
 import functools
+import sys
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from conformance.catalogue import FAMILIES
-from conformance.core.defect import Defect
 from conformance.interface import imported
+from conformance.mutants.copies import in_a_copy
+from conformance.mutants.defect import Defect
+from conformance.mutants.kinds import of_kinds
+from conformance.mutants.substitution import read
+
+EXAMPLES = Path(__file__).with_name("examples.txt")
+FOLDER = Path(__file__).parents[2] / "defects"
+TABLE = FOLDER / "kinds.txt"
+DEFECTS: dict[str, Defect]  # all of them, by name; loaded when they are first read
 
 
 class Planted:
@@ -36,11 +50,53 @@ class Planted:
         return functools.wraps(original)(functools.partial(wrapper, original))
 
 
-DEFECTS: dict[str, Defect] = {defect.name: defect for family in FAMILIES for defect in family.defects}
+def by_name(defects: Iterable[Defect]) -> dict[str, Defect]:
+    """The defects by name.
+
+    Raises:
+        ValueError: two have one name.
+    """
+    listed: dict[str, Defect] = {}
+    for defect in defects:
+        if defect.name in listed:
+            raise ValueError(f"two defects are named {defect.name}")
+        listed[defect.name] = defect
+    return listed
 
 
-def __getattr__(name: str) -> Planted:
-    """The defect of that name, before its base implementation is named."""
-    if name not in DEFECTS:
-        raise AttributeError(f"there is no planted defect {name!r}; there are {', '.join(DEFECTS)}")
-    return Planted(DEFECTS[name])
+@functools.cache
+def _of_text() -> dict[str, Defect]:
+    """The defects that are substitutions in the reference, or of a generic kind."""
+    paths = [EXAMPLES, *sorted(FOLDER.glob("*/reference.txt"))]
+    kinds = of_kinds(TABLE) if TABLE.exists() else ()
+    return by_name([*(in_a_copy(one) for path in paths for one in read(path)), *kinds])
+
+
+def _of_modules() -> Iterator[Defect]:
+    """The defects that are wrappers in Python."""
+    if FOLDER.name not in sys.modules and TABLE.exists():
+        spec = spec_from_file_location(FOLDER.name, FOLDER / "__init__.py", submodule_search_locations=[str(FOLDER)])
+        assert spec is not None and spec.loader is not None
+        sys.modules[FOLDER.name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[FOLDER.name])
+    paths = sorted(FOLDER.glob("*/[a-z]*.py")) if TABLE.exists() else ()
+    names = [f"{FOLDER.name}.{path.parent.name}.{path.stem}" for path in paths]
+    for name in (*names, *(family.defects for family in FAMILIES if family.defects)):
+        yield from getattr(import_module(name), "DEFECTS", ())
+
+
+@functools.cache
+def _all() -> dict[str, Defect]:
+    return by_name([*_of_text().values(), *_of_modules()])
+
+
+def __getattr__(name: str) -> Any:
+    """All defects, or the one of that name, before its base implementation is named."""
+    if name == "DEFECTS":
+        return _all()
+    if name.startswith("__"):
+        raise AttributeError(name)
+    defect = _of_text().get(name) or _all().get(name)
+    if defect is None:
+        raise AttributeError(f"there is no planted defect {name!r}; there are {', '.join(_all())}")
+    return Planted(defect)

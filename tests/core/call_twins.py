@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from conformance.core import autocast_defects as autocast
-from conformance.core import call_defects as calls
+from conformance.mutants.kinds import autocast, calls
 from tests.core.law_twins import ACTIVATION, CHUNKS, DGRAD, GLU, LINEAR, SPREAD_TOPK, UNPERMUTE, Z
 
 

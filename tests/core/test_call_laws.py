@@ -7,8 +7,8 @@ import torch
 
 import moe_ref
 from conformance.catalogue import CONTRACTS
-from conformance.core import call_defects as calls
 from conformance.engine.run.blame import blamed
+from conformance.mutants.kinds import calls
 from tests.common.suite import outcome_of, wrapped
 from tests.core.call_twins import CALL_TWINS, FORWARD_GLU, NARROW_GLU, STILL, itself
 from tests.core.law_twins import FORWARD, FORWARD_LINEAR, GLU, JITTER, LAYOUT, LINEAR

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from conformance.catalogue import CONTRACTS
-from conformance.core.call_defects import right_once_per_handle
 from conformance.core.contract import Problem
 from conformance.core.space import Space
 from conformance.engine.child import poison
@@ -22,6 +21,7 @@ from conformance.engine.choose.draw import scope_of
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.families.dispatch.cases import FUNCTIONS, DispatchCase
+from conformance.mutants.kinds.calls import right_once_per_handle
 from conformance.peers import reference_world
 
 poison.install()

@@ -119,6 +119,6 @@ def test_a_run_judges_it_and_finds_the_smallest_failing_case(tmp_path):
 
 
 def test_its_planted_defect_is_killed():
-    done = python("-m", "conformance", "mutants", "--impl", KERNELS, "--only", "T01", "--jobs", "1")
+    done = python("-m", "conformance", "mutants", "--impl", KERNELS, "--only", "TOY01", "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "killed by value" in done.stdout

@@ -1,35 +1,34 @@
-"""Defects of kernels: each changes one text of `moe_fast`, and the suite finds it."""
+"""Defects of kernels: each changes lines of `moe_fast`, and the suite finds it."""
 
 import json
 
 import pytest
 
-from conformance.core.rewritten import Rewrite
-from tests.mutants.kernels import KernelDefect, series
+from conformance.mutants.substitution import Header, Hunk, Substitution
 from tests.mutants.kernels.run import KILLERS, defects, score, source_of
 
-NOTHING = Rewrite("permutation/_permute.py", "import triton\n", "import triton  # the same\n")
+FILE = "moe_fast/permutation/_permute.py"
+
+
+def changed(name: str, function: str, old: str, new: str) -> Substitution:
+    return Substitution(Header(name, (function,), "a title", "a test"), (Hunk(FILE, old, new),))
 
 
 @pytest.mark.parametrize("name", sorted(defects()))
-def test_every_change_is_of_a_text_that_occurs_once_and_gives_python(name):
+def test_every_change_is_of_lines_that_occur_once_and_gives_python(name):
     mutant = source_of(defects()[name])
     compile(mutant.source, mutant.file, "exec")
+    assert mutant.source != mutant.original
 
 
-def test_a_text_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="not once"):
-        source_of(KernelDefect("K", "", ("permute",), Rewrite("permutation/_permute.py", "no such text", "")))
-
-
-def test_names_count_from_one():
-    first, second = series("P", (("a", "permute unpermute", "f.py", "x", "y"), ("b", "permute", "f.py", "x", "z")))
-    assert (first.name, second.name, first.functions) == ("KP001", "KP002", ("permute", "unpermute"))
+def test_lines_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match=r"has no line 'import tritone'; the nearest is line .*'import triton'"):
+        source_of(changed("K", "permute", "import tritone\n", ""))
 
 
 def test_a_change_of_nothing_survives_and_a_defect_does_not():
     known = json.loads(KILLERS.read_text())
-    chosen = {"nothing": KernelDefect("nothing", "", ("multihot_to_indices",), NOTHING)}
-    (name,) = [name for name in sorted(known) if "permute" in defects()[name].functions][:1]
-    nothing, defect = score(chosen | {name: defects()[name]}, jobs=2)
+    same = changed("nothing", "multihot_to_indices", "import triton\n", "import triton  # the same\n")
+    (name,) = [name for name in sorted(known) if "permute" in defects()[name].header.functions][:1]
+    nothing, defect = score({"nothing": same, name: defects()[name]}, jobs=2)
     assert (nothing.killed, defect.killed) == (False, True)

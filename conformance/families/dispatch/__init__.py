@@ -2,15 +2,6 @@
 
 from conformance.core.family import Family, by_function
 from conformance.families.dispatch import (
-    defects,
-    defects_calls,
-    defects_combined,
-    defects_kernels,
-    defects_orders,
-    defects_reported,
-    defects_rewritten,
-    defects_shortcuts,
-    defects_wire,
     golden,
     illegal,
     laws_worlds,
@@ -48,12 +39,4 @@ FAMILY = Family(
     laws=by_function(laws_worlds),
     space=by_function(space),
     machines=by_function(machine),
-    defects=(
-        *(*defects.DEFECTS, *defects_wire.DEFECTS, *defects_calls.DEFECTS, *defects_orders.DEFECTS),
-        *defects_kernels.DEFECTS,
-        *defects_combined.DEFECTS,
-        *defects_reported.DEFECTS,
-        *defects_rewritten.DEFECTS,
-        *defects_shortcuts.DEFECTS,
-    ),
 )

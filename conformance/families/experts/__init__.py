@@ -3,23 +3,6 @@
 from conformance.core.family import Family, by_function
 from conformance.core.shared_out import SharedOut
 from conformance.families.experts import (
-    defects,
-    defects_calls,
-    defects_combined,
-    defects_combined_glu,
-    defects_curves,
-    defects_delayed,
-    defects_fine,
-    defects_inputs,
-    defects_kernels,
-    defects_long,
-    defects_many,
-    defects_overflow,
-    defects_products,
-    defects_reported,
-    defects_rewritten,
-    defects_shortcuts,
-    defects_steps,
     golden,
     golden_mlp,
     golden_recipes,
@@ -45,16 +28,4 @@ FAMILY = Family(
     illegal=by_function(illegal, illegal_recipes),
     laws=by_function(laws_mlp),
     space=by_function(space, space_mlp),
-    defects=(
-        *(*defects.DEFECTS, *defects_steps.DEFECTS, *defects_calls.DEFECTS, *defects_inputs.DEFECTS),
-        *(*defects_curves.DEFECTS, *defects_products.DEFECTS, *defects_fine.DEFECTS, *defects_delayed.DEFECTS),
-        *(*defects_kernels.DEFECTS, *defects_overflow.DEFECTS, *defects_long.DEFECTS, *defects_many.DEFECTS),
-        *(
-            *defects_combined_glu.DEFECTS,
-            *defects_combined.DEFECTS,
-            *defects_reported.DEFECTS,
-            *defects_rewritten.DEFECTS,
-            *defects_shortcuts.DEFECTS,
-        ),
-    ),
 )

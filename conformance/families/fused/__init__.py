@@ -2,12 +2,6 @@
 
 from conformance.core.family import Family, by_function
 from conformance.families.fused import (
-    defects,
-    defects_combined,
-    defects_kernels,
-    defects_reported,
-    defects_rewritten,
-    defects_shortcuts,
     golden,
     golden_activate,
     illegal,
@@ -33,10 +27,4 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws, laws_activate),
     space=by_function(space, space_activate),
-    defects=defects.DEFECTS
-    + defects_kernels.DEFECTS
-    + defects_combined.DEFECTS
-    + defects_reported.DEFECTS
-    + defects_rewritten.DEFECTS
-    + defects_shortcuts.DEFECTS,
 )

@@ -2,12 +2,6 @@
 
 from conformance.core.family import Family, by_function
 from conformance.families.layer import (
-    defects,
-    defects_combined,
-    defects_options,
-    defects_reported,
-    defects_rewritten,
-    defects_shortcuts,
     golden,
     illegal,
     laws,
@@ -21,12 +15,4 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws),
     space=by_function(space),
-    defects=(
-        *defects.DEFECTS,
-        *defects_options.DEFECTS,
-        *defects_combined.DEFECTS,
-        *defects_reported.DEFECTS,
-        *defects_rewritten.DEFECTS,
-        *defects_shortcuts.DEFECTS,
-    ),
 )

@@ -2,11 +2,6 @@
 
 from conformance.core.family import Family, by_function
 from conformance.families.parameters import (
-    defects,
-    defects_combined,
-    defects_reported,
-    defects_rewritten,
-    defects_shortcuts,
     golden,
     illegal,
     laws,
@@ -26,9 +21,4 @@ FAMILY = Family(
     illegal=by_function(illegal),
     laws=by_function(laws),
     space=by_function(space),
-    defects=defects.DEFECTS
-    + defects_combined.DEFECTS
-    + defects_reported.DEFECTS
-    + defects_rewritten.DEFECTS
-    + defects_shortcuts.DEFECTS,
 )

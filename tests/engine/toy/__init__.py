@@ -10,7 +10,6 @@ from conformance.core import universal_laws
 from conformance.core.axes import dtypes, number, size
 from conformance.core.case import Case
 from conformance.core.contract import Contract, Problem
-from conformance.core.defect import Defect, first_in_32_bits
 from conformance.core.family import Family
 from conformance.core.illegal import setting
 from conformance.core.shapes import Shapes
@@ -57,5 +56,5 @@ FAMILY = Family(
     illegal={"reverse": {"kept_negative": setting("kept", -1)}},
     laws={"reverse": (*universal_laws.EVERYWHERE, universal_laws.SCALING)},
     space={"reverse": Shapes(covered={"rows": 5, "columns": 3}, illegal={"rows": 2})},
-    defects=(Defect("T01", "32-bit row · stride", "a test", {"reverse": first_in_32_bits}),),
+    defects="tests.engine.toy.defects",
 )

@@ -1,4 +1,4 @@
-"""Plants each defect of kernels in `moe_fast` and runs cases until one kills it.
+"""Plants each defect of `defects/*/kernels.txt` in `moe_fast` and runs cases until one kills it.
 
     python -m tests.mutants.kernels.run --only KP        # those of permutation
     python -m tests.mutants.kernels.run --report kernels.json
@@ -12,52 +12,48 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 
-import tests.mutants.kernels as kernels
 from conformance.core.case import Case
-from conformance.core.rewritten import changed
 from conformance.mutants.automatic import SourceMutant, home
+from conformance.mutants.planted import FOLDER
 from conformance.mutants.score import Mutant, Result, attempt, passed_cases
-from tests.mutants.kernels import KernelDefect
+from conformance.mutants.substitution import Substitution, read, substituted
 from tests.mutants.killers import killers
 
 KILLERS = Path(__file__).with_name("killers.json")  # by the name of a defect, the id of a case
 
 
-def defects() -> dict[str, KernelDefect]:
+def defects() -> dict[str, Substitution]:
     """All of them, by name."""
-    modules = (import_module(f"{kernels.__name__}.{module.name}") for module in iter_modules(kernels.__path__))
-    return {defect.name: defect for module in modules for defect in getattr(module, "DEFECTS", ())}
+    return {one.header.name: one for path in sorted(FOLDER.glob("*/kernels.txt")) for one in read(path)}
 
 
-def source_of(defect: KernelDefect) -> SourceMutant:
+def source_of(defect: Substitution) -> SourceMutant:
     """The changed file.
 
     Raises:
-        ValueError: the text does not occur once.
+        ValueError: the old lines do not stand there once.
     """
-    file, old, new = defect.change
-    source = (home("moe_fast") / file).read_text(encoding="utf-8")
-    begin = source.find(old)
+    (hunk,) = defect.hunks
+    source = (home("moe_fast").parent / hunk.file).read_text(encoding="utf-8")
+    mutated = substituted(source, hunk)
+    begin = source.index(hunk.old)
     line = source[:begin].count("\n") + 1
-    mutated = changed(source, defect.change)
-    return SourceMutant(defect.name, f"moe_fast/{file}", line, "written", begin, old, new, mutated)
+    return SourceMutant(defect.header.name, hunk.file, line, "written", begin, hunk.old, hunk.new, mutated)
 
 
-def score(chosen: Mapping[str, KernelDefect], jobs: int) -> list[Result]:
+def score(chosen: Mapping[str, Substitution], jobs: int) -> list[Result]:
     """Try each, and print one line for each."""
-    wanted = dict.fromkeys(function for defect in chosen.values() for function in defect.functions)
+    wanted = dict.fromkeys(function for defect in chosen.values() for function in defect.header.functions)
     passed = {
         function: passed_cases("moe_fast", 0, jobs, (function,), trace=False, one_gpu=False) for function in wanted
     }
     known = json.loads(KILLERS.read_text())
 
-    def result(defect: KernelDefect) -> Result:
-        cases = [item for function in defect.functions for item in passed[function]]
-        likely = next((item.case for item in cases if item.case.id == known.get(defect.name)), None)
+    def result(defect: Substitution) -> Result:
+        cases = [item for function in defect.header.functions for item in passed[function]]
+        likely = next((item.case for item in cases if item.case.id == known.get(defect.header.name)), None)
         return attempt(_mutant(defect, likely), cases)
 
     results = []
@@ -68,9 +64,10 @@ def score(chosen: Mapping[str, KernelDefect], jobs: int) -> list[Result]:
     return results
 
 
-def _mutant(defect: KernelDefect, likely: Case | None) -> Mutant:
+def _mutant(defect: Substitution, likely: Case | None) -> Mutant:
     change = source_of(defect)
-    return Mutant(defect.name, defect.title, "moe_fast", change=change, first=defect.functions, likely=likely)
+    name, functions, title, _ = defect.header
+    return Mutant(name, title, "moe_fast", change=change, first=functions, likely=likely)
 
 
 def main() -> int:

@@ -1,0 +1,82 @@
+"""Substitutions in the reference: each is planted in a copy of its own.
+
+A copy of the reference, under a name of its own, is imported with the changed lines; its settings
+and rules (`moe_ref.config`) stay the reference's. The defect takes its functions from the copy,
+whatever base it is planted in.
+"""
+
+import re
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from conformance.mutants.defect import Defect, Wrapper
+from conformance.mutants.substitution import Hunk, Substitution, substituted
+
+PEERS = ("reference_world", "reference_layer")  # the collectives and the layer of one rank
+
+
+class _Copies(MetaPathFinder):
+    """Finds the modules of all copies."""
+
+    def __init__(self) -> None:
+        self.hunks: dict[str, tuple[Hunk, ...]] = {}  # by the name of the copy
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        copy, _, module = fullname.partition(".")
+        if copy not in self.hunks:
+            return None
+        original = f"conformance.peers.{module}" if module in PEERS else f"moe_ref.{module}".removesuffix(".")
+        spec = find_spec(original)
+        assert spec is not None and spec.origin is not None
+        loader = _Loader(Path(spec.origin), copy, self.hunks[copy])
+        return spec_from_loader(fullname, loader, origin=spec.origin)
+
+
+class _Loader(InspectLoader):
+    def __init__(self, path: Path, copy: str, hunks: tuple[Hunk, ...]) -> None:
+        self.path, self.copy, self.hunks = path, copy, hunks
+
+    def is_package(self, fullname: str) -> bool:
+        return self.path.name == "__init__.py"
+
+    def get_source(self, fullname: str) -> str:
+        source = self.path.read_text(encoding="utf-8")
+        for hunk in self.hunks:
+            if self.path.as_posix().endswith(f"/{hunk.file}"):
+                source = substituted(source, hunk)
+        return of_copy(source, self.copy, {peer: f"{self.copy}.{peer}" for peer in PEERS})
+
+
+COPIES = _Copies()
+
+
+def of_copy(source: str, reference: str, peers: Mapping[str, str]) -> str:
+    """The source with other modules in the place of the reference and its peers."""
+    for peer, module in peers.items():
+        source = source.replace(f"conformance.peers.{peer}", module)
+    source = source.replace("import moe_ref\n", f"import {reference} as moe_ref\n")
+    source = source.replace('f"moe_ref.', f'f"{reference}.')
+    return re.sub(r"\bfrom moe_ref\b(?!\.config)", f"from {reference}", source)
+
+
+def in_a_copy(substitution: Substitution) -> Defect:
+    """The defect whose functions are those of a copy of the reference with the changed lines."""
+    name, functions, title, origin = substitution.header
+    copy = f"moe_ref_{name.lower()}"
+    COPIES.hunks[copy] = substitution.hunks
+    if COPIES not in sys.meta_path:
+        sys.meta_path.append(COPIES)
+
+    def planted(function: str) -> Wrapper:
+        return lambda base, *inputs, **settings: getattr(import_module(f"{copy}.reference_world"), function)(
+            *inputs, **settings
+        )
+
+    return Defect(name, title, origin, {function: planted(function) for function in functions})

@@ -1,0 +1,29 @@
+"""Kernels that compute addresses in 32 bits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.mutants.defect import Wrapper
+
+
+def int32_view(x: Tensor) -> Tensor:
+    """x as a kernel reads it by 32-bit offsets Σ index·stride: wrapped, or 0 out of bounds."""
+    offsets = torch.zeros((), dtype=torch.int64)
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        offsets = offsets + (torch.arange(size) * stride).reshape([size if d == dim else 1 for d in range(x.dim())])
+    wrapped = (offsets + 2**31) % 2**32 - 2**31
+    if x.numel() == 0 or torch.equal(wrapped, offsets):
+        return x
+    raw = x.detach().view(torch.uint8) if x.element_size() == 1 else x.detach()
+    length = raw.untyped_storage().nbytes() // raw.element_size()
+    flat = raw.as_strided((length,), (1,), 0)
+    address = wrapped.add(x.storage_offset()).to(x.device)
+    inside = (address >= 0) & (address < length)
+    out = torch.where(inside, flat[torch.where(inside, address, 0)], torch.zeros((), dtype=raw.dtype, device=x.device))
+    return out.view(x.dtype).requires_grad_(x.requires_grad)
+
+
+def first_in_32_bits(function: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:
+    return function(int32_view(x), *rest, **settings)

@@ -1,0 +1,84 @@
+"""Parts of planted defects that show in gradients only, and of kernels that mistake a layout."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.mutants.defect import Change, Wrapper, with_values
+
+
+class _Replaced(torch.autograd.Function):
+    """A value of one's own, with back(cotangent) as the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, back: Change) -> Tensor:
+        ctx.back = back
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(g), None, None
+
+
+def with_gradient(x: Tensor, change: Change) -> Tensor:
+    """x, with change(gradient) as its gradient: a defect of the backward alone."""
+    return with_backward(x, x.detach(), change) if x.requires_grad else x
+
+
+def with_backward(x: Tensor, value: Tensor, back: Change) -> Tensor:
+    """The value, with back(cotangent) as the gradient of x."""
+    replaced: Tensor = _Replaced.apply(x, value, back)  # type: ignore[no-untyped-call]
+    return replaced
+
+
+def rounded_to(dtype: torch.dtype) -> Change:
+    """A change that rounds to a dtype and back."""
+    return lambda g: g.to(dtype).to(g.dtype)
+
+
+def read_as_contiguous(x: Tensor, start: int | None = None) -> Tensor:
+    """x, read as if its memory were contiguous; 0 past the end of the storage."""
+    raw = x.detach()
+    raw = raw.view(torch.uint8) if raw.element_size() == 1 else raw
+    length = int(raw.untyped_storage().nbytes()) // raw.element_size()
+    address = torch.arange(x.numel(), device=x.device) + int(x.storage_offset() if start is None else start)
+    flat = raw.as_strided((length,), (1,), 0)
+    inside = address < length
+    out = torch.where(inside, flat[torch.where(inside, address, 0)], torch.zeros((), dtype=raw.dtype, device=x.device))
+    return out.view(x.dtype).reshape(x.shape)
+
+
+NEGATED = "a class of inputs: lazily negated views"
+
+
+def _memory(x: Any) -> Any:
+    return with_values(x, torch.neg) if isinstance(x, Tensor) and x.is_neg() else x
+
+
+def reads_no_pending_minus(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
+    """Inputs are read from memory, without the minus that torch has left pending."""
+    return function(*map(_memory, inputs), **{name: _memory(x) for name, x in settings.items()})
+
+
+def reads_no_pending_minus_of_a_cotangent(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
+    """The backward reads the cotangent's memory."""
+    out = function(*inputs, **settings)
+    return with_backward(out, out.detach(), lambda g: -g if g.is_neg() else g) if out.requires_grad else out
+
+
+class _Value(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *sources: Tensor) -> Tensor:
+        ctx.count = len(sources)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return None, *[g] * ctx.count
+
+
+def with_gradients_of(value: Tensor, *sources: Tensor) -> Tensor:
+    """The value, with the gradients of other results of its shape."""
+    joined: Tensor = _Value.apply(value.detach(), *sources)  # type: ignore[no-untyped-call]
+    return joined
