@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import layer_picture
+from benchmarks import calls, layer_picture
+from conformance.catalogue import CONTRACTS
 from conformance.cli import parser
 
 ROOT = Path(__file__).parents[2]
@@ -69,3 +70,9 @@ def test_the_picture_of_the_front_page_is_drawn_from_its_figures():
     record["speeds"]["mixtral-8x7b"]["stock torch"] += 1
     assert shown != layer_picture.picture(record)
     assert "pictures/layer-speed.svg" in (ROOT / "docs/index.md").read_text()
+
+
+def test_the_page_of_calls_is_what_the_catalogue_gives():
+    shown = (ROOT / "docs/reference/calls.md").read_text()
+    assert shown == calls.document(), "stale: python -m benchmarks.calls > docs/reference/calls.md"
+    assert [name for name in CONTRACTS if f"    {name}(" not in shown] == []
