@@ -42,8 +42,8 @@ which names the functions, axes and laws of each feature:
 - *reference*, *fast*: `moe_ref` and `moe_fast` have the named functions, and `moe_fast` supports the
   named call.
 - *contract*: the suite judges the functions, draws the named values of axes, and has the named laws.
-- *GPU*: the [recorded gate](results/{GATE_ON_A_GPU}.md) judged the functions of `moe_fast`, or a page
-  of results has the feature.
+- *GPU*: the [recorded gate](results/index.md#{GATE_ON_A_GPU}) judged the functions of `moe_fast`, or
+  another result has the feature.
 - *partly*: some of the feature, the last column says what. –: a rule of the configuration, which needs
   no twin.
 """
@@ -193,7 +193,7 @@ def state_of(feature: Feature) -> dict[str, str]:
         "ref": has(moe_ref, [*functions, *feature.ref.split()]),
         "fast": fast and has(moe_fast, [*(functions if fast else ()), *feature.fast.split()]),
         "contract": bool(calls) and all(map(is_drawn, calls)),
-        "GPU": bool(feature.page) or (bool(calls) and fast and gated),
+        "GPU": bool(feature.record) or (bool(calls) and fast and gated),
     }
     found = {name: YES if yes else NO for name, yes in there.items()}
     found |= {name: PARTLY for name in feature.partly.split() if there[name]}
@@ -220,7 +220,7 @@ def row(feature: Feature) -> str:
     by = [call.text for call in calls_of(feature)]
     by += [f"`{package}.{name}`" for package in ("ref", "fast") for name in getattr(feature, package).split()]
     by = [text.replace("`ref.", "`moe_ref.").replace("`fast.", "`moe_fast.") for text in by]
-    by += [f"[results](results/{feature.page}.md)"] if feature.page else []
+    by += [f"[results](results/index.md#{feature.record})"] if feature.record else []
     what = " · ".join(by) + (": " if by and feature.why else "") + feature.why
     columns = " | ".join(state[name] for name in COLUMNS)
     return f"| {feature.number} | {feature.name} | {columns} | {what} |"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 COLUMNS = ("ref", "fast", "contract", "GPU")
 ALL = " ".join(COLUMNS)
-# families of the recorded gate on a GPU, and its page in docs/results
-GATE_ON_A_GPU = "conformance-h200"
+# families of the recorded gate on a GPU, and its record in docs/results
+GATE_ON_A_GPU = "gate-h200"
 GATED_FAMILIES = ("router", "permutation", "quantization", "fused", "experts", "dispatch", "layer", "parameters")
 
 
@@ -26,7 +26,7 @@ class Feature:
     partly: str = ""  # columns in which only part of it is there
     lacks: str = ""  # columns that are no, although the calls would have them
     rule: bool = False  # a rule of the configuration, which needs no twin
-    page: str = ""  # in docs/results, of what a GPU ran and no contract judges
+    record: str = ""  # in docs/results, of what a GPU ran and no contract judges
     why: str = ""  # where a column is not yes
 
 
@@ -41,7 +41,7 @@ _NCCL_EP = "the library is not public, and Megatron alone calls it"
 _STASH = "memory of the trainer, across layers; it changes no result of a layer"
 
 ROUTER = (
-    feature(1, "weight init and cast", why=_MODULE, fast="MoELayer", page="training-h200"),
+    feature(1, "weight init and cast", why=_MODULE, fast="MoELayer", record="training"),
     feature(2, "router bias", "gate bias=True; moe_layer router_bias=True"),
     feature(3, "input jitter", "jitter eps=1 law:evenly_spread; moe_layer jitter=True"),
     feature(4, "router dtype None, fp32, fp64", "gate router_dtype=; gate router_dtype=fp32; gate router_dtype=fp64"),
@@ -173,7 +173,7 @@ DISPATCH = (
         73,
         "copies to the host on a stream of their own",
         fast="dispatch.CountsOnHost",
-        page="layer-h200",
+        record="layer-h200",
         why="a copy has no values of its own to judge; a GPU has run 50 copies beside work that overwrites the counts",
     ),
     feature(
@@ -242,7 +242,7 @@ DISPATCH = (
         "partial capture in CUDA graphs",
         "hybridep_dispatch law:graph_capture; route law:graph_capture; moe_layer law:graph_capture",
         fast="MoELayer.route MoELayer.run_experts",
-        page="layer-h200",
+        record="layer-h200",
     ),
     feature(90, "dispatch of inference", why=_INFERENCE),
     feature(91, "padding mask of inference", why=_INFERENCE),
@@ -317,7 +317,7 @@ EXPERTS = (
         "moe_layer grads=fc1_weight law:delayed",
         fast="dispatch.overlap.in_backward MoELayer.backward_dw",
         partly="contract",
-        page="layer-h200",
+        record="layer-h200",
         why="a law judges the values; streams are compared with one stream by `benchmarks.streams`",
     ),
     feature(120, "empty experts", "grouped_mlp tokens=3 experts=2 counts=0,3"),
@@ -338,7 +338,7 @@ LAYER = (
         "shared experts beside the dispatch",
         "moe_layer shared=2 law:overlap",
         fast="dispatch.overlap.beside",
-        page="dispatch-h200",
+        record="dispatch",
     ),
     feature(
         127,
@@ -351,7 +351,7 @@ LAYER = (
         "recomputation of the layer",
         "moe_layer grads=x law:recompute",
         fast="MoELayer",
-        page="training-h200",
+        record="training",
     ),
     feature(130, "recomputation of the shared experts", "shared_experts again=True law:recompute"),
     feature(131, "1F1B split", why="a schedule of the trainer over several layers"),

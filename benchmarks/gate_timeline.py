@@ -1,6 +1,6 @@
 """Plots a run: busy processes and compiled kernels over time. Prints what each function costs.
 
-    python -m benchmarks.gate_timeline --impl moe_fast --out docs/results/gate-timeline.svg
+    python -m benchmarks.gate_timeline --impl moe_fast --out gate-timeline.svg
 
 Idle processes, and kernels per case, are what a slow gate has too many of. Needs matplotlib.
 """

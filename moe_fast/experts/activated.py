@@ -27,7 +27,7 @@ from moe_fast.quantization.quantized import (
 )
 from moe_ref.config import Recipe
 
-# Measured on an H200 (docs/results/low-precision-h200.md). Two programs share a multiprocessor.
+# Measured on an H200 (docs/results/fused.json). Two programs share a multiprocessor.
 WALK = replace(hopper.WALK, steps=4)
 
 

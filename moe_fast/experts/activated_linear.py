@@ -11,7 +11,7 @@ from moe_fast.launch.descriptors import DESCRIBED_BYTES
 from moe_fast.launch.operators import has_memory, tracing
 from moe_fast.quantization.gathered import Gathered, in_lines
 
-MOST_GATHERED = 2048  # gates of an expert; with more, the gather costs more than the rows (docs/results/layer-h200.md)
+MOST_GATHERED = 2048  # gates of an expert; with more, the gather costs more than the rows (CHANGELOG.md)
 
 
 def activated_linear(

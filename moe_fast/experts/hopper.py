@@ -15,7 +15,7 @@ from moe_fast.launch.prepared import launch
 from moe_fast.launch.tuning import ceil_div
 from moe_fast.quantization.gathered import Gathered
 
-# Measured on an H200 (docs/results/low-precision-h200.md). A ring's stages and the tile that leaves
+# Measured on an H200 (docs/results/experts.json). A ring's stages and the tile that leaves
 # share 227 KiB.
 OUTER = {"STAGES": 6, "BLOCK_P": 32, "BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8}
 MATMUL = {"STAGES": 3, "num_warps": 4}

@@ -44,7 +44,7 @@ UNSCALED = (
 CODED = ("scaled", "decoded", "decoded_wide")  # tiles of codes in `Grouped`
 DOT_LEAST = 16  # of each side of tl.dot
 
-# Measured on an H200 (docs/results/permutation-h200.md): small programs, so that many on a
+# Measured on an H200 (docs/results/permutation.json): small programs, so that many on a
 # multiprocessor wait for their lists at once.
 GPU = Tuning(
     metadata=Metadata(

@@ -13,7 +13,7 @@ from moe_fast.quantization._hopper import SIZE, quantize_tiles_kernel
 from moe_fast.quantization.quantized import Grid, splits_arguments
 from moe_ref.config import Recipe
 
-# Measured on an H200 (docs/results/low-precision-h200.md). Two programs share a multiprocessor.
+# Measured on an H200 (docs/results/quantization.json). Two programs share a multiprocessor.
 WALK = Walk(tokens=128, columns=128, num_warps=8, steps=8, stages=2, registers=128)
 MOST_ROWS = 2**31 - SIZE.value  # a coordinate of a descriptor is an int32
 

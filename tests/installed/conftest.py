@@ -92,7 +92,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 def place(installed, tmp_path_factory) -> Path:
     """A folder with a user's modules, and with names that belong to others."""
     place = tmp_path_factory.mktemp("place")
-    (place / "my_kernels.py").write_text(steps.kernels("docs/judge-a-kernel.md"))
+    (place / "my_kernels.py").write_text(steps.kernels()[-1])
     (place / "my_dispatch.py").write_text(DISPATCH.format(installed=str(installed)))
     (place / "conftest.py").write_text(HOST)
     (place / "test_host.py").write_text("def test(pytestconfig):\n    assert pytestconfig.getoption('device') == 'x'\n")

@@ -76,7 +76,6 @@ LEFT = (
     Left(r"((TE_WHEEL=te )?moe-conformance|python -m conformance) run --impl \S*(peers|te_kernels|te_permutation)",
          "another package", "tests/peers/test_peers.py"),
     Left(r"moe-conformance replay .* --sanitize", "a GPU", "tests/engine/test_sanitizer.py"),
-    Left(r"TRITON_INSTRUMENTATION_MODE=|python -m triton", "a GPU"),
     Left(r"(\S+=\S+ )*python3? -m (benchmarks|pytest -p)", "minutes or a GPU", "tests/test_benchmarks.py"),
     Left(r"python -m evidence.formulations", "minutes", "tests/evidence/test_formulations.py"),
     Left(r"python -m evidence.machine_code", "minutes", "tests/evidence/test_machine_code.py"),

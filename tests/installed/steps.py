@@ -1,5 +1,5 @@
-"""What the driver does for the tests of this folder: the commands of the documents, the story of
-the first verdict, and the recipes.
+"""What the driver does for the tests of this folder: the commands of the documents, the tutorial,
+and the recipes.
 """
 
 import re
@@ -9,6 +9,7 @@ from typing import Any
 from tests.installed import recipes
 from tests.installed.documented import MINE, ROOT, RUNS
 
+TUTORIAL = (ROOT / "docs/judge-a-kernel.md").read_text()
 REPLAY = "moe-conformance replay c8df06db888f --impl my_kernels"
 Printed = tuple[str, list[str]]  # a command, and the lines that the page prints after it
 SLOW = (
@@ -16,20 +17,24 @@ SLOW = (
 )
 
 
-def kernels(page: str) -> str:
-    """The first module that a page shows."""
-    text = (ROOT / page).read_text()
-    text = text[text.index("    from moe_ref") :]
+def kernels() -> tuple[str, str, str]:
+    """The module of the tutorial: with the mistake, corrected, and with its declaration."""
+    text = TUTORIAL[TUTORIAL.index("    from moe_ref") :]
     module = re.split(r"^(?=\S| {4}\$)", text, flags=re.MULTILINE)[0]
-    return re.sub(r"^ {4}", "", module, flags=re.MULTILINE).strip() + "\n"
+    wrong = re.sub(r"^ {4}", "", module, flags=re.MULTILINE).strip() + "\n"
+    mistake = wrong[wrong.index("    row_probs = None\n") : wrong.index("    counts")]
+    (right,) = re.findall(r"^ {8}(row_probs = None if .*)$", TUTORIAL, re.MULTILINE)
+    (declaration,) = re.findall(r"^ {4}(def declares.*\n) {4}( {4}return .*\n)", TUTORIAL, re.MULTILINE)
+    corrected = wrong.replace(mistake, f"    {right}\n")
+    return wrong, corrected, f"{corrected}\n\n{''.join(declaration)}"
 
 
 def transcript() -> list[Printed]:
-    """The commands of the first verdict with what they print; of gradients not the case, for it
-    depends on the time that its reduction had.
+    """The commands of the tutorial with what they print; of gradients not the case, for it depends
+    on the time that its reduction had.
     """
     found: list[Printed] = []
-    for line in re.findall(r"^ {4}(.*)$", (ROOT / "docs/first-verdict.md").read_text(), re.MULTILINE):
+    for line in re.findall(r"^ {4}(.*)$", TUTORIAL, re.MULTILINE):
         if line.startswith("$ moe-conformance"):
             found.append((line.removeprefix("$ "), []))
         elif found and re.match(r"(CONFORMANT|NOT CONFORMANT|permute|FAIL|PASS|case:)", line):
@@ -38,16 +43,11 @@ def transcript() -> list[Printed]:
 
 
 def stories() -> list[tuple[str, list[Any]]]:
-    """The first verdict: its files, written as its text says, and its commands."""
-    wrong = kernels("docs/first-verdict.md")
-    old = wrong[wrong.index("    row_probs = None\n") : wrong.index("    counts")]
-    (right,) = re.findall(r"^ {8}(row_probs = None if .*)$", (ROOT / "docs/first-verdict.md").read_text(), re.MULTILINE)
-    corrected = wrong.replace(old, f"    {right}\n")
-    declared = corrected + '\n\ndef declares(function):\n    return {"accumulator": "storage"}\n'
+    """The tutorial: its files, written as its text says, and its commands."""
     told = [command for command, _ in transcript()]
     assert told == [MINE, REPLAY, REPLAY, MINE, MINE]
     commands = [(f"$ {command}", ["call", command.split()]) for command in told]
-    files = [("", ["write", {"my_kernels.py": text}]) for text in (wrong, corrected, declared)]
+    files = [("", ["write", {"my_kernels.py": text}]) for text in kernels()]
     return [("", ["cd", "story"]), files[0], *commands[:2], files[1], *commands[2:4], files[2], commands[4]]
 
 
@@ -57,5 +57,6 @@ def steps(wheel: Path) -> list[tuple[str, list[Any]]]:
     for run in RUNS:
         words = f"{run.command} {run.short}".replace("examples/", f"{ROOT}/examples/").split()
         commands.append((run.command, ["call", words]))
-    modules = {"right": kernels("docs/judge-a-kernel.md"), "wrong": kernels("docs/first-verdict.md"), "slow": SLOW}
+    wrong, _, right = kernels()
+    modules = {"right": right, "wrong": wrong, "slow": SLOW}
     return [*commands, *stories(), *recipes.steps(wheel, modules)]

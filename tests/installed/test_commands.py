@@ -51,7 +51,7 @@ def printed(page: str, after: str) -> list[str]:
     return [line for line in lines if re.match(r"NOT CONFORMANT|permute|  (smallest|replay)", line)]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/judge-a-kernel.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_verdict_of_a_page_is_what_is_printed(told, page):
     head, *lines = printed(page, P21)
     out = told[P21][0][1].splitlines()
@@ -66,7 +66,7 @@ def lasting(line: str) -> str:
     return re.sub(r"\d+ cases.*? s |\d+ cases|\d+ functions not offered|[\d.]+%", "#", line)
 
 
-def test_the_first_verdict_prints_what_its_page_shows(told):
+def test_the_commands_of_the_tutorial_print_what_it_shows(told):
     left = {command: iter(results) for command, results in told.items()}
     for command, lines in transcript():
         _, out = next(left[f"$ {command}"])

@@ -1,5 +1,6 @@
 """The documentation site builds without a warning, and its commands exist."""
 
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks import calls, layer_picture
+from conformance.catalogue import CONTRACTS
 from conformance.cli import parser
 
 ROOT = Path(__file__).parents[2]
@@ -57,3 +60,19 @@ def test_the_commands_of_a_page_are_commands(page):
 def test_a_command_with_an_unknown_option_is_found():
     with pytest.raises(SystemExit):
         parser().parse_args(["run", "--impl", "x", "--no-such-option"])
+
+
+def test_the_picture_of_the_front_page_is_drawn_from_its_figures():
+    record = json.loads(layer_picture.FIGURES.read_text())
+    shown = (ROOT / "docs/pictures/layer-speed.svg").read_text()
+    command = "python -m benchmarks.layer_picture > docs/pictures/layer-speed.svg"
+    assert shown == layer_picture.picture(record), f"stale: {command}"
+    record["tables"][0]["rows"][0][3] = "1 (0.00)"
+    assert shown != layer_picture.picture(record)
+    assert "pictures/layer-speed.svg" in (ROOT / "docs/index.md").read_text()
+
+
+def test_the_page_of_calls_is_what_the_catalogue_gives():
+    shown = (ROOT / "docs/reference/calls.md").read_text()
+    assert shown == calls.document(), "stale: python -m benchmarks.calls > docs/reference/calls.md"
+    assert [name for name in CONTRACTS if f"    {name}(" not in shown] == []

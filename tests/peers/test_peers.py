@@ -18,6 +18,7 @@ from conformance.engine.run import corpus
 from conformance.engine.run.pool import Pool
 from conformance.engine.run.waivers import read_waivers
 from moe_ref.config import PaddedMap
+from tests.installed.steps import kernels
 
 PEERS = corpus.COMMITTED.parent / "peers"
 PERMUTATION = ["permute", "unpermute", "sort_chunks", "pad_routing_map"]
@@ -203,11 +204,9 @@ def test_the_template_is_conformant_as_it_stands():
     assert sum(outcome.status == "PASS" for _, outcome in outcomes) >= PROFILES["gate"].minimum("permute")
 
 
-def test_the_kernel_in_the_documents_is_conformant(tmp_path):
-    text = (Path(__file__).parents[2] / "docs/judge-a-kernel.md").read_text()
-    block = text[text.index("    from moe_ref.config import Permuted") : text.index("\nand run")]
-    (tmp_path / "readme_kernel.py").write_text("\n".join(line[4:] for line in block.splitlines()))
-    with Pool(ChildOptions("readme_kernel", search=(str(tmp_path),))) as pool:
+def test_the_kernel_of_the_tutorial_is_conformant_in_the_end(tmp_path):
+    (tmp_path / "tutorial_kernel.py").write_text(kernels()[-1])
+    with Pool(ChildOptions("tutorial_kernel", search=(str(tmp_path),))) as pool:
         space = Space.of(pool.start())
         profile = PROFILES["gate"]
         cases = [

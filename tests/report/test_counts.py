@@ -13,7 +13,7 @@ from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.run import corpus
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/judge-a-kernel.md")
+PAGES = ("README.md", "docs/index.md")
 
 
 @pytest.fixture(scope="module")
