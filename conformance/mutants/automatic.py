@@ -18,7 +18,7 @@ from conformance.interface import UsageError
 from conformance.mutants.operators import changes
 
 MOST_PER_LINE = 3
-# the most changes per line: pointer arithmetic would crowd the others out
+# operators of which a line has one change at most: pointer arithmetic would crowd the others out
 COMMON = ("arithmetic", "swapped_axes", "dropped_cast")
 SAME_RESULTS = ("tuning.py",)  # files of block sizes, which never change results
 

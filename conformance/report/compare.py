@@ -6,8 +6,8 @@ from conformance.core.case import case_from
 from conformance.engine.run.verdict import effective
 from conformance.report.terminal import picture
 
-DRIFT = 1.25  # a smaller ratio of seconds or of cases is noise
-NEARER = 2  # bins of a histogram of scores: a smaller change is noise
+DRIFT = 1.25  # the ratio of seconds or cases up to which a change is noise
+NEARER = 2  # bins of a histogram of scores, below which a change is noise
 Report = dict[str, Any]
 
 

@@ -16,7 +16,7 @@ NOTHING: dict[str, Any] = {
     "seconds": 0.0,
     "kernels": 0,
     "scores": {},
-}  # the most settings that show what they covered
+}  # what a function without cases has covered
 HIGH = 24  # pixels of a histogram
 escape = html.escape
 

@@ -30,7 +30,7 @@ class Choice:
 
     index: int = 0
     longest: int = 1  # the length of the longest list so far
-    launched: Tuned = field(default_factory=dict)  # the names of tuners, from the calls that use this choice
+    launched: Tuned = field(default_factory=dict)  # records of the calls that use this choice
 
     def note(self, name: str, total: int, by: str, *labels: str) -> None:
         """Remember configurations that are launched."""

@@ -43,7 +43,7 @@ from conformance.judge import Finding
 from conformance.modes import Modes
 from conformance.texts import described, message
 
-MOST_RANKS = 4  # the context of a world on one machine
+MOST_RANKS = 4  # the most ranks of a world on one machine
 KEPT_BYTES = 2**30  # device memory that a child may keep between cases
 DECLARE_SECONDS = 20.0  # for `declares` to answer about one function
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 KEPT = "MOE_CONFORMANCE_ENVIRONMENT"  # the program's values of the variables below
 
 
-_one_at_a_time = threading.Lock()  # set for all processes, because a second thread would keep the first thread's values
+_one_at_a_time = threading.Lock()  # a second thread would save the first thread's values
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def _evaluate(
 ) -> None:
     contract = AtRank(CONTRACTS[case.function], rank) if rank else CONTRACTS[case.function]  # type: ignore[arg-type]
     problem = contract.problem(case)
-    function = problem.function  # the case of one stage of the function, if the case names one
+    function = problem.function  # of one stage, if the case names one
     declared = implementation.declares(function) if implementation.offers(function) else {}
     refusal = _refusal(case, problem, implementation, declared)
     if refusal:

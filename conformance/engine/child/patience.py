@@ -25,7 +25,7 @@ CONFIRMING = 5  # limit of a case that runs alone, in multiples of the limit bes
 WORK, USUAL_SECONDS = 500_000, 0.05  # the fixed piece of work: additions, and their time on a usual core
 LARGEST_PACE = 16.0
 TICKS = os.sysconf("SC_CLK_TCK")
-RUNNABLE = "R"  # states of a thread that runs or waits for a core
+RUNNABLE = "R"  # the state of a thread that runs or waits for a core
 
 
 @dataclass

@@ -21,7 +21,7 @@ from conformance.engine.child.sanitizer import explained
 
 STDLIB = os.path.dirname(os.__file__)
 INNOCENT = ("conformance/engine", "/torch/", "/triton/", '"<frozen ')  # frames never blamed for a crash
-_main = threading.Lock()  # names of frames of __main__, which several threads may hide
+_main = threading.Lock()  # held while __main__ is hidden, which several threads may do
 MESSAGE_SECONDS = 10  # seconds for the remaining bytes of a message that has begun
 ENDING_SECONDS = 5  # seconds for a process that has closed its pipe to end
 PLACE_SECONDS = 2.0  # seconds for a thread of a process to report where the others are

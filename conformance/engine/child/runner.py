@@ -60,7 +60,7 @@ class Runner:
     device: str
     poison: str
     outcome: Outcome
-    recording: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # seconds of waiting around calls
+    recording: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # entered around calls
     changed: str = ""  # an input or cotangent that the last run's (first) call changed
     alias: tuple[str, str] | None = None  # an output of the last run without memory of its own, and why
 

@@ -14,7 +14,7 @@ PRELOADED = [
     "conformance.engine.child.child",
     "conformance.engine.child.frozen",
 ]
-ENVIRONMENT = {  # threads of torch in the children, unless the user has set a number
+ENVIRONMENT = {  # variables for torch in the children, unless the user has set them
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # some hosts hang with multicast
     "NCCL_NVLS_ENABLE": "0",
     # With AMX, a CPU's 16-bit product of an odd number of terms reads one of the next row's, times

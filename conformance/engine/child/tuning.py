@@ -42,8 +42,8 @@ class Tuning:
         self.implementation, self.outcome = implementation, outcome
         self.most = MOST if single_process else 1
         self.choice = Choice(case.seed * self.most)
-        self.block = contextlib.ExitStack()  # the length of the case's longest list
-        self.configured = contextlib.ExitStack()  # the context of one configuration of the namespace's tuner
+        self.block = contextlib.ExitStack()  # contexts of the whole case
+        self.configured = contextlib.ExitStack()  # contexts of one configuration of the namespace's tuner
 
     def __enter__(self) -> Self:
         autotuning.install()

@@ -24,8 +24,8 @@ from conformance.engine.choose.profiles import Profile
 Structure = list[Case]  # cases that run the same kernels
 # kinds in the order of findings per second; models: sizes of released models
 KINDS = ("corpus", "fixed", "covering", "models", "drawn")
-RANKED_CASES = 4  # draws per wanted case of a structure
-WHOLE_CASES = 3  # of the structure of a case without a law, which a family has made whole
+RANKED_CASES = 4  # the most cases of a structure of several ranks
+WHOLE_CASES = 3  # the most cases of the structure of a case without a law that a family has fixed as a whole
 DRAWS = 60  # draws per case that matches a predicate
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from conformance.core.space import Space
 from conformance.engine.choose.draw import scope_of
 
-EVERY = 10**6  # rows of a covering array
+EVERY = 10**6  # more rows than a covering array has
 
 
 def weight_of(function: str) -> float:

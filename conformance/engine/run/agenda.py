@@ -10,7 +10,7 @@ from conformance.core.case import Case
 from conformance.engine.choose.plan import Draw, Structure
 
 Work = Draw | Structure
-REQUESTS = -1  # the rounds of the kinds of sections
+REQUESTS = -1  # the round of requests, which precedes all others
 STAY = 4  # a process leaves its function for another one that has this many times as much work left
 
 

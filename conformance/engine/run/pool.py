@@ -46,7 +46,7 @@ START_SECONDS = 180.0  # seconds for the import of the implementation
 COMPILE_SECONDS = 60.0  # seconds added on a GPU, where a case may wait for compilers
 IN_ORDER = 8  # how many cases may change places
 AHEAD = 4 * IN_ORDER  # how many cases wait or run
-HEAVY_BYTES = 24 * 2**30  # the share of device memory for one child with far addresses
+HEAVY_BYTES = 24 * 2**30  # device memory for one child with far addresses
 
 Answer = Outcome | list[Structure]
 
@@ -322,7 +322,7 @@ class Pool:
 
     def _answer(self, child: Child) -> Answer | None:
         """The answer to the child's request or first case; None while it works on that."""
-        alive = child.process.is_alive()  # the answer is read first: it may be the last thing that the process has done
+        alive = child.process.is_alive()  # asked first: an answer may be the last thing that it sends
         try:
             if child.pipe.poll():
                 kind, content, *_ = received(child.pipe)

@@ -10,7 +10,7 @@ COLD_BYTES = 256 * 2**20  # several times the L2 of a GPU
 HOST_BYTES = 32 * 2**20  # the same for caches of a CPU, where writing takes longer
 BF16 = 2  # bytes per element
 AHEAD = 2.0  # how many times the host's time for a call the GPU is busy with other work
-MOST_WRITES = 64  # seconds of warming up before a call
+MOST_WRITES = 64  # the most writes before a call: a few milliseconds
 
 Call = Callable[[], object]
 Times = dict[str, float]  # microseconds of each version

@@ -31,10 +31,10 @@ from conformance.texts import described
 from conformance.usage import UsageError, check_known
 
 OWN = "--impl"  # the implementation's key beside the rival's name, which has no dash
-JUDGES = 2  # how many cases run at a time
-TURNS, CALLS = 7, {"cuda": 15, "cpu": 5}  # seconds for each side, and the most calls in a turn
+JUDGES = 2  # cases that are judged at a time
+TURNS, CALLS = 7, {"cuda": 15, "cpu": 5}  # turns of each side, and the most calls in a turn
 FEW = 3  # turns of a call that takes longer than a turn
-TURN_SECONDS = 0.1  # seconds for the slower side
+TURN_SECONDS = 0.1  # the length of a turn of the slower side
 INTERPRETED = "runs in Triton's interpreter here, whose time says nothing of the kernel's"
 Clock = Callable[[Mapping[str, Call], int, int, str], Times]
 

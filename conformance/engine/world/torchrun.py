@@ -27,7 +27,7 @@ from conformance.interface import UsageError
 
 ANSWER_SECONDS = 20.0  # seconds for a lender to report how its child ended
 ARRIVAL_SECONDS = 120  # seconds for rank 0 to open the store, and for the others to call it
-RUN_DAYS = 7  # seconds: a run may take long before its first case of several ranks
+RUN_DAYS = 7  # a run may take long before its first case of several ranks
 LOOPBACK = ("127.0.0.1", "localhost")
 
 

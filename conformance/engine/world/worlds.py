@@ -34,7 +34,7 @@ class Worlds:
     def __init__(self, options: ChildOptions, context: Any, folder: str) -> None:
         self._options, self._context, self._folder = options, context, folder
         self._worlds: dict[int, World] = {}  # by their number of ranks
-        self._before: dict[int, list[Case]] = {}  # the last world, by the identity of a case that failed in it
+        self._before: dict[int, list[Case]] = {}  # cases of its world, by the identity of a failing case
         self._store: Any = None
         self._has_turn = False
         self._started = 0

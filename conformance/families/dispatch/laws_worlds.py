@@ -27,7 +27,7 @@ from conformance.judge import Finding
 from moe_ref.config import Permuted
 from moe_ref.permutation.rows import PADDING
 
-MOST_EXPERTS, MOST_TOKENS = 16, 128  # tokens of one rank that has the tokens of all ranks
+MOST_EXPERTS, MOST_TOKENS = 16, 128  # of one rank that has the experts and tokens of all ranks
 
 
 class Run(NamedTuple):

@@ -98,7 +98,7 @@ class ActivationCase(Case):
     values: str = choice(*VALUES, also=(*STRANGE[1:], "huge", "tiny", "peak"), data=True)  # of h: see `hidden_of`
     offset: int = number(0, 8, -4, 3, pairs=(8, -4), argument="offset", given=True)  # in eighths
     clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp", given=True)  # in eighths; 0: none
-    # pairs: those of no activation's own value
+    # pairs: values that are no default of a kind
     alpha: int = number(0, 1000, 1702, 250, pairs=(250,), argument="alpha", given=True)  # in thousandths; 0: none
     interleave: int = number(0, 1, 2, 3, 8, 16, 32, pairs=(1, 2), argument="interleave")  # 0: none
     early: bool = flag(argument="round_before_probs")

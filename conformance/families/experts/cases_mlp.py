@@ -50,7 +50,7 @@ class LayersCase(Case):
     kind: str = declared(Name(default="", values=("", *GATED, *PLAIN), argument="kind"))  # empty: the function's own
     offset: int = number(0, 8, -4, pairs=(8, -4), argument="offset", given=True)  # in eighths
     clamp: int = number(0, 4, 8, 56, pairs=(6, 56), argument="clamp", given=True)  # in eighths; 0: none
-    # pairs: of no kind its own
+    # pairs: values that are no default of a kind
     alpha: int = number(0, 1702, 250, pairs=(250,), argument="alpha", given=True)  # in thousandths; 0: none
     interleave: int = number(0, 1, 2, 3, pairs=(1, 2), argument="interleave")  # 0: none
     stored: bool = flag(argument="fp8_input_store")

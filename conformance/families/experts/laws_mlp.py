@@ -28,7 +28,7 @@ from conformance.judge.bound import Bounded
 from moe_ref.config import LinearAmax
 
 DELAYED_WEIGHTS = ("fc2_weight", "fc1_weight")  # the weights, in the order of a backward pass
-ROUNDED = 1 / 16  # the roundings of an amax of computed values
+ROUNDED = 1 / 16  # the share by which rounding may change an amax of computed values
 ALIGNED = 16  # rows of the padding: more than most experts of a small case have
 
 

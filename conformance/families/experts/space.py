@@ -242,7 +242,7 @@ def large(scope: Scope) -> list[Any]:
         {"tokens": 70 if gpu else 3, "hidden": 7168 if gpu else 513, "width": 136 if gpu else 9, "tail": 2},
         {"tokens": 70 if gpu else 3, "hidden": 136 if gpu else 9, "width": 2881 if gpu else 257, "dtype": "float16"},
     ]
-    steps = {"hidden": 130, "width": 130}  # two experts of a loop
+    steps = {"hidden": 130, "width": 130}  # two steps of a kernel's loop
     tiles: list[Changes] = [  # rows of an expert: exactly a tile, one more, and many tiles
         steps | {"tokens": 4357, "experts": 4, "counts": (128, 129, 4097, 3)},
         {"tokens": 0, "counts": (0, 0), "hidden": 9, "width": 5},
@@ -255,7 +255,7 @@ def large(scope: Scope) -> list[Any]:
         ]
     long = [{"experts": 2, "dtype": "bfloat16"} | fields for fields in (*long, *tiles)]
     long += [*tiles_of_products(scope), *waves_of_products(scope), *long_products(scope)]
-    rows = (32, 33) if scope.function == "grouped_wgrad" else (2, 3)  # rows that cancel
+    rows = (32, 33) if scope.function == "grouped_wgrad" else (2, 3)  # rows cancel in the sums of grouped_wgrad
     long.append(CANCELLING | {"experts": 2, "counts": rows, "tokens": sum(rows), "into": ""})
     if "bias" in scope.signature.names:
         long.append({"tokens": 5, "experts": 2, "hidden": 3, "width": 3, "dtype": "float64", "bias": "float64"})

@@ -15,7 +15,7 @@ from conformance.families.quantization.cases import RECIPES, UNIT
 
 LENGTHS = {"float32": 192, "float16": 129, "float64": 130, "bfloat16": 191}  # by dtype
 LENGTH = 130  # by a recipe, at least; rounded up to its unit
-MORE = 256  # longer on a GPU, where a kernel has several steps under way at once
+MORE = 256  # longer on a GPU, where a kernel has several whole steps under way at once
 FEW = 3  # rows or columns of a size that is not long
 BARE: Changes = {"probs": "", "bias1": "", "bias2": ""}
 BOTH = "current"  # the recipe of the cases in which both layers are long

@@ -78,8 +78,7 @@ def affordable(case: PermutedQuantizationCase, scope: Scope) -> PermutedQuantiza
     return case if small or case.layout not in FAR else near_layout
 
 
-# rows with a factor each, and squares, without values of another kind: neither can be quantised on
-# the way
+# scales of rows, and of squares, in cases of their own, because neither can be quantised on the way
 ONE_FACTOR: tuple[Changes, ...] = ({"variant": 1, "role": "input"}, {"variant": 0, "role": "weight"})
 
 

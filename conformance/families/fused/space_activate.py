@@ -56,7 +56,7 @@ GROUPS: list[Changes] = [
     {"tokens": 2, "experts": 0},
     *({"counts": counts, "experts": len(counts), "tokens": sum(counts)} for counts in ((0, 3), (2, 0, 1))),
 ]
-LAYOUTS: list[Changes] = [  # each half runs all recipes
+LAYOUTS: list[Changes] = [  # each half of the functions runs all layouts
     {"layout": "contiguous", "layout_of": ""},
     {"layout": "transposed", "layout_of": "h"},
     {"layout": "strided", "layout_of": "probs"},

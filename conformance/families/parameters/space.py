@@ -7,7 +7,7 @@ from typing import Any
 from conformance.core.scope import Scope
 from conformance.core.shapes import Shapes
 
-SHARE = 0.4  # cases of a run: a case takes a millisecond, because nothing is computed
+SHARE = 0.4  # the share of a run: a case takes a millisecond, because nothing is computed
 
 # more than ten experts, whose keys have another order when sorted as text
 _MANY: dict[str, Any] = {"experts": 12, "rows": 2, "columns": 3}

@@ -100,12 +100,12 @@ EVERY_STEP = "quantize+quantize+reduced+quantize+reload+update+quantize"
 VALUES = ("dyadic", "rows", "wide", "bounds", "midpoints", "tiny", "huge", "zeros", "special")
 MORE_VALUES = ("edges", "every", "levels")
 PLAIN = ("dyadic", "rows", "wide", "midpoints")  # values of float64, which float32 rounds
-NEAR_HALF = 2.0**-40  # a distance from a midpoint that float32 cannot represent
+NEAR_HALF = 2.0**-40  # a distance from ½ that float32 cannot tell from 0
 # sums of 16 are exact in float32 in any order: the transform's order is free
 TRANSFORMED = ("dyadic", "midpoints", "tiny", "zeros", "special")
 EVERY_SECOND = ("x", "x.2", "x.4")  # tensors of steps
 ZERO_BLOCK, ZERO_BAND = 16, 128  # the side of a block of zeros, and the width of a band of zeros
-BINADES = 24  # times a block's amax: more binades below it than any format of codes has
+BINADES = 24  # binades below a block's amax: more than any format of codes has
 SIGNIFICAND = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 # powers of two that are finite when multiplied by 4, from the smallest subnormal number on
 POWERS = {torch.float32: (-149, 126), torch.bfloat16: (-133, 126), torch.float16: (-24, 14)}

@@ -24,8 +24,8 @@ from conformance.judge import Bounded, Finding, judge
 PER_EXPERT = ("expert_bias", "tokens_per_expert")
 SIGMAS = 6  # standard errors over √n, for u uniform in ±1: 1/√3 of the mean, 1/√15 of the deviation
 FINE = ("float32", "float64")  # dtypes whose factors differ
-STEPS = 2**16  # a distance between factors that is too small for different factors, and too large for rounding
-FACTOR_BINS = 1024  # of the factors of jitter
+STEPS = 2**16  # steps in which factors are compared; rounding moves equal factors by less
+FACTOR_BINS = 1024  # bins of the factors of jitter
 
 
 def _flipped(x: Tensor, dim: int) -> Tensor:

@@ -51,7 +51,6 @@ LONG_PLANS: tuple[Changes, ...] = (
 )
 # chosen experts whose activation is 0 in float32; a row whose numbers are far above those of
 # others; costs that float16 rounds
-# others; costs that float16 rounds
 FAR_PLANS: tuple[Changes, ...] = (
     {"tokens": 2, "experts": 2, "topk": 2, "logits": (0, -960) * 2, "evaluation": True},
     {"tokens": 3, "experts": 4, "topk": 1, "logits": (328, 320, 322, 318, 8, -2, 5, 0, 9, 12, -6, 3)},
