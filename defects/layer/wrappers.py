@@ -6,14 +6,13 @@ Each replaces stages in the module that joins them, during one call. All are lik
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from conformance.mutants.defect import Defect, Wrapper
-from moe_ref.config import LayerConfig, LayerParameters, RouterRanks
+from moe_ref.config import LayerParameters
 
 ORIGIN = "a likely mistake of a layer"
 Stage = Callable[..., Any]  # (original stage, *arguments, **settings) -> result
@@ -104,17 +103,9 @@ def _loss_twice(route: Stage, *arguments: Any, **settings: Any) -> Any:
     return route(*arguments, **settings | {"loss_scale": 2.0})
 
 
-def _loss_of_one_rank(route: Stage, *arguments: Any, **settings: Any) -> Any:
-    return route(*arguments, **settings | {"ranks": RouterRanks()})
-
-
 def _state_forgotten(layer: Wrapper, *arguments: Any, state: Any, **settings: Any) -> Any:
     out = layer(*arguments, state=state, **settings)
     return out._replace(routed=out.routed._replace(state=state))
-
-
-def _narrow_router(layer: Wrapper, x: Tensor, p: LayerParameters, config: LayerConfig, **settings: Any) -> Any:
-    return layer(x, p, replace(config, router_dtype=None), **settings)
 
 
 def _dropped_tokens_pass(layer: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:
@@ -130,25 +121,6 @@ def _factors_not_in_backward(jittered: Stage, x: Tensor, *rest: Any) -> Any:
 
 
 # ---- padding
-
-
-def _mask_of(meaning: Callable[[Tensor], Tensor]) -> Wrapper:
-    """The layer with another meaning of the mask."""
-
-    def planted(layer: Wrapper, *arguments: Any, padding_mask: Tensor | None = None, **settings: Any) -> Any:
-        mask = None if padding_mask is None else meaning(padding_mask)
-        return layer(*arguments, padding_mask=mask, **settings)
-
-    return planted
-
-
-def _padding_counted(route: Stage, *arguments: Any, **settings: Any) -> Any:
-    return route(*arguments, **settings | {"padding_mask": None})
-
-
-def _no_output_of_padding(layer: Wrapper, *arguments: Any, **settings: Any) -> Any:
-    out, mask = layer(*arguments, **settings), settings.get("padding_mask")
-    return out if mask is None else out._replace(output=out.output * ~mask[:, None])
 
 
 # ---- dispatch
@@ -205,15 +177,10 @@ _PLANTED: tuple[tuple[str, str, Wrapper], ...] = (
     ("ML07", "the shared output is added before the way out of the latent space", _through_latent_space),
     ("ML11", "the recomputed forward routes otherwise", _routed_otherwise),
     ("ML12", "losses are attached twice", in_stages(route=_loss_twice)),
-    ("ML13", "the global loss counts one rank", in_stages(route=_loss_of_one_rank)),
     ("ML16", "the router's state is forgotten", _state_forgotten),
-    ("ML17", "the router computes in the tokens' dtype", _narrow_router),
     ("ML18", "dropped tokens pass by", _dropped_tokens_pass),
     ("ML19", "a rank has the columns of another rank", _columns_of_another_rank),
     ("ML20", "combine has the handle of the call before", _handle_of_another_call),
-    ("ML22", "padding counts in the losses", in_stages(route=_padding_counted)),
-    ("ML23", "the mask marks tokens, not padding", _mask_of(torch.logical_not)),
-    ("ML24", "padding has no output of the shared experts", _no_output_of_padding),
     ("ML25", "the second bias is not weighted", in_stages(grouped_mlp=_bias_unweighted)),
     ("ML29", "the gradient of x has no factor of the jitter", in_stages(jittered=_factors_not_in_backward)),
 )
