@@ -1,10 +1,10 @@
 """Planted defects as text: each changes lines of a source file.
 
-    P12 unpermute: no rows give no tokens [TransformerEngine 2.1 to 2.18]
-    @ moe_ref/permutation/permute.py
-     def unpermute(
-    -    out = total
-    +    out = total if len(rows) else rows
+    R03 aux_loss_scores: scores of a top-1 router are not normalised [TransformerEngine #2720]
+    @ moe_ref/router/balancing.py
+    -    if score_function != "softmax":
+    +    if score_function != "softmax" and topk > 1:
+             scores_TE = normalised(scores_TE)
 
 The header has the defect's name, its functions, what goes wrong, and in brackets where the defect
 comes from. The first function is wrong; the others read what it returns, or are wrong in the same
@@ -87,13 +87,13 @@ def substituted(source: str, hunk: Hunk) -> str:
         ValueError: the old lines do not stand in the source, or more than once; the error names the
             line of the source that is most like the first one missing.
     """
-    places = [match.start() for match in re.finditer(f"(?m)^(?={re.escape(hunk.old)})", source)]
-    if len(places) == 1 and hunk.old:
-        return source[: places[0]] + hunk.new + source[places[0] + len(hunk.old) :]
+    positions = [match.start() for match in re.finditer(f"(?m)^(?={re.escape(hunk.old)})", source)]
+    if len(positions) == 1 and hunk.old:
+        return source[: positions[0]] + hunk.new + source[positions[0] + len(hunk.old) :]
     lines = source.splitlines()
     missing = next((line for line in hunk.old.splitlines() if line not in lines), None)
     if missing is None:
-        raise ValueError(f"{hunk.file} has {len(places)} times, not once, these lines together:\n{hunk.old}")
+        raise ValueError(f"{hunk.file} has {len(positions)} times, not once, these lines together:\n{hunk.old}")
     nearest = difflib.get_close_matches(missing, lines, 1, cutoff=0.0)
-    told = f"the nearest is line {lines.index(nearest[0]) + 1}: {nearest[0]!r}" if nearest else "it is empty"
-    raise ValueError(f"{hunk.file} has no line {missing!r}; {told}")
+    hint = f"the nearest is line {lines.index(nearest[0]) + 1}: {nearest[0]!r}" if nearest else "it is empty"
+    raise ValueError(f"{hunk.file} has no line {missing!r}; {hint}")

@@ -38,12 +38,6 @@ def _configured(**changes: Any) -> Any:
     return run
 
 
-def _without(*names: str) -> Stage:
-    return lambda right, *arguments, **settings: right(
-        *arguments, **{n: x for n, x in settings.items() if n not in names}
-    )
-
-
 # ---- several options
 
 
@@ -240,53 +234,11 @@ _MORE: tuple[tuple[str, str, str, Any, Any], ...] = (
         _mask_of_the_first_sequence,
     ),
     (
-        "AE187",
-        "deepep has no budget",
-        SEVERAL,
-        lambda p, c, s: c.dispatcher == "deepep" and c.num_rows is not None,
-        _configured(num_rows=lambda c: None),
-    ),
-    (
         "AE188",
         "with a recipe experts do not pad",
         SEVERAL,
         lambda p, c, s: c.recipe is not None and c.align is not None,
         _configured(align=lambda c: None),
-    ),
-    (
-        "AE189",
-        "with a latent width probs are on the output",
-        SEVERAL,
-        lambda p, c, s: p.latent_down is not None and c.probs_on_input,
-        _configured(probs_on_input=lambda c: False),
-    ),
-    (
-        "AE190",
-        "with a clamp and blocks the offset is 0",
-        SEVERAL,
-        lambda p, c, s: c.clamp is not None and c.interleave is not None,
-        _configured(offset=lambda c: 0.0),
-    ),
-    (
-        "AE191",
-        "a capacity of a masked batch is filled",
-        SEVERAL,
-        lambda p, c, s: s.get("padding_mask") is not None and c.router.capacity_factor is not None,
-        _configured(router=lambda c: replace(c.router, pad_to_capacity=not c.router.pad_to_capacity)),
-    ),
-    (
-        "AE192",
-        "a first bias alone is forgotten",
-        SEVERAL,
-        lambda p, c, s: p.fc1_bias is not None and p.fc2_bias is None,
-        planted_stages(grouped_mlp=_without("fc1_bias")),
-    ),
-    (
-        "AE193",
-        "two options of the router: groups without the bias",
-        SEVERAL,
-        lambda p, c, s: c.router.num_groups is not None,
-        _configured(router=lambda c: replace(c.router, num_groups=None, group_topk=None)),
     ),
 )
 _ALWAYS: tuple[tuple[str, str, str, Wrapper], ...] = (

@@ -38,11 +38,6 @@ def _configured(**changes: Any) -> Wrapper:
     return planted
 
 
-def _router(**changes: Any) -> Wrapper:
-    """The layer with other settings of the router."""
-    return _configured(router=lambda config: replace(config.router, **changes))
-
-
 def _narrow(name: str) -> Wrapper:
     """The router's parameter is rounded to the dtype of the tokens."""
 
@@ -178,24 +173,17 @@ def _twice_again(right: Stage, *arguments: Any, **settings: Any) -> Any:
 
 
 _PLANTED: tuple[tuple[str, str, Wrapper], ...] = (
-    ("ML32", "the gates of shared experts are not clamped", in_stages(shared_experts=_without("clamp"))),
-    ("ML33", "the gates of routed experts are not clamped", in_stages(grouped_mlp=_without("clamp"))),
     (
         "ML34",
         "interleaved gates of shared experts are not clamped",
         in_stages(shared_experts=_unclamped_if_interleaved),
     ),
-    ("ML35", "the gates of shared experts have no offset", in_stages(shared_experts=_without("offset"))),
-    ("ML36", "routed experts are not interleaved", in_stages(grouped_mlp=_without("interleave"))),
     (
         "ML37",
         "shared experts are interleaved as the routed ones",
         _configured(shared_interleave=lambda config: config.interleave),
     ),
     ("ML38", "the backward does not read the stored codes", _configured(fp8_input_store=lambda config: False)),
-    ("ML39", "losses are never per token", _router(loss_per_token=False)),
-    ("ML40", "losses of repeated calls are not divided", _router(loss_divisor=1)),
-    ("ML41", "the layer does not choose by the plan", _router(sinkhorn=False)),
     ("ML42", "a wider bias of the router is rounded to the tokens' dtype", _narrow("router_bias")),
     ("ML43", "a wider weight of the router is rounded to the tokens' dtype", _narrow("router_weight")),
     (

@@ -6,14 +6,13 @@ Each replaces stages in the module that joins them, during one call. All are lik
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from conformance.mutants.defect import Defect, Wrapper
-from moe_ref.config import LayerConfig, LayerParameters, RouterRanks
+from moe_ref.config import LayerParameters
 
 ORIGIN = "a likely mistake of a layer"
 Stage = Callable[..., Any]  # (original stage, *arguments, **settings) -> result
@@ -50,19 +49,6 @@ def in_stages(**wrong: Stage) -> Wrapper:
 # ---- probabilities
 
 
-def _unweighted(mlp: Stage, *rows: Any, probs: Tensor, **settings: Any) -> Tensor:
-    out: Tensor = mlp(*rows, **settings | {"probs_on_input": False})
-    return out + 0 * probs[:, None].to(out.dtype)
-
-
-def _weighted_twice(mlp: Stage, *rows: Any, probs: Tensor, **settings: Any) -> Any:
-    return mlp(*rows, probs=probs * probs, **settings)
-
-
-def _probs_detached(mlp: Stage, *rows: Any, probs: Tensor, **settings: Any) -> Any:
-    return mlp(*rows, probs=probs.detach(), **settings)
-
-
 def _biased_probs(route: Stage, logits: Tensor, config: Any, *, state: Any, **settings: Any) -> Any:
     out = route(logits, config, state=state, **settings)
     bias = torch.where(out.routing_map, state.expert_bias, 0).to(out.probs.dtype)
@@ -72,10 +58,6 @@ def _biased_probs(route: Stage, logits: Tensor, config: Any, *, state: Any, **se
 # ---- experts and shared experts
 
 
-def _swapped_fc2(layer: Wrapper, x: Tensor, p: LayerParameters, *rest: Any, **settings: Any) -> Any:
-    return layer(x, p._replace(fc2_weight=p.fc2_weight.flip(0)), *rest, **settings)
-
-
 def _bias_unweighted(mlp: Stage, *rows: Any, fc2_bias: Tensor | None, **settings: Any) -> Any:
     """The second bias is added to each row as a plain linear layer adds it."""
     out = mlp(*rows, fc2_bias=None, **settings)
@@ -83,14 +65,6 @@ def _bias_unweighted(mlp: Stage, *rows: Any, fc2_bias: Tensor | None, **settings
         return out
     counts_L = torch.cat([rows[1], (len(out) - rows[1].sum())[None]])
     return out + torch.cat([fc2_bias, 0 * fc2_bias[:1]]).repeat_interleave(counts_L, 0)
-
-
-def _bias_of_next_expert(mlp: Stage, *rows: Any, fc1_bias: Tensor | None, **settings: Any) -> Any:
-    return mlp(*rows, fc1_bias=None if fc1_bias is None else fc1_bias.roll(1, 0), **settings)
-
-
-def _bias_learns_nothing(mlp: Stage, *rows: Any, fc2_bias: Tensor | None, **settings: Any) -> Any:
-    return mlp(*rows, fc2_bias=None if fc2_bias is None else fc2_bias.detach(), **settings)
 
 
 def _padded_counts(mlp: Stage, rows: Tensor, counts: Tensor, *weights: Any, **settings: Any) -> Any:
@@ -115,20 +89,7 @@ def _through_latent_space(layer: Wrapper, x: Tensor, p: LayerParameters, *rest: 
         return layer(x, p, *rest, **settings)
 
 
-def _ungated(shared: Stage, *arguments: Any, gate_weight: Tensor | None, **settings: Any) -> Any:
-    out = shared(*arguments, gate_weight=None, **settings)
-    return out if gate_weight is None else out + 0 * gate_weight
-
-
-def _shared_twice(shared: Stage, *arguments: Any, **settings: Any) -> Any:
-    return 2 * shared(*arguments, **settings)
-
-
 # ---- routing and its gradients
-
-
-def _gate_detached(gate: Stage, x: Tensor, *rest: Any, **settings: Any) -> Any:
-    return gate(x.detach(), *rest, **settings)
 
 
 def _routed_otherwise(layer: Wrapper, x: Tensor, p: LayerParameters, *rest: Any, **settings: Any) -> Any:
@@ -142,25 +103,9 @@ def _loss_twice(route: Stage, *arguments: Any, **settings: Any) -> Any:
     return route(*arguments, **settings | {"loss_scale": 2.0})
 
 
-def _loss_of_one_rank(route: Stage, *arguments: Any, **settings: Any) -> Any:
-    return route(*arguments, **settings | {"ranks": RouterRanks()})
-
-
-def _one_sequence(route: Stage, *arguments: Any, **settings: Any) -> Any:
-    return route(*arguments, **settings | {"batch_size": 1})
-
-
-def _always_training(layer: Wrapper, *arguments: Any, **settings: Any) -> Any:
-    return layer(*arguments, **settings | {"training": True})
-
-
 def _state_forgotten(layer: Wrapper, *arguments: Any, state: Any, **settings: Any) -> Any:
     out = layer(*arguments, state=state, **settings)
     return out._replace(routed=out.routed._replace(state=state))
-
-
-def _narrow_router(layer: Wrapper, x: Tensor, p: LayerParameters, config: LayerConfig, **settings: Any) -> Any:
-    return layer(x, p, replace(config, router_dtype=None), **settings)
 
 
 def _dropped_tokens_pass(layer: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:
@@ -171,43 +116,11 @@ def _dropped_tokens_pass(layer: Wrapper, x: Tensor, *rest: Any, **settings: Any)
 # ---- jitter
 
 
-def _jitter_of_experts(layer: Wrapper, x: Tensor, p: Any, config: LayerConfig, **settings: Any) -> Any:
-    """The experts see the router's input."""
-    noise, eps = settings.get("noise"), config.jitter_eps
-    if noise is None or eps is None:
-        return layer(x, p, config, **settings)
-    rest = {name: given for name, given in settings.items() if name != "noise"}
-    return layer(x * (1 - eps + 2 * eps * noise), p, replace(config, jitter_eps=None), **rest)
-
-
 def _factors_not_in_backward(jittered: Stage, x: Tensor, *rest: Any) -> Any:
     return x + (jittered(x, *rest) - x).detach()
 
 
 # ---- padding
-
-
-def _mask_of(meaning: Callable[[Tensor], Tensor]) -> Wrapper:
-    """The layer with another meaning of the mask."""
-
-    def planted(layer: Wrapper, *arguments: Any, padding_mask: Tensor | None = None, **settings: Any) -> Any:
-        mask = None if padding_mask is None else meaning(padding_mask)
-        return layer(*arguments, padding_mask=mask, **settings)
-
-    return planted
-
-
-def _padding_routed(without_padding: Stage, routed: Any, padding_mask: Tensor | None) -> Any:
-    return routed
-
-
-def _padding_counted(route: Stage, *arguments: Any, **settings: Any) -> Any:
-    return route(*arguments, **settings | {"padding_mask": None})
-
-
-def _no_output_of_padding(layer: Wrapper, *arguments: Any, **settings: Any) -> Any:
-    out, mask = layer(*arguments, **settings), settings.get("padding_mask")
-    return out if mask is None else out._replace(output=out.output * ~mask[:, None])
 
 
 # ---- dispatch
@@ -258,41 +171,17 @@ def _handle_of_another_call(layer: Wrapper, *arguments: Any, **settings: Any) ->
         module.DISPATCH = right  # type: ignore[attr-defined]
 
 
-def _budget_forgotten(layer: Wrapper, x: Tensor, p: LayerParameters, config: LayerConfig, **settings: Any) -> Any:
-    return layer(x, p, replace(config, num_rows=None), **settings)
-
-
 _PLANTED: tuple[tuple[str, str, Wrapper], ...] = (
-    ("ML01", "probabilities are not applied", in_stages(grouped_mlp=_unweighted)),
-    ("ML02", "probabilities are applied twice", in_stages(grouped_mlp=_weighted_twice)),
-    ("ML03", "the router learns from its losses alone", in_stages(grouped_mlp=_probs_detached)),
     ("ML04", "the expert bias is part of the weights", in_stages(route=_biased_probs)),
-    ("ML05", "fc2 is another expert's", _swapped_fc2),
     ("ML06", "rows are padded twice", in_stages(grouped_mlp=_padded_counts)),
     ("ML07", "the shared output is added before the way out of the latent space", _through_latent_space),
-    ("ML08", "the shared experts' gate is forgotten", in_stages(shared_experts=_ungated)),
-    ("ML09", "the shared output is added twice", in_stages(shared_experts=_shared_twice)),
-    ("ML10", "the router's part of dx is dropped", in_stages(gate=_gate_detached)),
     ("ML11", "the recomputed forward routes otherwise", _routed_otherwise),
     ("ML12", "losses are attached twice", in_stages(route=_loss_twice)),
-    ("ML13", "the global loss counts one rank", in_stages(route=_loss_of_one_rank)),
-    ("ML14", "sequences are one", in_stages(route=_one_sequence)),
-    ("ML15", "an evaluation counts and has losses", _always_training),
     ("ML16", "the router's state is forgotten", _state_forgotten),
-    ("ML17", "the router computes in the tokens' dtype", _narrow_router),
     ("ML18", "dropped tokens pass by", _dropped_tokens_pass),
     ("ML19", "a rank has the columns of another rank", _columns_of_another_rank),
     ("ML20", "combine has the handle of the call before", _handle_of_another_call),
-    ("ML21", "padding goes to experts", in_stages(without_padding=_padding_routed)),
-    ("ML22", "padding counts in the losses", in_stages(route=_padding_counted)),
-    ("ML23", "the mask marks tokens, not padding", _mask_of(torch.logical_not)),
-    ("ML24", "padding has no output of the shared experts", _no_output_of_padding),
     ("ML25", "the second bias is not weighted", in_stages(grouped_mlp=_bias_unweighted)),
-    ("ML26", "the first bias is the expert's before", in_stages(grouped_mlp=_bias_of_next_expert)),
-    ("ML27", "the second bias learns nothing", in_stages(grouped_mlp=_bias_learns_nothing)),
-    ("ML28", "experts see the jittered input", _jitter_of_experts),
     ("ML29", "the gradient of x has no factor of the jitter", in_stages(jittered=_factors_not_in_backward)),
-    ("ML30", "the router's input has no jitter", in_stages(jittered=lambda right, x, *rest: x)),
-    ("ML31", "there is room for more rows than the budget", _budget_forgotten),
 )
 DEFECTS = tuple(Defect(name, title, ORIGIN, {"moe_layer": wrapper}) for name, title, wrapper in _PLANTED)

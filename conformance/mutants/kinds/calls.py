@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 from conformance.mutants.defect import Wrapper
 
 CALLS = "a mistake that an operator with state invites"
-SECOND = "a mistake that second derivatives invite"
 
 
 class _Recomputed(torch.autograd.Function):

@@ -49,9 +49,6 @@ def read_as_contiguous(x: Tensor, start: int | None = None) -> Tensor:
     return out.view(x.dtype).reshape(x.shape)
 
 
-NEGATED = "a class of inputs: lazily negated views"
-
-
 def _memory(x: Any) -> Any:
     return with_values(x, torch.neg) if isinstance(x, Tensor) and x.is_neg() else x
 
