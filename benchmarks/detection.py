@@ -1,8 +1,8 @@
-"""Which check finds which class of planted defects: docs/detection.md from a report of mutants.
+"""What finds which class of planted defects first: docs/results/detection.json from their reports.
 
-moe-conformance mutants --impl moe_ref --report report.json
-moe-conformance mutants --impl moe_ref --only N02 --function permute --one-gpu --report N02.json
-python -m benchmarks.detection report.json N02.json > docs/detection.md
+    moe-conformance mutants --impl moe_ref --report report.json
+    moe-conformance mutants --impl moe_ref --only N02 --function permute --one-gpu --report N02.json
+    python -m benchmarks.detection report.json N02.json
 
 Of a defect in several reports the last one counts: N02 and N03 show on cases of a GPU only.
 """
@@ -14,27 +14,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
+
 PUBLIC = "public code"
-INTRODUCTION = """# What finds which defects
-
-From the report of a run of the listed defects ([mutants](mutants.md)): classes are the origins of
-the defects, and those with the number of a change or an issue are *public code*. A run stops at a
-defect's first kill, so the table tells what finds it first, not all that would.
-
-    moe-conformance mutants --impl moe_ref --report report.json
-    moe-conformance mutants --impl moe_ref --only N02 --function permute --one-gpu --report N02.json
-    python -m benchmarks.detection report.json N02.json N03.json … > docs/detection.md
-
-N02, N03 and N12 to N17 need a GPU's cases, which `--one-gpu` also runs on a CPU: each has a report of
-its own, of its function. The others were tried first on the case that had killed them before, as
-`make test` does (`tests/mutants/killers.json`).
-
-A list is killed by cases that were made for it, so the share says little about defects to come. Of
-215 that were written without reading the cases (AE), the cases of that day killed 175 at once; 14
-were right by the interface, and 26 showed classes that were missing. Of 80 that public code had (RB)
-they killed 70 in every function, of 240 changes of the reference's source (RC) 196, and of 278 fast
-paths and shortcuts, 38 of which are RD, a CPU's cases 203 ([mutants](mutants.md)).
-"""
+COMMANDS = [
+    "moe-conformance mutants --impl moe_ref --report report.json",
+    "moe-conformance mutants --impl moe_ref --only N02 --function permute --one-gpu --report N02.json",
+    "python -m benchmarks.detection report.json N02.json",
+]
 
 
 def class_of(result: dict[str, Any]) -> str:
@@ -55,25 +42,43 @@ def killer_of(result: dict[str, Any]) -> str:
     return f"{kind}, {result['check']}"
 
 
-def document(results: Iterable[dict[str, Any]]) -> str:
-    """docs/detection.md."""
-    found = sorted(results, key=lambda result: result["mutant"])
-    counts = Counter((class_of(result), killer_of(result)) for result in found)
-    rows = [f"| {what} | {by} | {number} |" for (what, by), number in sorted(counts.items())]
-    killed = sum(result["killed"] for result in found)
-    lines = [INTRODUCTION, f"{killed} of {len(found)} defects are killed.\n"]
-    lines += ["| class | found first by | defects |", "|---|---|--:|", *rows, ""]
-    lines += ["## Found first by a law\n", *_by_law(found), ""]
-    missed = [f"- {result['mutant']}: {result['title']}" for result in found if not result["killed"]]
-    return "\n".join(lines + (["## Not killed\n", *missed, ""] if missed else []))
+def figures(report: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The record without its origin."""
+    ordered = sorted(report, key=lambda result: result["mutant"])
+    killed = sum(result["killed"] for result in ordered)
+    counts = Counter((killer_of(result), class_of(result) == PUBLIC) for result in ordered)
+    first = sorted({killer for killer, _ in counts})
+    rows = [[killer, str(counts[killer, True]), str(counts[killer, False])] for killer in first]
+    classes = sorted(Counter((class_of(result), killer_of(result)) for result in ordered).items())
+    survivors = [f"{result['mutant']}: {result['title']}" for result in ordered if not result["killed"]]
+    meaning = f"{killed} of {len(ordered)} defects are killed. "
+    meaning += f"Not killed: {'; '.join(survivors)}. " if survivors else ""
+    meaning += (
+        "A run stops at a defect's first kill, so the table tells what finds it first, not all that would. Defects of "
+        "public code have been in a release, an issue or a change; the others are mistakes that such code invites."
+    )
+    by_law = [[law, ", ".join(defects)] for law, defects in _by_law(ordered)]
+    return {
+        "title": "Planted defects, and what finds them first",
+        "meaning": meaning,
+        "tables": [_table(["found first by", "defects of public code", "other defects"], rows)],
+        "details": [
+            _table(["class", "found first by", "defects"], [[*pair, str(number)] for pair, number in classes]),
+            _table(["law", "defects that it finds first"], by_law),
+        ],
+    }
 
 
-def _by_law(found: list[dict[str, Any]]) -> list[str]:
+def _table(columns: list[str], rows: list[list[str]]) -> dict[str, Any]:
+    return {"title": "", "columns": columns, "rows": rows}
+
+
+def _by_law(report: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     by_law: dict[str, list[str]] = {}
-    for result in found:
+    for result in report:
         if result["killed"] and result["way"] == "law":
             by_law.setdefault(result["check"], []).append(f"{result['mutant']} ({result['function']})")
-    return [f"- `{law}`: {', '.join(names)}" for law, names in sorted(by_law.items())]
+    return sorted(by_law.items())
 
 
 def joined(reports: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -84,4 +89,5 @@ def joined(reports: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     if not sys.argv[1:]:
         sys.exit("give the files of --report")
-    print(document(joined(json.loads(Path(path).read_text()) for path in sys.argv[1:])), end="")
+    reports = joined(json.loads(Path(path).read_text()) for path in sys.argv[1:])
+    results.save("detection", figures(reports), COMMANDS)

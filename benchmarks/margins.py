@@ -1,8 +1,8 @@
-"""How far honest errors stay below the limit, and how far wrong ones are above: docs/margins.md.
+"""How far honest errors stay below the limit, and wrong ones above it: docs/results/margins.json.
 
     python -m benchmarks.margins honest --seconds 40 > honest.json           # of each variant
     python -m benchmarks.margins wrong report.json --seconds 4 > wrong.json  # of each listed defect
-    python -m benchmarks.margins document honest.json wrong.json > docs/margins.md
+    python -m benchmarks.margins record honest.json wrong.json
 
 `report.json` is of a run of the listed defects; those that an error bound or a ratio found are run
 again, on more cases of the function that found them. Errors are in `Outcome.scores`: 0 is rounded
@@ -20,6 +20,7 @@ from itertools import chain, takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
 from benchmarks.honest import VARIANTS, device_of
 from conformance.core.case import Case, case_from
 from conformance.core.space import Space
@@ -32,24 +33,20 @@ from conformance.engine.run.pool import Pool
 GATE = PROFILES["gate"]
 KINDS = {"error": "bound", "ratio": "ratio"}  # of a score, and the check that has it
 Largest = dict[str, dict[str, float]]  # by function and kind
-INTRODUCTION = """# Margins
-
-Between the honest and the wrong, for each function whose results are judged by an error bound or by
-ratios of errors ([how](how-results-are-judged.md)). **Honest** is the largest error of all honest
-variants, **wrong** the smallest of the listed defects that were found in this way, each by its
-largest error. Errors are shares of what the limit leaves beyond correct rounding: 0 is rounded
-correctly, 1 the limit, above 1 is rejected. NaN, and errors where none is allowed, have no share.
-
-    python -m benchmarks.margins honest --seconds 40 > honest.json
-    python -m benchmarks.margins wrong report.json --seconds 4 > wrong.json
-    python -m benchmarks.margins document honest.json wrong.json > docs/margins.md
-
-On a CPU, {date}: a variant runs for {honest_seconds:.0f} s on cases of all its functions, a defect for
-{wrong_seconds:.0f} s on those of its own. {variants} variants, {defects} defects, {cases} cases.
-
-| function | check | honest | of | variants | wrong | of | defects |
-|---|---|--:|---|--:|--:|---|--:|
-"""
+TITLE = "Margins between honest and wrong results"
+COMMANDS = [
+    "python -m benchmarks.margins honest --seconds 40 > honest.json",
+    "python -m benchmarks.margins wrong report.json --seconds 4 > wrong.json",
+    "python -m benchmarks.margins record honest.json wrong.json",
+]
+COLUMNS = ["function", "check", "honest", "of", "variants", "wrong", "of", "defects"]
+MEANING = (
+    "The largest error of all honest variants, and the smallest of the listed defects that an error bound or a "
+    "ratio of errors found, each by its largest error. Errors are shares of what the limit leaves beyond correct "
+    "rounding: 0 is rounded correctly, 1 the limit, and above 1 is rejected. A variant ran for "
+    "{honest_seconds:.0f} s on cases of all its functions, a defect for {wrong_seconds:.0f} s on those of its "
+    "own: {variants} variants, {defects} defects, {cases} cases."
+)
 
 
 def main() -> int:
@@ -60,9 +57,9 @@ def main() -> int:
     wrong.add_argument("report", type=Path)
     for part in (honest, wrong):
         part.add_argument("--seconds", type=float, default=math.inf, help="of each (default: all cases)")
-    document = parts.add_parser("document")
-    document.add_argument("honest", type=Path)
-    document.add_argument("wrong", type=Path)
+    record = parts.add_parser("record")
+    record.add_argument("honest", type=Path)
+    record.add_argument("wrong", type=Path)
     given = parser.parse_args()
     if given.part == "honest":
         print(json.dumps(recorded(of_variants(VARIANTS, given.seconds), given.seconds)))
@@ -70,7 +67,9 @@ def main() -> int:
         defects = [x for x in json.loads(given.report.read_text()) if x["check"] in KINDS.values()]
         print(json.dumps(recorded(of_defects(defects, given.seconds), given.seconds)))
     else:
-        print(page(*(json.loads(path.read_text()) for path in (given.honest, given.wrong))), end="")
+        results.save(
+            "margins", figures(*(json.loads(path.read_text()) for path in (given.honest, given.wrong))), COMMANDS
+        )
     return 0
 
 
@@ -135,24 +134,23 @@ def _turns(functions: list[str], space: Space) -> Iterator[Case]:
     return (case for row in zip_longest(*map(of, functions)) for case in row if case is not None)
 
 
-def page(honest: dict[str, Any], wrong: dict[str, Any]) -> str:
-    """docs/margins.md."""
+def figures(honest: dict[str, Any], wrong: dict[str, Any]) -> dict[str, Any]:
+    """The record without its origin."""
     functions = sorted({function for found in honest["found"] for function in found["largest"]})
     cases = sum(found["cases"] for part in (honest, wrong) for found in part["found"])
     rows = [row for function in functions for kind in KINDS if (row := _row(function, kind, honest, wrong))]
-    introduction = INTRODUCTION.format(
-        date=wrong["date"],
+    meaning = MEANING.format(
         honest_seconds=honest["seconds"],
         wrong_seconds=wrong["seconds"],
         variants=len(honest["found"]),
         defects=len(wrong["found"]),
         cases=f"{cases:,}",
     )
-    return introduction + "\n".join(rows) + "\n"
+    return {"title": TITLE, "meaning": meaning, "tables": [{"title": "", "columns": COLUMNS, "rows": rows}]}
 
 
-def _row(function: str, kind: str, honest: dict[str, Any], wrong: dict[str, Any]) -> str:
-    """A line of the table; empty if neither a variant nor a defect has such a score."""
+def _row(function: str, kind: str, honest: dict[str, Any], wrong: dict[str, Any]) -> list[str]:
+    """A row of the table; empty if neither a variant nor a defect has such a score."""
     right, worse = (
         [
             (found["largest"][function][kind], found["name"])
@@ -162,10 +160,10 @@ def _row(function: str, kind: str, honest: dict[str, Any], wrong: dict[str, Any]
         for part in (honest, wrong)
     )
     if not right and not worse:
-        return ""
-    largest = "{:.3f} | {}".format(*max(right)) if right else "– | –"
-    nearest = "{:.3g} | {}".format(*min(worse)) if worse else "– | –"
-    return f"| `{function}` | {KINDS[kind]} | {largest} | {len(right)} | {nearest} | {len(worse)} |"
+        return []
+    largest = [f"{max(right)[0]:.3f}", max(right)[1]] if right else ["–", "–"]
+    nearest = [f"{min(worse)[0]:.3g}", min(worse)[1]] if worse else ["–", "–"]
+    return [f"`{function}`", KINDS[kind], *largest, str(len(right)), *nearest, str(len(worse))]
 
 
 if __name__ == "__main__":

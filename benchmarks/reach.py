@@ -1,15 +1,17 @@
-"""How large the gate's cases are, on a CPU and on one GPU: docs/reach.md from the cases.
+"""How large the gate's cases are, on a CPU and on one GPU: docs/results/reach.json from the cases.
 
-python -m benchmarks.reach > docs/reach.md
+    python -m benchmarks.reach
 
 Takes a minute or two: all cases of all functions are drawn, for both.
 """
 
 import heapq
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from benchmarks import results
 from conformance.catalogue import CONTRACTS
 from conformance.core.axes import Size
 from conformance.core.case import Case, axes_of
@@ -20,22 +22,16 @@ from conformance.engine.choose.profiles import PROFILES
 
 SPACES = {"CPU": Space(), "GPU": Space(device="cuda", ranks=1, shared_ranks=4)}
 MAPS = 8  # cases with the most tokens, whose maps are made
-INTRODUCTION = """# How large the gate's cases are
-
-The largest sizes of the gate's cases of seed 0, `CPU / GPU`: in the interpreter, and on one GPU. One
-number: both have it. The sizes of a row are of different cases. What is larger on a GPU is judged there
-only. There each pair of options, and each recipe in each direction, also has a case at the sizes of
-released models (`conformance/core/model_sizes.py`).
-
-    python -m benchmarks.reach > docs/reach.md
-
-- *tokens*: rows of all experts together, where a function takes rows. *rows of an expert*: in one call.
-- *columns*: of a row, a hidden size or a width, whichever is more: the terms of a product.
-- *ranks*: of one world; –: called by one rank. *tokens of a rank*: before the exchange.
-
-| function | tokens | experts | rows of an expert | columns | top-k | ranks | tokens of a rank |
-|---|--:|--:|--:|--:|--:|--:|--:|
-"""
+TITLE = "How large the gate's cases are"
+COMMANDS = ["python -m benchmarks.reach"]
+MEANING = (
+    "The largest sizes of the gate's cases of seed 0, on a CPU / on one GPU; one number where both are equal. The "
+    "sizes of a row are of different cases. Tokens are the rows of all experts together where a function takes "
+    "rows; columns are a hidden size or a width, whichever is more; – under ranks means that one rank calls the "
+    "function. On a GPU each pair of options, and each recipe in each direction, also has a case at the sizes of "
+    "released models (conformance/core/model_sizes.py)."
+)
+HEADS = ["function", "tokens", "experts", "rows of an expert", "columns", "top-k", "ranks", "tokens of a rank"]
 COLUMNS = ("tokens", "experts", "rows", "columns", "topk", "ranks", "on a rank")
 
 
@@ -84,15 +80,16 @@ def cell(both: list[dict[str, int]], name: str) -> str:
     return " / ".join(dict.fromkeys(numbers)) or "–"
 
 
-def row(function: str) -> str:
+def row(function: str) -> list[str]:
     both = [reached(function, space) for space in SPACES.values()]
-    return f"| `{function}` | {' | '.join(cell(both, name) for name in COLUMNS)} |\n"
+    return [f"`{function}`", *(cell(both, name) for name in COLUMNS)]
 
 
-def document() -> str:
-    """docs/reach.md."""
-    return INTRODUCTION + "".join(map(row, CONTRACTS))
+def figures() -> dict[str, Any]:
+    """The record without its origin."""
+    table = {"title": "", "columns": HEADS, "rows": list(map(row, CONTRACTS))}
+    return {"title": TITLE, "meaning": MEANING, "tables": [table]}
 
 
 if __name__ == "__main__":
-    print(document(), end="")
+    results.save("reach", figures(), COMMANDS)

@@ -32,6 +32,7 @@ SECTIONS = {
     "Verdicts": ["gate-h200", "gate-cpu", "gate-ranks", "honest", "other-packages-tests", "sanitizers", "machine-code"],
     "The layer": ["layer-h200", "layer-growth", "layer-h100", "layer-two-gpus", "training"],
     "Stages": ["router", "permutation", "quantization", "fused", "experts", "dispatch"],
+    "The suite": ["detection", "mutants", "configurations", "margins", "reach"],
     "The tools": ["commands", "interpreter", "fuzzing"],
 }
 INTRODUCTION = """# Results
@@ -75,19 +76,22 @@ def section(name: str, record: dict[str, Any]) -> str:
 
 def measure(name: str, command: Sequence[str]) -> None:
     """Run a command, and keep the tables that it prints as the figures of a record."""
-    path = FOLDER / f"{name}.json"
-    record = json.loads(path.read_text())
+    record = json.loads((FOLDER / f"{name}.json").read_text())
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    record.pop("details", None)
+    save(name, record | {"tables": list(tables_of(printed))}, [shlex.join(command)])
+
+
+def save(name: str, figures: dict[str, Any], commands: list[str]) -> None:
+    """Write a record: the figures, with the machine, the versions and the date of this run."""
     on_gpu = torch.cuda.is_available()
-    record |= {
-        "commands": [shlex.join(command)],
+    origin = {
+        "commands": commands,
         "date": str(datetime.date.today()),
         "machine": torch.cuda.get_device_name() if on_gpu else f"{os.cpu_count()} CPU cores",
         "versions": {"torch": torch.__version__, "Python": platform.python_version()},
-        "tables": list(tables_of(printed)),
     }
-    record.pop("details", None)
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    (FOLDER / f"{name}.json").write_text(json.dumps(figures | origin, indent=1, ensure_ascii=False) + "\n")
 
 
 def tables_of(text: str) -> Iterator[dict[str, Any]]:

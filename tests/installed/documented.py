@@ -80,7 +80,6 @@ LEFT = (
     Left(r"python -m evidence.formulations", "minutes", "tests/evidence/test_formulations.py"),
     Left(r"python -m evidence.machine_code", "minutes", "tests/evidence/test_machine_code.py"),
     Left(r"python -m evidence.outward", "a GPU", "tests/evidence/test_outward.py"),
-    Left(r"python -m tests.mutants.kernels.run", "minutes", "tests/mutants/test_kernels.py"),
 )  # fmt: skip
 
 

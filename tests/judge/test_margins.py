@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import moe_ref
-from benchmarks.margins import of_variants, page
+from benchmarks.margins import figures, of_variants
 from conformance.core.space import Space
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.choose.draw import scope_of
@@ -44,8 +44,6 @@ def test_the_nearest_wrong_one_stands_beside_the_largest_honest_one(wrong):
         every = [{"name": name, "cases": 1, "largest": {"glu": {"error": score}}} for name, score in scores.items()]
         return {"date": "2026-01-01", "seconds": 1.0, "found": every}
 
-    text = page(found({"mine": 0.25, "yours": 0.5}), found(wrong))
-    nearest = "3 | P2 | 2 |" if wrong else "– | – | 0 |"
-    assert [line for line in text.splitlines() if "`glu`" in line] == [
-        f"| `glu` | bound | 0.500 | yours | 2 | {nearest}"
-    ]
+    (table,) = figures(found({"mine": 0.25, "yours": 0.5}), found(wrong))["tables"]
+    nearest = ["3", "P2", "2"] if wrong else ["–", "–", "0"]
+    assert table["rows"] == [["`glu`", "bound", "0.500", "yours", "2", *nearest]]

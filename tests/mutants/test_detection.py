@@ -1,6 +1,6 @@
-"""The document of what finds which defects tells what its report holds."""
+"""The record of what finds which defects tells what its report holds."""
 
-from benchmarks.detection import document, joined
+from benchmarks.detection import figures, joined
 
 
 def result(mutant, origin, way="value", check="exact", case="{}"):
@@ -23,27 +23,27 @@ REPORT = [
 ]
 
 
-def test_each_class_has_a_row_for_what_finds_it():
-    rows = [line for line in document(REPORT).splitlines() if line.startswith("| ")][1:]
-    assert rows == [
-        "| public code | case, exact | 2 |",
-        "| sizes | nothing | 1 |",
-        "| state invites | law `history` | 1 |",
-        "| state invites | law `repeated` | 1 |",
-        "| tiles invite | golden case, exact | 1 |",
+def test_what_finds_a_defect_first_is_counted_for_public_code_and_for_other_defects():
+    record = figures(REPORT)
+    assert record["tables"][0]["rows"] == [
+        ["case, exact", "2", "0"],
+        ["golden case, exact", "0", "1"],
+        ["law `history`", "0", "1"],
+        ["law `repeated`", "0", "1"],
+        ["nothing", "0", "1"],
     ]
+    assert record["details"][0]["rows"][0] == ["public code", "case, exact", "2"]
 
 
 def test_laws_are_listed_with_the_defects_that_they_find_first():
-    listed = document(REPORT).partition("## Found first by a law")[2].partition("##")[0].split()
-    assert listed == ["-", "`history`:", "C02", "(permute)", "-", "`repeated`:", "C01", "(permute)"]
+    assert figures(REPORT)["details"][1]["rows"] == [["history", "C02 (permute)"], ["repeated", "C01 (permute)"]]
 
 
 def test_survivors_are_counted_and_named():
-    text = document(REPORT)
-    assert "5 of 6 defects are killed" in text
-    assert text.endswith("## Not killed\n\n- N02: a title [a class of inputs: sizes]\n")
-    assert "## Not killed" not in document(REPORT[:-1])
+    meaning = figures(REPORT)["meaning"]
+    assert "5 of 6 defects are killed" in meaning
+    assert "Not killed: N02: a title [a class of inputs: sizes]. " in meaning
+    assert "Not killed" not in figures(REPORT[:-1])["meaning"]
 
 
 def test_of_a_defect_in_two_reports_the_last_counts():

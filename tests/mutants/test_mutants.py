@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.detection import document
+from benchmarks.detection import figures
 from conformance import cli
 from conformance.interface import UsageError
 from conformance.mutants.planted import DEFECTS
@@ -63,7 +63,7 @@ LACKING_REWRITTEN = (  # of RC
     *(11, 12, 17, 23, 28, 32, 33, 35, 36, 37, 52, 59, 61, 64, 76, 77, 79, 90, 95, 99, 102, 104, 120, 125, 134),
     *(152, 157, 165, 166, 183, 187, 189, 196, 199, 205, 206, 212, 214, 215, 218, 225, 235, 236, 240),
 )
-# the others take minutes: docs/mutants.md
+# the others take minutes: docs/detection.md
 LEFT_OUT = {f"AE{number:03}" for number in range(1, 197) if number not in LACKING and number % 12}
 LEFT_OUT |= {f"RB{number:02}" for number in range(1, 81) if number not in LACKING_REPORTED and number % 16}
 LEFT_OUT |= {f"RC{number:03}" for number in range(1, 241) if number not in LACKING_REWRITTEN and number % 24}
@@ -125,7 +125,7 @@ def test_a_case_that_a_cpu_cannot_run_in_time_is_left_out_and_named(capsys):
 
 def test_a_sample_of_automatic_mutants_is_killed_and_each_survivor_is_explained():
     results = score_mutants("moe_fast", "automatic", sample=6, functions=("indices_to_multihot",))
-    explained = (Path(__file__).parents[2] / "docs" / "mutants.md").read_text()
+    explained = " ".join(change for _, change, _ in json.loads((Path(__file__).parent / "survivors.json").read_text()))
     survivors = [result for result in results if not result.killed]
     assert len(results) == 6
     assert len(survivors) < 4
@@ -136,7 +136,7 @@ def test_the_command_writes_the_report_that_the_table_of_classes_is_made_of(tmp_
     report = tmp_path / "report.json"
     chosen = ("--impl", "moe_ref", "--only", "P01", "--function", "permute")
     assert cli.main(["mutants", *chosen, "--report", str(report)]) == 0
-    assert "1 of 1 defects are killed" in document(json.loads(report.read_text()))
+    assert "1 of 1 defects are killed" in figures(json.loads(report.read_text()))["meaning"]
     assert cli.main(["mutants", *chosen, "--report", str(tmp_path / "report.md")]) == cli.USAGE
     assert "the report of mutants is a .json file" in capsys.readouterr().err
 
