@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._device import DeviceContext
+
+from conformance.private_parts import available
 
 TINY = sys.float_info.min
 
@@ -33,21 +34,30 @@ def _set_autocast(enabled: tuple[bool, ...]) -> None:
         torch.set_autocast_enabled(device, device_enabled)
 
 
+def _depth(kind: str) -> int:
+    """The number of modes on torch's stack of this kind; 0 where torch does not tell."""
+    length = available(f"torch._C._len_torch_{kind}_stack")
+    return length() if length else 0
+
+
 def _pop_function_modes(most: int) -> None:
-    while torch._C._len_torch_function_stack() > most:
-        if isinstance(torch._C._pop_torch_function_stack(), DeviceContext):
-            torch._GLOBAL_DEVICE_CONTEXT.device_context = None  # what `set_default_device` has set
+    pop = available("torch._C._pop_torch_function_stack")
+    default = available("torch._GLOBAL_DEVICE_CONTEXT")
+    while pop and _depth("function") > most:
+        if pop() is getattr(default, "device_context", None):
+            default.device_context = None  # what `set_default_device` has set
 
 
 def _pop_dispatch_modes(most: int) -> None:
-    while torch._C._len_torch_dispatch_stack() > most:
-        torch.utils._python_dispatch._pop_mode()
+    pop = available("torch.utils._python_dispatch._pop_mode")
+    while pop and _depth("dispatch") > most:
+        pop()
 
 
 MODES: tuple[Mode, ...] = (
     # the stacks first: their modes may refuse what the others call; a default device is one of them
-    Mode("stack of torch function modes", torch._C._len_torch_function_stack, _pop_function_modes),
-    Mode("stack of torch dispatch modes", torch._C._len_torch_dispatch_stack, _pop_dispatch_modes),
+    Mode("stack of torch function modes", lambda: _depth("function"), _pop_function_modes),
+    Mode("stack of torch dispatch modes", lambda: _depth("dispatch"), _pop_dispatch_modes),
     Mode("gradient mode", torch.is_grad_enabled, torch.set_grad_enabled),
     Mode("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Mode("autocast", _autocast, _set_autocast),

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conformance.private_parts import available
+
 SPREAD = 12  # log2 of the largest row scale
 WIDE = 2**31 + 2**12  # elements from the first to the last row of a wide tensor: past 32 bits
 STRANGE = ("special", "edges", "every")  # styles with NaN and infinities
@@ -153,7 +155,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     if layout in ("sliced", "uneven"):
         return _in_storage(x, _of_wider(x.shape, WIDER if layout == "sliced" else 1), 0, x.shape)
     if layout == "negated":
-        return torch._neg_view(-x)
+        negated_view = available("torch._neg_view")
+        return negated_view(-x) if negated_view else x.clone()
     if layout in WIDE_LAYOUTS:
         dim = min(WIDE_LAYOUTS.index(layout), x.dim() - 1)
         strides = list(x.stride())

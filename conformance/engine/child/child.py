@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
+from conformance import private_parts
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.contract import Contract
 from conformance.core.known_names import arguments_of, omissible_of
 from conformance.core.ranks import Collective, RankContext
-from conformance.engine.child import changes, configurations, interpreting, poison, private_parts
+from conformance.engine.child import changes, configurations, interpreting, poison
 from conformance.engine.child.compiling import Compiler, kernels_of
 from conformance.engine.child.evaluate import device_is_lost, evaluate
 from conformance.engine.child.faults import Planting
@@ -284,5 +285,5 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
         "memory": torch.cuda.get_device_properties().total_memory if device == "cuda" else 0,
         "versions": {k: v for k, v in versions.items() if v},
         "kernels": kernels_of(options.implementation.partition(":")[0]) if device == "cuda" else [],
-        "missing_parts": private_parts.missing() if device == "cuda" else [],
+        "missing_parts": private_parts.missing() + interpreting.switched_off(),
     }

@@ -15,6 +15,7 @@ from typing import IO, Any
 from conformance.engine.child import configurations
 from conformance.engine.child.front_end import leave_filters, look_up_once, parse_once
 from conformance.engine.child.launchers import share_launchers
+from conformance.private_parts import available
 
 
 class Compiler:
@@ -28,12 +29,16 @@ class Compiler:
             runtime = sys.modules["triton"].knobs.runtime
             runtime.jit_cache_hook, runtime.jit_post_compile_hook = self._begin, self._end
             configurations.install()
-            jit = sys.modules.get("triton.runtime.jit")
-            hash_callees_first(getattr(jit, "DependenciesFinder", None))
-            parse_once(getattr(jit, "JITCallable", getattr(jit, "JITFunction", None)))
+            jit: Any = sys.modules.get("triton.runtime.jit")
+            if available("triton.runtime.jit.DependenciesFinder._update_hash"):
+                hash_callees_first(jit.DependenciesFinder)
+            if available("triton.runtime.jit.JITFunction.parse"):
+                parse_once(getattr(jit, "JITCallable", jit.JITFunction))
             generator = sys.modules.get("triton.compiler.code_generator")  # later versions load it late
-            look_up_once(generator)
-            leave_filters(generator)
+            if available("triton.compiler.code_generator.inspect"):
+                look_up_once(generator)
+            if available("triton.compiler.code_generator.warnings"):
+                leave_filters(generator)
             share_launchers(folder)
 
     def take(self) -> list[str]:
@@ -64,7 +69,7 @@ def kernels_of(package: str) -> list[str]:
     no other one of them calls. Without a compiler there are none.
     """
     jit: Any = sys.modules.get("triton.runtime.jit")
-    jit = jit if hasattr(jit, "KernelInterface") and hasattr(jit, "JITFunction") else None
+    jit = jit if available("triton.runtime.jit.KernelInterface") and hasattr(jit, "JITFunction") else None
     sources: dict[tuple[str, str], str] = {}
     for name, module in list(sys.modules.items()) if jit else ():
         for value in list(vars(module).values()) if f"{name}.".startswith(f"{package}.") else ():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from conformance.core.contract import Problem
+from conformance.private_parts import available
 
 PINNED_BYTES = 2**20  # larger tensors are not pinned: torch keeps pinned memory for the next copy
 
@@ -24,7 +25,8 @@ def delay(placed: dict[str, Tensor]) -> None:
     sources = {name: x.detach().clone() for name, x in placed.items()}
     for x in placed.values():
         x.detach().zero_()
-    torch.cuda._sleep(2_000_000)  # about a millisecond
+    if sleep := available("torch.cuda._sleep"):
+        sleep(2_000_000)  # about a millisecond
     for name, x in placed.items():
         x.detach().copy_(sources[name])
 

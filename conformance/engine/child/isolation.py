@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from conformance.private_parts import available
 
 WATCH_SECONDS = 0.25
 LOG_BYTES = 2**20  # bytes of the log; a longer log is emptied
@@ -28,8 +29,8 @@ def isolate(log_path: str) -> None:
     """
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGINT: a run in the background ignores it
-    _let_go(forkserver._forkserver, "_forkserver_alive_fd")  # type: ignore[attr-defined]
-    _let_go(resource_tracker._resource_tracker, "_fd")
+    _let_go(available("multiprocessing.forkserver._forkserver"), "_forkserver_alive_fd")
+    _let_go(available("multiprocessing.resource_tracker._resource_tracker"), "_fd")
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -45,7 +46,7 @@ def _let_go(owner: Any, name: str) -> None:
     """Close a pipe that this process shares with a process of the whole run, which would end if it
     read nonsense from the pipe.
     """
-    file = getattr(owner, name)
+    file = getattr(owner, name, None)
     if file is not None:
         os.close(file)
         setattr(owner, name, None)

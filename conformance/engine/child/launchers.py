@@ -15,6 +15,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from conformance.private_parts import available
+
 PLAIN = "-O0"  # of two options -O the last one counts
 
 
@@ -27,7 +29,7 @@ def share_launchers(folder: str) -> None:
     build: Any = sys.modules.get("triton.runtime.build")
     knobs = sys.modules["triton"].knobs.build
     per_signature = hasattr(sys.modules.get("triton.backends.nvidia.driver"), "make_launcher")
-    if not per_signature or not hasattr(build, "_build") or knobs.impl:
+    if not per_signature or not available("triton.runtime.build._build") or knobs.impl:
         return
 
     def built(name: str, source: str, *places: Any) -> str:

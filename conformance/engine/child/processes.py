@@ -28,6 +28,7 @@ PLACE_SECONDS = 2.0  # seconds for a thread of a process to report where the oth
 TRACEBACK_SECONDS = 0.2  # seconds for an interrupted process to write a traceback
 FRAME = re.compile(r'File ("(.+)", line \d+ in .+)')  # a line of a traceback, as faulthandler writes it
 MESSAGE_BYTES = 2**28
+TRACEBACK_LINES = 16  # of an error that ends a process: eight frames or fewer
 NO_MESSAGE = "it wrote into the pipe of the suite"
 NO_MEMORY = "out of memory"
 
@@ -112,14 +113,18 @@ def ending(process: Any, log_path: str) -> str:
 
 
 def uncaught(log_path: str) -> str:
-    """The last error that Python wrote into a log, as ": KeyError: 'x' (file.py:3)", if any."""
+    """The last error that Python wrote into a log, if any, as ": KeyError: 'x' (file.py:3)", and
+    below it the last frames of its traceback.
+    """
     with contextlib.suppress(OSError):
         text = Path(log_path).read_text(errors="replace")
         _, begin, traceback = text.rpartition("Traceback (most recent call last):\n")
         frames = re.findall(r'^  File "(.*)", line (\d+)', traceback, re.MULTILINE)
         errors = [line for line in traceback.splitlines() if line and not line.startswith(" ")]
         if begin and frames and errors:
-            return f": {errors[0]} ({os.path.basename(frames[-1][0])}:{frames[-1][1]})"
+            frame_lines = [line for line in traceback.splitlines() if line.startswith("  ")][-TRACEBACK_LINES:]
+            error = f": {errors[0]} ({os.path.basename(frames[-1][0])}:{frames[-1][1]})"
+            return "\n".join([error, "Traceback (most recent call last):", *frame_lines, errors[0]])
     return ""
 
 

@@ -63,6 +63,11 @@ def fitting() -> dict[str, bool]:
     return fits
 
 
+def switched_off() -> list[str]:
+    """One sentence about the patches of the loaded interpreter that are off; none if all are on."""
+    return [sentence()] if not all(install().values()) else []
+
+
 def sentence() -> str:
     """What the user needs to know; empty without Triton."""
     try:
