@@ -5,6 +5,7 @@ and rules (`moe_ref.config`) stay the reference's. The defect takes its function
 whatever base it is planted in.
 """
 
+import difflib
 import re
 import sys
 from collections.abc import Mapping
@@ -16,9 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import moe_ref
 from conformance.mutants.defect import Defect, Wrapper
 from conformance.mutants.substitution import Hunk, Substitution, substituted
 
+SOURCES = Path(moe_ref.__file__).parents[1]
 PEERS = ("reference_world", "reference_layer")  # the collectives and the layer of one rank
 
 
@@ -67,8 +70,17 @@ def of_copy(source: str, reference: str, peers: Mapping[str, str]) -> str:
 
 
 def in_a_copy(substitution: Substitution) -> Defect:
-    """The defect whose functions are those of a copy of the reference with the changed lines."""
+    """The defect whose functions are those of a copy of the reference with the changed lines.
+
+    Raises:
+        ValueError: the substitution names a file that is not there.
+    """
     name, functions, title, origin = substitution.header
+    for hunk in substitution.hunks:
+        if not (SOURCES / hunk.file).is_file():
+            files = [path.relative_to(SOURCES).as_posix() for path in (SOURCES / "moe_ref").rglob("*.py")]
+            nearest = difflib.get_close_matches(hunk.file, files, 1, cutoff=0.0)
+            raise ValueError(f"{name}: there is no file {hunk.file}; the nearest is {nearest[0]}")
     copy = f"moe_ref_{name.lower()}"
     COPIES.hunks[copy] = substitution.hunks
     if COPIES not in sys.meta_path:

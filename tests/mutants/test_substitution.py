@@ -11,7 +11,7 @@ from conformance.mutants.copies import COPIES, in_a_copy, of_copy
 from conformance.mutants.defect import Defect
 from conformance.mutants.kinds import KINDS, of_kinds
 from conformance.mutants.planted import DEFECTS, EXAMPLES, FOLDER, by_name
-from conformance.mutants.substitution import Hunk, header, read, substituted
+from conformance.mutants.substitution import Hunk, Substitution, header, read, substituted
 
 ROOT = Path(__file__).parents[2]
 FILES = [EXAMPLES, *sorted(FOLDER.glob("*/reference.txt"))]
@@ -40,6 +40,12 @@ def test_lines_that_are_not_there_are_refused_with_the_nearest_one():
         substituted("first\nx = 2\n", Hunk("layer.py", "x = 1\n", ""))
     with pytest.raises(ValueError, match="it is empty"):
         substituted("", Hunk("layer.py", "x = 1\n", ""))
+
+
+def test_a_file_that_is_not_there_is_refused_with_the_nearest_one():
+    defect = Substitution(header("ZZ01 permute: a title [a test]"), (Hunk("moe_ref/permutation/permut.py", "a\n", ""),))
+    with pytest.raises(ValueError, match=r"ZZ01: there is no file .*; the nearest is moe_ref/permutation/permute.py"):
+        in_a_copy(defect)
 
 
 @pytest.mark.parametrize("source", ["x = 1\nx = 1\n", "x = 1\ny = 1\nx = 1\n"])
