@@ -69,7 +69,7 @@ def _sums(dispatcher: str) -> str:
     """The sums over ranks that the layer adds, and those that it leaves to the caller."""
     plan = _plans(dispatcher)[-1]
     added = ", ".join(map(_told, _added(plan)))
-    left = ", ".join(f"`{name}`" for name in plan.left)
+    left = ", ".join(f"`{name}`" for name in plan.open_sums)
     text = f"With {dispatcher} the layer adds {added}. It leaves to the caller: {left}."
     return textwrap.fill(text, 100, break_on_hyphens=False)
 
@@ -85,7 +85,7 @@ def _place(plan: Plan, name: str) -> str:
 
 def _added(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The sums over ranks that some rank adds."""
-    yield from ((step.out, step.over) for step in plan.steps if step.how == "reduce" and step.over)
+    yield from ((step.out, step.axes) for step in plan.steps if step.rule == "reduce" and step.axes)
 
 
 def _told(added: tuple[str, tuple[str, ...]]) -> str:

@@ -14,6 +14,7 @@ Shape suffixes, here and everywhere in the project:
 
 Contents, in the order of reading:
 
+    tutorial       a layer in plain loops, for somebody who has never seen one
     layer          the pipeline on one screen: gate, route, dispatch, grouped_mlp, combine
     config         settings, results, rules of illegal calls; `config.megatron`: Megatron's options
     permutation    permute (with unpermute, sort_chunks), routing_map, rows (mover), second_oracle

@@ -83,10 +83,10 @@ def moe_layer(
     """
     check_layer(x, parameters, config, states, padding_mask, noise, linear_states)
     if rerun:
-        again = partial(moe_layer, x, parameters, states=states, training=training, batch_size=batch_size)
-        again = partial(again, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads)
-        again = partial(again, linear_states=linear_states, amaxes=amaxes)
-        return within_budget(lambda own: again(config=own), config, x)
+        layer = partial(moe_layer, x, parameters, states=states, training=training, batch_size=batch_size)
+        layer = partial(layer, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads)
+        layer = partial(layer, linear_states=linear_states, amaxes=amaxes)
+        return within_budget(lambda run_config: layer(config=run_config), config, x)
     ranks = [*zip(x, parameters, strict=True)]
     inputs = [jittered(x_TH, config, None if noise is None else noise[rank]) for rank, x_TH in enumerate(x)]
 
@@ -97,9 +97,9 @@ def moe_layer(
 
     tokens = [_projected(x_TH, p.latent_down) for x_TH, p in ranks]
     dispatched, combine = DISPATCH[config.dispatcher](tokens, for_shards(routed, config), config)
-    beside = {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes}
+    per_rank_settings = {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes}
     copied = partial(_dispatched_again, tokens, routed, config)
-    expert_rows = _routed_experts(dispatched, parameters, config, beside, recompute, copied)
+    expert_rows = _routed_experts(dispatched, parameters, config, per_rank_settings, recompute, copied)
     combined = combine(expert_rows)
     output = [_projected(y_TN, p.latent_up) for y_TN, p in zip(combined, parameters, strict=True)]
 
@@ -122,12 +122,12 @@ def within_budget(run: Callable[[LayerConfig], LayerOutput], config: LayerConfig
     """
     if config.num_rows is None:
         return run(config)
-    generator, others = torch.get_rng_state(), get_device_states(*x)
+    generator, device_states = torch.get_rng_state(), get_device_states(*x)
     out = run(config)
-    if not any(bool(part.overflow) for part in out.dispatched):
+    if not any(bool(rank_rows.overflow) for rank_rows in out.dispatched):
         return out
     torch.set_rng_state(generator)
-    set_device_states(*others)
+    set_device_states(*device_states)
     return run(replace(config, num_rows=None))
 
 
@@ -147,26 +147,26 @@ def _projected(x_TN: Tensor, weight_MN: Tensor | None) -> Tensor:
 def _dispatched_again(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], config: LayerConfig, rank: int) -> Tensor:
     """The rows of a rank once more, without gradients."""
     with torch.no_grad():
-        parts, _ = DISPATCH[config.dispatcher](tokens, for_shards(routed, config), config)
-    rows_PH: Tensor = parts[rank].rows
+        dispatched, _ = DISPATCH[config.dispatcher](tokens, for_shards(routed, config), config)
+    rows_PH: Tensor = dispatched[rank].rows
     return rows_PH
 
 
 def _routed_experts(
     dispatched: Sequence[Any], parameters: PerRank[LayerParameters], config: LayerConfig,
-    beside: dict[str, Any], recompute: str | Sequence[str] | None, again: Callable[[int], Tensor],
+    per_rank_settings: dict[str, Any], recompute: str | Sequence[str] | None, rows_again: Callable[[int], Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    """The experts of each rank, over its dispatched rows, with its part of what is
-    `beside`; again(rank) are its rows once more."""
+    """The experts of each rank, over its dispatched rows, with its entry of each of the
+    `per_rank_settings`; rows_again(rank) are its rows once more."""
     permutes_again, of_experts = check_recompute(recompute)
     rows = []
-    for rank, (part, p) in enumerate(zip(dispatched, parameters, strict=True)):
-        given: dict[str, Any] = {"probs": part.probs, "fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias}
-        given |= {"recompute": of_experts}
-        given |= {"rows_again": partial(again, rank)} if permutes_again else {}
-        given |= {name: every[rank] for name, every in beside.items() if every is not None}
-        given |= config.experts
-        rows.append(grouped_mlp(part.rows, part.tokens_per_expert, p.fc1_weight, p.fc2_weight, **given))
+    for rank, (rank_rows, p) in enumerate(zip(dispatched, parameters, strict=True)):
+        settings: dict[str, Any] = {"probs": rank_rows.probs, "fc1_bias": p.fc1_bias, "fc2_bias": p.fc2_bias}
+        settings |= {"recompute": of_experts}
+        settings |= {"rows_again": partial(rows_again, rank)} if permutes_again else {}
+        settings |= {name: per_rank[rank] for name, per_rank in per_rank_settings.items() if per_rank is not None}
+        settings |= config.experts
+        rows.append(grouped_mlp(rank_rows.rows, rank_rows.tokens_per_expert, p.fc1_weight, p.fc2_weight, **settings))
     return rows
 
 
@@ -188,8 +188,8 @@ def route_together(
     masks = [None] * len(logits) if padding_mask is None else padding_mask
     records, world = torch.is_grad_enabled(), range(len(logits))
 
-    def run(rank: int, over: Callable[[Sequence[int]], Callable[[Tensor], Tensor]]) -> RouteOutput:
-        ranks = RouterRanks(tp_dp_cp=RankGroup(len(world), over(world)))
+    def run(rank: int, sum_over: Callable[[Sequence[int]], Callable[[Tensor], Tensor]]) -> RouteOutput:
+        ranks = RouterRanks(tp_dp_cp=RankGroup(len(world), sum_over(world)))
         with torch.set_grad_enabled(records):
             options = settings | {"padding_mask": masks[rank]}
             routed = route(logits[rank], config.router, state=states[rank], ranks=ranks, **options)
@@ -227,10 +227,10 @@ def _by_map(dispatch: Callable[..., list[Any]], combine: Callable[..., list[Any]
 
     def run(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], config: LayerConfig) -> tuple[list[Any], Combine]:
         maps, probs = [out.routing_map for out in routed], [out.probs for out in routed]
-        sent = dispatch(tokens, maps, probs=probs, **config.dispatch)
-        handles = [received.handle for received in sent]
-        back = partial(combine, **config.combine)
-        return sent, lambda rows: [getattr(result, "tokens", result) for result in back(rows, handles)]
+        dispatched = dispatch(tokens, maps, probs=probs, **config.dispatch)
+        handles = [received.handle for received in dispatched]
+        combine_rows = partial(combine, **config.combine)
+        return dispatched, lambda rows: [getattr(result, "tokens", result) for result in combine_rows(rows, handles)]
 
     return run
 
@@ -242,9 +242,9 @@ def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], config: Lay
     experts = routed[0].probs.shape[1]
     slots = [multihot_to_indices(out.routing_map, out.probs, topk=experts) for out in routed]
     indices, probs = [slot.indices for slot in slots], [slot.probs for slot in slots]
-    sent = deepep_dispatch(tokens, indices, num_experts=experts, probs=probs)
+    dispatched = deepep_dispatch(tokens, indices, num_experts=experts, probs=probs)
     permuted = []
-    for received in sent:
+    for received in dispatched:
         assert received.probs is not None
         local_map, local_probs = indices_to_multihot(
             received.indices, received.probs, num_experts=experts // len(tokens)
@@ -252,8 +252,8 @@ def _by_index(tokens: PerRank[Tensor], routed: PerRank[RouteOutput], config: Lay
         permuted.append(permute(received.rows, local_map, probs=local_probs, **config.dispatch))
 
     def combine(rows: list[Tensor]) -> list[Tensor]:
-        sums = [unpermute(rows_PH, part.row_map) for rows_PH, part in zip(rows, permuted, strict=True)]
-        return [result.tokens for result in deepep_combine(sums, [received.handle for received in sent])]
+        sums = [unpermute(rows_PH, permutation.row_map) for rows_PH, permutation in zip(rows, permuted, strict=True)]
+        return [result.tokens for result in deepep_combine(sums, [received.handle for received in dispatched])]
 
     return permuted, combine
 

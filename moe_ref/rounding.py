@@ -20,6 +20,6 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, summed in the accumulator's dtype and rounded once to the factors'. `torch.autocast`
     around the call would round float32 factors.
     """
-    wide = accumulator_dtype(a.dtype)
+    accumulator = accumulator_dtype(a.dtype)
     with torch.autocast(a.device.type, enabled=False):
-        return round_to(round_to(a, wide) @ round_to(b, wide), a.dtype)
+        return round_to(round_to(a, accumulator) @ round_to(b, accumulator), a.dtype)

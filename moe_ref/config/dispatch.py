@@ -38,8 +38,8 @@ class IndexPolicy:
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a value that is none of those listed."""
-        for name, known in (("duplicates", Duplicates), ("empty", Empty), ("zero_prob", ZeroProb), ("values", Values)):
-            values = known.__args__  # type: ignore[attr-defined]
+        for name, kinds in (("duplicates", Duplicates), ("empty", Empty), ("zero_prob", ZeroProb), ("values", Values)):
+            values = kinds.__args__  # type: ignore[attr-defined]
             require(
                 getattr(self, name) in values, name, repr(getattr(self, name)), f"one of {', '.join(map(repr, values))}"
             )
@@ -101,15 +101,15 @@ class Combined(NamedTuple):
 def check_expert_split(num_experts: int, ranks: int, expert_tensor_parallel: int = 1) -> None:
     """Ranks divide into groups that share experts, and experts divide evenly among the groups."""
     require(is_count(ranks) and ranks >= 1, "ranks", ranks, "a positive integer")
-    right = is_count(expert_tensor_parallel) and expert_tensor_parallel >= 1 and ranks % expert_tensor_parallel == 0
-    require(right, "expert_tensor_parallel", expert_tensor_parallel, f"a positive divisor of the {ranks} ranks")
-    whole = (
+    legal = is_count(expert_tensor_parallel) and expert_tensor_parallel >= 1 and ranks % expert_tensor_parallel == 0
+    require(legal, "expert_tensor_parallel", expert_tensor_parallel, f"a positive divisor of the {ranks} ranks")
+    divides = (
         is_count(num_experts)
         and 1 <= num_experts <= MAX_EXPERTS
         and num_experts % (ranks // expert_tensor_parallel) == 0
     )
     require(
-        whole,
+        divides,
         "num_experts",
         num_experts,
         f"from 1 to {MAX_EXPERTS} and a multiple of {ranks // expert_tensor_parallel}, the groups that hold experts",
@@ -120,10 +120,10 @@ def check_flatten_experts(x_TE: Tensor, expert_parallel: int, expert_tensor_para
     """A matrix of experts' columns, groups that divide them, and at least one rank per group."""
     require(x_TE.dim() == 2 and x_TE.shape[1] >= 1, "x", f"of shape {tuple(x_TE.shape)}", "[tokens, experts]")
     experts = x_TE.shape[1]
-    right = is_count(expert_parallel) and expert_parallel >= 1 and experts % expert_parallel == 0
-    require(right, "expert_parallel", expert_parallel, f"a positive divisor of the {experts} experts")
-    right = is_count(expert_tensor_parallel) and expert_tensor_parallel >= 1
-    require(right, "expert_tensor_parallel", expert_tensor_parallel, "a positive integer")
+    legal = is_count(expert_parallel) and expert_parallel >= 1 and experts % expert_parallel == 0
+    require(legal, "expert_parallel", expert_parallel, f"a positive divisor of the {experts} experts")
+    legal = is_count(expert_tensor_parallel) and expert_tensor_parallel >= 1
+    require(legal, "expert_tensor_parallel", expert_tensor_parallel, "a positive integer")
 
 
 def check_tokens(tokens: PerRank[Tensor]) -> None:
@@ -133,8 +133,8 @@ def check_tokens(tokens: PerRank[Tensor]) -> None:
     for rank, tokens_TH in enumerate(tokens):
         require(tokens_TH.dim() == 2, f"tokens[{rank}]", f"of shape {tuple(tokens_TH.shape)}", "[tokens, hidden]")
         same = (tokens_TH.shape[1], tokens_TH.dtype, tokens_TH.device) == (first.shape[1], first.dtype, first.device)
-        right = f"[tokens, {first.shape[1]}] of {first.dtype} on {first.device}, as tokens[0]"
-        require(same, f"tokens[{rank}]", f"{tuple(tokens_TH.shape)} of {tokens_TH.dtype} on {tokens_TH.device}", right)
+        form = f"[tokens, {first.shape[1]}] of {first.dtype} on {first.device}, as tokens[0]"
+        require(same, f"tokens[{rank}]", f"{tuple(tokens_TH.shape)} of {tokens_TH.dtype} on {tokens_TH.device}", form)
 
 
 def check_rows_per_token(name: str, values: PerRank[Tensor] | None, tokens: PerRank[Tensor]) -> None:
@@ -143,14 +143,14 @@ def check_rows_per_token(name: str, values: PerRank[Tensor] | None, tokens: PerR
         return
     require(len(values) == len(tokens), name, f"a list of {len(values)}", f"a list of {len(tokens)}, an entry per rank")
     for rank, (value, tokens_TH) in enumerate(zip(values, tokens, strict=True)):
-        right = f"[{len(tokens_TH)}, …] on {tokens_TH.device}, a row per token"
+        requirement = f"[{len(tokens_TH)}, …] on {tokens_TH.device}, a row per token"
         require(
             value.dim() >= 1 and len(value) == len(tokens_TH),
             f"{name}[{rank}]",
             f"of shape {tuple(value.shape)}",
-            right,
+            requirement,
         )
-        require(value.device == tokens_TH.device, f"{name}[{rank}]", f"on {value.device}", right)
+        require(value.device == tokens_TH.device, f"{name}[{rank}]", f"on {value.device}", requirement)
 
 
 def check_dispatch(
@@ -220,8 +220,8 @@ def check_programs(num_sms: int | None, num_blocks: int | None) -> None:
 def check_one_size(capacity: int | None, num_rows: int | None) -> None:
     """A budget of rows, or a capacity that gives every size, or neither."""
     check_budget(None, num_rows)
-    right = f"None with a capacity, {capacity}, which gives all sizes"
-    require(capacity is None or num_rows is None, "num_rows", num_rows, right)
+    requirement = f"None with a capacity, {capacity}, which gives all sizes"
+    require(capacity is None or num_rows is None, "num_rows", num_rows, requirement)
 
 
 def check_wire_recipe(recipe: Recipe | None, tokens: PerRank[Tensor]) -> None:
@@ -230,9 +230,9 @@ def check_wire_recipe(recipe: Recipe | None, tokens: PerRank[Tensor]) -> None:
     """
     if recipe is None:
         return
-    right = isinstance(recipe, Recipe) and recipe.scaling == "block"
+    by_blocks = isinstance(recipe, Recipe) and recipe.scaling == "block"
     require(
-        right,
+        by_blocks,
         "recipe",
         repr(recipe),
         f"None, or a Recipe of scaling 'block', which gives each {FP8_BLOCK} columns of a token a scale",
@@ -270,8 +270,8 @@ def check_index_values(indices: Tensor, num_experts: int) -> None:
     unchecked.
     """
     index_TK = indices.to(torch.int64)  # E may be more than a narrow dtype holds
-    outside = (index_TK < -1) | (index_TK >= num_experts)
-    require(not bool(outside.any()), "indices", indices[outside].tolist()[:4], f"from -1 to {num_experts - 1}")
+    illegal = (index_TK < -1) | (index_TK >= num_experts)
+    require(not bool(illegal.any()), "indices", indices[illegal].tolist()[:4], f"from -1 to {num_experts - 1}")
 
 
 def check_deepep_sizes(expert_alignment: int, num_worst_tokens: int | None, largest: int) -> None:
@@ -279,24 +279,24 @@ def check_deepep_sizes(expert_alignment: int, num_worst_tokens: int | None, larg
     require(
         is_count(expert_alignment) and expert_alignment >= 1, "expert_alignment", expert_alignment, "a positive integer"
     )
-    right = f"None or at least {largest}, the rows that a rank receives"
+    requirement = f"None or at least {largest}, the rows that a rank receives"
     require(
         num_worst_tokens is None or (is_count(num_worst_tokens) and num_worst_tokens >= largest),
         "num_worst_tokens",
         num_worst_tokens,
-        right,
+        requirement,
     )
 
 
 def check_slab(tokens: PerRank[Tensor], max_tokens_per_rank: int, use_fp8: bool, round_scale: bool) -> None:
     """No rank has more tokens than the slabs were made for, and with FP8 rows are whole blocks."""
     most = max(len(tokens_TH) for tokens_TH in tokens)
-    right = f"a positive integer, at least {most}, the most tokens of a rank"
+    requirement = f"a positive integer, at least {most}, the most tokens of a rank"
     require(
         is_count(max_tokens_per_rank) and max_tokens_per_rank >= max(most, 1),
         "max_tokens_per_rank",
         max_tokens_per_rank,
-        right,
+        requirement,
     )
     require(use_fp8 or not round_scale, "round_scale", round_scale, "False without use_fp8: nothing is scaled")
     hidden = tokens[0].shape[1]
@@ -314,17 +314,17 @@ def check_rows(rows: PerRank[Tensor], shapes: PerRank[tuple[int, ...]]) -> None:
     """
     require(len(rows) == len(shapes), "rows", f"a list of {len(rows)}", f"a list of {len(shapes)}, an entry per rank")
     for rank, (rank_rows, shape) in enumerate(zip(rows, shapes, strict=True)):
-        right = f"[{', '.join(map(str, shape))}, hidden], as dispatch gave them"
+        requirement = f"[{', '.join(map(str, shape))}, hidden], as dispatch gave them"
         require(
             rank_rows.dim() == len(shape) + 1 and tuple(rank_rows.shape[:-1]) == shape,
             f"rows[{rank}]",
             f"of shape {tuple(rank_rows.shape)}",
-            right,
+            requirement,
         )
         same = (
             rank_rows.dtype == rows[0].dtype
             and rank_rows.shape[-1] == rows[0].shape[-1]
             and rank_rows.is_floating_point()
         )
-        right = f"{rows[0].dtype} and floating point, of hidden size {rows[0].shape[-1]}, as rows[0]"
-        require(same, f"rows[{rank}]", f"{rank_rows.dtype} of hidden size {rank_rows.shape[-1]}", right)
+        requirement = f"{rows[0].dtype} and floating point, of hidden size {rows[0].shape[-1]}, as rows[0]"
+        require(same, f"rows[{rank}]", f"{rank_rows.dtype} of hidden size {rank_rows.shape[-1]}", requirement)

@@ -74,8 +74,8 @@ def check_interleave(interleave: int | None, width: int) -> None:
         interleave,
         "None, for halves, or a positive integer",
     )
-    whole = interleave is None or (width // 2) % interleave == 0
-    require(whole, "interleave", interleave, f"a divisor of {width // 2}, half of the width")
+    divides = interleave is None or (width // 2) % interleave == 0
+    require(divides, "interleave", interleave, f"a divisor of {width // 2}, half of the width")
 
 
 def check_input_store(fp8_input_store: bool, kind: str) -> None:
@@ -170,12 +170,12 @@ def check_precision(recipe: Recipe | None, state: LinearState | None, noise: Ten
     require(recipe is not None or noise is None, "noise", "given without a recipe", "None")
     if recipe is not None:
         delayed = recipe.scaling == "delayed"
-        right = "given for delayed scaling, and only for it: a LinearState"
+        requirement = "given for delayed scaling, and only for it: a LinearState"
         require(
             isinstance(state, LinearState) == delayed,
             "state",
             f"{type(state).__name__} with scaling {recipe.scaling!r}",
-            right,
+            requirement,
         )
         override = recipe.backward_override
         require(
@@ -264,9 +264,9 @@ def check_mlp_weights(rows: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, kind
         check_interleave(interleave, width)
         width //= 2
     check_weight("fc2_weight", fc2_weight, rows, width, rows.shape[1])
-    right = fc2_weight.shape[0] == fc1_weight.shape[0]
+    fits = fc2_weight.shape[0] == fc1_weight.shape[0]
     require(
-        right, "fc2_weight", f"of shape {tuple(fc2_weight.shape)}", f"of {fc1_weight.shape[0]} experts, as fc1_weight"
+        fits, "fc2_weight", f"of shape {tuple(fc2_weight.shape)}", f"of {fc1_weight.shape[0]} experts, as fc1_weight"
     )
 
 
@@ -300,10 +300,10 @@ def check_kept(wgrads: object, rows_again: object, recompute: str | None) -> Non
     that is kept; or None.
     """
     require(wgrads is None or isinstance(wgrads, list), "wgrads", type(wgrads).__name__, "a list, or None")
-    right = "a function without arguments, or None"
-    require(rows_again is None or callable(rows_again), "rows_again", type(rows_again).__name__, right)
-    right = "None: the backward runs the experts again from the rows"
-    require(rows_again is None or recompute != "moe", "rows_again", "given with recompute 'moe'", right)
+    requirement = "a function without arguments, or None"
+    require(rows_again is None or callable(rows_again), "rows_again", type(rows_again).__name__, requirement)
+    requirement = "None: the backward runs the experts again from the rows"
+    require(rows_again is None or recompute != "moe", "rows_again", "given with recompute 'moe'", requirement)
 
 
 def check_pairs(state: object, noise: object, amaxes: object = None) -> None:

@@ -51,14 +51,14 @@ class LayerConfig:
     recipe: Recipe | None = None  # of the routed experts' products
 
     def __post_init__(self) -> None:
-        known = self.dispatcher in DISPATCHERS
-        require(known, "dispatcher", repr(self.dispatcher), f"one of {', '.join(DISPATCHERS)}")
+        listed = self.dispatcher in DISPATCHERS
+        require(listed, "dispatcher", repr(self.dispatcher), f"one of {', '.join(DISPATCHERS)}")
         shards = self.expert_tensor_parallel
         require(is_count(shards) and shards >= 1, "expert_tensor_parallel", shards, "a positive integer")
         for name in PROGRAMS:
-            most, own = getattr(self, name), self.dispatcher == "hybridep"
-            right = "None or a positive integer" if own else f"None with {self.dispatcher}: hybridep alone has it"
-            require(most is None or (own and is_count(most) and most >= 1), name, most, right)
+            most, hybrid = getattr(self, name), self.dispatcher == "hybridep"
+            legal = "None or a positive integer" if hybrid else f"None with {self.dispatcher}: hybridep alone has it"
+            require(most is None or (hybrid and is_count(most) and most >= 1), name, most, legal)
         if self.jitter_eps is not None:
             check_jitter(self.jitter_eps)
         if self.num_rows is not None:
@@ -68,8 +68,8 @@ class LayerConfig:
     def dispatch(self) -> dict[str, Any]:
         """The settings of the dispatcher over ranks."""
         shards = self.expert_tensor_parallel if self.dispatcher in SHARDING else 1
-        given = {"num_rows": self.num_rows, "expert_tensor_parallel": None if shards == 1 else shards}
-        return _given(given | {"num_sms": self.num_sms, "num_blocks": self.num_blocks_permute})
+        settings = {"num_rows": self.num_rows, "expert_tensor_parallel": None if shards == 1 else shards}
+        return _given(settings | {"num_sms": self.num_sms, "num_blocks": self.num_blocks_permute})
 
     @property
     def combine(self) -> dict[str, Any]:
@@ -160,18 +160,18 @@ def split_experts(parameters: LayerParameters, ranks: int, config: LayerConfig |
     width = parameters.fc2_weight.shape[2]
     require(width % shards == 0, "fc2_weight", f"of width {width}", f"of a multiple of {shards}, the shards")
     halves = 2 if shards > 1 and config is not None and config.kind in GATED and config.interleave is None else 1
-    given = {name: x.chunk(ranks // shards) for name in OF_EXPERTS if (x := getattr(parameters, name)) is not None}
+    chunks = {name: x.chunk(ranks // shards) for name in OF_EXPERTS if (x := getattr(parameters, name)) is not None}
     split = []
     for rank in range(ranks):
-        own, shard = {name: x[rank // shards] for name, x in given.items()}, rank % shards
+        local_experts, shard = {name: x[rank // shards] for name, x in chunks.items()}, rank % shards
         if shards > 1:
             cut = {
                 n: x.unflatten(1, (halves, -1)).chunk(shards, 2)[shard].flatten(1, 2)
-                for n, x in own.items()
+                for n, x in local_experts.items()
                 if n[:3] == "fc1"
             }
-            own |= cut | {"fc2_weight": own["fc2_weight"].chunk(shards, 2)[shard]}
-        split.append(parameters._replace(**own))
+            local_experts |= cut | {"fc2_weight": local_experts["fc2_weight"].chunk(shards, 2)[shard]}
+        split.append(parameters._replace(**local_experts))
     return split
 
 
@@ -183,23 +183,23 @@ def check_layer(
     """The rules of `moe_layer` that no stage has."""
     check_tokens(x)
     check_expert_split(config.router.num_experts, len(x), config.expert_tensor_parallel)
-    for name, given in (
+    for name, values in (
         ("parameters", parameters), ("states", states), ("padding_mask", padding_mask or x), ("noise", noise or x),
         ("linear_states", linear_states or x),
     ):  # fmt: skip
-        require(len(given) == len(x), name, f"a list of {len(given)}", f"a list of {len(x)}, an entry per rank")
-    for own in parameters:
-        check_parameters(own, config, len(x))
+        require(len(values) == len(x), name, f"a list of {len(values)}", f"a list of {len(x)}, an entry per rank")
+    for rank_parameters in parameters:
+        check_parameters(rank_parameters, config, len(x))
     for own_mask, own_x in zip(padding_mask or (), x, strict=False):
         check_padding_mask(own_mask, own_x.shape[0])
     for own_noise, own_x in zip(noise or (), x, strict=False):
         wanted = "None: there is no jitter" if config.jitter_eps is None else f"of {tuple(own_x.shape)}"
-        right = config.jitter_eps is not None and own_noise.shape == own_x.shape
-        require(right, "noise", f"of shape {tuple(own_noise.shape)}", wanted)
+        fits = config.jitter_eps is not None and own_noise.shape == own_x.shape
+        require(fits, "noise", f"of shape {tuple(own_noise.shape)}", wanted)
     stateful = config.recipe is not None and config.recipe.scaling == "delayed"
     missing = "given with a recipe of delayed scaling, and only with it: a pair for fc1 and fc2"
-    found = "None" if linear_states is None else "given"
-    require(stateful == (linear_states is not None), "linear_states", found, missing)
+    value = "None" if linear_states is None else "given"
+    require(stateful == (linear_states is not None), "linear_states", value, missing)
 
 
 def check_recompute(recompute: str | Sequence[str] | None) -> tuple[bool, str | None]:
@@ -214,10 +214,10 @@ def check_parameters(parameters: LayerParameters, config: LayerConfig, ranks: in
     """The rank's share of the experts, and pairs of weights. Each shard would add a second bias."""
     shards = config.expert_tensor_parallel
     shape, local = tuple(parameters.fc1_weight.shape), config.router.num_experts * shards // ranks
-    right = f"of {local} experts, {config.router.num_experts} over {ranks // shards} groups of ranks"
+    requirement = f"of {local} experts, {config.router.num_experts} over {ranks // shards} groups of ranks"
     no_bias = f"None with {shards} shards of each expert, each of which would add it"
     require(shards == 1 or parameters.fc2_bias is None, "fc2_bias", "given", no_bias)
-    require(shape[:1] == (local,), "fc1_weight", f"of shape {shape}", right)
+    require(shape[:1] == (local,), "fc1_weight", f"of shape {shape}", requirement)
     for pair in (("latent_down", "latent_up"), ("shared_fc1_weight", "shared_fc2_weight")):
-        given = [getattr(parameters, name) is not None for name in pair]
-        require(given[0] == given[1], pair[1], "given" if given[1] else "None", f"given together with {pair[0]}")
+        present = [getattr(parameters, name) is not None for name in pair]
+        require(present[0] == present[1], pair[1], "given" if present[1] else "None", f"given together with {pair[0]}")

@@ -58,14 +58,14 @@ def check_num_experts(num_experts: int) -> None:
     require(is_count(num_experts) and num_experts >= 1, "num_experts", num_experts, "a positive integer")
 
 
-def check_whole(key: str, whole: Any, num_experts: int) -> None:
+def check_whole(key: str, packed: Any, num_experts: int) -> None:
     """A packed parameter has a member per expert, or rows that the experts share equally."""
-    if isinstance(whole, Sequence):
-        require(len(whole) == num_experts, key, f"of {len(whole)} members", f"of {num_experts}, one per expert")
+    if isinstance(packed, Sequence):
+        require(len(packed) == num_experts, key, f"of {len(packed)} members", f"of {num_experts}, one per expert")
         return
-    right = f"a tensor whose first dimension is a multiple of {num_experts}, or a list of tensors"
-    require(isinstance(whole, Tensor) and whole.dim() > 0, key, f"a {type(whole).__name__} without rows", right)
-    require(whole.shape[0] % num_experts == 0, key, f"of shape {tuple(whole.shape)}", right)
+    expected = f"a tensor whose first dimension is a multiple of {num_experts}, or a list of tensors"
+    require(isinstance(packed, Tensor) and packed.dim() > 0, key, f"a {type(packed).__name__} without rows", expected)
+    require(packed.shape[0] % num_experts == 0, key, f"of shape {tuple(packed.shape)}", expected)
 
 
 def check_members(key: str, members: Sequence[Tensor]) -> None:
@@ -75,8 +75,8 @@ def check_members(key: str, members: Sequence[Tensor]) -> None:
 
 
 def check_layout_of_experts(layout: str) -> None:
-    known = f"one of {', '.join(LAYOUTS_OF_EXPERTS)}"
-    require(layout in LAYOUTS_OF_EXPERTS, "layout", repr(layout), known)
+    requirement = f"one of {', '.join(LAYOUTS_OF_EXPERTS)}"
+    require(layout in LAYOUTS_OF_EXPERTS, "layout", repr(layout), requirement)
 
 
 def check_conversion(state: State, source: Sequence[str], target: Sequence[str]) -> None:
@@ -91,9 +91,9 @@ def check_extra_state(key: str, extra: State, num_experts: int) -> None:
     """The last dimension of each tensor has its columns of all experts."""
     for name, columns in COLUMNS.items():
         x = extra.get(name)
-        right = f"a tensor whose last dimension is {columns * num_experts}"
+        requirement = f"a tensor whose last dimension is {columns * num_experts}"
         fits = isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == columns * num_experts
-        require(fits, f"{key}[{name!r}]", _described(x), right)
+        require(fits, f"{key}[{name!r}]", _described(x), requirement)
 
 
 def check_shard_parameters(
@@ -101,13 +101,13 @@ def check_shard_parameters(
 ) -> None:
     """Ranks are among their number, and no parameter is unknown."""
     check_num_experts(num_experts)
-    for name, place, count in (("rank", rank, ranks), ("tensor_rank", tensor_rank, tensor_ranks)):
+    for name, number, count in (("rank", rank, ranks), ("tensor_rank", tensor_rank, tensor_ranks)):
         require(is_count(count) and count >= 1, f"{name}s", count, "a positive integer")
-        require(is_count(place) and 0 <= place < count, name, place, f"from 0 to {count - 1}")
+        require(is_count(number) and 0 <= number < count, name, number, f"from 0 to {count - 1}")
     check_expert_split(num_experts, ranks)
     local = range(num_experts // ranks)
-    known = {key for name in TENSOR_AXIS for key in (name, *(f"{name}{e}" for e in local))}
-    unknown = [key for key in parameters if key not in known]
+    known_keys = {key for name in TENSOR_AXIS for key in (name, *(f"{name}{e}" for e in local))}
+    unknown = [key for key in parameters if key not in known_keys]
     require(not unknown, "parameters", f"with {', '.join(unknown)}", f"of {', '.join(TENSOR_AXIS)}")
 
 
@@ -135,8 +135,8 @@ def check_upcycle(
     require(fc2_weight.dim() == 2, "fc2_weight", _described(fc2_weight), "[H,F]")
     (experts, hidden), width = router_weight_EH.shape, fc2_weight.shape[1]
     require(is_count(topk) and 1 <= topk <= experts, "topk", topk, f"from 1 to {experts}")
-    whole = is_count(granularity) and granularity >= 1 and experts % granularity == 0 and width % granularity == 0
-    require(whole, "granularity", granularity, f"a divisor of {experts} experts and of the dense width {width}")
+    divides = is_count(granularity) and granularity >= 1 and experts % granularity == 0 and width % granularity == 0
+    require(divides, "granularity", granularity, f"a divisor of {experts} experts and of the dense width {width}")
     check_float("fc1_weight", fc1_weight, (halves * width, hidden), router_weight_EH)
     check_float("fc2_weight", fc2_weight, (hidden, width), router_weight_EH)
     for name, bias, length in (("fc1_bias", fc1_bias, halves * width), ("fc2_bias", fc2_bias, hidden)):

@@ -79,8 +79,8 @@ def check_permute(
     """The rules of `permute`."""
     require(tokens.dim() == 2, "tokens", f"of shape {tuple(tokens.shape)}", "[tokens, hidden]")
     check_map(routing_map)
-    right = f"[{tokens.shape[0]}, experts], a row per token"
-    require(routing_map.shape[0] == tokens.shape[0], "routing_map", f"of shape {tuple(routing_map.shape)}", right)
+    requirement = f"[{tokens.shape[0]}, experts], a row per token"
+    require(routing_map.shape[0] == tokens.shape[0], "routing_map", f"of shape {tuple(routing_map.shape)}", requirement)
     require(
         routing_map.device == tokens.device,
         "routing_map",
@@ -106,8 +106,8 @@ def check_permute(
         "None: a capacity fixes the rows at experts × capacity",
     )
     require(num_rows is None or (is_count(num_rows) and num_rows >= 0), "num_rows", num_rows, "None or an integer ≥ 0")
-    whole = num_rows is None or align is None or num_rows % align == 0
-    require(whole, "num_rows", num_rows, f"a multiple of align {align}, so that every segment is")
+    divides = num_rows is None or align is None or num_rows % align == 0
+    require(divides, "num_rows", num_rows, f"a multiple of align {align}, so that every segment is")
 
 
 def check_unpermute(
@@ -122,12 +122,12 @@ def check_unpermute(
         f"[{row_map_rows}, hidden], as the row_map was made",
     )
     if restore_shape is not None:
-        right = (row_map_tokens, rows.shape[1])
+        shape = (row_map_tokens, rows.shape[1])
         require(
-            tuple(restore_shape) == right,
+            tuple(restore_shape) == shape,
             "restore_shape",
             tuple(restore_shape),
-            f"{right}: the row_map's tokens, the rows' hidden size",
+            f"{shape}: the row_map's tokens, the rows' hidden size",
         )
     if probs is not None:
         check_probs(probs, (row_map_tokens, row_map_experts), rows)
@@ -153,8 +153,8 @@ def check_indices(indices: Tensor, probs: Tensor, num_experts: int) -> None:
     """The rules of `indices_to_multihot` that do not read the device."""
     require(indices.dim() == 2, "indices", f"of shape {tuple(indices.shape)}", "[tokens, slots]")
     require(not indices.is_floating_point(), "indices", f"of dtype {indices.dtype}", "integer")
-    right = is_count(num_experts) and 1 <= num_experts <= MAX_EXPERTS
-    require(right, "num_experts", num_experts, f"an integer from 1 to {MAX_EXPERTS}")
+    legal = is_count(num_experts) and 1 <= num_experts <= MAX_EXPERTS
+    require(legal, "num_experts", num_experts, f"an integer from 1 to {MAX_EXPERTS}")
     check_probs(probs, tuple(indices.shape), indices)
 
 

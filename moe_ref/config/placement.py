@@ -27,18 +27,18 @@ class PlacementError(ValueError):
 class Step:
     """`out` of its operands.
 
-    how: product   by `letters`, "TH,EH->TE"
-         apply     not linear, element by element; or a choice
-         add       operands that are placed alike
-         move      by `letters`, "T->E": where `over` cuts T it then cuts E; "T->" gathers
-         reduce    the partial sums `over` these axes are added; then the letter cuts the result
+    rule: product   by `letters`, "TH,EH->TE"
+          apply     not linear, element by element; or a choice
+          add       operands that are placed alike
+          move      by `letters`, "T->E": where `axes` cut T they then cut E; "T->" gathers
+          reduce    the partial sums over `axes` are added; then the letter cuts the result
     """
 
     out: str
     operands: tuple[str, ...]
-    how: str
+    rule: str
     letters: str = ""
-    over: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Plan:
     axes: tuple[str, ...]
     inputs: Mapping[str, Placement]
     steps: tuple[Step, ...]
-    left: tuple[str, ...]
+    open_sums: tuple[str, ...]
 
     def places(self) -> dict[str, Placement]:
         """The placement of every tensor, in the order of the steps.
@@ -58,28 +58,28 @@ class Plan:
             PlacementError: a step reads a partial sum, or operands that do not fit; or at the end
                 other partial sums are left than those for the caller.
         """
-        found = dict(self.inputs)
+        places = dict(self.inputs)
         for step in self.steps:
-            operands = [found[name] for name in step.operands]
-            found[step.out] = {axis: RULES[step.how](step, axis, [x[axis] for x in operands]) for axis in self.axes}
+            operands = [places[name] for name in step.operands]
+            places[step.out] = {axis: RULES[step.rule](step, axis, [x[axis] for x in operands]) for axis in self.axes}
         read = {name for step in self.steps for name in step.operands}
-        for name, place in found.items():
-            over = [axis for axis, at in place.items() if at == PARTIAL]
-            if over and name not in read and name not in self.left:
-                raise PlacementError(f"{name} is a partial sum over {', '.join(over)} that no rank adds")
-            if not over and name in self.left:
+        for name, placement in places.items():
+            summed_axes = [axis for axis, at in placement.items() if at == PARTIAL]
+            if summed_axes and name not in read and name not in self.open_sums:
+                raise PlacementError(f"{name} is a partial sum over {', '.join(summed_axes)} that no rank adds")
+            if not summed_axes and name in self.open_sums:
                 raise PlacementError(f"{name} is left to the caller to add, and is no partial sum")
-        return found
+        return places
 
 
 def _product(step: Step, axis: str, at: list[str]) -> str:
-    given, result = step.letters.split("->")
-    letters = given.split(",")
-    cut = {place for place in at if place not in (PARTIAL, WHOLE)}
-    for name, own, place in zip(step.operands, letters, at, strict=True):
-        if place == PARTIAL and (cut or at.count(PARTIAL) > 1):
+    factors, result = step.letters.split("->")
+    letters = factors.split(",")
+    cut = {placement for placement in at if placement not in (PARTIAL, WHOLE)}
+    for name, operand_letters, placement in zip(step.operands, letters, at, strict=True):
+        if placement == PARTIAL and (cut or at.count(PARTIAL) > 1):
             raise PlacementError(f"{step.out} multiplies {name}, a partial sum over {axis} that no rank has added")
-        if any(letter in own and place != letter for letter in cut):
+        if any(letter in operand_letters and placement != letter for letter in cut):
             raise PlacementError(f"{step.out} needs {name} as the other operands are: cut over {axis}, by {cut.pop()}")
     if PARTIAL in at:
         return PARTIAL
@@ -87,8 +87,8 @@ def _product(step: Step, axis: str, at: list[str]) -> str:
 
 
 def _apply(step: Step, axis: str, at: list[str]) -> str:
-    for name, place in zip(step.operands, at, strict=True):
-        if place == PARTIAL:
+    for name, placement in zip(step.operands, at, strict=True):
+        if placement == PARTIAL:
             raise PlacementError(f"{step.out} reads {name}, a partial sum over {axis} that no rank has added")
     return _add(step, axis, at)
 
@@ -100,14 +100,14 @@ def _add(step: Step, axis: str, at: list[str]) -> str:
 
 
 def _move(step: Step, axis: str, at: list[str]) -> str:
-    before, after = step.letters.split("->")
-    return after if axis in step.over and at[0] == before else at[0]
+    source, target = step.letters.split("->")
+    return target if axis in step.axes and at[0] == source else at[0]
 
 
 def _reduce(step: Step, axis: str, at: list[str]) -> str:
-    if axis in step.over and at[0] != PARTIAL:
+    if axis in step.axes and at[0] != PARTIAL:
         raise PlacementError(f"{step.out} adds {step.operands[0]} over {axis}, which is no partial sum there")
-    return step.letters if axis in step.over else at[0]
+    return step.letters if axis in step.axes else at[0]
 
 
 RULES: dict[str, Callable[[Step, str, list[str]], str]] = {
@@ -130,13 +130,13 @@ def plan_of(dispatcher: str, axes: tuple[str, ...]) -> Plan:
     """
     if dispatcher not in DISPATCHERS or ("tp" in axes and dispatcher not in ("allgather", "alltoall")):
         raise ValueError(f"dispatcher is {dispatcher!r} over {axes}; tp needs allgather or alltoall")
-    tokens, whole = dict.fromkeys(axes, "T"), dict.fromkeys(axes, WHOLE)
-    experts = whole | {axis: letter for axis, letter in (("ep", "E"), ("tp", "F")) if axis in axes}
-    inputs = {"x": tokens, "d_output": tokens} | dict.fromkeys(REPLICATED, whole) | dict.fromkeys(OF_RANKS, experts)
+    tokens, copies = dict.fromkeys(axes, "T"), dict.fromkeys(axes, WHOLE)
+    experts = copies | {axis: letter for axis, letter in (("ep", "E"), ("tp", "F")) if axis in axes}
+    inputs = {"x": tokens, "d_output": tokens} | dict.fromkeys(REPLICATED, copies) | dict.fromkeys(OF_RANKS, experts)
     steps = (*_forward(dispatcher, axes), *_backward(dispatcher, axes))
     summed = (*(REPLICATED if axes else ()), *(OF_RANKS if "dp" in axes else ()))
-    left = tuple(f"d_{name}" for name in summed)
-    return Plan(dispatcher, axes, inputs, steps, left)
+    open_sums = tuple(f"d_{name}" for name in summed)
+    return Plan(dispatcher, axes, inputs, steps, open_sums)
 
 
 REPLICATED = ("router_weight", "latent_down", "latent_up", "shared_fc1_weight", "shared_fc2_weight")
@@ -153,13 +153,13 @@ def _among(axes: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 def _there(out: str, of: str, dispatcher: str, axes: tuple[str, ...]) -> Iterable[Step]:
     """Rows of tokens to the ranks of their experts; every rank of `tp` has all of an expert's."""
-    over, tensor = _among(axes, "ep"), _among(axes, "tp")
+    expert_axes, tensor = _among(axes, "ep"), _among(axes, "tp")
     if dispatcher == "allgather":
-        yield Step(f"{out}_of_all", (of,), "move", "T->", over + tensor)
-        yield Step(out, (f"{out}_of_all",), "move", "->E", over)
+        yield Step(f"{out}_of_all", (of,), "move", "T->", expert_axes + tensor)
+        yield Step(out, (f"{out}_of_all",), "move", "->E", expert_axes)
         return
     yield Step(f"{out}_of_shards", (of,), "move", "T->", tensor)
-    yield Step(out, (f"{out}_of_shards",), "move", "T->E", over)
+    yield Step(out, (f"{out}_of_shards",), "move", "T->E", expert_axes)
 
 
 def _home(out: str, of: str, axes: tuple[str, ...]) -> Iterable[Step]:

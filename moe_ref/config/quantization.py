@@ -198,8 +198,8 @@ def check_quantize(
     require(isinstance(recipe, Recipe), "recipe", repr(recipe), "a Recipe")
     check_role(role)
     require(x.dim() == 2, "x", f"of shape {tuple(x.shape)}", "[rows, columns]")
-    known = x.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    require(known, "x", f"of dtype {x.dtype}", "float64, float32, bfloat16 or float16")
+    legal = x.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    require(legal, "x", f"of dtype {x.dtype}", "float64, float32, bfloat16 or float16")
     require(rowwise or columnwise, "rowwise", "False with columnwise False", "True, or columnwise True")
     if splits is not None:
         require(
@@ -227,14 +227,14 @@ def check_state(recipe: Recipe, state: QuantizerState | None, groups: int) -> No
     require(state is not None, "state", None, "given for delayed scaling: see new_quantizer_state")
     assert state is not None
     history, scale = tuple(state.amax_history.shape), tuple(state.scale.shape)
-    right = (groups, recipe.amax_history_len)
+    shape = (groups, recipe.amax_history_len)
     require(
-        history == right,
+        history == shape,
         "state",
         f"with amax_history of shape {history}",
-        f"of shape {right}: groups, amax_history_len",
+        f"of shape {shape}: groups, amax_history_len",
     )
-    require(scale == right[:1], "state", f"with scale of shape {scale}", f"of shape {right[:1]}")
+    require(scale == shape[:1], "state", f"with scale of shape {scale}", f"of shape {shape[:1]}")
     require(
         state.amax_history.dtype == state.scale.dtype == torch.float32,
         "state",
@@ -260,9 +260,9 @@ def _check_nvfp4(x: Tensor, recipe: Recipe, role: str, columnwise: bool, noise: 
         return
     if noise is None:
         return  # `quantize` draws it
-    right = (2, *x.shape)
+    shape = (2, *x.shape)
     require(
-        tuple(noise.shape) == right, "noise", f"of shape {tuple(noise.shape)}", f"of shape {right}: rowwise, columnwise"
+        tuple(noise.shape) == shape, "noise", f"of shape {tuple(noise.shape)}", f"of shape {shape}: rowwise, columnwise"
     )
     require(noise.is_floating_point(), "noise", f"of dtype {noise.dtype}", "floating point")
 

@@ -230,8 +230,8 @@ def check_topk_routing(
         )
         check_float("expert_bias", expert_bias, (logits.shape[1],), logits)
     if precomputed_indices is not None:
-        shape, right = tuple(precomputed_indices.shape), (logits.shape[0], topk)
-        require(shape == right, "precomputed_indices", f"of shape {shape}", f"of shape {right}")
+        shape, index_shape = tuple(precomputed_indices.shape), (logits.shape[0], topk)
+        require(shape == index_shape, "precomputed_indices", f"of shape {shape}", f"of shape {index_shape}")
         require(
             not precomputed_indices.is_floating_point(),
             "precomputed_indices",
@@ -276,9 +276,9 @@ def check_load_balancing_loss(
         "[rows, columns], floating point",
     )
     require(is_count(num_experts) and num_experts >= 1, "num_experts", num_experts, "a positive integer")
-    whole = scores.shape[1] % num_experts == 0 and scores.shape[1] > 0
+    divides = scores.shape[1] % num_experts == 0 and scores.shape[1] > 0
     require(
-        whole,
+        divides,
         "scores",
         f"of shape {tuple(scores.shape)}",
         f"with a positive multiple of num_experts {num_experts} columns",
@@ -320,17 +320,17 @@ def check_route(
     logits: Tensor, config: RouterConfig, batch_size: int, replay: str, replay_target: Tensor | None, queued: int
 ) -> None:
     """The rules of `route`."""
-    right = f"[tokens, {config.num_experts}], the experts of the configuration"
-    require(logits.shape[1] == config.num_experts, "logits", f"of shape {tuple(logits.shape)}", right)
-    whole = is_count(batch_size) and batch_size >= 1 and logits.shape[0] % batch_size == 0
-    require(whole, "batch_size", batch_size, f"a positive divisor of the {logits.shape[0]} tokens")
+    requirement = f"[tokens, {config.num_experts}], the experts of the configuration"
+    require(logits.shape[1] == config.num_experts, "logits", f"of shape {tuple(logits.shape)}", requirement)
+    divides = is_count(batch_size) and batch_size >= 1 and logits.shape[0] % batch_size == 0
+    require(divides, "batch_size", batch_size, f"a positive divisor of the {logits.shape[0]} tokens")
     require(replay in REPLAYS, "replay", repr(replay), f"one of {', '.join(REPLAYS)}")
-    right = "none with sinkhorn, which has no indices to replay"
-    require(replay == "none" or not config.sinkhorn, "replay", repr(replay), right)
-    given = (replay_target is not None) == (replay == "forward")
-    require(given, "replay_target", "missing or not wanted", "given with replay='forward', and only then")
-    right = "preceded by as many forward replays"
-    require(replay != "backward" or queued > 0, "replay", "backward with an empty queue", right)
+    requirement = "none with sinkhorn, which has no indices to replay"
+    require(replay == "none" or not config.sinkhorn, "replay", repr(replay), requirement)
+    consistent = (replay_target is not None) == (replay == "forward")
+    require(consistent, "replay_target", "missing or not wanted", "given with replay='forward', and only then")
+    requirement = "preceded by as many forward replays"
+    require(replay != "backward" or queued > 0, "replay", "backward with an empty queue", requirement)
 
 
 def check_jitter(eps: float) -> None:

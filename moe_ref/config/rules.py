@@ -10,12 +10,12 @@ from torch import Tensor
 MAX_EXPERTS = 32767  # an expert id fits in 16 bits, the width that fused routing metadata may store it in
 
 
-def require(condition: bool, argument: str, value: object, right: str) -> None:
-    """Raise `ValueError` with `argument`, its `value` and the right values, unless `condition`
+def require(condition: bool, argument: str, value: object, requirement: str) -> None:
+    """Raise `ValueError` with `argument`, its `value` and the `requirement`, unless `condition`
     holds.
     """
     if not condition:
-        raise ValueError(f"{argument} is {value}; it must be {right}")
+        raise ValueError(f"{argument} is {value}; it must be {requirement}")
 
 
 def is_count(value: object) -> bool:

@@ -97,9 +97,9 @@ def deepep_dispatch(
     require(one_per_token, "scales", "of other sizes", "a row per token")
     rank_probs: Sequence[Tensor | None] = [None] * len(tokens) if probs is None else probs
     options: dict[str, Any] = {"num_experts": num_experts, "policy": policy or IndexPolicy()}
-    kept = [apply_index_policy(*slots, **options) for slots in zip(indices, rank_probs, strict=True)]
-    index_GK = torch.cat([kept_indices for kept_indices, _ in kept])
-    plan = plan_of_indices([kept_indices for kept_indices, _ in kept], num_experts)
+    retained_slots = [apply_index_policy(*slots, **options) for slots in zip(indices, rank_probs, strict=True)]
+    index_GK = torch.cat([kept_indices for kept_indices, _ in retained_slots])
+    plan = plan_of_indices([kept_indices for kept_indices, _ in retained_slots], num_experts)
     row_tokens = [plan.distinct_tokens(rank) for rank in range(plan.ranks)]
     check_deepep_sizes(expert_alignment, num_worst_tokens, max(map(len, row_tokens)))
     if num_worst_tokens is not None:
@@ -109,7 +109,7 @@ def deepep_dispatch(
     local_indices = [_local_indices(index_GK, tokens_D, rank, plan) for rank, tokens_D in enumerate(row_tokens)]
     row_probs: Sequence[Tensor | None] = [None] * plan.ranks
     if probs is not None:
-        moved = move([kept_probs for _, kept_probs in kept if kept_probs is not None], row_tokens)
+        moved = move([kept_probs for _, kept_probs in retained_slots if kept_probs is not None], row_tokens)
         row_probs = [torch.where(i_DK >= 0, p_DK, 0) for i_DK, p_DK in zip(local_indices, moved, strict=True)]
     no_scales: Sequence[Tensor | None] = [None] * plan.ranks
     row_scales = no_scales if scales is None else move([scales_T.detach() for scales_T in scales], row_tokens)
@@ -163,10 +163,10 @@ def deepep_combine(
     plan = plan_of(handles, DeepEPHandle, rows)
     row_tokens = handles[0].row_tokens
     require(len(biases) <= 2, "biases", f"{len(biases)} lists", "at most two")
-    right = [(count, rows[0].shape[1]) for count in plan.tokens]
+    token_shapes = [(count, rows[0].shape[1]) for count in plan.tokens]
     for bias in biases:
         shapes = [tuple(bias_TH.shape) for bias_TH in bias]
-        require(shapes == right, "biases", shapes, str(right))
+        require(shapes == token_shapes, "biases", shapes, str(token_shapes))
     tokens = sum_flat(rows, row_tokens, plan.tokens, biases)
     no_probs: Sequence[Tensor | None] = [None] * plan.ranks
     if probs is not None:

@@ -56,10 +56,10 @@ def plan_of(handles: PerRank[Any], kind: type[Handle], rows: PerRank[Tensor] | N
     """The plan that the handles of all ranks share; the rows are checked against it."""
     require(len(handles) >= 1, "handles", "an empty list", "a list with an entry per rank")
     for rank, handle in enumerate(handles):
-        value, right = type(handle).__name__, f"{kind.__name__} of rank {rank}, of the same call as the others"
-        require(isinstance(handle, kind), f"handles[{rank}]", value, right)
+        value, requirement = type(handle).__name__, f"{kind.__name__} of rank {rank}, of the same call as the others"
+        require(isinstance(handle, kind), f"handles[{rank}]", value, requirement)
         value += f" of rank {handle.rank}" if handle.plan is handles[0].plan else " of another call"
-        require(value == f"{kind.__name__} of rank {rank}", f"handles[{rank}]", value, right)
+        require(value == f"{kind.__name__} of rank {rank}", f"handles[{rank}]", value, requirement)
     ranks = handles[0].plan.ranks
     require(len(handles) == ranks, "handles", f"a list of {len(handles)}", f"a list of {ranks}, an entry per rank")
     if rows is not None:
@@ -71,5 +71,5 @@ def check_resent(tokens: PerRank[Tensor], plan: RoutePlan) -> None:
     """Other tokens of the same routing: as many on each rank as the plan has."""
     check_tokens(tokens)
     value = f"of {[len(tokens_TH) for tokens_TH in tokens]} rows"
-    right = f"of {list(plan.tokens)} rows, as the handles have"
-    require(tuple(map(len, tokens)) == plan.tokens, "tokens", value, right)
+    requirement = f"of {list(plan.tokens)} rows, as the handles have"
+    require(tuple(map(len, tokens)) == plan.tokens, "tokens", value, requirement)

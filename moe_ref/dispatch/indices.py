@@ -31,8 +31,8 @@ def flatten_experts(x_TE: Tensor, *, expert_parallel: int, expert_tensor_paralle
     Source: MoEFlexTokenDispatcher's _initialize_metadata.
     """
     check_flatten_experts(x_TE, expert_parallel, expert_tensor_parallel)
-    parts = x_TE.unflatten(1, (expert_parallel, 1, -1))
-    copies = parts.expand(-1, -1, expert_tensor_parallel, -1).clone(memory_format=torch.contiguous_format)
+    groups = x_TE.unflatten(1, (expert_parallel, 1, -1))
+    copies = groups.expand(-1, -1, expert_tensor_parallel, -1).clone(memory_format=torch.contiguous_format)
     return copies.flatten(1)
 
 
@@ -75,8 +75,8 @@ def apply_index_policy(
         empty_TK = empty_TK | repeats_TK
     if policy.zero_prob == "drop" and probs_TK is not None:
         empty_TK = empty_TK | (probs_TK == 0)
-    kept = None if probs_TK is None else torch.where(empty_TK, torch.zeros_like(probs_TK), probs_TK)
-    return torch.where(empty_TK, EMPTY, indices_TK), kept
+    retained_TK = None if probs_TK is None else torch.where(empty_TK, torch.zeros_like(probs_TK), probs_TK)
+    return torch.where(empty_TK, EMPTY, indices_TK), retained_TK
 
 
 def _named_again(indices_TK: Tensor) -> Tensor:

@@ -69,18 +69,18 @@ def deepep_low_latency_dispatch(
     check_rank_indices(tokens, indices, None, num_experts)
     check_slab(tokens, max_tokens_per_rank, use_fp8, round_scale)
     policy, slab = policy or IndexPolicy(), len(tokens) * max_tokens_per_rank
-    kept = [apply_index_policy(index_TK, None, num_experts=num_experts, policy=policy)[0] for index_TK in indices]
-    plan = plan_of_indices(kept, num_experts, Layout(segment=slab))
+    rank_slots = [apply_index_policy(index_TK, None, num_experts=num_experts, policy=policy)[0] for index_TK in indices]
+    plan = plan_of_indices(rank_slots, num_experts, Layout(segment=slab))
     row_tokens = plan.row_tokens_of_ranks()
     shape = (plan.local_experts, slab)
     scales: list[Tensor | None] = [None] * plan.ranks
-    sent = list(tokens)
+    payload = list(tokens)
     if use_fp8:
         codes, wire_scales = zip(
             *(quantize_for_wire(x_TH.detach(), round_scale=round_scale) for x_TH in tokens), strict=True
         )
-        sent, scales = list(codes), [scale.unflatten(0, shape) for scale in move(wire_scales, row_tokens)]
-    rows = move(sent, row_tokens)
+        payload, scales = list(codes), [scale.unflatten(0, shape) for scale in move(wire_scales, row_tokens)]
+    rows = move(payload, row_tokens)
     _, local_G = owners(plan.tokens, plan.token_R.device)
     results = []
     for rank, token_P in enumerate(row_tokens):
@@ -125,8 +125,8 @@ def deepep_low_latency_combine(
     require(tuple(lengths) == plan.tokens, "indices", f"of {lengths} rows", f"of {list(plan.tokens)} rows")
     check_rank_probs(probs, indices)
     used = int(plan.slot_R.max()) + 1 if len(plan.slot_R) else 0
-    right = f"of at least {used} slots, as dispatch was given them"
-    require(indices[0].shape[1] >= used, "indices", f"of shape {tuple(indices[0].shape)}", right)
+    requirement = f"of at least {used} slots, as dispatch was given them"
+    require(indices[0].shape[1] >= used, "indices", f"of shape {tuple(indices[0].shape)}", requirement)
     accumulator = accumulator_dtype(torch.promote_types(rows[0].dtype, probs[0].dtype))
     all_rows = torch.cat([slabs.flatten(0, 1).to(accumulator) for slabs in rows])
     prob_GK = torch.cat(list(probs)).to(accumulator)

@@ -79,9 +79,9 @@ class RoutePlan:
 
     def copies(self, rank: int) -> Tensor:
         """[P]: the copy in each row of the rank's buffer, or PADDING."""
-        inside = ((self.row_R != PADDING) & (self.expert_R // self.local_experts == rank)).nonzero().flatten()
-        copy_P = torch.full((self.num_rows[rank],), PADDING, device=inside.device)
-        return copy_P.index_copy(0, self.row_R[inside], inside)
+        local_copies = ((self.row_R != PADDING) & (self.expert_R // self.local_experts == rank)).nonzero().flatten()
+        copy_P = torch.full((self.num_rows[rank],), PADDING, device=local_copies.device)
+        return copy_P.index_copy(0, self.row_R[local_copies], local_copies)
 
     def row_tokens(self, rank: int) -> Tensor:
         """[P]: the token in each row of the rank's buffer, or PADDING."""
@@ -182,8 +182,8 @@ def _plan(
     chunk_EW = count_EW if layout.chunk is None else torch.full_like(count_EW, layout.chunk)
     whole_E = chunk_EW.sum(1) if layout.segment is None else torch.full_like(chunk_EW[:, 0], layout.segment)
     fullest = int(chunk_EW.sum(1).max())
-    right = f"at least {fullest}, the copies that one expert gets"
-    require(layout.segment is None or fullest <= layout.segment, "segment", layout.segment, right)
+    requirement = f"at least {fullest}, the copies that one expert gets"
+    require(layout.segment is None or fullest <= layout.segment, "segment", layout.segment, requirement)
     whole_WL = round_up(whole_E, layout.align).reshape(ranks, -1)
     start_WL = exclusive_sum(whole_WL)
 

@@ -27,12 +27,12 @@ class _Groups:
         with self.lock:
             if self.failed:
                 raise BrokenBarrierError
-            meeting, given = self.meetings.setdefault(group, (Barrier(len(group), timeout=PATIENCE), {}))
-        given[rank] = x
+            meeting, contributions = self.meetings.setdefault(group, (Barrier(len(group), timeout=PATIENCE), {}))
+        contributions[rank] = x
         meeting.wait()
-        total = given[group[0]]
-        for other in group[1:]:
-            total = total + given[other]
+        total = contributions[group[0]]
+        for peer in group[1:]:
+            total = total + contributions[peer]
         meeting.wait()  # no rank gives again before all have read
         return total
 

@@ -22,8 +22,8 @@ def sum_flat(
     """y[g] = round(biases[g] + Σ_w Σ_i rows_w[i] over the rows i of g): ranks ascending, rows
     ascending, one rounding.
     """
-    whole = [torch.cat(list(bias)) for bias in biases]
-    total_GH = sum_rows(torch.cat(list(rows)), torch.cat(list(row_tokens)), sum(tokens), whole)
+    joined_biases = [torch.cat(list(bias)) for bias in biases]
+    total_GH = sum_rows(torch.cat(list(rows)), torch.cat(list(row_tokens)), sum(tokens), joined_biases)
     return list(total_GH.split(list(tokens)))
 
 
@@ -33,13 +33,13 @@ def sum_experts_then_ranks(
     """y[g] = round(Σ_w round(Σ_i rows_w[i])): in a rank in the accumulator dtype, between ranks in
     `between`.
     """
-    parts = [sum_rows(rows_P, tokens_P, sum(tokens)) for rows_P, tokens_P in zip(rows, row_tokens, strict=True)]
-    return list(sum_ranks(parts, between).split(list(tokens)))
+    partial_sums = [sum_rows(rows_P, tokens_P, sum(tokens)) for rows_P, tokens_P in zip(rows, row_tokens, strict=True)]
+    return list(sum_ranks(partial_sums, between).split(list(tokens)))
 
 
-def sum_ranks(parts: PerRank[Tensor], between: torch.dtype) -> Tensor:
+def sum_ranks(partial_sums: PerRank[Tensor], between: torch.dtype) -> Tensor:
     """round(Σ_w parts_w): ranks ascending, every partial sum in the dtype `between`."""
-    total = round_to(parts[0], between)
-    for part in parts[1:]:
-        total = total + round_to(part, between)
-    return round_to(total, parts[0].dtype)
+    total = round_to(partial_sums[0], between)
+    for partial_sum in partial_sums[1:]:
+        total = total + round_to(partial_sum, between)
+    return round_to(total, partial_sums[0].dtype)

@@ -101,15 +101,15 @@ class _WithGradients(torch.autograd.Function):
         probs: Tensor | None,
         fp8_input_store: bool = False,
     ) -> Tensor:
-        kept = encode(round_to(h, torch.float32), E4M3) if fp8_input_store else h  # float64 by float32, as torch casts
-        ctx.save_for_backward(kept, probs)
+        store = encode(round_to(h, torch.float32), E4M3) if fp8_input_store else h  # float64 by float32, as torch casts
+        ctx.save_for_backward(store, probs)
         ctx.backward_of, ctx.dtype = backward, h.dtype
         return forward(h, probs)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor):
-        kept, probs = ctx.saved_tensors
-        h = kept if kept.dtype == ctx.dtype else decode(kept, E4M3, dtype=ctx.dtype)
+        store, probs = ctx.saved_tensors
+        h = store if store.dtype == ctx.dtype else decode(store, E4M3, dtype=ctx.dtype)
         return None, None, *ctx.backward_of(d_out, h, probs), None
 
 

@@ -107,14 +107,14 @@ class _Later(torch.autograd.Function):
     """out as it is; its backward leaves wgrad(d_out, rows, tokens_per_expert) in a list."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, anchor: Tensor, rows: Tensor, tokens_per_expert: Tensor, how: Any) -> Tensor:
+    def forward(ctx: Any, out: Tensor, anchor: Tensor, rows: Tensor, tokens_per_expert: Tensor, sink: Any) -> Tensor:
         ctx.save_for_backward(rows, tokens_per_expert)
-        ctx.how = how
+        ctx.sink = sink
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor):
-        wgrads, wgrad = ctx.how
+        wgrads, wgrad = ctx.sink
         wgrads.append(partial(wgrad, d_out, *ctx.saved_tensors))
         return d_out, None, None, None, None
 
@@ -132,10 +132,10 @@ def delayed_linear(
     check_grouped_linear(rows_PN, weight_LMN, tokens_per_expert_L, bias)
     check_precision(recipe, state, noise, "float32")
     precision = ProductPrecision(recipe, state, noise, "float32", amaxes)
-    later = wgrads is not None and torch.is_grad_enabled() and weight_LMN.requires_grad
-    weight = weight_LMN.detach() if later else weight_LMN
+    delays_wgrad = wgrads is not None and torch.is_grad_enabled() and weight_LMN.requires_grad
+    weight = weight_LMN.detach() if delays_wgrad else weight_LMN
     out: Tensor = _GroupedLinear.apply(rows_PN, weight, bias, tokens_per_expert_L, precision)
-    if not later:
+    if not delays_wgrad:
         return out
     anchor = out.new_empty(0, requires_grad=True)  # the backward comes here even if nothing else has a gradient
     return _Later.apply(out, anchor, rows_PN, tokens_per_expert_L, (wgrads, partial(_wgrad, precision=precision)))

@@ -73,9 +73,9 @@ def grouped_mlp(
     weights = (fc1_weight_LFH, fc2_weight_LHF, fc1_bias, fc2_bias)
     pairs = zip(state or (None, None), amaxes or (None, None), strict=True)
     linears = [partial(delayed_linear, recipe=recipe, state=s, amaxes=a, wgrads=wgrads) for s, a in pairs]
-    again = None if rows_again is None else lambda: rows_again()[:total]
+    used_rows_again = None if rows_again is None else lambda: rows_again()[:total]
     run = partial(_experts, act=act, linears=linears, noise=noise, align=align, probs_on_input=probs_on_input)
-    run = partial(run, recompute=recompute == "moe_act", rows_again=again)
+    run = partial(run, recompute=recompute == "moe_act", rows_again=used_rows_again)
     inputs = (rows_PH[:total], tokens_per_expert_L, None if probs is None else probs[:total], *weights)
     out_PH = checkpoint(run, *inputs, use_reentrant=False) if recompute == "moe" else run(*inputs)
     return torch.cat([out_PH, out_PH.new_zeros((len(rows_PH) - total, out_PH.shape[1]))])
@@ -100,9 +100,9 @@ def sequential_mlp(
         "align": None,
         "recompute": None,
     } | settings
-    whole = (rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias)
+    inputs = (rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, fc2_bias)
     check_grouped_mlp(
-        *whole, *(defaults[name] for name in ("interleave", "kind", "probs_on_input", "align", "recompute"))
+        *inputs, *(defaults[name] for name in ("interleave", "kind", "probs_on_input", "align", "recompute"))
     )
     for name in ("state", "noise", "wgrads", "rows_again", "amaxes"):
         require(settings.get(name) is None, name, "given", "None: it would be for all experts together")
@@ -151,7 +151,7 @@ def _experts(
     if align is not None:
         p_P = None if p_P is None else pad_segments(p_P, tokens_per_expert_L, align)
         counts = -(-tokens_per_expert_L // align) * align
-    noise1, noise2 = (None, None) if noise is None else (each[:, : int(counts.sum())] for each in noise)
+    noise1, noise2 = (None, None) if noise is None else (layer_noise[:, : int(counts.sum())] for layer_noise in noise)
     on_input_P, p_P = (p_P, None) if probs_on_input else (None, p_P)
 
     def first(x_PH: Tensor) -> Tensor:
@@ -172,18 +172,18 @@ def _experts(
     return y_PH if align is None else trim_segments(y_PH, tokens_per_expert_L, align)
 
 
-def made_again(function: Callable[[Tensor], Tensor], x: Tensor, again: Callable[[], Tensor]) -> Tensor:
-    """function(x). Neither x nor what is made of it is saved: the backward runs function(again()),
+def made_again(function: Callable[[Tensor], Tensor], x: Tensor, remake: Callable[[], Tensor]) -> Tensor:
+    """function(x). Neither x nor what is made of it is saved: the backward runs function(remake()),
     and saved is what both hold.
     """
-    before = [x]
+    first_input = [x]
 
     def run() -> Tensor:
-        if before:
-            return function(before.pop())
+        if first_input:
+            return function(first_input.pop())
         with torch.no_grad():
-            made = again()
-        return function(made.detach().requires_grad_(needs_grad))
+            x_again = remake()
+        return function(x_again.detach().requires_grad_(needs_grad))
 
     needs_grad = x.requires_grad
     out: Tensor = checkpoint(run, use_reentrant=False)

@@ -28,15 +28,15 @@ def split_extra_state(state: State, *, num_experts: int, prefix: str = "") -> di
     """
     check_num_experts(num_experts)
     keys = extra_state_keys(prefix, num_experts)
-    whole = state.get(keys[0], {})
-    if not is_fp8(whole) or any(key in state for key in keys[1:]):
+    extra = state.get(keys[0], {})
+    if not is_fp8(extra) or any(key in state for key in keys[1:]):
         return dict(state)
-    check_extra_state(keys[0], whole, num_experts)
-    parts = {}
+    check_extra_state(keys[0], extra, num_experts)
+    states = {}
     for e, key in enumerate(keys):
-        own = {name: whole[name].unflatten(-1, (c, num_experts))[..., e] for name, c in COLUMNS.items()}
-        parts[key] = whole | own | {"extra_fp8_variables": whole.get("extra_fp8_variables", {}) | {"num_gemms": 1}}
-    return dict(state) | parts
+        columns = {name: extra[name].unflatten(-1, (c, num_experts))[..., e] for name, c in COLUMNS.items()}
+        states[key] = extra | columns | {"extra_fp8_variables": extra.get("extra_fp8_variables", {}) | {"num_gemms": 1}}
+    return dict(state) | states
 
 
 def merge_extra_state(state: State, *, num_experts: int, prefix: str = "") -> dict[str, Any]:
@@ -51,21 +51,21 @@ def merge_extra_state(state: State, *, num_experts: int, prefix: str = "") -> di
     """
     check_num_experts(num_experts)
     keys = extra_state_keys(prefix, num_experts)
-    parts = [state.get(key, {}) for key in keys]
-    if not all(is_fp8(part) for part in parts):
+    expert_states = [state.get(key, {}) for key in keys]
+    if not all(is_fp8(expert_state) for expert_state in expert_states):
         return dict(state)
-    for key, part in zip(keys, parts, strict=True):
-        check_extra_state(key, part, 1)
-    first: dict[str, Any] = parts[0]
-    whole = {name: _together([part[name] for part in parts]) for name in COLUMNS}
+    for key, expert_state in zip(keys, expert_states, strict=True):
+        check_extra_state(key, expert_state, 1)
+    first: dict[str, Any] = expert_states[0]
+    merged = {name: _together([expert_state[name] for expert_state in expert_states]) for name in COLUMNS}
     variables = first.get("extra_fp8_variables", {}) | {"num_gemms": num_experts}
-    rest = {name: x for name, x in state.items() if name not in keys}
-    return rest | {keys[0]: first | whole | {"extra_fp8_variables": variables}}
+    unrelated = {name: x for name, x in state.items() if name not in keys}
+    return unrelated | {keys[0]: first | merged | {"extra_fp8_variables": variables}}
 
 
-def _together(parts: list[Tensor]) -> Tensor:
+def _together(expert_columns: list[Tensor]) -> Tensor:
     """[…,C] of each expert as […,C·L], column by column."""
-    return torch.stack(parts, dim=-1).flatten(-2)
+    return torch.stack(expert_columns, dim=-1).flatten(-2)
 
 
 def extra_state_keys(prefix: str, num_experts: int) -> list[str]:

@@ -47,44 +47,44 @@ def normalize_parameters(
     Source: `_normalize_grouped_parameter_keys`, `_split_grouped_checkpoint_tensor`.
     """
     check_num_experts(num_experts)
-    found = dict(state)
+    normalized = dict(state)
     for name in NAMES if bias else NAMES[:1]:
-        found = (pack if packed else unpack)(found, f"{prefix}{name}", num_experts)
-    return found
+        normalized = (pack if packed else unpack)(normalized, f"{prefix}{name}", num_experts)
+    return normalized
 
 
 def pack(state: dict[str, Any], key: str, num_experts: int) -> dict[str, Any]:
     """key0 … become key, unless it is there or one of them is not."""
-    parts = [f"{key}{e}" for e in range(num_experts)]
-    if key in state or any(part not in state for part in parts):
+    expert_keys = [f"{key}{e}" for e in range(num_experts)]
+    if key in state or any(expert_key not in state for expert_key in expert_keys):
         return state
-    check_members(key, [state[part] for part in parts])
-    rest = {name: x for name, x in state.items() if name not in parts}
-    return rest | {key: torch.stack([state[part] for part in parts])}
+    check_members(key, [state[expert_key] for expert_key in expert_keys])
+    unrelated = {name: x for name, x in state.items() if name not in expert_keys}
+    return unrelated | {key: torch.stack([state[expert_key] for expert_key in expert_keys])}
 
 
 def unpack(state: dict[str, Any], key: str, num_experts: int) -> dict[str, Any]:
     """key becomes key0 …, unless it is not there or one of them is."""
-    parts = [f"{key}{e}" for e in range(num_experts)]
-    if key not in state or any(part in state for part in parts):
+    expert_keys = [f"{key}{e}" for e in range(num_experts)]
+    if key not in state or any(expert_key in state for expert_key in expert_keys):
         return state
-    rest = {name: x for name, x in state.items() if name != key}
-    return rest | dict(zip(parts, members(key, state[key], num_experts), strict=True))
+    unrelated = {name: x for name, x in state.items() if name != key}
+    return unrelated | dict(zip(expert_keys, members(key, state[key], num_experts), strict=True))
 
 
-def members(key: str, whole: Any, num_experts: int) -> list[Tensor]:
+def members(key: str, packed: Any, num_experts: int) -> list[Tensor]:
     """Each expert's part of a packed value.
 
     A value [L,…] has one entry per expert, even if it is [L·1,N], the flat form of L rows: then a
     member is [N] and not [1,N].
     """
-    check_whole(key, whole, num_experts)
-    if not isinstance(whole, Tensor):
-        return list(whole)
-    rows = whole.shape[0] // num_experts
-    if whole.shape[0] == num_experts:
-        return [whole[e] for e in range(num_experts)]
-    return [whole[e * rows : (e + 1) * rows] for e in range(num_experts)]
+    check_whole(key, packed, num_experts)
+    if not isinstance(packed, Tensor):
+        return list(packed)
+    rows = packed.shape[0] // num_experts
+    if packed.shape[0] == num_experts:
+        return [packed[e] for e in range(num_experts)]
+    return [packed[e * rows : (e + 1) * rows] for e in range(num_experts)]
 
 
 def normalize_master_parameters(state: State, *, name: str, num_experts: int, packed: bool) -> dict[str, Any]:
@@ -108,16 +108,16 @@ def normalize_master_parameters(state: State, *, name: str, num_experts: int, pa
     it, and an indexed name with two keys counts as one with none: both layouts may be left.
     """
     check_num_experts(num_experts)
-    whole = [key for key in state if matches(key, name)]
-    parts = [[key for key in state if matches(key, f"{name}{e}")] for e in range(num_experts)]
+    packed_keys = [key for key in state if matches(key, name)]
+    indexed_keys = [[key for key in state if matches(key, f"{name}{e}")] for e in range(num_experts)]
     if packed:
-        prefixes = {key.removesuffix(f"{name}{e}") for e, keys in enumerate(parts) for key in keys}
-        if whole or len(prefixes) != 1 or any(len(keys) != 1 for keys in parts):
+        prefixes = {key.removesuffix(f"{name}{e}") for e, keys in enumerate(indexed_keys) for key in keys}
+        if packed_keys or len(prefixes) != 1 or any(len(keys) != 1 for keys in indexed_keys):
             return dict(state)
         return pack(dict(state), f"{prefixes.pop()}{name}", num_experts)
-    if len(whole) != 1 or any(parts):
+    if len(packed_keys) != 1 or any(indexed_keys):
         return dict(state)
-    return unpack(dict(state), whole[0], num_experts)
+    return unpack(dict(state), packed_keys[0], num_experts)
 
 
 def convert_experts(state: State, *, num_experts: int, layout: str, prefix: str = "") -> dict[str, Any]:
@@ -137,16 +137,16 @@ def convert_experts(state: State, *, num_experts: int, layout: str, prefix: str 
     """
     check_num_experts(num_experts)
     check_layout_of_experts(layout)
-    found = dict(state)
+    converted = dict(state)
     for linear in LINEARS:
         for name in NAMES:
             grouped = [f"{prefix}{linear}.{name}{e}" for e in range(num_experts)]
             sequential = [f"{prefix}local_experts.{e}.{linear}.{name}" for e in range(num_experts)]
             if layout == "sequential":
-                found = unpack(found, f"{prefix}{linear}.{name}", num_experts)
+                converted = unpack(converted, f"{prefix}{linear}.{name}", num_experts)
             source, target = (grouped, sequential) if layout == "sequential" else (sequential, grouped)
-            if any(key in found for key in source):
-                check_conversion(found, source, [*target, f"{prefix}{linear}.{name}"])
+            if any(key in converted for key in source):
+                check_conversion(converted, source, [*target, f"{prefix}{linear}.{name}"])
                 for old, new in zip(source, target, strict=True):
-                    found[new] = found.pop(old)
-    return found
+                    converted[new] = converted.pop(old)
+    return converted

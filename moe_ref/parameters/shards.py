@@ -50,11 +50,11 @@ def shard_parameters(
             key = f"{prefix}{expert}.{name}" if singleton else f"{prefix}{name}"
             halves = 2 if gated and name.startswith("linear_fc1") else 1
             writes = axis is not None or tensor_rank == 0
-            for part, shape, offset in _parts(name, values, axis, halves, tensor_rank, tensor_ranks):
+            for piece, shape, offset in _parts(name, values, axis, halves, tensor_rank, tensor_ranks):
                 if singleton:
-                    shards.append(Shard(key, part, shape, offset, writes))
+                    shards.append(Shard(key, piece, shape, offset, writes))
                 else:
-                    shards.append(Shard(key, part[None], (num_experts, *shape), (expert, *offset), writes))
+                    shards.append(Shard(key, piece[None], (num_experts, *shape), (expert, *offset), writes))
     return shards
 
 
@@ -69,11 +69,11 @@ def _parts(
         check_halves(name, values)
     length = shape[axis] // halves
     shape[axis] *= tensor_ranks
-    parts = []
+    pieces = []
     for half in range(halves):
         start[axis] = (half * tensor_ranks + tensor_rank) * length
-        parts.append((values.narrow(axis, half * length, length), tuple(shape), tuple(start)))
-    return parts
+        pieces.append((values.narrow(axis, half * length, length), tuple(shape), tuple(start)))
+    return pieces
 
 
 def expand_shard(

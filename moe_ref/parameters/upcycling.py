@@ -45,8 +45,8 @@ def upcycle(
 
     router, fc1, fc2, bias1 = [], [], [], []
     for e in range(experts):
-        copy, part = divmod(e, granularity)
-        columns = torch.arange(part * width, (part + 1) * width, device=fc2_weight.device)
+        copy, granule = divmod(e, granularity)
+        columns = torch.arange(granule * width, (granule + 1) * width, device=fc2_weight.device)
         rows = torch.cat([columns + half * fc2_weight.shape[1] for half in range(halves)])
         router.append(router_weight_EH[copy])
         fc1.append(_scaled(fc1_weight[rows], scale))

@@ -81,14 +81,14 @@ def permute(
         cells += segment
         pad_offsets.append(padding)
         padding += segment.count((PADDING, e))
-    kept = cells if num_rows is None else cells[:num_rows] + [(PADDING, PADDING)] * (num_rows - len(cells))
-    rows_of_expert = Counter(e for _, e in kept)
-    asked = {(t, e) for t in range(num_tokens) for e in range(num_experts) if routed[t][e]}
+    buffer_cells = cells if num_rows is None else cells[:num_rows] + [(PADDING, PADDING)] * (num_rows - len(cells))
+    rows_of_expert = Counter(e for _, e in buffer_cells)
+    routed_cells = {(t, e) for t in range(num_tokens) for e in range(num_experts) if routed[t][e]}
 
     def integers(values: Sequence) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=tokens_TH.device)
 
-    token_P, expert_P = integers(kept).reshape(-1, 2).unbind(1)
+    token_P, expert_P = integers(buffer_cells).reshape(-1, 2).unbind(1)
     cell_P = torch.where(token_P == PADDING, PADDING, token_P * num_experts + expert_P)
     return Permuted(
         rows=take_rows(tokens_TH, token_P),
@@ -96,7 +96,7 @@ def permute(
         row_map=RowMap(token_P, expert_P, num_tokens, num_experts),
         tokens_per_expert=integers([rows_of_expert[e] for e in range(num_experts)]),
         pad_offsets=None if align is None else integers(pad_offsets),
-        overflow=torch.tensor(not asked <= set(kept), device=tokens_TH.device),
+        overflow=torch.tensor(not routed_cells <= set(buffer_cells), device=tokens_TH.device),
     )
 
 
@@ -173,9 +173,9 @@ def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: T
     check_sort_chunks(rows_RH, chunk_sizes, order, probs)
     sizes, sequence, num_rows = chunk_sizes.tolist(), order.tolist(), len(rows_RH)
     require(all(size >= 0 for size in sizes), "chunk_sizes", sizes, "all ≥ 0")
-    right = f"at most the {num_rows} rows together"
-    require(sum(sizes) <= num_rows, "chunk_sizes", f"{sizes}, together {sum(sizes)}", right)
+    requirement = f"at most the {num_rows} rows together"
+    require(sum(sizes) <= num_rows, "chunk_sizes", f"{sizes}, together {sum(sizes)}", requirement)
     require(sorted(sequence) == list(range(len(sizes))), "order", sequence, f"a permutation of 0 … {len(sizes) - 1}")
-    *chunks, rest = torch.arange(num_rows, device=rows_RH.device).split([*sizes, num_rows - sum(sizes)])
-    source = torch.cat([*(chunks[i] for i in sequence), rest])
+    *chunks, tail = torch.arange(num_rows, device=rows_RH.device).split([*sizes, num_rows - sum(sizes)])
+    source = torch.cat([*(chunks[i] for i in sequence), tail])
     return SortedChunks(take_rows(rows_RH, source), None if probs is None else take_rows(probs, source))

@@ -58,8 +58,8 @@ def permute(
         stays_TE = stays_TE & routed_TE
     token_R, expert_R = stays_TE.nonzero().unbind(1)
     cells: list[tuple[int, int] | None] = [None] * buffer
-    for place, t, e in zip(place_TE[stays_TE].tolist(), token_R.tolist(), expert_R.tolist(), strict=True):
-        cells[place] = (t, e)
+    for row, t, e in zip(place_TE[stays_TE].tolist(), token_R.tolist(), expert_R.tolist(), strict=True):
+        cells[row] = (t, e)
 
     zeros_H, hidden = tokens_TH.new_zeros(tokens_TH.shape[1]), tokens_TH.shape[1]
     rows = [zeros_H if cell is None else tokens_TH[cell[0]] for cell in cells]

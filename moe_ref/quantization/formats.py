@@ -98,19 +98,19 @@ def encode(x: Tensor, format: Format, *, noise: Tensor | None = None) -> Tensor:
 def _round(magnitude: Tensor, format: Format, noise: Tensor | None) -> Tensor:
     """The codes of magnitudes, as if the format had no largest value.
 
-    In units of the spacing a magnitude is `whole` and a rest; its quotient by a power of two is
-    exact. Codes of one sign count upwards through all exponents: the code is `whole` counted on
+    In units of the spacing a magnitude is `units` and a rest; its quotient by a power of two is
+    exact. Codes of one sign count upwards through all exponents: the code is `units` counted on
     from where the exponent begins, and a carry into the next exponent needs no case of its own.
     """
     least = 1 - format.bias  # the exponent of the smallest normal number, and of the subnormals
     exponent = _exponent(magnitude).clamp(min=least)
     steps = magnitude / _power_of_two(exponent - format.mantissa_bits, magnitude.dtype)
     if noise is None:
-        whole = steps.round()  # ties to even
+        units = steps.round()  # ties to even
     else:
-        whole = steps.floor()
-        whole = whole + (noise < steps - whole)
-    return (exponent - least) * 2**format.mantissa_bits + whole.to(exponent.dtype)
+        units = steps.floor()
+        units = units + (noise < steps - units)
+    return (exponent - least) * 2**format.mantissa_bits + units.to(exponent.dtype)
 
 
 def _round_up(magnitude: Tensor) -> Tensor:

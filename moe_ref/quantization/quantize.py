@@ -170,9 +170,9 @@ def codes(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
 
 def _rows(form: Form, what: Callable[[Scaled], Tensor]) -> Tensor:
     """[M,N] of a field of the groups, in logical orientation; 0 past the last group."""
-    parts = [turned(what(group), form.columnwise) for group in form.groups]
-    rest = len(form.source_MN) - sum(len(part) for part in parts)
-    return torch.cat([*parts, parts[0].new_zeros(rest, form.source_MN.shape[1])])
+    group_rows = [turned(what(group), form.columnwise) for group in form.groups]
+    padding_rows = len(form.source_MN) - sum(len(rows) for rows in group_rows)
+    return torch.cat([*group_rows, group_rows[0].new_zeros(padding_rows, form.source_MN.shape[1])])
 
 
 def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "compact") -> Any:
@@ -204,8 +204,8 @@ def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "com
     form = quantized.form(columnwise)
     if layout == "gemm":
         return tuple(_for_gemm(group.scale, form.scheme) for group in form.groups)
-    whole = torch.cat([turned(group.scale, columnwise) for group in form.groups])
-    return whole.flatten() if form.scheme.block == (None, None) else whole
+    stacked = torch.cat([turned(group.scale, columnwise) for group in form.groups])
+    return stacked.flatten() if form.scheme.block == (None, None) else stacked
 
 
 def _for_gemm(scale: Tensor, scheme: Scheme) -> Tensor:
@@ -233,9 +233,9 @@ def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
     scale came from.
     """
     form = quantized.form(columnwise)
-    whole = torch.cat([turned(group.amax, columnwise) for group in form.groups])
+    stacked = torch.cat([turned(group.amax, columnwise) for group in form.groups])
     per_row = form.scheme.row_scaled and columnwise
-    return whole if form.scheme.recipe.scaling in ("block", "mxfp8") or per_row else whole.flatten()
+    return stacked if form.scheme.recipe.scaling in ("block", "mxfp8") or per_row else stacked.flatten()
 
 
 class _StraightThrough(torch.autograd.Function):

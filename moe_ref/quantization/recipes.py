@@ -107,8 +107,8 @@ def operands(gemm: str, recipe: Recipe) -> tuple[Operand, Operand]:
     if gemm == "fprop":
         return Operand("weight", False), Operand("input", False)
     if recipe.backward_override is not None:
-        kept = {"high_precision": "stored", "dequantized": "dequantized"}[recipe.backward_override]
-        return Operand("weight" if gemm == "dgrad" else "input", False, kept), Operand("grad_output", False, "stored")
+        form = {"high_precision": "stored", "dequantized": "dequantized"}[recipe.backward_override]
+        return Operand("weight" if gemm == "dgrad" else "input", False, form), Operand("grad_output", False, "stored")
     if gemm == "dgrad":
         return Operand("weight", True), Operand("grad_output", False)
     impossible = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all")
@@ -148,8 +148,8 @@ def block_amax(x_MN: Tensor, block: tuple[int | None, int | None]) -> Tensor:
 def spread(scale: Tensor, block: tuple[int | None, int | None], like: Tensor) -> Tensor:
     """Each block's scale at each of its elements."""
     rows, columns = (max(length, 1) if size is None else size for size, length in zip(block, like.shape, strict=True))
-    each = scale[:, None, :, None].expand(-1, rows, -1, columns)
-    return each.reshape(scale.shape[0] * rows, scale.shape[1] * columns)[: like.shape[0], : like.shape[1]]
+    block_scales = scale[:, None, :, None].expand(-1, rows, -1, columns)
+    return block_scales.reshape(scale.shape[0] * rows, scale.shape[1] * columns)[: like.shape[0], : like.shape[1]]
 
 
 # ---- the rules: codes and scales of one group, rowwise
@@ -188,7 +188,7 @@ def scale_from_amax(
     return (s.view(torch.int32) & -(1 << 23)).view(torch.float32) if power_of_two else s  # mantissa 0
 
 
-def by_amax(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor | None) -> Scaled:
+def by_amax(x: Tensor, scheme: Scheme, earlier_scale: Tensor | None, noise: Tensor | None) -> Scaled:
     """Delayed, current and block scaling: q = encode(x · s), decoded with 1/s.
 
     Delayed scaling is given the scale of earlier steps; the others take it from the blocks at hand.
@@ -197,7 +197,7 @@ def by_amax(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor | Non
     """
     x32 = round_to(x, torch.float32)
     amax = block_amax(x32, scheme.block)
-    if given is None:
+    if earlier_scale is None:
         recipe = scheme.recipe
         infinity = torch.finfo(x.dtype).max if recipe.scaling == "block" and x.dtype != torch.float64 else FLOAT32_MAX
         scale = scale_from_amax(
@@ -208,11 +208,11 @@ def by_amax(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor | Non
             power_of_two=bool(recipe.power_of_two_scales),
         )
     else:
-        scale = given.reshape(1, 1)
+        scale = earlier_scale.reshape(1, 1)
     return Scaled(encode(x32 * spread(scale, scheme.block, x), scheme.format), over(1.0, scale), amax)
 
 
-def by_exponent(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor | None) -> Scaled:
+def by_exponent(x: Tensor, scheme: Scheme, earlier_scale: Tensor | None, noise: Tensor | None) -> Scaled:
     """MXFP8: a power of two for each block, the least that lets amax fit.
 
         e = E8M0(amax · (1/format_max)),  q = encode(x · 2^(127 - e))
@@ -232,7 +232,7 @@ def by_exponent(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor |
     return Scaled(encode(x32 * spread(multiplier, (1, scheme.block[1]), x), scheme.format), exponent, amax)
 
 
-def by_two_levels(x: Tensor, scheme: Scheme, given: Tensor | None, noise: Tensor | None) -> Scaled:
+def by_two_levels(x: Tensor, scheme: Scheme, earlier_scale: Tensor | None, noise: Tensor | None) -> Scaled:
     """NVFP4: an E4M3 scale for each block, within a float32 scale for the group (or for each row).
 
         A = max |x|,  S = 6 · 448 / A        (1 if A is 0 or ∞; at most the largest float32)

@@ -39,7 +39,7 @@ def drop_tokens(
     """
     check_drop_tokens(probs_TE, routing_map_TE, capacity, drop_policy)
     routed_TE = routing_map_TE != 0
-    kept = []
+    expert_masks = []
     for routed_T, prob_T in zip(routed_TE.unbind(1), probs_TE.detach().unbind(1), strict=True):
         value_T = prob_T if drop_policy == "probs" else torch.zeros_like(prob_T)
         order = torch.where(routed_T, value_T.double(), -torch.inf).sort(descending=True, stable=True).indices
@@ -47,6 +47,6 @@ def drop_tokens(
             [order[routed_T[order]], (~routed_T).nonzero().flatten()]
         )  # routed ones by rank, then the others as they come
         room = capacity if pad_to_capacity else min(capacity, int(routed_T.sum()))
-        kept.append(torch.zeros_like(routed_T).scatter(0, order[:room], True))
-    kept_TE = torch.stack(kept, dim=1)
+        expert_masks.append(torch.zeros_like(routed_T).scatter(0, order[:room], True))
+    kept_TE = torch.stack(expert_masks, dim=1)
     return Routed(torch.where(kept_TE & routed_TE, probs_TE, 0), kept_TE)

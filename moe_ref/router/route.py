@@ -97,8 +97,8 @@ def choose(
     if replay == "forward":
         queue = (*queue, *(() if target is None else (target,)))
     if replay == "backward":
-        target, *rest = queue
-        queue = tuple(rest)
+        target, *pending = queue
+        queue = tuple(pending)
     bias = state.expert_bias if config.expert_bias else None
     chosen = topk_indices(logits_TE, expert_bias=bias, precomputed_indices=target, **config.selection)
     return spread(chosen, config.num_experts), chosen.indices, state._replace(replay_queue=queue)

@@ -63,11 +63,11 @@ def topk_indices(
         index_TK = best(keys_TE, topk)
     else:
         index_TK = precomputed_indices.long()
-        outside = (index_TK < 0) | (index_TK >= logits_TE.shape[1])
+        illegal = (index_TK < 0) | (index_TK >= logits_TE.shape[1])
         require(
-            not bool(outside.any()),
+            not bool(illegal.any()),
             "precomputed_indices",
-            index_TK[outside].tolist()[:4],
+            index_TK[illegal].tolist()[:4],
             f"from 0 to {logits_TE.shape[1] - 1}",
         )
     weights_TK = _weights(scores_TE.gather(1, index_TK), score_function, pre_softmax)

@@ -15,9 +15,9 @@ from moe_ref.config.placement import AXES, PARTIAL, PLANS, PlacementError, Step,
 EP = ("ep",)
 
 
-def each(how: str):
+def each(rule: str):
     """Every plan with each step of this kind that does something."""
-    cases = [(key, step) for key, plan in PLANS.items() for step in plan.steps if step.how == how and step.over]
+    cases = [(key, step) for key, plan in PLANS.items() for step in plan.steps if step.rule == rule and step.axes]
     return pytest.mark.parametrize(
         ("key", "step"), cases, ids=lambda x: getattr(x, "out", None) or "-".join(map(str, x))
     )
@@ -27,14 +27,14 @@ def each(how: str):
 def test_no_partial_sum_is_left_but_those_for_the_caller(key):
     plan = PLANS[key]
     places = plan.places()
-    assert {name for name in places if PARTIAL in places[name].values()} >= set(plan.left)
+    assert {name for name in places if PARTIAL in places[name].values()} >= set(plan.open_sums)
     assert places["output"] == places["x"] == places["d_x"]
 
 
 @each("reduce")
 def test_a_sum_that_no_rank_adds_is_found(key, step):
     plan = PLANS[key]
-    without = tuple(replace(one, how="add", letters="", over=()) if one is step else one for one in plan.steps)
+    without = tuple(replace(one, rule="add", letters="", axes=()) if one is step else one for one in plan.steps)
     with pytest.raises(PlacementError, match=r"partial sum|placed differently"):
         replace(plan, steps=without).places()
 
@@ -42,7 +42,7 @@ def test_a_sum_that_no_rank_adds_is_found(key, step):
 @each("reduce")
 def test_a_sum_that_is_added_twice_is_found(key, step):
     plan = PLANS[key]
-    again = Step(step.out, (step.out,), "reduce", step.letters, step.over)
+    again = Step(step.out, (step.out,), "reduce", step.letters, step.axes)
     at = plan.steps.index(step) + 1
     with pytest.raises(PlacementError, match="which is no partial sum there"):
         replace(plan, steps=(*plan.steps[:at], again, *plan.steps[at:])).places()
@@ -51,7 +51,7 @@ def test_a_sum_that_is_added_twice_is_found(key, step):
 @each("move")
 def test_rows_that_stay_where_they_are_do_not_fit(key, step):
     plan = PLANS[key]
-    still = tuple(replace(one, over=()) if one is step else one for one in plan.steps)
+    still = tuple(replace(one, axes=()) if one is step else one for one in plan.steps)
     with pytest.raises(PlacementError):
         replace(plan, steps=still).places()
 
@@ -59,9 +59,9 @@ def test_rows_that_stay_where_they_are_do_not_fit(key, step):
 def test_gradients_that_only_the_caller_can_add_are_named():
     plan = PLANS["alltoall", EP]
     with pytest.raises(PlacementError, match="d_latent_up is a partial sum over ep that no rank adds"):
-        replace(plan, left=()).places()
+        replace(plan, open_sums=()).places()
     with pytest.raises(PlacementError, match="d_fc1_weight is left to the caller to add, and is no partial sum"):
-        replace(plan, left=(*plan.left, "d_fc1_weight")).places()
+        replace(plan, open_sums=(*plan.open_sums, "d_fc1_weight")).places()
 
 
 def test_an_unknown_plan_is_refused():

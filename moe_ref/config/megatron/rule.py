@@ -22,29 +22,29 @@ class Rule(NamedTuple):
     option: str  # the option to name
     depends: str  # the other options of the reason, in the order to name them
     refused: Condition
-    right: str  # goes on after "it must be"; {option} is that option's value
+    requirement: str  # goes on after "it must be"; {option} is that option's value
 
     def check(self, config: Config) -> None:
         """Raise `ValueError` if the config is refused."""
         values = vars(config)
         dependencies = " and ".join(f"{name} {values[name]!r}" for name in self.depends.split())
         value = f"{values[self.option]!r} with {dependencies}" if dependencies else repr(values[self.option])
-        require(not self.refused(config), self.option, value, self.right.format_map(values))
+        require(not self.refused(config), self.option, value, self.requirement.format_map(values))
 
 
 def each(
-    who: Who, options: str, depends: str, refused: Callable[[Config, Any], object], right: str
+    who: Who, options: str, depends: str, refused: Callable[[Config, Any], object], requirement: str
 ) -> tuple[Rule, ...]:
     """The same rule for several options; `refused` gets the option's value too."""
 
     def of(name: str) -> Condition:
         return lambda config: refused(config, getattr(config, name))
 
-    return tuple(Rule(who, name, depends, of(name), right) for name in options.split())
+    return tuple(Rule(who, name, depends, of(name), requirement) for name in options.split())
 
 
-def positive(who: Who, options: str, right: str = "positive") -> tuple[Rule, ...]:
-    return each(who, options, "", lambda c, value: value is not None and value <= 0, right)
+def positive(who: Who, options: str, requirement: str = "positive") -> tuple[Rule, ...]:
+    return each(who, options, "", lambda c, value: value is not None and value <= 0, requirement)
 
 
 def not_negative(options: str) -> tuple[Rule, ...]:
@@ -122,12 +122,12 @@ def fits(value: object, kind: Any) -> bool:
         return is_count(value) or is_number(value)  # is_number fails on an integer that no float can hold
     if kind is int:
         return is_count(value)
-    origin, inside = get_origin(kind), get_args(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return isinstance(value, str) and value in inside
+        return isinstance(value, str) and value in arguments
     if origin is Sequence:
-        return isinstance(value, tuple) and all(fits(item, inside[0]) for item in value)
-    return any(fits(value, one) for one in inside) if inside else isinstance(value, kind)
+        return isinstance(value, tuple) and all(fits(item, arguments[0]) for item in value)
+    return any(fits(value, argument) for argument in arguments) if arguments else isinstance(value, kind)
 
 
 def words(kind: Any) -> str:
@@ -135,9 +135,9 @@ def words(kind: Any) -> str:
     words_of: dict[Any, str] = {int: "an integer", float: "a finite number", bool: "True or False", NoneType: "None"}
     if kind in words_of:
         return words_of[kind]
-    origin, inside = get_origin(kind), get_args(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return f"one of {', '.join(map(repr, inside))}"
+        return f"one of {', '.join(map(repr, arguments))}"
     if origin is Sequence:
-        return f"a list, of {words(inside[0])} each"
-    return " or ".join(map(words, inside))
+        return f"a list, of {words(arguments[0])} each"
+    return " or ".join(map(words, arguments))

@@ -18,13 +18,13 @@ from moe_ref.config.megatron.rule import (
 )
 
 
-def _overlap(depends: str, wrong: Condition, right: str) -> Rule:
+def _overlap(depends: str, refused: Condition, requirement: str) -> Rule:
     return Rule(
         "A",
         "overlap_moe_expert_parallel_comm",
         depends,
-        lambda c: c.overlap_moe_expert_parallel_comm and wrong(c),
-        f"False, or {right}",
+        lambda c: c.overlap_moe_expert_parallel_comm and refused(c),
+        f"False, or {requirement}",
     )
 
 
