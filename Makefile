@@ -2,8 +2,8 @@
 # make test      run the project's own tests
 # make lint      ruff, mypy and the import laws
 # make docs      build the documentation site into site/; a broken link is an error
-# make oracles   compare the reference with other people's code, installed or read: docs/oracles.md
-# make rediscover   judge releases with known defects, and the releases that mended them: docs/rediscovery.md
+# make oracles   compare the reference with other people's code, installed or read: docs/second-opinions.md
+# make rediscover   judge releases with known defects, and the releases that mended them: docs/second-opinions.md
 # make bench     cost of the harness per case; on a GPU also the speed of moe_fast
 
 PYTHON ?= python3

@@ -5,8 +5,9 @@
 
 A record is a JSON file, docs/results/NAME.json. It says what one command measured: `title`,
 `commands`, `date`, `machine`, `versions` (name to version), `meaning` (a sentence or two in plain
-words) and `tables`. A table has a `title`, `columns` and `rows`. `details` holds further tables,
-which stay in the file; `picture` names an image beside it.
+words) and `tables`. A table has a `title`, `columns` and `rows`; of one with more than LONGEST rows
+the page has the columns only. `details` holds further tables, which stay in the file; `picture`
+names an image beside it.
 
 With a name and a command, the command is run, and the Markdown tables that it prints replace the
 figures of that record. Its title and its meaning stay, and have to be read again beside them.
@@ -28,11 +29,12 @@ from typing import Any
 import torch
 
 FOLDER = Path(__file__).parents[1] / "docs" / "results"
+LONGEST = 14  # rows of a table on the page
 SECTIONS = {
     "Verdicts": ["gate-h200", "gate-cpu", "gate-ranks", "honest", "other-packages-tests", "sanitizers", "machine-code"],
     "The layer": ["layer-h200", "layer-growth", "layer-h100", "layer-two-gpus", "training"],
     "Stages": ["router", "permutation", "quantization", "fused", "experts", "dispatch"],
-    "The suite": ["detection", "mutants", "configurations", "margins", "reach"],
+    "The suite": ["detection", "mutants", "configurations", "margins", "reach", "oracles"],
     "The tools": ["commands", "interpreter", "fuzzing"],
 }
 INTRODUCTION = """# Results
@@ -70,8 +72,15 @@ def section(name: str, record: dict[str, Any]) -> str:
         lines += [f"![{record['title']}]({record['picture']})\n"]
     for table in record["tables"]:
         lines += [f"{_wrapped(table['title'])}\n"] if table["title"] else []
-        lines += [*_rows(table["columns"], table["rows"]), ""]
+        lines += _rows(table["columns"], table["rows"]) if len(table["rows"]) <= LONGEST else [_reference(name, table)]
+        lines += [""]
     return "\n".join(lines)
+
+
+def _reference(name: str, table: dict[str, Any]) -> str:
+    """The sentence in place of a long table."""
+    columns = ", ".join(table["columns"])
+    return _wrapped(f"[{name}.json]({name}.json) has a table of {len(table['rows'])} rows. Its columns: {columns}.")
 
 
 def measure(name: str, command: Sequence[str]) -> None:

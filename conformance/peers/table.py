@@ -1,4 +1,4 @@
-"""The table of docs/peers.md from JSON reports.
+"""The table of docs/second-opinions.md from JSON reports.
 
 moe-conformance run --impl conformance.peers.torch_grouped --report torch_grouped.json
 python -m conformance.peers.table torch_grouped.json …
@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-HEAD = """# Peers
+from conformance.peers.second_opinions import PAGE, replace_section
 
-Other implementations, judged by the gate through adapters in `conformance/peers`. The rows are
+HEAD = """## Other implementations
+
+Packages, judged by the gate through adapters in `conformance/peers`. The rows are
 written by `python -m conformance.peers.table` from reports of `moe-conformance run`; nothing is
 repaired by an adapter.
 
@@ -42,7 +44,7 @@ def rows(report: dict[str, Any]) -> Iterable[str]:
 
 
 def page(reports: Iterable[dict[str, Any]], notes: str = "") -> str:
-    """The page, with the notes of an earlier one below the table."""
+    """The section, with the notes of an earlier one below the table."""
     lines = [row for report in reports for row in rows(report)]
     return HEAD + "\n".join(lines) + "\n" + notes
 
@@ -55,6 +57,6 @@ def notes_of(text: str) -> str:
 
 
 if __name__ == "__main__":
-    written = Path(__file__).parents[2] / "docs" / "peers.md"
+    following = PAGE.read_text().partition(HEAD.partition("\n")[0])[2].partition("\n## ")[0]
     reports = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
-    written.write_text(page(reports, notes_of(written.read_text())))
+    replace_section(page(reports, notes_of(following)))

@@ -1,4 +1,4 @@
-"""The section of docs/peers.md about releases of one package, from their reports.
+"""The section of docs/second-opinions.md about releases of one package, from their reports.
 
     pip install --no-deps megatron-core==0.15.3     # each release in an environment of its own
     cp -r conformance/peers/megatron.corpus corpus  # what is found anew is kept in it
@@ -6,12 +6,11 @@
         --waivers conformance/peers/megatron.waivers.toml --report 0.15.3.json
     python -m conformance.peers.versions 0.15.3.json …
 
-A waiver says why a function differs; one that waived nothing is a problem of the report. They are
-for 0.16.1: an earlier release has such problems, so its exit code is 3, and failures of its own.
+The waivers are for 0.16.1. Those that waive nothing in an earlier release are problems of its
+report, so its exit code is 3; its failures beyond the waivers are listed below the tables.
 Reports of `conformance.peers.transformer_engine` make the section of that package.
 """
 
-import datetime
 import json
 import sys
 import textwrap
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.engine.run.waivers import Waiver, read_waivers
+from conformance.peers.second_opinions import replace_section
 from conformance.peers.table import NEVER, UNTOUCHED
 
 
@@ -31,7 +30,7 @@ class Package:
     key: str  # in the versions of a report
     heading: str
     introduction: str
-    causes: bool  # whether causes are listed; otherwise the introduction names a page that has them
+    failures: bool  # whether failures are listed
 
 
 MEGATRON = Package(
@@ -40,26 +39,26 @@ MEGATRON = Package(
     """
 Written by `python -m conformance.peers.versions` from one report per release. What a release has is
 probed by signatures (`conformance/peers/megatron_features.py`); an unknown release is judged with a
-warning. *Differs*: cases that fail or are waived, of those that were judged.
+warning. *Differs*: cases that fail or are waived, of those that were judged. [Findings](findings.md)
+has the causes; failures that 0.16.1 does not have are below the tables.
 """,
-    causes=True,
+    failures=True,
 )
 ENGINE = Package(
     "transformer_engine",
     "## Transformer Engine by release\n",
     """
 Written in the same way, from reports of `conformance.peers.transformer_engine` on a GPU. A cause
-may be met by many cases: [findings](findings-te.md) has the causes.
+may be met by many cases: [findings](findings.md#transformer-engine) has the causes.
 """,
-    causes=False,
+    failures=False,
 )
 PACKAGES = (MEGATRON, ENGINE)
-CONTINUED = ("the same", "and ")  # reasons of waivers that go on from the one before
 DIFFERS = ("FAIL", "CRASH", "HANG", "WAIVED", "FLAKY")
 
 
-def section(reports: Sequence[dict[str, Any]], waivers: Sequence[Waiver]) -> str:
-    """Both tables: the releases; and the functions that differ, with the causes if the page lists
+def section(reports: Sequence[dict[str, Any]]) -> str:
+    """Both tables: the releases; and the functions that differ. Failures follow if the page lists
     them.
 
     Args:
@@ -73,16 +72,21 @@ def section(reports: Sequence[dict[str, Any]], waivers: Sequence[Waiver]) -> str
         "|---|--:|--:|--:|---|",
     ]
     for release, report, functions in zip(releases, reports, judged, strict=True):
-        cases, failures = (sum(column) for column in zip(*functions.values(), strict=True))
-        lines.append(f"| {release} | {len(functions)} | {cases} | {failures} | {_missing(report, reports)} |")
+        cases, differing_cases = (sum(column) for column in zip(*functions.values(), strict=True))
+        lines.append(f"| {release} | {len(functions)} | {cases} | {differing_cases} | {_missing(report, reports)} |")
     lines += ["", f"| function | {' | '.join(releases)} |", f"|---|{'--:|' * len(releases)}"]
     differing = dict.fromkeys(name for functions in judged for name, (_, failures) in functions.items() if failures)
     for name in differing:
         lines.append(f"| `{name}` | {' | '.join(_share(functions.get(name)) for functions in judged)} |")
-    lines += [""] if package.causes else []
-    for name in differing if package.causes else ():
-        text = f"- `{name}`: {'; '.join(_causes(name, reports, waivers))}."
-        lines.append(textwrap.fill(text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+    failures = {name: _failures(name, reports) for name in differing} if package.failures else {}
+    lines += [""] if any(failures.values()) else []
+    for name, texts in failures.items():
+        text = f"- `{name}`: {'; '.join(texts)}."
+        lines += (
+            textwrap.wrap(text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            if texts
+            else []
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -96,13 +100,6 @@ def package_of(reports: Sequence[dict[str, Any]]) -> Package:
         if reports and all(package.key in report["versions"] for report in reports):
             return package
     raise ValueError(f"the reports are of no one package; they must all name {' or '.join(x.key for x in PACKAGES)}")
-
-
-def with_section(page: str, text: str) -> str:
-    """The page, with this section in place of the one that has its heading, or at the end."""
-    preceding, heading, following = page.partition(text.partition("\n")[0] + "\n")
-    _, next_heading, remainder = following.partition("\n## ") if heading else ("", "", "")
-    return f"{preceding.rstrip()}\n\n{text}" + (f"\n## {remainder}" if next_heading else "")
 
 
 def _judged(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
@@ -137,14 +134,8 @@ def _functions(report: dict[str, Any]) -> dict[str, list[str]]:
     return {name: report["functions"][name]["without"] for name in _judged(report)}
 
 
-def _causes(function: str, reports: Sequence[dict[str, Any]], waivers: Sequence[Waiver]) -> list[str]:
-    """Why the function differs: the reasons of waivers that waived a failure, then the failures by
-    release.
-    """
-    causes: dict[str, None] = {}
-    for waiver in (waiver for waiver in waivers if waiver.function == function):
-        if not waiver.reason.startswith(CONTINUED) and any(_waived(waiver, report) for report in reports):
-            causes[waiver.reason] = None
+def _failures(function: str, reports: Sequence[dict[str, Any]]) -> list[str]:
+    """The failures of the function that no waiver has, with their releases."""
     releases_by_message: dict[str, list[str]] = {}
     for report in reports:
         for failure in report["failures"]:
@@ -153,17 +144,9 @@ def _causes(function: str, reports: Sequence[dict[str, Any]], waivers: Sequence[
                 fields = {name: value for name, value in failure["case"].items() if name not in ("schema", "function")}
                 message += f" ({json.dumps(fields, separators=(',', ':'))})"
                 releases_by_message.setdefault(message, []).append(report["versions"][MEGATRON.key])
-    return [*causes, *(f"{', '.join(releases)}: {message}" for message, releases in releases_by_message.items())]
-
-
-def _waived(waiver: Waiver, report: dict[str, Any]) -> bool:
-    """Whether the function was judged, and the waiver is not one without effect."""
-    unused = f"the waiver {waiver.name} waived nothing"
-    return waiver.function in _judged(report) and not any(text.startswith(unused) for text in report["problems"])
+    return [f"{', '.join(releases)}: {message}" for message, releases in releases_by_message.items()]
 
 
 if __name__ == "__main__":
-    page = Path(__file__).parents[2] / "docs" / "peers.md"
-    megatron_waivers = read_waivers(Path(__file__).with_name("megatron.waivers.toml"), datetime.date.today())
     release_reports = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
-    page.write_text(with_section(page.read_text(), section(release_reports, megatron_waivers)))
+    replace_section(section(release_reports))

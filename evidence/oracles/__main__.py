@@ -1,4 +1,5 @@
-"""Run all oracles, each in an environment of its own, and write docs/oracles.md.
+"""Run all oracles, each in an environment of its own, and write their section of
+docs/second-opinions.md.
 
 python -m evidence.oracles           # all
 python -m evidence.oracles NAME      # one, in this environment: its comparisons as JSON
@@ -10,10 +11,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from evidence.environments import ROOT, Unavailable, environment, install, revision, run, source
+from benchmarks.results import save
+from conformance.peers import second_opinions
+from evidence.environments import Unavailable, environment, install, revision, run, source
 from evidence.oracles.catalogue import Oracle, oracles
 from evidence.oracles.compare import Comparison, merged
-from evidence.oracles.page import Result, page
+from evidence.oracles.page import Result, page, record
 
 
 def here(oracle: Oracle, folder: Path | None) -> str:
@@ -50,7 +53,8 @@ def main(arguments: list[str]) -> int:
     for oracle in oracles().values():
         results.append(elsewhere(oracle))
         print(results[-1].line, flush=True)
-    (ROOT / "docs" / "oracles.md").write_text(page(results))
+    second_opinions.replace_section(page(results))
+    save("oracles", record(results), ["make oracles"])
     return int(any(result.unexplained for result in results))
 
 

@@ -1,12 +1,13 @@
-"""Find known defects again, each release in an environment that is kept; writes
-docs/rediscovery.md.
+"""Find known defects again, each release in an environment that is kept; write their section of
+docs/second-opinions.md.
 """
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from evidence.environments import ROOT, Unavailable, environment, install, install_source, revision, run, source
+from conformance.peers import second_opinions
+from evidence.environments import Unavailable, environment, install, install_source, revision, run, source
 from evidence.rediscovery.on_a_gpu import devices, finding_of, kept
 from evidence.rediscovery.page import Found, page
 from evidence.rediscovery.rows import MAIN, MEGATRON, REPOSITORY, ROWS, Row
@@ -85,7 +86,7 @@ def main() -> int:
     for row in ROWS:
         results.append(found(row))
         print(f"{row.package} {row.bug}: {results[-1].outcome}. {results[-1].text}", flush=True)
-    (ROOT / "docs" / "rediscovery.md").write_text(page(results, places()))
+    second_opinions.replace_section(page(results, places()))
     return int(not any(result.outcome == "found again" for result in results))
 
 

@@ -1,4 +1,4 @@
-"""docs/rediscovery.md: the table of known defects, and what shows each."""
+"""A section of docs/second-opinions.md: the table of known defects, and what shows each."""
 
 import sys
 import textwrap
@@ -10,7 +10,7 @@ import torch
 
 from evidence.rediscovery.rows import Row
 
-HEAD = """# Known defects, found again
+HEAD = """## Known defects, found again
 
 `make rediscover` installs releases of other packages that are known to have a defect, and those
 that mended it, each in an environment of its own which is kept; a release that the index lacks is
@@ -19,8 +19,7 @@ adapter, or a comparison: with the reference, between ranks, or between two ways
 Ranks are processes joined by gloo, with stubs for CUDA streams. A defect is *found again* only if
 the first release fails and the second passes. *Half*: the first fails, and there is no second to
 compare with. *Not shown*: the first passes. Checks of compiled kernels ran on a GPU
-(`python -m evidence.rediscovery.on_a_gpu`), and what they found is kept. This page is written by
-the run.
+(`python -m evidence.rediscovery.on_a_gpu`), and what they found is kept.
 """
 
 
@@ -35,7 +34,7 @@ class Found:
 
 
 def page(results: Sequence[Found], where: Sequence[str] = ()) -> str:
-    """The whole page; `where` says what else was run, and on what."""
+    """The section; `where` says what else was run, and on what."""
     counts = Counter(result.outcome for result in results)
     summary = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("found again", "half", "not shown", "not run"))
     lines = [
@@ -52,13 +51,21 @@ def page(results: Sequence[Found], where: Sequence[str] = ()) -> str:
         row = result.row
         mended = row.mended or "open"
         lines.append(f"| {row.package} | {row.bug}: {row.title} | {row.broken} | {mended} | {result.outcome} |")
-    for title, outcomes in (("What shows them", ("found again", "half")), ("The others", ("not shown", "not run"))):
-        chosen = [result for result in results if result.outcome in outcomes]
-        lines += ["", f"## {title}\n", *[_entry(result) for result in chosen]]
+    shown = [result for result in results if result.outcome in ("found again", "half")]
+    lines += ["", "### What shows them\n", *map(_entry, shown)]
+    by_reason: dict[str, list[Row]] = {}
+    for result in results:
+        if result not in shown:
+            by_reason.setdefault(result.text, []).append(result.row)
+    lines += ["", "### The others\n"]
+    lines += [_wrapped(f"- {', '.join(row.bug for row in rows)}: {reason}") for reason, rows in by_reason.items()]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _entry(result: Found) -> str:
-    text = f"- {result.row.package} {result.row.bug}, {result.row.title}. {result.text}"
-    text += f" {result.row.broken}: {result.finding}." if result.finding else ""
+    text = f"- {result.row.bug}. {result.text}"
+    return _wrapped(text + (f" {result.row.broken}: {result.finding}." if result.finding else ""))
+
+
+def _wrapped(text: str) -> str:
     return textwrap.fill(text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -40,3 +40,12 @@ def test_a_measured_record_has_the_tables_that_its_command_prints(tmp_path, monk
     shown = results.section("kernel", record)
     assert shown.splitlines()[2] == "### A kernel" and f"{date.today()} · " in shown
     assert "| small | 3.5 |" in shown and f"    {sys.executable} -c " in shown
+
+
+def test_of_a_long_table_the_page_has_the_columns_and_the_file():
+    record = RECORDS["reach"]
+    shown = results.section("reach", record)
+    assert len(record["tables"][0]["rows"]) > results.LONGEST
+    assert f"table of {len(record['tables'][0]['rows'])} rows" in shown and "| `gate` |" not in shown
+    record = record | {"tables": [record["tables"][0] | {"rows": record["tables"][0]["rows"][: results.LONGEST]}]}
+    assert "| `gate` |" in results.section("reach", record)

@@ -8,7 +8,7 @@ from conformance.engine.run import corpus
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "conformance" / "peers" / "transformer_engine.corpus"
-LINES = [line.strip() for line in (ROOT / "docs" / "findings-te.md").read_text().splitlines()]
+LINES = [line.strip() for line in (ROOT / "docs" / "findings.md").read_text().splitlines()]
 
 
 def test_every_case_of_the_findings_is_kept():

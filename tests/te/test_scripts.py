@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "te_findings").glob("*.py"))
-PAGE = (ROOT / "docs" / "findings-te.md").read_text()
+PAGE = (ROOT / "docs" / "findings.md").read_text()
 ALLOWED = {"subprocess", "sys", "torch", "transformer_engine"}
 MOST = 40
 

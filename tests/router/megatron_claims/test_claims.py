@@ -1,9 +1,9 @@
-"""What megatron-core 0.16.1 does where its router was suspected of a defect:
-docs/megatron-router-claims.md, test by test.
+"""What megatron-core 0.16.1 does where its router was suspected of a defect; docs/findings.md has
+the results.
 
 Each test states the package's behaviour as it is, right or wrong, beside a few lines that compute
 what was to be expected. A package that mends a defect turns its test red: then the test and its row
-in the document have to go. Versions other than 0.16 are skipped, with that as the reason; to try
+in the page have to go. Versions other than 0.16 are skipped, with that as the reason; to try
 one, widen the check in megatron_router.
 """
 
