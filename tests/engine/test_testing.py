@@ -141,7 +141,7 @@ def test_the_examples_of_the_document_run():
     blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     for block in blocks:
-        exec(compile(block, str(DOCUMENT), "exec"), names)
+        exec(compile(block, "an example of the page", "exec"), names)
     tests = [value for name, value in names.items() if name.startswith("test_")]
     assert len(blocks) == 3 and len(tests) == 4
     for test in tests:

@@ -37,7 +37,7 @@ def test_a_plan_that_is_kept_for_a_class_of_sizes_is_wrong_for_one_of_three_call
     implementation = planted(name)
     assert [case.tokens for case in cases if evaluate(case, implementation).status == "FAIL"] == [wrong]
     case = cases[AROUND_4096.index(wrong)]  # after a call of another class alone it is right
-    assert evaluate(case.changed(earlier=case.before[:1]), implementation).status == "PASS"
+    assert evaluate(case.changed(before=case.before[:1]), implementation).status == "PASS"
 
 
 @pytest.mark.parametrize("function", ["glu", "grouped_linear", "grouped_mlp"])
