@@ -38,7 +38,7 @@ def sum_experts_then_ranks(
 
 
 def sum_ranks(partial_sums: PerRank[Tensor], between: torch.dtype) -> Tensor:
-    """round(Σ_w parts_w): ranks ascending, every partial sum in the dtype `between`."""
+    """round(Σ_w partial_sums_w): ranks ascending, every partial sum in the dtype `between`."""
     total = round_to(partial_sums[0], between)
     for partial_sum in partial_sums[1:]:
         total = total + round_to(partial_sum, between)

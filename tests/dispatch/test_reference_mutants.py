@@ -82,17 +82,19 @@ MISTAKES = {
         "dispatch.trees", "torch.cat(list(row_tokens))", "torch.cat(list(row_tokens)).clamp(min=0)"
     ),
     "ranks from the last to the first": Mistake(
-        "dispatch.trees", "= round_to(parts[0], between)\n", "= round_to((parts := parts[::-1])[0], between)\n"
+        "dispatch.trees",
+        "= round_to(partial_sums[0], between)\n",
+        "= round_to((partial_sums := partial_sums[::-1])[0], between)\n",
     ),
     "a sum over ranks that is not rounded in between": Mistake(
         "dispatch.trees",
-        "round_to(part, between)",
-        "round_to(part, between).to(torch.float32 if between == torch.bfloat16 else between)",
+        "round_to(partial_sum, between)",
+        "round_to(partial_sum, between).to(torch.float32 if between == torch.bfloat16 else between)",
     ),
     "all ranks in one flat sum": Mistake(
         "dispatch.trees",
-        "parts = [sum_rows(rows_P,",
-        "parts = [sum_rows(rows_P.float() if rows_P.dtype == torch.bfloat16 else rows_P,",
+        "partial_sums = [sum_rows(rows_P,",
+        "partial_sums = [sum_rows(rows_P.float() if rows_P.dtype == torch.bfloat16 else rows_P,",
     ),
     "shards that are not added": Mistake(
         "dispatch.alltoall", "rows[first : first + shards], between", "rows[first : first + 1], between"
