@@ -42,10 +42,8 @@ def check_known(argument: str, names: Iterable[str], known_names: Iterable[str])
     """
     known_names = list(known_names)
     if unknown := [name for name in names if name not in known_names]:
-        suggestion = "".join(
-            f"; nearest to it is {name}" for name in get_close_matches(str(unknown[0]), known_names, n=1)
-        )
-        raise UsageError(f"{argument} is {unknown[0]!r}; known are {', '.join(known_names)}{suggestion}")
+        nearest = "".join(f"; the nearest is {name}" for name in get_close_matches(str(unknown[0]), known_names, n=1))
+        raise UsageError(f"{argument} is {unknown[0]!r}{nearest}; known are {', '.join(known_names)}")
 
 
 def check_report(path: str) -> None:

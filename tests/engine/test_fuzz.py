@@ -218,7 +218,7 @@ def test_the_exit_code_tells_what_was_found(tmp_path, monkeypatch, capsys, name,
     ("flags", "sentence"),
     [
         (["--minutes", "0"], "--minutes is 0.0; it must be above 0"),
-        (["--function", "premute"], "--function is 'premute'; known are"),
+        (["--function", "premute"], "--function is 'premute'; the nearest is permute; known are"),
         (["--function", "gate"], "--function gate is not offered by moe_ref.permutation"),
     ],
 )

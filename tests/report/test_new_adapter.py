@@ -42,7 +42,10 @@ def test_every_function_has_a_stub(call, place):
         (("new-adapter", "two"), "two.py exists; give another name"),
         (("new-adapter", "my-adapter"), "NAME is 'my-adapter'; it must be the name of a module"),
         (("new-adapter", "../other"), "NAME is '../other'"),
-        (("new-adapter", "other", "--function", "premute"), "--function is 'premute'; known are gate, "),
+        (
+            ("new-adapter", "other", "--function", "premute"),
+            "--function is 'premute'; the nearest is permute; known are gate, ",
+        ),
     ],
 )
 def test_nothing_is_written_over_and_no_wrong_name_is_taken(call, place, arguments, sentence):

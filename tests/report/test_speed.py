@@ -117,7 +117,10 @@ def test_the_time_of_triton_s_interpreter_is_no_kernel_s(call):
         (("--impl", "good", "--report", "out.md"), "--report out.md: the report of speed is a .json file"),
         (("--impl", "good", "--baseline", "text.json"), "--baseline text.json: not a JSON report of speed"),
         ((CASE, "--impl", "good", "--function", "permute"), "--function chooses among the suite's own cases"),
-        (("--impl", "good", "--against", "two", "--function", "premute"), "--function is 'premute'; known are gate"),
+        (
+            ("--impl", "good", "--against", "two", "--function", "premute"),
+            "--function is 'premute'; the nearest is permute; known are gate",
+        ),
         (("--impl", "good", "--against", "two", "--function", "unpermute"), "good and two must offer it"),
         (("{}", "--impl", "good", "--against", "two"), "function is None; known are"),
     ],
