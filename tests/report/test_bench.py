@@ -138,7 +138,7 @@ def test_what_bench_needs_is_one_sentence(call, tmp_path):
     for words, sentence in (
         (("--baseline", "old.json"), "--baseline old.json: bench needs a GPU to time anything"),
         (("--report", "new.json"), "--report new.json: bench needs a GPU to time anything"),
-        (("--only", "routers"), "--only is 'routers'; known are permutation, router"),
+        (("--only", "routers"), "--only is 'routers'; the nearest is router; known are permutation"),
     ):
         code, _, err = call("bench", *words)
         assert (code, sentence in err) == (2, True)
