@@ -127,7 +127,7 @@ def grouped(device: str, dtype: torch.dtype, runs: int) -> Iterator[Run]:
         terms, columns = int(source.choice([256, 1024, 4096])), 256
         a = torch.from_numpy(source.standard_normal((320, terms))).to(dtype)
         b = torch.from_numpy(source.standard_normal((4, columns, terms)) / terms**0.5).to(dtype)
-        result = torch._grouped_mm(a.to(device), b.to(device).mT, offs=ends.to(device)).cpu()
+        result = torch.nn.functional.grouped_mm(a.to(device), b.to(device).mT, offs=ends.to(device)).cpu()
         pieces = torch.tensor_split(torch.arange(320), ends[:-1].long())
         for expert, rows in enumerate(pieces):
             reference = contraction(a[rows].float(), b[expert].float(), WHOLE_PRODUCT).to(dtype)
@@ -223,8 +223,7 @@ def kinds(device: str) -> dict[str, Callable[[int], Iterator[Run]]]:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        if hasattr(torch, "_grouped_mm"):
-            out["bf16 grouped"] = partial(grouped, device, torch.bfloat16)
+        out["bf16 grouped"] = partial(grouped, device, torch.bfloat16)
         if torch.cuda.get_device_capability()[0] == 9:  # HOPPER_FP8 models this one only
             out |= {
                 f"fp8 {'×'.join(map(str, shape))}{sign}": partial(scaled_products, device, shape, one)

@@ -270,9 +270,9 @@ def torch_versions(x: Operands, counts: Tensor) -> dict[str, Call]:
     """torch's versions; the segment ends are computed untimed."""
     ends = counts.cumsum(0).int()
     return {
-        "forward": lambda: torch._grouped_mm(x.rows_PN, x.weight_LMN.mT, offs=ends),
-        "dgrad": lambda: torch._grouped_mm(x.d_out_PM, x.weight_LMN, offs=ends),
-        "wgrad": lambda: torch._grouped_mm(x.d_out_PM.mT, x.rows_PN, offs=ends),
+        "forward": lambda: torch.nn.functional.grouped_mm(x.rows_PN, x.weight_LMN.mT, offs=ends),
+        "dgrad": lambda: torch.nn.functional.grouped_mm(x.d_out_PM, x.weight_LMN, offs=ends),
+        "wgrad": lambda: torch.nn.functional.grouped_mm(x.d_out_PM.mT, x.rows_PN, offs=ends),
     }
 
 

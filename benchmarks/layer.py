@@ -4,10 +4,10 @@
 
 `moe_fast.moe_layer` with L local experts that all tokens choose from, from the gate to the combined
 output, forward and with its backward, in bf16 and with FP8 recipes. The peers are the same layer in
-stock torch (index_select, `torch._grouped_mm`, SwiGLU, index_add), and that by `torch.compile`,
-and other packages' (`benchmarks.layer_peers`), each compared with ours first. `--only` chooses by
-the titles' beginnings. TFLOP/s are those of the experts' products: 6·M·H·F forward, which
-saves nothing, 18·M·H·F with the backward, M = T · topk.
+stock torch (index_select, grouped_mm, SwiGLU, index_add), and that by `torch.compile`, and other
+packages' (`benchmarks.layer_peers`), each compared with ours first. `--only` chooses by the titles'
+beginnings. TFLOP/s are those of the experts' products: 6·M·H·F forward, which saves nothing,
+18·M·H·F with the backward, M = T · topk.
 
 Times are of replays of CUDA graphs, of calls where the host waits in them, in bursts: power sets
 the clock, so only ratios within one run are meaningful. Host time is that of a forward launched
@@ -112,10 +112,10 @@ def stock(layer: Layer) -> Tensor:
     tokens = order // topk
     ends = torch.arange(1, layer.shape.experts + 1, device=x.device)
     offsets = torch.searchsorted(experts.flatten()[order], ends).to(torch.int32)  # bincount waits for the device
-    h = torch._grouped_mm(x.index_select(0, tokens), p.fc1_weight.transpose(1, 2), offs=offsets)
+    h = torch.nn.functional.grouped_mm(x.index_select(0, tokens), p.fc1_weight.transpose(1, 2), offs=offsets)
     u, v = h.chunk(2, dim=1)
     a = torch.nn.functional.silu(u) * v * chosen.float().softmax(-1).flatten()[order][:, None].to(x.dtype)
-    y = torch._grouped_mm(a, p.fc2_weight.transpose(1, 2), offs=offsets)
+    y = torch.nn.functional.grouped_mm(a, p.fc2_weight.transpose(1, 2), offs=offsets)
     return torch.zeros_like(x).index_add(0, tokens, y)
 
 

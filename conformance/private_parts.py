@@ -31,6 +31,7 @@ class Part:
 _MODES_STAY = "a mode that a call leaves behind is not noticed"
 _PIPE = "a call can write into a pipe of the run"
 _SLOW = "kernels take longer to compile"
+_ADDRESSES = "an access outside of a kernel's tensors is not noticed in the interpreter"
 PARTS = {
     f"{part.module}.{part.path}": part
     for part in (
@@ -45,6 +46,9 @@ PARTS = {
         Part("triton.compiler.code_generator", "inspect", TRITON, _SLOW),
         Part("triton.compiler.code_generator", "warnings", TRITON, _SLOW),
         Part("triton.runtime.build", "_build", TRITON, "each process builds launchers of its own"),
+        Part("triton.runtime.interpreter", "_interpreter", TRITON, _ADDRESSES),
+        Part("triton.runtime.interpreter", "GridExecutor._init_args_hst", TRITON, _ADDRESSES),
+        Part("triton.runtime.interpreter", "InterpreterBuilder.create_int_to_ptr", TRITON, _ADDRESSES),
         Part("torch", "_C._len_torch_function_stack", TORCH, _MODES_STAY),
         Part("torch", "_C._pop_torch_function_stack", TORCH, _MODES_STAY),
         Part("torch", "_GLOBAL_DEVICE_CONTEXT", TORCH, "a default device that a call sets is not set back"),
@@ -53,6 +57,18 @@ PARTS = {
         Part("torch", "_neg_view", TORCH, "inputs of the layout 'negated' are plain tensors"),
         Part("torch.cuda", "_sleep", TORCH, "inputs that come late on their stream come without a pause"),
         Part("torch.cuda", "_device_count_nvml", TORCH, "each process loads torch's compiler by itself"),
+        Part(
+            "torch.testing._internal.distributed.fake_pg",
+            "FakeProcessGroup",
+            TORCH,
+            "a dispatcher that uses the default group in place of the group of its call is not noticed",
+        ),
+        Part(
+            "multiprocessing.connection",
+            "SocketListener",
+            PYTHON,
+            "rank 0 of a torchrun waits without a limit for ranks that never call",
+        ),
         Part("multiprocessing.forkserver", "_forkserver", PYTHON, _PIPE),
         Part("multiprocessing.resource_tracker", "_resource_tracker", PYTHON, _PIPE),
     )

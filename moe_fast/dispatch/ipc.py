@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_fast.dispatch import _ipc as kernels
 from moe_fast.launch.backend import INTERPRETED, launch_on
+from moe_fast.launch.torch_parts import opened_storage, shared_storage
 from moe_ref.config import require
 
 
@@ -36,8 +37,8 @@ def place_of(device: torch.device) -> Place:
 def offer_of(memory: Tensor) -> Offer:
     """The offer of this process's memory, which it must keep; it waits for the device."""
     torch.cuda.synchronize(memory.device)  # what was written here comes before what others write
-    storage = memory.untyped_storage()._share_cuda_()
-    return Offer(_uuid(memory.device.index), storage[1:], int(memory.storage_offset()), len(memory))
+    storage = shared_storage(memory)
+    return Offer(_uuid(memory.device.index), storage, int(memory.storage_offset()), len(memory))
 
 
 def opened(offer: Offer, device: torch.device) -> Tensor:
@@ -52,7 +53,7 @@ def opened(offer: Offer, device: torch.device) -> Tensor:
     near = home == device.index or torch.cuda.can_device_access_peer(device.index, home)
     require(near, "group", f"with a rank on GPU {home}", f"of ranks on GPUs that {device} can address")
     # opened by the device that will use it, wherever it lies: this maps it for that device
-    storage = torch.UntypedStorage._new_shared_cuda(device.index, *offer.storage)
+    storage = opened_storage(device, offer.storage)
     memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return memory.set_(storage, offer.begin, (offer.size,), (1,))
 

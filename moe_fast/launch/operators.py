@@ -18,9 +18,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from moe_fast.launch.registry import PUBLIC, RECORDS
+from moe_fast.launch.torch_parts import derivatives_are_recorded, mode_of_tensors_without_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,8 +29,6 @@ F = TypeVar("F", bound=type[torch.autograd.Function])
 SCHEMA = "(Tensor[] tensors, SymInt[] numbers, str call) -> Tensor[]"
 # attributes of the mode of tensors without memory: an operator runs in it; what the last returned
 INSIDE, RESULT = "_moe_fast_inside", "_moe_fast_result"
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-_mode = torch._C._get_dispatch_mode
 _graph: ContextVar[bool] = ContextVar("in a graph", default=False)
 
 
@@ -68,12 +66,12 @@ def record(cls: C) -> C:
 
 def has_memory() -> bool:
     """Whether tensors have memory; while tracing they have not, and no kernel is launched."""
-    return _mode(_FAKE) is None
+    return mode_of_tensors_without_memory() is None
 
 
 def tracing() -> bool:
     """Whether operators are recorded in place of their launches."""
-    mode = _mode(_FAKE)
+    mode = mode_of_tensors_without_memory()
     return mode is not None and not getattr(mode, INSIDE, False)
 
 
@@ -124,7 +122,7 @@ def _operator(function: Callable[P, R], name: str) -> Callable[P, R]:
 
     @registered.register_fake
     def _(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor]:
-        mode = _mode(_FAKE)
+        mode = mode_of_tensors_without_memory()
         setattr(mode, INSIDE, True)
         try:
             args, kwargs = _loaded(call, tensors, numbers)
@@ -141,7 +139,7 @@ def _operator(function: Callable[P, R], name: str) -> Callable[P, R]:
         given = _Dumped((args, kwargs), [])
         with torch.no_grad():
             tensors = registered(given.tensors, given.numbers, given.text)
-        text, numbers = getattr(_mode(_FAKE), RESULT)
+        text, numbers = getattr(mode_of_tensors_without_memory(), RESULT)
         result: R = _loaded(text, tensors, numbers, given.tensors)
         return result
 
@@ -251,7 +249,7 @@ def as_operators(function: F) -> F:
         return backward_operator(ctx.traced, *cotangents)
 
     def apply(*args: Any) -> Any:
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        if derivatives_are_recorded():
             return recorded(*args)
         return either_forward(_Context((False,) * len(args)), *args)
 

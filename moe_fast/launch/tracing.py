@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo import nonstrict_trace
 from torch.utils import _pytree as pytree
 
 from moe_fast.launch.registry import PUBLIC, RECORDS
+from moe_fast.launch.torch_parts import nonstrict_trace
 from moe_ref.config import LayerConfig, Recipe, RouterConfig
 
 

@@ -52,6 +52,10 @@ def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEP
         num_tokens_per_rank[w]    = Σ_t is_token_in_rank[t, w]
         num_tokens_per_expert[e]  = slots that name e        (named twice by a token: counts twice)
 
+    Args:
+        indices_TK: integers; -1 names no expert.
+        num_experts, ranks: E and W; rank w has the experts w·E/W … (w+1)·E/W - 1.
+
     Raises:
         ValueError: experts that do not divide among the ranks; an index outside -1 … E - 1.
     """

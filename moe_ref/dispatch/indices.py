@@ -21,6 +21,7 @@ def flatten_experts(x_TE: Tensor, *, expert_parallel: int, expert_tensor_paralle
 
     Args:
         x_TE: any dtype; E = EP·L.
+        expert_parallel, expert_tensor_parallel: EP and ETP, at least 1.
 
     Returns:
         [T,EP·ETP·L].

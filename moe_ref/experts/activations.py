@@ -134,6 +134,7 @@ def glu(
 
     Args:
         h_PF2: [P,2F] bfloat16, float16, float32 or float64.
+        probs: [P] floating point, or None for 1.
         alpha: of swiglu or quick_geglu; None for the kind's own.
         interleave: a divisor of F, or None for halves.
         fp8_input_store: `glu_backward` gets ĥ = decode(encode(h)), E4M3 without a scale. If |h| >

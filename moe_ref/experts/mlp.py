@@ -38,14 +38,16 @@ def grouped_mlp(
     Rows and probs past the last segment are never read: there y is 0, and gradients ignore them.
 
     Args:
+        rows_PH, tokens_per_expert_L: as in `grouped_linear`.
         fc1_weight_LFH: [L,2F,H] for a gated kind, gates first or interleaved; [L,F,H] for others.
+        fc2_weight_LHF: [L,H,F].
         probs: [P] floating point, or None for 1. Gradients of its uses may be rounded one by one.
         fc1_bias, fc2_bias: [L,2F] or [L,F], and [L,H]; floating point, or None, independently.
         kind, offset, clamp, alpha, interleave, …: as in `glu` and `activation`.
         align: zeros extend each segment to a multiple of it, and are trimmed afterwards.
         recompute: "moe_act" or "moe": the activation, or all, again in the backward; same results.
-        recipe, state, noise: as in `grouped_linear`, the last two a pair for fc1 and fc2; noise per
-            row, aligned.
+        recipe, state, noise: as in `grouped_linear`, the last two a pair for fc1 and fc2; noise is
+            [2,P,·] of the aligned rows.
         wgrads: a list, or None. A backward appends to it, in place of the weights' gradients, a
             function of `accumulate_into` for each weight that has one, fc2's first: `grouped_wgrad`
             of what the backward has. Mirrors `backward_dw`.
@@ -130,7 +132,7 @@ def latent_projection(
     combine.
 
     Routing and shared experts stay in H; `grouped_mlp` then reads and writes rows of the latent
-    width. Rounding and errors: as `moe_ref.experts.linear.linear`.
+    width. Args, rounding and errors: as in `grouped_linear` with one expert, whose weight is [M,N].
 
     Source: MoELayer.fc1_latent_proj, fc2_latent_proj.
     """

@@ -50,6 +50,7 @@ def glu_and_quantize(
         h_PF2: [P,2F] bfloat16, float16, float32 or float64.
         splits: [G] integers, rows of each group, in order; None: all rows are one group.
         probs: [P] floating point, or None for 1.
+        kind, offset, clamp, alpha, interleave: as in `glu`.
         rowwise, columnwise: the forms to make, both of a.
         state: delayed scaling's, of G groups.
         round_before_quantize: a is rounded to h's dtype first; a Hadamard transform needs it.

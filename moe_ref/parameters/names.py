@@ -128,6 +128,7 @@ def convert_experts(state: State, *, num_experts: int, layout: str, prefix: str 
 
     Args:
         state: values by key; grouped ones may be packed. Other keys stay.
+        num_experts: L, of the rank.
         layout: of the result.
 
     Raises:

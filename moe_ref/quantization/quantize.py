@@ -64,6 +64,7 @@ def quantize(
     Args:
         x_MN: float64, float32, bfloat16 or float16. float64 is rounded to float32 first: all rules
             are float32.
+        recipe: the rule of scales, the formats and the blocks.
         role: "input", "weight" or "grad_output", which decides format, block and rounding.
         splits: [G] integers, rows of each group, in order; None: all rows are one group. MXFP8
             needs multiples of 32, NVFP4 of 16.

@@ -42,6 +42,7 @@ def aux_loss_scores(
 
     Args:
         logits_TE: floating point.
+        topk, score_function: K, and "softmax", "sigmoid" or "sqrtsoftplus", as in `topk_indices`.
         padding_mask: [T], True for padding.
 
     Returns:
@@ -88,9 +89,9 @@ def load_balancing_loss(
     Args:
         scores: [rows, columns] floating point.
         tokens_per_expert: [columns], summed over all ranks that share the loss; gets no gradient.
-        total_num_tokens: N, tokens on all those ranks; 0 makes a loss of 0. A tensor of one element
-            is not read by the host. For a sequence loss with padding it is the mean length, which
-            may be less than 1.
+        total_num_tokens: N, tokens on all those ranks; 0 makes a loss of 0. A tensor has one
+            element, which the host does not read. For a sequence loss with padding it is the mean
+            length, which may be less than 1.
         topk, num_experts: K and E.
         coeff: c ≥ 0.
 
@@ -156,7 +157,12 @@ def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
     its carrier does.
 
     Args:
+        x: any shape, floating point; the carrier.
+        loss: one element, floating point.
         scale: the factor of the training loss, divided by the micro-batches.
+
+    Raises:
+        ValueError: see `moe_ref.config.check_loss_scale`.
     """
     check_loss_scale(scale)
     return _AttachLoss.apply(x, loss, scale)

@@ -33,6 +33,7 @@ def drop_tokens(
         probs_TE: floating point; entries that are not routed are not read.
         routing_map_TE: bool, or integers 0 and 1.
         capacity: rows per expert, at least 0.
+        drop_policy: "probs" or "position".
 
     Raises:
         ValueError: see `moe_ref.config.check_drop_tokens`.

@@ -41,6 +41,12 @@ def topk_indices(
     gradient.
 
     Args:
+        logits_TE: floating point.
+        topk: K, from 1 to E.
+        score_function, pre_softmax: "softmax", which `pre_softmax` takes before the choice,
+            "sigmoid" or "sqrtsoftplus".
+        num_groups, group_topk: G, which divides E, and the number of groups; None for no groups.
+        scaling_factor: of the weights; None for 1.
         expert_bias: [E], not with softmax.
         precomputed_indices: [T,K] experts to use instead of choosing, all different (not checked).
 

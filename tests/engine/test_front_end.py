@@ -18,11 +18,11 @@ def parsing_type() -> type:
         parsed = 0
 
         def __init__(self, source: str) -> None:
-            self._src = source
+            self.src = source
 
         def parse(self) -> list[str]:
             type(self).parsed += 1
-            return self._src.split()
+            return self.src.split()
 
     return Parsing
 
@@ -41,7 +41,7 @@ def test_another_source_is_parsed_again() -> None:
     parse_once(functions)
     function = functions("a b")
     function.parse()
-    function._src = "c"  # as for an automatic mutant
+    function.src = "c"  # as for an automatic mutant
     assert function.parse() == ["c"]
 
 

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from conformance.engine.child.poison import Poison
+from conformance.private_parts import available
 
 _watch: "Addresses | None" = None
 
@@ -107,11 +108,12 @@ def _line(kernel: Any) -> str:
 
 def _install() -> None:
     """Route the interpreter's memory accesses through this module; idempotent."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None or isinstance(interpreter._interpreter, _Memory):  # type: ignore[attr-defined]
+    memory = available("triton.runtime.interpreter._interpreter")
+    init_args = available("triton.runtime.interpreter.GridExecutor._init_args_hst")
+    make_pointer = available("triton.runtime.interpreter.InterpreterBuilder.create_int_to_ptr")
+    if isinstance(memory, _Memory) or None in (memory, init_args, make_pointer):
         return
-    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder  # type: ignore[attr-defined]
-    init_args, make_pointer = executor._init_args_hst, builder.create_int_to_ptr
+    interpreter: Any = sys.modules["triton.runtime.interpreter"]
 
     def checked_init_args(self: Any, arguments: Any, settings: Any) -> Any:
         on_host = init_args(self, arguments, settings)
@@ -126,8 +128,9 @@ def _install() -> None:
             _watch.skip_launch()
         return make_pointer(self, *arguments)
 
-    executor._init_args_hst, builder.create_int_to_ptr = checked_init_args, checked_make_pointer
-    interpreter._interpreter = _Memory(interpreter._interpreter)  # type: ignore[attr-defined]
+    interpreter.GridExecutor._init_args_hst = checked_init_args
+    interpreter.InterpreterBuilder.create_int_to_ptr = checked_make_pointer
+    interpreter._interpreter = _Memory(memory)
 
 
 class _Memory:

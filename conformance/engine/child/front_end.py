@@ -21,8 +21,8 @@ def parse_once(function_type: Any) -> None:
 
     def once(self: Any) -> Any:
         cached_tree = self.__dict__.get("_kept_tree")
-        if cached_tree is None or cached_tree[0] != self._src:
-            self._kept_tree = cached_tree = self._src, parse(self)
+        if cached_tree is None or cached_tree[0] != self.src:
+            self._kept_tree = cached_tree = self.src, parse(self)
         return cached_tree[1]
 
     once.once = True  # type: ignore[attr-defined]

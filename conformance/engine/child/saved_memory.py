@@ -23,7 +23,8 @@ class _Made(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         for storage in _storages(out):
-            self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            reference = StorageWeakRef(storage)
+            self.storages[reference.cdata] = (reference, storage.nbytes())
         return out
 
 
@@ -37,7 +38,7 @@ def alive_bytes(run: Callable[[], Any], inputs: Iterable[Tensor], afterwards: Ca
         out = run()
     afterwards()
     gc.collect()
-    known_storages = {storage._cdata for storage in _storages((*inputs, out))}
+    known_storages = {StorageWeakRef(storage).cdata for storage in _storages((*inputs, out))}
     alive = {address: size for address, (storage, size) in allocations.storages.items() if not storage.expired()}
     return sum(size for address, size in alive.items() if address not in known_storages)
 
@@ -46,16 +47,15 @@ def allocated_bytes(run: Callable[[], Any], inputs: Iterable[Tensor]) -> int:
     """The same on a GPU, as torch's allocator counts bytes: each storage takes a multiple of
     512.
     """
-    known_storages = {storage._cdata for storage in _storages([*inputs])}
+    known_storages = {StorageWeakRef(storage).cdata for storage in _storages([*inputs])}
     gc.collect()
     torch.cuda.synchronize()
     bytes_before = torch.cuda.memory_allocated()
     out = run()
     torch.cuda.synchronize()
     gc.collect()
-    result_storages = {
-        storage._cdata: storage.nbytes() for storage in _storages(out) if storage._cdata not in known_storages
-    }
+    of_results = {StorageWeakRef(storage).cdata: storage.nbytes() for storage in _storages(out)}
+    result_storages = {address: size for address, size in of_results.items() if address not in known_storages}
     return (
         torch.cuda.memory_allocated() - bytes_before - sum(-(-size // 512) * 512 for size in result_storages.values())
     )

@@ -43,6 +43,7 @@ from conformance.interface import UsageError
 
 CASE_SECONDS = 60.0  # a case that takes longer hangs: see `conformance.engine.child.patience`
 START_SECONDS = 180.0  # seconds for the import of the implementation
+STARTS = 3  # attempts to start a process again
 COMPILE_SECONDS = 60.0  # seconds added on a GPU, where a case may wait for compilers
 IN_ORDER = 8  # how many cases may change places
 AHEAD = 4 * IN_ORDER  # how many cases wait or run
@@ -284,17 +285,25 @@ class Pool:
     def _fresh(self) -> Child:
         """The spare if there is one, else a new child.
 
+        A start that fails is tried again: after a kernel has crashed on a GPU, the GPU can be out
+        of reach for a moment.
+
         Raises:
             Lost: it cannot import the implementation, which was imported before.
         """
-        with deferred():
-            child = self._spare = self._spare or self._launch()
-        try:
-            self._await_ready(child)
-        except UsageError as error:
-            raise Lost(str(error)) from None
-        self._spare = None
-        return child
+        for attempt in range(STARTS):
+            time.sleep(attempt)
+            with deferred():
+                child = self._spare = self._spare or self._launch()
+            try:
+                self._await_ready(child)
+            except UsageError as error:
+                self._end(child)
+                self._spare, problem = None, str(error)
+            else:
+                self._spare = None
+                return child
+        raise Lost(problem)
 
     def _send(self, child: Child, work: Work) -> None:
         child.last, child.began = function_of(work), time.monotonic()

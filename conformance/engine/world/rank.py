@@ -1,10 +1,12 @@
 """One rank of a world: a child process that makes collective calls."""
 
+import contextlib
 import datetime
 import os
 import socket
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,6 +19,7 @@ from conformance.core.ranks import RankContext, ranks_of
 from conformance.engine.child.child import answer_all, chosen_device, import_implementation
 from conformance.engine.options import ChildOptions
 from conformance.interface import Implementation
+from conformance.private_parts import available
 
 MEETING_SECONDS = 60.0  # for all ranks to meet at the store
 COLLECTIVE_SECONDS = 600.0  # timeout of a process group, far above the parent's time limit
@@ -107,10 +110,12 @@ def _join_default_group(store: Any, address: RankAddress, backend: str, patience
     On CPUs a case's ranks are 1, 2, … of the default group, whose collectives do nothing. So a
     function is wrong that uses the default group, or a number in it, in the place of its own group.
     """
-    first = int(backend == "gloo")
+    with contextlib.suppress(ImportError):
+        import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    first = int(
+        backend == "gloo" and available("torch.testing._internal.distributed.fake_pg.FakeProcessGroup") is not None
+    )
     if first:
-        import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
-
         backend = "fake"
     rank, ranks = first + address.rank, first + address.ranks
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience)

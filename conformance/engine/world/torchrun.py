@@ -24,6 +24,7 @@ from conformance.engine.options import ChildOptions
 from conformance.engine.world.local_rank import LocalRank
 from conformance.engine.world.rank import RankAddress
 from conformance.interface import UsageError
+from conformance.private_parts import available
 
 ANSWER_SECONDS = 20.0  # seconds for a lender to report how its child ended
 ARRIVAL_SECONDS = 120  # seconds for rank 0 to open the store, and for the others to call it
@@ -130,12 +131,13 @@ class RemoteRanks:
             UsageError: ranks not connected within ARRIVAL_SECONDS; closes all connections.
         """
         assert self._listener is not None
-        # `accept` without a timeout waits forever
-        socket = self._listener._listener._socket  # type: ignore[attr-defined]
+        # `accept` has no timeout: without the socket, rank 0 waits forever for a missing rank
+        known = available("multiprocessing.connection.SocketListener") is not None
+        socket = getattr(getattr(self._listener, "_listener", None), "_socket", None) if known else None
         deadline = time.monotonic() + ARRIVAL_SECONDS
         calls: dict[int, Connection] = {}
         while missing := [rank for rank in range(1, ranks) if rank not in calls]:
-            if not connection.wait([socket], max(deadline - time.monotonic(), 0)):
+            if socket is not None and not connection.wait([socket], max(deadline - time.monotonic(), 0)):
                 break
             # a stranger, or a rank that died
             with contextlib.suppress(AuthenticationError, EOFError, OSError):

@@ -22,6 +22,7 @@ from conformance.families.dispatch.dispatcher import row_tokens_of, sum_of_rows,
 from conformance.families.dispatch.laws import FLOATS, fits, has_plain_slots, has_room, is_fine
 from conformance.interface import Implementation, named_outputs
 from conformance.judge import Exact, Expectation, Finding
+from conformance.private_parts import available
 from moe_ref.permutation.rows import PADDING
 
 PAUSES = 4  # pauses per rank and law, each up to PAUSE_MS
@@ -82,8 +83,9 @@ def _pause(seed: int, rank: int, turn: int, device: torch.device) -> None:
     """Delay this rank on the host and, if any, on the device."""
     length = int(hashed(seed, f"pause {rank}", PAUSES)[turn] % (PAUSE_MS * 1000))
     time.sleep(length / 1e6)
-    if device.type == "cuda":
-        torch.cuda._sleep(length * 1000)
+    sleep = available("torch.cuda._sleep")
+    if device.type == "cuda" and sleep:
+        sleep(length * 1000)
 
 
 def _in_flight(trial: Trial) -> Finding | None:
