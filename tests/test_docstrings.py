@@ -49,7 +49,7 @@ def test_each_tensor_has_a_shape(name):
     tensors = [x for x, type_text in types.items() if "Tensor" in type_text and "Callable" not in type_text]
     plain = [x for x in tensors if not re.search(r"_[A-Z0-9]+$", x)]
     text = _described(PUBLIC[name])
-    said = r"[^:\n]*:(.|\n){0,200}?(\[|shape|one element)"
+    said = r"[^:\n]*:(.|\n){0,200}?(\[|shape|one\s+element)"
     assert [x for x in plain if not re.search(rf"\b{x}\b{said}", text)] == []
 
 
