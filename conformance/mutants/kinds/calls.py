@@ -250,9 +250,9 @@ def in_the_default_group(collective: Wrapper, *inputs: Any, group: Any, **settin
     return collective(*inputs, group=dist.group.WORLD, **settings)
 
 
-def negates_the_input(function: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:
+def negates_the_input(function: Wrapper, x: Tensor, *arguments: Any, **settings: Any) -> Any:
     """The function works in the memory of its first input, where that needs no gradient."""
-    out = function(x, *rest, **settings)
+    out = function(x, *arguments, **settings)
     if not x.requires_grad:
         x.neg_()
     return out

@@ -81,9 +81,9 @@ def with_gradients_of(value: Tensor, *sources: Tensor) -> Tensor:
     return joined
 
 
-def adds_float64_in_float32(function: Wrapper, rows: Tensor, *rest: Any, **settings: Any) -> Any:
+def adds_float64_in_float32(function: Wrapper, rows: Tensor, *arguments: Any, **settings: Any) -> Any:
     """The sums of float64 rows are in float32."""
-    out = function(rows, *rest, **settings)
+    out = function(rows, *arguments, **settings)
     if rows.dtype != torch.float64:
         return out
     narrow = rounded_to(torch.float32)
