@@ -28,6 +28,7 @@ KINDS: dict[str, Callable[..., Wrapper]] = {
     "cotangent read as contiguous": _always(conditions.cotangent_read_flat),
     "rows of a slice read as adjacent": _always(layouts.reading(layouts.adjacent)),
     "overlapping rows read as adjacent": _always(layouts.reading(layouts.separate)),
+    "rows past 256 numbered in 8 bits": _always(layouts.numbers_rows_in_bytes),
     "pending minus ignored": _always(gradients.reads_no_pending_minus),
     "pending minus of a cotangent ignored": _always(gradients.reads_no_pending_minus_of_a_cotangent),
     # state between calls
@@ -39,6 +40,7 @@ KINDS: dict[str, Callable[..., Wrapper]] = {
     "factor cached by address": calls.cached_by_address,
     "handle for one call": calls.right_once_per_handle,
     # modes and state of the process
+    "default process group": _always(calls.in_the_default_group),
     "options ignored in inference mode": _always(calls.another_path_without_gradients),
     "options ignored under no_grad": _always(calls.another_path_under_no_grad),
     "graph under no_grad": _always(calls.a_graph_of_its_own),
@@ -47,6 +49,7 @@ KINDS: dict[str, Callable[..., Wrapper]] = {
     # memory of results and cotangents
     "backward reads the result": _always(calls.backward_reads_the_result),
     "cotangent scaled in place": _always(calls.changes_the_cotangent),
+    "first input negated in place": _always(calls.negates_the_input),
     "equal rows expanded": _always(calls.expands_equal_rows),
     "equal results in one tensor": calls.results_of_one_buffer,
     # second derivatives
@@ -57,6 +60,8 @@ KINDS: dict[str, Callable[..., Wrapper]] = {
     "inputs in bfloat16 under autocast": _always(autocast.inputs_in_bfloat16),
     "float32 results under autocast": _always(autocast.widened),
     "cast kept by shape under autocast": autocast.first_of_a_shape,
+    # dtypes
+    "float64 rows added in float32": _always(gradients.adds_float64_in_float32),
     # settings
     "0 taken for none": conditions.falsy,
 }

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -242,3 +243,16 @@ def right_once_per_handle() -> Any:
         return function(rows.roll(1, 0) if again else rows, *rest, **settings)
 
     return wrapper
+
+
+def in_the_default_group(collective: Wrapper, *inputs: Any, group: Any, **settings: Any) -> Any:
+    """The collective runs over all processes, whatever group it was given."""
+    return collective(*inputs, group=dist.group.WORLD, **settings)
+
+
+def negates_the_input(function: Wrapper, x: Tensor, *arguments: Any, **settings: Any) -> Any:
+    """The function works in the memory of its first input, where that needs no gradient."""
+    out = function(x, *arguments, **settings)
+    if not x.requires_grad:
+        x.neg_()
+    return out

@@ -79,3 +79,12 @@ def with_gradients_of(value: Tensor, *sources: Tensor) -> Tensor:
     """The value, with the gradients of other results of its shape."""
     joined: Tensor = _Value.apply(value.detach(), *sources)  # type: ignore[no-untyped-call]
     return joined
+
+
+def adds_float64_in_float32(function: Wrapper, rows: Tensor, *arguments: Any, **settings: Any) -> Any:
+    """The sums of float64 rows are in float32."""
+    out = function(rows, *arguments, **settings)
+    if rows.dtype != torch.float64:
+        return out
+    narrow = rounded_to(torch.float32)
+    return with_values(out, narrow) if isinstance(out, Tensor) else out._replace(tokens=with_values(out.tokens, narrow))

@@ -49,3 +49,9 @@ def numbered_in_bytes(x: Tensor) -> Tensor:
 
 def _again(x: Tensor) -> Tensor:
     return with_values(x, lambda own: own[torch.arange(len(own)) % 256])
+
+
+def numbers_rows_in_bytes(function: Wrapper, rows: Tensor, *arguments: Any, **settings: Any) -> Any:
+    """The rows of the first input have numbers of 8 bits, where there are more than 256 of them."""
+    many = rows.dim() == 2 and len(rows) > 256
+    return function(numbered_in_bytes(rows) if many else rows, *arguments, **settings)
