@@ -83,6 +83,12 @@ class Options:
     seconds: float = _flag(
         "--seconds", "end the run after this time, with the verdict so far (default: no limit)", 0.0, type=float
     )
+    accept_partial: bool = _flag(
+        "--accept-partial",
+        "exit code 0 also for CONFORMANT SO FAR: --seconds ended the run before all fixed and covering cases had run",
+        False,
+        action="store_true",
+    )
     corpus: str = _flag(
         "--corpus", "folder of kept cases: run first, and where failing cases are saved", ".moe-conformance"
     )

@@ -197,6 +197,8 @@ def _summary(verdict: Verdict) -> str:
         f"{blocked} blocked" if blocked else "",
         *([f"{untouched[UNCHANGED]} unchanged since {verdict.since}"] if verdict.since else []),
         f"{verdict.cases} cases in {verdict.seconds:.0f} s{ended(verdict)}",
+        f"{verdict.not_run} cases not run" if verdict.not_run else "",
+        f"{len(verdict.not_drawn)} sections not drawn" if verdict.not_drawn else "",
         f"{total['WAIVED']} waived",
         *([f"{untouched['not run']} functions not run"] if untouched["not run"] else []),
         f"{untouched[NOT_CHOSEN]} functions not chosen" if untouched[NOT_CHOSEN] else "",

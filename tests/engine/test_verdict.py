@@ -188,6 +188,23 @@ def test_at_the_time_limit_a_run_is_conformant_with_the_minimum_of_every_functio
     assert any(problem.startswith("permute: 2 informative") for problem in found.problems) == bool(code)
 
 
+@pytest.mark.parametrize(("accept_partial", "code"), [(False, 4), (True, 0)])
+def test_before_the_covering_array_has_run_a_run_is_conformant_so_far(book, accept_partial, code):
+    for name in CONTRACTS:
+        book.section(f"covering-{name}", name, *["PASS"] * 1000, scheduled=1000 + 2 * (name == "permute"))
+    verdict = book.verdict(interrupted=TIME_LIMIT, accept_partial=accept_partial)
+    assert (verdict.verdict, verdict.exit_code) == ("CONFORMANT SO FAR", code)
+    assert "CONFORMANT SO FAR" in markdown(verdict) and "2 cases not run" in "\n".join(lines(verdict))
+    assert any("--accept-partial" in problem for problem in verdict.problems) == bool(code)
+
+
+def test_sections_that_were_not_drawn_are_counted(book):
+    book.all_pass().ledger.write("sections", labels=["covering-permute", "covering-gate"])
+    verdict = book.verdict(interrupted=TIME_LIMIT)
+    assert (verdict.verdict, verdict.not_drawn) == ("CONFORMANT SO FAR", ["covering-permute", "covering-gate"])
+    assert "2 sections not drawn" in "\n".join(lines(verdict))
+
+
 def test_offering_nothing_is_too_little(tmp_path):
     verdict = Book(tmp_path, **{name: {"offered": False} for name in CONTRACTS}).verdict()
     assert verdict.exit_code == 4

@@ -89,8 +89,9 @@ class Book:
                 self.section(f"drawn-{name}-0", name, *["PASS"] * ENOUGH)
         return self
 
-    def verdict(self, **arguments) -> Verdict:
-        return assemble(self.folder, Options("my_kernels.moe", profile="smoke"), 12.0, **arguments)
+    def verdict(self, accept_partial: bool = False, **arguments) -> Verdict:
+        options = Options("my_kernels.moe", profile="smoke", accept_partial=accept_partial)
+        return assemble(self.folder, options, 12.0, **arguments)
 
 
 @pytest.fixture

@@ -229,6 +229,7 @@ class Session:
             else:
                 where = self.choice.where[section.function]
                 agenda.add(Draw(section, self.profile, self.space, self.options.seed, where), REQUESTS)
+        self.ledger.write("sections", labels=[section.label for section in plan])
         failed: Failed = {}
         try:
             answers = with_hangs_confirmed(self.pool.work(agenda), self.pool, self.profile.reduce_seconds)

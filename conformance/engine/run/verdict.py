@@ -1,7 +1,7 @@
 """Sums up the ledgers: scheduled cases, outcomes, and the verdict on the implementation.
 
 Exit codes: 0 conformant · 1 not · 2 usage · 3 harness error or lost results
-4 too little was tested, or the run was interrupted · 5 regression against a baseline
+4 too little was tested, or the run was ended · 5 regression against a baseline
 """
 
 import json
@@ -105,6 +105,9 @@ class Verdict:
     configurations: Configurations = field(default_factory=dict)  # the configurations of kernels that were launched
     tuned: Tuned = field(default_factory=dict)  # the configurations of tuned kernels
     ended_by: str = ""  # a signal, the time limit, …; empty: the run ended by itself
+    not_run: int = 0  # cases that were drawn and have no result
+    not_drawn: list[str] = field(default_factory=list)  # sections whose cases were not drawn
+    is_partial: bool = False  # whether the run ended before all cases but random ones had run
     chosen: list[str] = field(default_factory=list)  # the functions of --function; empty: all
     where: str = ""  # the predicate of --where, in canonical form
     shard: str = ""  # of --shard: i/n
@@ -175,6 +178,7 @@ def assemble(
     differs = any(f.status in ("differs", "blocked") for f in out.functions.values())
     out.problems = errors + shortfalls + regressions
     out.exit_code = 3 if errors else 1 if differs else 4 if shortfalls else 5 if regressions else 0
+    _count_what_is_left(out, lines, outcomes, options.accept_partial)
     out.verdict = named(out, interrupted, unchanged)
     if since and is_complete and not interrupted and not errors:
         since.keep(out)
@@ -209,6 +213,31 @@ def _facts(
     return out
 
 
+def _count_what_is_left(
+    out: Verdict, lines: list[dict[str, Any]], outcomes: list[dict[str, Any]], accept_partial: bool
+) -> None:
+    """Count the cases and sections of an ended run that did not run.
+
+    A conformant run is partial if they are more than random cases: a wrong kernel that the covering
+    array finds may have passed so far.
+    """
+    done = Counter(line["section"] for line in outcomes)
+    scheduled = {line["section"]: line["scheduled"] for line in lines if line["kind"] == "plan"}
+    planned = [label for line in lines if line["kind"] == "sections" for label in line["labels"]]
+    if not out.ended_by:
+        return
+    out.not_run = sum(count - done[label] for label, count in scheduled.items())
+    out.not_drawn = [label for label in planned if label not in scheduled]
+    unfinished = [*out.not_drawn, *(label for label, count in scheduled.items() if done[label] < count)]
+    out.is_partial = out.exit_code == 0 and not all(label.startswith("drawn-") for label in unfinished)
+    if out.is_partial and not accept_partial:
+        out.exit_code = 4
+        out.problems.append(
+            f"{out.ended_by} ended the run before all fixed and covering cases had run; give it more time, "
+            "or accept a verdict on a part with --accept-partial"
+        )
+
+
 def _leave_out(out: Verdict, judged: list[str]) -> None:
     """Mark the functions that were not chosen, whatever else is known about them."""
     for name in out.functions:
@@ -233,6 +262,8 @@ def _shortfalls_of_run(out: Verdict, shortfalls: list[str], may_be_empty: bool, 
 
 
 def named(verdict: Verdict, interrupted: str, unchanged: bool) -> str:
+    if verdict.is_partial:
+        return f"{NAMES[0]} SO FAR"
     if interrupted and verdict.exit_code == 4:
         return "INTERRUPTED"
     if not verdict.cases and not verdict.exit_code:
