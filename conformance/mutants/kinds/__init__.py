@@ -21,7 +21,7 @@ def _always(wrapper: Wrapper) -> Callable[[], Wrapper]:
 
 
 KINDS: dict[str, Callable[..., Wrapper]] = {
-    "32-bit addresses": _always(addresses.first_in_32_bits),
+    "32-bit addresses": addresses.in_32_bits,
     # layouts
     "read as contiguous": lambda name: conditions.reads_flat(name),
     "input read as contiguous": lambda place: conditions.reads_flat(place=int(place)),

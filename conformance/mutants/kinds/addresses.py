@@ -25,5 +25,15 @@ def int32_view(x: Tensor) -> Tensor:
     return out.view(x.dtype).requires_grad_(x.requires_grad)
 
 
-def first_in_32_bits(function: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:
-    return function(int32_view(x), *rest, **settings)
+def in_32_bits(argument: str = "0") -> Wrapper:
+    """The input at that place, or the setting of that name, is read by 32-bit offsets."""
+
+    def wrapper(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
+        arguments = {str(place): x for place, x in enumerate(inputs)} | settings
+        if isinstance(arguments.get(argument), Tensor):
+            arguments[argument] = int32_view(arguments[argument])
+        return function(
+            *(arguments[str(place)] for place in range(len(inputs))), **{name: arguments[name] for name in settings}
+        )
+
+    return wrapper
