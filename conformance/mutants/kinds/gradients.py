@@ -62,20 +62,3 @@ def reads_no_pending_minus_of_a_cotangent(function: Wrapper, *inputs: Any, **set
     """The backward reads the cotangent's memory."""
     out = function(*inputs, **settings)
     return with_backward(out, out.detach(), lambda g: -g if g.is_neg() else g) if out.requires_grad else out
-
-
-class _Value(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, *sources: Tensor) -> Tensor:
-        ctx.count = len(sources)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return None, *[g] * ctx.count
-
-
-def with_gradients_of(value: Tensor, *sources: Tensor) -> Tensor:
-    """The value, with the gradients of other results of its shape."""
-    joined: Tensor = _Value.apply(value.detach(), *sources)  # type: ignore[no-untyped-call]
-    return joined
