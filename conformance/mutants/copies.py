@@ -1,8 +1,9 @@
 """Substitutions in the reference: each is planted in a copy of its own.
 
-A copy of the reference, under a name of its own, is imported with the changed lines; its settings
-and rules (`moe_ref.config`) stay the reference's. The defect takes its functions from the copy,
-whatever base it is planted in.
+A copy of the reference, under a name of its own, is imported with the changed lines. Its modules
+import settings, types and rules from the reference's `moe_ref.config`; of `moe_ref/config/state.py`
+the functions of the interface (`new_state`, `state_tensors`, `state_from`) can be changed. The
+defect takes its functions from the copy, whatever base it is planted in.
 """
 
 import difflib

@@ -32,7 +32,8 @@ def test_every_change_is_of_lines_that_occur_once_and_gives_python(name):
         source = (ROOT / hunk.file).read_text()
         assert substituted(source, hunk) != source
         compile(of_copy(substituted(source, hunk), "a_copy", {}), hunk.file, "exec")
-        assert not hunk.file.startswith("moe_ref/config/"), "a copy has the reference's own settings"
+        state = hunk.file == "moe_ref/config/state.py"  # functions of the interface, and no type
+        assert state or not hunk.file.startswith("moe_ref/config/"), "a copy has the reference's own settings"
 
 
 def test_lines_that_are_not_there_are_refused_with_the_nearest_one():

@@ -9,7 +9,6 @@ from torch import Tensor
 from conformance.mutants.defect import Wrapper, with_values
 from conformance.mutants.kinds.gradients import read_as_contiguous
 
-SLICED = "a mistake that slices of wider tensors show"
 MANY = "a mistake that more than 256 rows show"
 DESCRIBED = 2**20  # the largest stride, in elements, that a copy engine takes here
 
