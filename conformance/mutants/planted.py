@@ -9,10 +9,8 @@ rows shows.
 """
 
 import functools
-import sys
 from collections.abc import Iterable, Iterator
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,16 +71,10 @@ def _of_text() -> dict[str, Defect]:
 
 
 def _of_modules() -> Iterator[Defect]:
-    """The defects that are wrappers in Python."""
-    if FOLDER.name not in sys.modules and TABLE.exists():
-        spec = spec_from_file_location(FOLDER.name, FOLDER / "__init__.py", submodule_search_locations=[str(FOLDER)])
-        assert spec is not None and spec.loader is not None
-        sys.modules[FOLDER.name] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[FOLDER.name])
-    paths = sorted(FOLDER.glob("*/[a-z]*.py")) if TABLE.exists() else ()
-    names = [f"{FOLDER.name}.{path.parent.name}.{path.stem}" for path in paths]
-    for name in (*names, *(family.defects for family in FAMILIES if family.defects)):
-        yield from getattr(import_module(name), "DEFECTS", ())
+    """The wrappers in Python that a family from outside brings along."""
+    for family in FAMILIES:
+        if family.defects:
+            yield from import_module(family.defects).DEFECTS
 
 
 @functools.cache
