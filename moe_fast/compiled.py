@@ -41,8 +41,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     signature = inspect.signature(function)
-    left = NOT_OF_A_LAYER if function.__name__ == "moe_layer" else NOT_OFFERED
-    offered = [x for x in signature.parameters.values() if x.name not in left]
+    omitted = NOT_OF_A_LAYER if function.__name__ == "moe_layer" else NOT_OFFERED
+    offered = [x for x in signature.parameters.values() if x.name not in omitted]
     call.__signature__ = signature.replace(parameters=offered)  # type: ignore[attr-defined]
     return call
 

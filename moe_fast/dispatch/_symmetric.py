@@ -54,9 +54,9 @@ def here_or_there(here, here_ptr, table_ptr, rank, mask, ELEMENT: tl.constexpr):
 def announce_kernel(count_ptr, counts_table_ptr, own_rank, num_experts, BLOCK_E: tl.constexpr):
     """This rank's counts into its row of all ranks' counts; one program per rank."""
     e = tl.arange(0, BLOCK_E)
-    inside = e < num_experts  # the block is a power of two
+    in_bounds = e < num_experts  # the block is a power of two
     counts_ptr = at_rank(counts_table_ptr, tl.program_id(0), True, tl.int32)
-    tl.store(counts_ptr + own_rank * num_experts + e, tl.load(count_ptr + e, mask=inside, other=0), mask=inside)
+    tl.store(counts_ptr + own_rank * num_experts + e, tl.load(count_ptr + e, mask=in_bounds, other=0), mask=in_bounds)
 
 
 @triton.jit(do_not_specialize=["own_rank", "ranks", "num_experts", "local_experts", "align", "num_rows"])
@@ -70,18 +70,18 @@ def slab_layout_kernel(
 ):  # fmt: skip
     """Lay out the segments of all ranks' buffers, on every rank alike: all see each overflow."""
     e = tl.arange(0, BLOCK_E)
-    inside = e < num_experts  # the block is a power of two
+    in_bounds = e < num_experts  # the block is a power of two
     total = tl.zeros([BLOCK_E], tl.int64)
-    before = tl.zeros([BLOCK_E], tl.int64)
+    earlier_rows = tl.zeros([BLOCK_E], tl.int64)
     for source in range(ranks):
-        count = tl.load(counts_ptr + source * num_experts + e, mask=inside, other=0).to(tl.int64)
-        before = tl.where(source < own_rank, before + count, before)
+        count = tl.load(counts_ptr + source * num_experts + e, mask=in_bounds, other=0).to(tl.int64)
+        earlier_rows = tl.where(source < own_rank, earlier_rows + count, earlier_rows)
         total += count
     segment = segments_of(total, align)
     holder = e // local_experts
     start = tl.zeros([BLOCK_E], tl.int64)
     for rank in range(ranks):
-        here = inside & (holder == rank)
+        here = in_bounds & (holder == rank)
         own_segment = tl.where(here, segment, 0)
         start = tl.where(here, tl.cumsum(own_segment, axis=0) - own_segment, start)
         lost = here & (total > 0) & (start + total > num_rows)
@@ -90,12 +90,12 @@ def slab_layout_kernel(
             rows = tl.sum(own_segment, axis=0)
             tl.store(gap_ptr + local_experts, rows)
             tl.store(gap_ptr + 2 * local_experts + 1, num_rows)
-    tl.store(start_ptr + e, start + before, mask=inside)
-    local = inside & (holder == own_rank)
-    place = e - own_rank * local_experts
-    tl.store(tokens_per_expert_ptr + place, tl.minimum(tl.maximum(num_rows - start, 0), segment), mask=local)
-    tl.store(gap_ptr + place, start + total, mask=local)
-    tl.store(gap_ptr + local_experts + 1 + place, start + segment, mask=local)
+    tl.store(start_ptr + e, start + earlier_rows, mask=in_bounds)
+    local = in_bounds & (holder == own_rank)
+    local_expert = e - own_rank * local_experts
+    tl.store(tokens_per_expert_ptr + local_expert, tl.minimum(tl.maximum(num_rows - start, 0), segment), mask=local)
+    tl.store(gap_ptr + local_expert, start + total, mask=local)
+    tl.store(gap_ptr + local_experts + 1 + local_expert, start + segment, mask=local)
 
 
 @triton.jit
@@ -111,8 +111,8 @@ def push_lists(
         row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
     )  # dropped by find_row
     last = tl.full([BLOCK_L], -1, tl.int64)
-    own = tl.zeros([BLOCK_L], tl.int64)
-    found = tl.zeros([BLOCK_L], tl.int64)
+    local_rows = tl.zeros([BLOCK_L], tl.int64)
+    rank_bits = tl.zeros([BLOCK_L], tl.int64)
     for j in range(tl.max(lists.num_slots, axis=0)):
         expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
         next_expert, next_row, next_live = find_row(row_map, lists, start_ptr, j + 1, num_rows)
@@ -135,12 +135,14 @@ def push_lists(
             tl.store(at_rank(home_table_ptr, rank, away, tl.int64) + row, home, mask=away)
             # dropped rows too
             tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
-            own += tl.where(live & (rank == own_rank), tl.where(own == 0, tl.cast(j, tl.int64) * FIRST_SLOT + 1, 1), 0)
-            found |= tl.where(live, tl.zeros_like(rank) + 1 << (rank & 63), 0)
+            local_rows += tl.where(
+                live & (rank == own_rank), tl.where(local_rows == 0, tl.cast(j, tl.int64) * FIRST_SLOT + 1, 1), 0
+            )
+            rank_bits |= tl.where(live, tl.zeros_like(rank) + 1 << (rank & 63), 0)
         last = tl.where(live, rank, last)
     if row_slots_ptr is not None:
-        tl.store(own_ptr + t, own.to(tl.int32), mask=t < num_tokens)  # the last block sticks out
-        tl.store(ranks_ptr + t, found, mask=t < num_tokens)  # as above
+        tl.store(own_ptr + t, local_rows.to(tl.int32), mask=t < num_tokens)  # the last block sticks out
+        tl.store(ranks_ptr + t, rank_bits, mask=t < num_tokens)  # as above
 
 
 @triton.jit
@@ -155,8 +157,8 @@ def push_rows(
     t = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     in_row = (h < num_columns)[None, :]  # the last block sticks out
-    inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
-    token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
+    in_bounds = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+    token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=in_bounds, other=0)
     if scales_table_ptr is not None:
         sent_as, stored = encode_rows(token, epsilon, infinity, POWER_OF_TWO, HARDWARE)
         b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
@@ -168,14 +170,14 @@ def push_rows(
     for j in range(tl.max(lists.num_slots, axis=0)):
         expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
         rank = expert // local_experts
-        sent = live & is_sent(t, rank, last, own_rank, num_experts // local_experts, num_rows, ONCE, EARLY)
-        to_ptr = here_or_there(rank == own_rank, rows_ptr, rows_table_ptr, rank, sent, sent_as.dtype)
+        is_written = live & is_sent(t, rank, last, own_rank, num_experts // local_experts, num_rows, ONCE, EARLY)
+        to_ptr = here_or_there(rank == own_rank, rows_ptr, rows_table_ptr, rank, is_written, sent_as.dtype)
         # others are not written
-        tl.store(to_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)
+        tl.store(to_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=is_written[:, None] & in_row)
         if scales_table_ptr is not None:
-            to_ptr = here_or_there(rank == own_rank, scale_ptr, scales_table_ptr, rank, sent, tl.float32)
-            place = place_scales(row, b, num_columns, rank == own_rank, stride_scale_m, stride_scale_n)
-            tl.store(to_ptr[:, None] + place, stored, mask=sent[:, None] & in_blocks[None, :])  # as above
+            to_ptr = here_or_there(rank == own_rank, scale_ptr, scales_table_ptr, rank, is_written, tl.float32)
+            scale_offset = place_scales(row, b, num_columns, rank == own_rank, stride_scale_m, stride_scale_n)
+            tl.store(to_ptr[:, None] + scale_offset, stored, mask=is_written[:, None] & in_blocks[None, :])  # as above
         last = tl.where(live, rank, last)
 
 
@@ -260,12 +262,12 @@ def fill(
 @triton.jit
 def is_sent(t, rank, last, own_rank, ranks, num_rows, ONCE: tl.constexpr, EARLY: tl.constexpr):
     """Whether a slot's row is written: here always, else a rank's first one, if not there yet."""
-    sent = rank >= 0
+    is_written = rank >= 0
     if ONCE:
-        sent = (rank != last) | (rank == own_rank)
+        is_written = (rank != last) | (rank == own_rank)
     if EARLY:
-        sent = sent & ((rank == own_rank) | (slot_of(t, rank, own_rank, ranks, ONCE) >= num_rows))
-    return sent
+        is_written = is_written & ((rank == own_rank) | (slot_of(t, rank, own_rank, ranks, ONCE) >= num_rows))
+    return is_written
 
 
 @triton.jit
@@ -277,10 +279,10 @@ def slot_of(t, rank, source, ranks, ONCE: tl.constexpr):
 
 
 @triton.jit
-def place_scales(row, b, num_columns, own, stride_scale_m, stride_scale_n):
+def place_scales(row, b, num_columns, is_local, stride_scale_m, stride_scale_n):
     """Where these rows' scales of blocks b are: on another rank a row's are together."""
-    stride_m = tl.where(own, stride_scale_m, tl.cdiv(num_columns, BLOCK))
-    stride_n = tl.where(own, stride_scale_n, 1)
+    stride_m = tl.where(is_local, stride_scale_m, tl.cdiv(num_columns, BLOCK))
+    stride_n = tl.where(is_local, stride_scale_n, 1)
     return row[:, None] * stride_m[:, None] + b[None, :] * stride_n[:, None]
 
 
@@ -301,10 +303,10 @@ def spread_row(
 ):  # fmt: skip
     """A row that has travelled, copied to all rows of its token."""
     if row_probs_ptr is not None:
-        place = row
-        while place >= 0:
-            tl.store(row_probs_ptr + place, tl.load(arrived_probs_ptr + place))
-            place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
+        token_row = row
+        while token_row >= 0:
+            tl.store(row_probs_ptr + token_row, tl.load(arrived_probs_ptr + token_row))
+            token_row = (tl.load(link_ptr + token_row) & NEXT).to(tl.int64) - 1
     from_ptr = arrived_ptr + row * num_columns
     if early_ptr is not None:
         slot = tl.load(home_ptr + row) >> RANK
@@ -317,12 +319,12 @@ def spread_row(
         if scale_ptr is not None:
             b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
             stored = tl.load(arrived_scales_ptr + row * tl.cdiv(num_columns, BLOCK) + b, mask=in_blocks, other=0.0)
-        place = row
-        while place >= 0:
-            tl.store(rows_ptr + place * num_columns + h, tile, mask=in_row)
+        token_row = row
+        while token_row >= 0:
+            tl.store(rows_ptr + token_row * num_columns + h, tile, mask=in_row)
             if scale_ptr is not None:
-                tl.store(scale_ptr + place * stride_scale_m + b * stride_scale_n, stored, mask=in_blocks)
-            place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
+                tl.store(scale_ptr + token_row * stride_scale_m + b * stride_scale_n, stored, mask=in_blocks)
+            token_row = (tl.load(link_ptr + token_row) & NEXT).to(tl.int64) - 1
 
 
 @triton.jit(do_not_specialize=["pieces", "num_rows"])
@@ -339,11 +341,11 @@ def spread_kernel(
     for i in range(turns_of(pieces) * GROUP if SHARED else GROUP):
         piece = tl.program_id(0) + tl.cast(i // GROUP, tl.int64) * tl.num_programs(0)
         row = piece * GROUP + i % GROUP
-        inside = row < num_rows  # the last group sticks out
-        link = tl.load(link_ptr + row, mask=inside, other=0)
+        in_bounds = row < num_rows  # the last group sticks out
+        link = tl.load(link_ptr + row, mask=in_bounds, other=0)
         if kept_link_ptr is not None:
-            tl.store(kept_link_ptr + row, link, mask=inside)
-            tl.store(kept_home_ptr + row, tl.load(home_ptr + row, mask=inside, other=0), mask=inside)
+            tl.store(kept_link_ptr + row, link, mask=in_bounds)
+            tl.store(kept_home_ptr + row, tl.load(home_ptr + row, mask=in_bounds, other=0), mask=in_bounds)
         if link >= FIRST:
             spread_row(
                 row, arrived_ptr, early_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr, home_ptr, rows_ptr,

@@ -22,28 +22,28 @@ def return_row(
     publish their probs.
     """
     if probs_ptr is not None:
-        place = row
-        while place >= 0:
-            tl.store(sum_probs_ptr + place, tl.load(probs_ptr + place * stride_probs))
-            place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
+        token_row = row
+        while token_row >= 0:
+            tl.store(sum_probs_ptr + token_row, tl.load(probs_ptr + token_row * stride_probs))
+            token_row = (tl.load(link_ptr + token_row) & NEXT).to(tl.int64) - 1
     if rows_ptr is not None:
         home = tl.load(home_ptr + row)
-        left = home >> RANK >= num_rows
+        has_no_slot = home >> RANK >= num_rows
         element = left_ptr.dtype.element_ty
-        sum_ptr = here_or_there(left, left_ptr, sums_table_ptr, home & EXPERT, True, element)
-        sum_ptr += tl.where(left, row, home >> RANK) * num_columns
+        sum_ptr = here_or_there(has_no_slot, left_ptr, sums_table_ptr, home & EXPERT, True, element)
+        sum_ptr += tl.where(has_no_slot, row, home >> RANK) * num_columns
         for column in range(tl.cdiv(num_columns, BLOCK_H)):
             h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
             in_row = h < num_columns  # the last block sticks out
             total = tl.zeros([BLOCK_H], ACCUMULATOR)
-            place = row
-            while place >= 0:
+            token_row = row
+            while token_row >= 0:
                 for _ in tl.static_range(UNROLL):  # their loads are on their way together
-                    inside = in_row & (place + tl.zeros_like(h) >= 0)  # after the last there is none
-                    value = tl.load(rows_ptr + place * stride_rows_p + h * stride_rows_h, mask=inside, other=0.0)
+                    in_bounds = in_row & (token_row + tl.zeros_like(h) >= 0)  # after the last there is none
+                    value = tl.load(rows_ptr + token_row * stride_rows_p + h * stride_rows_h, mask=in_bounds, other=0.0)
                     total += value.to(ACCUMULATOR)
-                    link = tl.load(link_ptr + place, mask=place >= 0, other=0)  # as above
-                    place = (link & NEXT).to(tl.int64) - 1
+                    link = tl.load(link_ptr + token_row, mask=token_row >= 0, other=0)  # as above
+                    token_row = (link & NEXT).to(tl.int64) - 1
             tl.store(sum_ptr + h, rounded(total, element), mask=in_row)
 
 
@@ -53,10 +53,10 @@ def add_own(
     ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """The sums of these tokens' rows on this rank, which their lists have together."""
-    inside = t < num_tokens  # the last tile sticks out
-    own = tl.load(own_ptr + t, mask=inside, other=0).to(tl.int64)
-    list_ptr = row_map.slots_ptr + t * num_experts + own // FIRST_SLOT
-    count = own % FIRST_SLOT
+    in_tokens = t < num_tokens  # the last tile sticks out
+    local_rows = tl.load(own_ptr + t, mask=in_tokens, other=0).to(tl.int64)
+    list_ptr = row_map.slots_ptr + t * num_experts + local_rows // FIRST_SLOT
+    count = local_rows % FIRST_SLOT
     for column in range(tl.cdiv(num_columns, BLOCK_H)):
         h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         in_row = (h < num_columns)[None, :]  # the last block sticks out
@@ -67,8 +67,8 @@ def add_own(
                 row = tl.load(list_ptr + first + j, mask=live, other=0) >> RANK
                 value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row)
                 total += value.to(ACCUMULATOR)
-        place = t[:, None] * num_columns + h[None, :]
-        tl.store(out_ptr + place, rounded(total, out_ptr.dtype.element_ty), mask=inside[:, None] & in_row)
+        offset = t[:, None] * num_columns + h[None, :]
+        tl.store(out_ptr + offset, rounded(total, out_ptr.dtype.element_ty), mask=in_tokens[:, None] & in_row)
 
 
 @triton.jit(
@@ -92,18 +92,18 @@ def return_kernel(
     both alternate, as the link is slower than the memory. A piece is of GROUP rows, far from each
     other: tokens' first rows crowd in the first experts.
     """
-    every = pieces // tl.maximum(token_pieces, 1)
+    interval = pieces // tl.maximum(token_pieces, 1)
     for turn in range(turns_of(pieces) if SHARED else 1):
         piece = tl.program_id(0) + turn * tl.num_programs(0)
-        if (piece % every == 0) & (piece // every < token_pieces):
-            t = (piece // every).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        if (piece % interval == 0) & (piece // interval < token_pieces):
+            t = (piece // interval).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
             if out_ptr is not None:
                 add_own(
                     t, rows_ptr, stride_rows_p, stride_rows_h, own_ptr, out_ptr, row_map, num_tokens, num_experts,
                     num_columns, ACCUMULATOR, BLOCK_T, BLOCK_H, UNROLL,
                 )  # fmt: skip
         else:
-            first = (piece - tl.minimum(tl.cdiv(piece, every), token_pieces)).to(tl.int64)
+            first = (piece - tl.minimum(tl.cdiv(piece, interval), token_pieces)).to(tl.int64)
             for i in range(GROUP):
                 row = first + tl.cast(i, tl.int64) * row_pieces
                 if tl.load(link_ptr + row, mask=row < num_rows, other=0) >= FIRST:  # the last group sticks out
@@ -125,20 +125,20 @@ def take_probs(
     for j in range(tl.max(lists.num_slots, axis=0)):
         expert, row, live = load_slot(row_map, lists, j)
         rank = expert // local_experts
-        own, away = live & (rank == own_rank), live & (rank != own_rank)  # one of two
-        from_ptr = at_rank(probs_table_ptr, rank, away, out_probs_ptr.dtype.element_ty)
-        prob = tl.load(from_ptr + row, mask=away, other=0)
-        prob = tl.where(own, tl.load(probs_ptr + row * stride_probs, mask=own, other=0), prob)
+        is_local, is_remote = live & (rank == own_rank), live & (rank != own_rank)  # one of two
+        from_ptr = at_rank(probs_table_ptr, rank, is_remote, out_probs_ptr.dtype.element_ty)
+        prob = tl.load(from_ptr + row, mask=is_remote, other=0)
+        prob = tl.where(is_local, tl.load(probs_ptr + row * stride_probs, mask=is_local, other=0), prob)
         tl.store(out_probs_ptr + t * num_experts + expert, prob, mask=live)
 
 
 @triton.jit
 def total_by_ranks(t, h, here, sums_ptr, ranks_ptr, num_tokens, num_columns, own_rank, ranks, in_row):
     """The sum over ranks of sums that have all come; `here` is this rank's."""
-    found = tl.load(ranks_ptr + t, mask=t < num_tokens, other=0)  # the last tile sticks out
+    rank_bits = tl.load(ranks_ptr + t, mask=t < num_tokens, other=0)  # the last tile sticks out
     total = tl.zeros_like(here)
     for rank in range(ranks):
-        there = (found >> rank) & 1 != 0
+        there = (rank_bits >> rank) & 1 != 0
         if rank == own_rank:
             total += tl.where(there[:, None], here, 0.0)
         else:
@@ -160,7 +160,7 @@ def total_by_slots(
     """
     lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
     total = tl.zeros_like(here)
-    part = tl.zeros_like(here)
+    rank_sum = tl.zeros_like(here)
     last = tl.zeros_like(t) - 1
     for first in range(0, tl.max(lists.num_slots, axis=0), UNROLL):
         for j in tl.static_range(UNROLL):  # their loads are on their way together
@@ -174,10 +174,10 @@ def total_by_slots(
             sum_ptr += tl.where(came, slot, row) * num_columns
             value = tl.load(sum_ptr[:, None] + h[None, :], mask=away[:, None] & in_row, other=0.0).to(here.dtype)
             value = tl.where((new & (rank == own_rank))[:, None], here, value)
-            total = tl.where(new[:, None], total + rounded(part, element).to(here.dtype), total)
-            part = tl.where(new[:, None], value, part + value)
+            total = tl.where(new[:, None], total + rounded(rank_sum, element).to(here.dtype), total)
+            rank_sum = tl.where(new[:, None], value, rank_sum + value)
             last = tl.where(live, rank, last)
-    return total + rounded(part, element).to(here.dtype)
+    return total + rounded(rank_sum, element).to(here.dtype)
 
 
 @triton.jit
@@ -191,9 +191,9 @@ def total_of_tile(
     t = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     in_row = (h < num_columns)[None, :]  # the last block sticks out
-    inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+    in_bounds = (t < num_tokens)[:, None] & in_row  # and so does the last tile
     element = out_ptr.dtype.element_ty
-    here = tl.load(out_ptr + t[:, None] * num_columns + h[None, :], mask=inside, other=0.0).to(ACCUMULATOR)
+    here = tl.load(out_ptr + t[:, None] * num_columns + h[None, :], mask=in_bounds, other=0.0).to(ACCUMULATOR)
     if CAME:
         total = total_by_ranks(
             t, h, here, sums_ptr, ranks_ptr, num_tokens, num_columns, own_rank, num_experts // local_experts,
@@ -204,7 +204,7 @@ def total_of_tile(
             t, h, here, sums_ptr, left_table_ptr, row_map, num_tokens, num_experts, local_experts, num_columns,
             num_rows, own_rank, in_row, element, ONCE, UNROLL,
         )  # fmt: skip
-    tl.store(out_ptr + t[:, None] * num_columns + h[None, :], rounded(total, element), mask=inside)
+    tl.store(out_ptr + t[:, None] * num_columns + h[None, :], rounded(total, element), mask=in_bounds)
 
 
 @triton.jit(do_not_specialize=["pieces", "num_tokens", "num_experts", "local_experts", "num_rows", "own_rank"])

@@ -123,16 +123,16 @@ def _within_budget(
     ranks, rank = size_and_rank(group)
     holders, device = ranks // shards, tokens_TH.device
     sources = torch.arange(ranks, device=device).reshape(holders, shards).T.flatten()
-    kept = kept_copies(routing_map_TE, num_rows, group, shards=shards, sources=sources)
-    permuted = permute(tokens_TH, kept.map_TE, probs=probs, num_rows=holders * num_rows)
-    sent_sizes = kept.count_SE[rank].unflatten(0, (holders, -1)).sum(1)
+    copies = kept_copies(routing_map_TE, num_rows, group, shards=shards, sources=sources)
+    permuted = permute(tokens_TH, copies.map_TE, probs=probs, num_rows=holders * num_rows)
+    sent_sizes = copies.count_SE[rank].unflatten(0, (holders, -1)).sum(1)
     slabs = into_slabs(permuted.rows, sent_sizes, num_rows, permuted.probs)
     exchange, blocks = exchange_of([[num_rows] * ranks] * ranks, rank, group), (num_rows,) * holders
-    parts = [_to_shards(part, blocks, shards) for part in (slabs.rows, slabs.probs)]
-    rows, row_probs = exchanged(exchange, *parts)
-    arrived_SL = kept.count_SE[:, kept.columns]
+    slab_tensors = [_to_shards(tensor, blocks, shards) for tensor in (slabs.rows, slabs.probs)]
+    rows, row_probs = exchanged(exchange, *slab_tensors)
+    arrived_SL = copies.count_SE[:, copies.columns]
     sizes = torch.cat([arrived_SL, num_rows - arrived_SL.sum(1, keepdim=True)], 1).flatten()
-    order = _by_expert(holders, shards, len(kept.length_L) + 1, device)  # last what is free in the slabs
+    order = _by_expert(holders, shards, len(copies.length_L) + 1, device)  # last what is free in the slabs
     assert rows is not None
     sorted_rows = sort_chunks(rows, sizes, order, probs=row_probs)
     reduce_dtype = None if probs is None else probs.dtype
@@ -140,7 +140,7 @@ def _within_budget(
         exchange, permuted.row_map, len(tokens_TH), sizes, order, blocks, shards, reduce_dtype, num_rows, sent_sizes
     )
     row_probs = None if sorted_rows.probs is None else sorted_rows.probs[:num_rows]
-    return Dispatched(sorted_rows.rows[:num_rows], row_probs, kept.length_L, handle, kept.overflow)
+    return Dispatched(sorted_rows.rows[:num_rows], row_probs, copies.length_L, handle, copies.overflow)
 
 
 def _by_expert(holders: int, shards: int, chunks: int, device: torch.device) -> Tensor:

@@ -49,10 +49,10 @@ def taken(x: Tensor, index_N: Tensor) -> Tensor:
 
 
 def longer(x: Tensor, rows: int, fill: int = 0) -> Tensor:
-    """x with `rows` more rows of 0, or of another integer."""
+    """x, extended by `rows` rows of `fill`."""
     narrow = x.element_size() == 1
-    more = torch.full((rows, *x.shape[1:]), fill, dtype=torch.uint8 if narrow else x.dtype, device=x.device)
-    return torch.cat([x, more.view(x.dtype) if narrow else more])
+    padding = torch.full((rows, *x.shape[1:]), fill, dtype=torch.uint8 if narrow else x.dtype, device=x.device)
+    return torch.cat([x, padding.view(x.dtype) if narrow else padding])
 
 
 def check_resent(tokens_TH: Tensor, handle: Any, kind: type, group: Any) -> None:
@@ -105,16 +105,16 @@ def _rows(tokens_TH: Tensor, wanted_TW: Tensor, num_rows: int | None) -> Tensor:
 
 
 def add_ranks(
-    rows_SH: Tensor, sent: Sent, biases: list[Tensor], dtype: torch.dtype, between: torch.dtype | None = None
+    rows_SH: Tensor, sent_rows: Sent, biases: list[Tensor], dtype: torch.dtype, between: torch.dtype | None = None
 ) -> Tensor:
     """round(biases + Σ_w row of the token on w), by rank, partial sums in dtype `between`, or
     float32 (float64 for float64).
     """
-    wide = between or (torch.float64 if dtype == torch.float64 else torch.float32)
-    total = rows_SH.new_zeros((sent.num_tokens + 1, *rows_SH.shape[1:]), dtype=wide)  # the last: no token
+    sum_dtype = between or (torch.float64 if dtype == torch.float64 else torch.float32)
+    total = rows_SH.new_zeros((sent_rows.num_tokens + 1, *rows_SH.shape[1:]), dtype=sum_dtype)  # the last: no token
     for bias in biases:
-        total = total + torch.nn.functional.pad(bias.to(wide), (0, 0, 0, 1))
-    sizes = list(sent.exchange.send)
-    for rows, tokens in zip(rows_SH.split(sizes), sent.token_S.split(sizes), strict=True):
-        total = total.index_add(0, tokens, rows.to(wide))  # a token stands in `tokens` once: no order is left open
+        total = total + torch.nn.functional.pad(bias.to(sum_dtype), (0, 0, 0, 1))
+    sizes = list(sent_rows.exchange.send)
+    for rows, tokens in zip(rows_SH.split(sizes), sent_rows.token_S.split(sizes), strict=True):
+        total = total.index_add(0, tokens, rows.to(sum_dtype))  # a token stands in `tokens` once: no order is left open
     return total[:-1].to(dtype)

@@ -36,12 +36,12 @@ from moe_ref.config import (
 class Handle:
     """What combine needs of its dispatch."""
 
-    sent: Sent
+    sent_rows: Sent
     order_D: Tensor | None = None  # with `num_worst_tokens`: the arrived row, of the slabs, in each row
 
     @property
     def exchange(self) -> Exchange:
-        return self.sent.exchange
+        return self.sent_rows.exchange
 
 
 def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEPLayout:
@@ -83,10 +83,11 @@ def deepep_dispatch(
     checked = num_worst_tokens is not None and policy.values == "checked"
     most = int(counts_of_all(wanted_TW.sum(0), group).sum(0).max()) if checked else 0
     check_deepep_sizes(expert_alignment, num_worst_tokens, most)
-    sent, rows = send_once(tokens_TH, wanted_TW, group, num_worst_tokens)
+    sent_rows, rows = send_once(tokens_TH, wanted_TW, group, num_worst_tokens)
     arrived = exchanged(
-        sent.exchange, rows, sent.of_tokens(kept_TK, EMPTY),
-        None if kept_probs is None else sent.of_tokens(kept_probs), None if scales is None else sent.of_tokens(scales),
+        sent_rows.exchange, rows, sent_rows.of_tokens(kept_TK, EMPTY),
+        None if kept_probs is None else sent_rows.of_tokens(kept_probs),
+        None if scales is None else sent_rows.of_tokens(scales),
     )  # fmt: skip
     order_D = None
     if num_worst_tokens is not None and arrived[1] is not None:
@@ -103,7 +104,7 @@ def deepep_dispatch(
     if num_worst_tokens is None:
         counts = (index_DK.flatten()[:, None] == torch.arange(local, device=index_DK.device)).sum(0)
         counts = -(-counts // expert_alignment) * expert_alignment
-    return DeepEPDispatched(rows_DH, scales_D, index_DK, probs_DK, counts, Handle(sent, order_D))
+    return DeepEPDispatched(rows_DH, scales_D, index_DK, probs_DK, counts, Handle(sent_rows, order_D))
 
 
 def deepep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = None) -> Tensor:
@@ -113,7 +114,7 @@ def deepep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = No
         ValueError: another dispatcher's handle, another group, or another number of tokens.
     """
     check_resent(tokens_TH, handle, Handle, group)
-    (rows_DH,) = exchanged(handle.exchange, handle.sent.rows(tokens_TH))
+    (rows_DH,) = exchanged(handle.exchange, handle.sent_rows.rows(tokens_TH))
     assert rows_DH is not None
     return rows_DH if handle.order_D is None else taken(rows_DH, handle.order_D)
 
@@ -129,7 +130,7 @@ def deepep_combine(
     check_handle(handle, Handle, group)
     arrived = sum(handle.exchange.receive)
     check_combined(rows_DH, arrived if handle.order_D is None else len(handle.order_D))
-    shape = (handle.sent.num_tokens, rows_DH.shape[1])
+    shape = (handle.sent_rows.num_tokens, rows_DH.shape[1])
     require(
         len(biases) <= 2 and all(tuple(bias.shape) == shape for bias in biases),
         "biases",
@@ -138,11 +139,13 @@ def deepep_combine(
     )
     if probs is not None:
         check_probs(probs, (len(rows_DH), *probs.shape[1:]), rows_DH)
-    parts = [None if x is None else _where_they_arrived(x, handle, arrived) for x in (rows_DH, probs)]
-    home, home_probs = exchanged(handle.exchange.back, *parts)
+    arrived_tensors = [None if x is None else _where_they_arrived(x, handle, arrived) for x in (rows_DH, probs)]
+    home, home_probs = exchanged(handle.exchange.back, *arrived_tensors)
     assert home is not None
-    tokens = add_ranks(home, handle.sent, list(biases), rows_DH.dtype)
-    return Combined(tokens, None if home_probs is None else add_ranks(home_probs, handle.sent, [], home_probs.dtype))
+    tokens = add_ranks(home, handle.sent_rows, list(biases), rows_DH.dtype)
+    return Combined(
+        tokens, None if home_probs is None else add_ranks(home_probs, handle.sent_rows, [], home_probs.dtype)
+    )
 
 
 def _where_they_arrived(x_D: Tensor, handle: Handle, arrived: int) -> Tensor:

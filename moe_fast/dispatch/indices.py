@@ -55,5 +55,5 @@ def apply_index_policy(
         empty_TK = empty_TK | again_TK
     if policy.zero_prob == "drop" and probs_TK is not None:
         empty_TK = empty_TK | (probs_TK == 0)
-    kept = torch.where(empty_TK, EMPTY, indices_TK)
-    return kept, None if probs_TK is None else torch.where(empty_TK, torch.zeros_like(probs_TK), probs_TK)
+    accepted_TK = torch.where(empty_TK, EMPTY, indices_TK)
+    return accepted_TK, None if probs_TK is None else torch.where(empty_TK, torch.zeros_like(probs_TK), probs_TK)

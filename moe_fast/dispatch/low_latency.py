@@ -85,19 +85,21 @@ def deepep_low_latency_combine(
     """
     check_handle(handle, Handle, group)
     check_rows([rows], [handle.shape])
-    for name, given in (("indices", indices_TK), ("probs", probs)):
+    for name, tensor in (("indices", indices_TK), ("probs", probs)):
         require(
-            given.shape == handle.slot_TK.shape,
+            tensor.shape == handle.slot_TK.shape,
             name,
-            f"of shape {tuple(given.shape)}",
+            f"of shape {tuple(tensor.shape)}",
             f"of shape {tuple(handle.slot_TK.shape)}, as dispatch's",
         )
-    wide = torch.float64 if torch.float64 in (rows.dtype, probs.dtype) else torch.float32
+    sum_dtype = torch.float64 if torch.float64 in (rows.dtype, probs.dtype) else torch.float32
     (home,) = exchanged(handle.exchange.back, longer(rows.flatten(0, 1), 1)[handle.row_D])
     assert home is not None
-    home = torch.cat([home.to(wide), home.new_zeros((1, rows.shape[2]), dtype=wide)])  # the last row is for empty slots
+    home = torch.cat(
+        [home.to(sum_dtype), home.new_zeros((1, rows.shape[2]), dtype=sum_dtype)]
+    )  # the last row is for empty slots
     total = home.new_zeros((len(indices_TK), rows.shape[2]))
-    for row_T, prob_T in zip(handle.slot_TK.unbind(1), probs.to(wide).unbind(1), strict=True):
+    for row_T, prob_T in zip(handle.slot_TK.unbind(1), probs.to(sum_dtype).unbind(1), strict=True):
         total = total + torch.where(row_T == EMPTY, 0.0, prob_T)[:, None] * home[row_T]
     return total.to(rows.dtype)
 
@@ -114,8 +116,8 @@ class _Copied(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None, None]:
         (place_TK,) = ctx.saved_tensors
-        wide = torch.float64 if d_rows.dtype == torch.float64 else torch.float32
-        rows = torch.cat([d_rows.to(wide), d_rows.new_zeros((1, d_rows.shape[1]), dtype=wide)])
+        sum_dtype = torch.float64 if d_rows.dtype == torch.float64 else torch.float32
+        rows = torch.cat([d_rows.to(sum_dtype), d_rows.new_zeros((1, d_rows.shape[1]), dtype=sum_dtype)])
         total = rows.new_zeros((len(place_TK), d_rows.shape[1]))
         for place_T in place_TK.where(place_TK != EMPTY, len(d_rows)).sort(1).values.unbind(1):
             total = total + rows[place_T]

@@ -62,9 +62,9 @@ def launched_beside(local: Callable[[], X], device: torch.device) -> X:
     """local(), after all work before it and on a stream of its own where the device is a GPU."""
     if device.type != "cuda":
         return local()
-    other = side_stream(device)
-    other.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(other):
+    stream = side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
         return local()
 
 

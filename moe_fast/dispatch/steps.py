@@ -116,7 +116,7 @@ def send(
     Args:
         advanced: waits until the tokens have travelled, by `advance` of all ranks.
     """
-    early = advanced is not None
+    copied_early = advanced is not None
     (num_tokens, num_experts), ranks, device = routing_map.shape, slab.room.ranks, tokens.device
     local = num_experts // ranks
     slots, walk = empty_slots(routing_map), plan_walk(routing_map, cut_of(routing_map))
@@ -150,17 +150,17 @@ def send(
     lists = ranked.without_bases()
     kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # this and the next by spread_kernel
     kept_home = torch.empty(num_rows, dtype=torch.int64, device=device)
-    own = torch.empty(num_tokens, dtype=torch.int32, device=device)  # this and the next by push_kernel
-    found = torch.empty(num_tokens, dtype=torch.int64, device=device)
-    of_rows, of_tokens = (kept_link, kept_home), (own, found)
+    local_rows = torch.empty(num_tokens, dtype=torch.int32, device=device)  # this and the next by push_kernel
+    rank_bits = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    of_rows, of_tokens = (kept_link, kept_home), (local_rows, rank_bits)
     handle = Handle(group, ranks, rank, lists, num_rows, *of_rows, *of_tokens, gap, overflow, local, once)
     results = Results.empty(tokens, None if probs is None else probs.dtype, num_rows, recipe)
-    push(tokens, probs, start, ranked, lists.slots_TE, slab, handle, results, most, recipe, early)
+    push(tokens, probs, start, ranked, lists.slots_TE, slab, handle, results, most, recipe, copied_early)
     if advanced is not None:
         advanced()
     yield
 
-    spread(tokens, link, slab, handle, results, True, most, recipe, early)
+    spread(tokens, link, slab, handle, results, True, most, recipe, copied_early)
     return *results.returned(), tokens_per_expert, handle
 
 
@@ -270,8 +270,8 @@ def add_sums(
 
 
 def _sum_settings(sizes: tuning.Symmetric, out: Tensor | None) -> dict[str, Any]:
-    wide = out is not None and out.dtype == torch.float64
-    return sizes.blocks("T", "H") | {"ACCUMULATOR": tl.float64 if wide else tl.float32, "UNROLL": sizes.unroll}
+    is_float64 = out is not None and out.dtype == torch.float64
+    return sizes.blocks("T", "H") | {"ACCUMULATOR": tl.float64 if is_float64 else tl.float32, "UNROLL": sizes.unroll}
 
 
 def advance(tokens: Tensor, num_rows: int, slab: Slab, rank: int) -> Steps[None]:
@@ -279,14 +279,14 @@ def advance(tokens: Tensor, num_rows: int, slab: Slab, rank: int) -> Steps[None]
     known: those that have a slot.
     """
     yield  # no rank reads its sums, nor earlier tokens
-    sent = tokens[:num_rows]
-    slab.region("sums", tokens.dtype, sent.numel(), 1 - rank).view(sent.shape).copy_(sent)
+    slotted_tokens = tokens[:num_rows]
+    slab.region("sums", tokens.dtype, slotted_tokens.numel(), 1 - rank).view(slotted_tokens.shape).copy_(slotted_tokens)
 
 
 def push(
     tokens: Tensor, probs: Tensor | None, start: Tensor | None, row_map: RowMap,
     row_slots: Tensor | None, slab: Slab, handle: Handle, results: Results, most: Programs,
-    recipe: Recipe | None = None, early: bool = False,
+    recipe: Recipe | None = None, copied_early: bool = False,
 ) -> None:  # fmt: skip
     """Tokens (with a recipe their codes and scales) and probs to their rows on all ranks, here into
     the results, with zeros in the padding. With `row_slots` also links there and lists here; later,
@@ -328,7 +328,7 @@ def push(
             HARDWARE=casts_in_hardware(tokens.device),
             SHARED=most.num_sms is not None,
             ONCE=handle.once,
-            EARLY=early,
+            EARLY=copied_early,
             BLOCK_T=sizes.tokens,
             BLOCK_H=columns,
             BLOCK_L=sizes.lists,
@@ -340,7 +340,7 @@ def push(
 
 def spread(
     like: Tensor, link: Tensor, slab: Slab, handle: Handle, results: Results, first: bool,
-    most: Programs, recipe: Recipe | None = None, early: bool = False,
+    most: Programs, recipe: Recipe | None = None, copied_early: bool = False,
 ) -> None:  # fmt: skip
     """The arrived rows, copied to all rows of their tokens; the first time also the handle."""
     sizes, hidden, num_rows = tuning.for_device(like.device).symmetric, like.shape[1], handle.lists.num_rows
@@ -351,7 +351,7 @@ def spread(
     with launch_on(like):
         kernels.spread_kernel[_grid(pieces, most.num_blocks)](
             bits(slab.region("rows", results.rows.dtype, num_rows * hidden)),
-            bits(slab.region("sums", results.rows.dtype, num_rows * hidden)) if early else None,
+            bits(slab.region("sums", results.rows.dtype, num_rows * hidden)) if copied_early else None,
             None if recipe is None else slab.region("scales", torch.float32, num_rows * blocks),
             None if probs is None else bits(slab.region("probs", probs.dtype, num_rows)),
             link,

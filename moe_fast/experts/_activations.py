@@ -85,17 +85,17 @@ def load_gate_and_value(
     row = h_ptr + p[:, None] * stride_p
     if LAYOUT == "pairs":
         column = pair_column(first, BLOCK_F)[None, :]
-        inside = (p < num_rows)[:, None] & (column < 2 * width)  # the last tiles stick out on both sides
-        x = tl.load(row + column * stride_f, mask=inside, other=0.0)
+        in_bounds = (p < num_rows)[:, None] & (column < 2 * width)  # the last tiles stick out on both sides
+        x = tl.load(row + column * stride_f, mask=in_bounds, other=0.0)
         u, v = tl.split(tl.reshape(x, [p.shape[0], BLOCK_F, 2]))
     else:
         f = first + tl.arange(0, BLOCK_F)
-        inside = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
-        place = row + gate_column(f, between, LAYOUT)[None, :] * stride_f
-        u = tl.load(place, mask=inside, other=0.0)
+        in_bounds = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
+        gate_ptrs = row + gate_column(f, between, LAYOUT)[None, :] * stride_f
+        u = tl.load(gate_ptrs, mask=in_bounds, other=0.0)
         v = u
         if LAYOUT != "single":
-            v = tl.load(place + tl.cast(between, tl.int64) * stride_f, mask=inside, other=0.0)
+            v = tl.load(gate_ptrs + tl.cast(between, tl.int64) * stride_f, mask=in_bounds, other=0.0)
     if h_ptr.dtype.element_ty == tl.uint8:
         u = decoded(u, "e4m3")
         v = decoded(v, "e4m3")
@@ -109,27 +109,27 @@ def store_gate_and_value(
     """Store u's and v's tiles in a contiguous h of their dtype; without a gate du alone."""
     if LAYOUT == "pairs":
         column = pair_column(first, BLOCK_F)[None, :]
-        inside = (p < num_rows)[:, None] & (column < 2 * width)  # the last tiles stick out on both sides
+        in_bounds = (p < num_rows)[:, None] & (column < 2 * width)  # the last tiles stick out on both sides
         tl.store(
             h_ptr + p[:, None] * (2 * width) + column,
             tl.reshape(tl.join(du, dv), [p.shape[0], 2 * BLOCK_F]),
-            mask=inside,
+            mask=in_bounds,
         )
     else:
         f = first + tl.arange(0, BLOCK_F)
-        inside = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
+        in_bounds = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
         row_width = width if LAYOUT == "single" else 2 * width
-        place = h_ptr + p[:, None] * row_width + gate_column(f, between, LAYOUT)[None, :]
-        tl.store(place, du, mask=inside)
+        gate_ptrs = h_ptr + p[:, None] * row_width + gate_column(f, between, LAYOUT)[None, :]
+        tl.store(gate_ptrs, du, mask=in_bounds)
         if LAYOUT != "single":
-            tl.store(place + between, dv, mask=inside)
+            tl.store(gate_ptrs + between, dv, mask=in_bounds)
 
 
 @triton.jit
 def load_probs(probs_ptr, stride_probs, has_probs, p, num_rows, dtype: tl.constexpr):
     """The rows' probabilities, one a row of a tile; 1 where there are none."""
-    inside = p < num_rows * has_probs  # the last tile sticks out
-    return widened(tl.load(probs_ptr + p * stride_probs, mask=inside, other=1.0), dtype)[:, None]
+    in_bounds = p < num_rows * has_probs  # the last tile sticks out
+    return widened(tl.load(probs_ptr + p * stride_probs, mask=in_bounds, other=1.0), dtype)[:, None]
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def rows_of_experts(totals_ptr, has_totals, num_rows):
 @jit(
     together=[("stride_h_p", "width"), ("between",)],
     along=["stride_h_f"],
-    do_not_specialize=["stride_probs", "has_probs", "num_rows", "parts", "offset", "clamp", "alpha"],
+    do_not_specialize=["stride_probs", "has_probs", "num_rows", "column_programs", "offset", "clamp", "alpha"],
 )
 def activation_kernel(
     h_ptr, stride_h_p, stride_h_f, probs_ptr, stride_probs, has_probs,
@@ -155,7 +155,7 @@ def activation_kernel(
     # the totals of a plan of the products; may be left out
     totals_ptr,
     # sizes; `parts` programs per row
-    num_rows, width, between, parts,
+    num_rows, width, between, column_programs,
     # numbers, as bits of a float64, which are 0 or long
     offset: tl.int64, clamp: tl.int64, alpha: tl.int64,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
@@ -163,8 +163,8 @@ def activation_kernel(
 ):  # fmt: skip
     """out = f(u) · (v + offset) · p, without a gate f(u) · p, each program one tile."""
     num_rows = rows_of_experts(totals_ptr, 1, num_rows)
-    p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-    first = tl.program_id(0) % parts * BLOCK_F
+    p = (tl.program_id(0) // column_programs).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    first = tl.program_id(0) % column_programs * BLOCK_F
     u, v = load_gate_and_value(
         h_ptr, stride_h_p, stride_h_f, p, num_rows, first, width, between, LAYOUT, ACCUMULATOR, BLOCK_F
     )
@@ -183,15 +183,25 @@ def activation_kernel(
         act = widened(rounded(act, out_ptr.dtype.element_ty), ACCUMULATOR)
     act = act * load_probs(probs_ptr, stride_probs, has_probs, p, num_rows, ACCUMULATOR)
     f = first + tl.arange(0, BLOCK_F)
-    inside = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
-    tl.store(out_ptr + p[:, None] * width + f[None, :], rounded(act, out_ptr.dtype.element_ty), mask=inside)
+    in_bounds = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
+    tl.store(out_ptr + p[:, None] * width + f[None, :], rounded(act, out_ptr.dtype.element_ty), mask=in_bounds)
 
 
 @jit(
     together=[("stride_d_out_p", "stride_h_p", "width"), ("between",)],
     along=["stride_d_out_f", "stride_h_f"],
     do_not_specialize=[
-        *("stride_probs", "has_probs", "has_totals", "num_rows", "parts", "tiles", "offset", "clamp", "alpha"),
+        *(
+            "stride_probs",
+            "has_probs",
+            "has_totals",
+            "num_rows",
+            "column_programs",
+            "tiles",
+            "offset",
+            "clamp",
+            "alpha",
+        ),
         "has_d_probs",
     ],
 )
@@ -201,8 +211,8 @@ def activation_backward_kernel(
     d_h_ptr, d_probs_ptr, has_d_probs,
     # the totals of a plan of the products, if there is one
     totals_ptr, has_totals,
-    # sizes; `parts` programs per row, `tiles` each: one program, if there are d_probs
-    num_rows, width, between, parts, tiles,
+    # sizes; `column_programs` programs share a row, `tiles` tiles each; one if d_probs are wanted
+    num_rows, width, between, column_programs, tiles,
     # numbers, as bits of a float64, which are 0 or long
     offset: tl.int64, clamp: tl.int64, alpha: tl.int64,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
@@ -211,7 +221,7 @@ def activation_backward_kernel(
     """g = d_out · p: du = g f'(u) (v + offset), dv = g f(u), dp = Σ_f d_out f(u) (v + offset); past
     the experts' rows dp = 0, and du and dv are not written.
     """
-    p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    p = (tl.program_id(0) // column_programs).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     in_probs = p < num_rows  # the last tile sticks out
     num_rows = rows_of_experts(totals_ptr, has_totals, num_rows)
     real = p < num_rows  # as above
@@ -219,14 +229,15 @@ def activation_backward_kernel(
     prob = load_probs(probs_ptr, stride_probs, has_probs, p, num_rows, ACCUMULATOR)
     total = tl.zeros([BLOCK_P, BLOCK_F], ACCUMULATOR)
     for i in range(tiles):
-        first = (tl.program_id(0) % parts * tiles + i) * BLOCK_F
+        first = (tl.program_id(0) % column_programs * tiles + i) * BLOCK_F
         u, v = load_gate_and_value(
             h_ptr, stride_h_p, stride_h_f, p, num_rows, first, width, between, LAYOUT, ACCUMULATOR, BLOCK_F
         )
         f = (first + tl.arange(0, BLOCK_F)).to(tl.int64)[None, :]
-        inside = real[:, None] & (f < width)  # the last tiles stick out on both sides
+        in_bounds = real[:, None] & (f < width)  # the last tiles stick out on both sides
         d_out = widened(
-            tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f * stride_d_out_f, mask=inside, other=0.0), ACCUMULATOR
+            tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f * stride_d_out_f, mask=in_bounds, other=0.0),
+            ACCUMULATOR,
         )
         if CLAMPED:
             free_u = u <= bound  # the bounds themselves are free

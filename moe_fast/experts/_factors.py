@@ -46,52 +46,52 @@ def packed(codes):
 
 @triton.jit
 def add_scaled_by_hardware(
-    acc, left, left_stored,
-    left_format: tl.constexpr, right, right_stored, right_format: tl.constexpr, RULE: tl.constexpr,
+    acc, lhs, lhs_stored,
+    lhs_format: tl.constexpr, rhs, rhs_stored, rhs_format: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
-    """acc + left · rightᵀ of codes whose scales the matrix unit multiplies in itself."""
+    """acc + lhs · rhsᵀ, for codes whose scales the matrix unit itself multiplies in."""
     if RULE == "nvfp4":
-        left, right = packed(left), packed(right)
-        left_stored, right_stored = (
-            left_stored.to(tl.float8e4nv, bitcast=True),
-            right_stored.to(tl.float8e4nv, bitcast=True),
+        lhs, rhs = packed(lhs), packed(rhs)
+        lhs_stored, rhs_stored = (
+            lhs_stored.to(tl.float8e4nv, bitcast=True),
+            rhs_stored.to(tl.float8e4nv, bitcast=True),
         )
-    return tl.dot_scaled(left, left_stored, left_format, tl.trans(right), right_stored, right_format, acc)
+    return tl.dot_scaled(lhs, lhs_stored, lhs_format, tl.trans(rhs), rhs_stored, rhs_format, acc)
 
 
 @triton.jit
 def add_blocks(
-    acc, left, left_scale_ptrs, stride_left, left_amax, live_left, right, right_scale_ptrs, stride_right, right_amax,
-    live_right, block, blocks,
-    RULE: tl.constexpr, LEFT_FORMAT: tl.constexpr, RIGHT_FORMAT: tl.constexpr, FACTOR: tl.constexpr,
+    acc, lhs, lhs_scale_ptrs, stride_lhs, lhs_amax, live_lhs, rhs, rhs_scale_ptrs, stride_rhs, rhs_amax,
+    live_rhs, block, blocks,
+    RULE: tl.constexpr, LHS_FORMAT: tl.constexpr, RHS_FORMAT: tl.constexpr, FACTOR: tl.constexpr,
     SCALED_BY_HARDWARE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """acc + left · rightᵀ of codes with stored scales of COUNT blocks each, from `block` on."""
-    left_stored = block_codes(left_scale_ptrs, stride_left, block, blocks, live_left, COUNT)
-    right_stored = block_codes(right_scale_ptrs, stride_right, block, blocks, live_right, COUNT)
+    """acc + lhs · rhsᵀ, for COUNT blocks of codes from `block` on, each with a stored scale."""
+    lhs_stored = block_codes(lhs_scale_ptrs, stride_lhs, block, blocks, live_lhs, COUNT)
+    rhs_stored = block_codes(rhs_scale_ptrs, stride_rhs, block, blocks, live_rhs, COUNT)
     if SCALED_BY_HARDWARE:
-        acc = add_scaled_by_hardware(acc, left, left_stored, LEFT_FORMAT, right, right_stored, RIGHT_FORMAT, RULE)
+        acc = add_scaled_by_hardware(acc, lhs, lhs_stored, LHS_FORMAT, rhs, rhs_stored, RHS_FORMAT, RULE)
     else:
-        left = scaled_factor(left, left_stored, left_amax, block, blocks, RULE, LEFT_FORMAT, FACTOR)
-        right = scaled_factor(right, right_stored, right_amax, block, blocks, RULE, RIGHT_FORMAT, FACTOR)
-        acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+        lhs = scaled_factor(lhs, lhs_stored, lhs_amax, block, blocks, RULE, LHS_FORMAT, FACTOR)
+        rhs = scaled_factor(rhs, rhs_stored, rhs_amax, block, blocks, RULE, RHS_FORMAT, FACTOR)
+        acc = tl.dot(lhs, tl.trans(rhs), acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def add_codes(acc, left, right, FACTOR: tl.constexpr):
-    """acc + left · rightᵀ. Hopper adds FP8 products with 14 bits: each 128 are added in float32."""
+def add_codes(acc, lhs, rhs, FACTOR: tl.constexpr):
+    """acc + lhs · rhsᵀ. Hopper adds FP8 products with 14 bits: sums of 128 are added in float32."""
     return (
-        tl.dot(left, tl.trans(right), acc, max_num_imprecise_acc=TILE)
+        tl.dot(lhs, tl.trans(rhs), acc, max_num_imprecise_acc=TILE)
         if FACTOR is None
-        else tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+        else tl.dot(lhs, tl.trans(rhs), acc, input_precision="ieee")
     )
 
 
 @triton.jit
-def codes_product(left, right):
-    """left · rightᵀ, of a depth of 128."""
-    return tl.dot(left, tl.trans(right), input_precision="ieee")
+def codes_product(lhs, rhs):
+    """lhs · rhsᵀ, for a depth of 128."""
+    return tl.dot(lhs, tl.trans(rhs), input_precision="ieee")
 
 
 @triton.jit
@@ -119,8 +119,8 @@ def centred(scale):
 
 
 @triton.jit
-def times(acc, left, right):
-    """acc_ij · left_i · right_j, without an overflow or underflow on the way."""
-    left, left_back = centred(left)
-    right, right_back = centred(right)
-    return acc * (left[:, None] * right[None, :]) * (left_back[:, None] * right_back[None, :])
+def times(acc, lhs, rhs):
+    """acc_ij · lhs_i · rhs_j, without an overflow or underflow of lhs_i · rhs_j."""
+    lhs, lhs_inverse = centred(lhs)
+    rhs, rhs_inverse = centred(rhs)
+    return acc * (lhs[:, None] * rhs[None, :]) * (lhs_inverse[:, None] * rhs_inverse[None, :])

@@ -74,12 +74,12 @@ def assembly_of_eight(half: bool, scaled: bool, clamped: bool, round_first: bool
 
 
 @gluon.jit
-def clear_below(buffer, known):
-    """Gates and values of rows from `known` on become 0, and so does their activation."""
+def clear_below(buffer, group_rows):
+    """Set the gates and values of the rows from `group_rows` on to 0, and so their activation."""
     for half in gl.static_range(2):
         tile = buffer.index(half).reshape([SIZE, SIZE])
-        inside = gl.arange(0, SIZE, ROW) < known
-        tile.store(gl.where(inside[:, None], tile.load(TILE), 0.0))
+        in_group = gl.arange(0, SIZE, ROW) < group_rows
+        tile.store(gl.where(in_group[:, None], tile.load(TILE), 0.0))
 
 
 @gluon.jit
@@ -94,7 +94,17 @@ def activate(u, v, prob, numbers, SCALED: gl.constexpr, CLAMPED: gl.constexpr, R
 
 @gluon.jit(
     do_not_specialize=[
-        *("stride_probs", "offset", "clamp", "alpha", "stride_splits", "num_rows", "num_groups", "parts", "steps"),
+        *(
+            "stride_probs",
+            "offset",
+            "clamp",
+            "alpha",
+            "stride_splits",
+            "num_rows",
+            "num_groups",
+            "column_programs",
+            "steps",
+        ),
         *("epsilon", "infinity"),
     ]
 )
@@ -102,8 +112,8 @@ def quantize_activated_kernel(
     h_desc, probs_ptr, stride_probs, offset, clamp, alpha, splits_ptr, stride_splits,
     # results, as for `quantize_blocks_kernel`
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
-    # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, num_groups, parts, steps,
+    # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
+    num_rows, num_columns, num_groups, column_programs, steps,
     # numbers, as bits of a float64, which are 0 or long
     epsilon: gl.int64, infinity: gl.int64,
     SCALED: gl.constexpr, CLAMPED: gl.constexpr, ROUND_FIRST: gl.constexpr, FORMAT: gl.constexpr,
@@ -116,25 +126,25 @@ def quantize_activated_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(ready, count=1)
     fence_async_shared()
-    tile, tiles = gl.program_id(0) // parts, gl.num_programs(0) // parts
+    tile, tiles = gl.program_id(0) // column_programs, gl.num_programs(0) // column_programs
     first, read, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_G)
-    begin = gl.program_id(0) % parts * (steps * SIZE)
+    begin = gl.program_id(0) % column_programs * (steps * SIZE)
     end = written if WHOLE else read
     count = gl.where(first < end, gl.minimum(gl.cdiv(num_columns - begin, SIZE), steps), 0)
     rows = gl.maximum(gl.minimum(written - first, SIZE), 0).to(gl.int32)
-    known = gl.maximum(gl.minimum(read - first, SIZE), 0).to(gl.int32)
+    group_rows = gl.maximum(gl.minimum(read - first, SIZE), 0).to(gl.int32)
     load_gates_and_values(h_desc, ready, buffer, first.to(gl.int32), begin, count > 0)
     limits = (number(epsilon, gl.float32), number(infinity, gl.float32))
     numbers = (number(offset, gl.float32), number(clamp, gl.float32), number(alpha, gl.float32))
     m = gl.arange(0, SIZE, ROW)
     prob = gl.full([SIZE], 1.0, gl.float32, ROW)
     if probs_ptr is not None:
-        prob = gl.load(probs_ptr + (first + m) * stride_probs, mask=m < known, other=0.0).to(gl.float32)
+        prob = gl.load(probs_ptr + (first + m) * stride_probs, mask=m < group_rows, other=0.0).to(gl.float32)
     for i in range(count):
         column = begin + i * SIZE
         mbarrier.wait(ready, i & 1)
-        if known < SIZE:  # few tiles; below are the next group's rows
-            clear_below(buffer, known)
+        if group_rows < SIZE:  # few tiles; below are the next group's rows
+            clear_below(buffer, group_rows)
             fence_async_shared()
             barrier()
         u = buffer.index(0).reshape([SIZE, SIZE]).load(TILE)

@@ -29,7 +29,7 @@ SUM_REGISTERS = gl.constexpr(240)
 @gluon.jit
 def load_operands(x_desc, weight_desc, ring, plan, TURNED: gl.constexpr, STAGES: gl.constexpr):
     """Rows and their expert's matrix, DEPTH deep; the next expert's rows are not stored."""
-    left, right, ready, free = ring
+    lhs, rhs, ready, empty = ring
     tile_ptr, total_ptr, capacity, columns, depth = plan
     step = gl.to_tensor(0)
     for work in range(gl.program_id(0), gl.load(total_ptr).to(gl.int32) * columns, gl.num_programs(0)):
@@ -37,28 +37,28 @@ def load_operands(x_desc, weight_desc, ring, plan, TURNED: gl.constexpr, STAGES:
         for first in range(0, depth, DEPTH):
             stage = step % STAGES
             arrived = ready.index(stage)
-            mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(arrived, (GROUPS * HEIGHT + WIDTH) * DEPTH * 2)
             for group in gl.static_range(GROUPS):
-                load_tile(x_desc, [row + group * HEIGHT, first], arrived, left.index(stage * GROUPS + group))
+                load_tile(x_desc, [row + group * HEIGHT, first], arrived, lhs.index(stage * GROUPS + group))
             if TURNED:
-                load_tile(weight_desc, [expert, column * WIDTH, first], arrived, right.index(stage))
+                load_tile(weight_desc, [expert, column * WIDTH, first], arrived, rhs.index(stage))
             else:
-                load_tile(weight_desc, [expert, first, column * WIDTH], arrived, right.index(stage))
+                load_tile(weight_desc, [expert, first, column * WIDTH], arrived, rhs.index(stage))
             step += 1
 
 
 @gluon.jit
 def add_step(acc, ring, step, TURNED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):
     """acc plus the product of a step for the rows of a group, which may still run."""
-    left, right, ready, _free = ring
+    lhs, rhs, ready, _empty = ring
     stage = step % STAGES
     mbarrier.wait(ready.index(stage), step // STAGES & 1)
     if TURNED:
-        matrix = right.index(stage).reshape([WIDTH, DEPTH]).permute((1, 0))
+        matrix = rhs.index(stage).reshape([WIDTH, DEPTH]).permute((1, 0))
     else:
-        matrix = right.index(stage).reshape([DEPTH, WIDTH])
-    return warpgroup_mma(left.index(stage * GROUPS + GROUP), matrix, acc, is_async=True)
+        matrix = rhs.index(stage).reshape([DEPTH, WIDTH])
+    return warpgroup_mma(lhs.index(stage * GROUPS + GROUP), matrix, acc, is_async=True)
 
 
 @gluon.jit
@@ -91,8 +91,8 @@ def multiply_rows(out_desc, buffer, ring, plan, bias, TURNED: gl.constexpr, GROU
         acc, step = sum_of_products(ring, step, gl.cdiv(depth, DEPTH), TURNED, GROUP, STAGES)
         if bias_ptr is not None:
             c = column.to(gl.int64) * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, SUM))
-            place = bias_ptr + expert.to(gl.int64) * stride_bias_l + c * stride_bias_c
-            acc += gl.load(place, c < num_columns, other=0.0).to(gl.float32)[None, :]
+            bias_ptrs = bias_ptr + expert.to(gl.int64) * stride_bias_l + c * stride_bias_c
+            acc += gl.load(bias_ptrs, c < num_columns, other=0.0).to(gl.float32)[None, :]
         tma.store_wait(0)
         buffer.reshape([HEIGHT, WIDTH]).store(acc.to(out_desc.dtype))
         fence_async_shared()
@@ -111,11 +111,11 @@ def matmul_kernel(
 ):  # fmt: skip
     """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
     block: gl.constexpr = [STAGES, 1, WIDTH, DEPTH] if TURNED else [STAGES, 1, DEPTH, WIDTH]
-    left = gl.allocate_shared_memory(x_desc.dtype, [STAGES * GROUPS, HEIGHT, DEPTH], x_desc.layout)
-    right = gl.allocate_shared_memory(weight_desc.dtype, block, weight_desc.layout)
+    lhs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * GROUPS, HEIGHT, DEPTH], x_desc.layout)
+    rhs = gl.allocate_shared_memory(weight_desc.dtype, block, weight_desc.layout)
     buffers = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, 1, HEIGHT, WIDTH], out_desc.layout)
-    ready, free = new_barriers(STAGES, GROUPS)
-    ring = (left, right, ready, free)
+    ready, empty = new_barriers(STAGES, GROUPS)
+    ring = (lhs, rhs, ready, empty)
     plan = (tile_ptr, total_ptr, capacity, gl.cdiv(num_columns, WIDTH), depth)
     bias = (bias_ptr, stride_bias_l, stride_bias_c, num_columns)
     fill_rows(out_ptr, gl.load(total_ptr + 1).to(gl.int32), num_rows, num_columns, num_warps)

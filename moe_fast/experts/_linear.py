@@ -50,12 +50,12 @@ def store_rows(
     p = row + tl.arange(0, BLOCK_P)
     c = column.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_row = c < num_columns  # the last block sticks out
-    place = expert.to(tl.int64) * stride_bias_l + c * stride_bias_c
+    bias_offset = expert.to(tl.int64) * stride_bias_l + c * stride_bias_c
     if has_bias is None:
         if bias_ptr is not None:
-            acc = add_bias(acc, bias_ptr + place, in_row, BIAS_AS)
+            acc = add_bias(acc, bias_ptr + bias_offset, in_row, BIAS_AS)
     elif has_bias:
-        acc = add_bias(acc, bias_ptr + place, in_row, BIAS_AS)
+        acc = add_bias(acc, bias_ptr + bias_offset, in_row, BIAS_AS)
     result = rounded(acc, out_ptr.dtype.element_ty)
     if out_desc is not None:
         store_segment(
@@ -79,25 +79,27 @@ def find_gradient(segment_ptr, num_experts, work, blocks_m, blocks_n):
 def store_gradient(
     acc, before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, expert, count, m, n, num_outs, num_ins
 ):
-    """A tile of an expert's gradient, added to the one before, kept as it is without rows."""
-    inside = (m < num_outs)[:, None] & (n < num_ins)[None, :]  # the last blocks stick out
+    """Store a tile of an expert's gradient, added to the addend if there is one. The addend of an
+    expert without rows is stored unchanged, bit by bit.
+    """
+    in_bounds = (m < num_outs)[:, None] & (n < num_ins)[None, :]  # the last blocks stick out
     if before_ptr is not None:
         before_ptrs = (
             before_ptr + expert * stride_before_l + m[:, None] * stride_before_m + n[None, :] * stride_before_n
         )
-        before = tl.load(before_ptrs, mask=inside, other=0.0)  # as above
-        result = tl.where(count != 0, (before + acc).to(before.dtype), before)  # -0 + 0 is another zero than -0
+        addend = tl.load(before_ptrs, mask=in_bounds, other=0.0)  # as above
+        result = tl.where(count != 0, (addend + acc).to(addend.dtype), addend)  # -0 + 0 is another zero than -0
     else:
         result = rounded(acc, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (expert * num_outs + m[:, None]) * num_ins + n[None, :], result, mask=inside)
+    tl.store(out_ptr + (expert * num_outs + m[:, None]) * num_ins + n[None, :], result, mask=in_bounds)
 
 
 @triton.jit
-def add_product(acc, left, right):
-    """acc + left · right."""
+def add_product(acc, lhs, rhs):
+    """acc + lhs · rhs."""
     if INTERPRETED:  # Triton 3.9 multiplies bfloat16 wrongly there
-        left, right = left.to(acc.dtype), right.to(acc.dtype)
-    return tl.dot(left, right, acc, input_precision="ieee", out_dtype=acc.dtype)
+        lhs, rhs = lhs.to(acc.dtype), rhs.to(acc.dtype)
+    return tl.dot(lhs, rhs, acc, input_precision="ieee", out_dtype=acc.dtype)
 
 
 @triton.jit(do_not_specialize=["stride_counts", "capacity", "num_rows", "num_experts", "multiple"])
@@ -118,20 +120,27 @@ def plan_kernel(
     expert = tl.program_id(0)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(tl.int64)  # padded block
-    wrong = (count < 0) | (count > num_rows) | (count % multiple != 0)
-    is_wrong = (tl.sum(wrong.to(tl.int32), axis=0) > 0) | (tl.sum(tl.minimum(count, num_rows), axis=0) > num_rows)
-    count = tl.where(is_wrong, tl.zeros_like(count), count)
+    illegal = (count < 0) | (count > num_rows) | (count % multiple != 0)
+    is_illegal = (tl.sum(illegal.to(tl.int32), axis=0) > 0) | (tl.sum(tl.minimum(count, num_rows), axis=0) > num_rows)
+    count = tl.where(is_illegal, tl.zeros_like(count), count)
     ends = tl.cumsum(count, 0)
     begin = ends - count
-    end = tl.where(is_wrong, tl.zeros_like(ends) - 1, ends)
+    end = tl.where(is_illegal, tl.zeros_like(ends) - 1, ends)
     tiles = tl.cdiv(count, BLOCK_P)
     first = tl.sum(tl.where(e < expert, tiles, 0), axis=0)
     num_tiles = tl.sum(tl.where(e == expert, tiles, 0), axis=0)
     expert_begin = tl.sum(tl.where(e == expert, begin, 0), axis=0)
     expert_end = tl.sum(tl.where(e == expert, end, 0), axis=0)
-    one = tl.zeros([1], tl.int64)
+    zero = tl.zeros([1], tl.int64)
     put_tiles(
-        tile_ptr, capacity, one + expert, one + first, one + num_tiles, one + expert_begin, one + expert_end, BLOCK_T
+        tile_ptr,
+        capacity,
+        zero + expert,
+        zero + first,
+        zero + num_tiles,
+        zero + expert_begin,
+        zero + expert_end,
+        BLOCK_T,
     )
     tl.store(segment_ptr + expert, expert_begin)
     tl.store(segment_ptr + num_experts + expert, expert_end)
@@ -152,8 +161,8 @@ def find_tile(tile_ptr, capacity, work, columns, BLOCK_P: tl.constexpr):
     expert, first = tl.load(entry).to(tl.int32), tl.load(entry + capacity).to(tl.int32)
     begin, end = tl.load(entry + 2 * capacity), tl.load(entry + 3 * capacity)
     tiles = tl.cdiv(end - begin, BLOCK_P).to(tl.int32)
-    place = work - first * columns
-    return expert, begin, end, begin + place % tiles * BLOCK_P, place // tiles
+    work_in_expert = work - first * columns
+    return expert, begin, end, begin + work_in_expert % tiles * BLOCK_P, work_in_expert // tiles
 
 
 @triton.jit
@@ -168,8 +177,8 @@ def fill_rows(out_ptr, begin, end, num_columns, BLOCK_P: tl.constexpr, BLOCK_C: 
     for work in range(tl.program_id(0), tl.cdiv(end - begin, BLOCK_P) * columns, tl.num_programs(0)):
         p = begin + (work // columns).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
         c = (work % columns).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-        inside = (p < end)[:, None] & (c < num_columns)[None, :]  # the last tile and the last block stick out
-        tl.store(out_ptr + p[:, None] * num_columns + c[None, :], filled, mask=inside)
+        in_bounds = (p < end)[:, None] & (c < num_columns)[None, :]  # the last tile and the last block stick out
+        tl.store(out_ptr + p[:, None] * num_columns + c[None, :], filled, mask=in_bounds)
 
 
 @triton.jit
@@ -322,8 +331,8 @@ def segment_sums_kernel(
     acc = tl.zeros([BLOCK_P, BLOCK_C], ACCUMULATOR)
     for first in range(begin, end, BLOCK_P):
         p = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_P)
-        inside = (p < end)[:, None] & (c < num_columns)[None, :]  # the last step and the last block stick out
-        acc += tl.load(x_ptr + p[:, None] * stride_x_p + c[None, :] * stride_x_c, mask=inside, other=0.0).to(
+        in_bounds = (p < end)[:, None] & (c < num_columns)[None, :]  # the last step and the last block stick out
+        acc += tl.load(x_ptr + p[:, None] * stride_x_p + c[None, :] * stride_x_c, mask=in_bounds, other=0.0).to(
             ACCUMULATOR
         )
     total = tl.where(end < begin, float("nan"), tl.sum(acc, axis=0)).to(RESULT_AS)  # an illegal plan

@@ -51,8 +51,8 @@ def turn_kernel(
         )
         i = tl.arange(0, TILE)
         p = begin + (t - first) * TILE + i
-        inside = (p < end)[:, None] & (c < num_columns)[None, :]  # the last tile and the last block stick out
-        codes = tl.load(codes_ptr + p[:, None] * num_columns + c[None, :], mask=inside, other=0)
+        in_bounds = (p < end)[:, None] & (c < num_columns)[None, :]  # the last tile and the last block stick out
+        codes = tl.load(codes_ptr + p[:, None] * num_columns + c[None, :], mask=in_bounds, other=0)
         tl.store(
             out_ptr + c[:, None] * stride_out + t * TILE + i[None, :], tl.trans(codes), mask=(c < num_columns)[:, None]
         )
@@ -156,9 +156,11 @@ def scaled_matmul_kernel(
                     RULE, X_FORMAT, WEIGHT_FORMAT, FACTOR, SCALED_BY_HARDWARE, BLOCK_D // SHARED_D,
                 )  # fmt: skip
         if RULE == "group" or RULE == "nvfp4":
-            left = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_p, expert, p, in_segment, x_share, RULE)
-            right = outer_scale(weight_outer_ptr, stride_weight_outer_l, 0, expert, c, in_row, weight_share, RULE)
-            acc = times(acc, left, right)
+            x_outer = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_p, expert, p, in_segment, x_share, RULE)
+            weight_outer = outer_scale(
+                weight_outer_ptr, stride_weight_outer_l, 0, expert, c, in_row, weight_share, RULE
+            )
+            acc = times(acc, x_outer, weight_outer)
         store_rows(
             acc, bias_ptr, stride_bias_l, stride_bias_c, has_bias, out_ptr, out_desc, num_columns, expert, begin, end,
             row, column, BIAS_AS, BLOCK_P, BLOCK_C,
@@ -167,12 +169,12 @@ def scaled_matmul_kernel(
 
 
 @triton.jit
-def load_turned(ptr, stride, desc, first_row, row, live, place, BLOCK_P: tl.constexpr):
-    """Turned codes from column `place` on; tiles are whole."""
+def load_turned(ptr, stride, desc, first_row, row, live, column, BLOCK_P: tl.constexpr):
+    """A whole tile of transposed codes, from `column` on."""
     if desc is not None:
-        codes = desc.load([first_row, place.to(tl.int32)])
+        codes = desc.load([first_row, column.to(tl.int32)])
     else:
-        i = place + tl.arange(0, BLOCK_P)
+        i = column + tl.arange(0, BLOCK_P)
         codes = tl.load(ptr + row[:, None] * stride + i[None, :], mask=live[:, None], other=0.0)
     return codes
 
@@ -210,9 +212,11 @@ def scaled_wgrad_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         count = (end - begin).to(tl.int32)
         for first in range(0, count, BLOCK_P):
-            place = tile * TILE + first
-            d_out = load_turned(d_out_ptr, stride_d_out_m, d_out_desc, block_m * BLOCK_M, m, live_m, place, BLOCK_P)
-            x = load_turned(x_ptr, stride_x_n, x_desc, block_n * BLOCK_N, n, live_n, place, BLOCK_P)
+            turned_column = tile * TILE + first
+            d_out = load_turned(
+                d_out_ptr, stride_d_out_m, d_out_desc, block_m * BLOCK_M, m, live_m, turned_column, BLOCK_P
+            )
+            x = load_turned(x_ptr, stride_x_n, x_desc, block_n * BLOCK_N, n, live_n, turned_column, BLOCK_P)
             if RULE == "group":
                 acc = add_codes(acc, factor(d_out, D_OUT_FORMAT, FACTOR), factor(x, X_FORMAT, FACTOR), FACTOR)
             elif RULE == "amax":
@@ -231,9 +235,9 @@ def scaled_wgrad_kernel(
                 )  # fmt: skip
         if RULE == "group" or RULE == "nvfp4":
             outer_l, outer_m = stride_d_out_outer_l, stride_d_out_outer_m
-            left = outer_scale(d_out_outer_ptr, outer_l, outer_m, expert, m, live_m, d_out_share, RULE)
-            right = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_n, expert, n, live_n, x_share, RULE)
-            acc = times(acc, left, right)
+            d_out_outer = outer_scale(d_out_outer_ptr, outer_l, outer_m, expert, m, live_m, d_out_share, RULE)
+            x_outer = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_n, expert, n, live_n, x_share, RULE)
+            acc = times(acc, d_out_outer, x_outer)
         acc = tl.where(count < 0, float("nan"), acc)  # an illegal plan
         store_gradient(
             acc, before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, expert, count, m, n, num_outs,

@@ -27,8 +27,8 @@ def activated_linear(
         return None
     plan, width = plan_of(tokens_per_expert_L, like), weight.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)  # all by activated_matmul_kernel
-    given = x if isinstance(x, Gathered) else rows
-    hopper.activated_matmul(given, weight, strided(bias, 2), strided(probs, 1), settings, plan, out)
+    operand = x if isinstance(x, Gathered) else rows
+    hopper.activated_matmul(operand, weight, strided(bias, 2), strided(probs, 1), settings, plan, out)
     return out
 
 
@@ -38,8 +38,8 @@ def can_activate(
     """Whether no backward needs the product, and `hopper.activated_matmul` takes so many rows of
     the layout of `rows`.
     """
-    given, width = (rows, weight_LMN, bias, probs), weight_LMN.shape[1] // 2
-    saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    tensors, width = (rows, weight_LMN, bias, probs), weight_LMN.shape[1] // 2
+    saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if saves or tracing() or not has_memory() or not is_hopper(rows.device):
         return False
     halves = settings.gated and (settings.interleave or width) == width > 1
@@ -54,5 +54,5 @@ def can_gather_activated(
     tokens: Tensor, num_rows: int, weight_LMN: Tensor, bias: Tensor | None, probs: Tensor, settings: Settings
 ) -> bool:
     """Whether `activated_linear` takes rows that are still tokens, and gains by it."""
-    few = weight_LMN.shape[1] // 2 <= MOST_GATHERED
-    return few and in_lines(tokens) and can_activate(tokens, num_rows, weight_LMN, bias, probs, settings)
+    is_narrow = weight_LMN.shape[1] // 2 <= MOST_GATHERED
+    return is_narrow and in_lines(tokens) and can_activate(tokens, num_rows, weight_LMN, bias, probs, settings)

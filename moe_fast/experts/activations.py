@@ -218,8 +218,8 @@ def _forward(
     num_rows, width = h.shape[0], settings.width(h)
     constants = constants_of(h, h, probs, settings, tuning.for_device(h.device).activation)
     out = torch.empty((num_rows, width), dtype=h.dtype, device=h.device)  # all by activation_kernel
-    parts = ceil_div(width, constants["BLOCK_F"])
-    programs = ceil_div(num_rows, constants["BLOCK_P"]) * parts
+    column_programs = ceil_div(width, constants["BLOCK_F"])
+    programs = ceil_div(num_rows, constants["BLOCK_P"]) * column_programs
     if has_memory() and programs:
         with launch_on(h):
             launch(kernels.activation_kernel, (programs,))(
@@ -231,7 +231,7 @@ def _forward(
                 num_rows,
                 width,
                 settings.between(h),
-                parts,
+                column_programs,
                 *settings.numbers(),
                 HARDWARE=casts_in_hardware(h.device),
                 **constants,
@@ -253,8 +253,8 @@ def backward_of(
         # by the same kernel, also where rows are empty
         d_probs = torch.empty(num_rows, dtype=probs.dtype, device=h.device)
     tiles = ceil_div(width, constants["BLOCK_F"])
-    parts = 1 if d_probs is not None else tiles if needs_h else 0
-    programs = ceil_div(num_rows, constants["BLOCK_P"]) * parts
+    column_programs = 1 if d_probs is not None else tiles if needs_h else 0
+    programs = ceil_div(num_rows, constants["BLOCK_P"]) * column_programs
     if has_memory() and programs:
         with launch_on(h):
             launch(kernels.activation_backward_kernel, (programs,))(
@@ -267,8 +267,8 @@ def backward_of(
                 num_rows,
                 width,
                 settings.between(h),
-                parts,
-                tiles // parts,
+                column_programs,
+                tiles // column_programs,
                 *settings.numbers(),
                 **constants,
             )

@@ -84,25 +84,25 @@ def quantized_weight(weight_LMN: Tensor, precision: Precision, rowwise: bool, co
     Raises:
         RuntimeError: the weight has changed within `weights_quantized_once`.
     """
-    kept = _kept.get()
+    kept_weights = _kept.get()
     # an inference tensor has no version
-    if kept is None or in_graph() or precision.state is not None or weight_LMN.is_inference():
+    if kept_weights is None or in_graph() or precision.state is not None or weight_LMN.is_inference():
         return _quantized_weight(weight_LMN, precision, rowwise, columnwise)
     weight = weight_LMN.detach()
     key = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device, precision.recipe)
-    if key not in kept:
-        kept[key] = KeptWeight(weight, weight._version, _quantized_weight(weight, precision, True, True))
-    if kept[key].version != weight._version:
+    if key not in kept_weights:
+        kept_weights[key] = KeptWeight(weight, weight._version, _quantized_weight(weight, precision, True, True))
+    if kept_weights[key].version != weight._version:
         raise RuntimeError("a weight has changed within weights_quantized_once: its codes are of the old values")
-    return kept[key].quantized
+    return kept_weights[key].quantized
 
 
 def _quantized_weight(weight_LMN: Tensor, precision: Precision, rowwise: bool, columnwise: bool) -> Quantized:
     experts, height, width = weight_LMN.shape
     check_splits([height], height, precision.recipe)
     # squares and blocks of whole experts are the same, wherever an expert begins
-    whole = precision.recipe.scaling == "block" and height % TILE_ROWS == 0
-    splits = None if whole else torch.full((experts,), height, device=weight_LMN.device)
+    has_whole_tiles = precision.recipe.scaling == "block" and height % TILE_ROWS == 0
+    splits = None if has_whole_tiles else torch.full((experts,), height, device=weight_LMN.device)
     return quantized_rows(weight_LMN.reshape(experts * height, width), "weight", splits, precision, rowwise, columnwise)
 
 
@@ -127,10 +127,10 @@ def without_tensors(quantized: Quantized, columnwise: bool) -> Quantized:
     return replace(quantized, splits=None, source=None, rowwise=by_rows, columnwise=by_columns)
 
 
-def with_tensors(kept: Quantized, tensors: list[Tensor], columnwise: bool) -> Quantized:
+def with_tensors(quantized: Quantized, tensors: list[Tensor], columnwise: bool) -> Quantized:
     """The inverse of `without_tensors`, with the form of this direction alone."""
     codes, scale, amax = tensors
-    form = replace(kept.form(columnwise), scale=scale, amax=amax)
+    form = replace(quantized.form(columnwise), scale=scale, amax=amax)
     turned = _codes(form, columnwise) == "turned_NT"
     form = replace(form, turned_NT=codes) if turned else replace(form, codes_MN=codes)
-    return replace(kept, columnwise=form) if columnwise else replace(kept, rowwise=form)
+    return replace(quantized, columnwise=form) if columnwise else replace(quantized, rowwise=form)

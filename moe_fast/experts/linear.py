@@ -79,7 +79,7 @@ def linear_of(
     rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
     *, bias: Tensor | None = None, recipe: Recipe | None = None, state: LinearState | None = None,
     noise: Tensor | None = None, accumulator: str = "float32", rows_again: bool = False,
-    amaxes: LinearAmax | None = None, filled: tuple[bool, bool] = FILLED, made: Activated | None = None,
+    amaxes: LinearAmax | None = None, filled: tuple[bool, bool] = FILLED, activation: Activated | None = None,
 ) -> Tensor:  # fmt: skip
     """`grouped_linear`.
 
@@ -89,8 +89,8 @@ def linear_of(
         amaxes: as in `grouped_mlp`.
         filled: whether zeros are written past the last expert's rows of the result, and of the
             gradient of the rows. A backward_override writes them anyway.
-        made: what the rows are made of, if they have no memory: with block scaling, gradients of
-            low precision, and a weight whose gradient is not delayed.
+        activation: the activation that the rows are, if they have no memory. Only with block
+            scaling, gradients of low precision, and a weight whose gradient is not delayed.
     """
     _check(rows_PN, weight_LMN, tokens_per_expert_L, bias, recipe, state, noise, accumulator)
     waiting = waiting_for(weight_LMN)
@@ -106,7 +106,7 @@ def linear_of(
     precision = Precision(recipe, state, noise, amaxes)
     if recipe.backward_override is not None:
         return _OverriddenLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
-    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again, filled, made)
+    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again, filled, activation)
 
 
 @unless_known
@@ -176,24 +176,24 @@ def _wgrad_of(
     *, precision: Precision | None, accumulate_into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     check_grouped_wgrad(d_out_PM, rows_PN, tokens_per_expert_L, accumulate_into)
-    before = None if accumulate_into is None else accumulate_into.detach()
-    return _wgrad(d_out_PM, rows_PN, tokens_per_expert_L, before, precision)
+    addend = None if accumulate_into is None else accumulate_into.detach()
+    return _wgrad(d_out_PM, rows_PN, tokens_per_expert_L, addend, precision)
 
 
 @operator
 def _wgrad(
-    d_out_PM: Tensor, rows_PN: Tensor, tokens_per_expert_L: Tensor, before: Tensor | None, precision: Precision | None
+    d_out_PM: Tensor, rows_PN: Tensor, tokens_per_expert_L: Tensor, addend: Tensor | None, precision: Precision | None
 ) -> Tensor:
     if precision is not None and precision.recipe.backward_override is None:
         d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, precision, False, True)
         x = quantized_rows(rows_PN, "input", tokens_per_expert_L, precision, False, True)
         plan = scaled_plan(tokens_per_expert_L, rows_PN.shape[0], precision.recipe)
-        return scaled_wgrad(d, x, plan, accumulate_into=before)
+        return scaled_wgrad(d, x, plan, accumulate_into=addend)
     rows, multiple = rows_PN.detach(), 1
     if precision is not None and precision.recipe.backward_override == "dequantized":
         rows = dequantize(quantized_rows(rows, "input", tokens_per_expert_L, precision, True, False))
         multiple = multiple_of(precision.recipe)
-    return _outer_products(d_out_PM.detach(), rows, before, plan_of(tokens_per_expert_L, rows, multiple))
+    return _outer_products(d_out_PM.detach(), rows, addend, plan_of(tokens_per_expert_L, rows, multiple))
 
 
 def check_product(rows: Tensor, recipe: Recipe | None, accumulator: str) -> None:
@@ -282,9 +282,9 @@ class _OverriddenLinear(torch.autograd.Function):
         return d_rows, d_weight, d_bias, None, None
 
 
-def _dequantized(kept: Quantized, tensors: list[Tensor], splits: Tensor) -> Tensor:
+def _dequantized(quantized: Quantized, tensors: list[Tensor], splits: Tensor) -> Tensor:
     """The values of saved rowwise codes, in the dtype before quantisation."""
-    return dequantize(replace(with_tensors(kept, tensors, False), splits=splits))
+    return dequantize(replace(with_tensors(quantized, tensors, False), splits=splits))
 
 
 def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Plan, filled: bool = True) -> Tensor:
@@ -302,7 +302,7 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
     if described and tile.rows == hopper.MATMUL_ROWS and is_hopper(x.device):
         hopper.matmul(x, matrices, turned, strided(bias_LC, 2), plan, out, filled)
         return out
-    wide = x.dtype == torch.float64
+    is_float64 = x.dtype == torch.float64
     with launch_on(x):
         launch(
             kernels.grouped_matmul_kernel, (programs(plan.capacity * ceil_div(num_columns, tile.columns), x.device),)
@@ -319,8 +319,8 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
             num_rows if filled else 0,
             num_columns,
             depth,
-            ACCUMULATOR=tl.float64 if wide else tl.float32,
-            BIAS_AS=tl.float64 if wide and bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
+            ACCUMULATOR=tl.float64 if is_float64 else tl.float32,
+            BIAS_AS=tl.float64 if is_float64 and bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
             TURNED=turned,
             FLATTEN=described and sizes.flatten,
             **tile.blocks("P", "C", "D"),
@@ -329,7 +329,7 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
 
 
 def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None, plan: Plan) -> Tensor:
-    """out[e] = Σ over e's rows p of d_out[p]ᵀ · rows[p], added to before[e] if there is one."""
+    """out[e] = Σ over e's rows p of d_out[p]ᵀ · rows[p], plus addend[e] if there is one."""
     d_out, rows = d_out_PM.resolve_neg(), rows_PN.resolve_neg()
     doubles = before_LMN is not None and before_LMN.dtype == torch.float64  # a large tile of them has no room
     described = have_descriptors(d_out, rows)

@@ -104,8 +104,8 @@ def scaled_dgrad(d_out: Quantized, weight: Quantized, plan: Plan, *, filled: boo
 def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into: Tensor | None = None) -> Tensor:
     """d_outᵀ x of each expert's rows, [L,M,N], plus `accumulate_into`; both forms by columns."""
     device, sizes = plan.total_2.device, tuning.for_device(plan.total_2.device).grouped
-    left, right = d_out.form(True), x.form(True)
-    turned = [_turned(form, plan) for form in (left, right)]
+    d_out_form, x_form = d_out.form(True), x.form(True)
+    turned = [_turned(form, plan) for form in (d_out_form, x_form)]
     shape = (plan.num_experts, turned[0].shape[0], turned[1].shape[0])
     # all by scaled_wgrad_kernel
     out = torch.empty(shape, dtype=x.dtype if accumulate_into is None else accumulate_into.dtype, device=device)
@@ -113,23 +113,27 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
         return out
     unit = _unit(x, device)
     tile = unit.tile(sizes)
-    codes = [_as_factor(each, quantized, unit) for each, quantized in zip(turned, (d_out, x), strict=True)]
+    codes = [
+        _as_factor(turned_codes, quantized, unit) for turned_codes, quantized in zip(turned, (d_out, x), strict=True)
+    ]
     described = have_descriptors(*codes)
-    on_hopper = _on_hopper(unit, device, (left.block, right.block)) and have_lines(left.scale, right.scale)
+    on_hopper = _on_hopper(unit, device, (d_out_form.block, x_form.block)) and have_lines(
+        d_out_form.scale, x_form.scale
+    )
     if described and accumulate_into is None and have_descriptors(out) and on_hopper:
-        hopper.scaled_wgrad(codes[0], left.scale, codes[1], right.scale, plan, out)
+        hopper.scaled_wgrad(codes[0], d_out_form.scale, codes[1], x_form.scale, plan, out)
         return out
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
     with launch_on(out):
         launch(kernels.scaled_wgrad_kernel, (programs(pieces, device),))(
             codes[0],
             codes[0].stride(0),
-            *_blocks(left),
-            *_outer(d_out, left),
+            *_blocks(d_out_form),
+            *_outer(d_out, d_out_form),
             codes[1],
             codes[1].stride(0),
-            *_blocks(right),
-            *_outer(x, right),
+            *_blocks(x_form),
+            *_outer(x, x_form),
             *strided(accumulate_into, 3),
             out,
             *((TensorDescriptor.from_tensor(codes[0], [tile.rows, tile.depth]) if described else None),),
@@ -141,7 +145,7 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
             X_FORMAT=x.format,
             FACTOR=unit.factor,
             SCALED_BY_HARDWARE=unit.scales,
-            SHARED_P=1 if right.block is None else right.block[0],
+            SHARED_P=1 if x_form.block is None else x_form.block[0],
             **tile.blocks("M", "N", "P"),
         )
     return out
@@ -325,21 +329,21 @@ class ScaledLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision,
-        rows_again: bool, filled: tuple[bool, bool], made: Activated | None,
+        rows_again: bool, filled: tuple[bool, bool], activation: Activated | None,
     ) -> Tensor:  # fmt: skip
         wants_weight = ctx.needs_input_grad[1]
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
         columns = wants_weight and not rows_again and _has_columns(precision.recipe, rows.dtype)
-        x = quantized_rows(rows if made is None else made, "input", counts, precision, True, columns)
+        x = quantized_rows(rows if activation is None else activation, "input", counts, precision, True, columns)
         out, saved = product(ctx, x, weight, bias, counts, precision, filled)
-        ctx.save_for_backward(*kept_rows(ctx, rows, made, rows_again and wants_weight), *saved)
+        ctx.save_for_backward(*kept_rows(ctx, rows, activation, rows_again and wants_weight), *saved)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        kept, probs, counts, *tensors = ctx.saved_tensors
-        rows = rows_of_kept(ctx, kept, probs)
+        saved_rows, probs, counts, *tensors = ctx.saved_tensors
+        rows = rows_of_kept(ctx, saved_rows, probs)
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
         d = x = None
         if wants_rows or wants_weight:

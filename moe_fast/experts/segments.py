@@ -35,7 +35,7 @@ class Plan:
     total_2: Tensor  # int64: how many tiles, and rows in them
     num_rows: int
     multiple: int = 1
-    others: dict[int, "Plan"] = field(default_factory=dict, repr=False)  # by the rows of their tiles
+    other_cuts: dict[int, "Plan"] = field(default_factory=dict, repr=False)  # by the rows of their tiles
 
     @property
     def capacity(self) -> int:
@@ -50,29 +50,33 @@ class Plan:
         """The plan of the same segments in tiles of that many rows; it is made once."""
         if rows == self.tile.rows:
             return self
-        if rows not in self.others:
+        if rows not in self.other_cuts:
             tile = replace(self.tile, rows=rows)
-            self.others[rows] = make_plan(tokens_per_expert, self.num_rows, tile, self.multiple)
-        return self.others[rows]
+            self.other_cuts[rows] = make_plan(tokens_per_expert, self.num_rows, tile, self.multiple)
+        return self.other_cuts[rows]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Its tensors, and those of its other cuts, for autograd to save."""
-        others = (tensor for plan in self.others.values() for tensor in plan.tensors)
-        return self.tile_4C, self.segment_3L, self.total_2, *others
+        other_cuts = (tensor for plan in self.other_cuts.values() for tensor in plan.tensors)
+        return self.tile_4C, self.segment_3L, self.total_2, *other_cuts
 
     def without_tensors(self) -> "Plan":
         """What a node of autograd may keep: a tensor there would outlive its checkpoint."""
-        others = {rows: plan.without_tensors() for rows, plan in self.others.items()}
+        other_cuts = {rows: plan.without_tensors() for rows, plan in self.other_cuts.items()}
         nothing = torch.empty(0)
-        return replace(self, tile_4C=nothing, segment_3L=nothing, total_2=nothing, others=others)
+        return replace(self, tile_4C=nothing, segment_3L=nothing, total_2=nothing, other_cuts=other_cuts)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Plan":
         """The inverse of `without_tensors`, of `tensors`."""
-        tile, segment, total, *rest = tensors
-        triples = zip(rest[::3], rest[1::3], rest[2::3], strict=True)  # other cuts have no cuts of their own
-        others = {r: plan.with_tensors(three) for (r, plan), three in zip(self.others.items(), triples, strict=True)}
-        return replace(self, tile_4C=tile, segment_3L=segment, total_2=total, others=others)
+        tile, segment, total, *tensors_of_cuts = tensors
+        triples = zip(
+            tensors_of_cuts[::3], tensors_of_cuts[1::3], tensors_of_cuts[2::3], strict=True
+        )  # other cuts have no cuts of their own
+        other_cuts = {
+            r: plan.with_tensors(three) for (r, plan), three in zip(self.other_cuts.items(), triples, strict=True)
+        }
+        return replace(self, tile_4C=tile, segment_3L=segment, total_2=total, other_cuts=other_cuts)
 
 
 _ready: ContextVar[Mapping[tuple[Any, ...], Any]] = ContextVar("plans made before", default=MappingProxyType({}))
@@ -98,33 +102,33 @@ def plan_ready(counts: Tensor, tile: GroupedTile, tiles: Tiles, num_rows: int) -
     """
     copy = tiles.segment_4L[3]
     plan = Plan(tile, tiles.tile_4C, tiles.segment_4L[:3], tiles.total_2, num_rows)
-    made = {_key(each, num_rows, tile, plan.multiple): plan for each in (counts, copy)}
-    token = _ready.set(made | {_key(counts, "copy"): copy})
+    plans = {_key(key_counts, num_rows, tile, plan.multiple): plan for key_counts in (counts, copy)}
+    token = _ready.set(plans | {_key(counts, "copy"): copy})
     try:
         yield
     finally:
         _ready.reset(token)
 
 
-def _key(counts: Tensor, *more: Any) -> tuple[Any, ...]:
-    return counts.data_ptr(), counts.dtype, *more
+def _key(counts: Tensor, *settings: Any) -> tuple[Any, ...]:
+    return counts.data_ptr(), counts.dtype, *settings
 
 
-def _made_once(make: Callable[[], X], counts: Tensor, *more: Any) -> X:
-    """make(), or its result for the same counts, and the rest, within `plans_shared`."""
+def _made_once(make: Callable[[], X], counts: Tensor, *settings: Any) -> X:
+    """make(), or its earlier result for the same counts and settings within `plans_shared`."""
     shared = _shared.get()
     if shared is None or not has_memory():
         return make()
-    key = _key(counts, *more)
+    key = _key(counts, *settings)
     if key not in shared:
         shared[key] = make()
-    made: X = shared[key]
-    return made
+    result: X = shared[key]
+    return result
 
 
 def shared_totals() -> Tensor | None:
     """`total_2` of the first plan within `plans_shared`; None without one, as in a graph."""
-    return next((made.total_2 for made in (_shared.get() or {}).values() if isinstance(made, Plan)), None)
+    return next((plan.total_2 for plan in (_shared.get() or {}).values() if isinstance(plan, Plan)), None)
 
 
 def copy_of(tokens_per_expert: Tensor) -> Tensor:

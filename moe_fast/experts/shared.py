@@ -75,16 +75,16 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(y, z_T1)
         tile = tuning.for_device(y.device).activation
         out = torch.empty(y.shape, dtype=y.dtype, device=y.device)  # all by gate_kernel
-        parts = ceil_div(y.shape[1], tile.columns)
+        column_programs = ceil_div(y.shape[1], tile.columns)
         if out.numel():
             with launch_on(y):
-                launch(kernels.gate_kernel, (ceil_div(y.shape[0], tile.tokens) * parts,))(
+                launch(kernels.gate_kernel, (ceil_div(y.shape[0], tile.tokens) * column_programs,))(
                     *strided(y),
                     *strided(z_T1[:, 0]),
                     out,
                     y.shape[0],
                     y.shape[1],
-                    parts,
+                    column_programs,
                     ACCUMULATOR=accumulator(y),
                     **tile.blocks("T", "H"),
                 )

@@ -27,10 +27,10 @@ class ScaledRows(torch.autograd.Function):
         ctx.save_for_backward(x, probs, ends_L)
         tile = tuning.for_device(x.device).activation
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # all by scale_rows_kernel
-        parts = ceil_div(x.shape[1], tile.columns)
+        column_programs = ceil_div(x.shape[1], tile.columns)
         if out.numel():
             with launch_on(x):
-                launch(kernels.scale_rows_kernel, (ceil_div(x.shape[0], tile.tokens) * parts,))(
+                launch(kernels.scale_rows_kernel, (ceil_div(x.shape[0], tile.tokens) * column_programs,))(
                     *strided(x),
                     *strided(probs, 1),
                     out,
@@ -38,7 +38,7 @@ class ScaledRows(torch.autograd.Function):
                     x.shape[0],
                     len(ends_L),
                     x.shape[1],
-                    parts,
+                    column_programs,
                     ACCUMULATOR=accumulator(probs),
                     **tile.blocks("P", "H"),
                 )
@@ -63,10 +63,10 @@ class BiasAdded(torch.autograd.Function):
         ctx.save_for_backward(bias, probs, ends_L)
         tile = tuning.for_device(y.device).activation
         out = torch.empty(y.shape, dtype=y.dtype, device=y.device)  # all by add_bias_kernel
-        parts = ceil_div(y.shape[1], tile.columns)
+        column_programs = ceil_div(y.shape[1], tile.columns)
         if out.numel():
             with launch_on(y):
-                launch(kernels.add_bias_kernel, (ceil_div(y.shape[0], tile.tokens) * parts,))(
+                launch(kernels.add_bias_kernel, (ceil_div(y.shape[0], tile.tokens) * column_programs,))(
                     *strided(y),
                     *strided(bias),
                     *strided(probs, 1),
@@ -75,7 +75,7 @@ class BiasAdded(torch.autograd.Function):
                     y.shape[0],
                     len(ends_L),
                     y.shape[1],
-                    parts,
+                    column_programs,
                     ACCUMULATOR=accumulator(y, bias, probs),
                     **tile.blocks("P", "H"),
                     BLOCK_E=power_of_two(len(ends_L), least=EXPERT_LANES),
@@ -92,7 +92,7 @@ class BiasAdded(torch.autograd.Function):
 
 
 def _weighted_backward(
-    d_out: Tensor, other: Tensor, probs: Tensor | None, ends_L: Tensor, d_x: Tensor | None,
+    d_out: Tensor, factor: Tensor, probs: Tensor | None, ends_L: Tensor, d_x: Tensor | None,
     needs_probs: bool,
     *, by_expert: bool,
 ) -> Tensor | None:  # fmt: skip
@@ -105,7 +105,7 @@ def _weighted_backward(
         with launch_on(d_out):
             launch(kernels.weighted_rows_backward_kernel, (ceil_div(d_out.shape[0], tile.tokens),))(
                 *strided(d_out),
-                *strided(other),
+                *strided(factor),
                 *strided(probs, 1),
                 d_x,
                 d_probs,

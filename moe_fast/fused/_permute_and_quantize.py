@@ -39,20 +39,20 @@ def group_scale(
 
 
 @triton.jit
-def two_level_scale(amax, whole, HARDWARE: tl.constexpr):
+def two_level_scale(amax, expert_amax, HARDWARE: tl.constexpr):
     """(multiplier, stored scale) of NVFP4 blocks along rows, each under its expert's amax."""
-    encoding = fitting_scale(whole, 0.0, FLOAT32_MAX, E2M1_MAX * E4M3_MAX, False)[:, None]
+    encoding = fitting_scale(expert_amax, 0.0, FLOAT32_MAX, E2M1_MAX * E4M3_MAX, False)[:, None]
     stored = encoded(tl.minimum(amax * (encoding * (1 / E2M1_MAX)), FLOAT32_MAX), "e4m3", HARDWARE)
     return multiplier_of(stored, encoding), stored
 
 
 @triton.jit
-def store_blocks(scale_ptr, amax_ptr, stride_m, stride_n, row, block, stored, amax, inside):
+def store_blocks(scale_ptr, amax_ptr, stride_m, stride_n, row, block, stored, amax, in_bounds):
     """The scale and amax of a row's blocks."""
-    place = row[:, None] * stride_m + block[None, :] * stride_n
-    tl.store(scale_ptr + place, stored.to(scale_ptr.dtype.element_ty), mask=inside)
+    offset = row[:, None] * stride_m + block[None, :] * stride_n
+    tl.store(scale_ptr + offset, stored.to(scale_ptr.dtype.element_ty), mask=in_bounds)
     if amax_ptr is not None:
-        tl.store(amax_ptr + place, rounded(amax, amax_ptr.dtype.element_ty), mask=inside)  # exact
+        tl.store(amax_ptr + offset, rounded(amax, amax_ptr.dtype.element_ty), mask=in_bounds)  # exact
 
 
 @triton.jit
@@ -68,18 +68,18 @@ def fill_padding(
     h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     for i in range(tl.max(tl.cdiv(end - begin, step), axis=0)):
         row, in_gap = rows_of_gaps(begin, end, step, i, BLOCK_G, BLOCK_R)
-        inside = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
+        in_bounds = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
         tl.store(
             codes_ptr + row[:, None] * num_columns + h[None, :],
             tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H], tl.uint8),
-            mask=inside,
+            mask=in_bounds,
         )
         if RULE == "mxfp8" or RULE == "nvfp4":
             b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
             amax = tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H // BLOCK], tl.float32)
-            inside = in_gap[:, None] & (b * BLOCK < num_columns)[None, :]  # as above
+            in_bounds = in_gap[:, None] & (b * BLOCK < num_columns)[None, :]  # as above
             # zeros have a scale of 0
-            store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, amax, amax, inside)
+            store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row, b, amax, amax, in_bounds)
 
 
 @triton.jit
@@ -96,9 +96,9 @@ def scatter_tokens(
     h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
     in_row = (h < num_columns)[None, :]  # the last block sticks out
-    inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+    in_bounds = (t < num_tokens)[:, None] & in_row  # and so does the last tile
     x = as_float32(
-        tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0.0)
+        tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=in_bounds, other=0.0)
     )
     lists = find_lists(row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows)
     expert, row, live = load_slot(row_map, lists, 0)
@@ -119,8 +119,8 @@ def scatter_tokens(
                 larger = raise_amax(group_amax_ptr, expert, bits, live)
                 tl.atomic_max(history_ptr + expert * stride_history, bits, mask=larger, sem="relaxed")
         elif RULE == "nvfp4":
-            whole = tl.load(group_amax_ptr + expert, mask=live, other=0).to(tl.float32, bitcast=True)  # live only
-            multiplier, stored = two_level_scale(amax, whole, HARDWARE)
+            expert_amax = tl.load(group_amax_ptr + expert, mask=live, other=0).to(tl.float32, bitcast=True)  # live only
+            multiplier, stored = two_level_scale(amax, expert_amax, HARDWARE)
             code = encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE)
         # dropped rows are not written
         tl.store(codes_ptr + row[:, None] * num_columns + h[None, :], code, mask=live[:, None] & in_row)
@@ -210,22 +210,22 @@ def row_scales_kernel(
     FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """Scale and amax of each row's blocks: its token's, or zeros'; rows lie side by side."""
-    parts = tl.cdiv(num_blocks, BLOCK_B)
-    row = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    b = (tl.program_id(0) % parts) * BLOCK_B + tl.arange(0, BLOCK_B)
+    column_blocks = tl.cdiv(num_blocks, BLOCK_B)
+    row = (tl.program_id(0) // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    b = (tl.program_id(0) % column_blocks) * BLOCK_B + tl.arange(0, BLOCK_B)
     source = tl.load(source_ptr + row, mask=row < num_rows, other=-1).to(tl.int64)  # the last tile sticks out
-    inside = (source >= 0)[:, None] & (b < num_blocks)[None, :]  # on both sides; and padding has no token
-    place = source[:, None] * num_blocks + b[None, :]
-    amax = tl.load(token_amax_ptr + place, mask=inside, other=0.0)
-    stored = tl.load(token_scale_ptr + place, mask=inside, other=0.0)
+    in_bounds = (source >= 0)[:, None] & (b < num_blocks)[None, :]  # on both sides; and padding has no token
+    offset = source[:, None] * num_blocks + b[None, :]
+    amax = tl.load(token_amax_ptr + offset, mask=in_bounds, other=0.0)
+    stored = tl.load(token_scale_ptr + offset, mask=in_bounds, other=0.0)
     zero = tl.zeros([BLOCK_M, BLOCK_B], tl.float32)
     of_zero = block_scale(
         zero, number(epsilon, tl.float32), number(infinity, tl.float32), "amax", FORMAT, POWER_OF_TWO
     )[1]
-    inside = (row < num_rows)[:, None] & (b < num_blocks)[None, :]  # as above
-    place = row[:, None] * stride_m + b[None, :] * stride_n
-    tl.store(scale_ptr + place, tl.where((source >= 0)[:, None], stored, of_zero), mask=inside)
-    tl.store(amax_ptr + place, amax, mask=inside)
+    in_bounds = (row < num_rows)[:, None] & (b < num_blocks)[None, :]  # as above
+    offset = row[:, None] * stride_m + b[None, :] * stride_n
+    tl.store(scale_ptr + offset, tl.where((source >= 0)[:, None], stored, of_zero), mask=in_bounds)
+    tl.store(amax_ptr + offset, amax, mask=in_bounds)
 
 
 @triton.jit(
@@ -247,8 +247,8 @@ def expert_amax_kernel(
     largest = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for first in range(0, num_columns, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H).to(tl.int64)
-        inside = (t < num_tokens)[:, None] & (h < num_columns)[None, :]  # the last tiles stick out on both sides
-        x = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0.0)
+        in_bounds = (t < num_tokens)[:, None] & (h < num_columns)[None, :]  # the last tiles stick out on both sides
+        x = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=in_bounds, other=0.0)
         largest = tl.maximum(largest, magnitude(as_float32(x)))
     bits = tl.max(largest, axis=1).to(tl.int32, bitcast=True)
     for j in range(tl.max(lists.num_slots, axis=0)):
@@ -278,20 +278,20 @@ def gather_kernel(
     """
     slab = tl.program_id(0) // (tiles * SLAB)
     tile = tl.program_id(0) // SLAB % tiles
-    part = slab * SLAB + tl.program_id(0) % SLAB
+    column_program = slab * SLAB + tl.program_id(0) % SLAB
     _, first, read, _, written = place_of_tile(splits_ptr, 1, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G)
     row = first + tl.arange(0, BLOCK_M)
     source = tl.load(source_ptr + row, mask=row < read, other=-1).to(tl.int64)  # ragged tile
     least = number(epsilon, tl.float32)
     most = number(infinity, tl.float32)
-    begin = part.to(tl.int64) * (steps * BLOCK_N)
+    begin = column_program.to(tl.int64) * (steps * BLOCK_N)
     for i in tl.range(0, tl.where((first < written) & (begin < num_columns), steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
         n = column + tl.arange(0, BLOCK_N)
-        inside = (source >= 0)[:, None] & (n < num_columns)[None, :]  # not padding; ragged block
+        in_bounds = (source >= 0)[:, None] & (n < num_columns)[None, :]  # not padding; ragged block
         x = as_float32(
             tl.load(
-                tokens_ptr + source[:, None] * stride_tokens_t + n[None, :] * stride_tokens_h, mask=inside, other=0.0
+                tokens_ptr + source[:, None] * stride_tokens_t + n[None, :] * stride_tokens_h, mask=in_bounds, other=0.0
             )
         )
         quantize_blocks(

@@ -40,7 +40,7 @@ class Numbers(NamedTuple):
 
 @triton.jit
 def columns_of_gradient(h_ptr, numbers, p, read, column, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(u, v, result columns, where x is v's gradient, inside) of columns of d_h; never pairs."""
+    """(u, v, result columns, where x is v's gradient, mask) of columns of d_h; never pairs."""
     width, between = numbers.width, numbers.between
     n = column + tl.arange(0, BLOCK_N)
     if LAYOUT == "single":
@@ -50,17 +50,17 @@ def columns_of_gradient(h_ptr, numbers, p, read, column, LAYOUT: tl.constexpr, B
         gate = n
     else:
         num_columns = 2 * width
-        rest = n % (2 * between)
-        of_value = (rest >= between)[None, :]
-        f = n // (2 * between) * between + rest % between
-        gate = n - tl.where(rest >= between, between, 0)
-    inside = (p < read)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of h
-    place = h_ptr + p[:, None] * numbers.stride_h_p + gate[None, :] * numbers.stride_h_f
-    u = tl.load(place, mask=inside, other=0.0)
+        within_pair = n % (2 * between)
+        of_value = (within_pair >= between)[None, :]
+        f = n // (2 * between) * between + within_pair % between
+        gate = n - tl.where(within_pair >= between, between, 0)
+    in_bounds = (p < read)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of h
+    gate_ptrs = h_ptr + p[:, None] * numbers.stride_h_p + gate[None, :] * numbers.stride_h_f
+    u = tl.load(gate_ptrs, mask=in_bounds, other=0.0)
     v = u
     if LAYOUT != "single":
-        v = tl.load(place + tl.cast(between, tl.int64) * numbers.stride_h_f, mask=inside, other=0.0)
-    return u, v, f, of_value, inside
+        v = tl.load(gate_ptrs + tl.cast(between, tl.int64) * numbers.stride_h_f, mask=in_bounds, other=0.0)
+    return u, v, f, of_value, in_bounds
 
 
 @triton.jit
@@ -76,13 +76,13 @@ def load_for_gradient(
             LAYOUT, dtype, BLOCK_N // ratio,
         )  # fmt: skip
         f = column // ratio + tl.arange(0, BLOCK_N // ratio)
-        inside = (p < read)[:, None] & (f < numbers.width)[None, :]  # a tile sticks out of its group and of h
+        in_bounds = (p < read)[:, None] & (f < numbers.width)[None, :]  # a tile sticks out of its group and of h
         of_value = column < 0  # not used
     else:
-        u, v, f, of_value, inside = columns_of_gradient(h_ptr, numbers, p, read, column, LAYOUT, BLOCK_N)
+        u, v, f, of_value, in_bounds = columns_of_gradient(h_ptr, numbers, p, read, column, LAYOUT, BLOCK_N)
         u, v = widened(u, dtype), widened(v, dtype)
-    place = d_out_ptr + p[:, None] * numbers.stride_d_out_p + f[None, :] * numbers.stride_d_out_f
-    return widened(tl.load(place, mask=inside, other=0.0), dtype), u, v, of_value
+    d_out_ptrs = d_out_ptr + p[:, None] * numbers.stride_d_out_p + f[None, :] * numbers.stride_d_out_f
+    return widened(tl.load(d_out_ptrs, mask=in_bounds, other=0.0), dtype), u, v, of_value
 
 
 @triton.jit
@@ -91,10 +91,11 @@ def activated_tile(
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
     ACCUMULATOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """x = f(u) · (v + offset) · p or its gradient in float32, x of the values, and each row's part
-    of d_probs; 0 outside groups.
+    """(x, x_of_values, d_probs_share): x = f(u) · (v + offset) · p, or its gradient, in float32,
+    and this tile's share of each row's d_probs; 0 outside groups.
 
-    WHOLE: columns are the gates', and the second x, `width` columns on, is the values' gradient.
+    WHOLE: the columns are those of the gates, x is their gradient, and x_of_values is the gradient
+    of the values, which lie `width` columns further on.
     """
     p = tl.arange(0, BLOCK_M).to(tl.int64)
     read, owned = ending(first, end_read, BLOCK_M), ending(first, end_owned, BLOCK_M)
@@ -121,7 +122,7 @@ def activated_tile(
         # the last tile sticks out
         prob = widened(tl.load(probs_ptr + p * numbers.stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[:, None]
     in_group = (p < owned)[:, None]
-    other, part = 0.0, 0.0
+    x_of_values, d_probs_share = 0.0, 0.0
     if operands.d_out_ptr is None:
         x = value * shifted * prob
     else:
@@ -134,17 +135,17 @@ def activated_tile(
                 x = tl.where(free_u, x, 0.0)
                 dv = tl.where(free_v, dv, 0.0)
             if WHOLE:
-                other = as_float32(rounded(dv, h_ptr.dtype.element_ty) if ROUNDED else dv)
-                other = tl.where(in_group, other, 0.0)
+                x_of_values = as_float32(rounded(dv, h_ptr.dtype.element_ty) if ROUNDED else dv)
+                x_of_values = tl.where(in_group, x_of_values, 0.0)
             elif LAYOUT == "pairs":
                 x = tl.reshape(tl.join(x, dv), [p.shape[0], BLOCK_N])
             else:
                 x = tl.where(of_value, dv, x)
                 counted = in_group & (of_value == 0)  # each term once
-        part = tl.sum(tl.where(counted, d_out * (value * shifted), 0.0), axis=1)
+        d_probs_share = tl.sum(tl.where(counted, d_out * (value * shifted), 0.0), axis=1)
     if ROUNDED:
         x = rounded(x, h_ptr.dtype.element_ty)
-    return tl.where(in_group, as_float32(x), 0.0), other, part
+    return tl.where(in_group, as_float32(x), 0.0), x_of_values, d_probs_share
 
 
 @triton.jit

@@ -120,8 +120,8 @@ def _forward(h: Tensor, probs: Tensor | None, settings: Settings, forms: Forms) 
     source = source_of(None, h, probs, settings, forms)
     quantized, state, _ = _quantized(source)
     wanted = torch.is_grad_enabled() and (h.requires_grad or (probs is not None and probs.requires_grad))
-    place = _Place.apply(h, probs, settings, source.forms.splits) if wanted else None
-    return Quantization(replace(quantized, source=place), state)
+    node = _Place.apply(h, probs, settings, source.forms.splits) if wanted else None
+    return Quantization(replace(quantized, source=node), state)
 
 
 def _gradients(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, forms: Forms) -> QuantizedGradients:
@@ -144,9 +144,9 @@ def _quantized(source: Source) -> tuple[Quantized, QuantizerState | None, Tensor
         kinds = (forms.rowwise, forms.columnwise)
         return quantize_activated(rows, recipe, forms.splits, *kinds, for_products=False), None, None
     if recipe.scaling in BLOCK:
-        by_rows, by_columns, parts = _quantize_blocks(source)
+        by_rows, by_columns, d_probs_shares = _quantize_blocks(source)
     else:
-        by_rows, state, parts = _cast_groups(source)
+        by_rows, state, d_probs_shares = _cast_groups(source)
         by_columns = by_rows
     quantized = Quantized(
         recipe,
@@ -157,11 +157,11 @@ def _quantized(source: Source) -> tuple[Quantized, QuantizerState | None, Tensor
         by_rows if forms.rowwise else None,
         by_columns if forms.columnwise else None,
     )
-    return quantized, state, None if parts is None else parts.sum(1)
+    return quantized, state, None if d_probs_shares is None else d_probs_shares.sum(1)
 
 
 def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor | None]:
-    """A scale for each block, by rows and by columns; and the parts of d_probs."""
+    """A scale for each block, by rows and by columns; and the programs' shares of d_probs."""
     forms, recipe, x = source.forms, source.forms.recipe, source.like
     size, rule = BLOCK[recipe.scaling], KERNEL_OF[recipe.scaling]
     sizes = tuning.for_device(x.device).activate_quantize
@@ -172,14 +172,14 @@ def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor |
     grid = source.grid(walk, aligned, least, rows, LEAST_GROUPS_OF_BLOCKS)
     by_rows = empty_form(x, rule, (1, size), grid) if forms.rowwise else None
     by_columns = empty_form(x, rule, (size, 1), grid) if forms.columnwise else None
-    parts = source.parts(grid)
+    d_probs_shares = source.d_probs_shares(grid)
     if has_memory() and grid.programs:
         with launch_on(x):
             launch(kernels.quantize_activated_blocks_kernel, (grid.programs,))(
                 *source.arguments,
                 *form_arguments(by_rows),
                 *form_arguments(by_columns),
-                parts,
+                d_probs_shares,
                 *x.shape,
                 *grid.sizes,
                 *scale_limits(recipe, x.dtype),
@@ -191,17 +191,17 @@ def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor |
                 **grid.settings,
                 **NO_FP_FUSION,
             )
-    return by_rows, by_columns, parts
+    return by_rows, by_columns, d_probs_shares
 
 
 def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | None]:
-    """One scale per group, from the state, which gets this amax, or the amax; d_probs' parts."""
+    """One scale per group, from the state, which gets this amax, or the amax; shares of d_probs."""
     forms, recipe, x = source.forms, source.forms.recipe, source.like
     grid = source.grid(tuning.for_device(x.device).activate_quantize.groups, True)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_activated_groups_kernel
     inverse = torch.empty(grid.groups, device=x.device)  # by its first program
     amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
-    parts, state, history = source.parts(grid), None, None
+    d_probs_shares, state, history = source.d_probs_shares(grid), None, None
     if forms.state is not None:
         history = forms.state.amax_history.clone()
         state = QuantizerState(history, forms.state.scale)
@@ -223,7 +223,7 @@ def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | 
             *strided(None if history is None else history.view(torch.int32))[:2],
             codes,
             inverse,
-            parts,
+            d_probs_shares,
             *x.shape,
             *grid.sizes,
             number_bits(recipe.amax_epsilon or 0.0),
@@ -232,7 +232,7 @@ def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | 
             **grid.settings,
             **NO_FP_FUSION,
         )
-    return Form(codes, inverse, amax.view(torch.float32), None), state, parts
+    return Form(codes, inverse, amax.view(torch.float32), None), state, d_probs_shares
 
 
 def _quantized_apart(source: Source) -> tuple[Quantized, QuantizerState | None, Tensor | None]:
@@ -273,9 +273,9 @@ def _launch(
     # nothing is encoded here
     constants = constants_of(h, h, source.probs, settings, tile) | ({} if d_out else {"HARDWARE": False})
     tiles = ceil_div(settings.width(h), constants["BLOCK_F"])
-    parts = 1 if d_out else tiles
-    programs = ceil_div(h.shape[0], constants["BLOCK_P"]) * parts
-    sizes = (h.shape[0], settings.width(h), settings.between(h), parts, *((tiles,) if d_out else ()))
+    column_programs = 1 if d_out else tiles
+    programs = ceil_div(h.shape[0], constants["BLOCK_P"]) * column_programs
+    sizes = (h.shape[0], settings.width(h), settings.between(h), column_programs, *((tiles,) if d_out else ()))
     if has_memory() and programs:
         with launch_on(h):
             launch(kernel, (programs,))(

@@ -135,13 +135,13 @@ class Source:
             return half
         return cut(self.like.shape[1])
 
-    def parts(self, grid: Grid) -> Tensor | None:
-        """Each program's part of d_probs, [rows, programs per row]; None without probs."""
+    def d_probs_shares(self, grid: Grid) -> Tensor | None:
+        """Memory for each program's share of d_probs, [rows, programs per row], if it is wanted."""
         if self.d_out is None or self.probs is None:
             return None
         dtype = torch.float64 if torch.float64 in (self.h.dtype, self.probs.dtype) else torch.float32
         # all by the kernel: its tiles cover every row
-        return torch.empty((self.h.shape[0], grid.parts), dtype=dtype, device=self.h.device)
+        return torch.empty((self.h.shape[0], grid.column_programs), dtype=dtype, device=self.h.device)
 
 
 def source_of(d_out: Tensor | None, h: Tensor, probs: Tensor | None, settings: Settings, forms: Forms) -> Source:

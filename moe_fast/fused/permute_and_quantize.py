@@ -280,7 +280,7 @@ class Work:
             self.source = self._empty(self.row_map.num_rows, dtype=torch.int32 if narrow else torch.int64)
         if self.probs is not None:
             self.row_probs = self._empty(self.row_map.num_rows, dtype=self.probs.dtype)  # as above
-        given, group_amax, history, inverse = (
+        scales, group_amax, history, inverse = (
             (by_expert or {}).get(name) for name in ("given", "group_amax", "history", "inverse")
         )
         tile, fill, row_map = self.sizes.permute_quantize.scatter, self.sizes.fill, self.row_map
@@ -295,7 +295,7 @@ class Work:
             launch(kernels.scatter_kernel, (max(programs * columns, 1),))(
                 *strided(self.tokens),
                 *strided(None if self.probs is None else bits(self.probs)),
-                *strided(given, 1),
+                *strided(scales, 1),
                 group_amax,
                 *strided(None if history is None else history.view(torch.int32))[:2],
                 inverse,
@@ -333,8 +333,8 @@ class Work:
             self.places()
         assert self.source is not None
         rows = Gathered(self.tokens, self.source)
-        made = quantize_gathered(rows, self.recipe, self.role, self.splits, False, True, for_products=False)
-        return made.form(True)
+        quantized = quantize_gathered(rows, self.recipe, self.role, self.splits, False, True, for_products=False)
+        return quantized.form(True)
 
     def _gather(self) -> Form:
         """A scale for each block that spans rows: of columns, or square."""
@@ -349,7 +349,7 @@ class Work:
         form = self._blank(block, grid.tiles if aligned else ceil_div(self.shape[0], self.size))
         if self.source is None:
             self.places()
-        programs = grid.tiles * ceil_div(grid.parts, tuned.slab) * tuned.slab
+        programs = grid.tiles * ceil_div(grid.column_programs, tuned.slab) * tuned.slab
         if has_memory() and programs:
             with launch_on(self.tokens):
                 launch(kernels.gather_kernel, (programs,))(

@@ -38,9 +38,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             gradients = backward(ctx, *cotangents)
         if not torch.is_grad_enabled():
             return gradients
-        whole = gradients if isinstance(gradients, tuple) else (gradients,)
+        gradient_tuple = gradients if isinstance(gradients, tuple) else (gradients,)
         of, anchor = backward.__qualname__.rpartition(".")[0], torch.zeros((), requires_grad=True)
-        refused = _Refused.apply(of, len(whole), *whole, anchor, *cotangents, *ctx.saved_tensors)
+        refused = _Refused.apply(of, len(gradient_tuple), *gradient_tuple, anchor, *cotangents, *ctx.saved_tensors)
         return refused if isinstance(gradients, tuple) else refused[0]
 
     return once

@@ -45,13 +45,13 @@ def key_of(settings: Any, *tensors: Tensor | None, **options: Any) -> Key | None
 @contextmanager
 def checked_once(key: Key | None, settings: Any) -> Iterator[None]:
     """Within it, no check runs if a call with this key has ended without an error before."""
-    known = key in _passed
-    token = _known.set(known)
+    is_known = key in _passed
+    token = _known.set(is_known)
     try:
         yield
     finally:
         _known.reset(token)
-    if key is not None and not known:
+    if key is not None and not is_known:
         if len(_passed) >= MOST:
             _passed.clear()
         _passed[key] = settings  # kept, so that no other has its identity

@@ -138,11 +138,11 @@ def _operator(function: Callable[P, R], name: str) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not tracing():
             return function(*args, **kwargs)
-        given = _Dumped((args, kwargs), [])
+        dumped_call = _Dumped((args, kwargs), [])
         with torch.no_grad():
-            tensors = registered(given.tensors, given.numbers, given.text)
+            tensors = registered(dumped_call.tensors, dumped_call.numbers, dumped_call.text)
         text, numbers = getattr(_mode(_FAKE), RESULT)
-        result: R = _loaded(text, tensors, numbers, given.tensors)
+        result: R = _loaded(text, tensors, numbers, dumped_call.tensors)
         return result
 
     return _outside(call, function, tracing)
@@ -151,12 +151,12 @@ def _operator(function: Callable[P, R], name: str) -> Callable[P, R]:
 class _Dumped(pickle.Pickler):
     """A structure as text, with its tensors and its symbolic numbers apart; some are known."""
 
-    def __init__(self, structure: Any, known: list[Tensor]) -> None:
+    def __init__(self, structure: Any, known_tensors: list[Tensor]) -> None:
         buffer = io.BytesIO()
         super().__init__(buffer)
         self.tensors: list[Tensor] = []
         self.numbers: list[torch.SymInt] = []
-        self._places: dict[int, tuple[str, Any]] = {id(x): ("known", i) for i, x in enumerate(known)}
+        self._places: dict[int, tuple[str, Any]] = {id(x): ("known", i) for i, x in enumerate(known_tensors)}
         self.dump(structure)
         self.text = buffer.getvalue().hex()
 
@@ -181,13 +181,13 @@ class _Loader(pickle.Unpickler):
         super().__init__(io.BytesIO(bytes.fromhex(text)))
         self._places = places
 
-    def persistent_load(self, place: tuple[str, Any]) -> Any:
-        kind, at = place
-        return at if kind == "value" else self._places[kind][at]
+    def persistent_load(self, pid: tuple[str, Any]) -> Any:
+        kind, position = pid
+        return position if kind == "value" else self._places[kind][position]
 
 
-def _loaded(text: str, tensors: list[Tensor], numbers: list[Any], known: list[Tensor] | None = None) -> Any:
-    return _Loader(text, tensor=tensors, number=numbers, known=known).load()
+def _loaded(text: str, tensors: list[Tensor], numbers: list[Any], known_tensors: list[Tensor] | None = None) -> Any:
+    return _Loader(text, tensor=tensors, number=numbers, known=known_tensors).load()
 
 
 class _Context:

@@ -38,8 +38,8 @@ class _Launch:
             return
         key = (self.kernel, args[0].base.device, *map(_kind, args), *constants.values())
         if key in _compiled:
-            compiled, rest = _compiled[key]
-            compiled[self.programs, 1, 1](*args, *rest)
+            compiled, constant_values = _compiled[key]
+            compiled[self.programs, 1, 1](*args, *constant_values)
             return
         compiled = self.first(*args, **constants)
         _compiled[key] = compiled, tuple(constants[name] for name in self.kernel.arg_names[len(args) :])

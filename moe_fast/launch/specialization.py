@@ -47,17 +47,17 @@ class Kernel(KernelInterface[Any]):
         self.along = [name for name in along if function.__annotations__.get(name) is not tl.constexpr]
         self.__name__ = function.__name__
         self.fn = _version(self, 0)
-        place = self.fn.arg_names.index
-        self._along_at = [place(name) for name in along]
-        self._together_at = [(place(name), 2 << i) for i, group in enumerate(together) for name in group]
+        index_of = self.fn.arg_names.index
+        self._along_at = [index_of(name) for name in along]
+        self._together_at = [(index_of(name), 2 << i) for i, group in enumerate(together) for name in group]
 
     def run(self, *args: Any, **settings: Any) -> Any:
         unknown = 0  # every launch comes by here: plain loops cost least
-        for place in self._along_at:
-            if args[place] > 1:
+        for index in self._along_at:
+            if args[index] > 1:
                 unknown = STRIDED
-        for place, bit in self._together_at:
-            if args[place] % DIVISOR:
+        for index, bit in self._together_at:
+            if args[index] % DIVISOR:
                 unknown |= bit
         return _version(self, unknown).run(*args, **settings)
 

@@ -22,8 +22,8 @@ class Absent:
 class Named:
     """A named tuple on the same way: Dynamo does not build them itself."""
 
-    def __init__(self, kind: Any, parts: list[Any]) -> None:
-        self.kind, self.parts = kind, parts
+    def __init__(self, kind: Any, items: list[Any]) -> None:
+        self.kind, self.items = kind, items
 
 
 class Result:
@@ -33,15 +33,17 @@ class Result:
 
     def __init__(self, x: Any) -> None:
         leaves, self.spec = pytree.tree_flatten(_packed(x))
-        self.known = [not isinstance(x, Tensor | torch.SymInt | int) or isinstance(x, bool) for x in leaves]
-        self.constants = [x if known else None for x, known in zip(leaves, self.known, strict=True)]
-        self.parts = [x for x, known in zip(leaves, self.known, strict=True) if not known]
+        self.is_constant = [not isinstance(x, Tensor | torch.SymInt | int) or isinstance(x, bool) for x in leaves]
+        self.constants = [x if constant else None for x, constant in zip(leaves, self.is_constant, strict=True)]
+        self.variables = [x for x, constant in zip(leaves, self.is_constant, strict=True) if not constant]
 
 
-def _rebuilt(parts: Iterable[Any], context: Any) -> Any:
-    spec, known, constants = context
-    rest = iter(parts)
-    return pytree.tree_unflatten([x if k else next(rest) for x, k in zip(constants, known, strict=True)], spec)
+def _rebuilt(variables: Iterable[Any], context: Any) -> Any:
+    spec, is_constant, constants = context
+    remaining_variables = iter(variables)
+    return pytree.tree_unflatten(
+        [x if k else next(remaining_variables) for x, k in zip(constants, is_constant, strict=True)], spec
+    )
 
 
 class Refused:
@@ -66,8 +68,8 @@ def _packed(x: Any) -> Any:
     if x is None:
         return Absent()
     if isinstance(x, tuple | list):
-        parts = [_packed(part) for part in x]
-        return Named(type(x), parts) if hasattr(x, "_fields") else tuple(parts) if isinstance(x, tuple) else parts
+        items = [_packed(item) for item in x]
+        return Named(type(x), items) if hasattr(x, "_fields") else tuple(items) if isinstance(x, tuple) else items
     return x
 
 
@@ -84,9 +86,9 @@ def _call(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 pytree.register_pytree_node(Absent, lambda _: ([], None), lambda _, __: None)
-pytree.register_pytree_node(Result, lambda x: (x.parts, (x.spec, x.known, x.constants)), _rebuilt)
+pytree.register_pytree_node(Result, lambda x: (x.variables, (x.spec, x.is_constant, x.constants)), _rebuilt)
 pytree.register_pytree_node(Refused, lambda x: ([], x.reason), _raised)
-pytree.register_pytree_node(Named, lambda x: (x.parts, x.kind), lambda parts, kind: kind(*parts))
+pytree.register_pytree_node(Named, lambda x: (x.items, x.kind), lambda items, kind: kind(*items))
 for record in (*RECORDS, LayerConfig, Recipe, RouterConfig):
     pytree.register_dataclass(record)
 CALLS = [_call(function) for function in PUBLIC]

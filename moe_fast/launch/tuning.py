@@ -248,7 +248,7 @@ def scaled(sizes: Sizes, factor: float) -> Sizes:
         if name in UNSCALED or (isinstance(sizes, Grouped) and name in CODED):
             return value
         if isinstance(value, tuple):
-            return tuple(scaled(each, factor) for each in value)
+            return tuple(scaled(item, factor) for item in value)
         if is_dataclass(value):
             return scaled(value, factor)
         return max(least, int(value * factor)) if isinstance(value, int) and not isinstance(value, bool) else value

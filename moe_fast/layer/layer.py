@@ -109,33 +109,37 @@ def moe_layer(
         run = partial(run, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads, amaxes=amaxes)
         run = partial(run, overlap_shared=overlap_shared, in_dispatch_backward=in_dispatch_backward)
         run = partial(run, shared_memory=shared_memory, linear_states=linear_states)
-        free, over = replace(config, num_rows=None), attrgetter("dispatched.overflow")
-        return in_room(lambda few: run(config=config if few else free), over, group, x_TH.device)
-    more = {"training": training, "batch_size": batch_size, "recompute": recompute}
-    key = _key(x_TH, parameters, config, state, group, padding_mask, noise, (wgrads, linear_states, amaxes), more)
+        unlimited, overflow = replace(config, num_rows=None), attrgetter("dispatched.overflow")
+        return in_room(lambda has_budget: run(config=config if has_budget else unlimited), overflow, group, x_TH.device)
+    checked_settings = {"training": training, "batch_size": batch_size, "recompute": recompute}
+    key = _key(
+        x_TH, parameters, config, state, group, padding_mask, noise, (wgrads, linear_states, amaxes), checked_settings
+    )
     with checked_once(key, config):
         check_call(x_TH, parameters, config, state, group, padding_mask, noise, linear_states)
         options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask}
-        early = _started(x_TH, parameters, config, group, shared_memory)
+        early_copy = _started(x_TH, parameters, config, group, shared_memory)
         logits, routed = routed_by(x_TH, parameters, config, state, group, noise, options)
-        rest = after_router(
+        results = after_router(
             x_TH, parameters, config, routed, group=group, recompute=recompute, wgrads=wgrads,
             linear_states=linear_states, amaxes=amaxes, overlap_shared=overlap_shared,
-            in_dispatch_backward=in_dispatch_backward, shared_memory=shared_memory, early=early,
+            in_dispatch_backward=in_dispatch_backward, shared_memory=shared_memory, early_copy=early_copy,
         )  # fmt: skip
-    return LayerOutput(logits, routed, *rest)
+    return LayerOutput(logits, routed, *results)
 
 
 def _key(
     x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, state: RouterState, group: Any,
-    padding_mask: Tensor | None, noise: Tensor | None, rest: tuple[Any, ...], more: dict[str, Any],
+    padding_mask: Tensor | None, noise: Tensor | None, unchecked: tuple[Any, ...], settings: dict[str, Any],
 ) -> Key | None:  # fmt: skip
-    """What the checks of a call on one rank read; None where they read more."""
-    if group is not None or state.replay_queue or any(one is not None for one in rest):
+    """What the checks of a call on one rank read, as a key; None if they read anything else."""
+    if group is not None or state.replay_queue or any(argument is not None for argument in unchecked):
         return None
-    more["recompute"] = more["recompute"] if isinstance(more["recompute"], str | None) else tuple(more["recompute"])
-    more["grad"] = torch.is_grad_enabled()
-    return key_of(config, x_TH, *parameters, *state[:-1], padding_mask, noise, **more)
+    settings["recompute"] = (
+        settings["recompute"] if isinstance(settings["recompute"], str | None) else tuple(settings["recompute"])
+    )
+    settings["grad"] = torch.is_grad_enabled()
+    return key_of(config, x_TH, *parameters, *state[:-1], padding_mask, noise, **settings)
 
 
 @unless_known
@@ -144,8 +148,8 @@ def check_call(
 ) -> None:
     """`check_layer` of this rank's arguments; `optional` are its last."""
     ranks = 1 if group is None else dist.get_world_size(group)
-    given = [None if one is None else [one] * ranks for one in optional]
-    check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks, *given)
+    of_ranks = [None if argument is None else [argument] * ranks for argument in optional]
+    check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks, *of_ranks)
 
 
 def after_router(
@@ -153,22 +157,22 @@ def after_router(
     *, group: Any = None, recompute: str | Sequence[str] | None = None, wgrads: Waiting | None = None,
     linear_states: tuple[LinearState, LinearState] | None = None,
     amaxes: tuple[LinearAmax, LinearAmax] | None = None, overlap_shared: bool = False,
-    in_dispatch_backward: Callable[[], None] | None = None, shared_memory: bool = False, early: Early = None,
+    in_dispatch_backward: Callable[[], None] | None = None, shared_memory: bool = False, early_copy: Early = None,
 ) -> tuple[Any, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """`moe_layer` of tokens that are routed, or on their way: its results after the router's."""
-    tokens, started = early or (_narrowed(x_TH, p), {})
-    special = (wgrads, linear_states, amaxes, in_dispatch_backward)
-    alone = group is None and all(one is None for one in special)
-    stay = alone and stay_tokens(tokens, routed.probs, p, config, recompute)
-    dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory, started, stay)
+    tokens, started = early_copy or (_narrowed(x_TH, p), {})
+    hooks = (wgrads, linear_states, amaxes, in_dispatch_backward)
+    is_alone = group is None and all(argument is None for argument in hooks)
+    stays = is_alone and stay_tokens(tokens, routed.probs, p, config, recompute)
+    dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory, started, stays)
     shared_part = partial(_shared, x_TH, p, config)
     if overlap_shared:
-        shared, sent = beside(shared_part, dispatch, x_TH.device)
+        shared, expert_rows = beside(shared_part, dispatch, x_TH.device)
     else:
-        sent = dispatch()
-    dispatched = sent.dispatched
-    kept = {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes}
-    rows, combined = _through_experts(sent, p, config, recompute, in_dispatch_backward, kept)
+        expert_rows = dispatch()
+    dispatched = expert_rows.dispatched
+    linear_settings = {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes}
+    rows, combined = _through_experts(expert_rows, p, config, recompute, in_dispatch_backward, linear_settings)
     output = combined if p.latent_up is None else latent_projection(combined, p.latent_up)
 
     shared = shared if overlap_shared else shared_part()
@@ -178,23 +182,23 @@ def after_router(
 
 
 def _through_experts(
-    sent: Sent, p: LayerParameters, config: LayerConfig, recompute: Any,
-    in_dispatch_backward: Callable[[], None] | None, kept: dict[str, Any],
+    expert_rows: Sent, p: LayerParameters, config: LayerConfig, recompute: Any,
+    in_dispatch_backward: Callable[[], None] | None, linear_settings: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(the experts' rows, their sums by token)."""
-    dispatched, weights = sent.dispatched, (p.fc1_weight, p.fc2_weight)
+    dispatched, weights = expert_rows.dispatched, (p.fc1_weight, p.fc2_weight)
     settings = config.experts | {"fc1_bias": p.fc1_bias, "probs": dispatched.probs}
-    with sent.plan():
-        if sent.of_tokens is not None:
-            again, of_experts = check_recompute(recompute)
+    with expert_rows.plan():
+        if expert_rows.of_tokens is not None:
+            tokens_again, of_experts = check_recompute(recompute)
             settings = {name: x for name, x in settings.items() if name not in ("align", "probs_on_input")}
-            settings |= {"recompute": of_experts, "tokens_again": again}
-            return mlp_of_tokens(sent.of_tokens, dispatched.tokens_per_expert, *weights, **settings)
-        settings |= kept | {"fc2_bias": p.fc2_bias} | _recomputed(recompute, sent.permuted, config)
+            settings |= {"recompute": of_experts, "tokens_again": tokens_again}
+            return mlp_of_tokens(expert_rows.of_tokens, dispatched.tokens_per_expert, *weights, **settings)
+        settings |= linear_settings | {"fc2_bias": p.fc2_bias} | _recomputed(recompute, expert_rows.permuted, config)
         rows = dispatched.rows
         rows = rows if in_dispatch_backward is None else in_backward(rows, in_dispatch_backward)
         rows = grouped_mlp(rows, dispatched.tokens_per_expert, *weights, **settings)
-    return rows, sent.combine(rows)
+    return rows, expert_rows.combine(rows)
 
 
 def routed_by(
@@ -261,39 +265,39 @@ def _started(x_TH: Tensor, p: LayerParameters, config: LayerConfig, group: Any, 
 
 def _dispatched(
     tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, shared_memory: bool,
-    started: dict[str, Any], stay: bool,
+    started: dict[str, Any], stays: bool,
 ) -> Sent:  # fmt: skip
     """The rows of this rank's experts, and the way back."""
     if group is None:
-        return _on_one_rank(tokens, routed, config, stay)
-    right = f"False with {config.dispatcher}: hybridep alone has it"
-    require(config.dispatcher == "hybridep" or not shared_memory, "shared_memory", shared_memory, right)
-    way, shards = "symmetric" if shared_memory else config.dispatcher, config.expert_tensor_parallel
+        return _on_one_rank(tokens, routed, config, stays)
+    expected = f"False with {config.dispatcher}: hybridep alone has it"
+    require(config.dispatcher == "hybridep" or not shared_memory, "shared_memory", shared_memory, expected)
+    dispatcher, shards = "symmetric" if shared_memory else config.dispatcher, config.expert_tensor_parallel
     if shards > 1 and config.dispatcher not in SHARDING:
         groups = dist.get_world_size(group) // shards
         flat = partial(flatten_experts, expert_parallel=groups, expert_tensor_parallel=shards)
         routed = routed._replace(probs=flat(routed.probs), routing_map=flat(routed.routing_map))
-    sent: Sent = DISPATCH[way](tokens, routed, config, group, **started)
-    return sent
+    expert_rows: Sent = DISPATCH[dispatcher](tokens, routed, config, group, **started)
+    return expert_rows
 
 
-def _on_one_rank(tokens: Tensor, routed: RouteOutput, config: LayerConfig, stay: bool) -> Sent:
+def _on_one_rank(tokens: Tensor, routed: RouteOutput, config: LayerConfig, stays: bool) -> Sent:
     """All experts are here: the dispatchers move no row, and have one sum."""
     most = most_rows(tokens.shape[0], config)
     tile = first_tile(tokens, most, config.router.num_experts, config.align, config.recipe)
     rows = None if tile is None else tile.rows
     sizes: dict[str, Any] = {"probs": routed.probs, "num_rows": most, "tile_rows": rows}
     of_tokens = None
-    if stay:
+    if stays:
         of_tokens, permuted, tiles = rows_of_tokens(tokens, routed.routing_map, config.recipe, **sizes)
     else:
         permuted, tiles = permute_in_tiles(tokens, routed.routing_map, **sizes)
     shape = (tokens.shape[0], tokens.shape[1])
-    back = partial(unpermute, row_map=permuted.row_map, restore_shape=shape)
+    combine = partial(unpermute, row_map=permuted.row_map, restore_shape=shape)
     plan: Any = nullcontext
     if tile is not None and tiles is not None:
         plan = partial(plan_ready, permuted.tokens_per_expert, tile, tiles, most)
-    return Sent(permuted, back, (tokens, permuted.row_map), plan, of_tokens)
+    return Sent(permuted, combine, (tokens, permuted.row_map), plan, of_tokens)
 
 
 def _recomputed(
@@ -303,8 +307,8 @@ def _recomputed(
     permutes_again, of_experts = check_recompute(recompute)
     if not permutes_again:
         return {"recompute": of_experts}
-    right = f"without {ROWS_AGAIN!r} with {config.dispatcher}: the rows come from other ranks"
-    require(permuted is not None, "recompute", repr(recompute), right)
+    expected = f"without {ROWS_AGAIN!r} with {config.dispatcher}: the rows come from other ranks"
+    require(permuted is not None, "recompute", repr(recompute), expected)
     return {"recompute": of_experts, "rows_again": permuted and _copied_again(*permuted)}
 
 
@@ -329,14 +333,14 @@ def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callab
     """A dispatcher that reads the routing map."""
 
     def run(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, **started: Any) -> Sent:
-        sent = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group, **config.dispatch, **started)
+        dispatched = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group, **config.dispatch, **started)
 
         def back(rows: Tensor) -> Tensor:
-            result = combine(rows, sent.handle, group=group, **config.combine)
+            result = combine(rows, dispatched.handle, group=group, **config.combine)
             tokens_TN: Tensor = getattr(result, "tokens", result)
             return tokens_TN
 
-        return Sent(sent, back)
+        return Sent(dispatched, back)
 
     return run
 
@@ -347,21 +351,21 @@ def _by_index(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: A
     """
     experts, room = routed.probs.shape[1], config.num_rows
     slots = experts if config.router.pad_to_capacity else config.router.topk * config.expert_tensor_parallel
-    kept = None if room is None else kept_copies(routed.routing_map, room, group)
-    listed = multihot_to_indices(routed.routing_map if kept is None else kept.map_TE, routed.probs, topk=slots)
+    copies = None if room is None else kept_copies(routed.routing_map, room, group)
+    listed = multihot_to_indices(routed.routing_map if copies is None else copies.map_TE, routed.probs, topk=slots)
     settings = {"num_experts": experts, "probs": listed.probs, "policy": TRUSTED, "group": group}
-    sent = deepep_dispatch(tokens, listed.indices, num_worst_tokens=room, **settings)  # type: ignore[arg-type]
-    assert sent.probs is not None
+    dispatched = deepep_dispatch(tokens, listed.indices, num_worst_tokens=room, **settings)  # type: ignore[arg-type]
+    assert dispatched.probs is not None
     local = experts // dist.get_world_size(group)
-    own = indices_to_multihot(sent.indices, sent.probs, num_experts=local)
-    permuted = permute(sent.rows, own.routing_map, probs=own.probs, num_rows=room)
-    permuted = permuted if kept is None else permuted._replace(overflow=kept.overflow)
+    local_map = indices_to_multihot(dispatched.indices, dispatched.probs, num_experts=local)
+    permuted = permute(dispatched.rows, local_map.routing_map, probs=local_map.probs, num_rows=room)
+    permuted = permuted if copies is None else permuted._replace(overflow=copies.overflow)
 
     def combine(rows: Tensor) -> Tensor:
-        sums = unpermute(rows, permuted.row_map, restore_shape=(len(sent.rows), sent.rows.shape[1]))
-        return deepep_combine(sums, sent.handle, group=group).tokens
+        sums = unpermute(rows, permuted.row_map, restore_shape=(len(dispatched.rows), dispatched.rows.shape[1]))
+        return deepep_combine(sums, dispatched.handle, group=group).tokens
 
-    return Sent(permuted, combine, (sent.rows, permuted.row_map))
+    return Sent(permuted, combine, (dispatched.rows, permuted.row_map))
 
 
 DISPATCH = {

@@ -89,7 +89,7 @@ class Experts(nn.Module):
     @property
     def scaled(self) -> list[ScaledGroupedLinear]:
         """The layers with delayed scaling: both or none."""
-        return [one for one in (self.linear_fc1, self.linear_fc2) if isinstance(one, ScaledGroupedLinear)]
+        return [linear for linear in (self.linear_fc1, self.linear_fc2) if isinstance(linear, ScaledGroupedLinear)]
 
 
 class SharedExperts(nn.Module):
@@ -154,9 +154,9 @@ class MoELayer(nn.Module):
         self.overlap_shared, self.shared_memory = overlap_shared, shared_memory
         self.register_buffer("over_budget", torch.zeros((), dtype=torch.bool, device=device), persistent=False)
         self.router = Router(config.router, hidden, **tensor)
-        local, own = config.router.num_experts * shards // ranks, width // shards
+        local, local_width = config.router.num_experts * shards // ranks, width // shards
         options = tensor | {"bias": bias, "packed": packed, "recipe": config.recipe}
-        self.experts = Experts(local, halves * own, own, latent or hidden, **options)
+        self.experts = Experts(local, halves * local_width, local_width, latent or hidden, **options)
         self.fc1_latent_proj = self.fc2_latent_proj = self.shared_experts = None
         if latent is not None:
             self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False, **tensor)
@@ -265,11 +265,11 @@ class MoELayer(nn.Module):
     def _settings(self, training: bool) -> dict[str, Any]:
         """The settings of all that follows the router."""
         recompute = None if self.recompute == "moe" else self.recompute
-        found = {"group": self.group, "recompute": recompute} | self._scales(training)
-        found |= {"shared_memory": self.shared_memory, "overlap_shared": self.overlap_shared}
+        settings = {"group": self.group, "recompute": recompute} | self._scales(training)
+        settings |= {"shared_memory": self.shared_memory, "overlap_shared": self.overlap_shared}
         if self.overlap_wgrad and not torch.compiler.is_compiling():
-            found["in_dispatch_backward"] = self._compute_dw
-        return found
+            settings["in_dispatch_backward"] = self._compute_dw
+        return settings
 
     def _scales(self, training: bool) -> dict[str, Any]:
         """Delayed scaling's states, and in training the amaxes to raise."""
@@ -324,8 +324,10 @@ class MoELayer(nn.Module):
 def _flat(x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
     """x as [T,H], the mask as [T], and the number of sequences."""
     if padding_mask is not None:
-        right = tuple(x.shape[:-1])
-        require(padding_mask.shape == right, "padding_mask", f"of shape {tuple(padding_mask.shape)}", f"of {right}")
+        expected = tuple(x.shape[:-1])
+        require(
+            padding_mask.shape == expected, "padding_mask", f"of shape {tuple(padding_mask.shape)}", f"of {expected}"
+        )
         padding_mask = padding_mask.reshape(-1)
     return x.reshape(-1, x.shape[-1]), padding_mask, x.shape[1] if x.dim() == 3 else 1
 

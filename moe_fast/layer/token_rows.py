@@ -23,8 +23,8 @@ def stay_tokens(tokens: Tensor, probs_TE: Tensor, p: LayerParameters, config: La
     if recipe is None:
         shape = {name: config.experts[name] for name in ("kind", "offset", "clamp", "interleave")}
         num_rows = most_rows(tokens.shape[0], config)
-        given = (p.fc1_weight, p.fc1_bias, probs_TE, checked_settings(**shape))
-        return can_gather_activated(tokens, num_rows, *given)
+        operands = (p.fc1_weight, p.fc1_bias, probs_TE, checked_settings(**shape))
+        return can_gather_activated(tokens, num_rows, *operands)
     if recipe.scaling != "block" or recipe.backward_override is not None or of_experts == "moe":
         return False
     waits = any(waiting_for(weight) is not None for weight in (p.fc1_weight, p.fc2_weight))

@@ -73,9 +73,9 @@ class GroupedLinear(nn.Module):
                 self.weight.backward(gradient)  # a leaf: the gradient is added, and hooks run
                 continue
             self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-            before, self.weight.grad = self.weight.grad, None
+            old_gradient, self.weight.grad = self.weight.grad, None
             self.weight.backward(torch.zeros_like(self.weight))
-            self.weight.grad = before
+            self.weight.grad = old_gradient
 
     def extra_repr(self) -> str:
         shape, bias = tuple(self.weight.shape[1:]), self.bias is not None
@@ -86,9 +86,9 @@ class KeepsDtypes(nn.Module):
     """Buffers that keep their dtypes when the module is cast."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = dict(self.named_buffers())
+        buffers = dict(self.named_buffers())
         super()._apply(fn, recurse)
-        for name, x in before.items():
+        for name, x in buffers.items():
             setattr(self, name, x.to(getattr(self, name).device))
         return self
 
@@ -110,11 +110,11 @@ def _unpack(module: GroupedLinear, state: State, prefix: str, _: Any) -> None:
 def _normalize(module: GroupedLinear, state: State, prefix: str, packed: bool) -> None:
     """The caller's dict is changed: torch passes it on."""
     experts, bias = len(module.weight), module.bias is not None
-    found = normalize_parameters(state, num_experts=experts, packed=packed, prefix=prefix, bias=bias)
-    _become(state, found)
+    normalized = normalize_parameters(state, num_experts=experts, packed=packed, prefix=prefix, bias=bias)
+    _become(state, normalized)
 
 
-def _become(state: State, found: State) -> None:
-    for name in state.keys() - found.keys():
+def _become(state: State, new_state: State) -> None:
+    for name in state.keys() - new_state.keys():
         del state[name]
-    state.update(found)
+    state.update(new_state)

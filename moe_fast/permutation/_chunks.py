@@ -7,11 +7,11 @@ from moe_fast.launch.specialization import jit
 
 
 @triton.jit
-def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chunks, reordered):
+def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, position, num_chunks, reordered):
     """The numbers and sizes of the chunks at some places of the new order, or of the old one."""
-    there = place < num_chunks * reordered  # the last block sticks out
-    listed = tl.load(order_ptr + place * stride_order, mask=there, other=-1).to(tl.int64)
-    chunk = tl.where(reordered != 0, listed, place)
+    there = position < num_chunks * reordered  # the last block sticks out
+    listed = tl.load(order_ptr + position * stride_order, mask=there, other=-1).to(tl.int64)
+    chunk = tl.where(reordered != 0, listed, position)
     # nor is there a chunk outside the block, nor in an order that is no permutation
     valid = (chunk >= 0) & (chunk < num_chunks)
     return chunk, tl.load(sizes_ptr + chunk * stride_sizes, mask=valid, other=0).to(tl.int64)

@@ -48,8 +48,8 @@ def find_lists(row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_t
 def load_slot(row_map, lists, j):
     """(expert, row, live) of each token's slot j; the list loads while `num_slots` is in flight."""
     live = j < lists.num_slots  # the list's end was never written
-    inside = (lists.t < lists.num_tokens) & (j + tl.zeros_like(lists.t) < lists.num_experts)  # both may stick out
-    slot = tl.load(lists.list_t_ptr + j, mask=inside, other=0).to(tl.int64)
+    in_bounds = (lists.t < lists.num_tokens) & (j + tl.zeros_like(lists.t) < lists.num_experts)  # both may stick out
+    slot = tl.load(lists.list_t_ptr + j, mask=in_bounds, other=0).to(tl.int64)
     expert = slot & EXPERT
     row = slot >> RANK
     if row_map.base_ptr is not None:
@@ -116,11 +116,11 @@ def fill_gaps(
     h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     for i in range(tl.max(tl.cdiv(end - begin, step), axis=0)):
         row, in_gap = rows_of_gaps(begin, end, step, i, BLOCK_G, BLOCK_R)
-        inside = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
+        in_bounds = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
         tl.store(
             rows_ptr + row[:, None] * num_columns + h[None, :],
             tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H], rows_ptr.dtype.element_ty),
-            mask=inside,
+            mask=in_bounds,
         )
         if probs_ptr is not None and column == 0:  # once a row
             tl.store(probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], probs_ptr.dtype.element_ty), mask=in_gap)
@@ -238,8 +238,10 @@ def permute_kernel(
         t = (block - list_blocks - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         in_row = (h < num_columns)[None, :]  # the last block sticks out
-        inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
-        token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
+        in_bounds = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+        token = tl.load(
+            tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=in_bounds, other=0
+        )
         lists = find_lists(
             row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows
         )
@@ -366,9 +368,9 @@ def unpermute_backward_kernel(
                 expert, row, live, prob, value = next_expert, next_row, next_live, next_prob, next_value
                 next_expert, next_row, next_live = following
         if dprobs_ptr is not None:
-            inside = in_time & (e < num_experts)[None, :]  # experts are padded to a power of two
+            in_bounds = in_time & (e < num_experts)[None, :]  # experts are padded to a power of two
             result = rounded(dprobs.to(PROBS_AS), dprobs_ptr.dtype.element_ty)
-            tl.store(dprobs_ptr + t[:, None] * num_experts + e[None, :], result, mask=inside)
+            tl.store(dprobs_ptr + t[:, None] * num_experts + e[None, :], result, mask=in_bounds)
     elif drows_ptr is not None:
         lane = first_lane + block * BLOCK_G
         for column in range(tl.cdiv(num_columns, BLOCK_H)):

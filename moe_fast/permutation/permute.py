@@ -91,8 +91,8 @@ def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: T
 
 
 @unless_known
-def _check_permute(tokens_TH: Tensor, *rest: Any) -> None:
-    check_permute(tokens_TH, *rest)
+def _check_permute(tokens_TH: Tensor, *settings: Any) -> None:
+    check_permute(tokens_TH, *settings)
     check_device("tokens", tokens_TH)
     check_movable("tokens", tokens_TH)
     check_summable(tokens_TH)
@@ -224,7 +224,7 @@ def move_to_rows(
     # all by permute_kernel: a token's rows, and the gaps
     rows = torch.empty((row_map.num_rows, hidden), dtype=tokens.dtype, device=tokens.device)
     row_probs = None if probs is None else torch.empty(row_map.num_rows, dtype=probs.dtype, device=probs.device)
-    programs, parts = row_map.programs(sizes.permute.tokens, sizes.fill)
+    programs, program_layout = row_map.programs(sizes.permute.tokens, sizes.fill)
     columns = ceil_div(hidden, sizes.permute.columns)
     # lists are written, and probs move, also when the rows are empty
     columns = columns if row_slots is None else max(1, columns)
@@ -240,7 +240,7 @@ def move_to_rows(
             row_slots,
             *row_map.arguments(),
             row_map.gap_2E,
-            *parts,
+            *program_layout,
             *row_map.sizes(hidden),
             **sizes.permute.blocks("T", "H"),
             BLOCK_G=sizes.fill.lanes,
@@ -298,7 +298,7 @@ def merge_backward(
     dprobs = None if rows is None else torch.empty(probs.shape, dtype=probs.dtype, device=dout.device)  # by the same
     block_experts = power_of_two(row_map.num_experts, least=8)
     block_tokens = min(sizes.unpermute_backward.tokens, sizes.unpermute_backward_probs.tile_tokens(block_experts))
-    programs, parts = row_map.programs(block_tokens, sizes.fill)
+    programs, program_layout = row_map.programs(block_tokens, sizes.fill)
     if programs == 0:
         return drows, dprobs
     with launch_on(dout):
@@ -310,7 +310,7 @@ def merge_backward(
             dprobs,
             *row_map.arguments(),
             row_map.gap_2E,
-            *parts,
+            *program_layout,
             *row_map.sizes(hidden),
             **_arithmetic(dout, probs),
             BLOCK_T=block_tokens,

@@ -82,10 +82,10 @@ def encoded_randomly(x, noise):
     """
     size = tl.where(tl.abs(x) < E2M1_MAX, tl.abs(x), E2M1_MAX)
     units = size * tl.where(size < 2, 2.0, tl.where(size < 4, 1.0, 0.5))
-    whole = tl.floor(units)
-    rest = units - whole
-    up = rest.to(tl.float64) > noise if noise.dtype == tl.float64 else rest > as_float32(noise)
-    code = whole.to(tl.int32) + tl.where(size < 2, 0, tl.where(size < 4, 2, 4)) + up.to(tl.int32)
+    floor = tl.floor(units)
+    fraction = units - floor
+    up = fraction.to(tl.float64) > noise if noise.dtype == tl.float64 else fraction > as_float32(noise)
+    code = floor.to(tl.int32) + tl.where(size < 2, 0, tl.where(size < 4, 2, 4)) + up.to(tl.int32)
     negative = (x.to(tl.int32, bitcast=True) < 0) & (x == x)
     return (code + tl.where(negative, 8, 0)).to(tl.uint8)
 
@@ -102,8 +102,8 @@ def decoded(code, FORMAT: tl.constexpr):
 @triton.jit
 def decoded_bytes(code, mantissa):
     """The same of E4M3 or E5M2, by the bits of the mantissa: one kernel serves both."""
-    wide = mantissa == 3
-    return value_of(code, mantissa, tl.where(wide, 7, 15), tl.where(wide, 0x7E, 0x7B), 7)
+    is_e4m3 = mantissa == 3
+    return value_of(code, mantissa, tl.where(is_e4m3, 7, 15), tl.where(is_e4m3, 0x7E, 0x7B), 7)
 
 
 @triton.jit

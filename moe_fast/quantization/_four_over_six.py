@@ -17,10 +17,10 @@ def multiplier_of(stored, encoding):
 
 
 @triton.jit
-def error_of(x, scale, multiplier, whole, largest, ERROR: tl.constexpr):
+def error_of(x, scale, multiplier, outer_amax, largest, ERROR: tl.constexpr):
     """|q·d·A/(6·largest) - x|, or its square, of one element of each block."""
     code = encoded(x * multiplier, "e2m1", False)
-    product = decoded(code, "e2m1") * scale * whole
+    product = decoded(code, "e2m1") * scale * outer_amax
     difference = tl.div_rn(product, tl.full(product.shape, E2M1_MAX * largest, tl.float32)) - x
     return difference * difference if ERROR == "mse" else tl.abs(difference)
 
@@ -37,7 +37,7 @@ def sum_of_sixteen(total, AXIS: tl.constexpr):
 
 @triton.jit
 def better_of_two(
-    x_ptr, stride_m, stride_n, amax, whole, encoding, first, owned, column, num_columns, largest,
+    x_ptr, stride_m, stride_n, amax, outer_amax, encoding, first, owned, column, num_columns, largest,
     ERROR: tl.constexpr, HARDWARE: tl.constexpr, BY_ROWS: tl.constexpr, SQUARE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -61,14 +61,14 @@ def better_of_two(
     errs_six = tl.zeros([m, n], tl.float32)
     errs_four = tl.zeros([m, n], tl.float32)
     row = first + tl.arange(0, m) * (BLOCK_M // m)
-    place = column + tl.arange(0, n) * (BLOCK_N // n)
+    block_column = column + tl.arange(0, n) * (BLOCK_N // n)
     for i in range(SIZE):  # the first, the second, … of each block
         if BY_ROWS:
-            x = load_tile(x_ptr, stride_m, stride_n, row, owned, place + i, num_columns)
+            x = load_tile(x_ptr, stride_m, stride_n, row, owned, block_column + i, num_columns)
         else:
-            x = load_tile(x_ptr, stride_m, stride_n, row + i, owned, place, num_columns)
-        errs_six += error_of(x, scale_six, multiplier_six, whole, largest, ERROR)
-        errs_four += error_of(x, scale_four, multiplier_four, whole, largest, ERROR)
+            x = load_tile(x_ptr, stride_m, stride_n, row + i, owned, block_column, num_columns)
+        errs_six += error_of(x, scale_six, multiplier_six, outer_amax, largest, ERROR)
+        errs_four += error_of(x, scale_four, multiplier_four, outer_amax, largest, ERROR)
     if SQUARE:
         a: tl.constexpr = BLOCK_M // SIZE
         b: tl.constexpr = BLOCK_N // SIZE

@@ -18,23 +18,23 @@ from moe_fast.quantization._tiles import load_tile, magnitude, place_of_tile
 @jit(
     together=[("stride_x_m", "num_columns")],
     along=["stride_x_n"],
-    do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"],
+    do_not_specialize=["stride_splits", "num_rows", "num_groups", "column_programs", "steps"],
 )
 def group_amax_kernel(
     x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # result, as integers, zeros before
     amax_ptr,
-    # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, num_groups, parts, steps,
+    # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
+    num_rows, num_columns, num_groups, column_programs, steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """max |x| over each group. Bits of numbers ≥ 0 are in the order of the numbers."""
-    tile = tl.program_id(0) // parts
+    tile = tl.program_id(0) // column_programs
     group, first, end, _, _ = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
     )
     row = first + tl.arange(0, BLOCK_M)
-    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    begin = (tl.program_id(0) % column_programs).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
         n = begin + i * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -44,23 +44,23 @@ def group_amax_kernel(
     tl.atomic_max(amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # no rest of x
 
 
-@triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
+@triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "column_programs", "steps"])
 def two_levels_amax_kernel(
     x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # results, as integers, zeros before; either may be left out
     row_amax_ptr, column_amax_ptr,
-    # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, num_groups, parts, steps,
+    # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
+    num_rows, num_columns, num_groups, column_programs, steps,
     ROW_SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """max |x| per group and of its transform; ROW_SCALED: per row, and per column of a group."""
-    tile = tl.program_id(0) // parts
+    tile = tl.program_id(0) // column_programs
     group, first, end, _, _ = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
     )
     row = first + tl.arange(0, BLOCK_M)
-    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    begin = (tl.program_id(0) % column_programs).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N] if ROW_SCALED else [BLOCK_M // SIZE, 1, BLOCK_N], tl.float32)
     largest_turned = tl.zeros([1 if ROW_SCALED else BLOCK_M // SIZE, BLOCK_N], tl.float32)
     for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
@@ -132,7 +132,16 @@ def raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group
     together=[("stride_x_m", "num_columns")],
     along=["stride_x_n"],
     do_not_specialize=[
-        *("stride_splits", "stride_given", "stride_history", "num_rows", "num_groups", "parts", "steps", "epsilon"),
+        *(
+            "stride_splits",
+            "stride_given",
+            "stride_history",
+            "num_rows",
+            "num_groups",
+            "column_programs",
+            "steps",
+            "epsilon",
+        ),
     ],
 )
 def cast_groups_kernel(
@@ -144,15 +153,15 @@ def cast_groups_kernel(
     amax_ptr, history_ptr, stride_history,
     # results
     codes_ptr, inverse_ptr,
-    # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, num_groups, parts, steps,
+    # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
+    num_rows, num_columns, num_groups, column_programs, steps,
     # bits of a float64, which are 0 or long
     epsilon: tl.int64,
     FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
-    tile = tl.program_id(0) // parts
+    tile = tl.program_id(0) // column_programs
     group, first, read, _, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
     )
@@ -160,13 +169,15 @@ def cast_groups_kernel(
         given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon, FORMAT, POWER_OF_TWO, BLOCK_G
     )
     row = first + tl.arange(0, BLOCK_M)
-    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    begin = (tl.program_id(0) % column_programs).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
         n = begin + i * BLOCK_N + tl.arange(0, BLOCK_N)
         x = load_tile(x_ptr, stride_x_m, stride_x_n, row, read, n, num_columns)
-        inside = (row < written)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of x
-        tl.store(codes_ptr + row[:, None] * num_columns + n[None, :], encoded(x * scale, FORMAT, HARDWARE), mask=inside)
+        in_bounds = (row < written)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of x
+        tl.store(
+            codes_ptr + row[:, None] * num_columns + n[None, :], encoded(x * scale, FORMAT, HARDWARE), mask=in_bounds
+        )
         if given_ptr is not None:
             largest = tl.maximum(largest, tl.abs(x))  # passes over NaN
     if given_ptr is not None:
@@ -189,13 +200,13 @@ def update_scales_kernel(
         reduced = tl.load(reduced_ptr + g * stride_reduced)
         last = tl.where(reduced != 0, reduced, last)
     measured = last != 0
-    before = tl.load(history + i * stride_history_l, mask=i < length, other=0.0)  # BLOCK_L is a power of two
+    old_history = tl.load(history + i * stride_history_l, mask=i < length, other=0.0)  # BLOCK_L is a power of two
     rolled = tl.load(history + (i + 1) * stride_history_l, mask=i + 1 < length, other=0.0)  # the last has no next
     rolled = tl.where(i == 0, 0.0, tl.where(i == length - 1, last, rolled))
-    tl.store(new_history_ptr + g * length + i, tl.where(measured, rolled, before), mask=i < length)
+    tl.store(new_history_ptr + g * length + i, tl.where(measured, rolled, old_history), mask=i < length)
     amax = last
     if not MOST_RECENT:
-        older = tl.where((i > 0) & (i < length) & (before == before), before, 0.0)  # passes over NaN
+        older = tl.where((i > 0) & (i < length) & (old_history == old_history), old_history, 0.0)  # passes over NaN
         amax = tl.where(measured, tl.maximum(tl.where(last == last, last, 0.0), tl.max(older)), 0.0)
     usable = (amax > 0) & (amax < INFINITE)  # a NaN is neither
     number_of = number(largest, tl.float32)

@@ -33,9 +33,9 @@ def hadamard_sums(
     total = tl.zeros([BLOCK_M // SIZE, SIZE, BLOCK_N], tl.float32)
     largest = tl.zeros([BLOCK_M // SIZE, 1, BLOCK_N], tl.float32)
     for i in tl.static_range(SIZE):
-        inside = (block + i < ending(first, end, BLOCK_M)) & there  # a tile sticks out of its group and of x
-        place = corner + (block + i).to(tl.int64) * stride_m + n.to(tl.int64) * stride_n
-        x = as_float32(tl.load(place, mask=inside, other=0.0))
+        in_bounds = (block + i < ending(first, end, BLOCK_M)) & there  # a tile sticks out of its group and of x
+        ptrs = corner + (block + i).to(tl.int64) * stride_m + n.to(tl.int64) * stride_n
+        x = as_float32(tl.load(ptrs, mask=in_bounds, other=0.0))
         largest = tl.maximum(largest, tl.abs(x))  # passes over NaN
         quarter = x * 0.25
         negative = (
@@ -55,24 +55,24 @@ def hadamard_tile(
     return as_float32(rounded(tl.reshape(total, [BLOCK_M, BLOCK_N]), x_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["num_rows", "parts", "steps"])
+@triton.jit(do_not_specialize=["num_rows", "column_programs", "steps"])
 def hadamard_adjoint_kernel(
     d_ptr, stride_m, stride_n,
     # result, contiguous
     out_ptr,
-    # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, parts, steps,
+    # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
+    num_rows, num_columns, column_programs, steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The adjoint of the transform. Groups consist of whole blocks: their ends do not matter."""
-    first = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_M
-    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    first = (tl.program_id(0) // column_programs).to(tl.int64) * BLOCK_M
+    begin = (tl.program_id(0) % column_programs).to(tl.int64) * (steps * BLOCK_N)
     row = first + tl.arange(0, BLOCK_M)
     for i in range(steps):
         column = begin + i * BLOCK_N
         n = column + tl.arange(0, BLOCK_N)
         value = hadamard_tile(d_ptr, stride_m, stride_n, first, num_rows, column, num_columns, True, BLOCK_M, BLOCK_N)
-        inside = (row < num_rows)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of x
+        in_bounds = (row < num_rows)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of x
         tl.store(
-            out_ptr + row[:, None] * num_columns + n[None, :], rounded(value, out_ptr.dtype.element_ty), mask=inside
+            out_ptr + row[:, None] * num_columns + n[None, :], rounded(value, out_ptr.dtype.element_ty), mask=in_bounds
         )

@@ -52,10 +52,10 @@ def place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_G
         sizes = gl.maximum(sizes, 0)
         sizes = gl.where(g == num_groups, gl.maximum(num_rows - gl.sum(sizes, 0), 0), sizes)
         tiles = (sizes + (SIZE - 1)) // SIZE
-        before = gl.associative_scan(tiles, 0, add) <= tile
-        group = gl.sum(before.to(gl.int64), 0)
-        begin = gl.sum(gl.where(before, sizes, 0), 0)
-        first_tile = gl.sum(gl.where(before, tiles, 0), 0)
+        is_earlier = gl.associative_scan(tiles, 0, add) <= tile
+        group = gl.sum(is_earlier.to(gl.int64), 0)
+        begin = gl.sum(gl.where(is_earlier, sizes, 0), 0)
+        first_tile = gl.sum(gl.where(is_earlier, tiles, 0), 0)
         size = gl.sum(gl.where(g == group, sizes, 0), 0)
         first = begin + (tile - first_tile) * SIZE
         written = gl.minimum(begin + size, num_rows)
@@ -74,8 +74,8 @@ def store_codes(form, code, first, column, rows, columns, num_columns):
     """The `rows` and `columns` that a tile of codes has."""
     m, n = gl.arange(0, SIZE, ROW), gl.arange(0, SIZE, COLUMN)
     corner = form.codes_ptr + first * num_columns + column
-    inside = (m < rows)[:, None] & (n < columns)[None, :]
-    gl.store(corner + m[:, None].to(gl.int64) * num_columns + n[None, :], code, mask=inside)
+    in_bounds = (m < rows)[:, None] & (n < columns)[None, :]
+    gl.store(corner + m[:, None].to(gl.int64) * num_columns + n[None, :], code, mask=in_bounds)
 
 
 @gluon.jit
@@ -116,13 +116,13 @@ def quantize_tile(
     multiplier, stored = block_scale(amax, limits[0], limits[1], "amax", FORMAT, POWER_OF_TWO)
     i = gl.arange(0, SIZE, FLAT)
     if BLOCK_R == 1:
-        where, inside = (first + i) * stride_m + (column // SIZE).to(gl.int64) * stride_n, i < rows
+        where, in_bounds = (first + i) * stride_m + (column // SIZE).to(gl.int64) * stride_n, i < rows
         spread = gl.convert_layout(multiplier, ROW)[:, None]
     elif BLOCK_C == 1:
-        where, inside = tile.to(gl.int64) * stride_m + (column + i).to(gl.int64) * stride_n, i < columns
+        where, in_bounds = tile.to(gl.int64) * stride_m + (column + i).to(gl.int64) * stride_n, i < columns
         spread = gl.convert_layout(multiplier, COLUMN)[None, :]
     else:
-        where, inside = tile.to(gl.int64) * stride_m + (column // SIZE).to(gl.int64) * stride_n, True
+        where, in_bounds = tile.to(gl.int64) * stride_m + (column // SIZE).to(gl.int64) * stride_n, True
         spread = multiplier
     if form.codes_ptr is not None:
         store_codes(form, encoded(x * spread, FORMAT), first, column, rows, columns, num_columns)
@@ -130,19 +130,20 @@ def quantize_tile(
         # the device's instruction makes pairs of codes: here of a column
         code = encoded(gl.convert_layout(x * spread, PAIRED), FORMAT)
         store_turned(form, code, column, tile, tiles, columns)
-    gl.store(form.scale_ptr + where, stored, mask=inside)
+    gl.store(form.scale_ptr + where, stored, mask=in_bounds)
     if form.amax_ptr is not None:
-        gl.store(form.amax_ptr + where, amax.to(form.amax_ptr.dtype.element_ty), mask=inside)
+        gl.store(form.amax_ptr + where, amax.to(form.amax_ptr.dtype.element_ty), mask=in_bounds)
 
 
 @gluon.jit
 def quantize_row_of_tiles(
     x_desc, buffer, ready, row_form, row_strides, column_form, column_strides, tile, tiles, first, begin, count,
-    rows, known, num_columns, limits,
+    rows, group_rows, num_columns, limits,
     CUT: gl.constexpr, FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, SQUARE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`count` tiles side by side, from column `begin`; CUT: of which only `known` rows are the
-    group's."""
+    """Quantise `count` tiles side by side, from column `begin` on. With CUT only the first
+    `group_rows` rows of a tile belong to the group: the others count as zeros.
+    """
     corner = first.to(gl.int32)
     bytes: gl.constexpr = SIZE * SIZE * 2
     for i in range(count):
@@ -150,12 +151,12 @@ def quantize_row_of_tiles(
         mbarrier.wait(ready.index(stage), i // STAGES & 1)
         x = buffer.index(stage).load(TILE)
         barrier()  # all have read it
-        more = i + STAGES < count
-        mbarrier.expect(ready.index(stage), bytes, pred=more)
-        load_tile(x_desc, [corner, column + STAGES * SIZE], ready.index(stage), buffer.index(stage), pred=more)
+        has_next = i + STAGES < count
+        mbarrier.expect(ready.index(stage), bytes, pred=has_next)
+        load_tile(x_desc, [corner, column + STAGES * SIZE], ready.index(stage), buffer.index(stage), pred=has_next)
         x = x.to(gl.float32)
         if CUT:  # below are the next group's rows
-            x = gl.where((gl.arange(0, SIZE, ROW) < known)[:, None], x, 0.0)
+            x = gl.where((gl.arange(0, SIZE, ROW) < group_rows)[:, None], x, 0.0)
         columns = num_columns - column
         if row_form.scale_ptr is not None:
             quantize_tile(
@@ -172,15 +173,15 @@ def quantize_row_of_tiles(
 @gluon.jit(
     do_not_specialize=[
         *("stride_row_m", "stride_row_n", "stride_column_m", "stride_column_n", "stride_splits"),
-        *("num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"),
+        *("num_rows", "num_groups", "column_programs", "steps", "epsilon", "infinity"),
     ]
 )
 def quantize_tiles_kernel(
     x_desc, splits_ptr, stride_splits,
     # results, as for `quantize_blocks_kernel`
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
-    # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, num_groups, parts, steps,
+    # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
+    num_rows, num_columns, num_groups, column_programs, steps,
     # numbers, as bits of a float64, which are 0 or long
     epsilon: gl.int64, infinity: gl.int64,
     FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, SQUARE: gl.constexpr,
@@ -193,13 +194,13 @@ def quantize_tiles_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
-    tile, tiles = gl.program_id(0) // parts, gl.num_programs(0) // parts
+    tile, tiles = gl.program_id(0) // column_programs, gl.num_programs(0) // column_programs
     first, read, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_G)
-    begin = gl.program_id(0) % parts * (steps * SIZE)
+    begin = gl.program_id(0) % column_programs * (steps * SIZE)
     end = written if WHOLE else read
     count = gl.where(first < end, gl.minimum(gl.cdiv(num_columns - begin, SIZE), steps), 0)
     rows = gl.maximum(gl.minimum(written - first, SIZE), 0).to(gl.int32)
-    known = gl.maximum(gl.minimum(read - first, SIZE), 0).to(gl.int32)
+    group_rows = gl.maximum(gl.minimum(read - first, SIZE), 0).to(gl.int32)
     corner = first.to(gl.int32)
     bytes: gl.constexpr = SIZE * SIZE * 2
     for s in gl.static_range(STAGES):
@@ -207,13 +208,13 @@ def quantize_tiles_kernel(
         load_tile(x_desc, [corner, begin + s * SIZE], ready.index(s), buffer.index(s), pred=s < count)
     limits = (number(epsilon, gl.float32), number(infinity, gl.float32))
     row_strides, column_strides = (stride_row_m, stride_row_n), (stride_column_m, stride_column_n)
-    if known < SIZE:  # few tiles; others need no mask
+    if group_rows < SIZE:  # few tiles; others need no mask
         quantize_row_of_tiles(
             x_desc, buffer, ready, row_form, row_strides, column_form, column_strides, tile, tiles, first, begin,
-            count, rows, known, num_columns, limits, True, FORMAT, POWER_OF_TWO, SQUARE, STAGES,
+            count, rows, group_rows, num_columns, limits, True, FORMAT, POWER_OF_TWO, SQUARE, STAGES,
         )  # fmt: skip
     else:
         quantize_row_of_tiles(
             x_desc, buffer, ready, row_form, row_strides, column_form, column_strides, tile, tiles, first, begin,
-            count, rows, known, num_columns, limits, False, FORMAT, POWER_OF_TWO, SQUARE, STAGES,
+            count, rows, group_rows, num_columns, limits, False, FORMAT, POWER_OF_TWO, SQUARE, STAGES,
         )  # fmt: skip

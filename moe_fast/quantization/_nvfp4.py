@@ -44,13 +44,13 @@ def quantize_form(
     row = first + tl.arange(0, x.shape[0])
     n = column + tl.arange(0, x.shape[1])
     amax = block_amax(x, BLOCK_R, BLOCK_C)
-    whole = global_amax(amax_ptr, group, num_groups, row, owned, n, num_columns, PER)
-    encoding = fitting_scale(whole, 0.0, FLOAT32_MAX, E2M1_MAX * largest, False)
+    outer_amax = global_amax(amax_ptr, group, num_groups, row, owned, n, num_columns, PER)
+    encoding = fitting_scale(outer_amax, 0.0, FLOAT32_MAX, E2M1_MAX * largest, False)
     if ERROR is None:
         scale = tl.minimum(amax * (encoding * (1 / E2M1_MAX)), FLOAT32_MAX)
     else:
         scale = better_of_two(
-            x_ptr, stride_x_m, stride_x_n, amax, whole, encoding, first, owned, column, num_columns, largest,
+            x_ptr, stride_x_m, stride_x_n, amax, outer_amax, encoding, first, owned, column, num_columns, largest,
             ERROR, HARDWARE, BY_ROWS, SQUARE, x.shape[0], x.shape[1],
         )  # fmt: skip
     stored = encoded(scale, "e4m3", HARDWARE)
@@ -58,8 +58,10 @@ def quantize_form(
     if noise_ptr is None:
         code = encoded(scaled, "e2m1", HARDWARE)
     else:
-        inside = (row < written)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of x
-        noise = tl.load(noise_ptr + row[:, None] * stride_noise_m + n[None, :] * stride_noise_n, mask=inside, other=0.0)
+        in_bounds = (row < written)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of x
+        noise = tl.load(
+            noise_ptr + row[:, None] * stride_noise_m + n[None, :] * stride_noise_n, mask=in_bounds, other=0.0
+        )
         code = encoded_randomly(scaled, noise)
     store_tile(codes_ptr, code, first, written, column, num_columns)
     store_blocks(
@@ -68,7 +70,7 @@ def quantize_form(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps"])
+@triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "column_programs", "steps"])
 def quantize_two_levels_kernel(
     x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # the global amax of each form
@@ -77,18 +79,18 @@ def quantize_two_levels_kernel(
     noise_ptr, stride_noise_d, stride_noise_m, stride_noise_n,
     # results, contiguous; either form may be left out
     row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr,
-    # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, num_groups, parts, steps,
+    # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
+    num_rows, num_columns, num_groups, column_programs, steps,
     largest,  # scale of a block
     ROW_SCALED: tl.constexpr, TRANSFORMED: tl.constexpr, ERROR: tl.constexpr, SQUARE: tl.constexpr,
     HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Both forms in one pass, blocks 1 × 16 and 16 × 1; SQUARE 16 × 16; TRANSFORMED by columns."""
-    tile = tl.program_id(0) // parts
+    tile = tl.program_id(0) // column_programs
     group, first, _, owned, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
     )
-    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    begin = (tl.program_id(0) % column_programs).to(tl.int64) * (steps * BLOCK_N)
     for i in tl.range(0, tl.where(first < written, steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
         if row_codes_ptr is not None or not TRANSFORMED:

@@ -153,15 +153,15 @@ def quantize_forms(
     along=["stride_x_n"],
     do_not_specialize=[
         *("stride_row_m", "stride_row_n", "stride_column_m", "stride_column_n", "stride_splits"),
-        *("num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"),
+        *("num_rows", "num_groups", "column_programs", "steps", "epsilon", "infinity"),
     ],
 )
 def quantize_blocks_kernel(
     x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # results; either form may be left out
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
-    # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, num_groups, parts, steps,
+    # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
+    num_rows, num_columns, num_groups, column_programs, steps,
     # numbers, as bits of a float64, which are 0 or long
     epsilon: tl.int64, infinity: tl.int64,
     RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
@@ -170,14 +170,14 @@ def quantize_blocks_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Blocks of 1 × BLOCK, BLOCK × 1, or both of one load; SQUARE: BLOCK × BLOCK, by rows."""
-    tile = tl.program_id(0) // parts
+    tile = tl.program_id(0) // column_programs
     _, first, read, owned, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G
     )
     row = first + tl.arange(0, BLOCK_M)
     least = number(epsilon, tl.float32)
     most = number(infinity, tl.float32)
-    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    begin = (tl.program_id(0) % column_programs).to(tl.int64) * (steps * BLOCK_N)
     end = written if WHOLE else owned
     for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
@@ -188,5 +188,5 @@ def quantize_blocks_kernel(
         quantize_forms(
             x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, tile, first,
             written, column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, SQUARE,
-            tl.num_programs(0) // parts,
+            tl.num_programs(0) // column_programs,
         )  # fmt: skip

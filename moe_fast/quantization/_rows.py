@@ -47,5 +47,5 @@ def fill_scales(
         end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + lane), num_rows)
         for i in range(tl.cdiv(end - begin, BLOCK_R)):
             row = begin + i * BLOCK_R + tl.arange(0, BLOCK_R)
-            inside = (row < end)[:, None] & in_row[None, :]  # the last rows stick out
-            tl.store(scale_ptr + row[:, None] * stride_scale_m + b[None, :] * stride_scale_n, of_zeros, mask=inside)
+            in_bounds = (row < end)[:, None] & in_row[None, :]  # the last rows stick out
+            tl.store(scale_ptr + row[:, None] * stride_scale_m + b[None, :] * stride_scale_n, of_zeros, mask=in_bounds)

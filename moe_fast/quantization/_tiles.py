@@ -14,14 +14,14 @@ from moe_fast.quantization._formats import as_float32
 @triton.jit
 def are_wrong(splits_ptr, stride_splits, num_rows, num_groups, MULTIPLE: tl.constexpr, BLOCK_G: tl.constexpr):
     """Whether a split is negative or no multiple, or all are more than the rows."""
-    wrong = tl.full([], False, tl.int1)
+    is_illegal = tl.full([], False, tl.int1)
     if splits_ptr is not None:
         g = tl.arange(0, BLOCK_G)
         sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # padded block
-        each = (sizes < 0) | (sizes > num_rows) | (sizes % MULTIPLE != 0)
+        illegal_split = (sizes < 0) | (sizes > num_rows) | (sizes % MULTIPLE != 0)
         most = tl.minimum(sizes, num_rows)
-        wrong = (tl.sum(each.to(tl.int32), axis=0) > 0) | (tl.sum(most, axis=0) > num_rows)
-    return wrong
+        is_illegal = (tl.sum(illegal_split.to(tl.int32), axis=0) > 0) | (tl.sum(most, axis=0) > num_rows)
+    return is_illegal
 
 
 @triton.jit
@@ -38,10 +38,10 @@ def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M
         sizes = tl.maximum(sizes, 0)  # illegal sizes stay within memory; readers show them
         sizes = tl.where(g == num_groups, tl.maximum(num_rows - tl.sum(sizes), 0), sizes)
         tiles = (sizes + (BLOCK_M - 1)) // BLOCK_M
-        before = tl.cumsum(tiles, 0) <= tile
-        group = tl.sum(before.to(tl.int64))
-        begin = tl.sum(tl.where(before, sizes, 0))
-        first_tile = tl.sum(tl.where(before, tiles, 0))
+        is_earlier = tl.cumsum(tiles, 0) <= tile
+        group = tl.sum(is_earlier.to(tl.int64))
+        begin = tl.sum(tl.where(is_earlier, sizes, 0))
+        first_tile = tl.sum(tl.where(is_earlier, tiles, 0))
         size = tl.sum(tl.where(g == group, sizes, 0))
     return group, begin + (tile - first_tile) * BLOCK_M, tl.minimum(begin + size, num_rows)
 
@@ -72,8 +72,8 @@ def place_of_tile(
 @triton.jit
 def load_tile(x_ptr, stride_m, stride_n, row, read, column, num_columns):
     """x in float32; 0 from row `read` on."""
-    inside = (row < read)[:, None] & (column < num_columns)[None, :]  # a tile sticks out of its group and of x
-    return as_float32(tl.load(x_ptr + row[:, None] * stride_m + column[None, :] * stride_n, mask=inside, other=0.0))
+    in_bounds = (row < read)[:, None] & (column < num_columns)[None, :]  # a tile sticks out of its group and of x
+    return as_float32(tl.load(x_ptr + row[:, None] * stride_m + column[None, :] * stride_n, mask=in_bounds, other=0.0))
 
 
 @triton.jit
@@ -84,10 +84,10 @@ def load_tile_from(
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     corner = x_ptr + first * stride_m + column * stride_n
-    place = corner + m[:, None].to(tl.int64) * stride_m + n[None, :].to(tl.int64) * stride_n
+    ptrs = corner + m[:, None].to(tl.int64) * stride_m + n[None, :].to(tl.int64) * stride_n
     # it sticks out of its group and of x
-    inside = (m < ending(first, read, BLOCK_M))[:, None] & (n < (num_columns - column).to(tl.int32))[None, :]
-    return as_float32(tl.load(place, mask=inside, other=0.0))
+    in_bounds = (m < ending(first, read, BLOCK_M))[:, None] & (n < (num_columns - column).to(tl.int32))[None, :]
+    return as_float32(tl.load(ptrs, mask=in_bounds, other=0.0))
 
 
 @triton.jit
@@ -102,8 +102,10 @@ def store_tile(out_ptr, value, first, written, column, num_columns):
     m = tl.arange(0, value.shape[0])
     n = tl.arange(0, value.shape[1])
     corner = out_ptr + first * num_columns + column
-    inside = (m < ending(first, written, value.shape[0]))[:, None] & (n < (num_columns - column).to(tl.int32))[None, :]
-    tl.store(corner + m[:, None].to(tl.int64) * num_columns + n[None, :], value, mask=inside)
+    in_bounds = (m < ending(first, written, value.shape[0]))[:, None] & (n < (num_columns - column).to(tl.int32))[
+        None, :
+    ]
+    tl.store(corner + m[:, None].to(tl.int64) * num_columns + n[None, :], value, mask=in_bounds)
 
 
 @triton.jit
@@ -113,8 +115,8 @@ def store_turned(out_ptr, value, tile, tiles, column, num_columns):
     n = tl.arange(0, value.shape[1])
     stride = tl.cast(tiles, tl.int64) * value.shape[0]
     corner = out_ptr + column.to(tl.int64) * stride + tl.cast(tile, tl.int64) * value.shape[0]
-    inside = (n < (num_columns - column).to(tl.int32))[:, None]
-    tl.store(corner + n[:, None].to(tl.int64) * stride + m[None, :], tl.trans(value), mask=inside)
+    in_bounds = (n < (num_columns - column).to(tl.int32))[:, None]
+    tl.store(corner + n[:, None].to(tl.int64) * stride + m[None, :], tl.trans(value), mask=in_bounds)
 
 
 @triton.jit
@@ -126,10 +128,10 @@ def store_blocks(
     m = tl.arange(0, value.shape[0])
     n = tl.arange(0, value.shape[1])
     corner = out_ptr + block * stride_m + column // BLOCK_C * stride_n
-    inside = (m * BLOCK_R < ending(first, written, value.shape[0] * BLOCK_R))[:, None] & (
+    in_bounds = (m * BLOCK_R < ending(first, written, value.shape[0] * BLOCK_R))[:, None] & (
         n * BLOCK_C < (num_columns - column).to(tl.int32)
     )[None, :]
-    tl.store(corner + m[:, None].to(tl.int64) * stride_m + n[None, :].to(tl.int64) * stride_n, value, mask=inside)
+    tl.store(corner + m[:, None].to(tl.int64) * stride_m + n[None, :].to(tl.int64) * stride_n, value, mask=in_bounds)
 
 
 @triton.jit
@@ -158,9 +160,9 @@ def spread(scale, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     m: tl.constexpr = scale.shape[0]
     n: tl.constexpr = scale.shape[1]
     if BLOCK_R == 1:
-        wide = tl.broadcast_to(scale[:, :, None], [m, n, BLOCK_C])
+        repeated = tl.broadcast_to(scale[:, :, None], [m, n, BLOCK_C])
     elif BLOCK_C == 1:
-        wide = tl.broadcast_to(scale[:, None, :], [m, BLOCK_R, n])
+        repeated = tl.broadcast_to(scale[:, None, :], [m, BLOCK_R, n])
     else:
-        wide = tl.broadcast_to(scale[:, None, :, None], [m, BLOCK_R, n, BLOCK_C])
-    return tl.reshape(wide, [m * BLOCK_R, n * BLOCK_C])
+        repeated = tl.broadcast_to(scale[:, None, :, None], [m, BLOCK_R, n, BLOCK_C])
+    return tl.reshape(repeated, [m * BLOCK_R, n * BLOCK_C])

@@ -54,8 +54,8 @@ def can_gather(tokens: Tensor, recipe: Recipe) -> bool:
 def in_lines(tokens: Tensor) -> bool:
     """Whether kernels can gather them: whole lines of two-byte numbers."""
     stride_t, stride_h = tokens.stride()
-    whole = stride_h == 1 and stride_t % LINE == 0 and tokens.shape[1] % LINE == 0 and tokens.data_ptr() % LINE == 0
-    return tokens.itemsize == 2 and whole and tokens.numel() > 0 and len(tokens) * stride_t < MOST
+    has_lines = stride_h == 1 and stride_t % LINE == 0 and tokens.shape[1] % LINE == 0 and tokens.data_ptr() % LINE == 0
+    return tokens.itemsize == 2 and has_lines and tokens.numel() > 0 and len(tokens) * stride_t < MOST
 
 
 def quantize_gathered(
@@ -69,8 +69,8 @@ def quantize_gathered(
     if rowwise:
         by_rows = empty_form(like, rule, (1, size), grid, amax=not for_products)
     if columnwise:
-        parts = {"codes": not for_products, "turned": for_products, "amax": not for_products}
-        by_columns = empty_form(like, rule, (size, 1), grid, **parts)
+        tensors = {"codes": not for_products, "turned": for_products, "amax": not for_products}
+        by_columns = empty_form(like, rule, (size, 1), grid, **tensors)
     settings: dict[str, Any] = {k: v for k, v in grid.settings.items() if k not in ("BLOCK_M", "BLOCK_N")}
     constants = encoding(recipe, format, tokens.device)
     del constants["HARDWARE"]

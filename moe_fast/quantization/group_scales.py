@@ -40,18 +40,18 @@ def cast_groups(
     grid = _grid(x, splits)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_groups_kernel
     inverse = torch.empty(grid.groups, device=x.device)  # by its first program
-    given = history = None
+    scales = history = None
     if state is None:
         amax = group_amax(x, splits)
     else:
-        given, history = state.scale, state.amax_history.clone()
+        scales, history = state.scale, state.amax_history.clone()
         amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
-        state = QuantizerState(history, given)
+        state = QuantizerState(history, scales)
     with launch_on(x):
         launch(kernels.cast_groups_kernel, (at_least(grid.programs, 1),))(
             *strided(x),
             *splits_arguments(splits),
-            *strided(given, 1),
+            *strided(scales, 1),
             amax,
             *strided(None if history is None else history.view(torch.int32))[:2],
             codes,

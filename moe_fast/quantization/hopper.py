@@ -25,7 +25,7 @@ def can_quantize(x: Tensor) -> bool:
 
 def quantize_tiles(
     x: Tensor, splits: Tensor | None, forms: tuple[Any, ...], arguments: tuple[Any, ...], recipe: Recipe, format: str,
-    square: bool, whole: bool, grid: Grid,
+    square: bool, with_tail: bool, grid: Grid,
 ) -> None:  # fmt: skip
     """As `quantize_blocks_kernel`, of blocks that span rows, alone or with those of rows."""
     settings = {name: value for name, value in grid.settings.items() if name not in ("BLOCK_M", "BLOCK_N")}
@@ -37,7 +37,7 @@ def quantize_tiles(
         FORMAT=format,
         POWER_OF_TWO=bool(recipe.power_of_two_scales),
         SQUARE=square,
-        WHOLE=whole,
+        WHOLE=with_tail,
         **settings,
         **NO_FP_FUSION,
     )

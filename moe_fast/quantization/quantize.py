@@ -112,8 +112,8 @@ def _quantize_blocks(
     grid = grid_of(x.shape, splits, walk, aligned, least, rows, ragged=ragged, least_groups=LEAST_GROUPS_OF_BLOCKS)
     by_rows = by_columns = None
     if square or rowwise:
-        parts = {"codes": rowwise or not turned, "turned": square and turned and columnwise, "amax": not turned}
-        by_rows = empty_form(x, rule, (size if square else 1, size), grid, **parts)
+        tensors = {"codes": rowwise or not turned, "turned": square and turned and columnwise, "amax": not turned}
+        by_rows = empty_form(x, rule, (size if square else 1, size), grid, **tensors)
     if columnwise and not square:
         by_columns = empty_form(x, rule, (size, 1), grid, codes=not turned, turned=turned, amax=not turned)
     if has_memory() and grid.programs:

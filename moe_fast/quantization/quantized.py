@@ -112,12 +112,13 @@ def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "com
     if form.block is None:
         scale = _shown(form.scale, quantized, form)
         return scale if layout == "compact" else tuple(scale.split(1))
-    counts, whole = _compact(quantized, form, form.scale, columnwise)
+    counts, block_scales = _compact(quantized, form, form.scale, columnwise)
     if layout == "compact":
-        return whole
+        return block_scales
     scaling = quantized.recipe.scaling
     return tuple(
-        _for_gemm(part.T if columnwise else part, scaling, turned=min(form.block) == 1) for part in whole.split(counts)
+        _for_gemm(group_scales.T if columnwise else group_scales, scaling, turned=min(form.block) == 1)
+        for group_scales in block_scales.split(counts)
     )
 
 
@@ -126,10 +127,10 @@ def _compact(quantized: Quantized, form: Form, blocks: Tensor, columnwise: bool)
     assert form.block is not None
     sizes = _sizes(quantized, form)
     counts = [ceil_div(size, form.block[0]) for size in sizes]
-    whole = blocks[: sum(counts)]
+    existing_blocks = blocks[: sum(counts)]
     if quantized.recipe.scaling == "block" or min(form.block) == 1:
-        return counts, whole
-    return counts if columnwise else sizes, whole.repeat_interleave(form.block[0], 1 if columnwise else 0)
+        return counts, existing_blocks
+    return counts if columnwise else sizes, existing_blocks.repeat_interleave(form.block[0], 1 if columnwise else 0)
 
 
 def _sizes(quantized: Quantized, form: Form) -> list[int]:
@@ -147,8 +148,8 @@ def _shown(values_G: Tensor, quantized: Quantized, form: Form) -> Tensor:
     splits = quantized.splits
     if splits is None:
         return values_G
-    wrong = (splits < 0).any() | (splits > form.codes_MN.shape[0]).any() | (splits.sum() > form.codes_MN.shape[0])
-    return torch.where(wrong, torch.nan, values_G)
+    is_illegal = (splits < 0).any() | (splits > form.codes_MN.shape[0]).any() | (splits.sum() > form.codes_MN.shape[0])
+    return torch.where(is_illegal, torch.nan, values_G)
 
 
 def _for_gemm(scale: Tensor, scaling: str, turned: bool) -> Tensor:
@@ -260,7 +261,7 @@ def _hadamard_adjoint(d_value: Tensor) -> Tensor:
         sizes = {name: grid.settings[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")}
         with launch_on(d_value):
             launch(hadamard.hadamard_adjoint_kernel, (grid.programs,))(
-                *strided(d_value), out, *d_value.shape, grid.parts, grid.steps, **sizes, **NO_FP_FUSION
+                *strided(d_value), out, *d_value.shape, grid.column_programs, grid.steps, **sizes, **NO_FP_FUSION
             )
     return out
 
@@ -281,18 +282,18 @@ class Grid:
 
     groups: int
     tiles: int  # along the rows; at least as many as any splits need
-    parts: int  # programs that share a tile's rows
+    column_programs: int  # programs that share a tile's rows
     steps: int  # tiles side by side that are one program's
     settings: dict[str, int]  # block sizes and warps
 
     @property
     def programs(self) -> int:
-        return self.tiles * self.parts
+        return self.tiles * self.column_programs
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """The kernels' last three sizes."""
-        return self.groups, self.parts, self.steps
+        return self.groups, self.column_programs, self.steps
 
 
 def is_ragged(*lengths: int) -> bool:

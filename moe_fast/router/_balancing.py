@@ -103,14 +103,16 @@ def balance_kernel(
     total = tl.zeros([BLOCK_R, BLOCK_C], ACCUMULATOR)
     for i in range(tiles):
         r = (tl.program_id(0).to(tl.int64) * tiles + i) * BLOCK_R + tl.arange(0, BLOCK_R)
-        inside = (r < num_rows)[:, None] & in_row[None, :]  # the last tile sticks out
+        in_bounds = (r < num_rows)[:, None] & in_row[None, :]  # the last tile sticks out
         total += widened(
-            tl.load(scores_ptr + r[:, None] * stride_scores_r + c[None, :] * stride_scores_c, mask=inside, other=0.0),
+            tl.load(
+                scores_ptr + r[:, None] * stride_scores_r + c[None, :] * stride_scores_c, mask=in_bounds, other=0.0
+            ),
             ACCUMULATOR,
         )
     count = widened(tl.load(count_ptr + c * stride_count, mask=in_row, other=0), ACCUMULATOR)  # ragged block
-    place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(partial_ptr + place, tl.sum(tl.sum(total, axis=0) * count, axis=0))
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(partial_ptr + program, tl.sum(tl.sum(total, axis=0) * count, axis=0))
 
 
 @triton.jit(do_not_specialize=["stride_count", "num_rows", "num_columns"])
@@ -127,11 +129,11 @@ def balance_backward_kernel(
     c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     count = widened(tl.load(count_ptr + c * stride_count, mask=c < num_columns, other=0), ACCUMULATOR)  # ragged block
     g = rounded(tl.load(dloss_ptr) * tl.load(factor_ptr) * count, dscores_ptr.dtype.element_ty)
-    inside = (r < num_rows)[:, None] & (c < num_columns)[None, :]  # the last tiles stick out on both sides
+    in_bounds = (r < num_rows)[:, None] & (c < num_columns)[None, :]  # the last tiles stick out on both sides
     tl.store(
         dscores_ptr + r[:, None] * num_columns + c[None, :],
         tl.broadcast_to(g[None, :], [BLOCK_R, BLOCK_C]),
-        mask=inside,
+        mask=in_bounds,
     )
 
 
@@ -206,14 +208,14 @@ def finish_loss_kernel(
     ACCUMULATOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """factor · Σ partial; factor = coeff / max(n, 1) for n valid tokens, or coeff / N², or 0."""
-    place = tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK)
     partial = tl.zeros([BLOCK], ACCUMULATOR)
     valid = tl.zeros([BLOCK], tl.int32)
     for first in range(0, num_partials, BLOCK):
-        inside = first + place < num_partials  # the last step sticks out
-        partial += tl.load(partial_ptr + first + place, mask=inside, other=0.0)
+        in_bounds = first + lane < num_partials  # the last step sticks out
+        partial += tl.load(partial_ptr + first + lane, mask=in_bounds, other=0.0)
         if valid_ptr is not None:
-            valid += tl.load(valid_ptr + first + place, mask=inside, other=0)
+            valid += tl.load(valid_ptr + first + lane, mask=in_bounds, other=0)
     factor = number(coeff, ACCUMULATOR)
     if valid_ptr is not None:
         factor = factor / tl.maximum(tl.sum(valid, axis=0), 1).to(ACCUMULATOR)

@@ -61,13 +61,15 @@ def ordered(word, magnitude: tl.constexpr):
 @triton.jit
 def key_of(x):
     """An integer in the order of the scores, none of them -0; a NaN is at least -∞, no mark."""
-    wide: tl.constexpr = x.dtype == tl.float64
-    key = ordered(x.to(tl.int64 if wide else tl.int32, bitcast=True), 2**63 - 1 if wide else 2**31 - 1)
-    return tl.maximum(key, -(2**63) + 2**52 - 1 if wide else -(2**31) + 2**23 - 1)  # the image of -∞
+    is_float64: tl.constexpr = x.dtype == tl.float64
+    key = ordered(x.to(tl.int64 if is_float64 else tl.int32, bitcast=True), 2**63 - 1 if is_float64 else 2**31 - 1)
+    return tl.maximum(key, -(2**63) + 2**52 - 1 if is_float64 else -(2**31) + 2**23 - 1)  # the image of -∞
 
 
 @triton.jit
 def score_of(key):
     """The score that has this key."""
-    wide: tl.constexpr = key.dtype == tl.int64
-    return ordered(key, 2**63 - 1 if wide else 2**31 - 1).to(tl.float64 if wide else tl.float32, bitcast=True)
+    is_float64: tl.constexpr = key.dtype == tl.int64
+    return ordered(key, 2**63 - 1 if is_float64 else 2**31 - 1).to(
+        tl.float64 if is_float64 else tl.float32, bitcast=True
+    )

@@ -53,29 +53,29 @@ def only_best_groups(
 ):  # fmt: skip
     """Exclude experts outside the `group_topk` groups with the largest sums of `counted` keys."""
     by_group = tl.reshape(key, [BLOCK_T, BLOCK_G, BLOCK_S])
-    left = by_group
+    remaining_keys = by_group
     total = tl.zeros([BLOCK_T, BLOCK_G], ACCUMULATOR)
     missing = tl.zeros([BLOCK_T, BLOCK_G], tl.int32) + counted
     for _ in range(counted - 1):
-        largest = tl.max(left, axis=2)
-        equal = left == largest[:, :, None]
+        largest = tl.max(remaining_keys, axis=2)
+        equal = remaining_keys == largest[:, :, None]
         taken = tl.minimum(tl.sum(equal.to(tl.int32), axis=2), missing)
         total += tl.where(taken > 0, score_of(largest) * taken.to(ACCUMULATOR), 0.0)  # 0 · -∞ is no number
         missing -= taken
-        left = tl.where(equal, lowest(key.dtype), left)
-    total += tl.where(missing > 0, score_of(tl.max(left, axis=2)), 0.0)  # at most one is missing
+        remaining_keys = tl.where(equal, lowest(key.dtype), remaining_keys)
+    total += tl.where(missing > 0, score_of(tl.max(remaining_keys, axis=2)), 0.0)  # at most one is missing
     group = tl.arange(0, BLOCK_G)
     group_key = key_of(total)
     group_key = tl.where((group < num_groups)[None, :], group_key, out_of_choice(group_key.dtype))  # padded groups
     if BLOCK_G <= PAIRED:
         better = group_key[:, None, :] > group_key[:, :, None]
-        before = better | (
+        ranks_higher = better | (
             (group_key[:, None, :] == group_key[:, :, None]) & (group[None, :] < group[:, None])[None, :, :]
         )
-        kept = tl.sum(before.to(tl.int32), axis=2) < group_topk
+        is_best = tl.sum(ranks_higher.to(tl.int32), axis=2) < group_topk
     else:
-        kept = mark_in_order(group_key, group, group_topk) < out_of_choice(group_key.dtype)
-    return tl.reshape(tl.where(kept[:, :, None], by_group, out_of_choice(key.dtype)), [BLOCK_T, BLOCK_G * BLOCK_S])
+        is_best = mark_in_order(group_key, group, group_topk) < out_of_choice(group_key.dtype)
+    return tl.reshape(tl.where(is_best[:, :, None], by_group, out_of_choice(key.dtype)), [BLOCK_T, BLOCK_G * BLOCK_S])
 
 
 @triton.jit
@@ -83,8 +83,8 @@ def mark_given(given_ptrs, stride, e, topk):
     """As `mark_largest`, by each token's list of experts."""
     marked = tl.zeros([given_ptrs.shape[0], e.shape[0]], tl.int32)
     for i in range(topk):
-        given = tl.load(given_ptrs + tl.cast(i, tl.int64) * stride)
-        marked = tl.where(e[None, :] == given[:, None], lowest(tl.int32) + i, marked)
+        expert = tl.load(given_ptrs + tl.cast(i, tl.int64) * stride)
+        marked = tl.where(e[None, :] == expert[:, None], lowest(tl.int32) + i, marked)
     return marked
 
 

@@ -92,8 +92,8 @@ class _AuxScores(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.score = score
         ctx.save_for_backward(logits, padding)
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        scores = torch.empty(logits.shape, dtype=wide, device=logits.device)  # all by aux_scores_kernel
+        score_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        scores = torch.empty(logits.shape, dtype=score_dtype, device=logits.device)  # all by aux_scores_kernel
         routing_map = torch.empty(logits.shape, dtype=torch.bool, device=logits.device)  # as above
         ctx.mark_non_differentiable(routing_map)
         grid, sizes = _whole_rows(logits)
@@ -144,10 +144,10 @@ class _BalancingLoss(torch.autograd.Function):
         num_rows, num_columns = scores.shape
         columns = ceil_div(num_columns, sizes.balance.columns)
         tiles = ceil_div(num_rows, sizes.balance.tokens)
-        each = max(1, ceil_div(tiles * columns, sizes.balance_programs))
-        grid = (max(1, ceil_div(tiles, each)), columns)
-        wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        partial = torch.empty(grid[0] * columns, dtype=wide, device=scores.device)  # all by balance_kernel
+        tiles_per_program = max(1, ceil_div(tiles * columns, sizes.balance_programs))
+        grid = (max(1, ceil_div(tiles, tiles_per_program)), columns)
+        sum_dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        partial = torch.empty(grid[0] * columns, dtype=sum_dtype, device=scores.device)  # all by balance_kernel
         with launch_on(scores):
             launch(kernels.balance_kernel, grid)(
                 *strided(scores),
@@ -155,7 +155,7 @@ class _BalancingLoss(torch.autograd.Function):
                 partial,
                 num_rows,
                 num_columns,
-                each,
+                tiles_per_program,
                 ACCUMULATOR=accumulator(scores),
                 **sizes.balance.blocks("R", "C"),
                 **NO_FP_FUSION,
@@ -196,13 +196,13 @@ class _ZLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, padding: Tensor | None, coeff: float) -> Tensor:
-        (programs, each), sizes = _rows_of_programs(logits)
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        partial = torch.empty(programs, dtype=wide, device=logits.device)  # all by z_loss_kernel
+        (programs, tiles_per_program), sizes = _rows_of_programs(logits)
+        sum_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        partial = torch.empty(programs, dtype=sum_dtype, device=logits.device)  # all by z_loss_kernel
         valid = torch.empty(programs, dtype=torch.int32, device=logits.device)  # as above
         with launch_on(logits):
             launch(kernels.z_loss_kernel, (programs,))(
-                *strided(logits), *_padding(padding), partial, valid, *logits.shape, each, **sizes
+                *strided(logits), *_padding(padding), partial, valid, *logits.shape, tiles_per_program, **sizes
             )
             loss, factor = _finish(partial, valid, 0, coeff)
         ctx.save_for_backward(logits, padding, factor)
@@ -252,12 +252,15 @@ def _whole_rows(logits: Tensor) -> tuple[tuple[int], dict[str, Any]]:
 
 
 def _rows_of_programs(logits: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Programs, tiles of each, and their blocks, where programs add up rows."""
+    """((programs, tiles per program), block sizes) of a kernel whose programs add up rows."""
     rows = tuning.for_device(logits.device).z_loss
     width = power_of_two(logits.shape[1], least=8)
     tiles = ceil_div(logits.shape[0], rows.tile_tokens(width))
-    each = ceil_div(tiles, rows.max_programs)
-    return (ceil_div(tiles, each) if tiles else 1, each), {"ACCUMULATOR": accumulator(logits), **rows.blocks(width)}
+    tiles_per_program = ceil_div(tiles, rows.max_programs)
+    return (ceil_div(tiles, tiles_per_program) if tiles else 1, tiles_per_program), {
+        "ACCUMULATOR": accumulator(logits),
+        **rows.blocks(width),
+    }
 
 
 def _padding(mask: Tensor | None) -> tuple[Tensor | None, int]:

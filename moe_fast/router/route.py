@@ -72,10 +72,10 @@ def route(
 
 
 @unless_known
-def _check(logits_TE: Tensor, padding_mask: Tensor | None, *rest: Any) -> None:
-    """`rest` are the other arguments of `check_route`."""
+def _check(logits_TE: Tensor, padding_mask: Tensor | None, *settings: Any) -> None:
+    """Raise `ValueError` for an illegal call; `check_route` takes the logits and `settings`."""
     check_logits(logits_TE)
-    check_route(logits_TE, *rest)
+    check_route(logits_TE, *settings)
     check_padding_mask(padding_mask, logits_TE.shape[0])
 
 
@@ -99,8 +99,8 @@ def _choose(
         assert replay_target is not None
         state = state._replace(replay_queue=(*state.replay_queue, replay_target))
     if replay == "backward":
-        replay_target, *rest = state.replay_queue
-        state = state._replace(replay_queue=tuple(rest))
+        replay_target, *remaining_queue = state.replay_queue
+        state = state._replace(replay_queue=tuple(remaining_queue))
     return topk_routing(logits_TE, precomputed_indices=replay_target, **settings), None, state
 
 

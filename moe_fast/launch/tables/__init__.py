@@ -53,7 +53,7 @@ def nearest(gpu: Gpu, tables: Iterable[Table]) -> Table | None:
         if table.gpu.name == gpu.name:
             return -1.0
         pairs = ((gpu.multiprocessors, table.gpu.multiprocessors), (gpu.memory, table.gpu.memory))
-        return sum(abs(math.log2(own / other)) for own, other in pairs)
+        return sum(abs(math.log2(value / table_value)) for value, table_value in pairs)
 
     return min((table for table in tables if table.gpu.major == gpu.major), key=distance, default=None)
 
@@ -66,11 +66,11 @@ def changed(sizes: Any, path: str, values: Mapping[str, int]) -> Any:
     """
     if not path:
         return replace(sizes, **values)
-    head, _, rest = path.partition(".")
+    head, _, remaining_path = path.partition(".")
     if isinstance(sizes, tuple):
         at = int(head)
-        return (*sizes[:at], changed(sizes[at], rest, values), *sizes[at + 1 :])
-    return replace(sizes, **{head: changed(getattr(sizes, head), rest, values)})
+        return (*sizes[:at], changed(sizes[at], remaining_path, values), *sizes[at + 1 :])
+    return replace(sizes, **{head: changed(getattr(sizes, head), remaining_path, values)})
 
 
 def with_table(sizes: Tuning, table: Table | None) -> Tuning:
@@ -82,8 +82,8 @@ def with_table(sizes: Tuning, table: Table | None) -> Tuning:
 
 def read(file: Path) -> Table:
     """The table of a file."""
-    given = json.loads(file.read_text())
-    return Table(Gpu(**given["gpu"]), given["sizes"])
+    content = json.loads(file.read_text())
+    return Table(Gpu(**content["gpu"]), content["sizes"])
 
 
 @cache
