@@ -1,19 +1,22 @@
-"""Rows straight into other ranks' memory; `_symmetric_sums` brings them back.
+"""Kernels that write rows straight into the memory of other ranks; those of `_symmetric_sums` bring
+them back.
 
 Each rank has a slab that all ranks can address. A table holds the address of one region of the slab
 on each rank. Row i of the region "rows" is row i of the experts' buffer. A rank's own tokens do not
-pass through its slab: they are written to all their rows, and added up from them. With duplicates
-removed, only the first of a token's rows on another rank travels; `link` marks it, and chains the
-token's other rows:
+pass through its slab: they are written to all their rows directly, and added up from them. If
+duplicates are removed, only the first of a token's rows on another rank travels; `link` marks it,
+and chains the token's other rows:
 
     link[i] = FIRST · (row i travelled) + (1 + the token's next row here, or 0)       else 0
     home[i] = where row i came from: slot << RANK | rank
 
-The sum of such a token's rows travels to its slot on that rank, if there are as many slots.
+The sum of such a token's rows travels to its slot on the rank that it came from, if that rank has
+so many slots.
 
-With regions for scales, rows travel as codes and scales, computed where the token is read.
+If there are regions for scales, rows travel as codes and scales, which are computed where the token
+is read.
 
-With SHARED the kernels over tokens and rows share out their pieces of work among any number of
+With SHARED the kernels over tokens and rows divide their pieces of work among any number of
 programs.
 """
 
@@ -32,19 +35,23 @@ NO_SLOT = tl.constexpr(1 << 40)  # past all rows
 
 @triton.jit
 def at_rank(table_ptr, rank, mask, ELEMENT: tl.constexpr):
-    """The addresses of a region on these ranks: multiples of 256 bytes; vectors need 16."""
+    """The addresses of a region on these ranks. They are multiples of 256 bytes; vectors need
+    multiples of 16.
+    """
     return tl.multiple_of(tl.load(table_ptr + rank, mask=mask, other=0).to(tl.pointer_type(ELEMENT)), 16)
 
 
 @triton.jit
 def turns_of(pieces):
-    """How many of so many pieces of work this program does."""
+    """How many of `pieces` pieces of work this program does."""
     return tl.cdiv(pieces - tl.program_id(0), tl.num_programs(0))
 
 
 @triton.jit
 def here_or_there(here, here_ptr, table_ptr, rank, mask, ELEMENT: tl.constexpr):
-    """`here_ptr`, which begins at a multiple of 16 bytes too, or `at_rank`."""
+    """`here_ptr` where `here` is true, else the address of the region on that rank, as `at_rank`.
+    Both are multiples of 16 bytes.
+    """
     address = tl.load(table_ptr + rank, mask=mask, other=0)
     address = tl.where(here, here_ptr.to(tl.int64), address)
     return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16)
@@ -52,7 +59,9 @@ def here_or_there(here, here_ptr, table_ptr, rank, mask, ELEMENT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["own_rank", "num_experts"])
 def announce_kernel(count_ptr, counts_table_ptr, own_rank, num_experts, BLOCK_E: tl.constexpr):
-    """This rank's counts into its row of all ranks' counts; one program per rank."""
+    """Write this rank's counts, [E] int32, into its row of the table of all ranks' counts; program
+    r writes to rank r.
+    """
     e = tl.arange(0, BLOCK_E)
     in_bounds = e < num_experts  # the block is a power of two
     counts_ptr = at_rank(counts_table_ptr, tl.program_id(0), True, tl.int32)
@@ -68,7 +77,9 @@ def slab_layout_kernel(
     own_rank, ranks, num_experts, local_experts, align, num_rows,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Lay out the segments of all ranks' buffers, on every rank alike: all see each overflow."""
+    """Lay out the segments of all ranks' buffers. The grid is one program. Every rank computes the
+    layout of every other rank, so that all ranks know each overflow.
+    """
     e = tl.arange(0, BLOCK_E)
     in_bounds = e < num_experts  # the block is a power of two
     total = tl.zeros([BLOCK_E], tl.int64)
@@ -105,7 +116,9 @@ def push_lists(
     block, num_tokens, num_experts, local_experts, num_rows, own_rank,
     ONCE: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """The probs of a block of tokens to all ranks, links to others, and their lists here."""
+    """For a block of tokens, write the probs to all ranks, the links to the other ranks, and the
+    lists of rows here.
+    """
     t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
     lists = find_lists(
         row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
@@ -153,7 +166,7 @@ def push_rows(
     POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens, read once, to its rows on all ranks."""
+    """Read a tile of tokens once, and write it to its rows on all ranks."""
     t = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     in_row = (h < num_columns)[None, :]  # the last block sticks out
@@ -209,8 +222,9 @@ def push_kernel(
     EARLY: tl.constexpr,  # tokens with a slot have travelled
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Read each token once, write it to its rows on all ranks: on this one into the results, on
-    others into the slabs; first probs, links and lists, and zeros where this rank has no token.
+    """Read each token once, and write it to its rows on all ranks: on this rank into the results,
+    on the others into their slabs. The first programs write zeros where this rank has no token, the
+    next ones probs, links and lists, and the others one tile of tokens each.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     lanes = local_experts + tail_lanes
@@ -247,7 +261,9 @@ def fill(
     local_experts, num_columns, num_rows, epsilon, infinity,
     POWER_OF_TWO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Zeros in the padding and, with lanes for it, past the segments, where no scale is written."""
+    """Write zeros into the padding and, if there are lanes for it, past the segments; no scale is
+    written there.
+    """
     fill_gaps(
         rows_ptr, row_probs_ptr, gap_ptr, lane, column, tl.maximum(tail_lanes, 1), local_experts, num_columns,
         num_rows, 1, BLOCK_R, BLOCK_H,
@@ -261,7 +277,9 @@ def fill(
 
 @triton.jit
 def is_sent(t, rank, last, own_rank, ranks, num_rows, ONCE: tl.constexpr, EARLY: tl.constexpr):
-    """Whether a slot's row is written: here always, else a rank's first one, if not there yet."""
+    """Whether a slot's row is written: always on this rank; on another rank only the token's first
+    row there (ONCE), unless the token has travelled before its routing was known (EARLY).
+    """
     is_written = rank >= 0
     if ONCE:
         is_written = (rank != last) | (rank == own_rank)
@@ -272,15 +290,17 @@ def is_sent(t, rank, last, own_rank, ranks, num_rows, ONCE: tl.constexpr, EARLY:
 
 @triton.jit
 def slot_of(t, rank, source, ranks, ONCE: tl.constexpr):
-    """Where `source` has the sum of its token t on another rank; a row that is not added has no
-    slot.
+    """The slot in which rank `source` gets the sum of its token t's rows on `rank`. Rows that are
+    not added up have no slot.
     """
     return t * (ranks - 1) + rank - (rank > source).to(tl.int64) if ONCE else t * 0 + NO_SLOT
 
 
 @triton.jit
 def place_scales(row, b, num_columns, is_local, stride_scale_m, stride_scale_n):
-    """Where these rows' scales of blocks b are: on another rank a row's are together."""
+    """The offsets of the scales of blocks b of these rows. On another rank the scales of one row
+    lie together.
+    """
     stride_m = tl.where(is_local, stride_scale_m, tl.cdiv(num_columns, BLOCK))
     stride_n = tl.where(is_local, stride_scale_n, 1)
     return row[:, None] * stride_m[:, None] + b[None, :] * stride_n[:, None]
@@ -301,7 +321,7 @@ def spread_row(
     stride_scale_m, stride_scale_n, row_probs_ptr, num_columns, num_rows,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A row that has travelled, copied to all rows of its token."""
+    """Copy a row that has travelled to all rows of its token."""
     if row_probs_ptr is not None:
         token_row = row
         while token_row >= 0:
@@ -337,7 +357,9 @@ def spread_kernel(
     pieces, num_columns, num_rows,
     SHARED: tl.constexpr, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Each row that has travelled is copied to all rows of its token, GROUP rows a piece."""
+    """Copy each row that has travelled to all rows of its token on this rank. A piece of work is
+    GROUP rows.
+    """
     for i in range(turns_of(pieces) * GROUP if SHARED else GROUP):
         piece = tl.program_id(0) + tl.cast(i // GROUP, tl.int64) * tl.num_programs(0)
         row = piece * GROUP + i % GROUP

@@ -1,4 +1,5 @@
-"""Sums of each token's rows, on the rank that has them, and their total where the token came from.
+"""Kernels that add up each token's rows on the rank that has them, and add these sums on the rank
+that the token came from.
 
 See `_symmetric` for links, homes and tables.
 """
@@ -18,8 +19,8 @@ def return_row(
     sum_probs_ptr, num_columns, num_rows,
     ACCUMULATOR: tl.constexpr, BLOCK_H: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows here of a token that came, in order, and send the sum to its slot, or leave it;
-    publish their probs.
+    """Add the rows here of a token from another rank, in order, and send the sum to its slot; a sum
+    without a slot is stored in this rank's slab. Publish the probs of these rows.
     """
     if probs_ptr is not None:
         token_row = row
@@ -52,7 +53,9 @@ def add_own(
     t, rows_ptr, stride_rows_p, stride_rows_h, own_ptr, out_ptr, row_map, num_tokens, num_experts, num_columns,
     ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The sums of these tokens' rows on this rank, which their lists have together."""
+    """Add the rows on this rank of tokens of this rank; a token's list has these rows
+    side by side.
+    """
     in_tokens = t < num_tokens  # the last tile sticks out
     local_rows = tl.load(own_ptr + t, mask=in_tokens, other=0).to(tl.int64)
     list_ptr = row_map.slots_ptr + t * num_experts + local_rows // FIRST_SLOT
@@ -88,9 +91,12 @@ def return_kernel(
     ACCUMULATOR: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
     UNROLL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The sums of other ranks' tokens, each sent home, and those of this rank's tokens: pieces of
-    both alternate, as the link is slower than the memory. A piece is of GROUP rows, far from each
-    other: tokens' first rows crowd in the first experts.
+    """Add up the rows of other ranks' tokens, and send each sum home; and add up the rows of this
+    rank's tokens.
+
+    Programs of both kinds alternate, because the link between the ranks is slower than the memory.
+    A piece of work of the first kind is GROUP rows that are far from each other, because the first
+    rows of tokens crowd in the first experts.
     """
     interval = pieces // tl.maximum(token_pieces, 1)
     for turn in range(turns_of(pieces) if SHARED else 1):
@@ -119,7 +125,7 @@ def take_probs(
     num_rows, own_rank,
     BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """The probs of a block of tokens, from here and from other ranks."""
+    """Read the probs of a block of tokens from this rank's rows and from those of other ranks."""
     t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
     lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
     for j in range(tl.max(lists.num_slots, axis=0)):
@@ -134,7 +140,9 @@ def take_probs(
 
 @triton.jit
 def total_by_ranks(t, h, here, sums_ptr, ranks_ptr, num_tokens, num_columns, own_rank, ranks, in_row):
-    """The sum over ranks of sums that have all come; `here` is this rank's."""
+    """The sum over ranks of a token's sums, where every sum has a slot and has arrived; `here` is
+    this rank's.
+    """
     rank_bits = tl.load(ranks_ptr + t, mask=t < num_tokens, other=0)  # the last tile sticks out
     total = tl.zeros_like(here)
     for rank in range(ranks):
@@ -155,8 +163,8 @@ def total_by_slots(
     t, h, here, sums_ptr, left_table_ptr, row_map, num_tokens, num_experts, local_experts, num_columns, num_rows,
     own_rank, in_row, element: tl.constexpr, ONCE: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The same sum, of sums that have come and of those that were left where they are; where a rank
-    has sent every row by itself, each of its rows is one.
+    """The sum over ranks of a token's sums, some of which have arrived in a slot, while others are
+    read from the rank that computed them. Without ONCE each row is a sum of its own.
     """
     lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
     total = tl.zeros_like(here)
@@ -187,7 +195,7 @@ def total_of_tile(
     ONCE: tl.constexpr, CAME: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The totals of some tokens' columns."""
+    """The totals of a block of tokens, for a block of columns."""
     t = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     in_row = (h < num_columns)[None, :]  # the last block sticks out
@@ -224,8 +232,10 @@ def total_kernel(
     ACCUMULATOR: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_L: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = Σ over ranks, ascending, of t's sums there, each rounded before it is added; `out`
-    holds this rank's. out_probs[t, e] is the prob of its row, 0 without one.
+    """out[t] = Σ over ranks, ascending, of the sum of t's rows there, each rounded before it is
+    added. At the launch `out` holds this rank's sums. out_probs[t, e] is the prob of the row of t
+    and e, or 0 if there is none. A piece of work is a tile of tokens, or the probs of a block of
+    tokens.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     list_blocks = tl.cdiv(num_tokens, BLOCK_L) if out_probs_ptr is not None else 0

@@ -26,7 +26,7 @@ from moe_ref.config import Dispatched, check_budget, check_dispatch
 
 @dataclass(frozen=True)
 class Handle:
-    """What combine needs of its dispatch."""
+    """What combine needs to know of the dispatch."""
 
     exchange: Exchange
     row_map: Any
@@ -46,9 +46,9 @@ def allgather_dispatch(
 ) -> Dispatched:
     """Gather all tokens on every rank, and permute the copies that the rank's own experts want.
 
-    With its tokens a rank gets only its own experts' columns of routing maps and probs. The host
-    reads the counts, unless `num_rows` bounds them: then a rank gets only the tokens that it keeps,
-    as in `hybridep_dispatch`, and gradients of ranks are added in the accumulator's dtype.
+    Of routing maps and probs a rank gets only the columns of its own experts. The host reads the
+    counts, unless `num_rows` bounds them: then a rank gets only the tokens that it keeps, as in
+    `hybridep_dispatch`, and the ranks' gradients are added in the accumulator's dtype.
     """
     ranks, rank = size_and_rank(group)
     shards = expert_tensor_parallel
@@ -91,7 +91,9 @@ def allgather_combine(rows_PH: Tensor, handle: Handle, *, group: Any = None) -> 
 def _within_budget(
     tokens_TH: Tensor, routing_map_TE: Tensor, probs_TE: Tensor | None, shards: int, num_rows: int, group: Any
 ) -> Dispatched:
-    """The dispatch of the tokens that some rank keeps, once to each."""
+    """The dispatch with a budget: each token travels once to each rank that keeps some
+    copy of it.
+    """
     ranks, _ = size_and_rank(group)
     copies = kept_copies(routing_map_TE, num_rows, group, shards=shards)
     map_TWL = columns_of_ranks(copies.map_TE, ranks // shards, shards)
@@ -107,5 +109,5 @@ def _within_budget(
 
 
 def _for_each_rank(x_TE: Tensor, ranks: int, shards: int) -> Tensor:
-    """[W·T,L]: for each rank the columns of its experts."""
+    """[W·T,L]: for each rank, the columns of its experts."""
     return columns_of_ranks(x_TE, ranks // shards, shards).transpose(0, 1).flatten(0, 1)

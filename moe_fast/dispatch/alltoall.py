@@ -24,7 +24,7 @@ from moe_ref.config import Dispatched, check_dispatch, check_one_size
 
 @dataclass(frozen=True)
 class Handle:
-    """What combine needs of its dispatch."""
+    """What combine needs to know of the dispatch."""
 
     exchange: Exchange
     row_map: Any  # of the permutation in front
@@ -51,9 +51,10 @@ def alltoall_dispatch(
     """Permute the copies by expert, send each chunk to its expert's rank, and sort what arrives by
     local expert.
 
-    dprobs of shards are added in their own dtype. Each copy travels to all shards of its expert, in
-    one collective. The host reads the counts, unless `capacity` gives the sizes or `num_rows`
-    bounds them: then a rank sends `num_rows` rows to each, see `budget`.
+    The gradients of the probs from several shards are added in the dtype of the probs. Each copy
+    travels to all shards of its expert, in one collective. The host reads the counts, unless
+    `capacity` gives the sizes or `num_rows` bounds them: then every rank sends `num_rows` rows to
+    each, see `budget`.
     """
     ranks, rank = size_and_rank(group)
     shards = expert_tensor_parallel
@@ -119,7 +120,7 @@ def alltoall_combine(rows_PH: Tensor, handle: Handle, *, group: Any = None) -> T
 def _within_budget(
     tokens_TH: Tensor, routing_map_TE: Tensor, probs: Tensor | None, shards: int, num_rows: int, group: Any
 ) -> Dispatched:
-    """The dispatch of the copies that have a row, in slabs of `num_rows` rows."""
+    """The dispatch with a budget: copies that have a row travel in slabs of `num_rows` rows."""
     ranks, rank = size_and_rank(group)
     holders, device = ranks // shards, tokens_TH.device
     sources = torch.arange(ranks, device=device).reshape(holders, shards).T.flatten()
@@ -144,22 +145,22 @@ def _within_budget(
 
 
 def _by_expert(holders: int, shards: int, chunks: int, device: torch.device) -> Tensor:
-    """The order of each source's chunks, one per local expert: by expert, tensor rank and group of
-    the source.
+    """The order that sorts the arrived chunks, one for each source and local expert: by expert,
+    then by the source's tensor rank, then by its group.
     """
     places = torch.arange(holders * shards * chunks, device=device).reshape(holders, shards, chunks)
     return places.permute(2, 1, 0).flatten()
 
 
 def _to_shards(x: Tensor | None, blocks: tuple[int, ...], shards: int) -> Tensor | None:
-    """Each block, repeated for its shards."""
+    """x, with each block repeated for each of its shards."""
     if x is None or shards == 1:
         return x
     return torch.cat([replicated(block, shards) for block in x.split(list(blocks))])
 
 
 def _from_shards(x: Tensor, blocks: tuple[int, ...], shards: int, between: torch.dtype) -> Tensor:
-    """Each block's shards added."""
+    """The sum of each block over its shards."""
     if shards == 1:
         return x
     pieces = x.split([count * shards for count in blocks])

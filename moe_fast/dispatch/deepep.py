@@ -1,5 +1,5 @@
-"""DeepEP's normal mode: each token travels once to each rank that wants it, however many experts of
-that rank do.
+"""DeepEP's normal mode: each token travels once to each rank that wants it, even if several experts
+of that rank do.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from moe_ref.config import (
 
 @dataclass(frozen=True)
 class Handle:
-    """What combine needs of its dispatch."""
+    """What combine needs to know of the dispatch."""
 
     sent_rows: Sent
     order_D: Tensor | None = None  # with `num_worst_tokens`: the arrived row, of the slabs, in each row
@@ -45,10 +45,10 @@ class Handle:
 
 
 def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEPLayout:
-    """Count, before anything is sent, how many tokens one rank will send where; local, and the host
-    never waits.
+    """Count how many tokens this rank will send to each rank and expert. Nothing is sent, and the
+    host never waits.
 
-    A slot outside 0 … E - 1 counts as empty, unchecked.
+    A slot outside 0 … E - 1 counts as empty, and is not reported.
     """
     check_expert_split(num_experts, ranks)
     wide_TK = indices_TK.long()  # a narrow dtype may not hold the numbers that they are compared with
@@ -68,8 +68,9 @@ def deepep_dispatch(
 ) -> DeepEPDispatched:  # fmt: skip
     """Send each token once to each rank that some slot of it names.
 
-    The host reads the counts. With `num_worst_tokens` it reads them to check it, and with a policy
-    that trusts values it reads nothing: then `num_worst_tokens` rows travel from each rank to each.
+    The host reads the counts. With `num_worst_tokens` it reads them only to check that number. If
+    the policy trusts values too, it reads nothing: then `num_worst_tokens` rows travel from each
+    rank to each.
     """
     ranks, rank = size_and_rank(group)
     check_rank_indices(
@@ -149,7 +150,9 @@ def deepep_combine(
 
 
 def _where_they_arrived(x_D: Tensor, handle: Handle, arrived: int) -> Tensor:
-    """The rows in the slabs; those past the received ones stand in rows that no token has."""
+    """The rows at their positions in the slabs. Rows past the received ones go to positions that
+    hold no token.
+    """
     if handle.order_D is None:
         return x_D
     return x_D.new_zeros((arrived, *x_D.shape[1:])).index_copy(0, handle.order_D, x_D)

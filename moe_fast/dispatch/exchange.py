@@ -1,4 +1,4 @@
-"""Rows to other ranks and back."""
+"""Send rows to other ranks and back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ from moe_ref.config import require
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows from each rank to each: by destination when they leave, by source when they arrive."""
+    """How many rows go from each rank to each. Rows are ordered by destination when they leave, and
+    by source when they arrive.
+    """
 
     group: Any
     send: tuple[int, ...]  # rows to each rank
@@ -27,7 +29,7 @@ class Exchange:
 
 
 def size_and_rank(group: Any) -> tuple[int, int]:
-    """W, and this process's rank.
+    """(number of ranks W, this process's rank).
 
     Raises:
         ValueError: no process group, or one without this process.
@@ -48,7 +50,7 @@ def size_and_rank(group: Any) -> tuple[int, int]:
 
 
 def counts_of_all(own_N: Tensor, group: Any) -> Tensor:
-    """[W,N]: what every rank counts."""
+    """[W,N]: the counts of every rank."""
     ranks, _ = size_and_rank(group)
     counts = torch.empty((ranks, len(own_N)), dtype=torch.int64, device=own_N.device)  # all by the collective
     dist.all_gather(list(counts.unbind(0)), own_N.to(torch.int64).contiguous(), group=group)
@@ -56,7 +58,7 @@ def counts_of_all(own_N: Tensor, group: Any) -> Tensor:
 
 
 def exchange_of(count_WW: Sequence[Sequence[int]], rank: int, group: Any) -> Exchange:
-    """What this rank sends and receives, where count[s][d] rows go from s to d."""
+    """The rows that this rank sends and receives, if count[s][d] rows go from s to d."""
     return Exchange(group, tuple(count_WW[rank]), tuple(row[rank] for row in count_WW))
 
 
@@ -97,7 +99,7 @@ def _move(exchange: Exchange, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """[R, bytes of a row]."""
+    """[R, bytes of a row]: the rows as uint8."""
     # one row or column is contiguous with any stride; a vector is with one
     flat = tensor.detach().resolve_neg().contiguous().flatten()
     return flat.view(torch.uint8).reshape(len(tensor), prod(tensor.shape[1:]) * tensor.element_size())
@@ -131,7 +133,9 @@ def check_combined(rows: Tensor, num_rows: int) -> None:
 
 
 def replicated(x_TH: Tensor, times: int) -> Tensor:
-    """[times · T, H]: copies of x. Gradients are added from the first on, in the dtype of x."""
+    """[times · T, H]: copies of x. The gradients of the copies are added in order, in the dtype of
+    x.
+    """
     return x_TH if times == 1 else _Replicated.apply(x_TH, times)
 
 

@@ -1,5 +1,5 @@
-"""HybridEP: each token travels once to each rank that wants it, and permute and unpermute are part
-of the way.
+"""HybridEP: each token travels once to each rank that wants it; permute and unpermute are parts of
+dispatch and combine.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from moe_ref.config import (
 
 @dataclass(frozen=True)
 class Handle:
-    """What combine needs of its dispatch."""
+    """What combine needs to know of the dispatch."""
 
     sent_rows: Sent
     map_DL: Tensor  # which of the rank's experts each received token goes to
@@ -49,10 +49,11 @@ def hybridep_dispatch(
 ) -> Dispatched:  # fmt: skip
     """Send each token once to each rank that wants it, and write its copies where the experts read.
 
-    With a recipe each token is quantised once, here, and its codes and scales travel as bytes: the
-    bits are the same as of rows quantised on arrival. The host reads the counts, unless `num_rows`
-    bounds them: `budget` tells what travels then. `num_sms` and `num_blocks` have no effect: the
-    group's collectives, and `permute`, choose their own.
+    With a recipe each token is quantised once, on the rank that sends it, and its codes and scales
+    travel as bytes: the bits are the same as if rows were quantised on arrival. The host reads the
+    counts, unless `num_rows` bounds them; `budget` describes what travels then. `num_sms` and
+    `num_blocks` have no effect, because the group's collectives and `permute` choose their own
+    numbers of programs.
     """
     ranks, _ = size_and_rank(group)
     check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks)
@@ -77,7 +78,9 @@ def hybridep_dispatch(
 
 
 class _Place(torch.autograd.Function):
-    """The graph's node of rows that came as codes, never read; its gradient is a combine."""
+    """The node in autograd's graph of rows that arrived as codes. Its values are never read; its
+    gradient is a combine.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, handle: Handle) -> Tensor:

@@ -1,5 +1,5 @@
-"""Memory of other processes of one host, by CUDA IPC: for ranks that share a GPU, where torch has
-no symmetric memory.
+"""Memory of other processes of the same host, by CUDA IPC: for ranks that share a GPU, where torch
+has no symmetric memory.
 """
 
 import socket
@@ -14,7 +14,7 @@ from moe_ref.config import require
 
 
 class Place(NamedTuple):
-    """Where a rank runs."""
+    """The host and the GPU of a rank."""
 
     host: str
     gpu: str  # its UUID: processes may number their GPUs differently
@@ -34,7 +34,9 @@ def place_of(device: torch.device) -> Place:
 
 
 def offer_of(memory: Tensor) -> Offer:
-    """The offer of this process's memory, which it must keep; it waits for the device."""
+    """The offer of this process's memory. The process must keep the memory; the call waits for the
+    device.
+    """
     torch.cuda.synchronize(memory.device)  # what was written here comes before what others write
     storage = memory.untyped_storage()._share_cuda_()
     return Offer(_uuid(memory.device.index), storage[1:], int(memory.storage_offset()), len(memory))

@@ -1,7 +1,7 @@
-"""Memory of every rank that all ranks of a group can address, and the barrier between them.
+"""Memory of every rank that all ranks of a group can address, and a barrier between them.
 
-On GPUs of one NVLink host it is torch's symmetric memory; where ranks share a GPU, memory passed on
-by CUDA IPC; on CPUs, where kernels are interpreted, a file that all processes map.
+On GPUs of one NVLink host it is torch's symmetric memory. Ranks that share a GPU share memory by
+CUDA IPC. On CPUs, where kernels are interpreted, it is a file that all processes map.
 """
 
 import os
@@ -28,7 +28,7 @@ BARRIER_MS = 600_000  # that a GPU waits for the others before it gives up with 
 
 @dataclass(frozen=True)
 class Room:
-    """The sizes that a slab has room for."""
+    """The sizes for which a slab has room."""
 
     ranks: int
     experts: int
@@ -59,8 +59,8 @@ class Room:
         )
 
     def grown(self, needed: "Room") -> "Room":
-        """Room for either; rows at least double: outgrown slabs together cost no more than the
-        last.
+        """Room for both. The rows at least double, so that all outgrown slabs together take no more
+        memory than the last one.
         """
         rows = self.rows if self.rows >= needed.rows else max(2 * self.rows, needed.rows)
         return Room(self.ranks, max(self.experts, needed.experts), rows, max(self.row_bytes, needed.row_bytes))
@@ -80,13 +80,13 @@ class Slab:
     aside: Callable[[], None] | None = None  # the barrier of another stream, which may wait at the same time
 
     def region(self, name: str, dtype: torch.dtype, count: int, rank: int | None = None) -> Tensor:
-        """The first numbers of one of this rank's regions, or of another's."""
+        """The first `count` numbers of a region of this rank, or of another rank."""
         begin, memory = offsets(self.room)[name], self.memory if rank is None else self.memories[rank]
         return memory[begin : begin + count * dtype.itemsize].view(dtype)
 
 
 def offsets(room: Room) -> dict[str, int]:
-    """Where each region begins, and, as "", where the last ends."""
+    """The offset of each region in bytes, and under the name "" the end of the last one."""
     begins, end = {}, 0
     for name, size in room.regions().items():
         begins[name] = end
@@ -116,13 +116,13 @@ _meetings = count()  # of this process over NVLink
 
 
 def slab_for(group: Any, device: torch.device, room: Room) -> Slab:
-    """The group's slab. The first call, and one that needs more room than those before, is a
+    """The group's slab. The first call, and each call that needs more room than those before, is a
     collective of the group.
 
-    A slab lives as long as its group, also when a larger one has replaced it: captured graphs still
-    store to it, on any rank. So make the largest call first, or use one `num_rows`; smaller slabs
-    cost up to as much memory again. torch numbers a process's NVLink meetings whatever the group:
-    the ranks of a group must have met equally often.
+    A slab lives as long as its group, even if a larger one has replaced it, because captured graphs
+    still store to it, on any rank. So make the largest call first, or use one `num_rows`; all
+    smaller slabs together cost at most as much memory again. torch numbers the NVLink meetings of a
+    process, whatever the group is: the ranks of a group must have met equally often.
 
     Raises:
         ValueError: the ranks ask for different room or have not met equally often; NVLink multicast
@@ -141,7 +141,7 @@ def slab_for(group: Any, device: torch.device, room: Room) -> Slab:
 
 
 def transport_of(group: Any) -> str:
-    """How the ranks reach each other's memory; "" before they have met."""
+    """The name of the way by which the ranks reach each other's memory; "" before they have met."""
     slab = _slabs.get(dist.group.WORLD if group is None else group)
     return "" if slab is None else slab.transport
 

@@ -3,9 +3,9 @@
     count → announce → barrier → push, and zero the padding → barrier → spread          dispatch
     barrier → add up a token's rows here, send the sum home → barrier → add up          combine
 
-The host never waits: sizes are given, and every rank computes the layout and all overflows from all
-ranks' counts. This module is an implementation of three functions, with those that read quantised
-rows. Read `steps` first.
+The host never waits: the call gives the sizes, and every rank computes the layout and all overflows
+from the counts of all ranks. This module is an implementation of three functions, and of those that
+read quantised rows. Read `steps` first.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes
 
 
 class Early(NamedTuple):
-    """Tokens on their way to the other rank."""
+    """Tokens that are on their way to the other rank before their routing is known."""
 
     tokens: Tensor
     slab: Slab
@@ -50,11 +50,11 @@ class Early(NamedTuple):
 
 
 def start_early(tokens_TH: Tensor, *, num_experts: int, num_rows: int, group: Any) -> Early:
-    """Copy all tokens to the other of two ranks, before the routing is known: for their dispatch
-    with as many rows, which then sends none. All ranks call it together.
+    """Copy all tokens to the other of two ranks before their routing is known. Their dispatch, with
+    the same `num_rows`, then sends no rows. All ranks call it together.
 
-    Over NVLink a copy engine moves them, on a stream of its own, while the gate and the router run.
-    It pays where nearly every token goes to both ranks.
+    Over NVLink a copy engine moves them on a separate stream, while the gate and the router run. It
+    pays if nearly every token goes to both ranks.
 
     Raises:
         ValueError: another number of ranks than two; see `hybridep_dispatch`.
@@ -77,7 +77,7 @@ def start_early(tokens_TH: Tensor, *, num_experts: int, num_rows: int, group: An
 
 @cache
 def _copies(device: torch.device) -> Any:
-    """The GPU's stream of such copies."""
+    """The GPU's stream for these copies."""
     return torch.cuda.Stream(device)
 
 
@@ -205,7 +205,9 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Place(torch.autograd.Function):
-    """The graph's node of rows that came as codes, never read, and their probs."""
+    """The node in autograd's graph of rows that arrived as codes, whose values are never read, and
+    of their probs.
+    """
 
     @staticmethod
     def forward(
@@ -259,7 +261,9 @@ def _resend(tokens: Tensor | None, probs: Tensor | None, handle: Handle, most: P
 
 
 def _slab(handle: Handle, rows: Tensor | None, probs: Tensor | None) -> Slab | None:
-    """The group's slab, with room for such rows; None on all ranks without rows and probs."""
+    """The group's slab, with room for these rows; None if there are neither rows nor probs, which
+    is so on all ranks or on none.
+    """
     some = rows if rows is not None else probs
     if some is None:
         return None

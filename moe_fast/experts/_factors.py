@@ -1,4 +1,6 @@
-"""The factors of a product in low precision: values of codes, scales of blocks and of sums."""
+"""The factors of a product in low precision: the values of codes, the scales of blocks, and the
+factors of whole sums.
+"""
 
 import triton
 import triton.language as tl
@@ -13,7 +15,9 @@ EXTREME = tl.constexpr(2.0**63)
 
 @triton.jit
 def factor(codes, FORMAT: tl.constexpr, FACTOR: tl.constexpr):
-    """The values of codes, in FACTOR; None: the matrix unit takes the codes."""
+    """The values of codes in the dtype FACTOR; if it is None, the codes themselves, which the
+    matrix unit multiplies.
+    """
     return codes if FACTOR is None else decoded(codes, FORMAT).to(FACTOR)
 
 
@@ -26,7 +30,9 @@ def block_codes(row_ptrs, stride, block, blocks, live, COUNT: tl.constexpr):
 
 @triton.jit
 def scaled_factor(codes, stored, amax, block, blocks, RULE: tl.constexpr, FORMAT: tl.constexpr, FACTOR: tl.constexpr):
-    """Code · block scale, without a finite amax; 0 past the last block (not 0 · ∞)."""
+    """Codes times their blocks' scales, without the amax above the blocks; 0 past the last block,
+    where the product could be 0 · ∞.
+    """
     scale = (
         power_of_two(stored)
         if RULE == "mxfp8"
@@ -39,7 +45,7 @@ def scaled_factor(codes, stored, amax, block, blocks, RULE: tl.constexpr, FORMAT
 
 @triton.jit
 def packed(codes):
-    """E2M1 as the matrix unit reads it: two codes a byte, the even one in the low half."""
+    """E2M1 codes as the matrix unit reads them: two in a byte, the even one in the low half."""
     low, high = tl.split(tl.reshape(codes, [codes.shape[0], codes.shape[1] // 2, 2]))
     return low | (high << 4)
 
@@ -96,7 +102,7 @@ def codes_product(lhs, rhs):
 
 @triton.jit
 def load_outer(ptr, stride_l, stride_r, expert, r, live, RULE: tl.constexpr):
-    """The amax above each row's blocks, for NVFP4."""
+    """For NVFP4, the amax above the blocks of each row."""
     if RULE == "nvfp4":  # no early return: Triton compiles the code after it anyway
         amax = tl.load(ptr + expert.to(tl.int64) * stride_l + r * stride_r, mask=live, other=0.0).to(tl.float32)
     else:
@@ -106,14 +112,18 @@ def load_outer(ptr, stride_l, stride_r, expert, r, live, RULE: tl.constexpr):
 
 @triton.jit
 def outer_scale(ptr, stride_l, stride_r, expert, r, live, share, RULE: tl.constexpr):
-    """The factor of the sum per row: the group's scale, or amax · share unless that is infinite."""
+    """The factor of each row's sum: the scale of its group, or amax · share unless that is
+    infinite.
+    """
     scale = tl.load(ptr + expert.to(tl.int64) * stride_l + r * stride_r, mask=live, other=0.0).to(tl.float32)
     return tl.where(scale == INFINITE, 1.0, scale * share) if RULE == "nvfp4" else scale
 
 
 @triton.jit
 def centred(scale):
-    """(scale · 2^k, 2^-k), k = ±63 for scales far from 1: the product of two keeps its bits."""
+    """(scale · 2^k, 2^-k), with k = ±63 for scales far from 1 and 0 for others, so that the product
+    of two scales keeps all its bits.
+    """
     lift = tl.where(scale < 1 / EXTREME, EXTREME, tl.where(scale > EXTREME, 1 / EXTREME, 1.0))
     return scale * lift, tl.where(scale < 1 / EXTREME, 1 / EXTREME, tl.where(scale > EXTREME, EXTREME, 1.0))
 

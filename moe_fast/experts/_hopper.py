@@ -1,9 +1,9 @@
-"""The weight's gradient on NVIDIA's Hopper, in Gluon: one warp loads tiles into a ring of stages,
-the others multiply them.
+"""The gradient of the weight on NVIDIA's Hopper, in Gluon: one warp loads tiles into a ring of
+stages, the other warps multiply them.
 
 A stage is `ready` when its bytes have arrived, and `empty` when all its readers have read it. A
-tile of the result leaves through shared memory, while the next one is summed. Sums have the order
-of `_linear`, and so the same bits. Letters are those of that module.
+tile of the result leaves through shared memory while the next one is summed. Sums have the order of
+`_linear`, and therefore the same bits. The letters of shapes are those of that module.
 """
 
 from triton.experimental import gluon
@@ -37,7 +37,9 @@ def new_barriers(STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.conste
 
 @gluon.jit
 def load_segment(plan, work):
-    """First row, end and first tile of the expert of a piece of work, or of the last expert."""
+    """(first row, end, first tile) of the expert of a piece of work; past the last piece, of the
+    last expert.
+    """
     segment_ptr, num_experts, blocks_m, blocks_n = plan
     entry_ptr = segment_ptr + gl.minimum(work // (blocks_m * blocks_n), num_experts - 1)
     return gl.load(entry_ptr), gl.load(entry_ptr + num_experts), gl.load(entry_ptr + 2 * num_experts)
@@ -45,9 +47,11 @@ def load_segment(plan, work):
 
 @gluon.jit
 def find_gradient(plan, segment, work, BAND: gl.constexpr):
-    """(block of outputs, block of inputs, expert, its first row, its number of rows).
+    """(block of outputs, block of inputs, expert, its first row, its number of rows) of a piece of
+    work.
 
-    Programs that run together have few blocks of outputs and of inputs: bands of BAND of the one.
+    Programs that run together read few blocks of outputs and of inputs, because the pieces go in
+    bands of BAND blocks of outputs.
     """
     _segment_ptr, _num_experts, blocks_m, blocks_n = plan
     begin, end, _tile = segment
@@ -67,7 +71,7 @@ def find_gradient(plan, segment, work, BAND: gl.constexpr):
 
 @gluon.jit
 def find_steps(count, BLOCK_P: gl.constexpr):
-    """How many steps a tile has: one of zeros without rows."""
+    """How many steps a tile has. A tile of an expert without rows has one step, of zeros."""
     return gl.cdiv(gl.maximum(count, 1), BLOCK_P)
 
 
@@ -76,7 +80,9 @@ def load_outer(
     operands, ring, plan, STAGES: gl.constexpr, BAND: gl.constexpr, BLOCK_P: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Rows of an expert, BLOCK_P at a time; 0 past its last."""
+    """The producer warp: load the rows of an expert, BLOCK_P at a time, and zeros past its last
+    row.
+    """
     d_out_desc, x_desc = operands
     lhs, rhs, ready, empty = ring
     num_pieces = plan[1] * plan[2] * plan[3]
@@ -96,7 +102,7 @@ def load_outer(
 
 @gluon.jit
 def add_outer(acc, ring, step, STAGES: gl.constexpr, BLOCK_P: gl.constexpr):
-    """acc plus the products of a step, which may still run."""
+    """acc plus the products of a step. The matrix unit may still be computing them."""
     lhs, rhs, ready, _empty = ring
     stage = step % STAGES
     mbarrier.wait(ready.index(stage), step // STAGES & 1)
@@ -110,7 +116,9 @@ def multiply_outer(
     out_desc, buffer, ring, plan, STAGES: gl.constexpr, BAND: gl.constexpr, BLOCK_P: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """A tile of an expert's gradient after another; NaN of an illegal plan."""
+    """The other warps: compute one tile of an expert's gradient after another. An illegal plan
+    gives NaN.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     empty = ring[3]
     step, num_pieces = gl.to_tensor(0), plan[1] * plan[2] * plan[3]
@@ -147,7 +155,9 @@ def outer_products_kernel(
     STAGES: gl.constexpr, BAND: gl.constexpr, BLOCK_P: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p]; no other row is read."""
+    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p]; no other row is read. Program i computes the
+    tiles i, i + the number of programs, and so on.
+    """
     lhs = gl.allocate_shared_memory(d_out_desc.dtype, [STAGES, 1, 1, BLOCK_P, BLOCK_M], d_out_desc.layout)
     rhs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 1, 1, BLOCK_P, BLOCK_N], x_desc.layout)
     buffer = gl.allocate_shared_memory(out_desc.dtype, [1, BLOCK_M, BLOCK_N], out_desc.layout)

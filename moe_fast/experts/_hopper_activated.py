@@ -4,8 +4,8 @@ As `quantization._hopper`, but a tile is computed in registers from its gates u 
 
     a = u σ(αu) · (v + offset) · p
 
-so that no activation is stored before it is encoded. Numbers are computed eight at a time, by one
-text of instructions, which keeps them packed in 16 bits before and after: so a thread's 64 numbers,
+so that no activation is stored before it is encoded. One inline text of instructions computes eight
+numbers at a time, and keeps them packed in 16 bits before and after. So a thread's 64 numbers,
 their codes and their addresses fit in 128 registers, and two programs share a multiprocessor. The
 bits are those of `_activations`, and then of `_quantize`.
 """
@@ -22,7 +22,7 @@ from moe_fast.quantization._hopper import ROW, SIZE, TILE, place_of_tile, quanti
 
 @gluon.jit
 def load_gates_and_values(h_desc, ready, buffer, first, column, wanted):
-    """128 columns of 128 rows of both halves on their way."""
+    """Begin to load 128 columns of 128 rows of both halves, if `wanted`."""
     mbarrier.expect(ready, 2 * SIZE * SIZE * 2, pred=wanted)
     for half in gl.static_range(2):
         load_tile(h_desc, [half, first, column], ready, buffer.index(half), pred=wanted)
@@ -30,13 +30,13 @@ def load_gates_and_values(h_desc, ready, buffer, first, column, wanted):
 
 @constexpr_function
 def assembly_of_eight(half: bool, scaled: bool, clamped: bool, round_first: bool) -> str:
-    """u σ(αu) · (v + offset) · p of eight numbers; with e = exp(-|x|)
+    """The instructions for u σ(αu) · (v + offset) · p of eight numbers, with e = exp(-|x|):
 
         σ(x) = (e if x < 0, or 1) / (1+e)
 
-    The instructions are those of `_activations`, or fewer that differ in no bit: as 1+e is 1 to 2,
-    its reciprocal is that of the quotient, without a case for large ones; and e is computed as if
-    it were no subnormal number, and again where one of eight is.
+    They are the instructions of `_activations`, or fewer that differ in no bit. As 1+e lies between
+    1 and 2, its reciprocal is that of the quotient, without a case for large divisors. e is
+    computed as if it were no subnormal number, and once more if one of the eight is.
     """
     kind = "f16" if half else "bf16"
     eight, four = range(8), range(4)
@@ -119,8 +119,9 @@ def quantize_activated_kernel(
     SCALED: gl.constexpr, CLAMPED: gl.constexpr, ROUND_FIRST: gl.constexpr, FORMAT: gl.constexpr,
     POWER_OF_TWO: gl.constexpr, WHOLE: gl.constexpr, BLOCK_G: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of 1 × 128, 128 × 1, or both of one load. Gates and values of the next tile are on
-    their way while this one's are in registers.
+    """Blocks of 1 × 128, 128 × 1, or both from one load. A program quantises `steps` tiles side by
+    side. The gates and values of the next tile are loaded while those of this tile are in
+    registers.
     """
     buffer = gl.allocate_shared_memory(h_desc.dtype, [2, 1, SIZE, SIZE], h_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)

@@ -1,8 +1,9 @@
 """Products of FP8 codes on NVIDIA's Hopper, in Gluon, with scales of blocks of 128 codes.
 
-128 products are summed by the matrix unit, and scaled onto the sum in float32. One warp loads tiles
-into a ring of stages, as in `_hopper`; groups of four warps multiply, so that one scales while
-another one multiplies. The results have the bits of `_scaled_linear`, and its letters.
+The matrix unit sums 128 products, and these sums are scaled and added in float32. One warp loads
+tiles into a ring of stages, as in `_hopper`. Groups of four warps multiply, so that one group
+scales its sums while another one multiplies. The results have the bits of `_scaled_linear`, and the
+letters of shapes are those of that module.
 """
 
 from triton.experimental import gluon
@@ -26,7 +27,9 @@ FIRST, SECOND, THIRD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # grou
 
 @gluon.jit
 def find_tile(tile_ptr, capacity, work, columns, BLOCK_P: gl.constexpr):
-    """As in `_linear`: expert, its first row, its end, the tile's first row and its column."""
+    """As in `_linear`: (expert, its first row, its end, the first row of the tile, the column of
+    the tile).
+    """
     entry = tile_ptr + work // columns
     expert, first = gl.load(entry).to(gl.int32), gl.load(entry + capacity).to(gl.int32)
     begin, end = gl.load(entry + 2 * capacity).to(gl.int32), gl.load(entry + 3 * capacity).to(gl.int32)
@@ -67,7 +70,9 @@ def sum_of_codes(
 
 @gluon.jit
 def load_codes(operands, ring, plan, GROUPS: gl.constexpr, STAGES: gl.constexpr):
-    """Rows and their expert's matrix, CODES deep; the next expert's rows are not stored."""
+    """The producer warp: load rows, and the matrix of their expert, CODES deep. Rows of the next
+    expert are loaded too, but not stored.
+    """
     x_desc, weight_desc = operands
     lhs, rhs, ready, empty = ring
     tile_ptr, total_ptr, capacity, columns, depth = plan
@@ -89,7 +94,9 @@ def load_codes(operands, ring, plan, GROUPS: gl.constexpr, STAGES: gl.constexpr)
 def multiply_codes(
     out_desc, buffer, ring, plan, scales, bias, GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """The group's rows of a tile after another, stored up to the end of their expert's."""
+    """A group of warps: compute its rows of one tile after another, and store them up to the end of
+    their expert's rows.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CODES, 32])
     tile_ptr, total_ptr, capacity, columns, depth = plan
     x_scale_ptr, stride_x_p, stride_x_d, weight_scale_ptr, stride_weight_l, stride_weight_c, stride_weight_d = scales
@@ -121,7 +128,9 @@ def multiply_codes(
 
 @gluon.jit
 def fill_rows(out_ptr, begin, num_rows, num_columns, num_warps: gl.constexpr):
-    """Zeros in the rows from `begin` on; NaN in all rows if `begin` is -1, for illegal counts."""
+    """Write zeros to the rows from `begin` on; if `begin` is -1, for illegal counts, write NaN to
+    all rows.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
     value = gl.where(begin < 0, float("nan"), 0.0)
     begin = gl.maximum(begin, 0)
@@ -145,7 +154,9 @@ def scaled_matmul_kernel(
     tile_ptr, total_ptr, capacity, num_rows, num_columns, depth,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
+    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, and 0 past all segments.
+    Program i computes the tiles i, i + the number of programs, and so on.
+    """
     lhs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * GROUPS, HEIGHT, CODES], x_desc.layout)
     rhs = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, 1, CODES, CODES], weight_desc.layout)
     buffer = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, 1, HEIGHT, CODES], out_desc.layout)
@@ -185,14 +196,18 @@ def scaled_matmul_kernel(
 
 @gluon.jit
 def find_turned(plan, segment, work, BAND: gl.constexpr):
-    """(block of outputs, block of inputs, expert, its first tile, its tiles; -1: illegal)."""
+    """(block of outputs, block of inputs, expert, its first tile, its number of tiles) of a piece
+    of work; the number is -1 for an illegal plan.
+    """
     block_m, block_n, expert, _begin, count = find_gradient(plan, segment, work, BAND)
     return block_m, block_n, expert, segment[2].to(gl.int32), gl.where(count < 0, -1, gl.cdiv(count, CODES))
 
 
 @gluon.jit
 def load_turned(operands, ring, plan, BAND: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
-    """Columns of both factors, CODES rows of the expert at a time, and their scales."""
+    """The producer warp: load columns of both factors, CODES rows of the expert at a time, and
+    their scales.
+    """
     d_out_desc, d_out_scale_desc, x_desc, x_scale_desc = operands
     lhs, lhs_scales, rhs, rhs_scales, ready, empty = ring
     num_pieces = plan[1] * plan[2] * plan[3]
@@ -217,7 +232,9 @@ def load_turned(operands, ring, plan, BAND: gl.constexpr, GROUPS: gl.constexpr, 
 def multiply_turned(
     out_desc, buffer, ring, plan, BAND: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """A tile of an expert's gradient after another; NaN of an illegal plan."""
+    """A group of warps: compute its rows of one tile of an expert's gradient after another. An
+    illegal plan gives NaN.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CODES, 32])
     lhs, lhs_scales, rhs, rhs_scales, ready, empty = ring
     num_pieces = plan[1] * plan[2] * plan[3]
@@ -258,7 +275,9 @@ def scaled_wgrad_kernel(
     segment_ptr, num_experts, num_outs, num_ins,
     BAND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p]."""
+    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p], from transposed codes. Program i computes the
+    tiles i, i + the number of programs, and so on.
+    """
     GROUPS: gl.constexpr = 3
     lhs = gl.allocate_shared_memory(d_out_desc.dtype, [STAGES * GROUPS, HEIGHT, CODES], d_out_desc.layout)
     lhs_scales = gl.allocate_shared_memory(gl.float32, [STAGES * GROUPS, 1, HEIGHT], d_out_scale_desc.layout)

@@ -1,9 +1,10 @@
 """Products of rows with matrices of gates and values, activated, on NVIDIA's Hopper, in Gluon.
 
-As `_hopper_rows`, but a tile is 128 gates and their 128 values, and only its activation leaves the
-multiprocessor. It is computed beside the products of the next tile, a piece of 32 columns at each
-of its first four steps, while the matrix unit multiplies. The bits are those of the product,
-rounded, and of `_activations` on it. Rows may still be tokens: four warps then copy each row's.
+As `_hopper_rows`, but a tile is 128 gates and the 128 values that belong to them, and only the
+activation leaves the multiprocessor. The activation of a tile is computed while the matrix unit
+multiplies the next tile: a piece of 32 columns at each of its first four steps. The bits are those
+of the product, rounded, and of `_activations` on it. Instead of rows there may be tokens: four
+warps then copy the token of each row.
 """
 
 from triton.experimental import gluon
@@ -30,13 +31,15 @@ GATHERED_SUM_REGISTERS = gl.constexpr(224)
 
 @gluon.jit
 def find_steps(depth):
-    """How many steps a tile has: enough for its pieces; those past the depth add zeros."""
+    """How many steps a tile has: at least one for each piece. Steps past the depth add zeros."""
     return gl.maximum(gl.cdiv(depth, DEPTH), PIECES)
 
 
 @gluon.jit
 def load_operands(x_desc, weight_desc, ring, plan, STAGES: gl.constexpr):
-    """Rows, and gates and values of their expert's matrix, DEPTH deep."""
+    """The producer warp: load rows, and the gates and values of their expert's matrix,
+    DEPTH deep.
+    """
     lhs, rhs, ready, empty = ring
     tile_ptr, total_ptr, capacity, columns, depth = plan
     step = gl.to_tensor(0)
@@ -55,7 +58,9 @@ def load_operands(x_desc, weight_desc, ring, plan, STAGES: gl.constexpr):
 
 @gluon.jit
 def gather_operands(tokens, weight_desc, ring, plan, STAGES: gl.constexpr):
-    """As `load_operands`, where row p is token source[p], or zeros where that is -1."""
+    """The producer warps, as `load_operands`, where row p is token source[p], or zeros if source[p]
+    is -1.
+    """
     tokens_ptr, stride, source_ptr, num_rows = tokens
     lhs, rhs, ready, empty = ring
     tile_ptr, total_ptr, capacity, columns, depth = plan
@@ -91,7 +96,7 @@ def gather_operands(tokens, weight_desc, ring, plan, STAGES: gl.constexpr):
 
 @gluon.jit
 def halves(x):
-    """Both halves of the columns."""
+    """The left and the right half of the columns."""
     first, second = x.reshape([HEIGHT, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, x.shape[1] // 2, 16])
     return gl.convert_layout(first, layout), gl.convert_layout(second, layout)
@@ -108,7 +113,9 @@ def keep_pieces(x, buffer, FIRST_PIECE: gl.constexpr):
 
 @gluon.jit
 def add_bias(acc, bias, expert, column, end):
-    """acc plus the bias of its 128 columns, which are those from `column` on, before `end`."""
+    """acc plus the bias of its 128 columns, which are those from `column` on; columns from `end` on
+    have none.
+    """
     bias_ptr, stride_bias_l, stride_bias_c = bias
     c = column + gl.arange(0, HALF, layout=gl.SliceLayout(0, HALF_SUM))
     bias_ptrs = bias_ptr + expert.to(gl.int64) * stride_bias_l + c.to(gl.int64) * stride_bias_c
@@ -117,7 +124,7 @@ def add_bias(acc, bias, expert, column, end):
 
 @gluon.jit
 def load_probs(probs, row, end):
-    """The probs of a group's rows in float32; without any their numbers."""
+    """The probs of a group's rows in float32. Without probs the result is not read."""
     probs_ptr, stride_probs = probs
     p = row + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, PIECE_SUM))
     if probs_ptr is not None:
@@ -154,7 +161,9 @@ def multiply_and_activate(
     out_desc, buffer, ring, plan, epilogue, CURVE: gl.constexpr, CLAMPED: gl.constexpr, ROUND_FIRST: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The group's rows of a tile after another, stored up to the end of their expert's."""
+    """A group of warps: compute its rows of one tile after another, and store them up to the end of
+    their expert's rows.
+    """
     bias, probs, numbers, width = epilogue
     tile_ptr, total_ptr, capacity, columns, depth = plan
     step, row_before, end_before, column_before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
@@ -208,8 +217,9 @@ def activated_matmul_kernel(
     CURVE: gl.constexpr, CLAMPED: gl.constexpr, ROUND_FIRST: gl.constexpr, STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """out[p] = f(u) · (v + offset) · prob[p], (u, v) = x[p] · weight[e] + bias[e] rounded, for each
-    row p of an expert e; 0 past all segments.
+    """out[p] = f(u) · (v + offset) · prob[p] for each row p of an expert e, with (u, v) = x[p] ·
+    weight[e] + bias[e], rounded; 0 past all segments. Program i computes the tiles i, i + the
+    number of programs, and so on.
     """
     lhs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * GROUPS, HEIGHT, DEPTH], x_desc.layout)
     rhs = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, 1, 2, HALF, DEPTH], weight_desc.layout)

@@ -1,8 +1,8 @@
 """Products of rows with matrices on NVIDIA's Hopper, in Gluon.
 
-One warp loads tiles into a ring of stages, as in `_hopper`; two groups of four warps multiply half
-of the rows each, and store them. Sums have the order of `_linear`, and so the same bits. Letters
-are those of that module.
+One warp loads tiles into a ring of stages, as in `_hopper`. Two groups of four warps multiply half
+of the rows each, and store them. Sums have the order of `_linear`, and therefore the same bits. The
+letters of shapes are those of that module.
 """
 
 from triton.experimental import gluon
@@ -28,7 +28,9 @@ SUM_REGISTERS = gl.constexpr(240)
 
 @gluon.jit
 def load_operands(x_desc, weight_desc, ring, plan, TURNED: gl.constexpr, STAGES: gl.constexpr):
-    """Rows and their expert's matrix, DEPTH deep; the next expert's rows are not stored."""
+    """The producer warp: load rows, and the matrix of their expert, DEPTH deep. Rows of the next
+    expert are loaded too, but not stored.
+    """
     lhs, rhs, ready, empty = ring
     tile_ptr, total_ptr, capacity, columns, depth = plan
     step = gl.to_tensor(0)
@@ -50,7 +52,9 @@ def load_operands(x_desc, weight_desc, ring, plan, TURNED: gl.constexpr, STAGES:
 
 @gluon.jit
 def add_step(acc, ring, step, TURNED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):
-    """acc plus the product of a step for the rows of a group, which may still run."""
+    """acc plus the product of a step for the rows of a group. The matrix unit may still be
+    computing it.
+    """
     lhs, rhs, ready, _empty = ring
     stage = step % STAGES
     mbarrier.wait(ready.index(stage), step // STAGES & 1)
@@ -63,7 +67,9 @@ def add_step(acc, ring, step, TURNED: gl.constexpr, GROUP: gl.constexpr, STAGES:
 
 @gluon.jit
 def end_step(acc, ring, step, PENDING: gl.constexpr, is_one, STAGES: gl.constexpr):
-    """Wait until at most PENDING products run, and free the stage of the last that ended."""
+    """Wait until at most PENDING products still run, and mark the stage of the last one that ended
+    as empty.
+    """
     acc = warpgroup_mma_wait(PENDING, deps=(acc,))
     mbarrier.arrive(ring[3].index((step + STAGES - PENDING) % STAGES), pred=is_one)
     return acc
@@ -82,7 +88,9 @@ def sum_of_products(ring, step, steps, TURNED: gl.constexpr, GROUP: gl.constexpr
 
 @gluon.jit
 def multiply_rows(out_desc, buffer, ring, plan, bias, TURNED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):
-    """The group's rows of a tile after another, stored up to the end of their expert's."""
+    """A group of warps: compute its rows of one tile after another, and store them up to the end of
+    their expert's rows.
+    """
     tile_ptr, total_ptr, capacity, columns, depth = plan
     bias_ptr, stride_bias_l, stride_bias_c, num_columns = bias
     step = gl.to_tensor(0)
@@ -109,7 +117,9 @@ def matmul_kernel(
     tile_ptr, total_ptr, capacity, num_rows, num_columns, depth,
     TURNED: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
+    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, and 0 past all segments.
+    Program i computes the tiles i, i + the number of programs, and so on.
+    """
     block: gl.constexpr = [STAGES, 1, WIDTH, DEPTH] if TURNED else [STAGES, 1, DEPTH, WIDTH]
     lhs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * GROUPS, HEIGHT, DEPTH], x_desc.layout)
     rhs = gl.allocate_shared_memory(weight_desc.dtype, block, weight_desc.layout)

@@ -1,9 +1,10 @@
-"""Each expert's rows times its own matrix. A result is summed by one program, in ascending order.
+"""Each expert's rows times its own matrix. A number of the result is summed by one program, in
+ascending order.
 
 P rows, M outputs and N inputs of the layer. The product of rows with matrices serves forward and
 backward: there C are the columns of the result, and D is the depth that is summed over. Operands
-are given by pointers; where there are tensor descriptors of the same operands too, tiles are moved
-by those.
+are passed as pointers. If there are tensor descriptors of the same operands too, tiles are moved by
+the descriptors.
 """
 
 import triton
@@ -19,21 +20,25 @@ SEGMENT = tl.constexpr(SEGMENT_ROWS)  # where every segment ends for a descripto
 
 @triton.jit
 def load_segment(desc, begin, count, row, column, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A tile from `row` of `count` rows at `begin`, 0 past them; by a descriptor of segments."""
+    """A tile of a segment that has `count` rows from row `begin` on: from its row `row` on, and 0
+    past the segment. By a descriptor of segments.
+    """
     begin, count, segment = begin.to(tl.int32), count.to(tl.int32), tl.full([], SEGMENT, tl.int32)
     return tl.reshape(desc.load([segment, begin + count, segment - count + row, column]), [BLOCK_P, BLOCK_C])
 
 
 @triton.jit
 def store_segment(desc, begin, count, row, column, tile, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The same tile, stored; nothing is written past the rows."""
+    """Store a tile at the place from which `load_segment` loads it; nothing is written past the
+    segment.
+    """
     begin, count, segment = begin.to(tl.int32), count.to(tl.int32), tl.full([], SEGMENT, tl.int32)
     desc.store([segment, begin + count, segment - count + row, column], tl.reshape(tile, [1, 1, BLOCK_P, BLOCK_C]))
 
 
 @triton.jit
 def add_bias(acc, bias_ptrs, in_row, BIAS_AS: tl.constexpr):
-    """A tile and its columns' bias."""
+    """acc plus the bias of its columns."""
     bias = tl.load(bias_ptrs, mask=in_row, other=0.0)
     return acc + bias.to(BIAS_AS).to(acc.dtype)[None, :]
 
@@ -43,9 +48,10 @@ def store_rows(
     acc, bias_ptr, stride_bias_l, stride_bias_c, has_bias, out_ptr, out_desc, num_columns, expert, begin, end, row,
     column, BIAS_AS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A tile of sums and the bias of their expert, up to the end of its rows.
+    """Add the expert's bias to a tile of sums, and store it up to the end of the expert's rows.
 
-    Where `has_bias` is None, the version knows whether there is one; else only the launch does.
+    If `has_bias` is None, the compiled version knows whether there is a bias; otherwise only the
+    launch does.
     """
     p = row + tl.arange(0, BLOCK_P)
     c = column.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -68,7 +74,7 @@ def store_rows(
 
 @triton.jit
 def find_gradient(segment_ptr, num_experts, work, blocks_m, blocks_n):
-    """(block of outputs, block of inputs, expert, its first row, its end) of a gradient tile."""
+    """(block of outputs, block of inputs, expert, its first row, its end) of a piece of work."""
     block_m = work % blocks_m  # programs that run together share the columns of the rows
     block_n = work // blocks_m % blocks_n
     expert = (work // blocks_m // blocks_n).to(tl.int64)
@@ -112,10 +118,11 @@ def plan_kernel(
     capacity, num_rows, num_experts, multiple,
     BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Cut each expert's rows into tiles, one program per expert; the last writes the two totals.
+    """Cut each expert's rows into tiles. Program e writes the tiles and the segment of expert e;
+    the last one also writes the two totals.
 
-    Illegal counts make a plan without tiles, whose segments and rows all end at -1: products with
-    it are NaN.
+    Illegal counts give a plan without tiles, in which all segments and rows end at -1: products
+    with it are NaN.
     """
     expert = tl.program_id(0)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
@@ -152,10 +159,11 @@ def plan_kernel(
 
 @triton.jit
 def find_tile(tile_ptr, capacity, work, columns, BLOCK_P: tl.constexpr):
-    """A piece of work: its expert, the expert's rows from `begin` to `end`, its tile's first row
-    and column.
+    """(expert, first row and end of the expert's rows, first row of the tile, column of the tile)
+    of a piece of work.
 
-    An expert's tiles of one column follow each other: programs that run together share its columns.
+    An expert's tiles of one column follow each other, so that programs that run together share the
+    columns of its matrix.
     """
     entry = tile_ptr + work // columns  # some tile of the expert
     expert, first = tl.load(entry).to(tl.int32), tl.load(entry + capacity).to(tl.int32)
@@ -167,8 +175,8 @@ def find_tile(tile_ptr, capacity, work, columns, BLOCK_P: tl.constexpr):
 
 @triton.jit
 def fill_rows(out_ptr, begin, end, num_columns, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Zeros in whole rows from `begin` to `end`, shared by all programs; NaN in all rows if the
-    plan says -1, for illegal counts.
+    """Write zeros to the rows from `begin` to `end`; all programs share the work. If the plan has
+    -1 as `begin`, for illegal counts, write NaN to all rows.
     """
     columns = tl.cdiv(num_columns, BLOCK_C)
     value = tl.where(begin < 0, tl.full([], float("nan"), tl.float32), 0.0)
@@ -183,7 +191,7 @@ def fill_rows(out_ptr, begin, end, num_columns, BLOCK_P: tl.constexpr, BLOCK_C: 
 
 @triton.jit
 def load_matrix(weight_desc, expert, d, c, TURNED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A [D, C] tile of an expert's matrix, which lies in memory as it is or turned."""
+    """A [D, C] tile of an expert's matrix, which is stored as [D, C], or transposed (TURNED)."""
     if TURNED:
         tile = tl.trans(tl.reshape(weight_desc.load([expert, c, d]), [BLOCK_C, BLOCK_D]))
     else:
@@ -213,7 +221,9 @@ def grouped_matmul_kernel(
     BIAS_AS: tl.constexpr,
     TURNED: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
+    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, and 0 past all segments.
+    Program i computes the tiles i, i + the number of programs, and so on.
+    """
     columns = tl.cdiv(num_columns, BLOCK_C)
     pieces = tl.load(total_ptr).to(tl.int32) * columns
     stride_weight_d = stride_weight_inner if TURNED else stride_weight_row
@@ -271,7 +281,9 @@ def grouped_wgrad_kernel(
     num_experts, num_outs, num_ins,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = before[e] + Σ over e's rows p of d_out[p]ᵀ · x[p]; no other row is read."""
+    """out[e] = before[e] + Σ over e's rows p of d_out[p]ᵀ · x[p]; no other row is read. Program i
+    computes the tiles i, i + the number of programs, and so on.
+    """
     blocks_m, blocks_n = tl.cdiv(num_outs, BLOCK_M), tl.cdiv(num_ins, BLOCK_N)
     for work in range(tl.program_id(0), num_experts * blocks_m * blocks_n, tl.num_programs(0)):
         block_m, block_n, expert, begin, end = find_gradient(segment_ptr, num_experts, work, blocks_m, blocks_n)
@@ -323,7 +335,9 @@ def segment_sums_kernel(
     RESULT_AS: tl.constexpr,  # on the way to the result's dtype: float64 has no direct one to bfloat16
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = Σ over e's rows p of x[p]: first every BLOCK_P-th row, then those sums together."""
+    """out[e] = Σ over e's rows p of x[p]. A program sums a block of columns for one expert: first
+    every BLOCK_P-th row, then these sums.
+    """
     columns = tl.cdiv(num_columns, BLOCK_C)
     expert = (tl.program_id(0) // columns).to(tl.int64)
     c = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -1,5 +1,5 @@
-"""Products of quantised rows: codes times codes in the matrix unit, scales as far outside of the
-sum as they may stand.
+"""Products of quantised rows. The matrix unit multiplies codes with codes, and scales are
+multiplied as far outside of the sum as possible.
 
     rule    | scale                                   | where it is multiplied
     group   | one of each factor for an expert        | onto the sum
@@ -7,10 +7,10 @@ sum as they may stand.
     mxfp8   | powers of two, 32 along the depth       | onto each code
     nvfp4   | in E4M3, 16 along the depth; an amax    | onto each code; the amax onto the sum
 
-A code times its block's scale is exact in bfloat16: four bits and a power of two, or six bits. All
-factors lie along their depth, which is summed over; what lies turned was turned before, in pieces
-of TILE, so that an expert's begin at a tile. L experts, P rows, C columns of the result, D the
-depth; M outputs and N inputs of the layer.
+A code times its block's scale is exact in bfloat16: it has four bits and a power of two, or six
+bits. The codes of both factors are contiguous along the depth, which is summed over. Factors that
+lie the other way were transposed before, in tiles of TILE rows; each expert's rows begin at such a
+tile. L experts, P rows, C columns of the result, D the depth; M outputs and N inputs of the layer.
 """
 
 import triton
@@ -39,7 +39,9 @@ def turn_kernel(
     tile_ptr, total_ptr, capacity, num_columns,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Transposed codes: each expert's begin at a tile, and its last tile ends with zeros."""
+    """Transpose codes. Program t · columns + b handles tile t of TILE rows and block b of columns.
+    Each expert's rows begin at a tile, and its last tile ends with zeros.
+    """
     columns = tl.cdiv(num_columns, BLOCK_C)
     t = (tl.program_id(0) // columns).to(tl.int64)
     c = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -83,7 +85,7 @@ def load_scales(
     x_scale_ptr, stride_x_p, stride_x_d, weight_scale_ptr, stride_weight_c, stride_weight_d, block, column, p, c,
     in_segment, in_row, SHARED_C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Scale of the row · scale of the column, of one block of the depth."""
+    """The scale of each row times the scale of each column, for one block of the depth."""
     block = tl.cast(block, tl.int64)
     x_scale = tl.load(x_scale_ptr + p * stride_x_p + block * stride_x_d, mask=in_segment, other=0.0)
     weight_scale_ptrs = weight_scale_ptr + block * stride_weight_d
@@ -122,7 +124,9 @@ def scaled_matmul_kernel(
     BIAS_AS: tl.constexpr,  # holds the bias exactly, or in float32
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
+    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, and 0 past all segments.
+    Program i computes the tiles i, i + the number of programs, and so on.
+    """
     columns = tl.cdiv(num_columns, BLOCK_C)
     pieces = tl.load(total_ptr).to(tl.int32) * columns
     # one flat loop with that over the depth is a fifth slower
@@ -199,7 +203,9 @@ def scaled_wgrad_kernel(
     SCALED_BY_HARDWARE: tl.constexpr, SHARED_P: tl.constexpr,  # rows that share a scale
     BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p], added to before[e] if there is one."""
+    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p], plus before[e] if there is a tensor to add
+    to. Program i computes the tiles i, i + the number of programs, and so on.
+    """
     blocks_m, blocks_n = tl.cdiv(num_outs, BLOCK_M), tl.cdiv(num_ins, BLOCK_N)
     for work in range(tl.program_id(0), num_experts * blocks_m * blocks_n, tl.num_programs(0)):
         block_m, block_n, expert, begin, end = find_gradient(segment_ptr, num_experts, work, blocks_m, blocks_n)

@@ -27,14 +27,14 @@ def segment_begin(ends_ptr, expert):
 
 @triton.jit
 def rows_in_segments(ends_ptr, num_experts, num_rows):
-    """How many rows are some expert's."""
+    """How many rows belong to some expert."""
     # no illegal count leaves the rows
     return tl.minimum(tl.load(ends_ptr + num_experts - 1), num_rows)
 
 
 @triton.jit
 def expert_of(p, ends_ptr, num_experts, BLOCK_E: tl.constexpr):
-    """The expert of each row: as many as have ended before it."""
+    """The expert of each row: the number of experts whose rows end before it."""
     e = tl.arange(0, BLOCK_E)
     end = tl.load(ends_ptr + e, mask=e < num_experts, other=0)  # the block is a power of two
     ended = (end[None, :] <= p[:, None]) & (e < num_experts)[None, :]
@@ -63,7 +63,7 @@ def scale_rows_kernel(
     ends_ptr, num_rows, num_experts, width, column_programs,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = x[p] · probs[p]."""
+    """out[p] = x[p] · probs[p]. A program computes one tile."""
     p = (tl.program_id(0) // column_programs).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     c = (tl.program_id(0) % column_programs).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     live = p < rows_in_segments(ends_ptr, num_experts, num_rows)
@@ -90,7 +90,9 @@ def add_bias_kernel(
     ends_ptr, num_rows, num_experts, width, column_programs,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = y[p] + probs[p] · bias[e], e the expert of row p."""
+    """out[p] = y[p] + probs[p] · bias[e], where e is the expert of row p. A program computes one
+    tile.
+    """
     p = (tl.program_id(0) // column_programs).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     c = (tl.program_id(0) % column_programs).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     live = p < rows_in_segments(ends_ptr, num_experts, num_rows)
@@ -128,7 +130,9 @@ def weighted_rows_backward_kernel(
     ACCUMULATOR: tl.constexpr, BY_EXPERT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """d_x[p] = d_out[p] · probs[p]; d_probs[p] = Σ d_out[p] · factor[p], or factor[its expert]."""
+    """d_x[p] = d_out[p] · probs[p] and d_probs[p] = Σ d_out[p] · factor[p], or with BY_EXPERT
+    factor[p's expert]. A program computes BLOCK_P whole rows.
+    """
     p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     live = p < rows_in_segments(ends_ptr, num_experts, num_rows)
     row = p
@@ -169,7 +173,9 @@ def bias_gradient_kernel(
     ends_ptr, num_rows, num_experts, width,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = Σ over e's rows p of d_out[p] · probs[p], every BLOCK_P-th row first."""
+    """out[e] = Σ over e's rows p of d_out[p] · probs[p]. A program sums a block of columns for one
+    expert: first every BLOCK_P-th row, then these sums.
+    """
     column_programs = tl.cdiv(width, BLOCK_H)
     expert = (tl.program_id(0) // column_programs).to(tl.int64)
     c = (tl.program_id(0) % column_programs).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -200,7 +206,7 @@ def gate_kernel(
     out_ptr, num_rows, width, column_programs,
     ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = y[t] · σ(z[t]), σ rounded to the dtype of z."""
+    """out[t] = y[t] · σ(z[t]), with σ rounded to the dtype of z. A program computes one tile."""
     t = (tl.program_id(0) // column_programs).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     c = (tl.program_id(0) % column_programs).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     live = t < num_rows
@@ -228,7 +234,9 @@ def gate_backward_kernel(
     d_y_ptr, d_z_ptr, num_rows, width,
     ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """d_y[t] = d_out[t] σ, d_z[t] = σ(1 - σ) Σ d_out[t] · y[t]; σ and Σ rounded to z's dtype."""
+    """d_y[t] = d_out[t] σ and d_z[t] = σ(1 - σ) Σ d_out[t] · y[t], where σ and the sum are rounded
+    to the dtype of z. A program computes BLOCK_T whole rows.
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = t < num_rows
     score, slope = score_and_slope(widened(tl.load(z_ptr + t * stride_z, mask=live, other=0.0), ACCUMULATOR), "sigmoid")

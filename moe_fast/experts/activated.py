@@ -33,7 +33,7 @@ WALK = replace(hopper.WALK, steps=4)
 
 @dataclass(frozen=True)
 class Activated:
-    """The rounded activation of h, not written."""
+    """The rounded activation of h as a value that is not written to memory."""
 
     h_PF2: Tensor
     probs: Tensor | None
@@ -51,7 +51,9 @@ class Activated:
 
 
 def can_quantize_activated(rows: Activated, recipe: Recipe) -> bool:
-    """Whether `quantize_activated` takes them: whole lines of two-byte gates, then values."""
+    """Whether `quantize_activated` can compute it: h has two-byte numbers in whole lines, the gates
+    before the values.
+    """
     h, probs, settings = rows.h_PF2, rows.probs, rows.settings
     if not (has_memory() and is_hopper(h.device)) or KERNEL_OF[recipe.scaling] != "amax" or h.itemsize != 2:
         return False
@@ -65,7 +67,9 @@ def can_quantize_activated(rows: Activated, recipe: Recipe) -> bool:
 def quantize_activated(
     rows: Activated, recipe: Recipe, splits: Tensor | None, rowwise: bool, columnwise: bool, *, for_products: bool
 ) -> Quantized:
-    """`quantize` of the activation, or `quantize_for_products`, bit by bit, without writing it."""
+    """`quantize` of the activation, or with `for_products` `quantize_for_products`, bit by bit,
+    without writing the activation.
+    """
     rows = replace(rows, h_PF2=rows.h_PF2.resolve_neg())
     like, probs, settings, size = rows.like, rows.probs, rows.settings, SIZE.value
     format = format_of(recipe, "input")

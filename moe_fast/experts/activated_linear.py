@@ -18,7 +18,7 @@ def activated_linear(
     x: Tensor | Gathered, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
     *, bias: Tensor | None, probs: Tensor | None, settings: Settings,
 ) -> Tensor | None:  # fmt: skip
-    """A gated activation of `grouped_linear`'s result, which is not stored; None unless
+    """A gated activation of the result of `grouped_linear`, which itself is not stored; None unless
     `can_activate`.
     """
     rows, like = (x.tokens_TH, x.like) if isinstance(x, Gathered) else (x.resolve_neg(),) * 2
@@ -35,8 +35,8 @@ def activated_linear(
 def can_activate(
     rows: Tensor, num_rows: int, weight_LMN: Tensor, bias: Tensor | None, probs: Tensor | None, settings: Settings
 ) -> bool:
-    """Whether no backward needs the product, and `hopper.activated_matmul` takes so many rows of
-    the layout of `rows`.
+    """Whether no backward needs the product, and `hopper.activated_matmul` can multiply `num_rows`
+    rows with the layout of `rows`.
     """
     tensors, width = (rows, weight_LMN, bias, probs), weight_LMN.shape[1] // 2
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -53,6 +53,6 @@ def can_activate(
 def can_gather_activated(
     tokens: Tensor, num_rows: int, weight_LMN: Tensor, bias: Tensor | None, probs: Tensor, settings: Settings
 ) -> bool:
-    """Whether `activated_linear` takes rows that are still tokens, and gains by it."""
+    """Whether `activated_linear` can take tokens in place of rows, and is faster that way."""
     is_narrow = weight_LMN.shape[1] // 2 <= MOST_GATHERED
     return is_narrow and in_lines(tokens) and can_activate(tokens, num_rows, weight_LMN, bias, probs, settings)

@@ -1,4 +1,4 @@
-"""Launches of the products for NVIDIA's Hopper, and what they can multiply."""
+"""Launches of the products for NVIDIA's Hopper."""
 
 from typing import Any
 
@@ -119,7 +119,7 @@ def activated_matmul(
 
 
 def rows_of_tile(num_rows: int, num_experts: int) -> int:
-    """How many rows a tile of codes has: 64 for each group."""
+    """How many rows a tile of codes has: 64 for each group of warps."""
     return HEIGHT * (3 if num_rows >= LARGE * num_experts else 2)
 
 

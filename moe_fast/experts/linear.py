@@ -1,7 +1,8 @@
-"""grouped_linear and its gradients: each expert's rows times its own weight, without a host wait.
+"""grouped_linear and its gradients: each expert's rows times its own weight, without a wait of the
+host.
 
-A small kernel turns the counts into a table of tiles. The products take a fixed number of programs,
-whatever the counts: one captured graph serves every routing.
+A small kernel turns the counts into a table of tiles. The number of programs of a product does not
+depend on the counts, so that one captured graph serves every routing.
 """
 
 from dataclasses import replace
@@ -64,9 +65,9 @@ def grouped_linear(
 ) -> Tensor:  # fmt: skip
     """Multiply each expert's rows by its own weight: one launch plans the tiles, one multiplies.
 
-    The host never waits: where the counts are illegal the result is NaN. With a recipe's
-    backward_override the gradients are products in high precision, of tensors as stored or decoded
-    from the saved codes.
+    The host never waits; if the counts are illegal, the result is NaN. With a recipe's
+    backward_override the gradients are products in high precision, of the stored tensors or of the
+    values of the saved codes.
 
     Raises:
         ValueError: also for what `check_product` refuses.
@@ -81,7 +82,7 @@ def linear_of(
     noise: Tensor | None = None, accumulator: str = "float32", rows_again: bool = False,
     amaxes: LinearAmax | None = None, filled: tuple[bool, bool] = FILLED, activation: Activated | None = None,
 ) -> Tensor:  # fmt: skip
-    """`grouped_linear`.
+    """`grouped_linear` with settings for the other functions of this package.
 
     Args:
         rows_again: hooks of autograd drop the saved rows and compute them again, so that the rows
@@ -197,7 +198,9 @@ def _wgrad(
 
 
 def check_product(rows: Tensor, recipe: Recipe | None, accumulator: str) -> None:
-    """Raise `ValueError` for float64 sums of narrower products; for recipes see `check_scaled`."""
+    """Raise `ValueError` for float64 sums of narrower numbers; with a recipe also for what
+    `check_scaled` refuses.
+    """
     if recipe is not None:
         check_scaled(rows, accumulator)
         return
@@ -283,12 +286,14 @@ class _OverriddenLinear(torch.autograd.Function):
 
 
 def _dequantized(quantized: Quantized, tensors: list[Tensor], splits: Tensor) -> Tensor:
-    """The values of saved rowwise codes, in the dtype before quantisation."""
+    """The values of saved codes by rows, in the dtype of the tensor that was quantised."""
     return dequantize(replace(with_tensors(quantized, tensors, False), splits=splits))
 
 
 def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Plan, filled: bool = True) -> Tensor:
-    """out[p] = x[p] · weight[e] + bias[e] for each expert's rows p; past them 0 if filled."""
+    """out[p] = x[p] · weight[e] + bias[e] for each expert's rows p; past them 0 if `filled`,
+    otherwise nothing is written.
+    """
     x, weight = x_PD.resolve_neg(), weight_LDC.resolve_neg()
     num_rows, depth, num_columns = *x.shape, weight.shape[2]
     # by grouped_matmul_kernel: the tiles, and the rows past them

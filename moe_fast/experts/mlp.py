@@ -1,5 +1,5 @@
-"""The experts of one rank, by `grouped_linear`, `glu` or `activation` and two small steps: rows
-times probabilities, and a bias weighted like its row.
+"""The experts of one rank: `grouped_linear`, `glu` or `activation`, and two small steps, which
+multiply rows by probabilities, and weight a bias like its row.
 """
 
 from collections.abc import Callable
@@ -60,15 +60,17 @@ def grouped_mlp(
     rows_again: Callable[[], Tensor] | None = None,
     amaxes: tuple[LinearAmax, LinearAmax] | None = None,
 ) -> Tensor:  # fmt: skip
-    """`moe_ref.experts.mlp.grouped_mlp` by grouped products, and one launch per activation; by two
-    launches on a Hopper where no gradient is wanted, if the gates stand before the values. There an
-    activation in FP8 by blocks is quantised by the launch that computes it, see `activated`.
+    """`moe_ref.experts.mlp.grouped_mlp`: grouped products, and one launch per activation. On a
+    Hopper two launches compute everything if no gradient is wanted and the gates stand before the
+    values. There an activation in FP8 by blocks is also quantised by the launch that computes it,
+    see `activated`.
 
-    The host never waits: where the counts are illegal the result is NaN. Saved for the
-    backward are the rows, h and a (with a recipe codes of the rows and of a); with recompute
-    "moe_act" not a, with "moe" only the rows; with `fp8_input_store` the codes of h ("moe_act"
-    saves h as well); with `rows_again` no rows, but their codes if the recipe has backward_override
-    "dequantized". `align` pads only with a recipe: the buffer grows by L · (align - 1) rows.
+    The host never waits; if the counts are illegal, the result is NaN. Saved for the backward are
+    the rows, h and a; with a recipe the codes of the rows and of a in their place. With recompute
+    "moe_act" a is not saved, with "moe" only the rows are. With `fp8_input_store` the codes of h
+    are saved ("moe_act" saves h as well). With `rows_again` no rows are saved, but their codes if
+    the recipe has backward_override "dequantized". `align` pads only with a recipe: the buffer
+    grows by L · (align - 1) rows.
 
     Raises:
         ValueError: also for probs of other dtypes than `PROBS`, for wgrads or amaxes in a graph of
@@ -129,10 +131,11 @@ def sequential_mlp(
     *, probs: Tensor | None = None, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
     **settings: Any,
 ) -> Tensor:  # fmt: skip
-    """`grouped_mlp`, the same function of the same weights as one expert after the other.
+    """The same function as `grouped_mlp`, of the same weights, by the same launches.
 
     Raises:
-        ValueError: also for a state, a noise, wgrads, rows_again or amaxes, which all would share.
+        ValueError: also for a state, a noise, wgrads, rows_again or amaxes, which all experts would
+            share.
     """
     check_counts(tokens_per_expert_L, len(fc1_weight_LFH), rows_PH)
     for name in ("state", "noise", "wgrads", "rows_again", "amaxes"):
@@ -159,7 +162,7 @@ def latent_projection(
 
 
 def linear(x_TN: Tensor, weight_MN: Tensor, *, bias: Tensor | None = None, **precision: Any) -> Tensor:
-    """`grouped_linear` of one expert that has all rows; their number is checked here."""
+    """`grouped_linear` of one expert that has all rows. The number of rows is checked here."""
     if isinstance(precision.get("recipe"), Recipe):
         check_splits([x_TN.shape[0]], x_TN.shape[0], precision["recipe"])
     count = torch.full((1,), x_TN.shape[0], dtype=torch.int64, device=x_TN.device)
@@ -171,7 +174,7 @@ def checked_settings(
     *, offset: float = 0.0, clamp: float | None = None, alpha: float | None = None,
     interleave: int | None = None, round_before_probs: bool = False, fp8_input_store: bool = False,
 ) -> Settings:  # fmt: skip
-    """The settings of `glu` or `activation`, whichever has that kind."""
+    """The settings of `glu` or of `activation`, whichever function has that kind."""
     check_kind(kind, offset, clamp, alpha, interleave)
     check_input_store(fp8_input_store, kind)
     return Settings(kind, kind in GATED, round_before_probs, offset, clamp, alpha, interleave)
@@ -180,8 +183,8 @@ def checked_settings(
 def first_tile(
     rows: Tensor, num_rows: int, num_experts: int, align: int | None, recipe: Recipe | None
 ) -> GroupedTile | None:
-    """The tile of the plan with which `grouped_mlp` begins, for so many rows of the dtype and
-    device of `rows`; None where it has no plan of these counts, or where some counts are illegal.
+    """The tile of the first plan of `grouped_mlp`, for `num_rows` rows with the dtype and device of
+    `rows`; None if `grouped_mlp` makes no plan of these counts, or if some counts would be illegal.
     """
     if tracing():
         return None  # a graph shares no plan
@@ -192,8 +195,8 @@ def first_tile(
 
 
 def run_again(run: Callable[..., X], *inputs: Tensor | None, random: bool = False) -> X:
-    """run(*inputs), saving only the inputs: the backward runs it again. If it is random, the states
-    of torch's generators are saved too, and it draws the same numbers.
+    """run(*inputs). Only the inputs are saved: the backward runs the function again. With `random`
+    the states of torch's generators are saved too, so that it draws the same numbers.
     """
     if tracing():  # the compiler decides what is saved
         return run(*inputs)
@@ -286,6 +289,8 @@ def _then(first: Callable[[], X], second: Callable[[X], Y]) -> Callable[[], Y]:
 
 
 def _of_length(noise_XRC: Tensor, rows: int) -> Tensor:
-    """`rows` rows of noise; rows past the last segment may be missing."""
+    """The first `rows` rows of the noise, extended if there are fewer: rows past the last segment
+    may be missing.
+    """
     missing = max(rows - noise_XRC.shape[1], 0)
     return torch.nn.functional.pad(noise_XRC, (0, 0, 0, missing))[:, :rows]

@@ -1,4 +1,6 @@
-"""Each expert's rows extended by zeros to a multiple, and trimmed again, without a host wait."""
+"""Extend each expert's rows by zeros to a multiple, and trim them again, without a wait of the
+host.
+"""
 
 from dataclasses import dataclass
 
@@ -28,7 +30,7 @@ class Padding:
 
     @classmethod
     def of(cls, counts_L: Tensor, rows: int, align: int) -> "Padding":
-        """The padding of `rows` rows in segments of these sizes."""
+        """The padding of `rows` rows in segments of these sizes, each to a multiple of `align`."""
         experts, device = len(counts_L), counts_L.device
         counts = counts_L.long()
         missing = -counts % align
@@ -47,7 +49,7 @@ class Padding:
         return cls(spare, padded, unpadded, unpadded[order], order, order.argsort())
 
     def pad(self, rows: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Rows, and their probs, with zeros after each segment."""
+        """The rows and their probs, with zeros after each segment."""
         rows = torch.cat([rows.new_zeros(self.spare, rows.shape[1]), rows])
         probs = None if probs is None else torch.cat([probs.new_zeros(self.spare), probs])
         moved = sort_chunks(rows, self.unpadded, self.order, probs=probs)

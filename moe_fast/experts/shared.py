@@ -29,8 +29,8 @@ def shared_experts(
     state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Two linear layers over all tokens, without biases, and a gate of their own: y = act(x W1ᵀ)
-    W2ᵀ · σ(x gᵀ).
+    """Two linear layers over all tokens, without biases, and their gate: y = act(x W1ᵀ) W2ᵀ · σ(x
+    gᵀ).
 
     Saved for the backward are x, x W1ᵀ (with `fp8_input_store` its E4M3 codes) and act; with
     `recompute` only x.

@@ -1,6 +1,6 @@
-"""The linear layers between tokens and experts' rows, with FP8 by blocks: neither the rows that fc1
-reads are written, nor the gradient of those that fc2 writes. Tokens are quantised on their way to
-rows.
+"""The linear layers between tokens and experts' rows, with FP8 by blocks. Tokens are quantised on
+their way to rows, so that neither the rows that fc1 reads are written, nor the gradient of the rows
+that fc2 writes.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ UNFILLED = (False, False)  # what stays within needs no zeros past the experts' 
 
 @dataclass(frozen=True)
 class RowsOfTokens:
-    """The rows of `permute`, not written."""
+    """The rows of `permute`, which are not written."""
 
     rows_PH: Tensor  # without memory: the rows' node in the graph
     codes: Quantized | None  # of the rows, by rows; without a recipe none
@@ -39,7 +39,9 @@ def quantized_tokens(
     tokens_TH: Tensor, row_map: RowMap, source_P: Tensor, role: str, counts_L: Tensor, recipe: Recipe,
     rowwise: bool, columnwise: bool,
 ) -> Quantized:  # fmt: skip
-    """`quantized_rows` of the tokens' rows; they are written first where no kernel gathers."""
+    """`quantized_rows` of the tokens' rows. If no kernel can gather them, the rows are written
+    first.
+    """
     if can_gather(tokens_TH, recipe):
         rows = Gathered(tokens_TH, source_P)
         return quantize_gathered(rows, recipe, role, counts_L, rowwise, columnwise, for_products=True)
@@ -51,7 +53,9 @@ def linear_of_tokens(
     token_rows: RowsOfTokens, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
     *, bias: Tensor | None = None, recipe: Recipe, tokens_again: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`grouped_linear`; if `tokens_again`, the tokens are saved in place of the rows' codes."""
+    """`grouped_linear` of rows that are still tokens. With `tokens_again` the tokens are saved in
+    place of the rows' codes.
+    """
     assert token_rows.codes is not None
     tokens = token_rows.tokens_TH.detach()
     arguments = (token_rows.codes, tokens, token_rows.row_map, token_rows.source_P, recipe, tokens_again)
@@ -62,7 +66,7 @@ def linear_to_tokens(
     rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
     *, recipe: Recipe, row_map: RowMap, source_P: Tensor, rows_again: bool = False, activation: Activated | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(`linear_of`, `unpermute` of it)."""
+    """(y, `unpermute` of y), with y = `linear_of` of the rows."""
     arguments = (recipe, row_map, source_P, rows_again, activation)
     return _LinearToTokens.apply(rows_PN, weight_LMN, None, tokens_per_expert_L, *arguments)
 

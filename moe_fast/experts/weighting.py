@@ -1,7 +1,7 @@
 """Rows times probabilities, and a bias weighted like its row; with their gradients.
 
-P rows in segments, one per expert, that end at `ends_L`, int64 on the device. Rows past the last
-segment are never read; results are 0 there.
+P rows in segments, one per expert. Segment e ends at `ends_L[e]`, int64 on the device. Rows past
+the last segment are never read; results are 0 there.
 """
 
 from typing import Any
@@ -96,7 +96,9 @@ def _weighted_backward(
     needs_probs: bool,
     *, by_expert: bool,
 ) -> Tensor | None:  # fmt: skip
-    """Fills d_x, if given, and returns d_probs, if needed; one program sums a row."""
+    """Fill d_x, if it is given, and return d_probs, if it is needed. One program computes whole
+    rows.
+    """
     d_probs = (
         torch.empty_like(probs, memory_format=torch.contiguous_format) if probs is not None and needs_probs else None
     )  # by the same kernel

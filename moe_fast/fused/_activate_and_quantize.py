@@ -1,7 +1,7 @@
-"""An activation, or its gradient, quantised as soon as it is computed.
+"""Kernels that quantise an activation, or its gradient, as soon as it is computed.
 
-Tiles are as in `quantization._tiles`, of the tensor that is quantised: out, or with `d_out` d_h in
-the layout of h. `fused._tiles` computes a tile's values.
+Tiles are as in `quantization._tiles`, of the tensor that is quantised: the activation, or with
+`d_out` its gradient d_h in the layout of h. `fused._tiles` computes the values of a tile.
 """
 
 import triton
@@ -36,7 +36,9 @@ def quantize_activated_blocks_kernel(
     HARDWARE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Codes, scales and amax of blocks of 1 × BLOCK, of BLOCK × 1, or both of one load."""
+    """Codes, scales and amax of blocks of 1 × BLOCK, of BLOCK × 1, or both from one load. A program
+    quantises `steps` tiles side by side, and stores its share of their rows' d_probs.
+    """
     numbers = Numbers(
         stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp, alpha
     )
@@ -99,7 +101,9 @@ def activated_group_amax_kernel(
     ACCUMULATOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """max |x| over each group, by atomics: bits of numbers ≥ 0 are in the order of the numbers."""
+    """max |x| over each group. A program takes `steps` tiles side by side. Atomics combine the
+    programs' maxima, as integers: the bits of numbers ≥ 0 have the order of the numbers.
+    """
     numbers = Numbers(
         stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp, alpha
     )
@@ -145,7 +149,9 @@ def cast_activated_groups_kernel(
     ACCUMULATOR: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
+    """encode(x · s) and 1/s, with one scale s per group. s is given, and then the amax is measured
+    on the way, or it follows from the amax. A program casts `steps` tiles side by side.
+    """
     numbers = Numbers(
         stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp, alpha
     )

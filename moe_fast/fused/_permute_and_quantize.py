@@ -1,7 +1,9 @@
-"""Codes and scales of tokens, in their rows (`permutation.row_map.RowMap`).
+"""Kernels that write codes and scales of tokens into the tokens' rows
+(`permutation.row_map.RowMap`).
 
-Blocks along rows and scales of whole groups are computed where the token is read, once, and written
-to each of its rows. Blocks that span rows are computed at the rows: each tile gathers its tokens.
+Blocks along rows, and codes with one scale per group, are computed where the token is read, once,
+and written to each of its rows. Blocks that span rows are computed at the rows: each tile gathers
+its tokens.
 """
 
 import triton
@@ -18,7 +20,9 @@ from moe_fast.quantization._tiles import block_amax, magnitude, place_of_tile, s
 
 @triton.jit
 def raise_amax(amax_ptr, expert, bits, live):
-    """amax = max(amax, bits) of numbers ≥ 0; a stale load is too small, and saves most atomics."""
+    """amax = max(amax, bits), for bits of numbers ≥ 0. A plain load first saves most atomics: a
+    stale value can only be too small.
+    """
     current = tl.load(amax_ptr + expert, mask=live, other=0)  # live only
     larger = live & (bits > current)
     tl.atomic_max(amax_ptr + expert, bits, mask=larger, sem="relaxed")
@@ -29,7 +33,7 @@ def raise_amax(amax_ptr, expert, bits, live):
 def group_scale(
     scale_ptr, stride_scale, amax_ptr, expert, real, epsilon, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr
 ):
-    """The multiplier of each expert's rows: given, or from its amax."""
+    """The scale of each expert's rows: given, or from the expert's amax."""
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + expert * stride_scale, mask=real, other=1.0)  # only of experts that there are
     else:
@@ -48,7 +52,7 @@ def two_level_scale(amax, expert_amax, HARDWARE: tl.constexpr):
 
 @triton.jit
 def store_blocks(scale_ptr, amax_ptr, stride_m, stride_n, row, block, stored, amax, in_bounds):
-    """The scale and amax of a row's blocks."""
+    """Store the scales and the amax of the blocks of rows."""
     offset = row[:, None] * stride_m + block[None, :] * stride_n
     tl.store(scale_ptr + offset, stored.to(scale_ptr.dtype.element_ty), mask=in_bounds)
     if amax_ptr is not None:
@@ -61,7 +65,7 @@ def fill_padding(
     first_lane, column, tail_lanes, num_experts, num_columns, num_rows,
     RULE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Codes, scales and probs of zeros in rows without a token, whose source is -1."""
+    """Write codes, scales and probs of zeros, and sources of -1, into rows without a token."""
     if column == 0:
         fill_places(row_probs_ptr, source_ptr, gap_ptr, first_lane, tail_lanes, num_experts, num_rows, BLOCK_G, BLOCK_R)
     begin, end, step = find_gaps(gap_ptr, first_lane, tail_lanes, num_experts, num_rows, BLOCK_G, BLOCK_R)
@@ -91,7 +95,7 @@ def scatter_tokens(
     RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens, quantised, to all of their rows."""
+    """Quantise a tile of tokens, and write it to all of their rows."""
     t = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     b = column.to(tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
@@ -159,12 +163,12 @@ def scatter_kernel(
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Each token is read once, and its codes are written to each of its rows. The first programs
-    move the probs, the next write padding.
+    """Read each token once, and write its codes to each of its rows. The first programs move the
+    probs, the next ones write padding, and the others take one tile of tokens each.
 
-    `row_slots` gets the tokens' lists with rows in place of ranks, `source` each row's token, or
-    -1. Scales of rule "amax" stay with the tokens, a row each: they lie across the rows that they
-    are for, and so are not written here.
+    `row_slots` gets the tokens' lists with rows in place of ranks, and `source` the token of each
+    row, or -1. With rule "amax" the scales are stored by token: in the layout of rows, the scales
+    of one row are far apart, and `row_scales_kernel` writes them.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)  # lists are without columns too
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
@@ -209,7 +213,9 @@ def row_scales_kernel(
     epsilon: tl.int64, infinity: tl.int64,
     FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Scale and amax of each row's blocks: its token's, or zeros'; rows lie side by side."""
+    """The scale and amax of each row's blocks: those of its token, or of zeros. A program writes a
+    tile of [rows, blocks]; rows lie side by side.
+    """
     column_blocks = tl.cdiv(num_blocks, BLOCK_B)
     row = (tl.program_id(0) // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = (tl.program_id(0) % column_blocks) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -241,7 +247,9 @@ def expert_amax_kernel(
     num_tokens, num_experts, num_columns, num_rows,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """max |x| over each expert's rows, from one look at each token."""
+    """max |x| over each expert's rows. A program reads BLOCK_T tokens once, and raises the amax of
+    each of their experts.
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     lists = find_lists(row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows)
     largest = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
@@ -271,10 +279,12 @@ def gather_kernel(
     ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr, SLAB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As quantize_blocks_kernel, one form of rows that are still tokens, in blocks that span rows.
+    """As `quantize_blocks_kernel`, for one form in blocks that span rows, where rows are still
+    tokens. A program quantises `steps` tiles side by side.
 
-    SLAB programs that run together finish the same rows of a slab of columns; all tiles of a slab
-    come before the next. So tokens stay in the L2 from one of their rows to the next.
+    SLAB programs that run together finish the same rows of a slab of columns, and all tiles of a
+    slab come before those of the next. So tokens stay in the L2 cache from one of their rows to the
+    next.
     """
     slab = tl.program_id(0) // (tiles * SLAB)
     tile = tl.program_id(0) // SLAB % tiles

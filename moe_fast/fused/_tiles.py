@@ -24,7 +24,9 @@ class Operands(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Strides and widths of `Operands`, and numbers as the bits of a float64; made in a kernel."""
+    """The strides and widths of `Operands`, and the settings as the bits of float64 numbers. A
+    kernel makes the record of its arguments.
+    """
 
     stride_d_out_p: Any
     stride_d_out_f: Any
@@ -40,7 +42,9 @@ class Numbers(NamedTuple):
 
 @triton.jit
 def columns_of_gradient(h_ptr, numbers, p, read, column, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(u, v, result columns, where x is v's gradient, mask) of columns of d_h; never pairs."""
+    """(u, v, columns of the result, where x is the gradient of v, mask) for columns of d_h. The
+    layout is never "pairs".
+    """
     width, between = numbers.width, numbers.between
     n = column + tl.arange(0, BLOCK_N)
     if LAYOUT == "single":
@@ -68,7 +72,9 @@ def load_for_gradient(
     d_out_ptr, h_ptr, numbers, p, read, column,
     LAYOUT: tl.constexpr, WHOLE: tl.constexpr, dtype: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(d_out, u, v, where x is v's gradient) of columns of d_h; WHOLE: of the gates' columns."""
+    """(d_out, u, v, where x is the gradient of v) for columns of d_h; with WHOLE for the columns of
+    the gates.
+    """
     if LAYOUT == "pairs" or WHOLE:
         ratio: tl.constexpr = 1 if WHOLE else 2
         u, v = load_gate_and_value(
@@ -150,7 +156,9 @@ def activated_tile(
 
 @triton.jit
 def steps_of(first, written, begin, steps, num_columns, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A program's steps: none past the written rows or the columns (WHOLE: the gates')."""
+    """How many steps a program takes: none past the written rows or past the columns (with WHOLE
+    the columns of the gates).
+    """
     columns = num_columns // 2 if WHOLE else num_columns
     there = tl.maximum(tl.minimum(steps, tl.cdiv(columns - begin, BLOCK_N)), 0)
     return tl.where(first < written, there, 0).to(tl.int32)

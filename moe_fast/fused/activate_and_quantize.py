@@ -1,11 +1,11 @@
-"""glu, activation and their gradients, quantised in the launch that computes them.
+"""glu, activation and their gradients, quantised by the launch that computes them.
 
-Blocks and delayed scaling take one pass over h; current scaling takes two, the first for each
-group's amax, and computes the activation twice. Both directions come from one load. NVFP4 writes
-the activation, in float32 or rounded as asked, and then quantises: a pass cannot hold its group
-scale, transform and noise. A rounded activation in blocks of 128 has a kernel of its own on a
-Hopper, see `experts.activated`. Its rounded gradient in both directions is written, and then
-quantised: two kernels are faster.
+Blocks and delayed scaling take one pass over h. Current scaling takes two, the first for the amax
+of each group, and computes the activation twice. The forms by rows and by columns come from one
+load. For NVFP4 the activation is written, in float32 or rounded as the caller asks, and then
+quantised, because one pass cannot hold the group's scale, the transform and the noise. A rounded
+activation in blocks of 128 has a kernel of its own on a Hopper, see `experts.activated`. Its
+rounded gradient in both forms is written and then quantised, because two kernels are faster there.
 """
 
 from dataclasses import replace
@@ -77,8 +77,8 @@ def glu_backward_and_quantize(
     state: QuantizerState | None = None, noise: Tensor | None = None,
     round_before_quantize: bool = False,
 ) -> QuantizedGradients:  # fmt: skip
-    """The gradients of `glu`, that of h quantised. The order of d_probs' sum depends on width and
-    block sizes only.
+    """The gradients of `glu`, with that of h quantised. The order of d_probs' sum depends only on
+    the width and on block sizes.
 
     Raises:
         ValueError: also for probs of other dtypes than `PROBS`.
@@ -109,7 +109,7 @@ def activation_backward_and_quantize(
     rowwise: bool = True, columnwise: bool = False, state: QuantizerState | None = None,
     noise: Tensor | None = None, round_before_quantize: bool = False,
 ) -> QuantizedGradients:  # fmt: skip
-    """The gradients of `activation`, that of h quantised as `glu_backward_and_quantize` does."""
+    """The gradients of `activation`, with that of h quantised as by `glu_backward_and_quantize`."""
     check_activation(h_PF, probs, kind)
     forms = Forms(recipe, "grad_output", splits, rowwise, columnwise, state, noise, round_before_quantize)
     return _gradients(d_out_PF, h_PF, probs, Settings(kind, False, False), forms)
@@ -161,7 +161,7 @@ def _quantized(source: Source) -> tuple[Quantized, QuantizerState | None, Tensor
 
 
 def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor | None]:
-    """A scale for each block, by rows and by columns; and the programs' shares of d_probs."""
+    """(form by rows, form by columns, shares of d_probs), with a scale for each block."""
     forms, recipe, x = source.forms, source.forms.recipe, source.like
     size, rule = BLOCK[recipe.scaling], KERNEL_OF[recipe.scaling]
     sizes = tuning.for_device(x.device).activate_quantize
@@ -195,7 +195,9 @@ def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor |
 
 
 def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | None]:
-    """One scale per group, from the state, which gets this amax, or the amax; shares of d_probs."""
+    """(form, next state, shares of d_probs), with one scale per group: from the state, which gets
+    this step's amax, or from the amax.
+    """
     forms, recipe, x = source.forms, source.forms.recipe, source.like
     grid = source.grid(tuning.for_device(x.device).activate_quantize.groups, True)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_activated_groups_kernel
@@ -236,7 +238,7 @@ def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | 
 
 
 def _quantized_apart(source: Source) -> tuple[Quantized, QuantizerState | None, Tensor | None]:
-    """The activation written, and then quantised."""
+    """As `_quantized`, by two launches: the activation is written, and then quantised."""
     forms, h, d_probs = source.forms, source.h, None
     x = torch.empty(source.like.shape, dtype=source.like.dtype, device=h.device)  # all by the kernel
     if source.d_out is None:
@@ -268,7 +270,7 @@ def _quantized_apart(source: Source) -> tuple[Quantized, QuantizerState | None, 
 def _launch(
     kernel: Any, tile: tuning.Tile, source: Source, d_out: tuple[Any, ...], results: tuple[Tensor | int | None, ...]
 ) -> None:
-    """Launch a kernel of `experts._activations`; with d_out one program sums a row."""
+    """Launch a kernel of `experts._activations`. With d_out one program computes whole rows."""
     h, settings = source.h, source.settings
     # nothing is encoded here
     constants = constants_of(h, h, source.probs, settings, tile) | ({} if d_out else {"HARDWARE": False})
@@ -286,7 +288,7 @@ def _launch(
 
 
 def _owned_rows(x: Tensor | None, splits: Tensor | None) -> Tensor | None:
-    """x with 0 in the rows past the last group."""
+    """x, with 0 in the rows past the last group."""
     if x is None or splits is None:
         return x
     owned = torch.arange(x.shape[0], device=x.device) < splits.sum()
@@ -294,7 +296,9 @@ def _owned_rows(x: Tensor | None, splits: Tensor | None) -> Tensor | None:
 
 
 class _Place(torch.autograd.Function):
-    """The activation's node in the graph: a tensor of its shape, never read."""
+    """The activation's node in autograd's graph: a tensor of its shape whose values are
+    never read.
+    """
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, splits: Tensor | None) -> Tensor:

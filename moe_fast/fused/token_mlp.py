@@ -1,5 +1,5 @@
-"""A layer's experts between tokens and tokens: `permute`, `grouped_mlp` and `unpermute` without the
-rows that travel, in high precision, from one to the next. With FP8 by blocks, or without gradients.
+"""A layer's experts from tokens to tokens: `permute`, `grouped_mlp` and `unpermute`, without rows
+in high precision that one function writes for the next. With FP8 by blocks, or without gradients.
 """
 
 from functools import partial
@@ -30,7 +30,9 @@ def rows_of_tokens(
     tokens_TH: Tensor, routing_map_TE: Tensor, recipe: Recipe | None,
     *, probs: Tensor, num_rows: int, tile_rows: int | None,
 ) -> tuple[RowsOfTokens, Permuted, Tiles | None]:  # fmt: skip
-    """(the rows, `permute`'s other results, the segments in tiles of `tile_rows`)."""
+    """(rows that are not written, the other results of `permute`, the segments in tiles of
+    `tile_rows`).
+    """
     lists, slots, tiles = place(routing_map_TE, None, num_rows, tile_rows)
     rows = tokens_TH.new_empty(()).expand(num_rows, tokens_TH.shape[1])  # no memory
     counts, codes = slots.tokens_per_expert, None
@@ -56,8 +58,9 @@ def mlp_of_tokens(
     recompute: str | None = None, tokens_again: bool = False, fp8_input_store: bool = False, kind: str = "swiglu",
     **shape: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(`grouped_mlp`, `unpermute` of it). With `tokens_again` no codes of the rows are saved, but
-    the tokens. Without a recipe neither the rows nor the probs may need a gradient.
+    """(y, `unpermute` of y), with y = `grouped_mlp` of the rows. With `tokens_again` the tokens are
+    saved in place of the codes of the rows. Without a recipe neither the rows nor the probs may
+    need a gradient.
     """
     settings = checked_settings(kind, **shape, interleave=interleave, fp8_input_store=fp8_input_store)
     check_mlp(
@@ -83,7 +86,7 @@ def _without_gradients(
     token_rows: RowsOfTokens, counts_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, probs: Tensor | None,
     fc1_bias: Tensor | None, settings: Settings,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """In high precision; the rows are written first where no kernel gathers."""
+    """The same in high precision. If no kernel gathers the rows, they are written first."""
     tokens = token_rows.tokens_TH.detach().resolve_neg()
     epilogue: dict[str, Any] = {"bias": fc1_bias, "probs": probs, "settings": settings}
     with plans_shared():
@@ -101,7 +104,7 @@ def _fc2_of_codes(
     h_PF: Tensor, probs: Tensor | None, settings: Settings, token_rows: RowsOfTokens, fc2_weight_LHF: Tensor,
     counts_L: Tensor, recipe: Recipe,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """After fc1, without gradients: the activation leaves as codes."""
+    """fc2 and `unpermute`, without gradients: the activation of h is written as codes only."""
     options: dict[str, Any] = {"splits": counts_L, "probs": probs, "kind": settings.kind, "round_before_quantize": True}
     if settings.gated:
         glu_settings = {name: getattr(settings, name) for name in ("offset", "clamp", "alpha", "interleave")}

@@ -29,7 +29,9 @@ def widened(x, dtype: tl.constexpr):
 
 @triton.jit
 def number(bits, dtype: tl.constexpr):
-    """A float64 passed as its bits: Triton would pass a plain number as float32."""
+    """A float64 that was passed as its bits, in `dtype`. Triton would pass a plain number as
+    float32.
+    """
     return tl.cast(bits, tl.int64).to(tl.float64, bitcast=True).to(dtype)
 
 

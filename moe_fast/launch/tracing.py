@@ -1,5 +1,5 @@
-"""The public functions as a compiled graph has them. Import this while Dynamo traces, not before:
-it loads the compiler.
+"""The public functions as a compiled graph calls them. Import this module while Dynamo traces, not
+before, because it loads the compiler.
 """
 
 import functools
@@ -16,19 +16,21 @@ from moe_ref.config import LayerConfig, Recipe, RouterConfig
 
 
 class Absent:
-    """None on its way into a call of a graph and out: such a call neither takes nor returns it."""
+    """A stand-in for None among the arguments and results of a graph's call, which can neither take
+    nor return None.
+    """
 
 
 class Named:
-    """A named tuple on the same way: Dynamo does not build them itself."""
+    """A stand-in for a named tuple there, because Dynamo does not build named tuples itself."""
 
     def __init__(self, kind: Any, items: list[Any]) -> None:
         self.kind, self.items = kind, items
 
 
 class Result:
-    """What a call returns, as the graph takes it: its tensors and integers, and apart from them
-    the structure with all constants.
+    """The result of a call in the form in which a graph takes it: its tensors and integers, and
+    apart from them the structure with all constants.
     """
 
     def __init__(self, x: Any) -> None:
@@ -47,8 +49,8 @@ def _rebuilt(variables: Iterable[Any], context: Any) -> Any:
 
 
 class Refused:
-    """An illegal call, in place of its result. The graph's function raises: Dynamo replaces an
-    error from within a call by its own, without the reason.
+    """An illegal call, in place of its result. The graph's function raises the error, because
+    Dynamo replaces an error from within a call by its own, which has no reason.
     """
 
     def __init__(self, reason: str) -> None:
@@ -60,7 +62,7 @@ def _raised(_: Iterable[Any], reason: str) -> None:
 
 
 def traced(index: int, *args: Any, **kwargs: Any) -> Any:
-    """The public function of that number, as one call."""
+    """The call of the public function with this index, as one call of the graph."""
     return CALLS[index](*[_packed(x) for x in args], **{name: _packed(x) for name, x in kwargs.items()})
 
 

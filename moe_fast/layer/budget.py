@@ -1,4 +1,4 @@
-"""A training step whose layers have room for few rows, and which drops none."""
+"""Run a training step whose layers have room for few rows, without dropping rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,14 +14,13 @@ X = TypeVar("X")
 
 
 def within_budget(layers: Sequence[MoELayer], step: Callable[[], X], reset: Callable[[], Any]) -> X:
-    """step(); and once more, with room for all rows, if any layer on any rank has dropped some.
+    """step(); and a second time, with room for all rows, if any layer on any rank has dropped rows.
 
     All ranks call it together and decide alike. Before the second run the states of the routers,
     the histories of delayed scaling and torch's random generators are set back to what they were
-    before the first, and `reset` is called: it must undo what else the first run has done, for
-    example by `optimizer.zero_grad`. The step
-    must not update parameters. The host waits once, after the step. Of one layer's forward alone:
-    `moe_layer` with `rerun`.
+    before the first, and `reset` is called: it must undo everything else that the first run has
+    done, for example by `optimizer.zero_grad`. The step must not update parameters. The host waits
+    once, after the step. For the forward of one layer alone see `rerun` of `moe_layer`.
 
     Args:
         layers: with a `group`, and `LayerConfig.num_rows`; see `rank_budget`.

@@ -1,4 +1,4 @@
-"""The rule that runs a step again if some rank had too little room for its rows."""
+"""The rule that runs a step a second time if some rank had too little room for its rows."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,7 +11,8 @@ X = TypeVar("X")
 
 
 def in_room(run: Callable[[bool], X], dropped: Callable[[X], Tensor], group: Any, device: torch.device) -> X:
-    """run(True), which has a budget; and run(False), which has none, if any rank has dropped rows.
+    """run(True), which has a budget of rows; and run(False), which has none, if any rank has
+    dropped rows.
 
     All ranks call it together and decide alike. Before the second run torch's generators of the CPU
     and of the device are set back, so that it draws the same numbers. The host waits once.

@@ -1,4 +1,4 @@
-"""Delayed scaling of a grouped linear layer: its states, as buffers and in checkpoints."""
+"""Delayed scaling of a grouped linear layer: its states, in buffers and in checkpoints."""
 
 from typing import Any
 
@@ -16,10 +16,11 @@ COLUMNS = {"fwd": ("input", "weight", UNUSED), "bwd": ("grad_output", UNUSED)}  
 
 
 class ScaledGroupedLinear(KeepsDtypes, GroupedLinear):
-    """`GroupedLinear` with delayed scaling's state of each expert's rows, weight and gradient.
+    """`GroupedLinear`, with the state of delayed scaling for each expert's rows, weight and
+    gradient.
 
-    A checkpoint has them under Transformer Engine's key and names, without its recipe object. The
-    buffers keep their dtype when the module is cast.
+    A checkpoint has these states under the key and the names of Transformer Engine, but without its
+    recipe object. The buffers keep their dtype when the module is cast.
     """
 
     def __init__(self, experts: int, out: int, into: int, *, recipe: Recipe, **options: Any) -> None:
@@ -36,19 +37,21 @@ class ScaledGroupedLinear(KeepsDtypes, GroupedLinear):
 
     @property
     def state(self) -> LinearState:
-        """The buffers themselves."""
+        """The states: the buffers themselves, not copies."""
         names = QuantizerState._fields
         states = ([getattr(self, f"{role}_{name}") for name in names] for role in LinearState._fields)
         return LinearState(*(QuantizerState(*tensors) for tensors in states))
 
     @property
     def amaxes(self) -> LinearAmax:
-        """The first columns of the histories: products raise them in place."""
+        """The first columns of the histories, which the products raise in place."""
         return LinearAmax(*(quantizer_state.amax_history[:, 0] for quantizer_state in self.state))
 
     @torch.no_grad()
     def update_scales(self) -> None:
-        """End a step, as `update_scales`; in place: captured graphs read the new scales."""
+        """End a step, as `update_scales` does, but in place, so that captured graphs read the new
+        scales.
+        """
         for role, quantizer_state in self.state._asdict().items():
             for x, new in zip(quantizer_state, update_scales(quantizer_state, self.recipe, role=role), strict=True):
                 x.copy_(new)
@@ -64,7 +67,9 @@ class ScaledGroupedLinear(KeepsDtypes, GroupedLinear):
         return extra_state
 
     def set_extra_state(self, state: Any) -> None:
-        """Load what `get_extra_state` returns; packed or by expert, see `merge_extra_state`."""
+        """Load what `get_extra_state` returns, for all experts together or per expert, see
+        `merge_extra_state`.
+        """
         require(isinstance(state, dict), EXTRA_STATE, type(state).__name__, "a dict, as Transformer Engine's unpickled")
         check_extra_state(EXTRA_STATE, state, len(self.weight))
         for end, roles in COLUMNS.items():

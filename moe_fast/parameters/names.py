@@ -23,7 +23,7 @@ def indexed(key: str, num_experts: int) -> list[str]:
 
 
 def members(key: str, packed: Any, num_experts: int) -> tuple[Tensor, ...]:
-    """Views of a packed parameter [L,…] or [L·M,…], or its list of members."""
+    """Views of a packed parameter [L,…] or [L·M,…], one per expert; or the members of a list."""
     check_whole(key, packed, num_experts)
     if not isinstance(packed, Tensor):
         return tuple(packed)
@@ -32,7 +32,7 @@ def members(key: str, packed: Any, num_experts: int) -> tuple[Tensor, ...]:
 
 
 def stored(state: dict[str, Any], key: str, num_experts: int, packed: bool) -> None:
-    """Bring one parameter of `state` into the layout, where the state has it in the other alone."""
+    """Bring one parameter of `state` into the layout, if the state has it only in the other one."""
     names = indexed(key, num_experts)
     present = [name in state for name in names]
     if packed and key not in state and all(present):
@@ -54,7 +54,7 @@ def normalize_parameters(
 
 
 def normalize_master_parameters(state: State, *, name: str, num_experts: int, packed: bool) -> dict[str, Any]:
-    """`normalize_parameters` under the one prefix that has the parameter."""
+    """`normalize_parameters` under the only prefix that has the parameter."""
     check_num_experts(num_experts)
     normalized = dict(state)
     suffixes = [name, *indexed(name, num_experts)]

@@ -1,4 +1,4 @@
-"""Shards of parameters, masters and extra states: views of what is there."""
+"""Shards of parameters, masters and extra states, as views of the tensors that are passed in."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -27,7 +27,7 @@ def shard_parameters(
     parameters: State, *, num_experts: int, rank: int, ranks: int, tensor_rank: int = 0, tensor_ranks: int = 1,
     gated: bool = False, singleton: bool = False, prefix: str = "",
 ) -> list[Shard]:  # fmt: skip
-    """A rank's parameters as views, with their places in the checkpoint."""
+    """A rank's parameters as views, with their positions in the checkpoint."""
     check_shard_parameters(parameters, num_experts, rank, ranks, tensor_rank, tensor_ranks)
     local = num_experts // ranks
     shards = []
@@ -87,21 +87,21 @@ def expand_shard(
 
 
 def _split(layer_state: State, num_experts: int) -> list[dict[str, Any]]:
-    """Each expert's columns, views of all experts'."""
+    """Each expert's columns, as views of the state of all experts."""
     columns = {name: layer_state[name].unflatten(-1, (c, num_experts)).unbind(-1) for name, c in COLUMNS.items()}
     variables = {"extra_fp8_variables": {**layer_state.get("extra_fp8_variables", {}), "num_gemms": 1}}
     return [{**layer_state, **{name: x[e] for name, x in columns.items()}, **variables} for e in range(num_experts)]
 
 
 def _states(state: State, prefix: str, num_experts: int) -> tuple[list[str], list[bool]]:
-    """The experts' keys, and which of them have scales."""
+    """(the experts' keys, which of them have scales)."""
     check_num_experts(num_experts)
     keys = [prefix + EXTRA_STATE, *(f"{prefix}{EXTRA_STATE}{e}" for e in range(1, num_experts))]
     return keys, [hasattr(x := state.get(key, {}), "keys") and "scale_fwd" in x for key in keys]
 
 
 def split_extra_state(state: State, *, num_experts: int, prefix: str = "") -> dict[str, Any]:
-    """The layer's extra state as views, one per expert."""
+    """The layer's extra state as one state of views per expert."""
     keys, scaled = _states(state, prefix, num_experts)
     if not scaled[0] or state.keys() & set(keys[1:]):
         return dict(state)
@@ -110,7 +110,7 @@ def split_extra_state(state: State, *, num_experts: int, prefix: str = "") -> di
 
 
 def merge_extra_state(state: State, *, num_experts: int, prefix: str = "") -> dict[str, Any]:
-    """The experts' extra states as the layer's, by one copy per tensor."""
+    """The layer's extra state, made of the experts' by one copy per tensor."""
     keys, scaled = _states(state, prefix, num_experts)
     merged = dict(state)
     if all(scaled):

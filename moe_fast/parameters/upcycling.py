@@ -1,4 +1,4 @@
-"""Upcycling: all experts' slices of a dense layer, as one strided copy and one scaling."""
+"""Upcycling: slice a dense layer into experts, by one strided copy and one scaling."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ def upcycle(
     router_weight_EH: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, *, topk: int, granularity: int = 1,
     kind: str = "swiglu", pre_softmax: bool = False, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
 ) -> Upcycled:  # fmt: skip
-    """Experts of a dense layer: each slice is scaled once, and copied to its experts."""
+    """Experts made of a dense layer: each slice is scaled once, and copied to its experts."""
     halves = 1 + (kind in GATED)
     check_upcycle(router_weight_EH, fc1_weight, fc2_weight, topk, granularity, kind, fc1_bias, fc2_bias, halves)
     copies = router_weight_EH.shape[0] // granularity

@@ -1,4 +1,4 @@
-"""Permutation: rows by expert, chunks, and forms of the routing map."""
+"""Permutation: rows ordered by expert, chunks of rows, and forms of the routing map."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The routing map as lists of experts, and back."""
+"""Kernels that turn lists of experts into the routing map, and back."""
 
 import triton
 import triton.language as tl
@@ -23,7 +23,9 @@ def multihot_kernel(
     num_tokens, num_experts, num_slots,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the map starts unrouted and meets slots in order: an expert's last slot stays."""
+    """A program writes a tile of [tokens, experts] of the map and of the values. The tile starts
+    unrouted and goes through the slots in order, so that the last slot of an expert wins.
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     in_time = t < num_tokens  # the last tile sticks out
@@ -58,7 +60,9 @@ def multihot_backward_kernel(
     num_tokens, num_experts, num_slots,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A slot has its expert's gradient unless a later slot of the token has the same expert."""
+    """The gradient of a slot is that of its expert, unless a later slot of the token has the same
+    expert. A program computes a tile of [tokens, slots].
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     in_time = t < num_tokens  # the last tile sticks out
@@ -86,7 +90,9 @@ def indices_kernel(
     num_tokens, num_experts, num_slots,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A routed expert's slot counts the routed experts before it; slots past those are empty."""
+    """A program lists the experts of BLOCK_T tokens. The slot of a routed expert is the number of
+    routed experts before it; the slots after the last one are empty.
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     in_time = (t < num_tokens)[:, None]  # the last tile sticks out

@@ -1,13 +1,14 @@
-"""The row of each routed token: one walk over the routing map.
+"""Kernels that find the row of each routed token, by one walk over the routing map.
 
-A program owns a block of tokens. It counts the routed tokens of each expert, and lists each token's
-experts, ascending, with the token's rank among the block's tokens of that expert. A second launch
-turns the counts of all blocks into `base`, and the row of a token is
+A program takes a block of tokens. It counts the routed tokens of each expert, and lists each
+token's experts in ascending order, with the token's rank among the block's tokens of that expert. A
+second launch turns the counts of all blocks into `base`, and the row of a token is
 
     row = base[block of the token, expert] + rank
 
-It is a launch because the walk's last program would do the work of all experts alone, and the
-counter that identifies the last program would need a launch to be zeroed.
+It is a second launch, because otherwise the last program of the walk would do the work of all
+experts alone, and the counter by which it knows that it is the last would need a launch to be
+zeroed.
 """
 
 import triton
@@ -28,14 +29,18 @@ def load_routed(map_ptr, stride_map_t, stride_map_e, t, e, num_tokens, num_exper
 
 @triton.jit
 def put_slots(slots_ptr, t, e, chosen, position, rank, num_experts):
-    """Put the chosen experts at their places in the token's list, with the rank above `RANK`."""
+    """Write the chosen experts at their positions in the token's list, with the rank in the bits
+    from `RANK` on.
+    """
     slot = (rank.to(slots_ptr.dtype.element_ty) << RANK) | e[None, :].to(slots_ptr.dtype.element_ty)
     tl.store(slots_ptr + (t * num_experts)[:, None] + position, slot, mask=chosen)  # only chosen experts have a slot
 
 
 @triton.jit
 def load_words(map_ptr, stride_map_t, stride_map_e, t, w, num_tokens, num_words, PACK: tl.constexpr):
-    """[BLOCK_T, BLOCK_W] int32: 1 where routed, per expert, or per byte for four experts."""
+    """[BLOCK_T, BLOCK_W] int32: for each expert 1 if it is routed; or for four experts a word with
+    one byte each.
+    """
     in_bounds = (t < num_tokens)[:, None] & (w < num_words)[None, :]  # the last tiles stick out on both sides
     words = tl.load(map_ptr + t[:, None] * stride_map_t + w[None, :] * stride_map_e, mask=in_bounds, other=0)
     if PACK == 1:
@@ -45,7 +50,7 @@ def load_words(map_ptr, stride_map_t, stride_map_e, t, w, num_tokens, num_words,
 
 @triton.jit
 def field(words, i: tl.constexpr, PACK: tl.constexpr):
-    """Byte i of four, or the whole."""
+    """Byte i of a word of four experts; the whole word if it is one expert's."""
     if PACK == 1:
         return words
     return (words >> (8 * i)) & 0xFF
@@ -65,11 +70,11 @@ def routing_walk_kernel(
     PACK: tl.constexpr,  # 4: a block has fewer than 256 tokens, so that no byte of a sum overflows
     BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Count each expert's routed tokens in a block of tokens; with `slots_ptr`, list each token's
-    experts.
+    """Count each expert's routed tokens in a block of tokens, one block per program; with
+    `slots_ptr` also list each token's experts.
 
-    A row of the tile walks over consecutive tokens, with its count so far as their rank; the rows
-    are added up once for the block. The lists read the map again, from the cache.
+    A row of the tile walks over consecutive tokens, and its count so far is their rank. The rows of
+    the tile are added up once for the block. The lists read the map a second time, from the cache.
     """
     b = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, BLOCK_W).to(tl.int64)
@@ -103,20 +108,22 @@ def routing_walk_kernel(
 
 @triton.jit
 def load_counts(block_count_ptr, e, end, block, num_blocks):
-    """[experts, blocks] int32: each block's tokens per expert, 0 from `end` on."""
+    """[experts, blocks] int32: the number of tokens of each expert in each block, and 0 from expert
+    `end` on.
+    """
     in_bounds = (e < end)[:, None] & (block < num_blocks)[None, :]  # the last tile sticks out on both sides
     return tl.load(block_count_ptr + e[:, None] * num_blocks + block[None, :], mask=in_bounds, other=0).to(tl.int32)
 
 
 @triton.jit
 def segments_of(count, align):
-    """The rows of each expert with their padding."""
+    """How many rows each expert has, with padding."""
     return (count.to(tl.int64) + align - 1) // align * align
 
 
 @triton.jit
 def rows_in_buffer(segment, start, num_rows):
-    """The rows of each segment that a buffer of `num_rows` has."""
+    """How many rows of each segment lie within a buffer of `num_rows` rows."""
     return tl.minimum(tl.maximum(num_rows - start, 0), segment)
 
 
@@ -124,7 +131,9 @@ def rows_in_buffer(segment, start, num_rows):
 def count_before(
     block_count_ptr, first_expert, block, num_blocks, align, num_rows, TILE_ROWS: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """The tokens, rows and, with TILE_ROWS, tiles of the experts before the first of a program."""
+    """(tokens, rows, tiles) of the experts before the first one of a program; tiles only with
+    TILE_ROWS.
+    """
     tokens, rows, tiles = tl.zeros([1], tl.int64), tl.zeros([1], tl.int64), tl.zeros([1], tl.int64)
     for first in range(0, first_expert, BLOCK_E):
         e = first + tl.arange(0, BLOCK_E)
@@ -177,11 +186,11 @@ def routing_layout_kernel(
     TILE_ROWS: tl.constexpr,  # 0: no tiles
     GROUP: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Lay out a few experts' segments after the experts before, which each program counts for
-    itself, and cut them into tiles.
+    """Lay out the segments of BLOCK_L experts per program, and cut them into tiles. Each program
+    itself counts the rows of the experts before.
 
-    gap[0] and gap[1] hold begin and end of the padding after each expert's rows, and of the rows
-    past all.
+    gap[0] and gap[1] are the begin and the end of the padding after each expert's rows, and at last
+    of the rows past all segments.
     """
     num_blocks = block_groups * GROUP  # so that a row of counts is a multiple of a load
     block = tl.arange(0, BLOCK_B)
@@ -236,7 +245,10 @@ def capacity_kernel(
     num_tokens, num_experts, tiles, capacity,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """An expert takes its first C routed tokens, then unrouted ones: ranks from its count on."""
+    """List each token's experts for a capacity C, one block of tokens per program. An expert takes
+    its first C routed tokens; if there are fewer, then unrouted ones, whose ranks follow those of
+    the routed ones.
+    """
     b = tl.program_id(0).to(tl.int64)
     capacity = tl.cast(capacity, tl.int64)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
@@ -278,7 +290,10 @@ def pad_routing_map_kernel(
     num_tokens, num_experts, tiles, align,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """An unrouted token of rank t - (routed before t) below `missing` becomes routed."""
+    """Route more tokens to each expert, until its count is a multiple of `align`; one block of
+    tokens per program. An unrouted token t becomes routed if t - (routed tokens before t) is less
+    than the number that is missing.
+    """
     b = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     real = e < num_experts  # the block is a power of two

@@ -1,4 +1,4 @@
-"""Back from codes and scales to numbers."""
+"""A kernel that turns codes and scales back into numbers."""
 
 import triton.language as tl
 
@@ -27,10 +27,11 @@ def dequantize_kernel(
     RULE: tl.constexpr, PER: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """code · scale, rounded once more; 0 past the last group, and NaN for illegal splits.
+    """out = code · scale, rounded once more; 0 past the last group, and NaN for illegal splits. A
+    program computes `steps` tiles side by side.
 
-    RULE "group": one scale per group, else per block.
-    RULE "nvfp4": the scale is d · A · inverse, A one amax per PER.
+    RULE "group" has one scale per group, the other rules one per block. RULE "nvfp4" has the scale
+    d · A · inverse, where A is one amax per PER.
     """
     tile = tl.program_id(0) // column_programs
     group, first, _, owned, written = place_of_tile(

@@ -1,4 +1,6 @@
-"""NVFP4, four over six: a block's largest value becomes 6 or 4, whichever errs less."""
+"""NVFP4 with "four over six": the largest value of a block becomes 6 or 4, whichever gives the
+smaller error.
+"""
 
 import triton
 import triton.language as tl
@@ -41,13 +43,14 @@ def better_of_two(
     ERROR: tl.constexpr, HARDWARE: tl.constexpr, BY_ROWS: tl.constexpr, SQUARE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The number that d rounds, of blocks that map their largest value to 6, or to 4 by a d 1.5
-    times as large: whichever errs less; 6 if they err alike.
+    """The number that becomes d when it is rounded, for each block. The block's largest value
+    becomes 6, or 4 by a d that is 1.5 times as large, whichever gives the smaller error; 6 if the
+    errors are equal.
 
         d₆ = E4M3(amax / 6 · S),   d₄ = E4M3(amax / 6 · S · 1.5)
 
-    Errors are added in ascending order along a block's row (its column, not BY_ROWS), then, of a
-    square block, by a tree over the others.
+    The errors are added in ascending order along a block's row (with BY_ROWS false along its
+    column); of a square block these sums are then added by a tree.
     """
     base = tl.div_rn(amax, tl.full(amax.shape, E2M1_MAX, tl.float32)) * encoding
     six = encoded(base, "e4m3", HARDWARE)

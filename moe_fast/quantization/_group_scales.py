@@ -1,7 +1,8 @@
-"""One scale per group, from its amax or from earlier steps; and the memory of those steps.
+"""Kernels for one scale per group, from the group's amax or from earlier steps, and for the memory
+of these steps.
 
-Tiles are as in `quantization._tiles`, each within one group. A maximum has no order: atomics
-combine it.
+Tiles are as in `quantization._tiles`, each within one group. Atomics combine the maxima of tiles,
+because a maximum does not depend on the order.
 """
 
 import triton
@@ -28,7 +29,9 @@ def group_amax_kernel(
     num_rows, num_columns, num_groups, column_programs, steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """max |x| over each group. Bits of numbers ≥ 0 are in the order of the numbers."""
+    """max |x| over each group. A program takes `steps` tiles side by side. Atomics combine the
+    maxima as integers: the bits of numbers ≥ 0 have the order of the numbers.
+    """
     tile = tl.program_id(0) // column_programs
     group, first, end, _, _ = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
@@ -54,7 +57,9 @@ def two_levels_amax_kernel(
     ROW_SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """max |x| per group and of its transform; ROW_SCALED: per row, and per column of a group."""
+    """max |x| over each group, and over each group of the Hadamard transform; with ROW_SCALED over
+    each row, and over each column of a group. A program takes `steps` tiles side by side.
+    """
     tile = tl.program_id(0) // column_programs
     group, first, end, _, _ = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
@@ -98,7 +103,9 @@ def scale_of_group(
     given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon,
     FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """The multiplier s of a group, given or from its amax; the first program writes 1/s of all."""
+    """The multiplier s of a group: given, or from the group's amax. The first program also writes
+    1/s of all groups.
+    """
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
     least = number(epsilon, tl.float32)
     g = tl.arange(0, BLOCK_G)
@@ -122,7 +129,9 @@ def scale_of_group(
 
 @triton.jit
 def raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group, in_group):
-    """A tile's part of this step's amax and of the history's first column; not the rest of x."""
+    """Raise the group's amax of this step, and the first column of its history, to the maximum of a
+    tile; not for rows past the last group.
+    """
     bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
     tl.atomic_max(amax_ptr + group, bits, mask=in_group & (bits > 0), sem="relaxed")
     tl.atomic_max(history_ptr + group * stride_history, bits, mask=in_group, sem="relaxed")
@@ -160,7 +169,9 @@ def cast_groups_kernel(
     FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """encode(x · s) and 1/s, one s per group: given, while the amax is taken, or from the amax."""
+    """encode(x · s) and 1/s, with one scale s per group. s is given, and then the amax is measured
+    on the way, or it follows from the amax. A program casts `steps` tiles side by side.
+    """
     tile = tl.program_id(0) // column_programs
     group, first, read, _, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
@@ -191,7 +202,7 @@ def update_scales_kernel(
     new_history_ptr, new_scale_ptr, length, largest,
     MOST_RECENT: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """One group's history, rolled, and the scale that follows from it."""
+    """Program g rolls the amax history of group g, and computes the scale that follows from it."""
     g = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK_L)
     history = history_ptr + g * stride_history_g

@@ -1,10 +1,10 @@
-"""The Hadamard transform of 16 neighbouring rows, and its adjoint; both are orthogonal.
+"""The Hadamard transform of 16 neighbouring rows, and its adjoint. Both are orthogonal.
 
     y_j = Σ_i x_i · sign_i · H_ij / 4,   H_ij = (-1)^(number of ones in i & j)
 
-Products are exact; the sixteen are added in ascending order, from 0, in float32. A butterfly would
-add in a quarter as many steps, but in another order. A program has the sixteen sums of a column in
-its own registers, and so reads each row once.
+Products are exact. The sixteen are added in ascending order, from 0, in float32; a butterfly would
+take a quarter of the steps, but add in another order. A program holds the sixteen sums of a column
+in its own registers, and so reads each row once.
 """
 
 import triton
@@ -24,7 +24,9 @@ def hadamard_sums(
     x_ptr, stride_m, stride_n, first, end, column, num_columns,
     ADJOINT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The transform as [blocks, 16, columns] in float32, and each block's max |x|; 0 from `end`."""
+    """(the transform as [blocks, 16, columns] in float32, max |x| of each block). Rows from `end`
+    on count as 0.
+    """
     block = (tl.arange(0, BLOCK_M // SIZE) * SIZE)[:, None, None]
     n = tl.arange(0, BLOCK_N)[None, None, :]
     j = tl.arange(0, SIZE)[None, :, None]
@@ -50,7 +52,9 @@ def hadamard_tile(
     x_ptr, stride_m, stride_n, first, end, column, num_columns,
     ADJOINT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The transform's tile, rounded to x's dtype; 0 from row `end`. ADJOINT: sign_j for sign_i."""
+    """A tile of the transform, [rows, columns], rounded to the dtype of x. Rows from `end` on count
+    as 0. With ADJOINT sign_j replaces sign_i.
+    """
     total, _ = hadamard_sums(x_ptr, stride_m, stride_n, first, end, column, num_columns, ADJOINT, BLOCK_M, BLOCK_N)
     return as_float32(rounded(tl.reshape(total, [BLOCK_M, BLOCK_N]), x_ptr.dtype.element_ty))
 
@@ -64,7 +68,9 @@ def hadamard_adjoint_kernel(
     num_rows, num_columns, column_programs, steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The adjoint of the transform. Groups consist of whole blocks: their ends do not matter."""
+    """The adjoint of the transform. A program computes `steps` tiles side by side. Groups do not
+    matter, because they consist of whole blocks of 16 rows.
+    """
     first = (tl.program_id(0) // column_programs).to(tl.int64) * BLOCK_M
     begin = (tl.program_id(0) % column_programs).to(tl.int64) * (steps * BLOCK_N)
     row = first + tl.arange(0, BLOCK_M)

@@ -1,6 +1,7 @@
-"""Codes and scales of blocks of 128 on NVIDIA's Hopper, in Gluon: both directions of one load.
+"""Codes and scales of blocks of 128 on NVIDIA's Hopper, in Gluon: the forms by rows and by columns
+from one load.
 
-The copy engine brings tiles into a ring of stages, so that bytes are on their way while a tile is
+The copy engine brings tiles into a ring of stages, so that tiles are loaded while another one is
 encoded. The results have the bits of `_quantize`.
 """
 
@@ -40,8 +41,9 @@ def add(a, b):
 
 @gluon.jit
 def place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_G: gl.constexpr):
-    """As in `_tiles`, where aligned: first row of a tile, and the ends of its rows to read and to
-    write."""
+    """(first row of a tile, end of the rows to read, end of the rows to write), as in `_tiles`
+    where tiles are aligned to groups.
+    """
     if splits_ptr is None:
         first = tile.to(gl.int64) * SIZE
         read = gl.to_tensor(num_rows).to(gl.int64)
@@ -65,13 +67,13 @@ def place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_G
 
 @gluon.jit
 def encoded(x, FORMAT: gl.constexpr):
-    """Codes of float32 numbers, by the device's instruction."""
+    """The codes of float32 numbers, by the conversion of the hardware."""
     return x.to(gl.float8e4nv if FORMAT == "e4m3" else gl.float8e5).to(gl.uint8, bitcast=True)
 
 
 @gluon.jit
 def store_codes(form, code, first, column, rows, columns, num_columns):
-    """The `rows` and `columns` that a tile of codes has."""
+    """Store a tile of codes, of which `rows` rows and `columns` columns exist."""
     m, n = gl.arange(0, SIZE, ROW), gl.arange(0, SIZE, COLUMN)
     corner = form.codes_ptr + first * num_columns + column
     in_bounds = (m < rows)[:, None] & (n < columns)[None, :]
@@ -80,7 +82,7 @@ def store_codes(form, code, first, column, rows, columns, num_columns):
 
 @gluon.jit
 def store_turned(form, code, column, tile, tiles, columns):
-    """Transposed codes: whole columns of a tile."""
+    """Store a tile of transposed codes, of which `columns` columns exist, in all their rows."""
     turned = gl.convert_layout(gl.permute(code, (1, 0)), TURNED)
     n, m = gl.arange(0, SIZE, gl.SliceLayout(1, TURNED)), gl.arange(0, SIZE, gl.SliceLayout(0, TURNED))
     stride = tiles.to(gl.int64) * SIZE
@@ -90,9 +92,10 @@ def store_turned(form, code, column, tile, tiles, columns):
 
 @gluon.jit
 def column_amax(x):
-    """max |x| of each column: of each warp's rows by itself, then of the warps in one thread.
+    """max |x| of each column: first over the rows of each warp, then over the warps, in one thread.
 
-    `gl.max` of all rows at once would store the warps' numbers in one bank of shared memory.
+    `gl.max` over all rows at once would store the numbers of the warps in one bank of shared
+    memory.
     """
     warps = gl.max(gl.reshape(gl.abs(x), [8, SIZE // 8, SIZE]), 1)
     return gl.max(gl.convert_layout(warps, PARTS), 0)
@@ -103,7 +106,7 @@ def quantize_tile(
     x, form, stride_m, stride_n, tile, tiles, first, column, rows, columns, num_columns, limits,
     FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_C: gl.constexpr,
 ):  # fmt: skip
-    """One form of a tile that has `rows` and `columns`."""
+    """Compute and store one form of a tile, of which `rows` rows and `columns` columns exist."""
     if BLOCK_C == 1:
         amax = column_amax(x)
     elif BLOCK_R == 1:
@@ -188,7 +191,9 @@ def quantize_tiles_kernel(
     WHOLE: gl.constexpr,  # also tiles past the last group
     BLOCK_G: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of 1 × 128, 128 × 1, or both of one load; SQUARE: 128 × 128, by rows."""
+    """Blocks of 1 × 128, 128 × 1, or both from one load; with SQUARE blocks of 128 × 128, as the
+    form by rows. A program quantises `steps` tiles side by side.
+    """
     buffer = gl.allocate_shared_memory(x_desc.dtype, [STAGES, SIZE, SIZE], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):

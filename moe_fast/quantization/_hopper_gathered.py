@@ -1,7 +1,7 @@
 """Codes and scales of blocks of 128 of rows that are still tokens, on NVIDIA's Hopper, in Gluon.
 
-As `quantization._hopper`, but each row of a tile comes from its token: no row is stored before it
-is encoded.
+As `quantization._hopper`, but each row of a tile is copied from its token, so that no row is stored
+before it is encoded.
 """
 
 from triton.experimental import gluon
@@ -19,8 +19,9 @@ HELD = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
 
 @gluon.jit
 def gather(tokens_ptr, offset, live, column, num_columns, buffer, wanted):
-    """128 columns of 128 tokens on their way, 0 where no row is live; a group of copies, wanted or
-    not."""
+    """Begin to copy 128 columns of 128 tokens, with 0 where no row is live, as one group of copies.
+    If it is not `wanted`, the group is empty.
+    """
     n = column + gl.arange(0, SIZE, gl.SliceLayout(0, COPY))
     in_bounds = live[:, None] & (n < num_columns)[None, :] & wanted
     gather_tile(buffer, tokens_ptr + offset[:, None] + n[None, :], mask=in_bounds)
@@ -40,8 +41,9 @@ def quantize_gathered_kernel(
     epsilon: gl.int64, infinity: gl.int64,
     FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, WHOLE: gl.constexpr, BLOCK_G: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of 1 × 128, 128 × 1, or both of one load. All tiles of some columns come before the
-    next columns, so that the L2 holds those of all tokens.
+    """Blocks of 1 × 128, 128 × 1, or both from one load. A program quantises `steps` tiles side by
+    side. All tiles of some columns come before the next columns, so that the L2 cache can hold
+    these columns of all tokens.
     """
     buffer = gl.allocate_shared_memory(tokens_ptr.dtype.element_ty, [STAGES, SIZE, SIZE], HELD)
     tiles = gl.num_programs(0) // column_programs

@@ -1,10 +1,10 @@
-"""NVFP4: codes of E2M1, an E4M3 scale d for each block of 16, and above it a float32 scale S of the
-group, or of each row or column.
+"""Kernels for NVFP4: codes of E2M1, an E4M3 scale d for each block of 16, and above it a float32
+scale S for the group, or for each row or column.
 
     S = 2688 / A,   d = E4M3(amax · (S · (1/6))),   m = 1 / (d · (1/S)),   q = E2M1(x · m)
 
-with A = max |x|; `four_over_six` has another d. Tiles lie within one group, and consist of whole
-blocks.
+with A = max |x|; `four_over_six` computes another d. Tiles lie within one group, and consist of
+whole blocks.
 """
 
 import triton
@@ -21,7 +21,9 @@ SIZE = tl.constexpr(16)  # of a block
 
 @triton.jit
 def global_amax(amax_ptr, group, num_groups, row, owned, column, num_columns, PER: tl.constexpr):
-    """A of a tile: PER "group", scalar; "row", [m, 1]; "column" of its group, [1, n]; else 0."""
+    """A for a tile: a scalar for PER "group", [m, 1] for "row", [1, n] for the "column" of a group;
+    0 past the last group.
+    """
     if PER == "row":
         amax = tl.load(amax_ptr + row, mask=row < owned, other=0.0)[:, None]
     elif PER == "column":
@@ -38,7 +40,9 @@ def quantize_form(
     group, num_groups, first, owned, written, column, num_columns, largest,
     PER: tl.constexpr, ERROR: tl.constexpr, HARDWARE: tl.constexpr, BY_ROWS: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
-    """One form of a tile: codes and block scales. ERROR: measure between two scales, or None."""
+    """Compute and store one form of a tile: codes and scales of blocks. ERROR is the measure of
+    errors by which "four over six" chooses, or None.
+    """
     BLOCK_R: tl.constexpr = SIZE if SQUARE or not BY_ROWS else 1
     BLOCK_C: tl.constexpr = SIZE if SQUARE or BY_ROWS else 1
     row = first + tl.arange(0, x.shape[0])
@@ -85,7 +89,10 @@ def quantize_two_levels_kernel(
     ROW_SCALED: tl.constexpr, TRANSFORMED: tl.constexpr, ERROR: tl.constexpr, SQUARE: tl.constexpr,
     HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Both forms in one pass, blocks 1 × 16 and 16 × 1; SQUARE 16 × 16; TRANSFORMED by columns."""
+    """Both forms in one pass: blocks of 1 × 16 and of 16 × 1, or with SQUARE of 16 × 16. With
+    TRANSFORMED the form by columns is of the Hadamard transform. A program quantises `steps` tiles
+    side by side.
+    """
     tile = tl.program_id(0) // column_programs
     group, first, _, owned, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G

@@ -1,8 +1,8 @@
-"""Tiles of x and blocks of tiles.
+"""Tiles of x, and the blocks of tiles.
 
-A tile is [rows, columns] of x within one group: each group is cut from its own first row on, and
-the rows past the last group, as one more group, of zeros. Where only the end of the last group
-matters, x is cut as a whole.
+A tile is [rows, columns] of x within one group. Each group is cut into tiles from its own first row
+on, and the rows past the last group, which count as zeros, are cut like one more group. If only the
+end of the last group matters, x is cut as one group.
 """
 
 import triton
@@ -13,7 +13,9 @@ from moe_fast.quantization._formats import as_float32
 
 @triton.jit
 def are_wrong(splits_ptr, stride_splits, num_rows, num_groups, MULTIPLE: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Whether a split is negative or no multiple, or all are more than the rows."""
+    """Whether the splits are illegal: one is negative or no multiple of MULTIPLE, or their sum
+    exceeds the rows.
+    """
     is_illegal = tl.full([], False, tl.int1)
     if splits_ptr is not None:
         g = tl.arange(0, BLOCK_G)
@@ -26,7 +28,9 @@ def are_wrong(splits_ptr, stride_splits, num_rows, num_groups, MULTIPLE: tl.cons
 
 @triton.jit
 def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr):
-    """(group, first row, end of the group) of a tile; group `num_groups` is the rest of x."""
+    """(group, first row, end of the group) of a tile. The rows past the last group are group
+    `num_groups`.
+    """
     if splits_ptr is None:
         group = tl.full([], 0, tl.int64)
         begin = tl.full([], 0, tl.int64)
@@ -51,7 +55,9 @@ def place_of_tile(
     splits_ptr, stride_splits, num_rows, num_groups, tile,
     ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """(group, first row, ends of the rows to read, in groups, to write) of a tile."""
+    """(group, first row, end of the rows to read, end of the rows in groups, end of the rows to
+    write) of a tile.
+    """
     if ALIGNED:
         group, first, written = group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M, BLOCK_G)
         owned = tl.where(group < num_groups, written, 0)
@@ -71,7 +77,7 @@ def place_of_tile(
 
 @triton.jit
 def load_tile(x_ptr, stride_m, stride_n, row, read, column, num_columns):
-    """x in float32; 0 from row `read` on."""
+    """A tile of x in float32; rows from `read` on are 0."""
     in_bounds = (row < read)[:, None] & (column < num_columns)[None, :]  # a tile sticks out of its group and of x
     return as_float32(tl.load(x_ptr + row[:, None] * stride_m + column[None, :] * stride_n, mask=in_bounds, other=0.0))
 
@@ -80,7 +86,9 @@ def load_tile(x_ptr, stride_m, stride_n, row, read, column, num_columns):
 def load_tile_from(
     x_ptr, stride_m, stride_n, first, read, column, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """A tile of x in float32 from `first` and `column`, 0 from row `read`; one int64 address."""
+    """A tile of x in float32, from row `first` and column `column` on; rows from `read` on are 0.
+    Only the address of its corner takes 64 bits.
+    """
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     corner = x_ptr + first * stride_m + column * stride_n
@@ -92,13 +100,13 @@ def load_tile_from(
 
 @triton.jit
 def ending(first, end, BLOCK_M: tl.constexpr):
-    """The number of a tile's rows before row `end`."""
+    """How many of a tile's rows lie before row `end`."""
     return tl.maximum(tl.minimum(end - first, BLOCK_M), 0).to(tl.int32)
 
 
 @triton.jit
 def store_tile(out_ptr, value, first, written, column, num_columns):
-    """A tile of a contiguous result, up to row `written`."""
+    """Store a tile of a contiguous result, up to row `written`."""
     m = tl.arange(0, value.shape[0])
     n = tl.arange(0, value.shape[1])
     corner = out_ptr + first * num_columns + column
@@ -110,7 +118,7 @@ def store_tile(out_ptr, value, first, written, column, num_columns):
 
 @triton.jit
 def store_turned(out_ptr, value, tile, tiles, column, num_columns):
-    """A tile of a transposed result, which is as many whole tiles long."""
+    """Store a tile of a transposed result, whose rows are as long as `tiles` whole tiles."""
     m = tl.arange(0, value.shape[0])
     n = tl.arange(0, value.shape[1])
     stride = tl.cast(tiles, tl.int64) * value.shape[0]
@@ -124,7 +132,9 @@ def store_blocks(
     out_ptr, stride_m, stride_n, value, block, first, written, column, num_columns,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One value per block of a tile, from row `block` of blocks on, as far as there are blocks."""
+    """Store one value per block of a tile, from row `block` of blocks on, for the blocks that
+    exist.
+    """
     m = tl.arange(0, value.shape[0])
     n = tl.arange(0, value.shape[1])
     corner = out_ptr + block * stride_m + column // BLOCK_C * stride_n
@@ -142,7 +152,7 @@ def magnitude(x):
 
 @triton.jit
 def block_amax(x, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """max |x| over each block, [m / BLOCK_R, n / BLOCK_C]; NaN does not count."""
+    """max |x| over each block, [m / BLOCK_R, n / BLOCK_C]; a NaN does not count."""
     m: tl.constexpr = x.shape[0] // BLOCK_R
     n: tl.constexpr = x.shape[1] // BLOCK_C
     if BLOCK_R == 1:
@@ -156,7 +166,7 @@ def block_amax(x, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def spread(scale, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Each block's number at each of its elements."""
+    """[m, n]: the number of its block for each element of a tile."""
     m: tl.constexpr = scale.shape[0]
     n: tl.constexpr = scale.shape[1]
     if BLOCK_R == 1:

@@ -1,6 +1,6 @@
-"""quantize: codes and scales of every group and both directions from one pass over x.
+"""quantize: the codes and scales of every group, by rows and by columns, from one pass over x.
 
-Current scaling and NVFP4 take two passes: their scales need the maximum of the whole group.
+Current scaling and NVFP4 take two passes, because their scales need the maximum of the whole group.
 """
 
 from typing import Any
@@ -41,11 +41,11 @@ def quantize(
     *, role: str = "input", splits: Tensor | None = None, rowwise: bool = True,
     columnwise: bool = False, state: QuantizerState | None = None, noise: Tensor | None = None,
 ) -> Quantization:  # fmt: skip
-    """Quantise each group of rows by itself, bit by bit as the reference.
+    """Quantise each group of rows separately, bit by bit as the reference.
 
-    One launch per call; current scaling and NVFP4 have one before it for the maximum of each group.
-    The host never waits: where the values of `splits` are illegal, `dequantize` gives NaN, and
-    `scales` and `amax` raise, or are NaN if they need no host wait.
+    One launch per call; for current scaling and NVFP4 another one before it computes the maximum of
+    each group. The host never waits: if the values of `splits` are illegal, `dequantize` returns
+    NaN, and `scales` and `amax` raise an error, or return NaN if they need no wait of the host.
     float64 is rounded to float32 first.
     """
     return _quantize(x_MN, recipe, role, splits, rowwise, columnwise, state, noise, for_products=False)
@@ -99,7 +99,9 @@ def _quantize_blocks(
     x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, square: bool, rowwise: bool, columnwise: bool,
     turned: bool,
 ) -> tuple[Form | None, Form | None]:  # fmt: skip
-    """A scale for each block, by rows and by columns; of squares, both forms are one."""
+    """(form by rows, form by columns), with a scale for each block. With square blocks both are the
+    same form.
+    """
     size, rule = BLOCK[recipe.scaling], KERNEL_OF[recipe.scaling]
     sizes = tuning.for_device(x.device).quantize
     tall = square or columnwise  # blocks span rows
@@ -144,7 +146,9 @@ def empty_form(
     x: Tensor, rule: str, block: tuple[int, int], grid: Grid,
     *, codes: bool = True, turned: bool = False, amax: bool = True,
 ) -> Form:  # fmt: skip
-    """A form with room for all blocks; kernels write all codes, and existing scales."""
+    """A form with room for all blocks. Kernels write all codes, and the scales of blocks that
+    exist.
+    """
     rows = grid.tiles if rule == "amax" and block[0] > 1 else ceil_div(x.shape[0], block[0])
     columns = ceil_div(x.shape[1], block[1])
     side_by_side = rule == "amax" and block[0] == 1  # scales of neighbouring rows, for matrix products
@@ -177,7 +181,9 @@ def form_arguments(form: Form | None) -> tuple[FormPointers, int, int]:
 
 
 class _Place(torch.autograd.Function):
-    """x's node in the graph, never read; rows past the last group have no gradient."""
+    """The node of x in autograd's graph, whose values are never read. Rows past the last group have
+    no gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: Tensor | None) -> Tensor:

@@ -1,8 +1,9 @@
-"""The tokens that an expert keeps.
+"""Kernels that choose the tokens that each expert keeps.
 
-A token's key for an expert is an integer in the order of the probs, the least if it is not routed
-to it. An expert keeps the tokens above some key, and those of this key before some token; both are
-found bit by bit.
+The key of a token for an expert is an integer. Keys have the order of the probs, and the key of a
+token that is not routed to the expert is the least of all. An expert keeps the tokens whose key is
+above some bound, and of those whose key equals it the first ones. Both the bound and the number of
+the last token are found bit by bit.
 """
 
 import triton
@@ -22,7 +23,9 @@ def load_keys(
     probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, in_bounds,
     KEY_BITS: tl.constexpr, KEY: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_T, BLOCK_E] probs as bits, 0 where not routed, and keys (KEY_BITS 1: all equal)."""
+    """([BLOCK_T, BLOCK_E] probs as bits, 0 where not routed; the keys). With KEY_BITS 1 all routed
+    tokens have the same key.
+    """
     routed = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=in_bounds, other=0) != 0
     # others may be anything
     bits = tl.load(probs_ptr + t[:, None] * stride_probs_t + e[None, :] * stride_probs_e, mask=routed, other=0)
@@ -45,7 +48,7 @@ def drop_keys_kernel(
     num_tokens, num_experts,
     KEY_BITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The keys, contiguous per expert."""
+    """A program writes the keys of a tile of [tokens, experts]; they are contiguous per expert."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     in_bounds = (t < num_tokens)[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides
@@ -58,7 +61,7 @@ def drop_keys_kernel(
 
 @triton.jit
 def load_columns(keys_ptr, e, t, num_tokens, num_experts, KEY_BITS: tl.constexpr):
-    """[BLOCK_E, BLOCK_T] keys; past the last token they are the least."""
+    """[BLOCK_E, BLOCK_T] keys; past the last token they are the least key."""
     in_bounds = (e < num_experts)[:, None] & (t < num_tokens)[None, :]  # the last tiles stick out on both sides
     return tl.load(
         keys_ptr + e[:, None] * num_tokens + t[None, :],
@@ -83,7 +86,7 @@ def count_kept(
     keys_ptr, all_keys, e, least, end_token, num_tokens, num_experts,
     KEY_BITS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_E, 1] int32: how many tokens each expert would keep."""
+    """[BLOCK_E, 1] int32: how many tokens each expert keeps with these bounds."""
     t = tl.arange(0, BLOCK_T)
     if WHOLE:
         count = tl.sum(is_kept(all_keys, t[None, :], least, end_token).to(tl.int32), axis=1)
@@ -107,7 +110,9 @@ def drop_search_kernel(
     WHOLE: tl.constexpr,  # all tokens are in one tile
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The key above which, and at it the token before which, an expert keeps tokens."""
+    """A program finds the bounds of BLOCK_E experts: the key above which an expert keeps all
+    tokens, and the token before which it keeps those whose key equals it.
+    """
     e = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     KEY: tl.constexpr = keys_ptr.dtype.element_ty
     all_keys = load_columns(keys_ptr, e, tl.arange(0, BLOCK_T), num_tokens, num_experts, KEY_BITS)
@@ -149,7 +154,9 @@ def drop_kernel(
     num_tokens, num_experts,
     KEY_BITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The map of kept tokens, and the probs of the routed ones."""
+    """A program writes a tile of [tokens, experts] of the map of kept tokens, and of the probs of
+    kept tokens that are routed.
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     in_row = e < num_experts  # the last block sticks out
@@ -178,7 +185,9 @@ def drop_backward_kernel(
     num_tokens, num_experts,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The gradient where kept and routed, 0 elsewhere."""
+    """The gradient of the probs, for a tile of [tokens, experts] per program: it passes where a
+    token was kept and routed, and is 0 elsewhere.
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     in_bounds = (t < num_tokens)[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides

@@ -1,8 +1,8 @@
-"""Choose each token's experts and weigh them, in one pass over the logits.
+"""Kernels that choose each token's experts and compute their weights, in one pass over the logits.
 
-Keys are integers in the order of the scores. A chosen key becomes a mark below all keys, `lowest` +
-the slot: no expert is chosen twice, even where all scores are -∞, and the marks give each expert's
-slot.
+Keys are integers that have the order of the scores. The key of a chosen expert is replaced by a
+mark, `lowest` + the slot, which is less than all keys. So no expert is chosen twice, even if all
+scores are -∞, and the marks give the slot of each expert.
 """
 
 import triton
@@ -18,7 +18,7 @@ SLOT = tl.constexpr(0xFFFF)  # the bits of a mark that hold its slot; no column 
 
 @triton.jit
 def mark_in_order(key, column, count):
-    """Mark the `count` largest keys of each row; of equal ones the lower column."""
+    """Mark the `count` largest keys of each row; among equal keys the one with the lower column."""
     for i in range(count):
         largest = tl.max(key, axis=1)
         first = tl.min(tl.where(key == largest[:, None], column[None, :], SLOT), axis=1)
@@ -28,7 +28,9 @@ def mark_in_order(key, column, count):
 
 @triton.jit
 def mark_largest(key, column, count, TIES_ARE_RARE: tl.constexpr):
-    """The same; if ties are rare, first as if there were none, in half the instructions."""
+    """As `mark_in_order`. If ties are rare, it first tries as if there were none, which takes half
+    the instructions.
+    """
     if TIES_ARE_RARE:
         marked = key
         largest = tl.max(key, axis=1)
@@ -80,7 +82,7 @@ def only_best_groups(
 
 @triton.jit
 def mark_given(given_ptrs, stride, e, topk):
-    """As `mark_largest`, by each token's list of experts."""
+    """Marks as those of `mark_largest`, for the experts that are listed for each token."""
     marked = tl.zeros([given_ptrs.shape[0], e.shape[0]], tl.int32)
     for i in range(topk):
         expert = tl.load(given_ptrs + tl.cast(i, tl.int64) * stride)
@@ -106,7 +108,11 @@ def topk_kernel(
     RAGGED: tl.constexpr,  # the columns are more than the experts
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """A column is a place in a group, so that groups lie at powers of two; at least one group."""
+    """Choose the experts of BLOCK_T tokens per program, and compute their weights.
+
+    Columns are numbered by group, so that each group begins at a power of two; there is at least
+    one group.
+    """
     # the last tile repeats the last row
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
     column = tl.arange(0, BLOCK_G * BLOCK_S)
@@ -159,16 +165,19 @@ def topk_kernel(
 
 @triton.jit
 def in_map(weight, chosen, legal, dtype: tl.constexpr):
-    """Rounded: 0 where no expert is chosen, NaN for an illegal token.
+    """The weights rounded to `dtype`: 0 where no expert is chosen, NaN for an illegal token.
 
-    The constants come first: before Triton 3.9 the interpreter has none of bfloat16.
+    The constants come first, because before Triton 3.9 the interpreter has no constants of
+    bfloat16.
     """
     return rounded(tl.where(legal, tl.where(chosen, weight, 0.0), float("nan")), dtype)
 
 
 @triton.jit
 def store_slots(probs_ptr, indices_ptr, t, e, slot, weight, legal, topk, MAY_BE_ILLEGAL: tl.constexpr):
-    """Each chosen expert's probability, and its index, in its slot; NaN for an illegal token."""
+    """Store the probability and the index of each chosen expert in its slot; for an illegal token
+    NaN.
+    """
     tl.store((probs_ptr + t * topk)[:, None] + slot, weight, mask=(slot < topk) & legal)
     if MAY_BE_ILLEGAL:
         no_weight = tl.full([weight.shape[0], 1], float("nan"), tl.float32).to(weight.dtype)
@@ -193,7 +202,9 @@ def topk_backward_kernel(
     scale, num_tokens, num_experts, topk,
     SCORE: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The scores are computed again; only the choice is not."""
+    """The gradient of the logits of BLOCK_T tokens per program. The scores are computed again, the
+    choice is not.
+    """
     # the last tile repeats the last row
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
     e = tl.arange(0, BLOCK_E).to(tl.int64)[None, :]

@@ -1,4 +1,4 @@
-"""Auxiliary losses, z-loss and the expert bias, fused where there is something to fuse."""
+"""Auxiliary losses, z-loss and the expert bias."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ from moe_ref.config import (
 def aux_loss_scores(
     logits_TE: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None
 ) -> AuxScores:
-    """Scores and choice for the balancing losses, of all experts: one launch; the backward computes
-    the scores again.
+    """The scores and the choice of all experts for the balancing losses, by one launch. The
+    backward computes the scores again.
 
     Raises:
         ValueError: also for what `check_rows` refuses.
@@ -54,10 +54,10 @@ def load_balancing_loss(
     num_experts: int,
     coeff: float,
 ) -> Tensor:
-    """The balancing loss of the Switch Transformer, this rank's share of it: two launches.
+    """This rank's share of the balancing loss of the Switch Transformer, by two launches.
 
-    The order of the sum depends on the shape only. A tensor of tokens is read by the kernel: the
-    host never waits.
+    The order of the sum depends only on the shape. If the number of tokens is a tensor, the kernel
+    reads it: the host never waits.
 
     Raises:
         ValueError: also for scores of other dtypes than `LOGITS`.
@@ -71,7 +71,7 @@ def load_balancing_loss(
 
 @traceable
 def z_loss(logits_TE: Tensor, *, coeff: float, padding_mask: Tensor | None = None) -> Tensor:
-    """The penalty on large logits: two launches. The order of the sum depends on the shape only.
+    """The penalty on large logits, by two launches. The order of the sum depends only on the shape.
 
     Raises:
         ValueError: also for what `check_rows` refuses.
@@ -244,7 +244,7 @@ def _finish(partial: Tensor, valid: Tensor | None, total: int | Tensor, coeff: f
 
 
 def _whole_rows(logits: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid and the blocks of the kernels that take whole rows."""
+    """(grid, block sizes) of the kernels that take whole rows."""
     rows = tuning.for_device(logits.device).aux_scores
     width = power_of_two(logits.shape[1], least=8)
     grid = (ceil_div(logits.shape[0], rows.tile_tokens(width)),)
@@ -264,12 +264,12 @@ def _rows_of_programs(logits: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
 
 
 def _padding(mask: Tensor | None) -> tuple[Tensor | None, int]:
-    """The padding mask as the kernels take it."""
+    """The padding mask, as the kernels take it."""
     return (None, 0) if mask is None else (integers(mask), mask.stride(0))
 
 
 class _AttachLoss(torch.autograd.Function):
-    """The identity, with a gradient of its own for the loss."""
+    """The identity, with `scale` as the gradient of the loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
@@ -283,14 +283,18 @@ class _AttachLoss(torch.autograd.Function):
 
 @traceable
 def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
-    """x itself, with a loss whose gradient is `scale`, whatever the gradient of the result is."""
+    """x itself, with a loss attached: the gradient of the loss is `scale`, whatever the gradient of
+    the result is.
+    """
     check_loss_scale(scale)
     return _AttachLoss.apply(x, loss, scale)
 
 
 @traceable
 def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update_rate: float) -> Tensor:
-    """The next bias: up where an expert had fewer tokens than the average, down where more."""
+    """The next bias: larger where an expert had fewer tokens than the average, smaller where it had
+    more.
+    """
     check_update_expert_bias(expert_bias, tokens_per_expert, update_rate)
     count = tokens_per_expert.double()  # exact below 2⁵³, and so is the comparison E · c with Σ c
     direction = (count.sum() - len(count) * count).sign()

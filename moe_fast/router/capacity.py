@@ -62,7 +62,7 @@ class _Drop(torch.autograd.Function):
 
 
 def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad: bool) -> tuple[Tensor, Tensor]:
-    """The kept probs, and the map of kept tokens."""
+    """(kept probs, map of kept tokens)."""
     num_tokens, num_experts = shape = probs.shape
     device = probs.device
     out = torch.empty(shape, dtype=probs.dtype, device=device)  # all by drop_kernel

@@ -1,4 +1,4 @@
-"""The router from logits to probs, map and losses: the fused pieces in the order of
+"""The router from logits to probs, map and losses: the fused functions, in the order of
 `moe_ref.router.route`.
 """
 
@@ -35,8 +35,8 @@ def route(
     training: bool = True, loss_scale: float = 1.0, replay: str = "none",
     replay_target: Tensor | None = None, ranks: RouterRanks | None = None,
 ) -> RouteOutput:  # fmt: skip
-    """One forward of the router after its matrix product; the host never waits, but for Sinkhorn's
-    rounds.
+    """One forward of the router after its matrix product. The host never waits, except for the
+    rounds of Sinkhorn.
     """
     _check(logits_TE, padding_mask, config, batch_size, replay, replay_target, len(state.replay_queue))
     ranks = ranks or RouterRanks()
@@ -87,7 +87,7 @@ def _choose(
     replay_target: Tensor | None,
     learns: bool,
 ) -> tuple[Routed, Tensor | None, RouterState]:
-    """The choice, its indices if they are recorded, and the state with the queue of replays."""
+    """(choice, its indices if they are to be recorded, the state with the queue of replays)."""
     if config.sinkhorn:
         return sinkhorn_routing(logits_TE, topk=config.topk, training=learns), None, state
     bias = state.expert_bias if config.expert_bias else None
@@ -112,7 +112,7 @@ def _balancing_losses(
     padding_mask: Tensor | None,
     ranks: RouterRanks,
 ) -> tuple[dict[str, Tensor], RouterState]:
-    """Each configured loss, and the state with the counts of the global one."""
+    """(each configured loss, the state with the counts of the global loss)."""
     coeffs, topk, experts = config.balancing_coeffs, config.topk, config.num_experts
     if not coeffs:
         return {}, state
@@ -149,7 +149,9 @@ def _balancing_losses(
 def finish_batch(
     state: RouterState, config: RouterConfig, *, frozen: bool = False, ranks: RouterRanks | None = None
 ) -> RouterState:
-    """Move the expert bias by the global batch's counts, unless frozen; restart the counters."""
+    """Move the expert bias by the counts of the global batch, unless it is frozen, and restart the
+    counters.
+    """
     if config.expert_bias and not frozen:
         counts = (ranks or RouterRanks()).tp_dp_cp.sum(state.tokens_per_expert)
         bias = update_expert_bias(state.expert_bias, counts, update_rate=config.bias_update_rate)

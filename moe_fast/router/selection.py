@@ -1,4 +1,4 @@
-"""Top-k routing, fused: one kernel chooses and weighs, one goes back."""
+"""Top-k routing, fused: one kernel chooses and weighs, another one computes the gradient."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +72,7 @@ def _check(
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of choice and weights."""
+    """The settings of the choice and of the weights."""
 
     topk: int
     score: str
@@ -196,7 +196,7 @@ def _choose_backward(dprobs: Tensor, logits: Tensor, choice: Tensor, settings: S
 
 
 def check_rows(logits: Tensor, topk: int = 1, bias: Tensor | None = None) -> None:
-    """Raise `ValueError` for logits that are legal, but not fused."""
+    """Raise `ValueError` for logits that are legal, but for which there is no kernel."""
     check_computed("logits", logits)
     require(
         logits.shape[1] <= MAX_EXPERTS, "logits", f"of shape {tuple(logits.shape)}", f"of at most {MAX_EXPERTS} experts"
@@ -207,6 +207,6 @@ def check_rows(logits: Tensor, topk: int = 1, bias: Tensor | None = None) -> Non
 
 
 def check_computed(argument: str, x: Tensor) -> None:
-    """Raise `ValueError` for numbers that no kernel computes with."""
+    """Raise `ValueError` for numbers of a dtype in which no kernel computes."""
     require(x.dtype in LOGITS, argument, f"of dtype {x.dtype}", f"one of {LOGITS}")
     check_device(argument, x)

@@ -4,8 +4,9 @@ A file names the GPU and holds records of `Tuning` by path, as in "grouped.by_ro
 the defaults of `moe_fast.launch.tuning`. A GPU without a file takes the nearest one's:
 
     of the same major compute capability; then least |log2 multiprocessors| + |log2 memory|, each of
-    its ratio to the file's; of equals the first by the files' names. None of the capability: the
-    defaults.
+    the ratio of the GPU's to the file's; of equals the first by the files' names.
+
+If no file has the capability, the defaults are used.
 """
 
 import json
@@ -24,7 +25,7 @@ FOLDER = Path(__file__).parent
 
 
 class Gpu(NamedTuple):
-    """What tells one GPU from another."""
+    """The properties by which GPUs are told apart."""
 
     name: str
     major: int
@@ -47,7 +48,7 @@ class Table(NamedTuple):
 
 
 def nearest(gpu: Gpu, tables: Iterable[Table]) -> Table | None:
-    """The table for a GPU by the rule above; None: the defaults."""
+    """The table for a GPU by the rule of this module; None if the defaults are to be used."""
 
     def distance(table: Table) -> float:
         if table.gpu.name == gpu.name:
@@ -59,7 +60,7 @@ def nearest(gpu: Gpu, tables: Iterable[Table]) -> Table | None:
 
 
 def changed(sizes: Any, path: str, values: Mapping[str, int]) -> Any:
-    """The sizes with other values of the record at `path`.
+    """The sizes, with the values of the record at `path` replaced.
 
     Raises:
         AttributeError, IndexError, TypeError: there is no such record, or no such value of it.
@@ -74,7 +75,7 @@ def changed(sizes: Any, path: str, values: Mapping[str, int]) -> Any:
 
 
 def with_table(sizes: Tuning, table: Table | None) -> Tuning:
-    """The sizes with all that the table has."""
+    """The sizes, with every value that the table has."""
     for path, values in {} if table is None else table.sizes.items():
         sizes = changed(sizes, path, values)
     return sizes
