@@ -131,7 +131,7 @@ def push_lists(
         next_expert, next_row, next_live = find_row(row_map, lists, start_ptr, j + 1, num_rows)
         rank = expert // local_experts
         if probs_ptr is not None:
-            # live only
+            # of live slots only
             prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
             element = probs_ptr.dtype.element_ty
             to_ptr = here_or_there(rank == own_rank, row_probs_ptr, probs_table_ptr, rank, live, element)
@@ -146,7 +146,7 @@ def push_lists(
             tl.store(at_rank(link_table_ptr, rank, away, tl.int32) + row, link.to(tl.int32), mask=away)
             home = (slot_of(t, rank, own_rank, num_experts // local_experts, ONCE) << RANK) | own_rank
             tl.store(at_rank(home_table_ptr, rank, away, tl.int64) + row, home, mask=away)
-            # dropped rows too
+            # also of dropped rows
             tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
             local_rows += tl.where(
                 live & (rank == own_rank), tl.where(local_rows == 0, tl.cast(j, tl.int64) * FIRST_SLOT + 1, 1), 0
@@ -185,7 +185,7 @@ def push_rows(
         rank = expert // local_experts
         is_written = live & is_sent(t, rank, last, own_rank, num_experts // local_experts, num_rows, ONCE, EARLY)
         to_ptr = here_or_there(rank == own_rank, rows_ptr, rows_table_ptr, rank, is_written, sent_as.dtype)
-        # others are not written
+        # other rows are not written
         tl.store(to_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=is_written[:, None] & in_row)
         if scales_table_ptr is not None:
             to_ptr = here_or_there(rank == own_rank, scale_ptr, scales_table_ptr, rank, is_written, tl.float32)

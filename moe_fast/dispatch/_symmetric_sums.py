@@ -39,8 +39,8 @@ def return_row(
             total = tl.zeros([BLOCK_H], ACCUMULATOR)
             token_row = row
             while token_row >= 0:
-                for _ in tl.static_range(UNROLL):  # their loads are on their way together
-                    in_bounds = in_row & (token_row + tl.zeros_like(h) >= 0)  # after the last there is none
+                for _ in tl.static_range(UNROLL):  # their loads run at the same time
+                    in_bounds = in_row & (token_row + tl.zeros_like(h) >= 0)  # false after the last row
                     value = tl.load(rows_ptr + token_row * stride_rows_p + h * stride_rows_h, mask=in_bounds, other=0.0)
                     total += value.to(ACCUMULATOR)
                     link = tl.load(link_ptr + token_row, mask=token_row >= 0, other=0)  # as above
@@ -65,8 +65,8 @@ def add_own(
         in_row = (h < num_columns)[None, :]  # the last block sticks out
         total = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
         for first in range(0, tl.max(count, axis=0), UNROLL):
-            for j in tl.static_range(UNROLL):  # their loads are on their way together
-                live = first + j < count  # other tokens have more
+            for j in tl.static_range(UNROLL):  # their loads run at the same time
+                live = first + j < count  # other tokens may have more rows
                 row = tl.load(list_ptr + first + j, mask=live, other=0) >> RANK
                 value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row)
                 total += value.to(ACCUMULATOR)
@@ -80,7 +80,7 @@ def add_own(
 def return_kernel(
     # rows, and their probs as bits
     rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs,
-    # of rows that came
+    # of the rows that came from other ranks
     link_ptr, home_ptr,
     # regions: all ranks' sums; this rank's for sums without a slot, and for probs
     sums_table_ptr, left_ptr, sum_probs_ptr,
@@ -131,7 +131,7 @@ def take_probs(
     for j in range(tl.max(lists.num_slots, axis=0)):
         expert, row, live = load_slot(row_map, lists, j)
         rank = expert // local_experts
-        is_local, is_remote = live & (rank == own_rank), live & (rank != own_rank)  # one of two
+        is_local, is_remote = live & (rank == own_rank), live & (rank != own_rank)  # exactly one of both
         from_ptr = at_rank(probs_table_ptr, rank, is_remote, out_probs_ptr.dtype.element_ty)
         prob = tl.load(from_ptr + row, mask=is_remote, other=0)
         prob = tl.where(is_local, tl.load(probs_ptr + row * stride_probs, mask=is_local, other=0), prob)
@@ -171,7 +171,7 @@ def total_by_slots(
     rank_sum = tl.zeros_like(here)
     last = tl.zeros_like(t) - 1
     for first in range(0, tl.max(lists.num_slots, axis=0), UNROLL):
-        for j in tl.static_range(UNROLL):  # their loads are on their way together
+        for j in tl.static_range(UNROLL):  # their loads run at the same time
             expert, row, live = load_slot(row_map, lists, first + j)
             rank = expert // local_experts
             new = live & (rank != last)

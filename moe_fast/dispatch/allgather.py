@@ -32,7 +32,7 @@ class Handle:
     row_map: Any
     num_rows: int
     reduce_dtype: torch.dtype | None
-    sent_rows: Sent | None = None  # with a budget
+    sent_rows: Sent | None = None  # only with a budget
 
 
 def allgather_dispatch(

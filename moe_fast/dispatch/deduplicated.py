@@ -20,7 +20,7 @@ class Sent:
 
     exchange: Exchange
     token_S: Tensor  # the token of each row
-    rank_S: Tensor  # where it goes
+    rank_S: Tensor  # the rank that each row goes to
     num_tokens: int
     num_rows: int | None = None  # the budget, which is the rows of each slab
 
@@ -113,10 +113,12 @@ def add_ranks(
     order. Partial sums have the dtype `between`; if it is None, float32, or float64 for float64.
     """
     sum_dtype = between or (torch.float64 if dtype == torch.float64 else torch.float32)
-    total = rows_SH.new_zeros((sent_rows.num_tokens + 1, *rows_SH.shape[1:]), dtype=sum_dtype)  # the last: no token
+    # the last entry is for no token
+    total = rows_SH.new_zeros((sent_rows.num_tokens + 1, *rows_SH.shape[1:]), dtype=sum_dtype)
     for bias in biases:
         total = total + torch.nn.functional.pad(bias.to(sum_dtype), (0, 0, 0, 1))
     sizes = list(sent_rows.exchange.send)
     for rows, tokens in zip(rows_SH.split(sizes), sent_rows.token_S.split(sizes), strict=True):
-        total = total.index_add(0, tokens, rows.to(sum_dtype))  # a token stands in `tokens` once: no order is left open
+        # a token is in `tokens` once, so that the order of the sum is fixed
+        total = total.index_add(0, tokens, rows.to(sum_dtype))
     return total[:-1].to(dtype)

@@ -53,7 +53,8 @@ def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEP
     check_expert_split(num_experts, ranks)
     wide_TK = indices_TK.long()  # a narrow dtype may not hold the numbers that they are compared with
     in_rank_TW = _wanted(wide_TK, num_experts // ranks, ranks)
-    slots = torch.where((wide_TK >= 0) & (wide_TK < num_experts), wide_TK, num_experts).flatten()  # the last: no expert
+    # the last entry is for no expert
+    slots = torch.where((wide_TK >= 0) & (wide_TK < num_experts), wide_TK, num_experts).flatten()
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=slots.device).scatter_add_(
         0, slots, torch.ones_like(slots)
     )

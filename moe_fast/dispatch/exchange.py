@@ -52,7 +52,7 @@ def size_and_rank(group: Any) -> tuple[int, int]:
 def counts_of_all(own_N: Tensor, group: Any) -> Tensor:
     """[W,N]: the counts of every rank."""
     ranks, _ = size_and_rank(group)
-    counts = torch.empty((ranks, len(own_N)), dtype=torch.int64, device=own_N.device)  # all by the collective
+    counts = torch.empty((ranks, len(own_N)), dtype=torch.int64, device=own_N.device)  # the collective writes all of it
     dist.all_gather(list(counts.unbind(0)), own_N.to(torch.int64).contiguous(), group=group)
     return counts
 
@@ -91,7 +91,7 @@ def _move(exchange: Exchange, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors at their destinations. They travel as bytes: few backends support every dtype."""
     columns = [as_bytes(tensor) for tensor in tensors]
     record = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-    # all by the collective
+    # the collective writes all of it
     arrived = torch.empty((sum(exchange.receive), record.shape[1]), dtype=torch.uint8, device=record.device)
     dist.all_to_all_single(arrived, record, list(exchange.receive), list(exchange.send), group=exchange.group)
     pieces = arrived.split([column.shape[1] for column in columns], dim=1)

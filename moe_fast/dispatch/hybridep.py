@@ -85,7 +85,7 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, handle: Handle) -> Tensor:
         ctx.handle = handle
-        return tokens.new_empty(()).expand(handle.rows, tokens.shape[1])  # no memory
+        return tokens.new_empty(()).expand(handle.rows, tokens.shape[1])  # it takes no memory
 
     @staticmethod
     @once_differentiable
@@ -142,5 +142,5 @@ def _to_cells(probs_P: Tensor, handle: Handle) -> Tensor:
     nothing = probs_P.new_zeros((received, 1))
     number_P = permute(nothing, handle.map_DL, probs=number_DL, align=handle.align, num_rows=handle.num_rows).probs
     assert number_P is not None
-    # padding falls on 0
+    # padding is written to position 0
     return probs_P.new_zeros(cells + 1).index_put((number_P.long(),), probs_P)[1:].reshape(received, local)

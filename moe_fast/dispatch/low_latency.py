@@ -30,7 +30,7 @@ class Handle:
 
     exchange: Exchange
     row_D: Tensor  # where each arrived row stands in the slabs; one past them if it is free
-    slot_TK: Tensor  # which of the rows that come back each slot reads, or -1
+    slot_TK: Tensor  # the row, of those that come back, that each slot reads; or -1
     shape: tuple[int, int]  # L, rows of a slab
 
 
@@ -131,7 +131,7 @@ def _places(kept_TK: Tensor, count_W: Tensor, most: int) -> Tensor:
     multiple of `most`; they are ordered by expert, then by token and slot.
     """
     order_N = kept_TK.flatten().sort(stable=True).indices  # empty slots in front
-    number_N = torch.empty_like(order_N)  # all by the next line
+    number_N = torch.empty_like(order_N)  # the next line writes all of it
     number_N[order_N] = torch.arange(len(order_N), device=kept_TK.device) - (len(order_N) - count_W.sum())
     ends_W = count_W.cumsum(0)
     rank_N = torch.searchsorted(ends_W, number_N, right=True).clamp(max=len(count_W) - 1)
@@ -142,7 +142,7 @@ def _places(kept_TK: Tensor, count_W: Tensor, most: int) -> Tensor:
 def _tokens(place_TK: Tensor, rows: int) -> Tensor:
     """[rows]: the token of each row that leaves; T for free rows."""
     number_TK = torch.arange(len(place_TK), device=place_TK.device)[:, None].expand(place_TK.shape)
-    token_N = torch.full((rows + 1,), len(place_TK), device=place_TK.device)  # the last: of empty slots
+    token_N = torch.full((rows + 1,), len(place_TK), device=place_TK.device)  # the last entry is for empty slots
     return token_N.scatter(0, place_TK.where(place_TK != EMPTY, rows).flatten(), number_TK.flatten())[:-1]
 
 

@@ -187,7 +187,7 @@ def collect(
     some = rows if rows is not None else probs
     assert some is not None
     shape = (handle.lists.num_tokens, 0 if rows is None else rows.shape[1])
-    # all by return_kernel: whole rows of tokens
+    # return_kernel writes all of it: whole rows of tokens
     out = None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)
     return_sums(some, rows, probs, out, handle, slab, most)
     yield

@@ -215,7 +215,7 @@ class _Place(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.handle, ctx.most = handle, most
-        source = tokens.new_empty(()).expand(handle.own_rows, tokens.shape[1])  # no memory
+        source = tokens.new_empty(()).expand(handle.own_rows, tokens.shape[1])  # it takes no memory
         moved = None if row_probs is None else row_probs.view_as(row_probs)
         ctx.mark_non_differentiable(
             *(
@@ -298,7 +298,7 @@ def _check_summed(function: str, payload: Tensor, settings: dict[str, Any]) -> N
 
 _family = Family(
     {
-        hybridep_dispatch: COMPUTED,  # free of syncs where num_rows is given
+        hybridep_dispatch: COMPUTED,  # the host does not wait if num_rows is given
         hybridep_cached_dispatch: COMPUTED | {"differentiable": False},
         hybridep_combine: COMPUTED,
         codes: COPY,

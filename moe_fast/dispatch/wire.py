@@ -9,7 +9,7 @@ from moe_fast.quantization.quantize import quantize
 from moe_fast.quantization.quantized import Form, Quantized, scale_limits
 from moe_ref.config import FP8_BLOCK, Recipe
 
-FORMAT = "e4m3"  # of inputs, whatever gradients have
+FORMAT = "e4m3"  # the format of inputs; gradients may have another one
 
 
 def rule_of(recipe: Recipe | None, tokens: Tensor) -> tuple[tuple[int, int], dict[str, bool]]:

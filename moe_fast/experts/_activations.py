@@ -162,9 +162,9 @@ def activation_kernel(
     codes_ptr,
     # the totals of a plan of the products; may be left out
     totals_ptr,
-    # sizes; `parts` programs per row
+    # sizes; `column_programs` programs share a row
     num_rows, width, between, column_programs,
-    # numbers, as bits of a float64, which are 0 or long
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     offset: tl.int64, clamp: tl.int64, alpha: tl.int64,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
     ACCUMULATOR: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
@@ -201,17 +201,8 @@ def activation_kernel(
     together=[("stride_d_out_p", "stride_h_p", "width"), ("between",)],
     along=["stride_d_out_f", "stride_h_f"],
     do_not_specialize=[
-        *(
-            "stride_probs",
-            "has_probs",
-            "has_totals",
-            "num_rows",
-            "column_programs",
-            "tiles",
-            "offset",
-            "clamp",
-            "alpha",
-        ),
+        *("stride_probs", "has_probs", "has_totals", "num_rows", "column_programs"),
+        *("tiles", "offset", "clamp", "alpha"),
         "has_d_probs",
     ],
 )
@@ -223,7 +214,7 @@ def activation_backward_kernel(
     totals_ptr, has_totals,
     # sizes; `column_programs` programs share a row, `tiles` tiles each; one if d_probs are wanted
     num_rows, width, between, column_programs, tiles,
-    # numbers, as bits of a float64, which are 0 or long
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     offset: tl.int64, clamp: tl.int64, alpha: tl.int64,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,

@@ -103,7 +103,7 @@ def codes_product(lhs, rhs):
 @triton.jit
 def load_outer(ptr, stride_l, stride_r, expert, r, live, RULE: tl.constexpr):
     """For NVFP4, the amax above the blocks of each row."""
-    if RULE == "nvfp4":  # no early return: Triton compiles the code after it anyway
+    if RULE == "nvfp4":  # no early return, because Triton compiles the code after it anyway
         amax = tl.load(ptr + expert.to(tl.int64) * stride_l + r * stride_r, mask=live, other=0.0).to(tl.float32)
     else:
         amax = live

@@ -94,17 +94,8 @@ def activate(u, v, prob, numbers, SCALED: gl.constexpr, CLAMPED: gl.constexpr, R
 
 @gluon.jit(
     do_not_specialize=[
-        *(
-            "stride_probs",
-            "offset",
-            "clamp",
-            "alpha",
-            "stride_splits",
-            "num_rows",
-            "num_groups",
-            "column_programs",
-            "steps",
-        ),
+        *("stride_probs", "offset", "clamp", "alpha", "stride_splits"),
+        *("num_rows", "num_groups", "column_programs", "steps"),
         *("epsilon", "infinity"),
     ]
 )
@@ -114,7 +105,7 @@ def quantize_activated_kernel(
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
     # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
     num_rows, num_columns, num_groups, column_programs, steps,
-    # numbers, as bits of a float64, which are 0 or long
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     epsilon: gl.int64, infinity: gl.int64,
     SCALED: gl.constexpr, CLAMPED: gl.constexpr, ROUND_FIRST: gl.constexpr, FORMAT: gl.constexpr,
     POWER_OF_TWO: gl.constexpr, WHOLE: gl.constexpr, BLOCK_G: gl.constexpr,
@@ -144,13 +135,13 @@ def quantize_activated_kernel(
     for i in range(count):
         column = begin + i * SIZE
         mbarrier.wait(ready, i & 1)
-        if group_rows < SIZE:  # few tiles; below are the next group's rows
+        if group_rows < SIZE:  # so in few tiles; the rows below are the next group's
             clear_below(buffer, group_rows)
             fence_async_shared()
             barrier()
         u = buffer.index(0).reshape([SIZE, SIZE]).load(TILE)
         v = buffer.index(1).reshape([SIZE, SIZE]).load(TILE)
-        barrier()  # all have read them
+        barrier()  # until all threads have read them
         load_gates_and_values(h_desc, ready, buffer, first.to(gl.int32), column + SIZE, i + 1 < count)
         x = activate(u, v, prob, numbers, SCALED, CLAMPED, ROUND_FIRST).to(gl.float32)
         columns = num_columns - column

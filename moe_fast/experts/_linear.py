@@ -94,7 +94,7 @@ def store_gradient(
             before_ptr + expert * stride_before_l + m[:, None] * stride_before_m + n[None, :] * stride_before_n
         )
         addend = tl.load(before_ptrs, mask=in_bounds, other=0.0)  # as above
-        result = tl.where(count != 0, (addend + acc).to(addend.dtype), addend)  # -0 + 0 is another zero than -0
+        result = tl.where(count != 0, (addend + acc).to(addend.dtype), addend)  # -0 + 0 would be +0
     else:
         result = rounded(acc, out_ptr.dtype.element_ty)
     tl.store(out_ptr + (expert * num_outs + m[:, None]) * num_ins + n[None, :], result, mask=in_bounds)
@@ -126,7 +126,8 @@ def plan_kernel(
     """
     expert = tl.program_id(0)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
-    count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(tl.int64)  # padded block
+    # the block is a power of two
+    count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(tl.int64)
     illegal = (count < 0) | (count > num_rows) | (count % multiple != 0)
     is_illegal = (tl.sum(illegal.to(tl.int32), axis=0) > 0) | (tl.sum(tl.minimum(count, num_rows), axis=0) > num_rows)
     count = tl.where(is_illegal, tl.zeros_like(count), count)
@@ -165,7 +166,7 @@ def find_tile(tile_ptr, capacity, work, columns, BLOCK_P: tl.constexpr):
     An expert's tiles of one column follow each other, so that programs that run together share the
     columns of its matrix.
     """
-    entry = tile_ptr + work // columns  # some tile of the expert
+    entry = tile_ptr + work // columns  # of any tile of the expert
     expert, first = tl.load(entry).to(tl.int32), tl.load(entry + capacity).to(tl.int32)
     begin, end = tl.load(entry + 2 * capacity), tl.load(entry + 3 * capacity)
     tiles = tl.cdiv(end - begin, BLOCK_P).to(tl.int32)
@@ -237,7 +238,7 @@ def grouped_matmul_kernel(
         acc = tl.zeros([BLOCK_P, BLOCK_C], ACCUMULATOR)
         for first in range(0, depth, BLOCK_D):
             if x_desc is not None:
-                x = x_desc.load([row.to(tl.int32), first])  # the next expert's rows make only rows that are not stored
+                x = x_desc.load([row.to(tl.int32), first])  # the next expert's rows give only rows that are not stored
                 weight = load_matrix(weight_desc, expert, first, column * BLOCK_C, TURNED, BLOCK_D, BLOCK_C)
             else:
                 d = first + tl.arange(0, BLOCK_D).to(tl.int64)
@@ -306,7 +307,7 @@ def grouped_wgrad_kernel(
                     other=0.0,
                 )  # as above
             acc = add_product(acc, tl.trans(d_out), x)
-        acc = tl.where(count < 0, float("nan"), acc)  # an illegal plan
+        acc = tl.where(count < 0, float("nan"), acc)  # the plan is illegal
         if out_desc is not None:
             result = tl.reshape(rounded(acc, out_ptr.dtype.element_ty), [1, BLOCK_M, BLOCK_N])
             out_desc.store([expert.to(tl.int32), block_m * BLOCK_M, block_n * BLOCK_N], result)
@@ -349,5 +350,5 @@ def segment_sums_kernel(
         acc += tl.load(x_ptr + p[:, None] * stride_x_p + c[None, :] * stride_x_c, mask=in_bounds, other=0.0).to(
             ACCUMULATOR
         )
-    total = tl.where(end < begin, float("nan"), tl.sum(acc, axis=0)).to(RESULT_AS)  # an illegal plan
+    total = tl.where(end < begin, float("nan"), tl.sum(acc, axis=0)).to(RESULT_AS)  # the plan is illegal
     tl.store(out_ptr + expert * num_columns + c, rounded(total, out_ptr.dtype.element_ty), mask=c < num_columns)

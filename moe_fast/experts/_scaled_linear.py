@@ -67,7 +67,7 @@ def load_codes(
 ):  # fmt: skip
     """A step of the depth: tiles [P, D] of the rows and [C, D] of the expert's matrix."""
     if x_desc is not None:
-        x = x_desc.load([row.to(tl.int32), first])  # the next expert's rows make only rows that are not stored
+        x = x_desc.load([row.to(tl.int32), first])  # the next expert's rows give only rows that are not stored
         weight = tl.trans(load_matrix(weight_desc, expert, first, column * BLOCK_C, True, BLOCK_D, BLOCK_C))
     else:
         d = first + tl.arange(0, BLOCK_D)
@@ -244,7 +244,7 @@ def scaled_wgrad_kernel(
             d_out_outer = outer_scale(d_out_outer_ptr, outer_l, outer_m, expert, m, live_m, d_out_share, RULE)
             x_outer = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_n, expert, n, live_n, x_share, RULE)
             acc = times(acc, d_out_outer, x_outer)
-        acc = tl.where(count < 0, float("nan"), acc)  # an illegal plan
+        acc = tl.where(count < 0, float("nan"), acc)  # the plan is illegal
         store_gradient(
             acc, before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, expert, count, m, n, num_outs,
             num_ins,

@@ -26,7 +26,8 @@ def activated_linear(
     if not can_activate(rows, num_rows, weight, bias, probs, settings):
         return None
     plan, width = plan_of(tokens_per_expert_L, like), weight.shape[1] // 2
-    out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)  # all by activated_matmul_kernel
+    # activated_matmul_kernel writes all of it
+    out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)
     operand = x if isinstance(x, Gathered) else rows
     hopper.activated_matmul(operand, weight, strided(bias, 2), strided(probs, 1), settings, plan, out)
     return out

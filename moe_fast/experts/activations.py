@@ -193,10 +193,10 @@ class _Activation(torch.autograd.Function):
             torch.empty(h.shape, dtype=torch.uint8, device=h.device)
             if fp8_input_store and any(ctx.needs_input_grad)
             else None
-        )  # all by activation_kernel
+        )  # activation_kernel writes all of it
         ctx.save_for_backward(h if codes is None else codes, probs, totals)
         if not written:
-            return h.new_empty(()).expand(h.shape[0], settings.width(h))  # no memory
+            return h.new_empty(()).expand(h.shape[0], settings.width(h))  # it takes no memory
         return _forward(h, probs, settings, codes, totals)
 
     @staticmethod
@@ -221,7 +221,7 @@ def _forward(
     """f(u) · (v + offset) · p; also fills `codes` with the codes of h, if it is not None."""
     num_rows, width = h.shape[0], settings.width(h)
     constants = constants_of(h, h, probs, settings, tuning.for_device(h.device).activation)
-    out = torch.empty((num_rows, width), dtype=h.dtype, device=h.device)  # all by activation_kernel
+    out = torch.empty((num_rows, width), dtype=h.dtype, device=h.device)  # activation_kernel writes all of it
     column_programs = ceil_div(width, constants["BLOCK_F"])
     programs = ceil_div(num_rows, constants["BLOCK_P"]) * column_programs
     if has_memory() and programs:
@@ -253,10 +253,11 @@ def backward_of(
     """
     num_rows, width = h.shape[0], settings.width(h)
     constants = constants_of(h, d_out, probs, settings, tuning.for_device(h.device).activation_backward)
-    d_h = torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None  # by activation_backward_kernel
+    # activation_backward_kernel writes all of it
+    d_h = torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None
     d_probs = None
     if probs is not None and needs_probs:
-        # by the same kernel, also where rows are empty
+        # the same kernel writes all of it, also for empty rows
         d_probs = torch.empty(num_rows, dtype=probs.dtype, device=h.device)
     tiles = ceil_div(width, constants["BLOCK_F"])
     column_programs = 1 if d_probs is not None else tiles if needs_h else 0

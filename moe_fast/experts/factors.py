@@ -50,7 +50,7 @@ def quantized_rows(
 class KeptWeight(NamedTuple):
     """A weight's codes, and the weight that they are of."""
 
-    weight_LMN: Tensor  # also keeps another one from taking its memory
+    weight_LMN: Tensor  # kept alive, so that no other tensor gets its memory
     version: int
     quantized: Quantized
 

@@ -24,7 +24,7 @@ MATMUL_ROWS = MATMUL_TILE[0] * _hopper_rows.GROUPS.value  # of a tile: both grou
 BAND = 8  # blocks of outputs that share blocks of inputs in the L2
 HEIGHT = _hopper_codes.HEIGHT.value
 CODES = _hopper_codes.CODES.value
-STAGES = {3: 4, 2: 5}  # by groups
+STAGES = {3: 4, 2: 5}  # by the number of groups
 LARGE = 384  # rows of an expert, on average: three groups then waste few rows of their tiles
 
 

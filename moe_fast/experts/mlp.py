@@ -187,7 +187,7 @@ def first_tile(
     `rows`; None if `grouped_mlp` makes no plan of these counts, or if some counts would be illegal.
     """
     if tracing():
-        return None  # a graph shares no plan
+        return None  # a compiled graph shares no plan
     if recipe is None:
         return tile_of(rows, num_rows, num_experts)
     has_plan = align is None and recipe.backward_override is None and multiple_of(recipe) == 1
@@ -215,7 +215,7 @@ def _experts(
     needs_ends = probs_on_input or fc2_bias is not None
     p_P = probs
     if probs is not None and needs_ends:
-        # widened once, so that the two ways to its gradient meet before it is rounded
+        # widened once, so that both parts of its gradient are added before it is rounded
         is_float64 = any(x is not None and x.dtype == torch.float64 for x in (rows_PH, probs, fc2_bias))
         p_P = probs.to(torch.float64 if is_float64 else torch.float32)
     padding = None if align is None else Padding.of(tokens_per_expert_L, rows_PH.shape[0], align)

@@ -110,7 +110,7 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
     d_out_form, x_form = d_out.form(True), x.form(True)
     turned = [_turned(form, plan) for form in (d_out_form, x_form)]
     shape = (plan.num_experts, turned[0].shape[0], turned[1].shape[0])
-    # all by scaled_wgrad_kernel
+    # scaled_wgrad_kernel writes all of it
     out = torch.empty(shape, dtype=x.dtype if accumulate_into is None else accumulate_into.dtype, device=device)
     if out.numel() == 0 or not has_memory():
         return out
@@ -239,7 +239,7 @@ def _turned(form: Form, plan: Plan) -> Tensor:
         return form.turned_NT
     codes_RC = form.codes_MN
     num_columns = codes_RC.shape[1]
-    # as far as anyone reads by turn_kernel
+    # turn_kernel writes as much of it as is read
     out = torch.empty((num_columns, plan.capacity * TILE_ROWS), dtype=torch.uint8, device=codes_RC.device)
     block = tuning.for_device(codes_RC.device).grouped.turn_columns
     if out.numel() and has_memory():

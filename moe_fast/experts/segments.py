@@ -196,7 +196,8 @@ def segment_sums(rows_PC: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
     """[L,C] in `dtype`: out[e] = Σ over e's rows."""
     rows, tile = rows_PC.resolve_neg(), tuning.for_device(rows_PC.device).grouped.sums
     num_columns = rows.shape[1]
-    out = torch.empty((plan.num_experts, num_columns), dtype=dtype, device=rows.device)  # all by segment_sums_kernel
+    # segment_sums_kernel writes all of it
+    out = torch.empty((plan.num_experts, num_columns), dtype=dtype, device=rows.device)
     if out.numel() == 0 or not has_memory():
         return out
     with launch_on(rows):

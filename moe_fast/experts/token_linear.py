@@ -21,7 +21,7 @@ from moe_fast.quantization.gathered import Gathered, can_gather, quantize_gather
 from moe_fast.quantization.quantized import Quantized
 from moe_ref.config import Recipe
 
-UNFILLED = (False, False)  # what stays within needs no zeros past the experts' rows
+UNFILLED = (False, False)  # inner tensors need no zeros past the experts' rows
 
 
 @dataclass(frozen=True)

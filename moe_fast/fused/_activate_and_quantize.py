@@ -29,7 +29,7 @@ def quantize_activated_blocks_kernel(
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, share_ptr,
     # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
     num_rows, num_columns, num_groups, column_programs, steps,
-    # numbers, as bits of a float64, which are 0 or long
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     epsilon: tl.int64, infinity: tl.int64,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
     ACCUMULATOR: tl.constexpr, RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
@@ -77,23 +77,14 @@ def quantize_activated_blocks_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        *(
-            "stride_splits",
-            "num_rows",
-            "num_groups",
-            "column_programs",
-            "steps",
-            "stride_probs",
-            "offset",
-            "clamp",
-            "alpha",
-        ),
+        *("stride_splits", "num_rows", "num_groups", "column_programs", "steps"),
+        *("stride_probs", "offset", "clamp", "alpha"),
     ]
 )
 def activated_group_amax_kernel(
     operands, stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp,
     alpha, splits_ptr, stride_splits,
-    # result, as integers, zeros before
+    # result, as integers; zeros at the launch
     amax_ptr,
     # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
     num_rows, num_columns, num_groups, column_programs, steps,
@@ -122,7 +113,7 @@ def activated_group_amax_kernel(
         if WHOLE:
             largest = tl.maximum(largest, magnitude(x_of_values))
     bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-    tl.atomic_max(amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # no rest of x
+    tl.atomic_max(amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # not past the last group
 
 
 @triton.jit(
@@ -143,7 +134,7 @@ def cast_activated_groups_kernel(
     codes_ptr, inverse_ptr, share_ptr,
     # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
     num_rows, num_columns, num_groups, column_programs, steps,
-    # a number, as bits of a float64, which are 0 or long
+    # a number, as the bits of a float64: 0, or an integer of 64 bits
     epsilon: tl.int64,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
     ACCUMULATOR: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,

@@ -23,7 +23,7 @@ def raise_amax(amax_ptr, expert, bits, live):
     """amax = max(amax, bits), for bits of numbers ≥ 0. A plain load first saves most atomics: a
     stale value can only be too small.
     """
-    current = tl.load(amax_ptr + expert, mask=live, other=0)  # live only
+    current = tl.load(amax_ptr + expert, mask=live, other=0)  # of live slots only
     larger = live & (bits > current)
     tl.atomic_max(amax_ptr + expert, bits, mask=larger, sem="relaxed")
     return larger
@@ -35,7 +35,7 @@ def group_scale(
 ):
     """The scale of each expert's rows: given, or from the expert's amax."""
     if scale_ptr is not None:
-        scale = tl.load(scale_ptr + expert * stride_scale, mask=real, other=1.0)  # only of experts that there are
+        scale = tl.load(scale_ptr + expert * stride_scale, mask=real, other=1.0)  # only for experts that exist
     else:
         amax = tl.load(amax_ptr + expert, mask=real, other=0).to(tl.float32, bitcast=True)  # as above
         scale = fitting_scale(amax, epsilon, FLOAT32_MAX, E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX, POWER_OF_TWO)
@@ -114,7 +114,7 @@ def scatter_tokens(
         there = (t < num_tokens)[:, None] & (b * BLOCK < num_columns)[None, :]  # as above
         store_blocks(scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, t, b, stored, amax, there)
     for j in range(tl.max(lists.num_slots, axis=0)):
-        following = load_slot(row_map, lists, j + 1)  # on its way
+        following = load_slot(row_map, lists, j + 1)  # the load runs while this row is written
         if RULE == "group":
             scale = group_scale(given_ptr, stride_given, group_amax_ptr, expert, live, least, FORMAT, POWER_OF_TWO)
             code = encoded(x * scale[:, None], FORMAT, HARDWARE)
@@ -123,7 +123,8 @@ def scatter_tokens(
                 larger = raise_amax(group_amax_ptr, expert, bits, live)
                 tl.atomic_max(history_ptr + expert * stride_history, bits, mask=larger, sem="relaxed")
         elif RULE == "nvfp4":
-            expert_amax = tl.load(group_amax_ptr + expert, mask=live, other=0).to(tl.float32, bitcast=True)  # live only
+            # of live slots only
+            expert_amax = tl.load(group_amax_ptr + expert, mask=live, other=0).to(tl.float32, bitcast=True)
             multiplier, stored = two_level_scale(amax, expert_amax, HARDWARE)
             code = encoded(x * spread(multiplier, 1, BLOCK), FORMAT, HARDWARE)
         # dropped rows are not written
@@ -156,7 +157,7 @@ def scatter_kernel(
     fills, first_lane, tail_lanes,
     # sizes
     num_tokens, num_experts, num_columns, num_rows,
-    # numbers, as bits of a float64, which are 0 or long
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     epsilon: tl.int64, infinity: tl.int64,
     RULE: tl.constexpr,  # a rule of blocks; "nvfp4"; "group": one scale per expert
     FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
@@ -170,7 +171,7 @@ def scatter_kernel(
     row, or -1. With rule "amax" the scales are stored by token: in the layout of rows, the scales
     of one row are far apart, and `row_scales_kernel` writes them.
     """
-    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)  # lists are without columns too
+    columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)  # lists are written even if there are no columns
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     block = tl.program_id(0) // columns
     list_blocks = tl.cdiv(num_tokens, BLOCK_L)
@@ -209,7 +210,7 @@ def row_scales_kernel(
     scale_ptr, amax_ptr, stride_m, stride_n,
     # sizes
     num_rows, num_blocks,
-    # numbers, as bits of a float64, which are 0 or long
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     epsilon: tl.int64, infinity: tl.int64,
     FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
@@ -241,7 +242,7 @@ def row_scales_kernel(
 )
 def expert_amax_kernel(
     tokens_ptr, stride_tokens_t, stride_tokens_h,
-    # result, as integers, zeros before
+    # result, as integers; zeros at the launch
     amax_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block,
     # sizes
     num_tokens, num_experts, num_columns, num_rows,
@@ -273,7 +274,7 @@ def gather_kernel(
     form, stride_form_m, stride_form_n,
     # sizes; a program takes `steps` along the columns of one of `tiles`
     num_rows, num_columns, num_groups, tiles, steps,
-    # numbers, as bits of a float64, which are 0 or long
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     epsilon: tl.int64, infinity: tl.int64,
     RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -291,14 +292,15 @@ def gather_kernel(
     column_program = slab * SLAB + tl.program_id(0) % SLAB
     _, first, read, _, written = place_of_tile(splits_ptr, 1, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G)
     row = first + tl.arange(0, BLOCK_M)
-    source = tl.load(source_ptr + row, mask=row < read, other=-1).to(tl.int64)  # ragged tile
+    source = tl.load(source_ptr + row, mask=row < read, other=-1).to(tl.int64)  # the last tile sticks out
     least = number(epsilon, tl.float32)
     most = number(infinity, tl.float32)
     begin = column_program.to(tl.int64) * (steps * BLOCK_N)
     for i in tl.range(0, tl.where((first < written) & (begin < num_columns), steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
         n = column + tl.arange(0, BLOCK_N)
-        in_bounds = (source >= 0)[:, None] & (n < num_columns)[None, :]  # not padding; ragged block
+        # padding has no token; the last block sticks out
+        in_bounds = (source >= 0)[:, None] & (n < num_columns)[None, :]
         x = as_float32(
             tl.load(
                 tokens_ptr + source[:, None] * stride_tokens_t + n[None, :] * stride_tokens_h, mask=in_bounds, other=0.0

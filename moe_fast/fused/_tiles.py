@@ -83,7 +83,7 @@ def load_for_gradient(
         )  # fmt: skip
         f = column // ratio + tl.arange(0, BLOCK_N // ratio)
         in_bounds = (p < read)[:, None] & (f < numbers.width)[None, :]  # a tile sticks out of its group and of h
-        of_value = column < 0  # not used
+        of_value = column < 0  # is not used
     else:
         u, v, f, of_value, in_bounds = columns_of_gradient(h_ptr, numbers, p, read, column, LAYOUT, BLOCK_N)
         u, v = widened(u, dtype), widened(v, dtype)
@@ -147,7 +147,7 @@ def activated_tile(
                 x = tl.reshape(tl.join(x, dv), [p.shape[0], BLOCK_N])
             else:
                 x = tl.where(of_value, dv, x)
-                counted = in_group & (of_value == 0)  # each term once
+                counted = in_group & (of_value == 0)  # so that each term counts once
         d_probs_share = tl.sum(tl.where(counted, d_out * (value * shifted), 0.0), axis=1)
     if ROUNDED:
         x = rounded(x, h_ptr.dtype.element_ty)

@@ -200,8 +200,8 @@ def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | 
     """
     forms, recipe, x = source.forms, source.forms.recipe, source.like
     grid = source.grid(tuning.for_device(x.device).activate_quantize.groups, True)
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_activated_groups_kernel
-    inverse = torch.empty(grid.groups, device=x.device)  # by its first program
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # cast_activated_groups_kernel writes all of it
+    inverse = torch.empty(grid.groups, device=x.device)  # its first program writes all of it
     amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
     d_probs_shares, state, history = source.d_probs_shares(grid), None, None
     if forms.state is not None:
@@ -240,12 +240,12 @@ def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | 
 def _quantized_apart(source: Source) -> tuple[Quantized, QuantizerState | None, Tensor | None]:
     """As `_quantized`, by two launches: the activation is written, and then quantised."""
     forms, h, d_probs = source.forms, source.h, None
-    x = torch.empty(source.like.shape, dtype=source.like.dtype, device=h.device)  # all by the kernel
+    x = torch.empty(source.like.shape, dtype=source.like.dtype, device=h.device)  # the kernel writes all of it
     if source.d_out is None:
         _launch(activation_kernels.activation_kernel, tuning.for_device(h.device).activation, source, (), (x, None))
     else:
         if source.probs is not None:
-            # by the same kernel, also where rows are empty
+            # the same kernel writes all of it, also for empty rows
             d_probs = torch.empty(h.shape[0], dtype=source.probs.dtype, device=h.device)
         d_out = (source.d_out, *source.d_out.stride())
         _launch(
@@ -304,7 +304,7 @@ class _Place(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, splits: Tensor | None) -> Tensor:
         ctx.settings, ctx.splits = settings, splits
         ctx.save_for_backward(h, probs)
-        return h.new_empty(()).expand(h.shape[0], settings.width(h))  # no memory
+        return h.new_empty(()).expand(h.shape[0], settings.width(h))  # it takes no memory
 
     @staticmethod
     @once_differentiable

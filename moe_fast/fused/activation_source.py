@@ -69,7 +69,7 @@ class Source:
         """A tensor without memory, with the shape and dtype of the tensor that is quantised."""
         columns = self.settings.width(self.h) if self.d_out is None else self.h.shape[1]
         dtype = self.h.dtype if self.forms.rounds else torch.float32
-        return torch.empty((), dtype=dtype, device=self.h.device).expand(self.h.shape[0], columns)  # no memory
+        return torch.empty((), dtype=dtype, device=self.h.device).expand(self.h.shape[0], columns)  # it takes no memory
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -147,7 +147,7 @@ class Source:
         if self.d_out is None or self.probs is None:
             return None
         dtype = torch.float64 if torch.float64 in (self.h.dtype, self.probs.dtype) else torch.float32
-        # all by the kernel: its tiles cover every row
+        # the kernel writes all of it: its tiles cover every row
         return torch.empty((self.h.shape[0], grid.column_programs), dtype=dtype, device=self.h.device)
 
 

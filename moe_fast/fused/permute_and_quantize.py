@@ -131,7 +131,7 @@ class Place(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         tensors, ctx.numbers = row_map.parts()
         ctx.save_for_backward(*tensors)
-        source = tokens.new_empty(()).expand(row_map.num_rows, tokens.shape[1])  # no memory
+        source = tokens.new_empty(()).expand(row_map.num_rows, tokens.shape[1])  # it takes no memory
         moved = None if row_probs is None else row_probs.view_as(row_probs)
         constant = [
             output
@@ -196,7 +196,7 @@ class Work:
             self._scatter("mxfp8", form, with_source=with_source)
             return form
         tokens, blocks = self.tokens.shape[0], form.scale.shape[1]
-        scale = self._empty(tokens, blocks, dtype=form.scale.dtype)  # all by scatter_kernel
+        scale = self._empty(tokens, blocks, dtype=form.scale.dtype)  # scatter_kernel writes all of it
         amax = self._empty(tokens, blocks, dtype=form.amax.dtype)  # as above
         self._scatter("amax", replace(form, scale=scale, amax=amax), with_source=True)
         tile = self.sizes.permute_quantize.scales
@@ -223,8 +223,9 @@ class Work:
     def _two_levels(self) -> Form:
         """The form of NVFP4 along rows."""
         amax = self._group_amax()
-        scale = self._empty(self.shape[0], self.shape[1] // self.size, dtype=torch.uint8)  # all by scatter_kernel
-        codes = self._empty(*self.shape, dtype=torch.uint8)  # by the same
+        # scatter_kernel writes all of it
+        scale = self._empty(self.shape[0], self.shape[1] // self.size, dtype=torch.uint8)
+        codes = self._empty(*self.shape, dtype=torch.uint8)  # the same kernel writes all of it
         form = Form(codes, scale, amax.view(torch.float32), (1, self.size), "group", E4M3_MAX)
         self._scatter("nvfp4", form, {"group_amax": amax})
         return form
@@ -265,7 +266,7 @@ class Work:
         amax, or from the amax.
         """
         experts = self.row_map.num_experts
-        inverse = self._empty(experts, dtype=torch.float32)  # all by the first program of scatter_kernel
+        inverse = self._empty(experts, dtype=torch.float32)  # the first program of scatter_kernel writes all of it
         by_expert: dict[str, Any] = {"inverse": inverse}
         if state is None:
             by_expert["group_amax"] = self._group_amax()
@@ -288,7 +289,7 @@ class Work:
         """
         if with_source:
             narrow = self.tokens.shape[0] < 2**31
-            # all by scatter_kernel
+            # scatter_kernel writes all of it
             self.source = self._empty(self.row_map.num_rows, dtype=torch.int32 if narrow else torch.int64)
         if self.probs is not None:
             self.row_probs = self._empty(self.row_map.num_rows, dtype=self.probs.dtype)  # as above

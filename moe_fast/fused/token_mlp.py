@@ -34,7 +34,7 @@ def rows_of_tokens(
     `tile_rows`).
     """
     lists, slots, tiles = place(routing_map_TE, None, num_rows, tile_rows)
-    rows = tokens_TH.new_empty(()).expand(num_rows, tokens_TH.shape[1])  # no memory
+    rows = tokens_TH.new_empty(()).expand(num_rows, tokens_TH.shape[1])  # it takes no memory
     counts, codes = slots.tokens_per_expert, None
     source: Tensor | None
     if recipe is None:

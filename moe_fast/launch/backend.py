@@ -54,7 +54,7 @@ def launch_on(tensor: Tensor) -> AbstractContextManager[Any]:
     if not tensor.is_cuda:
         return _HERE
     if not getattr(_thread, "has_context", False):
-        # gives a thread of autograd, which begins without one, its context; allowed in a graph
+        # gives a new thread of autograd its context; it is allowed while a graph is captured
         torch.cuda.is_current_stream_capturing()
         _thread.has_context = True
     device = tensor.get_device()
@@ -103,7 +103,7 @@ def bits(tensor: Tensor) -> Tensor:
     """
     if tensor.dtype in _BITS.values():
         return tensor
-    # memory, not a pending conjugation or minus
+    # so that the memory has no pending conjugation or minus
     return tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
 
 

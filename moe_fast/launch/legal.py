@@ -60,4 +60,4 @@ def checked_once(key: Key | None, settings: Any) -> Iterator[None]:
     if key is not None and not is_known:
         if len(_passed) >= MOST:
             _passed.clear()
-        _passed[key] = settings  # kept, so that no other has its identity
+        _passed[key] = settings  # kept alive, so that no other object gets its identity

@@ -56,7 +56,7 @@ class Kernel(KernelInterface[Any]):
         self._together_at = [(index_of(name), 2 << i) for i, group in enumerate(together) for name in group]
 
     def run(self, *args: Any, **settings: Any) -> Any:
-        unknown = 0  # every launch comes by here: plain loops cost least
+        unknown = 0  # every launch comes through here, and plain loops cost the least
         for index in self._along_at:
             if args[index] > 1:
                 unknown = STRIDED

@@ -221,7 +221,7 @@ def power_of_two(n: int, least: int = 1) -> int:
 
     A `least` of a few lanes costs no time, and one kernel then serves all smaller blocks.
     """
-    n = int(n)  # a graph is made for this number
+    n = int(n)  # a compiled graph is made for this number only
     return max(1 << (n - 1).bit_length() if n > 1 else 1, least)
 
 

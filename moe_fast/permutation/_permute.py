@@ -67,7 +67,7 @@ def load_slot(row_map, lists, j):
 @triton.jit
 def load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row):
     """A tile of rows, and 0 where `live` is false: rows without a token are never read."""
-    if rows_ptr is None:  # no early return: Triton compiles the code after it anyway
+    if rows_ptr is None:  # no early return, because Triton compiles the code after it anyway
         tile = live
     else:
         tile = tl.load(
@@ -83,11 +83,11 @@ def add_rows(
     ROWS_AS: tl.constexpr, PROBS_AS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """acc plus UNROLL more rows of each token, from slot `first` on, times their probs."""
-    for j in tl.static_range(UNROLL):  # their loads are on their way together
+    for j in tl.static_range(UNROLL):  # their loads run at the same time
         expert, row, live = load_slot(row_map, lists, first + j)
         value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row).to(ROWS_AS).to(acc.dtype)
         if probs_ptr is not None:
-            # live only
+            # of live slots only
             prob = tl.load(probs_ptr + lists.t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0)
             value *= prob.to(PROBS_AS).to(acc.dtype)[:, None]
         acc += value
@@ -131,7 +131,7 @@ def fill_gaps(
             tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H], rows_ptr.dtype.element_ty),
             mask=in_bounds,
         )
-        if probs_ptr is not None and column == 0:  # once a row
+        if probs_ptr is not None and column == 0:  # once per row
             tl.store(probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], probs_ptr.dtype.element_ty), mask=in_gap)
 
 
@@ -166,12 +166,12 @@ def place_lists(
     for j in range(tl.max(lists.num_slots, axis=0)):
         expert, row, live = load_slot(row_map, lists, j)
         if probs_ptr is not None:
-            # live only
+            # of live slots only
             prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
             tl.store(row_probs_ptr + row, prob, mask=live)  # as above
         if source_ptr is not None:
             tl.store(source_ptr + row, t.to(source_ptr.dtype.element_ty), mask=live)
-        # dropped rows too
+        # also of dropped rows
         tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
 
 
@@ -232,7 +232,7 @@ def permute_kernel(
     `row_slots` gets the tokens' lists with rows in place of ranks, so that later kernels need no
     bases. Probs are moved only if there is a `row_slots`.
     """
-    # lists are without columns too
+    # lists are written even if there are no columns
     columns = tl.cdiv(num_columns, BLOCK_H) if row_slots_ptr is None else tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     block = tl.program_id(0) // columns
@@ -263,7 +263,7 @@ def permute_kernel(
         )
         _, row, live = load_slot(row_map, lists, 0)
         for j in range(tl.max(lists.num_slots, axis=0)):
-            following = load_slot(row_map, lists, j + 1)  # on its way
+            following = load_slot(row_map, lists, j + 1)  # the load runs while this row is written
             # dropped rows are not written
             tl.store(rows_ptr + row[:, None] * num_columns + h[None, :], token, mask=live[:, None] & in_row)
             _, row, live = following
@@ -321,7 +321,7 @@ def unpermute_kernel(
             dprobs = tl.zeros([BLOCK_T, BLOCK_E], dprobs_ptr.dtype.element_ty)
             for j in range(tl.max(lists.num_slots, axis=0)):
                 expert, row, live = load_slot(row_map, lists, j)
-                dprob = tl.load(row_dprobs_ptr + row * stride_row_dprobs, mask=live, other=0)  # live only
+                dprob = tl.load(row_dprobs_ptr + row * stride_row_dprobs, mask=live, other=0)  # of live slots only
                 dprobs = tl.where((expert[:, None] == e[None, :]) & live[:, None], dprob[:, None], dprobs)
             tl.store(
                 dprobs_ptr + t[:, None] * num_experts + e[None, :], dprobs, mask=in_time & (e < num_experts)[None, :]
@@ -368,7 +368,7 @@ def unpermute_backward_kernel(
             dout = tl.load(dout_ptrs, mask=in_time & in_row, other=0.0)
             expert, row, live = load_slot(row_map, lists, 0)
             token_probs_ptr = probs_ptr + t * stride_probs_t
-            prob = tl.load(token_probs_ptr + expert * stride_probs_e, mask=live, other=0.0)  # live only
+            prob = tl.load(token_probs_ptr + expert * stride_probs_e, mask=live, other=0.0)  # of live slots only
             value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row)
             next_expert, next_row, next_live = load_slot(row_map, lists, 1)
             for j in range(tl.max(lists.num_slots, axis=0)):  # the next row and the slot after it are on their way

@@ -70,13 +70,13 @@ def multihot_backward_kernel(
     index = tl.load(
         indices_ptr + t[:, None] * stride_indices_t + k[None, :] * stride_indices_k, mask=in_bounds, other=-1
     ).to(tl.int64)
-    counts = (index >= 0) & (index < num_experts)  # others are empty slots
+    counts = (index >= 0) & (index < num_experts)  # other indices are of empty slots
     for slot in range(num_slots):
         later_index = tl.load(
             indices_ptr + t * stride_indices_t + tl.cast(slot, tl.int64) * stride_indices_k, mask=in_time, other=-1
         )
         counts = counts & ((index != later_index[:, None]) | (k >= slot)[None, :])
-    dvalue = tl.load(dout_ptr + t[:, None] * stride_dout_t + index * stride_dout_e, mask=counts, other=0)  # else 0
+    dvalue = tl.load(dout_ptr + t[:, None] * stride_dout_t + index * stride_dout_e, mask=counts, other=0)  # 0 elsewhere
     tl.store(dvalues_ptr + t[:, None] * num_slots + k[None, :], dvalue, mask=in_bounds)
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from moe_fast.launch._tiles import put_tiles
 
-RANK = tl.constexpr(16)  # the expert's bits of a slot; the rank is above
+RANK = tl.constexpr(16)  # bits of a slot that hold the expert; the rank is above them
 EXPERT = tl.constexpr(0xFFFF)
 
 
@@ -223,7 +223,7 @@ def routing_layout_kernel(
             tl.store(gap_ptr + num_experts + lane, total)
             tl.store(gap_ptr + 2 * num_experts + 1 + lane, num_rows)
             tl.store(total_ptr + lane, total)
-            # rows are dropped in multiples of align: never padding alone
+            # rows are dropped in multiples of align, so never padding alone
             tl.store(overflow_ptr + lane, (total > num_rows).to(tl.uint8))
     base = start[:, None] + (tl.cumsum(counts, axis=1) - counts)
     tl.store(
@@ -261,7 +261,7 @@ def capacity_kernel(
         routed_ones = routed.to(tl.int32)
         routed_before = earlier_count[None, :] + tl.cumsum(routed_ones, axis=0) - routed_ones
         rank = tl.where(routed, routed_before, count[None, :] + t[:, None] - routed_before)
-        # outside the map nothing is routed, and nothing fills either
+        # outside the map no token is routed, nor fills a segment
         in_map = (t < num_tokens)[:, None] & real[None, :]
         chosen = in_map & (rank < capacity)
         listed = chosen.to(tl.int32)

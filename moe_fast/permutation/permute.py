@@ -229,7 +229,7 @@ def move_to_rows(
     """
     sizes = tuning.for_device(tokens.device)
     hidden = tokens.shape[1]
-    # all by permute_kernel: a token's rows, and the gaps
+    # permute_kernel writes all of it: a token's rows, and the gaps
     rows = torch.empty((row_map.num_rows, hidden), dtype=tokens.dtype, device=tokens.device)
     row_probs = None if probs is None else torch.empty(row_map.num_rows, dtype=probs.dtype, device=probs.device)
     programs, program_layout = row_map.programs(sizes.permute.tokens, sizes.fill)
@@ -270,7 +270,7 @@ def sum_rows(
         return None, None
     sizes = tuning.for_device(some.device)
     hidden = 0 if rows is None else rows.shape[1]
-    # all by unpermute_kernel
+    # unpermute_kernel writes all of it
     out = None if rows is None else torch.empty((row_map.num_tokens, hidden), dtype=rows.dtype, device=rows.device)
     dprobs = None
     if drow_probs is not None:
@@ -305,7 +305,8 @@ def merge_backward(
     hidden = dout.shape[1]
     # all: tokens' rows, and the gaps
     drows = torch.empty((row_map.num_rows, hidden), dtype=dout.dtype, device=dout.device) if needs_rows else None
-    dprobs = None if rows is None else torch.empty(probs.shape, dtype=probs.dtype, device=dout.device)  # by the same
+    # the same kernel writes all of it
+    dprobs = None if rows is None else torch.empty(probs.shape, dtype=probs.dtype, device=dout.device)
     block_experts = power_of_two(row_map.num_experts, least=8)
     block_tokens = min(sizes.unpermute_backward.tokens, sizes.unpermute_backward_probs.tile_tokens(block_experts))
     programs, program_layout = row_map.programs(block_tokens, sizes.fill)
@@ -343,7 +344,7 @@ def _gather_chunks(
     blocks = tuning.for_device(some.device)
     num_rows = some.shape[0]
     hidden = 0 if rows is None else rows.shape[1]
-    # all by sort_chunks_kernel
+    # sort_chunks_kernel writes all of it
     out = None if rows is None else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     out_probs = None if probs is None else torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)  # as above
     if num_rows == 0:

@@ -22,7 +22,7 @@ def place_rows(probs_TE: Tensor | None, lists: RowMap, row_map: RowMap) -> tuple
     """
     device, num_rows = row_map.slots_TE.device, row_map.num_rows
     sizes = tuning.for_device(device)
-    # all by place_kernel
+    # place_kernel writes all of it
     source_P = torch.empty(num_rows, dtype=torch.int32 if row_map.num_tokens < NARROW else torch.int64, device=device)
     probs_P = None if probs_TE is None else torch.empty(num_rows, dtype=probs_TE.dtype, device=device)
     programs, (list_blocks, *lanes) = row_map.programs(sizes.list_tokens, sizes.fill)

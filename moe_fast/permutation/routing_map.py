@@ -115,7 +115,8 @@ def _scatter(indices: Tensor, values: Tensor, num_experts: int, *, with_map: boo
     num_tokens, num_slots = indices.shape
     # all by multihot_kernel, with_map; else unused
     routing_map = torch.empty((num_tokens, num_experts), dtype=torch.bool, device=indices.device)
-    out = torch.empty((num_tokens, num_experts), dtype=values.dtype, device=indices.device)  # all by multihot_kernel
+    # multihot_kernel writes all of it
+    out = torch.empty((num_tokens, num_experts), dtype=values.dtype, device=indices.device)
     if num_tokens == 0:
         return routing_map, out
     with launch_on(indices):
@@ -162,7 +163,7 @@ def _list(routing_map: Tensor, values: Tensor, topk: int) -> tuple[Tensor, Tenso
     sizes = tuning.for_device(routing_map.device)
     num_tokens, num_experts = routing_map.shape
     device = routing_map.device
-    # all by indices_kernel: listed slots, and vacant ones
+    # indices_kernel writes all of it: listed slots, and vacant ones
     indices = torch.empty((num_tokens, topk), dtype=torch.int64, device=device)
     out = torch.empty((num_tokens, topk), dtype=values.dtype, device=device)  # as above
     overflow = torch.zeros((), dtype=torch.bool, device=device)

@@ -216,9 +216,9 @@ def plan_walk(routing_map: Tensor, cut: Cut) -> Walk:
     num_experts = routing_map.shape[1]
     # every program of the layout reads all of them
     counted_as = torch.uint8 if cut.tokens_per_block < 256 else torch.int32
-    # all by routing_walk_kernel
+    # routing_walk_kernel writes all of it
     block_count = torch.empty((num_experts, cut.blocks), dtype=counted_as, device=routing_map.device)
-    # by routing_layout_kernel
+    # routing_layout_kernel writes all of it
     base = torch.empty((num_experts, cut.blocks), dtype=torch.int64, device=routing_map.device)
     count = torch.empty(num_experts, dtype=torch.int32, device=routing_map.device)  # as above
     return Walk(cut, block_count, base, count)
@@ -302,7 +302,7 @@ def place(
     bound = UNBOUNDED if num_rows is None else num_rows
     cut = cut_of(routing_map)
     slots, base_BE, tiles = _places(routing_map, cut, align or 1, bound, tile_rows)
-    # by item: to a graph it is a number that it does not know, which int would ask for
+    # by item(), because int() would ask a compiled graph for the number
     rows: Any = slots.total.item() if num_rows is None else num_rows
     gaps = {"expert_gaps": align is not None and bool(align > 1), "tail_gap": num_rows is not None}
     return _row_map(routing_map, cut, slots, base_BE, rows, **gaps), slots, tiles
@@ -323,7 +323,7 @@ def place_in_capacity(routing_map: Tensor, capacity: int) -> tuple[RowMap, Slots
     """(row map, slots) of `permute` with a capacity."""
     cut, (num_tokens, num_experts) = cut_of(routing_map), routing_map.shape
     slots, base_E = _places_in_capacity(routing_map, cut, capacity)
-    base_BE = base_E.expand(cut.blocks, num_experts)  # the ranks already count all blocks
+    base_BE = base_E.expand(cut.blocks, num_experts)  # the ranks already count the tokens of all blocks
     gaps = {"expert_gaps": bool(capacity > num_tokens), "tail_gap": False}
     return _row_map(routing_map, cut, slots, base_BE, num_experts * capacity, **gaps), slots
 
@@ -333,7 +333,7 @@ def _places_in_capacity(routing_map: Tensor, cut: Cut, capacity: int) -> tuple[S
     """(slots, base of each expert)."""
     slots = empty_slots(routing_map)
     walk = walk_map(routing_map, cut)
-    # all by the first program of capacity_kernel
+    # the first program of capacity_kernel writes all of it
     base = torch.empty(routing_map.shape[1], dtype=torch.int64, device=routing_map.device)
     with launch_on(routing_map):
         launch(kernels.capacity_kernel, (walk.cut.blocks,))(

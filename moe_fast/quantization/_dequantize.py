@@ -49,7 +49,7 @@ def dequantize_kernel(
         code = tl.load(codes_ptr + offset, mask=in_bounds, other=0)
         value = decoded(code, "e2m1") if RULE == "nvfp4" else decoded_bytes(code, mantissa)
         if RULE == "group":
-            scale = tl.load(scale_ptr + group, mask=group < num_groups, other=0.0)  # not the rest of x
+            scale = tl.load(scale_ptr + group, mask=group < num_groups, other=0.0)  # not past the last group
         else:
             m = tl.arange(0, BLOCK_M // BLOCK_R)
             block = tile if RULE == "amax" and BLOCK_R > 1 else first // BLOCK_R

@@ -70,7 +70,7 @@ def encoded_by_sum(x, HARDWARE: tl.constexpr):
     word = size.to(tl.int32, bitcast=True)
     spaced = tl.maximum((word & INFINITY) + ((22 << 23) + 6), (149 << 23) + 6)
     total = (size + spaced.to(tl.float32, bitcast=True)).to(tl.uint32, bitcast=True)
-    signed = x if HARDWARE else tl.where(x == x, x, 0.0)  # there a NaN that an operation makes has no sign
+    signed = x if HARDWARE else tl.where(x == x, x, 0.0)  # on the hardware a NaN made by an operation has no sign
     sign = signed.to(tl.uint32, bitcast=True) >> 28
     return ((((total + (total >> 22)) ^ sign) & 7) ^ sign).to(tl.uint8)
 

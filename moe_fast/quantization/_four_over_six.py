@@ -81,4 +81,4 @@ def better_of_two(
         )
     # The number is chosen, not the code: ptxas 12.8 and 12.9 store a code too early if the kernel
     # also decodes it.
-    return tl.where(errs_four < errs_six, base * 1.5, base)  # not where one is a NaN
+    return tl.where(errs_four < errs_six, base * 1.5, base)  # the first one if an error is a NaN

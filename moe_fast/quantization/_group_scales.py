@@ -23,7 +23,7 @@ from moe_fast.quantization._tiles import load_tile, magnitude, place_of_tile
 )
 def group_amax_kernel(
     x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
-    # result, as integers, zeros before
+    # result, as integers; zeros at the launch
     amax_ptr,
     # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
     num_rows, num_columns, num_groups, column_programs, steps,
@@ -41,16 +41,16 @@ def group_amax_kernel(
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
         n = begin + i * BLOCK_N + tl.arange(0, BLOCK_N)
-        # passes over NaN
+        # ignores NaN
         largest = tl.maximum(largest, tl.abs(load_tile(x_ptr, stride_x_m, stride_x_n, row, end, n, num_columns)))
     bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
-    tl.atomic_max(amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # no rest of x
+    tl.atomic_max(amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # not past the last group
 
 
 @triton.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "column_programs", "steps"])
 def two_levels_amax_kernel(
     x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
-    # results, as integers, zeros before; either may be left out
+    # results, as integers, zeros at the launch; either may be left out
     row_amax_ptr, column_amax_ptr,
     # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
     num_rows, num_columns, num_groups, column_programs, steps,
@@ -91,7 +91,8 @@ def two_levels_amax_kernel(
             tl.atomic_max(row_amax_ptr + row, bits, mask=(row < end) & (bits > 0), sem="relaxed")
         else:
             bits = tl.max(tl.max(tl.max(largest, axis=2), axis=1), axis=0).to(tl.int32, bitcast=True)
-            tl.atomic_max(row_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")  # no rest of x
+            # not past the last group
+            tl.atomic_max(row_amax_ptr + group, bits, mask=(first < end) & (bits > 0), sem="relaxed")
     if column_amax_ptr is not None and not ROW_SCALED:
         most = as_float32(rounded(tl.max(tl.max(largest_turned, axis=1), axis=0), x_ptr.dtype.element_ty))
         bits = most.to(tl.int32, bitcast=True)
@@ -111,7 +112,7 @@ def scale_of_group(
     g = tl.arange(0, BLOCK_G)
     real = g < num_groups  # BLOCK_G is a power of two
     if given_ptr is not None:
-        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # not the rest of x
+        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # not past the last group
         if tl.program_id(0) == 0:
             tl.store(inverse_ptr + g, over(1.0, tl.load(given_ptr + g * stride_given, mask=real, other=1.0)), mask=real)
     else:
@@ -141,16 +142,8 @@ def raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group
     together=[("stride_x_m", "num_columns")],
     along=["stride_x_n"],
     do_not_specialize=[
-        *(
-            "stride_splits",
-            "stride_given",
-            "stride_history",
-            "num_rows",
-            "num_groups",
-            "column_programs",
-            "steps",
-            "epsilon",
-        ),
+        *("stride_splits", "stride_given", "stride_history", "num_rows"),
+        *("num_groups", "column_programs", "steps", "epsilon"),
     ],
 )
 def cast_groups_kernel(
@@ -164,7 +157,7 @@ def cast_groups_kernel(
     codes_ptr, inverse_ptr,
     # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
     num_rows, num_columns, num_groups, column_programs, steps,
-    # bits of a float64, which are 0 or long
+    # the bits of a float64: 0, or an integer of 64 bits
     epsilon: tl.int64,
     FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
@@ -190,7 +183,7 @@ def cast_groups_kernel(
             codes_ptr + row[:, None] * num_columns + n[None, :], encoded(x * scale, FORMAT, HARDWARE), mask=in_bounds
         )
         if given_ptr is not None:
-            largest = tl.maximum(largest, tl.abs(x))  # passes over NaN
+            largest = tl.maximum(largest, tl.abs(x))  # ignores NaN
     if given_ptr is not None:
         raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group, first < read)
 
@@ -212,14 +205,15 @@ def update_scales_kernel(
         last = tl.where(reduced != 0, reduced, last)
     measured = last != 0
     old_history = tl.load(history + i * stride_history_l, mask=i < length, other=0.0)  # BLOCK_L is a power of two
-    rolled = tl.load(history + (i + 1) * stride_history_l, mask=i + 1 < length, other=0.0)  # the last has no next
+    # the last entry has no next one
+    rolled = tl.load(history + (i + 1) * stride_history_l, mask=i + 1 < length, other=0.0)
     rolled = tl.where(i == 0, 0.0, tl.where(i == length - 1, last, rolled))
     tl.store(new_history_ptr + g * length + i, tl.where(measured, rolled, old_history), mask=i < length)
     amax = last
     if not MOST_RECENT:
-        older = tl.where((i > 0) & (i < length) & (old_history == old_history), old_history, 0.0)  # passes over NaN
+        older = tl.where((i > 0) & (i < length) & (old_history == old_history), old_history, 0.0)  # ignores NaN
         amax = tl.where(measured, tl.maximum(tl.where(last == last, last, 0.0), tl.max(older)), 0.0)
-    usable = (amax > 0) & (amax < INFINITE)  # a NaN is neither
+    usable = (amax > 0) & (amax < INFINITE)  # a NaN is not usable
     number_of = number(largest, tl.float32)
     proposed = tl.minimum(tl.div_rn(number_of, tl.where(usable, amax, 1.0)), FLOAT32_MAX)
     tl.store(new_scale_ptr + g, tl.where(usable, proposed, tl.load(scale_ptr + g * stride_scale)))

@@ -38,7 +38,7 @@ def hadamard_sums(
         in_bounds = (block + i < ending(first, end, BLOCK_M)) & there  # a tile sticks out of its group and of x
         ptrs = corner + (block + i).to(tl.int64) * stride_m + n.to(tl.int64) * stride_n
         x = as_float32(tl.load(ptrs, mask=in_bounds, other=0.0))
-        largest = tl.maximum(largest, tl.abs(x))  # passes over NaN
+        largest = tl.maximum(largest, tl.abs(x))  # ignores NaN
         quarter = x * 0.25
         negative = (
             (tl.full([], ODD, tl.int32) >> (i & j)) ^ (tl.full([], NEGATIVE, tl.int32) >> (j if ADJOINT else i))

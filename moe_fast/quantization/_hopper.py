@@ -114,8 +114,8 @@ def quantize_tile(
     else:
         amax = gl.max(gl.max(gl.abs(x), 1), 0)
     if BLOCK_R == 1 or BLOCK_C == 1:
-        amax = gl.convert_layout(amax, FLAT)  # a scale is computed by one thread, not by all that use it
-    amax = gl.maximum(amax, 0.0)  # a maximum passes over NaN
+        amax = gl.convert_layout(amax, FLAT)  # so that one thread computes a scale, not all that use it
+    amax = gl.maximum(amax, 0.0)  # a maximum ignores NaN
     multiplier, stored = block_scale(amax, limits[0], limits[1], "amax", FORMAT, POWER_OF_TWO)
     i = gl.arange(0, SIZE, FLAT)
     if BLOCK_R == 1:
@@ -153,12 +153,12 @@ def quantize_row_of_tiles(
         stage, column = i % STAGES, begin + i * SIZE
         mbarrier.wait(ready.index(stage), i // STAGES & 1)
         x = buffer.index(stage).load(TILE)
-        barrier()  # all have read it
+        barrier()  # until all threads have read it
         has_next = i + STAGES < count
         mbarrier.expect(ready.index(stage), bytes, pred=has_next)
         load_tile(x_desc, [corner, column + STAGES * SIZE], ready.index(stage), buffer.index(stage), pred=has_next)
         x = x.to(gl.float32)
-        if CUT:  # below are the next group's rows
+        if CUT:  # the rows below are the next group's
             x = gl.where((gl.arange(0, SIZE, ROW) < group_rows)[:, None], x, 0.0)
         columns = num_columns - column
         if row_form.scale_ptr is not None:
@@ -185,10 +185,10 @@ def quantize_tiles_kernel(
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
     # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
     num_rows, num_columns, num_groups, column_programs, steps,
-    # numbers, as bits of a float64, which are 0 or long
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     epsilon: gl.int64, infinity: gl.int64,
     FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, SQUARE: gl.constexpr,
-    WHOLE: gl.constexpr,  # also tiles past the last group
+    WHOLE: gl.constexpr,  # also write the tiles past the last group
     BLOCK_G: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Blocks of 1 × 128, 128 × 1, or both from one load; with SQUARE blocks of 128 × 128, as the
@@ -213,7 +213,7 @@ def quantize_tiles_kernel(
         load_tile(x_desc, [corner, begin + s * SIZE], ready.index(s), buffer.index(s), pred=s < count)
     limits = (number(epsilon, gl.float32), number(infinity, gl.float32))
     row_strides, column_strides = (stride_row_m, stride_row_n), (stride_column_m, stride_column_n)
-    if group_rows < SIZE:  # few tiles; others need no mask
+    if group_rows < SIZE:  # so in few tiles; the others need no mask
         quantize_row_of_tiles(
             x_desc, buffer, ready, row_form, row_strides, column_form, column_strides, tile, tiles, first, begin,
             count, rows, group_rows, num_columns, limits, True, FORMAT, POWER_OF_TWO, SQUARE, STAGES,

@@ -37,7 +37,7 @@ def quantize_gathered_kernel(
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
     # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
     num_rows, num_columns, num_groups, column_programs, steps,
-    # numbers, as bits of a float64, which are 0 or long
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     epsilon: gl.int64, infinity: gl.int64,
     FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, WHOLE: gl.constexpr, BLOCK_G: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -63,9 +63,9 @@ def quantize_gathered_kernel(
     for k in range(count):
         stage, column = k % STAGES, begin + k * SIZE
         async_copy.wait_group(STAGES - 1)
-        barrier()  # what all have copied
+        barrier()  # so that all copies can be read
         x = buffer.index(stage).load(TILE).to(gl.float32)
-        barrier()  # all have read it
+        barrier()  # until all threads have read it
         has_next = k + STAGES < count
         gather(tokens_ptr, offset, live, column + STAGES * SIZE, num_columns, buffer.index(stage), has_next)
         columns = num_columns - column

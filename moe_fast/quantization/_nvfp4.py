@@ -27,7 +27,7 @@ def global_amax(amax_ptr, group, num_groups, row, owned, column, num_columns, PE
     if PER == "row":
         amax = tl.load(amax_ptr + row, mask=row < owned, other=0.0)[:, None]
     elif PER == "column":
-        there = column < tl.where(group < num_groups, num_columns, 0)  # not the rest of x
+        there = column < tl.where(group < num_groups, num_columns, 0)  # not past the last group
         amax = tl.load(amax_ptr + group * num_columns + column, mask=there, other=0.0)[None, :]
     else:
         amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0.0)  # as above

@@ -80,7 +80,7 @@ def block_scale(amax, epsilon, infinity, RULE: tl.constexpr, FORMAT: tl.constexp
     mxfp8  2^(127 - e)                           e = E8M0(amax · (1/format_max))
     """
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
-    if RULE == "amax" and POWER_OF_TWO:  # quotients of every column would take as long as all else
+    if RULE == "amax" and POWER_OF_TWO:  # the quotients would take as long as everything else
         code = fitting_power(amax, epsilon, infinity, FORMAT)
         multiplier = power_of_two(code)
         stored = power_of_two(254 - code)
@@ -127,7 +127,7 @@ def quantize_blocks(
         form.scale_ptr, stride_m, stride_n, stored, block, first, written, column, num_columns, BLOCK_R, BLOCK_C
     )
     if form.amax_ptr is not None:
-        exact = rounded(amax, form.amax_ptr.dtype.element_ty)  # it is a number of that dtype
+        exact = rounded(amax, form.amax_ptr.dtype.element_ty)  # exact: it is a number of that dtype
         store_blocks(
             form.amax_ptr, stride_m, stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C
         )
@@ -169,11 +169,11 @@ def quantize_blocks_kernel(
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
     # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
     num_rows, num_columns, num_groups, column_programs, steps,
-    # numbers, as bits of a float64, which are 0 or long
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     epsilon: tl.int64, infinity: tl.int64,
     RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr,
-    WHOLE: tl.constexpr,  # also tiles past the last group
+    WHOLE: tl.constexpr,  # also write the tiles past the last group
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Blocks of 1 × BLOCK, BLOCK × 1, or both from one load; with SQUARE blocks of BLOCK × BLOCK,
@@ -192,7 +192,7 @@ def quantize_blocks_kernel(
         column = begin + i * BLOCK_N
         x = load_tile_from(x_ptr, stride_x_m, stride_x_n, first, read, column, num_columns, BLOCK_M, BLOCK_N)
         if not ALIGNED:  # noqa: SIM102 - known to the compiler; what follows is not
-            if first + BLOCK_M > owned:  # few tiles
+            if first + BLOCK_M > owned:  # so in few tiles
                 x = tl.where((row < owned)[:, None], x, 0.0)
         quantize_forms(
             x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, tile, first,

@@ -19,7 +19,8 @@ def are_wrong(splits_ptr, stride_splits, num_rows, num_groups, MULTIPLE: tl.cons
     is_illegal = tl.full([], False, tl.int1)
     if splits_ptr is not None:
         g = tl.arange(0, BLOCK_G)
-        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # padded block
+        # the block is a power of two
+        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)
         illegal_split = (sizes < 0) | (sizes > num_rows) | (sizes % MULTIPLE != 0)
         most = tl.minimum(sizes, num_rows)
         is_illegal = (tl.sum(illegal_split.to(tl.int32), axis=0) > 0) | (tl.sum(most, axis=0) > num_rows)
@@ -38,8 +39,9 @@ def group_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_M
         size = tl.cast(num_rows, tl.int64)
     else:
         g = tl.arange(0, BLOCK_G)
-        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # padded block
-        sizes = tl.maximum(sizes, 0)  # illegal sizes stay within memory; readers show them
+        # the block is a power of two
+        sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)
+        sizes = tl.maximum(sizes, 0)  # so that illegal sizes stay within memory; other functions report them
         sizes = tl.where(g == num_groups, tl.maximum(num_rows - tl.sum(sizes), 0), sizes)
         tiles = (sizes + (BLOCK_M - 1)) // BLOCK_M
         is_earlier = tl.cumsum(tiles, 0) <= tile
@@ -67,10 +69,11 @@ def place_of_tile(
         first = tile.to(tl.int64) * BLOCK_M
         written = tl.cast(num_rows, tl.int64)
         owned = written
-        read = written  # loads do not wait for the splits
+        read = written  # so that loads do not wait for the splits
         if splits_ptr is not None:
             g = tl.arange(0, BLOCK_G)
-            sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)  # padded block
+            # the block is a power of two
+            sizes = tl.load(splits_ptr + g * stride_splits, mask=g < num_groups, other=0).to(tl.int64)
             owned = tl.minimum(tl.sum(sizes), written)
     return group, first, read, owned, written
 
@@ -161,7 +164,7 @@ def block_amax(x, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
         amax = tl.max(tl.reshape(tl.abs(x), [m, BLOCK_R, n]), axis=1)
     else:
         amax = tl.max(tl.max(tl.reshape(tl.abs(x), [m, BLOCK_R, n, BLOCK_C]), axis=3), axis=1)
-    return tl.maximum(amax, 0.0)  # a maximum passes over NaN
+    return tl.maximum(amax, 0.0)  # a maximum ignores NaN
 
 
 @triton.jit

@@ -40,8 +40,8 @@ def cast_groups(
     from the amax.
     """
     grid = _grid(x, splits)
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_groups_kernel
-    inverse = torch.empty(grid.groups, device=x.device)  # by its first program
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # cast_groups_kernel writes all of it
+    inverse = torch.empty(grid.groups, device=x.device)  # its first program writes all of it
     scales = history = None
     if state is None:
         amax = group_amax(x, splits)
@@ -93,7 +93,7 @@ def _next_state(state: QuantizerState, recipe: Recipe, role: str, reduced_amax: 
     """(amax history, scales) of the next step."""
     assert recipe.margin is not None
     groups, length = state.amax_history.shape
-    history = torch.empty((groups, length), device=state.scale.device)  # all by update_scales_kernel
+    history = torch.empty((groups, length), device=state.scale.device)  # update_scales_kernel writes all of it
     scale = torch.empty(groups, device=state.scale.device)  # as above
     largest = FORMAT_MAX[format_of(recipe, role)] * 2.0**-recipe.margin
     if groups:

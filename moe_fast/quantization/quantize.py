@@ -74,7 +74,7 @@ def _quantize(
         # the result reads them later, when the caller may have others there; int64, as most are
         dtype = splits.dtype if for_products else torch.int64
         splits = splits.to(x_MN.device, dtype, non_blocking=True, copy=not for_products)
-    x = x_MN.detach().resolve_neg()  # a kernel sees memory, not a pending minus
+    x = x_MN.detach().resolve_neg()  # because a kernel reads memory, without the pending minus
     format = format_of(recipe, role)
     if recipe.stochastic_rounding and role == "grad_output" and noise is None:
         noise = torch.rand(2, *x.shape, device=x.device)
@@ -104,7 +104,7 @@ def _quantize_blocks(
     """
     size, rule = BLOCK[recipe.scaling], KERNEL_OF[recipe.scaling]
     sizes = tuning.for_device(x.device).quantize
-    tall = square or columnwise  # blocks span rows
+    tall = square or columnwise  # whether blocks span rows
     aligned = rule == "amax" and tall  # whole groups of MXFP8 consist of whole blocks, wherever x is cut
     on_hopper = has_memory() and aligned and hopper.can_quantize(x)
     walk = hopper.WALK if on_hopper else sizes.tall if aligned else sizes.columns if tall else sizes.rows
@@ -188,7 +188,7 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: Tensor | None) -> Tensor:
         ctx.splits = splits  # not saved: both directions may be gone through, one after the other
-        return x.new_empty(()).expand(x.shape)  # no memory
+        return x.new_empty(()).expand(x.shape)  # it takes no memory
 
     @staticmethod
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:

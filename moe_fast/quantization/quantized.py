@@ -218,7 +218,8 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
     walk = sizes.tall if rows else sizes.columns if tall else sizes.groups
     ragged = is_ragged(codes_MN.shape[1])
     grid = grid_of(codes_MN.shape, quantized.splits, walk, aligned, block, rows, ragged=ragged)
-    out = torch.empty(codes_MN.shape, dtype=quantized.dtype, device=codes_MN.device)  # all by dequantize_kernel
+    # dequantize_kernel writes all of it
+    out = torch.empty(codes_MN.shape, dtype=quantized.dtype, device=codes_MN.device)
     if has_memory() and grid.programs:
         with launch_on(codes_MN):
             launch(dequantize_kernel, (grid.programs,))(
@@ -260,11 +261,12 @@ class _StraightThrough(torch.autograd.Function):
 
 def _hadamard_adjoint(d_value: Tensor) -> Tensor:
     """The adjoint of the transform, each sum rounded once to its dtype."""
-    d_value = d_value.resolve_neg()  # a kernel sees memory, not a pending minus
+    d_value = d_value.resolve_neg()  # because a kernel reads memory, without the pending minus
     grid = grid_of(
         d_value.shape, None, tuning.for_device(d_value.device).quantize.transformed, True, (hadamard.SIZE.value, 1)
     )
-    out = torch.empty(d_value.shape, dtype=d_value.dtype, device=d_value.device)  # all by hadamard_adjoint_kernel
+    # hadamard_adjoint_kernel writes all of it
+    out = torch.empty(d_value.shape, dtype=d_value.dtype, device=d_value.device)
     if has_memory() and grid.programs:
         sizes = {name: grid.settings[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")}
         with launch_on(d_value):

@@ -114,7 +114,8 @@ def balance_kernel(
             ),
             ACCUMULATOR,
         )
-    count = widened(tl.load(count_ptr + c * stride_count, mask=in_row, other=0), ACCUMULATOR)  # ragged block
+    # the last block sticks out
+    count = widened(tl.load(count_ptr + c * stride_count, mask=in_row, other=0), ACCUMULATOR)
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     tl.store(partial_ptr + program, tl.sum(tl.sum(total, axis=0) * count, axis=0))
 
@@ -131,7 +132,8 @@ def balance_backward_kernel(
     """dscores[r, j] = dloss · factor · count[j]. A program writes one tile."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    count = widened(tl.load(count_ptr + c * stride_count, mask=c < num_columns, other=0), ACCUMULATOR)  # ragged block
+    # the last block sticks out
+    count = widened(tl.load(count_ptr + c * stride_count, mask=c < num_columns, other=0), ACCUMULATOR)
     g = rounded(tl.load(dloss_ptr) * tl.load(factor_ptr) * count, dscores_ptr.dtype.element_ty)
     in_bounds = (r < num_rows)[:, None] & (c < num_columns)[None, :]  # the last tiles stick out on both sides
     tl.store(
@@ -145,7 +147,7 @@ def balance_backward_kernel(
 def log_sum_exp(x):
     """[BLOCK_T, 1]: ln Σ_e exp x_e, and -∞ for a row in which every number is -∞."""
     top = tl.max(x, axis=1)[:, None]
-    top = tl.where(top == -float("inf"), 0.0, top)  # -∞ less -∞ is no number
+    top = tl.where(top == -float("inf"), 0.0, top)  # because -∞ - (-∞) is a NaN
     return top + tl.log(tl.sum(tl.exp(x - top), axis=1))[:, None]
 
 

@@ -27,7 +27,7 @@ def load_keys(
     tokens have the same key.
     """
     routed = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=in_bounds, other=0) != 0
-    # others may be anything
+    # the probs of other experts may be anything
     bits = tl.load(probs_ptr + t[:, None] * stride_probs_t + e[None, :] * stride_probs_e, mask=routed, other=0)
     key = tl.zeros(bits.shape, KEY)
     if KEY_BITS > 1:
@@ -194,7 +194,8 @@ def drop_backward_kernel(
     cell = t[:, None] * num_experts + e[None, :]
     through = tl.load(kept_ptr + cell, mask=in_bounds, other=0) != 0
     if map_ptr is not None:
-        # no more matter
+        # other entries of the map do not matter
         through = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=through, other=0) != 0
-    dout = tl.load(dout_ptr + t[:, None] * stride_dout_t + e[None, :] * stride_dout_e, mask=through, other=0)  # else 0
+    # 0 elsewhere
+    dout = tl.load(dout_ptr + t[:, None] * stride_dout_t + e[None, :] * stride_dout_e, mask=through, other=0)
     tl.store(dprobs_ptr + cell, dout, mask=in_bounds)

@@ -12,7 +12,7 @@ from moe_fast.launch._rounding import number, rounded, score_and_slope, widened
 from moe_fast.launch.specialization import jit
 from moe_fast.router._scores import inverse_sum, key_of, lowest, out_of_choice, score_of, softmax, weights_gradient
 
-PAIRED = tl.constexpr(16)  # up to 16 groups are ranked at once, each against each
+PAIRED = tl.constexpr(16)  # up to 16 groups are ranked at once, by comparing each pair
 SLOT = tl.constexpr(0xFFFF)  # the bits of a mark that hold its slot; no column is as high
 
 
@@ -62,13 +62,14 @@ def only_best_groups(
         largest = tl.max(remaining_keys, axis=2)
         equal = remaining_keys == largest[:, :, None]
         taken = tl.minimum(tl.sum(equal.to(tl.int32), axis=2), missing)
-        total += tl.where(taken > 0, score_of(largest) * taken.to(ACCUMULATOR), 0.0)  # 0 · -∞ is no number
+        total += tl.where(taken > 0, score_of(largest) * taken.to(ACCUMULATOR), 0.0)  # because 0 · -∞ is a NaN
         missing -= taken
         remaining_keys = tl.where(equal, lowest(key.dtype), remaining_keys)
     total += tl.where(missing > 0, score_of(tl.max(remaining_keys, axis=2)), 0.0)  # at most one is missing
     group = tl.arange(0, BLOCK_G)
     group_key = key_of(total)
-    group_key = tl.where((group < num_groups)[None, :], group_key, out_of_choice(group_key.dtype))  # padded groups
+    # the block is a power of two
+    group_key = tl.where((group < num_groups)[None, :], group_key, out_of_choice(group_key.dtype))
     if BLOCK_G <= PAIRED:
         better = group_key[:, None, :] > group_key[:, :, None]
         ranks_higher = better | (
@@ -120,7 +121,8 @@ def topk_kernel(
     real = tl.full([1, BLOCK_G * BLOCK_S], True, tl.int1)
     if RAGGED:
         e = (column // BLOCK_S * group_size + column % BLOCK_S).to(tl.int64)
-        real = ((column % BLOCK_S < group_size) & (column // BLOCK_S < num_groups))[None, :]  # padded blocks
+        # the blocks are powers of two
+        real = ((column % BLOCK_S < group_size) & (column // BLOCK_S < num_groups))[None, :]
     x = tl.load(logits_ptr + t[:, None] * stride_logits_t + e[None, :] * stride_logits_e, mask=real, other=0.0).to(
         ACCUMULATOR
     )
@@ -144,7 +146,7 @@ def topk_kernel(
         marked = mark_largest(key, column, topk, TIES_ARE_RARE)
     chosen = marked < out_of_choice(marked.dtype)
     legal = tl.full([BLOCK_T, 1], True, tl.int1)
-    if given_ptr is not None:  # experts twice, or outside: the token's probs are NaN
+    if given_ptr is not None:  # if an index is repeated or out of range, the token's probs are NaN
         chosen = chosen & real
         legal = (tl.sum(chosen.to(tl.int32), axis=1) == topk)[:, None]
     if SCORE == "softmax":
@@ -158,7 +160,7 @@ def topk_kernel(
         tl.store(map_ptr + cell, chosen.to(tl.uint8), mask=real)
     else:
         weight = rounded(s, probs_ptr.dtype.element_ty)
-        # one integer of 32 bits says all, so that only it changes its layout for the stores
+        # one 32-bit integer per expert, so that only it changes its layout for the stores
         slot = tl.where(chosen, marked & SLOT, topk).to(tl.int32).to(tl.int64)
         store_slots(probs_ptr, indices_ptr, t, e, slot, weight, legal, topk, given_ptr is not None)
 
@@ -215,7 +217,7 @@ def topk_backward_kernel(
         chosen = tl.load(map_ptr + cell, mask=real, other=0) != 0
         g = tl.load(dprobs_ptr + t[:, None] * stride_dprobs_t + e * stride_dprobs_x, mask=chosen, other=0.0).to(
             ACCUMULATOR
-        )  # else 0 were constants
+        )  # with `else 0` they would be constants
     else:
         chosen = tl.zeros([BLOCK_T, BLOCK_E], tl.int32) != 0
         g = tl.zeros([BLOCK_T, BLOCK_E], ACCUMULATOR)

@@ -93,7 +93,8 @@ class _AuxScores(torch.autograd.Function):
         ctx.score = score
         ctx.save_for_backward(logits, padding)
         score_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        scores = torch.empty(logits.shape, dtype=score_dtype, device=logits.device)  # all by aux_scores_kernel
+        # aux_scores_kernel writes all of it
+        scores = torch.empty(logits.shape, dtype=score_dtype, device=logits.device)
         routing_map = torch.empty(logits.shape, dtype=torch.bool, device=logits.device)  # as above
         ctx.mark_non_differentiable(routing_map)
         grid, sizes = _whole_rows(logits)
@@ -118,7 +119,8 @@ class _AuxScores(torch.autograd.Function):
         if dscores is None:
             return None, None, None, None
         logits, padding = ctx.saved_tensors
-        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)  # by aux_scores_backward_kernel
+        # aux_scores_backward_kernel writes all of it
+        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         grid, sizes = _whole_rows(logits)
         if grid[0]:
             with launch_on(logits):
@@ -147,7 +149,8 @@ class _BalancingLoss(torch.autograd.Function):
         tiles_per_program = max(1, ceil_div(tiles * columns, sizes.balance_programs))
         grid = (max(1, ceil_div(tiles, tiles_per_program)), columns)
         sum_dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        partial = torch.empty(grid[0] * columns, dtype=sum_dtype, device=scores.device)  # all by balance_kernel
+        # balance_kernel writes all of it
+        partial = torch.empty(grid[0] * columns, dtype=sum_dtype, device=scores.device)
         with launch_on(scores):
             launch(kernels.balance_kernel, grid)(
                 *strided(scores),
@@ -171,7 +174,8 @@ class _BalancingLoss(torch.autograd.Function):
         count, factor = ctx.saved_tensors
         tile = tuning.for_device(count.device).balance
         num_rows, num_columns = ctx.shape
-        dscores = torch.empty(ctx.shape, dtype=ctx.dtype, device=count.device)  # all by balance_backward_kernel
+        # balance_backward_kernel writes all of it
+        dscores = torch.empty(ctx.shape, dtype=ctx.dtype, device=count.device)
         if num_rows:
             with launch_on(dloss):
                 launch(
@@ -198,7 +202,7 @@ class _ZLoss(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, padding: Tensor | None, coeff: float) -> Tensor:
         (programs, tiles_per_program), sizes = _rows_of_programs(logits)
         sum_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        partial = torch.empty(programs, dtype=sum_dtype, device=logits.device)  # all by z_loss_kernel
+        partial = torch.empty(programs, dtype=sum_dtype, device=logits.device)  # z_loss_kernel writes all of it
         valid = torch.empty(programs, dtype=torch.int32, device=logits.device)  # as above
         with launch_on(logits):
             launch(kernels.z_loss_kernel, (programs,))(
@@ -212,7 +216,8 @@ class _ZLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
         logits, padding, factor = ctx.saved_tensors
-        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)  # all by z_loss_backward_kernel
+        # z_loss_backward_kernel writes all of it
+        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         grid, sizes = _whole_rows(logits)
         if grid[0]:
             with launch_on(logits):
@@ -224,7 +229,7 @@ class _ZLoss(torch.autograd.Function):
 
 def _finish(partial: Tensor, valid: Tensor | None, total: int | Tensor, coeff: float) -> tuple[Tensor, Tensor]:
     """The loss, and the factor of its sum."""
-    loss = torch.empty((), dtype=partial.dtype, device=partial.device)  # by finish_loss_kernel
+    loss = torch.empty((), dtype=partial.dtype, device=partial.device)  # finish_loss_kernel writes all of it
     factor = torch.empty((), dtype=partial.dtype, device=partial.device)  # as above
     in_tensor = isinstance(total, Tensor)
     launch(kernels.finish_loss_kernel, (1,))(

@@ -65,15 +65,15 @@ def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad
     """(kept probs, map of kept tokens)."""
     num_tokens, num_experts = shape = probs.shape
     device = probs.device
-    out = torch.empty(shape, dtype=probs.dtype, device=device)  # all by drop_kernel
+    out = torch.empty(shape, dtype=probs.dtype, device=device)  # drop_kernel writes all of it
     kept_map = torch.empty(shape, dtype=torch.bool, device=device)  # as above
     if num_tokens == 0 or not has_memory():
         return out, kept_map
     sizes = tuning.for_device(device)
     key_bits = KEY_BITS[probs.dtype.itemsize] if by_probs else 1
     key = torch.int64 if key_bits == 64 else torch.int32
-    keys = torch.empty((num_experts, num_tokens), dtype=key, device=device)  # all by drop_keys_kernel
-    least = torch.empty(num_experts, dtype=key, device=device)  # all by drop_search_kernel
+    keys = torch.empty((num_experts, num_tokens), dtype=key, device=device)  # drop_keys_kernel writes all of it
+    least = torch.empty(num_experts, dtype=key, device=device)  # drop_search_kernel writes all of it
     end_token = torch.empty(num_experts, dtype=torch.int32, device=device)  # as above
     tile, column = sizes.drop, sizes.drop_column
     grid = (ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns))
@@ -110,7 +110,7 @@ def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad
 def _drop_backward(dout: Tensor, kept_map: Tensor, routing_map: Tensor | None) -> Tensor:
     """The gradient of the probs."""
     num_tokens, num_experts = dout.shape
-    dprobs = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)  # all by drop_backward_kernel
+    dprobs = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)  # drop_backward_kernel writes all of it
     if num_tokens == 0:
         return dprobs
     tile = tuning.for_device(dout.device).drop

@@ -156,7 +156,7 @@ def finish_batch(
         counts = (ranks or RouterRanks()).tp_dp_cp.sum(state.tokens_per_expert)
         bias = update_expert_bias(state.expert_bias, counts, update_rate=config.bias_update_rate)
         state = state._replace(expert_bias=bias)
-    zero = torch.zeros_like  # a tensor each: a graph that was compiled for two tensors is not for one
+    zero = torch.zeros_like  # separate tensors: a graph that was compiled for two tensors does not serve one
     return state._replace(
         tokens_per_expert=zero(state.tokens_per_expert),
         global_tokens_per_expert=zero(state.global_tokens_per_expert),

@@ -170,7 +170,8 @@ def _choose(
 def _choose_backward(dprobs: Tensor, logits: Tensor, choice: Tensor, settings: Settings, dense: bool) -> Tensor:
     """The gradient of the logits, from the probs'."""
     num_tokens, num_experts = logits.shape
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)  # all by topk_backward_kernel
+    # topk_backward_kernel writes all of it
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if num_tokens == 0:
         return dlogits
     block_experts = power_of_two(num_experts, least=8)
