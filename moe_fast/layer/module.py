@@ -12,7 +12,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from moe_fast.experts.delayed import delaying
 from moe_fast.experts.mlp import run_again
-from moe_fast.layer.layer import after_router, check_call, moe_layer, routed_by, sum_over
+from moe_fast.layer.call import Call
+from moe_fast.layer.layer import after_router, moe_layer, routed_by, sum_over
 from moe_fast.layer.scaling import ScaledGroupedLinear
 from moe_fast.layer.weights import GroupedLinear, KeepsDtypes
 from moe_fast.router.route import finish_batch
@@ -224,11 +225,9 @@ class MoELayer(nn.Module):
         """
         self._in_parts()
         x_TH, mask, batch_size = _flat(x, padding_mask)
-        p, config, state = self.layer_parameters, self.config, self.router.state
-        scales = self._scales(False).get("linear_states")
-        check_call(x_TH, p, config, state, self.group, mask, None, scales)
-        options = {"training": self.training, "batch_size": batch_size, "padding_mask": mask}
-        _, routed = routed_by(x_TH, p, config, state, self.group, None, options)
+        call = self._call(batch_size=batch_size, padding_mask=mask)
+        call.check(x_TH)
+        _, routed = routed_by(x_TH, call)
         self.router.keep(routed.state)
         self.losses = routed.losses
         return routed
@@ -240,12 +239,15 @@ class MoELayer(nn.Module):
             ValueError: as `route`.
         """
         self._in_parts()
-        settings = self._settings(self.training)
         with self._delaying():
-            x_TH = x.reshape(-1, x.shape[-1])
-            dispatched, *_, output = after_router(x_TH, self.layer_parameters, self.config, routed, **settings)
+            dispatched, *_, output = after_router(x.reshape(-1, x.shape[-1]), routed, self._call())
         self._note(self._dropped(dispatched))
         return output.reshape(x.shape)
+
+    def _call(self, **options: Any) -> Call:
+        """The arguments of a call of one part of the layer."""
+        settings = self._settings(self.training) | options
+        return Call(self.layer_parameters, self.config, self.router.state, self.training, **settings)
 
     def _in_parts(self) -> None:
         apart = self.recompute != "moe"
