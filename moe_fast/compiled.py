@@ -1,9 +1,10 @@
 """The functions of `moe_fast`, each compiled into one graph, for the suite: `--impl
 moe_fast.compiled`.
 
-The graph is not lowered (backend "aot_eager"): what is judged are the operators, their shapes and
-gradients, as any backend sees them. An illegal call raises its own error, not the compiler's.
-Dispatchers are missing; functions that read the device or compute nothing stay as they are.
+The graph is not lowered to machine code (backend "aot_eager"). What is judged are the operators,
+their shapes and their gradients, as any backend sees them. An illegal call raises its own error,
+not the compiler's. Dispatchers are missing. Functions that read the device or compute nothing are
+not compiled.
 """
 
 import functools
@@ -41,8 +42,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     signature = inspect.signature(function)
-    left = NOT_OF_A_LAYER if function.__name__ == "moe_layer" else NOT_OFFERED
-    offered = [x for x in signature.parameters.values() if x.name not in left]
+    omitted = NOT_OF_A_LAYER if function.__name__ == "moe_layer" else NOT_OFFERED
+    offered = [x for x in signature.parameters.values() if x.name not in omitted]
     call.__signature__ = signature.replace(parameters=offered)  # type: ignore[attr-defined]
     return call
 

@@ -1,4 +1,6 @@
-"""Promises beyond the reference's contract, and the legal calls that have no kernel, by family."""
+"""What each family promises beyond the reference's contract, and which legal calls it has no kernel
+for.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, ModuleType
@@ -18,7 +20,9 @@ SUM = COMPUTED | {"reduction_order": "ascending experts"}
 
 
 class Family:
-    """The functions of a namespace, with `declares` and `supports` of `conformance.interface`."""
+    """The functions of a namespace, with `declares` and `supports` as `conformance.interface`
+    describes them.
+    """
 
     def __init__(
         self,
@@ -26,8 +30,9 @@ class Family:
         check: Check | None = None,
         readers: Mapping[ModuleType, Sequence[Callable[..., Any]]] = MappingProxyType({}),
     ) -> None:
-        """`check` raises ValueError for a payload (first argument) without a kernel. `readers` are
-        functions of other families that read this one's results; their families answer for them.
+        """`check` raises ValueError for a payload (the first argument) that has no kernel.
+        `readers` are functions of other families that read the results of this one; those families
+        declare and support them.
         """
         self.promises = {function.__name__: promised for function, promised in promises.items()}
         self.check = check

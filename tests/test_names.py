@@ -15,7 +15,7 @@ REFUSED = {
 }  # fmt: skip
 LIMITS = {  # refused names per 1,000 lines
     "moe_ref": 1,
-    "moe_fast": 32,
+    "moe_fast": 3,
     "conformance": 3,
     "evidence": 1,
     "tests": 42,

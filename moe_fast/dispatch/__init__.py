@@ -1,12 +1,12 @@
 """The dispatchers of `moe_ref.dispatch` over `torch.distributed`, as one rank calls them.
 
-Rows travel as bytes, so that every dtype can, with everything that belongs to a row: one collective
-for the counts, one for the rows. Permutations before and after are `moe_fast.permutation`'s. All
-are differentiable and deterministic, by the reduction trees of the reference. The host reads the
-counts, unless the call bounds them, and the indices that it may have to refuse, unless the policy
-trusts them.
+Rows travel as bytes, because few backends know every dtype, and everything that belongs to a row
+travels with it: one collective exchanges the counts, one the rows. `moe_fast.permutation` permutes
+before and after. All dispatchers are differentiable and deterministic: they add in the order of the
+reference. The host reads the counts, unless the call bounds them. It also reads the indices that it
+may have to refuse, unless the policy trusts them.
 
-Read `exchange` first, then `alltoall`, `allgather`, `deepep`, `hybridep`, `low_latency`; `overlap`
+Read `exchange` first, then `alltoall`, `allgather`, `deepep`, `hybridep`, `low_latency`. `overlap`
 runs other work at the same time as any of them, and `CountsOnHost` copies counts without a wait.
 """
 

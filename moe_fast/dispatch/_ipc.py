@@ -13,7 +13,9 @@ from moe_fast.dispatch._symmetric import at_rank
 
 @triton.jit
 def handshake_kernel(flags_table_ptr, own_rank, ranks, LIMIT_NS: tl.constexpr):
-    """Wait for all ranks; one program. A limit of None, as in the interpreter, is for ever."""
+    """Wait until all ranks have come here; the grid is one program. A limit of None, as in the
+    interpreter, waits for ever.
+    """
     began = globaltimer() if LIMIT_NS is not None else 0
     for peer in range(ranks):
         raised = at_rank(flags_table_ptr, peer, True, tl.int32) + own_rank

@@ -1,19 +1,22 @@
-"""Rows straight into other ranks' memory; `_symmetric_sums` brings them back.
+"""Kernels that write rows straight into the memory of other ranks; those of `_symmetric_sums` bring
+them back.
 
 Each rank has a slab that all ranks can address. A table holds the address of one region of the slab
 on each rank. Row i of the region "rows" is row i of the experts' buffer. A rank's own tokens do not
-pass through its slab: they are written to all their rows, and added up from them. With duplicates
-removed, only the first of a token's rows on another rank travels; `link` marks it, and chains the
-token's other rows:
+pass through its slab: they are written to all their rows directly, and added up from them. If
+duplicates are removed, only the first of a token's rows on another rank travels; `link` marks it,
+and chains the token's other rows:
 
     link[i] = FIRST · (row i travelled) + (1 + the token's next row here, or 0)       else 0
     home[i] = where row i came from: slot << RANK | rank
 
-The sum of such a token's rows travels to its slot on that rank, if there are as many slots.
+The sum of such a token's rows travels to its slot on the rank that it came from, if that rank has
+so many slots.
 
-With regions for scales, rows travel as codes and scales, computed where the token is read.
+If there are regions for scales, rows travel as codes and scales, which are computed where the token
+is read.
 
-With SHARED the kernels over tokens and rows share out their pieces of work among any number of
+With SHARED the kernels over tokens and rows divide their pieces of work among any number of
 programs.
 """
 
@@ -32,19 +35,23 @@ NO_SLOT = tl.constexpr(1 << 40)  # past all rows
 
 @triton.jit
 def at_rank(table_ptr, rank, mask, ELEMENT: tl.constexpr):
-    """The addresses of a region on these ranks: multiples of 256 bytes; vectors need 16."""
+    """The addresses of a region on these ranks. They are multiples of 256 bytes; vectors need
+    multiples of 16.
+    """
     return tl.multiple_of(tl.load(table_ptr + rank, mask=mask, other=0).to(tl.pointer_type(ELEMENT)), 16)
 
 
 @triton.jit
 def turns_of(pieces):
-    """How many of so many pieces of work this program does."""
+    """How many of `pieces` pieces of work this program does."""
     return tl.cdiv(pieces - tl.program_id(0), tl.num_programs(0))
 
 
 @triton.jit
 def here_or_there(here, here_ptr, table_ptr, rank, mask, ELEMENT: tl.constexpr):
-    """`here_ptr`, which begins at a multiple of 16 bytes too, or `at_rank`."""
+    """`here_ptr` where `here` is true, else the address of the region on that rank, as `at_rank`.
+    Both are multiples of 16 bytes.
+    """
     address = tl.load(table_ptr + rank, mask=mask, other=0)
     address = tl.where(here, here_ptr.to(tl.int64), address)
     return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16)
@@ -52,11 +59,13 @@ def here_or_there(here, here_ptr, table_ptr, rank, mask, ELEMENT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["own_rank", "num_experts"])
 def announce_kernel(count_ptr, counts_table_ptr, own_rank, num_experts, BLOCK_E: tl.constexpr):
-    """This rank's counts into its row of all ranks' counts; one program per rank."""
+    """Write this rank's counts, [E] int32, into its row of the table of all ranks' counts; program
+    r writes to rank r.
+    """
     e = tl.arange(0, BLOCK_E)
-    inside = e < num_experts  # the block is a power of two
+    in_bounds = e < num_experts  # the block is a power of two
     counts_ptr = at_rank(counts_table_ptr, tl.program_id(0), True, tl.int32)
-    tl.store(counts_ptr + own_rank * num_experts + e, tl.load(count_ptr + e, mask=inside, other=0), mask=inside)
+    tl.store(counts_ptr + own_rank * num_experts + e, tl.load(count_ptr + e, mask=in_bounds, other=0), mask=in_bounds)
 
 
 @triton.jit(do_not_specialize=["own_rank", "ranks", "num_experts", "local_experts", "align", "num_rows"])
@@ -68,20 +77,22 @@ def slab_layout_kernel(
     own_rank, ranks, num_experts, local_experts, align, num_rows,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Lay out the segments of all ranks' buffers, on every rank alike: all see each overflow."""
+    """Lay out the segments of all ranks' buffers. The grid is one program. Every rank computes the
+    layout of every other rank, so that all ranks know each overflow.
+    """
     e = tl.arange(0, BLOCK_E)
-    inside = e < num_experts  # the block is a power of two
+    in_bounds = e < num_experts  # the block is a power of two
     total = tl.zeros([BLOCK_E], tl.int64)
-    before = tl.zeros([BLOCK_E], tl.int64)
+    earlier_rows = tl.zeros([BLOCK_E], tl.int64)
     for source in range(ranks):
-        count = tl.load(counts_ptr + source * num_experts + e, mask=inside, other=0).to(tl.int64)
-        before = tl.where(source < own_rank, before + count, before)
+        count = tl.load(counts_ptr + source * num_experts + e, mask=in_bounds, other=0).to(tl.int64)
+        earlier_rows = tl.where(source < own_rank, earlier_rows + count, earlier_rows)
         total += count
     segment = segments_of(total, align)
     holder = e // local_experts
     start = tl.zeros([BLOCK_E], tl.int64)
     for rank in range(ranks):
-        here = inside & (holder == rank)
+        here = in_bounds & (holder == rank)
         own_segment = tl.where(here, segment, 0)
         start = tl.where(here, tl.cumsum(own_segment, axis=0) - own_segment, start)
         lost = here & (total > 0) & (start + total > num_rows)
@@ -90,12 +101,12 @@ def slab_layout_kernel(
             rows = tl.sum(own_segment, axis=0)
             tl.store(gap_ptr + local_experts, rows)
             tl.store(gap_ptr + 2 * local_experts + 1, num_rows)
-    tl.store(start_ptr + e, start + before, mask=inside)
-    local = inside & (holder == own_rank)
-    place = e - own_rank * local_experts
-    tl.store(tokens_per_expert_ptr + place, tl.minimum(tl.maximum(num_rows - start, 0), segment), mask=local)
-    tl.store(gap_ptr + place, start + total, mask=local)
-    tl.store(gap_ptr + local_experts + 1 + place, start + segment, mask=local)
+    tl.store(start_ptr + e, start + earlier_rows, mask=in_bounds)
+    local = in_bounds & (holder == own_rank)
+    local_expert = e - own_rank * local_experts
+    tl.store(tokens_per_expert_ptr + local_expert, tl.minimum(tl.maximum(num_rows - start, 0), segment), mask=local)
+    tl.store(gap_ptr + local_expert, start + total, mask=local)
+    tl.store(gap_ptr + local_experts + 1 + local_expert, start + segment, mask=local)
 
 
 @triton.jit
@@ -105,20 +116,22 @@ def push_lists(
     block, num_tokens, num_experts, local_experts, num_rows, own_rank,
     ONCE: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """The probs of a block of tokens to all ranks, links to others, and their lists here."""
+    """For a block of tokens, write the probs to all ranks, the links to the other ranks, and the
+    lists of rows here.
+    """
     t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
     lists = find_lists(
         row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, 1 << 62
     )  # dropped by find_row
     last = tl.full([BLOCK_L], -1, tl.int64)
-    own = tl.zeros([BLOCK_L], tl.int64)
-    found = tl.zeros([BLOCK_L], tl.int64)
+    local_rows = tl.zeros([BLOCK_L], tl.int64)
+    rank_bits = tl.zeros([BLOCK_L], tl.int64)
     for j in range(tl.max(lists.num_slots, axis=0)):
         expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
         next_expert, next_row, next_live = find_row(row_map, lists, start_ptr, j + 1, num_rows)
         rank = expert // local_experts
         if probs_ptr is not None:
-            # live only
+            # of live slots only
             prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
             element = probs_ptr.dtype.element_ty
             to_ptr = here_or_there(rank == own_rank, row_probs_ptr, probs_table_ptr, rank, live, element)
@@ -133,14 +146,16 @@ def push_lists(
             tl.store(at_rank(link_table_ptr, rank, away, tl.int32) + row, link.to(tl.int32), mask=away)
             home = (slot_of(t, rank, own_rank, num_experts // local_experts, ONCE) << RANK) | own_rank
             tl.store(at_rank(home_table_ptr, rank, away, tl.int64) + row, home, mask=away)
-            # dropped rows too
+            # also of dropped rows
             tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
-            own += tl.where(live & (rank == own_rank), tl.where(own == 0, tl.cast(j, tl.int64) * FIRST_SLOT + 1, 1), 0)
-            found |= tl.where(live, tl.zeros_like(rank) + 1 << (rank & 63), 0)
+            local_rows += tl.where(
+                live & (rank == own_rank), tl.where(local_rows == 0, tl.cast(j, tl.int64) * FIRST_SLOT + 1, 1), 0
+            )
+            rank_bits |= tl.where(live, tl.zeros_like(rank) + 1 << (rank & 63), 0)
         last = tl.where(live, rank, last)
     if row_slots_ptr is not None:
-        tl.store(own_ptr + t, own.to(tl.int32), mask=t < num_tokens)  # the last block sticks out
-        tl.store(ranks_ptr + t, found, mask=t < num_tokens)  # as above
+        tl.store(own_ptr + t, local_rows.to(tl.int32), mask=t < num_tokens)  # the last block sticks out
+        tl.store(ranks_ptr + t, rank_bits, mask=t < num_tokens)  # as above
 
 
 @triton.jit
@@ -151,12 +166,12 @@ def push_rows(
     POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens, read once, to its rows on all ranks."""
+    """Read a tile of tokens once, and write it to its rows on all ranks."""
     t = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     in_row = (h < num_columns)[None, :]  # the last block sticks out
-    inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
-    token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
+    in_bounds = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+    token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=in_bounds, other=0)
     if scales_table_ptr is not None:
         sent_as, stored = encode_rows(token, epsilon, infinity, POWER_OF_TWO, HARDWARE)
         b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
@@ -168,14 +183,14 @@ def push_rows(
     for j in range(tl.max(lists.num_slots, axis=0)):
         expert, row, live = find_row(row_map, lists, start_ptr, j, num_rows)
         rank = expert // local_experts
-        sent = live & is_sent(t, rank, last, own_rank, num_experts // local_experts, num_rows, ONCE, EARLY)
-        to_ptr = here_or_there(rank == own_rank, rows_ptr, rows_table_ptr, rank, sent, sent_as.dtype)
-        # others are not written
-        tl.store(to_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=sent[:, None] & in_row)
+        is_written = live & is_sent(t, rank, last, own_rank, num_experts // local_experts, num_rows, ONCE, EARLY)
+        to_ptr = here_or_there(rank == own_rank, rows_ptr, rows_table_ptr, rank, is_written, sent_as.dtype)
+        # other rows are not written
+        tl.store(to_ptr[:, None] + row[:, None] * num_columns + h[None, :], sent_as, mask=is_written[:, None] & in_row)
         if scales_table_ptr is not None:
-            to_ptr = here_or_there(rank == own_rank, scale_ptr, scales_table_ptr, rank, sent, tl.float32)
-            place = place_scales(row, b, num_columns, rank == own_rank, stride_scale_m, stride_scale_n)
-            tl.store(to_ptr[:, None] + place, stored, mask=sent[:, None] & in_blocks[None, :])  # as above
+            to_ptr = here_or_there(rank == own_rank, scale_ptr, scales_table_ptr, rank, is_written, tl.float32)
+            scale_offset = place_scales(row, b, num_columns, rank == own_rank, stride_scale_m, stride_scale_n)
+            tl.store(to_ptr[:, None] + scale_offset, stored, mask=is_written[:, None] & in_blocks[None, :])  # as above
         last = tl.where(live, rank, last)
 
 
@@ -207,8 +222,9 @@ def push_kernel(
     EARLY: tl.constexpr,  # tokens with a slot have travelled
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Read each token once, write it to its rows on all ranks: on this one into the results, on
-    others into the slabs; first probs, links and lists, and zeros where this rank has no token.
+    """Read each token once, and write it to its rows on all ranks: on this rank into the results,
+    on the others into their slabs. The first programs write zeros where this rank has no token, the
+    next ones probs, links and lists, and the others one tile of tokens each.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     lanes = local_experts + tail_lanes
@@ -245,7 +261,9 @@ def fill(
     local_experts, num_columns, num_rows, epsilon, infinity,
     POWER_OF_TWO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Zeros in the padding and, with lanes for it, past the segments, where no scale is written."""
+    """Write zeros into the padding and, if there are lanes for it, past the segments; no scale is
+    written there.
+    """
     fill_gaps(
         rows_ptr, row_probs_ptr, gap_ptr, lane, column, tl.maximum(tail_lanes, 1), local_experts, num_columns,
         num_rows, 1, BLOCK_R, BLOCK_H,
@@ -259,28 +277,32 @@ def fill(
 
 @triton.jit
 def is_sent(t, rank, last, own_rank, ranks, num_rows, ONCE: tl.constexpr, EARLY: tl.constexpr):
-    """Whether a slot's row is written: here always, else a rank's first one, if not there yet."""
-    sent = rank >= 0
+    """Whether a slot's row is written: always on this rank; on another rank only the token's first
+    row there (ONCE), unless the token has travelled before its routing was known (EARLY).
+    """
+    is_written = rank >= 0
     if ONCE:
-        sent = (rank != last) | (rank == own_rank)
+        is_written = (rank != last) | (rank == own_rank)
     if EARLY:
-        sent = sent & ((rank == own_rank) | (slot_of(t, rank, own_rank, ranks, ONCE) >= num_rows))
-    return sent
+        is_written = is_written & ((rank == own_rank) | (slot_of(t, rank, own_rank, ranks, ONCE) >= num_rows))
+    return is_written
 
 
 @triton.jit
 def slot_of(t, rank, source, ranks, ONCE: tl.constexpr):
-    """Where `source` has the sum of its token t on another rank; a row that is not added has no
-    slot.
+    """The slot in which rank `source` gets the sum of its token t's rows on `rank`. Rows that are
+    not added up have no slot.
     """
     return t * (ranks - 1) + rank - (rank > source).to(tl.int64) if ONCE else t * 0 + NO_SLOT
 
 
 @triton.jit
-def place_scales(row, b, num_columns, own, stride_scale_m, stride_scale_n):
-    """Where these rows' scales of blocks b are: on another rank a row's are together."""
-    stride_m = tl.where(own, stride_scale_m, tl.cdiv(num_columns, BLOCK))
-    stride_n = tl.where(own, stride_scale_n, 1)
+def place_scales(row, b, num_columns, is_local, stride_scale_m, stride_scale_n):
+    """The offsets of the scales of blocks b of these rows. On another rank the scales of one row
+    lie together.
+    """
+    stride_m = tl.where(is_local, stride_scale_m, tl.cdiv(num_columns, BLOCK))
+    stride_n = tl.where(is_local, stride_scale_n, 1)
     return row[:, None] * stride_m[:, None] + b[None, :] * stride_n[:, None]
 
 
@@ -299,12 +321,12 @@ def spread_row(
     stride_scale_m, stride_scale_n, row_probs_ptr, num_columns, num_rows,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A row that has travelled, copied to all rows of its token."""
+    """Copy a row that has travelled to all rows of its token."""
     if row_probs_ptr is not None:
-        place = row
-        while place >= 0:
-            tl.store(row_probs_ptr + place, tl.load(arrived_probs_ptr + place))
-            place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
+        token_row = row
+        while token_row >= 0:
+            tl.store(row_probs_ptr + token_row, tl.load(arrived_probs_ptr + token_row))
+            token_row = (tl.load(link_ptr + token_row) & NEXT).to(tl.int64) - 1
     from_ptr = arrived_ptr + row * num_columns
     if early_ptr is not None:
         slot = tl.load(home_ptr + row) >> RANK
@@ -317,12 +339,12 @@ def spread_row(
         if scale_ptr is not None:
             b, in_blocks = blocks_of(column, num_columns, BLOCK_H)
             stored = tl.load(arrived_scales_ptr + row * tl.cdiv(num_columns, BLOCK) + b, mask=in_blocks, other=0.0)
-        place = row
-        while place >= 0:
-            tl.store(rows_ptr + place * num_columns + h, tile, mask=in_row)
+        token_row = row
+        while token_row >= 0:
+            tl.store(rows_ptr + token_row * num_columns + h, tile, mask=in_row)
             if scale_ptr is not None:
-                tl.store(scale_ptr + place * stride_scale_m + b * stride_scale_n, stored, mask=in_blocks)
-            place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
+                tl.store(scale_ptr + token_row * stride_scale_m + b * stride_scale_n, stored, mask=in_blocks)
+            token_row = (tl.load(link_ptr + token_row) & NEXT).to(tl.int64) - 1
 
 
 @triton.jit(do_not_specialize=["pieces", "num_rows"])
@@ -335,15 +357,17 @@ def spread_kernel(
     pieces, num_columns, num_rows,
     SHARED: tl.constexpr, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Each row that has travelled is copied to all rows of its token, GROUP rows a piece."""
+    """Copy each row that has travelled to all rows of its token on this rank. A piece of work is
+    GROUP rows.
+    """
     for i in range(turns_of(pieces) * GROUP if SHARED else GROUP):
         piece = tl.program_id(0) + tl.cast(i // GROUP, tl.int64) * tl.num_programs(0)
         row = piece * GROUP + i % GROUP
-        inside = row < num_rows  # the last group sticks out
-        link = tl.load(link_ptr + row, mask=inside, other=0)
+        in_bounds = row < num_rows  # the last group sticks out
+        link = tl.load(link_ptr + row, mask=in_bounds, other=0)
         if kept_link_ptr is not None:
-            tl.store(kept_link_ptr + row, link, mask=inside)
-            tl.store(kept_home_ptr + row, tl.load(home_ptr + row, mask=inside, other=0), mask=inside)
+            tl.store(kept_link_ptr + row, link, mask=in_bounds)
+            tl.store(kept_home_ptr + row, tl.load(home_ptr + row, mask=in_bounds, other=0), mask=in_bounds)
         if link >= FIRST:
             spread_row(
                 row, arrived_ptr, early_ptr, arrived_scales_ptr, arrived_probs_ptr, link_ptr, home_ptr, rows_ptr,

@@ -1,4 +1,5 @@
-"""Sums of each token's rows, on the rank that has them, and their total where the token came from.
+"""Kernels that add up each token's rows on the rank that has them, and add these sums on the rank
+that the token came from.
 
 See `_symmetric` for links, homes and tables.
 """
@@ -18,32 +19,32 @@ def return_row(
     sum_probs_ptr, num_columns, num_rows,
     ACCUMULATOR: tl.constexpr, BLOCK_H: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows here of a token that came, in order, and send the sum to its slot, or leave it;
-    publish their probs.
+    """Add the rows here of a token from another rank, in order, and send the sum to its slot; a sum
+    without a slot is stored in this rank's slab. Publish the probs of these rows.
     """
     if probs_ptr is not None:
-        place = row
-        while place >= 0:
-            tl.store(sum_probs_ptr + place, tl.load(probs_ptr + place * stride_probs))
-            place = (tl.load(link_ptr + place) & NEXT).to(tl.int64) - 1
+        token_row = row
+        while token_row >= 0:
+            tl.store(sum_probs_ptr + token_row, tl.load(probs_ptr + token_row * stride_probs))
+            token_row = (tl.load(link_ptr + token_row) & NEXT).to(tl.int64) - 1
     if rows_ptr is not None:
         home = tl.load(home_ptr + row)
-        left = home >> RANK >= num_rows
+        has_no_slot = home >> RANK >= num_rows
         element = left_ptr.dtype.element_ty
-        sum_ptr = here_or_there(left, left_ptr, sums_table_ptr, home & EXPERT, True, element)
-        sum_ptr += tl.where(left, row, home >> RANK) * num_columns
+        sum_ptr = here_or_there(has_no_slot, left_ptr, sums_table_ptr, home & EXPERT, True, element)
+        sum_ptr += tl.where(has_no_slot, row, home >> RANK) * num_columns
         for column in range(tl.cdiv(num_columns, BLOCK_H)):
             h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
             in_row = h < num_columns  # the last block sticks out
             total = tl.zeros([BLOCK_H], ACCUMULATOR)
-            place = row
-            while place >= 0:
-                for _ in tl.static_range(UNROLL):  # their loads are on their way together
-                    inside = in_row & (place + tl.zeros_like(h) >= 0)  # after the last there is none
-                    value = tl.load(rows_ptr + place * stride_rows_p + h * stride_rows_h, mask=inside, other=0.0)
+            token_row = row
+            while token_row >= 0:
+                for _ in tl.static_range(UNROLL):  # their loads run at the same time
+                    in_bounds = in_row & (token_row + tl.zeros_like(h) >= 0)  # false after the last row
+                    value = tl.load(rows_ptr + token_row * stride_rows_p + h * stride_rows_h, mask=in_bounds, other=0.0)
                     total += value.to(ACCUMULATOR)
-                    link = tl.load(link_ptr + place, mask=place >= 0, other=0)  # as above
-                    place = (link & NEXT).to(tl.int64) - 1
+                    link = tl.load(link_ptr + token_row, mask=token_row >= 0, other=0)  # as above
+                    token_row = (link & NEXT).to(tl.int64) - 1
             tl.store(sum_ptr + h, rounded(total, element), mask=in_row)
 
 
@@ -52,23 +53,25 @@ def add_own(
     t, rows_ptr, stride_rows_p, stride_rows_h, own_ptr, out_ptr, row_map, num_tokens, num_experts, num_columns,
     ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The sums of these tokens' rows on this rank, which their lists have together."""
-    inside = t < num_tokens  # the last tile sticks out
-    own = tl.load(own_ptr + t, mask=inside, other=0).to(tl.int64)
-    list_ptr = row_map.slots_ptr + t * num_experts + own // FIRST_SLOT
-    count = own % FIRST_SLOT
+    """Add the rows on this rank of tokens of this rank; a token's list has these rows
+    side by side.
+    """
+    in_tokens = t < num_tokens  # the last tile sticks out
+    local_rows = tl.load(own_ptr + t, mask=in_tokens, other=0).to(tl.int64)
+    list_ptr = row_map.slots_ptr + t * num_experts + local_rows // FIRST_SLOT
+    count = local_rows % FIRST_SLOT
     for column in range(tl.cdiv(num_columns, BLOCK_H)):
         h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         in_row = (h < num_columns)[None, :]  # the last block sticks out
         total = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
         for first in range(0, tl.max(count, axis=0), UNROLL):
-            for j in tl.static_range(UNROLL):  # their loads are on their way together
-                live = first + j < count  # other tokens have more
+            for j in tl.static_range(UNROLL):  # their loads run at the same time
+                live = first + j < count  # other tokens may have more rows
                 row = tl.load(list_ptr + first + j, mask=live, other=0) >> RANK
                 value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row)
                 total += value.to(ACCUMULATOR)
-        place = t[:, None] * num_columns + h[None, :]
-        tl.store(out_ptr + place, rounded(total, out_ptr.dtype.element_ty), mask=inside[:, None] & in_row)
+        offset = t[:, None] * num_columns + h[None, :]
+        tl.store(out_ptr + offset, rounded(total, out_ptr.dtype.element_ty), mask=in_tokens[:, None] & in_row)
 
 
 @triton.jit(
@@ -77,7 +80,7 @@ def add_own(
 def return_kernel(
     # rows, and their probs as bits
     rows_ptr, stride_rows_p, stride_rows_h, probs_ptr, stride_probs,
-    # of rows that came
+    # of the rows that came from other ranks
     link_ptr, home_ptr,
     # regions: all ranks' sums; this rank's for sums without a slot, and for probs
     sums_table_ptr, left_ptr, sum_probs_ptr,
@@ -88,22 +91,25 @@ def return_kernel(
     ACCUMULATOR: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
     UNROLL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The sums of other ranks' tokens, each sent home, and those of this rank's tokens: pieces of
-    both alternate, as the link is slower than the memory. A piece is of GROUP rows, far from each
-    other: tokens' first rows crowd in the first experts.
+    """Add up the rows of other ranks' tokens, and send each sum home; and add up the rows of this
+    rank's tokens.
+
+    Programs of both kinds alternate, because the link between the ranks is slower than the memory.
+    A piece of work of the first kind is GROUP rows that are far from each other, because the first
+    rows of tokens crowd in the first experts.
     """
-    every = pieces // tl.maximum(token_pieces, 1)
+    interval = pieces // tl.maximum(token_pieces, 1)
     for turn in range(turns_of(pieces) if SHARED else 1):
         piece = tl.program_id(0) + turn * tl.num_programs(0)
-        if (piece % every == 0) & (piece // every < token_pieces):
-            t = (piece // every).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        if (piece % interval == 0) & (piece // interval < token_pieces):
+            t = (piece // interval).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
             if out_ptr is not None:
                 add_own(
                     t, rows_ptr, stride_rows_p, stride_rows_h, own_ptr, out_ptr, row_map, num_tokens, num_experts,
                     num_columns, ACCUMULATOR, BLOCK_T, BLOCK_H, UNROLL,
                 )  # fmt: skip
         else:
-            first = (piece - tl.minimum(tl.cdiv(piece, every), token_pieces)).to(tl.int64)
+            first = (piece - tl.minimum(tl.cdiv(piece, interval), token_pieces)).to(tl.int64)
             for i in range(GROUP):
                 row = first + tl.cast(i, tl.int64) * row_pieces
                 if tl.load(link_ptr + row, mask=row < num_rows, other=0) >= FIRST:  # the last group sticks out
@@ -119,26 +125,28 @@ def take_probs(
     num_rows, own_rank,
     BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """The probs of a block of tokens, from here and from other ranks."""
+    """Read the probs of a block of tokens from this rank's rows and from those of other ranks."""
     t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
     lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
     for j in range(tl.max(lists.num_slots, axis=0)):
         expert, row, live = load_slot(row_map, lists, j)
         rank = expert // local_experts
-        own, away = live & (rank == own_rank), live & (rank != own_rank)  # one of two
-        from_ptr = at_rank(probs_table_ptr, rank, away, out_probs_ptr.dtype.element_ty)
-        prob = tl.load(from_ptr + row, mask=away, other=0)
-        prob = tl.where(own, tl.load(probs_ptr + row * stride_probs, mask=own, other=0), prob)
+        is_local, is_remote = live & (rank == own_rank), live & (rank != own_rank)  # exactly one of both
+        from_ptr = at_rank(probs_table_ptr, rank, is_remote, out_probs_ptr.dtype.element_ty)
+        prob = tl.load(from_ptr + row, mask=is_remote, other=0)
+        prob = tl.where(is_local, tl.load(probs_ptr + row * stride_probs, mask=is_local, other=0), prob)
         tl.store(out_probs_ptr + t * num_experts + expert, prob, mask=live)
 
 
 @triton.jit
 def total_by_ranks(t, h, here, sums_ptr, ranks_ptr, num_tokens, num_columns, own_rank, ranks, in_row):
-    """The sum over ranks of sums that have all come; `here` is this rank's."""
-    found = tl.load(ranks_ptr + t, mask=t < num_tokens, other=0)  # the last tile sticks out
+    """The sum over ranks of a token's sums, where every sum has a slot and has arrived; `here` is
+    this rank's.
+    """
+    rank_bits = tl.load(ranks_ptr + t, mask=t < num_tokens, other=0)  # the last tile sticks out
     total = tl.zeros_like(here)
     for rank in range(ranks):
-        there = (found >> rank) & 1 != 0
+        there = (rank_bits >> rank) & 1 != 0
         if rank == own_rank:
             total += tl.where(there[:, None], here, 0.0)
         else:
@@ -155,15 +163,15 @@ def total_by_slots(
     t, h, here, sums_ptr, left_table_ptr, row_map, num_tokens, num_experts, local_experts, num_columns, num_rows,
     own_rank, in_row, element: tl.constexpr, ONCE: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The same sum, of sums that have come and of those that were left where they are; where a rank
-    has sent every row by itself, each of its rows is one.
+    """The sum over ranks of a token's sums, some of which have arrived in a slot, while others are
+    read from the rank that computed them. Without ONCE each row is a sum of its own.
     """
     lists = find_lists(row_map, 0, 0, 1, t, num_tokens, num_experts, num_rows)
     total = tl.zeros_like(here)
-    part = tl.zeros_like(here)
+    rank_sum = tl.zeros_like(here)
     last = tl.zeros_like(t) - 1
     for first in range(0, tl.max(lists.num_slots, axis=0), UNROLL):
-        for j in tl.static_range(UNROLL):  # their loads are on their way together
+        for j in tl.static_range(UNROLL):  # their loads run at the same time
             expert, row, live = load_slot(row_map, lists, first + j)
             rank = expert // local_experts
             new = live & (rank != last)
@@ -174,10 +182,10 @@ def total_by_slots(
             sum_ptr += tl.where(came, slot, row) * num_columns
             value = tl.load(sum_ptr[:, None] + h[None, :], mask=away[:, None] & in_row, other=0.0).to(here.dtype)
             value = tl.where((new & (rank == own_rank))[:, None], here, value)
-            total = tl.where(new[:, None], total + rounded(part, element).to(here.dtype), total)
-            part = tl.where(new[:, None], value, part + value)
+            total = tl.where(new[:, None], total + rounded(rank_sum, element).to(here.dtype), total)
+            rank_sum = tl.where(new[:, None], value, rank_sum + value)
             last = tl.where(live, rank, last)
-    return total + rounded(part, element).to(here.dtype)
+    return total + rounded(rank_sum, element).to(here.dtype)
 
 
 @triton.jit
@@ -187,13 +195,13 @@ def total_of_tile(
     ONCE: tl.constexpr, CAME: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The totals of some tokens' columns."""
+    """The totals of a block of tokens, for a block of columns."""
     t = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     in_row = (h < num_columns)[None, :]  # the last block sticks out
-    inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+    in_bounds = (t < num_tokens)[:, None] & in_row  # and so does the last tile
     element = out_ptr.dtype.element_ty
-    here = tl.load(out_ptr + t[:, None] * num_columns + h[None, :], mask=inside, other=0.0).to(ACCUMULATOR)
+    here = tl.load(out_ptr + t[:, None] * num_columns + h[None, :], mask=in_bounds, other=0.0).to(ACCUMULATOR)
     if CAME:
         total = total_by_ranks(
             t, h, here, sums_ptr, ranks_ptr, num_tokens, num_columns, own_rank, num_experts // local_experts,
@@ -204,7 +212,7 @@ def total_of_tile(
             t, h, here, sums_ptr, left_table_ptr, row_map, num_tokens, num_experts, local_experts, num_columns,
             num_rows, own_rank, in_row, element, ONCE, UNROLL,
         )  # fmt: skip
-    tl.store(out_ptr + t[:, None] * num_columns + h[None, :], rounded(total, element), mask=inside)
+    tl.store(out_ptr + t[:, None] * num_columns + h[None, :], rounded(total, element), mask=in_bounds)
 
 
 @triton.jit(do_not_specialize=["pieces", "num_tokens", "num_experts", "local_experts", "num_rows", "own_rank"])
@@ -224,8 +232,10 @@ def total_kernel(
     ACCUMULATOR: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_L: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = Σ over ranks, ascending, of t's sums there, each rounded before it is added; `out`
-    holds this rank's. out_probs[t, e] is the prob of its row, 0 without one.
+    """out[t] = Σ over ranks, ascending, of the sum of t's rows there, each rounded before it is
+    added. At the launch `out` holds this rank's sums. out_probs[t, e] is the prob of the row of t
+    and e, or 0 if there is none. A piece of work is a tile of tokens, or the probs of a block of
+    tokens.
     """
     columns = tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     list_blocks = tl.cdiv(num_tokens, BLOCK_L) if out_probs_ptr is not None else 0

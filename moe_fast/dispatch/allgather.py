@@ -26,13 +26,13 @@ from moe_ref.config import Dispatched, check_budget, check_dispatch
 
 @dataclass(frozen=True)
 class Handle:
-    """What combine needs of its dispatch."""
+    """What combine needs to know of the dispatch."""
 
     exchange: Exchange
     row_map: Any
     num_rows: int
     reduce_dtype: torch.dtype | None
-    sent: Sent | None = None  # with a budget
+    sent_rows: Sent | None = None  # only with a budget
 
 
 def allgather_dispatch(
@@ -46,9 +46,9 @@ def allgather_dispatch(
 ) -> Dispatched:
     """Gather all tokens on every rank, and permute the copies that the rank's own experts want.
 
-    With its tokens a rank gets only its own experts' columns of routing maps and probs. The host
-    reads the counts, unless `num_rows` bounds them: then a rank gets only the tokens that it keeps,
-    as in `hybridep_dispatch`, and gradients of ranks are added in the accumulator's dtype.
+    Of routing maps and probs a rank gets only the columns of its own experts. The host reads the
+    counts, unless `num_rows` bounds them: then a rank gets only the tokens that it keeps, as in
+    `hybridep_dispatch`, and the ranks' gradients are added in the accumulator's dtype.
     """
     ranks, rank = size_and_rank(group)
     shards = expert_tensor_parallel
@@ -83,27 +83,31 @@ def allgather_combine(rows_PH: Tensor, handle: Handle, *, group: Any = None) -> 
     assert sums is not None
     between = handle.reduce_dtype or (torch.float64 if rows_PH.dtype == torch.float64 else torch.float32)
     ranks = len(handle.exchange.send)
-    if handle.sent is not None:
-        return add_ranks(sums, handle.sent, [], rows_PH.dtype, between if ranks > 1 else None)
+    if handle.sent_rows is not None:
+        return add_ranks(sums, handle.sent_rows, [], rows_PH.dtype, between if ranks > 1 else None)
     return added(sums.reshape(ranks, len(sums) // ranks, sums.shape[1]), between)
 
 
 def _within_budget(
     tokens_TH: Tensor, routing_map_TE: Tensor, probs_TE: Tensor | None, shards: int, num_rows: int, group: Any
 ) -> Dispatched:
-    """The dispatch of the tokens that some rank keeps, once to each."""
+    """The dispatch with a budget: each token travels once to each rank that keeps some
+    copy of it.
+    """
     ranks, _ = size_and_rank(group)
-    kept = kept_copies(routing_map_TE, num_rows, group, shards=shards)
-    map_TWL = columns_of_ranks(kept.map_TE, ranks // shards, shards)
-    sent, rows = send_once(tokens_TH, map_TWL.any(2), group, num_rows)
-    probs_SL = None if probs_TE is None else sent.cells(columns_of_ranks(probs_TE, ranks // shards, shards))
-    rows_DH, map_DL, probs_DL = exchanged(sent.exchange, rows, sent.cells(map_TWL), probs_SL)
+    copies = kept_copies(routing_map_TE, num_rows, group, shards=shards)
+    map_TWL = columns_of_ranks(copies.map_TE, ranks // shards, shards)
+    sent_rows, rows = send_once(tokens_TH, map_TWL.any(2), group, num_rows)
+    probs_SL = None if probs_TE is None else sent_rows.cells(columns_of_ranks(probs_TE, ranks // shards, shards))
+    rows_DH, map_DL, probs_DL = exchanged(sent_rows.exchange, rows, sent_rows.cells(map_TWL), probs_SL)
     assert rows_DH is not None and map_DL is not None
     permuted = permute(rows_DH, map_DL, probs=probs_DL, num_rows=num_rows)
-    handle = Handle(sent.exchange, permuted.row_map, num_rows, None if probs_TE is None else probs_TE.dtype, sent)
-    return Dispatched(permuted.rows, permuted.probs, permuted.tokens_per_expert, handle, kept.overflow)
+    handle = Handle(
+        sent_rows.exchange, permuted.row_map, num_rows, None if probs_TE is None else probs_TE.dtype, sent_rows
+    )
+    return Dispatched(permuted.rows, permuted.probs, permuted.tokens_per_expert, handle, copies.overflow)
 
 
 def _for_each_rank(x_TE: Tensor, ranks: int, shards: int) -> Tensor:
-    """[W·T,L]: for each rank the columns of its experts."""
+    """[W·T,L]: for each rank, the columns of its experts."""
     return columns_of_ranks(x_TE, ranks // shards, shards).transpose(0, 1).flatten(0, 1)

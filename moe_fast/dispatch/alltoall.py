@@ -24,7 +24,7 @@ from moe_ref.config import Dispatched, check_dispatch, check_one_size
 
 @dataclass(frozen=True)
 class Handle:
-    """What combine needs of its dispatch."""
+    """What combine needs to know of the dispatch."""
 
     exchange: Exchange
     row_map: Any  # of the permutation in front
@@ -51,9 +51,10 @@ def alltoall_dispatch(
     """Permute the copies by expert, send each chunk to its expert's rank, and sort what arrives by
     local expert.
 
-    dprobs of shards are added in their own dtype. Each copy travels to all shards of its expert, in
-    one collective. The host reads the counts, unless `capacity` gives the sizes or `num_rows`
-    bounds them: then a rank sends `num_rows` rows to each, see `budget`.
+    The gradients of the probs from several shards are added in the dtype of the probs. Each copy
+    travels to all shards of its expert, in one collective. The host reads the counts, unless
+    `capacity` gives the sizes or `num_rows` bounds them: then every rank sends `num_rows` rows to
+    each, see `budget`.
     """
     ranks, rank = size_and_rank(group)
     shards = expert_tensor_parallel
@@ -119,20 +120,20 @@ def alltoall_combine(rows_PH: Tensor, handle: Handle, *, group: Any = None) -> T
 def _within_budget(
     tokens_TH: Tensor, routing_map_TE: Tensor, probs: Tensor | None, shards: int, num_rows: int, group: Any
 ) -> Dispatched:
-    """The dispatch of the copies that have a row, in slabs of `num_rows` rows."""
+    """The dispatch with a budget: copies that have a row travel in slabs of `num_rows` rows."""
     ranks, rank = size_and_rank(group)
     holders, device = ranks // shards, tokens_TH.device
     sources = torch.arange(ranks, device=device).reshape(holders, shards).T.flatten()
-    kept = kept_copies(routing_map_TE, num_rows, group, shards=shards, sources=sources)
-    permuted = permute(tokens_TH, kept.map_TE, probs=probs, num_rows=holders * num_rows)
-    sent_sizes = kept.count_SE[rank].unflatten(0, (holders, -1)).sum(1)
+    copies = kept_copies(routing_map_TE, num_rows, group, shards=shards, sources=sources)
+    permuted = permute(tokens_TH, copies.map_TE, probs=probs, num_rows=holders * num_rows)
+    sent_sizes = copies.count_SE[rank].unflatten(0, (holders, -1)).sum(1)
     slabs = into_slabs(permuted.rows, sent_sizes, num_rows, permuted.probs)
     exchange, blocks = exchange_of([[num_rows] * ranks] * ranks, rank, group), (num_rows,) * holders
-    parts = [_to_shards(part, blocks, shards) for part in (slabs.rows, slabs.probs)]
-    rows, row_probs = exchanged(exchange, *parts)
-    arrived_SL = kept.count_SE[:, kept.columns]
+    slab_tensors = [_to_shards(tensor, blocks, shards) for tensor in (slabs.rows, slabs.probs)]
+    rows, row_probs = exchanged(exchange, *slab_tensors)
+    arrived_SL = copies.count_SE[:, copies.columns]
     sizes = torch.cat([arrived_SL, num_rows - arrived_SL.sum(1, keepdim=True)], 1).flatten()
-    order = _by_expert(holders, shards, len(kept.length_L) + 1, device)  # last what is free in the slabs
+    order = _by_expert(holders, shards, len(copies.length_L) + 1, device)  # last what is free in the slabs
     assert rows is not None
     sorted_rows = sort_chunks(rows, sizes, order, probs=row_probs)
     reduce_dtype = None if probs is None else probs.dtype
@@ -140,26 +141,26 @@ def _within_budget(
         exchange, permuted.row_map, len(tokens_TH), sizes, order, blocks, shards, reduce_dtype, num_rows, sent_sizes
     )
     row_probs = None if sorted_rows.probs is None else sorted_rows.probs[:num_rows]
-    return Dispatched(sorted_rows.rows[:num_rows], row_probs, kept.length_L, handle, kept.overflow)
+    return Dispatched(sorted_rows.rows[:num_rows], row_probs, copies.length_L, handle, copies.overflow)
 
 
 def _by_expert(holders: int, shards: int, chunks: int, device: torch.device) -> Tensor:
-    """The order of each source's chunks, one per local expert: by expert, tensor rank and group of
-    the source.
+    """The order that sorts the arrived chunks, one for each source and local expert: by expert,
+    then by the source's tensor rank, then by its group.
     """
     places = torch.arange(holders * shards * chunks, device=device).reshape(holders, shards, chunks)
     return places.permute(2, 1, 0).flatten()
 
 
 def _to_shards(x: Tensor | None, blocks: tuple[int, ...], shards: int) -> Tensor | None:
-    """Each block, repeated for its shards."""
+    """x, with each block repeated for each of its shards."""
     if x is None or shards == 1:
         return x
     return torch.cat([replicated(block, shards) for block in x.split(list(blocks))])
 
 
 def _from_shards(x: Tensor, blocks: tuple[int, ...], shards: int, between: torch.dtype) -> Tensor:
-    """Each block's shards added."""
+    """The sum of each block over its shards."""
     if shards == 1:
         return x
     pieces = x.split([count * shards for count in blocks])

@@ -1,9 +1,9 @@
-"""Which copies a budget of rows keeps, and slabs of as many rows for each rank: the host knows all
-sizes, and reads no count.
+"""Which copies a budget of rows keeps, and slabs of as many rows for each rank: so the host knows
+all sizes without reading a count.
 
-A collective's sizes are the host's. So every rank sends `num_rows` rows to each, of which the first
-are copies: no rank keeps more of another's. Each rank computes who keeps what from the counts of
-all, on the device.
+The host gives the sizes of a collective. So every rank sends `num_rows` rows to every rank; the
+first of them are copies, and there are never more, because no rank keeps more of another's. From
+the counts of all ranks each rank computes on the device which copies are kept.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from moe_ref.config import SortedChunks
 
 
 class Kept(NamedTuple):
-    """The copies that have a row, on this rank's part."""
+    """The copies that have a row, as far as this rank needs to know them."""
 
     map_TE: Tensor  # bool: those of this rank's tokens
     count_SE: Tensor  # of each source that each expert keeps
@@ -71,6 +71,8 @@ def out_of_slabs(rows: Tensor, count_W: Tensor, num_rows: int) -> Tensor:
 
 
 def _chunks(count_W: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Each destination's rows and what is free after them: sizes, and the order in slabs."""
+    """The sizes of the chunks of rows, and the order that puts them into slabs: the rows of each
+    destination, and the free rows after them.
+    """
     sizes = torch.cat([count_W, num_rows - count_W])
     return sizes, torch.arange(len(sizes), device=sizes.device).reshape(2, -1).T.flatten()

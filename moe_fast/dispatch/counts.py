@@ -9,14 +9,15 @@ from moe_fast.dispatch.overlap import side_stream
 
 
 class CountsOnHost:
-    """The (host, device) pair of a dispatch's counts: the device's as they are, and a copy.
+    """The counts of a dispatch on the host and on the device, as (host, device).
 
         counts = CountsOnHost(dispatched.tokens_per_expert)
         y = grouped_gemm(rows, counts.host.tolist())       # waits here, and only for the copy
         z = grouped_mlp(rows, counts.device, fc1, fc2)     # reads nothing
 
-    The copy is of the counts at the call. From a GPU it is made on a stream of its own, into pinned
-    memory: the host waits for it at the first read of `host`, and the GPU's other work never does.
+    `host` is a copy of the counts at the time of the call. From a GPU it is made on a separate
+    stream, into pinned memory: the host waits for it at the first read of `host`, and the GPU's
+    other work never does.
 
     Args:
         device: [L] integers, on any device.

@@ -1,4 +1,4 @@
-"""Each token once to each rank that wants it, and the ranks' results back."""
+"""Send each token once to each rank that wants it, and bring back the ranks' results."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,45 +14,47 @@ from moe_ref.config import check_tokens, require
 
 @dataclass(frozen=True)
 class Sent:
-    """The rows that a rank sends: by destination, then by token; with a budget in slabs, whose free
-    rows have the token T, which is none.
+    """The rows that a rank sends, ordered by destination, then by token. With a budget they lie in
+    slabs; a free row of a slab has the token number T, which no token has.
     """
 
     exchange: Exchange
     token_S: Tensor  # the token of each row
-    rank_S: Tensor  # where it goes
+    rank_S: Tensor  # the rank that each row goes to
     num_tokens: int
     num_rows: int | None = None  # the budget, which is the rows of each slab
 
     def rows(self, tokens_TH: Tensor) -> Tensor:
-        """The rows of other tokens, to the same ranks."""
+        """The rows of other tokens that go to the same ranks."""
         return _rows(tokens_TH, self.to_tokens(torch.ones_like(self.token_S, dtype=torch.bool)), self.num_rows)
 
     def cells(self, x: Tensor) -> Tensor:
-        """x[token, destination] of each row, of [T,W,…]; 0 in free rows."""
+        """For each row x[its token, its destination], where x is [T,W,…]; 0 for free rows."""
         longer = x if self.num_rows is None else torch.cat([x, x.new_zeros((1, *x.shape[1:]))])
         return longer[self.token_S, self.rank_S]
 
     def of_tokens(self, x_T: Tensor, nothing: int = 0) -> Tensor:
-        """x of each row's token; `nothing`, 0 or of integers, in free rows."""
+        """For each row x[its token]; `nothing`, which is 0 unless x is of integers, for
+        free rows.
+        """
         return taken(x_T if self.num_rows is None else longer(x_T, 1, nothing), self.token_S)
 
     def to_tokens(self, x_S: Tensor) -> Tensor:
-        """[T,W,…] with x of each row at [token, destination], and 0 elsewhere."""
+        """[T,W,…]: x of each row at [its token, its destination], and 0 elsewhere."""
         out = x_S.new_zeros((self.num_tokens + 1, len(self.exchange.send), *x_S.shape[1:]))
         return out.index_put((self.token_S, self.rank_S), x_S)[:-1]
 
 
 def taken(x: Tensor, index_N: Tensor) -> Tensor:
-    """x[index]; fp8 has no indexing on every torch, and no gradient."""
+    """x[index]. Not every version of torch can index fp8 tensors, and they have no gradient."""
     return x.view(torch.uint8)[index_N].view(x.dtype) if x.element_size() == 1 else x[index_N]
 
 
 def longer(x: Tensor, rows: int, fill: int = 0) -> Tensor:
-    """x with `rows` more rows of 0, or of another integer."""
+    """x, extended by `rows` rows of `fill`."""
     narrow = x.element_size() == 1
-    more = torch.full((rows, *x.shape[1:]), fill, dtype=torch.uint8 if narrow else x.dtype, device=x.device)
-    return torch.cat([x, more.view(x.dtype) if narrow else more])
+    padding = torch.full((rows, *x.shape[1:]), fill, dtype=torch.uint8 if narrow else x.dtype, device=x.device)
+    return torch.cat([x, padding.view(x.dtype) if narrow else padding])
 
 
 def check_resent(tokens_TH: Tensor, handle: Any, kind: type, group: Any) -> None:
@@ -66,8 +68,8 @@ def check_resent(tokens_TH: Tensor, handle: Any, kind: type, group: Any) -> None
 
 
 def send_once(tokens_TH: Tensor, wanted_TW: Tensor, group: Any, num_rows: int | None = None) -> tuple[Sent, Tensor]:
-    """Who wants which token, and the rows to be sent; nothing but counts has been sent yet, and
-    with a budget no counts: no rank wants more of this rank's tokens than it keeps rows.
+    """(which rows are sent where, the rows). Only counts have been exchanged so far, and with a
+    budget not even counts: no rank wants more of this rank's tokens than it keeps rows.
     """
     _, rank = size_and_rank(group)
     if num_rows is not None:
@@ -84,7 +86,7 @@ def send_once(tokens_TH: Tensor, wanted_TW: Tensor, group: Any, num_rows: int | 
 
 
 def _in_slabs(tokens_TH: Tensor, wanted_TW: Tensor, group: Any, num_rows: int) -> Sent:
-    """A row of a slab for each wanted token; the host reads nothing."""
+    """The rows to send in slabs, one for each wanted token; the host reads nothing."""
     num_tokens, ranks = wanted_TW.shape
     rank_W = torch.arange(ranks, device=wanted_TW.device)
     nowhere = ranks * num_rows
@@ -97,7 +99,7 @@ def _in_slabs(tokens_TH: Tensor, wanted_TW: Tensor, group: Any, num_rows: int) -
 
 
 def _rows(tokens_TH: Tensor, wanted_TW: Tensor, num_rows: int | None) -> Tensor:
-    """The wanted tokens by destination; with a budget in slabs."""
+    """The wanted tokens by destination; with a budget they lie in slabs."""
     if num_rows is None:
         return permute(tokens_TH, wanted_TW).rows
     permuted = permute(tokens_TH, wanted_TW, num_rows=wanted_TW.shape[1] * num_rows)
@@ -105,16 +107,18 @@ def _rows(tokens_TH: Tensor, wanted_TW: Tensor, num_rows: int | None) -> Tensor:
 
 
 def add_ranks(
-    rows_SH: Tensor, sent: Sent, biases: list[Tensor], dtype: torch.dtype, between: torch.dtype | None = None
+    rows_SH: Tensor, sent_rows: Sent, biases: list[Tensor], dtype: torch.dtype, between: torch.dtype | None = None
 ) -> Tensor:
-    """round(biases + Σ_w row of the token on w), by rank, partial sums in dtype `between`, or
-    float32 (float64 for float64).
+    """out[t] = round(Σ biases[t] + Σ over ranks w of the row of t on w), the ranks in ascending
+    order. Partial sums have the dtype `between`; if it is None, float32, or float64 for float64.
     """
-    wide = between or (torch.float64 if dtype == torch.float64 else torch.float32)
-    total = rows_SH.new_zeros((sent.num_tokens + 1, *rows_SH.shape[1:]), dtype=wide)  # the last: no token
+    sum_dtype = between or (torch.float64 if dtype == torch.float64 else torch.float32)
+    # the last entry is for no token
+    total = rows_SH.new_zeros((sent_rows.num_tokens + 1, *rows_SH.shape[1:]), dtype=sum_dtype)
     for bias in biases:
-        total = total + torch.nn.functional.pad(bias.to(wide), (0, 0, 0, 1))
-    sizes = list(sent.exchange.send)
-    for rows, tokens in zip(rows_SH.split(sizes), sent.token_S.split(sizes), strict=True):
-        total = total.index_add(0, tokens, rows.to(wide))  # a token stands in `tokens` once: no order is left open
+        total = total + torch.nn.functional.pad(bias.to(sum_dtype), (0, 0, 0, 1))
+    sizes = list(sent_rows.exchange.send)
+    for rows, tokens in zip(rows_SH.split(sizes), sent_rows.token_S.split(sizes), strict=True):
+        # a token is in `tokens` once, so that the order of the sum is fixed
+        total = total.index_add(0, tokens, rows.to(sum_dtype))
     return total[:-1].to(dtype)

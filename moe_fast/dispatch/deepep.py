@@ -1,5 +1,5 @@
-"""DeepEP's normal mode: each token travels once to each rank that wants it, however many experts of
-that rank do.
+"""DeepEP's normal mode: each token travels once to each rank that wants it, even if several experts
+of that rank do.
 """
 
 from collections.abc import Sequence
@@ -34,26 +34,27 @@ from moe_ref.config import (
 
 @dataclass(frozen=True)
 class Handle:
-    """What combine needs of its dispatch."""
+    """What combine needs to know of the dispatch."""
 
-    sent: Sent
+    sent_rows: Sent
     order_D: Tensor | None = None  # with `num_worst_tokens`: the arrived row, of the slabs, in each row
 
     @property
     def exchange(self) -> Exchange:
-        return self.sent.exchange
+        return self.sent_rows.exchange
 
 
 def deepep_layout(indices_TK: Tensor, *, num_experts: int, ranks: int) -> DeepEPLayout:
-    """Count, before anything is sent, how many tokens one rank will send where; local, and the host
-    never waits.
+    """Count how many tokens this rank will send to each rank and expert. Nothing is sent, and the
+    host never waits.
 
-    A slot outside 0 … E - 1 counts as empty, unchecked.
+    A slot outside 0 … E - 1 counts as empty, and is not reported.
     """
     check_expert_split(num_experts, ranks)
     wide_TK = indices_TK.long()  # a narrow dtype may not hold the numbers that they are compared with
     in_rank_TW = _wanted(wide_TK, num_experts // ranks, ranks)
-    slots = torch.where((wide_TK >= 0) & (wide_TK < num_experts), wide_TK, num_experts).flatten()  # the last: no expert
+    # the last entry is for no expert
+    slots = torch.where((wide_TK >= 0) & (wide_TK < num_experts), wide_TK, num_experts).flatten()
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=slots.device).scatter_add_(
         0, slots, torch.ones_like(slots)
     )
@@ -68,8 +69,9 @@ def deepep_dispatch(
 ) -> DeepEPDispatched:  # fmt: skip
     """Send each token once to each rank that some slot of it names.
 
-    The host reads the counts. With `num_worst_tokens` it reads them to check it, and with a policy
-    that trusts values it reads nothing: then `num_worst_tokens` rows travel from each rank to each.
+    The host reads the counts. With `num_worst_tokens` it reads them only to check that number. If
+    the policy trusts values too, it reads nothing: then `num_worst_tokens` rows travel from each
+    rank to each.
     """
     ranks, rank = size_and_rank(group)
     check_rank_indices(
@@ -83,10 +85,11 @@ def deepep_dispatch(
     checked = num_worst_tokens is not None and policy.values == "checked"
     most = int(counts_of_all(wanted_TW.sum(0), group).sum(0).max()) if checked else 0
     check_deepep_sizes(expert_alignment, num_worst_tokens, most)
-    sent, rows = send_once(tokens_TH, wanted_TW, group, num_worst_tokens)
+    sent_rows, rows = send_once(tokens_TH, wanted_TW, group, num_worst_tokens)
     arrived = exchanged(
-        sent.exchange, rows, sent.of_tokens(kept_TK, EMPTY),
-        None if kept_probs is None else sent.of_tokens(kept_probs), None if scales is None else sent.of_tokens(scales),
+        sent_rows.exchange, rows, sent_rows.of_tokens(kept_TK, EMPTY),
+        None if kept_probs is None else sent_rows.of_tokens(kept_probs),
+        None if scales is None else sent_rows.of_tokens(scales),
     )  # fmt: skip
     order_D = None
     if num_worst_tokens is not None and arrived[1] is not None:
@@ -103,7 +106,7 @@ def deepep_dispatch(
     if num_worst_tokens is None:
         counts = (index_DK.flatten()[:, None] == torch.arange(local, device=index_DK.device)).sum(0)
         counts = -(-counts // expert_alignment) * expert_alignment
-    return DeepEPDispatched(rows_DH, scales_D, index_DK, probs_DK, counts, Handle(sent, order_D))
+    return DeepEPDispatched(rows_DH, scales_D, index_DK, probs_DK, counts, Handle(sent_rows, order_D))
 
 
 def deepep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = None) -> Tensor:
@@ -113,7 +116,7 @@ def deepep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = No
         ValueError: another dispatcher's handle, another group, or another number of tokens.
     """
     check_resent(tokens_TH, handle, Handle, group)
-    (rows_DH,) = exchanged(handle.exchange, handle.sent.rows(tokens_TH))
+    (rows_DH,) = exchanged(handle.exchange, handle.sent_rows.rows(tokens_TH))
     assert rows_DH is not None
     return rows_DH if handle.order_D is None else taken(rows_DH, handle.order_D)
 
@@ -129,7 +132,7 @@ def deepep_combine(
     check_handle(handle, Handle, group)
     arrived = sum(handle.exchange.receive)
     check_combined(rows_DH, arrived if handle.order_D is None else len(handle.order_D))
-    shape = (handle.sent.num_tokens, rows_DH.shape[1])
+    shape = (handle.sent_rows.num_tokens, rows_DH.shape[1])
     require(
         len(biases) <= 2 and all(tuple(bias.shape) == shape for bias in biases),
         "biases",
@@ -138,15 +141,19 @@ def deepep_combine(
     )
     if probs is not None:
         check_probs(probs, (len(rows_DH), *probs.shape[1:]), rows_DH)
-    parts = [None if x is None else _where_they_arrived(x, handle, arrived) for x in (rows_DH, probs)]
-    home, home_probs = exchanged(handle.exchange.back, *parts)
+    arrived_tensors = [None if x is None else _where_they_arrived(x, handle, arrived) for x in (rows_DH, probs)]
+    home, home_probs = exchanged(handle.exchange.back, *arrived_tensors)
     assert home is not None
-    tokens = add_ranks(home, handle.sent, list(biases), rows_DH.dtype)
-    return Combined(tokens, None if home_probs is None else add_ranks(home_probs, handle.sent, [], home_probs.dtype))
+    tokens = add_ranks(home, handle.sent_rows, list(biases), rows_DH.dtype)
+    return Combined(
+        tokens, None if home_probs is None else add_ranks(home_probs, handle.sent_rows, [], home_probs.dtype)
+    )
 
 
 def _where_they_arrived(x_D: Tensor, handle: Handle, arrived: int) -> Tensor:
-    """The rows in the slabs; those past the received ones stand in rows that no token has."""
+    """The rows at their positions in the slabs. Rows past the received ones go to positions that
+    hold no token.
+    """
     if handle.order_D is None:
         return x_D
     return x_D.new_zeros((arrived, *x_D.shape[1:])).index_copy(0, handle.order_D, x_D)

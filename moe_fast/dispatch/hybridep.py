@@ -1,5 +1,5 @@
-"""HybridEP: each token travels once to each rank that wants it, and permute and unpermute are part
-of the way.
+"""HybridEP: each token travels once to each rank that wants it; permute and unpermute are parts of
+dispatch and combine.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ from moe_ref.config import (
 
 @dataclass(frozen=True)
 class Handle:
-    """What combine needs of its dispatch."""
+    """What combine needs to know of the dispatch."""
 
-    sent: Sent
+    sent_rows: Sent
     map_DL: Tensor  # which of the rank's experts each received token goes to
     row_map: Any  # of the permutation there
     align: int | None
@@ -39,7 +39,7 @@ class Handle:
 
     @property
     def exchange(self) -> Any:
-        return self.sent.exchange
+        return self.sent_rows.exchange
 
 
 def hybridep_dispatch(
@@ -49,10 +49,11 @@ def hybridep_dispatch(
 ) -> Dispatched:  # fmt: skip
     """Send each token once to each rank that wants it, and write its copies where the experts read.
 
-    With a recipe each token is quantised once, here, and its codes and scales travel as bytes: the
-    bits are the same as of rows quantised on arrival. The host reads the counts, unless `num_rows`
-    bounds them: `budget` tells what travels then. `num_sms` and `num_blocks` have no effect: the
-    group's collectives, and `permute`, choose their own.
+    With a recipe each token is quantised once, on the rank that sends it, and its codes and scales
+    travel as bytes: the bits are the same as if rows were quantised on arrival. The host reads the
+    counts, unless `num_rows` bounds them; `budget` describes what travels then. `num_sms` and
+    `num_blocks` have no effect, because the group's collectives and `permute` choose their own
+    numbers of programs.
     """
     ranks, _ = size_and_rank(group)
     check_dispatch([tokens_TH] * ranks, [routing_map_TE] * ranks, None if probs is None else [probs] * ranks)
@@ -60,37 +61,39 @@ def hybridep_dispatch(
     check_programs(num_sms, num_blocks)
     check_wire_recipe(recipe, [tokens_TH])
     payload, of_zeros = (tokens_TH, None) if recipe is None else wire.packed(tokens_TH, recipe)
-    kept = None if num_rows is None else kept_copies(routing_map_TE, num_rows, group, align=align or 1)
-    map_TWL = (routing_map_TE != 0 if kept is None else kept.map_TE).unflatten(1, (ranks, -1))
-    sent, payload = send_once(payload, map_TWL.any(2), group, num_rows)
-    sent_probs = None if probs is None else sent.cells(probs.unflatten(1, (ranks, -1)))
-    rows_DH, map_DL, probs_DL = exchanged(sent.exchange, payload, sent.cells(map_TWL), sent_probs)
+    copies = None if num_rows is None else kept_copies(routing_map_TE, num_rows, group, align=align or 1)
+    map_TWL = (routing_map_TE != 0 if copies is None else copies.map_TE).unflatten(1, (ranks, -1))
+    sent_rows, payload = send_once(payload, map_TWL.any(2), group, num_rows)
+    sent_probs = None if probs is None else sent_rows.cells(probs.unflatten(1, (ranks, -1)))
+    rows_DH, map_DL, probs_DL = exchanged(sent_rows.exchange, payload, sent_rows.cells(map_TWL), sent_probs)
     assert rows_DH is not None and map_DL is not None
     permuted = permute(rows_DH, map_DL, probs=probs_DL, align=align, num_rows=num_rows)
-    handle = Handle(sent, map_DL, permuted.row_map, align, num_rows, len(permuted.rows))
+    handle = Handle(sent_rows, map_DL, permuted.row_map, align, num_rows, len(permuted.rows))
     rows: Any = permuted.rows
     if recipe is not None and of_zeros is not None:
         form, source = wire.unpacked(rows, of_zeros, tokens_TH.shape[1]), _Place.apply(tokens_TH, handle)
         rows = wire.rows_of(form, recipe, tokens_TH.dtype, permuted.tokens_per_expert, source)
-    overflow = permuted.overflow if kept is None else kept.overflow
+    overflow = permuted.overflow if copies is None else copies.overflow
     return Dispatched(rows, permuted.probs, permuted.tokens_per_expert, handle, overflow)
 
 
 class _Place(torch.autograd.Function):
-    """The graph's node of rows that came as codes, never read; its gradient is a combine."""
+    """The node in autograd's graph of rows that arrived as codes. Its values are never read; its
+    gradient is a combine.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, handle: Handle) -> Tensor:
         ctx.handle = handle
-        return tokens.new_empty(()).expand(handle.rows, tokens.shape[1])  # no memory
+        return tokens.new_empty(()).expand(handle.rows, tokens.shape[1])  # it takes no memory
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
-        sent: Sent = ctx.handle.sent
+        sent_rows: Sent = ctx.handle.sent_rows
         (home,) = exchanged(ctx.handle.exchange.back, sum_rows(d_rows, None, None, ctx.handle.row_map)[0])
         assert home is not None
-        return add_ranks(home, sent, [], d_rows.dtype), None
+        return add_ranks(home, sent_rows, [], d_rows.dtype), None
 
 
 def hybridep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = None) -> Tensor:
@@ -100,7 +103,7 @@ def hybridep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = 
         ValueError: another dispatcher's handle, another group, or another number of tokens.
     """
     check_resent(tokens_TH, handle, Handle, group)
-    (rows_DH,) = exchanged(handle.sent.exchange, handle.sent.rows(tokens_TH))
+    (rows_DH,) = exchanged(handle.sent_rows.exchange, handle.sent_rows.rows(tokens_TH))
     assert rows_DH is not None
     return permute(rows_DH, handle.map_DL, align=handle.align, num_rows=handle.num_rows).rows
 
@@ -124,11 +127,11 @@ def hybridep_combine(
         check_probs(probs, (len(rows_PH),), rows_PH)
     parts_DH = unpermute(rows_PH, handle.row_map, restore_shape=(len(handle.map_DL), rows_PH.shape[1]))
     home, home_probs = exchanged(
-        handle.sent.exchange.back, parts_DH, None if probs is None else _to_cells(probs, handle)
+        handle.sent_rows.exchange.back, parts_DH, None if probs is None else _to_cells(probs, handle)
     )
     assert home is not None
-    tokens = add_ranks(home, handle.sent, [], rows_PH.dtype)
-    return Combined(tokens, None if home_probs is None else handle.sent.to_tokens(home_probs).flatten(1))
+    tokens = add_ranks(home, handle.sent_rows, [], rows_PH.dtype)
+    return Combined(tokens, None if home_probs is None else handle.sent_rows.to_tokens(home_probs).flatten(1))
 
 
 def _to_cells(probs_P: Tensor, handle: Handle) -> Tensor:
@@ -139,5 +142,5 @@ def _to_cells(probs_P: Tensor, handle: Handle) -> Tensor:
     nothing = probs_P.new_zeros((received, 1))
     number_P = permute(nothing, handle.map_DL, probs=number_DL, align=handle.align, num_rows=handle.num_rows).probs
     assert number_P is not None
-    # padding falls on 0
+    # padding is written to position 0
     return probs_P.new_zeros(cells + 1).index_put((number_P.long(),), probs_P)[1:].reshape(received, local)

@@ -1,4 +1,4 @@
-"""What slots may hold."""
+"""The experts' indices in a token's slots, and the copies of columns that several ranks share."""
 
 import torch
 from torch import Tensor
@@ -11,25 +11,27 @@ EMPTY = -1
 
 @traceable
 def flatten_experts(x_TE: Tensor, *, expert_parallel: int, expert_tensor_parallel: int) -> Tensor:
-    """[T,EP·ETP·L]: each group's columns once for each of its ranks, in plain torch."""
+    """[T,EP·ETP·L]: the columns of each group of ranks, repeated for each of its ranks; in plain
+    torch.
+    """
     check_flatten_experts(x_TE, expert_parallel, expert_tensor_parallel)
     return columns_of_ranks(x_TE, expert_parallel, expert_tensor_parallel).flatten(1)
 
 
 def columns_of_ranks(x_TE: Tensor, expert_parallel: int, expert_tensor_parallel: int) -> Tensor:
-    """[T,EP·ETP,L]: of each token the columns of each rank's experts."""
+    """[T,EP·ETP,L]: for each token, the columns of each rank's experts."""
     return x_TE.unflatten(1, (expert_parallel, -1)).repeat_interleave(expert_tensor_parallel, 1)
 
 
 def apply_index_policy(
     indices_TK: Tensor, probs_TK: Tensor | None, num_experts: int, policy: IndexPolicy | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Refuse, skip or keep the slots that libraries differ on; a skipped slot becomes -1 with
-    probability 0.
+    """Refuse, skip or keep the slots that libraries treat differently. A skipped slot becomes -1,
+    with probability 0.
 
     Raises:
-        ValueError: an index outside, or one that the policy rejects. The host reads both, unless
-            the policy trusts the values.
+        ValueError: an index out of range, or one that the policy rejects. The host reads the
+            indices for it, unless the policy trusts the values.
     """
     policy = policy or IndexPolicy()
     trusted = policy.values == "trusted"
@@ -55,5 +57,5 @@ def apply_index_policy(
         empty_TK = empty_TK | again_TK
     if policy.zero_prob == "drop" and probs_TK is not None:
         empty_TK = empty_TK | (probs_TK == 0)
-    kept = torch.where(empty_TK, EMPTY, indices_TK)
-    return kept, None if probs_TK is None else torch.where(empty_TK, torch.zeros_like(probs_TK), probs_TK)
+    accepted_TK = torch.where(empty_TK, EMPTY, indices_TK)
+    return accepted_TK, None if probs_TK is None else torch.where(empty_TK, torch.zeros_like(probs_TK), probs_TK)

@@ -1,5 +1,5 @@
-"""Memory of other processes of one host, by CUDA IPC: for ranks that share a GPU, where torch has
-no symmetric memory.
+"""Memory of other processes of the same host, by CUDA IPC: for ranks that share a GPU, where torch
+has no symmetric memory.
 """
 
 import socket
@@ -15,7 +15,7 @@ from moe_ref.config import require
 
 
 class Place(NamedTuple):
-    """Where a rank runs."""
+    """The host and the GPU of a rank."""
 
     host: str
     gpu: str  # its UUID: processes may number their GPUs differently
@@ -35,7 +35,9 @@ def place_of(device: torch.device) -> Place:
 
 
 def offer_of(memory: Tensor) -> Offer:
-    """The offer of this process's memory, which it must keep; it waits for the device."""
+    """The offer of this process's memory. The process must keep the memory; the call waits for the
+    device.
+    """
     torch.cuda.synchronize(memory.device)  # what was written here comes before what others write
     storage = shared_storage(memory)
     return Offer(_uuid(memory.device.index), storage, int(memory.storage_offset()), len(memory))

@@ -26,11 +26,11 @@ SMALLEST_AMAX = 1e-4  # DeepEP's: a block of zeros still has a scale
 
 @dataclass(frozen=True)
 class Handle:
-    """What combine needs of its dispatch."""
+    """What combine needs to know of the dispatch."""
 
     exchange: Exchange
     row_D: Tensor  # where each arrived row stands in the slabs; one past them if it is free
-    slot_TK: Tensor  # which of the rows that come back each slot reads, or -1
+    slot_TK: Tensor  # the row, of those that come back, that each slot reads; or -1
     shape: tuple[int, int]  # L, rows of a slab
 
 
@@ -41,8 +41,8 @@ def deepep_low_latency_dispatch(
 ) -> LowLatencyDispatched:  # fmt: skip
     """Send a copy of each token per slot to the slab of its expert.
 
-    As many rows travel from each rank to each as tokens and slots may fill. The host reads no
-    count, and with a policy that trusts values nothing.
+    From each rank to each travel as many rows as all slots of all tokens may fill. The host reads
+    no count, and nothing at all if the policy trusts values.
     """
     ranks, rank = size_and_rank(group)
     check_rank_indices([tokens_TH] * ranks, [indices_TK] * ranks, None, num_experts)
@@ -85,25 +85,29 @@ def deepep_low_latency_combine(
     """
     check_handle(handle, Handle, group)
     check_rows([rows], [handle.shape])
-    for name, given in (("indices", indices_TK), ("probs", probs)):
+    for name, tensor in (("indices", indices_TK), ("probs", probs)):
         require(
-            given.shape == handle.slot_TK.shape,
+            tensor.shape == handle.slot_TK.shape,
             name,
-            f"of shape {tuple(given.shape)}",
+            f"of shape {tuple(tensor.shape)}",
             f"of shape {tuple(handle.slot_TK.shape)}, as dispatch's",
         )
-    wide = torch.float64 if torch.float64 in (rows.dtype, probs.dtype) else torch.float32
+    sum_dtype = torch.float64 if torch.float64 in (rows.dtype, probs.dtype) else torch.float32
     (home,) = exchanged(handle.exchange.back, longer(rows.flatten(0, 1), 1)[handle.row_D])
     assert home is not None
-    home = torch.cat([home.to(wide), home.new_zeros((1, rows.shape[2]), dtype=wide)])  # the last row is for empty slots
+    home = torch.cat(
+        [home.to(sum_dtype), home.new_zeros((1, rows.shape[2]), dtype=sum_dtype)]
+    )  # the last row is for empty slots
     total = home.new_zeros((len(indices_TK), rows.shape[2]))
-    for row_T, prob_T in zip(handle.slot_TK.unbind(1), probs.to(wide).unbind(1), strict=True):
+    for row_T, prob_T in zip(handle.slot_TK.unbind(1), probs.to(sum_dtype).unbind(1), strict=True):
         total = total + torch.where(row_T == EMPTY, 0.0, prob_T)[:, None] * home[row_T]
     return total.to(rows.dtype)
 
 
 class _Copied(torch.autograd.Function):
-    """tokens[token of each copy]; a token's gradients are added in order, in float32 or float64."""
+    """out[i] = tokens[token_N[i]]. The gradients of a token's copies are added in order, in
+    float32, or in float64 for float64.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, token_N: Tensor, place_TK: Tensor) -> Tensor:
@@ -114,8 +118,8 @@ class _Copied(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None, None]:
         (place_TK,) = ctx.saved_tensors
-        wide = torch.float64 if d_rows.dtype == torch.float64 else torch.float32
-        rows = torch.cat([d_rows.to(wide), d_rows.new_zeros((1, d_rows.shape[1]), dtype=wide)])
+        sum_dtype = torch.float64 if d_rows.dtype == torch.float64 else torch.float32
+        rows = torch.cat([d_rows.to(sum_dtype), d_rows.new_zeros((1, d_rows.shape[1]), dtype=sum_dtype)])
         total = rows.new_zeros((len(place_TK), d_rows.shape[1]))
         for place_T in place_TK.where(place_TK != EMPTY, len(d_rows)).sort(1).values.unbind(1):
             total = total + rows[place_T]
@@ -123,11 +127,11 @@ class _Copied(torch.autograd.Function):
 
 
 def _places(kept_TK: Tensor, count_W: Tensor, most: int) -> Tensor:
-    """[T,K]: the row in which each slot's copy leaves, or -1. A rank's rows begin at a multiple of
-    `most`; they are by expert, in an expert by token and slot.
+    """[T,K]: the row in which each slot's copy leaves, or -1. The rows for each rank begin at a
+    multiple of `most`; they are ordered by expert, then by token and slot.
     """
     order_N = kept_TK.flatten().sort(stable=True).indices  # empty slots in front
-    number_N = torch.empty_like(order_N)  # all by the next line
+    number_N = torch.empty_like(order_N)  # the next line writes all of it
     number_N[order_N] = torch.arange(len(order_N), device=kept_TK.device) - (len(order_N) - count_W.sum())
     ends_W = count_W.cumsum(0)
     rank_N = torch.searchsorted(ends_W, number_N, right=True).clamp(max=len(count_W) - 1)
@@ -136,14 +140,16 @@ def _places(kept_TK: Tensor, count_W: Tensor, most: int) -> Tensor:
 
 
 def _tokens(place_TK: Tensor, rows: int) -> Tensor:
-    """[rows]: the token of each row that leaves; T in free rows."""
+    """[rows]: the token of each row that leaves; T for free rows."""
     number_TK = torch.arange(len(place_TK), device=place_TK.device)[:, None].expand(place_TK.shape)
-    token_N = torch.full((rows + 1,), len(place_TK), device=place_TK.device)  # the last: of empty slots
+    token_N = torch.full((rows + 1,), len(place_TK), device=place_TK.device)  # the last entry is for empty slots
     return token_N.scatter(0, place_TK.where(place_TK != EMPTY, rows).flatten(), number_TK.flatten())[:-1]
 
 
 def _rows(count_SL: Tensor, begin_LS: Tensor, most: int, slab: int) -> Tensor:
-    """[W · most]: where each arrived row stands in the slabs; one past them if it is free."""
+    """[W · most]: the position of each arrived row in the slabs; one past the slabs for
+    a free row.
+    """
     ranks, local = count_SL.shape
     ends_SL = count_SL.cumsum(1)
     number_SM = torch.arange(most, device=count_SL.device).repeat(ranks, 1)
@@ -154,7 +160,7 @@ def _rows(count_SL: Tensor, begin_LS: Tensor, most: int, slab: int) -> Tensor:
 
 
 def _placed(x_D: Tensor, row_D: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[L, rows of a slab, …] with each row where it belongs, 0 elsewhere; without free rows."""
+    """[L, rows of a slab, …]: each row at its position, and 0 elsewhere; free rows are left out."""
     if x_D.element_size() == 1:  # fp8 has no indexing on every torch, and no gradient here
         return _placed(x_D.view(torch.uint8).to(torch.int16), row_D, shape).to(torch.uint8).view(x_D.dtype)
     slabs = x_D.new_zeros((shape[0] * shape[1] + 1, *x_D.shape[1:])).index_put((row_D,), x_D)
@@ -162,7 +168,7 @@ def _placed(x_D: Tensor, row_D: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _for_the_wire(x_TH: Tensor, round_scale: bool) -> list[Tensor]:
-    """Codes in E4M3 and a scale for each block of 128 columns, by DeepEP's rule."""
+    """The E4M3 codes, and a scale for each block of 128 columns, by DeepEP's rule."""
     blocks = x_TH.detach().to(torch.float32).unflatten(1, (-1, FP8_BLOCK))
     amax = torch.where(torch.isnan(blocks), 0, blocks.abs()).amax(2).clamp(min=SMALLEST_AMAX)
     scale, inverse = amax * (1 / E4M3_MAX), torch.full_like(amax, E4M3_MAX) / amax  # number / tensor would round twice

@@ -16,15 +16,15 @@ Y = TypeVar("Y")
 
 
 def beside(local: Callable[[], X], exchange: Callable[[], Y], device: torch.device) -> tuple[X, Y]:
-    """(local(), exchange()), at once where the device is a GPU: `local` on a stream of its own.
+    """(local(), exchange()). On a GPU both run at once, `local` on a separate stream.
 
         dispatch = partial(hybridep_dispatch, x, routing_map, …)
         y, rows = beside(partial(shared_experts, x, fc1, fc2), dispatch, x.device)
 
-    `local` is launched first, so that a host that waits for counts does not delay it, and must not
-    communicate: the ranks' launches on two streams have no common order. Later work waits for both.
-    Autograd runs a backward on the stream of its forward, so that gradients overlap too. One graph
-    can capture both, if it can capture each.
+    `local` is launched first, so that a host that waits for counts does not delay it. It must not
+    communicate, because launches on two streams have no common order on the ranks. Later work waits
+    for both. Autograd runs a backward on the stream of its forward, so that the gradients overlap
+    too. One CUDA graph can capture both, if it can capture each.
     """
     result = launched_beside(local, device)
     exchanged = exchange()
@@ -33,8 +33,8 @@ def beside(local: Callable[[], X], exchange: Callable[[], Y], device: torch.devi
 
 
 def in_backward(rows: Tensor, local: Callable[[], Any]) -> Tensor:
-    """The rows as they are. When their gradient is there, the backward launches `local` on the
-    stream of `beside`, and goes on with what made the rows, such as an exchange.
+    """The rows unchanged. When their gradient is computed, the backward launches `local` on the
+    stream of `beside`, and goes on with the operation that made the rows, for example an exchange.
 
         rows = in_backward(dispatched.rows, weight_gradients)       # beside the dispatch's backward
         …
@@ -59,17 +59,19 @@ class _InBackward(torch.autograd.Function):
 
 
 def launched_beside(local: Callable[[], X], device: torch.device) -> X:
-    """local(), after all work before it and on a stream of its own where the device is a GPU."""
+    """local(), after all work that was launched before it; on a GPU on a separate stream."""
     if device.type != "cuda":
         return local()
-    other = side_stream(device)
-    other.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(other):
+    stream = side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
         return local()
 
 
 def wait_for(results: Iterable[Tensor], device: torch.device) -> None:
-    """Later work on the current stream waits for all of `launched_beside`; it reads the results."""
+    """Make later work on the current stream wait for everything that `launched_beside` has
+    launched, and keep the results alive for it.
+    """
     if device.type == "cuda":
         here = torch.cuda.current_stream(device)
         here.wait_stream(side_stream(device))
@@ -79,7 +81,7 @@ def wait_for(results: Iterable[Tensor], device: torch.device) -> None:
 
 @cache
 def side_stream(device: torch.device) -> Any:
-    """The GPU's stream of such work."""
+    """The stream on which a GPU runs `launched_beside`."""
     return torch.cuda.Stream(device)
 
 

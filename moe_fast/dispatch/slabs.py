@@ -1,7 +1,7 @@
-"""Memory of every rank that all ranks of a group can address, and the barrier between them.
+"""Memory of every rank that all ranks of a group can address, and a barrier between them.
 
-On GPUs of one NVLink host it is torch's symmetric memory; where ranks share a GPU, memory passed on
-by CUDA IPC; on CPUs, where kernels are interpreted, a file that all processes map.
+On GPUs of one NVLink host it is torch's symmetric memory. Ranks that share a GPU share memory by
+CUDA IPC. On CPUs, where kernels are interpreted, it is a file that all processes map.
 """
 
 import os
@@ -28,7 +28,7 @@ BARRIER_MS = 600_000  # that a GPU waits for the others before it gives up with 
 
 @dataclass(frozen=True)
 class Room:
-    """The sizes that a slab has room for."""
+    """The sizes for which a slab has room."""
 
     ranks: int
     experts: int
@@ -50,20 +50,20 @@ class Room:
         }
         return sizes | {"sums": rows, "sum_probs": probs}
 
-    def holds(self, other: "Room") -> bool:
+    def holds(self, needed: "Room") -> bool:
         return (
-            self.ranks == other.ranks
-            and self.experts >= other.experts
-            and self.rows >= other.rows
-            and self.row_bytes >= other.row_bytes
+            self.ranks == needed.ranks
+            and self.experts >= needed.experts
+            and self.rows >= needed.rows
+            and self.row_bytes >= needed.row_bytes
         )
 
-    def grown(self, other: "Room") -> "Room":
-        """Room for either; rows at least double: outgrown slabs together cost no more than the
-        last.
+    def grown(self, needed: "Room") -> "Room":
+        """Room for both. The rows at least double, so that all outgrown slabs together take no more
+        memory than the last one.
         """
-        rows = self.rows if self.rows >= other.rows else max(2 * self.rows, other.rows)
-        return Room(self.ranks, max(self.experts, other.experts), rows, max(self.row_bytes, other.row_bytes))
+        rows = self.rows if self.rows >= needed.rows else max(2 * self.rows, needed.rows)
+        return Room(self.ranks, max(self.experts, needed.experts), rows, max(self.row_bytes, needed.row_bytes))
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ class Slab:
     memory: Tensor  # uint8
     tables: dict[str, Tensor]  # by region: int64 [W], its address on each rank
     barrier: Callable[[], None]
-    kept: tuple[Any, ...] = field(default=(), repr=False)  # what must live as long
+    references: tuple[Any, ...] = field(default=(), repr=False)  # objects that must live as long as the slab
     transport: str = "mapped file"
     memories: tuple[Tensor, ...] = field(default=(), repr=False)  # of all ranks
     aside: Callable[[], None] | None = None  # the barrier of another stream, which may wait at the same time
 
     def region(self, name: str, dtype: torch.dtype, count: int, rank: int | None = None) -> Tensor:
-        """The first numbers of one of this rank's regions, or of another's."""
+        """The first `count` numbers of a region of this rank, or of another rank."""
         begin, memory = offsets(self.room)[name], self.memory if rank is None else self.memories[rank]
         return memory[begin : begin + count * dtype.itemsize].view(dtype)
 
 
 def offsets(room: Room) -> dict[str, int]:
-    """Where each region begins, and, as "", where the last ends."""
+    """The offset of each region in bytes, and under the name "" the end of the last one."""
     begins, end = {}, 0
     for name, size in room.regions().items():
         begins[name] = end
@@ -94,14 +94,19 @@ def offsets(room: Room) -> dict[str, int]:
     return begins | {"": end}
 
 
-def slab_of(room: Room, memory: Tensor, addresses: list[int], barrier: Callable[[], None], *rest: Any) -> Slab:
-    """A slab over memory that is there."""
+def slab_of(room: Room, memory: Tensor, addresses: list[int], barrier: Callable[[], None], *options: Any) -> Slab:
+    """The slab of this rank, made of memory that is allocated and whose addresses are known.
+
+    Args:
+        addresses: where the memory of each rank begins, as this rank addresses it.
+        options: the later fields of `Slab`, from `references` on.
+    """
     tables = {
         name: torch.tensor([address + begin for address in addresses], device=memory.device)
         for name, begin in offsets(room).items()
         if name
     }
-    return Slab(room, memory, tables, barrier, *rest)
+    return Slab(room, memory, tables, barrier, *options)
 
 
 _slabs: WeakKeyDictionary[Any, Slab] = WeakKeyDictionary()
@@ -111,13 +116,13 @@ _meetings = count()  # of this process over NVLink
 
 
 def slab_for(group: Any, device: torch.device, room: Room) -> Slab:
-    """The group's slab. The first call, and one that needs more room than those before, is a
+    """The group's slab. The first call, and each call that needs more room than those before, is a
     collective of the group.
 
-    A slab lives as long as its group, also when a larger one has replaced it: captured graphs still
-    store to it, on any rank. So make the largest call first, or use one `num_rows`; smaller slabs
-    cost up to as much memory again. torch numbers a process's NVLink meetings whatever the group:
-    the ranks of a group must have met equally often.
+    A slab lives as long as its group, even if a larger one has replaced it, because captured graphs
+    still store to it, on any rank. So make the largest call first, or use one `num_rows`; all
+    smaller slabs together cost at most as much memory again. torch numbers the NVLink meetings of a
+    process, whatever the group is: the ranks of a group must have met equally often.
 
     Raises:
         ValueError: the ranks ask for different room or have not met equally often; NVLink multicast
@@ -136,7 +141,7 @@ def slab_for(group: Any, device: torch.device, room: Room) -> Slab:
 
 
 def transport_of(group: Any) -> str:
-    """How the ranks reach each other's memory; "" before they have met."""
+    """The name of the way by which the ranks reach each other's memory; "" before they have met."""
     slab = _slabs.get(dist.group.WORLD if group is None else group)
     return "" if slab is None else slab.transport
 
@@ -144,7 +149,7 @@ def transport_of(group: Any) -> str:
 def _on_gpus(group: Any, device: torch.device, room: Room) -> Slab:
     places: list[Any] = [None] * room.ranks
     dist.all_gather_object(places, ipc.place_of(device), group=group)
-    hosts = sorted({place.host for place in places})
+    hosts = sorted({location.host for location in places})
     require(len(hosts) == 1, "group", f"of ranks on {', '.join(hosts)}", "of ranks on one host, with one memory")
     # torch refuses symmetric memory to ranks that share a device
     return (_nvlink if len(set(places)) == room.ranks else _by_handles)(group, device, room)
@@ -161,7 +166,7 @@ def _nvlink(group: Any, device: torch.device, room: Room) -> Slab:
     )
     answers: list[Any] = [None] * room.ranks
     dist.all_gather_object(answers, (room, next(_meetings)), group=group)  # torch would wait for ever
-    _check_room([asked for asked, _ in answers])
+    _check_room([rank_room for rank_room, _ in answers])
     for rank, (_, meeting) in enumerate(answers):
         require(
             meeting == answers[0][1],
@@ -186,17 +191,17 @@ def _by_handles(group: Any, device: torch.device, room: Room) -> Slab:
     memory[flags:] = 0
     answers: list[Any] = [None] * room.ranks
     dist.all_gather_object(answers, (room, ipc.offer_of(memory)), group=group)
-    _check_room([asked for asked, _ in answers])
+    _check_room([rank_room for rank_room, _ in answers])
     mapped = [memory if peer == rank else ipc.opened(offer, device) for peer, (_, offer) in enumerate(answers)]
-    addresses = [own.data_ptr() for own in mapped]
+    addresses = [mapping.data_ptr() for mapping in mapped]
     table = torch.tensor([address + flags for address in addresses], device=device)
     barrier = partial(ipc.wait_for_all, table, rank, BARRIER_MS)
     return slab_of(room, memory, addresses, barrier, (), "cuda ipc", tuple(mapped))
 
 
-def _check_room(asked: list[Room]) -> None:
-    for rank, own in enumerate(asked):
-        require(own == asked[0], "room", f"{own} on rank {rank}", f"{asked[0]}, as on rank 0")
+def _check_room(rooms: list[Room]) -> None:
+    for rank, room in enumerate(rooms):
+        require(room == rooms[0], "room", f"{room} on rank {rank}", f"{rooms[0]}, as on rank 0")
 
 
 def _shared(group: Any, room: Room) -> Slab:
@@ -208,5 +213,5 @@ def _shared(group: Any, room: Room) -> Slab:
         mapped = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
         dist.barrier(group)  # all have mapped the file, and its name may go
     living = ref(group)  # the slab must not keep its own group
-    own, addresses = mapped[rank], [x.data_ptr() for x in mapped]
-    return slab_of(room, own, addresses, lambda: dist.barrier(living()), (), "mapped file", tuple(mapped))
+    memory, addresses = mapped[rank], [x.data_ptr() for x in mapped]
+    return slab_of(room, memory, addresses, lambda: dist.barrier(living()), (), "mapped file", tuple(mapped))

@@ -1,9 +1,9 @@
-"""The steps of dispatch and combine on ranks that share memory, with a barrier at each bar.
+"""The steps of dispatch and combine on ranks that share memory. A bar stands for a barrier.
 
     count → announce | push, and fill the padding | spread          dispatch
     | add up a token's rows here, and send the sum home | add up    combine
 
-They run on one rank, or on several in one process that wait for each other by other means.
+A process runs them for one rank, or for several ranks that wait for each other without a barrier.
 """
 
 from collections.abc import Callable, Generator
@@ -30,8 +30,8 @@ Steps = Generator[None, None, X]  # yields where all ranks must have come
 
 
 class Programs(NamedTuple):
-    """The most programs of the kernels between ranks, and of those within one; None: one per piece
-    of work.
+    """The largest number of programs of the kernels between ranks, and of those within a rank;
+    None: one program per piece of work.
     """
 
     num_sms: int | None = None
@@ -43,7 +43,7 @@ FREE = Programs()
 
 @dataclass(frozen=True)
 class Handle:
-    """What combine needs of its dispatch."""
+    """What combine needs to know of the dispatch."""
 
     group: Any
     ranks: int
@@ -63,7 +63,7 @@ class Handle:
 @dataclass(frozen=True)
 class Results:
     """What dispatch returns: push_kernel writes the rows of this rank's tokens, spread_kernel all
-    others.
+    other rows.
     """
 
     rows: Tensor
@@ -82,7 +82,9 @@ class Results:
         return Results(rows, scale, probs)
 
     def pointers(self) -> tuple[Any, ...]:
-        """As kernels take them: rows, scales with strides, and probs."""
+        """The results as kernels take them: the rows, the scales with their strides,
+        and the probs.
+        """
         return bits(self.rows), *strided(self.scale), None if self.probs is None else bits(self.probs)
 
     def returned(self) -> tuple[Any, Tensor | None]:
@@ -91,12 +93,12 @@ class Results:
 
 
 def run(steps: Steps[X], slab: Slab) -> X:
-    """One rank's steps, with a barrier between them."""
+    """Run one rank's steps, with the slab's barrier between them."""
     return run_with(steps, slab.barrier)
 
 
 def run_with(steps: Steps[X], barrier: Callable[[], None]) -> X:
-    """`run`, with another barrier."""
+    """Run the steps with another barrier between them."""
     while True:
         try:
             next(steps)
@@ -116,7 +118,7 @@ def send(
     Args:
         advanced: waits until the tokens have travelled, by `advance` of all ranks.
     """
-    early = advanced is not None
+    copied_early = advanced is not None
     (num_tokens, num_experts), ranks, device = routing_map.shape, slab.room.ranks, tokens.device
     local = num_experts // ranks
     slots, walk = empty_slots(routing_map), plan_walk(routing_map, cut_of(routing_map))
@@ -150,24 +152,24 @@ def send(
     lists = ranked.without_bases()
     kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # this and the next by spread_kernel
     kept_home = torch.empty(num_rows, dtype=torch.int64, device=device)
-    own = torch.empty(num_tokens, dtype=torch.int32, device=device)  # this and the next by push_kernel
-    found = torch.empty(num_tokens, dtype=torch.int64, device=device)
-    of_rows, of_tokens = (kept_link, kept_home), (own, found)
+    local_rows = torch.empty(num_tokens, dtype=torch.int32, device=device)  # this and the next by push_kernel
+    rank_bits = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    of_rows, of_tokens = (kept_link, kept_home), (local_rows, rank_bits)
     handle = Handle(group, ranks, rank, lists, num_rows, *of_rows, *of_tokens, gap, overflow, local, once)
     results = Results.empty(tokens, None if probs is None else probs.dtype, num_rows, recipe)
-    push(tokens, probs, start, ranked, lists.slots_TE, slab, handle, results, most, recipe, early)
+    push(tokens, probs, start, ranked, lists.slots_TE, slab, handle, results, most, recipe, copied_early)
     if advanced is not None:
         advanced()
     yield
 
-    spread(tokens, link, slab, handle, results, True, most, recipe, early)
+    spread(tokens, link, slab, handle, results, True, most, recipe, copied_early)
     return *results.returned(), tokens_per_expert, handle
 
 
 def resend(
     tokens: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab, most: Programs = FREE
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
-    """The steps of a dispatch whose routing is known: the transpose of combine."""
+    """The steps of a dispatch whose routing is known; it is the transpose of combine."""
     yield  # no rank reads an earlier dispatch
     some = tokens if tokens is not None else probs.new_empty((handle.lists.num_tokens, 0))  # type: ignore[union-attr]
     results = Results.empty(some, None if probs is None else probs.dtype, handle.lists.num_rows, None)
@@ -185,7 +187,7 @@ def collect(
     some = rows if rows is not None else probs
     assert some is not None
     shape = (handle.lists.num_tokens, 0 if rows is None else rows.shape[1])
-    # all by return_kernel: whole rows of tokens
+    # return_kernel writes all of it: whole rows of tokens
     out = None if rows is None else torch.empty(shape, dtype=rows.dtype, device=some.device)
     return_sums(some, rows, probs, out, handle, slab, most)
     yield
@@ -199,7 +201,9 @@ def return_sums(
     some: Tensor, rows: Tensor | None, probs: Tensor | None, out: Tensor | None, handle: Handle, slab: Slab,
     most: Programs,
 ) -> None:  # fmt: skip
-    """The sums of other ranks' tokens to where they came from, those of this rank's into `out`."""
+    """Send the sums of other ranks' tokens home, and write those of this rank's tokens
+    into `out`.
+    """
     lists, sizes = handle.lists, tuning.for_device(some.device).symmetric
     hidden = 0 if out is None else out.shape[1]
     row_pieces = ceil_div(lists.num_rows, sizes.group)
@@ -236,7 +240,7 @@ def add_sums(
     some: Tensor, probs: Tensor | None, out: Tensor | None, out_probs: Tensor | None, handle: Handle, slab: Slab,
     most: Programs,
 ) -> None:  # fmt: skip
-    """The sums of all ranks, added up in `out`; probs."""
+    """Add the sums of all ranks up in `out`, and return the probs by token and expert."""
     lists, sizes = handle.lists, tuning.for_device(some.device).symmetric
     hidden = 0 if out is None else out.shape[1]
     blocks = ceil_div(lists.num_tokens, sizes.lists) if probs is not None else 0
@@ -270,27 +274,28 @@ def add_sums(
 
 
 def _sum_settings(sizes: tuning.Symmetric, out: Tensor | None) -> dict[str, Any]:
-    wide = out is not None and out.dtype == torch.float64
-    return sizes.blocks("T", "H") | {"ACCUMULATOR": tl.float64 if wide else tl.float32, "UNROLL": sizes.unroll}
+    is_float64 = out is not None and out.dtype == torch.float64
+    return sizes.blocks("T", "H") | {"ACCUMULATOR": tl.float64 if is_float64 else tl.float32, "UNROLL": sizes.unroll}
 
 
 def advance(tokens: Tensor, num_rows: int, slab: Slab, rank: int) -> Steps[None]:
-    """The steps that copy the tokens of each of two ranks to the other, before their routing is
-    known: those that have a slot.
+    """The steps by which each of two ranks copies its tokens to the other, before their routing is
+    known. Only tokens that have a slot are copied.
     """
     yield  # no rank reads its sums, nor earlier tokens
-    sent = tokens[:num_rows]
-    slab.region("sums", tokens.dtype, sent.numel(), 1 - rank).view(sent.shape).copy_(sent)
+    slotted_tokens = tokens[:num_rows]
+    slab.region("sums", tokens.dtype, slotted_tokens.numel(), 1 - rank).view(slotted_tokens.shape).copy_(slotted_tokens)
 
 
 def push(
     tokens: Tensor, probs: Tensor | None, start: Tensor | None, row_map: RowMap,
     row_slots: Tensor | None, slab: Slab, handle: Handle, results: Results, most: Programs,
-    recipe: Recipe | None = None, early: bool = False,
+    recipe: Recipe | None = None, copied_early: bool = False,
 ) -> None:  # fmt: skip
-    """Tokens (with a recipe their codes and scales) and probs to their rows on all ranks, here into
-    the results, with zeros in the padding. With `row_slots` also links there and lists here; later,
-    without, zeros past the segments.
+    """Write tokens (with a recipe their codes and scales) and probs to their rows on all ranks, on
+    this rank into the results, with zeros in the padding. With `row_slots` also write the links
+    there and the lists of rows here; without, as in a later dispatch of the same routing, zeros
+    past the segments.
     """
     sizes, hidden = tuning.for_device(tokens.device).symmetric, tokens.shape[1]
     columns, num_warps = _tile(sizes, recipe)
@@ -328,7 +333,7 @@ def push(
             HARDWARE=casts_in_hardware(tokens.device),
             SHARED=most.num_sms is not None,
             ONCE=handle.once,
-            EARLY=early,
+            EARLY=copied_early,
             BLOCK_T=sizes.tokens,
             BLOCK_H=columns,
             BLOCK_L=sizes.lists,
@@ -340,9 +345,11 @@ def push(
 
 def spread(
     like: Tensor, link: Tensor, slab: Slab, handle: Handle, results: Results, first: bool,
-    most: Programs, recipe: Recipe | None = None, early: bool = False,
+    most: Programs, recipe: Recipe | None = None, copied_early: bool = False,
 ) -> None:  # fmt: skip
-    """The arrived rows, copied to all rows of their tokens; the first time also the handle."""
+    """Copy the arrived rows to all rows of their tokens. The first time for a routing, also fill
+    the handle.
+    """
     sizes, hidden, num_rows = tuning.for_device(like.device).symmetric, like.shape[1], handle.lists.num_rows
     columns, num_warps = _tile(sizes, recipe)
     blocks, pieces, probs = ceil_div(hidden, FP8_BLOCK), ceil_div(num_rows, sizes.group), results.probs
@@ -351,7 +358,7 @@ def spread(
     with launch_on(like):
         kernels.spread_kernel[_grid(pieces, most.num_blocks)](
             bits(slab.region("rows", results.rows.dtype, num_rows * hidden)),
-            bits(slab.region("sums", results.rows.dtype, num_rows * hidden)) if early else None,
+            bits(slab.region("sums", results.rows.dtype, num_rows * hidden)) if copied_early else None,
             None if recipe is None else slab.region("scales", torch.float32, num_rows * blocks),
             None if probs is None else bits(slab.region("probs", probs.dtype, num_rows)),
             link,
@@ -373,7 +380,9 @@ def _grid(pieces: int, most: int | None) -> tuple[int]:
 
 
 def _tile(sizes: tuning.Symmetric, recipe: Recipe | None) -> tuple[int, int]:
-    """(columns, warps). Codes are one byte each: half as many lanes write them, by whole blocks."""
+    """(columns, warps) of a tile. A code has one byte, so half as many lanes write them; a tile has
+    whole blocks.
+    """
     return (
         (sizes.columns, sizes.num_warps)
         if recipe is None

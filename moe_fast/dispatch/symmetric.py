@@ -3,9 +3,9 @@
     count → announce → barrier → push, and zero the padding → barrier → spread          dispatch
     barrier → add up a token's rows here, send the sum home → barrier → add up          combine
 
-The host never waits: sizes are given, and every rank computes the layout and all overflows from all
-ranks' counts. This module is an implementation of three functions, with those that read quantised
-rows. Read `steps` first.
+The host never waits: the call gives the sizes, and every rank computes the layout and all overflows
+from the counts of all ranks. This module is an implementation of three functions, and of those that
+read quantised rows. Read `steps` first.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes
 
 
 class Early(NamedTuple):
-    """Tokens on their way to the other rank."""
+    """Tokens that are on their way to the other rank before their routing is known."""
 
     tokens: Tensor
     slab: Slab
@@ -50,11 +50,11 @@ class Early(NamedTuple):
 
 
 def start_early(tokens_TH: Tensor, *, num_experts: int, num_rows: int, group: Any) -> Early:
-    """Copy all tokens to the other of two ranks, before the routing is known: for their dispatch
-    with as many rows, which then sends none. All ranks call it together.
+    """Copy all tokens to the other of two ranks before their routing is known. Their dispatch, with
+    the same `num_rows`, then sends no rows. All ranks call it together.
 
-    Over NVLink a copy engine moves them, on a stream of its own, while the gate and the router run.
-    It pays where nearly every token goes to both ranks.
+    Over NVLink a copy engine moves them on a separate stream, while the gate and the router run. It
+    pays if nearly every token goes to both ranks.
 
     Raises:
         ValueError: another number of ranks than two; see `hybridep_dispatch`.
@@ -68,16 +68,16 @@ def start_early(tokens_TH: Tensor, *, num_experts: int, num_rows: int, group: An
     if slab.aside is None:
         run(steps, slab)
         return Early(tokens_TH, slab, lambda: None)
-    here, other = torch.cuda.current_stream(device), _copies(device)
-    other.wait_stream(here)
-    with torch.cuda.stream(other):
+    here, copy_stream = torch.cuda.current_stream(device), _copies(device)
+    copy_stream.wait_stream(here)
+    with torch.cuda.stream(copy_stream):
         run_with(steps, slab.aside)
-    return Early(tokens_TH, slab, lambda: torch.cuda.current_stream(device).wait_stream(other))
+    return Early(tokens_TH, slab, lambda: torch.cuda.current_stream(device).wait_stream(copy_stream))
 
 
 @cache
 def _copies(device: torch.device) -> Any:
-    """The GPU's stream of such copies."""
+    """The GPU's stream for these copies."""
     return torch.cuda.Stream(device)
 
 
@@ -110,25 +110,30 @@ def hybridep_dispatch(
     check_programs(num_sms, num_blocks)
     check_wire_recipe(recipe, [tokens_TH])
     check_device("tokens", tokens_TH)
-    whole = [num_rows] * ranks if num_rows is not None else _rows_of_ranks(routing_map_TE, align or 1, ranks, group)
-    most_rows = max(whole)
+    buffer_rows = (
+        [num_rows] * ranks if num_rows is not None else _rows_of_ranks(routing_map_TE, align or 1, ranks, group)
+    )
+    most_rows = max(buffer_rows)
     require(most_rows < 1 << 30, "num_rows", most_rows, "below 2^30")
     room = Room(ranks, routing_map_TE.shape[1], most_rows, tokens_TH.shape[1] * tokens_TH.element_size())
     slab = slab_for(group, tokens_TH.device, room)
     most = Programs(num_sms, num_blocks)
-    options, rank_rows = (align or 1, most_rows, slab, rank, group, deduplicate, most), slice(whole[rank])
+    options, rank_rows = (align or 1, most_rows, slab, rank, group, deduplicate, most), slice(buffer_rows[rank])
     if early is not None:
-        plain = recipe is None and deduplicate and early.slab is slab and early.tokens is tokens_TH
+        is_usable = recipe is None and deduplicate and early.slab is slab and early.tokens is tokens_TH
         require(
-            plain, "early", "of other tokens or rows, or with a recipe or duplicates", "None, or as start_early says"
+            is_usable,
+            "early",
+            "of other tokens or rows, or with a recipe or duplicates",
+            "None, or as start_early says",
         )
     if recipe is None:
         waits = None if early is None else early.wait
-        inputs = (tokens_TH, probs, routing_map_TE, whole[rank], waits)
+        inputs = (tokens_TH, probs, routing_map_TE, buffer_rows[rank], waits)
         rows, row_probs, counts, handle = _Dispatch.apply(*inputs, *options)
         return Dispatched(rows, row_probs, counts, handle, handle.overflow_W[rank])
     form, row_probs, counts, handle = run(send(tokens_TH.detach(), routing_map_TE, probs, *options, recipe), slab)
-    handle = replace(handle, own_rows=whole[rank])
+    handle = replace(handle, own_rows=buffer_rows[rank])
     own_probs = None if row_probs is None else row_probs[rank_rows]
     source, row_probs = _Place.apply(tokens_TH, probs, own_probs, handle, most)
     rows = wire.rows_of(
@@ -145,8 +150,10 @@ def hybridep_cached_dispatch(tokens_TH: Tensor, handle: Handle, *, group: Any = 
     """
     _check(handle, group)
     check_tokens([tokens_TH])
-    right = len(tokens_TH) == handle.lists.num_tokens
-    require(right, "tokens", f"of {len(tokens_TH)} rows", f"of {handle.lists.num_tokens} rows, as the handle says")
+    has_all_tokens = len(tokens_TH) == handle.lists.num_tokens
+    require(
+        has_all_tokens, "tokens", f"of {len(tokens_TH)} rows", f"of {handle.lists.num_tokens} rows, as the handle says"
+    )
     rows, _ = _resend(tokens_TH, None, handle, FREE)
     assert rows is not None
     return rows
@@ -198,7 +205,9 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Place(torch.autograd.Function):
-    """The graph's node of rows that came as codes, never read, and their probs."""
+    """The node in autograd's graph of rows that arrived as codes, whose values are never read, and
+    of their probs.
+    """
 
     @staticmethod
     def forward(
@@ -206,7 +215,7 @@ class _Place(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.handle, ctx.most = handle, most
-        source = tokens.new_empty(()).expand(handle.own_rows, tokens.shape[1])  # no memory
+        source = tokens.new_empty(()).expand(handle.own_rows, tokens.shape[1])  # it takes no memory
         moved = None if row_probs is None else row_probs.view_as(row_probs)
         ctx.mark_non_differentiable(
             *(
@@ -246,19 +255,21 @@ def _collect(rows: Tensor | None, probs: Tensor | None, handle: Handle, most: Pr
 
 
 def _resend(tokens: Tensor | None, probs: Tensor | None, handle: Handle, most: Programs) -> Parts:
-    slab, own = _slab(handle, tokens, probs), slice(handle.own_rows)
+    slab, local_rows = _slab(handle, tokens, probs), slice(handle.own_rows)
     rows, row_probs = run(resend(tokens, probs, handle, slab, most), slab) if slab else (None, None)
-    return None if rows is None else rows[own], None if row_probs is None else row_probs[own]
+    return None if rows is None else rows[local_rows], None if row_probs is None else row_probs[local_rows]
 
 
 def _slab(handle: Handle, rows: Tensor | None, probs: Tensor | None) -> Slab | None:
-    """The group's slab, with room for such rows; None on all ranks without rows and probs."""
+    """The group's slab, with room for these rows; None if there are neither rows nor probs, which
+    is so on all ranks or on none.
+    """
     some = rows if rows is not None else probs
     if some is None:
         return None
-    wide = 0 if rows is None else rows.shape[1] * rows.element_size()
+    row_bytes = 0 if rows is None else rows.shape[1] * rows.element_size()
     return slab_for(
-        handle.group, some.device, Room(handle.ranks, handle.lists.num_experts, handle.lists.num_rows, wide)
+        handle.group, some.device, Room(handle.ranks, handle.lists.num_experts, handle.lists.num_rows, row_bytes)
     )
 
 
@@ -287,7 +298,7 @@ def _check_summed(function: str, payload: Tensor, settings: dict[str, Any]) -> N
 
 _family = Family(
     {
-        hybridep_dispatch: COMPUTED,  # free of syncs where num_rows is given
+        hybridep_dispatch: COMPUTED,  # the host does not wait if num_rows is given
         hybridep_cached_dispatch: COMPUTED | {"differentiable": False},
         hybridep_combine: COMPUTED,
         codes: COPY,

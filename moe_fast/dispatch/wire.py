@@ -9,11 +9,11 @@ from moe_fast.quantization.quantize import quantize
 from moe_fast.quantization.quantized import Form, Quantized, scale_limits
 from moe_ref.config import FP8_BLOCK, Recipe
 
-FORMAT = "e4m3"  # of inputs, whatever gradients have
+FORMAT = "e4m3"  # the format of inputs; gradients may have another one
 
 
 def rule_of(recipe: Recipe | None, tokens: Tensor) -> tuple[tuple[int, int], dict[str, bool]]:
-    """(limits of the scales, settings) of the kernels that encode."""
+    """(limits of the scales, settings) for the kernels that encode."""
     if recipe is None:
         return (0, 0), {"POWER_OF_TWO": False}
     return scale_limits(recipe, tokens.dtype), {"POWER_OF_TWO": bool(recipe.power_of_two_scales)}
@@ -39,7 +39,7 @@ def unpacked(record_PB: Tensor, of_zeros: Tensor, hidden: int) -> Form:
 
 
 def form_of(codes_PH: Tensor, scale_PB: Tensor) -> Form:
-    """A form without amax: it does not travel."""
+    """A form without an amax, because the amax does not travel."""
     return Form(codes_PH, scale_PB, scale_PB.new_empty(0), (1, FP8_BLOCK))
 
 

@@ -1,7 +1,8 @@
-"""An activation of whole rows, gated or not, times the row's probability; and its gradient.
+"""An activation of whole rows, with or without a gate, times the row's probability; and its
+gradient.
 
 A tile is [rows, columns of the result]. `LAYOUT` gives the columns of the gate u and the value v in
-h:
+h, for column f of the result:
 
     single  u at f, no v                              halves  u at f, v at f + width
     pairs   u at 2f, v at 2f + 1                      blocks  u at f // s · 2s + f % s, v at s more
@@ -33,7 +34,8 @@ def within(x, least, most):
 
 @triton.jit
 def value_and_slope(u, alpha, CURVE: tl.constexpr):
-    """f(u) and f'(u), numbers for every number u unless f itself overflows; a NaN stays one.
+    """f(u) and its derivative f'(u). Both are finite for every finite u, unless f(u) itself
+    overflows; a NaN stays a NaN.
 
     sigmoid  u σ(αu)                              erf           u (1 + erf(u/√2)) / 2
     tanh     u (1 + tanh x) / 2 = u σ(2x)         relu          max(u, 0)
@@ -64,13 +66,15 @@ def value_and_slope(u, alpha, CURVE: tl.constexpr):
 
 @triton.jit
 def pair_column(first, BLOCK_F: tl.constexpr):
-    """[2 · BLOCK_F] columns of h that hold the pairs from a result's column `first` on."""
+    """[2 · BLOCK_F]: the columns of h that hold the gates and values of BLOCK_F columns of the
+    result, from column `first` on.
+    """
     return (2 * first + tl.arange(0, 2 * BLOCK_F)).to(tl.int64)
 
 
 @triton.jit
 def gate_column(f, between, LAYOUT: tl.constexpr):
-    """The column of u in h."""
+    """The column of the gate u in h."""
     if LAYOUT == "blocks":
         f = f // between * (2 * between) + f % between
     return f.to(tl.int64)
@@ -81,21 +85,23 @@ def load_gate_and_value(
     h_ptr, stride_p, stride_f, p, num_rows, first, width, between,
     LAYOUT: tl.constexpr, dtype: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """u and v in `dtype`, 0 outside h; without a gate both are h. Bytes are E4M3 codes."""
+    """u and v in `dtype`, and 0 outside h. Without a gate both are h. An h of bytes holds E4M3
+    codes.
+    """
     row = h_ptr + p[:, None] * stride_p
     if LAYOUT == "pairs":
         column = pair_column(first, BLOCK_F)[None, :]
-        inside = (p < num_rows)[:, None] & (column < 2 * width)  # the last tiles stick out on both sides
-        x = tl.load(row + column * stride_f, mask=inside, other=0.0)
+        in_bounds = (p < num_rows)[:, None] & (column < 2 * width)  # the last tiles stick out on both sides
+        x = tl.load(row + column * stride_f, mask=in_bounds, other=0.0)
         u, v = tl.split(tl.reshape(x, [p.shape[0], BLOCK_F, 2]))
     else:
         f = first + tl.arange(0, BLOCK_F)
-        inside = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
-        place = row + gate_column(f, between, LAYOUT)[None, :] * stride_f
-        u = tl.load(place, mask=inside, other=0.0)
+        in_bounds = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
+        gate_ptrs = row + gate_column(f, between, LAYOUT)[None, :] * stride_f
+        u = tl.load(gate_ptrs, mask=in_bounds, other=0.0)
         v = u
         if LAYOUT != "single":
-            v = tl.load(place + tl.cast(between, tl.int64) * stride_f, mask=inside, other=0.0)
+            v = tl.load(gate_ptrs + tl.cast(between, tl.int64) * stride_f, mask=in_bounds, other=0.0)
     if h_ptr.dtype.element_ty == tl.uint8:
         u = decoded(u, "e4m3")
         v = decoded(v, "e4m3")
@@ -106,35 +112,37 @@ def load_gate_and_value(
 def store_gate_and_value(
     h_ptr, du, dv, p, num_rows, first, width, between, LAYOUT: tl.constexpr, BLOCK_F: tl.constexpr
 ):
-    """Store u's and v's tiles in a contiguous h of their dtype; without a gate du alone."""
+    """Store the tiles du and dv in a contiguous h of their dtype; without a gate only du."""
     if LAYOUT == "pairs":
         column = pair_column(first, BLOCK_F)[None, :]
-        inside = (p < num_rows)[:, None] & (column < 2 * width)  # the last tiles stick out on both sides
+        in_bounds = (p < num_rows)[:, None] & (column < 2 * width)  # the last tiles stick out on both sides
         tl.store(
             h_ptr + p[:, None] * (2 * width) + column,
             tl.reshape(tl.join(du, dv), [p.shape[0], 2 * BLOCK_F]),
-            mask=inside,
+            mask=in_bounds,
         )
     else:
         f = first + tl.arange(0, BLOCK_F)
-        inside = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
+        in_bounds = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
         row_width = width if LAYOUT == "single" else 2 * width
-        place = h_ptr + p[:, None] * row_width + gate_column(f, between, LAYOUT)[None, :]
-        tl.store(place, du, mask=inside)
+        gate_ptrs = h_ptr + p[:, None] * row_width + gate_column(f, between, LAYOUT)[None, :]
+        tl.store(gate_ptrs, du, mask=in_bounds)
         if LAYOUT != "single":
-            tl.store(place + between, dv, mask=inside)
+            tl.store(gate_ptrs + between, dv, mask=in_bounds)
 
 
 @triton.jit
 def load_probs(probs_ptr, stride_probs, has_probs, p, num_rows, dtype: tl.constexpr):
-    """The rows' probabilities, one a row of a tile; 1 where there are none."""
-    inside = p < num_rows * has_probs  # the last tile sticks out
-    return widened(tl.load(probs_ptr + p * stride_probs, mask=inside, other=1.0), dtype)[:, None]
+    """[rows of a tile, 1]: the rows' probabilities, or 1 without probs."""
+    in_bounds = p < num_rows * has_probs  # the last tile sticks out
+    return widened(tl.load(probs_ptr + p * stride_probs, mask=in_bounds, other=1.0), dtype)[:, None]
 
 
 @triton.jit
 def rows_of_experts(totals_ptr, has_totals, num_rows):
-    """The rows that a plan says are the experts'; all where it says -1, or where there is none."""
+    """How many rows belong to experts, by the totals of a plan; all rows if there is no plan, or if
+    the plan is illegal (-1).
+    """
     if totals_ptr is not None:
         end = tl.load(totals_ptr + 1, mask=has_totals != 0, other=-1)
         num_rows = tl.where((end < 0) | (end > num_rows), num_rows, end)
@@ -144,7 +152,7 @@ def rows_of_experts(totals_ptr, has_totals, num_rows):
 @jit(
     together=[("stride_h_p", "width"), ("between",)],
     along=["stride_h_f"],
-    do_not_specialize=["stride_probs", "has_probs", "num_rows", "parts", "offset", "clamp", "alpha"],
+    do_not_specialize=["stride_probs", "has_probs", "num_rows", "column_programs", "offset", "clamp", "alpha"],
 )
 def activation_kernel(
     h_ptr, stride_h_p, stride_h_f, probs_ptr, stride_probs, has_probs,
@@ -154,17 +162,19 @@ def activation_kernel(
     codes_ptr,
     # the totals of a plan of the products; may be left out
     totals_ptr,
-    # sizes; `parts` programs per row
-    num_rows, width, between, parts,
-    # numbers, as bits of a float64, which are 0 or long
+    # sizes; `column_programs` programs share a row
+    num_rows, width, between, column_programs,
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     offset: tl.int64, clamp: tl.int64, alpha: tl.int64,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
     ACCUMULATOR: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """out = f(u) · (v + offset) · p, without a gate f(u) · p, each program one tile."""
+    """out = f(u) · (v + offset) · p, or without a gate f(u) · p. Each program computes one tile,
+    and its E4M3 codes of h if they are wanted.
+    """
     num_rows = rows_of_experts(totals_ptr, 1, num_rows)
-    p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-    first = tl.program_id(0) % parts * BLOCK_F
+    p = (tl.program_id(0) // column_programs).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    first = tl.program_id(0) % column_programs * BLOCK_F
     u, v = load_gate_and_value(
         h_ptr, stride_h_p, stride_h_f, p, num_rows, first, width, between, LAYOUT, ACCUMULATOR, BLOCK_F
     )
@@ -183,15 +193,16 @@ def activation_kernel(
         act = widened(rounded(act, out_ptr.dtype.element_ty), ACCUMULATOR)
     act = act * load_probs(probs_ptr, stride_probs, has_probs, p, num_rows, ACCUMULATOR)
     f = first + tl.arange(0, BLOCK_F)
-    inside = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
-    tl.store(out_ptr + p[:, None] * width + f[None, :], rounded(act, out_ptr.dtype.element_ty), mask=inside)
+    in_bounds = (p < num_rows)[:, None] & (f < width)[None, :]  # the last tiles stick out on both sides
+    tl.store(out_ptr + p[:, None] * width + f[None, :], rounded(act, out_ptr.dtype.element_ty), mask=in_bounds)
 
 
 @jit(
     together=[("stride_d_out_p", "stride_h_p", "width"), ("between",)],
     along=["stride_d_out_f", "stride_h_f"],
     do_not_specialize=[
-        *("stride_probs", "has_probs", "has_totals", "num_rows", "parts", "tiles", "offset", "clamp", "alpha"),
+        *("stride_probs", "has_probs", "has_totals", "num_rows", "column_programs"),
+        *("tiles", "offset", "clamp", "alpha"),
         "has_d_probs",
     ],
 )
@@ -201,17 +212,21 @@ def activation_backward_kernel(
     d_h_ptr, d_probs_ptr, has_d_probs,
     # the totals of a plan of the products, if there is one
     totals_ptr, has_totals,
-    # sizes; `parts` programs per row, `tiles` each: one program, if there are d_probs
-    num_rows, width, between, parts, tiles,
-    # numbers, as bits of a float64, which are 0 or long
+    # sizes; `column_programs` programs share a row, `tiles` tiles each; one if d_probs are wanted
+    num_rows, width, between, column_programs, tiles,
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     offset: tl.int64, clamp: tl.int64, alpha: tl.int64,
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, ROUND_FIRST: tl.constexpr,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """g = d_out · p: du = g f'(u) (v + offset), dv = g f(u), dp = Σ_f d_out f(u) (v + offset); past
-    the experts' rows dp = 0, and du and dv are not written.
+    """The gradients, with g = d_out · p:
+
+        du = g f'(u) (v + offset)      dv = g f(u)      dp = Σ_f d_out f(u) (v + offset)
+
+    A program computes `tiles` tiles of the same rows side by side. Past the experts' rows dp is 0,
+    and du and dv are not written.
     """
-    p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    p = (tl.program_id(0) // column_programs).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     in_probs = p < num_rows  # the last tile sticks out
     num_rows = rows_of_experts(totals_ptr, has_totals, num_rows)
     real = p < num_rows  # as above
@@ -219,14 +234,15 @@ def activation_backward_kernel(
     prob = load_probs(probs_ptr, stride_probs, has_probs, p, num_rows, ACCUMULATOR)
     total = tl.zeros([BLOCK_P, BLOCK_F], ACCUMULATOR)
     for i in range(tiles):
-        first = (tl.program_id(0) % parts * tiles + i) * BLOCK_F
+        first = (tl.program_id(0) % column_programs * tiles + i) * BLOCK_F
         u, v = load_gate_and_value(
             h_ptr, stride_h_p, stride_h_f, p, num_rows, first, width, between, LAYOUT, ACCUMULATOR, BLOCK_F
         )
         f = (first + tl.arange(0, BLOCK_F)).to(tl.int64)[None, :]
-        inside = real[:, None] & (f < width)  # the last tiles stick out on both sides
+        in_bounds = real[:, None] & (f < width)  # the last tiles stick out on both sides
         d_out = widened(
-            tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f * stride_d_out_f, mask=inside, other=0.0), ACCUMULATOR
+            tl.load(d_out_ptr + p[:, None] * stride_d_out_p + f * stride_d_out_f, mask=in_bounds, other=0.0),
+            ACCUMULATOR,
         )
         if CLAMPED:
             free_u = u <= bound  # the bounds themselves are free

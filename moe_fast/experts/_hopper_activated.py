@@ -4,8 +4,8 @@ As `quantization._hopper`, but a tile is computed in registers from its gates u 
 
     a = u σ(αu) · (v + offset) · p
 
-so that no activation is stored before it is encoded. Numbers are computed eight at a time, by one
-text of instructions, which keeps them packed in 16 bits before and after: so a thread's 64 numbers,
+so that no activation is stored before it is encoded. One inline text of instructions computes eight
+numbers at a time, and keeps them packed in 16 bits before and after. So a thread's 64 numbers,
 their codes and their addresses fit in 128 registers, and two programs share a multiprocessor. The
 bits are those of `_activations`, and then of `_quantize`.
 """
@@ -22,7 +22,7 @@ from moe_fast.quantization._hopper import ROW, SIZE, TILE, place_of_tile, quanti
 
 @gluon.jit
 def load_gates_and_values(h_desc, ready, buffer, first, column, wanted):
-    """128 columns of 128 rows of both halves on their way."""
+    """Begin to load 128 columns of 128 rows of both halves, if `wanted`."""
     mbarrier.expect(ready, 2 * SIZE * SIZE * 2, pred=wanted)
     for half in gl.static_range(2):
         load_tile(h_desc, [half, first, column], ready, buffer.index(half), pred=wanted)
@@ -30,13 +30,13 @@ def load_gates_and_values(h_desc, ready, buffer, first, column, wanted):
 
 @constexpr_function
 def assembly_of_eight(half: bool, scaled: bool, clamped: bool, round_first: bool) -> str:
-    """u σ(αu) · (v + offset) · p of eight numbers; with e = exp(-|x|)
+    """The instructions for u σ(αu) · (v + offset) · p of eight numbers, with e = exp(-|x|):
 
         σ(x) = (e if x < 0, or 1) / (1+e)
 
-    The instructions are those of `_activations`, or fewer that differ in no bit: as 1+e is 1 to 2,
-    its reciprocal is that of the quotient, without a case for large ones; and e is computed as if
-    it were no subnormal number, and again where one of eight is.
+    They are the instructions of `_activations`, or fewer that differ in no bit. As 1+e lies between
+    1 and 2, its reciprocal is that of the quotient, without a case for large divisors. e is
+    computed as if it were no subnormal number, and once more if one of the eight is.
     """
     kind = "f16" if half else "bf16"
     eight, four = range(8), range(4)
@@ -74,12 +74,12 @@ def assembly_of_eight(half: bool, scaled: bool, clamped: bool, round_first: bool
 
 
 @gluon.jit
-def clear_below(buffer, known):
-    """Gates and values of rows from `known` on become 0, and so does their activation."""
+def clear_below(buffer, group_rows):
+    """Set the gates and values of the rows from `group_rows` on to 0, and so their activation."""
     for half in gl.static_range(2):
         tile = buffer.index(half).reshape([SIZE, SIZE])
-        inside = gl.arange(0, SIZE, ROW) < known
-        tile.store(gl.where(inside[:, None], tile.load(TILE), 0.0))
+        in_group = gl.arange(0, SIZE, ROW) < group_rows
+        tile.store(gl.where(in_group[:, None], tile.load(TILE), 0.0))
 
 
 @gluon.jit
@@ -94,7 +94,8 @@ def activate(u, v, prob, numbers, SCALED: gl.constexpr, CLAMPED: gl.constexpr, R
 
 @gluon.jit(
     do_not_specialize=[
-        *("stride_probs", "offset", "clamp", "alpha", "stride_splits", "num_rows", "num_groups", "parts", "steps"),
+        *("stride_probs", "offset", "clamp", "alpha", "stride_splits"),
+        *("num_rows", "num_groups", "column_programs", "steps"),
         *("epsilon", "infinity"),
     ]
 )
@@ -102,44 +103,45 @@ def quantize_activated_kernel(
     h_desc, probs_ptr, stride_probs, offset, clamp, alpha, splits_ptr, stride_splits,
     # results, as for `quantize_blocks_kernel`
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
-    # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, num_groups, parts, steps,
-    # numbers, as bits of a float64, which are 0 or long
+    # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
+    num_rows, num_columns, num_groups, column_programs, steps,
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     epsilon: gl.int64, infinity: gl.int64,
     SCALED: gl.constexpr, CLAMPED: gl.constexpr, ROUND_FIRST: gl.constexpr, FORMAT: gl.constexpr,
     POWER_OF_TWO: gl.constexpr, WHOLE: gl.constexpr, BLOCK_G: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of 1 × 128, 128 × 1, or both of one load. Gates and values of the next tile are on
-    their way while this one's are in registers.
+    """Blocks of 1 × 128, 128 × 1, or both from one load. A program quantises `steps` tiles side by
+    side. The gates and values of the next tile are loaded while those of this tile are in
+    registers.
     """
     buffer = gl.allocate_shared_memory(h_desc.dtype, [2, 1, SIZE, SIZE], h_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(ready, count=1)
     fence_async_shared()
-    tile, tiles = gl.program_id(0) // parts, gl.num_programs(0) // parts
+    tile, tiles = gl.program_id(0) // column_programs, gl.num_programs(0) // column_programs
     first, read, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_G)
-    begin = gl.program_id(0) % parts * (steps * SIZE)
+    begin = gl.program_id(0) % column_programs * (steps * SIZE)
     end = written if WHOLE else read
     count = gl.where(first < end, gl.minimum(gl.cdiv(num_columns - begin, SIZE), steps), 0)
     rows = gl.maximum(gl.minimum(written - first, SIZE), 0).to(gl.int32)
-    known = gl.maximum(gl.minimum(read - first, SIZE), 0).to(gl.int32)
+    group_rows = gl.maximum(gl.minimum(read - first, SIZE), 0).to(gl.int32)
     load_gates_and_values(h_desc, ready, buffer, first.to(gl.int32), begin, count > 0)
     limits = (number(epsilon, gl.float32), number(infinity, gl.float32))
     numbers = (number(offset, gl.float32), number(clamp, gl.float32), number(alpha, gl.float32))
     m = gl.arange(0, SIZE, ROW)
     prob = gl.full([SIZE], 1.0, gl.float32, ROW)
     if probs_ptr is not None:
-        prob = gl.load(probs_ptr + (first + m) * stride_probs, mask=m < known, other=0.0).to(gl.float32)
+        prob = gl.load(probs_ptr + (first + m) * stride_probs, mask=m < group_rows, other=0.0).to(gl.float32)
     for i in range(count):
         column = begin + i * SIZE
         mbarrier.wait(ready, i & 1)
-        if known < SIZE:  # few tiles; below are the next group's rows
-            clear_below(buffer, known)
+        if group_rows < SIZE:  # so in few tiles; the rows below are the next group's
+            clear_below(buffer, group_rows)
             fence_async_shared()
             barrier()
         u = buffer.index(0).reshape([SIZE, SIZE]).load(TILE)
         v = buffer.index(1).reshape([SIZE, SIZE]).load(TILE)
-        barrier()  # all have read them
+        barrier()  # until all threads have read them
         load_gates_and_values(h_desc, ready, buffer, first.to(gl.int32), column + SIZE, i + 1 < count)
         x = activate(u, v, prob, numbers, SCALED, CLAMPED, ROUND_FIRST).to(gl.float32)
         columns = num_columns - column

@@ -1,9 +1,10 @@
-"""Each expert's rows times its own matrix. A result is summed by one program, in ascending order.
+"""Each expert's rows times its own matrix. A number of the result is summed by one program, in
+ascending order.
 
 P rows, M outputs and N inputs of the layer. The product of rows with matrices serves forward and
 backward: there C are the columns of the result, and D is the depth that is summed over. Operands
-are given by pointers; where there are tensor descriptors of the same operands too, tiles are moved
-by those.
+are passed as pointers. If there are tensor descriptors of the same operands too, tiles are moved by
+the descriptors.
 """
 
 import triton
@@ -19,21 +20,25 @@ SEGMENT = tl.constexpr(SEGMENT_ROWS)  # where every segment ends for a descripto
 
 @triton.jit
 def load_segment(desc, begin, count, row, column, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A tile from `row` of `count` rows at `begin`, 0 past them; by a descriptor of segments."""
+    """A tile of a segment that has `count` rows from row `begin` on: from its row `row` on, and 0
+    past the segment. By a descriptor of segments.
+    """
     begin, count, segment = begin.to(tl.int32), count.to(tl.int32), tl.full([], SEGMENT, tl.int32)
     return tl.reshape(desc.load([segment, begin + count, segment - count + row, column]), [BLOCK_P, BLOCK_C])
 
 
 @triton.jit
 def store_segment(desc, begin, count, row, column, tile, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The same tile, stored; nothing is written past the rows."""
+    """Store a tile at the place from which `load_segment` loads it; nothing is written past the
+    segment.
+    """
     begin, count, segment = begin.to(tl.int32), count.to(tl.int32), tl.full([], SEGMENT, tl.int32)
     desc.store([segment, begin + count, segment - count + row, column], tl.reshape(tile, [1, 1, BLOCK_P, BLOCK_C]))
 
 
 @triton.jit
 def add_bias(acc, bias_ptrs, in_row, BIAS_AS: tl.constexpr):
-    """A tile and its columns' bias."""
+    """acc plus the bias of its columns."""
     bias = tl.load(bias_ptrs, mask=in_row, other=0.0)
     return acc + bias.to(BIAS_AS).to(acc.dtype)[None, :]
 
@@ -43,19 +48,20 @@ def store_rows(
     acc, bias_ptr, stride_bias_l, stride_bias_c, has_bias, out_ptr, out_desc, num_columns, expert, begin, end, row,
     column, BIAS_AS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A tile of sums and the bias of their expert, up to the end of its rows.
+    """Add the expert's bias to a tile of sums, and store it up to the end of the expert's rows.
 
-    Where `has_bias` is None, the version knows whether there is one; else only the launch does.
+    If `has_bias` is None, the compiled version knows whether there is a bias; otherwise only the
+    launch does.
     """
     p = row + tl.arange(0, BLOCK_P)
     c = column.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_row = c < num_columns  # the last block sticks out
-    place = expert.to(tl.int64) * stride_bias_l + c * stride_bias_c
+    bias_offset = expert.to(tl.int64) * stride_bias_l + c * stride_bias_c
     if has_bias is None:
         if bias_ptr is not None:
-            acc = add_bias(acc, bias_ptr + place, in_row, BIAS_AS)
+            acc = add_bias(acc, bias_ptr + bias_offset, in_row, BIAS_AS)
     elif has_bias:
-        acc = add_bias(acc, bias_ptr + place, in_row, BIAS_AS)
+        acc = add_bias(acc, bias_ptr + bias_offset, in_row, BIAS_AS)
     result = rounded(acc, out_ptr.dtype.element_ty)
     if out_desc is not None:
         store_segment(
@@ -68,7 +74,7 @@ def store_rows(
 
 @triton.jit
 def find_gradient(segment_ptr, num_experts, work, blocks_m, blocks_n):
-    """(block of outputs, block of inputs, expert, its first row, its end) of a gradient tile."""
+    """(block of outputs, block of inputs, expert, its first row, its end) of a piece of work."""
     block_m = work % blocks_m  # programs that run together share the columns of the rows
     block_n = work // blocks_m % blocks_n
     expert = (work // blocks_m // blocks_n).to(tl.int64)
@@ -79,25 +85,27 @@ def find_gradient(segment_ptr, num_experts, work, blocks_m, blocks_n):
 def store_gradient(
     acc, before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, expert, count, m, n, num_outs, num_ins
 ):
-    """A tile of an expert's gradient, added to the one before, kept as it is without rows."""
-    inside = (m < num_outs)[:, None] & (n < num_ins)[None, :]  # the last blocks stick out
+    """Store a tile of an expert's gradient, added to the addend if there is one. The addend of an
+    expert without rows is stored unchanged, bit by bit.
+    """
+    in_bounds = (m < num_outs)[:, None] & (n < num_ins)[None, :]  # the last blocks stick out
     if before_ptr is not None:
         before_ptrs = (
             before_ptr + expert * stride_before_l + m[:, None] * stride_before_m + n[None, :] * stride_before_n
         )
-        before = tl.load(before_ptrs, mask=inside, other=0.0)  # as above
-        result = tl.where(count != 0, (before + acc).to(before.dtype), before)  # -0 + 0 is another zero than -0
+        addend = tl.load(before_ptrs, mask=in_bounds, other=0.0)  # as above
+        result = tl.where(count != 0, (addend + acc).to(addend.dtype), addend)  # -0 + 0 would be +0
     else:
         result = rounded(acc, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (expert * num_outs + m[:, None]) * num_ins + n[None, :], result, mask=inside)
+    tl.store(out_ptr + (expert * num_outs + m[:, None]) * num_ins + n[None, :], result, mask=in_bounds)
 
 
 @triton.jit
-def add_product(acc, left, right):
-    """acc + left · right."""
+def add_product(acc, lhs, rhs):
+    """acc + lhs · rhs."""
     if INTERPRETED:  # Triton 3.9 multiplies bfloat16 wrongly there
-        left, right = left.to(acc.dtype), right.to(acc.dtype)
-    return tl.dot(left, right, acc, input_precision="ieee", out_dtype=acc.dtype)
+        lhs, rhs = lhs.to(acc.dtype), rhs.to(acc.dtype)
+    return tl.dot(lhs, rhs, acc, input_precision="ieee", out_dtype=acc.dtype)
 
 
 @triton.jit(do_not_specialize=["stride_counts", "capacity", "num_rows", "num_experts", "multiple"])
@@ -110,28 +118,37 @@ def plan_kernel(
     capacity, num_rows, num_experts, multiple,
     BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Cut each expert's rows into tiles, one program per expert; the last writes the two totals.
+    """Cut each expert's rows into tiles. Program e writes the tiles and the segment of expert e;
+    the last one also writes the two totals.
 
-    Illegal counts make a plan without tiles, whose segments and rows all end at -1: products with
-    it are NaN.
+    Illegal counts give a plan without tiles, in which all segments and rows end at -1: products
+    with it are NaN.
     """
     expert = tl.program_id(0)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
-    count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(tl.int64)  # padded block
-    wrong = (count < 0) | (count > num_rows) | (count % multiple != 0)
-    is_wrong = (tl.sum(wrong.to(tl.int32), axis=0) > 0) | (tl.sum(tl.minimum(count, num_rows), axis=0) > num_rows)
-    count = tl.where(is_wrong, tl.zeros_like(count), count)
+    # the block is a power of two
+    count = tl.load(counts_ptr + e * stride_counts, mask=e < num_experts, other=0).to(tl.int64)
+    illegal = (count < 0) | (count > num_rows) | (count % multiple != 0)
+    is_illegal = (tl.sum(illegal.to(tl.int32), axis=0) > 0) | (tl.sum(tl.minimum(count, num_rows), axis=0) > num_rows)
+    count = tl.where(is_illegal, tl.zeros_like(count), count)
     ends = tl.cumsum(count, 0)
     begin = ends - count
-    end = tl.where(is_wrong, tl.zeros_like(ends) - 1, ends)
+    end = tl.where(is_illegal, tl.zeros_like(ends) - 1, ends)
     tiles = tl.cdiv(count, BLOCK_P)
     first = tl.sum(tl.where(e < expert, tiles, 0), axis=0)
     num_tiles = tl.sum(tl.where(e == expert, tiles, 0), axis=0)
     expert_begin = tl.sum(tl.where(e == expert, begin, 0), axis=0)
     expert_end = tl.sum(tl.where(e == expert, end, 0), axis=0)
-    one = tl.zeros([1], tl.int64)
+    zero = tl.zeros([1], tl.int64)
     put_tiles(
-        tile_ptr, capacity, one + expert, one + first, one + num_tiles, one + expert_begin, one + expert_end, BLOCK_T
+        tile_ptr,
+        capacity,
+        zero + expert,
+        zero + first,
+        zero + num_tiles,
+        zero + expert_begin,
+        zero + expert_end,
+        BLOCK_T,
     )
     tl.store(segment_ptr + expert, expert_begin)
     tl.store(segment_ptr + num_experts + expert, expert_end)
@@ -143,23 +160,24 @@ def plan_kernel(
 
 @triton.jit
 def find_tile(tile_ptr, capacity, work, columns, BLOCK_P: tl.constexpr):
-    """A piece of work: its expert, the expert's rows from `begin` to `end`, its tile's first row
-    and column.
+    """(expert, first row and end of the expert's rows, first row of the tile, column of the tile)
+    of a piece of work.
 
-    An expert's tiles of one column follow each other: programs that run together share its columns.
+    An expert's tiles of one column follow each other, so that programs that run together share the
+    columns of its matrix.
     """
-    entry = tile_ptr + work // columns  # some tile of the expert
+    entry = tile_ptr + work // columns  # of any tile of the expert
     expert, first = tl.load(entry).to(tl.int32), tl.load(entry + capacity).to(tl.int32)
     begin, end = tl.load(entry + 2 * capacity), tl.load(entry + 3 * capacity)
     tiles = tl.cdiv(end - begin, BLOCK_P).to(tl.int32)
-    place = work - first * columns
-    return expert, begin, end, begin + place % tiles * BLOCK_P, place // tiles
+    work_in_expert = work - first * columns
+    return expert, begin, end, begin + work_in_expert % tiles * BLOCK_P, work_in_expert // tiles
 
 
 @triton.jit
 def fill_rows(out_ptr, begin, end, num_columns, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Zeros in whole rows from `begin` to `end`, shared by all programs; NaN in all rows if the
-    plan says -1, for illegal counts.
+    """Write zeros to the rows from `begin` to `end`; all programs share the work. If the plan has
+    -1 as `begin`, for illegal counts, write NaN to all rows.
     """
     columns = tl.cdiv(num_columns, BLOCK_C)
     value = tl.where(begin < 0, tl.full([], float("nan"), tl.float32), 0.0)
@@ -168,13 +186,13 @@ def fill_rows(out_ptr, begin, end, num_columns, BLOCK_P: tl.constexpr, BLOCK_C: 
     for work in range(tl.program_id(0), tl.cdiv(end - begin, BLOCK_P) * columns, tl.num_programs(0)):
         p = begin + (work // columns).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
         c = (work % columns).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-        inside = (p < end)[:, None] & (c < num_columns)[None, :]  # the last tile and the last block stick out
-        tl.store(out_ptr + p[:, None] * num_columns + c[None, :], filled, mask=inside)
+        in_bounds = (p < end)[:, None] & (c < num_columns)[None, :]  # the last tile and the last block stick out
+        tl.store(out_ptr + p[:, None] * num_columns + c[None, :], filled, mask=in_bounds)
 
 
 @triton.jit
 def load_matrix(weight_desc, expert, d, c, TURNED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A [D, C] tile of an expert's matrix, which lies in memory as it is or turned."""
+    """A [D, C] tile of an expert's matrix, which is stored as [D, C], or transposed (TURNED)."""
     if TURNED:
         tile = tl.trans(tl.reshape(weight_desc.load([expert, c, d]), [BLOCK_C, BLOCK_D]))
     else:
@@ -204,7 +222,9 @@ def grouped_matmul_kernel(
     BIAS_AS: tl.constexpr,
     TURNED: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
+    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, and 0 past all segments.
+    Program i computes the tiles i, i + the number of programs, and so on.
+    """
     columns = tl.cdiv(num_columns, BLOCK_C)
     pieces = tl.load(total_ptr).to(tl.int32) * columns
     stride_weight_d = stride_weight_inner if TURNED else stride_weight_row
@@ -218,7 +238,7 @@ def grouped_matmul_kernel(
         acc = tl.zeros([BLOCK_P, BLOCK_C], ACCUMULATOR)
         for first in range(0, depth, BLOCK_D):
             if x_desc is not None:
-                x = x_desc.load([row.to(tl.int32), first])  # the next expert's rows make only rows that are not stored
+                x = x_desc.load([row.to(tl.int32), first])  # the next expert's rows give only rows that are not stored
                 weight = load_matrix(weight_desc, expert, first, column * BLOCK_C, TURNED, BLOCK_D, BLOCK_C)
             else:
                 d = first + tl.arange(0, BLOCK_D).to(tl.int64)
@@ -262,7 +282,9 @@ def grouped_wgrad_kernel(
     num_experts, num_outs, num_ins,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = before[e] + Σ over e's rows p of d_out[p]ᵀ · x[p]; no other row is read."""
+    """out[e] = before[e] + Σ over e's rows p of d_out[p]ᵀ · x[p]; no other row is read. Program i
+    computes the tiles i, i + the number of programs, and so on.
+    """
     blocks_m, blocks_n = tl.cdiv(num_outs, BLOCK_M), tl.cdiv(num_ins, BLOCK_N)
     for work in range(tl.program_id(0), num_experts * blocks_m * blocks_n, tl.num_programs(0)):
         block_m, block_n, expert, begin, end = find_gradient(segment_ptr, num_experts, work, blocks_m, blocks_n)
@@ -285,7 +307,7 @@ def grouped_wgrad_kernel(
                     other=0.0,
                 )  # as above
             acc = add_product(acc, tl.trans(d_out), x)
-        acc = tl.where(count < 0, float("nan"), acc)  # an illegal plan
+        acc = tl.where(count < 0, float("nan"), acc)  # the plan is illegal
         if out_desc is not None:
             result = tl.reshape(rounded(acc, out_ptr.dtype.element_ty), [1, BLOCK_M, BLOCK_N])
             out_desc.store([expert.to(tl.int32), block_m * BLOCK_M, block_n * BLOCK_N], result)
@@ -314,7 +336,9 @@ def segment_sums_kernel(
     RESULT_AS: tl.constexpr,  # on the way to the result's dtype: float64 has no direct one to bfloat16
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = Σ over e's rows p of x[p]: first every BLOCK_P-th row, then those sums together."""
+    """out[e] = Σ over e's rows p of x[p]. A program sums a block of columns for one expert: first
+    every BLOCK_P-th row, then these sums.
+    """
     columns = tl.cdiv(num_columns, BLOCK_C)
     expert = (tl.program_id(0) // columns).to(tl.int64)
     c = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -322,9 +346,9 @@ def segment_sums_kernel(
     acc = tl.zeros([BLOCK_P, BLOCK_C], ACCUMULATOR)
     for first in range(begin, end, BLOCK_P):
         p = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_P)
-        inside = (p < end)[:, None] & (c < num_columns)[None, :]  # the last step and the last block stick out
-        acc += tl.load(x_ptr + p[:, None] * stride_x_p + c[None, :] * stride_x_c, mask=inside, other=0.0).to(
+        in_bounds = (p < end)[:, None] & (c < num_columns)[None, :]  # the last step and the last block stick out
+        acc += tl.load(x_ptr + p[:, None] * stride_x_p + c[None, :] * stride_x_c, mask=in_bounds, other=0.0).to(
             ACCUMULATOR
         )
-    total = tl.where(end < begin, float("nan"), tl.sum(acc, axis=0)).to(RESULT_AS)  # an illegal plan
+    total = tl.where(end < begin, float("nan"), tl.sum(acc, axis=0)).to(RESULT_AS)  # the plan is illegal
     tl.store(out_ptr + expert * num_columns + c, rounded(total, out_ptr.dtype.element_ty), mask=c < num_columns)

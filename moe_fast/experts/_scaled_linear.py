@@ -1,5 +1,5 @@
-"""Products of quantised rows: codes times codes in the matrix unit, scales as far outside of the
-sum as they may stand.
+"""Products of quantised rows. The matrix unit multiplies codes with codes, and scales are
+multiplied as far outside of the sum as possible.
 
     rule    | scale                                   | where it is multiplied
     group   | one of each factor for an expert        | onto the sum
@@ -7,10 +7,10 @@ sum as they may stand.
     mxfp8   | powers of two, 32 along the depth       | onto each code
     nvfp4   | in E4M3, 16 along the depth; an amax    | onto each code; the amax onto the sum
 
-A code times its block's scale is exact in bfloat16: four bits and a power of two, or six bits. All
-factors lie along their depth, which is summed over; what lies turned was turned before, in pieces
-of TILE, so that an expert's begin at a tile. L experts, P rows, C columns of the result, D the
-depth; M outputs and N inputs of the layer.
+A code times its block's scale is exact in bfloat16: it has four bits and a power of two, or six
+bits. The codes of both factors are contiguous along the depth, which is summed over. Factors that
+lie the other way were transposed before, in tiles of TILE rows; each expert's rows begin at such a
+tile. L experts, P rows, C columns of the result, D the depth; M outputs and N inputs of the layer.
 """
 
 import triton
@@ -39,7 +39,9 @@ def turn_kernel(
     tile_ptr, total_ptr, capacity, num_columns,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Transposed codes: each expert's begin at a tile, and its last tile ends with zeros."""
+    """Transpose codes. Program t · columns + b handles tile t of TILE rows and block b of columns.
+    Each expert's rows begin at a tile, and its last tile ends with zeros.
+    """
     columns = tl.cdiv(num_columns, BLOCK_C)
     t = (tl.program_id(0) // columns).to(tl.int64)
     c = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -51,8 +53,8 @@ def turn_kernel(
         )
         i = tl.arange(0, TILE)
         p = begin + (t - first) * TILE + i
-        inside = (p < end)[:, None] & (c < num_columns)[None, :]  # the last tile and the last block stick out
-        codes = tl.load(codes_ptr + p[:, None] * num_columns + c[None, :], mask=inside, other=0)
+        in_bounds = (p < end)[:, None] & (c < num_columns)[None, :]  # the last tile and the last block stick out
+        codes = tl.load(codes_ptr + p[:, None] * num_columns + c[None, :], mask=in_bounds, other=0)
         tl.store(
             out_ptr + c[:, None] * stride_out + t * TILE + i[None, :], tl.trans(codes), mask=(c < num_columns)[:, None]
         )
@@ -65,7 +67,7 @@ def load_codes(
 ):  # fmt: skip
     """A step of the depth: tiles [P, D] of the rows and [C, D] of the expert's matrix."""
     if x_desc is not None:
-        x = x_desc.load([row.to(tl.int32), first])  # the next expert's rows make only rows that are not stored
+        x = x_desc.load([row.to(tl.int32), first])  # the next expert's rows give only rows that are not stored
         weight = tl.trans(load_matrix(weight_desc, expert, first, column * BLOCK_C, True, BLOCK_D, BLOCK_C))
     else:
         d = first + tl.arange(0, BLOCK_D)
@@ -83,7 +85,7 @@ def load_scales(
     x_scale_ptr, stride_x_p, stride_x_d, weight_scale_ptr, stride_weight_c, stride_weight_d, block, column, p, c,
     in_segment, in_row, SHARED_C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Scale of the row · scale of the column, of one block of the depth."""
+    """The scale of each row times the scale of each column, for one block of the depth."""
     block = tl.cast(block, tl.int64)
     x_scale = tl.load(x_scale_ptr + p * stride_x_p + block * stride_x_d, mask=in_segment, other=0.0)
     weight_scale_ptrs = weight_scale_ptr + block * stride_weight_d
@@ -122,7 +124,9 @@ def scaled_matmul_kernel(
     BIAS_AS: tl.constexpr,  # holds the bias exactly, or in float32
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, 0 past all segments."""
+    """out[p] = x[p] · weight[e] + bias[e] for each row p of an expert e, and 0 past all segments.
+    Program i computes the tiles i, i + the number of programs, and so on.
+    """
     columns = tl.cdiv(num_columns, BLOCK_C)
     pieces = tl.load(total_ptr).to(tl.int32) * columns
     # one flat loop with that over the depth is a fifth slower
@@ -156,9 +160,11 @@ def scaled_matmul_kernel(
                     RULE, X_FORMAT, WEIGHT_FORMAT, FACTOR, SCALED_BY_HARDWARE, BLOCK_D // SHARED_D,
                 )  # fmt: skip
         if RULE == "group" or RULE == "nvfp4":
-            left = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_p, expert, p, in_segment, x_share, RULE)
-            right = outer_scale(weight_outer_ptr, stride_weight_outer_l, 0, expert, c, in_row, weight_share, RULE)
-            acc = times(acc, left, right)
+            x_outer = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_p, expert, p, in_segment, x_share, RULE)
+            weight_outer = outer_scale(
+                weight_outer_ptr, stride_weight_outer_l, 0, expert, c, in_row, weight_share, RULE
+            )
+            acc = times(acc, x_outer, weight_outer)
         store_rows(
             acc, bias_ptr, stride_bias_l, stride_bias_c, has_bias, out_ptr, out_desc, num_columns, expert, begin, end,
             row, column, BIAS_AS, BLOCK_P, BLOCK_C,
@@ -167,12 +173,12 @@ def scaled_matmul_kernel(
 
 
 @triton.jit
-def load_turned(ptr, stride, desc, first_row, row, live, place, BLOCK_P: tl.constexpr):
-    """Turned codes from column `place` on; tiles are whole."""
+def load_turned(ptr, stride, desc, first_row, row, live, column, BLOCK_P: tl.constexpr):
+    """A whole tile of transposed codes, from `column` on."""
     if desc is not None:
-        codes = desc.load([first_row, place.to(tl.int32)])
+        codes = desc.load([first_row, column.to(tl.int32)])
     else:
-        i = place + tl.arange(0, BLOCK_P)
+        i = column + tl.arange(0, BLOCK_P)
         codes = tl.load(ptr + row[:, None] * stride + i[None, :], mask=live[:, None], other=0.0)
     return codes
 
@@ -197,7 +203,9 @@ def scaled_wgrad_kernel(
     SCALED_BY_HARDWARE: tl.constexpr, SHARED_P: tl.constexpr,  # rows that share a scale
     BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p], added to before[e] if there is one."""
+    """out[e] = Σ over e's rows p of d_out[p]ᵀ · x[p], plus before[e] if there is a tensor to add
+    to. Program i computes the tiles i, i + the number of programs, and so on.
+    """
     blocks_m, blocks_n = tl.cdiv(num_outs, BLOCK_M), tl.cdiv(num_ins, BLOCK_N)
     for work in range(tl.program_id(0), num_experts * blocks_m * blocks_n, tl.num_programs(0)):
         block_m, block_n, expert, begin, end = find_gradient(segment_ptr, num_experts, work, blocks_m, blocks_n)
@@ -210,9 +218,11 @@ def scaled_wgrad_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         count = (end - begin).to(tl.int32)
         for first in range(0, count, BLOCK_P):
-            place = tile * TILE + first
-            d_out = load_turned(d_out_ptr, stride_d_out_m, d_out_desc, block_m * BLOCK_M, m, live_m, place, BLOCK_P)
-            x = load_turned(x_ptr, stride_x_n, x_desc, block_n * BLOCK_N, n, live_n, place, BLOCK_P)
+            turned_column = tile * TILE + first
+            d_out = load_turned(
+                d_out_ptr, stride_d_out_m, d_out_desc, block_m * BLOCK_M, m, live_m, turned_column, BLOCK_P
+            )
+            x = load_turned(x_ptr, stride_x_n, x_desc, block_n * BLOCK_N, n, live_n, turned_column, BLOCK_P)
             if RULE == "group":
                 acc = add_codes(acc, factor(d_out, D_OUT_FORMAT, FACTOR), factor(x, X_FORMAT, FACTOR), FACTOR)
             elif RULE == "amax":
@@ -231,10 +241,10 @@ def scaled_wgrad_kernel(
                 )  # fmt: skip
         if RULE == "group" or RULE == "nvfp4":
             outer_l, outer_m = stride_d_out_outer_l, stride_d_out_outer_m
-            left = outer_scale(d_out_outer_ptr, outer_l, outer_m, expert, m, live_m, d_out_share, RULE)
-            right = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_n, expert, n, live_n, x_share, RULE)
-            acc = times(acc, left, right)
-        acc = tl.where(count < 0, float("nan"), acc)  # an illegal plan
+            d_out_outer = outer_scale(d_out_outer_ptr, outer_l, outer_m, expert, m, live_m, d_out_share, RULE)
+            x_outer = outer_scale(x_outer_ptr, stride_x_outer_l, stride_x_outer_n, expert, n, live_n, x_share, RULE)
+            acc = times(acc, d_out_outer, x_outer)
+        acc = tl.where(count < 0, float("nan"), acc)  # the plan is illegal
         store_gradient(
             acc, before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, expert, count, m, n, num_outs,
             num_ins,

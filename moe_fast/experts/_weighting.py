@@ -27,14 +27,14 @@ def segment_begin(ends_ptr, expert):
 
 @triton.jit
 def rows_in_segments(ends_ptr, num_experts, num_rows):
-    """How many rows are some expert's."""
+    """How many rows belong to some expert."""
     # no illegal count leaves the rows
     return tl.minimum(tl.load(ends_ptr + num_experts - 1), num_rows)
 
 
 @triton.jit
 def expert_of(p, ends_ptr, num_experts, BLOCK_E: tl.constexpr):
-    """The expert of each row: as many as have ended before it."""
+    """The expert of each row: the number of experts whose rows end before it."""
     e = tl.arange(0, BLOCK_E)
     end = tl.load(ends_ptr + e, mask=e < num_experts, other=0)  # the block is a power of two
     ended = (end[None, :] <= p[:, None]) & (e < num_experts)[None, :]
@@ -53,19 +53,19 @@ def load_probs(probs_ptr, stride, p, live, dtype: tl.constexpr):
 @jit(
     together=[("stride_x_p", "width")],
     along=["stride_x_h"],
-    do_not_specialize=["stride_probs", "num_rows", "num_experts", "parts"],
+    do_not_specialize=["stride_probs", "num_rows", "num_experts", "column_programs"],
 )
 def scale_rows_kernel(
     x_ptr, stride_x_p, stride_x_h, probs_ptr, stride_probs,
     # result, contiguous
     out_ptr,
     # sizes, and where segments end
-    ends_ptr, num_rows, num_experts, width, parts,
+    ends_ptr, num_rows, num_experts, width, column_programs,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = x[p] · probs[p]."""
-    p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-    c = (tl.program_id(0) % parts).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    """out[p] = x[p] · probs[p]. A program computes one tile."""
+    p = (tl.program_id(0) // column_programs).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    c = (tl.program_id(0) % column_programs).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     live = p < rows_in_segments(ends_ptr, num_experts, num_rows)
     in_row = (c < width)[None, :]  # the last block sticks out
     x = tl.load(x_ptr + p[:, None] * stride_x_p + c[None, :] * stride_x_h, mask=live[:, None] & in_row, other=0.0)
@@ -80,26 +80,30 @@ def scale_rows_kernel(
 @jit(
     together=[("stride_y_p", "width")],
     along=["stride_y_h", "stride_bias_h"],
-    do_not_specialize=["stride_probs", "stride_bias_l", "num_rows", "num_experts", "parts"],
+    do_not_specialize=["stride_probs", "stride_bias_l", "num_rows", "num_experts", "column_programs"],
 )
 def add_bias_kernel(
     y_ptr, stride_y_p, stride_y_h, bias_ptr, stride_bias_l, stride_bias_h, probs_ptr, stride_probs,
     # result, contiguous
     out_ptr,
     # sizes, and where segments end
-    ends_ptr, num_rows, num_experts, width, parts,
+    ends_ptr, num_rows, num_experts, width, column_programs,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = y[p] + probs[p] · bias[e], e the expert of row p."""
-    p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-    c = (tl.program_id(0) % parts).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    """out[p] = y[p] + probs[p] · bias[e], where e is the expert of row p. A program computes one
+    tile.
+    """
+    p = (tl.program_id(0) // column_programs).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    c = (tl.program_id(0) % column_programs).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     live = p < rows_in_segments(ends_ptr, num_experts, num_rows)
     in_row = (c < width)[None, :]  # the last block sticks out
-    inside = live[:, None] & in_row
+    in_bounds = live[:, None] & in_row
     expert = expert_of(p, ends_ptr, num_experts, BLOCK_E)
-    y = widened(tl.load(y_ptr + p[:, None] * stride_y_p + c[None, :] * stride_y_h, mask=inside, other=0.0), ACCUMULATOR)
+    y = widened(
+        tl.load(y_ptr + p[:, None] * stride_y_p + c[None, :] * stride_y_h, mask=in_bounds, other=0.0), ACCUMULATOR
+    )
     bias = widened(
-        tl.load(bias_ptr + expert[:, None] * stride_bias_l + c[None, :] * stride_bias_h, mask=inside, other=0.0),
+        tl.load(bias_ptr + expert[:, None] * stride_bias_l + c[None, :] * stride_bias_h, mask=in_bounds, other=0.0),
         ACCUMULATOR,
     )
     total = y + load_probs(probs_ptr, stride_probs, p, live, ACCUMULATOR) * bias
@@ -126,7 +130,9 @@ def weighted_rows_backward_kernel(
     ACCUMULATOR: tl.constexpr, BY_EXPERT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """d_x[p] = d_out[p] · probs[p]; d_probs[p] = Σ d_out[p] · other[p or its expert]."""
+    """d_x[p] = d_out[p] · probs[p] and d_probs[p] = Σ d_out[p] · factor[p], or with BY_EXPERT
+    factor[p's expert]. A program computes BLOCK_P whole rows.
+    """
     p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     live = p < rows_in_segments(ends_ptr, num_experts, num_rows)
     row = p
@@ -136,19 +142,19 @@ def weighted_rows_backward_kernel(
     for first in range(0, width, BLOCK_H):
         c = first + tl.arange(0, BLOCK_H).to(tl.int64)
         in_row = (c < width)[None, :]  # the last step sticks out
-        inside = live[:, None] & in_row
+        in_bounds = live[:, None] & in_row
         d_out = widened(
-            tl.load(d_out_ptr + p[:, None] * stride_d_out_p + c[None, :] * stride_d_out_h, mask=inside, other=0.0),
+            tl.load(d_out_ptr + p[:, None] * stride_d_out_p + c[None, :] * stride_d_out_h, mask=in_bounds, other=0.0),
             ACCUMULATOR,
         )
         if d_x_ptr is not None:
             d_x = stored_as(d_out * load_probs(probs_ptr, stride_probs, p, live, ACCUMULATOR), d_x_ptr.dtype.element_ty)
             tl.store(d_x_ptr + p[:, None] * width + c[None, :], d_x, mask=(p < num_rows)[:, None] & in_row)
         if d_probs_ptr is not None:
-            other = tl.load(
-                other_ptr + row[:, None] * stride_other_r + c[None, :] * stride_other_h, mask=inside, other=0.0
+            factor = tl.load(
+                other_ptr + row[:, None] * stride_other_r + c[None, :] * stride_other_h, mask=in_bounds, other=0.0
             )
-            total += d_out * widened(other, ACCUMULATOR)
+            total += d_out * widened(factor, ACCUMULATOR)
     if d_probs_ptr is not None:
         # the last tile sticks out
         tl.store(d_probs_ptr + p, stored_as(tl.sum(total, axis=1), d_probs_ptr.dtype.element_ty), mask=p < num_rows)
@@ -167,10 +173,12 @@ def bias_gradient_kernel(
     ends_ptr, num_rows, num_experts, width,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = Σ over e's rows p of d_out[p] · probs[p], every BLOCK_P-th row first."""
-    parts = tl.cdiv(width, BLOCK_H)
-    expert = (tl.program_id(0) // parts).to(tl.int64)
-    c = (tl.program_id(0) % parts).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    """out[e] = Σ over e's rows p of d_out[p] · probs[p]. A program sums a block of columns for one
+    expert: first every BLOCK_P-th row, then these sums.
+    """
+    column_programs = tl.cdiv(width, BLOCK_H)
+    expert = (tl.program_id(0) // column_programs).to(tl.int64)
+    c = (tl.program_id(0) % column_programs).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     begin = tl.minimum(segment_begin(ends_ptr, expert), num_rows)
     end = tl.minimum(tl.load(ends_ptr + expert), num_rows)
     total = tl.zeros([BLOCK_P, BLOCK_H], ACCUMULATOR)
@@ -190,24 +198,28 @@ def bias_gradient_kernel(
 @jit(
     together=[("stride_y_t", "width")],
     along=["stride_y_h"],
-    do_not_specialize=["stride_z", "num_rows", "parts"],
+    do_not_specialize=["stride_z", "num_rows", "column_programs"],
 )
 def gate_kernel(
     y_ptr, stride_y_t, stride_y_h, z_ptr, stride_z,
     # result, contiguous
-    out_ptr, num_rows, width, parts,
+    out_ptr, num_rows, width, column_programs,
     ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = y[t] · σ(z[t]), σ rounded to the dtype of z."""
-    t = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    c = (tl.program_id(0) % parts).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    """out[t] = y[t] · σ(z[t]), with σ rounded to the dtype of z. A program computes one tile."""
+    t = (tl.program_id(0) // column_programs).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    c = (tl.program_id(0) % column_programs).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     live = t < num_rows
-    inside = live[:, None] & (c < width)[None, :]  # the last tiles stick out on both sides
+    in_bounds = live[:, None] & (c < width)[None, :]  # the last tiles stick out on both sides
     score, _ = score_and_slope(widened(tl.load(z_ptr + t * stride_z, mask=live, other=0.0), ACCUMULATOR), "sigmoid")
     score = widened(stored_as(score, z_ptr.dtype.element_ty), ACCUMULATOR)
-    y = widened(tl.load(y_ptr + t[:, None] * stride_y_t + c[None, :] * stride_y_h, mask=inside, other=0.0), ACCUMULATOR)
+    y = widened(
+        tl.load(y_ptr + t[:, None] * stride_y_t + c[None, :] * stride_y_h, mask=in_bounds, other=0.0), ACCUMULATOR
+    )
     tl.store(
-        out_ptr + t[:, None] * width + c[None, :], stored_as(y * score[:, None], out_ptr.dtype.element_ty), mask=inside
+        out_ptr + t[:, None] * width + c[None, :],
+        stored_as(y * score[:, None], out_ptr.dtype.element_ty),
+        mask=in_bounds,
     )
 
 
@@ -222,7 +234,9 @@ def gate_backward_kernel(
     d_y_ptr, d_z_ptr, num_rows, width,
     ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """d_y[t] = d_out[t] σ, d_z[t] = σ(1 - σ) Σ d_out[t] · y[t]; σ and Σ rounded to z's dtype."""
+    """d_y[t] = d_out[t] σ and d_z[t] = σ(1 - σ) Σ d_out[t] · y[t], where σ and the sum are rounded
+    to the dtype of z. A program computes BLOCK_T whole rows.
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = t < num_rows
     score, slope = score_and_slope(widened(tl.load(z_ptr + t * stride_z, mask=live, other=0.0), ACCUMULATOR), "sigmoid")
@@ -230,19 +244,19 @@ def gate_backward_kernel(
     total = tl.zeros([BLOCK_T, BLOCK_H], ACCUMULATOR)
     for first in range(0, width, BLOCK_H):
         c = first + tl.arange(0, BLOCK_H).to(tl.int64)
-        inside = live[:, None] & (c < width)[None, :]  # the last tile and the last step stick out
+        in_bounds = live[:, None] & (c < width)[None, :]  # the last tile and the last step stick out
         d_out = widened(
-            tl.load(d_out_ptr + t[:, None] * stride_d_out_t + c[None, :] * stride_d_out_h, mask=inside, other=0.0),
+            tl.load(d_out_ptr + t[:, None] * stride_d_out_t + c[None, :] * stride_d_out_h, mask=in_bounds, other=0.0),
             ACCUMULATOR,
         )
         if d_y_ptr is not None:
             tl.store(
                 d_y_ptr + t[:, None] * width + c[None, :],
                 stored_as(d_out * score[:, None], d_y_ptr.dtype.element_ty),
-                mask=inside,
+                mask=in_bounds,
             )
         if d_z_ptr is not None:
-            y = tl.load(y_ptr + t[:, None] * stride_y_t + c[None, :] * stride_y_h, mask=inside, other=0.0)
+            y = tl.load(y_ptr + t[:, None] * stride_y_t + c[None, :] * stride_y_h, mask=in_bounds, other=0.0)
             total += d_out * widened(y, ACCUMULATOR)
     if d_z_ptr is not None:
         d_score = widened(stored_as(tl.sum(total, axis=1), d_z_ptr.dtype.element_ty), ACCUMULATOR)

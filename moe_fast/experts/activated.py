@@ -33,7 +33,7 @@ WALK = replace(hopper.WALK, steps=4)
 
 @dataclass(frozen=True)
 class Activated:
-    """The rounded activation of h, not written."""
+    """The rounded activation of h as a value that is not written to memory."""
 
     h_PF2: Tensor
     probs: Tensor | None
@@ -51,7 +51,9 @@ class Activated:
 
 
 def can_quantize_activated(rows: Activated, recipe: Recipe) -> bool:
-    """Whether `quantize_activated` takes them: whole lines of two-byte gates, then values."""
+    """Whether `quantize_activated` can compute it: h has two-byte numbers in whole lines, the gates
+    before the values.
+    """
     h, probs, settings = rows.h_PF2, rows.probs, rows.settings
     if not (has_memory() and is_hopper(h.device)) or KERNEL_OF[recipe.scaling] != "amax" or h.itemsize != 2:
         return False
@@ -65,7 +67,9 @@ def can_quantize_activated(rows: Activated, recipe: Recipe) -> bool:
 def quantize_activated(
     rows: Activated, recipe: Recipe, splits: Tensor | None, rowwise: bool, columnwise: bool, *, for_products: bool
 ) -> Quantized:
-    """`quantize` of the activation, or `quantize_for_products`, bit by bit, without writing it."""
+    """`quantize` of the activation, or with `for_products` `quantize_for_products`, bit by bit,
+    without writing the activation.
+    """
     rows = replace(rows, h_PF2=rows.h_PF2.resolve_neg())
     like, probs, settings, size = rows.like, rows.probs, rows.settings, SIZE.value
     format = format_of(recipe, "input")
@@ -74,8 +78,8 @@ def quantize_activated(
     if rowwise:
         by_rows = empty_form(like, "amax", (1, size), grid, amax=not for_products)
     if columnwise:
-        parts = {"codes": not for_products, "turned": for_products, "amax": not for_products}
-        by_columns = empty_form(like, "amax", (size, 1), grid, **parts)
+        tensors = {"codes": not for_products, "turned": for_products, "amax": not for_products}
+        by_columns = empty_form(like, "amax", (size, 1), grid, **tensors)
     sizes: dict[str, Any] = {k: v for k, v in grid.settings.items() if k not in ("BLOCK_M", "BLOCK_N", "STAGES")}
     constants = encoding(recipe, format, like.device)
     del constants["HARDWARE"]
@@ -101,14 +105,18 @@ def quantize_activated(
     return Quantized(recipe, format, like.dtype, splits, None, by_rows, by_columns)
 
 
-def kept_rows(ctx: Any, rows: Tensor, made: Activated | None, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
-    """What a backward quantises again, for autograd to save: the rows, or h and the probs."""
-    ctx.settings = None if made is None else made.settings
+def kept_rows(
+    ctx: Any, rows: Tensor, activation: Activated | None, wanted: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The tensors that autograd saves because the backward quantises the rows again: (rows, None),
+    or (h, probs) of an activation that is not written, or (None, None) unless `wanted`.
+    """
+    ctx.settings = None if activation is None else activation.settings
     if not wanted:
         return None, None
-    return (rows, None) if made is None else (made.h_PF2, made.probs)
+    return (rows, None) if activation is None else (activation.h_PF2, activation.probs)
 
 
-def rows_of_kept(ctx: Any, kept: Tensor | None, probs: Tensor | None) -> Tensor | Activated | None:
+def rows_of_kept(ctx: Any, saved_rows: Tensor | None, probs: Tensor | None) -> Tensor | Activated | None:
     """The inverse of `kept_rows`."""
-    return kept if kept is None or ctx.settings is None else Activated(kept, probs, ctx.settings)
+    return saved_rows if saved_rows is None or ctx.settings is None else Activated(saved_rows, probs, ctx.settings)

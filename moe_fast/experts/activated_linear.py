@@ -18,7 +18,7 @@ def activated_linear(
     x: Tensor | Gathered, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
     *, bias: Tensor | None, probs: Tensor | None, settings: Settings,
 ) -> Tensor | None:  # fmt: skip
-    """A gated activation of `grouped_linear`'s result, which is not stored; None unless
+    """A gated activation of the result of `grouped_linear`, which itself is not stored; None unless
     `can_activate`.
     """
     rows, like = (x.tokens_TH, x.like) if isinstance(x, Gathered) else (x.resolve_neg(),) * 2
@@ -26,20 +26,21 @@ def activated_linear(
     if not can_activate(rows, num_rows, weight, bias, probs, settings):
         return None
     plan, width = plan_of(tokens_per_expert_L, like), weight.shape[1] // 2
-    out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)  # all by activated_matmul_kernel
-    given = x if isinstance(x, Gathered) else rows
-    hopper.activated_matmul(given, weight, strided(bias, 2), strided(probs, 1), settings, plan, out)
+    # activated_matmul_kernel writes all of it
+    out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)
+    operand = x if isinstance(x, Gathered) else rows
+    hopper.activated_matmul(operand, weight, strided(bias, 2), strided(probs, 1), settings, plan, out)
     return out
 
 
 def can_activate(
     rows: Tensor, num_rows: int, weight_LMN: Tensor, bias: Tensor | None, probs: Tensor | None, settings: Settings
 ) -> bool:
-    """Whether no backward needs the product, and `hopper.activated_matmul` takes so many rows of
-    the layout of `rows`.
+    """Whether no backward needs the product, and `hopper.activated_matmul` can multiply `num_rows`
+    rows with the layout of `rows`.
     """
-    given, width = (rows, weight_LMN, bias, probs), weight_LMN.shape[1] // 2
-    saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    tensors, width = (rows, weight_LMN, bias, probs), weight_LMN.shape[1] // 2
+    saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if saves or tracing() or not has_memory() or not is_hopper(rows.device):
         return False
     halves = settings.gated and (settings.interleave or width) == width > 1
@@ -53,6 +54,6 @@ def can_activate(
 def can_gather_activated(
     tokens: Tensor, num_rows: int, weight_LMN: Tensor, bias: Tensor | None, probs: Tensor, settings: Settings
 ) -> bool:
-    """Whether `activated_linear` takes rows that are still tokens, and gains by it."""
-    few = weight_LMN.shape[1] // 2 <= MOST_GATHERED
-    return few and in_lines(tokens) and can_activate(tokens, num_rows, weight_LMN, bias, probs, settings)
+    """Whether `activated_linear` can take tokens in place of rows, and is faster that way."""
+    is_narrow = weight_LMN.shape[1] // 2 <= MOST_GATHERED
+    return is_narrow and in_lines(tokens) and can_activate(tokens, num_rows, weight_LMN, bias, probs, settings)

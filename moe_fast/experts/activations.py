@@ -34,7 +34,9 @@ CURVES = {  # kind → the kernels' name of f, and its α
 
 @dataclass(frozen=True)
 class Settings:
-    """An activation as the kernels take it; α is the kind's default where none is given."""
+    """The settings of an activation, as the kernels take them. If alpha is None, α is the default
+    of the kind.
+    """
 
     kind: str
     gated: bool
@@ -45,15 +47,15 @@ class Settings:
     interleave: int | None = None
 
     def width(self, h: Tensor) -> int:
-        """Columns of the result."""
+        """How many columns the result has."""
         return h.shape[1] // 2 if self.gated else h.shape[1]
 
     def between(self, h: Tensor) -> int:
-        """Columns of h from a gate to its value."""
+        """The distance in h from a gate to its value, in columns."""
         return (self.interleave or max(self.width(h), 1)) if self.gated else 0
 
     def layout(self, h: Tensor) -> str:
-        """Where gates and values stand in h, by the kernels' name."""
+        """The kernels' name for the positions of gates and values in h."""
         if not self.gated:
             return "single"
         between = self.between(h)
@@ -63,7 +65,7 @@ class Settings:
 
     @property
     def effective_alpha(self) -> float:
-        """α as given, else the kind's own."""
+        """α, or the default of the kind."""
         return CURVES[self.kind][1] if self.alpha is None else self.alpha
 
     def numbers(self) -> tuple[int, int, int]:
@@ -152,19 +154,21 @@ def activated(
     settings: Settings,
     *, probs: Tensor | None = None, fp8_input_store: bool = False, totals: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`glu` or `activation` of a call that is checked. With the `totals` of a plan, rows past the
-    experts' are not written, nor is d_h there.
+    """`glu` or `activation`, without checks. If `totals` of a plan are given, rows past the
+    experts' are not written, and neither is their d_h.
     """
     return _Activation.apply(h, probs, settings, fp8_input_store, totals, True)
 
 
 def unwritten(h: Tensor, settings: Settings, *, probs: Tensor | None, totals: Tensor | None) -> Tensor:
-    """The node of `activated` in autograd's graph: a tensor of its shape, never read."""
+    """A tensor of the shape of `activated` as its node in autograd's graph. Its values are never
+    read.
+    """
     return _Activation.apply(h, probs, settings, False, totals, False)
 
 
 def check_fused(h: Tensor, probs: Tensor | None) -> None:
-    """What the kernels can read."""
+    """Raise `ValueError` for tensors that the kernels cannot read."""
     check_device("h", h)
     check_probs(probs)
 
@@ -177,7 +181,7 @@ def check_probs(probs: Tensor | None) -> None:
 
 @as_operators
 class _Activation(torch.autograd.Function):
-    """`glu` or `activation`; what needs no gradient is not written."""
+    """`glu` or `activation`. Gradients that are not needed are not written."""
 
     @staticmethod
     def forward(
@@ -189,10 +193,10 @@ class _Activation(torch.autograd.Function):
             torch.empty(h.shape, dtype=torch.uint8, device=h.device)
             if fp8_input_store and any(ctx.needs_input_grad)
             else None
-        )  # all by activation_kernel
+        )  # activation_kernel writes all of it
         ctx.save_for_backward(h if codes is None else codes, probs, totals)
         if not written:
-            return h.new_empty(()).expand(h.shape[0], settings.width(h))  # no memory
+            return h.new_empty(()).expand(h.shape[0], settings.width(h))  # it takes no memory
         return _forward(h, probs, settings, codes, totals)
 
     @staticmethod
@@ -214,12 +218,12 @@ def _checked_backward(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: 
 def _forward(
     h: Tensor, probs: Tensor | None, settings: Settings, codes: Tensor | None, totals: Tensor | None
 ) -> Tensor:
-    """f(u) · (v + offset) · p; fills the codes of h, if there are any."""
+    """f(u) · (v + offset) · p; also fills `codes` with the codes of h, if it is not None."""
     num_rows, width = h.shape[0], settings.width(h)
     constants = constants_of(h, h, probs, settings, tuning.for_device(h.device).activation)
-    out = torch.empty((num_rows, width), dtype=h.dtype, device=h.device)  # all by activation_kernel
-    parts = ceil_div(width, constants["BLOCK_F"])
-    programs = ceil_div(num_rows, constants["BLOCK_P"]) * parts
+    out = torch.empty((num_rows, width), dtype=h.dtype, device=h.device)  # activation_kernel writes all of it
+    column_programs = ceil_div(width, constants["BLOCK_F"])
+    programs = ceil_div(num_rows, constants["BLOCK_P"]) * column_programs
     if has_memory() and programs:
         with launch_on(h):
             launch(kernels.activation_kernel, (programs,))(
@@ -231,7 +235,7 @@ def _forward(
                 num_rows,
                 width,
                 settings.between(h),
-                parts,
+                column_programs,
                 *settings.numbers(),
                 HARDWARE=casts_in_hardware(h.device),
                 **constants,
@@ -244,17 +248,20 @@ def backward_of(
     d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, needs_h: bool, needs_probs: bool,
     totals: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of h (in d_out's dtype, or E4M3 codes) and probs; one program sums a row."""
+    """(d_h, d_probs), each None unless needed. h is in d_out's dtype, or E4M3 codes; if d_probs is
+    needed, one program computes whole rows.
+    """
     num_rows, width = h.shape[0], settings.width(h)
     constants = constants_of(h, d_out, probs, settings, tuning.for_device(h.device).activation_backward)
-    d_h = torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None  # by activation_backward_kernel
+    # activation_backward_kernel writes all of it
+    d_h = torch.empty(h.shape, dtype=d_out.dtype, device=h.device) if needs_h else None
     d_probs = None
     if probs is not None and needs_probs:
-        # by the same kernel, also where rows are empty
+        # the same kernel writes all of it, also for empty rows
         d_probs = torch.empty(num_rows, dtype=probs.dtype, device=h.device)
     tiles = ceil_div(width, constants["BLOCK_F"])
-    parts = 1 if d_probs is not None else tiles if needs_h else 0
-    programs = ceil_div(num_rows, constants["BLOCK_P"]) * parts
+    column_programs = 1 if d_probs is not None else tiles if needs_h else 0
+    programs = ceil_div(num_rows, constants["BLOCK_P"]) * column_programs
     if has_memory() and programs:
         with launch_on(h):
             launch(kernels.activation_backward_kernel, (programs,))(
@@ -267,8 +274,8 @@ def backward_of(
                 num_rows,
                 width,
                 settings.between(h),
-                parts,
-                tiles // parts,
+                column_programs,
+                tiles // column_programs,
                 *settings.numbers(),
                 **constants,
             )
@@ -278,9 +285,9 @@ def backward_of(
 def constants_of(
     h: Tensor, result: Tensor, probs: Tensor | None, settings: Settings, tile: tuning.Tile
 ) -> dict[str, Any]:
-    """What a kernel is compiled for, `result` having the result's dtype.
+    """The constants for which a kernel is compiled. `result` has the dtype of the result.
 
-    A tile of pairs is half as wide, so that a lane holds neighbours of h and of the result alike.
+    A tile of pairs is half as wide, so that a lane holds neighbours both of h and of the result.
     """
     layout = settings.layout(h)
     return {

@@ -1,7 +1,7 @@
 """Weight gradients that the backward leaves for later: it keeps their factors, in order.
 
-What follows the backward of the experts, such as the dispatcher's exchange, then need not wait for
-them.
+Operations that follow the backward of the experts, such as the dispatcher's exchange, then need not
+wait for these gradients.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +23,8 @@ _waiting: ContextVar[Mapping[Tensor, Waiting]] = ContextVar("weights of delayed 
 
 @contextmanager
 def delaying(weights: Mapping[Tensor, Waiting]) -> Iterator[None]:
-    """Within it, products by these weights leave the weights' gradients for later: each backward
-    appends one to its weight's list.
+    """A context within which products with these weights do not compute the weights' gradients:
+    instead each backward appends a function that does to the weight's list.
     """
     token = _waiting.set(weights)
     try:
@@ -34,15 +34,19 @@ def delaying(weights: Mapping[Tensor, Waiting]) -> Iterator[None]:
 
 
 def waiting_for(weight: Tensor) -> Waiting | None:
-    """The list of the weight, if its gradient is wanted and shall wait."""
+    """The list to which the weight's gradient is to be appended; None if it is not delayed, or not
+    wanted.
+    """
     wanted = weight.requires_grad and torch.is_grad_enabled()
     return _waiting.get().get(weight) if wanted else None
 
 
 class Later(torch.autograd.Function):
-    """out as it is; its backward puts off wgrad(d_out, rows, tokens_per_expert).
+    """`out` unchanged. Its backward appends wgrad(d_out, rows, tokens_per_expert) to the list
+    instead of computing it.
 
-    `anchor` requires grad: so does the result, even if no other factor of the product does.
+    `anchor` requires grad, so that the result does too, even if no other factor of the product
+    does.
     """
 
     @staticmethod

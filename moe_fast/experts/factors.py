@@ -1,4 +1,6 @@
-"""Factors of products in low precision: quantised rows and weights, and what a backward keeps."""
+"""The factors of products in low precision: quantised rows and weights, and the parts of them that
+a backward keeps.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +32,7 @@ def quantized_rows(
     x: Tensor | Activated, role: str, tokens_per_expert: Tensor | None, precision: Precision, rowwise: bool,
     columnwise: bool,
 ) -> Quantized:  # fmt: skip
-    """Each expert's rows, quantised by themselves, in the forms asked for."""
+    """Each expert's rows, quantised as a group of their own, by rows, by columns or both."""
     if isinstance(x, Activated):
         return quantize_activated(x, precision.recipe, tokens_per_expert, rowwise, columnwise, for_products=True)
     state = None if precision.state is None else getattr(precision.state, role)
@@ -48,7 +50,7 @@ def quantized_rows(
 class KeptWeight(NamedTuple):
     """A weight's codes, and the weight that they are of."""
 
-    weight_LMN: Tensor  # also keeps another one from taking its memory
+    weight_LMN: Tensor  # kept alive, so that no other tensor gets its memory
     version: int
     quantized: Quantized
 
@@ -58,18 +60,18 @@ _kept: ContextVar[dict[tuple[Any, ...], KeptWeight] | None] = ContextVar("kept w
 
 @contextmanager
 def weights_quantized_once() -> Iterator[None]:
-    """Within it, products with a recipe quantise each weight once, for all the micro-batches of a
-    step.
+    """A context within which products with a recipe quantise each weight once, for all the
+    micro-batches of a step.
 
-    The caller promises that no weight changes meanwhile. A change that torch counts, as by an
-    optimizer of torch's or `copy_`, is found and raises; a change through `.data`, or by a kernel
-    or a collective of another library into the weight's memory, is not counted, and the products
-    would go on with old codes. So nothing is kept unless asked for, nor past the end.
+    The caller promises that no weight changes within it. A change that torch counts, such as one by
+    a torch optimizer or by `copy_`, raises an error. A change through `.data`, or by a kernel or a
+    collective of another library, is not counted: the products would go on with the old codes.
+    Therefore nothing is kept unless the caller asks for it, and nothing is kept after the end.
 
     The codes take two bytes per element of a weight, besides what a forward saves. A CUDA graph
-    that was captured within is replayed within. Other threads do not see it: what a backward
-    computes again, it also quantises again. So does a graph of torch.compile, whose results are its
-    own.
+    that was captured within the context must be replayed within it. Other threads do not see the
+    context: a backward that computes a forward again also quantises the weight again. So does a
+    graph of torch.compile, whose results belong to the graph.
     """
     token = _kept.set({})
     try:
@@ -79,46 +81,46 @@ def weights_quantized_once() -> Iterator[None]:
 
 
 def quantized_weight(weight_LMN: Tensor, precision: Precision, rowwise: bool, columnwise: bool) -> Quantized:
-    """Each expert's matrix, quantised in the forms asked for, or kept from an earlier call.
+    """Each expert's matrix, quantised by rows, by columns or both, or the codes of an earlier call.
 
     Raises:
         RuntimeError: the weight has changed within `weights_quantized_once`.
     """
-    kept = _kept.get()
+    kept_weights = _kept.get()
     # an inference tensor has no version
-    if kept is None or in_graph() or precision.state is not None or weight_LMN.is_inference():
+    if kept_weights is None or in_graph() or precision.state is not None or weight_LMN.is_inference():
         return _quantized_weight(weight_LMN, precision, rowwise, columnwise)
     weight = weight_LMN.detach()
     key = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device, precision.recipe)
-    if key not in kept:
-        kept[key] = KeptWeight(weight, weight._version, _quantized_weight(weight, precision, True, True))
-    if kept[key].version != weight._version:
+    if key not in kept_weights:
+        kept_weights[key] = KeptWeight(weight, weight._version, _quantized_weight(weight, precision, True, True))
+    if kept_weights[key].version != weight._version:
         raise RuntimeError("a weight has changed within weights_quantized_once: its codes are of the old values")
-    return kept[key].quantized
+    return kept_weights[key].quantized
 
 
 def _quantized_weight(weight_LMN: Tensor, precision: Precision, rowwise: bool, columnwise: bool) -> Quantized:
     experts, height, width = weight_LMN.shape
     check_splits([height], height, precision.recipe)
     # squares and blocks of whole experts are the same, wherever an expert begins
-    whole = precision.recipe.scaling == "block" and height % TILE_ROWS == 0
-    splits = None if whole else torch.full((experts,), height, device=weight_LMN.device)
+    has_whole_tiles = precision.recipe.scaling == "block" and height % TILE_ROWS == 0
+    splits = None if has_whole_tiles else torch.full((experts,), height, device=weight_LMN.device)
     return quantized_rows(weight_LMN.reshape(experts * height, width), "weight", splits, precision, rowwise, columnwise)
 
 
 def tensors_of(quantized: Quantized, columnwise: bool) -> tuple[Tensor | None, ...]:
-    """The tensors of a form, if it is there, for autograd to save."""
+    """The tensors of a form, for autograd to save; Nones if there is no such form."""
     form = quantized.columnwise if columnwise else quantized.rowwise
     return (None, None, None) if form is None else (getattr(form, _codes(form, columnwise)), form.scale, form.amax)
 
 
 def _codes(form: Form, columnwise: bool) -> str:
-    """Which codes a product of this direction reads."""
+    """The name of the field of the form whose codes a product along this direction reads."""
     return "codes_MN" if form.turned_NT is None or not columnwise else "turned_NT"
 
 
 def without_tensors(quantized: Quantized, columnwise: bool) -> Quantized:
-    """`quantized` and its form of this direction, without their tensors."""
+    """`quantized`, with empty tensors in its form of this direction and without the other form."""
     form, nothing = quantized.columnwise if columnwise else quantized.rowwise, torch.empty(0)
     if form is not None:
         turned = nothing if _codes(form, columnwise) == "turned_NT" else None
@@ -127,10 +129,10 @@ def without_tensors(quantized: Quantized, columnwise: bool) -> Quantized:
     return replace(quantized, splits=None, source=None, rowwise=by_rows, columnwise=by_columns)
 
 
-def with_tensors(kept: Quantized, tensors: list[Tensor], columnwise: bool) -> Quantized:
-    """The inverse of `without_tensors`, with the form of this direction alone."""
+def with_tensors(quantized: Quantized, tensors: list[Tensor], columnwise: bool) -> Quantized:
+    """The inverse of `without_tensors`: the form of this direction with its tensors."""
     codes, scale, amax = tensors
-    form = replace(kept.form(columnwise), scale=scale, amax=amax)
+    form = replace(quantized.form(columnwise), scale=scale, amax=amax)
     turned = _codes(form, columnwise) == "turned_NT"
     form = replace(form, turned_NT=codes) if turned else replace(form, codes_MN=codes)
-    return replace(kept, columnwise=form) if columnwise else replace(kept, rowwise=form)
+    return replace(quantized, columnwise=form) if columnwise else replace(quantized, rowwise=form)

@@ -1,4 +1,4 @@
-"""Launches of the products for NVIDIA's Hopper, and what they can multiply."""
+"""Launches of the products for NVIDIA's Hopper."""
 
 from typing import Any
 
@@ -24,20 +24,20 @@ MATMUL_ROWS = MATMUL_TILE[0] * _hopper_rows.GROUPS.value  # of a tile: both grou
 BAND = 8  # blocks of outputs that share blocks of inputs in the L2
 HEIGHT = _hopper_codes.HEIGHT.value
 CODES = _hopper_codes.CODES.value
-STAGES = {3: 4, 2: 5}  # by groups
+STAGES = {3: 4, 2: 5}  # by the number of groups
 LARGE = 384  # rows of an expert, on average: three groups then waste few rows of their tiles
 
 
 def outer_products(d_out_PM: Tensor, rows_PN: Tensor, plan: Plan, out_LMN: Tensor) -> None:
     """out[e] = Σ over e's rows p of d_out[p]ᵀ · rows[p], for operands that have descriptors."""
-    deep, high, wide = (OUTER[f"BLOCK_{letter}"] for letter in "PMN")
+    block_p, block_m, block_n = (OUTER[f"BLOCK_{letter}"] for letter in "PMN")
     experts, num_outs, num_ins = out_LMN.shape
-    pieces = experts * ceil_div(num_outs, high) * ceil_div(num_ins, wide)
+    pieces = experts * ceil_div(num_outs, block_m) * ceil_div(num_ins, block_n)
     with launch_on(out_LMN):
         launch(_hopper.outer_products_kernel, (programs(pieces, out_LMN.device),))(
-            segments_of(d_out_PM, [deep, high]),
-            segments_of(rows_PN, [deep, wide]),
-            described(out_LMN, [1, high, wide]),
+            segments_of(d_out_PM, [block_p, block_m]),
+            segments_of(rows_PN, [block_p, block_n]),
+            described(out_LMN, [1, block_m, block_n]),
             plan.segment_3L,
             experts,
             num_outs,
@@ -58,14 +58,14 @@ def matmul(
         plan: of tiles of `MATMUL_ROWS`.
         filled: whether the rows past all segments are written: zeros.
     """
-    high, deep, wide = MATMUL_TILE
-    pieces = plan.capacity * ceil_div(out_PC.shape[1], wide)
+    block_rows, block_depth, block_columns = MATMUL_TILE
+    pieces = plan.capacity * ceil_div(out_PC.shape[1], block_columns)
     with launch_on(out_PC):
         launch(_hopper_rows.matmul_kernel, (programs(pieces, out_PC.device),))(
-            described(x_PD, [high, deep]),
-            described(matrices, [1, wide, deep] if turned else [1, deep, wide]),
+            described(x_PD, [block_rows, block_depth]),
+            described(matrices, [1, block_columns, block_depth] if turned else [1, block_depth, block_columns]),
             out_PC,
-            segments_of(out_PC, [high, wide]),
+            segments_of(out_PC, [block_rows, block_columns]),
             *bias,
             plan.tile_4C,
             plan.total_2,
@@ -119,7 +119,7 @@ def activated_matmul(
 
 
 def rows_of_tile(num_rows: int, num_experts: int) -> int:
-    """How many rows a tile of codes has: 64 for each group."""
+    """How many rows a tile of codes has: 64 for each group of warps."""
     return HEIGHT * (3 if num_rows >= LARGE * num_experts else 2)
 
 

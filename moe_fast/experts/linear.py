@@ -1,7 +1,8 @@
-"""grouped_linear and its gradients: each expert's rows times its own weight, without a host wait.
+"""grouped_linear and its gradients: each expert's rows times its own weight, without a wait of the
+host.
 
-A small kernel turns the counts into a table of tiles. The products take a fixed number of programs,
-whatever the counts: one captured graph serves every routing.
+A small kernel turns the counts into a table of tiles. The number of programs of a product does not
+depend on the counts, so that one captured graph serves every routing.
 """
 
 from dataclasses import replace
@@ -53,7 +54,7 @@ from moe_ref.config import (
     require,
 )
 
-FILLED = (True, True)  # what a caller may read has no row that is not written
+FILLED = (True, True)  # every row that a caller may read is written
 
 
 @traceable
@@ -64,9 +65,9 @@ def grouped_linear(
 ) -> Tensor:  # fmt: skip
     """Multiply each expert's rows by its own weight: one launch plans the tiles, one multiplies.
 
-    The host never waits: where the counts are illegal the result is NaN. With a recipe's
-    backward_override the gradients are products in high precision, of tensors as stored or decoded
-    from the saved codes.
+    The host never waits; if the counts are illegal, the result is NaN. With a recipe's
+    backward_override the gradients are products in high precision, of the stored tensors or of the
+    values of the saved codes.
 
     Raises:
         ValueError: also for what `check_product` refuses.
@@ -79,9 +80,9 @@ def linear_of(
     rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
     *, bias: Tensor | None = None, recipe: Recipe | None = None, state: LinearState | None = None,
     noise: Tensor | None = None, accumulator: str = "float32", rows_again: bool = False,
-    amaxes: LinearAmax | None = None, filled: tuple[bool, bool] = FILLED, made: Activated | None = None,
+    amaxes: LinearAmax | None = None, filled: tuple[bool, bool] = FILLED, activation: Activated | None = None,
 ) -> Tensor:  # fmt: skip
-    """`grouped_linear`.
+    """`grouped_linear` with settings for the other functions of this package.
 
     Args:
         rows_again: hooks of autograd drop the saved rows and compute them again, so that the rows
@@ -89,8 +90,8 @@ def linear_of(
         amaxes: as in `grouped_mlp`.
         filled: whether zeros are written past the last expert's rows of the result, and of the
             gradient of the rows. A backward_override writes them anyway.
-        made: what the rows are made of, if they have no memory: with block scaling, gradients of
-            low precision, and a weight whose gradient is not delayed.
+        activation: the activation that the rows are, if they have no memory. Only with block
+            scaling, gradients of low precision, and a weight whose gradient is not delayed.
     """
     _check(rows_PN, weight_LMN, tokens_per_expert_L, bias, recipe, state, noise, accumulator)
     waiting = waiting_for(weight_LMN)
@@ -106,7 +107,7 @@ def linear_of(
     precision = Precision(recipe, state, noise, amaxes)
     if recipe.backward_override is not None:
         return _OverriddenLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision)
-    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again, filled, made)
+    return ScaledLinear.apply(rows_PN, weight_LMN, bias, tokens_per_expert_L, precision, rows_again, filled, activation)
 
 
 @unless_known
@@ -176,28 +177,30 @@ def _wgrad_of(
     *, precision: Precision | None, accumulate_into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     check_grouped_wgrad(d_out_PM, rows_PN, tokens_per_expert_L, accumulate_into)
-    before = None if accumulate_into is None else accumulate_into.detach()
-    return _wgrad(d_out_PM, rows_PN, tokens_per_expert_L, before, precision)
+    addend = None if accumulate_into is None else accumulate_into.detach()
+    return _wgrad(d_out_PM, rows_PN, tokens_per_expert_L, addend, precision)
 
 
 @operator
 def _wgrad(
-    d_out_PM: Tensor, rows_PN: Tensor, tokens_per_expert_L: Tensor, before: Tensor | None, precision: Precision | None
+    d_out_PM: Tensor, rows_PN: Tensor, tokens_per_expert_L: Tensor, addend: Tensor | None, precision: Precision | None
 ) -> Tensor:
     if precision is not None and precision.recipe.backward_override is None:
         d = quantized_rows(d_out_PM, "grad_output", tokens_per_expert_L, precision, False, True)
         x = quantized_rows(rows_PN, "input", tokens_per_expert_L, precision, False, True)
         plan = scaled_plan(tokens_per_expert_L, rows_PN.shape[0], precision.recipe)
-        return scaled_wgrad(d, x, plan, accumulate_into=before)
+        return scaled_wgrad(d, x, plan, accumulate_into=addend)
     rows, multiple = rows_PN.detach(), 1
     if precision is not None and precision.recipe.backward_override == "dequantized":
         rows = dequantize(quantized_rows(rows, "input", tokens_per_expert_L, precision, True, False))
         multiple = multiple_of(precision.recipe)
-    return _outer_products(d_out_PM.detach(), rows, before, plan_of(tokens_per_expert_L, rows, multiple))
+    return _outer_products(d_out_PM.detach(), rows, addend, plan_of(tokens_per_expert_L, rows, multiple))
 
 
 def check_product(rows: Tensor, recipe: Recipe | None, accumulator: str) -> None:
-    """Raise `ValueError` for float64 sums of narrower products; for recipes see `check_scaled`."""
+    """Raise `ValueError` for float64 sums of narrower numbers; with a recipe also for what
+    `check_scaled` refuses.
+    """
     if recipe is not None:
         check_scaled(rows, accumulator)
         return
@@ -282,13 +285,15 @@ class _OverriddenLinear(torch.autograd.Function):
         return d_rows, d_weight, d_bias, None, None
 
 
-def _dequantized(kept: Quantized, tensors: list[Tensor], splits: Tensor) -> Tensor:
-    """The values of saved rowwise codes, in the dtype before quantisation."""
-    return dequantize(replace(with_tensors(kept, tensors, False), splits=splits))
+def _dequantized(quantized: Quantized, tensors: list[Tensor], splits: Tensor) -> Tensor:
+    """The values of saved codes by rows, in the dtype of the tensor that was quantised."""
+    return dequantize(replace(with_tensors(quantized, tensors, False), splits=splits))
 
 
 def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Plan, filled: bool = True) -> Tensor:
-    """out[p] = x[p] · weight[e] + bias[e] for each expert's rows p; past them 0 if filled."""
+    """out[p] = x[p] · weight[e] + bias[e] for each expert's rows p; past them 0 if `filled`,
+    otherwise nothing is written.
+    """
     x, weight = x_PD.resolve_neg(), weight_LDC.resolve_neg()
     num_rows, depth, num_columns = *x.shape, weight.shape[2]
     # by grouped_matmul_kernel: the tiles, and the rows past them
@@ -302,7 +307,7 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
     if described and tile.rows == hopper.MATMUL_ROWS and is_hopper(x.device):
         hopper.matmul(x, matrices, turned, strided(bias_LC, 2), plan, out, filled)
         return out
-    wide = x.dtype == torch.float64
+    is_float64 = x.dtype == torch.float64
     with launch_on(x):
         launch(
             kernels.grouped_matmul_kernel, (programs(plan.capacity * ceil_div(num_columns, tile.columns), x.device),)
@@ -319,8 +324,8 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
             num_rows if filled else 0,
             num_columns,
             depth,
-            ACCUMULATOR=tl.float64 if wide else tl.float32,
-            BIAS_AS=tl.float64 if wide and bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
+            ACCUMULATOR=tl.float64 if is_float64 else tl.float32,
+            BIAS_AS=tl.float64 if is_float64 and bias_LC is not None and bias_LC.dtype == torch.float64 else tl.float32,
             TURNED=turned,
             FLATTEN=described and sizes.flatten,
             **tile.blocks("P", "C", "D"),
@@ -329,22 +334,22 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
 
 
 def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None, plan: Plan) -> Tensor:
-    """out[e] = Σ over e's rows p of d_out[p]ᵀ · rows[p], added to before[e] if there is one."""
+    """out[e] = Σ over e's rows p of d_out[p]ᵀ · rows[p], plus addend[e] if there is one."""
     d_out, rows = d_out_PM.resolve_neg(), rows_PN.resolve_neg()
-    doubles = before_LMN is not None and before_LMN.dtype == torch.float64  # a large tile of them has no room
+    doubles = before_LMN is not None and before_LMN.dtype == torch.float64  # there is no room for a large tile of them
     described = have_descriptors(d_out, rows)
     sizes = tuning.for_device(rows.device).grouped
     tile = sizes.wgrad_tile(8 if doubles else rows.dtype.itemsize)
     tile = tile if described else tile.within(sizes.pointer_columns)
     shape = (plan.num_experts, d_out.shape[1], rows.shape[1])
-    # all by grouped_wgrad_kernel
+    # grouped_wgrad_kernel writes all of it
     out = torch.empty(shape, dtype=(rows if before_LMN is None else before_LMN).dtype, device=rows.device)
     if out.numel() == 0 or not has_memory():
         return out
     if described and before_LMN is None and have_descriptors(out) and is_hopper(rows.device):
         hopper.outer_products(d_out, rows, plan, out)
         return out
-    # a sum in float32 leaves no room for a tile of it
+    # beside a sum in float32 there is no room for a tile of it
     out_described = described and before_LMN is None and have_descriptors(out)
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
     with launch_on(rows):

@@ -1,4 +1,6 @@
-"""Each expert's rows extended by zeros to a multiple, and trimmed again, without a host wait."""
+"""Extend each expert's rows by zeros to a multiple, and trim them again, without a wait of the
+host.
+"""
 
 from dataclasses import dataclass
 
@@ -13,26 +15,27 @@ class Padding:
     """Rows of zeros before the rows, and the order of chunks that moves some of them after each
     segment.
 
-    before  zeros_0 … zeros_{L-1}, spare zeros, segment_0 … segment_{L-1}, rows past the last
-    segment padded  segment_0, zeros_0, …, segment_{L-1}, zeros_{L-1}, spare zeros, rows past the
-    last
+    unpadded  zeros_0 … zeros_{L-1}, spare zeros, segment_0 … segment_{L-1}, tail rows
+    padded    segment_0, zeros_0, …, segment_{L-1}, zeros_{L-1}, spare zeros, tail rows
+
+    where the tail rows are those past the last segment.
     """
 
     spare: int  # rows of zeros: L · (align - 1) are enough for any counts
     counts_L: Tensor  # of the padded segments; -1 where the counts are illegal
-    before: Tensor  # sizes of the chunks, in either order
+    unpadded: Tensor  # the sizes of the chunks, in this order
     padded: Tensor
-    order: Tensor  # of the chunks before, one after the other as they stand when padded
-    back: Tensor  # and the other way
+    order: Tensor  # for each chunk of the padded order, its number in the unpadded order
+    inverse_order: Tensor
 
     @classmethod
     def of(cls, counts_L: Tensor, rows: int, align: int) -> "Padding":
-        """The padding of `rows` rows in segments of these sizes."""
+        """The padding of `rows` rows in segments of these sizes, each to a multiple of `align`."""
         experts, device = len(counts_L), counts_L.device
         counts = counts_L.long()
         missing = -counts % align
         spare = experts * (align - 1)
-        over, rest = spare - missing.sum(0, keepdim=True), rows - counts.sum(0, keepdim=True)
+        unused_spare, tail_rows = spare - missing.sum(0, keepdim=True), rows - counts.sum(0, keepdim=True)
         number = torch.arange(experts, device=device)
         order = torch.cat(
             [
@@ -41,17 +44,17 @@ class Padding:
             ]
         )
         order = torch.cat([order, torch.arange(2 * experts + 1, 2 * experts + 2, device=device)])
-        before = torch.cat([missing, over, counts, rest])
-        padded = torch.where((counts < 0).any() | (rest < 0), -1, counts + missing)
-        return cls(spare, padded, before, before[order], order, order.argsort())
+        unpadded = torch.cat([missing, unused_spare, counts, tail_rows])
+        padded = torch.where((counts < 0).any() | (tail_rows < 0), -1, counts + missing)
+        return cls(spare, padded, unpadded, unpadded[order], order, order.argsort())
 
     def pad(self, rows: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Rows, and their probs, with zeros after each segment."""
+        """The rows and their probs, with zeros after each segment."""
         rows = torch.cat([rows.new_zeros(self.spare, rows.shape[1]), rows])
         probs = None if probs is None else torch.cat([probs.new_zeros(self.spare), probs])
-        moved = sort_chunks(rows, self.before, self.order, probs=probs)
+        moved = sort_chunks(rows, self.unpadded, self.order, probs=probs)
         return moved.rows, moved.probs
 
     def trim(self, rows: Tensor) -> Tensor:
-        """The rows that were there before."""
-        return sort_chunks(rows, self.padded, self.back).rows[self.spare :]
+        """The rows without the zeros."""
+        return sort_chunks(rows, self.padded, self.inverse_order).rows[self.spare :]

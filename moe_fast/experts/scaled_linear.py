@@ -1,10 +1,11 @@
 """grouped_linear and its gradients in low precision: products of codes, scaled where it costs
 least.
 
-FP8 codes are multiplied by the GPU's matrix unit from NVIDIA's Ada on (in bfloat16 before: exact).
-Blocks of MXFP8 and NVFP4 have a matrix unit from Blackwell on, and are emulated before: codes times
-scales in bfloat16, exact for rows of bfloat16 and float16; rows of float32 are multiplied in
-float32. (The native path compiles; it has never run.)
+FP8 codes are multiplied by the GPU's matrix unit from NVIDIA's Ada on, and on older GPUs in
+bfloat16, which is exact. Blocks of MXFP8 and NVFP4 have a matrix unit from Blackwell on. On other
+GPUs they are emulated: codes times scales in bfloat16, which is exact for rows of bfloat16 and
+float16; rows of float32 are multiplied in float32. (The native path compiles, but it has not run on
+a Blackwell.)
 """
 
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def check_scaled(rows: Tensor, accumulator: str) -> None:
 
 
 def scaled_plan(tokens_per_expert_L: Tensor, num_rows: int, recipe: Recipe) -> Plan:
-    """The plan of these products."""
+    """The plan of the tiles of these products."""
     return make_plan(tokens_per_expert_L, num_rows, scaled_tile(tokens_per_expert_L), multiple_of(recipe))
 
 
@@ -68,19 +69,19 @@ def scaled_tile(like: Tensor) -> GroupedTile:
 
 
 def multiple_of(recipe: Recipe) -> int:
-    """What each expert's rows must be a multiple of to be quantised."""
+    """The number of which each expert's number of rows must be a multiple, to be quantised."""
     return BLOCK[recipe.scaling] if recipe.scaling in WHOLE_BLOCKS else 1
 
 
 def scaled_fprop(
     x: Quantized, weight: Quantized, plan: Plan, *, bias: Tensor | None = None, filled: bool = True
 ) -> Tensor:
-    """x Wᵀ + b of each expert's rows, [P,M] in x's dtype before quantisation; past the last expert
-    0, if filled.
+    """x Wᵀ + b of each expert's rows, [P,M], in the dtype that x had before quantisation; past the
+    last expert's rows 0, if `filled`.
 
-    x has its form by rows, split by the plan's counts; weight, [L·M,N], its own, split into
-    experts. Products of codes, times scales, are summed in float32 (on Hopper FP8's 128 first with
-    14 bits).
+    x has its form by rows, split by the plan's counts; weight, [L·M,N], has its form by rows, split
+    into experts. Products of codes, times scales, are summed in float32 (on Hopper the matrix unit
+    sums 128 products of FP8 codes with 14 bits first).
     """
     form = weight.form(False)
     matrices_LMN = form.codes_MN.unflatten(0, (plan.num_experts, form.codes_MN.shape[0] // plan.num_experts))
@@ -88,8 +89,8 @@ def scaled_fprop(
 
 
 def scaled_dgrad(d_out: Quantized, weight: Quantized, plan: Plan, *, filled: bool = True) -> Tensor:
-    """d_out W of each expert's rows, [P,N], filled as `scaled_fprop`'s; d_out has its form by rows,
-    weight by columns.
+    """d_out W of each expert's rows, [P,N], filled like the result of `scaled_fprop`. d_out has its
+    form by rows, weight its form by columns.
     """
     form, experts = weight.form(True), plan.num_experts
     height, turned = d_out.form(False).codes_MN.shape[1], form.turned_NT
@@ -102,34 +103,40 @@ def scaled_dgrad(d_out: Quantized, weight: Quantized, plan: Plan, *, filled: boo
 
 
 def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into: Tensor | None = None) -> Tensor:
-    """d_outᵀ x of each expert's rows, [L,M,N], plus `accumulate_into`; both forms by columns."""
+    """d_outᵀ x of each expert's rows, [L,M,N], plus `accumulate_into`. Both factors have their
+    forms by columns.
+    """
     device, sizes = plan.total_2.device, tuning.for_device(plan.total_2.device).grouped
-    left, right = d_out.form(True), x.form(True)
-    turned = [_turned(form, plan) for form in (left, right)]
+    d_out_form, x_form = d_out.form(True), x.form(True)
+    turned = [_turned(form, plan) for form in (d_out_form, x_form)]
     shape = (plan.num_experts, turned[0].shape[0], turned[1].shape[0])
-    # all by scaled_wgrad_kernel
+    # scaled_wgrad_kernel writes all of it
     out = torch.empty(shape, dtype=x.dtype if accumulate_into is None else accumulate_into.dtype, device=device)
     if out.numel() == 0 or not has_memory():
         return out
     unit = _unit(x, device)
     tile = unit.tile(sizes)
-    codes = [_as_factor(each, quantized, unit) for each, quantized in zip(turned, (d_out, x), strict=True)]
+    codes = [
+        _as_factor(turned_codes, quantized, unit) for turned_codes, quantized in zip(turned, (d_out, x), strict=True)
+    ]
     described = have_descriptors(*codes)
-    on_hopper = _on_hopper(unit, device, (left.block, right.block)) and have_lines(left.scale, right.scale)
+    on_hopper = _on_hopper(unit, device, (d_out_form.block, x_form.block)) and have_lines(
+        d_out_form.scale, x_form.scale
+    )
     if described and accumulate_into is None and have_descriptors(out) and on_hopper:
-        hopper.scaled_wgrad(codes[0], left.scale, codes[1], right.scale, plan, out)
+        hopper.scaled_wgrad(codes[0], d_out_form.scale, codes[1], x_form.scale, plan, out)
         return out
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
     with launch_on(out):
         launch(kernels.scaled_wgrad_kernel, (programs(pieces, device),))(
             codes[0],
             codes[0].stride(0),
-            *_blocks(left),
-            *_outer(d_out, left),
+            *_blocks(d_out_form),
+            *_outer(d_out, d_out_form),
             codes[1],
             codes[1].stride(0),
-            *_blocks(right),
-            *_outer(x, right),
+            *_blocks(x_form),
+            *_outer(x, x_form),
             *strided(accumulate_into, 3),
             out,
             *((TensorDescriptor.from_tensor(codes[0], [tile.rows, tile.depth]) if described else None),),
@@ -141,7 +148,7 @@ def scaled_wgrad(d_out: Quantized, x: Quantized, plan: Plan, *, accumulate_into:
             X_FORMAT=x.format,
             FACTOR=unit.factor,
             SCALED_BY_HARDWARE=unit.scales,
-            SHARED_P=1 if right.block is None else right.block[0],
+            SHARED_P=1 if x_form.block is None else x_form.block[0],
             **tile.blocks("M", "N", "P"),
         )
     return out
@@ -225,12 +232,14 @@ def _multiply(x: Quantized, weight: Matrices, bias_LC: Tensor | None, plan: Plan
 
 
 def _turned(form: Form, plan: Plan) -> Tensor:
-    """Transposed codes, each expert's from a tile on: FP8's matrix unit reads no other layout."""
+    """Transposed codes, in which each expert's rows begin at a tile: the matrix unit reads FP8
+    codes in no other layout.
+    """
     if form.turned_NT is not None:
         return form.turned_NT
     codes_RC = form.codes_MN
     num_columns = codes_RC.shape[1]
-    # as far as anyone reads by turn_kernel
+    # turn_kernel writes as much of it as is read
     out = torch.empty((num_columns, plan.capacity * TILE_ROWS), dtype=torch.uint8, device=codes_RC.device)
     block = tuning.for_device(codes_RC.device).grouped.turn_columns
     if out.numel() and has_memory():
@@ -292,12 +301,16 @@ def _as_factor(codes: Tensor, quantized: Quantized, unit: Unit) -> Tensor:
 
 
 def _blocks(form: Form) -> tuple[Any, ...]:
-    """The scales of blocks and their strides; or none."""
+    """The scales of blocks and their strides, or placeholders if the scales belong to
+    whole groups.
+    """
     return (None, 0, 0) if form.block is None else (form.scale, *form.scale.stride())
 
 
 def _outer(quantized: Quantized, form: Form) -> tuple[Any, ...]:
-    """The factor of the sum: scale or amax, its strides by expert and row, and the amax's share."""
+    """The factor of the sum as a kernel takes it: the scale or the amax, its strides by expert and
+    row, and the share of the amax.
+    """
     if form.block is None:
         return form.scale, form.scale.stride(0), 0, 1.0
     if quantized.recipe.scaling != "nvfp4":
@@ -317,29 +330,29 @@ def _weight_outer(weight: Matrices) -> tuple[Any, ...]:
 
 @as_operators
 class ScaledLinear(torch.autograd.Function):
-    """`grouped_linear`; the forward quantises both forms at once, each gradient reads one. If the
-    rows are computed again in the backward, they are saved in place of their codes by columns; of
-    rows that are `made` of gates and values, these.
+    """`grouped_linear` with a recipe. The forward quantises both forms at once, and each gradient
+    reads one of them. If the rows are computed again in the backward, the rows are saved in place
+    of their codes by columns; if they are an activation, its gates, values and probs.
     """
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, precision: Precision,
-        rows_again: bool, filled: tuple[bool, bool], made: Activated | None,
+        rows_again: bool, filled: tuple[bool, bool], activation: Activated | None,
     ) -> Tensor:  # fmt: skip
         wants_weight = ctx.needs_input_grad[1]
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
         columns = wants_weight and not rows_again and _has_columns(precision.recipe, rows.dtype)
-        x = quantized_rows(rows if made is None else made, "input", counts, precision, True, columns)
+        x = quantized_rows(rows if activation is None else activation, "input", counts, precision, True, columns)
         out, saved = product(ctx, x, weight, bias, counts, precision, filled)
-        ctx.save_for_backward(*kept_rows(ctx, rows, made, rows_again and wants_weight), *saved)
+        ctx.save_for_backward(*kept_rows(ctx, rows, activation, rows_again and wants_weight), *saved)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        kept, probs, counts, *tensors = ctx.saved_tensors
-        rows = rows_of_kept(ctx, kept, probs)
+        saved_rows, probs, counts, *tensors = ctx.saved_tensors
+        rows = rows_of_kept(ctx, saved_rows, probs)
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
         d = x = None
         if wants_rows or wants_weight:
@@ -353,7 +366,7 @@ def product(
     ctx: Any, x: Quantized, weight: Tensor, bias: Tensor | None, counts: Tensor, precision: Precision,
     filled: tuple[bool, bool],
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
-    """(x Wᵀ + b, the tensors that `gradients` takes), the counts first of these."""
+    """(x Wᵀ + b, the tensors that `gradients` takes). The first of these are the counts."""
     matrices = quantized_weight(weight, precision, True, ctx.needs_input_grad[0])
     plan = scaled_plan(counts, x.form(False).codes_MN.shape[0], precision.recipe)
     out = scaled_fprop(x, matrices, plan, bias=bias, filled=filled[0])
@@ -366,7 +379,9 @@ def product(
 def gradients(
     ctx: Any, d: Quantized | None, x: Quantized | None, d_out: Tensor | None, tensors: list[Any]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of rows, weight and bias, each if wanted; `x` is in place of the saved codes, if given."""
+    """The gradients of rows, weight and bias, each None unless wanted. If `x` is given, it replaces
+    the saved codes of the rows.
+    """
     wants_rows, wants_weight, wants_bias, *_ = ctx.needs_input_grad
     plan, d_rows, d_weight = ctx.plan.with_tensors(tensors[6:]), None, None
     if wants_rows and d is not None:
@@ -378,6 +393,8 @@ def gradients(
 
 
 def _has_columns(recipe: Recipe, dtype: torch.dtype) -> bool:
-    """Whether rows have a form for the weight's gradient; else the backward raises."""
+    """Whether the rows have a form for the gradient of the weight; otherwise the backward raises an
+    error.
+    """
     impossible = recipe.row_scaled_activation and recipe.four_over_six in ("activations", "all")
     return not impossible and (dtype == torch.bfloat16 or not recipe.hadamard)

@@ -1,4 +1,6 @@
-"""The plan of the tiles of segments, descriptors that end with a segment, and segment sums."""
+"""The plan of the tiles of segments, descriptors of memory that end with a segment, and the sums of
+segments.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +29,9 @@ DESCRIBED_SIZE = 0x7FFF0000  # of a side that is as long as can be; coordinates 
 
 @dataclass(frozen=True)
 class Plan:
-    """Each expert's rows, and the tiles they are cut into; only kernels read how many there are."""
+    """Each expert's rows and the tiles that they are cut into. Only kernels read how many there
+    are.
+    """
 
     tile: GroupedTile
     tile_4C: Tensor  # int64: expert, its first tile, its first row and its end, for each tile
@@ -35,11 +39,11 @@ class Plan:
     total_2: Tensor  # int64: how many tiles, and rows in them
     num_rows: int
     multiple: int = 1
-    others: dict[int, "Plan"] = field(default_factory=dict, repr=False)  # by the rows of their tiles
+    other_cuts: dict[int, "Plan"] = field(default_factory=dict, repr=False)  # by the rows of their tiles
 
     @property
     def capacity(self) -> int:
-        """How many tiles there are at most."""
+        """The largest number of tiles that the plan may have."""
         return self.tile_4C.shape[1]
 
     @property
@@ -47,32 +51,38 @@ class Plan:
         return self.segment_3L.shape[1]
 
     def cut(self, rows: int, tokens_per_expert: Tensor) -> "Plan":
-        """The plan of the same segments in tiles of that many rows; it is made once."""
+        """The plan of the same segments in tiles of `rows` rows. Each is made once."""
         if rows == self.tile.rows:
             return self
-        if rows not in self.others:
+        if rows not in self.other_cuts:
             tile = replace(self.tile, rows=rows)
-            self.others[rows] = make_plan(tokens_per_expert, self.num_rows, tile, self.multiple)
-        return self.others[rows]
+            self.other_cuts[rows] = make_plan(tokens_per_expert, self.num_rows, tile, self.multiple)
+        return self.other_cuts[rows]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Its tensors, and those of its other cuts, for autograd to save."""
-        others = (tensor for plan in self.others.values() for tensor in plan.tensors)
-        return self.tile_4C, self.segment_3L, self.total_2, *others
+        """The plan's tensors and those of its other cuts, for autograd to save."""
+        other_cuts = (tensor for plan in self.other_cuts.values() for tensor in plan.tensors)
+        return self.tile_4C, self.segment_3L, self.total_2, *other_cuts
 
     def without_tensors(self) -> "Plan":
-        """What a node of autograd may keep: a tensor there would outlive its checkpoint."""
-        others = {rows: plan.without_tensors() for rows, plan in self.others.items()}
+        """The plan without its tensors, for a node of autograd to keep: a tensor there would
+        outlive its checkpoint.
+        """
+        other_cuts = {rows: plan.without_tensors() for rows, plan in self.other_cuts.items()}
         nothing = torch.empty(0)
-        return replace(self, tile_4C=nothing, segment_3L=nothing, total_2=nothing, others=others)
+        return replace(self, tile_4C=nothing, segment_3L=nothing, total_2=nothing, other_cuts=other_cuts)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Plan":
-        """The inverse of `without_tensors`, of `tensors`."""
-        tile, segment, total, *rest = tensors
-        triples = zip(rest[::3], rest[1::3], rest[2::3], strict=True)  # other cuts have no cuts of their own
-        others = {r: plan.with_tensors(three) for (r, plan), three in zip(self.others.items(), triples, strict=True)}
-        return replace(self, tile_4C=tile, segment_3L=segment, total_2=total, others=others)
+        """The inverse of `without_tensors`: the plan with these tensors."""
+        tile, segment, total, *tensors_of_cuts = tensors
+        triples = zip(
+            tensors_of_cuts[::3], tensors_of_cuts[1::3], tensors_of_cuts[2::3], strict=True
+        )  # other cuts have no cuts of their own
+        other_cuts = {
+            r: plan.with_tensors(three) for (r, plan), three in zip(self.other_cuts.items(), triples, strict=True)
+        }
+        return replace(self, tile_4C=tile, segment_3L=segment, total_2=total, other_cuts=other_cuts)
 
 
 _ready: ContextVar[Mapping[tuple[Any, ...], Any]] = ContextVar("plans made before", default=MappingProxyType({}))
@@ -81,8 +91,8 @@ _shared: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("shared plan
 
 @contextmanager
 def plans_shared() -> Iterator[None]:
-    """Within it, products of the same counts have one plan, and one copy of the counts. The caller
-    keeps the counts, and changes none.
+    """A context within which products of the same counts share one plan, and one copy of the
+    counts. The caller keeps the counts alive, and does not change them.
     """
     token = _shared.set(dict(_ready.get()))
     try:
@@ -93,60 +103,62 @@ def plans_shared() -> Iterator[None]:
 
 @contextmanager
 def plan_ready(counts: Tensor, tile: GroupedTile, tiles: Tiles, num_rows: int) -> Iterator[None]:
-    """Within it, products of these counts take `tiles`, which `permute_in_tiles` has made, for
-    their plan. The caller keeps the counts, and changes none.
+    """A context within which products of these counts use `tiles` as their plan, which
+    `permute_in_tiles` has made. The caller keeps the counts alive, and does not change them.
     """
     copy = tiles.segment_4L[3]
     plan = Plan(tile, tiles.tile_4C, tiles.segment_4L[:3], tiles.total_2, num_rows)
-    made = {_key(each, num_rows, tile, plan.multiple): plan for each in (counts, copy)}
-    token = _ready.set(made | {_key(counts, "copy"): copy})
+    plans = {_key(key_counts, num_rows, tile, plan.multiple): plan for key_counts in (counts, copy)}
+    token = _ready.set(plans | {_key(counts, "copy"): copy})
     try:
         yield
     finally:
         _ready.reset(token)
 
 
-def _key(counts: Tensor, *more: Any) -> tuple[Any, ...]:
-    return counts.data_ptr(), counts.dtype, *more
+def _key(counts: Tensor, *settings: Any) -> tuple[Any, ...]:
+    return counts.data_ptr(), counts.dtype, *settings
 
 
-def _made_once(make: Callable[[], X], counts: Tensor, *more: Any) -> X:
-    """make(), or its result for the same counts, and the rest, within `plans_shared`."""
+def _made_once(make: Callable[[], X], counts: Tensor, *settings: Any) -> X:
+    """make(), or its earlier result for the same counts and settings within `plans_shared`."""
     shared = _shared.get()
     if shared is None or not has_memory():
         return make()
-    key = _key(counts, *more)
+    key = _key(counts, *settings)
     if key not in shared:
         shared[key] = make()
-    made: X = shared[key]
-    return made
+    result: X = shared[key]
+    return result
 
 
 def shared_totals() -> Tensor | None:
-    """`total_2` of the first plan within `plans_shared`; None without one, as in a graph."""
-    return next((made.total_2 for made in (_shared.get() or {}).values() if isinstance(made, Plan)), None)
+    """`total_2` of the first plan made within `plans_shared`; None if there is none, as in a
+    compiled graph.
+    """
+    return next((plan.total_2 for plan in (_shared.get() or {}).values() if isinstance(plan, Plan)), None)
 
 
 def copy_of(tokens_per_expert: Tensor) -> Tensor:
-    """The counts, for a backward: the caller may change its own before."""
+    """A copy of the counts for a backward, because the caller may change its counts before."""
     return _made_once(tokens_per_expert.clone, tokens_per_expert, "copy")
 
 
 def tile_of(like: Tensor, num_rows: int, num_experts: int) -> GroupedTile:
-    """The tile that suits so many rows of the dtype and device of `like`."""
+    """The tile that suits `num_rows` rows with the dtype and device of `like`."""
     return tuning.for_device(like.device).grouped.tile(num_rows, num_experts, like.dtype.itemsize)
 
 
 def plan_of(tokens_per_expert: Tensor, rows: Tensor, multiple: int = 1) -> Plan:
-    """The plan for these rows, of tiles that suit their number and dtype."""
+    """The plan for these rows, with tiles that suit their number and dtype."""
     num_rows = rows.shape[0]
     return make_plan(tokens_per_expert, num_rows, tile_of(rows, num_rows, len(tokens_per_expert)), multiple)
 
 
 def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, multiple: int = 1) -> Plan:
-    """The plan for rows that stand in segments of these sizes, multiples of `multiple`.
+    """The plan for rows in segments of these sizes, which are multiples of `multiple`.
 
-    The host does not ask for the counts. If one is negative or no multiple, or all are more than
+    The host does not read the counts. If one is negative or no multiple, or if all together exceed
     the rows, the products with this plan are NaN.
     """
     make = partial(_make_plan, tokens_per_expert, num_rows, tile, multiple)
@@ -181,10 +193,11 @@ def _make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, mult
 
 
 def segment_sums(rows_PC: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
-    """out[e] = Σ over e's rows."""
+    """[L,C] in `dtype`: out[e] = Σ over e's rows."""
     rows, tile = rows_PC.resolve_neg(), tuning.for_device(rows_PC.device).grouped.sums
     num_columns = rows.shape[1]
-    out = torch.empty((plan.num_experts, num_columns), dtype=dtype, device=rows.device)  # all by segment_sums_kernel
+    # segment_sums_kernel writes all of it
+    out = torch.empty((plan.num_experts, num_columns), dtype=dtype, device=rows.device)
     if out.numel() == 0 or not has_memory():
         return out
     with launch_on(rows):
@@ -202,13 +215,15 @@ def segment_sums(rows_PC: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
 
 
 def programs(pieces: int, device: torch.device) -> int:
-    """How many programs share the work."""
+    """How many programs share `pieces` pieces of work."""
     most = tuning.for_device(device).grouped.programs
     return min(pieces, backend.multiprocessors(device) if most is None else most)
 
 
 def have_descriptors(*tensors: Tensor) -> bool:
-    """Whether descriptors can move tiles, and end with an expert's rows: see `expert_slices`."""
+    """Whether descriptors can move tiles of these tensors and end with an expert's rows: see
+    `expert_slices`.
+    """
     return descriptors.have_descriptors(*tensors) and all(len(tensor) <= SEGMENT_ROWS for tensor in tensors)
 
 

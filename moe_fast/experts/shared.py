@@ -29,8 +29,8 @@ def shared_experts(
     state: tuple[LinearState, LinearState] | None = None,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Two linear layers over all tokens, without biases, and a gate of their own: y = act(x W1ᵀ)
-    W2ᵀ · σ(x gᵀ).
+    """Two linear layers over all tokens, without biases, and their gate: y = act(x W1ᵀ) W2ᵀ · σ(x
+    gᵀ).
 
     Saved for the backward are x, x W1ᵀ (with `fp8_input_store` its E4M3 codes) and act; with
     `recompute` only x.
@@ -74,17 +74,17 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, z_T1: Tensor) -> Tensor:
         ctx.save_for_backward(y, z_T1)
         tile = tuning.for_device(y.device).activation
-        out = torch.empty(y.shape, dtype=y.dtype, device=y.device)  # all by gate_kernel
-        parts = ceil_div(y.shape[1], tile.columns)
+        out = torch.empty(y.shape, dtype=y.dtype, device=y.device)  # gate_kernel writes all of it
+        column_programs = ceil_div(y.shape[1], tile.columns)
         if out.numel():
             with launch_on(y):
-                launch(kernels.gate_kernel, (ceil_div(y.shape[0], tile.tokens) * parts,))(
+                launch(kernels.gate_kernel, (ceil_div(y.shape[0], tile.tokens) * column_programs,))(
                     *strided(y),
                     *strided(z_T1[:, 0]),
                     out,
                     y.shape[0],
                     y.shape[1],
-                    parts,
+                    column_programs,
                     ACCUMULATOR=accumulator(y),
                     **tile.blocks("T", "H"),
                 )
@@ -95,8 +95,9 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
         y, z_T1 = ctx.saved_tensors
         needs_y, needs_z = ctx.needs_input_grad
-        d_y = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needs_y else None  # all by gate_backward_kernel
-        # by the same kernel, also where rows are empty
+        # gate_backward_kernel writes all of it
+        d_y = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needs_y else None
+        # the same kernel writes all of it, also for empty rows
         d_z = torch.empty(z_T1.shape, dtype=y.dtype, device=y.device) if needs_z else None
         tile = tuning.for_device(y.device).activation_backward
         if y.shape[0] and (needs_y or needs_z):

@@ -1,6 +1,6 @@
-"""The linear layers between tokens and experts' rows, with FP8 by blocks: neither the rows that fc1
-reads are written, nor the gradient of those that fc2 writes. Tokens are quantised on their way to
-rows.
+"""The linear layers between tokens and experts' rows, with FP8 by blocks. Tokens are quantised on
+their way to rows, so that neither the rows that fc1 reads are written, nor the gradient of the rows
+that fc2 writes.
 """
 
 from dataclasses import dataclass, replace
@@ -21,12 +21,12 @@ from moe_fast.quantization.gathered import Gathered, can_gather, quantize_gather
 from moe_fast.quantization.quantized import Quantized
 from moe_ref.config import Recipe
 
-UNFILLED = (False, False)  # what stays within needs no zeros past the experts' rows
+UNFILLED = (False, False)  # inner tensors need no zeros past the experts' rows
 
 
 @dataclass(frozen=True)
 class RowsOfTokens:
-    """The rows of `permute`, not written."""
+    """The rows of `permute`, which are not written."""
 
     rows_PH: Tensor  # without memory: the rows' node in the graph
     codes: Quantized | None  # of the rows, by rows; without a recipe none
@@ -39,7 +39,9 @@ def quantized_tokens(
     tokens_TH: Tensor, row_map: RowMap, source_P: Tensor, role: str, counts_L: Tensor, recipe: Recipe,
     rowwise: bool, columnwise: bool,
 ) -> Quantized:  # fmt: skip
-    """`quantized_rows` of the tokens' rows; they are written first where no kernel gathers."""
+    """`quantized_rows` of the tokens' rows. If no kernel can gather them, the rows are written
+    first.
+    """
     if can_gather(tokens_TH, recipe):
         rows = Gathered(tokens_TH, source_P)
         return quantize_gathered(rows, recipe, role, counts_L, rowwise, columnwise, for_products=True)
@@ -48,23 +50,25 @@ def quantized_tokens(
 
 
 def linear_of_tokens(
-    sent: RowsOfTokens, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
+    token_rows: RowsOfTokens, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
     *, bias: Tensor | None = None, recipe: Recipe, tokens_again: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`grouped_linear`; if `tokens_again`, the tokens are saved in place of the rows' codes."""
-    assert sent.codes is not None
-    tokens = sent.tokens_TH.detach()
-    more = (sent.codes, tokens, sent.row_map, sent.source_P, recipe, tokens_again)
-    return _LinearOfTokens.apply(sent.rows_PH, weight_LMN, bias, tokens_per_expert_L, *more)
+    """`grouped_linear` of rows that are still tokens. With `tokens_again` the tokens are saved in
+    place of the rows' codes.
+    """
+    assert token_rows.codes is not None
+    tokens = token_rows.tokens_TH.detach()
+    arguments = (token_rows.codes, tokens, token_rows.row_map, token_rows.source_P, recipe, tokens_again)
+    return _LinearOfTokens.apply(token_rows.rows_PH, weight_LMN, bias, tokens_per_expert_L, *arguments)
 
 
 def linear_to_tokens(
     rows_PN: Tensor, weight_LMN: Tensor, tokens_per_expert_L: Tensor,
-    *, recipe: Recipe, row_map: RowMap, source_P: Tensor, rows_again: bool = False, made: Activated | None = None,
+    *, recipe: Recipe, row_map: RowMap, source_P: Tensor, rows_again: bool = False, activation: Activated | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(`linear_of`, `unpermute` of it)."""
-    more = (recipe, row_map, source_P, rows_again, made)
-    return _LinearToTokens.apply(rows_PN, weight_LMN, None, tokens_per_expert_L, *more)
+    """(y, `unpermute` of y), with y = `linear_of` of the rows."""
+    arguments = (recipe, row_map, source_P, rows_again, activation)
+    return _LinearToTokens.apply(rows_PN, weight_LMN, None, tokens_per_expert_L, *arguments)
 
 
 @as_operators
@@ -72,18 +76,18 @@ class _LinearOfTokens(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor, codes: Quantized,
-        tokens: Tensor, row_map: RowMap, source: Tensor, recipe: Recipe, again: bool,
+        tokens: Tensor, row_map: RowMap, source: Tensor, recipe: Recipe, tokens_again: bool,
     ) -> Tensor:  # fmt: skip
         wants_weight = ctx.needs_input_grad[1]
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
         x = replace(codes, splits=counts)
-        if wants_weight and not again:
+        if wants_weight and not tokens_again:
             tall = quantized_tokens(tokens, row_map, source, "input", counts, recipe, False, True)
             x = replace(x, columnwise=tall.columnwise)
         out, saved = product(ctx, x, weight, bias, counts, Precision(recipe, None, None), UNFILLED)
-        kept, ctx.numbers = row_map.parts()
-        ctx.lists = len(kept) + 2 if wants_weight and again else 0
-        ctx.save_for_backward(*((tokens, source, *kept) if ctx.lists else ()), *saved)
+        map_tensors, ctx.numbers = row_map.parts()
+        ctx.lists = len(map_tensors) + 2 if wants_weight and tokens_again else 0
+        ctx.save_for_backward(*((tokens, source, *map_tensors) if ctx.lists else ()), *saved)
         return out
 
     @staticmethod
@@ -96,8 +100,8 @@ class _LinearOfTokens(torch.autograd.Function):
         if wants_rows or wants_weight:
             d = quantized_rows(d_out, "grad_output", counts, ctx.precision, wants_rows, wants_weight)
         if lists:
-            tokens, source, *kept = lists
-            row_map = RowMap(*kept, *ctx.numbers)
+            tokens, source, *map_tensors = lists
+            row_map = RowMap(*map_tensors, *ctx.numbers)
             x = quantized_tokens(tokens, row_map, source, "input", counts, ctx.precision.recipe, False, True)
         return *gradients(ctx, d, x, d_out, tensors), *(None,) * 7
 
@@ -107,17 +111,17 @@ class _LinearToTokens(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: None, tokens_per_expert: Tensor, recipe: Recipe,
-        row_map: RowMap, source: Tensor, rows_again: bool, made: Activated | None,
+        row_map: RowMap, source: Tensor, rows_again: bool, activation: Activated | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         wants_weight = ctx.needs_input_grad[1]
         precision = Precision(recipe, None, None)
         counts = copy_of(tokens_per_expert) if any(ctx.needs_input_grad) else tokens_per_expert
-        given = rows if made is None else made
-        x = quantized_rows(given, "input", counts, precision, True, wants_weight and not rows_again)
+        operand = rows if activation is None else activation
+        x = quantized_rows(operand, "input", counts, precision, True, wants_weight and not rows_again)
         out, saved = product(ctx, x, weight, bias, counts, precision, (True, False))
         lists, ctx.numbers = row_map.parts()
-        ctx.save_for_backward(*kept_rows(ctx, rows, made, rows_again and wants_weight), source, *lists, *saved)
+        ctx.save_for_backward(*kept_rows(ctx, rows, activation, rows_again and wants_weight), source, *lists, *saved)
         combined = sum_rows(out, None, None, row_map)[0]
         assert combined is not None
         return out, combined
@@ -125,8 +129,8 @@ class _LinearToTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_combined: Tensor | None) -> tuple[Any, ...]:
-        kept, probs, source, slots, num_slots, base, gap, counts, *tensors = ctx.saved_tensors
-        rows = rows_of_kept(ctx, kept, probs)
+        saved_rows, probs, source, slots, num_slots, base, gap, counts, *tensors = ctx.saved_tensors
+        rows = rows_of_kept(ctx, saved_rows, probs)
         row_map = RowMap(slots, num_slots, base, gap, *ctx.numbers)
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
         if d_out is not None and d_combined is not None:

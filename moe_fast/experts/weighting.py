@@ -1,7 +1,7 @@
 """Rows times probabilities, and a bias weighted like its row; with their gradients.
 
-P rows in segments, one per expert, that end at `ends_L`, int64 on the device. Rows past the last
-segment are never read; results are 0 there.
+P rows in segments, one per expert. Segment e ends at `ends_L[e]`, int64 on the device. Rows past
+the last segment are never read; results are 0 there.
 """
 
 from typing import Any
@@ -26,11 +26,11 @@ class ScaledRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, probs: Tensor, ends_L: Tensor) -> Tensor:
         ctx.save_for_backward(x, probs, ends_L)
         tile = tuning.for_device(x.device).activation
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # all by scale_rows_kernel
-        parts = ceil_div(x.shape[1], tile.columns)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # scale_rows_kernel writes all of it
+        column_programs = ceil_div(x.shape[1], tile.columns)
         if out.numel():
             with launch_on(x):
-                launch(kernels.scale_rows_kernel, (ceil_div(x.shape[0], tile.tokens) * parts,))(
+                launch(kernels.scale_rows_kernel, (ceil_div(x.shape[0], tile.tokens) * column_programs,))(
                     *strided(x),
                     *strided(probs, 1),
                     out,
@@ -38,7 +38,7 @@ class ScaledRows(torch.autograd.Function):
                     x.shape[0],
                     len(ends_L),
                     x.shape[1],
-                    parts,
+                    column_programs,
                     ACCUMULATOR=accumulator(probs),
                     **tile.blocks("P", "H"),
                 )
@@ -49,7 +49,7 @@ class ScaledRows(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, probs, ends_L = ctx.saved_tensors
         needs_x, needs_probs, _ = ctx.needs_input_grad
-        # all by weighted_rows_backward_kernel
+        # weighted_rows_backward_kernel writes all of it
         d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
         return d_x, _weighted_backward(d_out, x, probs, ends_L, d_x, needs_probs, by_expert=False), None
 
@@ -62,11 +62,11 @@ class BiasAdded(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, bias: Tensor, probs: Tensor | None, ends_L: Tensor) -> Tensor:
         ctx.save_for_backward(bias, probs, ends_L)
         tile = tuning.for_device(y.device).activation
-        out = torch.empty(y.shape, dtype=y.dtype, device=y.device)  # all by add_bias_kernel
-        parts = ceil_div(y.shape[1], tile.columns)
+        out = torch.empty(y.shape, dtype=y.dtype, device=y.device)  # add_bias_kernel writes all of it
+        column_programs = ceil_div(y.shape[1], tile.columns)
         if out.numel():
             with launch_on(y):
-                launch(kernels.add_bias_kernel, (ceil_div(y.shape[0], tile.tokens) * parts,))(
+                launch(kernels.add_bias_kernel, (ceil_div(y.shape[0], tile.tokens) * column_programs,))(
                     *strided(y),
                     *strided(bias),
                     *strided(probs, 1),
@@ -75,7 +75,7 @@ class BiasAdded(torch.autograd.Function):
                     y.shape[0],
                     len(ends_L),
                     y.shape[1],
-                    parts,
+                    column_programs,
                     ACCUMULATOR=accumulator(y, bias, probs),
                     **tile.blocks("P", "H"),
                     BLOCK_E=power_of_two(len(ends_L), least=EXPERT_LANES),
@@ -92,20 +92,22 @@ class BiasAdded(torch.autograd.Function):
 
 
 def _weighted_backward(
-    d_out: Tensor, other: Tensor, probs: Tensor | None, ends_L: Tensor, d_x: Tensor | None,
+    d_out: Tensor, factor: Tensor, probs: Tensor | None, ends_L: Tensor, d_x: Tensor | None,
     needs_probs: bool,
     *, by_expert: bool,
 ) -> Tensor | None:  # fmt: skip
-    """Fills d_x, if given, and returns d_probs, if needed; one program sums a row."""
+    """Fill d_x, if it is given, and return d_probs, if it is needed. One program computes whole
+    rows.
+    """
     d_probs = (
         torch.empty_like(probs, memory_format=torch.contiguous_format) if probs is not None and needs_probs else None
-    )  # by the same kernel
+    )  # the same kernel writes all of it
     tile = tuning.for_device(d_out.device).activation_backward
     if probs is not None and d_out.shape[0] and (d_x is not None or d_probs is not None):
         with launch_on(d_out):
             launch(kernels.weighted_rows_backward_kernel, (ceil_div(d_out.shape[0], tile.tokens),))(
                 *strided(d_out),
-                *strided(other),
+                *strided(factor),
                 *strided(probs, 1),
                 d_x,
                 d_probs,
@@ -124,7 +126,7 @@ def _weighted_backward(
 def _bias_gradient(d_out: Tensor, bias: Tensor, probs: Tensor | None, ends_L: Tensor) -> Tensor:
     """Σ over e's rows of d_out · p, in the dtype of the bias."""
     tile = tuning.for_device(d_out.device).grouped.sums
-    out = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)  # all by bias_gradient_kernel
+    out = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)  # bias_gradient_kernel writes all of it
     if out.numel():
         with launch_on(d_out):
             launch(kernels.bias_gradient_kernel, (len(ends_L) * ceil_div(bias.shape[1], tile.columns),))(

@@ -27,7 +27,7 @@ def _check(function: str, payload: Tensor, settings: dict[str, Any]) -> None:
 
 _family = Family(
     {
-        permute_and_quantize: SUM,  # free of syncs when num_rows or capacity is given
+        permute_and_quantize: SUM,  # the host does not wait if num_rows or capacity is given
         glu_and_quantize: _QUANTIZED,
         glu_backward_and_quantize: _QUANTIZED | {"differentiable": False},
         activation_and_quantize: _QUANTIZED,

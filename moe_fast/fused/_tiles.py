@@ -24,7 +24,9 @@ class Operands(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Strides and widths of `Operands`, and numbers as the bits of a float64; made in a kernel."""
+    """The strides and widths of `Operands`, and the settings as the bits of float64 numbers. A
+    kernel makes the record of its arguments.
+    """
 
     stride_d_out_p: Any
     stride_d_out_f: Any
@@ -40,7 +42,9 @@ class Numbers(NamedTuple):
 
 @triton.jit
 def columns_of_gradient(h_ptr, numbers, p, read, column, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(u, v, result columns, where x is v's gradient, inside) of columns of d_h; never pairs."""
+    """(u, v, columns of the result, where x is the gradient of v, mask) for columns of d_h. The
+    layout is never "pairs".
+    """
     width, between = numbers.width, numbers.between
     n = column + tl.arange(0, BLOCK_N)
     if LAYOUT == "single":
@@ -50,17 +54,17 @@ def columns_of_gradient(h_ptr, numbers, p, read, column, LAYOUT: tl.constexpr, B
         gate = n
     else:
         num_columns = 2 * width
-        rest = n % (2 * between)
-        of_value = (rest >= between)[None, :]
-        f = n // (2 * between) * between + rest % between
-        gate = n - tl.where(rest >= between, between, 0)
-    inside = (p < read)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of h
-    place = h_ptr + p[:, None] * numbers.stride_h_p + gate[None, :] * numbers.stride_h_f
-    u = tl.load(place, mask=inside, other=0.0)
+        within_pair = n % (2 * between)
+        of_value = (within_pair >= between)[None, :]
+        f = n // (2 * between) * between + within_pair % between
+        gate = n - tl.where(within_pair >= between, between, 0)
+    in_bounds = (p < read)[:, None] & (n < num_columns)[None, :]  # a tile sticks out of its group and of h
+    gate_ptrs = h_ptr + p[:, None] * numbers.stride_h_p + gate[None, :] * numbers.stride_h_f
+    u = tl.load(gate_ptrs, mask=in_bounds, other=0.0)
     v = u
     if LAYOUT != "single":
-        v = tl.load(place + tl.cast(between, tl.int64) * numbers.stride_h_f, mask=inside, other=0.0)
-    return u, v, f, of_value, inside
+        v = tl.load(gate_ptrs + tl.cast(between, tl.int64) * numbers.stride_h_f, mask=in_bounds, other=0.0)
+    return u, v, f, of_value, in_bounds
 
 
 @triton.jit
@@ -68,7 +72,9 @@ def load_for_gradient(
     d_out_ptr, h_ptr, numbers, p, read, column,
     LAYOUT: tl.constexpr, WHOLE: tl.constexpr, dtype: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(d_out, u, v, where x is v's gradient) of columns of d_h; WHOLE: of the gates' columns."""
+    """(d_out, u, v, where x is the gradient of v) for columns of d_h; with WHOLE for the columns of
+    the gates.
+    """
     if LAYOUT == "pairs" or WHOLE:
         ratio: tl.constexpr = 1 if WHOLE else 2
         u, v = load_gate_and_value(
@@ -76,13 +82,13 @@ def load_for_gradient(
             LAYOUT, dtype, BLOCK_N // ratio,
         )  # fmt: skip
         f = column // ratio + tl.arange(0, BLOCK_N // ratio)
-        inside = (p < read)[:, None] & (f < numbers.width)[None, :]  # a tile sticks out of its group and of h
-        of_value = column < 0  # not used
+        in_bounds = (p < read)[:, None] & (f < numbers.width)[None, :]  # a tile sticks out of its group and of h
+        of_value = column < 0  # is not used
     else:
-        u, v, f, of_value, inside = columns_of_gradient(h_ptr, numbers, p, read, column, LAYOUT, BLOCK_N)
+        u, v, f, of_value, in_bounds = columns_of_gradient(h_ptr, numbers, p, read, column, LAYOUT, BLOCK_N)
         u, v = widened(u, dtype), widened(v, dtype)
-    place = d_out_ptr + p[:, None] * numbers.stride_d_out_p + f[None, :] * numbers.stride_d_out_f
-    return widened(tl.load(place, mask=inside, other=0.0), dtype), u, v, of_value
+    d_out_ptrs = d_out_ptr + p[:, None] * numbers.stride_d_out_p + f[None, :] * numbers.stride_d_out_f
+    return widened(tl.load(d_out_ptrs, mask=in_bounds, other=0.0), dtype), u, v, of_value
 
 
 @triton.jit
@@ -91,10 +97,11 @@ def activated_tile(
     CURVE: tl.constexpr, LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WHOLE: tl.constexpr, ROUNDED: tl.constexpr,
     ACCUMULATOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """x = f(u) · (v + offset) · p or its gradient in float32, x of the values, and each row's part
-    of d_probs; 0 outside groups.
+    """(x, x_of_values, d_probs_share): x = f(u) · (v + offset) · p, or its gradient, in float32,
+    and this tile's share of each row's d_probs; 0 outside groups.
 
-    WHOLE: columns are the gates', and the second x, `width` columns on, is the values' gradient.
+    WHOLE: the columns are those of the gates, x is their gradient, and x_of_values is the gradient
+    of the values, which lie `width` columns further on.
     """
     p = tl.arange(0, BLOCK_M).to(tl.int64)
     read, owned = ending(first, end_read, BLOCK_M), ending(first, end_owned, BLOCK_M)
@@ -121,7 +128,7 @@ def activated_tile(
         # the last tile sticks out
         prob = widened(tl.load(probs_ptr + p * numbers.stride_probs, mask=p < read, other=0.0), ACCUMULATOR)[:, None]
     in_group = (p < owned)[:, None]
-    other, part = 0.0, 0.0
+    x_of_values, d_probs_share = 0.0, 0.0
     if operands.d_out_ptr is None:
         x = value * shifted * prob
     else:
@@ -134,22 +141,24 @@ def activated_tile(
                 x = tl.where(free_u, x, 0.0)
                 dv = tl.where(free_v, dv, 0.0)
             if WHOLE:
-                other = as_float32(rounded(dv, h_ptr.dtype.element_ty) if ROUNDED else dv)
-                other = tl.where(in_group, other, 0.0)
+                x_of_values = as_float32(rounded(dv, h_ptr.dtype.element_ty) if ROUNDED else dv)
+                x_of_values = tl.where(in_group, x_of_values, 0.0)
             elif LAYOUT == "pairs":
                 x = tl.reshape(tl.join(x, dv), [p.shape[0], BLOCK_N])
             else:
                 x = tl.where(of_value, dv, x)
-                counted = in_group & (of_value == 0)  # each term once
-        part = tl.sum(tl.where(counted, d_out * (value * shifted), 0.0), axis=1)
+                counted = in_group & (of_value == 0)  # so that each term counts once
+        d_probs_share = tl.sum(tl.where(counted, d_out * (value * shifted), 0.0), axis=1)
     if ROUNDED:
         x = rounded(x, h_ptr.dtype.element_ty)
-    return tl.where(in_group, as_float32(x), 0.0), other, part
+    return tl.where(in_group, as_float32(x), 0.0), x_of_values, d_probs_share
 
 
 @triton.jit
 def steps_of(first, written, begin, steps, num_columns, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A program's steps: none past the written rows or the columns (WHOLE: the gates')."""
+    """How many steps a program takes: none past the written rows or past the columns (with WHOLE
+    the columns of the gates).
+    """
     columns = num_columns // 2 if WHOLE else num_columns
     there = tl.maximum(tl.minimum(steps, tl.cdiv(columns - begin, BLOCK_N)), 0)
     return tl.where(first < written, there, 0).to(tl.int32)

@@ -1,11 +1,11 @@
-"""glu, activation and their gradients, quantised in the launch that computes them.
+"""glu, activation and their gradients, quantised by the launch that computes them.
 
-Blocks and delayed scaling take one pass over h; current scaling takes two, the first for each
-group's amax, and computes the activation twice. Both directions come from one load. NVFP4 writes
-the activation, in float32 or rounded as asked, and then quantises: a pass cannot hold its group
-scale, transform and noise. A rounded activation in blocks of 128 has a kernel of its own on a
-Hopper, see `experts.activated`. Its rounded gradient in both directions is written, and then
-quantised: two kernels are faster.
+Blocks and delayed scaling take one pass over h. Current scaling takes two, the first for the amax
+of each group, and computes the activation twice. The forms by rows and by columns come from one
+load. For NVFP4 the activation is written, in float32 or rounded as the caller asks, and then
+quantised, because one pass cannot hold the group's scale, the transform and the noise. A rounded
+activation in blocks of 128 has a kernel of its own on a Hopper, see `experts.activated`. Its
+rounded gradient in both forms is written and then quantised, because two kernels are faster there.
 """
 
 from dataclasses import replace
@@ -77,8 +77,8 @@ def glu_backward_and_quantize(
     state: QuantizerState | None = None, noise: Tensor | None = None,
     round_before_quantize: bool = False,
 ) -> QuantizedGradients:  # fmt: skip
-    """The gradients of `glu`, that of h quantised. The order of d_probs' sum depends on width and
-    block sizes only.
+    """The gradients of `glu`, with that of h quantised. The order of d_probs' sum depends only on
+    the width and on block sizes.
 
     Raises:
         ValueError: also for probs of other dtypes than `PROBS`.
@@ -109,7 +109,7 @@ def activation_backward_and_quantize(
     rowwise: bool = True, columnwise: bool = False, state: QuantizerState | None = None,
     noise: Tensor | None = None, round_before_quantize: bool = False,
 ) -> QuantizedGradients:  # fmt: skip
-    """The gradients of `activation`, that of h quantised as `glu_backward_and_quantize` does."""
+    """The gradients of `activation`, with that of h quantised as by `glu_backward_and_quantize`."""
     check_activation(h_PF, probs, kind)
     forms = Forms(recipe, "grad_output", splits, rowwise, columnwise, state, noise, round_before_quantize)
     return _gradients(d_out_PF, h_PF, probs, Settings(kind, False, False), forms)
@@ -120,8 +120,8 @@ def _forward(h: Tensor, probs: Tensor | None, settings: Settings, forms: Forms) 
     source = source_of(None, h, probs, settings, forms)
     quantized, state, _ = _quantized(source)
     wanted = torch.is_grad_enabled() and (h.requires_grad or (probs is not None and probs.requires_grad))
-    place = _Place.apply(h, probs, settings, source.forms.splits) if wanted else None
-    return Quantization(replace(quantized, source=place), state)
+    node = _Place.apply(h, probs, settings, source.forms.splits) if wanted else None
+    return Quantization(replace(quantized, source=node), state)
 
 
 def _gradients(d_out: Tensor, h: Tensor, probs: Tensor | None, settings: Settings, forms: Forms) -> QuantizedGradients:
@@ -144,9 +144,9 @@ def _quantized(source: Source) -> tuple[Quantized, QuantizerState | None, Tensor
         kinds = (forms.rowwise, forms.columnwise)
         return quantize_activated(rows, recipe, forms.splits, *kinds, for_products=False), None, None
     if recipe.scaling in BLOCK:
-        by_rows, by_columns, parts = _quantize_blocks(source)
+        by_rows, by_columns, d_probs_shares = _quantize_blocks(source)
     else:
-        by_rows, state, parts = _cast_groups(source)
+        by_rows, state, d_probs_shares = _cast_groups(source)
         by_columns = by_rows
     quantized = Quantized(
         recipe,
@@ -157,11 +157,11 @@ def _quantized(source: Source) -> tuple[Quantized, QuantizerState | None, Tensor
         by_rows if forms.rowwise else None,
         by_columns if forms.columnwise else None,
     )
-    return quantized, state, None if parts is None else parts.sum(1)
+    return quantized, state, None if d_probs_shares is None else d_probs_shares.sum(1)
 
 
 def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor | None]:
-    """A scale for each block, by rows and by columns; and the parts of d_probs."""
+    """(form by rows, form by columns, shares of d_probs), with a scale for each block."""
     forms, recipe, x = source.forms, source.forms.recipe, source.like
     size, rule = BLOCK[recipe.scaling], KERNEL_OF[recipe.scaling]
     sizes = tuning.for_device(x.device).activate_quantize
@@ -172,14 +172,14 @@ def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor |
     grid = source.grid(walk, aligned, least, rows, LEAST_GROUPS_OF_BLOCKS)
     by_rows = empty_form(x, rule, (1, size), grid) if forms.rowwise else None
     by_columns = empty_form(x, rule, (size, 1), grid) if forms.columnwise else None
-    parts = source.parts(grid)
+    d_probs_shares = source.d_probs_shares(grid)
     if has_memory() and grid.programs:
         with launch_on(x):
             launch(kernels.quantize_activated_blocks_kernel, (grid.programs,))(
                 *source.arguments,
                 *form_arguments(by_rows),
                 *form_arguments(by_columns),
-                parts,
+                d_probs_shares,
                 *x.shape,
                 *grid.sizes,
                 *scale_limits(recipe, x.dtype),
@@ -191,17 +191,19 @@ def _quantize_blocks(source: Source) -> tuple[Form | None, Form | None, Tensor |
                 **grid.settings,
                 **NO_FP_FUSION,
             )
-    return by_rows, by_columns, parts
+    return by_rows, by_columns, d_probs_shares
 
 
 def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | None]:
-    """One scale per group, from the state, which gets this amax, or the amax; d_probs' parts."""
+    """(form, next state, shares of d_probs), with one scale per group: from the state, which gets
+    this step's amax, or from the amax.
+    """
     forms, recipe, x = source.forms, source.forms.recipe, source.like
     grid = source.grid(tuning.for_device(x.device).activate_quantize.groups, True)
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_activated_groups_kernel
-    inverse = torch.empty(grid.groups, device=x.device)  # by its first program
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # cast_activated_groups_kernel writes all of it
+    inverse = torch.empty(grid.groups, device=x.device)  # its first program writes all of it
     amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
-    parts, state, history = source.parts(grid), None, None
+    d_probs_shares, state, history = source.d_probs_shares(grid), None, None
     if forms.state is not None:
         history = forms.state.amax_history.clone()
         state = QuantizerState(history, forms.state.scale)
@@ -223,7 +225,7 @@ def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | 
             *strided(None if history is None else history.view(torch.int32))[:2],
             codes,
             inverse,
-            parts,
+            d_probs_shares,
             *x.shape,
             *grid.sizes,
             number_bits(recipe.amax_epsilon or 0.0),
@@ -232,18 +234,18 @@ def _cast_groups(source: Source) -> tuple[Form, QuantizerState | None, Tensor | 
             **grid.settings,
             **NO_FP_FUSION,
         )
-    return Form(codes, inverse, amax.view(torch.float32), None), state, parts
+    return Form(codes, inverse, amax.view(torch.float32), None), state, d_probs_shares
 
 
 def _quantized_apart(source: Source) -> tuple[Quantized, QuantizerState | None, Tensor | None]:
-    """The activation written, and then quantised."""
+    """As `_quantized`, by two launches: the activation is written, and then quantised."""
     forms, h, d_probs = source.forms, source.h, None
-    x = torch.empty(source.like.shape, dtype=source.like.dtype, device=h.device)  # all by the kernel
+    x = torch.empty(source.like.shape, dtype=source.like.dtype, device=h.device)  # the kernel writes all of it
     if source.d_out is None:
         _launch(activation_kernels.activation_kernel, tuning.for_device(h.device).activation, source, (), (x, None))
     else:
         if source.probs is not None:
-            # by the same kernel, also where rows are empty
+            # the same kernel writes all of it, also for empty rows
             d_probs = torch.empty(h.shape[0], dtype=source.probs.dtype, device=h.device)
         d_out = (source.d_out, *source.d_out.stride())
         _launch(
@@ -268,14 +270,14 @@ def _quantized_apart(source: Source) -> tuple[Quantized, QuantizerState | None, 
 def _launch(
     kernel: Any, tile: tuning.Tile, source: Source, d_out: tuple[Any, ...], results: tuple[Tensor | int | None, ...]
 ) -> None:
-    """Launch a kernel of `experts._activations`; with d_out one program sums a row."""
+    """Launch a kernel of `experts._activations`. With d_out one program computes whole rows."""
     h, settings = source.h, source.settings
     # nothing is encoded here
     constants = constants_of(h, h, source.probs, settings, tile) | ({} if d_out else {"HARDWARE": False})
     tiles = ceil_div(settings.width(h), constants["BLOCK_F"])
-    parts = 1 if d_out else tiles
-    programs = ceil_div(h.shape[0], constants["BLOCK_P"]) * parts
-    sizes = (h.shape[0], settings.width(h), settings.between(h), parts, *((tiles,) if d_out else ()))
+    column_programs = 1 if d_out else tiles
+    programs = ceil_div(h.shape[0], constants["BLOCK_P"]) * column_programs
+    sizes = (h.shape[0], settings.width(h), settings.between(h), column_programs, *((tiles,) if d_out else ()))
     if has_memory() and programs:
         with launch_on(h):
             launch(kernel, (programs,))(
@@ -286,7 +288,7 @@ def _launch(
 
 
 def _owned_rows(x: Tensor | None, splits: Tensor | None) -> Tensor | None:
-    """x with 0 in the rows past the last group."""
+    """x, with 0 in the rows past the last group."""
     if x is None or splits is None:
         return x
     owned = torch.arange(x.shape[0], device=x.device) < splits.sum()
@@ -294,13 +296,15 @@ def _owned_rows(x: Tensor | None, splits: Tensor | None) -> Tensor | None:
 
 
 class _Place(torch.autograd.Function):
-    """The activation's node in the graph: a tensor of its shape, never read."""
+    """The activation's node in autograd's graph: a tensor of its shape whose values are
+    never read.
+    """
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, probs: Tensor | None, settings: Settings, splits: Tensor | None) -> Tensor:
         ctx.settings, ctx.splits = settings, splits
         ctx.save_for_backward(h, probs)
-        return h.new_empty(()).expand(h.shape[0], settings.width(h))  # no memory
+        return h.new_empty(()).expand(h.shape[0], settings.width(h))  # it takes no memory
 
     @staticmethod
     @once_differentiable

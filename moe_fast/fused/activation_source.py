@@ -1,4 +1,4 @@
-"""An activation, or its gradient, as the kernels that quantise it take it."""
+"""An activation, or its gradient, in the form in which the kernels that quantise it take it."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,7 +39,9 @@ class Forms:
         return format_of(self.recipe, self.role)
 
     def check(self, h: Tensor, width: int) -> None:
-        """The rules of both packages that can be seen without reading the device."""
+        """Raise `ValueError` for whatever the activation and `quantize` refuse, as far as it shows
+        without reading the device.
+        """
         options: dict[str, Any] = {
             "splits": self.splits,
             "rowwise": self.rowwise,
@@ -64,10 +66,10 @@ class Source:
 
     @property
     def like(self) -> Tensor:
-        """A tensor of the shape and dtype of what is quantised, without memory."""
+        """A tensor without memory, with the shape and dtype of the tensor that is quantised."""
         columns = self.settings.width(self.h) if self.d_out is None else self.h.shape[1]
         dtype = self.h.dtype if self.forms.rounds else torch.float32
-        return torch.empty((), dtype=dtype, device=self.h.device).expand(self.h.shape[0], columns)  # no memory
+        return torch.empty((), dtype=dtype, device=self.h.device).expand(self.h.shape[0], columns)  # it takes no memory
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -92,7 +94,9 @@ class Source:
 
     @property
     def faster_apart(self) -> bool:
-        """Whether writing the rounded gradient beats holding 128 rows of both halves."""
+        """Whether it is faster to write the rounded gradient first than to hold 128 rows of both
+        halves.
+        """
         forms = self.forms
         return (
             self.d_out is not None
@@ -104,12 +108,14 @@ class Source:
 
     @property
     def halves(self) -> bool:
-        """Whether gradients of gates and values lie apart: one load gives a tile of each."""
+        """Whether the gradients of gates and of values lie apart, so that one load gives a tile of
+        each.
+        """
         return self.d_out is not None and self.settings.layout(self.h) == "halves"
 
     @property
     def ragged(self) -> bool:
-        """Whether rows are not whole lines, or pieces of gates and values are not."""
+        """Whether rows, or the pieces of gates and values in them, are not whole lines."""
         h, width = self.h, self.settings.width(self.h)
         pieces = self.settings.between(h) if self.settings.layout(h) == "blocks" else width
         return is_ragged(h.stride(0), width, pieces, 0 if self.d_out is None else self.d_out.stride(0))
@@ -118,8 +124,9 @@ class Source:
         self, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1), rows: int | None = None,
         least_groups: int = LEAST_GROUPS,
     ) -> Grid:  # fmt: skip
-        """Tiles of what is quantised; of halves that are whole tiles, the gates' alone. They are no
-        wider than rows, as curves take long to compile.
+        """The tiles of the tensor that is quantised; if gates and values lie apart in whole tiles,
+        those of the gates only. Tiles are no wider than rows, because the curves take long to
+        compile.
         """
 
         def cut(columns: int) -> Grid:
@@ -135,17 +142,17 @@ class Source:
             return half
         return cut(self.like.shape[1])
 
-    def parts(self, grid: Grid) -> Tensor | None:
-        """Each program's part of d_probs, [rows, programs per row]; None without probs."""
+    def d_probs_shares(self, grid: Grid) -> Tensor | None:
+        """Memory for each program's share of d_probs, [rows, programs per row], if it is wanted."""
         if self.d_out is None or self.probs is None:
             return None
         dtype = torch.float64 if torch.float64 in (self.h.dtype, self.probs.dtype) else torch.float32
-        # all by the kernel: its tiles cover every row
-        return torch.empty((self.h.shape[0], grid.parts), dtype=dtype, device=self.h.device)
+        # the kernel writes all of it: its tiles cover every row
+        return torch.empty((self.h.shape[0], grid.column_programs), dtype=dtype, device=self.h.device)
 
 
 def source_of(d_out: Tensor | None, h: Tensor, probs: Tensor | None, settings: Settings, forms: Forms) -> Source:
-    """What the kernels read: memory, not a pending minus, on the device of h."""
+    """The tensors that the kernels read: memory without a pending minus, on the device of h."""
     check_fused(h, probs)
     # a copy, as the result reads them later; int64, as most are
     splits = None if forms.splits is None else forms.splits.to(h.device, torch.int64, non_blocking=True, copy=True)

@@ -98,14 +98,16 @@ def _moved(
     tokens: Tensor, probs: Tensor | None, recipe: Recipe, role: str, lists: RowMap, splits: Tensor,
     rowwise: bool, columnwise: bool, state: QuantizerState | None,
 ) -> tuple[tuple[Form | None, Form | None], QuantizerState | None, Tensor | None, Tensor]:  # fmt: skip
-    """(forms by rows and by columns, next state, probs by row, lists of rows)."""
+    """(form by rows, form by columns, next state, probs by row, lists of rows)."""
     work = Work(tokens, probs, recipe, role, lists, splits)
     by_rows, by_columns, next_state = work.done(rowwise, columnwise, state)
     return (by_rows, by_columns), next_state, work.row_probs, work.row_map.slots_TE
 
 
 def _in_one_step(recipe: Recipe, role: str, columnwise: bool) -> bool:
-    """Whether the kernels here suffice: of NVFP4, blocks along rows under one amax per expert."""
+    """Whether the kernels of this module suffice. Of NVFP4 they only have blocks along rows with
+    one amax per expert.
+    """
     if recipe.scaling != "nvfp4":
         return True
     square = role == "weight" and bool(recipe.two_dimensional_weights)
@@ -118,7 +120,9 @@ def _in_one_step(recipe: Recipe, role: str, columnwise: bool) -> bool:
 
 
 class Place(torch.autograd.Function):
-    """The rows' node in the graph, a tensor of their shape that is never read; and their probs."""
+    """The rows' node in autograd's graph, a tensor of their shape whose values are never read; and
+    the probs of the rows.
+    """
 
     @staticmethod
     def forward(
@@ -127,7 +131,7 @@ class Place(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         tensors, ctx.numbers = row_map.parts()
         ctx.save_for_backward(*tensors)
-        source = tokens.new_empty(()).expand(row_map.num_rows, tokens.shape[1])  # no memory
+        source = tokens.new_empty(()).expand(row_map.num_rows, tokens.shape[1])  # it takes no memory
         moved = None if row_probs is None else row_probs.view_as(row_probs)
         constant = [
             output
@@ -184,13 +188,15 @@ class Work:
         return torch.empty(shape, dtype=dtype, device=self.tokens.device)
 
     def _blocks_along_rows(self, with_source: bool) -> Form:
-        """A scale for each block of a row; on the way, `source`."""
+        """A form with a scale for each block of a row. On the way `source` is filled, if
+        `with_source`.
+        """
         form = self._blank((1, self.size), self.row_map.num_rows)
         if self.rule == "mxfp8":
             self._scatter("mxfp8", form, with_source=with_source)
             return form
         tokens, blocks = self.tokens.shape[0], form.scale.shape[1]
-        scale = self._empty(tokens, blocks, dtype=form.scale.dtype)  # all by scatter_kernel
+        scale = self._empty(tokens, blocks, dtype=form.scale.dtype)  # scatter_kernel writes all of it
         amax = self._empty(tokens, blocks, dtype=form.amax.dtype)  # as above
         self._scatter("amax", replace(form, scale=scale, amax=amax), with_source=True)
         tile = self.sizes.permute_quantize.scales
@@ -215,16 +221,19 @@ class Work:
         return form
 
     def _two_levels(self) -> Form:
-        """NVFP4, along rows."""
+        """The form of NVFP4 along rows."""
         amax = self._group_amax()
-        scale = self._empty(self.shape[0], self.shape[1] // self.size, dtype=torch.uint8)  # all by scatter_kernel
-        codes = self._empty(*self.shape, dtype=torch.uint8)  # by the same
+        # scatter_kernel writes all of it
+        scale = self._empty(self.shape[0], self.shape[1] // self.size, dtype=torch.uint8)
+        codes = self._empty(*self.shape, dtype=torch.uint8)  # the same kernel writes all of it
         form = Form(codes, scale, amax.view(torch.float32), (1, self.size), "group", E4M3_MAX)
         self._scatter("nvfp4", form, {"group_amax": amax})
         return form
 
     def _blank(self, block: tuple[int, int], rows: int) -> Form:
-        """A form with room for all blocks; all codes are written, and existing scales."""
+        """A form with room for all blocks. Kernels write all codes, and the scales of blocks that
+        exist.
+        """
         columns = ceil_div(self.shape[1], block[1])
         # neighbouring rows side by side, for matrix products
         turned = self.rule == "amax" and block[0] == 1
@@ -253,9 +262,11 @@ class Work:
         return amax
 
     def _groups(self, state: QuantizerState | None) -> tuple[Form, QuantizerState | None]:
-        """One scale per expert: from the state, which gets this step's amax, or from the amax."""
+        """(form, next state), with one scale per expert: from the state, which gets this step's
+        amax, or from the amax.
+        """
         experts = self.row_map.num_experts
-        inverse = self._empty(experts, dtype=torch.float32)  # all by the first program of scatter_kernel
+        inverse = self._empty(experts, dtype=torch.float32)  # the first program of scatter_kernel writes all of it
         by_expert: dict[str, Any] = {"inverse": inverse}
         if state is None:
             by_expert["group_amax"] = self._group_amax()
@@ -273,14 +284,16 @@ class Work:
     def _scatter(
         self, rule: str, form: Form, by_expert: dict[str, Any] | None = None, with_source: bool = False
     ) -> None:
-        """Move the probs, write the lists of rows, and codes to each row."""
+        """Launch scatter_kernel: move the probs, write the lists of rows, and write codes to each
+        row.
+        """
         if with_source:
             narrow = self.tokens.shape[0] < 2**31
-            # all by scatter_kernel
+            # scatter_kernel writes all of it
             self.source = self._empty(self.row_map.num_rows, dtype=torch.int32 if narrow else torch.int64)
         if self.probs is not None:
             self.row_probs = self._empty(self.row_map.num_rows, dtype=self.probs.dtype)  # as above
-        given, group_amax, history, inverse = (
+        scales, group_amax, history, inverse = (
             (by_expert or {}).get(name) for name in ("given", "group_amax", "history", "inverse")
         )
         tile, fill, row_map = self.sizes.permute_quantize.scatter, self.sizes.fill, self.row_map
@@ -295,7 +308,7 @@ class Work:
             launch(kernels.scatter_kernel, (max(programs * columns, 1),))(
                 *strided(self.tokens),
                 *strided(None if self.probs is None else bits(self.probs)),
-                *strided(given, 1),
+                *strided(scales, 1),
                 group_amax,
                 *strided(None if history is None else history.view(torch.int32))[:2],
                 inverse,
@@ -324,20 +337,22 @@ class Work:
             )
 
     def places(self) -> None:
-        """`source`, the lists of rows, and the probs: no row."""
+        """Fill `source`, the lists of rows and the probs by row, without writing a row."""
         self.source, self.row_probs = place_rows(self.probs, self.lists, self.row_map)
 
     def _gather_tiles(self) -> Form:
-        """A scale for each block of columns, by the kernel for Hopper."""
+        """The form by columns with a scale for each block, from the kernel for Hopper."""
         if self.source is None:
             self.places()
         assert self.source is not None
         rows = Gathered(self.tokens, self.source)
-        made = quantize_gathered(rows, self.recipe, self.role, self.splits, False, True, for_products=False)
-        return made.form(True)
+        quantized = quantize_gathered(rows, self.recipe, self.role, self.splits, False, True, for_products=False)
+        return quantized.form(True)
 
     def _gather(self) -> Form:
-        """A scale for each block that spans rows: of columns, or square."""
+        """The form with a scale for each block that spans rows: blocks of a column, or
+        square ones.
+        """
         aligned = self.rule == "amax"  # whole groups of MXFP8 consist of whole blocks, wherever the rows are cut
         block = (self.size, self.size if self.square else 1)
         tuned = self.sizes.permute_quantize
@@ -349,7 +364,7 @@ class Work:
         form = self._blank(block, grid.tiles if aligned else ceil_div(self.shape[0], self.size))
         if self.source is None:
             self.places()
-        programs = grid.tiles * ceil_div(grid.parts, tuned.slab) * tuned.slab
+        programs = grid.tiles * ceil_div(grid.column_programs, tuned.slab) * tuned.slab
         if has_memory() and programs:
             with launch_on(self.tokens):
                 launch(kernels.gather_kernel, (programs,))(

@@ -1,5 +1,5 @@
-"""A layer's experts between tokens and tokens: `permute`, `grouped_mlp` and `unpermute` without the
-rows that travel, in high precision, from one to the next. With FP8 by blocks, or without gradients.
+"""A layer's experts from tokens to tokens: `permute`, `grouped_mlp` and `unpermute`, without rows
+in high precision that one function writes for the next. With FP8 by blocks, or without gradients.
 """
 
 from functools import partial
@@ -30,9 +30,11 @@ def rows_of_tokens(
     tokens_TH: Tensor, routing_map_TE: Tensor, recipe: Recipe | None,
     *, probs: Tensor, num_rows: int, tile_rows: int | None,
 ) -> tuple[RowsOfTokens, Permuted, Tiles | None]:  # fmt: skip
-    """(the rows, `permute`'s other results, the segments in tiles of `tile_rows`)."""
+    """(rows that are not written, the other results of `permute`, the segments in tiles of
+    `tile_rows`).
+    """
     lists, slots, tiles = place(routing_map_TE, None, num_rows, tile_rows)
-    rows = tokens_TH.new_empty(()).expand(num_rows, tokens_TH.shape[1])  # no memory
+    rows = tokens_TH.new_empty(()).expand(num_rows, tokens_TH.shape[1])  # it takes no memory
     counts, codes = slots.tokens_per_expert, None
     source: Tensor | None
     if recipe is None:
@@ -51,61 +53,66 @@ def rows_of_tokens(
 
 
 def mlp_of_tokens(
-    sent: RowsOfTokens, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, *,
+    token_rows: RowsOfTokens, tokens_per_expert_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, *,
     probs: Tensor | None, recipe: Recipe | None, fc1_bias: Tensor | None = None, interleave: int | None = None,
     recompute: str | None = None, tokens_again: bool = False, fp8_input_store: bool = False, kind: str = "swiglu",
     **shape: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(`grouped_mlp`, `unpermute` of it). With `tokens_again` no codes of the rows are saved, but
-    the tokens. Without a recipe neither the rows nor the probs may need a gradient.
+    """(y, `unpermute` of y), with y = `grouped_mlp` of the rows. With `tokens_again` the tokens are
+    saved in place of the codes of the rows. Without a recipe neither the rows nor the probs may
+    need a gradient.
     """
     settings = checked_settings(kind, **shape, interleave=interleave, fp8_input_store=fp8_input_store)
     check_mlp(
-        sent.rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, None, interleave, kind,
-        False, None, recompute, recipe=recipe, state=None, noise=None, wgrads=None, rows_again=None, amaxes=None,
+        token_rows.rows_PH, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, None, interleave,
+        kind, False, None, recompute, recipe=recipe, state=None, noise=None, wgrads=None, rows_again=None, amaxes=None,
     )  # fmt: skip
     if recipe is None:
-        return _without_gradients(sent, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, settings)
+        return _without_gradients(
+            token_rows, tokens_per_expert_L, fc1_weight_LFH, fc2_weight_LHF, probs, fc1_bias, settings
+        )
     with plans_shared():
         fc1 = partial(linear_of_tokens, bias=fc1_bias, recipe=recipe, tokens_again=tokens_again)
-        h_PF = fc1(sent, fc1_weight_LFH, tokens_per_expert_L)
+        h_PF = fc1(token_rows, fc1_weight_LFH, tokens_per_expert_L)
         wanted = any(x is not None and x.requires_grad for x in (h_PF, probs, fc2_weight_LHF))
         if not (wanted and torch.is_grad_enabled()):
-            return _rest(h_PF, probs, settings, sent, fc2_weight_LHF, tokens_per_expert_L, recipe)
+            return _fc2_of_codes(h_PF, probs, settings, token_rows, fc2_weight_LHF, tokens_per_expert_L, recipe)
         fc2 = partial(linear_to_tokens, weight_LMN=fc2_weight_LHF, tokens_per_expert_L=tokens_per_expert_L)
-        fc2 = partial(fc2, recipe=recipe, row_map=sent.row_map, source_P=sent.source_P)
+        fc2 = partial(fc2, recipe=recipe, row_map=token_rows.row_map, source_P=token_rows.source_P)
         return activated_then(fc2, h_PF, probs, settings, fp8_input_store, recompute == "moe_act", recipe)
 
 
 def _without_gradients(
-    sent: RowsOfTokens, counts_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, probs: Tensor | None,
+    token_rows: RowsOfTokens, counts_L: Tensor, fc1_weight_LFH: Tensor, fc2_weight_LHF: Tensor, probs: Tensor | None,
     fc1_bias: Tensor | None, settings: Settings,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """In high precision; the rows are written first where no kernel gathers."""
-    tokens = sent.tokens_TH.detach().resolve_neg()
-    more: dict[str, Any] = {"bias": fc1_bias, "probs": probs, "settings": settings}
+    """The same in high precision. If no kernel gathers the rows, they are written first."""
+    tokens = token_rows.tokens_TH.detach().resolve_neg()
+    epilogue: dict[str, Any] = {"bias": fc1_bias, "probs": probs, "settings": settings}
     with plans_shared():
-        a_PF = activated_linear(Gathered(tokens, sent.source_P), fc1_weight_LFH, counts_L, **more)
+        a_PF = activated_linear(Gathered(tokens, token_rows.source_P), fc1_weight_LFH, counts_L, **epilogue)
         if a_PF is None:
-            h_PF = grouped_linear(move_to_rows(tokens, None, sent.row_map)[0], fc1_weight_LFH, counts_L, bias=fc1_bias)
+            h_PF = grouped_linear(
+                move_to_rows(tokens, None, token_rows.row_map)[0], fc1_weight_LFH, counts_L, bias=fc1_bias
+            )
             a_PF = activated(h_PF, probs=probs, settings=settings)
         rows = grouped_linear(a_PF, fc2_weight_LHF, counts_L)
-    return rows, unpermute(rows, sent.row_map, restore_shape=(tokens.shape[0], tokens.shape[1]))
+    return rows, unpermute(rows, token_rows.row_map, restore_shape=(tokens.shape[0], tokens.shape[1]))
 
 
-def _rest(
-    h_PF: Tensor, probs: Tensor | None, settings: Settings, sent: RowsOfTokens, fc2_weight_LHF: Tensor,
+def _fc2_of_codes(
+    h_PF: Tensor, probs: Tensor | None, settings: Settings, token_rows: RowsOfTokens, fc2_weight_LHF: Tensor,
     counts_L: Tensor, recipe: Recipe,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """After fc1, without gradients: the activation leaves as codes."""
+    """fc2 and `unpermute`, without gradients: the activation of h is written as codes only."""
     options: dict[str, Any] = {"splits": counts_L, "probs": probs, "kind": settings.kind, "round_before_quantize": True}
     if settings.gated:
-        more = {name: getattr(settings, name) for name in ("offset", "clamp", "alpha", "interleave")}
-        codes = glu_and_quantize(h_PF, recipe, **options, **more).quantized
+        glu_settings = {name: getattr(settings, name) for name in ("offset", "clamp", "alpha", "interleave")}
+        codes = glu_and_quantize(h_PF, recipe, **options, **glu_settings).quantized
     else:
         codes = activation_and_quantize(h_PF, recipe, **options).quantized
     matrices = quantized_weight(fc2_weight_LHF, Precision(recipe, None, None), True, False)
     rows = scaled_fprop(codes, matrices, scaled_plan(counts_L, len(h_PF), recipe))
-    combined = sum_rows(rows, None, None, sent.row_map)[0]
+    combined = sum_rows(rows, None, None, token_rows.row_map)[0]
     assert combined is not None
     return rows, combined

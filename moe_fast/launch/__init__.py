@@ -1,1 +1,3 @@
-"""What every launch shares: backend, tuning, arithmetic."""
+"""What every launch of a kernel needs: the backend, block sizes, arithmetic, and operators for
+torch.compile.
+"""

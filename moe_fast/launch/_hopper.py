@@ -1,4 +1,4 @@
-"""Gluon's names for NVIDIA's Hopper, which differ between Triton 3.6 and 3.9."""
+"""Names in Gluon for operations of NVIDIA's Hopper, which differ between Triton 3.6 and 3.9."""
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy

@@ -29,7 +29,9 @@ def widened(x, dtype: tl.constexpr):
 
 @triton.jit
 def number(bits, dtype: tl.constexpr):
-    """A float64 passed as its bits: Triton would pass a plain number as float32."""
+    """A float64 that was passed as its bits, in `dtype`. Triton would pass a plain number as
+    float32.
+    """
     return tl.cast(bits, tl.int64).to(tl.float64, bitcast=True).to(dtype)
 
 
@@ -42,7 +44,8 @@ def score_and_slope(x, SCORE: tl.constexpr):
         σ = (e or 1) / (1+e)                                σ' = e / (1+e)²
         √ln(1+exp x) = exp(x/2) √r, or √(x + e r)    its derivative = (exp(x/2) or 1) / (2 (1+e) √…)
     """
-    half = tl.exp(-0.5 * tl.abs(x)) if SCORE == "sqrtsoftplus" else x  # a score of √e is there when e is long too small
+    # its score √e is still a number where e is far too small
+    half = tl.exp(-0.5 * tl.abs(x)) if SCORE == "sqrtsoftplus" else x
     e = half * half if SCORE == "sqrtsoftplus" else tl.exp(-tl.abs(x))
     u = 1.0 + e
     if SCORE == "sigmoid":
@@ -50,7 +53,7 @@ def score_and_slope(x, SCORE: tl.constexpr):
         slope = e / (u * u)
     else:
         lost = u == 1.0
-        ratio = tl.where(lost, 1.0, tl.log(u)) / tl.where(lost, 1.0, u - 1.0)  # the error of u is in both
+        ratio = tl.where(lost, 1.0, tl.log(u)) / tl.where(lost, 1.0, u - 1.0)  # the error of u is in both, and cancels
         root = tl.sqrt(tl.where(x < 0, ratio, x + e * ratio))
         lift = tl.where(x < 0, half, 1.0)
         score = lift * root

@@ -6,7 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def put_tiles(tile_ptr, capacity, expert, first, tiles, begin, end, BLOCK_T: tl.constexpr):
-    """Some experts' entries: the expert, its first tile, its first row and its end, per tile."""
+    """Write the entries of some experts' tiles: for each tile its expert, the expert's first tile,
+    first row and end.
+    """
     for step in range(0, tl.max(tiles, axis=0), BLOCK_T):
         t = step + tl.arange(0, BLOCK_T)[None, :]
         entry = tile_ptr + first[:, None] + t

@@ -1,4 +1,4 @@
-"""Numbers as kernels take them, and the dtype they compute in."""
+"""The form in which kernels take numbers, and the dtype in which they compute."""
 
 import struct
 
@@ -18,7 +18,7 @@ def accumulator(*tensors: Tensor | None) -> tl.dtype:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b by torch, in their own dtype, also where `torch.autocast` would round the factors.
+    """a @ b by torch, in the dtype of a and b, also where `torch.autocast` would round the factors.
 
     Sums are float32 for 16-bit factors.
     """

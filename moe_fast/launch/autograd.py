@@ -1,4 +1,4 @@
-"""Backwards made of kernels: autograd cannot differentiate them again."""
+"""Backwards that launch kernels, which autograd cannot differentiate again."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class _Refused(torch.autograd.Function):
-    """The first `count` tensors as they are; the backward raises."""
+    """The first `count` tensors unchanged; the backward raises an error."""
 
     @staticmethod
     def forward(ctx: Any, of: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -22,11 +22,11 @@ class _Refused(torch.autograd.Function):
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates the backward of an autograd function: its gradients refuse to be differentiated.
+    """Decorate the backward of an autograd function so that its gradients cannot be differentiated.
 
-    torch's decorator of this name refuses only where a cotangent requires grad, and only in
-    `Tensor.backward`. The cotangent of a sum is a constant: then the dependence on saved tensors is
-    lost without an error, as it is in `torch.autograd.grad`.
+    torch's decorator of the same name refuses only if a cotangent requires grad, and only in
+    `Tensor.backward`. The cotangent of a sum is a constant: with torch's decorator the dependence
+    on saved tensors would be lost without an error, and so it would in `torch.autograd.grad`.
 
     Raises:
         RuntimeError: from the second backward, after a first one with `create_graph=True`.
@@ -38,9 +38,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             gradients = backward(ctx, *cotangents)
         if not torch.is_grad_enabled():
             return gradients
-        whole = gradients if isinstance(gradients, tuple) else (gradients,)
+        gradient_tuple = gradients if isinstance(gradients, tuple) else (gradients,)
         of, anchor = backward.__qualname__.rpartition(".")[0], torch.zeros((), requires_grad=True)
-        refused = _Refused.apply(of, len(whole), *whole, anchor, *cotangents, *ctx.saved_tensors)
+        refused = _Refused.apply(of, len(gradient_tuple), *gradient_tuple, anchor, *cotangents, *ctx.saved_tensors)
         return refused if isinstance(gradients, tuple) else refused[0]
 
     return once

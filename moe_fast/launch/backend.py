@@ -1,6 +1,6 @@
-"""How the kernels run here: compiled for the GPU, or by Triton's interpreter on a CPU.
+"""Whether the kernels are compiled for the GPU, or run by Triton's interpreter on a CPU.
 
-Import this before anything that decorates a kernel: Triton decides at the decoration.
+Import this module before anything that decorates a kernel: Triton decides at the decoration.
 """
 
 import os
@@ -38,7 +38,9 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_device(argument: str, tensor: Tensor) -> None:
-    """Compiled kernels read only the GPU's memory; the interpreter reads any."""
+    """Raise `ValueError` for a tensor on the CPU, unless kernels are interpreted: compiled kernels
+    read only the memory of the GPU.
+    """
     require(
         INTERPRETED or tensor.device.type != "cpu",
         argument,
@@ -52,7 +54,7 @@ def launch_on(tensor: Tensor) -> AbstractContextManager[Any]:
     if not tensor.is_cuda:
         return _HERE
     if not getattr(_thread, "has_context", False):
-        # gives a thread of autograd, which begins without one, its context; allowed in a graph
+        # gives a new thread of autograd its context; it is allowed while a graph is captured
         torch.cuda.is_current_stream_capturing()
         _thread.has_context = True
     device = tensor.get_device()
@@ -86,7 +88,7 @@ def casts_in_hardware(device: torch.device) -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at a time, if each fills a multiprocessor."""
+    """How many programs run at a time if each fills a multiprocessor."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -96,10 +98,12 @@ def movable(dtype: torch.dtype) -> bool:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers of the same width: every dtype is copied bit by bit."""
+    """The tensor's memory as integers of the same width: rows of every dtype are copied
+    bit by bit.
+    """
     if tensor.dtype in _BITS.values():
         return tensor
-    # memory, not a pending conjugation or minus
+    # so that the memory has no pending conjugation or minus
     return tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
 
 
@@ -109,7 +113,9 @@ def integers(tensor: Tensor) -> Tensor:
 
 
 def strided(tensor: Tensor | None, dims: int = 2) -> tuple[Any, ...]:
-    """A tensor and its strides, or (None, 0, …): a kernel reads memory, not a pending minus."""
+    """(tensor, its strides), or (None, 0, …). A pending minus is carried out first, because kernels
+    read memory.
+    """
     if tensor is None:
         return None, *(0,) * dims
     tensor = tensor.resolve_neg()
@@ -117,10 +123,10 @@ def strided(tensor: Tensor | None, dims: int = 2) -> tuple[Any, ...]:
 
 
 def present(tensor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """(tensor, 1), or (an empty tensor of this dtype, 0).
+    """(tensor, 1), or without a tensor (an empty tensor of this dtype, 0).
 
-    To the compiler None is another type, and so another version of a kernel: for kernels whose
-    speed does not depend on it.
+    For the compiler None is another type, so that it would compile another version of the kernel.
+    This is for kernels that are as fast with an empty tensor.
     """
     return (_EMPTY[dtype], 0) if tensor is None else (tensor, 1)
 

@@ -13,12 +13,16 @@ DESCRIBED_BYTES = 16  # CUDA driver API, cuTensorMapEncodeTiled: the address and
 
 
 def have_descriptors(*tensors: Tensor) -> bool:
-    """Whether descriptors can move tiles of factors: dtypes of a matrix unit, and `have_lines`."""
+    """Whether descriptors can move tiles of these factors: their dtypes are of a matrix unit, and
+    they satisfy `have_lines`.
+    """
     return all(tensor.itemsize <= 2 for tensor in tensors) and have_lines(*tensors)
 
 
 def have_lines(*tensors: Tensor) -> bool:
-    """Whether descriptors can move tiles of any dtype: whole lines of 16 bytes, no overlap."""
+    """Whether descriptors can move tiles of these tensors, of any dtype: rows begin at multiples of
+    16 bytes, and no elements overlap.
+    """
     return backend.has_descriptors(tensors[0].device) and all(map(_in_lines, tensors))
 
 
@@ -32,12 +36,15 @@ def _in_lines(tensor: Tensor) -> bool:
 
 
 def described(x: Tensor, block: list[int], swizzled: int = 128) -> TensorDescriptor:
-    """A descriptor of the tensor; tiles lie in shared memory as the matrix unit reads them, or in
-    lines."""
+    """A descriptor of the tensor. Tiles lie in shared memory as the matrix unit reads them, or with
+    `swizzled` 0 in lines.
+    """
     return TensorDescriptor.from_tensor(x, block, layout_of(swizzled, x.itemsize, len(block)))
 
 
 @cache
 def layout_of(swizzled: int, itemsize: int, rank: int) -> gl.NVMMASharedLayout:
-    """The layout of a tile in shared memory; made once, which saves the host time."""
+    """The layout of a tile in shared memory. It is made once for all calls, because making it takes
+    the host time.
+    """
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=8 * itemsize, rank=rank)

@@ -1,7 +1,8 @@
-"""Calls that are known to be legal: like one before them, which was checked.
+"""Calls that are known to be legal, because a call like them was checked before.
 
-Checks read shapes, dtypes, devices and settings, never values, so that all calls alike in these
-pass or fail together. A layer checks at each of its stages; a call like one before, none.
+Checks read shapes, dtypes, devices and settings, but never values, so that all calls that are alike
+in these pass or fail together. A layer checks the arguments of each of its stages in its first
+call, and skips the checks in later calls like it.
 """
 
 import functools
@@ -22,7 +23,9 @@ _known: ContextVar[bool] = ContextVar("within a call that is known to be legal",
 
 
 def unless_known(check: Callable[P, None]) -> Callable[P, None]:
-    """Decorates a check of shapes, dtypes, devices and settings: a known call passes unchecked."""
+    """Decorate a check of shapes, dtypes, devices and settings: it is skipped within a call that is
+    known to be legal.
+    """
 
     @functools.wraps(check)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -33,8 +36,9 @@ def unless_known(check: Callable[P, None]) -> Callable[P, None]:
 
 
 def key_of(settings: Any, *tensors: Tensor | None, **options: Any) -> Key | None:
-    """What the checks of a call may read: `settings` is told by its identity, and must not change;
-    options are told by their values. None for tensors without memory, whose sizes may be symbols.
+    """A key of everything that the checks of a call may read. `settings` are recognised by their
+    identity, and must not change; options by their values. None for tensors without memory, whose
+    sizes may be symbols.
     """
     if not has_memory():
         return None
@@ -44,14 +48,16 @@ def key_of(settings: Any, *tensors: Tensor | None, **options: Any) -> Key | None
 
 @contextmanager
 def checked_once(key: Key | None, settings: Any) -> Iterator[None]:
-    """Within it, no check runs if a call with this key has ended without an error before."""
-    known = key in _passed
-    token = _known.set(known)
+    """A context within which no check runs, if an earlier call with this key has ended without an
+    error.
+    """
+    is_known = key in _passed
+    token = _known.set(is_known)
     try:
         yield
     finally:
         _known.reset(token)
-    if key is not None and not known:
+    if key is not None and not is_known:
         if len(_passed) >= MOST:
             _passed.clear()
-        _passed[key] = settings  # kept, so that no other has its identity
+        _passed[key] = settings  # kept alive, so that no other object gets its identity

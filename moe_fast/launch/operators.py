@@ -1,12 +1,12 @@
-"""Registered operators: what `torch.compile` sees of this package.
+"""Registered operators: how `torch.compile` sees this package.
 
-Inside a compiled graph a public function is one call (`traceable`), which is traced as Python down
-to the functions that launch kernels (`operator`, `as_operators`). Those are operators of
-`torch.library`: opaque to the compiler, with an implementation for tensors without memory, which is
-the same function with `launch` doing nothing. So shapes are written once. An eager call goes past
-the registered operators.
+Inside a compiled graph a public function is one call (`traceable`). It is traced as Python down to
+the functions that launch kernels (`operator`, `as_operators`). Those are operators of
+`torch.library`: the compiler does not look inside. Their implementation for tensors without memory
+is the same function, in which `launch` does nothing, so that shapes are written once. An eager call
+goes past the registered operators.
 
-An operator takes (tensors, symbolic numbers, the rest of the call as text) and returns tensors.
+An operator takes (tensors, symbolic numbers, the other arguments as text) and returns tensors.
 """
 
 import functools
@@ -33,15 +33,17 @@ _graph: ContextVar[bool] = ContextVar("in a graph", default=False)
 
 
 def _outside(function: Callable[P, R], *reached: Callable[..., Any]) -> Callable[P, R]:
-    """Says to the suite's footprints what the function reaches outside of a compiled graph."""
+    """Tell the suite's footprints which functions this function reaches outside of a compiled
+    graph.
+    """
     function.__eager__ = reached  # type: ignore[attr-defined]
     return function
 
 
 def traceable(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a public function: `torch.compile` does not read it, and traces its operators.
+    """Decorate a public function: `torch.compile` does not read it, and traces its operators.
 
-    Dynamo runs the import when it meets the call, and not before: it takes a second.
+    The import takes a second; Dynamo runs it only when it meets a call.
     """
     index = len(PUBLIC)
     PUBLIC.append(function)
@@ -65,19 +67,21 @@ def record(cls: C) -> C:
 
 
 def has_memory() -> bool:
-    """Whether tensors have memory; while tracing they have not, and no kernel is launched."""
+    """Whether tensors have memory. While a graph is traced they have none, and no kernel is
+    launched.
+    """
     return mode_of_tensors_without_memory() is None
 
 
 def tracing() -> bool:
-    """Whether operators are recorded in place of their launches."""
+    """Whether operators are recorded instead of launched."""
     mode = mode_of_tensors_without_memory()
     return mode is not None and not getattr(mode, INSIDE, False)
 
 
 def in_graph() -> bool:
-    """Whether a compiled graph runs the operator: it may overwrite results once it has read them,
-    so that they must be no one else's.
+    """Whether a compiled graph runs the operator. The graph may overwrite results once it has read
+    them, so that they must not be shared.
     """
     return _graph.get() or not has_memory()
 
@@ -101,10 +105,11 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def operator(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function that launches kernels and has no gradient of its own.
+    """Decorate a function that launches kernels and has no gradient of its own.
 
     It takes and returns tensors, numbers and records of them. It changes no argument, and returns
-    new tensors or arguments, not views of arguments. Numbers that it returns follow from shapes.
+    new tensors or its arguments, but no views of them. Numbers that it returns depend only on
+    shapes.
     """
     home = function.__module__.removeprefix("moe_fast.").replace(".", "_")
     return _operator(function, f"{home}_{function.__name__.strip('_')}")
@@ -136,25 +141,27 @@ def _operator(function: Callable[P, R], name: str) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not tracing():
             return function(*args, **kwargs)
-        given = _Dumped((args, kwargs), [])
+        dumped_call = _Dumped((args, kwargs), [])
         with torch.no_grad():
-            tensors = registered(given.tensors, given.numbers, given.text)
+            tensors = registered(dumped_call.tensors, dumped_call.numbers, dumped_call.text)
         text, numbers = getattr(mode_of_tensors_without_memory(), RESULT)
-        result: R = _loaded(text, tensors, numbers, given.tensors)
+        result: R = _loaded(text, tensors, numbers, dumped_call.tensors)
         return result
 
     return _outside(call, function, tracing)
 
 
 class _Dumped(pickle.Pickler):
-    """A structure as text, with its tensors and its symbolic numbers apart; some are known."""
+    """A structure as text, with its tensors and its symbolic numbers in separate lists.
+    `known_tensors` are named by their index.
+    """
 
-    def __init__(self, structure: Any, known: list[Tensor]) -> None:
+    def __init__(self, structure: Any, known_tensors: list[Tensor]) -> None:
         buffer = io.BytesIO()
         super().__init__(buffer)
         self.tensors: list[Tensor] = []
         self.numbers: list[torch.SymInt] = []
-        self._places: dict[int, tuple[str, Any]] = {id(x): ("known", i) for i, x in enumerate(known)}
+        self._places: dict[int, tuple[str, Any]] = {id(x): ("known", i) for i, x in enumerate(known_tensors)}
         self.dump(structure)
         self.text = buffer.getvalue().hex()
 
@@ -179,17 +186,19 @@ class _Loader(pickle.Unpickler):
         super().__init__(io.BytesIO(bytes.fromhex(text)))
         self._places = places
 
-    def persistent_load(self, place: tuple[str, Any]) -> Any:
-        kind, at = place
-        return at if kind == "value" else self._places[kind][at]
+    def persistent_load(self, pid: tuple[str, Any]) -> Any:
+        kind, position = pid
+        return position if kind == "value" else self._places[kind][position]
 
 
-def _loaded(text: str, tensors: list[Tensor], numbers: list[Any], known: list[Tensor] | None = None) -> Any:
-    return _Loader(text, tensor=tensors, number=numbers, known=known).load()
+def _loaded(text: str, tensors: list[Tensor], numbers: list[Any], known_tensors: list[Tensor] | None = None) -> Any:
+    return _Loader(text, tensor=tensors, number=numbers, known=known_tensors).load()
 
 
 class _Context:
-    """What the forward of an autograd function leaves for its backward, and says of its outputs."""
+    """The `ctx` of an autograd function within an operator: what the forward saves for the
+    backward, and what it says about its outputs.
+    """
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -208,10 +217,11 @@ class _Context:
 
 
 def as_operators(function: F) -> F:
-    """Decorates an autograd function whose forward and backward launch kernels: an operator each.
+    """Decorate an autograd function whose forward and backward launch kernels: each becomes an
+    operator.
 
-    Both follow the rules of `operator`. Outside grad mode `apply` is the forward alone, which then
-    needs no gradient, whatever its tensors require: it makes and keeps nothing for a backward.
+    Both follow the rules of `operator`. Outside grad mode `apply` is the forward alone. It is then
+    told that no input needs a gradient, so that it saves nothing.
     """
     recorded: Callable[..., Any] = function.apply
     forward: Callable[..., Any] = function.forward

@@ -1,7 +1,8 @@
-"""Launches of kernels that were compiled for arguments alike.
+"""Launches of kernels that were compiled before for the same kinds of arguments.
 
-Triton binds and specialises the arguments of every launch, and compares every constant that the
-kernel reads: with the many constants of Gluon's kernels, most of a launch's time on the host.
+At every launch Triton binds and specialises the arguments, and compares every constant that the
+kernel reads. The kernels in Gluon have many constants, so that this takes most of a launch's time
+on the host.
 """
 
 from collections.abc import Callable
@@ -18,11 +19,12 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int]) -> Callable[..., None]:
-    """`operators.launch` of a kernel whose first argument is a descriptor, and whose constants all
-    are given by keyword, after the other arguments.
+    """`operators.launch` of a kernel whose first argument is a descriptor, and whose constants are
+    all passed by keyword, after the other arguments.
 
-    The first launch goes through Triton; later ones, with arguments of the same dtypes and
-    alignments, integers alike and equal constants, through the kernel that it compiled.
+    The first launch goes through Triton. Later launches whose arguments have the same dtypes and
+    alignments, the same classes of integers and equal constants use the kernel that the first one
+    compiled.
     """
     return _Launch(operators.launch(kernel, grid), kernel, grid[0])
 
@@ -38,15 +40,15 @@ class _Launch:
             return
         key = (self.kernel, args[0].base.device, *map(_kind, args), *constants.values())
         if key in _compiled:
-            compiled, rest = _compiled[key]
-            compiled[self.programs, 1, 1](*args, *rest)
+            compiled, constant_values = _compiled[key]
+            compiled[self.programs, 1, 1](*args, *constant_values)
             return
         compiled = self.first(*args, **constants)
         _compiled[key] = compiled, tuple(constants[name] for name in self.kernel.arg_names[len(args) :])
 
 
 def _kind(x: Any) -> Any:
-    """What Triton specialises an argument for, or more."""
+    """Everything about an argument that Triton specialises a kernel for."""
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % ALIGNMENT == 0
     if type(x) is int:

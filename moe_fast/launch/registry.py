@@ -1,4 +1,6 @@
-"""What a compiled graph knows of this package; `operators` collects it, `tracing` reads it."""
+"""The functions and records that a compiled graph knows of this package; `operators` collects them,
+`tracing` reads them.
+"""
 
 from collections.abc import Callable
 from typing import Any

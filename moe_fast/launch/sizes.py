@@ -18,7 +18,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Walk(Tile):
-    """`steps` tiles per program, side by side, of which it loads `stages` at once."""
+    """A program takes `steps` tiles side by side, and loads `stages` of them at once."""
 
     steps: int
     stages: int
@@ -38,7 +38,7 @@ class Quantize:
 
 @dataclass(frozen=True)
 class ActivateQuantize:
-    """Tiles of activations that are quantised at once; no smaller than a block."""
+    """Tiles of activations that are quantised by the same launch; no smaller than a block."""
 
     rows: Walk  # blocks along rows alone
     columns: Walk  # along columns, or in both directions; block scaling has tiles as high as its blocks
@@ -96,7 +96,9 @@ class Metadata(WholeRows):
 
 @dataclass(frozen=True)
 class Router(WholeRows):
-    """Rows of logits: a row that lies within one warp is searched without shared memory."""
+    """Tiles of rows of logits. A row that lies within one warp is searched without
+    shared memory.
+    """
 
     warp_elements: int = 1024  # of a tile, at least
     max_programs: int = 1  # of a loss
@@ -141,7 +143,9 @@ class GroupedTile:
 
 @dataclass(frozen=True)
 class Grouped:
-    """grouped_linear and its gradients: programs stay, and take one tile after the other."""
+    """grouped_linear and its gradients. Each program takes one tile after the other, until none is
+    left.
+    """
 
     # each for experts that have, on average, as many rows as it has; the last for more
     by_rows: tuple[GroupedTile, ...]
@@ -173,7 +177,7 @@ class Grouped:
 
 @dataclass(frozen=True)
 class Symmetric(Tile):
-    """Rows to other ranks' memory and back."""
+    """Tiles of rows that are written to the memory of other ranks, and brought back."""
 
     lists: int  # tokens whose lists a program writes
     fill_rows: int  # of padding that are zeroed at once

@@ -1,9 +1,9 @@
 """Kernels that are compiled for few classes of integers.
 
-Triton compiles a kernel anew for each class of each integer: 1, divisible by 16, of 64 bits, other.
-Loads and stores are wide where rows are contiguous and both their stride and their width are
-divisible: whole lines. Where one of these is not divisible the others change little, and where rows
-are not contiguous none does.
+Triton compiles a kernel anew for each class of each integer argument: 1, divisible by 16, of 64
+bits, or other. But only one distinction makes a kernel faster: whether rows are contiguous, and
+their stride and their width are both divisible by 16, so that loads and stores are of whole lines.
+If one of these does not hold, the others change little.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,12 @@ STRIDED = 0b11  # nothing is known of strides along rows, nor of the first group
 def jit(
     *, together: Sequence[tuple[str, ...]], along: Sequence[str] = (), do_not_specialize: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], "Kernel"]:
-    """`triton.jit` of a kernel that knows of each group of integers `together` that all of them are
-    divisible, or nothing. The first group's rows have strides `along` them, 0 for no tensor, which
-    are known if all are 1; else nothing is known of them, nor of the first group. A constant may
-    stand among the strides: how many columns share an element.
+    """`triton.jit`, compiled in few versions. For each group of integers in `together` a version is
+    compiled for the case that all of them are divisible by 16, and one for which nothing is known
+    of them. `along` names the strides along the rows of the first group, 0 without a tensor: a
+    version is compiled for the case that all of them are 1, and one for which nothing is known of
+    these strides nor of the first group. A constant may stand among the strides: the number of
+    columns that share an element.
 
     These arguments are positional in a launch.
     """
@@ -36,7 +38,9 @@ def jit(
 
 
 class Kernel(KernelInterface[Any]):
-    """A kernel in versions; `fn` knows most, as Triton's wrappers call what they wrap."""
+    """A kernel in several versions. `fn` is the version for which most is known, under the name by
+    which Triton's wrappers call what they wrap.
+    """
 
     def __init__(
         self, function: Callable[..., Any], together: Sequence[tuple[str, ...]], along: Sequence[str],
@@ -47,25 +51,25 @@ class Kernel(KernelInterface[Any]):
         self.along = [name for name in along if function.__annotations__.get(name) is not tl.constexpr]
         self.__name__ = function.__name__
         self.fn = _version(self, 0)
-        place = self.fn.arg_names.index
-        self._along_at = [place(name) for name in along]
-        self._together_at = [(place(name), 2 << i) for i, group in enumerate(together) for name in group]
+        index_of = self.fn.arg_names.index
+        self._along_at = [index_of(name) for name in along]
+        self._together_at = [(index_of(name), 2 << i) for i, group in enumerate(together) for name in group]
 
     def run(self, *args: Any, **settings: Any) -> Any:
-        unknown = 0  # every launch comes by here: plain loops cost least
-        for place in self._along_at:
-            if args[place] > 1:
+        unknown = 0  # every launch comes through here, and plain loops cost the least
+        for index in self._along_at:
+            if args[index] > 1:
                 unknown = STRIDED
-        for place, bit in self._together_at:
-            if args[place] % DIVISOR:
+        for index, bit in self._together_at:
+            if args[index] % DIVISOR:
                 unknown |= bit
         return _version(self, unknown).run(*args, **settings)
 
 
 @cache
 def _version(kernel: Kernel, unknown: int) -> Any:
-    """Bit 0 of `unknown` is set if not all rows are contiguous, bit i + 1 if group i is not known
-    to be divisible.
+    """The version for a set of bits. Bit 0 of `unknown` is set if not all rows are contiguous, bit
+    i + 1 if group i is not known to be divisible.
     """
     names = [name for i, group in enumerate(kernel.together) if unknown & 2 << i for name in group]
     return triton.jit(

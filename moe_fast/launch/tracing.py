@@ -1,5 +1,5 @@
-"""The public functions as a compiled graph has them. Import this while Dynamo traces, not before:
-it loads the compiler.
+"""The public functions as a compiled graph calls them. Import this module while Dynamo traces, not
+before, because it loads the compiler.
 """
 
 import functools
@@ -16,37 +16,41 @@ from moe_ref.config import LayerConfig, Recipe, RouterConfig
 
 
 class Absent:
-    """None on its way into a call of a graph and out: such a call neither takes nor returns it."""
+    """A stand-in for None among the arguments and results of a graph's call, which can neither take
+    nor return None.
+    """
 
 
 class Named:
-    """A named tuple on the same way: Dynamo does not build them itself."""
+    """A stand-in for a named tuple there, because Dynamo does not build named tuples itself."""
 
-    def __init__(self, kind: Any, parts: list[Any]) -> None:
-        self.kind, self.parts = kind, parts
+    def __init__(self, kind: Any, items: list[Any]) -> None:
+        self.kind, self.items = kind, items
 
 
 class Result:
-    """What a call returns, as the graph takes it: its tensors and integers, and apart from them
-    the structure with all constants.
+    """The result of a call in the form in which a graph takes it: its tensors and integers, and
+    apart from them the structure with all constants.
     """
 
     def __init__(self, x: Any) -> None:
         leaves, self.spec = pytree.tree_flatten(_packed(x))
-        self.known = [not isinstance(x, Tensor | torch.SymInt | int) or isinstance(x, bool) for x in leaves]
-        self.constants = [x if known else None for x, known in zip(leaves, self.known, strict=True)]
-        self.parts = [x for x, known in zip(leaves, self.known, strict=True) if not known]
+        self.is_constant = [not isinstance(x, Tensor | torch.SymInt | int) or isinstance(x, bool) for x in leaves]
+        self.constants = [x if constant else None for x, constant in zip(leaves, self.is_constant, strict=True)]
+        self.variables = [x for x, constant in zip(leaves, self.is_constant, strict=True) if not constant]
 
 
-def _rebuilt(parts: Iterable[Any], context: Any) -> Any:
-    spec, known, constants = context
-    rest = iter(parts)
-    return pytree.tree_unflatten([x if k else next(rest) for x, k in zip(constants, known, strict=True)], spec)
+def _rebuilt(variables: Iterable[Any], context: Any) -> Any:
+    spec, is_constant, constants = context
+    remaining_variables = iter(variables)
+    return pytree.tree_unflatten(
+        [x if k else next(remaining_variables) for x, k in zip(constants, is_constant, strict=True)], spec
+    )
 
 
 class Refused:
-    """An illegal call, in place of its result. The graph's function raises: Dynamo replaces an
-    error from within a call by its own, without the reason.
+    """An illegal call, in place of its result. The graph's function raises the error, because
+    Dynamo replaces an error from within a call by its own, which has no reason.
     """
 
     def __init__(self, reason: str) -> None:
@@ -58,7 +62,7 @@ def _raised(_: Iterable[Any], reason: str) -> None:
 
 
 def traced(index: int, *args: Any, **kwargs: Any) -> Any:
-    """The public function of that number, as one call."""
+    """The call of the public function with this index, as one call of the graph."""
     return CALLS[index](*[_packed(x) for x in args], **{name: _packed(x) for name, x in kwargs.items()})
 
 
@@ -66,8 +70,8 @@ def _packed(x: Any) -> Any:
     if x is None:
         return Absent()
     if isinstance(x, tuple | list):
-        parts = [_packed(part) for part in x]
-        return Named(type(x), parts) if hasattr(x, "_fields") else tuple(parts) if isinstance(x, tuple) else parts
+        items = [_packed(item) for item in x]
+        return Named(type(x), items) if hasattr(x, "_fields") else tuple(items) if isinstance(x, tuple) else items
     return x
 
 
@@ -84,9 +88,9 @@ def _call(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 pytree.register_pytree_node(Absent, lambda _: ([], None), lambda _, __: None)
-pytree.register_pytree_node(Result, lambda x: (x.parts, (x.spec, x.known, x.constants)), _rebuilt)
+pytree.register_pytree_node(Result, lambda x: (x.variables, (x.spec, x.is_constant, x.constants)), _rebuilt)
 pytree.register_pytree_node(Refused, lambda x: ([], x.reason), _raised)
-pytree.register_pytree_node(Named, lambda x: (x.parts, x.kind), lambda parts, kind: kind(*parts))
+pytree.register_pytree_node(Named, lambda x: (x.items, x.kind), lambda items, kind: kind(*items))
 for record in (*RECORDS, LayerConfig, Recipe, RouterConfig):
     pytree.register_dataclass(record)
 CALLS = [_call(function) for function in PUBLIC]

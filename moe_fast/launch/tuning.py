@@ -1,7 +1,7 @@
-"""Block sizes and warps as data. Any power of two gives the same results; these are fast, and a
-GPU's table in `tables` replaces some of them.
+"""Block sizes and numbers of warps as data. Any power of two gives the same results. These are
+fast, and the table of a GPU in `tables` replaces some of them.
 
-A tile is [tokens, columns]. Where the columns must be all the experts of a token, `tile_tokens`
+A tile is [tokens, columns]. If the columns must be all the experts of a token, `tile_tokens`
 shortens the tile instead.
 """
 
@@ -207,26 +207,26 @@ _found: dict[torch.device, Tuning] = {}
 
 
 def ceil_div(a: int, b: int) -> int:
-    """⌈a/b⌉; triton.cdiv takes microseconds on the host."""
+    """⌈a/b⌉. triton.cdiv takes microseconds on the host."""
     return -(-a // b)
 
 
 def at_least(n: int, least: int) -> int:
-    """max(n, least), also of a number that stands for many in a compiled graph."""
+    """max(n, least); n may be a number of a compiled graph that stands for many."""
     return torch.sym_max(n, least) if isinstance(n, torch.SymInt) else max(n, least)
 
 
 def power_of_two(n: int, least: int = 1) -> int:
-    """The least power of two from `n` on, at least `least`.
+    """The least power of two that is at least n, and at least `least`.
 
-    A `least` of a few lanes costs no time, and saves the compilation of a kernel per smaller block.
+    A `least` of a few lanes costs no time, and one kernel then serves all smaller blocks.
     """
-    n = int(n)  # a graph is made for this number
+    n = int(n)  # a compiled graph is made for this number only
     return max(1 << (n - 1).bit_length() if n > 1 else 1, least)
 
 
 def for_device(device: torch.device) -> Tuning:
-    """The sizes for kernels that run on `device`: its table's, unless `GPU` was replaced."""
+    """The sizes for kernels that run on `device`: those of its table, unless `GPU` was replaced."""
     if INTERPRETED or device.type == "cpu":
         return INTERPRETER
     if GPU is not DEFAULTS:
@@ -237,10 +237,10 @@ def for_device(device: torch.device) -> Tuning:
 
 
 def scaled(sizes: Sizes, factor: float) -> Sizes:
-    """The same with every length times `factor`, at least 1; warps, stages and numbers of programs
-    stay.
+    """The sizes, with every length multiplied by `factor`, and at least 1. Warps, stages and
+    numbers of programs stay.
 
-    Tiles of codes (CODED) stay: they are as long as the blocks of block scaling.
+    Tiles of codes (CODED) stay too: they are as long as the blocks of block scaling.
     """
     least = DOT_LEAST if isinstance(sizes, GroupedTile) else 1
 
@@ -248,7 +248,7 @@ def scaled(sizes: Sizes, factor: float) -> Sizes:
         if name in UNSCALED or (isinstance(sizes, Grouped) and name in CODED):
             return value
         if isinstance(value, tuple):
-            return tuple(scaled(each, factor) for each in value)
+            return tuple(scaled(item, factor) for item in value)
         if is_dataclass(value):
             return scaled(value, factor)
         return max(least, int(value * factor)) if isinstance(value, int) and not isinstance(value, bool) else value

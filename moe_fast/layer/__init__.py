@@ -27,7 +27,7 @@ def _check(function: str, payload: Tensor, settings: dict[str, Any]) -> None:
 
 
 def _promises() -> dict[str, Any]:
-    """The products' and the choice's; on one rank the host never waits."""
+    """The promises of the products and of the router's choice. On one rank the host never waits."""
     emulated = experts.declares("grouped_mlp")
     return emulated | {"reduction_order": "any", "tie_rule": "lowest_index"}
 

@@ -1,4 +1,4 @@
-"""A training step whose layers have room for few rows, and which drops none."""
+"""Run a training step whose layers have room for few rows, without dropping rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,13 +14,13 @@ X = TypeVar("X")
 
 
 def within_budget(layers: Sequence[MoELayer], step: Callable[[], X], reset: Callable[[], Any]) -> X:
-    """step(); and once more, with room for all rows, if any layer on any rank has dropped some.
+    """step(); and a second time, with room for all rows, if any layer on any rank has dropped rows.
 
-    All ranks call it together and decide alike. Before the second run the routers have their states
-    of before the first, delayed scaling its histories and torch's generators theirs, and `reset` is
-    called: it must undo what else the first run has done, as by `optimizer.zero_grad`. The step
-    must not update parameters. The host waits once, after the step. Of one layer's forward alone:
-    `moe_layer` with `rerun`.
+    All ranks call it together and decide alike. Before the second run the states of the routers,
+    the histories of delayed scaling and torch's random generators are set back to what they were
+    before the first, and `reset` is called: it must undo everything else that the first run has
+    done, for example by `optimizer.zero_grad`. The step must not update parameters. The host waits
+    once, after the step. For the forward of one layer alone see `rerun` of `moe_layer`.
 
     Args:
         layers: with a `group`, and `LayerConfig.num_rows`; see `rank_budget`.
@@ -31,18 +31,18 @@ def within_budget(layers: Sequence[MoELayer], step: Callable[[], X], reset: Call
         return step()
     states = [layer.router.state for layer in layers]
     scaled = [linear for layer in layers for linear in layer.experts.scaled]
-    histories = [own.amax_history for linear in scaled for own in linear.state]
-    before = [x.clone() for x in histories]
+    histories = [quantizer_state.amax_history for linear in scaled for quantizer_state in linear.state]
+    old_histories = [x.clone() for x in histories]
     for layer in layers:
         layer.over_budget.zero_()
 
-    def run(few: bool) -> X:
-        if few:
+    def run(has_budget: bool) -> X:
+        if has_budget:
             return step()
         reset()
         for layer, state in zip(layers, states, strict=True):
             layer.router.keep(state)
-        for x, old in zip(histories, before, strict=True):
+        for x, old in zip(histories, old_histories, strict=True):
             x.copy_(old)
         return _without_budgets(layers, step)
 

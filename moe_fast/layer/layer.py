@@ -26,8 +26,9 @@ from moe_fast.experts.segments import plan_ready
 from moe_fast.experts.shared import shared_experts
 from moe_fast.experts.token_linear import RowsOfTokens
 from moe_fast.fused.token_mlp import mlp_of_tokens, rows_of_tokens
-from moe_fast.launch.legal import Key, checked_once, key_of, unless_known
+from moe_fast.launch.legal import checked_once
 from moe_fast.launch.operators import traceable
+from moe_fast.layer.call import Call
 from moe_fast.layer.room import in_room
 from moe_fast.layer.token_rows import most_rows, stay_tokens
 from moe_fast.permutation.permute import move_to_rows, permute, permute_in_tiles, unpermute
@@ -47,28 +48,25 @@ from moe_ref.config import (
     RouteOutput,
     RouterRanks,
     RouterState,
-    check_layer,
     check_recompute,
     require,
 )
 from moe_ref.config.layer import ROWS_AGAIN
 
 Combine = Callable[[Tensor], Tensor]
-Early = tuple[Tensor, dict[str, Any]] | None  # tokens on their way, as a setting of their dispatch
+Early = tuple[Tensor, dict[str, Any]] | None  # tokens on their way, and the setting for their dispatch
 EARLY_TOPK = 4  # a token then goes to the other of two ranks with a probability of 1 - 2⁻⁴ or more
 TRUSTED = IndexPolicy(values="trusted")  # of the router's own choice
 
 
-class Sent(NamedTuple):
-    """The rows of this rank's experts, and the way back; where this rank has permuted them, also
-    the tokens and the map.
-    """
+class ExpertRows(NamedTuple):
+    """The rows of this rank's experts, and the function that brings results back to tokens."""
 
     dispatched: Any
     combine: Combine
-    permuted: tuple[Tensor, RowMap] | None = None
-    plan: Callable[[], AbstractContextManager[None]] = nullcontext  # in which the experts have their plan already
-    of_tokens: RowsOfTokens | None = None  # the rows, where none is written
+    permuted: tuple[Tensor, RowMap] | None = None  # the tokens and the row map, if this rank has permuted them
+    plan: Callable[[], AbstractContextManager[None]] = nullcontext  # a context in which the experts have their plan
+    of_tokens: RowsOfTokens | None = None  # in place of rows that are not written
 
 
 @traceable
@@ -104,114 +102,83 @@ def moe_layer(
         ValueError: also for memory shared by another dispatcher, for "permute" where the rows come
             from other ranks, and as the functions of the stages.
     """
-    if rerun and config.num_rows is not None:
-        run = partial(moe_layer, x_TH, parameters, state=state, training=training, batch_size=batch_size, group=group)
-        run = partial(run, padding_mask=padding_mask, noise=noise, recompute=recompute, wgrads=wgrads, amaxes=amaxes)
-        run = partial(run, overlap_shared=overlap_shared, in_dispatch_backward=in_dispatch_backward)
-        run = partial(run, shared_memory=shared_memory, linear_states=linear_states)
-        free, over = replace(config, num_rows=None), attrgetter("dispatched.overflow")
-        return in_room(lambda few: run(config=config if few else free), over, group, x_TH.device)
-    more = {"training": training, "batch_size": batch_size, "recompute": recompute}
-    key = _key(x_TH, parameters, config, state, group, padding_mask, noise, (wgrads, linear_states, amaxes), more)
-    with checked_once(key, config):
-        check_call(x_TH, parameters, config, state, group, padding_mask, noise, linear_states)
-        options = {"training": training, "batch_size": batch_size, "padding_mask": padding_mask}
-        early = _started(x_TH, parameters, config, group, shared_memory)
-        logits, routed = routed_by(x_TH, parameters, config, state, group, noise, options)
-        rest = after_router(
-            x_TH, parameters, config, routed, group=group, recompute=recompute, wgrads=wgrads,
-            linear_states=linear_states, amaxes=amaxes, overlap_shared=overlap_shared,
-            in_dispatch_backward=in_dispatch_backward, shared_memory=shared_memory, early=early,
-        )  # fmt: skip
-    return LayerOutput(logits, routed, *rest)
+    call = Call(
+        parameters, config, state, training, batch_size, group, padding_mask, noise, recompute, wgrads, linear_states,
+        amaxes, overlap_shared, in_dispatch_backward, shared_memory,
+    )  # fmt: skip
+    if not rerun or config.num_rows is None:
+        return _layer(x_TH, call)
+    unlimited, overflow = replace(call, config=replace(config, num_rows=None)), attrgetter("dispatched.overflow")
+    return in_room(lambda has_budget: _layer(x_TH, call if has_budget else unlimited), overflow, group, x_TH.device)
 
 
-def _key(
-    x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, state: RouterState, group: Any,
-    padding_mask: Tensor | None, noise: Tensor | None, rest: tuple[Any, ...], more: dict[str, Any],
-) -> Key | None:  # fmt: skip
-    """What the checks of a call on one rank read; None where they read more."""
-    if group is not None or state.replay_queue or any(one is not None for one in rest):
-        return None
-    more["recompute"] = more["recompute"] if isinstance(more["recompute"], str | None) else tuple(more["recompute"])
-    more["grad"] = torch.is_grad_enabled()
-    return key_of(config, x_TH, *parameters, *state[:-1], padding_mask, noise, **more)
-
-
-@unless_known
-def check_call(
-    x_TH: Tensor, parameters: LayerParameters, config: LayerConfig, state: RouterState, group: Any, *optional: Any
-) -> None:
-    """`check_layer` of this rank's arguments; `optional` are its last."""
-    ranks = 1 if group is None else dist.get_world_size(group)
-    given = [None if one is None else [one] * ranks for one in optional]
-    check_layer([x_TH] * ranks, [parameters] * ranks, config, [state] * ranks, *given)
+def _layer(x_TH: Tensor, call: Call) -> LayerOutput:
+    """`moe_layer` without `rerun`."""
+    with checked_once(call.key(x_TH), call.config):
+        call.check(x_TH)
+        early_copy = _started(x_TH, call)
+        logits, routed = routed_by(x_TH, call)
+        return LayerOutput(logits, routed, *after_router(x_TH, routed, call, early_copy))
 
 
 def after_router(
-    x_TH: Tensor, p: LayerParameters, config: LayerConfig, routed: RouteOutput,
-    *, group: Any = None, recompute: str | Sequence[str] | None = None, wgrads: Waiting | None = None,
-    linear_states: tuple[LinearState, LinearState] | None = None,
-    amaxes: tuple[LinearAmax, LinearAmax] | None = None, overlap_shared: bool = False,
-    in_dispatch_backward: Callable[[], None] | None = None, shared_memory: bool = False, early: Early = None,
-) -> tuple[Any, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """`moe_layer` of tokens that are routed, or on their way: its results after the router's."""
-    tokens, started = early or (_narrowed(x_TH, p), {})
-    special = (wgrads, linear_states, amaxes, in_dispatch_backward)
-    alone = group is None and all(one is None for one in special)
-    stay = alone and stay_tokens(tokens, routed.probs, p, config, recompute)
-    dispatch = partial(_dispatched, tokens, routed, config, group, shared_memory, started, stay)
-    shared_part = partial(_shared, x_TH, p, config)
-    if overlap_shared:
-        shared, sent = beside(shared_part, dispatch, x_TH.device)
+    x_TH: Tensor, routed: RouteOutput, call: Call, early_copy: Early = None
+) -> tuple[Any, Tensor, Tensor, Tensor | None, Tensor]:
+    """(dispatched, the experts' rows, their sums by token, shared experts' output, output) of
+    tokens that are routed, and that may be on their way to the other rank already.
+    """
+    tokens, started = early_copy or (_narrowed(x_TH, call.parameters), {})
+    dispatch = partial(_dispatched, tokens, routed, call, started)
+    if call.overlap_shared:
+        shared, expert_rows = beside(partial(_shared, x_TH, call), dispatch, x_TH.device)
     else:
-        sent = dispatch()
-    dispatched = sent.dispatched
-    kept = {"wgrads": wgrads, "state": linear_states, "amaxes": amaxes}
-    rows, combined = _through_experts(sent, p, config, recompute, in_dispatch_backward, kept)
-    output = combined if p.latent_up is None else latent_projection(combined, p.latent_up)
+        expert_rows = dispatch()
+    rows, combined = _through_experts(expert_rows, call)
+    latent_up = call.parameters.latent_up
+    output = combined if latent_up is None else latent_projection(combined, latent_up)
 
-    shared = shared if overlap_shared else shared_part()
+    shared = shared if call.overlap_shared else _shared(x_TH, call)
     if shared is not None:
         output = output + shared
-    return dispatched, rows, combined, shared, output
+    return expert_rows.dispatched, rows, combined, shared, output
 
 
-def _through_experts(
-    sent: Sent, p: LayerParameters, config: LayerConfig, recompute: Any,
-    in_dispatch_backward: Callable[[], None] | None, kept: dict[str, Any],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _through_experts(expert_rows: ExpertRows, call: Call) -> tuple[Tensor, Tensor]:
     """(the experts' rows, their sums by token)."""
-    dispatched, weights = sent.dispatched, (p.fc1_weight, p.fc2_weight)
-    settings = config.experts | {"fc1_bias": p.fc1_bias, "probs": dispatched.probs}
-    with sent.plan():
-        if sent.of_tokens is not None:
-            again, of_experts = check_recompute(recompute)
+    p, dispatched = call.parameters, expert_rows.dispatched
+    weights = (p.fc1_weight, p.fc2_weight)
+    settings = call.config.experts | {"fc1_bias": p.fc1_bias, "probs": dispatched.probs}
+    with expert_rows.plan():
+        if expert_rows.of_tokens is not None:
+            tokens_again, of_experts = check_recompute(call.recompute)
             settings = {name: x for name, x in settings.items() if name not in ("align", "probs_on_input")}
-            settings |= {"recompute": of_experts, "tokens_again": again}
-            return mlp_of_tokens(sent.of_tokens, dispatched.tokens_per_expert, *weights, **settings)
-        settings |= kept | {"fc2_bias": p.fc2_bias} | _recomputed(recompute, sent.permuted, config)
-        rows = dispatched.rows
-        rows = rows if in_dispatch_backward is None else in_backward(rows, in_dispatch_backward)
+            settings |= {"recompute": of_experts, "tokens_again": tokens_again}
+            return mlp_of_tokens(expert_rows.of_tokens, dispatched.tokens_per_expert, *weights, **settings)
+        settings |= {"wgrads": call.wgrads, "state": call.linear_states, "amaxes": call.amaxes}
+        settings |= {"fc2_bias": p.fc2_bias} | _recomputed(expert_rows.permuted, call)
+        rows, beside_backward = dispatched.rows, call.in_dispatch_backward
+        rows = rows if beside_backward is None else in_backward(rows, beside_backward)
         rows = grouped_mlp(rows, dispatched.tokens_per_expert, *weights, **settings)
-    return rows, sent.combine(rows)
+    return rows, expert_rows.combine(rows)
 
 
-def routed_by(
-    x_TH: Tensor, p: LayerParameters, config: LayerConfig, state: RouterState, group: Any, noise: Tensor | None,
-    options: dict[str, Any],
-) -> tuple[Tensor, RouteOutput]:  # fmt: skip
-    """The logits, and the routing of this rank's tokens; padding then leaves the map."""
-    logits = gate(jittered(x_TH, config, noise), p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype)
+def routed_by(x_TH: Tensor, call: Call) -> tuple[Tensor, RouteOutput]:
+    """(logits, routing of this rank's tokens). Padding is routed, and then taken out of the map."""
+    p, config, group = call.parameters, call.config, call.group
+    jittered_TH = jittered(x_TH, config, call.noise)
+    logits = gate(jittered_TH, p.router_weight, bias=p.router_bias, router_dtype=config.router_dtype)
     batch = RouterRanks()
     if group is not None:
         batch = RouterRanks(tp_dp_cp=RankGroup(dist.get_world_size(group), lambda x: sum_over(x, group)))
-    routed = route(logits, config.router, state=state, ranks=batch, **options)
-    return logits, without_padding(routed, options["padding_mask"])
+    routed = route(
+        logits, config.router, state=call.state, ranks=batch, training=call.training,
+        batch_size=call.batch_size, padding_mask=call.padding_mask,
+    )  # fmt: skip
+    return logits, without_padding(routed, call.padding_mask)
 
 
 def jittered(x_TH: Tensor, config: LayerConfig, noise_TH: Tensor | None) -> Tensor:
-    """x times the factors of the noise, given or drawn; x without jitter."""
+    """x times the factors of the noise, which is drawn if it is None; x if there is no jitter."""
     if config.jitter_eps is None:
         return x_TH
     if noise_TH is None:
@@ -220,7 +187,7 @@ def jittered(x_TH: Tensor, config: LayerConfig, noise_TH: Tensor | None) -> Tens
 
 
 def without_padding(routed: RouteOutput, padding_mask: Tensor | None) -> RouteOutput:
-    """No expert and probs of 0 for padding."""
+    """The routing, with no expert and probs of 0 for padding."""
     if padding_mask is None:
         return routed
     token_T1 = (padding_mask == 0)[:, None]
@@ -229,90 +196,94 @@ def without_padding(routed: RouteOutput, padding_mask: Tensor | None) -> RouteOu
 
 
 def sum_over(x_N: Tensor, group: Any) -> Tensor:
-    """The sum of integers over the ranks, the same on all."""
+    """The sum of integers over the ranks; every rank gets it."""
     return counts_of_all(x_N, group).sum(0)
 
 
-def _shared(x_TH: Tensor, p: LayerParameters, config: LayerConfig) -> Tensor | None:
-    """The shared experts' output; None without them."""
+def _shared(x_TH: Tensor, call: Call) -> Tensor | None:
+    """The output of the shared experts; None without them."""
+    p = call.parameters
     if p.shared_fc1_weight is None or p.shared_fc2_weight is None:
         return None
     weights = (p.shared_fc1_weight, p.shared_fc2_weight)
-    return shared_experts(x_TH, *weights, gate_weight=p.shared_gate_weight, **config.shared_experts)
+    return shared_experts(x_TH, *weights, gate_weight=p.shared_gate_weight, **call.config.shared_experts)
 
 
-# ---- dispatch: tokens to rows of experts, and the function that brings rows back
+# --- dispatch: from tokens to rows of experts, and back
 
 
 def _narrowed(x_TH: Tensor, p: LayerParameters) -> Tensor:
-    """The tokens that travel."""
+    """The tokens in the width in which they travel."""
     return x_TH if p.latent_down is None else latent_projection(x_TH, p.latent_down)
 
 
-def _started(x_TH: Tensor, p: LayerParameters, config: LayerConfig, group: Any, shared_memory: bool) -> Early:
-    """Tokens on their way before the router, where it pays."""
-    possible = shared_memory and config.num_rows is not None and config.dispatcher == "hybridep"
+def _started(x_TH: Tensor, call: Call) -> Early:
+    """Start to copy the tokens to the other rank before they are routed, if that is faster."""
+    config, group = call.config, call.group
+    possible = call.shared_memory and config.num_rows is not None and config.dispatcher == "hybridep"
     if not possible or config.router.topk < EARLY_TOPK or group is None or dist.get_world_size(group) != 2:
         return None
-    tokens = _narrowed(x_TH, p)
+    tokens = _narrowed(x_TH, call.parameters)
     sizes: dict[str, Any] = {"num_experts": config.router.num_experts, "num_rows": config.num_rows}
     return tokens, {"early": symmetric.start_early(tokens, group=group, **sizes)}
 
 
-def _dispatched(
-    tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, shared_memory: bool,
-    started: dict[str, Any], stay: bool,
-) -> Sent:  # fmt: skip
-    """The rows of this rank's experts, and the way back."""
-    if group is None:
-        return _on_one_rank(tokens, routed, config, stay)
-    right = f"False with {config.dispatcher}: hybridep alone has it"
-    require(config.dispatcher == "hybridep" or not shared_memory, "shared_memory", shared_memory, right)
-    way, shards = "symmetric" if shared_memory else config.dispatcher, config.expert_tensor_parallel
+def _dispatched(tokens: Tensor, routed: RouteOutput, call: Call, started: dict[str, Any]) -> ExpertRows:
+    """The rows of this rank's experts, and the function that brings them back."""
+    if call.group is None:
+        return _on_one_rank(tokens, routed, call)
+    config, shared_memory = call.config, call.shared_memory
+    expected = f"False with {config.dispatcher}: hybridep alone has it"
+    require(config.dispatcher == "hybridep" or not shared_memory, "shared_memory", shared_memory, expected)
+    dispatcher, shards = "symmetric" if shared_memory else config.dispatcher, config.expert_tensor_parallel
     if shards > 1 and config.dispatcher not in SHARDING:
-        groups = dist.get_world_size(group) // shards
+        groups = dist.get_world_size(call.group) // shards
         flat = partial(flatten_experts, expert_parallel=groups, expert_tensor_parallel=shards)
         routed = routed._replace(probs=flat(routed.probs), routing_map=flat(routed.routing_map))
-    sent: Sent = DISPATCH[way](tokens, routed, config, group, **started)
-    return sent
+    expert_rows: ExpertRows = DISPATCH[dispatcher](tokens, routed, config, call.group, **started)
+    return expert_rows
 
 
-def _on_one_rank(tokens: Tensor, routed: RouteOutput, config: LayerConfig, stay: bool) -> Sent:
-    """All experts are here: the dispatchers move no row, and have one sum."""
+def _on_one_rank(tokens: Tensor, routed: RouteOutput, call: Call) -> ExpertRows:
+    """The rows of all experts, which are on this rank. No row travels, so that the dispatchers do
+    not differ.
+    """
+    config = call.config
     most = most_rows(tokens.shape[0], config)
     tile = first_tile(tokens, most, config.router.num_experts, config.align, config.recipe)
     rows = None if tile is None else tile.rows
     sizes: dict[str, Any] = {"probs": routed.probs, "num_rows": most, "tile_rows": rows}
+    needing_rows = (call.wgrads, call.linear_states, call.amaxes, call.in_dispatch_backward)
+    stays = all(argument is None for argument in needing_rows)
     of_tokens = None
-    if stay:
+    if stays and stay_tokens(tokens, routed.probs, call.parameters, config, call.recompute):
         of_tokens, permuted, tiles = rows_of_tokens(tokens, routed.routing_map, config.recipe, **sizes)
     else:
         permuted, tiles = permute_in_tiles(tokens, routed.routing_map, **sizes)
     shape = (tokens.shape[0], tokens.shape[1])
-    back = partial(unpermute, row_map=permuted.row_map, restore_shape=shape)
+    combine = partial(unpermute, row_map=permuted.row_map, restore_shape=shape)
     plan: Any = nullcontext
     if tile is not None and tiles is not None:
         plan = partial(plan_ready, permuted.tokens_per_expert, tile, tiles, most)
-    return Sent(permuted, back, (tokens, permuted.row_map), plan, of_tokens)
+    return ExpertRows(permuted, combine, (tokens, permuted.row_map), plan, of_tokens)
 
 
-def _recomputed(
-    recompute: str | Sequence[str] | None, permuted: tuple[Tensor, RowMap] | None, config: LayerConfig
-) -> dict[str, Any]:
-    """The settings of the experts that save less."""
-    permutes_again, of_experts = check_recompute(recompute)
+def _recomputed(permuted: tuple[Tensor, RowMap] | None, call: Call) -> dict[str, Any]:
+    """The settings by which the experts save less for the backward."""
+    permutes_again, of_experts = check_recompute(call.recompute)
     if not permutes_again:
         return {"recompute": of_experts}
-    right = f"without {ROWS_AGAIN!r} with {config.dispatcher}: the rows come from other ranks"
-    require(permuted is not None, "recompute", repr(recompute), right)
+    expected = f"without {ROWS_AGAIN!r} with {call.config.dispatcher}: the rows come from other ranks"
+    require(permuted is not None, "recompute", repr(call.recompute), expected)
     return {"recompute": of_experts, "rows_again": permuted and _copied_again(*permuted)}
 
 
 def _copied_again(tokens: Tensor, row_map: RowMap) -> Callable[[], Tensor]:
-    """The rows of permute once more, of tokens that must not have changed.
+    """A function that computes the rows of `permute` again.
 
     Raises:
-        RuntimeError: they have, by an operation that torch counts.
+        RuntimeError: from that function, if the tokens have changed by an operation that torch
+            counts.
     """
     tokens = tokens.detach()  # counts changes together with the caller's tensor
     version = None if tokens.is_inference() else tokens._version
@@ -325,43 +296,44 @@ def _copied_again(tokens: Tensor, row_map: RowMap) -> Callable[[], Tensor]:
     return again
 
 
-def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callable[..., Sent]:
+def _by_map(dispatch: Callable[..., Any], combine: Callable[..., Any]) -> Callable[..., ExpertRows]:
     """A dispatcher that reads the routing map."""
 
-    def run(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, **started: Any) -> Sent:
-        sent = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group, **config.dispatch, **started)
+    def run(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any, **started: Any) -> ExpertRows:
+        dispatched = dispatch(tokens, routed.routing_map, probs=routed.probs, group=group, **config.dispatch, **started)
 
         def back(rows: Tensor) -> Tensor:
-            result = combine(rows, sent.handle, group=group, **config.combine)
+            result = combine(rows, dispatched.handle, group=group, **config.combine)
             tokens_TN: Tensor = getattr(result, "tokens", result)
             return tokens_TN
 
-        return Sent(sent, back)
+        return ExpertRows(dispatched, back)
 
     return run
 
 
-def _by_index(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any) -> Sent:
-    """DeepEP: tokens travel in index form, and each rank permutes the tokens it received. With a
-    budget only copies that have a row travel, so that no rank receives more tokens than rows.
+def _by_index(tokens: Tensor, routed: RouteOutput, config: LayerConfig, group: Any) -> ExpertRows:
+    """The dispatch by DeepEP: tokens travel with the indices of their experts, and each rank
+    permutes the tokens that it has received. With a budget only copies that have a row travel, so
+    that no rank receives more tokens than rows.
     """
     experts, room = routed.probs.shape[1], config.num_rows
     slots = experts if config.router.pad_to_capacity else config.router.topk * config.expert_tensor_parallel
-    kept = None if room is None else kept_copies(routed.routing_map, room, group)
-    listed = multihot_to_indices(routed.routing_map if kept is None else kept.map_TE, routed.probs, topk=slots)
+    copies = None if room is None else kept_copies(routed.routing_map, room, group)
+    listed = multihot_to_indices(routed.routing_map if copies is None else copies.map_TE, routed.probs, topk=slots)
     settings = {"num_experts": experts, "probs": listed.probs, "policy": TRUSTED, "group": group}
-    sent = deepep_dispatch(tokens, listed.indices, num_worst_tokens=room, **settings)  # type: ignore[arg-type]
-    assert sent.probs is not None
+    dispatched = deepep_dispatch(tokens, listed.indices, num_worst_tokens=room, **settings)  # type: ignore[arg-type]
+    assert dispatched.probs is not None
     local = experts // dist.get_world_size(group)
-    own = indices_to_multihot(sent.indices, sent.probs, num_experts=local)
-    permuted = permute(sent.rows, own.routing_map, probs=own.probs, num_rows=room)
-    permuted = permuted if kept is None else permuted._replace(overflow=kept.overflow)
+    local_map = indices_to_multihot(dispatched.indices, dispatched.probs, num_experts=local)
+    permuted = permute(dispatched.rows, local_map.routing_map, probs=local_map.probs, num_rows=room)
+    permuted = permuted if copies is None else permuted._replace(overflow=copies.overflow)
 
     def combine(rows: Tensor) -> Tensor:
-        sums = unpermute(rows, permuted.row_map, restore_shape=(len(sent.rows), sent.rows.shape[1]))
-        return deepep_combine(sums, sent.handle, group=group).tokens
+        sums = unpermute(rows, permuted.row_map, restore_shape=(len(dispatched.rows), dispatched.rows.shape[1]))
+        return deepep_combine(sums, dispatched.handle, group=group).tokens
 
-    return Sent(permuted, combine, (sent.rows, permuted.row_map))
+    return ExpertRows(permuted, combine, (dispatched.rows, permuted.row_map))
 
 
 DISPATCH = {

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from moe_fast.experts.delayed import delaying
 from moe_fast.experts.mlp import run_again
-from moe_fast.layer.layer import after_router, check_call, moe_layer, routed_by, sum_over
+from moe_fast.layer.call import Call
+from moe_fast.layer.layer import after_router, moe_layer, routed_by, sum_over
 from moe_fast.layer.scaling import ScaledGroupedLinear
 from moe_fast.layer.weights import GroupedLinear, KeepsDtypes
 from moe_fast.router.route import finish_batch
@@ -57,8 +58,8 @@ class Router(KeepsDtypes):
         return RouterState(**tensors, replay_queue=())
 
     def keep(self, state: RouterState) -> None:
-        """Make `state` the state of the next step. Once a CUDA graph has captured a step, whose
-        replays read and write its tensors, in place.
+        """Make `state` the state of the next step. Once a CUDA graph has captured a step, the state
+        is copied into the tensors that the graph reads and writes.
         """
         if self.weight.is_cuda and not torch.compiler.is_compiling():
             self.captured |= torch.cuda.is_current_stream_capturing()
@@ -88,8 +89,8 @@ class Experts(nn.Module):
 
     @property
     def scaled(self) -> list[ScaledGroupedLinear]:
-        """The layers with delayed scaling: both or none."""
-        return [one for one in (self.linear_fc1, self.linear_fc2) if isinstance(one, ScaledGroupedLinear)]
+        """The layers that have delayed scaling: both of them or none."""
+        return [linear for linear in (self.linear_fc1, self.linear_fc2) if isinstance(linear, ScaledGroupedLinear)]
 
 
 class SharedExperts(nn.Module):
@@ -154,9 +155,9 @@ class MoELayer(nn.Module):
         self.overlap_shared, self.shared_memory = overlap_shared, shared_memory
         self.register_buffer("over_budget", torch.zeros((), dtype=torch.bool, device=device), persistent=False)
         self.router = Router(config.router, hidden, **tensor)
-        local, own = config.router.num_experts * shards // ranks, width // shards
+        local, local_width = config.router.num_experts * shards // ranks, width // shards
         options = tensor | {"bias": bias, "packed": packed, "recipe": config.recipe}
-        self.experts = Experts(local, halves * own, own, latent or hidden, **options)
+        self.experts = Experts(local, halves * local_width, local_width, latent or hidden, **options)
         self.fc1_latent_proj = self.fc2_latent_proj = self.shared_experts = None
         if latent is not None:
             self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False, **tensor)
@@ -169,7 +170,7 @@ class MoELayer(nn.Module):
 
     @property
     def layer_parameters(self) -> LayerParameters:
-        """The parameters as `moe_layer` takes them."""
+        """The parameters, as `moe_layer` takes them."""
         down, up, shared = self.fc1_latent_proj, self.fc2_latent_proj, self.shared_experts
         return LayerParameters(
             router_weight=self.router.weight,
@@ -185,7 +186,7 @@ class MoELayer(nn.Module):
         )
 
     def expert_parameters(self) -> list[nn.Parameter]:
-        """The parameters of this rank alone."""
+        """The parameters that only this rank has."""
         return [*self.experts.parameters()]
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
@@ -212,40 +213,41 @@ class MoELayer(nn.Module):
         return output.reshape(x.shape)
 
     def route(self, x: Tensor, padding_mask: Tensor | None = None) -> RouteOutput:
-        """The layer's first part, its router: `layer(x, mask)` has the bits of
-        `layer.run_experts(x, layer.route(x, mask))`, so that either part can be captured in a CUDA
+        """The first part of the layer, its router. `layer(x, mask)` has the bits of
+        `layer.run_experts(x, layer.route(x, mask))`, so that each part can be captured in a CUDA
         graph of its own, as by Megatron's scope moe_router.
 
-        The router's state and `losses` are then those after the call. The losses ride on the
-        result's probs.
+        The router's state and `losses` are then those after the call. The losses are attached to
+        the probs of the result.
 
         Raises:
-            ValueError: with `recompute` "moe", by which both parts run again together.
+            ValueError: with `recompute` "moe", which runs both parts again together.
         """
         self._in_parts()
         x_TH, mask, batch_size = _flat(x, padding_mask)
-        p, config, state = self.layer_parameters, self.config, self.router.state
-        scales = self._scales(False).get("linear_states")
-        check_call(x_TH, p, config, state, self.group, mask, None, scales)
-        options = {"training": self.training, "batch_size": batch_size, "padding_mask": mask}
-        _, routed = routed_by(x_TH, p, config, state, self.group, None, options)
+        call = self._call(batch_size=batch_size, padding_mask=mask)
+        call.check(x_TH)
+        _, routed = routed_by(x_TH, call)
         self.router.keep(routed.state)
         self.losses = routed.losses
         return routed
 
     def run_experts(self, x: Tensor, routed: RouteOutput) -> Tensor:
-        """The layer's second part: its output for tokens that `route` has routed.
+        """The second part of the layer: its output for tokens that `route` has routed.
 
         Raises:
             ValueError: as `route`.
         """
         self._in_parts()
-        settings = self._settings(self.training)
         with self._delaying():
-            x_TH = x.reshape(-1, x.shape[-1])
-            dispatched, *_, output = after_router(x_TH, self.layer_parameters, self.config, routed, **settings)
+            dispatched, *_, output = after_router(x.reshape(-1, x.shape[-1]), routed, self._call())
         self._note(self._dropped(dispatched))
         return output.reshape(x.shape)
+
+    def _call(self, **options: Any) -> Call:
+        """The arguments of a call of one part of the layer."""
+        settings = self._settings(self.training) | options
+        return Call(self.layer_parameters, self.config, self.router.state, self.training, **settings)
 
     def _in_parts(self) -> None:
         apart = self.recompute != "moe"
@@ -254,8 +256,8 @@ class MoELayer(nn.Module):
     def _results(
         self, x_TH: Tensor, padding_mask: Tensor | None, *parameters: Tensor | None, training: bool, **settings: Any
     ) -> tuple[Tensor, RouterState, RouterLosses, Tensor | None]:
-        """A function of its arguments alone: it may run again without counting a token twice. With
-        a budget also whether this rank dropped rows.
+        """(output, router's state, losses, whether rows were dropped). It depends on its arguments
+        alone, so that it may run again without counting a token twice.
         """
         settings |= self._settings(training) | {"training": training, "padding_mask": padding_mask}
         with self._delaying():
@@ -263,16 +265,16 @@ class MoELayer(nn.Module):
         return out.output, out.routed.state, out.routed.losses, self._dropped(out.dispatched)
 
     def _settings(self, training: bool) -> dict[str, Any]:
-        """The settings of all that follows the router."""
+        """The settings of everything that follows the router."""
         recompute = None if self.recompute == "moe" else self.recompute
-        found = {"group": self.group, "recompute": recompute} | self._scales(training)
-        found |= {"shared_memory": self.shared_memory, "overlap_shared": self.overlap_shared}
+        settings = {"group": self.group, "recompute": recompute} | self._scales(training)
+        settings |= {"shared_memory": self.shared_memory, "overlap_shared": self.overlap_shared}
         if self.overlap_wgrad and not torch.compiler.is_compiling():
-            found["in_dispatch_backward"] = self._compute_dw
-        return found
+            settings["in_dispatch_backward"] = self._compute_dw
+        return settings
 
     def _scales(self, training: bool) -> dict[str, Any]:
-        """Delayed scaling's states, and in training the amaxes to raise."""
+        """The states of delayed scaling, and in training the amaxes that the products raise."""
         if not self.experts.scaled:
             return {}
         fc1, fc2 = self.experts.scaled
@@ -280,14 +282,14 @@ class MoELayer(nn.Module):
         return {"linear_states": (fc1.state, fc2.state), "amaxes": (fc1.amaxes, fc2.amaxes) if counts else None}
 
     def _delaying(self) -> AbstractContextManager[None]:
-        """With `delay_wgrad`, where the experts' gradients wait; a backward that runs a forward
-        again is in another context.
+        """The context in which the gradients of the experts' weights are delayed, if `delay_wgrad`.
+        A backward that runs the forward again does so in a context of its own.
         """
         linears = (self.experts.linear_fc1, self.experts.linear_fc2) if self.delay_wgrad else ()
         return delaying({linear.weight: linear.waiting for linear in linears}) if linears else nullcontext()
 
     def _dropped(self, dispatched: Any) -> Tensor | None:
-        """Whether this rank had too little room; None without a budget."""
+        """Whether this rank had too little room for its rows; None without a budget."""
         overflow: Tensor = dispatched.overflow
         return None if self.config.num_rows is None else overflow
 
@@ -300,8 +302,8 @@ class MoELayer(nn.Module):
         self.experts.linear_fc1.compute_dw()
 
     def backward_dw(self) -> None:
-        """With `delay_wgrad`, after a backward: the gradients of the routed experts' weights, fc2's
-        and then fc1's; see `GroupedLinear.backward_dw`.
+        """With `delay_wgrad`, after a backward: compute the gradients of the routed experts'
+        weights, those of fc2 first; see `GroupedLinear.backward_dw`.
 
         Raises:
             RuntimeError: no gradient waits; in a graph of torch.compile none is delayed.
@@ -311,8 +313,8 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def finish_batch(self, *, frozen: bool = False) -> None:
-        """End a global batch: the expert bias takes its step, the counters restart, and delayed
-        scaling's scales follow the amaxes.
+        """End a global batch: update the expert bias, restart the counters, and with delayed
+        scaling compute the next scales from the amaxes.
         """
         for linear in self.experts.scaled:
             linear.update_scales()
@@ -322,10 +324,12 @@ class MoELayer(nn.Module):
 
 
 def _flat(x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
-    """x as [T,H], the mask as [T], and the number of sequences."""
+    """(x as [T,H], the mask as [T], the number of sequences)."""
     if padding_mask is not None:
-        right = tuple(x.shape[:-1])
-        require(padding_mask.shape == right, "padding_mask", f"of shape {tuple(padding_mask.shape)}", f"of {right}")
+        expected = tuple(x.shape[:-1])
+        require(
+            padding_mask.shape == expected, "padding_mask", f"of shape {tuple(padding_mask.shape)}", f"of {expected}"
+        )
         padding_mask = padding_mask.reshape(-1)
     return x.reshape(-1, x.shape[-1]), padding_mask, x.shape[1] if x.dim() == 3 else 1
 

@@ -27,7 +27,7 @@ declares = _family.declares
 
 
 def supports(function: str, *arguments: Any, **settings: Any) -> str | None:
-    """As `moe_fast`."""
+    """Why a call is not supported, or None, as `moe_fast.supports`."""
     return layer.supports(function, *arguments, **settings)
 
 

@@ -1,4 +1,4 @@
-"""Delayed scaling of a grouped linear layer: its states, as buffers and in checkpoints."""
+"""Delayed scaling of a grouped linear layer: its states, in buffers and in checkpoints."""
 
 from typing import Any
 
@@ -16,10 +16,11 @@ COLUMNS = {"fwd": ("input", "weight", UNUSED), "bwd": ("grad_output", UNUSED)}  
 
 
 class ScaledGroupedLinear(KeepsDtypes, GroupedLinear):
-    """`GroupedLinear` with delayed scaling's state of each expert's rows, weight and gradient.
+    """`GroupedLinear`, with the state of delayed scaling for each expert's rows, weight and
+    gradient.
 
-    A checkpoint has them under Transformer Engine's key and names, without its recipe object. The
-    buffers keep their dtype when the module is cast.
+    A checkpoint has these states under the key and the names of Transformer Engine, but without its
+    recipe object. The buffers keep their dtype when the module is cast.
     """
 
     def __init__(self, experts: int, out: int, into: int, *, recipe: Recipe, **options: Any) -> None:
@@ -36,33 +37,39 @@ class ScaledGroupedLinear(KeepsDtypes, GroupedLinear):
 
     @property
     def state(self) -> LinearState:
-        """The buffers themselves."""
+        """The states: the buffers themselves, not copies."""
         names = QuantizerState._fields
-        every = ([getattr(self, f"{role}_{name}") for name in names] for role in LinearState._fields)
-        return LinearState(*(QuantizerState(*own) for own in every))
+        states = ([getattr(self, f"{role}_{name}") for name in names] for role in LinearState._fields)
+        return LinearState(*(QuantizerState(*tensors) for tensors in states))
 
     @property
     def amaxes(self) -> LinearAmax:
-        """The first columns of the histories: products raise them in place."""
-        return LinearAmax(*(own.amax_history[:, 0] for own in self.state))
+        """The first columns of the histories, which the products raise in place."""
+        return LinearAmax(*(quantizer_state.amax_history[:, 0] for quantizer_state in self.state))
 
     @torch.no_grad()
     def update_scales(self) -> None:
-        """End a step, as `update_scales`; in place: captured graphs read the new scales."""
-        for role, own in self.state._asdict().items():
-            for x, new in zip(own, update_scales(own, self.recipe, role=role), strict=True):
+        """End a step, as `update_scales` does, but in place, so that captured graphs read the new
+        scales.
+        """
+        for role, quantizer_state in self.state._asdict().items():
+            for x, new in zip(quantizer_state, update_scales(quantizer_state, self.recipe, role=role), strict=True):
                 x.copy_(new)
 
     def get_extra_state(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"extra_fp8_variables": {"num_gemms": len(self.weight)}}
+        extra_state: dict[str, Any] = {"extra_fp8_variables": {"num_gemms": len(self.weight)}}
         for end, roles in COLUMNS.items():
             states: list[Any] = [self._fresh() if role is UNUSED else getattr(self.state, role) for role in roles]
-            found[f"scale_{end}"] = torch.cat([own.scale for own in states])
-            found[f"amax_history_{end}"] = torch.cat([own.amax_history.T for own in states], 1)
-        return found
+            extra_state[f"scale_{end}"] = torch.cat([quantizer_state.scale for quantizer_state in states])
+            extra_state[f"amax_history_{end}"] = torch.cat(
+                [quantizer_state.amax_history.T for quantizer_state in states], 1
+            )
+        return extra_state
 
     def set_extra_state(self, state: Any) -> None:
-        """Load what `get_extra_state` returns; packed or by expert, see `merge_extra_state`."""
+        """Load what `get_extra_state` returns, for all experts together or per expert, see
+        `merge_extra_state`.
+        """
         require(isinstance(state, dict), EXTRA_STATE, type(state).__name__, "a dict, as Transformer Engine's unpickled")
         check_extra_state(EXTRA_STATE, state, len(self.weight))
         for end, roles in COLUMNS.items():
@@ -72,8 +79,13 @@ class ScaledGroupedLinear(KeepsDtypes, GroupedLinear):
                 if role is not UNUSED:
                     self._load(getattr(self.state, role), scale, history.T)
 
-    def _load(self, own: QuantizerState, scale: Tensor, history: Tensor) -> None:
-        right = f"of {own.amax_history.shape[1]} steps, as the recipe says"
-        require(history.shape == own.amax_history.shape, "amax_history", f"of {history.shape[1]} steps", right)
-        own.scale.copy_(scale)
-        own.amax_history.copy_(history)
+    def _load(self, quantizer_state: QuantizerState, scale: Tensor, history: Tensor) -> None:
+        expected = f"of {quantizer_state.amax_history.shape[1]} steps, as the recipe says"
+        require(
+            history.shape == quantizer_state.amax_history.shape,
+            "amax_history",
+            f"of {history.shape[1]} steps",
+            expected,
+        )
+        quantizer_state.scale.copy_(scale)
+        quantizer_state.amax_history.copy_(history)

@@ -1,4 +1,4 @@
-"""When a layer's experts gather their rows from tokens, and how many rows there may be."""
+"""Whether a layer's experts gather their rows from tokens, and how many rows there may be."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from moe_ref.config.router import expert_capacity
 
 
 def stay_tokens(tokens: Tensor, probs_TE: Tensor, p: LayerParameters, config: LayerConfig, recompute: Any) -> bool:
-    """Whether the experts gather their rows, so that `permute` writes none: on one Hopper, where
-    nothing else needs the rows, in FP8 by blocks, or in 16 bits if no gradient is wanted.
+    """Whether the experts gather their rows, so that `permute` writes none. This is so on one
+    Hopper if nothing else needs the rows, in FP8 by blocks, or in 16 bits if no gradient is wanted.
     """
     recipe, (_, of_experts) = config.recipe, check_recompute(recompute)
     if tracing() or config.align is not None or config.probs_on_input or p.fc2_bias is not None:
@@ -23,8 +23,8 @@ def stay_tokens(tokens: Tensor, probs_TE: Tensor, p: LayerParameters, config: La
     if recipe is None:
         shape = {name: config.experts[name] for name in ("kind", "offset", "clamp", "interleave")}
         num_rows = most_rows(tokens.shape[0], config)
-        given = (p.fc1_weight, p.fc1_bias, probs_TE, checked_settings(**shape))
-        return can_gather_activated(tokens, num_rows, *given)
+        operands = (p.fc1_weight, p.fc1_bias, probs_TE, checked_settings(**shape))
+        return can_gather_activated(tokens, num_rows, *operands)
     if recipe.scaling != "block" or recipe.backward_override is not None or of_experts == "moe":
         return False
     waits = any(waiting_for(weight) is not None for weight in (p.fc1_weight, p.fc2_weight))
@@ -32,8 +32,8 @@ def stay_tokens(tokens: Tensor, probs_TE: Tensor, p: LayerParameters, config: La
 
 
 def most_rows(tokens: int, config: LayerConfig) -> int:
-    """The budget, or a bound on the routed copies that needs no counts: their number, without a
-    capacity.
+    """The budget of rows. Without one, a bound on the number of routed copies that needs no counts:
+    without a capacity it is their exact number.
     """
     if config.num_rows is not None:
         return config.num_rows

@@ -1,7 +1,7 @@
 """The grouped linear layers of experts, with the names and shapes of Megatron's state dicts.
 
-Packed, a weight is [L,out,in] under the key `weight`, and a bias [L,out] under `bias`; by expert,
-[out,in] under `weight0` … and [out] under `bias0` …
+If the module is packed, the weight is [L,out,in] under the key `weight`, and the bias [L,out] under
+`bias`; otherwise each expert has [out,in] under `weight0` … and [out] under `bias0` …
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ State = dict[str, Any]
 
 
 class GroupedLinear(nn.Module):
-    """One weight [L,out,in] of a rank's experts, and a bias [L,out] or None; saved packed or by
-    expert, loaded from both.
+    """One weight [L,out,in] for all experts of a rank, and a bias [L,out] or None. They are saved
+    packed or by expert, and loaded from both.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class GroupedLinear(nn.Module):
         self.factors: Waiting = []  # what another stream computes them of
 
     def compute_dw(self) -> None:
-        """Compute the gradients that wait, on a stream beside the backward's; `backward_dw` gives
-        them to the weight.
+        """Compute the delayed gradients on a stream beside the backward's; `backward_dw` hands them
+        to the weight.
         """
         self.factors += self.waiting
         while self.waiting:
             self.computed.append(self._next())
 
     def _next(self) -> Tensor | None:
-        """The first gradient that waits; None if `main_grad` has it."""
+        """The first delayed gradient; None if it was added to `main_grad`."""
         gradient, main = self.waiting.pop(0), getattr(self.weight, "main_grad", None)
         if main is None:
             return gradient()
@@ -53,14 +53,15 @@ class GroupedLinear(nn.Module):
         return None
 
     def backward_dw(self) -> None:
-        """Compute the weight's gradients that wait, one per backward, and add them to
+        """Compute the weight's delayed gradients, one per backward, and add them to
         `weight.main_grad` if there is one, else to `weight.grad`. Autograd's hooks of the weight
         run once for each, as without a delay.
 
-        With `main_grad` they find `weight.grad_added_to_main_grad` True and a gradient of zeros.
+        If there is a `main_grad`, hooks find `weight.grad_added_to_main_grad` True and a gradient
+        of zeros.
 
         Raises:
-            RuntimeError: no gradient waits.
+            RuntimeError: no gradient is delayed.
         """
         if not (self.computed or self.waiting):
             raise RuntimeError("backward_dw without a backward since the last one: no gradient waits")
@@ -73,9 +74,9 @@ class GroupedLinear(nn.Module):
                 self.weight.backward(gradient)  # a leaf: the gradient is added, and hooks run
                 continue
             self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-            before, self.weight.grad = self.weight.grad, None
+            old_gradient, self.weight.grad = self.weight.grad, None
             self.weight.backward(torch.zeros_like(self.weight))
-            self.weight.grad = before
+            self.weight.grad = old_gradient
 
     def extra_repr(self) -> str:
         shape, bias = tuple(self.weight.shape[1:]), self.bias is not None
@@ -86,16 +87,16 @@ class KeepsDtypes(nn.Module):
     """Buffers that keep their dtypes when the module is cast."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = dict(self.named_buffers())
+        buffers = dict(self.named_buffers())
         super()._apply(fn, recurse)
-        for name, x in before.items():
+        for name, x in buffers.items():
             setattr(self, name, x.to(getattr(self, name).device))
         return self
 
 
 def _pack(module: GroupedLinear, state: State, prefix: str, *_: Any) -> None:
-    """Before loading: all of weight0 … become weight; a packed key stays as it is. So for bias, and
-    for extra state.
+    """Before loading: make weight of weight0 …, unless the state has a packed key. The same for
+    bias and extra state.
     """
     _normalize(module, state, prefix, packed=True)
     merged = merge_extra_state(state, num_experts=len(module.weight), prefix=prefix)
@@ -103,18 +104,22 @@ def _pack(module: GroupedLinear, state: State, prefix: str, *_: Any) -> None:
 
 
 def _unpack(module: GroupedLinear, state: State, prefix: str, _: Any) -> None:
-    """After saving: weight becomes weight0 …, views of it, unless the module is packed. So bias."""
+    """After saving: replace weight by its views weight0 …, unless the module is packed. The same
+    for bias.
+    """
     _normalize(module, state, prefix, packed=module.packed)
 
 
 def _normalize(module: GroupedLinear, state: State, prefix: str, packed: bool) -> None:
-    """The caller's dict is changed: torch passes it on."""
+    """Bring the state into the module's layout. The caller's dict itself is changed, because torch
+    passes it on.
+    """
     experts, bias = len(module.weight), module.bias is not None
-    found = normalize_parameters(state, num_experts=experts, packed=packed, prefix=prefix, bias=bias)
-    _become(state, found)
+    normalized = normalize_parameters(state, num_experts=experts, packed=packed, prefix=prefix, bias=bias)
+    _become(state, normalized)
 
 
-def _become(state: State, found: State) -> None:
-    for name in state.keys() - found.keys():
+def _become(state: State, new_state: State) -> None:
+    for name in state.keys() - new_state.keys():
         del state[name]
-    state.update(found)
+    state.update(new_state)

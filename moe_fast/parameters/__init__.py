@@ -1,8 +1,8 @@
-"""Parameters of experts in checkpoints: names, shards, and experts of a dense layer.
+"""Parameters of experts in checkpoints: names, shards, and experts made of a dense layer.
 
-No kernel runs here: a packed parameter is one tensor, of which everything per expert is a view, and
-what needs memory is written by one operation of torch. The reference's functions go expert by
-expert; these share only its rules with them.
+No kernel runs here. A packed parameter is one tensor, and each expert's part is a view of it; what
+needs new memory is written by one operation of torch. The reference's functions go expert by
+expert, and share with these only the checks of arguments.
 """
 
 from moe_fast.declared import COMPUTED, COPY, Family

@@ -1,4 +1,4 @@
-"""Upcycling: all experts' slices of a dense layer, as one strided copy and one scaling."""
+"""Upcycling: slice a dense layer into experts, by one strided copy and one scaling."""
 
 import torch
 from torch import Tensor
@@ -11,18 +11,20 @@ def upcycle(
     router_weight_EH: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, *, topk: int, granularity: int = 1,
     kind: str = "swiglu", pre_softmax: bool = False, fc1_bias: Tensor | None = None, fc2_bias: Tensor | None = None,
 ) -> Upcycled:  # fmt: skip
-    """Experts of a dense layer: each slice is scaled once, and copied to its experts."""
+    """Experts made of a dense layer: each slice is scaled once, and copied to its experts."""
     halves = 1 + (kind in GATED)
     check_upcycle(router_weight_EH, fc1_weight, fc2_weight, topk, granularity, kind, fc1_bias, fc2_bias, halves)
     copies = router_weight_EH.shape[0] // granularity
     strength = copies * granularity / topk if pre_softmax else 1
     scale = (granularity * strength) ** (1 / (3 if halves == 2 or kind == "squared_relu" else 2))
 
-    def of_experts(x: Tensor, along: int, parts: int) -> Tensor:
-        """[E,…]: the slices of each of `parts` along a dimension, one copy after the other."""
-        slices = scaled(x, scale).unflatten(along, (parts, granularity, x.shape[along] // parts // granularity))
-        own = slices.movedim(along + 1, 0).flatten(along + 1, along + 2)
-        return own.repeat(copies, *[1] * (own.dim() - 1))
+    def of_experts(x: Tensor, along: int, blocks: int) -> Tensor:
+        """[E,…]: x is `blocks` blocks side by side along a dimension, and each expert gets one
+        slice of every block; all slices come before the next copy of them.
+        """
+        slices = scaled(x, scale).unflatten(along, (blocks, granularity, x.shape[along] // blocks // granularity))
+        expert_slices = slices.movedim(along + 1, 0).flatten(along + 1, along + 2)
+        return expert_slices.repeat(copies, *[1] * (expert_slices.dim() - 1))
 
     router = router_weight_EH[:copies].repeat_interleave(granularity, 0)
     bias1 = None if fc1_bias is None else of_experts(fc1_bias, 0, halves)
@@ -32,5 +34,5 @@ def upcycle(
 
 def scaled(x: Tensor, scale: float) -> Tensor:
     """x times the scale in float32 or float64, rounded once."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.to(wide).mul(scale).to(x.dtype)
+    sum_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.to(sum_dtype).mul(scale).to(x.dtype)

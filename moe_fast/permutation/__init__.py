@@ -1,4 +1,4 @@
-"""Permutation: rows by expert, chunks, and forms of the routing map."""
+"""Permutation: rows ordered by expert, chunks of rows, and forms of the routing map."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def _check(function: str, payload: Tensor, settings: dict[str, Any]) -> None:
 
 _family = Family(
     {
-        permute: SUM,  # the sum is its gradient; free of syncs when num_rows or capacity is given
+        permute: SUM,  # the gradient is a sum; the host does not wait if num_rows or capacity is given
         unpermute: SUM,
         sort_chunks: COPY | {"unchecked": ("order",)},
         pad_routing_map: COPY,

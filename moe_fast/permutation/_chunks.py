@@ -1,4 +1,4 @@
-"""Chunks of rows into another order, and back."""
+"""A kernel that moves chunks of rows into another order, and back."""
 
 import triton
 import triton.language as tl
@@ -7,11 +7,13 @@ from moe_fast.launch.specialization import jit
 
 
 @triton.jit
-def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, place, num_chunks, reordered):
-    """The numbers and sizes of the chunks at some places of the new order, or of the old one."""
-    there = place < num_chunks * reordered  # the last block sticks out
-    listed = tl.load(order_ptr + place * stride_order, mask=there, other=-1).to(tl.int64)
-    chunk = tl.where(reordered != 0, listed, place)
+def load_chunks(sizes_ptr, stride_sizes, order_ptr, stride_order, position, num_chunks, reordered):
+    """(number, size) of the chunks at some positions of the new order, or without `reordered` of
+    the old one.
+    """
+    there = position < num_chunks * reordered  # the last block sticks out
+    listed = tl.load(order_ptr + position * stride_order, mask=there, other=-1).to(tl.int64)
+    chunk = tl.where(reordered != 0, listed, position)
     # nor is there a chunk outside the block, nor in an order that is no permutation
     valid = (chunk >= 0) & (chunk < num_chunks)
     return chunk, tl.load(sizes_ptr + chunk * stride_sizes, mask=valid, other=0).to(tl.int64)
@@ -33,7 +35,8 @@ def sort_chunks_kernel(
     num_rows, num_columns, num_chunks, inverse,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """For each row of the result: its chunk and the chunk's begin here, then in the source.
+    """Move BLOCK_R rows of the result: find each row's chunk, where the chunk begins in the result,
+    and where it begins in the source.
 
     Illegal sizes make every bit of the result 1, which is a NaN in every floating-point format.
     """

@@ -1,4 +1,6 @@
-"""Rows to their experts and back; `permutation.row_map.RowMap` holds each token's rows."""
+"""Kernels that move rows to their experts and back; `permutation.row_map.RowMap` holds the rows of
+each token.
+"""
 
 from typing import Any, NamedTuple
 
@@ -11,8 +13,9 @@ from moe_fast.permutation._row_map import EXPERT, RANK
 
 
 class RowMapPointers(NamedTuple):
-    """The memory of a `RowMap` as one argument of a kernel. Integers are arguments of their own:
-    Triton specialises every integer of a record, whatever `do_not_specialize` says.
+    """The memory of a `RowMap` as one argument of a kernel. Integers are separate arguments,
+    because Triton specialises a kernel for every integer of a record, whatever `do_not_specialize`
+    says.
     """
 
     slots_ptr: Any
@@ -21,7 +24,9 @@ class RowMapPointers(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """The lists of some tokens; no field is None, which a function of Triton 3.6 cannot return."""
+    """The lists of rows of some tokens. No field is None, because a function of Triton 3.6 cannot
+    return None.
+    """
 
     t: Any
     list_t_ptr: Any
@@ -35,7 +40,7 @@ class Lists(NamedTuple):
 
 @triton.jit
 def find_lists(row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows):
-    """The lists of tokens `t`."""
+    """The lists of the tokens `t`."""
     list_t_ptr = row_map.slots_ptr + t * num_experts
     base_t_ptr = list_t_ptr
     if row_map.base_ptr is not None:
@@ -46,10 +51,12 @@ def find_lists(row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_t
 
 @triton.jit
 def load_slot(row_map, lists, j):
-    """(expert, row, live) of each token's slot j; the list loads while `num_slots` is in flight."""
+    """(expert, row, live) of slot j of each token. The list is loaded without waiting for
+    `num_slots`.
+    """
     live = j < lists.num_slots  # the list's end was never written
-    inside = (lists.t < lists.num_tokens) & (j + tl.zeros_like(lists.t) < lists.num_experts)  # both may stick out
-    slot = tl.load(lists.list_t_ptr + j, mask=inside, other=0).to(tl.int64)
+    in_bounds = (lists.t < lists.num_tokens) & (j + tl.zeros_like(lists.t) < lists.num_experts)  # both may stick out
+    slot = tl.load(lists.list_t_ptr + j, mask=in_bounds, other=0).to(tl.int64)
     expert = slot & EXPERT
     row = slot >> RANK
     if row_map.base_ptr is not None:
@@ -59,8 +66,8 @@ def load_slot(row_map, lists, j):
 
 @triton.jit
 def load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row):
-    """A tile of rows, 0 where there is no row: rows without a token are never read."""
-    if rows_ptr is None:  # no early return: Triton compiles the code after it anyway
+    """A tile of rows, and 0 where `live` is false: rows without a token are never read."""
+    if rows_ptr is None:  # no early return, because Triton compiles the code after it anyway
         tile = live
     else:
         tile = tl.load(
@@ -75,12 +82,12 @@ def add_rows(
     in_row,
     ROWS_AS: tl.constexpr, PROBS_AS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The sum of each token's rows, and a few more of them."""
-    for j in tl.static_range(UNROLL):  # their loads are on their way together
+    """acc plus UNROLL more rows of each token, from slot `first` on, times their probs."""
+    for j in tl.static_range(UNROLL):  # their loads run at the same time
         expert, row, live = load_slot(row_map, lists, first + j)
         value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row).to(ROWS_AS).to(acc.dtype)
         if probs_ptr is not None:
-            # live only
+            # of live slots only
             prob = tl.load(probs_ptr + lists.t * stride_probs_t + expert * stride_probs_e, mask=live, other=0.0)
             value *= prob.to(PROBS_AS).to(acc.dtype)[:, None]
         acc += value
@@ -89,8 +96,8 @@ def add_rows(
 
 @triton.jit
 def find_gaps(gap_ptr, first_lane, tail_lanes, num_experts, num_rows, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr):
-    """First row, end and step of each lane's rows without a token; a lane has one expert's, or a
-    share of the tail's.
+    """(begin, end, step) of each lane's rows without a token. A lane has the padding of one expert,
+    or a share of the rows past the last segment.
     """
     lane = first_lane + tl.arange(0, BLOCK_G)
     gap = tl.minimum(lane, num_experts)
@@ -101,7 +108,9 @@ def find_gaps(gap_ptr, first_lane, tail_lanes, num_experts, num_rows, BLOCK_G: t
 
 @triton.jit
 def rows_of_gaps(begin, end, step, i, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr):
-    """(rows of the lanes' step i, whether they are in their gap: other lanes' may be longer)."""
+    """(rows of step i of the lanes, whether each lies in its lane's gap, because the gaps of other
+    lanes may be longer).
+    """
     row_GR = (begin + i * step)[:, None] + tl.arange(0, BLOCK_R)[None, :]
     return tl.reshape(row_GR, [BLOCK_G * BLOCK_R]), tl.reshape(row_GR < end[:, None], [BLOCK_G * BLOCK_R])
 
@@ -111,18 +120,18 @@ def fill_gaps(
     rows_ptr, probs_ptr, gap_ptr, first_lane, column, tail_lanes, num_experts, num_columns, num_rows,
     BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Zeros in rows without a token."""
+    """Write zeros into rows without a token, and into their probs."""
     begin, end, step = find_gaps(gap_ptr, first_lane, tail_lanes, num_experts, num_rows, BLOCK_G, BLOCK_R)
     h = tl.cast(column, tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     for i in range(tl.max(tl.cdiv(end - begin, step), axis=0)):
         row, in_gap = rows_of_gaps(begin, end, step, i, BLOCK_G, BLOCK_R)
-        inside = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
+        in_bounds = in_gap[:, None] & (h < num_columns)[None, :]  # the last block sticks out
         tl.store(
             rows_ptr + row[:, None] * num_columns + h[None, :],
             tl.zeros([BLOCK_G * BLOCK_R, BLOCK_H], rows_ptr.dtype.element_ty),
-            mask=inside,
+            mask=in_bounds,
         )
-        if probs_ptr is not None and column == 0:  # once a row
+        if probs_ptr is not None and column == 0:  # once per row
             tl.store(probs_ptr + row, tl.zeros([BLOCK_G * BLOCK_R], probs_ptr.dtype.element_ty), mask=in_gap)
 
 
@@ -131,7 +140,9 @@ def fill_places(
     probs_ptr, source_ptr, gap_ptr, first_lane, tail_lanes, num_experts, num_rows,
     BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Probs of 0 and sources of -1 in rows without a token; either may be left out."""
+    """Write probs of 0 and sources of -1 for rows without a token; either result may be
+    left out.
+    """
     begin, end, step = find_gaps(gap_ptr, first_lane, tail_lanes, num_experts, num_rows, BLOCK_G, BLOCK_R)
     for i in range(tl.max(tl.cdiv(end - begin, step), axis=0)):
         row, in_gap = rows_of_gaps(begin, end, step, i, BLOCK_G, BLOCK_R)
@@ -147,18 +158,20 @@ def place_lists(
     row_map, stride_base_b, stride_base_e, tokens_per_block, block, num_tokens, num_experts, num_rows,
     BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Probs and, if asked for, token of each row of a block of tokens; the lists of rows."""
+    """For a block of tokens, write the prob and, if asked for, the token of each row; and the
+    tokens' lists of rows.
+    """
     t = block.to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
     lists = find_lists(row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows)
     for j in range(tl.max(lists.num_slots, axis=0)):
         expert, row, live = load_slot(row_map, lists, j)
         if probs_ptr is not None:
-            # live only
+            # of live slots only
             prob = tl.load(probs_ptr + t * stride_probs_t + expert * stride_probs_e, mask=live, other=0)
             tl.store(row_probs_ptr + row, prob, mask=live)  # as above
         if source_ptr is not None:
             tl.store(source_ptr + row, t.to(source_ptr.dtype.element_ty), mask=live)
-        # dropped rows too
+        # also of dropped rows
         tl.store(row_slots_ptr + t * num_experts + j, (row << RANK) | expert, mask=j < lists.num_slots)
 
 
@@ -179,7 +192,9 @@ def place_kernel(
     num_tokens, num_experts, num_rows,
     BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """As `permute_kernel`, but no row is written: each row's prob and token, or 0 and -1."""
+    """As `permute_kernel`, but without writing rows: each row's prob and token, or 0 and -1 for a
+    row without a token.
+    """
     block = tl.program_id(0)
     if block < list_blocks:
         place_lists(
@@ -210,13 +225,14 @@ def permute_kernel(
     num_tokens, num_experts, num_columns, num_rows,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Each token is read once and written to each of its rows. The first programs move the probs,
-    the next write rows without a token.
+    """Read each token once, and write it to each of its rows. The first programs move the probs,
+    the next ones write zeros into rows without a token, and the others move one tile of tokens
+    each.
 
-    `row_slots` gets the tokens' lists with rows in place of ranks, so that other kernels need no
-    bases; probs move only with it.
+    `row_slots` gets the tokens' lists with rows in place of ranks, so that later kernels need no
+    bases. Probs are moved only if there is a `row_slots`.
     """
-    # lists are without columns too
+    # lists are written even if there are no columns
     columns = tl.cdiv(num_columns, BLOCK_H) if row_slots_ptr is None else tl.maximum(tl.cdiv(num_columns, BLOCK_H), 1)
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     block = tl.program_id(0) // columns
@@ -238,14 +254,16 @@ def permute_kernel(
         t = (block - list_blocks - fills).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         h = column.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         in_row = (h < num_columns)[None, :]  # the last block sticks out
-        inside = (t < num_tokens)[:, None] & in_row  # and so does the last tile
-        token = tl.load(tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=inside, other=0)
+        in_bounds = (t < num_tokens)[:, None] & in_row  # and so does the last tile
+        token = tl.load(
+            tokens_ptr + t[:, None] * stride_tokens_t + h[None, :] * stride_tokens_h, mask=in_bounds, other=0
+        )
         lists = find_lists(
             row_map, stride_base_b, stride_base_e, tokens_per_block, t, num_tokens, num_experts, num_rows
         )
         _, row, live = load_slot(row_map, lists, 0)
         for j in range(tl.max(lists.num_slots, axis=0)):
-            following = load_slot(row_map, lists, j + 1)  # on its way
+            following = load_slot(row_map, lists, j + 1)  # the load runs while this row is written
             # dropped rows are not written
             tl.store(rows_ptr + row[:, None] * num_columns + h[None, :], token, mask=live[:, None] & in_row)
             _, row, live = following
@@ -270,7 +288,9 @@ def unpermute_kernel(
     ACCUMULATOR: tl.constexpr, ROWS_AS: tl.constexpr, PROBS_AS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Sum a token's rows, ascending experts; programs past the last column move dprobs."""
+    """Add up each token's rows, in the order of their experts. A program sums one tile of [tokens,
+    columns]; if the probs have a gradient, the programs past the last column move it.
+    """
     columns = tl.cdiv(num_columns, BLOCK_H) + (1 if dprobs_ptr is not None else 0)
     column = tl.program_id(0) % columns  # programs that run together finish whole rows
     t = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -301,7 +321,7 @@ def unpermute_kernel(
             dprobs = tl.zeros([BLOCK_T, BLOCK_E], dprobs_ptr.dtype.element_ty)
             for j in range(tl.max(lists.num_slots, axis=0)):
                 expert, row, live = load_slot(row_map, lists, j)
-                dprob = tl.load(row_dprobs_ptr + row * stride_row_dprobs, mask=live, other=0)  # live only
+                dprob = tl.load(row_dprobs_ptr + row * stride_row_dprobs, mask=live, other=0)  # of live slots only
                 dprobs = tl.where((expert[:, None] == e[None, :]) & live[:, None], dprob[:, None], dprobs)
             tl.store(
                 dprobs_ptr + t[:, None] * num_experts + e[None, :], dprobs, mask=in_time & (e < num_experts)[None, :]
@@ -327,7 +347,10 @@ def unpermute_backward_kernel(
     ACCUMULATOR: tl.constexpr, ROWS_AS: tl.constexpr, PROBS_AS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """drows[row] = dout[t] · p, dprobs[t, e] = Σ_h rows[row, h] · dout[t, h], by whole rows."""
+    """drows[row] = dout[t] · p and dprobs[t, e] = Σ_h rows[row, h] · dout[t, h], for each row of
+    token t and expert e. The first programs write zeros into rows without a token, the others take
+    BLOCK_T whole tokens each.
+    """
     block = tl.program_id(0)
     fills = tl.num_programs(0) - token_blocks
     if block >= fills:
@@ -345,7 +368,7 @@ def unpermute_backward_kernel(
             dout = tl.load(dout_ptrs, mask=in_time & in_row, other=0.0)
             expert, row, live = load_slot(row_map, lists, 0)
             token_probs_ptr = probs_ptr + t * stride_probs_t
-            prob = tl.load(token_probs_ptr + expert * stride_probs_e, mask=live, other=0.0)  # live only
+            prob = tl.load(token_probs_ptr + expert * stride_probs_e, mask=live, other=0.0)  # of live slots only
             value = load_rows(rows_ptr, stride_rows_p, stride_rows_h, row, h, live, in_row)
             next_expert, next_row, next_live = load_slot(row_map, lists, 1)
             for j in range(tl.max(lists.num_slots, axis=0)):  # the next row and the slot after it are on their way
@@ -366,9 +389,9 @@ def unpermute_backward_kernel(
                 expert, row, live, prob, value = next_expert, next_row, next_live, next_prob, next_value
                 next_expert, next_row, next_live = following
         if dprobs_ptr is not None:
-            inside = in_time & (e < num_experts)[None, :]  # experts are padded to a power of two
+            in_bounds = in_time & (e < num_experts)[None, :]  # experts are padded to a power of two
             result = rounded(dprobs.to(PROBS_AS), dprobs_ptr.dtype.element_ty)
-            tl.store(dprobs_ptr + t[:, None] * num_experts + e[None, :], result, mask=inside)
+            tl.store(dprobs_ptr + t[:, None] * num_experts + e[None, :], result, mask=in_bounds)
     elif drows_ptr is not None:
         lane = first_lane + block * BLOCK_G
         for column in range(tl.cdiv(num_columns, BLOCK_H)):

@@ -1,4 +1,4 @@
-"""The routing map as lists of experts, and back."""
+"""Kernels that turn lists of experts into the routing map, and back."""
 
 import triton
 import triton.language as tl
@@ -23,7 +23,9 @@ def multihot_kernel(
     num_tokens, num_experts, num_slots,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the map starts unrouted and meets slots in order: an expert's last slot stays."""
+    """A program writes a tile of [tokens, experts] of the map and of the values. The tile starts
+    unrouted and goes through the slots in order, so that the last slot of an expert wins.
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     in_time = t < num_tokens  # the last tile sticks out
@@ -37,10 +39,10 @@ def multihot_kernel(
         routed = tl.where(hit, tl.full([BLOCK_T, BLOCK_E], 1, tl.uint8), routed)
         out = tl.where(hit, value[:, None], out)
     cell = t[:, None] * num_experts + e[None, :]
-    inside = in_time[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides
-    tl.store(out_ptr + cell, out, mask=inside)
+    in_bounds = in_time[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides
+    tl.store(out_ptr + cell, out, mask=in_bounds)
     if map_ptr is not None:
-        tl.store(map_ptr + cell, routed, mask=inside)
+        tl.store(map_ptr + cell, routed, mask=in_bounds)
 
 
 @triton.jit(
@@ -58,22 +60,24 @@ def multihot_backward_kernel(
     num_tokens, num_experts, num_slots,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A slot has its expert's gradient unless a later slot of the token has the same expert."""
+    """The gradient of a slot is that of its expert, unless a later slot of the token has the same
+    expert. A program computes a tile of [tokens, slots].
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     in_time = t < num_tokens  # the last tile sticks out
-    inside = in_time[:, None] & (k < num_slots)[None, :]  # on both sides
+    in_bounds = in_time[:, None] & (k < num_slots)[None, :]  # on both sides
     index = tl.load(
-        indices_ptr + t[:, None] * stride_indices_t + k[None, :] * stride_indices_k, mask=inside, other=-1
+        indices_ptr + t[:, None] * stride_indices_t + k[None, :] * stride_indices_k, mask=in_bounds, other=-1
     ).to(tl.int64)
-    counts = (index >= 0) & (index < num_experts)  # others are empty slots
+    counts = (index >= 0) & (index < num_experts)  # other indices are of empty slots
     for slot in range(num_slots):
-        later = tl.load(
+        later_index = tl.load(
             indices_ptr + t * stride_indices_t + tl.cast(slot, tl.int64) * stride_indices_k, mask=in_time, other=-1
         )
-        counts = counts & ((index != later[:, None]) | (k >= slot)[None, :])
-    dvalue = tl.load(dout_ptr + t[:, None] * stride_dout_t + index * stride_dout_e, mask=counts, other=0)  # else 0
-    tl.store(dvalues_ptr + t[:, None] * num_slots + k[None, :], dvalue, mask=inside)
+        counts = counts & ((index != later_index[:, None]) | (k >= slot)[None, :])
+    dvalue = tl.load(dout_ptr + t[:, None] * stride_dout_t + index * stride_dout_e, mask=counts, other=0)  # 0 elsewhere
+    tl.store(dvalues_ptr + t[:, None] * num_slots + k[None, :], dvalue, mask=in_bounds)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_experts", "stride_values_t", "stride_values_e"])
@@ -86,20 +90,22 @@ def indices_kernel(
     num_tokens, num_experts, num_slots,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A routed expert's slot counts the routed experts before it; slots past those are empty."""
+    """A program lists the experts of BLOCK_T tokens. The slot of a routed expert is the number of
+    routed experts before it; the slots after the last one are empty.
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     in_time = (t < num_tokens)[:, None]  # the last tile sticks out
-    inside = in_time & (e < num_experts)[None, :]  # on both sides
-    routed = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=inside, other=0) != 0
-    one = routed.to(tl.int32)
-    slot = tl.cumsum(one, axis=1) - one
+    in_bounds = in_time & (e < num_experts)[None, :]  # on both sides
+    routed = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=in_bounds, other=0) != 0
+    routed_ones = routed.to(tl.int32)
+    slot = tl.cumsum(routed_ones, axis=1) - routed_ones
     listed = routed & (slot < num_slots)  # experts past the last slot are left out
     value = tl.load(values_ptr + t[:, None] * stride_values_t + e[None, :] * stride_values_e, mask=listed, other=0)
     cell = t[:, None] * num_slots + slot
     tl.store(indices_ptr + cell, tl.broadcast_to(e[None, :], [BLOCK_T, BLOCK_E]), mask=listed)
     tl.store(out_ptr + cell, value, mask=listed)
-    count = tl.sum(one, axis=1)
+    count = tl.sum(routed_ones, axis=1)
     for first in range(0, num_slots, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         # the slots that no expert was written to

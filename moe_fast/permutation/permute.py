@@ -45,8 +45,8 @@ def permute_in_tiles(
     align: int | None = None, capacity: int | None = None, num_rows: int | None = None,
     tile_rows: int | None = None,
 ) -> tuple[Permuted, Tiles | None]:  # fmt: skip
-    """`permute`; with `tile_rows` the second launch also cuts the experts' rows into tiles of so
-    many, which needs `num_rows` and no capacity.
+    """(`permute`, tiles). With `tile_rows` the second launch also cuts the experts' rows into tiles
+    of that many rows; this needs `num_rows` and no capacity.
     """
     _check_permute(tokens_TH, routing_map_TE, probs, align, capacity, num_rows)
     tiles = None
@@ -91,8 +91,8 @@ def sort_chunks(rows_RH: Tensor, chunk_sizes: Tensor, order: Tensor, *, probs: T
 
 
 @unless_known
-def _check_permute(tokens_TH: Tensor, *rest: Any) -> None:
-    check_permute(tokens_TH, *rest)
+def _check_permute(tokens_TH: Tensor, *settings: Any) -> None:
+    check_permute(tokens_TH, *settings)
     check_device("tokens", tokens_TH)
     check_movable("tokens", tokens_TH)
     check_summable(tokens_TH)
@@ -108,7 +108,9 @@ def _check_unpermute(
 
 
 def check_movable(argument: str, payload: Tensor) -> None:
-    """Raise `ValueError` for elements without an integer of their size."""
+    """Raise `ValueError` for elements that are as wide as no integer, because rows are copied as
+    integers.
+    """
     require(movable(payload.dtype), argument, f"of dtype {payload.dtype}", "of at most 8 bytes per element")
 
 
@@ -119,7 +121,9 @@ def check_summable(tokens: Tensor) -> None:
 
 
 def check_merged(rows: Tensor, probs: Tensor | None) -> None:
-    """Raise `ValueError` for rows that no kernel sums, or probs that none multiplies by."""
+    """Raise `ValueError` for rows that no kernel sums, or for probs by which no kernel
+    multiplies.
+    """
     require(rows.dtype in SUMMED, "rows", f"of dtype {rows.dtype}", f"one of {SUMMED}")
     if probs is not None:
         require(probs.dtype in MERGING, "probs", f"of dtype {probs.dtype}", f"one of {MERGING}")
@@ -127,7 +131,9 @@ def check_merged(rows: Tensor, probs: Tensor | None) -> None:
 
 @as_operators
 class _Permute(torch.autograd.Function):
-    """The copy of `permute`; its gradient is `unpermute` of the rows, and probs moved back."""
+    """The copy of `permute`. Its gradient is `unpermute` of the rows' gradient, and the probs'
+    gradient moved back.
+    """
 
     @staticmethod
     def forward(
@@ -157,7 +163,7 @@ class _Permute(torch.autograd.Function):
 
 @as_operators
 class _Unpermute(torch.autograd.Function):
-    """The sum of `unpermute`; without probs its gradient is `permute` of the sums."""
+    """The sum of `unpermute`. Without probs its gradient is `permute` of the sums' gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, probs: Tensor | None, row_map: RowMap) -> Tensor:
@@ -211,20 +217,22 @@ class _SortChunks(torch.autograd.Function):
 
 
 def _arithmetic(rows: Tensor | None, probs: Tensor | None) -> dict[str, tl.dtype]:
-    """The dtypes in which kernels hold rows, probs and their sums."""
+    """The dtypes in which kernels hold rows, probs and sums."""
     return {"ROWS_AS": accumulator(rows), "PROBS_AS": accumulator(probs), "ACCUMULATOR": accumulator(rows, probs)}
 
 
 def move_to_rows(
     tokens: Tensor, probs: Tensor | None, row_map: RowMap, row_slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """rows[row of t] = tokens[t], 0 without a token; `row_slots`: also lists of rows, and probs."""
+    """rows[row of t] = tokens[t], and 0 in rows without a token. With `row_slots` the lists of rows
+    and the probs are written too.
+    """
     sizes = tuning.for_device(tokens.device)
     hidden = tokens.shape[1]
-    # all by permute_kernel: a token's rows, and the gaps
+    # permute_kernel writes all of it: a token's rows, and the gaps
     rows = torch.empty((row_map.num_rows, hidden), dtype=tokens.dtype, device=tokens.device)
     row_probs = None if probs is None else torch.empty(row_map.num_rows, dtype=probs.dtype, device=probs.device)
-    programs, parts = row_map.programs(sizes.permute.tokens, sizes.fill)
+    programs, program_layout = row_map.programs(sizes.permute.tokens, sizes.fill)
     columns = ceil_div(hidden, sizes.permute.columns)
     # lists are written, and probs move, also when the rows are empty
     columns = columns if row_slots is None else max(1, columns)
@@ -240,7 +248,7 @@ def move_to_rows(
             row_slots,
             *row_map.arguments(),
             row_map.gap_2E,
-            *parts,
+            *program_layout,
             *row_map.sizes(hidden),
             **sizes.permute.blocks("T", "H"),
             BLOCK_G=sizes.fill.lanes,
@@ -254,13 +262,15 @@ def move_to_rows(
 def sum_rows(
     rows: Tensor | None, probs: Tensor | None, drow_probs: Tensor | None, row_map: RowMap
 ) -> tuple[Tensor | None, Tensor | None]:
-    """out[t] = Σ over t's rows of rows · probs; dprobs[t, e] = drow_probs[row of t and e]."""
+    """(out, dprobs): out[t] = Σ over t's rows of rows · probs, and dprobs[t, e] = drow_probs[row of
+    t and e].
+    """
     some = rows if rows is not None else drow_probs
     if some is None:
         return None, None
     sizes = tuning.for_device(some.device)
     hidden = 0 if rows is None else rows.shape[1]
-    # all by unpermute_kernel
+    # unpermute_kernel writes all of it
     out = None if rows is None else torch.empty((row_map.num_tokens, hidden), dtype=rows.dtype, device=rows.device)
     dprobs = None
     if drow_probs is not None:
@@ -290,15 +300,16 @@ def sum_rows(
 def merge_backward(
     dout: Tensor, rows: Tensor | None, probs: Tensor, row_map: RowMap, needs_rows: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of `unpermute` with probs; `rows` is None unless the probs' is needed."""
+    """(drows, dprobs) of `unpermute` with probs. `rows` is None unless dprobs is needed."""
     sizes = tuning.for_device(dout.device)
     hidden = dout.shape[1]
     # all: tokens' rows, and the gaps
     drows = torch.empty((row_map.num_rows, hidden), dtype=dout.dtype, device=dout.device) if needs_rows else None
-    dprobs = None if rows is None else torch.empty(probs.shape, dtype=probs.dtype, device=dout.device)  # by the same
+    # the same kernel writes all of it
+    dprobs = None if rows is None else torch.empty(probs.shape, dtype=probs.dtype, device=dout.device)
     block_experts = power_of_two(row_map.num_experts, least=8)
     block_tokens = min(sizes.unpermute_backward.tokens, sizes.unpermute_backward_probs.tile_tokens(block_experts))
-    programs, parts = row_map.programs(block_tokens, sizes.fill)
+    programs, program_layout = row_map.programs(block_tokens, sizes.fill)
     if programs == 0:
         return drows, dprobs
     with launch_on(dout):
@@ -310,7 +321,7 @@ def merge_backward(
             dprobs,
             *row_map.arguments(),
             row_map.gap_2E,
-            *parts,
+            *program_layout,
             *row_map.sizes(hidden),
             **_arithmetic(dout, probs),
             BLOCK_T=block_tokens,
@@ -326,14 +337,14 @@ def merge_backward(
 def _gather_chunks(
     rows: Tensor | None, probs: Tensor | None, sizes: Tensor, order: Tensor, *, inverse: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The rows and probs of the chunks in their new order, or back in the old one."""
+    """The rows and probs of the chunks in their new order, or with the inverse in the old one."""
     some = rows if rows is not None else probs
     if some is None:
         return None, None
     blocks = tuning.for_device(some.device)
     num_rows = some.shape[0]
     hidden = 0 if rows is None else rows.shape[1]
-    # all by sort_chunks_kernel
+    # sort_chunks_kernel writes all of it
     out = None if rows is None else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     out_probs = None if probs is None else torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)  # as above
     if num_rows == 0:

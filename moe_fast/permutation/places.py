@@ -1,4 +1,4 @@
-"""Each row's token and prob, where no row is written."""
+"""The token and the prob of each row, for callers that write no rows."""
 
 import torch
 from torch import Tensor
@@ -13,15 +13,16 @@ NARROW = 2**31  # tokens, whose numbers then fit an int32
 
 
 def place_rows(probs_TE: Tensor | None, lists: RowMap, row_map: RowMap) -> tuple[Tensor, Tensor | None]:
-    """(source, probs by row): the token of each row, or -1, and its prob, or 0.
+    """(source, probs by row): for each row its token and prob, or -1 and 0 for a row without a
+    token.
 
     Args:
-        lists: with bases, as `row_map.place` has them.
-        row_map: of `lists.without_bases()`; its lists are written.
+        lists: with bases, as `row_map.place` returns them.
+        row_map: `lists.without_bases()`; its lists are written.
     """
     device, num_rows = row_map.slots_TE.device, row_map.num_rows
     sizes = tuning.for_device(device)
-    # all by place_kernel
+    # place_kernel writes all of it
     source_P = torch.empty(num_rows, dtype=torch.int32 if row_map.num_tokens < NARROW else torch.int64, device=device)
     probs_P = None if probs_TE is None else torch.empty(num_rows, dtype=probs_TE.dtype, device=device)
     programs, (list_blocks, *lanes) = row_map.programs(sizes.list_tokens, sizes.fill)

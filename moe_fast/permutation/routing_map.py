@@ -1,4 +1,4 @@
-"""The routing map in its other forms: padded to a multiple, and as expert indices."""
+"""Other forms of the routing map: padded to a multiple, and as indices of experts."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def pad_routing_map(routing_map_TE: Tensor, *, align: int) -> PaddedMap:
 
 @operator
 def _padded(routing_map_TE: Tensor, align: int) -> tuple[Tensor, Tensor]:
-    """The padded map, and the experts that stay short."""
+    """(the padded map, the experts that still have too few tokens)."""
     device = routing_map_TE.device
     walk = walk_map(routing_map_TE, cut_of(routing_map_TE))
     # all: a block of tokens by each program
@@ -72,7 +72,7 @@ def multihot_to_indices(routing_map_TE: Tensor, probs_TE: Tensor, *, topk: int) 
 
 @as_operators
 class _ToMultihot(torch.autograd.Function):
-    """`indices_to_multihot`; its gradient is taken from each slot's expert."""
+    """`indices_to_multihot`. The gradient of each slot is that of its expert."""
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, probs: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ class _ToMultihot(torch.autograd.Function):
 
 @as_operators
 class _ToIndices(torch.autograd.Function):
-    """`multihot_to_indices`; its gradient is the scatter of its slots."""
+    """`multihot_to_indices`. Its gradient scatters the slots' gradients to their experts."""
 
     @staticmethod
     def forward(ctx: Any, routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,12 +110,13 @@ class _ToIndices(torch.autograd.Function):
 
 
 def _scatter(indices: Tensor, values: Tensor, num_experts: int, *, with_map: bool) -> tuple[Tensor, Tensor]:
-    """The slots' values at their experts, 0 elsewhere, and with `with_map` the map."""
+    """(the slots' values at their experts, and 0 elsewhere; the map, if `with_map`)."""
     tile = tuning.for_device(indices.device).multihot
     num_tokens, num_slots = indices.shape
     # all by multihot_kernel, with_map; else unused
     routing_map = torch.empty((num_tokens, num_experts), dtype=torch.bool, device=indices.device)
-    out = torch.empty((num_tokens, num_experts), dtype=values.dtype, device=indices.device)  # all by multihot_kernel
+    # multihot_kernel writes all of it
+    out = torch.empty((num_tokens, num_experts), dtype=values.dtype, device=indices.device)
     if num_tokens == 0:
         return routing_map, out
     with launch_on(indices):
@@ -133,7 +134,7 @@ def _scatter(indices: Tensor, values: Tensor, num_experts: int, *, with_map: boo
 
 
 def _gather(dout: Tensor, indices: Tensor) -> Tensor:
-    """Each slot's gradient: its expert's, or 0 if the slot does not count."""
+    """The gradient of each slot: that of its expert, or 0 if the slot does not count."""
     tile = tuning.for_device(indices.device).multihot
     num_tokens, num_slots = indices.shape
     dvalues = torch.empty((num_tokens, num_slots), dtype=dout.dtype, device=dout.device)  # by multihot_backward_kernel
@@ -156,11 +157,13 @@ def _gather(dout: Tensor, indices: Tensor) -> Tensor:
 
 
 def _list(routing_map: Tensor, values: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The routed experts of each token in K slots, their values, and whether a token had more."""
+    """(the routed experts of each token in K slots, their values, whether a token has
+    more than K).
+    """
     sizes = tuning.for_device(routing_map.device)
     num_tokens, num_experts = routing_map.shape
     device = routing_map.device
-    # all by indices_kernel: listed slots, and vacant ones
+    # indices_kernel writes all of it: listed slots, and vacant ones
     indices = torch.empty((num_tokens, topk), dtype=torch.int64, device=device)
     out = torch.empty((num_tokens, topk), dtype=values.dtype, device=device)  # as above
     overflow = torch.zeros((), dtype=torch.bool, device=device)

@@ -1,4 +1,6 @@
-"""The launches of the walk over the routing map, and its results for the other kernels."""
+"""The launches of the walk over the routing map, and its results in the form in which other kernels
+take them.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,8 +23,8 @@ LAID_TILES = 16  # that a program of the layout writes at once, for each of its 
 @record
 @dataclass(frozen=True)
 class RowMap:
-    """Each token's rows: row = base[t // tokens_per_block, expert] + rank, dropped from num_rows
-    on.
+    """The rows of each token: row = base[t // tokens_per_block, expert] + rank. Rows from
+    `num_rows` on are dropped.
 
     Without bases the lists hold rows in place of ranks. With align 4 and one block of tokens:
 
@@ -43,16 +45,18 @@ class RowMap:
     tail_gap: bool  # whether there may be rows past the last segment
 
     def pointers(self) -> RowMapPointers:
-        """The memory of the row map as every kernel takes it."""
+        """The memory of the row map, as every kernel takes it."""
         return RowMapPointers(self.slots_TE, self.num_slots_T, self.base_BE)
 
     def arguments(self) -> tuple[RowMapPointers, int, int, int]:
-        """`pointers`, the strides of the bases, and `tokens_per_block`, as kernels take bases."""
+        """`pointers`, the strides of the bases, and `tokens_per_block`, as kernels that read bases
+        take them.
+        """
         stride_b, stride_e = (0, 0) if self.base_BE is None else self.base_BE.stride()
         return self.pointers(), stride_b, stride_e, self.tokens_per_block
 
     def parts(self) -> tuple[list[Any], list[Any]]:
-        """The tensors, which a graph saves and a checkpoint drops, and the numbers."""
+        """(tensors, numbers): autograd saves the tensors, which a checkpoint drops."""
         values = [*vars(self).values()]  # in the order of the fields, in less time than by their names
         return values[:NUM_TENSORS], values[NUM_TENSORS:]
 
@@ -61,13 +65,15 @@ class RowMap:
         return self.num_tokens, self.num_experts, hidden, self.num_rows
 
     def without_bases(self) -> "RowMap":
-        """The same with lists of rows, which permute_kernel is to write."""
+        """The same row map, with memory for lists of rows, which permute_kernel is to write."""
         slots_TE = torch.empty(self.slots_TE.shape, dtype=torch.int64, device=self.slots_TE.device)
         (_, num_slots_T, _, gap_2E), numbers = self.parts()
         return RowMap(slots_TE, num_slots_T, None, gap_2E, *numbers)
 
     def programs(self, block_tokens: int, fill: tuning.Fill) -> tuple[int, tuple[int, int, int]]:
-        """(programs that move and fill, (blocks of tokens, first lane, tail lanes))."""
+        """(number of programs that move rows and fill gaps, (blocks of tokens, first lane, lanes of
+        the tail)).
+        """
         token_blocks = ceil_div(self.num_tokens, block_tokens)
         gaps = self.num_experts if self.expert_gaps else 0
         fills = ceil_div(gaps + (fill.tail_lanes if self.tail_gap else 0), fill.lanes)
@@ -77,7 +83,9 @@ class RowMap:
 @record
 @dataclass(frozen=True)
 class Tiles:
-    """The segments cut into tiles of `rows` rows, as `moe_fast.experts.segments.Plan` has them."""
+    """The segments, cut into tiles of `rows` rows, in the form of
+    `moe_fast.experts.segments.Plan`.
+    """
 
     rows: int
     tile_4C: Tensor  # int64: expert, its first tile, its first row and its end, for each tile
@@ -86,7 +94,9 @@ class Tiles:
 
     @staticmethod
     def empty(routing_map: Tensor, num_rows: int, rows: int) -> "Tiles":
-        """Memory that routing_layout_kernel fills, but for tiles past the last: none reads them."""
+        """Memory for the tiles, which routing_layout_kernel fills; entries past the last tile are
+        never read.
+        """
         num_experts, device = routing_map.shape[1], routing_map.device
         capacity = num_rows // rows + min(num_rows, num_experts)  # each expert fills all its tiles but one
         sizes = ((4, capacity), (4, num_experts), (2,))
@@ -110,7 +120,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """The routing map cut into blocks of tokens, and their counts."""
+    """The routing map, cut into blocks of tokens, and the counts of these blocks."""
 
     cut: Cut
     block_count_EB: Tensor  # uint8 or int32
@@ -118,15 +128,17 @@ class Walk:
     count_E: Tensor  # int32
 
     def counted(self) -> tuple[Tensor, int, Tensor]:
-        """The tokens routed to each expert before each block, and in all."""
+        """(tokens routed to each expert before each block, tokens routed to each expert)."""
         return self.base_EB, self.cut.blocks, self.count_E
 
     def sizes(self, routing_map: Tensor) -> tuple[int, int, int]:
-        """The sizes of the kernels after the walk: one expert per word, fewer tokens per tile."""
+        """The sizes of the kernels after the walk, which have one expert per word and fewer tokens
+        per tile.
+        """
         return (*routing_map.shape, self.cut.tokens_per_block // self._tile_tokens())
 
     def blocking(self) -> dict[str, int]:
-        """The block sizes of those kernels."""
+        """The block sizes of these kernels."""
         return {"BLOCK_T": self._tile_tokens(), "BLOCK_E": self.cut.block_experts, "num_warps": self.cut.num_warps}
 
     def _tile_tokens(self) -> int:
@@ -147,7 +159,9 @@ class Slots:
 
 
 def empty_slots(routing_map: Tensor) -> Slots:
-    """Memory for `Slots`: kernels write all but the unused ends of lists, which none reads."""
+    """Memory for `Slots`. Kernels write everything but the unused ends of the lists, which are
+    never read.
+    """
     num_tokens, num_experts = routing_map.shape
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -170,7 +184,9 @@ def walk_map(
     routing_map: Tensor, cut: Cut, slots: Slots | None = None, align: int = 1, num_rows: int = UNBOUNDED,
     tiles: Tiles | None = None,
 ) -> Walk:  # fmt: skip
-    """Count the routed tokens; with `slots`, list them too and lay the segments out, in `tiles`."""
+    """Count the routed tokens. With `slots` also list them, lay the segments out, and cut them into
+    `tiles`.
+    """
     walk = plan_walk(routing_map, cut)
     with launch_on(routing_map):
         count_blocks(routing_map, walk, slots)
@@ -179,8 +195,8 @@ def walk_map(
 
 
 def cut_of(routing_map: Tensor) -> Cut:
-    """The blocks of the routing map. What leaves an operator is cut outside of it: a graph of torch
-    2.11 knows no maximum of symbolic numbers that an operator has made.
+    """The blocks of the routing map. They are computed outside of operators, because a graph of
+    torch 2.11 does not know the maximum of symbolic numbers that an operator has computed.
     """
     num_tokens, num_experts = routing_map.shape
     sizes = tuning.for_device(routing_map.device).metadata
@@ -196,27 +212,31 @@ def cut_of(routing_map: Tensor) -> Cut:
 
 
 def plan_walk(routing_map: Tensor, cut: Cut) -> Walk:
-    """The walk over the blocks of a routing map, with memory for their counts."""
+    """The walk over the blocks of a routing map, with memory for the counts."""
     num_experts = routing_map.shape[1]
     # every program of the layout reads all of them
     counted_as = torch.uint8 if cut.tokens_per_block < 256 else torch.int32
-    # all by routing_walk_kernel
+    # routing_walk_kernel writes all of it
     block_count = torch.empty((num_experts, cut.blocks), dtype=counted_as, device=routing_map.device)
-    # by routing_layout_kernel
+    # routing_layout_kernel writes all of it
     base = torch.empty((num_experts, cut.blocks), dtype=torch.int64, device=routing_map.device)
     count = torch.empty(num_experts, dtype=torch.int32, device=routing_map.device)  # as above
     return Walk(cut, block_count, base, count)
 
 
 def _has_words(routing_map: Tensor) -> bool:
-    """Whether bytes of 0 and 1 can be read four at a time: by the layout, which a graph knows."""
+    """Whether the map has bytes that can be read four at a time, by its layout, which a compiled
+    graph knows.
+    """
     if routing_map.dtype != torch.bool or routing_map.stride(1) != 1:
         return False
     return routing_map.stride(0) % 4 == 0 and routing_map.shape[1] % 4 == 0
 
 
 def _in_words(routing_map: Tensor) -> Tensor:
-    """Words of four bytes; a map that does not begin with a word is copied."""
+    """The map as words of four bytes; a map that does not begin at a multiple of four bytes is
+    copied.
+    """
     if not has_memory():
         return routing_map  # no kernel is launched
     aligned = routing_map.data_ptr() % 4 == 0 and routing_map.storage_offset() % 4 == 0
@@ -240,8 +260,8 @@ def count_blocks(routing_map: Tensor, walk: Walk, slots: Slots | None) -> None:
 
 
 def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int, tiles: Tiles | None = None) -> None:
-    """The second launch: counts to bases; with `slots`, also to the layout of the segments, and
-    with `tiles` to those.
+    """The second launch: turn counts into bases. With `slots` also lay the segments out, and with
+    `tiles` cut them.
     """
     sizes = tuning.for_device(walk.base_EB.device).metadata
     num_experts = len(walk.count_E)
@@ -275,13 +295,14 @@ def lay_out(walk: Walk, slots: Slots | None, align: int, num_rows: int, tiles: T
 def place(
     routing_map: Tensor, align: int | None, num_rows: int | None, tile_rows: int | None = None
 ) -> tuple[RowMap, Slots, Tiles | None]:
-    """The row map of `permute` without capacity; without `num_rows` the host waits for it. With
-    `tile_rows`, which needs `num_rows`, also the segments in tiles of so many.
+    """(row map, slots, tiles) of `permute` without capacity. Without `num_rows` the host waits for
+    the number of rows. With `tile_rows`, which needs `num_rows`, the segments are also cut into
+    tiles.
     """
     bound = UNBOUNDED if num_rows is None else num_rows
     cut = cut_of(routing_map)
     slots, base_BE, tiles = _places(routing_map, cut, align or 1, bound, tile_rows)
-    # by item: to a graph it is a number that it does not know, which int would ask for
+    # by item(), because int() would ask a compiled graph for the number
     rows: Any = slots.total.item() if num_rows is None else num_rows
     gaps = {"expert_gaps": align is not None and bool(align > 1), "tail_gap": num_rows is not None}
     return _row_map(routing_map, cut, slots, base_BE, rows, **gaps), slots, tiles
@@ -299,10 +320,10 @@ def _places(
 
 
 def place_in_capacity(routing_map: Tensor, capacity: int) -> tuple[RowMap, Slots]:
-    """The row map of `permute` with drop and pad."""
+    """(row map, slots) of `permute` with a capacity."""
     cut, (num_tokens, num_experts) = cut_of(routing_map), routing_map.shape
     slots, base_E = _places_in_capacity(routing_map, cut, capacity)
-    base_BE = base_E.expand(cut.blocks, num_experts)  # the ranks already count all blocks
+    base_BE = base_E.expand(cut.blocks, num_experts)  # the ranks already count the tokens of all blocks
     gaps = {"expert_gaps": bool(capacity > num_tokens), "tail_gap": False}
     return _row_map(routing_map, cut, slots, base_BE, num_experts * capacity, **gaps), slots
 
@@ -312,7 +333,7 @@ def _places_in_capacity(routing_map: Tensor, cut: Cut, capacity: int) -> tuple[S
     """(slots, base of each expert)."""
     slots = empty_slots(routing_map)
     walk = walk_map(routing_map, cut)
-    # all by the first program of capacity_kernel
+    # the first program of capacity_kernel writes all of it
     base = torch.empty(routing_map.shape[1], dtype=torch.int64, device=routing_map.device)
     with launch_on(routing_map):
         launch(kernels.capacity_kernel, (walk.cut.blocks,))(

@@ -1,4 +1,4 @@
-"""Low precision: formats, recipes, quantisers."""
+"""Low precision: quantisers, and the codes and scales that they compute."""
 
 from moe_fast.declared import COMPUTED, COPY, READ, Family
 from moe_fast.quantization.group_scales import update_scales

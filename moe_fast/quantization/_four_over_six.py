@@ -1,4 +1,6 @@
-"""NVFP4, four over six: a block's largest value becomes 6 or 4, whichever errs less."""
+"""NVFP4 with "four over six": the largest value of a block becomes 6 or 4, whichever gives the
+smaller error.
+"""
 
 import triton
 import triton.language as tl
@@ -17,10 +19,10 @@ def multiplier_of(stored, encoding):
 
 
 @triton.jit
-def error_of(x, scale, multiplier, whole, largest, ERROR: tl.constexpr):
+def error_of(x, scale, multiplier, outer_amax, largest, ERROR: tl.constexpr):
     """|q·d·A/(6·largest) - x|, or its square, of one element of each block."""
     code = encoded(x * multiplier, "e2m1", False)
-    product = decoded(code, "e2m1") * scale * whole
+    product = decoded(code, "e2m1") * scale * outer_amax
     difference = tl.div_rn(product, tl.full(product.shape, E2M1_MAX * largest, tl.float32)) - x
     return difference * difference if ERROR == "mse" else tl.abs(difference)
 
@@ -37,17 +39,18 @@ def sum_of_sixteen(total, AXIS: tl.constexpr):
 
 @triton.jit
 def better_of_two(
-    x_ptr, stride_m, stride_n, amax, whole, encoding, first, owned, column, num_columns, largest,
+    x_ptr, stride_m, stride_n, amax, outer_amax, encoding, first, owned, column, num_columns, largest,
     ERROR: tl.constexpr, HARDWARE: tl.constexpr, BY_ROWS: tl.constexpr, SQUARE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The number that d rounds, of blocks that map their largest value to 6, or to 4 by a d 1.5
-    times as large: whichever errs less; 6 if they err alike.
+    """The number that becomes d when it is rounded, for each block. The block's largest value
+    becomes 6, or 4 by a d that is 1.5 times as large, whichever gives the smaller error; 6 if the
+    errors are equal.
 
         d₆ = E4M3(amax / 6 · S),   d₄ = E4M3(amax / 6 · S · 1.5)
 
-    Errors are added in ascending order along a block's row (its column, not BY_ROWS), then, of a
-    square block, by a tree over the others.
+    The errors are added in ascending order along a block's row (with BY_ROWS false along its
+    column); of a square block these sums are then added by a tree.
     """
     base = tl.div_rn(amax, tl.full(amax.shape, E2M1_MAX, tl.float32)) * encoding
     six = encoded(base, "e4m3", HARDWARE)
@@ -61,14 +64,14 @@ def better_of_two(
     errs_six = tl.zeros([m, n], tl.float32)
     errs_four = tl.zeros([m, n], tl.float32)
     row = first + tl.arange(0, m) * (BLOCK_M // m)
-    place = column + tl.arange(0, n) * (BLOCK_N // n)
+    block_column = column + tl.arange(0, n) * (BLOCK_N // n)
     for i in range(SIZE):  # the first, the second, … of each block
         if BY_ROWS:
-            x = load_tile(x_ptr, stride_m, stride_n, row, owned, place + i, num_columns)
+            x = load_tile(x_ptr, stride_m, stride_n, row, owned, block_column + i, num_columns)
         else:
-            x = load_tile(x_ptr, stride_m, stride_n, row + i, owned, place, num_columns)
-        errs_six += error_of(x, scale_six, multiplier_six, whole, largest, ERROR)
-        errs_four += error_of(x, scale_four, multiplier_four, whole, largest, ERROR)
+            x = load_tile(x_ptr, stride_m, stride_n, row + i, owned, block_column, num_columns)
+        errs_six += error_of(x, scale_six, multiplier_six, outer_amax, largest, ERROR)
+        errs_four += error_of(x, scale_four, multiplier_four, outer_amax, largest, ERROR)
     if SQUARE:
         a: tl.constexpr = BLOCK_M // SIZE
         b: tl.constexpr = BLOCK_N // SIZE
@@ -78,4 +81,4 @@ def better_of_two(
         )
     # The number is chosen, not the code: ptxas 12.8 and 12.9 store a code too early if the kernel
     # also decodes it.
-    return tl.where(errs_four < errs_six, base * 1.5, base)  # not where one is a NaN
+    return tl.where(errs_four < errs_six, base * 1.5, base)  # the first one if an error is a NaN

@@ -1,7 +1,7 @@
 """Codes and scales of blocks of 128 of rows that are still tokens, on NVIDIA's Hopper, in Gluon.
 
-As `quantization._hopper`, but each row of a tile comes from its token: no row is stored before it
-is encoded.
+As `quantization._hopper`, but each row of a tile is copied from its token, so that no row is stored
+before it is encoded.
 """
 
 from triton.experimental import gluon
@@ -19,39 +19,43 @@ HELD = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
 
 @gluon.jit
 def gather(tokens_ptr, offset, live, column, num_columns, buffer, wanted):
-    """128 columns of 128 tokens on their way, 0 where no row is live; a group of copies, wanted or
-    not."""
+    """Begin to copy 128 columns of 128 tokens, with 0 where no row is live, as one group of copies.
+    If it is not `wanted`, the group is empty.
+    """
     n = column + gl.arange(0, SIZE, gl.SliceLayout(0, COPY))
-    inside = live[:, None] & (n < num_columns)[None, :] & wanted
-    gather_tile(buffer, tokens_ptr + offset[:, None] + n[None, :], mask=inside)
+    in_bounds = live[:, None] & (n < num_columns)[None, :] & wanted
+    gather_tile(buffer, tokens_ptr + offset[:, None] + n[None, :], mask=in_bounds)
     async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=["stride_splits", "num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"])
+@gluon.jit(
+    do_not_specialize=["stride_splits", "num_rows", "num_groups", "column_programs", "steps", "epsilon", "infinity"]
+)
 def quantize_gathered_kernel(
     tokens_ptr, stride_tokens_t, source_ptr, splits_ptr, stride_splits,
     # results, as for `quantize_blocks_kernel`
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
-    # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, num_groups, parts, steps,
-    # numbers, as bits of a float64, which are 0 or long
+    # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
+    num_rows, num_columns, num_groups, column_programs, steps,
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     epsilon: gl.int64, infinity: gl.int64,
     FORMAT: gl.constexpr, POWER_OF_TWO: gl.constexpr, WHOLE: gl.constexpr, BLOCK_G: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of 1 × 128, 128 × 1, or both of one load. All tiles of some columns come before the
-    next columns, so that the L2 holds those of all tokens.
+    """Blocks of 1 × 128, 128 × 1, or both from one load. A program quantises `steps` tiles side by
+    side. All tiles of some columns come before the next columns, so that the L2 cache can hold
+    these columns of all tokens.
     """
     buffer = gl.allocate_shared_memory(tokens_ptr.dtype.element_ty, [STAGES, SIZE, SIZE], HELD)
-    tiles = gl.num_programs(0) // parts
+    tiles = gl.num_programs(0) // column_programs
     tile = gl.program_id(0) % tiles
     first, read, written = place_of_tile(splits_ptr, stride_splits, num_rows, num_groups, tile, BLOCK_G)
     begin = gl.program_id(0) // tiles * (steps * SIZE)
     end = written if WHOLE else read
     count = gl.where(first < end, gl.minimum(gl.cdiv(num_columns - begin, SIZE), steps), 0)
     rows = gl.maximum(gl.minimum(written - first, SIZE), 0).to(gl.int32)
-    known = gl.maximum(gl.minimum(read - first, SIZE), 0).to(gl.int32)
+    group_rows = gl.maximum(gl.minimum(read - first, SIZE), 0).to(gl.int32)
     i = gl.arange(0, SIZE, SOURCE)
-    source = gl.load(source_ptr + first + i, mask=i < known, other=-1)
+    source = gl.load(source_ptr + first + i, mask=i < group_rows, other=-1)
     live, offset = source >= 0, source * stride_tokens_t
     for s in gl.static_range(STAGES):
         gather(tokens_ptr, offset, live, begin + s * SIZE, num_columns, buffer.index(s), s < count)
@@ -59,11 +63,11 @@ def quantize_gathered_kernel(
     for k in range(count):
         stage, column = k % STAGES, begin + k * SIZE
         async_copy.wait_group(STAGES - 1)
-        barrier()  # what all have copied
+        barrier()  # so that all copies can be read
         x = buffer.index(stage).load(TILE).to(gl.float32)
-        barrier()  # all have read it
-        more = k + STAGES < count
-        gather(tokens_ptr, offset, live, column + STAGES * SIZE, num_columns, buffer.index(stage), more)
+        barrier()  # until all threads have read it
+        has_next = k + STAGES < count
+        gather(tokens_ptr, offset, live, column + STAGES * SIZE, num_columns, buffer.index(stage), has_next)
         columns = num_columns - column
         if row_form.scale_ptr is not None:
             quantize_tile(

@@ -1,4 +1,4 @@
-"""Codes and scales of blocks that depend on the block alone: scaling by amax, and MXFP8.
+"""Kernels for blocks whose codes and scales depend on the block alone: scaling by amax, and MXFP8.
 
 Every quotient is rounded once, and no product is fused with a sum.
 """
@@ -27,9 +27,9 @@ INFINITE = tl.constexpr(float("inf"))
 
 
 class FormPointers(NamedTuple):
-    """The memory of a `Form` of blocks as one argument of a kernel: contiguous codes; scales and
-    amax of the same strides, which are arguments of their own. Each may be None; without a form
-    all are.
+    """The memory of a `Form` of blocks as one argument of a kernel. Codes are contiguous. Scales
+    and amax have the same strides, which are separate arguments. Each pointer may be None, and all
+    are None without a form.
     """
 
     codes_ptr: Any
@@ -40,13 +40,15 @@ class FormPointers(NamedTuple):
 
 @triton.jit
 def over(numerator, denominator):
-    """The quotient, rounded once; `/` is an approximation on a GPU."""
+    """numerator / denominator, rounded once; on a GPU `/` is an approximation."""
     return tl.div_rn(numerator, denominator)
 
 
 @triton.jit
 def fitting_scale(amax, epsilon, infinity, format_max, POWER_OF_TWO: tl.constexpr):
-    """format_max / max(amax, ε); 1 for 0 or ∞, `infinity` on overflow; POWER_OF_TWO: truncated."""
+    """format_max / max(amax, ε); 1 if the maximum is 0 or ∞, and `infinity` on overflow. With
+    POWER_OF_TWO it is rounded down to a power of two.
+    """
     a = tl.maximum(amax, epsilon)
     s = over(format_max, tl.where((a == 0) | (a == INFINITE), format_max, a))
     s = tl.where(s == INFINITE, infinity, s)
@@ -57,10 +59,11 @@ def fitting_scale(amax, epsilon, infinity, format_max, POWER_OF_TWO: tl.constexp
 
 @triton.jit
 def fitting_power(amax, epsilon, infinity, FORMAT: tl.constexpr):
-    """As an E8M0 code, the power of two that `fitting_scale` rounds down to, from bits alone:
-    format_max is 1.75 · 2^p.
+    """The power of two to which `fitting_scale` rounds down, as an E8M0 code, computed from bits
+    alone. format_max is 1.75 · 2^p.
 
-    With a = (1 + f) · 2^E the quotient is below 2^(p - E), in float32 too, where f > 0.75.
+    With a = (1 + f) · 2^E the quotient is less than 2^(p - E), in float32 too, exactly where f >
+    0.75.
     """
     bits = tl.maximum(amax, epsilon).to(tl.int32, bitcast=True)
     above = (bits & 0x7FFFFF) > 0x600000
@@ -77,7 +80,7 @@ def block_scale(amax, epsilon, infinity, RULE: tl.constexpr, FORMAT: tl.constexp
     mxfp8  2^(127 - e)                           e = E8M0(amax · (1/format_max))
     """
     FORMAT_MAX: tl.constexpr = E4M3_MAX if FORMAT == "e4m3" else E5M2_MAX
-    if RULE == "amax" and POWER_OF_TWO:  # quotients of every column would take as long as all else
+    if RULE == "amax" and POWER_OF_TWO:  # the quotients would take as long as everything else
         code = fitting_power(amax, epsilon, infinity, FORMAT)
         multiplier = power_of_two(code)
         stored = power_of_two(254 - code)
@@ -92,8 +95,9 @@ def block_scale(amax, epsilon, infinity, RULE: tl.constexpr, FORMAT: tl.constexp
 
 @triton.jit
 def apart(x, positive):
-    """x, which the compiler cannot know to be x. Codes that are stored in two orders are computed
-    twice: for one order, ptxas 12.8 reads bytes of the other's codes before they are there.
+    """x, in a way that the compiler cannot recognise as x. Codes that are stored in two orders are
+    computed twice: if they are computed once, ptxas 12.8 reads bytes of one order before they are
+    written.
     """
     return tl.where(positive < 0, 0.0, x)
 
@@ -104,8 +108,9 @@ def quantize_blocks(
     RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, tiles=None,
 ):  # fmt: skip
-    """One form of a tile: codes, block scales and amax; amax blocks over rows are a tile high.
-    `tiles` tiles of rows have transposed codes.
+    """Compute and store one form of a tile: codes, scales of blocks, and amax. Blocks that span
+    rows, of rule "amax", are as high as a tile. There are `tiles` tiles along the rows, which only
+    transposed codes need.
     """
     amax = block_amax(x, BLOCK_R, BLOCK_C)
     multiplier, stored = block_scale(amax, epsilon, infinity, RULE, FORMAT, POWER_OF_TWO)
@@ -122,7 +127,7 @@ def quantize_blocks(
         form.scale_ptr, stride_m, stride_n, stored, block, first, written, column, num_columns, BLOCK_R, BLOCK_C
     )
     if form.amax_ptr is not None:
-        exact = rounded(amax, form.amax_ptr.dtype.element_ty)  # it is a number of that dtype
+        exact = rounded(amax, form.amax_ptr.dtype.element_ty)  # exact: it is a number of that dtype
         store_blocks(
             form.amax_ptr, stride_m, stride_n, exact, block, first, written, column, num_columns, BLOCK_R, BLOCK_C
         )
@@ -135,7 +140,9 @@ def quantize_forms(
     RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK: tl.constexpr, SQUARE: tl.constexpr, tiles=None,
 ):  # fmt: skip
-    """A tile's form of 1 × BLOCK (SQUARE: BLOCK × BLOCK) and of BLOCK × 1; either may be absent."""
+    """Compute and store the forms of a tile with blocks of 1 × BLOCK (with SQUARE of BLOCK × BLOCK)
+    and of BLOCK × 1; either form may be absent.
+    """
     if row_form.scale_ptr is not None:
         quantize_blocks(
             x, row_form, stride_row_m, stride_row_n, tile, first, written, column, num_columns, epsilon, infinity,
@@ -153,40 +160,42 @@ def quantize_forms(
     along=["stride_x_n"],
     do_not_specialize=[
         *("stride_row_m", "stride_row_n", "stride_column_m", "stride_column_n", "stride_splits"),
-        *("num_rows", "num_groups", "parts", "steps", "epsilon", "infinity"),
+        *("num_rows", "num_groups", "column_programs", "steps", "epsilon", "infinity"),
     ],
 )
 def quantize_blocks_kernel(
     x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # results; either form may be left out
     row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n,
-    # sizes; `parts` programs per tile of rows, `steps` each
-    num_rows, num_columns, num_groups, parts, steps,
-    # numbers, as bits of a float64, which are 0 or long
+    # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
+    num_rows, num_columns, num_groups, column_programs, steps,
+    # numbers, as the bits of a float64: 0, or an integer of 64 bits
     epsilon: tl.int64, infinity: tl.int64,
     RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr,
-    WHOLE: tl.constexpr,  # also tiles past the last group
+    WHOLE: tl.constexpr,  # also write the tiles past the last group
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of 1 × BLOCK, BLOCK × 1, or both of one load; SQUARE: BLOCK × BLOCK, by rows."""
-    tile = tl.program_id(0) // parts
+    """Blocks of 1 × BLOCK, BLOCK × 1, or both from one load; with SQUARE blocks of BLOCK × BLOCK,
+    as the form by rows. A program quantises `steps` tiles side by side.
+    """
+    tile = tl.program_id(0) // column_programs
     _, first, read, owned, written = place_of_tile(
         splits_ptr, stride_splits, num_rows, num_groups, tile, ALIGNED, BLOCK_M, BLOCK_G
     )
     row = first + tl.arange(0, BLOCK_M)
     least = number(epsilon, tl.float32)
     most = number(infinity, tl.float32)
-    begin = (tl.program_id(0) % parts).to(tl.int64) * (steps * BLOCK_N)
+    begin = (tl.program_id(0) % column_programs).to(tl.int64) * (steps * BLOCK_N)
     end = written if WHOLE else owned
     for i in tl.range(0, tl.where(first < end, steps, 0), num_stages=STAGES):
         column = begin + i * BLOCK_N
         x = load_tile_from(x_ptr, stride_x_m, stride_x_n, first, read, column, num_columns, BLOCK_M, BLOCK_N)
         if not ALIGNED:  # noqa: SIM102 - known to the compiler; what follows is not
-            if first + BLOCK_M > owned:  # few tiles
+            if first + BLOCK_M > owned:  # so in few tiles
                 x = tl.where((row < owned)[:, None], x, 0.0)
         quantize_forms(
             x, row_form, stride_row_m, stride_row_n, column_form, stride_column_m, stride_column_n, tile, first,
             written, column, num_columns, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, SQUARE,
-            tl.num_programs(0) // parts,
+            tl.num_programs(0) // column_programs,
         )  # fmt: skip

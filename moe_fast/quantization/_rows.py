@@ -1,5 +1,5 @@
-"""Rows quantised on their way to other ranks, in blocks along rows: a scale depends on its row
-alone.
+"""Rows that are quantised on their way to other ranks, in blocks along rows, so that a scale
+depends on its row alone.
 """
 
 import triton
@@ -16,7 +16,7 @@ FORMAT = tl.constexpr("e4m3")
 
 @triton.jit
 def encode_rows(token, epsilon, infinity, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr):
-    """(codes, stored scales) of a tile of whole blocks; missing elements are 0."""
+    """(codes, stored scales) of a tile of whole blocks. Elements that do not exist must be 0."""
     x = as_float32(token)
     least, most = number(epsilon, tl.float32), number(infinity, tl.float32)
     multiplier, stored = block_scale(block_amax(x, 1, BLOCK), least, most, "amax", FORMAT, POWER_OF_TWO)
@@ -25,7 +25,7 @@ def encode_rows(token, epsilon, infinity, POWER_OF_TWO: tl.constexpr, HARDWARE: 
 
 @triton.jit
 def blocks_of(column, num_columns, BLOCK_H: tl.constexpr):
-    """The blocks of a tile's columns, and which of them exist."""
+    """(the blocks of a tile's columns, whether each exists)."""
     b = tl.cast(column, tl.int64) * (BLOCK_H // BLOCK) + tl.arange(0, BLOCK_H // BLOCK)
     return b, b * BLOCK < num_columns  # the last tile sticks out
 
@@ -36,7 +36,9 @@ def fill_scales(
     infinity,
     POWER_OF_TWO: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The scales of zeros in the padding after one expert's rows; codes of zeros are zeros."""
+    """Write the scales of zeros into the padding after one expert's rows. The codes of zeros are
+    zeros.
+    """
     if lane < num_experts:
         b, in_row = blocks_of(column, num_columns, BLOCK_H)
         zero = tl.zeros([BLOCK_R, BLOCK_H // BLOCK], tl.float32)
@@ -47,5 +49,5 @@ def fill_scales(
         end = tl.minimum(tl.load(gap_ptr + num_experts + 1 + lane), num_rows)
         for i in range(tl.cdiv(end - begin, BLOCK_R)):
             row = begin + i * BLOCK_R + tl.arange(0, BLOCK_R)
-            inside = (row < end)[:, None] & in_row[None, :]  # the last rows stick out
-            tl.store(scale_ptr + row[:, None] * stride_scale_m + b[None, :] * stride_scale_n, of_zeros, mask=inside)
+            in_bounds = (row < end)[:, None] & in_row[None, :]  # the last rows stick out
+            tl.store(scale_ptr + row[:, None] * stride_scale_m + b[None, :] * stride_scale_n, of_zeros, mask=in_bounds)

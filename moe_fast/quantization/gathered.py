@@ -1,4 +1,4 @@
-"""Rows that are still tokens, quantised by blocks where they are gathered: on NVIDIA's Hopper."""
+"""Rows that are still tokens, quantised by blocks where they are gathered, on NVIDIA's Hopper."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -47,21 +47,25 @@ class Gathered:
 
 
 def can_gather(tokens: Tensor, recipe: Recipe) -> bool:
-    """Whether `quantize_gathered` takes them."""
+    """Whether `quantize_gathered` can gather these tokens with this recipe."""
     return has_memory() and is_hopper(tokens.device) and KERNEL_OF[recipe.scaling] == "amax" and in_lines(tokens)
 
 
 def in_lines(tokens: Tensor) -> bool:
-    """Whether kernels can gather them: whole lines of two-byte numbers."""
+    """Whether kernels can gather rows of these tokens: they have two-byte numbers in
+    whole lines.
+    """
     stride_t, stride_h = tokens.stride()
-    whole = stride_h == 1 and stride_t % LINE == 0 and tokens.shape[1] % LINE == 0 and tokens.data_ptr() % LINE == 0
-    return tokens.itemsize == 2 and whole and tokens.numel() > 0 and len(tokens) * stride_t < MOST
+    has_lines = stride_h == 1 and stride_t % LINE == 0 and tokens.shape[1] % LINE == 0 and tokens.data_ptr() % LINE == 0
+    return tokens.itemsize == 2 and has_lines and tokens.numel() > 0 and len(tokens) * stride_t < MOST
 
 
 def quantize_gathered(
     rows: Gathered, recipe: Recipe, role: str, splits: Tensor, rowwise: bool, columnwise: bool, *, for_products: bool
 ) -> Quantized:
-    """`quantize` of the rows, or `quantize_for_products`, bit by bit, without writing the rows."""
+    """`quantize` of the rows, or with `for_products` `quantize_for_products`, bit by bit, without
+    writing the rows.
+    """
     tokens, size, rule = rows.tokens_TH.detach().resolve_neg(), BLOCK[recipe.scaling], KERNEL_OF[recipe.scaling]
     like, format = rows.like, format_of(recipe, role)
     grid = grid_of(like.shape, splits, WALK, True, (size, size), size, least_groups=LEAST_GROUPS_OF_BLOCKS)
@@ -69,8 +73,8 @@ def quantize_gathered(
     if rowwise:
         by_rows = empty_form(like, rule, (1, size), grid, amax=not for_products)
     if columnwise:
-        parts = {"codes": not for_products, "turned": for_products, "amax": not for_products}
-        by_columns = empty_form(like, rule, (size, 1), grid, **parts)
+        tensors = {"codes": not for_products, "turned": for_products, "amax": not for_products}
+        by_columns = empty_form(like, rule, (size, 1), grid, **tensors)
     settings: dict[str, Any] = {k: v for k, v in grid.settings.items() if k not in ("BLOCK_M", "BLOCK_N")}
     constants = encoding(recipe, format, tokens.device)
     del constants["HARDWARE"]

@@ -21,7 +21,7 @@ def _grid(x: Tensor, splits: Tensor | None) -> Grid:
 
 
 def group_amax(x: Tensor, splits: Tensor | None) -> Tensor:
-    """[G] max |x|, as the bits of float32."""
+    """[G]: max |x| of each group, as the bits of float32."""
     grid = _grid(x, splits)
     amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
     if has_memory() and grid.programs:
@@ -36,22 +36,24 @@ def group_amax(x: Tensor, splits: Tensor | None) -> Tensor:
 def cast_groups(
     x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, state: QuantizerState | None
 ) -> tuple[Form, QuantizerState | None]:
-    """One scale per group: from the state, which gets this step's amax, or from the amax."""
+    """(form, next state), with one scale per group: from the state, which gets this step's amax, or
+    from the amax.
+    """
     grid = _grid(x, splits)
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # all by cast_groups_kernel
-    inverse = torch.empty(grid.groups, device=x.device)  # by its first program
-    given = history = None
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # cast_groups_kernel writes all of it
+    inverse = torch.empty(grid.groups, device=x.device)  # its first program writes all of it
+    scales = history = None
     if state is None:
         amax = group_amax(x, splits)
     else:
-        given, history = state.scale, state.amax_history.clone()
+        scales, history = state.scale, state.amax_history.clone()
         amax = torch.zeros(grid.groups, dtype=torch.int32, device=x.device)
-        state = QuantizerState(history, given)
+        state = QuantizerState(history, scales)
     with launch_on(x):
         launch(kernels.cast_groups_kernel, (at_least(grid.programs, 1),))(
             *strided(x),
             *splits_arguments(splits),
-            *strided(given, 1),
+            *strided(scales, 1),
             amax,
             *strided(None if history is None else history.view(torch.int32))[:2],
             codes,
@@ -70,7 +72,7 @@ def cast_groups(
 def update_scales(
     state: QuantizerState, recipe: Recipe, *, role: str = "input", reduced_amax: Tensor | None = None
 ) -> QuantizerState:
-    """The state of the next step, for each group: one launch."""
+    """The state of the next step, for each group, by one launch."""
     require(recipe.scaling == "delayed", "recipe", f"of scaling {recipe.scaling!r}", "delayed: only that has a state")
     check_state(recipe, state, len(state.scale))
     if reduced_amax is not None:
@@ -88,10 +90,10 @@ def update_scales(
 
 @operator
 def _next_state(state: QuantizerState, recipe: Recipe, role: str, reduced_amax: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The amax history, and the scales."""
+    """(amax history, scales) of the next step."""
     assert recipe.margin is not None
     groups, length = state.amax_history.shape
-    history = torch.empty((groups, length), device=state.scale.device)  # all by update_scales_kernel
+    history = torch.empty((groups, length), device=state.scale.device)  # update_scales_kernel writes all of it
     scale = torch.empty(groups, device=state.scale.device)  # as above
     largest = FORMAT_MAX[format_of(recipe, role)] * 2.0**-recipe.margin
     if groups:

@@ -1,4 +1,4 @@
-"""The launch of the quantiser for NVIDIA's Hopper, and what it can quantise."""
+"""The launch of the quantiser for NVIDIA's Hopper, and the tensors that it can quantise."""
 
 from typing import Any
 
@@ -19,15 +19,17 @@ MOST_ROWS = 2**31 - SIZE.value  # a coordinate of a descriptor is an int32
 
 
 def can_quantize(x: Tensor) -> bool:
-    """Whether `quantize_tiles` takes it."""
+    """Whether `quantize_tiles` can quantise this tensor."""
     return is_hopper(x.device) and x.itemsize == 2 and max(x.shape) < MOST_ROWS and have_descriptors(x)
 
 
 def quantize_tiles(
     x: Tensor, splits: Tensor | None, forms: tuple[Any, ...], arguments: tuple[Any, ...], recipe: Recipe, format: str,
-    square: bool, whole: bool, grid: Grid,
+    square: bool, with_tail: bool, grid: Grid,
 ) -> None:  # fmt: skip
-    """As `quantize_blocks_kernel`, of blocks that span rows, alone or with those of rows."""
+    """As `quantize_blocks_kernel`, for blocks that span rows, alone or together with blocks along
+    rows.
+    """
     settings = {name: value for name, value in grid.settings.items() if name not in ("BLOCK_M", "BLOCK_N")}
     launch(quantize_tiles_kernel, (grid.programs,))(
         described(x, [SIZE.value, SIZE.value]),
@@ -37,7 +39,7 @@ def quantize_tiles(
         FORMAT=format,
         POWER_OF_TWO=bool(recipe.power_of_two_scales),
         SQUARE=square,
-        WHOLE=whole,
+        WHOLE=with_tail,
         **settings,
         **NO_FP_FUSION,
     )

@@ -1,4 +1,4 @@
-"""NVFP4: a global amax first, then codes and block scales of both directions in one pass."""
+"""NVFP4: first the amax of each group, then the codes and scales of both forms in one pass."""
 
 import torch
 from torch import Tensor
@@ -27,11 +27,11 @@ SCOPES: dict[str, tuple[str, ...]] = {
 def quantize_two_levels(
     x: Tensor, recipe: Recipe, role: str, splits: Tensor | None, rowwise: bool, columnwise: bool, noise: Tensor | None
 ) -> tuple[Form | None, Form | None]:
-    """The forms of x, [M,N], by rows and by columns; see
+    """(form by rows, form by columns) of x, [M,N]; see
     `moe_ref.quantization.recipes.by_two_levels`.
 
-    Square blocks are the same in both directions, unless a sum of errors decides: that has an
-    order.
+    Square blocks are the same in both forms, unless a sum of errors decides, because the sum has
+    another order by columns.
     """
     square = role == "weight" and bool(recipe.two_dimensional_weights)
     transformed = bool(recipe.hadamard) and role != "weight" and columnwise
@@ -85,7 +85,9 @@ def quantize_two_levels(
 def _amax_of_forms(
     x: Tensor, splits: Tensor | None, rowwise: bool, columnwise: bool, row_scaled: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """max |x| per group and of its transform; row-scaled: [M] rows, [G,N] columns of groups."""
+    """max |x| per group, and per group of the transform; with scales per row, [M] for rows and
+    [G,N] for the columns of groups.
+    """
     sizes = tuning.for_device(x.device).quantize
     walk, least = sizes.groups if row_scaled else sizes.transformed, (1 if row_scaled else SIZE, 1)
     grid = grid_of(x.shape, splits, walk, True, least, ragged=is_ragged(x.stride(0)))

@@ -1,6 +1,6 @@
-"""quantize: codes and scales of every group and both directions from one pass over x.
+"""quantize: the codes and scales of every group, by rows and by columns, from one pass over x.
 
-Current scaling and NVFP4 take two passes: their scales need the maximum of the whole group.
+Current scaling and NVFP4 take two passes, because their scales need the maximum of the whole group.
 """
 
 from typing import Any
@@ -41,11 +41,11 @@ def quantize(
     *, role: str = "input", splits: Tensor | None = None, rowwise: bool = True,
     columnwise: bool = False, state: QuantizerState | None = None, noise: Tensor | None = None,
 ) -> Quantization:  # fmt: skip
-    """Quantise each group of rows by itself, bit by bit as the reference.
+    """Quantise each group of rows separately, bit by bit as the reference.
 
-    One launch per call; current scaling and NVFP4 have one before it for the maximum of each group.
-    The host never waits: where the values of `splits` are illegal, `dequantize` gives NaN, and
-    `scales` and `amax` raise, or are NaN if they need no host wait.
+    One launch per call; for current scaling and NVFP4 another one before it computes the maximum of
+    each group. The host never waits: if the values of `splits` are illegal, `dequantize` returns
+    NaN, and `scales` and `amax` raise an error, or return NaN if they need no wait of the host.
     float64 is rounded to float32 first.
     """
     return _quantize(x_MN, recipe, role, splits, rowwise, columnwise, state, noise, for_products=False)
@@ -74,7 +74,7 @@ def _quantize(
         # the result reads them later, when the caller may have others there; int64, as most are
         dtype = splits.dtype if for_products else torch.int64
         splits = splits.to(x_MN.device, dtype, non_blocking=True, copy=not for_products)
-    x = x_MN.detach().resolve_neg()  # a kernel sees memory, not a pending minus
+    x = x_MN.detach().resolve_neg()  # because a kernel reads memory, without the pending minus
     format = format_of(recipe, role)
     if recipe.stochastic_rounding and role == "grad_output" and noise is None:
         noise = torch.rand(2, *x.shape, device=x.device)
@@ -99,10 +99,12 @@ def _quantize_blocks(
     x: Tensor, recipe: Recipe, format: str, splits: Tensor | None, square: bool, rowwise: bool, columnwise: bool,
     turned: bool,
 ) -> tuple[Form | None, Form | None]:  # fmt: skip
-    """A scale for each block, by rows and by columns; of squares, both forms are one."""
+    """(form by rows, form by columns), with a scale for each block. With square blocks both are the
+    same form.
+    """
     size, rule = BLOCK[recipe.scaling], KERNEL_OF[recipe.scaling]
     sizes = tuning.for_device(x.device).quantize
-    tall = square or columnwise  # blocks span rows
+    tall = square or columnwise  # whether blocks span rows
     aligned = rule == "amax" and tall  # whole groups of MXFP8 consist of whole blocks, wherever x is cut
     on_hopper = has_memory() and aligned and hopper.can_quantize(x)
     walk = hopper.WALK if on_hopper else sizes.tall if aligned else sizes.columns if tall else sizes.rows
@@ -112,8 +114,8 @@ def _quantize_blocks(
     grid = grid_of(x.shape, splits, walk, aligned, least, rows, ragged=ragged, least_groups=LEAST_GROUPS_OF_BLOCKS)
     by_rows = by_columns = None
     if square or rowwise:
-        parts = {"codes": rowwise or not turned, "turned": square and turned and columnwise, "amax": not turned}
-        by_rows = empty_form(x, rule, (size if square else 1, size), grid, **parts)
+        tensors = {"codes": rowwise or not turned, "turned": square and turned and columnwise, "amax": not turned}
+        by_rows = empty_form(x, rule, (size if square else 1, size), grid, **tensors)
     if columnwise and not square:
         by_columns = empty_form(x, rule, (size, 1), grid, codes=not turned, turned=turned, amax=not turned)
     if has_memory() and grid.programs:
@@ -144,7 +146,9 @@ def empty_form(
     x: Tensor, rule: str, block: tuple[int, int], grid: Grid,
     *, codes: bool = True, turned: bool = False, amax: bool = True,
 ) -> Form:  # fmt: skip
-    """A form with room for all blocks; kernels write all codes, and existing scales."""
+    """A form with room for all blocks. Kernels write all codes, and the scales of blocks that
+    exist.
+    """
     rows = grid.tiles if rule == "amax" and block[0] > 1 else ceil_div(x.shape[0], block[0])
     columns = ceil_div(x.shape[1], block[1])
     side_by_side = rule == "amax" and block[0] == 1  # scales of neighbouring rows, for matrix products
@@ -177,12 +181,14 @@ def form_arguments(form: Form | None) -> tuple[FormPointers, int, int]:
 
 
 class _Place(torch.autograd.Function):
-    """x's node in the graph, never read; rows past the last group have no gradient."""
+    """The node of x in autograd's graph, whose values are never read. Rows past the last group have
+    no gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: Tensor | None) -> Tensor:
         ctx.splits = splits  # not saved: both directions may be gone through, one after the other
-        return x.new_empty(()).expand(x.shape)  # no memory
+        return x.new_empty(()).expand(x.shape)  # it takes no memory
 
     @staticmethod
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:

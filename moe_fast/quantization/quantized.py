@@ -1,4 +1,4 @@
-"""The result of `quantize`: codes, scales and amax in the shapes of the reference, and their
+"""The result of `quantize`: its codes, scales and amax in the shapes of the reference, and its
 values.
 """
 
@@ -33,10 +33,10 @@ KERNEL_OF = {
 @record
 @dataclass(frozen=True)
 class Form:
-    """A tensor along one direction, as the kernels keep it.
+    """The codes and scales of a tensor along one direction, as the kernels keep them.
 
-    One scale per group, or per block in x's orientation, with room for as many rows of blocks as
-    any splits may have: past the existing ones, values are unspecified.
+    There is one scale per group, or one per block, in the orientation of x, with room for as many
+    rows of blocks as any splits may have. Past the blocks that exist, values are unspecified.
     """
 
     codes_MN: Tensor  # uint8, contiguous; 0 past the last group. [0,N]: only `turned_NT` is there
@@ -65,7 +65,7 @@ class Quantized:
     columnwise: Form | None  # may be the same form as by rows
 
     def form(self, columnwise: bool) -> Form:
-        """The form of that direction."""
+        """The form by columns, or the form by rows."""
         chosen = self.columnwise if columnwise else self.rowwise
         require(chosen is not None, "columnwise", columnwise, "a direction that quantize was asked for")
         assert chosen is not None
@@ -80,13 +80,15 @@ def format_of(recipe: Recipe, role: str) -> str:
 
 
 def scale_limits(recipe: Recipe, dtype: torch.dtype) -> tuple[int, int]:
-    """The least amax and the scale on overflow, as the kernels take them."""
+    """(the least amax, the scale on overflow), as the kernels take them."""
     infinity = FLOAT32_MAX if dtype == torch.float64 else torch.finfo(dtype).max
     return number_bits(recipe.amax_epsilon or 0.0), number_bits(infinity)
 
 
 def splits_arguments(splits: Tensor | None) -> tuple[Any, ...]:
-    """The splits and their stride as kernels take them: one version serves int32 and int64."""
+    """The splits and their stride, as kernels take them: one compiled version serves int32 and
+    int64.
+    """
     return strided(None if splits is None else splits.to(torch.int64), 1)
 
 
@@ -105,35 +107,40 @@ def codes(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
 def scales(quantized: Quantized, *, columnwise: bool = False, layout: str = "compact") -> Any:
     """The scales to decode with: float32 1/s, or uint8 codes of E8M0 (MXFP8) or E4M3 (NVFP4).
 
-    Their shapes depend on the splits: the host reads them where a group has more than one scale.
+    If a group has more than one scale, the shapes depend on the splits, which the host reads.
     """
     require(layout in SCALE_LAYOUTS, "layout", repr(layout), f"one of {', '.join(SCALE_LAYOUTS)}")
     form = quantized.form(columnwise)
     if form.block is None:
         scale = _shown(form.scale, quantized, form)
         return scale if layout == "compact" else tuple(scale.split(1))
-    counts, whole = _compact(quantized, form, form.scale, columnwise)
+    counts, block_scales = _compact(quantized, form, form.scale, columnwise)
     if layout == "compact":
-        return whole
+        return block_scales
     scaling = quantized.recipe.scaling
     return tuple(
-        _for_gemm(part.T if columnwise else part, scaling, turned=min(form.block) == 1) for part in whole.split(counts)
+        _for_gemm(group_scales.T if columnwise else group_scales, scaling, turned=min(form.block) == 1)
+        for group_scales in block_scales.split(counts)
     )
 
 
 def _compact(quantized: Quantized, form: Form, blocks: Tensor, columnwise: bool) -> tuple[list[int], Tensor]:
-    """(rows per group, values per block); MXFP8 and NVFP4 repeat a square's for its rows."""
+    """(rows per group, one value per block). For MXFP8 and NVFP4 the value of a square block is
+    repeated for each of its rows.
+    """
     assert form.block is not None
     sizes = _sizes(quantized, form)
     counts = [ceil_div(size, form.block[0]) for size in sizes]
-    whole = blocks[: sum(counts)]
+    existing_blocks = blocks[: sum(counts)]
     if quantized.recipe.scaling == "block" or min(form.block) == 1:
-        return counts, whole
-    return counts if columnwise else sizes, whole.repeat_interleave(form.block[0], 1 if columnwise else 0)
+        return counts, existing_blocks
+    return counts if columnwise else sizes, existing_blocks.repeat_interleave(form.block[0], 1 if columnwise else 0)
 
 
 def _sizes(quantized: Quantized, form: Form) -> list[int]:
-    """Rows of each group; waits for the device, and raises `ValueError` for illegal splits."""
+    """How many rows each group has. It waits for the device, and raises `ValueError` for illegal
+    splits.
+    """
     num_rows = form.codes_MN.shape[0]
     if quantized.splits is None:
         return [num_rows]
@@ -143,12 +150,12 @@ def _sizes(quantized: Quantized, form: Form) -> list[int]:
 
 
 def _shown(values_G: Tensor, quantized: Quantized, form: Form) -> Tensor:
-    """One value per group, or NaN where the splits are illegal; does not wait for the device."""
+    """One value per group, or NaN if the splits are illegal; it does not wait for the device."""
     splits = quantized.splits
     if splits is None:
         return values_G
-    wrong = (splits < 0).any() | (splits > form.codes_MN.shape[0]).any() | (splits.sum() > form.codes_MN.shape[0])
-    return torch.where(wrong, torch.nan, values_G)
+    is_illegal = (splits < 0).any() | (splits > form.codes_MN.shape[0]).any() | (splits.sum() > form.codes_MN.shape[0])
+    return torch.where(is_illegal, torch.nan, values_G)
 
 
 def _for_gemm(scale: Tensor, scaling: str, turned: bool) -> Tensor:
@@ -166,12 +173,13 @@ def _for_gemm(scale: Tensor, scaling: str, turned: bool) -> Tensor:
 
 
 def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
-    """max |x| of each scale's elements, float32; for delayed scaling this step's.
+    """max |x| of the elements of each scale, float32. For delayed scaling it is the amax of this
+    step.
 
-    The host reads the splits where a group has more than one scale.
+    If a group has more than one scale, the host reads the splits.
 
     Raises:
-        ValueError: also for rows from a dispatch, which sends none.
+        ValueError: also for rows from a dispatch, because no amax travels.
     """
     form = quantized.form(columnwise)
     require(
@@ -191,9 +199,10 @@ def amax(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
 
 @traceable
 def dequantize(quantized: Quantized, *, columnwise: bool = False) -> Tensor:
-    """The values of the codes, [M,N] in x's dtype, 0 in rows past the last group: one launch.
+    """The values of the codes, [M,N] in the dtype of x, and 0 in rows past the last group; by one
+    launch.
 
-    Columnwise forms of NVFP4 with a Hadamard transform come back transformed.
+    For a form by columns of NVFP4 with a Hadamard transform, they are the values of the transform.
     """
     return _StraightThrough.apply(quantized.source, quantized, quantized.form(columnwise))
 
@@ -209,7 +218,8 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
     walk = sizes.tall if rows else sizes.columns if tall else sizes.groups
     ragged = is_ragged(codes_MN.shape[1])
     grid = grid_of(codes_MN.shape, quantized.splits, walk, aligned, block, rows, ragged=ragged)
-    out = torch.empty(codes_MN.shape, dtype=quantized.dtype, device=codes_MN.device)  # all by dequantize_kernel
+    # dequantize_kernel writes all of it
+    out = torch.empty(codes_MN.shape, dtype=quantized.dtype, device=codes_MN.device)
     if has_memory() and grid.programs:
         with launch_on(codes_MN):
             launch(dequantize_kernel, (grid.programs,))(
@@ -236,7 +246,7 @@ def _dequantize(quantized: Quantized, form: Form) -> Tensor:
 
 @as_operators
 class _StraightThrough(torch.autograd.Function):
-    """The values in the forward, the source's gradient in the backward."""
+    """The values in the forward; in the backward the gradient goes to the source."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor | None, quantized: Quantized, form: Form) -> Tensor:
@@ -251,16 +261,17 @@ class _StraightThrough(torch.autograd.Function):
 
 def _hadamard_adjoint(d_value: Tensor) -> Tensor:
     """The adjoint of the transform, each sum rounded once to its dtype."""
-    d_value = d_value.resolve_neg()  # a kernel sees memory, not a pending minus
+    d_value = d_value.resolve_neg()  # because a kernel reads memory, without the pending minus
     grid = grid_of(
         d_value.shape, None, tuning.for_device(d_value.device).quantize.transformed, True, (hadamard.SIZE.value, 1)
     )
-    out = torch.empty(d_value.shape, dtype=d_value.dtype, device=d_value.device)  # all by hadamard_adjoint_kernel
+    # hadamard_adjoint_kernel writes all of it
+    out = torch.empty(d_value.shape, dtype=d_value.dtype, device=d_value.device)
     if has_memory() and grid.programs:
         sizes = {name: grid.settings[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")}
         with launch_on(d_value):
             launch(hadamard.hadamard_adjoint_kernel, (grid.programs,))(
-                *strided(d_value), out, *d_value.shape, grid.parts, grid.steps, **sizes, **NO_FP_FUSION
+                *strided(d_value), out, *d_value.shape, grid.column_programs, grid.steps, **sizes, **NO_FP_FUSION
             )
     return out
 
@@ -281,30 +292,30 @@ class Grid:
 
     groups: int
     tiles: int  # along the rows; at least as many as any splits need
-    parts: int  # programs that share a tile's rows
+    column_programs: int  # programs that share a tile's rows
     steps: int  # tiles side by side that are one program's
     settings: dict[str, int]  # block sizes and warps
 
     @property
     def programs(self) -> int:
-        return self.tiles * self.parts
+        return self.tiles * self.column_programs
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The kernels' last three sizes."""
-        return self.groups, self.parts, self.steps
+        """The last three sizes that the kernels take."""
+        return self.groups, self.column_programs, self.steps
 
 
 def is_ragged(*lengths: int) -> bool:
-    """Whether one of these widths and strides is no multiple of what kernels are compiled for: then
-    rows are not read and written in whole lines, but element by element.
+    """Whether one of these widths and strides is no multiple of what kernels are compiled for: rows
+    are then read and written element by element, not in whole lines.
     """
     return any(length % DIVISOR for length in lengths)
 
 
 def warps_for(tile: tuning.Tile, elements: int, ragged: bool) -> int:
-    """A tile's warps; `ragged` ones have more: each element has an address of its own, and a thread
-    has the registers for few.
+    """The number of a tile's warps. A `ragged` tile has more, because each element has an address
+    of its own, and a thread has registers for few addresses.
     """
     return max(tile.num_warps, min(elements // RAGGED, MOST_WARPS)) if ragged else tile.num_warps
 
@@ -313,9 +324,11 @@ def grid_of(
     shape: torch.Size, splits: Tensor | None, walk: tuning.Walk, aligned: bool, least: tuple[int, int] = (1, 1),
     rows: int | None = None, *, ragged: bool = False, least_groups: int = LEAST_GROUPS,
 ) -> Grid:  # fmt: skip
-    """Tiles of `walk`, at least a block, or `rows` high. Aligned: from each group's first row.
-    Compiled tiles are as wide as can be, and the search for a tile's group has `least_groups`
-    lanes at least: one configuration serves all widths and few or many groups.
+    """The tiles of `walk`, at least as large as a block, or `rows` rows high. With `aligned` each
+    group is cut from its first row on.
+
+    Compiled tiles are as wide as possible, and the search for the group of a tile has at least
+    `least_groups` lanes, so that one configuration serves all widths and few or many groups.
     """
     num_rows, num_columns = shape
     groups = 1 if splits is None else len(splits)

@@ -1,7 +1,7 @@
-"""Scores of all experts, the balancing loss and the z-loss.
+"""Kernels for the scores of all experts, the balancing loss and the z-loss.
 
-A loss is summed in two stages, each in a fixed order: programs add up rows, then one program adds
-up theirs.
+A loss is summed in two stages, each in a fixed order: programs add up rows, and then one program
+adds up the sums of the programs.
 """
 
 import triton
@@ -42,7 +42,9 @@ def aux_scores_kernel(
     SCORE: tl.constexpr, ACCUMULATOR: tl.constexpr, TIES_ARE_RARE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """softmax(x), or s / (Σ_E s + 1e-20), and the map of the K largest; 0 and False in padding."""
+    """For BLOCK_T tokens per program, the scores softmax(x), or s / (Σ_E s + 1e-20), and the map of
+    the K largest; 0 and False for padding.
+    """
     # the last tile repeats the last row
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
     column = tl.arange(0, BLOCK_E)
@@ -77,7 +79,7 @@ def aux_scores_backward_kernel(
     num_tokens, num_experts,
     SCORE: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the scores, which are computed again."""
+    """The gradient of the logits for BLOCK_T tokens per program. The scores are computed again."""
     # the last tile repeats the last row
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
     e = tl.arange(0, BLOCK_E).to(tl.int64)[None, :]
@@ -97,20 +99,25 @@ def balance_kernel(
     num_rows, num_columns, tiles,
     ACCUMULATOR: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Σ_j count[j] · Σ_r scores[r, j] of some rows and a block of columns."""
+    """Σ_j count[j] · Σ_r scores[r, j]: program (i, j) sums `tiles` tiles of rows, for block j of
+    the columns.
+    """
     c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_row = c < num_columns  # the last block sticks out
     total = tl.zeros([BLOCK_R, BLOCK_C], ACCUMULATOR)
     for i in range(tiles):
         r = (tl.program_id(0).to(tl.int64) * tiles + i) * BLOCK_R + tl.arange(0, BLOCK_R)
-        inside = (r < num_rows)[:, None] & in_row[None, :]  # the last tile sticks out
+        in_bounds = (r < num_rows)[:, None] & in_row[None, :]  # the last tile sticks out
         total += widened(
-            tl.load(scores_ptr + r[:, None] * stride_scores_r + c[None, :] * stride_scores_c, mask=inside, other=0.0),
+            tl.load(
+                scores_ptr + r[:, None] * stride_scores_r + c[None, :] * stride_scores_c, mask=in_bounds, other=0.0
+            ),
             ACCUMULATOR,
         )
-    count = widened(tl.load(count_ptr + c * stride_count, mask=in_row, other=0), ACCUMULATOR)  # ragged block
-    place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(partial_ptr + place, tl.sum(tl.sum(total, axis=0) * count, axis=0))
+    # the last block sticks out
+    count = widened(tl.load(count_ptr + c * stride_count, mask=in_row, other=0), ACCUMULATOR)
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(partial_ptr + program, tl.sum(tl.sum(total, axis=0) * count, axis=0))
 
 
 @triton.jit(do_not_specialize=["stride_count", "num_rows", "num_columns"])
@@ -122,24 +129,25 @@ def balance_backward_kernel(
     num_rows, num_columns,
     ACCUMULATOR: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """dscores[r, j] = dloss · factor · count[j]."""
+    """dscores[r, j] = dloss · factor · count[j]. A program writes one tile."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    count = widened(tl.load(count_ptr + c * stride_count, mask=c < num_columns, other=0), ACCUMULATOR)  # ragged block
+    # the last block sticks out
+    count = widened(tl.load(count_ptr + c * stride_count, mask=c < num_columns, other=0), ACCUMULATOR)
     g = rounded(tl.load(dloss_ptr) * tl.load(factor_ptr) * count, dscores_ptr.dtype.element_ty)
-    inside = (r < num_rows)[:, None] & (c < num_columns)[None, :]  # the last tiles stick out on both sides
+    in_bounds = (r < num_rows)[:, None] & (c < num_columns)[None, :]  # the last tiles stick out on both sides
     tl.store(
         dscores_ptr + r[:, None] * num_columns + c[None, :],
         tl.broadcast_to(g[None, :], [BLOCK_R, BLOCK_C]),
-        mask=inside,
+        mask=in_bounds,
     )
 
 
 @triton.jit
 def log_sum_exp(x):
-    """[BLOCK_T, 1] ln Σ_e exp x_e, -∞ in a row of nothing else."""
+    """[BLOCK_T, 1]: ln Σ_e exp x_e, and -∞ for a row in which every number is -∞."""
     top = tl.max(x, axis=1)[:, None]
-    top = tl.where(top == -float("inf"), 0.0, top)  # -∞ less -∞ is no number
+    top = tl.where(top == -float("inf"), 0.0, top)  # because -∞ - (-∞) is a NaN
     return top + tl.log(tl.sum(tl.exp(x - top), axis=1))[:, None]
 
 
@@ -156,7 +164,9 @@ def z_loss_kernel(
     num_tokens, num_experts, tiles,
     ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Σ_t (ln Σ_e exp x_te)² over the valid tokens of some tiles, and their number."""
+    """Σ_t (ln Σ_e exp x_te)² over the valid tokens of `tiles` tiles per program, and the number of
+    these tokens.
+    """
     e = tl.arange(0, BLOCK_E).to(tl.int64)[None, :]
     real = e < num_experts  # the block is a power of two
     total = tl.zeros([BLOCK_T, 1], ACCUMULATOR)
@@ -186,7 +196,9 @@ def z_loss_backward_kernel(
     num_tokens, num_experts,
     ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """dx_te = dloss · factor · 2 · lse_t · softmax(x)_te, 0 in padding."""
+    """dx_te = dloss · factor · 2 · lse_t · softmax(x)_te, and 0 for padding, for BLOCK_T tokens per
+    program.
+    """
     # the last tile repeats the last row
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
     e = tl.arange(0, BLOCK_E).to(tl.int64)[None, :]
@@ -205,15 +217,17 @@ def finish_loss_kernel(
     total_ptr, total: tl.int64, coeff: tl.int64, loss_ptr, factor_ptr, num_partials,
     ACCUMULATOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """factor · Σ partial; factor = coeff / max(n, 1) for n valid tokens, or coeff / N², or 0."""
-    place = tl.arange(0, BLOCK)
+    """The loss, factor · Σ partial, by one program: factor = coeff / max(n, 1) for n valid tokens,
+    or coeff / N² for N tokens, or 0 if N is 0.
+    """
+    lane = tl.arange(0, BLOCK)
     partial = tl.zeros([BLOCK], ACCUMULATOR)
     valid = tl.zeros([BLOCK], tl.int32)
     for first in range(0, num_partials, BLOCK):
-        inside = first + place < num_partials  # the last step sticks out
-        partial += tl.load(partial_ptr + first + place, mask=inside, other=0.0)
+        in_bounds = first + lane < num_partials  # the last step sticks out
+        partial += tl.load(partial_ptr + first + lane, mask=in_bounds, other=0.0)
         if valid_ptr is not None:
-            valid += tl.load(valid_ptr + first + place, mask=inside, other=0)
+            valid += tl.load(valid_ptr + first + lane, mask=in_bounds, other=0)
     factor = number(coeff, ACCUMULATOR)
     if valid_ptr is not None:
         factor = factor / tl.maximum(tl.sum(valid, axis=0), 1).to(ACCUMULATOR)

@@ -1,8 +1,9 @@
-"""The tokens that an expert keeps.
+"""Kernels that choose the tokens that each expert keeps.
 
-A token's key for an expert is an integer in the order of the probs, the least if it is not routed
-to it. An expert keeps the tokens above some key, and those of this key before some token; both are
-found bit by bit.
+The key of a token for an expert is an integer. Keys have the order of the probs, and the key of a
+token that is not routed to the expert is the least of all. An expert keeps the tokens whose key is
+above some bound, and of those whose key equals it the first ones. Both the bound and the number of
+the last token are found bit by bit.
 """
 
 import triton
@@ -19,12 +20,14 @@ def least_key(KEY_BITS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def load_keys(
-    probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, inside,
+    probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, in_bounds,
     KEY_BITS: tl.constexpr, KEY: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_T, BLOCK_E] probs as bits, 0 where not routed, and keys (KEY_BITS 1: all equal)."""
-    routed = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=inside, other=0) != 0
-    # others may be anything
+    """([BLOCK_T, BLOCK_E] probs as bits, 0 where not routed; the keys). With KEY_BITS 1 all routed
+    tokens have the same key.
+    """
+    routed = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=in_bounds, other=0) != 0
+    # the probs of other experts may be anything
     bits = tl.load(probs_ptr + t[:, None] * stride_probs_t + e[None, :] * stride_probs_e, mask=routed, other=0)
     key = tl.zeros(bits.shape, KEY)
     if KEY_BITS > 1:
@@ -45,51 +48,53 @@ def drop_keys_kernel(
     num_tokens, num_experts,
     KEY_BITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The keys, contiguous per expert."""
+    """A program writes the keys of a tile of [tokens, experts]; they are contiguous per expert."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
-    inside = (t < num_tokens)[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides
+    in_bounds = (t < num_tokens)[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides
     KEY: tl.constexpr = keys_ptr.dtype.element_ty
     _, key = load_keys(
-        probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, inside, KEY_BITS, KEY
+        probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, in_bounds, KEY_BITS, KEY
     )
-    tl.store(keys_ptr + e[None, :] * num_tokens + t[:, None], key, mask=inside)
+    tl.store(keys_ptr + e[None, :] * num_tokens + t[:, None], key, mask=in_bounds)
 
 
 @triton.jit
 def load_columns(keys_ptr, e, t, num_tokens, num_experts, KEY_BITS: tl.constexpr):
-    """[BLOCK_E, BLOCK_T] keys; past the last token they are the least."""
-    inside = (e < num_experts)[:, None] & (t < num_tokens)[None, :]  # the last tiles stick out on both sides
+    """[BLOCK_E, BLOCK_T] keys; past the last token they are the least key."""
+    in_bounds = (e < num_experts)[:, None] & (t < num_tokens)[None, :]  # the last tiles stick out on both sides
     return tl.load(
         keys_ptr + e[:, None] * num_tokens + t[None, :],
-        mask=inside,
+        mask=in_bounds,
         other=least_key(KEY_BITS, keys_ptr.dtype.element_ty),
     )
 
 
 @triton.jit
-def is_kept(key, t, least, before):
-    """Above the key, or of the key and before the token, if there is one."""
-    kept = key > least
-    if before is not None:
-        kept = kept | ((key == least) & (t < before))
-    return kept
+def is_kept(key, t, least, end_token):
+    """Whether a token is kept: its key is above `least`, or equal to it and t < end_token. Without
+    an end_token equal keys are not kept.
+    """
+    mask = key > least
+    if end_token is not None:
+        mask = mask | ((key == least) & (t < end_token))
+    return mask
 
 
 @triton.jit
 def count_kept(
-    keys_ptr, whole, e, least, before, num_tokens, num_experts,
+    keys_ptr, all_keys, e, least, end_token, num_tokens, num_experts,
     KEY_BITS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_E, 1] int32: how many tokens each expert would keep."""
+    """[BLOCK_E, 1] int32: how many tokens each expert keeps with these bounds."""
     t = tl.arange(0, BLOCK_T)
     if WHOLE:
-        count = tl.sum(is_kept(whole, t[None, :], least, before).to(tl.int32), axis=1)
+        count = tl.sum(is_kept(all_keys, t[None, :], least, end_token).to(tl.int32), axis=1)
     else:
         count = tl.zeros(e.shape, tl.int32)
         for first in range(0, num_tokens, BLOCK_T):
             key = load_columns(keys_ptr, e, first + t, num_tokens, num_experts, KEY_BITS)
-            count += tl.sum(is_kept(key, first + t[None, :], least, before).to(tl.int32), axis=1)
+            count += tl.sum(is_kept(key, first + t[None, :], least, end_token).to(tl.int32), axis=1)
     return count[:, None]
 
 
@@ -105,31 +110,36 @@ def drop_search_kernel(
     WHOLE: tl.constexpr,  # all tokens are in one tile
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The key above which, and at it the token before which, an expert keeps tokens."""
+    """A program finds the bounds of BLOCK_E experts: the key above which an expert keeps all
+    tokens, and the token before which it keeps those whose key equals it.
+    """
     e = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     KEY: tl.constexpr = keys_ptr.dtype.element_ty
-    whole = load_columns(keys_ptr, e, tl.arange(0, BLOCK_T), num_tokens, num_experts, KEY_BITS)
+    all_keys = load_columns(keys_ptr, e, tl.arange(0, BLOCK_T), num_tokens, num_experts, KEY_BITS)
     least = tl.zeros([BLOCK_E, 1], KEY) + least_key(KEY_BITS, KEY)
     wanted = tl.zeros([BLOCK_E, 1], tl.int32) + room
     if not PAD:
         wanted = tl.minimum(
-            wanted, count_kept(keys_ptr, whole, e, least, None, num_tokens, num_experts, KEY_BITS, WHOLE, BLOCK_T)
+            wanted, count_kept(keys_ptr, all_keys, e, least, None, num_tokens, num_experts, KEY_BITS, WHOLE, BLOCK_T)
         )
     for i in range(KEY_BITS):
         higher = least + (tl.full([BLOCK_E, 1], 1, KEY) << (KEY_BITS - 1 - i))
         enough = (
-            count_kept(keys_ptr, whole, e, higher - 1, None, num_tokens, num_experts, KEY_BITS, WHOLE, BLOCK_T)
+            count_kept(keys_ptr, all_keys, e, higher - 1, None, num_tokens, num_experts, KEY_BITS, WHOLE, BLOCK_T)
             >= wanted
         )
         least = tl.where(enough, higher, least)
-    before = tl.zeros([BLOCK_E, 1], tl.int32)
+    end_token = tl.zeros([BLOCK_E, 1], tl.int32)
     for i in range(token_bits):
-        later = before + (1 << (token_bits - 1 - i))
-        fits = count_kept(keys_ptr, whole, e, least, later, num_tokens, num_experts, KEY_BITS, WHOLE, BLOCK_T) <= wanted
-        before = tl.where(fits, later, before)
+        later_token = end_token + (1 << (token_bits - 1 - i))
+        fits = (
+            count_kept(keys_ptr, all_keys, e, least, later_token, num_tokens, num_experts, KEY_BITS, WHOLE, BLOCK_T)
+            <= wanted
+        )
+        end_token = tl.where(fits, later_token, end_token)
     real = (e < num_experts)[:, None]  # the last tile sticks out
     tl.store(least_ptr + e[:, None], least, mask=real)
-    tl.store(before_ptr + e[:, None], before, mask=real)
+    tl.store(before_ptr + e[:, None], end_token, mask=real)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "stride_map_t", "stride_map_e"])
@@ -144,21 +154,23 @@ def drop_kernel(
     num_tokens, num_experts,
     KEY_BITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The map of kept tokens, and the probs of the routed ones."""
+    """A program writes a tile of [tokens, experts] of the map of kept tokens, and of the probs of
+    kept tokens that are routed.
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     in_row = e < num_experts  # the last block sticks out
-    inside = (t < num_tokens)[:, None] & in_row[None, :]  # on both sides
+    in_bounds = (t < num_tokens)[:, None] & in_row[None, :]  # on both sides
     KEY: tl.constexpr = least_ptr.dtype.element_ty
     bits, key = load_keys(
-        probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, inside, KEY_BITS, KEY
+        probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, in_bounds, KEY_BITS, KEY
     )
     least = tl.load(least_ptr + e, mask=in_row, other=0)[None, :]  # the last block sticks out
-    before = tl.load(before_ptr + e, mask=in_row, other=0)[None, :]  # as above
-    kept = is_kept(key, t[:, None], least, before)
+    end_token = tl.load(before_ptr + e, mask=in_row, other=0)[None, :]  # as above
+    kept_map = is_kept(key, t[:, None], least, end_token)
     cell = t[:, None] * num_experts + e[None, :]
-    tl.store(out_ptr + cell, tl.where(kept, bits, 0), mask=inside)  # unrouted bits are 0
-    tl.store(kept_ptr + cell, kept.to(tl.uint8), mask=inside)
+    tl.store(out_ptr + cell, tl.where(kept_map, bits, 0), mask=in_bounds)  # unrouted bits are 0
+    tl.store(kept_ptr + cell, kept_map.to(tl.uint8), mask=in_bounds)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "stride_map_t", "stride_map_e"])
@@ -173,14 +185,17 @@ def drop_backward_kernel(
     num_tokens, num_experts,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The gradient where kept and routed, 0 elsewhere."""
+    """The gradient of the probs, for a tile of [tokens, experts] per program: it passes where a
+    token was kept and routed, and is 0 elsewhere.
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
-    inside = (t < num_tokens)[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides
+    in_bounds = (t < num_tokens)[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides
     cell = t[:, None] * num_experts + e[None, :]
-    through = tl.load(kept_ptr + cell, mask=inside, other=0) != 0
+    through = tl.load(kept_ptr + cell, mask=in_bounds, other=0) != 0
     if map_ptr is not None:
-        # no more matter
+        # other entries of the map do not matter
         through = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=through, other=0) != 0
-    dout = tl.load(dout_ptr + t[:, None] * stride_dout_t + e[None, :] * stride_dout_e, mask=through, other=0)  # else 0
-    tl.store(dprobs_ptr + cell, dout, mask=inside)
+    # 0 elsewhere
+    dout = tl.load(dout_ptr + t[:, None] * stride_dout_t + e[None, :] * stride_dout_e, mask=through, other=0)
+    tl.store(dprobs_ptr + cell, dout, mask=in_bounds)

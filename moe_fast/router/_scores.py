@@ -1,6 +1,6 @@
-"""Score functions with their gradients, and integers in the order of numbers.
+"""Score functions with their gradients, and integers that have the order of scores.
 
-A tile is [tokens, columns] with all the experts of a token in it, in float32 or float64.
+A tile is [tokens, columns], in float32 or float64, and has all the experts of a token.
 """
 
 import triton
@@ -24,8 +24,8 @@ def inverse_sum(s, among, normalise):
 
 @triton.jit
 def weights_gradient(x, g, among, normalise, ACTIVATION: tl.constexpr):
-    """The gradient of w = softmax(x), or s(x) / (Σ s + 1e-20), or s(x), `among` the chosen; g is
-    w's, 0 elsewhere.
+    """The gradient dx of w = softmax(x), of s(x) / (Σ s + 1e-20), or of s(x), over the columns
+    `among`. g is the gradient of w, and 0 in other columns.
 
     dx = w (g - Σ w g),   or s' / (Σ s + 1e-20) · (g - Σ w g),   or s' g
     """
@@ -42,32 +42,38 @@ def weights_gradient(x, g, among, normalise, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def lowest(dtype: tl.constexpr):
-    """The least integer, below the image of -∞ by more than there are slots."""
+    """The least integer. It lies below the key of -∞ by more than the number of slots."""
     return tl.full([], -(2**63) if dtype == tl.int64 else -(2**31), dtype)
 
 
 @triton.jit
 def out_of_choice(dtype: tl.constexpr):
-    """The key of experts that cannot be chosen: above all marks, below the image of -∞."""
+    """The key of experts that cannot be chosen: above all marks, and below the key of -∞."""
     return lowest(dtype) + 65536
 
 
 @triton.jit
 def ordered(word, magnitude: tl.constexpr):
-    """Sign-extended bits of a float to an integer in the order of the numbers, and back."""
+    """From the bits of a float, sign-extended, to an integer that has the order of the numbers; and
+    back.
+    """
     return tl.where(word < 0, word ^ magnitude, word)
 
 
 @triton.jit
 def key_of(x):
-    """An integer in the order of the scores, none of them -0; a NaN is at least -∞, no mark."""
-    wide: tl.constexpr = x.dtype == tl.float64
-    key = ordered(x.to(tl.int64 if wide else tl.int32, bitcast=True), 2**63 - 1 if wide else 2**31 - 1)
-    return tl.maximum(key, -(2**63) + 2**52 - 1 if wide else -(2**31) + 2**23 - 1)  # the image of -∞
+    """An integer that has the order of the scores, none of which is -0. The key of a NaN is at
+    least that of -∞, and so is no mark.
+    """
+    is_float64: tl.constexpr = x.dtype == tl.float64
+    key = ordered(x.to(tl.int64 if is_float64 else tl.int32, bitcast=True), 2**63 - 1 if is_float64 else 2**31 - 1)
+    return tl.maximum(key, -(2**63) + 2**52 - 1 if is_float64 else -(2**31) + 2**23 - 1)  # the image of -∞
 
 
 @triton.jit
 def score_of(key):
-    """The score that has this key."""
-    wide: tl.constexpr = key.dtype == tl.int64
-    return ordered(key, 2**63 - 1 if wide else 2**31 - 1).to(tl.float64 if wide else tl.float32, bitcast=True)
+    """The score of a key, the inverse of `key_of`."""
+    is_float64: tl.constexpr = key.dtype == tl.int64
+    return ordered(key, 2**63 - 1 if is_float64 else 2**31 - 1).to(
+        tl.float64 if is_float64 else tl.float32, bitcast=True
+    )

@@ -1,8 +1,8 @@
-"""Choose each token's experts and weigh them, in one pass over the logits.
+"""Kernels that choose each token's experts and compute their weights, in one pass over the logits.
 
-Keys are integers in the order of the scores. A chosen key becomes a mark below all keys, `lowest` +
-the slot: no expert is chosen twice, even where all scores are -∞, and the marks give each expert's
-slot.
+Keys are integers that have the order of the scores. The key of a chosen expert is replaced by a
+mark, `lowest` + the slot, which is less than all keys. So no expert is chosen twice, even if all
+scores are -∞, and the marks give the slot of each expert.
 """
 
 import triton
@@ -12,13 +12,13 @@ from moe_fast.launch._rounding import number, rounded, score_and_slope, widened
 from moe_fast.launch.specialization import jit
 from moe_fast.router._scores import inverse_sum, key_of, lowest, out_of_choice, score_of, softmax, weights_gradient
 
-PAIRED = tl.constexpr(16)  # up to 16 groups are ranked at once, each against each
+PAIRED = tl.constexpr(16)  # up to 16 groups are ranked at once, by comparing each pair
 SLOT = tl.constexpr(0xFFFF)  # the bits of a mark that hold its slot; no column is as high
 
 
 @triton.jit
 def mark_in_order(key, column, count):
-    """Mark the `count` largest keys of each row; of equal ones the lower column."""
+    """Mark the `count` largest keys of each row; among equal keys the one with the lower column."""
     for i in range(count):
         largest = tl.max(key, axis=1)
         first = tl.min(tl.where(key == largest[:, None], column[None, :], SLOT), axis=1)
@@ -28,7 +28,9 @@ def mark_in_order(key, column, count):
 
 @triton.jit
 def mark_largest(key, column, count, TIES_ARE_RARE: tl.constexpr):
-    """The same; if ties are rare, first as if there were none, in half the instructions."""
+    """As `mark_in_order`. If ties are rare, it first tries as if there were none, which takes half
+    the instructions.
+    """
     if TIES_ARE_RARE:
         marked = key
         largest = tl.max(key, axis=1)
@@ -53,38 +55,39 @@ def only_best_groups(
 ):  # fmt: skip
     """Exclude experts outside the `group_topk` groups with the largest sums of `counted` keys."""
     by_group = tl.reshape(key, [BLOCK_T, BLOCK_G, BLOCK_S])
-    left = by_group
+    remaining_keys = by_group
     total = tl.zeros([BLOCK_T, BLOCK_G], ACCUMULATOR)
     missing = tl.zeros([BLOCK_T, BLOCK_G], tl.int32) + counted
     for _ in range(counted - 1):
-        largest = tl.max(left, axis=2)
-        equal = left == largest[:, :, None]
+        largest = tl.max(remaining_keys, axis=2)
+        equal = remaining_keys == largest[:, :, None]
         taken = tl.minimum(tl.sum(equal.to(tl.int32), axis=2), missing)
-        total += tl.where(taken > 0, score_of(largest) * taken.to(ACCUMULATOR), 0.0)  # 0 · -∞ is no number
+        total += tl.where(taken > 0, score_of(largest) * taken.to(ACCUMULATOR), 0.0)  # because 0 · -∞ is a NaN
         missing -= taken
-        left = tl.where(equal, lowest(key.dtype), left)
-    total += tl.where(missing > 0, score_of(tl.max(left, axis=2)), 0.0)  # at most one is missing
+        remaining_keys = tl.where(equal, lowest(key.dtype), remaining_keys)
+    total += tl.where(missing > 0, score_of(tl.max(remaining_keys, axis=2)), 0.0)  # at most one is missing
     group = tl.arange(0, BLOCK_G)
     group_key = key_of(total)
-    group_key = tl.where((group < num_groups)[None, :], group_key, out_of_choice(group_key.dtype))  # padded groups
+    # the block is a power of two
+    group_key = tl.where((group < num_groups)[None, :], group_key, out_of_choice(group_key.dtype))
     if BLOCK_G <= PAIRED:
         better = group_key[:, None, :] > group_key[:, :, None]
-        before = better | (
+        ranks_higher = better | (
             (group_key[:, None, :] == group_key[:, :, None]) & (group[None, :] < group[:, None])[None, :, :]
         )
-        kept = tl.sum(before.to(tl.int32), axis=2) < group_topk
+        is_best = tl.sum(ranks_higher.to(tl.int32), axis=2) < group_topk
     else:
-        kept = mark_in_order(group_key, group, group_topk) < out_of_choice(group_key.dtype)
-    return tl.reshape(tl.where(kept[:, :, None], by_group, out_of_choice(key.dtype)), [BLOCK_T, BLOCK_G * BLOCK_S])
+        is_best = mark_in_order(group_key, group, group_topk) < out_of_choice(group_key.dtype)
+    return tl.reshape(tl.where(is_best[:, :, None], by_group, out_of_choice(key.dtype)), [BLOCK_T, BLOCK_G * BLOCK_S])
 
 
 @triton.jit
 def mark_given(given_ptrs, stride, e, topk):
-    """As `mark_largest`, by each token's list of experts."""
+    """Marks as those of `mark_largest`, for the experts that are listed for each token."""
     marked = tl.zeros([given_ptrs.shape[0], e.shape[0]], tl.int32)
     for i in range(topk):
-        given = tl.load(given_ptrs + tl.cast(i, tl.int64) * stride)
-        marked = tl.where(e[None, :] == given[:, None], lowest(tl.int32) + i, marked)
+        expert = tl.load(given_ptrs + tl.cast(i, tl.int64) * stride)
+        marked = tl.where(e[None, :] == expert[:, None], lowest(tl.int32) + i, marked)
     return marked
 
 
@@ -106,7 +109,11 @@ def topk_kernel(
     RAGGED: tl.constexpr,  # the columns are more than the experts
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """A column is a place in a group, so that groups lie at powers of two; at least one group."""
+    """Choose the experts of BLOCK_T tokens per program, and compute their weights.
+
+    Columns are numbered by group, so that each group begins at a power of two; there is at least
+    one group.
+    """
     # the last tile repeats the last row
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
     column = tl.arange(0, BLOCK_G * BLOCK_S)
@@ -114,7 +121,8 @@ def topk_kernel(
     real = tl.full([1, BLOCK_G * BLOCK_S], True, tl.int1)
     if RAGGED:
         e = (column // BLOCK_S * group_size + column % BLOCK_S).to(tl.int64)
-        real = ((column % BLOCK_S < group_size) & (column // BLOCK_S < num_groups))[None, :]  # padded blocks
+        # the blocks are powers of two
+        real = ((column % BLOCK_S < group_size) & (column // BLOCK_S < num_groups))[None, :]
     x = tl.load(logits_ptr + t[:, None] * stride_logits_t + e[None, :] * stride_logits_e, mask=real, other=0.0).to(
         ACCUMULATOR
     )
@@ -138,7 +146,7 @@ def topk_kernel(
         marked = mark_largest(key, column, topk, TIES_ARE_RARE)
     chosen = marked < out_of_choice(marked.dtype)
     legal = tl.full([BLOCK_T, 1], True, tl.int1)
-    if given_ptr is not None:  # experts twice, or outside: the token's probs are NaN
+    if given_ptr is not None:  # if an index is repeated or out of range, the token's probs are NaN
         chosen = chosen & real
         legal = (tl.sum(chosen.to(tl.int32), axis=1) == topk)[:, None]
     if SCORE == "softmax":
@@ -152,23 +160,26 @@ def topk_kernel(
         tl.store(map_ptr + cell, chosen.to(tl.uint8), mask=real)
     else:
         weight = rounded(s, probs_ptr.dtype.element_ty)
-        # one integer of 32 bits says all, so that only it changes its layout for the stores
+        # one 32-bit integer per expert, so that only it changes its layout for the stores
         slot = tl.where(chosen, marked & SLOT, topk).to(tl.int32).to(tl.int64)
         store_slots(probs_ptr, indices_ptr, t, e, slot, weight, legal, topk, given_ptr is not None)
 
 
 @triton.jit
 def in_map(weight, chosen, legal, dtype: tl.constexpr):
-    """Rounded: 0 where no expert is chosen, NaN for an illegal token.
+    """The weights rounded to `dtype`: 0 where no expert is chosen, NaN for an illegal token.
 
-    The constants come first: before Triton 3.9 the interpreter has none of bfloat16.
+    The constants come first, because before Triton 3.9 the interpreter has no constants of
+    bfloat16.
     """
     return rounded(tl.where(legal, tl.where(chosen, weight, 0.0), float("nan")), dtype)
 
 
 @triton.jit
 def store_slots(probs_ptr, indices_ptr, t, e, slot, weight, legal, topk, MAY_BE_ILLEGAL: tl.constexpr):
-    """Each chosen expert's probability, and its index, in its slot; NaN for an illegal token."""
+    """Store the probability and the index of each chosen expert in its slot; for an illegal token
+    NaN.
+    """
     tl.store((probs_ptr + t * topk)[:, None] + slot, weight, mask=(slot < topk) & legal)
     if MAY_BE_ILLEGAL:
         no_weight = tl.full([weight.shape[0], 1], float("nan"), tl.float32).to(weight.dtype)
@@ -193,7 +204,9 @@ def topk_backward_kernel(
     scale, num_tokens, num_experts, topk,
     SCORE: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The scores are computed again; only the choice is not."""
+    """The gradient of the logits of BLOCK_T tokens per program. The scores are computed again, the
+    choice is not.
+    """
     # the last tile repeats the last row
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens - 1)
     e = tl.arange(0, BLOCK_E).to(tl.int64)[None, :]
@@ -204,7 +217,7 @@ def topk_backward_kernel(
         chosen = tl.load(map_ptr + cell, mask=real, other=0) != 0
         g = tl.load(dprobs_ptr + t[:, None] * stride_dprobs_t + e * stride_dprobs_x, mask=chosen, other=0.0).to(
             ACCUMULATOR
-        )  # else 0 were constants
+        )  # with `else 0` they would be constants
     else:
         chosen = tl.zeros([BLOCK_T, BLOCK_E], tl.int32) != 0
         g = tl.zeros([BLOCK_T, BLOCK_E], ACCUMULATOR)

@@ -1,4 +1,4 @@
-"""Auxiliary losses, z-loss and the expert bias, fused where there is something to fuse."""
+"""Auxiliary losses, z-loss and the expert bias."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ from moe_ref.config import (
 def aux_loss_scores(
     logits_TE: Tensor, *, topk: int, score_function: str = "softmax", padding_mask: Tensor | None = None
 ) -> AuxScores:
-    """Scores and choice for the balancing losses, of all experts: one launch; the backward computes
-    the scores again.
+    """The scores and the choice of all experts for the balancing losses, by one launch. The
+    backward computes the scores again.
 
     Raises:
         ValueError: also for what `check_rows` refuses.
@@ -54,10 +54,10 @@ def load_balancing_loss(
     num_experts: int,
     coeff: float,
 ) -> Tensor:
-    """The balancing loss of the Switch Transformer, this rank's share of it: two launches.
+    """This rank's share of the balancing loss of the Switch Transformer, by two launches.
 
-    The order of the sum depends on the shape only. A tensor of tokens is read by the kernel: the
-    host never waits.
+    The order of the sum depends only on the shape. If the number of tokens is a tensor, the kernel
+    reads it: the host never waits.
 
     Raises:
         ValueError: also for scores of other dtypes than `LOGITS`.
@@ -71,7 +71,7 @@ def load_balancing_loss(
 
 @traceable
 def z_loss(logits_TE: Tensor, *, coeff: float, padding_mask: Tensor | None = None) -> Tensor:
-    """The penalty on large logits: two launches. The order of the sum depends on the shape only.
+    """The penalty on large logits, by two launches. The order of the sum depends only on the shape.
 
     Raises:
         ValueError: also for what `check_rows` refuses.
@@ -92,8 +92,9 @@ class _AuxScores(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.score = score
         ctx.save_for_backward(logits, padding)
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        scores = torch.empty(logits.shape, dtype=wide, device=logits.device)  # all by aux_scores_kernel
+        score_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        # aux_scores_kernel writes all of it
+        scores = torch.empty(logits.shape, dtype=score_dtype, device=logits.device)
         routing_map = torch.empty(logits.shape, dtype=torch.bool, device=logits.device)  # as above
         ctx.mark_non_differentiable(routing_map)
         grid, sizes = _whole_rows(logits)
@@ -118,7 +119,8 @@ class _AuxScores(torch.autograd.Function):
         if dscores is None:
             return None, None, None, None
         logits, padding = ctx.saved_tensors
-        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)  # by aux_scores_backward_kernel
+        # aux_scores_backward_kernel writes all of it
+        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         grid, sizes = _whole_rows(logits)
         if grid[0]:
             with launch_on(logits):
@@ -144,10 +146,11 @@ class _BalancingLoss(torch.autograd.Function):
         num_rows, num_columns = scores.shape
         columns = ceil_div(num_columns, sizes.balance.columns)
         tiles = ceil_div(num_rows, sizes.balance.tokens)
-        each = max(1, ceil_div(tiles * columns, sizes.balance_programs))
-        grid = (max(1, ceil_div(tiles, each)), columns)
-        wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        partial = torch.empty(grid[0] * columns, dtype=wide, device=scores.device)  # all by balance_kernel
+        tiles_per_program = max(1, ceil_div(tiles * columns, sizes.balance_programs))
+        grid = (max(1, ceil_div(tiles, tiles_per_program)), columns)
+        sum_dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        # balance_kernel writes all of it
+        partial = torch.empty(grid[0] * columns, dtype=sum_dtype, device=scores.device)
         with launch_on(scores):
             launch(kernels.balance_kernel, grid)(
                 *strided(scores),
@@ -155,7 +158,7 @@ class _BalancingLoss(torch.autograd.Function):
                 partial,
                 num_rows,
                 num_columns,
-                each,
+                tiles_per_program,
                 ACCUMULATOR=accumulator(scores),
                 **sizes.balance.blocks("R", "C"),
                 **NO_FP_FUSION,
@@ -171,7 +174,8 @@ class _BalancingLoss(torch.autograd.Function):
         count, factor = ctx.saved_tensors
         tile = tuning.for_device(count.device).balance
         num_rows, num_columns = ctx.shape
-        dscores = torch.empty(ctx.shape, dtype=ctx.dtype, device=count.device)  # all by balance_backward_kernel
+        # balance_backward_kernel writes all of it
+        dscores = torch.empty(ctx.shape, dtype=ctx.dtype, device=count.device)
         if num_rows:
             with launch_on(dloss):
                 launch(
@@ -196,13 +200,13 @@ class _ZLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, padding: Tensor | None, coeff: float) -> Tensor:
-        (programs, each), sizes = _rows_of_programs(logits)
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        partial = torch.empty(programs, dtype=wide, device=logits.device)  # all by z_loss_kernel
+        (programs, tiles_per_program), sizes = _rows_of_programs(logits)
+        sum_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        partial = torch.empty(programs, dtype=sum_dtype, device=logits.device)  # z_loss_kernel writes all of it
         valid = torch.empty(programs, dtype=torch.int32, device=logits.device)  # as above
         with launch_on(logits):
             launch(kernels.z_loss_kernel, (programs,))(
-                *strided(logits), *_padding(padding), partial, valid, *logits.shape, each, **sizes
+                *strided(logits), *_padding(padding), partial, valid, *logits.shape, tiles_per_program, **sizes
             )
             loss, factor = _finish(partial, valid, 0, coeff)
         ctx.save_for_backward(logits, padding, factor)
@@ -212,7 +216,8 @@ class _ZLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
         logits, padding, factor = ctx.saved_tensors
-        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)  # all by z_loss_backward_kernel
+        # z_loss_backward_kernel writes all of it
+        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         grid, sizes = _whole_rows(logits)
         if grid[0]:
             with launch_on(logits):
@@ -224,7 +229,7 @@ class _ZLoss(torch.autograd.Function):
 
 def _finish(partial: Tensor, valid: Tensor | None, total: int | Tensor, coeff: float) -> tuple[Tensor, Tensor]:
     """The loss, and the factor of its sum."""
-    loss = torch.empty((), dtype=partial.dtype, device=partial.device)  # by finish_loss_kernel
+    loss = torch.empty((), dtype=partial.dtype, device=partial.device)  # finish_loss_kernel writes all of it
     factor = torch.empty((), dtype=partial.dtype, device=partial.device)  # as above
     in_tensor = isinstance(total, Tensor)
     launch(kernels.finish_loss_kernel, (1,))(
@@ -244,7 +249,7 @@ def _finish(partial: Tensor, valid: Tensor | None, total: int | Tensor, coeff: f
 
 
 def _whole_rows(logits: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid and the blocks of the kernels that take whole rows."""
+    """(grid, block sizes) of the kernels that take whole rows."""
     rows = tuning.for_device(logits.device).aux_scores
     width = power_of_two(logits.shape[1], least=8)
     grid = (ceil_div(logits.shape[0], rows.tile_tokens(width)),)
@@ -252,21 +257,24 @@ def _whole_rows(logits: Tensor) -> tuple[tuple[int], dict[str, Any]]:
 
 
 def _rows_of_programs(logits: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Programs, tiles of each, and their blocks, where programs add up rows."""
+    """((programs, tiles per program), block sizes) of a kernel whose programs add up rows."""
     rows = tuning.for_device(logits.device).z_loss
     width = power_of_two(logits.shape[1], least=8)
     tiles = ceil_div(logits.shape[0], rows.tile_tokens(width))
-    each = ceil_div(tiles, rows.max_programs)
-    return (ceil_div(tiles, each) if tiles else 1, each), {"ACCUMULATOR": accumulator(logits), **rows.blocks(width)}
+    tiles_per_program = ceil_div(tiles, rows.max_programs)
+    return (ceil_div(tiles, tiles_per_program) if tiles else 1, tiles_per_program), {
+        "ACCUMULATOR": accumulator(logits),
+        **rows.blocks(width),
+    }
 
 
 def _padding(mask: Tensor | None) -> tuple[Tensor | None, int]:
-    """The padding mask as the kernels take it."""
+    """The padding mask, as the kernels take it."""
     return (None, 0) if mask is None else (integers(mask), mask.stride(0))
 
 
 class _AttachLoss(torch.autograd.Function):
-    """The identity, with a gradient of its own for the loss."""
+    """The identity, with `scale` as the gradient of the loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
@@ -280,14 +288,18 @@ class _AttachLoss(torch.autograd.Function):
 
 @traceable
 def attach_loss(x: Tensor, loss: Tensor, *, scale: float = 1.0) -> Tensor:
-    """x itself, with a loss whose gradient is `scale`, whatever the gradient of the result is."""
+    """x itself, with a loss attached: the gradient of the loss is `scale`, whatever the gradient of
+    the result is.
+    """
     check_loss_scale(scale)
     return _AttachLoss.apply(x, loss, scale)
 
 
 @traceable
 def update_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, *, update_rate: float) -> Tensor:
-    """The next bias: up where an expert had fewer tokens than the average, down where more."""
+    """The next bias: larger where an expert had fewer tokens than the average, smaller where it had
+    more.
+    """
     check_update_expert_bias(expert_bias, tokens_per_expert, update_rate)
     count = tokens_per_expert.double()  # exact below 2⁵³, and so is the comparison E · c with Σ c
     direction = (count.sum() - len(count) * count).sign()

@@ -50,10 +50,10 @@ class _Drop(torch.autograd.Function):
         ctx: Any, probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        out, kept = _drop(probs, routing_map, capacity, by_probs, pad)
-        ctx.mark_non_differentiable(kept)
-        ctx.save_for_backward(kept, routing_map if pad else None)
-        return out, kept
+        out, kept_map = _drop(probs, routing_map, capacity, by_probs, pad)
+        ctx.mark_non_differentiable(kept_map)
+        ctx.save_for_backward(kept_map, routing_map if pad else None)
+        return out, kept_map
 
     @staticmethod
     @once_differentiable
@@ -62,22 +62,22 @@ class _Drop(torch.autograd.Function):
 
 
 def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad: bool) -> tuple[Tensor, Tensor]:
-    """The kept probs, and the map of kept tokens."""
+    """(kept probs, map of kept tokens)."""
     num_tokens, num_experts = shape = probs.shape
     device = probs.device
-    out = torch.empty(shape, dtype=probs.dtype, device=device)  # all by drop_kernel
-    kept = torch.empty(shape, dtype=torch.bool, device=device)  # as above
+    out = torch.empty(shape, dtype=probs.dtype, device=device)  # drop_kernel writes all of it
+    kept_map = torch.empty(shape, dtype=torch.bool, device=device)  # as above
     if num_tokens == 0 or not has_memory():
-        return out, kept
+        return out, kept_map
     sizes = tuning.for_device(device)
     key_bits = KEY_BITS[probs.dtype.itemsize] if by_probs else 1
     key = torch.int64 if key_bits == 64 else torch.int32
-    keys = torch.empty((num_experts, num_tokens), dtype=key, device=device)  # all by drop_keys_kernel
-    least = torch.empty(num_experts, dtype=key, device=device)  # all by drop_search_kernel
-    before = torch.empty(num_experts, dtype=torch.int32, device=device)  # as above
+    keys = torch.empty((num_experts, num_tokens), dtype=key, device=device)  # drop_keys_kernel writes all of it
+    least = torch.empty(num_experts, dtype=key, device=device)  # drop_search_kernel writes all of it
+    end_token = torch.empty(num_experts, dtype=torch.int32, device=device)  # as above
     tile, column = sizes.drop, sizes.drop_column
     grid = (ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns))
-    given = (bits(probs), *probs.stride(), integers(routing_map), *routing_map.stride())
+    inputs = (bits(probs), *probs.stride(), integers(routing_map), *routing_map.stride())
     blocking: dict[str, int] = {
         "KEY_BITS": key_bits,
         "BLOCK_T": tile.tokens,
@@ -85,11 +85,11 @@ def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad
         "num_warps": tile.num_warps,
     }
     with launch_on(probs):
-        launch(kernels.drop_keys_kernel, grid)(*given, keys, num_tokens, num_experts, **blocking)
+        launch(kernels.drop_keys_kernel, grid)(*inputs, keys, num_tokens, num_experts, **blocking)
         launch(kernels.drop_search_kernel, (ceil_div(num_experts, column.columns),))(
             keys,
             least,
-            before,
+            end_token,
             num_tokens,
             num_experts,
             min(capacity, num_tokens),
@@ -102,22 +102,22 @@ def _drop(probs: Tensor, routing_map: Tensor, capacity: int, by_probs: bool, pad
             num_warps=column.num_warps,
         )
         launch(kernels.drop_kernel, grid)(
-            *given, least, before, bits(out), integers(kept), num_tokens, num_experts, **blocking
+            *inputs, least, end_token, bits(out), integers(kept_map), num_tokens, num_experts, **blocking
         )
-    return out, kept
+    return out, kept_map
 
 
-def _drop_backward(dout: Tensor, kept: Tensor, routing_map: Tensor | None) -> Tensor:
+def _drop_backward(dout: Tensor, kept_map: Tensor, routing_map: Tensor | None) -> Tensor:
     """The gradient of the probs."""
     num_tokens, num_experts = dout.shape
-    dprobs = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)  # all by drop_backward_kernel
+    dprobs = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)  # drop_backward_kernel writes all of it
     if num_tokens == 0:
         return dprobs
     tile = tuning.for_device(dout.device).drop
     with launch_on(dout):
         launch(kernels.drop_backward_kernel, (ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.columns)))(
             *strided(bits(dout)),
-            integers(kept),
+            integers(kept_map),
             *strided(None if routing_map is None else integers(routing_map)),
             bits(dprobs),
             num_tokens,

@@ -1,4 +1,4 @@
-"""From hidden states to logits, in plain torch: the matrix product is torch's."""
+"""From hidden states to logits, in plain torch: its matrix product is used."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _check = unless_known(check_gate)
 
 
 class _Gate(torch.autograd.Function):
-    """`gate`, which saves its inputs as they came and not as they are multiplied."""
+    """`gate`. It saves its inputs as they are passed, not as they are multiplied."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

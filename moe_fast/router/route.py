@@ -1,4 +1,4 @@
-"""The router from logits to probs, map and losses: the fused pieces in the order of
+"""The router from logits to probs, map and losses: the fused functions, in the order of
 `moe_ref.router.route`.
 """
 
@@ -35,8 +35,8 @@ def route(
     training: bool = True, loss_scale: float = 1.0, replay: str = "none",
     replay_target: Tensor | None = None, ranks: RouterRanks | None = None,
 ) -> RouteOutput:  # fmt: skip
-    """One forward of the router after its matrix product; the host never waits, but for Sinkhorn's
-    rounds.
+    """One forward of the router after its matrix product. The host never waits, except for the
+    rounds of Sinkhorn.
     """
     _check(logits_TE, padding_mask, config, batch_size, replay, replay_target, len(state.replay_queue))
     ranks = ranks or RouterRanks()
@@ -72,10 +72,10 @@ def route(
 
 
 @unless_known
-def _check(logits_TE: Tensor, padding_mask: Tensor | None, *rest: Any) -> None:
-    """`rest` are the other arguments of `check_route`."""
+def _check(logits_TE: Tensor, padding_mask: Tensor | None, *settings: Any) -> None:
+    """Raise `ValueError` for an illegal call; `check_route` takes the logits and `settings`."""
     check_logits(logits_TE)
-    check_route(logits_TE, *rest)
+    check_route(logits_TE, *settings)
     check_padding_mask(padding_mask, logits_TE.shape[0])
 
 
@@ -87,7 +87,7 @@ def _choose(
     replay_target: Tensor | None,
     learns: bool,
 ) -> tuple[Routed, Tensor | None, RouterState]:
-    """The choice, its indices if they are recorded, and the state with the queue of replays."""
+    """(choice, its indices if they are to be recorded, the state with the queue of replays)."""
     if config.sinkhorn:
         return sinkhorn_routing(logits_TE, topk=config.topk, training=learns), None, state
     bias = state.expert_bias if config.expert_bias else None
@@ -99,8 +99,8 @@ def _choose(
         assert replay_target is not None
         state = state._replace(replay_queue=(*state.replay_queue, replay_target))
     if replay == "backward":
-        replay_target, *rest = state.replay_queue
-        state = state._replace(replay_queue=tuple(rest))
+        replay_target, *remaining_queue = state.replay_queue
+        state = state._replace(replay_queue=tuple(remaining_queue))
     return topk_routing(logits_TE, precomputed_indices=replay_target, **settings), None, state
 
 
@@ -112,7 +112,7 @@ def _balancing_losses(
     padding_mask: Tensor | None,
     ranks: RouterRanks,
 ) -> tuple[dict[str, Tensor], RouterState]:
-    """Each configured loss, and the state with the counts of the global one."""
+    """(each configured loss, the state with the counts of the global loss)."""
     coeffs, topk, experts = config.balancing_coeffs, config.topk, config.num_experts
     if not coeffs:
         return {}, state
@@ -149,12 +149,14 @@ def _balancing_losses(
 def finish_batch(
     state: RouterState, config: RouterConfig, *, frozen: bool = False, ranks: RouterRanks | None = None
 ) -> RouterState:
-    """Move the expert bias by the global batch's counts, unless frozen; restart the counters."""
+    """Move the expert bias by the counts of the global batch, unless it is frozen, and restart the
+    counters.
+    """
     if config.expert_bias and not frozen:
         counts = (ranks or RouterRanks()).tp_dp_cp.sum(state.tokens_per_expert)
         bias = update_expert_bias(state.expert_bias, counts, update_rate=config.bias_update_rate)
         state = state._replace(expert_bias=bias)
-    zero = torch.zeros_like  # a tensor each: a graph that was compiled for two tensors is not for one
+    zero = torch.zeros_like  # separate tensors: a graph that was compiled for two tensors does not serve one
     return state._replace(
         tokens_per_expert=zero(state.tokens_per_expert),
         global_tokens_per_expert=zero(state.global_tokens_per_expert),

@@ -1,4 +1,4 @@
-"""Top-k routing, fused: one kernel chooses and weighs, one goes back."""
+"""Top-k routing, fused: one kernel chooses and weighs, another one computes the gradient."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +39,9 @@ def topk_indices(
     """
     _check(logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices)
     settings = Settings.of(topk, score_function, pre_softmax, num_groups, group_topk, scaling_factor)
-    given = None if precomputed_indices is None else precomputed_indices.long()
-    probs, indices = _TopK.apply(logits_TE, expert_bias, given, settings, False)
-    return TopK(probs, indices if given is None else given)
+    precomputed = None if precomputed_indices is None else precomputed_indices.long()
+    probs, indices = _TopK.apply(logits_TE, expert_bias, precomputed, settings, False)
+    return TopK(probs, indices if precomputed is None else precomputed)
 
 
 @traceable
@@ -55,22 +55,24 @@ def topk_routing(
     """`topk_indices`, spread over all experts by the same kernel."""
     _check(logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices)
     settings = Settings.of(topk, score_function, pre_softmax, num_groups, group_topk, scaling_factor)
-    given = None if precomputed_indices is None else precomputed_indices.long()
-    return Routed(*_TopK.apply(logits_TE, expert_bias, given, settings, True))
+    precomputed = None if precomputed_indices is None else precomputed_indices.long()
+    return Routed(*_TopK.apply(logits_TE, expert_bias, precomputed, settings, True))
 
 
 @unless_known
 def _check(
     logits_TE: Tensor, topk: int, score_function: str, num_groups: int | None, group_topk: int | None,
-    scaling_factor: float | None, expert_bias: Tensor | None, given: Tensor | None,
+    scaling_factor: float | None, expert_bias: Tensor | None, precomputed: Tensor | None,
 ) -> None:  # fmt: skip
-    check_topk_routing(logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, given)
+    check_topk_routing(
+        logits_TE, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed
+    )
     check_rows(logits_TE, topk, expert_bias)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of choice and weights."""
+    """The settings of the choice and of the weights."""
 
     topk: int
     score: str
@@ -99,12 +101,12 @@ class _TopK(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, bias: Tensor | None, given: Tensor | None, settings: Settings, dense: bool
+        ctx: Any, logits: Tensor, bias: Tensor | None, precomputed: Tensor | None, settings: Settings, dense: bool
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.dense = settings, dense
-        probs, choice = _choose(logits, bias, given, settings, dense)
-        ctx.save_for_backward(logits, given if choice is None else choice)
+        probs, choice = _choose(logits, bias, precomputed, settings, dense)
+        ctx.save_for_backward(logits, precomputed if choice is None else choice)
         if choice is not None:
             ctx.mark_non_differentiable(choice)
         return probs, choice
@@ -119,19 +121,19 @@ class _TopK(torch.autograd.Function):
 
 
 def _choose(
-    logits: Tensor, bias: Tensor | None, given: Tensor | None, settings: Settings, dense: bool
+    logits: Tensor, bias: Tensor | None, precomputed: Tensor | None, settings: Settings, dense: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Probs with the map or, unless they are given, the indices."""
+    """(probs, map) if dense, else (probs, indices), or (probs, None) with precomputed indices."""
     num_tokens, num_experts = logits.shape
     shape = logits.shape if dense else (num_tokens, settings.topk)
     # all by topk_kernel, which has K different slots a token
     probs = torch.empty(shape, dtype=logits.dtype, device=logits.device)
     choice = None
-    if dense or given is None:
+    if dense or precomputed is None:
         choice = torch.empty(shape, dtype=torch.bool if dense else torch.int64, device=logits.device)  # as above
     if num_tokens == 0:
         return probs, choice
-    groups = 1 if given is not None else settings.num_groups
+    groups = 1 if precomputed is not None else settings.num_groups
     block_groups = power_of_two(groups)
     block_size = power_of_two(num_experts // groups, least=8 if groups == 1 else 1)
     rows = tuning.for_device(logits.device).topk
@@ -140,7 +142,7 @@ def _choose(
         launch(kernels.topk_kernel, (ceil_div(num_tokens, block_tokens),))(
             *strided(logits),
             *strided(bias, 1),
-            *strided(given),
+            *strided(precomputed),
             probs,
             None if dense else choice,
             integers(choice) if dense and choice is not None else None,
@@ -168,7 +170,8 @@ def _choose(
 def _choose_backward(dprobs: Tensor, logits: Tensor, choice: Tensor, settings: Settings, dense: bool) -> Tensor:
     """The gradient of the logits, from the probs'."""
     num_tokens, num_experts = logits.shape
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)  # all by topk_backward_kernel
+    # topk_backward_kernel writes all of it
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if num_tokens == 0:
         return dlogits
     block_experts = power_of_two(num_experts, least=8)
@@ -194,7 +197,7 @@ def _choose_backward(dprobs: Tensor, logits: Tensor, choice: Tensor, settings: S
 
 
 def check_rows(logits: Tensor, topk: int = 1, bias: Tensor | None = None) -> None:
-    """Raise `ValueError` for logits that are legal, but not fused."""
+    """Raise `ValueError` for logits that are legal, but for which there is no kernel."""
     check_computed("logits", logits)
     require(
         logits.shape[1] <= MAX_EXPERTS, "logits", f"of shape {tuple(logits.shape)}", f"of at most {MAX_EXPERTS} experts"
@@ -205,6 +208,6 @@ def check_rows(logits: Tensor, topk: int = 1, bias: Tensor | None = None) -> Non
 
 
 def check_computed(argument: str, x: Tensor) -> None:
-    """Raise `ValueError` for numbers that no kernel computes with."""
+    """Raise `ValueError` for numbers of a dtype in which no kernel computes."""
     require(x.dtype in LOGITS, argument, f"of dtype {x.dtype}", f"one of {LOGITS}")
     check_device(argument, x)

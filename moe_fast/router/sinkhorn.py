@@ -12,8 +12,8 @@ TOLERANCE = 1e-4  # mean change of the experts' factors that ends the rounds
 
 @traceable
 def sinkhorn_routing(logits_TE: Tensor, *, topk: int, training: bool = True) -> Routed:
-    """Choose by a balanced plan: two sums over the matrix per round. The host waits
-    for each round's change; in evaluation it never waits. Equal keys go to the lowest experts.
+    """Choose by a balanced plan, with two sums over the matrix per round. The host waits for the
+    change of each round; in evaluation it never waits. Of equal keys the lowest experts are chosen.
     """
     check_logits(logits_TE)
     check_topk(topk, logits_TE.shape[1])
@@ -35,10 +35,10 @@ def _chosen(x_TE: Tensor, topk: int, by_plan: bool) -> Tensor:
 
 
 def _plan(x_TE: Tensor) -> Tensor:
-    """exp(x), rows and columns scaled until the experts' shares are even.
+    """exp(x), with rows and columns scaled until the shares of the experts are equal.
 
-    Each expert's sum is that of a row in memory: equal columns have equal sums, which no product
-    of a matrix and a vector promises.
+    Each expert's sum is that of a row in memory. So equal columns have equal sums, which a product
+    of a matrix and a vector would not guarantee.
     """
     cost_TE = x_TE.exp()
     cost_ET = cost_TE.T.contiguous()

@@ -22,7 +22,7 @@ def checks(monkeypatch) -> list[str]:
     """The checks that run, of the layer and of one stage; no call is known yet."""
     ran: list[str] = []
     monkeypatch.setattr(legal, "_passed", {})
-    for file, name in (("layer.layer", "check_layer"), ("permutation.permute", "check_permute")):
+    for file, name in (("layer.call", "check_layer"), ("permutation.permute", "check_permute")):
         module = import_module(f"moe_fast.{file}")
         check = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *of, check=check, name=name: ran.append(name) or check(*of))

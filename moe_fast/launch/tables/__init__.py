@@ -4,8 +4,9 @@ A file names the GPU and holds records of `Tuning` by path, as in "grouped.by_ro
 the defaults of `moe_fast.launch.tuning`. A GPU without a file takes the nearest one's:
 
     of the same major compute capability; then least |log2 multiprocessors| + |log2 memory|, each of
-    its ratio to the file's; of equals the first by the files' names. None of the capability: the
-    defaults.
+    the ratio of the GPU's to the file's; of equals the first by the files' names.
+
+If no file has the capability, the defaults are used.
 """
 
 import json
@@ -24,7 +25,7 @@ FOLDER = Path(__file__).parent
 
 
 class Gpu(NamedTuple):
-    """What tells one GPU from another."""
+    """The properties by which GPUs are told apart."""
 
     name: str
     major: int
@@ -47,34 +48,34 @@ class Table(NamedTuple):
 
 
 def nearest(gpu: Gpu, tables: Iterable[Table]) -> Table | None:
-    """The table for a GPU by the rule above; None: the defaults."""
+    """The table for a GPU by the rule of this module; None if the defaults are to be used."""
 
     def distance(table: Table) -> float:
         if table.gpu.name == gpu.name:
             return -1.0
         pairs = ((gpu.multiprocessors, table.gpu.multiprocessors), (gpu.memory, table.gpu.memory))
-        return sum(abs(math.log2(own / other)) for own, other in pairs)
+        return sum(abs(math.log2(value / table_value)) for value, table_value in pairs)
 
     return min((table for table in tables if table.gpu.major == gpu.major), key=distance, default=None)
 
 
 def changed(sizes: Any, path: str, values: Mapping[str, int]) -> Any:
-    """The sizes with other values of the record at `path`.
+    """The sizes, with the values of the record at `path` replaced.
 
     Raises:
         AttributeError, IndexError, TypeError: there is no such record, or no such value of it.
     """
     if not path:
         return replace(sizes, **values)
-    head, _, rest = path.partition(".")
+    head, _, remaining_path = path.partition(".")
     if isinstance(sizes, tuple):
         at = int(head)
-        return (*sizes[:at], changed(sizes[at], rest, values), *sizes[at + 1 :])
-    return replace(sizes, **{head: changed(getattr(sizes, head), rest, values)})
+        return (*sizes[:at], changed(sizes[at], remaining_path, values), *sizes[at + 1 :])
+    return replace(sizes, **{head: changed(getattr(sizes, head), remaining_path, values)})
 
 
 def with_table(sizes: Tuning, table: Table | None) -> Tuning:
-    """The sizes with all that the table has."""
+    """The sizes, with every value that the table has."""
     for path, values in {} if table is None else table.sizes.items():
         sizes = changed(sizes, path, values)
     return sizes
@@ -82,8 +83,8 @@ def with_table(sizes: Tuning, table: Table | None) -> Tuning:
 
 def read(file: Path) -> Table:
     """The table of a file."""
-    given = json.loads(file.read_text())
-    return Table(Gpu(**given["gpu"]), given["sizes"])
+    content = json.loads(file.read_text())
+    return Table(Gpu(**content["gpu"]), content["sizes"])
 
 
 @cache
