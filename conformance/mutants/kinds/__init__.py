@@ -24,7 +24,7 @@ KINDS: dict[str, Callable[..., Wrapper]] = {
     "32-bit addresses": addresses.in_32_bits,
     # layouts
     "read as contiguous": lambda name: conditions.reads_flat(name),
-    "input read as contiguous": lambda place: conditions.reads_flat(place=int(place)),
+    "input read as contiguous": lambda position: conditions.reads_flat(position=int(position)),
     "cotangent read as contiguous": _always(conditions.cotangent_read_flat),
     "rows of a slice read as adjacent": _always(layouts.reading(layouts.adjacent)),
     "overlapping rows read as adjacent": _always(layouts.reading(layouts.separate)),

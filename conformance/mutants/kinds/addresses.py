@@ -20,8 +20,10 @@ def int32_view(x: Tensor) -> Tensor:
     length = raw.untyped_storage().nbytes() // raw.element_size()
     flat = raw.as_strided((length,), (1,), 0)
     address = wrapped.add(x.storage_offset()).to(x.device)
-    inside = (address >= 0) & (address < length)
-    out = torch.where(inside, flat[torch.where(inside, address, 0)], torch.zeros((), dtype=raw.dtype, device=x.device))
+    in_bounds = (address >= 0) & (address < length)
+    out = torch.where(
+        in_bounds, flat[torch.where(in_bounds, address, 0)], torch.zeros((), dtype=raw.dtype, device=x.device)
+    )
     return out.view(x.dtype).requires_grad_(x.requires_grad)
 
 
@@ -29,11 +31,12 @@ def in_32_bits(argument: str = "0") -> Wrapper:
     """The input at that place, or the setting of that name, is read by 32-bit offsets."""
 
     def wrapper(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
-        arguments = {str(place): x for place, x in enumerate(inputs)} | settings
+        arguments = {str(position): x for position, x in enumerate(inputs)} | settings
         if isinstance(arguments.get(argument), Tensor):
             arguments[argument] = int32_view(arguments[argument])
         return function(
-            *(arguments[str(place)] for place in range(len(inputs))), **{name: arguments[name] for name in settings}
+            *(arguments[str(position)] for position in range(len(inputs))),
+            **{name: arguments[name] for name in settings},
         )
 
     return wrapper

@@ -13,40 +13,38 @@ from torch.autograd.function import once_differentiable
 
 from conformance.mutants.defect import Wrapper
 
-CALLS = "a mistake that an operator with state invites"
-
 
 class _Recomputed(torch.autograd.Function):
-    """Forward without a graph; backward from the call that `kept` holds then."""
+    """Forward without a graph; backward from the call that `memory` holds then."""
 
     @staticmethod
-    def forward(ctx: Any, call: Any, kept: dict[str, Any], *inputs: Tensor) -> Tensor:
-        ctx.call, ctx.kept = call, kept
-        kept["inputs"] = inputs
+    def forward(ctx: Any, call: Any, memory: dict[str, Any], *inputs: Tensor) -> Tensor:
+        ctx.call, ctx.memory = call, memory
+        memory["inputs"] = inputs
         return call(*inputs)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        inputs = [x.detach().requires_grad_() for x in ctx.kept["inputs"]]
+        inputs = [x.detach().requires_grad_() for x in ctx.memory["inputs"]]
         with torch.enable_grad():
             out = ctx.call(*inputs)
         return None, None, *torch.autograd.grad(out, inputs, cotangent, allow_unused=True)
 
 
-def _recomputing(operator: type[_Recomputed], kept: dict[str, Any]) -> Wrapper:
-    """The function as one operator, which keeps its inputs in `kept`."""
+def _recomputing(operator: type[_Recomputed], memory: dict[str, Any]) -> Wrapper:
+    """The function as one operator, which keeps its inputs in `memory`."""
 
     def wrapper(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
-        given = dict(enumerate(inputs)) | settings
-        taken = [key for key, x in given.items() if isinstance(x, Tensor) and x.requires_grad]
+        arguments = dict(enumerate(inputs)) | settings
+        keys = [key for key, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad]
 
         def call(*leaves: Tensor) -> Tensor:
-            now = given | dict(zip(taken, leaves, strict=True))
-            return function(*(now[place] for place in range(len(inputs))), **{name: now[name] for name in settings})
+            replaced = arguments | dict(zip(keys, leaves, strict=True))
+            return function(*(replaced[i] for i in range(len(inputs))), **{name: replaced[name] for name in settings})
 
-        if not taken or not torch.is_grad_enabled():
+        if not keys or not torch.is_grad_enabled():
             return function(*inputs, **settings)
-        return operator.apply(call, kept, *(given[key] for key in taken))
+        return operator.apply(call, memory, *(arguments[key] for key in keys))
 
     return wrapper
 
@@ -87,20 +85,20 @@ class _Emptied(torch.autograd.Function):
         return out
 
 
-def empties_what_backward_keeps(function: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:
+def empties_what_backward_keeps(function: Wrapper, x: Tensor, *arguments: Any, **settings: Any) -> Any:
     """A second backward reads memory that the first has reused."""
-    return function(_Emptied.apply(x) if x.requires_grad else x, *rest, **settings)
+    return function(_Emptied.apply(x) if x.requires_grad else x, *arguments, **settings)
 
 
 def one_buffer_of_each_shape() -> Any:
     """The output is written to a buffer that is kept for the next call of its shape."""
-    kept: dict[Any, Tensor] = {}
+    buffers: dict[Any, Tensor] = {}
 
     def wrapper(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
         out = function(*inputs, **settings)
         if not isinstance(out, Tensor) or out.requires_grad:
             return out
-        buffer = kept.setdefault((tuple(out.shape), out.dtype, str(out.device)), out)
+        buffer = buffers.setdefault((tuple(out.shape), out.dtype, str(out.device)), out)
         return buffer.copy_(out) if buffer is not out else out
 
     return wrapper
@@ -110,10 +108,10 @@ def wrong_at_the_third_call() -> Any:
     """A workspace that two calls of a shape share is not cleared before the third."""
     calls: dict[Any, int] = {}
 
-    def wrapper(function: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:
+    def wrapper(function: Wrapper, x: Tensor, *arguments: Any, **settings: Any) -> Any:
         shape = (tuple(x.shape), x.dtype)
         calls[shape] = calls.get(shape, 0) + 1
-        return function(x * 2 if calls[shape] % 3 == 0 else x, *rest, **settings)
+        return function(x * 2 if calls[shape] % 3 == 0 else x, *arguments, **settings)
 
     return wrapper
 
@@ -122,22 +120,22 @@ def set_up_by_the_first_thread() -> Any:
     """A table that is set up in the thread of the first call; another thread reads zeros."""
     first: list[int] = []
 
-    def wrapper(function: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:
+    def wrapper(function: Wrapper, x: Tensor, *arguments: Any, **settings: Any) -> Any:
         first.append(threading.get_ident())
-        return function(x if first[0] == threading.get_ident() else x * 0, *rest, **settings)
+        return function(x if first[0] == threading.get_ident() else x * 0, *arguments, **settings)
 
     return wrapper
 
 
-def another_path_without_gradients(function: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:
+def another_path_without_gradients(function: Wrapper, x: Tensor, *arguments: Any, **settings: Any) -> Any:
     """Where autograd is off, the optional arguments are ignored."""
-    return function(x, *rest) if torch.is_inference_mode_enabled() else function(x, *rest, **settings)
+    return function(x, *arguments) if torch.is_inference_mode_enabled() else function(x, *arguments, **settings)
 
 
-def another_path_under_no_grad(function: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:
+def another_path_under_no_grad(function: Wrapper, x: Tensor, *arguments: Any, **settings: Any) -> Any:
     """Where no graph is wanted of inputs that require grad, the optional arguments are ignored."""
     waits = x.requires_grad and not torch.is_grad_enabled()
-    return function(x, *rest) if waits else function(x, *rest, **settings)
+    return function(x, *arguments) if waits else function(x, *arguments, **settings)
 
 
 def a_graph_of_its_own(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
@@ -154,11 +152,11 @@ def draws_from_the_generator(function: Wrapper, *inputs: Any, **settings: Any) -
 
 def leaves_another_dtype(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
     """The default dtype is changed for a computation, and not set back after an early return."""
-    before = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     out = function(*inputs, **settings)
     if inputs[0].numel():
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_dtype)
     return out
 
 
@@ -196,8 +194,8 @@ def results_of_one_buffer(*names: str) -> Wrapper:
 def expands_equal_rows(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
     """A result whose rows are equal is one row, with stride 0."""
     out = function(*inputs, **settings)
-    plain = isinstance(out, Tensor) and out.dim() == 2 and len(out) > 1 and not out.requires_grad
-    return out[:1].expand(out.shape) if plain and torch.equal(out, out[:1].expand(out.shape)) else out
+    expandable = isinstance(out, Tensor) and out.dim() == 2 and len(out) > 1 and not out.requires_grad
+    return out[:1].expand(out.shape) if expandable and torch.equal(out, out[:1].expand(out.shape)) else out
 
 
 class _InPlace(torch.autograd.Function):
@@ -222,25 +220,25 @@ def changes_the_cotangent(function: Wrapper, *inputs: Any, **settings: Any) -> A
 
 def cached_by_address() -> Any:
     """A factor of the first values at an address is used for the values that follow there."""
-    seen: dict[int, Tensor] = {}
+    factors: dict[int, Tensor] = {}
 
-    def wrapper(function: Wrapper, x: Tensor, *rest: Any, **settings: Any) -> Any:
+    def wrapper(function: Wrapper, x: Tensor, *arguments: Any, **settings: Any) -> Any:
         largest = x.detach().abs().nan_to_num().amax() if x.numel() else x.new_ones(())
-        first = seen.setdefault(x.data_ptr(), largest.float().clone())
+        first = factors.setdefault(x.data_ptr(), largest.float().clone())
         same = bool(first == largest.float()) or not bool(first)
-        return function(x if same else x * (largest.float() / first).to(x.dtype), *rest, **settings)
+        return function(x if same else x * (largest.float() / first).to(x.dtype), *arguments, **settings)
 
     return wrapper
 
 
 def right_once_per_handle() -> Any:
     """The first call frees what the handle holds: the second takes other rows."""
-    taken: list[Any] = []
+    handles: list[Any] = []
 
-    def wrapper(function: Wrapper, rows: Tensor, *rest: Any, **settings: Any) -> Any:
-        again = bool(taken) and taken[-1] is rest[-1]
-        taken[:] = rest[-1:]
-        return function(rows.roll(1, 0) if again else rows, *rest, **settings)
+    def wrapper(function: Wrapper, rows: Tensor, *arguments: Any, **settings: Any) -> Any:
+        is_second_call = bool(handles) and handles[-1] is arguments[-1]
+        handles[:] = arguments[-1:]
+        return function(rows.roll(1, 0) if is_second_call else rows, *arguments, **settings)
 
     return wrapper
 

@@ -9,16 +9,16 @@ from conformance.mutants.defect import Change, Wrapper, with_values
 
 
 class _Replaced(torch.autograd.Function):
-    """A value of one's own, with back(cotangent) as the gradient of x."""
+    """A value, with gradient_of(cotangent) as the gradient of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, back: Change) -> Tensor:
-        ctx.back = back
+    def forward(ctx: Any, x: Tensor, value: Tensor, gradient_of: Change) -> Tensor:
+        ctx.gradient_of = gradient_of
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(g), None, None
+        return ctx.gradient_of(g), None, None
 
 
 def with_gradient(x: Tensor, change: Change) -> Tensor:
@@ -26,9 +26,9 @@ def with_gradient(x: Tensor, change: Change) -> Tensor:
     return with_backward(x, x.detach(), change) if x.requires_grad else x
 
 
-def with_backward(x: Tensor, value: Tensor, back: Change) -> Tensor:
-    """The value, with back(cotangent) as the gradient of x."""
-    replaced: Tensor = _Replaced.apply(x, value, back)  # type: ignore[no-untyped-call]
+def with_backward(x: Tensor, value: Tensor, gradient_of: Change) -> Tensor:
+    """The value, with gradient_of(cotangent) as the gradient of x."""
+    replaced: Tensor = _Replaced.apply(x, value, gradient_of)  # type: ignore[no-untyped-call]
     return replaced
 
 
@@ -44,8 +44,10 @@ def read_as_contiguous(x: Tensor, start: int | None = None) -> Tensor:
     length = int(raw.untyped_storage().nbytes()) // raw.element_size()
     address = torch.arange(x.numel(), device=x.device) + int(x.storage_offset() if start is None else start)
     flat = raw.as_strided((length,), (1,), 0)
-    inside = address < length
-    out = torch.where(inside, flat[torch.where(inside, address, 0)], torch.zeros((), dtype=raw.dtype, device=x.device))
+    in_bounds = address < length
+    out = torch.where(
+        in_bounds, flat[torch.where(in_bounds, address, 0)], torch.zeros((), dtype=raw.dtype, device=x.device)
+    )
     return out.view(x.dtype).reshape(x.shape)
 
 
@@ -62,23 +64,6 @@ def reads_no_pending_minus_of_a_cotangent(function: Wrapper, *inputs: Any, **set
     """The backward reads the cotangent's memory."""
     out = function(*inputs, **settings)
     return with_backward(out, out.detach(), lambda g: -g if g.is_neg() else g) if out.requires_grad else out
-
-
-class _Value(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, *sources: Tensor) -> Tensor:
-        ctx.count = len(sources)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return None, *[g] * ctx.count
-
-
-def with_gradients_of(value: Tensor, *sources: Tensor) -> Tensor:
-    """The value, with the gradients of other results of its shape."""
-    joined: Tensor = _Value.apply(value.detach(), *sources)  # type: ignore[no-untyped-call]
-    return joined
 
 
 def adds_float64_in_float32(function: Wrapper, rows: Tensor, *arguments: Any, **settings: Any) -> Any:

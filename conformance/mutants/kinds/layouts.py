@@ -9,7 +9,6 @@ from torch import Tensor
 from conformance.mutants.defect import Wrapper, with_values
 from conformance.mutants.kinds.gradients import read_as_contiguous
 
-MANY = "a mistake that more than 256 rows show"
 DESCRIBED = 2**20  # the largest stride, in elements, that a copy engine takes here
 
 
@@ -35,10 +34,10 @@ def separate(x: Any) -> Any:
 def reading(read: Callable[[Any], Any]) -> Wrapper:
     """The function of inputs that are read so."""
 
-    def wrong(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
+    def planted(function: Wrapper, *inputs: Any, **settings: Any) -> Any:
         return function(*map(read, inputs), **{name: read(x) for name, x in settings.items()})
 
-    return wrong
+    return planted
 
 
 def numbered_in_bytes(x: Tensor) -> Tensor:
@@ -47,7 +46,7 @@ def numbered_in_bytes(x: Tensor) -> Tensor:
 
 
 def _again(x: Tensor) -> Tensor:
-    return with_values(x, lambda own: own[torch.arange(len(own)) % 256])
+    return with_values(x, lambda rows: rows[torch.arange(len(rows)) % 256])
 
 
 def numbers_rows_in_bytes(function: Wrapper, rows: Tensor, *arguments: Any, **settings: Any) -> Any:
