@@ -35,13 +35,9 @@ TOPK = LogitsCase(function="topk_routing", tokens=6, experts=3, topk=1, score="s
 SPREAD_TOPK = replace(TOPK, logits=(), topk=2, seed=3, experts=5, score="softmax")
 AUX = LogitsCase(function="aux_loss_scores", tokens=6, experts=5, topk=2, padding=4, seed=1)
 Z = LogitsCase(function="z_loss", tokens=6, experts=5, padding=4, seed=1)
-SINKHORN = LogitsCase(function="sinkhorn_routing", tokens=6, experts=3, topk=2, seed=1)
-DROP = LoadCase(function="drop_tokens", tokens=6, experts=3, topk=2, capacity=2)
 LOSS = LoadCase(function="load_balancing_loss", tokens=7, experts=3, topk=2)
-BIAS = LoadCase(function="update_expert_bias", tokens=9, experts=3, bias=1, seed=2)
 GATE = GateCase(function="gate", tokens=5, hidden=4, experts=3)
 JITTER = GateCase(function="jitter", tokens=12, hidden=12, eps=4)
-ATTACH = GateCase(function="attach_loss", tokens=5, hidden=4)
 ROUTE = RouteCase(
     function="route", tokens=6, experts=4, topk=2, losses="aux+z", steps="train+finish+train", bias=True, grads="logits"
 )
@@ -68,7 +64,6 @@ MLP = MlpCase(
 FORWARD_MLP = replace(MLP, grads="")
 TRAINED_MLP = replace(MLP, grads="fc1_weight+fc2_weight")
 SHARED = SharedCase(function="shared_experts", tokens=6, hidden=5, width=4, grads="x", seed=1)
-PROJECTION = GroupedCase(function="latent_projection", tokens=6, hidden=5, width=4, grads="x", seed=1)
 QUANTIZE = QuantizeCase(function="quantize", tokens=9, experts=3, counts=(4, 0, 5), hidden=5, seed=1)
 BLOCKS = replace(QUANTIZE, scaling="block")
 ACTIVATED = QuantizedActivationCase(

@@ -14,13 +14,6 @@ SHARED = replace(LAYER, shared=2)
 JITTERED = replace(LAYER, jitter=True)
 TRAINED = replace(LAYER, grads="x+fc1_weight+fc2_weight")
 LARGE = replace(TRAINED, tokens=64, hidden=64, width=64)  # seeds 0 to 2: rows, activations, both
-OF_LAYER = [
-    *(replace(LARGE, seed=0, latent=32), replace(LARGE, seed=1, dtype="bfloat16"), replace(LARGE, seed=2)),
-    LAYER,
-    replace(LAYER, grads="x+router_weight+fc1_weight+fc2_weight"),
-    SHARED,
-    JITTERED,
-]
 
 
 def spoilt(where: Callable[[dict[str, Any]], bool]) -> SimpleNamespace:

@@ -1,7 +1,6 @@
 """Cases of parameters for the laws' tests, and per law a namespace that is right but breaks it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +24,7 @@ MODULES = ConvertCase(function="convert_experts", experts=3, rows=2, columns=4, 
 SHARDS = ShardCase(function="shard_parameters", experts=2, rows=3, columns=2, ranks=2, tensor_ranks=2, gated=True)
 ENTRIES = ExpandCase(function="expand_shard", sizes=(3, 0, 2), length=4)
 EXTRA = ExtraStateCase(function="split_extra_state", experts=3, history=2)
-MERGED = replace(EXTRA, function="merge_extra_state", kept="split")
 DENSE = UpcycleCase(function="upcycle", copies=2, granularity=2, width=3, hidden=4, topk=2)
-OF_PARAMETERS = [LAYER, MASTER, MODULES, SHARDS, ENTRIES, EXTRA, MERGED, DENSE]
 
 
 def where(function: str, condition: Callable[..., bool], spoil: Callable[[Any], Any]) -> SimpleNamespace:

@@ -1,6 +1,5 @@
 """Tensors of a case: pinned bytes, exact dyadic values, spreads, segments."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 
 from conformance.analysis.curves import split
 from conformance.catalogue import CONTRACTS
-from conformance.core.case import Case, case_from
 from conformance.core.tensors import BITS, DTYPES, PROB_BITS, hashed, payload, probabilities, row_scales
 from conformance.families.experts.cases import (
     FAR,
@@ -37,25 +35,12 @@ from conformance.families.router.cases import (
     padding_of,
 )
 from conformance.judge.exact import bits
-from tests.core.case_examples import CASES
-
-
-def tensors_of(case: Case):
-    problem = CONTRACTS[case.function].problem(case)
-    return {
-        name: bits(x).tobytes()
-        for name, x in (problem.tensors | {f"d_{k}": x for k, x in problem.cotangents.items()}).items()
-    }
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if not case.illegal], ids=lambda case: case.id)
-def test_equal_cases_make_equal_tensors(case):
-    assert tensors_of(case) == tensors_of(case_from(json.loads(case.text)))
 
 
 def test_another_seed_makes_other_tensors():
-    case = replace(CASES[0], hidden=4)
-    assert tensors_of(case) != tensors_of(replace(case, seed=1))
+    case = RoutingCase(function="permute", tokens=3, experts=3, routing=(1, 2, 7), hidden=4)
+    first, second = (CONTRACTS["permute"].problem(one).required["tokens"] for one in (case, replace(case, seed=1)))
+    assert not torch.equal(first, second)
 
 
 def test_hashing_is_pinned():

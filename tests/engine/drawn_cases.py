@@ -9,6 +9,7 @@ from conformance.core.space import Space
 from conformance.engine.choose.draw import covering_cases, drawn, strategy
 
 FUNCTIONS = tuple(CONTRACTS)
+OF_EACH_FAMILY = tuple({type(contract).__module__.split(".")[2]: name for name, contract in CONTRACTS.items()}.values())
 WIDE = ("wide_rows", "wide_columns")
 FAR = (*WIDE, "wide_depth")
 BATCH = 50
@@ -48,8 +49,9 @@ NEAR = (*STEPPED, *PARAMETERS)  # nor do parameters, of which the results are vi
 
 
 @functools.cache
-def draws(function: str, seed: int, count: int) -> list[Case]:
-    return drawn(strategy(function, Space()), seed, count)
+def draws(function: str, batch: int = 0) -> list[Case]:
+    """A batch of cases, each drawn from a seed of its own."""
+    return drawn(strategy(function, Space()), batch, BATCH)
 
 
 def most_draws(function: str) -> int:

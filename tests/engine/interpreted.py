@@ -344,4 +344,5 @@ if __name__ == "__main__":
         interpreting.mended.apply(sys.modules["triton.runtime.interpreter"])
     once = results()
     # A second round meets what the first has stored.
-    print(json.dumps({"active": active, "results": once, "stable": not active or results() == once}))
+    stable = not active or results() == once
+    print(json.dumps({"active": active, "sentence": interpreting.sentence(), "results": once, "stable": stable}))

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -13,44 +14,49 @@ from conformance.core.space import Space
 from conformance.engine.choose.draw import drawn, far_cases, run_seed, strategy
 from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
-from tests.engine.drawn_cases import BATCH, FUNCTIONS, STEPPED, draws, most_draws
+from tests.engine.drawn_cases import BATCH, FUNCTIONS, OF_EACH_FAMILY, STEPPED, draws, most_draws
 from tests.engine.promises import everywhere, laws_of_draws
 from tests.engine.promises_of_functions import PROMISES
 
-
-def unreached(function: str, cases) -> list[str]:
-    return [
-        name
-        for name, promise in (PROMISES[function] | everywhere(function)).items()
-        if not any(promise(case) for case in cases)
-    ]
+of_every_function = pytest.mark.parametrize(
+    "function", FUNCTIONS, scope="module"
+)  # one after another: they share draws
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+def promises_of(function: str) -> dict[str, Any]:
+    return PROMISES[function] | everywhere(function)
+
+
+def unreached(promises: dict[str, Any], cases) -> dict[str, Any]:
+    """The promises that no case keeps."""
+    return {name: promise for name, promise in promises.items() if not any(promise(case) for case in cases)}
+
+
+@of_every_function
 def test_the_draws_reach_all_that_is_promised(function):
-    missing = unreached(function, far_cases(function, Space()))
+    missing = unreached(promises_of(function), far_cases(function, Space()))
     for batch in range(-(-most_draws(function) // BATCH)):
         if missing:
-            missing = [name for name in unreached(function, draws(function, batch, BATCH)) if name in missing]
-    assert missing == []
+            missing = unreached(missing, draws(function, batch))
+    assert [*missing] == []
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@of_every_function
 def test_draws_that_are_held_back_are_missed(function):
     plain = replace(
-        draws(function, 0, BATCH)[0],
+        draws(function)[0],
         law="",
         poison="nan",
         **({} if function in STEPPED else {"layout": "contiguous", "layout_of": ""}),
     )
-    assert "poison max" in unreached(function, [plain])
-    assert {f"law {law}" for law in laws_of_draws(function)} <= set(unreached(function, [plain]))
+    missing = unreached(promises_of(function), [plain])
+    assert {"poison max", *(f"law {law}" for law in laws_of_draws(function))} <= missing.keys()
 
 
 # ---- what they depend on
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", OF_EACH_FAMILY)
 def test_the_same_seed_draws_the_same_cases_and_another_seed_others(function):
     first, again, other = (drawn(strategy(function, Space()), seed, 8) for seed in (7, 7, 8))
     assert first == again
@@ -59,20 +65,20 @@ def test_the_same_seed_draws_the_same_cases_and_another_seed_others(function):
 
 
 DRAW_ELSEWHERE = """
+import sys
 from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
-from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
-for function in tuple(CONTRACTS)[::5]:
+for function in sys.argv[1:]:
     for kind in ("fixed", "drawn"):
-        print(*(case.id for case in cases_of(Section(kind, function), PROFILES["gate"], Space(), 0)))
+        print(*(case.id for case in cases_of(Section(kind, function), PROFILES["smoke"], Space(), 0)))
 """
 
 
 def test_the_cases_depend_on_neither_folder_nor_process(tmp_path):
     environment = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
     told = subprocess.run(
-        [sys.executable, "-c", DRAW_ELSEWHERE],
+        [sys.executable, "-c", DRAW_ELSEWHERE, *OF_EACH_FAMILY],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -80,8 +86,8 @@ def test_the_cases_depend_on_neither_folder_nor_process(tmp_path):
         check=True,
     ).stdout
     here = [
-        cases_of(Section(kind, function), PROFILES["gate"], Space(), 0)
-        for function in FUNCTIONS[::5]
+        cases_of(Section(kind, function), PROFILES["smoke"], Space(), 0)
+        for function in OF_EACH_FAMILY
         for kind in ("fixed", "drawn")
     ]
     assert told.splitlines() == [" ".join(case.id for case in cases) for cases in here]

@@ -20,7 +20,7 @@ from conformance.engine.run.session import judge
 from conformance.interface import UsageError
 
 DEFECT = "conformance.mutants.planted:P21.moe_ref.permutation"
-WORKERS = 4
+WORKERS = 2
 
 
 def options(folder: Path, **more) -> Options:
@@ -39,7 +39,7 @@ def losing_one(mark: Path) -> Callable[..., Answer]:
     return run
 
 
-def test_four_workers_of_which_one_is_lost_give_the_verdict_of_one_machine(tmp_path, monkeypatch):
+def test_two_workers_of_which_one_is_lost_give_the_verdict_of_one_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(ray, "init", functools.partial(ray.init, num_cpus=WORKERS))
     monkeypatch.setattr(cluster, "SHARDS", 1)
     monkeypatch.setattr(cluster, "run_shard", losing_one(tmp_path / "lost"))

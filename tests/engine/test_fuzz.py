@@ -228,8 +228,7 @@ def test_an_illegal_argument_is_refused_with_a_sentence(tmp_path, capsys, flags,
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_ends_the_search_at_once_with_what_was_found(tmp_path, number):
+def test_a_signal_ends_the_search_at_once_with_what_was_found(tmp_path):
     (tmp_path / "wrong_kernels.py").write_text(IMPLEMENTATIONS["wrong"])
     flags = ["--impl", "wrong_kernels", "--function", FUNCTION, "--minutes", "600", "--jobs", "1", "--device", "cpu"]
     process = subprocess.Popen(
@@ -243,9 +242,9 @@ def test_a_signal_ends_the_search_at_once_with_what_was_found(tmp_path, number):
     try:
         assert process.stderr is not None
         assert "its smallest case will follow" in process.stderr.readline()
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         printed, _ = process.communicate(timeout=600)  # of a search of ten hours
     finally:
         process.kill()
     assert process.returncode == 1
-    assert f"ended by {number.name}" in printed and "moe-conformance replay" in printed
+    assert "ended by SIGTERM" in printed and "moe-conformance replay" in printed

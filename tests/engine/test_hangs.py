@@ -23,7 +23,7 @@ from tests.engine.waiting import BACKSTOP_SECONDS
 
 ONE = RoutingCase(function="permute", tokens=3, experts=1, hidden=2, routing=(1, 1, 1))
 TWO = RoutingCase(function="permute", tokens=3, experts=2, hidden=2, routing=(1, 2, 3))
-HOGS = 8
+HOGS = 4
 
 
 @contextlib.contextmanager

@@ -17,11 +17,6 @@ EVERY_LAW = {
 }
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"MOE_CONFORMANCE_FAMILIES": MODULE, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
 CHOSEN = """
 import json
 from conformance.catalogue import CONTRACTS
@@ -47,11 +42,56 @@ print(json.dumps({kind: [case.record() for case in cases] for kind, cases in lis
 """
 
 
+WRONG = json.dumps({"function": "reverse", "rows": 4, "dtype": "bfloat16"})
+COMMANDS = {
+    "list": ["list"],
+    "honest": ["run", "--impl", KERNELS, "--profile", "gate", "--jobs", "1"],
+    "wrong": ["run", "--impl", f"{MODULE}.wrong", "--profile", "gate", "--jobs", "1", "--corpus", "kept"],
+    "replay wrong": ["replay", WRONG, "--impl", f"{MODULE}.wrong"],
+    "replay honest": ["replay", WRONG, "--impl", KERNELS],
+    "mutants": ["mutants", "--impl", KERNELS, "--only", "TOY01", "--jobs", "1"],
+}
+CALLED = """
+import contextlib, io, json, sys
+from conformance.cli import main
+if __name__ == "__main__":
+    for words in json.load(sys.stdin):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            code = main(words)
+        print(json.dumps([code, out.getvalue()]))
+"""
+
+
 @pytest.fixture(scope="module")
-def chosen() -> dict[str, list[dict]]:
-    done = python("-c", CHOSEN)
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("toy")
+
+
+def python(folder: Path, program: str, given: object = None) -> list:
+    """The lines that a program prints as JSON, where the environment names the family."""
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    environment = os.environ | {"MOE_CONFORMANCE_FAMILIES": MODULE, "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps(given),
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def chosen(folder) -> dict[str, list[dict]]:
+    return python(folder, CHOSEN)[0]
+
+
+@pytest.fixture(scope="module")
+def told(folder) -> dict[str, tuple[int, str]]:
+    """The exit code and the output of each command."""
+    return dict(zip(COMMANDS, python(folder, CALLED, [*COMMANDS.values()]), strict=True))
 
 
 def values(cases: list[dict], field: str, default: object = "") -> set:
@@ -99,26 +139,17 @@ def test_golden_and_illegal_calls_are_listed(chosen):
     assert [case.get("golden") or case["illegal"] for case in chosen["fixed"]] == ["one_kept", "kept_negative"]
 
 
-def test_the_command_lists_it():
-    listed = python("-m", "conformance", "list")
-    assert "reverse(kept) -> y" in listed.stdout, listed.stderr
+def test_the_command_lists_it(told):
+    assert "reverse(kept) -> y" in told["list"][1]
 
 
-def test_a_run_judges_it_and_finds_the_smallest_failing_case(tmp_path):
-    honest = python("-m", "conformance", "run", "--impl", KERNELS, "--profile", "gate", "--jobs", "1")
-    assert honest.returncode == 0, honest.stdout + honest.stderr
-    assert "1 functions" in honest.stdout
-    wrong = python("-m", "conformance", "run", "--impl", f"{MODULE}.wrong", "--profile", "gate", "--jobs", "1",
-                   "--corpus", str(tmp_path))  # fmt: skip
-    assert wrong.returncode == 1, wrong.stdout + wrong.stderr
-    saved = [json.loads(path.read_text())["case"] for path in tmp_path.glob("*.json")]
-    assert {"schema": 1, "function": "reverse", "rows": 4, "dtype": "bfloat16"} in saved
-    text = json.dumps({"function": "reverse", "rows": 4, "dtype": "bfloat16"})
-    assert python("-m", "conformance", "replay", text, "--impl", f"{MODULE}.wrong").returncode == 1
-    assert python("-m", "conformance", "replay", text, "--impl", KERNELS).returncode == 0
+def test_a_run_judges_it_and_finds_the_smallest_failing_case(told, folder):
+    assert told["honest"][0] == 0 and "1 functions" in told["honest"][1], told["honest"]
+    assert told["wrong"][0] == 1, told["wrong"]
+    saved = [json.loads(path.read_text())["case"] for path in (folder / "kept").glob("*.json")]
+    assert {"schema": 1} | json.loads(WRONG) in saved
+    assert (told["replay wrong"][0], told["replay honest"][0]) == (1, 0)
 
 
-def test_its_planted_defect_is_killed():
-    done = python("-m", "conformance", "mutants", "--impl", KERNELS, "--only", "TOY01", "--jobs", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "killed by value" in done.stdout
+def test_its_planted_defect_is_killed(told):
+    assert told["mutants"][0] == 0 and "killed by value" in told["mutants"][1], told["mutants"]

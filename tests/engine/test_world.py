@@ -3,7 +3,6 @@ and nothing is left running.
 """
 
 import math
-import os
 import pickle
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from conformance.cli import main
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
@@ -155,73 +155,44 @@ def test_a_world_that_has_no_room_is_refused_with_a_sentence():
     )
 
 
-def under_torchrun(name: str, ranks: int, tmp_path: Path, seconds: float = 20.0) -> str:
-    """What rank 0 prints of each outcome of THREE, run twice."""
-    script = tmp_path / "judge.py"
-    script.write_text(f"""
+UNDER_TORCHRUN = """
 import sys
-sys.path.insert(0, {HERE[0]!r})
 from conformance.engine.options import ChildOptions
 from conformance.engine.world.torchrun import lend_rank, torchrun_rank
 from conformance.engine.run.pool import Pool
-from conformance.engine.world.world import SILENCE_SECONDS, Member, end_of_silence
 from tests.engine.world_fixtures import ShiftCase, register
 
 if __name__ == "__main__":
     register()
-    options = ChildOptions("tests.engine.world_fixtures:{name}", "cpu", search=({HERE[0]!r},))
+    options = ChildOptions("tests.engine.world_fixtures:DIES_WITH_THREE_ROWS", "cpu", search=tuple(sys.path[:1]))
     if torchrun_rank().rank:
         sys.exit(lend_rank(torchrun_rank(), options))
-    with Pool(options, case_seconds={seconds}) as pool:
-        for _ in range(2):
-            for _, outcome in pool.run([ShiftCase(function="shift", ranks=3, rows=2, grads="x")]):
+    with Pool(options, case_seconds=20.0) as pool:
+        for rows in (2, 3, 2):
+            for _, outcome in pool.run([ShiftCase(function="shift", ranks=3, rows=rows, grads="x")]):
                 print(outcome.status, outcome.reason, outcome.finding)
-""")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(ranks),
-        "--standalone",
-        str(script),
-    ]
+"""
+
+
+def test_under_torchrun_its_processes_are_the_ranks_and_one_that_dies_is_named_and_replaced(tmp_path):
+    script = tmp_path / "judge.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {HERE[0]!r})\n{UNDER_TORCHRUN}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--standalone", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=BACKSTOP_SECONDS)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    first, second, third = done.stdout.splitlines()
+    assert first == third == "PASS  None"
+    assert second.startswith("CRASH rank 1 of 3: SIGABRT at ")
 
 
-def test_under_torchrun_its_processes_are_the_ranks(tmp_path):
-    assert under_torchrun("RIGHT", 3, tmp_path).split() == ["PASS", "None"] * 2
-
-
-def test_under_torchrun_a_rank_that_dies_is_named_and_the_world_is_formed_again(tmp_path):
-    told = under_torchrun("DIES", 3, tmp_path).splitlines()
-    assert len(told) == 2
-    assert all(line.startswith("CRASH rank 1 of 3: SIGABRT at ") for line in told)
-
-
-def test_a_port_that_is_taken_is_said_in_a_sentence():
+def test_a_port_that_is_taken_is_said_in_a_sentence(monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [
-            sys.executable,
-            "-m",
-            "conformance",
-            "run",
-            "--impl",
-            "moe_ref",
-            "--profile",
-            "smoke",
-            "--device",
-            "cpu",
-        ]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=BACKSTOP_SECONDS, env=os.environ | place, cwd=HERE[0]
-        )
-    assert done.returncode == 2
-    assert f"MASTER_PORT={port}: rank 0 cannot listen there, the port may be taken" in done.stderr
+        port = str(taken.getsockname()[1])
+        rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in rank.items():
+            monkeypatch.setenv(name, value)
+        assert main(["run", "--impl", "moe_ref", "--profile", "smoke", "--device", "cpu"]) == 2
+    assert f"MASTER_PORT={port}: rank 0 cannot listen there, the port may be taken" in capfd.readouterr().err
 
 
 # ---- ranks that do not come

@@ -104,6 +104,7 @@ RIGHT = SimpleNamespace(shift=shift)
 RAISES = _unless_rank_1(_raise)
 HANGS = _unless_rank_1(lambda x, group: time.sleep(1000))
 DIES = _unless_rank_1(lambda x, group: os.abort())
+DIES_WITH_THREE_ROWS = _unless_rank_1(lambda x, group: os.abort() if len(x) == 3 else shift(x, group=group))
 ALONE = _unless_rank_1(lambda x, group: x)  # returns without joining the collective
 WRONG = _unless_rank_1(lambda x, group: shift(x, group=group) + 1)
 

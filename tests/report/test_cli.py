@@ -22,14 +22,10 @@ def only(label: str) -> tuple[str, str]:
 
 
 BAD = [
-    (smoke("nobody"), "there is no module 'nobody'"),
     (smoke("moe_ref:nothing"), "moe_ref has no 'nothing'"),
     (smoke("broken"), "importing it raised RuntimeError: no such card"),
     (smoke("leaving"), "importing it raised SystemExit: 3"),
     (smoke("dying"), "the process died while importing it (exit code 3)"),
-    (smoke(""), "--impl is empty"),
-    (("run",), "--impl"),
-    (("run", "--impl", "moe_ref", "--profile", "huge"), "invalid choice: 'huge'"),
     (smoke("moe_ref", "--function", "premute"), "--function is 'premute'; the nearest is permute; known are gate, "),
     (smoke("two", "--function", "permute,gate"), "--function gate is not offered by two, which offers permute, unperm"),
     (smoke("two", "--function", "gate", "--function", "permute"), "--function gate is not offered by two, which off"),
@@ -37,19 +33,11 @@ BAD = [
     (smoke("two", "--where", "dtype=float17"), "--where: dtype is 'float17'; it must be one of float32, "),
     (smoke("two", "--where", "dtype bfloat16"), "is no term; a predicate is field=value, field!=value, "),
     (smoke("moe_ref", "--function", ","), "--function is ','; it must be names of functions"),
-    (smoke("moe_ref", "--shard", "3/2"), "--shard is '3/2'"),
-    (smoke("moe_ref", "--shard", "0/2"), "--shard is '0/2'"),
-    (smoke("moe_ref", "--shard", "half"), "--shard is 'half'; it must be i/n"),
-    (smoke("moe_ref", "--jobs", "-1"), "--jobs is -1"),
-    (smoke("moe_ref", "--jobs", "many"), "invalid int value: 'many'"),
     (smoke("moe_ref", "--case-seconds", "0"), "--case-seconds is 0"),
     (smoke("moe_ref", "--seconds", "-1"), "--seconds is -1.0; it must be 0 (no limit) or more"),
-    (smoke("moe_ref", "--report", "out.pdf"), "--report out.pdf: the ending must be one of .json, .xml, .md"),
     (smoke("moe_ref", "--report", "nowhere/out.json"), "there is no folder"),
-    (smoke("moe_ref", "--waivers", "missing.toml"), "--waivers missing.toml"),
     (smoke("moe_ref", "--waivers", "bad.toml"), "--waivers bad.toml"),
     (smoke("moe_ref", "--waivers", "expired.toml"), "waiver 1 is stale: it expired on 2020-01-01 (known)"),
-    (smoke("moe_ref", "--baseline", "missing.json"), "--baseline missing.json"),
     (smoke("moe_ref", "--baseline", "text.json"), "--baseline text.json: not a JSON report"),
     (smoke("moe_ref", "--baseline", "list.json"), "--baseline list.json: not a JSON report"),
     (smoke("moe_ref", "--baseline", "number.json"), "--baseline number.json: not a JSON report"),
@@ -71,11 +59,7 @@ BAD = [
         ("replay", '{"function": "permute", "align": 2, "capacity": 2}', "--impl", "moe_ref"),
         "a capacity excludes align and num_rows",
     ),
-    (("replay", '{"function": "permute"}', "--impl", "nobody"), "there is no module 'nobody'"),
     (("minimize", "0123456789ab", "--impl", "moe_ref"), "there is no case '0123456789ab'"),
-    (("check-adapter", "--impl", "nobody"), "there is no module 'nobody'"),
-    (("fly",), "invalid choice: 'fly'"),
-    ((), "VERB"),
 ]
 
 
@@ -123,22 +107,16 @@ def test_only_chosen_functions_are_judged(call, place):
     assert f"{len(CONTRACTS) - 1} functions not chosen" in out
 
 
-def test_a_wrong_function_fails_where_it_is_chosen_only(call, place):
-    (place / "both.py").write_text((place / "wrong.py").read_text() + "\npad_routing_map = moe_ref.pad_routing_map\n")
-    assert call(*smoke("both", "--function", "pad_routing_map"))[0] == 0
-    assert call(*smoke("both", "--function", "permute"))[0] == 1
-
-
 def test_a_baseline_compares_what_both_runs_chose(call):
     assert call(*smoke("two", "--report", "both.json"))[0] == 0
     assert call(*smoke("good", "--function", "permute", "--baseline", "both.json", "--report", "one.json"))[0] == 0
     assert call(*smoke("two", "--baseline", "one.json"))[0] == 0
-    assert call(*smoke("good", "--baseline", "both.json"))[0] == 5
+    code, out, _ = call(*smoke("good", "--baseline", "both.json"))
+    assert (code, "unpermute was conformant in the baseline and is not offered any more" in out) == (5, True)
 
 
 def test_only_matching_cases_are_judged(call, place):
     """`wrong` mixes up the rows of the third expert."""
-    assert call(*smoke("wrong"))[0] == 1
     code, out, _ = call(*smoke("wrong", "--where", "experts<3 and dtype=bfloat16", "--report", "few.json"))
     report = json.loads((place / "few.json").read_text())
     assert (code, report["where"]) == (0, "experts<3 and dtype=bfloat16")
@@ -175,11 +153,8 @@ def test_a_specialist_is_conformant_within_its_scope(call, place):
     assert (code, "scope scaling=mxfp8: other cases are left out" in out) == (0, True)
 
 
-def test_the_same_functions_without_the_scope_differ(call, place):
-    text = (place / "specialist.py").read_text()
-    (place / "general.py").write_text(text.replace('scope = "scaling=mxfp8"', ""))
-    assert call(*smoke("general", "--function", "quantize"))[0] == 1
-    (place / "wide.py").write_text(text.replace("mxfp8", "block", 1))
+def test_a_function_that_differs_within_its_scope_fails(call, place):
+    (place / "wide.py").write_text((place / "specialist.py").read_text().replace("mxfp8", "block", 1))
     assert call(*smoke("wide", "--function", "quantize"))[0] == 1
 
 
@@ -246,15 +221,12 @@ def test_the_reference_conforms_and_the_report_says_so(call, place):
     assert (place / "out.md").read_text().startswith("# CONFORMANT")
 
 
-def test_what_the_baseline_offers_must_still_be_offered(call):
-    assert call(*smoke("two", "--report", "out.json"))[0] == 0
-    assert call(*smoke("two", "--baseline", "out.json"))[0] == 0
-    code, out, _ = call(*smoke("good", "--baseline", "out.json"))
-    assert (code, "unpermute was conformant in the baseline and is not offered any more" in out) == (5, True)
-
-
 def test_a_wrong_permute_is_found_replayed_and_minimized(call, place, monkeypatch):
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
     code, out, _ = call(*smoke("wrong"))
+    assert [
+        line for line in out.splitlines() if line.startswith("::error file=wrong.py,line=5,title=permute differs::")
+    ]
     assert code == 1
     assert "NOT CONFORMANT   1 of 1 functions differ" in out
     assert re.search(
@@ -309,20 +281,7 @@ def test_a_signature_without_a_setting_is_judged_without_it(call):
     assert (code, "unpermute           conformant" in out) == (0, True)
 
 
-def test_shards_run_every_section_once(call, place):
-    counts = []
-    for shard in ("1/2", "2/2", ""):
-        code, _, _ = call(*smoke("two", "--shard", shard, "--report", "out.json"))
-        assert code == 0
-        report = json.loads((place / "out.json").read_text())
-        counts.append({name: report["functions"][name]["cases"] for name in ("permute", "unpermute")})
-    first, second, both = counts
-    assert sum(first.values()) > 0 < sum(second.values())
-    assert {name: first[name] + second[name] for name in both} == both
-    assert len({section.label for section in sections()}) == 1 + (len(KINDS) - 1) * len(CONTRACTS)
-
-
-def test_shards_of_one_function_are_no_failures(call, place):
+def test_shards_run_every_case_once_and_an_empty_one_is_no_failure(call, place):
     counts = {}
     for shard in ("1/2", "2/2", "4/4", ""):
         code, out, _ = call(*smoke("good", "--shard", shard, "--report", "out.json"))
@@ -333,6 +292,7 @@ def test_shards_of_one_function_are_no_failures(call, place):
         assert report["functions"]["permute"]["status"] == ("not run" if shard == "4/4" else "conformant")
     assert counts["1/2"] > 0 < counts["2/2"] and not counts["4/4"]
     assert counts["1/2"] + counts["2/2"] == counts[""]
+    assert len({section.label for section in sections()}) == 1 + (len(KINDS) - 1) * len(CONTRACTS)
 
 
 def test_cases_in_the_corpus_run_first(call, place):
@@ -359,15 +319,3 @@ def test_the_committed_corpus_is_part_of_every_run(call, place, monkeypatch):
     code, _, _ = call(*smoke("wrong", *only("corpus")))
     assert code == 1
     assert corpus.read_folder(corpus.COMMITTED)
-
-
-def test_github_gets_annotations(call, monkeypatch):
-    monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    code, out, _ = call(*smoke("wrong", *only("drawn-permute")))
-    assert code == 1
-    assert [
-        line for line in out.splitlines() if line.startswith("::error file=wrong.py,line=5,title=permute differs::")
-    ]
-
-
-# ---- the other verbs

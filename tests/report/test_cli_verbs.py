@@ -97,22 +97,26 @@ def nobody_left(group: int, place: Path) -> bool:
     return False
 
 
-def test_pytest_with_two_workers_runs_the_same_suite(call, place):
+def test_pytest_with_two_workers_runs_the_same_suite_and_names_a_report_that_is_not_written(call, place):
+    (place / "full.json").symlink_to("/dev/full")
     processes = {
-        name: spawn(*SUITE, "-n", "2", *smoke_items(name, "--moe-report", f"{name}.json")) for name in ("two", "nobody")
+        name: spawn(*SUITE, "-n", "2", *smoke_items(name, f"--moe-report={name}.json", "--moe-report=full.json"))
+        for name in ("two", "nobody")
     }
     told = {name: process.communicate() for name, process in processes.items()}
-    assert processes["two"].returncode == 0, told["two"]
     assert "moe-conformance: two, profile smoke; each process first imports torch" in told["two"][0]
     assert "CONFORMANT   2 functions" in told["two"][0]
+    assert "--moe-report full.json: not written: No space left on device" in told["two"][0]
+    assert processes["two"].returncode == 3, told["two"]
     assert call(*smoke("two", "--report", "alone.json"))[0] == 0
-    spread, alone = (json.loads((place / name).read_text())["functions"] for name in ("two.json", "alone.json"))
-    assert {name: function["cases"] for name, function in spread.items()} == {
-        name: function["cases"] for name, function in alone.items()
+    spread, alone = (json.loads((place / name).read_text()) for name in ("two.json", "alone.json"))
+    assert spread["exit_code"] == alone["exit_code"] == 0
+    assert {name: function["cases"] for name, function in spread["functions"].items()} == {
+        name: function["cases"] for name, function in alone["functions"].items()
     }
     assert processes["nobody"].returncode == 2
     assert "--moe-impl nobody: there is no module 'nobody'" in "".join(told["nobody"])
-    assert "Traceback" not in "".join(told["nobody"])
+    assert "Traceback" not in "".join([*told["two"], *told["nobody"]])
 
 
 @pytest.mark.parametrize("plugin", ["conformance.plugin", "no:conformance.plugin"])

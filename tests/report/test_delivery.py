@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -142,16 +141,6 @@ def test_a_merged_verdict_is_printed_where_its_report_fails(call, place, full):
     assert json.loads((place / "merged.json").read_text())["verdict"] == "CONFORMANT"
 
 
-def test_the_pytest_plugin_prints_the_verdict_and_names_the_report(place, full):
-    flags = ["--moe-impl=good", "--moe-profile=smoke", f"--moe-report={full}", "--moe-report=out.md"]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--pyargs", "conformance", "-q"]
-    done = subprocess.run([*command, "-p", "conformance.plugin", *flags], capture_output=True, text=True)
-    assert done.returncode == 3
-    assert "CONFORMANT   1 functions" in done.stdout
-    assert f"--moe-report {full}: not written: {FULL}" in done.stdout and "Traceback" not in done.stdout
-    assert "CONFORMANT" in (place / "out.md").read_text()
-
-
 # ---- the output
 
 
@@ -199,13 +188,10 @@ def test_a_failure_whose_case_cannot_be_saved_is_printed_with_its_text(call, pla
 
 
 def test_a_minimized_case_that_cannot_be_saved_is_printed(call, place):
-    code, out, err = call("minimize", SMALL.changed(tokens=3, routing=(4, 4, 4)).text, "--impl", "wrong")
-    assert (code, "saved as" in out) == (1, True)
-    code, out, err = call(
-        *("minimize", SMALL.changed(tokens=3, routing=(4, 4, 4)).text, "--impl", "wrong"),
-        *("--corpus", "text.txt/kept"),
-    )
-    assert (code, "smallest case" in out, "not saved: [Errno 20]" in out) == (1, True, True), err
+    minimize = ("minimize", SMALL.changed(tokens=3, routing=(4, 4, 4)).text, "--impl", "wrong")
+    for corpus_folder, told in (("kept", "saved as"), ("text.txt/kept", "not saved: [Errno 20]")):
+        code, out, err = call(*minimize, "--corpus", corpus_folder)
+        assert (code, "smallest case" in out, told in out) == (1, True, True), err
 
 
 def test_a_case_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):

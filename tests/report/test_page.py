@@ -120,7 +120,7 @@ def test_a_routing_map_is_drawn_token_by_expert():
 def test_a_run_keeps_settings_for_a_page_alone(tmp_path: Path):
     for name, kept in (("verdict.html", True), ("verdict.json", False)):
         folder = tmp_path / name.replace(".", "_")
-        options = Options("moe_ref.permutation", profile="smoke", jobs=1, device="cpu", report=[name])
+        options = Options("moe_ref", function="permute", profile="smoke", jobs=1, device="cpu", report=[name])
         verdict = judge_with(replace(options, corpus=str(tmp_path / "corpus")), folder)
         outcomes = [entry for entry in entries(folder) if entry["kind"] == "outcome"]
         assert all(("settings" in entry) == kept for entry in outcomes) and len(outcomes) == verdict.cases
