@@ -81,7 +81,7 @@ def test_every_mistake_is_found_where_it_is(name):
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG.values()), ids=lambda case: case.id)
 def test_honest_projections_pass_the_cases_that_find_mistakes(case):
     for implementation in (moe_ref, by_layer(low_precision.ScaledFirst)):
-        assert statuses(case, implementation, 4) == {"PASS"}
+        assert statuses(case, implementation, 2) == {"PASS"}
 
 
 @pytest.mark.parametrize(

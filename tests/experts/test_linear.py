@@ -63,12 +63,10 @@ def test_two_experts_worked_out():
 # Derivatives
 
 
-@each_layout
-def test_gradients_are_its_derivatives(counts):
-    x, weight, bias, tokens_per_expert, _ = problem(counts)
-    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
-    assert torch.autograd.gradcheck(lambda x, w, b: grouped_linear(x, w, tokens_per_expert, bias=b), leaves)
-    assert torch.autograd.gradgradcheck(lambda x, w: grouped_linear(x, w, tokens_per_expert), leaves[:2])
+def test_gradients_of_gradients_are_its_derivatives():
+    x, weight, _, tokens_per_expert, _ = problem(COUNTS["a tail"])
+    leaves = [tensor.requires_grad_() for tensor in (x, weight)]
+    assert torch.autograd.gradgradcheck(lambda x, w: grouped_linear(x, w, tokens_per_expert), leaves)
 
 
 def test_linear_is_one_expert_with_all_rows():

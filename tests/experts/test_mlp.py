@@ -113,18 +113,6 @@ def test_shared_experts_worked_out():
     )
 
 
-# Derivatives
-
-
-@each_call
-def test_gradients_of_experts_are_their_derivatives(call):
-    given = tensors([1, 0, 1], call, rows=3)
-    assert torch.autograd.gradcheck(
-        lambda *leaves: call_it(grouped_mlp, dict(zip(NAMES, leaves, strict=True)), [1, 0, 1], call),
-        list(given.values()),
-    )
-
-
 @pytest.mark.parametrize(
     "call", [{}, {"clamp": 0.5, "offset": 1.0}, {"interleave": 2}, {"kind": "squared_relu"}], ids=str
 )

@@ -192,13 +192,13 @@ WRONG = [
 @pytest.mark.parametrize(("case", "wrong", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
 def test_every_mistake_is_found_where_it_is_by_its_value(case, wrong, output):
     assert fits(case)
-    assert failures(case, wrong, 4) & {(output, "bound"), (output, "ratio")}
+    assert any(finding in {(output, "bound"), (output, "ratio")} for finding in failures(case, wrong, 4))
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
 def test_honest_products_pass_the_cases_that_find_mistakes(case):
     for name in ("ScaledFirst", "ScaledLast"):
-        assert statuses(case, load(f"tests.honest.low_precision:{name}"), 4) == {"PASS"}
+        assert statuses(case, load(f"tests.honest.low_precision:{name}"), 2) == {"PASS"}
 
 
 # ---- what is declared
