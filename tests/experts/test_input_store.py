@@ -57,9 +57,9 @@ def test_the_reference_is_what_megatron_core_does():
     fused = pytest.importorskip("megatron.core.fusions.fused_bias_swiglu")
     package = SimpleNamespace(glu=lambda h, *, probs: fused.weighted_bias_swiglu_impl(h, None, probs[:, None], True))
     h, probs, d_out = numbers(9, 24), numbers(9, seed=1), numbers(9, 12, seed=2)
-    for got, right in zip(
-        results(package, h, probs, d_out), results(moe_ref, h, probs, d_out, fp8_input_store=True), strict=True
-    ):
+    with torch.compiler.set_stance("force_eager"):
+        megatrons = results(package, h, probs, d_out)
+    for got, right in zip(megatrons, results(moe_ref, h, probs, d_out, fp8_input_store=True), strict=True):
         assert torch.allclose(
             got, right, rtol=1e-5, atol=1e-5
         )  # why: float32 in another order; a gradient at h itself is off by 2e-2
