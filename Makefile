@@ -55,6 +55,7 @@ docs: setup
 
 oracles: setup
 	$(BIN)/python -m evidence.oracles
+	$(BIN)/python -m pytest evidence/megatron_claims
 
 rediscover: setup
 	$(BIN)/python -m evidence.rediscovery

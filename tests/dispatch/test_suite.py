@@ -144,13 +144,10 @@ def test_without_cases_for_them_some_laws_are_asked_by_nobody():
 DEFECTS = [
     ("E07", plain("allgather_dispatch", grads="tokens"), "d_tokens", "bound"),
     ("F02", plain("alltoall_dispatch", values="integers", law="in_flight"), "rows", "in_flight"),
-    ("L01", plain("hybridep_dispatch", spread="uniform"), "rows", "exact"),
     ("L03", plain("deepep_dispatch", counts=(4, 4)), "indices", "exact"),
     ("L05", plain("deepep_low_latency_combine"), "tokens", "bound"),
     ("L06", plain("hybridep_dispatch", counts=(3,), topk=1, slots=(0, 0, 0), slack=-1), "overflow", "exact"),
     ("L08", plain("hybridep_dispatch", align=4), "rows", "exact"),
-    ("L10", plain("hybridep_combine", align=4), "tokens", "bound"),
-    ("L12", plain("hybridep_dispatch", slack=-1, spread="one_rank"), "overflow", "exact"),
     ("L15", plain("deepep_low_latency_dispatch"), "layout_range", "exact"),
     ("L16", plain("deepep_cached_dispatch", law="determinism"), "", ""),
 ]

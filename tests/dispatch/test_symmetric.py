@@ -68,13 +68,16 @@ def same(got: Tensor, right: Tensor) -> bool:
 
 
 FEW = Programs(num_sms=1, num_blocks=3)
-SETTINGS = [(None, 64), (4, 64), (2, 8), (1, 0)]  # align, num_rows: with room, and without
+SETTINGS = [  # ranks, align, num_rows, dtype: with room, and without
+    (1, None, 64, torch.float32),
+    (2, 4, 64, torch.bfloat16),
+    (3, 2, 8, torch.bfloat16),
+    (3, 1, 0, torch.float32),
+]
 
 
 @pytest.mark.parametrize("once", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("align", "num_rows"), SETTINGS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "align", "num_rows", "dtype"), SETTINGS)
 def test_dispatch_combine_and_their_transposes_are_the_references(ranks, align, num_rows, dtype, once):
     world = World(ranks + num_rows, ranks, dtype)
     slabs = world.slabs(num_rows)

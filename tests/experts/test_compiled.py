@@ -45,7 +45,6 @@ def shared(rows: Tensor, _: Tensor, fc1: Tensor, fc2: Tensor, probs: Tensor) -> 
 
 
 CALLS = {
-    "mlp": mlp,
     "products": products,
     "shared": shared,
     "recompute": lambda *x: mlp(*x, recompute="moe_act", fp8_input_store=True),

@@ -14,7 +14,7 @@ from moe_fast.experts.segments import plan_of
 from moe_fast.launch import backend, tuning
 from moe_fast.launch.tuning import GroupedTile
 from moe_ref.config import Recipe
-from tests.common.fast import assert_same_error, interpreted, normal, record_reads
+from tests.common.fast import interpreted, normal, record_reads
 
 pytestmark = interpreted
 module = import_module("moe_fast.experts.linear")
@@ -208,21 +208,3 @@ def test_what_is_not_computed_is_refused_and_declared(function):
     doubles = [tensor.double() for tensor in arguments]
     assert moe_fast.supports(function, *doubles, counts, accumulator="float64") is None
     assert moe_fast.supports(function, *doubles, counts, recipe=Recipe("current")).startswith("rows")
-
-
-ILLEGAL = {
-    "weight of another width": lambda x, w, b, c: ((x, w[..., 1:], c), {}),
-    "weight of another dtype": lambda x, w, b, c: ((x, w.float(), c), {}),
-    "too few counts": lambda x, w, b, c: ((x, w, c[1:]), {}),
-    "counts that are no integers": lambda x, w, b, c: ((x, w, c.float()), {}),
-    "bias of another width": lambda x, w, b, c: ((x, w, c), {"bias": b[:, 1:]}),
-    "rows of integers": lambda x, w, b, c: ((x.int(), w.int(), c), {}),
-    "an accumulator there is none of": lambda x, w, b, c: ((x, w, c), {"accumulator": "bfloat16"}),
-    "noise without a recipe": lambda x, w, b, c: ((x, w, c), {"noise": x}),
-}
-
-
-@pytest.mark.parametrize("illegal", ILLEGAL.values(), ids=ILLEGAL)
-def test_an_illegal_call_raises_what_the_reference_raises(illegal):
-    arguments, settings = illegal(*problem([3, 2], rows=5, tail=0.0)[:4])
-    assert_same_error("grouped_linear", *arguments, **settings)

@@ -28,8 +28,7 @@ WGRAD = {
 }
 
 
-@pytest.mark.parametrize("turned", [True, False])
-@pytest.mark.parametrize("bias", [None, "*bf16"])
+@pytest.mark.parametrize(("turned", "bias"), [(True, "*bf16"), (False, None)])
 def test_products_of_rows_compile(turned, bias):
     tiles = ROWS | {"weight_desc": ("bf16", [1, 256, 64] if turned else [1, 64, 256])}
     constants = {"TURNED": turned, **hopper.MATMUL}
@@ -50,8 +49,7 @@ def test_activated_products_compile(gathered):
     assert products == 4 * 2 * 2  # of each group: the steps that activate, and the others
 
 
-@pytest.mark.parametrize("groups", [2, 3])
-@pytest.mark.parametrize("bias", [None, "*bf16"])
+@pytest.mark.parametrize(("groups", "bias"), [(2, None), (3, "*bf16")])
 def test_products_of_codes_compile(groups, bias):
     constants = {"GROUPS": groups, "STAGES": STAGES[groups], "num_warps": 4}
     shared, products, spilled = compiled(

@@ -12,19 +12,13 @@ import moe_fast
 import moe_ref
 from conformance.analysis.input_store import MOST_KEPT, in_e4m3, kept_in_e4m3
 from conformance.analysis.running import Running
-from conformance.engine.child import poison
-from conformance.engine.child.evaluate import evaluate
 from conformance.families.experts.cases import ActivationCase
 from conformance.families.experts.cases_mlp import MlpCase, SharedCase
-from conformance.interface import Implementation
 from moe_ref.quantization.formats import E4M3, E5M2, Format, decode, encode
+from tests.common.fast import interpreted
+from tests.common.suite import failures, statuses
 
-poison.install()
-
-INTERPRETED = pytest.mark.skipif(
-    not moe_fast.launch.backend.INTERPRETED, reason="the tensors of these tests are on the CPU"
-)
-NAMESPACES = [pytest.param(moe_ref, id="moe_ref"), pytest.param(moe_fast, id="moe_fast", marks=INTERPRETED)]
+NAMESPACES = [pytest.param(moe_ref, id="moe_ref"), pytest.param(moe_fast, id="moe_fast", marks=interpreted)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SETTINGS = (
     {},
@@ -63,9 +57,9 @@ def test_the_reference_is_what_megatron_core_does():
     fused = pytest.importorskip("megatron.core.fusions.fused_bias_swiglu")
     package = SimpleNamespace(glu=lambda h, *, probs: fused.weighted_bias_swiglu_impl(h, None, probs[:, None], True))
     h, probs, d_out = numbers(9, 24), numbers(9, seed=1), numbers(9, 12, seed=2)
-    for got, right in zip(
-        results(package, h, probs, d_out), results(moe_ref, h, probs, d_out, fp8_input_store=True), strict=True
-    ):
+    with torch.compiler.set_stance("force_eager"):
+        megatrons = results(package, h, probs, d_out)
+    for got, right in zip(megatrons, results(moe_ref, h, probs, d_out, fp8_input_store=True), strict=True):
         assert torch.allclose(
             got, right, rtol=1e-5, atol=1e-5
         )  # why: float32 in another order; a gradient at h itself is off by 2e-2
@@ -101,7 +95,7 @@ def test_a_byte_for_each_number_is_saved(namespace):
     assert bytes_saved(lambda: namespace.glu(h, fp8_input_store=True)) == {(9, 24): 9 * 24}
 
 
-@INTERPRETED
+@interpreted
 def test_an_expert_saves_its_hidden_numbers_as_bytes_and_nothing_else_more():
     rows, counts, fc1, fc2 = (
         numbers(9, 5),
@@ -117,7 +111,7 @@ def test_an_expert_saves_its_hidden_numbers_as_bytes_and_nothing_else_more():
     assert plain == kept
 
 
-@INTERPRETED
+@interpreted
 def test_nothing_is_encoded_where_no_gradient_is_wanted(monkeypatch):
     made = []
     original = torch.empty
@@ -229,24 +223,20 @@ WRONG = {
 }
 
 
-def statuses(case, namespace) -> set[str]:
-    return {evaluate(replace(case, seed=seed), Implementation(namespace, "here")).status for seed in range(4)}
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("name", HONEST)
 def test_any_honest_cast_is_accepted(name, case):
-    assert statuses(case, HONEST[name]) == {"PASS"}
+    assert statuses(case, HONEST[name], 2) == {"PASS"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("name", WRONG)
 def test_another_way_of_storing_is_found(name, case):
-    assert "FAIL" in statuses(case, WRONG[name])
+    assert any(failures(case, WRONG[name], 4))
 
 
 def test_an_output_of_the_stored_numbers_is_found():
-    assert statuses(GLU, output_of_the_codes()) == {"FAIL"}
+    assert statuses(GLU, output_of_the_codes(), 4) == {"FAIL"}
 
 
 def test_a_gradient_lost_beside_a_number_beyond_the_range_is_found():
@@ -256,7 +246,7 @@ def test_a_gradient_lost_beside_a_number_beyond_the_range_is_found():
         return torch.where((x.abs() > MOST_KEPT).any(1, keepdim=True), torch.nan, coded(x, E4M3))
 
     case = replace(GLU, values="saturated", grads="h")
-    assert "FAIL" in statuses(case, kept_by(all_of_the_row)) and statuses(case, kept_by(nan_beyond)) == {"PASS"}
+    assert any(failures(case, kept_by(all_of_the_row), 4)) and statuses(case, kept_by(nan_beyond), 4) == {"PASS"}
 
 
 def test_numbers_known_in_part_are_kept_as_any_that_lie_between():

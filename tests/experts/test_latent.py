@@ -14,11 +14,21 @@ from conformance.engine.choose.draw import scope_of
 from conformance.families.experts.cases import GroupedCase
 from conformance.judge.ratios import RowWise
 from moe_ref.config import check_linear
-from tests.common.suite import WITH_UNSUPPORTED, assert_accepted, failures, gate_cases, outcome_of, reference, statuses
+from tests.common.suite import (
+    WITH_UNSUPPORTED,
+    assert_accepted,
+    failures,
+    gate_cases,
+    in_turn,
+    outcome_of,
+    reference,
+    statuses,
+)
 from tests.honest import low_precision, wrong_products
 from tests.honest.wrong_products import parts_with
 
 FUNCTION = "latent_projection"
+HONEST = ("reference", "ScaledLast", "FourteenBits")
 CASE = GroupedCase(function=FUNCTION, tokens=30, hidden=40, width=20, bias="float32", grads="x+weight+bias")
 LOW = replace(CASE, scaling="current", values="patches")
 
@@ -51,11 +61,11 @@ def without_bias(x, weight, settings):
     return x, weight
 
 
-@pytest.mark.parametrize("name", ["reference", "ScaledLast", "FourteenBits"])
+@pytest.mark.parametrize("name", HONEST)
 def test_honest_projections_are_accepted(name):
-    cases = gate_cases(FUNCTION, draws=15) + scope_of(FUNCTION, Space()).more([])
+    cases = gate_cases(FUNCTION, every=4) + scope_of(FUNCTION, Space()).more([])
     implementation = moe_ref if name == "reference" else by_layer(getattr(low_precision, name))
-    assert_accepted(cases, implementation, statuses=WITH_UNSUPPORTED)
+    assert_accepted(in_turn(cases, name, HONEST), implementation, statuses=WITH_UNSUPPORTED)
 
 
 LOW_BIAS = low_precision.make(low_precision.Way(bias=wrong_products.low_bias))
@@ -81,7 +91,7 @@ def test_every_mistake_is_found_where_it_is(name):
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG.values()), ids=lambda case: case.id)
 def test_honest_projections_pass_the_cases_that_find_mistakes(case):
     for implementation in (moe_ref, by_layer(low_precision.ScaledFirst)):
-        assert statuses(case, implementation, 4) == {"PASS"}
+        assert statuses(case, implementation, 2) == {"PASS"}
 
 
 @pytest.mark.parametrize(

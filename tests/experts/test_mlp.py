@@ -1,4 +1,7 @@
-"""The experts of `moe_ref`, routed and shared: worked out by hand, and written again row by row."""
+"""The experts of `moe_ref`, routed and shared: worked out by hand, and ways to run them.
+
+`evidence.formulations.experts` has the same functions row by row, for the cases of tests/evidence.
+"""
 
 import math
 
@@ -62,62 +65,6 @@ def call_it(function, given: dict[str, Tensor | None], counts: list[int], call: 
     return function(given["rows"], torch.tensor(counts), given["fc1_weight"], given["fc2_weight"], **named, **call)
 
 
-def squash(h: list[Tensor], *, kind="swiglu", offset=0.0, clamp=None, alpha=None, interleave=None) -> list[Tensor]:
-    """The activation of one row, number by number."""
-    if kind == "squared_relu":
-        return [x * x if x > 0 else 0 * x for x in h]
-    if kind == "relu":
-        return [x if x > 0 else 0 * x for x in h]
-    if kind == "gelu":
-        return [x * (1 + torch.erf(x / math.sqrt(2))) / 2 for x in h]
-    width, slope = len(h) // 2, alpha or {"swiglu": 1.0, "quick_geglu": 1.702}[kind]
-    size = interleave or width
-    out = []
-    for j in range(width):
-        u, v = h[j // size * 2 * size + j % size], h[j // size * 2 * size + size + j % size]
-        if clamp is not None:
-            u, v = (
-                (u if u <= clamp else 0 * u + clamp),
-                (v if abs(v) <= clamp else 0 * v + math.copysign(clamp, v.detach())),
-            )
-        out.append(u / (1 + torch.exp(-slope * u)) * (v + offset))
-    return out
-
-
-def row_by_row(
-    rows,
-    tokens_per_expert,
-    fc1_weight,
-    fc2_weight,
-    *,
-    probs=None,
-    fc1_bias=None,
-    fc2_bias=None,
-    probs_on_input=False,
-    align=None,
-    **call,
-) -> Tensor:
-    """For each row: its expert by counting, then two sums of products. Padding is left out."""
-    owners = [e for e, count in enumerate(tokens_per_expert.tolist()) for _ in range(count)]
-    out = []
-    for i in range(len(rows)):
-        if i >= len(owners):
-            out += [torch.zeros((), dtype=rows.dtype)] * HIDDEN
-            continue
-        e, p = owners[i], torch.tensor(1.0) if probs is None else probs[i]
-        before, after = (p, 1.0) if probs_on_input else (1.0, p)
-        h = [
-            (before * rows[i] * w).sum() + (0 if fc1_bias is None else fc1_bias[e, f])
-            for f, w in enumerate(fc1_weight[e])
-        ]
-        a = [after * x for x in squash(h, **call)]
-        out += [
-            sum(x * w for x, w in zip(a, row, strict=True)) + (0 if fc2_bias is None else after * fc2_bias[e, k])
-            for k, row in enumerate(fc2_weight[e])
-        ]
-    return torch.stack(out).reshape(len(rows), HIDDEN)
-
-
 def results(
     function, counts: list[int], call: dict, *, without: tuple[str, ...] = (), dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:
@@ -131,11 +78,6 @@ def results(
         else [None] * len(leaves)
     )
     return [out, *(torch.zeros_like(x) if d is None else d for x, d in zip(leaves, gradients, strict=True))]
-
-
-def agrees(function, counts: list[int], call: dict, **how) -> bool:
-    pairs = zip(results(function, counts, call, **how), results(row_by_row, counts, call, **how), strict=True)
-    return all(near(x, y) for x, y in pairs)
 
 
 # By hand
@@ -171,36 +113,6 @@ def test_shared_experts_worked_out():
     )
 
 
-# Against a loop, and against differences
-
-
-@each_layout
-@each_call
-@pytest.mark.parametrize("function", [grouped_mlp, sequential_mlp])
-def test_experts_and_their_gradients_are_what_a_loop_over_rows_finds(function, counts, call):
-    assert agrees(function, counts, call)
-
-
-@pytest.mark.parametrize(
-    "without",
-    [("fc1_bias",), ("fc2_bias",), ("fc1_bias", "fc2_bias"), ("probs",), ("probs", "fc1_bias", "fc2_bias")],
-    ids=str,
-)
-def test_each_optional_tensor_may_be_left_out(without):
-    assert agrees(grouped_mlp, [2, 0, 3], {}, without=without) and agrees(
-        sequential_mlp, [2, 0, 3], {}, without=without
-    )
-
-
-@each_call
-def test_gradients_of_experts_are_their_derivatives(call):
-    given = tensors([1, 0, 1], call, rows=3)
-    assert torch.autograd.gradcheck(
-        lambda *leaves: call_it(grouped_mlp, dict(zip(NAMES, leaves, strict=True)), [1, 0, 1], call),
-        list(given.values()),
-    )
-
-
 @pytest.mark.parametrize(
     "call", [{}, {"clamp": 0.5, "offset": 1.0}, {"interleave": 2}, {"kind": "squared_relu"}], ids=str
 )
@@ -210,7 +122,7 @@ def test_shared_experts_are_one_expert_with_every_token(call, gated):
     x, w1, w2 = given["rows"], given["fc1_weight"], given["fc2_weight"]
     g = numbers(1, HIDDEN, seed=7) if gated else None
     out = shared_experts(x, w1[0], w2[0], gate_weight=g, **call)
-    right = row_by_row(x, torch.tensor([ROWS]), w1, w2, **call)
+    right = grouped_mlp(x, torch.tensor([ROWS]), w1, w2, **call)
     right = right if g is None else right / (1 + torch.exp(-(x * g).sum(1, keepdim=True)))
     assert near(out, right)
     leaves = [x, w1, w2, *([g] if gated else [])]

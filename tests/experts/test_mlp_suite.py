@@ -63,7 +63,7 @@ ROUNDED = "rounded_before_the_probs"  # a golden case about a rounding that no w
 
 @functools.cache
 def cases_of(function: str):
-    return [case for case in gate_cases(function, draws=20) if not ranks_of(CONTRACTS[function], case)]
+    return [case for case in gate_cases(function, every=4) if not ranks_of(CONTRACTS[function], case)][::3]
 
 
 def in_high_precision(case) -> bool:
@@ -188,7 +188,7 @@ def test_every_mistake_is_found_where_it_is(case, wrong, output):
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
 def test_the_reference_passes_the_cases_that_find_mistakes(case):
-    assert statuses(case, moe_ref, 6) == {"PASS"}
+    assert statuses(case, moe_ref, 3) == {"PASS"}
 
 
 @pytest.mark.parametrize("case", [MLP, replace(MLP, align=4), replace(MLP, on_input=True), LARGE, GRADED])

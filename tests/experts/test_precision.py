@@ -32,7 +32,7 @@ from conformance.judge.ratios import RowWise
 from moe_ref.config import Recipe
 from moe_ref.config.quantization import OVERRIDES
 from moe_ref.quantization.recipes import scheme
-from tests.common.suite import WITH_UNSUPPORTED, assert_accepted, failures, in_turn, outcome_of, statuses
+from tests.common.suite import WITH_UNSUPPORTED, assert_accepted, failures, outcome_of, statuses
 from tests.honest.low_precision import (
     Part,
     Source,
@@ -88,9 +88,13 @@ def low_cases(function: str) -> list[Any]:
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", [*HONEST, "reference"])
 def test_honest_products_are_accepted(name, function):
-    implementation = load("moe_ref" if name == "reference" else f"tests.honest.low_precision:{name}")
-    cases = in_turn(low_cases(function), name, [*HONEST, "reference"])
-    assert_accepted(cases, implementation, statuses=WITH_UNSUPPORTED)
+    """The reference judges all cases, and the honest variants share them."""
+    cases = low_cases(function)
+    if name == "reference":
+        assert_accepted(cases, load("moe_ref"))
+    else:
+        shared = cases[HONEST.index(name) :: len(HONEST)]
+        assert_accepted(shared, load(f"tests.honest.low_precision:{name}"), statuses=WITH_UNSUPPORTED, share=0)
 
 
 # one block's scale is near a midpoint of E4M3, and its codes are rounded by given noise
@@ -192,13 +196,13 @@ WRONG = [
 @pytest.mark.parametrize(("case", "wrong", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
 def test_every_mistake_is_found_where_it_is_by_its_value(case, wrong, output):
     assert fits(case)
-    assert failures(case, wrong, 4) & {(output, "bound"), (output, "ratio")}
+    assert any(finding in {(output, "bound"), (output, "ratio")} for finding in failures(case, wrong, 4))
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
 def test_honest_products_pass_the_cases_that_find_mistakes(case):
     for name in ("ScaledFirst", "ScaledLast"):
-        assert statuses(case, load(f"tests.honest.low_precision:{name}"), 4) == {"PASS"}
+        assert statuses(case, load(f"tests.honest.low_precision:{name}"), 2) == {"PASS"}
 
 
 # ---- what is declared

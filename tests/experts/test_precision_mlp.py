@@ -26,7 +26,7 @@ from conformance.judge.ranges import Interval
 from moe_ref.config.quantization import OVERRIDES
 from moe_ref.quantization.quantize import dequantize, quantize, turned
 from moe_ref.quantization.recipes import scheme, values
-from tests.common.suite import assert_accepted, failures, in_turn, outcome_of, reference, statuses
+from tests.common.suite import assert_accepted, failures, outcome_of, reference, statuses
 from tests.experts.staged_mlp import staged
 from tests.honest import low_precision
 from tests.honest.low_precision import Way, make
@@ -92,7 +92,7 @@ def every_recipe() -> list[MlpCase]:
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_layers_are_accepted(name):
     layer = getattr(low_precision, name)
-    cases = in_turn(every_recipe(), name, HONEST)
+    cases = every_recipe()[HONEST.index(name) :: len(HONEST)]
     assert_accepted(cases, staged(layer, layer, **layer.declares("grouped_mlp")), share=0)
 
 
@@ -183,7 +183,7 @@ def test_every_mistake_is_found_where_it_is_by_its_value(case, wrong, output):
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
 def test_honest_experts_pass_the_cases_that_find_mistakes(case):
     for implementation in (moe_ref, staged(RIGHT, RIGHT)):
-        assert statuses(case, implementation, 4) == {"PASS"}
+        assert statuses(case, implementation, 2) == {"PASS"}
 
 
 def test_shared_experts_in_high_precision_are_found():

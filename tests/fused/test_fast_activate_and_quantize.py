@@ -29,8 +29,10 @@ def results(recipe: Recipe, **settings: Any) -> list[torch.Tensor]:
     return [read(q, columnwise=way) for q in made for read in reads for way in (False, True)] + [back.d_probs]
 
 
-@pytest.mark.parametrize("settings", [{}, {"clamp": 1.0, "interleave": 1}, {"interleave": 8}], ids=str)
-@pytest.mark.parametrize("scaling", ["current", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("scaling", "settings"),
+    [("current", {}), ("block", {"clamp": 1.0, "interleave": 1}), ("mxfp8", {"interleave": 8}), ("nvfp4", {})],
+)
 def test_small_tiles_change_no_bit(scaling, settings, monkeypatch):
     recipe = Recipe("nvfp4", hadamard=False, stochastic_rounding=False) if scaling == "nvfp4" else Recipe(scaling)
     *large, d_probs = results(recipe, **settings)

@@ -16,7 +16,6 @@ import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
 from conformance.engine.choose.draw import covering_cases
-from conformance.engine.choose.plan import fixed_cases
 from conformance.families.fused import FAMILY
 from conformance.families.fused.cases import PermutedQuantizationCase, permuting
 from moe_ref.config import PermutedQuantization, QuantizerState, Recipe
@@ -24,7 +23,7 @@ from moe_ref.permutation.permute import PADDING
 from moe_ref.quantization.quantize import turned
 from tests.common.suite import assert_accepted, outcome_of, reference
 
-EVERY = 6  # one of so many cases of the covering array
+EVERY = 12  # one of so many cases of the covering array
 
 # six tokens, three experts: the last token and the last expert have nobody
 ROUTING = (0b011, 0b001, 0b010, 0b011, 0b001, 0)
@@ -146,10 +145,6 @@ def test_what_permute_may_leave_out_is_not_compared_with_the_one_step():
         return out._replace(rows=2 * out.rows)
 
     assert outcome_of(case, reference(permute=doubled)).finding["check"] == "two_steps"
-
-
-def test_golden_cases_and_illegal_calls_are_passed_by_the_reference():
-    assert_accepted(fixed_cases("permute_and_quantize", Space()), moe_ref, statuses=("PASS",))
 
 
 # ---- classic mistakes

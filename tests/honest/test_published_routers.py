@@ -22,23 +22,22 @@ SCORE_OF = {
 }
 ENDS = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED", "NOT_OFFERED")
 SIZES = ((5, 1), (8, 3), (16, 16), (60, 4))  # experts and K
-SEEDS = 1
 
 
 @functools.cache
 def fixed_cases(function: str) -> list:
-    return gate_cases(function, every=2)
+    return gate_cases(function, every=6)
 
 
 def cases_of(function: str, score: str, sizes) -> list:
     """Every spread in three dtypes."""
-    every = itertools.product(sizes, SPREADS, ("float32", "bfloat16", "float64"), range(SEEDS))
+    every = itertools.product(sizes, SPREADS, ("float32", "bfloat16", "float64"))
     return [
         LogitsCase(
             function=function, tokens=6, experts=experts, topk=topk, spread=spread, dtype=dtype, score=score,
-            seed=seed, grads="logits",
+            grads="logits",
         )
-        for (experts, topk), spread, dtype, seed in every
+        for (experts, topk), spread, dtype in every
     ]  # fmt: skip
 
 
@@ -107,4 +106,4 @@ WRONG = [
 
 @pytest.mark.parametrize(("case", "router", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
 def test_a_router_near_a_published_one_is_found_where_it_is_wrong(case, router, output):
-    assert output in {name for name, _ in failures(case, make(router, score_function="softmax"), 8)}
+    assert output in (name for name, _ in failures(case, make(router, score_function="softmax"), 8))

@@ -11,6 +11,7 @@ from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.families.experts import FAMILY
+from tests.common.suite import in_turn
 from tests.honest import EXPERTS, HONEST, ROUTERS, SUMS
 
 EACH = 1
@@ -43,7 +44,8 @@ def test_no_chosen_case_of_a_product_rejects_it(implementation):
     with Pool(ChildOptions(implementation, "cpu"), 1) as pool:
         space = Space.of(pool.start())
         chosen = [Section(kind, function) for function in PRODUCTS for kind in ("fixed", "covering")]
-        cases = [case for section in chosen for case in cases_of(section, PROFILES["gate"], space, 0)]
+        every = [case for section in chosen for case in cases_of(section, PROFILES["gate"], space, 0)]
+        cases = in_turn(every, implementation, OF_PRODUCTS)
         outcomes = [(case.text, outcome) for case, outcome in pool.run(cases)]
     assert [(text, o.finding, o.reason) for text, o in outcomes if o.status not in ACCEPTED] == []
     assert sum(outcome.status == "PASS" for _, outcome in outcomes) > len(outcomes) // 2

@@ -65,7 +65,7 @@ LEFT = (
     Left(r"(make|git|pip|\.) ", "network, or a new environment", "tests/installed/conftest.py"),
     Left(r".* --cluster auto", "cluster", "tests/engine/test_cluster.py"),
     Left(r"pytest --pyargs conformance .* -n 4", "a process of its own", "tests/report/test_cli_verbs.py"),
-    Left(r"python -m pytest -q tests/|pytest tests/router/megatron_claims", "tests", "tests/permutation"),
+    Left(r"python -m pytest -q tests/|pytest evidence/megatron_claims", "tests", "tests/permutation"),
     Left(r"torchrun ", "processes of its own", "tests/engine/test_world_forming.py"),
     Left(r"python examples/train_moe.py", "minutes", "tests/layer/test_example.py"),
     Left(r"moe-conformance bench --only router", "minutes", "tests/report/test_bench.py"),

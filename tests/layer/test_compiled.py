@@ -16,7 +16,6 @@ ROUTER = RouterConfig(
     num_experts=4, topk=2, score_function="sigmoid", expert_bias=True, aux_loss_coeff=1e-2, capacity_factor=1.5
 )
 OPTIONS = {
-    "plain": {},
     "all": {"latent": 16, "shared_width": 16, "shared_gate": True, "bias": True},
     "recompute": {"shared_width": 16, "recompute": "moe"},
     "less saved": {"recompute": ("permute", "moe_act")},

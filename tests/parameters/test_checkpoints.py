@@ -60,8 +60,7 @@ def through_safetensors(saved: States, folder: Path) -> States:
     return {kind: safetensors.load_file(folder / f"{kind}.safetensors") for kind in saved}
 
 
-@pytest.mark.parametrize("through", [through_distributed, through_safetensors], ids=["distributed", "safetensors"])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("packed", "through"), [(True, through_distributed), (False, through_safetensors)])
 def test_training_goes_on_with_the_same_bits_from_a_file_in_either_layout(packed, through, tmp_path):
     module, optimizer = trainer(packed)
     for step in range(2):

@@ -147,6 +147,33 @@ def test_one_float64_input_is_enough_to_sum_in_float64():
     assert out.dtype == torch.float32 and out.item() == 2**-40
 
 
+def test_rows_are_added_in_the_order_of_their_experts():
+    noise = torch.Generator().manual_seed(0)
+    routing_map, probs = torch.rand(6, 8, generator=noise) < 0.7, torch.rand(6, 8, generator=noise)
+    row_map = moe_ref.permute(torch.zeros(6, 5), routing_map, align=4).row_map
+    rows = torch.randn(len(row_map.token_P), 5, generator=noise)
+    expected = torch.zeros(6, 5)
+    for row, token, expert in zip(rows, row_map.token_P.tolist(), row_map.expert_P.tolist(), strict=True):
+        if token >= 0:
+            expected[token] += probs[token, expert] * row
+    assert torch.equal(moe_ref.unpermute(rows, row_map, probs=probs), expected)
+
+
+# Maps
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_an_integer_map_means_routed_where_it_is_not_zero(dtype):
+    cells = torch.tensor([[0, 3], [7, 0], [1, 1]], dtype=dtype)
+    probs = numbers(3, 2).detach()
+    for layout in ({"align": 2}, {"capacity": 1}, {"num_rows": 3}):
+        integer, boolean = (moe_ref.permute(probs, x, probs=probs, **layout) for x in (cells, cells != 0))
+        assert all(torch.equal(a, b) for a, b in zip(integer[:2], boolean[:2], strict=True))
+        assert torch.equal(integer.tokens_per_expert, boolean.tokens_per_expert)
+    assert torch.equal(*(moe_ref.pad_routing_map(x, align=3).routing_map != 0 for x in (cells, cells != 0)))
+    assert torch.equal(*(moe_ref.multihot_to_indices(x, probs, topk=1).indices for x in (cells, cells != 0)))
+
+
 # Bits
 
 

@@ -11,7 +11,7 @@ from tests.common.fast import interpreted, normal
 
 pytestmark = interpreted
 SPLITS = torch.tensor([32, 0, 96])
-RECIPES = [Recipe("current"), Recipe("block"), Recipe("mxfp8"), Recipe("nvfp4", stochastic_rounding=False)]
+RECIPES = [Recipe("block"), Recipe("nvfp4", stochastic_rounding=False)]  # of delayed scaling: below
 
 
 def values(x: Tensor, recipe: Recipe) -> list[Tensor]:

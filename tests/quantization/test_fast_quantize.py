@@ -235,29 +235,6 @@ def test_a_direction_that_was_not_asked_for_raises(name):
             read(quantized)
 
 
-X = torch.zeros(64, 64)
-ILLEGAL = [
-    (X[0], "block", {}),
-    (X.long(), "block", {}),
-    (X, "block", {"role": "bias"}),
-    (X, "block", {"rowwise": False}),
-    (X, "block", {"splits": torch.zeros(2)}),
-    (X, "block", {"splits": torch.zeros(0, dtype=torch.int64)}),
-    (X, "block", {"state": QuantizerState(torch.zeros(1, 3), torch.ones(1))}),
-    (X, "block", {"noise": torch.zeros(2, 64, 64)}),
-    (X, "delayed", {}),
-    (X, "delayed", {"state": QuantizerState(torch.zeros(2, 3), torch.ones(2))}),
-    (X[:, :33], "mxfp8", {}),
-    (X[:33], "mxfp8", {}),
-    (X[:, :17], "nvfp4", {}),
-]
-
-
-@pytest.mark.parametrize(("x", "name", "settings"), ILLEGAL)
-def test_an_illegal_call_raises_what_the_reference_raises(x, name, settings):
-    assert_same_error("quantize", x, RECIPES[name], **settings)
-
-
 def test_a_state_where_none_belongs_raises():
     assert_same_error("new_quantizer_state", RECIPES["block"], num_groups=0)
     assert_same_error("update_scales", QuantizerState(torch.zeros(1, 3), torch.ones(1)), RECIPES["block"])

@@ -40,9 +40,8 @@ def whole(logits: Tensor) -> Any:
     return out, moe_fast.finish_batch(out.state, CONFIG)
 
 
-@pytest.mark.parametrize("function", [choice, losses, whole], ids=lambda f: f.__name__)
-def test_one_graph_serves_all_logits_as_eager(function):
-    assert_compiles(function, *((normal(20, E, seed=seed).requires_grad_(),) for seed in (0, 1)))
+def test_one_graph_serves_all_logits_as_eager():
+    assert_compiles(whole, *((normal(20, E, seed=seed).requires_grad_(),) for seed in (0, 1)))
 
 
 @pytest.mark.parametrize("function", [choice, losses], ids=lambda f: f.__name__)

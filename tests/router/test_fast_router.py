@@ -42,8 +42,7 @@ def test_an_infinity_in_one_row_of_the_gate_leaves_the_others(module, width):
 
 
 @pytest.mark.parametrize("module", [moe_ref, moe_fast], ids=lambda module: module.__name__)
-@pytest.mark.parametrize("num_experts", [5, 31, 47, 100])
-@pytest.mark.parametrize("num_tokens", [12, 17, 100])
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(12, 31), (17, 5), (100, 47)])
 def test_sinkhorn_gives_equal_columns_to_the_lowest_experts(module, num_experts, num_tokens):
     logits = normal(num_tokens, 1).expand(num_tokens, num_experts).contiguous()
     chosen = module.sinkhorn_routing(logits, topk=2).routing_map
@@ -60,34 +59,6 @@ def test_what_needs_no_gradient_at_the_gate_gets_none():
 
 
 ILLEGAL = [
-    ("topk_indices", (torch.ones(2, 4, dtype=torch.int32),), {"topk": 2}),
-    ("topk_indices", (torch.ones(2, 4),), {"topk": 5}),
-    ("topk_routing", (torch.ones(2, 4),), {"topk": 2, "num_groups": 3, "group_topk": 1}),
-    ("topk_routing", (torch.ones(2, 4),), {"topk": 2, "expert_bias": torch.ones(4)}),
-    ("topk_routing", (torch.ones(2, 4),), {"topk": 2, "scaling_factor": 0.0}),
-    ("topk_routing", (torch.ones(2, 4),), {"topk": 2, "score_function": "tanh"}),
-    ("topk_indices", (torch.ones(2, 4),), {"topk": 2, "precomputed_indices": torch.ones(2, 3, dtype=torch.int64)}),
-    ("aux_loss_scores", (torch.ones(2, 4),), {"topk": 0}),
-    ("aux_loss_scores", (torch.ones(4),), {"topk": 1}),
-    ("aux_loss_scores", (torch.ones(2, 4),), {"topk": 1, "score_function": "tanh"}),
-    ("aux_loss_scores", (torch.ones(2, 4),), {"topk": 1, "padding_mask": torch.ones(3)}),
-    (
-        "load_balancing_loss",
-        (torch.ones(2, 4), torch.ones(4)),
-        {"total_num_tokens": -1, "topk": 1, "num_experts": 4, "coeff": 1.0},
-    ),
-    ("z_loss", (torch.ones(2),), {"coeff": 1.0}),
-    ("z_loss", (torch.ones(2, 4),), {"coeff": -1.0}),
-    ("z_loss", (torch.ones(2, 4),), {"coeff": 1.0, "padding_mask": torch.ones(3)}),
-    ("drop_tokens", (torch.ones(2, 4), torch.ones(2, 4)), {"capacity": 1}),
-    ("drop_tokens", (torch.ones(2, 4), torch.ones(2, 4, dtype=torch.bool)), {"capacity": -1}),
-    ("gate", (torch.ones(2, 4), torch.ones(3, 5)), {}),
-    ("jitter", (torch.ones(2, 4),), {"eps": 1}),
-    ("attach_loss", (torch.ones(2), torch.ones(())), {"scale": float("nan")}),
-    ("update_expert_bias", (torch.ones(4).half(), torch.ones(4)), {"update_rate": 1}),
-    ("update_expert_bias", (torch.ones(2, 2), torch.ones(2, 2)), {"update_rate": 1}),
-    ("update_expert_bias", (torch.ones(4), torch.ones(5)), {"update_rate": 1}),
-    ("update_expert_bias", (torch.ones(4), torch.ones(4)), {"update_rate": -1}),
     ("expert_capacity", (-1,), {"num_experts": 4, "topk": 1, "capacity_factor": 1.0}),
     ("expert_capacity", (1,), {"num_experts": 0, "topk": 1, "capacity_factor": 1.0}),
     ("expert_capacity", (1,), {"num_experts": 4, "topk": 0, "capacity_factor": 1.0}),

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 try:
-    from tests.router.megatron_router import moe_utils, top_k_router
+    from evidence.megatron_claims.router import moe_utils, top_k_router
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 from megatron.core.transformer.moe import router as router_module
 
-from tests.router.megatron_claims.common import inf
+from evidence.megatron_claims.common import inf
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_the_dtypes_of_what_the_router_functions_return(dtype):
     logits, padding = torch.randn(3, 4).to(dtype), torch.tensor([True, False, False])
-    wide = torch.promote_types(dtype, torch.float32)
+    accumulator = torch.promote_types(dtype, torch.float32)
     for score_function in ("softmax", "sigmoid"):
         probs, routing_map = moe_utils.topk_routing_with_score_function(
             logits, 2, score_function=score_function, scaling_factor=2.5
@@ -30,11 +30,14 @@ def test_the_dtypes_of_what_the_router_functions_return(dtype):
         assert (aux_map.dtype, scores.dtype) == (torch.bool, torch.float32 if score_function == "softmax" else dtype)
         assert moe_utils.switch_load_balancing_loss_func(scores, aux_map.sum(0), 3, 2, 4, 0.1).dtype == scores.dtype
     assert moe_utils.z_loss_func(logits, 0.1).dtype == dtype
-    assert moe_utils.z_loss_func(logits, 0.1, padding_mask=padding).dtype == wide
+    assert moe_utils.z_loss_func(logits, 0.1, padding_mask=padding).dtype == accumulator
     assert moe_utils.sinkhorn(logits).dtype == dtype
     dropped = moe_utils.apply_router_token_dropping(probs, routing_map, 2, 1.0)
     assert [value.dtype for value in dropped] == [dtype, torch.bool]
-    assert moe_utils.get_updated_expert_bias(torch.tensor([1, 2, 3]), torch.zeros(3, dtype=dtype), 1e-3).dtype == wide
+    assert (
+        moe_utils.get_updated_expert_bias(torch.tensor([1, 2, 3]), torch.zeros(3, dtype=dtype), 1e-3).dtype
+        == accumulator
+    )
 
 
 def test_low_precision_sigmoid_chooses_by_rounded_scores_and_misses_the_best():
@@ -97,8 +100,8 @@ def test_no_tokens_raise_in_gating_groups_the_loss_and_sinkhorn_and_make_the_z_l
 def test_a_factor_half_a_row_short_gives_every_capacity_and_the_plain_quotient_does_not():
     cases = [(tokens, experts, c) for tokens in range(1, 33) for experts in range(1, 33) for c in range(tokens + 1)]
     short = [moe_utils.get_capacity(t, e, (c - 0.5) * e / t) == c for t, e, c in cases]
-    plain = [moe_utils.get_capacity(t, e, c * e / t) == c for t, e, c in cases]
-    assert all(short) and not all(plain)
+    quotient_fits = [moe_utils.get_capacity(t, e, c * e / t) == c for t, e, c in cases]
+    assert all(short) and not all(quotient_fits)
 
 
 def test_dropping_reads_the_probs_of_pairs_that_are_not_routed():
@@ -158,11 +161,11 @@ def test_sinkhorn_is_nan_from_a_logit_of_89_on():
 
 def test_sinkhorn_takes_as_many_rounds_as_it_likes(monkeypatch):
     rounds, mean = [], torch.mean
-    monkeypatch.setattr(torch, "mean", lambda *how: rounds.append(1) or mean(*how))
+    monkeypatch.setattr(torch, "mean", lambda *arguments: rounds.append(1) or mean(*arguments))
     moe_utils.sinkhorn(torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
-    few = len(rounds)
+    rounds_of_small_logits = len(rounds)
     moe_utils.sinkhorn(torch.tensor([[20.0, 0.0], [0.0, 0.0]]))
-    assert few < 10 and len(rounds) > 20000  # each reads the device
+    assert rounds_of_small_logits < 10 and len(rounds) > 20000  # each reads the device
 
 
 def test_the_token_count_of_the_loss_overflows_as_an_int32_tensor():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 try:
-    from tests.router.megatron_router import moe_utils, settings, top_k_router
+    from evidence.megatron_claims.router import moe_utils, settings, top_k_router
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -17,7 +17,7 @@ from megatron.core.transformer import transformer_config
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import router as router_module
 
-from tests.router.megatron_claims.common import BALANCED_BY_BIAS, inf, nan, rows_of
+from evidence.megatron_claims.common import BALANCED_BY_BIAS, inf, nan, rows_of
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 
@@ -37,9 +37,9 @@ def test_jitter_keeps_the_dtype_of_its_first_call():
     half, single = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(4, 8)
     assert router.apply_input_jitter(half).dtype == torch.bfloat16
     assert router.apply_input_jitter(single).dtype == torch.float32
-    other = top_k_router(moe_input_jitter_eps=0.1)
-    assert other.apply_input_jitter(single).dtype == torch.float32
-    assert other.apply_input_jitter(half).dtype == torch.float32
+    float32_first = top_k_router(moe_input_jitter_eps=0.1)
+    assert float32_first.apply_input_jitter(single).dtype == torch.float32
+    assert float32_first.apply_input_jitter(half).dtype == torch.float32
 
 
 def test_evaluation_with_gradients_counts_for_the_bias():
@@ -145,10 +145,10 @@ def test_there_is_no_inference_router():
 
 def test_an_unknown_load_balancing_name_is_plain_top_k():
     x = torch.randn(6, 1, 8)
-    plain = top_k_router(moe_router_load_balancing_type="none")(x)
+    unbalanced = top_k_router(moe_router_load_balancing_type="none")(x)
     for name in ("quantile_balancing", "no such thing"):
         probs, routing_map = top_k_router(moe_router_load_balancing_type=name)(x)
-        assert torch.equal(probs, plain[0]) and torch.equal(routing_map, plain[1])
+        assert torch.equal(probs, unbalanced[0]) and torch.equal(routing_map, unbalanced[1])
 
 
 # H18: the fp8 store of SwiGLU's input

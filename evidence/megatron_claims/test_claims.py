@@ -4,7 +4,7 @@ the results.
 Each test states the package's behaviour as it is, right or wrong, beside a few lines that compute
 what was to be expected. A package that mends a defect turns its test red: then the test and its row
 in the page have to go. Versions other than 0.16 are skipped, with that as the reason; to try
-one, widen the check in megatron_router.
+one, widen the check in router.py.
 """
 
 import inspect
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 try:
-    from tests.router.megatron_router import moe_utils, settings, top_k_router
+    from evidence.megatron_claims.router import moe_utils, settings, top_k_router
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -29,7 +29,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-from tests.router.megatron_claims.common import BALANCED_BY_BIAS, rows_of
+from evidence.megatron_claims.common import BALANCED_BY_BIAS, rows_of
 
 without_te = pytest.mark.skipif(
     moe_utils.HAVE_TE, reason="Transformer Engine is installed; the claim is of the package without it"
@@ -114,15 +114,15 @@ def test_padding_to_a_capacity_of_all_tokens_works(monkeypatch, groups):
 
 def test_position_drop_keeps_tokens_by_tie_order_not_by_position():
     probs = torch.full((8, 1), 0.5)
-    _, kept = moe_utils.apply_router_token_dropping(probs, probs > 0, 1, 2 / 8, drop_policy="position")
-    assert rows_of(kept) == set(torch.ones(8, dtype=torch.int).topk(2, sorted=False).indices.tolist())
-    assert rows_of(kept) != {0, 1}
+    _, kept_map = moe_utils.apply_router_token_dropping(probs, probs > 0, 1, 2 / 8, drop_policy="position")
+    assert rows_of(kept_map) == set(torch.ones(8, dtype=torch.int).topk(2, sorted=False).indices.tolist())
+    assert rows_of(kept_map) != {0, 1}
 
 
 def test_probs_drop_of_equal_probs_keeps_tokens_by_tie_order():
     probs = torch.full((8, 1), 0.5)
-    _, kept = moe_utils.apply_router_token_dropping(probs, probs > 0, 1, 2 / 8)
-    assert rows_of(kept) != {0, 1}
+    _, kept_map = moe_utils.apply_router_token_dropping(probs, probs > 0, 1, 2 / 8)
+    assert rows_of(kept_map) != {0, 1}
 
 
 def test_probs_drop_loses_a_routed_token_of_prob_zero_although_there_is_room():
@@ -130,10 +130,10 @@ def test_probs_drop_loses_a_routed_token_of_prob_zero_although_there_is_room():
     for large, zero in itertools.permutations(range(4), 2):
         probs, routing_map = torch.zeros(4, 1), torch.zeros(4, 1, dtype=torch.bool)
         probs[large], routing_map[large], routing_map[zero] = 0.5, True, True
-        _, kept = moe_utils.apply_router_token_dropping(
+        _, kept_map = moe_utils.apply_router_token_dropping(
             probs, routing_map, 1, 0.5
         )  # capacity 2, and 2 tokens are routed
-        lost += rows_of(kept) != {large, zero}
+        lost += rows_of(kept_map) != {large, zero}
     assert lost == 8  # of 12; the other 4 are right by the order of ties
 
 
@@ -144,20 +144,22 @@ def test_a_routed_prob_can_be_exactly_zero():
     assert routing_map.all() and probs.tolist() == [[1.0, 0.0]]
 
 
-@pytest.mark.parametrize(("factor", "found"), [(None, [0, 6]), (1.0, [0, -1])])
-def test_deepep_recovers_another_expert_for_a_routed_prob_of_zero(factor, found):
+@pytest.mark.parametrize(("factor", "slots"), [(None, [0, 6]), (1.0, [0, -1])])
+def test_deepep_recovers_another_expert_for_a_routed_prob_of_zero(factor, slots):
     routing_map = torch.tensor([[True, True] + [False] * 6])
     probs = torch.tensor([[1.0] + [0.0] * 7])
     manager = SimpleNamespace(num_experts=8, router_topk=2, capacity_factor=factor)
     token_dispatcher._DeepepManager.setup_metadata(manager, routing_map, probs)
-    assert manager.token_indices.tolist() == [found]
-    assert found != [0, 1]
+    assert manager.token_indices.tolist() == [slots]
+    assert slots != [0, 1]
 
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
-@pytest.mark.parametrize(("bias", "on_input", "right"), [(True, True, False), (True, False, True), (False, True, True)])
-def test_probs_on_input_let_padding_rows_add_their_biases(groups, bias, on_input, right):
+@pytest.mark.parametrize(
+    ("bias", "on_input", "is_routed_sum"), [(True, True, False), (True, False, True), (False, True, True)]
+)
+def test_probs_on_input_let_padding_rows_add_their_biases(groups, bias, on_input, is_routed_sum):
     """8 tokens, 4 experts, K=1, capacity 3 with padding; expected: the sum over routed pairs."""
     chosen = {
         "add_bias_linear": bias,
@@ -180,7 +182,7 @@ def test_probs_on_input_let_padding_rows_add_their_biases(groups, bias, on_input
         expected[t] += (expert(p * x[t : t + 1], torch.ones(1)) if on_input else expert(x[t : t + 1], p[None]))[0][0]
     assert (routing_map & (probs == 0)).any()
     assert (
-        torch.allclose(output, expected, atol=1e-4) == right
+        torch.allclose(output, expected, atol=1e-4) == is_routed_sum
     )  # why: float32 sums of about 1 in another order; a weight left out changes them by 1e-2
 
 
@@ -233,10 +235,10 @@ def test_the_dispatcher_pads_the_map_that_the_router_returned(monkeypatch, group
 
 
 def test_fused_selection_never_sees_the_replay(monkeypatch):
-    given = {}
+    arguments_of_kernel = {}
 
     def kernel(**arguments):
-        given.update(arguments)
+        arguments_of_kernel.update(arguments)
         return torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.bool)
 
     monkeypatch.setattr(moe_utils, "HAVE_TE", True)
@@ -244,7 +246,7 @@ def test_fused_selection_never_sees_the_replay(monkeypatch):
     router = top_k_router(moe_router_fusion=True, moe_enable_routing_replay=True)  # accepted
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
     router.eval()(torch.randn(2, 1, 8))
-    assert "router_replay" not in given
+    assert "router_replay" not in arguments_of_kernel
     assert RouterReplay.get_recorded_data() == [None]
 
 
@@ -284,8 +286,8 @@ def test_replayed_indices_bypass_groups_and_the_weights_forget_the_bias():
     replay.set_target_indices(torch.tensor([[0, 7]]))
     replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     logits = torch.randn(1, 8)
-    how = {"num_groups": 4, "group_topk": 1, "score_function": "sigmoid", "expert_bias": 10 * torch.randn(8)}
-    probs, routing_map = moe_utils.topk_routing_with_score_function(logits, 2, **how, router_replay=replay)
+    selection = {"num_groups": 4, "group_topk": 1, "score_function": "sigmoid", "expert_bias": 10 * torch.randn(8)}
+    probs, routing_map = moe_utils.topk_routing_with_score_function(logits, 2, **selection, router_replay=replay)
     scores = logits[0, [0, 7]].sigmoid()
     assert rows_of(routing_map[0]) == {0, 7}  # in groups 0 and 3
     assert torch.allclose(
@@ -319,12 +321,12 @@ def test_the_balancing_loss_counts_another_routing_than_the_one_used(monkeypatch
     monkeypatch.setattr(
         router_module,
         "switch_load_balancing_loss_func",
-        lambda **how: counted.append(how["tokens_per_expert"]) or loss(**how),
+        lambda **settings: counted.append(settings["tokens_per_expert"]) or loss(**settings),
     )
     x = torch.randn(12, 1, 8)
     _, routing_map = router(x)
-    plain = router.gating(x)[:, 0].topk(2).indices.flatten().bincount(minlength=8)
-    assert torch.equal(counted[0], plain)
+    top_k_counts = router.gating(x)[:, 0].topk(2).indices.flatten().bincount(minlength=8)
+    assert torch.equal(counted[0], top_k_counts)
     assert not torch.equal(counted[0], routing_map.sum(0))
 
 

@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(scope="module", autouse=True)
 def groups():
-    from tests.router.megatron_router import one_rank
+    from evidence.megatron_claims.router import one_rank
 
     with one_rank() as collection:
         yield collection
@@ -17,7 +17,7 @@ def clean():
     """Every test has its own random numbers, no replay objects and no loss scale of another's."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    from tests.router.megatron_router import moe_utils
+    from evidence.megatron_claims.router import moe_utils
 
     torch.manual_seed(0)
     RouterReplay.clear_global_router_replay_instances()
