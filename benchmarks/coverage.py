@@ -15,7 +15,6 @@ from typing import Any
 
 import moe_fast
 import moe_fast.dispatch.overlap
-import moe_fast.te
 import moe_ref
 import moe_ref.config
 from benchmarks.features import COLUMNS, GATE_ON_A_GPU, GATED_FAMILIES, SECTIONS, Feature

@@ -285,9 +285,7 @@ EXPERTS = (
     feature(
         108,
         "op fuser, and its gate",
-        fast="te.Adapter",
-        partly="fast",
-        why="`moe_fast.te` calls TE's fused operation where a release has it; there is no such stage of its own",
+        why="`conformance.peers.te` calls TE's fused operation where a release has it; there is no stage of its own",
     ),
     feature(109, "packed weights", "normalize_parameters packed=True weights=packed"),
     feature(110, "packed biases", "normalize_parameters packed=True biases=packed bias=True"),
@@ -360,9 +358,7 @@ LAYER = (
     feature(
         134,
         "choice of modules by backend",
-        fast="te.Adapter",
-        partly="fast",
-        why="`moe_fast.te` chooses by the installed release; an implementation is any namespace, so none is built",
+        why="`conformance.peers.te` chooses by the installed release; an implementation is any namespace",
     ),
 )
 

@@ -20,7 +20,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import moe_ref
-from moe_fast.te import Adapter
+from conformance.peers.te import Adapter
 
 FILES = ("common/triton/permutation.py", "pytorch/triton/permutation.py", "pytorch/permutation.py")
 CHANGES = (

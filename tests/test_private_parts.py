@@ -39,7 +39,7 @@ TOOLS = {
     "moe_fast/launch/tracing.py": ("torch.utils._pytree",),
     "conformance/peers/reference_layer.py": ("torch.utils._pytree",),
     "conformance/engine/child/saved_memory.py": ("torch.utils._pytree",),
-    "conformance/peers/te_standin": ("_rowwise_data",),
+    "tests/te/standin": ("_rowwise_data",),
     "conformance/engine/world/torchrun.py": ("_socket",),
 }
 

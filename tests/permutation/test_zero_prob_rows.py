@@ -10,7 +10,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.engine.child.evaluate import evaluate
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import Implementation
-from moe_fast.te.padding import zero_rows
+from conformance.peers.te.padding import zero_rows
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "uint8")
 

@@ -12,7 +12,7 @@ from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.options import ChildOptions
 from conformance.interface import Implementation
-from moe_fast.te import Adapter
+from conformance.peers.te import Adapter
 
 NOTHING_WRONG = ("PASS", "UNINFORMATIVE", "DECLARED_UNSUPPORTED")
 MOST = 15  # cases of a function that are covering, and that are drawn

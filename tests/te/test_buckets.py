@@ -17,11 +17,11 @@ from conformance.families.experts.cases import ActivationCase, GroupedCase
 from conformance.families.experts.cases_mlp import MlpCase
 from conformance.families.permutation.cases import RoutingCase
 from conformance.interface import Implementation
-from conformance.peers.te_standin import BUCKETS, standin
-from conformance.peers.te_standin.matrix import parameters_of
-from moe_fast.te import Adapter
-from moe_fast.te.features import GATES
+from conformance.peers.te import Adapter
+from conformance.peers.te.features import GATES
 from tests.te.judging import Checked, symbols_of, wrong
+from tests.te.standin import BUCKETS, standin
+from tests.te.standin.matrix import parameters_of
 
 EIGHT = ("1.11", "2.1", "2.6", "2.12", "2.15", "2.19", "2.20", "rocm")
 SCALINGS = ("delayed", "current", "block", "mxfp8", "nvfp4")

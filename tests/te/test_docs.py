@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from conformance.peers.te_standin import BUCKETS
-from moe_fast.te.features import GATES, TABLE
+from conformance.peers.te.features import GATES, TABLE
+from tests.te.standin import BUCKETS
 
 PAGE = (Path(__file__).parents[2] / "docs/te.md").read_text()
 

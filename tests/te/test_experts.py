@@ -7,11 +7,11 @@ import torch
 
 import moe_ref
 from conformance.core.tensors import laid_out
-from conformance.peers.te_standin import standin
-from conformance.peers.te_standin.experts import _Plain
-from moe_fast.te import Adapter
+from conformance.peers.te import Adapter
 from moe_ref.config import Recipe
 from tests.te.judging import Checked, judged, wrong
+from tests.te.standin import standin
+from tests.te.standin.experts import _Plain
 
 FUNCTIONS = ("grouped_linear", "glu", "activation")
 COUNTS = torch.tensor([2, 0, 3])

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import moe_ref
-from conformance.peers.te_standin import standin
-from moe_fast.te import Adapter
-from moe_fast.te.experts import Experts
+from conformance.peers.te import Adapter
+from conformance.peers.te.experts import Experts
 from moe_ref.config import Recipe
 from tests.te.judging import Checked, judged, wrong
+from tests.te.standin import standin
 
 FUNCTIONS = ("grouped_dgrad", "grouped_wgrad")
 

@@ -13,9 +13,9 @@ from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.interface import Implementation
-from conformance.peers.te_standin import standin
-from moe_fast.te.package import installed
+from conformance.peers.te.package import installed
 from tests.te.judging import NOTHING_WRONG
+from tests.te.standin import standin
 
 PEER = "conformance.peers.transformer_engine"
 MODULES = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.router")
@@ -48,7 +48,7 @@ def test_a_package_whose_libraries_fail_is_named(without_package, monkeypatch):
     def broken(name):
         raise OSError("libcudnn.so.9 cannot be opened")
 
-    monkeypatch.setattr("moe_fast.te.package.importlib.import_module", broken)
+    monkeypatch.setattr("conformance.peers.te.package.importlib.import_module", broken)
     with pytest.raises(ImportError, match=r"OSError: libcudnn\.so\.9 cannot be opened"):
         installed()
 

@@ -5,10 +5,10 @@ import torch
 from torch.func import functional_call
 
 import moe_ref
-from conformance.peers.te_standin import standin
-from moe_fast.te import Adapter, activations, mlp
-from moe_fast.te.mlp import Mlp
+from conformance.peers.te import Adapter, activations, mlp
+from conformance.peers.te.mlp import Mlp
 from tests.te.judging import Checked, judged, wrong
+from tests.te.standin import standin
 
 COUNTS = torch.tensor([2, 0, 3])
 FUSED = "GroupedLinear of ops, then {}, then GroupedLinear of ops, then Sequential"

@@ -11,12 +11,12 @@ import moe_ref
 from conformance.engine.child.evaluate import evaluate
 from conformance.families.permutation.cases import RoutingCase, routed
 from conformance.interface import Implementation
-from conformance.peers.te_standin import BUCKETS, standin
-from conformance.peers.te_standin.permutation import Permutation as Kernels
-from moe_fast.te import Adapter
-from moe_fast.te.permutation import Permutation
-from moe_fast.te.trace import Trace
+from conformance.peers.te import Adapter
+from conformance.peers.te.permutation import Permutation
+from conformance.peers.te.trace import Trace
 from tests.te.judging import Checked, judged, symbols_of, wrong
+from tests.te.standin import BUCKETS, standin
+from tests.te.standin.permutation import Permutation as Kernels
 
 FUNCTIONS = ("permute", "unpermute", "sort_chunks")
 FUSED = "moe_permute_and_pad_with_probs"

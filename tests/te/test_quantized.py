@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import moe_ref
-from conformance.peers.te_standin import quantized as standins
-from conformance.peers.te_standin import standin
-from moe_fast.te import Adapter, quantized
+from conformance.peers.te import Adapter, quantized
 from moe_ref.config import Recipe
 from tests.te.judging import Checked, judged, wrong
+from tests.te.standin import quantized as standins
+from tests.te.standin import standin
 
 MAP = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 1]], dtype=torch.bool)
 READ = {"2.1": {"block"}, "2.6": {"block"}, "2.12": {"block", "mxfp8"}, "2.20": {"block", "mxfp8"}}

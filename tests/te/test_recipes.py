@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import moe_ref
-from conformance.peers.te_standin import standin
-from moe_fast.te import Adapter, recipes
+from conformance.peers.te import Adapter, recipes
 from moe_ref.config import LinearState, QuantizerState, Recipe
 from tests.te.judging import Checked, judged, wrong
+from tests.te.standin import standin
 
 SCALINGS = {"delayed", "current", "block", "mxfp8", "nvfp4"}
 THERE = {"1.11": {"delayed"}, "2.1": SCALINGS - {"nvfp4"}, "2.20": SCALINGS, "rocm": SCALINGS}

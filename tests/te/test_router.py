@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import moe_ref
-from conformance.peers.te_standin import standin
-from conformance.peers.te_standin.router import best
-from moe_fast.te import Adapter
+from conformance.peers.te import Adapter
 from tests.te.judging import NOTHING_WRONG, Checked, judged
+from tests.te.standin import standin
+from tests.te.standin.router import best
 
 FUNCTIONS = ("topk_routing", "topk_indices", "aux_loss_scores", "load_balancing_loss")
 LOGITS = torch.tensor([[0.5, 1.0, 2.0, -1.0], [4.0, 3.0, -2.0, 0.0]])

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from conformance.peers.te_standin import BUCKETS, standin
-from conformance.peers.te_standin.matrix import BEHAVIOUR, NEVER, SYMBOLS, parameters_of
-from moe_fast.te.features import FEATURES, GATES, TABLE, Features, usable
+from conformance.peers.te.features import FEATURES, GATES, TABLE, Features, usable
+from tests.te.standin import BUCKETS, standin
+from tests.te.standin.matrix import BEHAVIOUR, NEVER, SYMBOLS, parameters_of
 
 MAP = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 0], [0, 0, 1]], dtype=torch.bool)
 NEWER = [name for name in BUCKETS if name not in ("1.11", "2.1")]

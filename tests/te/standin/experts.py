@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import moe_ref
-from conformance.peers.te_standin.recipes import Recipes, ours
 from moe_ref.config import LinearState, QuantizerState
+from tests.te.standin.recipes import Recipes, ours
 
 SIDES = {"mxfp8": 32}  # of both operands' sides; of other FP8 and FP4 GEMMs 16
 

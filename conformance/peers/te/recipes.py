@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_fast.te.features import Features, found
-from moe_fast.te.trace import Trace
+from conformance.peers.te.features import Features, found
+from conformance.peers.te.trace import Trace
 from moe_ref.config import LinearState, Recipe, check_state, require
 from moe_ref.config.quantization import BLOCK, WHOLE_BLOCKS
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fast.te.features import Features, found
+from conformance.peers.te.features import Features, found
 
 CHECKS = {  # of FP8GlobalStateManager
     "delayed": "is_fp8_available",

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_fast.te import padding, recipes
-from moe_fast.te.part import Part
-from moe_fast.te.permutation import RowMap
+from conformance.peers.te import padding, recipes
+from conformance.peers.te.part import Part
+from conformance.peers.te.permutation import RowMap
 from moe_ref.config import (
     PermutedQuantization,
     Quantization,

@@ -15,15 +15,15 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from conformance.peers.te_standin import padding
-from conformance.peers.te_standin.experts import Activations, Experts, signature_from
-from conformance.peers.te_standin.indices import IndexPermutation
-from conformance.peers.te_standin.matrix import BUCKETS as BUCKETS
-from conformance.peers.te_standin.matrix import behaviour_of, parameters_of
-from conformance.peers.te_standin.permutation import Permutation
-from conformance.peers.te_standin.quantized import Quantisers
-from conformance.peers.te_standin.recipes import Format, Recipes
-from conformance.peers.te_standin.router import Router
+from tests.te.standin import padding
+from tests.te.standin.experts import Activations, Experts, signature_from
+from tests.te.standin.indices import IndexPermutation
+from tests.te.standin.matrix import BUCKETS as BUCKETS
+from tests.te.standin.matrix import behaviour_of, parameters_of
+from tests.te.standin.permutation import Permutation
+from tests.te.standin.quantized import Quantisers
+from tests.te.standin.recipes import Format, Recipes
+from tests.te.standin.router import Router
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 

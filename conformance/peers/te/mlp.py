@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_fast.te import padding
-from moe_fast.te.activations import Gate, Operation, made, scaled
-from moe_fast.te.part import Part, named
-from moe_fast.te.probes import with_parameters
-from moe_fast.te.trace import Unavailable
+from conformance.peers.te import padding
+from conformance.peers.te.activations import Gate, Operation, made, scaled
+from conformance.peers.te.part import Part, named
+from conformance.peers.te.probes import with_parameters
+from conformance.peers.te.trace import Unavailable
 from moe_ref.config import check_count_values, check_grouped_mlp, check_kind
 
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fast.te.features import FEATURES
-from moe_fast.te.part import Part, named
-from moe_fast.te.trace import Unavailable
+from conformance.peers.te.features import FEATURES
+from conformance.peers.te.part import Part, named
+from conformance.peers.te.trace import Unavailable
 from moe_ref.config import check_activation, check_glu, require
 
 OFFSET = 1.0  # of ScaledClampedQGeGLU, in every release; of ClampedSwiGLU before 2.17

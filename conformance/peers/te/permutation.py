@@ -12,10 +12,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fast.te import padding
-from moe_fast.te.indices import MOST_SLOTS, VECTOR, in_slots, in_vectors, slots_of
-from moe_fast.te.part import Part, named
-from moe_fast.te.trace import Unavailable
+from conformance.peers.te import padding
+from conformance.peers.te.indices import MOST_SLOTS, VECTOR, in_slots, in_vectors, slots_of
+from conformance.peers.te.part import Part, named
+from conformance.peers.te.trace import Unavailable
 from moe_ref.config import Permuted, SortedChunks, check_permute, check_sort_chunks, check_unpermute
 
 

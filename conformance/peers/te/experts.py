@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_fast.te import padding, recipes
-from moe_fast.te.part import Part, named
-from moe_fast.te.probes import grouped_module, with_parameters
-from moe_fast.te.trace import Unavailable
+from conformance.peers.te import padding, recipes
+from conformance.peers.te.part import Part, named
+from conformance.peers.te.probes import grouped_module, with_parameters
+from conformance.peers.te.trace import Unavailable
 from moe_ref.config import (
     LinearState,
     Recipe,

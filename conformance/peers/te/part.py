@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_fast.te import padding
-from moe_fast.te.features import Features
-from moe_fast.te.probes import Probes
-from moe_fast.te.trace import Trace
+from conformance.peers.te import padding
+from conformance.peers.te.features import Features
+from conformance.peers.te.probes import Probes
+from conformance.peers.te.trace import Trace
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # Transformer Engine's documented ones of plain tensors
 

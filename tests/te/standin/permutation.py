@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import moe_ref
-from conformance.peers.te_standin.quantized import QuantisedRows
 from moe_ref.permutation.permute import RowMap
 from moe_ref.permutation.rows import PADDING, sum_rows, take_rows
+from tests.te.standin.quantized import QuantisedRows
 
 
 class Cells:

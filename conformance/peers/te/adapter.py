@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_fast.te import padding
-from moe_fast.te.activations import Activations
-from moe_fast.te.experts import Experts
-from moe_fast.te.features import Features
-from moe_fast.te.mlp import Mlp
-from moe_fast.te.part import Part
-from moe_fast.te.permutation import Permutation, RowMap
-from moe_fast.te.probes import Probes
-from moe_fast.te.quantized import Quantized
-from moe_fast.te.router import Router
-from moe_fast.te.trace import Trace, Unavailable
+from conformance.peers.te import padding
+from conformance.peers.te.activations import Activations
+from conformance.peers.te.experts import Experts
+from conformance.peers.te.features import Features
+from conformance.peers.te.mlp import Mlp
+from conformance.peers.te.part import Part
+from conformance.peers.te.permutation import Permutation, RowMap
+from conformance.peers.te.probes import Probes
+from conformance.peers.te.quantized import Quantized
+from conformance.peers.te.router import Router
+from conformance.peers.te.trace import Trace, Unavailable
 
 PARTS: tuple[type[Part], ...] = (Permutation, Router, Experts, Activations, Mlp, Quantized)
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import moe_ref
-from conformance.peers.te_standin.recipes import ours
 from moe_ref.config import Recipe
 from moe_ref.quantization.formats import E4M3, E5M2, E8M0, decode
+from tests.te.standin.recipes import ours
 
 MULTIPLE = {"block": 4, "mxfp8": 128}  # of tokens, where scales are stored with padding
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
