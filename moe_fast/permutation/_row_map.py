@@ -93,7 +93,7 @@ def routing_walk_kernel(
         rank = tl.cumsum(count, axis=0) - count
         for i in range(tiles):
             words = load_words(map_ptr, stride_map_t, stride_map_e, t + i, w, num_tokens, num_words, PACK)
-            up_to = words if PACK == 1 else words * 0x01010101  # byte k: how many of the bytes up to it are 1
+            up_to = words if PACK == 1 else words * 0x01010101  # byte k: the number of routed experts in bytes 0 … k
             ones = field(up_to, PACK - 1, PACK)
             position = tl.cumsum(ones, axis=1) - ones
             for k in tl.static_range(PACK):
@@ -182,7 +182,7 @@ def routing_layout_kernel(
     tile_ptr, segment_ptr, totals_ptr,
     # sizes
     block_groups, num_experts, align, num_rows, capacity,
-    SEGMENTS: tl.constexpr,  # else only `count` and, in `base`, how many of it are in the blocks before
+    SEGMENTS: tl.constexpr,  # otherwise only `count`, and in `base` the tokens of the blocks before
     TILE_ROWS: tl.constexpr,  # 0: no tiles
     GROUP: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
