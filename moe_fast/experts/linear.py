@@ -314,7 +314,7 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
         )(
             *strided(x, 2),
             *strided(matrices, 3),
-            # a branch would keep the loop over tiles and depth from being one pipeline
+            # with a branch, the loop over tiles and depth would not be one pipeline
             *((*strided(bias_LC, 2), None) if described else strided_or_empty(bias_LC, 2)),
             out,
             *(_matmul_descriptors(x, matrices, out, tile, turned) if described else (None, None, None)),

@@ -55,8 +55,8 @@ from moe_ref.config.layer import ROWS_AGAIN
 
 Combine = Callable[[Tensor], Tensor]
 Early = tuple[Tensor, dict[str, Any]] | None  # tokens on their way, and the setting for their dispatch
-EARLY_TOPK = 4  # a token then goes to the other of two ranks with a probability of 1 - 2⁻⁴ or more
-TRUSTED = IndexPolicy(values="trusted")  # of the router's own choice
+EARLY_TOPK = 4  # with so many experts a token goes to the other of two ranks with a probability of 1 - 2⁻⁴ or more
+TRUSTED = IndexPolicy(values="trusted")  # for the router's own choice
 
 
 class ExpertRows(NamedTuple):
@@ -285,7 +285,7 @@ def _copied_again(tokens: Tensor, row_map: RowMap) -> Callable[[], Tensor]:
         RuntimeError: from that function, if the tokens have changed by an operation that torch
             counts.
     """
-    tokens = tokens.detach()  # counts changes together with the caller's tensor
+    tokens = tokens.detach()  # shares the count of changes with the caller's tensor
     version = None if tokens.is_inference() else tokens._version
 
     def again() -> Tensor:
