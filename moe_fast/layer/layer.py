@@ -253,10 +253,10 @@ def _on_one_rank(tokens: Tensor, routed: RouteOutput, call: Call) -> ExpertRows:
     tile = first_tile(tokens, most, config.router.num_experts, config.align, config.recipe)
     rows = None if tile is None else tile.rows
     sizes: dict[str, Any] = {"probs": routed.probs, "num_rows": most, "tile_rows": rows}
-    needing_rows = (call.wgrads, call.linear_states, call.amaxes, call.in_dispatch_backward)
-    stays = all(argument is None for argument in needing_rows)
+    options = (call.wgrads, call.linear_states, call.amaxes, call.in_dispatch_backward)
+    needs_rows = any(option is not None for option in options)
     of_tokens = None
-    if stays and stay_tokens(tokens, routed.probs, call.parameters, config, call.recompute):
+    if not needs_rows and stay_tokens(tokens, routed.probs, call.parameters, config, call.recompute):
         of_tokens, permuted, tiles = rows_of_tokens(tokens, routed.routing_map, config.recipe, **sizes)
     else:
         permuted, tiles = permute_in_tiles(tokens, routed.routing_map, **sizes)

@@ -236,7 +236,7 @@ def capacity_kernel(
     # the map
     map_ptr, stride_map_t, stride_map_e,
     # counts of the walk
-    before_ptr, stride_before_e, count_ptr,
+    earlier_count_ptr, stride_earlier_count_e, count_ptr,
     # for each token
     slots_ptr, num_slots_ptr,
     # for each expert, and in all
@@ -254,7 +254,7 @@ def capacity_kernel(
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     real = e < num_experts  # the block is a power of two
     count = tl.load(count_ptr + e, mask=real, other=0)
-    earlier_count = tl.load(before_ptr + e * stride_before_e + b, mask=real, other=0)
+    earlier_count = tl.load(earlier_count_ptr + e * stride_earlier_count_e + b, mask=real, other=0)
     for i in range(tiles):
         t = (b * tiles + i) * BLOCK_T + tl.arange(0, BLOCK_T)
         routed = load_routed(map_ptr, stride_map_t, stride_map_e, t, e, num_tokens, num_experts)
@@ -283,7 +283,7 @@ def pad_routing_map_kernel(
     # the map
     map_ptr, stride_map_t, stride_map_e,
     # counts of the walk
-    before_ptr, stride_before_e, count_ptr,
+    earlier_count_ptr, stride_earlier_count_e, count_ptr,
     # results
     out_ptr, unreached_ptr,
     # sizes
@@ -298,7 +298,7 @@ def pad_routing_map_kernel(
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     real = e < num_experts  # the block is a power of two
     count = tl.load(count_ptr + e, mask=real, other=0)
-    earlier_count = tl.load(before_ptr + e * stride_before_e + b, mask=real, other=0)
+    earlier_count = tl.load(earlier_count_ptr + e * stride_earlier_count_e + b, mask=real, other=0)
     missing = (align - count % align) % align
     for i in range(tiles):
         t = (b * tiles + i) * BLOCK_T + tl.arange(0, BLOCK_T)
