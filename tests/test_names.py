@@ -15,7 +15,7 @@ REFUSED = {
 }  # fmt: skip
 LIMITS = {  # refused names per 1,000 lines
     "moe_ref": 1,
-    "moe_fast": 3,
+    "moe_fast": 1,
     "conformance": 3,
     "evidence": 1,
     "tests": 42,

@@ -112,7 +112,7 @@ def slab_layout_kernel(
 @triton.jit
 def push_lists(
     probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, row_probs_ptr, link_table_ptr,
-    home_table_ptr, row_slots_ptr, own_ptr, ranks_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block,
+    home_table_ptr, row_slots_ptr, local_rows_ptr, ranks_ptr, row_map, stride_base_b, stride_base_e, tokens_per_block,
     block, num_tokens, num_experts, local_experts, num_rows, own_rank,
     ONCE: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +154,7 @@ def push_lists(
             rank_bits |= tl.where(live, tl.zeros_like(rank) + 1 << (rank & 63), 0)
         last = tl.where(live, rank, last)
     if row_slots_ptr is not None:
-        tl.store(own_ptr + t, local_rows.to(tl.int32), mask=t < num_tokens)  # the last block sticks out
+        tl.store(local_rows_ptr + t, local_rows.to(tl.int32), mask=t < num_tokens)  # the last block sticks out
         tl.store(ranks_ptr + t, rank_bits, mask=t < num_tokens)  # as above
 
 
@@ -207,7 +207,7 @@ def push_kernel(
     # regions of all ranks; links, homes, and the lists of rows, only where the lists hold ranks
     rows_table_ptr, scales_table_ptr, probs_table_ptr, link_table_ptr, home_table_ptr, row_slots_ptr,
     # with the lists, see `steps.Handle`
-    own_ptr, ranks_ptr,
+    local_rows_ptr, ranks_ptr,
     # this rank's results, contiguous but for scales
     rows_ptr, scale_ptr, stride_scale_m, stride_scale_n, row_probs_ptr,
     row_map, stride_base_b, stride_base_e, tokens_per_block,
@@ -242,7 +242,7 @@ def push_kernel(
             if column == 0:
                 push_lists(
                     probs_ptr, stride_probs_t, stride_probs_e, start_ptr, probs_table_ptr, row_probs_ptr,
-                    link_table_ptr, home_table_ptr, row_slots_ptr, own_ptr, ranks_ptr, row_map, stride_base_b,
+                    link_table_ptr, home_table_ptr, row_slots_ptr, local_rows_ptr, ranks_ptr, row_map, stride_base_b,
                     stride_base_e, tokens_per_block, block - lanes, num_tokens, num_experts, local_experts, num_rows,
                     own_rank, ONCE, BLOCK_L,
                 )  # fmt: skip

@@ -50,14 +50,14 @@ def return_row(
 
 @triton.jit
 def add_own(
-    t, rows_ptr, stride_rows_p, stride_rows_h, own_ptr, out_ptr, row_map, num_tokens, num_experts, num_columns,
+    t, rows_ptr, stride_rows_p, stride_rows_h, local_rows_ptr, out_ptr, row_map, num_tokens, num_experts, num_columns,
     ACCUMULATOR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Add the rows on this rank of tokens of this rank; a token's list has these rows
     side by side.
     """
     in_tokens = t < num_tokens  # the last tile sticks out
-    local_rows = tl.load(own_ptr + t, mask=in_tokens, other=0).to(tl.int64)
+    local_rows = tl.load(local_rows_ptr + t, mask=in_tokens, other=0).to(tl.int64)
     list_ptr = row_map.slots_ptr + t * num_experts + local_rows // FIRST_SLOT
     count = local_rows % FIRST_SLOT
     for column in range(tl.cdiv(num_columns, BLOCK_H)):
@@ -85,7 +85,7 @@ def return_kernel(
     # regions: all ranks' sums; this rank's for sums without a slot, and for probs
     sums_table_ptr, left_ptr, sum_probs_ptr,
     # this rank's part of the result, contiguous, and where its rows are
-    out_ptr, own_ptr, row_map,
+    out_ptr, local_rows_ptr, row_map,
     # sizes
     pieces, row_pieces, token_pieces, num_tokens, num_experts, num_columns, num_rows,
     ACCUMULATOR: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -105,8 +105,8 @@ def return_kernel(
             t = (piece // interval).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
             if out_ptr is not None:
                 add_own(
-                    t, rows_ptr, stride_rows_p, stride_rows_h, own_ptr, out_ptr, row_map, num_tokens, num_experts,
-                    num_columns, ACCUMULATOR, BLOCK_T, BLOCK_H, UNROLL,
+                    t, rows_ptr, stride_rows_p, stride_rows_h, local_rows_ptr, out_ptr, row_map, num_tokens,
+                    num_experts, num_columns, ACCUMULATOR, BLOCK_T, BLOCK_H, UNROLL,
                 )  # fmt: skip
         else:
             first = (piece - tl.minimum(tl.cdiv(piece, interval), token_pieces)).to(tl.int64)

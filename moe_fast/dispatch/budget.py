@@ -19,10 +19,10 @@ from moe_ref.config import SortedChunks
 class Kept(NamedTuple):
     """The copies that have a row, as far as this rank needs to know them."""
 
-    map_TE: Tensor  # bool: those of this rank's tokens
-    count_SE: Tensor  # of each source that each expert keeps
+    map_TE: Tensor  # bool: the copies of this rank's tokens
+    count_SE: Tensor  # how many copies each expert keeps of each source
     columns: slice  # this rank's experts
-    length_L: Tensor  # rows of each of their segments, padding included
+    length_L: Tensor  # rows of the segment of each of these experts, with padding
     overflow: Tensor  # [] bool: some copy that was routed to this rank has no row
 
 

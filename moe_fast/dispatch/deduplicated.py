@@ -61,7 +61,7 @@ def check_resent(tokens_TH: Tensor, handle: Any, kind: type, group: Any) -> None
     """Raise `ValueError` for tokens that the routing of the handle cannot send again."""
     check_handle(handle, kind, group)
     check_tokens([tokens_TH])
-    expected = handle.sent.num_tokens
+    expected = handle.sent_rows.num_tokens
     require(
         len(tokens_TH) == expected, "tokens", f"of {len(tokens_TH)} rows", f"of {expected} rows, as the handle says"
     )

@@ -25,8 +25,8 @@ class Offer(NamedTuple):
     """What another process needs to address a tensor of bytes."""
 
     gpu: str
-    storage: tuple[Any, ...]  # of torch
-    begin: int  # of the tensor in its storage
+    storage: tuple[Any, ...]  # as torch describes it
+    begin: int  # offset of the tensor in its storage
     size: int
 
 

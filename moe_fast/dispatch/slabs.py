@@ -21,9 +21,9 @@ from moe_fast.dispatch import ipc
 from moe_ref.config import FP8_BLOCK, require
 
 ALIGNED = 256  # bytes; every region begins at a multiple
-PROB_BYTES = 8  # of the widest prob
+PROB_BYTES = 8  # bytes of the widest prob
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-BARRIER_MS = 600_000  # that a GPU waits for the others before it gives up with an error, as long as NCCL's watchdog
+BARRIER_MS = 600_000  # a GPU gives up with an error when it has waited that long, as NCCL's watchdog
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Room:
     def regions(self) -> dict[str, int]:
         """Bytes of each region."""
         rows, probs = self.rows * self.row_bytes, self.rows * PROB_BYTES
-        # a number of two bytes, or more, becomes one of one
+        # quantisation makes one byte of two or more
         scales = self.rows * 4 * -(-self.row_bytes // (2 * FP8_BLOCK))
         sizes = {
             "counts": 4 * self.ranks * self.experts,
@@ -72,12 +72,12 @@ class Slab:
 
     room: Room
     memory: Tensor  # uint8
-    tables: dict[str, Tensor]  # by region: int64 [W], its address on each rank
+    tables: dict[str, Tensor]  # by region: int64 [W], the address on each rank
     barrier: Callable[[], None]
     references: tuple[Any, ...] = field(default=(), repr=False)  # objects that must live as long as the slab
     transport: str = "mapped file"
-    memories: tuple[Tensor, ...] = field(default=(), repr=False)  # of all ranks
-    aside: Callable[[], None] | None = None  # the barrier of another stream, which may wait at the same time
+    memories: tuple[Tensor, ...] = field(default=(), repr=False)  # the memory of each rank
+    aside: Callable[[], None] | None = None  # a barrier for a second stream, which may wait at the same time
 
     def region(self, name: str, dtype: torch.dtype, count: int, rank: int | None = None) -> Tensor:
         """The first `count` numbers of a region of this rank, or of another rank."""
@@ -110,9 +110,9 @@ def slab_of(room: Room, memory: Tensor, addresses: list[int], barrier: Callable[
 
 
 _slabs: WeakKeyDictionary[Any, Slab] = WeakKeyDictionary()
-# what a graph may have captured, here or on another rank
+# slabs that a CUDA graph may have captured, on this rank or on another
 _outgrown: WeakKeyDictionary[Any, list[Slab]] = WeakKeyDictionary()
-_meetings = count()  # of this process over NVLink
+_meetings = count()  # numbers of the meetings of this process over NVLink
 
 
 def slab_for(group: Any, device: torch.device, room: Room) -> Slab:
@@ -165,7 +165,7 @@ def _nvlink(group: Any, device: torch.device, room: Room) -> Slab:
         "1, set before torch is imported: multicast is not used",
     )
     answers: list[Any] = [None] * room.ranks
-    dist.all_gather_object(answers, (room, next(_meetings)), group=group)  # torch would wait for ever
+    dist.all_gather_object(answers, (room, next(_meetings)), group=group)  # without it, torch would wait for ever
     _check_room([rank_room for rank_room, _ in answers])
     for rank, (_, meeting) in enumerate(answers):
         require(
@@ -175,7 +175,7 @@ def _nvlink(group: Any, device: torch.device, room: Room) -> Slab:
             f"{answers[0][1]} times, as rank 0",
         )
     size = offsets(room)[""]
-    # regions: counts by announce_kernel, links zeroed, others by who pushes or sums
+    # announce_kernel writes counts, links are zeroed, and kernels that push or sum write the rest
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(memory, group)
     require(not handle.multicast_ptr, "group", "with a multicast pointer", f"without: {MULTICAST} was set too late")
@@ -187,7 +187,7 @@ def _nvlink(group: Any, device: torch.device, room: Room) -> Slab:
 
 def _by_handles(group: Any, device: torch.device, room: Room) -> Slab:
     rank, flags = dist.get_rank(group), offsets(room)[""]
-    memory = torch.empty(flags + 4 * room.ranks, dtype=torch.uint8, device=device)  # as in `_nvlink`
+    memory = torch.empty(flags + 4 * room.ranks, dtype=torch.uint8, device=device)  # written as in `_nvlink`
     memory[flags:] = 0
     answers: list[Any] = [None] * room.ranks
     dist.all_gather_object(answers, (room, ipc.offer_of(memory)), group=group)
@@ -211,7 +211,7 @@ def _shared(group: Any, room: Room) -> Slab:
         file.truncate(size)
         dist.all_gather_object(names, file.name, group=group)
         mapped = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
-        dist.barrier(group)  # all have mapped the file, and its name may go
+        dist.barrier(group)  # when all have mapped the file, its name is not needed
     living = ref(group)  # the slab must not keep its own group
     memory, addresses = mapped[rank], [x.data_ptr() for x in mapped]
     return slab_of(room, memory, addresses, lambda: dist.barrier(living()), (), "mapped file", tuple(mapped))

@@ -26,7 +26,7 @@ from moe_fast.permutation.row_map import RowMap, count_blocks, cut_of, empty_slo
 from moe_ref.config import FP8_BLOCK, Recipe
 
 X = TypeVar("X")
-Steps = Generator[None, None, X]  # yields where all ranks must have come
+Steps = Generator[None, None, X]  # a generator that yields where all ranks must have arrived
 
 
 class Programs(NamedTuple):
@@ -48,14 +48,14 @@ class Handle:
     group: Any
     ranks: int
     rank: int
-    lists: RowMap  # of rows: where each token's are
-    own_rows: int  # of this rank's buffer; the lists' are the largest of all ranks
-    link_C: Tensor  # which rows have travelled, and the next of the same token
-    home_C: Tensor  # where they came from
-    own_T: Tensor  # each token's rows on this rank: the first one's slot << 16 | how many
-    ranks_T: Tensor  # a bit for each rank that has some, of 64
+    lists: RowMap  # the rows of each token
+    own_rows: int  # rows of this rank's buffer; `lists` has the largest number of all ranks
+    link_C: Tensor  # for each row, whether it has travelled, and the next row of its token
+    home_C: Tensor  # for each row that has travelled, the slot and the rank that it came from
+    own_T: Tensor  # for each token, its rows on this rank: the slot of the first one << 16 | how many
+    ranks_T: Tensor  # for each token, a bit for each of up to 64 ranks that has rows of it
     gap_2L: Tensor  # begin and end of each local expert's padding
-    overflow_W: Tensor  # of all ranks
+    overflow_W: Tensor  # whether rows of each rank were dropped
     local_experts: int
     once: bool
 
@@ -73,7 +73,7 @@ class Results:
     @staticmethod
     def empty(like: Tensor, prob_dtype: torch.dtype | None, num_rows: int, recipe: Recipe | None) -> "Results":
         hidden, device = like.shape[1], like.device
-        # all of it by push_kernel and spread_kernel
+        # push_kernel and spread_kernel write all of it
         rows = torch.empty((num_rows, hidden), dtype=like.dtype if recipe is None else torch.uint8, device=device)
         scale = None
         if recipe is not None:
@@ -124,7 +124,7 @@ def send(
     slots, walk = empty_slots(routing_map), plan_walk(routing_map, cut_of(routing_map))
     with launch_on(routing_map):
         count_blocks(routing_map, walk, slots)
-        lay_out(walk, None, 1, 0)  # bases that count within an expert: no rank has the layout yet
+        lay_out(walk, None, 1, 0)  # bases within an expert, because no rank has the layout yet
     link = slab.region("link", torch.int32, num_rows).zero_()
     with launch_on(tokens):
         kernels.announce_kernel[(ranks,)](
@@ -136,7 +136,7 @@ def send(
         )
     yield
 
-    start = torch.empty(num_experts, dtype=torch.int64, device=device)  # these four: all by slab_layout_kernel
+    start = torch.empty(num_experts, dtype=torch.int64, device=device)  # slab_layout_kernel writes these four
     tokens_per_expert = torch.empty(local, dtype=torch.int64, device=device)
     gap = torch.empty((2, local + 1), dtype=torch.int64, device=device)
     overflow = torch.empty(ranks, dtype=torch.bool, device=device)
@@ -150,9 +150,9 @@ def send(
     per_block, sizes_of_map = walk.cut.tokens_per_block, (num_tokens, num_experts, num_rows, True, False)
     ranked = RowMap(slots.slots_TE, slots.num_slots_T, walk.base_EB.t(), gap, per_block, *sizes_of_map)
     lists = ranked.without_bases()
-    kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # this and the next by spread_kernel
+    kept_link = torch.empty(num_rows, dtype=torch.int32, device=device)  # spread_kernel writes this and the next
     kept_home = torch.empty(num_rows, dtype=torch.int64, device=device)
-    local_rows = torch.empty(num_tokens, dtype=torch.int32, device=device)  # this and the next by push_kernel
+    local_rows = torch.empty(num_tokens, dtype=torch.int32, device=device)  # push_kernel writes this and the next
     rank_bits = torch.empty(num_tokens, dtype=torch.int64, device=device)
     of_rows, of_tokens = (kept_link, kept_home), (local_rows, rank_bits)
     handle = Handle(group, ranks, rank, lists, num_rows, *of_rows, *of_tokens, gap, overflow, local, once)
@@ -170,7 +170,7 @@ def resend(
     tokens: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab, most: Programs = FREE
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
     """The steps of a dispatch whose routing is known; it is the transpose of combine."""
-    yield  # no rank reads an earlier dispatch
+    yield  # from here on no rank reads an earlier dispatch
     some = tokens if tokens is not None else probs.new_empty((handle.lists.num_tokens, 0))  # type: ignore[union-attr]
     results = Results.empty(some, None if probs is None else probs.dtype, handle.lists.num_rows, None)
     push(some, probs, None, handle.lists, None, slab, handle, results, most)
@@ -183,7 +183,7 @@ def collect(
     rows: Tensor | None, probs: Tensor | None, handle: Handle, slab: Slab, most: Programs = FREE
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
     """The steps of combine."""
-    yield  # no rank reads an earlier combine
+    yield  # from here on no rank reads an earlier combine
     some = rows if rows is not None else probs
     assert some is not None
     shape = (handle.lists.num_tokens, 0 if rows is None else rows.shape[1])
@@ -282,7 +282,7 @@ def advance(tokens: Tensor, num_rows: int, slab: Slab, rank: int) -> Steps[None]
     """The steps by which each of two ranks copies its tokens to the other, before their routing is
     known. Only tokens that have a slot are copied.
     """
-    yield  # no rank reads its sums, nor earlier tokens
+    yield  # from here on no rank reads its sums or earlier tokens
     slotted_tokens = tokens[:num_rows]
     slab.region("sums", tokens.dtype, slotted_tokens.numel(), 1 - rank).view(slotted_tokens.shape).copy_(slotted_tokens)
 

@@ -83,17 +83,17 @@ def find_gradient(segment_ptr, num_experts, work, blocks_m, blocks_n):
 
 @triton.jit
 def store_gradient(
-    acc, before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, expert, count, m, n, num_outs, num_ins
+    acc, addend_ptr, stride_addend_l, stride_addend_m, stride_addend_n, out_ptr, expert, count, m, n, num_outs, num_ins
 ):
     """Store a tile of an expert's gradient, added to the addend if there is one. The addend of an
     expert without rows is stored unchanged, bit by bit.
     """
     in_bounds = (m < num_outs)[:, None] & (n < num_ins)[None, :]  # the last blocks stick out
-    if before_ptr is not None:
-        before_ptrs = (
-            before_ptr + expert * stride_before_l + m[:, None] * stride_before_m + n[None, :] * stride_before_n
+    if addend_ptr is not None:
+        addend_ptrs = (
+            addend_ptr + expert * stride_addend_l + m[:, None] * stride_addend_m + n[None, :] * stride_addend_n
         )
-        addend = tl.load(before_ptrs, mask=in_bounds, other=0.0)  # as above
+        addend = tl.load(addend_ptrs, mask=in_bounds, other=0.0)  # as above
         result = tl.where(count != 0, (addend + acc).to(addend.dtype), addend)  # -0 + 0 would be +0
     else:
         result = rounded(acc, out_ptr.dtype.element_ty)
@@ -263,15 +263,15 @@ def grouped_matmul_kernel(
 
 
 @jit(
-    together=[("stride_d_out_p", "num_outs", "stride_x_p", "num_ins", "stride_before_m")],
-    along=["stride_d_out_m", "stride_x_n", "stride_before_n"],
-    do_not_specialize=["stride_before_l", "num_experts"],
+    together=[("stride_d_out_p", "num_outs", "stride_x_p", "num_ins", "stride_addend_m")],
+    along=["stride_d_out_m", "stride_x_n", "stride_addend_n"],
+    do_not_specialize=["stride_addend_l", "num_experts"],
 )
 def grouped_wgrad_kernel(
     # operands: the gradient of the output, and the rows
     d_out_ptr, stride_d_out_p, stride_d_out_m, x_ptr, stride_x_p, stride_x_n,
     # the tensor to add to, or none
-    before_ptr, stride_before_l, stride_before_m, stride_before_n,
+    addend_ptr, stride_addend_l, stride_addend_m, stride_addend_n,
     # result, contiguous
     out_ptr,
     # descriptors of the operands and the result, or none
@@ -282,7 +282,7 @@ def grouped_wgrad_kernel(
     num_experts, num_outs, num_ins,
     ACCUMULATOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = before[e] + Σ over e's rows p of d_out[p]ᵀ · x[p]; no other row is read. Program i
+    """out[e] = addend[e] + Σ over e's rows p of d_out[p]ᵀ · x[p]; no other row is read. Program i
     computes the tiles i, i + the number of programs, and so on.
     """
     blocks_m, blocks_n = tl.cdiv(num_outs, BLOCK_M), tl.cdiv(num_ins, BLOCK_N)
@@ -313,7 +313,7 @@ def grouped_wgrad_kernel(
             out_desc.store([expert.to(tl.int32), block_m * BLOCK_M, block_n * BLOCK_N], result)
         else:
             store_gradient(
-                acc, before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, expert, count, m, n,
+                acc, addend_ptr, stride_addend_l, stride_addend_m, stride_addend_n, out_ptr, expert, count, m, n,
                 num_outs, num_ins,
             )  # fmt: skip
 

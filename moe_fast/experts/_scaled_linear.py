@@ -184,9 +184,9 @@ def load_turned(ptr, stride, desc, first_row, row, live, column, BLOCK_P: tl.con
 
 
 @jit(
-    together=[("stride_before_m",), ("num_outs", "num_ins"), ("stride_d_out_scale_p", "stride_x_scale_p")],
-    along=["stride_before_n"],
-    do_not_specialize=["stride_before_l", "num_experts", "d_out_share", "x_share"],
+    together=[("stride_addend_m",), ("num_outs", "num_ins"), ("stride_d_out_scale_p", "stride_x_scale_p")],
+    along=["stride_addend_n"],
+    do_not_specialize=["stride_addend_l", "num_experts", "d_out_share", "x_share"],
 )
 def scaled_wgrad_kernel(
     # the gradient of the output, transposed: codes; block scales along the rows; factors of sums
@@ -196,7 +196,7 @@ def scaled_wgrad_kernel(
     x_ptr, stride_x_n, x_scale_ptr, stride_x_scale_p, stride_x_scale_n,
     x_outer_ptr, stride_x_outer_l, stride_x_outer_n, x_share,
     # the tensor to add to, or none; the result, contiguous; descriptors of the factors, or none
-    before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, d_out_desc, x_desc,
+    addend_ptr, stride_addend_l, stride_addend_m, stride_addend_n, out_ptr, d_out_desc, x_desc,
     # plan and sizes
     segment_ptr, num_experts, num_outs, num_ins,
     RULE: tl.constexpr, D_OUT_FORMAT: tl.constexpr, X_FORMAT: tl.constexpr, FACTOR: tl.constexpr,
@@ -246,6 +246,6 @@ def scaled_wgrad_kernel(
             acc = times(acc, d_out_outer, x_outer)
         acc = tl.where(count < 0, float("nan"), acc)  # the plan is illegal
         store_gradient(
-            acc, before_ptr, stride_before_l, stride_before_m, stride_before_n, out_ptr, expert, count, m, n, num_outs,
+            acc, addend_ptr, stride_addend_l, stride_addend_m, stride_addend_n, out_ptr, expert, count, m, n, num_outs,
             num_ins,
         )  # fmt: skip

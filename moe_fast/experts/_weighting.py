@@ -116,13 +116,13 @@ def add_bias_kernel(
 
 @jit(
     together=[("stride_d_out_p", "width")],
-    along=["stride_d_out_h", "stride_other_h"],
-    do_not_specialize=["stride_other_r", "stride_probs", "num_rows", "num_experts"],
+    along=["stride_d_out_h", "stride_factor_h"],
+    do_not_specialize=["stride_factor_r", "stride_probs", "num_rows", "num_experts"],
 )
 def weighted_rows_backward_kernel(
     d_out_ptr, stride_d_out_p, stride_d_out_h,
     # the factor of the probs: one row per row, or one per expert
-    other_ptr, stride_other_r, stride_other_h, probs_ptr, stride_probs,
+    factor_ptr, stride_factor_r, stride_factor_h, probs_ptr, stride_probs,
     # results, contiguous; either may be none
     d_x_ptr, d_probs_ptr,
     # sizes, and where segments end
@@ -152,7 +152,7 @@ def weighted_rows_backward_kernel(
             tl.store(d_x_ptr + p[:, None] * width + c[None, :], d_x, mask=(p < num_rows)[:, None] & in_row)
         if d_probs_ptr is not None:
             factor = tl.load(
-                other_ptr + row[:, None] * stride_other_r + c[None, :] * stride_other_h, mask=in_bounds, other=0.0
+                factor_ptr + row[:, None] * stride_factor_r + c[None, :] * stride_factor_h, mask=in_bounds, other=0.0
             )
             total += d_out * widened(factor, ACCUMULATOR)
     if d_probs_ptr is not None:

@@ -102,7 +102,7 @@ def quantized_weight(weight_LMN: Tensor, precision: Precision, rowwise: bool, co
 def _quantized_weight(weight_LMN: Tensor, precision: Precision, rowwise: bool, columnwise: bool) -> Quantized:
     experts, height, width = weight_LMN.shape
     check_splits([height], height, precision.recipe)
-    # squares and blocks of whole experts are the same, wherever an expert begins
+    # if experts consist of whole tiles, blocks are the same with and without splits
     has_whole_tiles = precision.recipe.scaling == "block" and height % TILE_ROWS == 0
     splits = None if has_whole_tiles else torch.full((experts,), height, device=weight_LMN.device)
     return quantized_rows(weight_LMN.reshape(experts * height, width), "weight", splits, precision, rowwise, columnwise)

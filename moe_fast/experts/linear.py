@@ -314,7 +314,7 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
         )(
             *strided(x, 2),
             *strided(matrices, 3),
-            # a branch would keep the loop over tiles and depth from being one pipeline
+            # with a branch, the loop over tiles and depth would not be one pipeline
             *((*strided(bias_LC, 2), None) if described else strided_or_empty(bias_LC, 2)),
             out,
             *(_matmul_descriptors(x, matrices, out, tile, turned) if described else (None, None, None)),
@@ -333,30 +333,30 @@ def _multiply(x_PD: Tensor, weight_LDC: Tensor, bias_LC: Tensor | None, plan: Pl
     return out
 
 
-def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, before_LMN: Tensor | None, plan: Plan) -> Tensor:
+def _outer_products(d_out_PM: Tensor, rows_PN: Tensor, addend_LMN: Tensor | None, plan: Plan) -> Tensor:
     """out[e] = Σ over e's rows p of d_out[p]ᵀ · rows[p], plus addend[e] if there is one."""
     d_out, rows = d_out_PM.resolve_neg(), rows_PN.resolve_neg()
-    doubles = before_LMN is not None and before_LMN.dtype == torch.float64  # there is no room for a large tile of them
+    doubles = addend_LMN is not None and addend_LMN.dtype == torch.float64  # there is no room for a large tile of them
     described = have_descriptors(d_out, rows)
     sizes = tuning.for_device(rows.device).grouped
     tile = sizes.wgrad_tile(8 if doubles else rows.dtype.itemsize)
     tile = tile if described else tile.within(sizes.pointer_columns)
     shape = (plan.num_experts, d_out.shape[1], rows.shape[1])
     # grouped_wgrad_kernel writes all of it
-    out = torch.empty(shape, dtype=(rows if before_LMN is None else before_LMN).dtype, device=rows.device)
+    out = torch.empty(shape, dtype=(rows if addend_LMN is None else addend_LMN).dtype, device=rows.device)
     if out.numel() == 0 or not has_memory():
         return out
-    if described and before_LMN is None and have_descriptors(out) and is_hopper(rows.device):
+    if described and addend_LMN is None and have_descriptors(out) and is_hopper(rows.device):
         hopper.outer_products(d_out, rows, plan, out)
         return out
     # beside a sum in float32 there is no room for a tile of it
-    out_described = described and before_LMN is None and have_descriptors(out)
+    out_described = described and addend_LMN is None and have_descriptors(out)
     pieces = plan.num_experts * ceil_div(shape[1], tile.rows) * ceil_div(shape[2], tile.columns)
     with launch_on(rows):
         launch(kernels.grouped_wgrad_kernel, (programs(pieces, rows.device),))(
             *strided(d_out, 2),
             *strided(rows, 2),
-            *strided(before_LMN, 3),
+            *strided(addend_LMN, 3),
             out,
             expert_slices(d_out, [tile.depth, tile.rows]) if described else None,
             expert_slices(rows, [tile.depth, tile.columns]) if described else None,

@@ -22,7 +22,7 @@ class Padding:
     """
 
     spare: int  # rows of zeros: L · (align - 1) are enough for any counts
-    counts_L: Tensor  # of the padded segments; -1 where the counts are illegal
+    counts_L: Tensor  # the sizes of the padded segments; -1 if the counts are illegal
     unpadded: Tensor  # the sizes of the chunks, in this order
     padded: Tensor
     order: Tensor  # for each chunk of the padded order, its number in the unpadded order

@@ -24,7 +24,7 @@ from moe_fast.launch.tuning import EXPERT_LANES, GroupedTile, ceil_div, power_of
 from moe_fast.permutation.row_map import Tiles
 
 X = TypeVar("X")
-DESCRIBED_SIZE = 0x7FFF0000  # of a side that is as long as can be; coordinates are int32
+DESCRIBED_SIZE = 0x7FFF0000  # the length of a side that is as long as possible; coordinates are int32
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Plan:
     total_2: Tensor  # int64: how many tiles, and rows in them
     num_rows: int
     multiple: int = 1
-    other_cuts: dict[int, "Plan"] = field(default_factory=dict, repr=False)  # by the rows of their tiles
+    other_cuts: dict[int, "Plan"] = field(default_factory=dict, repr=False)  # by the number of rows of a tile
 
     @property
     def capacity(self) -> int:
@@ -168,12 +168,12 @@ def make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, multi
 def _make_plan(tokens_per_expert: Tensor, num_rows: int, tile: GroupedTile, multiple: int) -> Plan:
     sizes = tuning.for_device(tokens_per_expert.device).grouped
     num_experts = len(tokens_per_expert)
-    capacity = num_rows // tile.rows + min(num_rows, num_experts)  # each expert fills all its tiles but one
+    capacity = num_rows // tile.rows + min(num_rows, num_experts)  # each expert fills all of its tiles but one
     device = tokens_per_expert.device
-    # up to the total by plan_kernel; no kernel reads more
+    # plan_kernel writes it up to the total; no kernel reads more
     tiles = torch.empty((4, capacity), dtype=torch.int64, device=device)
-    bounds = torch.empty((3, num_experts), dtype=torch.int64, device=device)  # by plan_kernel: one program per expert
-    total = torch.empty(2, dtype=torch.int64, device=device)  # by its last program
+    bounds = torch.empty((3, num_experts), dtype=torch.int64, device=device)  # plan_kernel writes all of it
+    total = torch.empty(2, dtype=torch.int64, device=device)  # its last program writes all of it
     with launch_on(tokens_per_expert):
         launch(kernels.plan_kernel, (num_experts,))(
             *strided(tokens_per_expert),

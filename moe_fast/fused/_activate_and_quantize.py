@@ -118,7 +118,7 @@ def activated_group_amax_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        *("stride_splits", "stride_given", "stride_history"),
+        *("stride_splits", "stride_delayed_scale", "stride_history"),
         *("num_rows", "num_groups", "column_programs", "steps", "epsilon", "stride_probs", "offset", "clamp", "alpha"),
     ]
 )
@@ -126,7 +126,7 @@ def cast_activated_groups_kernel(
     operands, stride_d_out_p, stride_d_out_f, stride_h_p, stride_h_f, stride_probs, width, between, offset, clamp,
     alpha, splits_ptr, stride_splits,
     # scales of earlier steps; None: they follow from the amax
-    given_ptr, stride_given,
+    delayed_scale_ptr, stride_delayed_scale,
     # the amax of each group, as integers: read, or with scales given a result, and zeros before;
     # and the history's first column
     amax_ptr, history_ptr, stride_history,
@@ -151,7 +151,16 @@ def cast_activated_groups_kernel(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
     )
     scale = scale_of_group(
-        given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon, FORMAT, POWER_OF_TWO, BLOCK_G
+        delayed_scale_ptr,
+        stride_delayed_scale,
+        amax_ptr,
+        inverse_ptr,
+        group,
+        num_groups,
+        epsilon,
+        FORMAT,
+        POWER_OF_TWO,
+        BLOCK_G,
     )
     p = tl.arange(0, BLOCK_M).to(tl.int64)
     begin = (tl.program_id(0) % column_programs).to(tl.int64) * (steps * BLOCK_N)
@@ -169,7 +178,7 @@ def cast_activated_groups_kernel(
                 x = x_of_values
                 column += width
             store_tile(codes_ptr, encoded(x * scale, FORMAT, HARDWARE), first, written, column, num_columns)
-            if given_ptr is not None:
+            if delayed_scale_ptr is not None:
                 largest = tl.maximum(largest, magnitude(x))
     if share_ptr is not None:
         tl.store(
@@ -177,5 +186,5 @@ def cast_activated_groups_kernel(
             total,
             mask=first + p < written,
         )  # as above
-    if given_ptr is not None:
+    if delayed_scale_ptr is not None:
         raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group, first < read)

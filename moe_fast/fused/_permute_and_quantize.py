@@ -88,8 +88,8 @@ def fill_padding(
 
 @triton.jit
 def scatter_tokens(
-    tokens_ptr, stride_tokens_t, stride_tokens_h, given_ptr, stride_given, group_amax_ptr, history_ptr, stride_history,
-    codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n,
+    tokens_ptr, stride_tokens_t, stride_tokens_h, delayed_scale_ptr, stride_delayed_scale, group_amax_ptr,
+    history_ptr, stride_history, codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n,
     row_map, stride_base_b, stride_base_e, tokens_per_block, block, column,
     num_tokens, num_experts, num_columns, num_rows, least, most,
     RULE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
@@ -116,9 +116,11 @@ def scatter_tokens(
     for j in range(tl.max(lists.num_slots, axis=0)):
         following = load_slot(row_map, lists, j + 1)  # the load runs while this row is written
         if RULE == "group":
-            scale = group_scale(given_ptr, stride_given, group_amax_ptr, expert, live, least, FORMAT, POWER_OF_TWO)
+            scale = group_scale(
+                delayed_scale_ptr, stride_delayed_scale, group_amax_ptr, expert, live, least, FORMAT, POWER_OF_TWO
+            )
             code = encoded(x * scale[:, None], FORMAT, HARDWARE)
-            if given_ptr is not None:
+            if delayed_scale_ptr is not None:
                 bits = tl.reshape(amax, [BLOCK_T]).to(tl.int32, bitcast=True)
                 larger = raise_amax(group_amax_ptr, expert, bits, live)
                 tl.atomic_max(history_ptr + expert * stride_history, bits, mask=larger, sem="relaxed")
@@ -140,7 +142,7 @@ def scatter_tokens(
     along=["stride_tokens_h"],
     do_not_specialize=[
         *("fills", "first_lane", "tail_lanes", "num_tokens", "num_experts", "num_rows", "stride_probs_t"),
-        *("stride_probs_e", "stride_given", "stride_history", "stride_scale_m", "stride_scale_n"),
+        *("stride_probs_e", "stride_delayed_scale", "stride_history", "stride_scale_m", "stride_scale_n"),
         *("stride_base_b", "stride_base_e", "tokens_per_block", "epsilon", "infinity"),
     ],
 )
@@ -149,7 +151,7 @@ def scatter_kernel(
     tokens_ptr, stride_tokens_t, stride_tokens_h, probs_ptr, stride_probs_t, stride_probs_e,
     # by expert: scales of earlier steps, the amax as integers (read, or with scales given a result,
     # and zeros before), its history, 1/s as a result
-    given_ptr, stride_given, group_amax_ptr, history_ptr, stride_history, inverse_ptr,
+    delayed_scale_ptr, stride_delayed_scale, group_amax_ptr, history_ptr, stride_history, inverse_ptr,
     # results; codes are contiguous
     codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row_probs_ptr, row_slots_ptr, source_ptr,
     row_map, stride_base_b, stride_base_e, tokens_per_block, gap_ptr,
@@ -179,7 +181,9 @@ def scatter_kernel(
     most = number(infinity, tl.float32)
     if RULE == "group" and tl.program_id(0) == 0:
         e = tl.arange(0, BLOCK_E).to(tl.int64)
-        scale_E = group_scale(given_ptr, stride_given, group_amax_ptr, e, e < num_experts, least, FORMAT, POWER_OF_TWO)
+        scale_E = group_scale(
+            delayed_scale_ptr, stride_delayed_scale, group_amax_ptr, e, e < num_experts, least, FORMAT, POWER_OF_TWO
+        )
         tl.store(inverse_ptr + e, over(1.0, scale_E), mask=e < num_experts)  # experts are padded to a power of two
     if block < list_blocks:
         if column == 0:
@@ -195,10 +199,11 @@ def scatter_kernel(
         )  # fmt: skip
     else:
         scatter_tokens(
-            tokens_ptr, stride_tokens_t, stride_tokens_h, given_ptr, stride_given, group_amax_ptr, history_ptr,
-            stride_history, codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row_map, stride_base_b,
-            stride_base_e, tokens_per_block, block - list_blocks - fills, column, num_tokens, num_experts, num_columns,
-            num_rows, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, BLOCK_T, BLOCK_H,
+            tokens_ptr, stride_tokens_t, stride_tokens_h, delayed_scale_ptr, stride_delayed_scale, group_amax_ptr,
+            history_ptr, stride_history, codes_ptr, scale_ptr, amax_ptr, stride_scale_m, stride_scale_n, row_map,
+            stride_base_b, stride_base_e, tokens_per_block, block - list_blocks - fills, column, num_tokens,
+            num_experts, num_columns, num_rows, least, most, RULE, FORMAT, POWER_OF_TWO, HARDWARE, BLOCK, BLOCK_T,
+            BLOCK_H,
         )  # fmt: skip
 
 

@@ -42,5 +42,5 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def number_bits(x: float) -> int:
     """The bits of a float64 as an integer: Triton would pass a float as float32."""
     if isinstance(x, torch.SymInt):
-        return 0  # stands for many numbers in a compiled graph; no kernel is launched with it
+        return 0  # it stands for many numbers in a compiled graph, and no kernel is launched with it
     return struct.unpack("<q", struct.pack("<d", x))[0]

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_fast.launch import operators
 
-ALIGNMENT = 16  # bytes of an address, and a divisor of an integer, that Triton specialises for
+ALIGNMENT = 16  # bytes; Triton specialises a kernel for addresses and integers that it divides
 INT32 = range(-(1 << 31), 1 << 31)
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 

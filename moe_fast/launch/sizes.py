@@ -22,7 +22,7 @@ class Walk(Tile):
 
     steps: int
     stages: int
-    registers: int | None = None  # of a thread, at most: fewer for one are more threads at a time
+    registers: int | None = None  # at most, per thread: with fewer registers more threads run at a time
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Quantize:
 
     rows: Walk  # blocks along rows alone
     columns: Walk  # along columns, in both directions, or square
-    tall: Walk  # the same of block scaling, whose tiles are as high as its blocks
-    groups: Walk  # a scale for each group; also what dequantizes rows
-    transformed: Walk  # sixteen rows of a column are one thread's
+    tall: Walk  # as `columns`, for block scaling: its tiles are as high as its blocks
+    groups: Walk  # one scale per group; also to dequantize rows
+    transformed: Walk  # with the Hadamard transform: a thread has sixteen rows of a column
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class ActivateQuantize:
 
     rows: Walk  # blocks along rows alone
     columns: Walk  # along columns, or in both directions; block scaling has tiles as high as its blocks
-    backward: Walk  # the same of gradients
-    low: Walk  # along columns, or in both directions, where blocks are low: MXFP8
-    low_backward: Walk  # the same of gradients
+    backward: Walk  # as `columns`, for gradients
+    low: Walk  # along columns, or in both directions, for the low blocks of MXFP8
+    low_backward: Walk  # as `low`, for gradients
     groups: Walk  # a scale for each group
 
 
@@ -56,7 +56,7 @@ class PermuteQuantize:
     amax: Tile  # whole tokens, step by step
     scales: Tile  # of rows, by blocks
     gather: Walk  # tiles of rows, where blocks span them
-    tall: Walk  # the same of block scaling, whose tiles are as high as its blocks
+    tall: Walk  # as `gather`, for block scaling: its tiles are as high as its blocks
     slab: int  # programs that run together on the columns of a tile
 
 
@@ -78,10 +78,10 @@ class Metadata(WholeRows):
     """The walk over the routing map, and the layout that follows from the counts of its blocks."""
 
     max_programs: int
-    min_tokens: int = 1  # of a tile, as long as that takes no more than twice its elements
-    warp_elements: int = 1  # of a tile, at least
-    layout_experts: int = 16  # experts of a program of the layout
-    layout_step: int = 16  # other experts a step
+    min_tokens: int = 1  # at least, per tile, unless that takes more than twice `elements`
+    warp_elements: int = 1  # least elements of a tile per warp
+    layout_experts: int = 16  # experts per program of the layout
+    layout_step: int = 16  # other experts per step of the layout
     layout_group: int = 1  # blocks per group
     layout_warps: int = 4
 
@@ -100,8 +100,8 @@ class Router(WholeRows):
     shared memory.
     """
 
-    warp_elements: int = 1024  # of a tile, at least
-    max_programs: int = 1  # of a loss
+    warp_elements: int = 1024  # least elements of a tile per warp
+    max_programs: int = 1  # most programs that sum a loss
 
     def blocks(self, width: int) -> dict[str, int]:
         """The sizes for rows of `width` experts, a power of two, as constants of a kernel."""
@@ -147,20 +147,21 @@ class Grouped:
     left.
     """
 
-    # each for experts that have, on average, as many rows as it has; the last for more
+    # the first tile that is at least as high as experts have rows on average, else the last one
     by_rows: tuple[GroupedTile, ...]
-    wide: GroupedTile  # elements of four bytes and more, which have no matrix unit that keeps all their bits
-    wgrad: GroupedTile  # [outputs, inputs], as many rows deep
+    wide: GroupedTile  # for elements of four bytes and more: no matrix unit keeps all their bits
+    wgrad: GroupedTile  # [outputs, inputs] of the gradient of the weight, `depth` rows per step
     wgrad_wide: GroupedTile
-    scaled: GroupedTile  # codes of eight bits; as high, and as deep, as blocks of block scaling are long
-    decoded: GroupedTile  # codes whose scales are multiplied in before the product; as high
-    decoded_wide: GroupedTile  # the same in float32, number by number: larger tiles take seconds to compile
-    pointer_columns: int  # of a tile that is loaded by pointers, at most: these take registers
-    pointer_codes: int  # the same of codes, byte by byte
-    turn_columns: int  # of a tile that is turned
-    sums: Tile  # of an expert's rows
+    scaled: GroupedTile  # for codes of eight bits; as high and as deep as the blocks of block scaling
+    decoded: GroupedTile  # for codes whose scales are multiplied in before the product; as high as `scaled`
+    decoded_wide: GroupedTile  # the same in float32; larger tiles take seconds to compile
+    pointer_columns: int  # most columns of a tile that is loaded by pointers, which take registers
+    pointer_codes: int  # the same for codes, which are loaded byte by byte
+    turn_columns: int  # columns of a tile that is transposed
+    sums: Tile  # to sum an expert's rows
     plan_tiles: int  # tiles that a program of the plan writes at once
-    # with descriptors, one loop over tiles and depth; loads by pointers would come one by one
+    # whether products with descriptors have one loop over tiles and depth; with pointers each load
+    # would wait for the one before
     flatten: bool
     programs: int | None  # None: one for each multiprocessor
 
@@ -180,10 +181,10 @@ class Symmetric(Tile):
     """Tiles of rows that are written to the memory of other ranks, and brought back."""
 
     lists: int  # tokens whose lists a program writes
-    fill_rows: int  # of padding that are zeroed at once
+    fill_rows: int  # rows of padding that are zeroed at once
     tail_lanes: int  # programs that share the rows past the segments
-    unroll: int  # rows of a token that are on their way together
-    group: int  # rows that a program sees to: few of them have travelled
+    unroll: int  # rows of a token that are loaded at the same time
+    group: int  # rows that a program handles; few of them have travelled
 
 
 @dataclass(frozen=True)
@@ -195,12 +196,12 @@ class Tuning:
     list_tokens: int  # tokens whose probs and lists a program of permute moves
     unpermute: Tile
     unpermute_slots: int  # rows of a token that are loaded together
-    prob_columns: int  # experts a step of the probs' gradient
+    prob_columns: int  # experts per step of the gradient of the probs
     unpermute_backward: Tile
-    unpermute_backward_probs: WholeRows  # bounds the tokens above: their rows of dprobs stay in registers
+    unpermute_backward_probs: WholeRows  # bounds the tokens of the tile above: their rows of dprobs stay in registers
     fill: Fill  # with the columns of permute or unpermute_backward
     sort_chunks: Tile
-    chunk_columns: int  # chunks a step of the search
+    chunk_columns: int  # chunks per step of the search
     multihot: Tile  # columns are experts or slots
     multihot_rows: WholeRows
     topk: Router
@@ -208,10 +209,10 @@ class Tuning:
     aux_scores: Router
     z_loss: Router
     balance: Tile
-    balance_programs: int  # that add up scores, at most
+    balance_programs: int  # most programs that add up scores
     loss_step: int  # partial sums that are added together
     drop: Tile
-    drop_column: Tile  # the tokens of some experts at once; more are walked over for every bit of the key
+    drop_column: Tile  # with more tokens, a program goes over them once for every bit of the key
     grouped: Grouped
     activation: Tile  # columns of the result
     activation_backward: Tile  # a program walks along its rows

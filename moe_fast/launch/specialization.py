@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import KernelInterface
 
-DIVISOR = 16  # that Triton specialises integers for
-STRIDED = 0b11  # nothing is known of strides along rows, nor of the first group
+DIVISOR = 16  # Triton specialises a kernel for integers that it divides
+STRIDED = 0b11  # the bits of a version that knows neither the strides along rows nor the first group
 
 
 def jit(

@@ -42,7 +42,7 @@ UNSCALED = (
     "pointer_codes",
 )
 CODED = ("scaled", "decoded", "decoded_wide")  # tiles of codes in `Grouped`
-DOT_LEAST = 16  # of each side of tl.dot
+DOT_LEAST = 16  # least length of each side of tl.dot
 
 # Measured on an H200 (docs/results/permutation.json): small programs, so that many on a
 # multiprocessor wait for their lists at once.
@@ -201,8 +201,8 @@ INTERPRETER = Tuning(
 )
 
 
-EXPERT_LANES = 8 if INTERPRETED else 32  # of a list of experts, at least: a warp has no fewer
-DEFAULTS = GPU  # of a GPU for which no table is right
+EXPERT_LANES = 8 if INTERPRETED else 32  # least lanes for a list of experts: a warp has no fewer
+DEFAULTS = GPU  # for a GPU for which there is no table
 _found: dict[torch.device, Tuning] = {}
 
 

@@ -55,8 +55,8 @@ from moe_ref.config.layer import ROWS_AGAIN
 
 Combine = Callable[[Tensor], Tensor]
 Early = tuple[Tensor, dict[str, Any]] | None  # tokens on their way, and the setting for their dispatch
-EARLY_TOPK = 4  # a token then goes to the other of two ranks with a probability of 1 - 2⁻⁴ or more
-TRUSTED = IndexPolicy(values="trusted")  # of the router's own choice
+EARLY_TOPK = 4  # with so many experts a token goes to the other of two ranks with a probability of 1 - 2⁻⁴ or more
+TRUSTED = IndexPolicy(values="trusted")  # for the router's own choice
 
 
 class ExpertRows(NamedTuple):
@@ -253,10 +253,10 @@ def _on_one_rank(tokens: Tensor, routed: RouteOutput, call: Call) -> ExpertRows:
     tile = first_tile(tokens, most, config.router.num_experts, config.align, config.recipe)
     rows = None if tile is None else tile.rows
     sizes: dict[str, Any] = {"probs": routed.probs, "num_rows": most, "tile_rows": rows}
-    needing_rows = (call.wgrads, call.linear_states, call.amaxes, call.in_dispatch_backward)
-    stays = all(argument is None for argument in needing_rows)
+    options = (call.wgrads, call.linear_states, call.amaxes, call.in_dispatch_backward)
+    needs_rows = any(option is not None for option in options)
     of_tokens = None
-    if stays and stay_tokens(tokens, routed.probs, call.parameters, config, call.recompute):
+    if not needs_rows and stay_tokens(tokens, routed.probs, call.parameters, config, call.recompute):
         of_tokens, permuted, tiles = rows_of_tokens(tokens, routed.routing_map, config.recipe, **sizes)
     else:
         permuted, tiles = permute_in_tiles(tokens, routed.routing_map, **sizes)
@@ -285,7 +285,7 @@ def _copied_again(tokens: Tensor, row_map: RowMap) -> Callable[[], Tensor]:
         RuntimeError: from that function, if the tokens have changed by an operation that torch
             counts.
     """
-    tokens = tokens.detach()  # counts changes together with the caller's tensor
+    tokens = tokens.detach()  # shares the count of changes with the caller's tensor
     version = None if tokens.is_inference() else tokens._version
 
     def again() -> Tensor:

@@ -200,9 +200,9 @@ class MoELayer(nn.Module):
         x_TH, mask, batch_size = _flat(x, padding_mask)
         run = partial(self._results, state=self.router.state, training=self.training, batch_size=batch_size)
         inputs = (x_TH, mask, *self.layer_parameters)
-        # a compiled graph saves what the compiler chooses
+        # in a compiled graph the compiler chooses what is saved
         if self.recompute == "moe" and not torch.compiler.is_dynamo_compiling():
-            # a rank that stopped before its last collective would let the others wait
+            # a rank that stopped before its last collective would leave the other ranks waiting
             with set_checkpoint_early_stop(self.group is None):
                 output, state, losses, dropped = run_again(run, *inputs, random=self.config.jitter_eps is not None)
         else:

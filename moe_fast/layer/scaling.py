@@ -11,8 +11,8 @@ from moe_ref.config import LinearAmax, LinearState, QuantizerState, Recipe, requ
 from moe_ref.config.parameters import EXTRA_STATE, check_extra_state
 from moe_ref.config.state import new_quantizer_state
 
-UNUSED = None  # of Transformer Engine's columns: the output and the input's gradient are not quantised
-COLUMNS = {"fwd": ("input", "weight", UNUSED), "bwd": ("grad_output", UNUSED)}  # by extra state
+UNUSED = None  # of Transformer Engine's columns, the output and the gradient of the input are not quantised
+COLUMNS = {"fwd": ("input", "weight", UNUSED), "bwd": ("grad_output", UNUSED)}  # by the name of the extra state
 
 
 class ScaledGroupedLinear(KeepsDtypes, GroupedLinear):

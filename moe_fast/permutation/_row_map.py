@@ -93,7 +93,7 @@ def routing_walk_kernel(
         rank = tl.cumsum(count, axis=0) - count
         for i in range(tiles):
             words = load_words(map_ptr, stride_map_t, stride_map_e, t + i, w, num_tokens, num_words, PACK)
-            up_to = words if PACK == 1 else words * 0x01010101  # byte k: how many of the bytes up to it are 1
+            up_to = words if PACK == 1 else words * 0x01010101  # byte k: the number of routed experts in bytes 0 … k
             ones = field(up_to, PACK - 1, PACK)
             position = tl.cumsum(ones, axis=1) - ones
             for k in tl.static_range(PACK):
@@ -182,7 +182,7 @@ def routing_layout_kernel(
     tile_ptr, segment_ptr, totals_ptr,
     # sizes
     block_groups, num_experts, align, num_rows, capacity,
-    SEGMENTS: tl.constexpr,  # else only `count` and, in `base`, how many of it are in the blocks before
+    SEGMENTS: tl.constexpr,  # otherwise only `count`, and in `base` the tokens of the blocks before
     TILE_ROWS: tl.constexpr,  # 0: no tiles
     GROUP: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -236,7 +236,7 @@ def capacity_kernel(
     # the map
     map_ptr, stride_map_t, stride_map_e,
     # counts of the walk
-    before_ptr, stride_before_e, count_ptr,
+    earlier_count_ptr, stride_earlier_count_e, count_ptr,
     # for each token
     slots_ptr, num_slots_ptr,
     # for each expert, and in all
@@ -254,7 +254,7 @@ def capacity_kernel(
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     real = e < num_experts  # the block is a power of two
     count = tl.load(count_ptr + e, mask=real, other=0)
-    earlier_count = tl.load(before_ptr + e * stride_before_e + b, mask=real, other=0)
+    earlier_count = tl.load(earlier_count_ptr + e * stride_earlier_count_e + b, mask=real, other=0)
     for i in range(tiles):
         t = (b * tiles + i) * BLOCK_T + tl.arange(0, BLOCK_T)
         routed = load_routed(map_ptr, stride_map_t, stride_map_e, t, e, num_tokens, num_experts)
@@ -283,7 +283,7 @@ def pad_routing_map_kernel(
     # the map
     map_ptr, stride_map_t, stride_map_e,
     # counts of the walk
-    before_ptr, stride_before_e, count_ptr,
+    earlier_count_ptr, stride_earlier_count_e, count_ptr,
     # results
     out_ptr, unreached_ptr,
     # sizes
@@ -298,7 +298,7 @@ def pad_routing_map_kernel(
     e = tl.arange(0, BLOCK_E).to(tl.int64)
     real = e < num_experts  # the block is a power of two
     count = tl.load(count_ptr + e, mask=real, other=0)
-    earlier_count = tl.load(before_ptr + e * stride_before_e + b, mask=real, other=0)
+    earlier_count = tl.load(earlier_count_ptr + e * stride_earlier_count_e + b, mask=real, other=0)
     missing = (align - count % align) % align
     for i in range(tiles):
         t = (b * tiles + i) * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -9,7 +9,7 @@ from moe_fast.launch.operators import has_memory, launch
 from moe_fast.permutation._permute import place_kernel
 from moe_fast.permutation.row_map import RowMap
 
-NARROW = 2**31  # tokens, whose numbers then fit an int32
+NARROW = 2**31  # with fewer tokens, their numbers fit an int32
 
 
 def place_rows(probs_TE: Tensor | None, lists: RowMap, row_map: RowMap) -> tuple[Tensor, Tensor | None]:

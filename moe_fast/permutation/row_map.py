@@ -17,7 +17,7 @@ from moe_fast.permutation._permute import RowMapPointers
 
 UNBOUNDED = 1 << 62  # more rows than any buffer has
 NUM_TENSORS = 4  # the first fields of a `RowMap`
-LAID_TILES = 16  # that a program of the layout writes at once, for each of its experts
+LAID_TILES = 16  # tiles that a program of the layout writes at once, for each of its experts
 
 
 @record
@@ -169,7 +169,7 @@ def empty_slots(routing_map: Tensor) -> Slots:
         return torch.empty(shape, dtype=dtype, device=routing_map.device)
 
     return Slots(
-        # no rank is num_tokens
+        # every rank is less than num_tokens
         slots_TE=empty(num_tokens, num_experts, dtype=torch.int32 if num_tokens <= 1 << 15 else torch.int64),
         num_slots_T=empty(num_tokens, dtype=torch.int32),
         gap_2E=empty(2, num_experts + 1),
@@ -214,7 +214,7 @@ def cut_of(routing_map: Tensor) -> Cut:
 def plan_walk(routing_map: Tensor, cut: Cut) -> Walk:
     """The walk over the blocks of a routing map, with memory for the counts."""
     num_experts = routing_map.shape[1]
-    # every program of the layout reads all of them
+    # counts, all of which every program of the layout reads
     counted_as = torch.uint8 if cut.tokens_per_block < 256 else torch.int32
     # routing_walk_kernel writes all of it
     block_count = torch.empty((num_experts, cut.blocks), dtype=counted_as, device=routing_map.device)

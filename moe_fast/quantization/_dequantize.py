@@ -22,7 +22,7 @@ def dequantize_kernel(
     out_ptr,
     # sizes; `column_programs` programs share the columns of a tile of rows, `steps` tiles each
     num_rows, num_columns, num_groups, column_programs, steps,
-    mantissa,  # bits that a code of eight has of it
+    mantissa,  # bits of mantissa of an eight-bit code
     inverse,  # NVFP4: 1/(6 · the largest d)
     RULE: tl.constexpr, PER: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
@@ -54,7 +54,7 @@ def dequantize_kernel(
             m = tl.arange(0, BLOCK_M // BLOCK_R)
             block = tile if RULE == "amax" and BLOCK_R > 1 else first // BLOCK_R
             b = column // BLOCK_C + tl.arange(0, BLOCK_N // BLOCK_C)
-            there = (first + m * BLOCK_R < owned)[:, None] & (b * BLOCK_C < num_columns)[None, :]  # no more scales
+            there = (first + m * BLOCK_R < owned)[:, None] & (b * BLOCK_C < num_columns)[None, :]  # blocks that exist
             stored = tl.load(
                 scale_ptr + (block + m)[:, None] * stride_scale_m + b[None, :] * stride_scale_n, mask=there, other=0
             )

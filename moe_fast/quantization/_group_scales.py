@@ -101,7 +101,7 @@ def two_levels_amax_kernel(
 
 @triton.jit
 def scale_of_group(
-    given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon,
+    delayed_scale_ptr, stride_delayed_scale, amax_ptr, inverse_ptr, group, num_groups, epsilon,
     FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """The multiplier s of a group: given, or from the group's amax. The first program also writes
@@ -111,10 +111,16 @@ def scale_of_group(
     least = number(epsilon, tl.float32)
     g = tl.arange(0, BLOCK_G)
     real = g < num_groups  # BLOCK_G is a power of two
-    if given_ptr is not None:
-        scale = tl.load(given_ptr + group * stride_given, mask=group < num_groups, other=1.0)  # not past the last group
+    if delayed_scale_ptr is not None:
+        scale = tl.load(
+            delayed_scale_ptr + group * stride_delayed_scale, mask=group < num_groups, other=1.0
+        )  # not past the last group
         if tl.program_id(0) == 0:
-            tl.store(inverse_ptr + g, over(1.0, tl.load(given_ptr + g * stride_given, mask=real, other=1.0)), mask=real)
+            tl.store(
+                inverse_ptr + g,
+                over(1.0, tl.load(delayed_scale_ptr + g * stride_delayed_scale, mask=real, other=1.0)),
+                mask=real,
+            )
     else:
         amax = tl.load(amax_ptr + group, mask=group < num_groups, other=0).to(tl.float32, bitcast=True)  # as above
         scale = fitting_scale(amax, least, FLOAT32_MAX, FORMAT_MAX, POWER_OF_TWO)
@@ -142,14 +148,14 @@ def raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group
     together=[("stride_x_m", "num_columns")],
     along=["stride_x_n"],
     do_not_specialize=[
-        *("stride_splits", "stride_given", "stride_history", "num_rows"),
+        *("stride_splits", "stride_delayed_scale", "stride_history", "num_rows"),
         *("num_groups", "column_programs", "steps", "epsilon"),
     ],
 )
 def cast_groups_kernel(
     x_ptr, stride_x_m, stride_x_n, splits_ptr, stride_splits,
     # scales of earlier steps; None: they follow from the amax
-    given_ptr, stride_given,
+    delayed_scale_ptr, stride_delayed_scale,
     # the amax of each group, as integers: read, or with scales given a result, and zeros before;
     # and the history's first column
     amax_ptr, history_ptr, stride_history,
@@ -170,7 +176,16 @@ def cast_groups_kernel(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
     )
     scale = scale_of_group(
-        given_ptr, stride_given, amax_ptr, inverse_ptr, group, num_groups, epsilon, FORMAT, POWER_OF_TWO, BLOCK_G
+        delayed_scale_ptr,
+        stride_delayed_scale,
+        amax_ptr,
+        inverse_ptr,
+        group,
+        num_groups,
+        epsilon,
+        FORMAT,
+        POWER_OF_TWO,
+        BLOCK_G,
     )
     row = first + tl.arange(0, BLOCK_M)
     begin = (tl.program_id(0) % column_programs).to(tl.int64) * (steps * BLOCK_N)
@@ -182,9 +197,9 @@ def cast_groups_kernel(
         tl.store(
             codes_ptr + row[:, None] * num_columns + n[None, :], encoded(x * scale, FORMAT, HARDWARE), mask=in_bounds
         )
-        if given_ptr is not None:
+        if delayed_scale_ptr is not None:
             largest = tl.maximum(largest, tl.abs(x))  # ignores NaN
-    if given_ptr is not None:
+    if delayed_scale_ptr is not None:
         raise_amax_and_history(largest, amax_ptr, history_ptr, stride_history, group, first < read)
 
 

@@ -24,8 +24,8 @@ from moe_fast.quantization.quantized import (
 from moe_ref.config import Recipe
 from moe_ref.config.quantization import BLOCK
 
-LINE = 16  # elements, of which the kernel copies eight at once
-MOST = 2**31  # elements between two tokens: an int32
+LINE = 16  # elements; the kernel copies eight at once
+MOST = 2**31  # elements between two tokens, which must fit an int32
 
 
 @dataclass(frozen=True)

@@ -39,15 +39,15 @@ class Form:
     rows of blocks as any splits may have. Past the blocks that exist, values are unspecified.
     """
 
-    codes_MN: Tensor  # uint8, contiguous; 0 past the last group. [0,N]: only `turned_NT` is there
+    codes_MN: Tensor  # uint8, contiguous; 0 past the last group; [0,N] if there is only `turned_NT`
     scale: Tensor  # [G], or [rows of blocks, columns of blocks]
-    amax: Tensor  # of the same shape, in x's dtype if narrower than float32 (NVFP4: see `per`); or [0]
+    amax: Tensor  # in the shape of `scale`, and the dtype of x or float32 (NVFP4: see `per`); or [0]
     block: tuple[int, int] | None  # rows and columns that share a scale; None: a group
-    per: str = "group"  # NVFP4: what has an amax, each "group" [G], "row" [M], or "column" of a group [G,N]
-    largest: float = 448.0  # NVFP4: what the largest block's scale becomes
-    transformed: bool = False  # codes of the Hadamard transform
-    # of block scaling, for products: transposed codes, each group's from a tile of 128 on, whose
-    # last tile ends with zeros
+    per: str = "group"  # NVFP4: there is one amax per "group" [G], "row" [M], or "column" of a group [G,N]
+    largest: float = 448.0  # NVFP4: the largest scale of a block
+    transformed: bool = False  # whether the codes are of the Hadamard transform
+    # for products with block scaling: transposed codes, in which each group begins at a tile of 128
+    # rows, and its last tile ends with zeros
     turned_NT: Tensor | None = None
 
 
@@ -278,11 +278,11 @@ def _hadamard_adjoint(d_value: Tensor) -> Tensor:
 
 # --- how the kernels cut a tensor
 
-NARROW = 32 if INTERPRETED else 256  # columns of a tile of short rows, at least
+NARROW = 32 if INTERPRETED else 256  # least columns of a tile of short rows
 # lanes of a search for a tile's group, at least. Quantisers of blocks take as long with more, the
 # others take up to 13 % longer with 8 groups.
 LEAST_GROUPS, LEAST_GROUPS_OF_BLOCKS = (16, 16) if INTERPRETED else (64, 256)
-MOST_WARPS = 16 if torch.version.hip else 32  # of a program, which has 1024 threads at most
+MOST_WARPS = 16 if torch.version.hip else 32  # a program has at most 1024 threads
 RAGGED = 256  # elements of a warp
 
 
@@ -293,7 +293,7 @@ class Grid:
     groups: int
     tiles: int  # along the rows; at least as many as any splits need
     column_programs: int  # programs that share a tile's rows
-    steps: int  # tiles side by side that are one program's
+    steps: int  # tiles side by side that one program takes
     settings: dict[str, int]  # block sizes and warps
 
     @property

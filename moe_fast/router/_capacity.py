@@ -103,7 +103,7 @@ def drop_search_kernel(
     # [E,T]
     keys_ptr,
     # results [E]
-    least_ptr, before_ptr,
+    least_ptr, end_token_ptr,
     # sizes
     num_tokens, num_experts, room, token_bits,
     KEY_BITS: tl.constexpr, PAD: tl.constexpr,
@@ -139,7 +139,7 @@ def drop_search_kernel(
         end_token = tl.where(fits, later_token, end_token)
     real = (e < num_experts)[:, None]  # the last tile sticks out
     tl.store(least_ptr + e[:, None], least, mask=real)
-    tl.store(before_ptr + e[:, None], end_token, mask=real)
+    tl.store(end_token_ptr + e[:, None], end_token, mask=real)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "stride_map_t", "stride_map_e"])
@@ -147,9 +147,9 @@ def drop_kernel(
     # probs, as bits, and the map
     probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e,
     # bounds of each expert's tokens
-    least_ptr, before_ptr,
+    least_ptr, end_token_ptr,
     # results, contiguous
-    out_ptr, kept_ptr,
+    out_ptr, kept_map_ptr,
     # sizes
     num_tokens, num_experts,
     KEY_BITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -166,11 +166,11 @@ def drop_kernel(
         probs_ptr, stride_probs_t, stride_probs_e, map_ptr, stride_map_t, stride_map_e, t, e, in_bounds, KEY_BITS, KEY
     )
     least = tl.load(least_ptr + e, mask=in_row, other=0)[None, :]  # the last block sticks out
-    end_token = tl.load(before_ptr + e, mask=in_row, other=0)[None, :]  # as above
+    end_token = tl.load(end_token_ptr + e, mask=in_row, other=0)[None, :]  # as above
     kept_map = is_kept(key, t[:, None], least, end_token)
     cell = t[:, None] * num_experts + e[None, :]
     tl.store(out_ptr + cell, tl.where(kept_map, bits, 0), mask=in_bounds)  # unrouted bits are 0
-    tl.store(kept_ptr + cell, kept_map.to(tl.uint8), mask=in_bounds)
+    tl.store(kept_map_ptr + cell, kept_map.to(tl.uint8), mask=in_bounds)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "stride_map_t", "stride_map_e"])
@@ -178,7 +178,7 @@ def drop_backward_kernel(
     # the gradient of the probs, as bits
     dout_ptr, stride_dout_t, stride_dout_e,
     # which tokens were kept, contiguous, and, where unrouted ones were kept too, which were routed
-    kept_ptr, map_ptr, stride_map_t, stride_map_e,
+    kept_map_ptr, map_ptr, stride_map_t, stride_map_e,
     # result, contiguous
     dprobs_ptr,
     # sizes
@@ -192,7 +192,7 @@ def drop_backward_kernel(
     e = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     in_bounds = (t < num_tokens)[:, None] & (e < num_experts)[None, :]  # the last tiles stick out on both sides
     cell = t[:, None] * num_experts + e[None, :]
-    through = tl.load(kept_ptr + cell, mask=in_bounds, other=0) != 0
+    through = tl.load(kept_map_ptr + cell, mask=in_bounds, other=0) != 0
     if map_ptr is not None:
         # other entries of the map do not matter
         through = tl.load(map_ptr + t[:, None] * stride_map_t + e[None, :] * stride_map_e, mask=through, other=0) != 0

@@ -82,11 +82,11 @@ def only_best_groups(
 
 
 @triton.jit
-def mark_given(given_ptrs, stride, e, topk):
+def mark_precomputed(expert_ptrs, stride, e, topk):
     """Marks as those of `mark_largest`, for the experts that are listed for each token."""
-    marked = tl.zeros([given_ptrs.shape[0], e.shape[0]], tl.int32)
+    marked = tl.zeros([expert_ptrs.shape[0], e.shape[0]], tl.int32)
     for i in range(topk):
-        expert = tl.load(given_ptrs + tl.cast(i, tl.int64) * stride)
+        expert = tl.load(expert_ptrs + tl.cast(i, tl.int64) * stride)
         marked = tl.where(e[None, :] == expert[:, None], lowest(tl.int32) + i, marked)
     return marked
 
@@ -95,13 +95,23 @@ def mark_given(given_ptrs, stride, e, topk):
     together=[("stride_logits_t", "num_experts"), ("group_size",)],
     along=["stride_logits_e", "stride_bias"],
     do_not_specialize=[
-        *("stride_given_t", "stride_given_k", "scale", "num_tokens", "topk", "num_groups", "group_topk", "counted"),
+        *(
+            "stride_precomputed_t",
+            "stride_precomputed_k",
+            "scale",
+            "num_tokens",
+            "topk",
+            "num_groups",
+            "group_topk",
+            "counted",
+        ),
     ],
 )
 def topk_kernel(
-    # logits, their bias, or indices that are given
-    logits_ptr, stride_logits_t, stride_logits_e, bias_ptr, stride_bias, given_ptr, stride_given_t, stride_given_k,
-    # results, contiguous: probs and map [T,E], or probs [T,K], with indices unless they were given
+    # logits, their bias, or precomputed indices
+    logits_ptr, stride_logits_t, stride_logits_e, bias_ptr, stride_bias,
+    precomputed_ptr, stride_precomputed_t, stride_precomputed_k,
+    # results, contiguous: probs and map [T,E], or probs [T,K], with indices unless precomputed
     probs_ptr, indices_ptr, map_ptr,
     # settings and sizes
     scale, num_tokens, num_experts, topk, num_groups, group_size, group_topk, counted,
@@ -132,8 +142,8 @@ def topk_kernel(
         s = x + 0.0  # -0 becomes +0: they are equal, and so must be their keys
     else:
         s, _ = score_and_slope(x, SCORE)
-    if given_ptr is not None:
-        marked = mark_given(given_ptr + t * stride_given_t, stride_given_k, e, topk)
+    if precomputed_ptr is not None:
+        marked = mark_precomputed(precomputed_ptr + t * stride_precomputed_t, stride_precomputed_k, e, topk)
     else:
         biased = s
         if bias_ptr is not None:
@@ -146,7 +156,7 @@ def topk_kernel(
         marked = mark_largest(key, column, topk, TIES_ARE_RARE)
     chosen = marked < out_of_choice(marked.dtype)
     legal = tl.full([BLOCK_T, 1], True, tl.int1)
-    if given_ptr is not None:  # if an index is repeated or out of range, the token's probs are NaN
+    if precomputed_ptr is not None:  # if an index is repeated or out of range, the token's probs are NaN
         chosen = chosen & real
         legal = (tl.sum(chosen.to(tl.int32), axis=1) == topk)[:, None]
     if SCORE == "softmax":
@@ -162,7 +172,7 @@ def topk_kernel(
         weight = rounded(s, probs_ptr.dtype.element_ty)
         # one 32-bit integer per expert, so that only it changes its layout for the stores
         slot = tl.where(chosen, marked & SLOT, topk).to(tl.int32).to(tl.int64)
-        store_slots(probs_ptr, indices_ptr, t, e, slot, weight, legal, topk, given_ptr is not None)
+        store_slots(probs_ptr, indices_ptr, t, e, slot, weight, legal, topk, precomputed_ptr is not None)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from moe_fast.router import _selection as kernels
 from moe_ref.config import Routed, TopK, check_topk_routing, require
 
 LOGITS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of logits, scores and bias
-MAX_EXPERTS, MAX_TOPK = 2048, 32  # a row stays in registers; every slot is a round
+MAX_EXPERTS, MAX_TOPK = 2048, 32  # a row stays in registers, and every slot takes a round
 
 
 @traceable

@@ -68,8 +68,8 @@ def moe_permute_and_pad_with_probs(
     Each expert's rows are followed by zeros up to a multiple of `align_size`. The counts are taken
     from the map; `tokens_per_expert` is not read. `pad_offsets` are given also where all are 0.
     """
-    shape, right = tuple(tokens_per_expert.shape), (routing_map.shape[1],)
-    require(shape == right, "tokens_per_expert", f"of shape {shape}", f"of shape {right}")
+    shape, expected = tuple(tokens_per_expert.shape), (routing_map.shape[1],)
+    require(shape == expected, "tokens_per_expert", f"of shape {shape}", f"of shape {expected}")
     out = permute(inp, routing_map, probs=probs, align=align_size)
     return out.rows, out.probs, out.row_map, out.pad_offsets, out.tokens_per_expert
 

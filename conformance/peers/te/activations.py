@@ -85,11 +85,11 @@ def plain(function: str, gate: Gate) -> Operation | None:
     words = {"limit": gate.clamp, "alpha": SLOPE[gate.kind] if gate.alpha is None else gate.alpha}
     if gate.offset == OFFSET and gate.interleave is None:
         return Operation("clamped_swiglu", words)
-    more = {"glu_linear_offset": gate.offset, "glu_interleave_size": gate.interleave}
-    return Operation("clamped_swiglu_offset", words | more)
+    offset_words = {"glu_linear_offset": gate.offset, "glu_interleave_size": gate.interleave}
+    return Operation("clamped_swiglu_offset", words | offset_words)
 
 
-def made(part: Part, operation: Operation | None) -> Any:
+def made(family: Part, operation: Operation | None) -> Any:
     """The operation, as a step of the path.
 
     Raises:
@@ -97,8 +97,8 @@ def made(part: Part, operation: Operation | None) -> Any:
     """
     require(operation is not None, "kind", "of no operation of Transformer Engine", "what `supports` supports")
     assert operation is not None
-    part.trace.step(FEATURES[operation.feature].symbol.rpartition(".")[2])
-    return part.features.get(operation.feature)(**operation.words)
+    family.trace.step(FEATURES[operation.feature].symbol.rpartition(".")[2])
+    return family.features.get(operation.feature)(**operation.words)
 
 
 class Activations(Part):

@@ -36,18 +36,18 @@ class Adapter:
         self.probes = Probes(self.features)
         self._part: dict[str, Any] = {}
         for kind in PARTS:
-            part = kind(self.features, self.probes, self._trace, complete=ours is not None)
-            for function in part.needs:
-                self._offer(part, function)
+            family = kind(self.features, self.probes, self._trace, complete=ours is not None)
+            for function in family.needs:
+                self._offer(family, function)
 
-    def _offer(self, part: Any, function: str) -> None:
-        missing = part.missing(function)
+    def _offer(self, family: Any, function: str) -> None:
+        missing = family.missing(function)
         if missing is None:
-            self._part[function] = part
+            self._part[function] = family
         if self.ours is not None:
-            setattr(self, function, self._completed(part, function, missing))
+            setattr(self, function, self._completed(family, function, missing))
         elif missing is None:
-            setattr(self, function, self._traced(function, getattr(part, function)))
+            setattr(self, function, self._traced(function, getattr(family, function)))
 
     @property
     def offered(self) -> list[str]:
@@ -86,28 +86,28 @@ class Adapter:
 
         return _signed(traced, call)
 
-    def _completed(self, part: Any, function: str, missing: str | None) -> Callable[..., Any]:
+    def _completed(self, family: Any, function: str, missing: str | None) -> Callable[..., Any]:
         """The function through `te` where it can, else ours; with the signature of ours."""
-        own, through = getattr(self.ours, function), getattr(part, function)
+        fallback, through = getattr(self.ours, function), getattr(family, function)
         taken = inspect.signature(through).parameters
 
         def call(*args: Any, **settings: Any) -> Any:
             args, settings = tuple(map(_read, args)), {name: _read(x) for name, x in settings.items()}
-            given = {name: x for name, x in settings.items() if x is not None}
+            present_settings = {name: x for name, x in settings.items() if x is not None}
             try:
-                if reason := missing or part.supports(function, args[0], given):
+                if reason := missing or family.supports(function, args[0], present_settings):
                     raise Unavailable(reason)
-                if lacking := sorted({*given} - {*taken}):
+                if lacking := sorted({*present_settings} - {*taken}):
                     raise Unavailable(f"it has no {', '.join(lacking)}")
-                return through(*args, **given)
+                return through(*args, **present_settings)
             except Unavailable as reason:
                 if any(isinstance(x, RowMap) for x in args):
-                    told = f"row_map is Transformer Engine's, which cannot do this call ({reason})"
-                    raise TypeError(f"{told}, and ours does not read it: permute with rows like these") from None
+                    refusal = f"row_map is Transformer Engine's, which cannot do this call ({reason})"
+                    raise TypeError(f"{refusal}, and ours does not read it: permute with rows like these") from None
                 self._trace.step(f"ours: {reason}")
-                return self._as_declared(function, own(*args, **settings), settings)
+                return self._as_declared(function, fallback(*args, **settings), settings)
 
-        return _signed(self._traced(function, call), own)
+        return _signed(self._traced(function, call), fallback)
 
     def _as_declared(self, function: str, result: Any, settings: dict[str, Any]) -> Any:
         """Rows of probability 0 as Transformer Engine writes them."""

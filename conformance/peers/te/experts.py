@@ -93,8 +93,8 @@ class Experts(Part):
     ) -> Tensor:  # fmt: skip
         """`moe_ref.grouped_dgrad`: the gradient of rows of zeros."""
         check_grouped_dgrad(d_out, weight, tokens_per_expert)
-        given = (None, weight, tokens_per_expert)
-        return self._gradient((len(d_out), weight.shape[2]), given, d_out, recipe, state)
+        arguments = (None, weight, tokens_per_expert)
+        return self._gradient((len(d_out), weight.shape[2]), arguments, d_out, recipe, state)
 
     def grouped_wgrad(
         self, d_out: Tensor, rows: Tensor, tokens_per_expert: Tensor, *, recipe: Recipe | None = None,
@@ -106,14 +106,14 @@ class Experts(Part):
         return self._gradient(shape, (rows, None, tokens_per_expert), d_out, recipe, state)
 
     def _gradient(
-        self, shape: tuple[int, ...], given: tuple[Tensor | None, ...], d_out: Tensor,
+        self, shape: tuple[int, ...], arguments: tuple[Tensor | None, ...], d_out: Tensor,
         recipe: Recipe | None, state: LinearState | None,
     ) -> Tensor:  # fmt: skip
         """The layer's gradient for an argument of zeros; its backward is the only way to it."""
         with torch.inference_mode(False), torch.enable_grad():
             wanted = torch.zeros(shape, dtype=d_out.dtype, device=d_out.device, requires_grad=True)
-            known = [wanted if x is None else x.clone() if x.is_inference() else x.detach() for x in given]
-            out = self.grouped_linear(*known, recipe=recipe, state=state)
+            operands = [wanted if x is None else x.clone() if x.is_inference() else x.detach() for x in arguments]
+            out = self.grouped_linear(*operands, recipe=recipe, state=state)
             self.trace.step("the backward")
             cotangent = d_out.clone() if d_out.is_inference() else d_out.detach()
             (gradient,) = torch.autograd.grad(out, wanted, cotangent)
@@ -129,12 +129,12 @@ class Experts(Part):
         recipes.check_states(recipe, state, len(weight))
         cut = padding.segments_of(counts, 1 if recipe.scaling in WHOLE_BLOCKS else recipes.SIDES)
         recipes.check_blocks(recipe, weight, cut.host_counts)
-        made = recipes.theirs(self.features, self.trace, recipe)
-        whole = cut.num_padded == cut.num_rows
-        sides = recipes.in_sides(rows if whole else self.pad_rows(rows, cut), 1), recipes.in_sides(weight, 1, 2)
-        wide = None if bias is None else recipes.in_sides(bias, 1)
-        out = self._product(*sides, cut.padded.to(counts.dtype), wide, made, state)
-        return (out if whole else self.unpad_rows(out, cut))[:, : weight.shape[1]]
+        te_recipe = recipes.theirs(self.features, self.trace, recipe)
+        is_whole = cut.num_padded == cut.num_rows
+        sides = recipes.in_sides(rows if is_whole else self.pad_rows(rows, cut), 1), recipes.in_sides(weight, 1, 2)
+        padded_bias = None if bias is None else recipes.in_sides(bias, 1)
+        out = self._product(*sides, cut.padded.to(counts.dtype), padded_bias, te_recipe, state)
+        return (out if is_whole else self.unpad_rows(out, cut))[:, : weight.shape[1]]
 
     def _product(
         self, rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None, recipe: Any = None,
@@ -153,8 +153,8 @@ class Experts(Part):
 
     def _wanting_gradient(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A weight that requires a gradient, where a release gives a bias none without."""
-        alone = bias is not None and bias.requires_grad and not weight.requires_grad
-        if self.complete and alone and torch.is_grad_enabled() and not self.probes.bias_gradient_alone:
+        only_bias = bias is not None and bias.requires_grad and not weight.requires_grad
+        if self.complete and only_bias and torch.is_grad_enabled() and not self.probes.bias_gradient_alone:
             self.trace.step("weight made to require a gradient")
             return weight.detach().requires_grad_()
         return weight

@@ -231,8 +231,8 @@ GATES = (
 
 def found(te: Any, symbol: str) -> Any:
     """The object at a dotted path below `te`, or None."""
-    for part in symbol.split("."):
-        te = getattr(te, part, None)
+    for name in symbol.split("."):
+        te = getattr(te, name, None)
         if te is None:
             return None
     return te
@@ -292,8 +292,8 @@ class Features:
         passed: dict[str, set[str]] = {}
         for feature in TABLE:
             passed.setdefault(feature.symbol, set()).update(feature.passes)
-        every = {symbol: parameters(found(self.te, symbol)) or {} for symbol in passed}
-        return {symbol: new for symbol, named in every.items() if (new := sorted({*named} - passed[symbol]))}
+        keywords = {symbol: parameters(found(self.te, symbol)) or {} for symbol in passed}
+        return {symbol: new for symbol, named in keywords.items() if (new := sorted({*named} - passed[symbol]))}
 
     def report(self) -> list[str]:
         """A line per missing feature, with the path taken instead, and per gate that is set."""

@@ -94,9 +94,11 @@ class Mlp(Part):
         modules = self.features.get("ops_sequential")(first, act, self._layer(fc2_weight, fc2_bias, with_bias))
         self.trace.step("Sequential")
         tensors = {"0.weight": fc1_weight, "0.bias": fc1_bias, "2.weight": fc2_weight, "2.bias": fc2_bias}
-        each = {f"{key}{e}": x for key, all_ in tensors.items() if all_ is not None for e, x in enumerate(all_)}
+        tensor_of_name = {
+            f"{key}{e}": x for key, all_ in tensors.items() if all_ is not None for e, x in enumerate(all_)
+        }
         extra = (counts, scales, counts, *([scales] if with_bias else []))
-        out: Tensor = with_parameters(modules, each)(rows, *extra)
+        out: Tensor = with_parameters(modules, tensor_of_name)(rows, *extra)
         return out
 
     def _layer(self, weight: Tensor, bias: Tensor | None, scale_bias: bool) -> torch.nn.Module:

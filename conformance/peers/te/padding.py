@@ -55,9 +55,9 @@ class _Pad(torch.autograd.Function):
     """out[place[i]] = x[i], zeros elsewhere; dx[i] = dout[place[i]]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Tensor, length: int) -> Tensor:
-        ctx.save_for_backward(place)
-        return x.new_zeros((length, *x.shape[1:])).index_copy(0, place, x)
+    def forward(ctx: Any, x: Tensor, position: Tensor, length: int) -> Tensor:
+        ctx.save_for_backward(position)
+        return x.new_zeros((length, *x.shape[1:])).index_copy(0, position, x)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
@@ -73,10 +73,10 @@ class _Unpad(torch.autograd.Function):
     """out[i] = x[place[i]]; dx[place[i]] = dout[i], zeros elsewhere."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
+    def forward(ctx: Any, x: Tensor, position: Tensor) -> Tensor:
+        ctx.save_for_backward(position)
         ctx.length = len(x)
-        return x.index_select(0, place)
+        return x.index_select(0, position)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:

@@ -59,8 +59,8 @@ class Permutation(Part):
         probs = settings.get("probs")
         if function == "unpermute" and self.by_indices and isinstance(probs, Tensor) and probs.dtype == torch.float64:
             return "unpermute with probs of float64"
-        alone = function != "sort_chunks" and self.by_indices and not self.complete
-        if alone and isinstance(payload, Tensor) and payload.shape[1] * payload.element_size() % VECTOR:
+        needs_vectors = function != "sort_chunks" and self.by_indices and not self.complete
+        if needs_vectors and isinstance(payload, Tensor) and payload.shape[1] * payload.element_size() % VECTOR:
             return f"{function} of {payload.shape[1]} columns of {named(payload)}: no whole {VECTOR} bytes"
         return super().supports(function, payload, settings)
 
@@ -125,8 +125,8 @@ class Permutation(Part):
 
     def _wanting_gradient(self, payload: Tensor, probs: Tensor | None) -> Tensor:
         """A payload that requires a gradient, where a release gives probs none without."""
-        alone = probs is not None and probs.requires_grad and torch.is_grad_enabled() and not payload.requires_grad
-        if self.complete and alone and not self.probes.probs_gradient_alone:
+        only_probs = probs is not None and probs.requires_grad and torch.is_grad_enabled() and not payload.requires_grad
+        if self.complete and only_probs and not self.probes.probs_gradient_alone:
             self.trace.step("a payload made to require a gradient")
             return payload.detach().requires_grad_()
         return payload
@@ -210,8 +210,8 @@ class Permutation(Part):
             raise Unavailable("no row, no column or no chunk")
         if self.complete and not self.probes.rows_past_the_chunks:
             self.trace.step("the rows past the chunks as one chunk")
-            rest = len(rows) - chunk_sizes.sum()
-            chunk_sizes = torch.cat([chunk_sizes, rest[None].to(chunk_sizes.dtype)])
+            tail_size = len(rows) - chunk_sizes.sum()
+            chunk_sizes = torch.cat([chunk_sizes, tail_size[None].to(chunk_sizes.dtype)])
             order = torch.cat([order, order.new_tensor([len(order)])])
         if self.complete:  # the kernels do not ask for their strides
             chunk_sizes, order = chunk_sizes.contiguous(), order.contiguous()

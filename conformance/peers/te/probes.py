@@ -42,8 +42,8 @@ def with_parameters(module: torch.nn.Module, tensors: dict[str, Tensor]) -> torc
     backward reads the module's parameters again.
     """
     for name, x in tensors.items():
-        owner, _, own = name.rpartition(".")
-        module.get_submodule(owner)._parameters[own] = x  # type: ignore[assignment]
+        owner, _, attribute = name.rpartition(".")
+        module.get_submodule(owner)._parameters[attribute] = x  # type: ignore[assignment]
     return module
 
 
@@ -87,12 +87,12 @@ class Probes:
         if not self.features["sort_chunks"]:
             return False
         sizes, order = torch.tensor([[1, 1], [1, 0]], device=_device())
-        kept = []
+        preserved = []
         for last in (3.0, -5.25):  # what is never written holds one of them by chance, not both
             rows = torch.tensor([1.0, 2.0, last], device=_device())[:, None].repeat(1, 16)
             out = self.features.get("sort_chunks")(inp=rows, split_sizes=sizes, sorted_index=order)
-            kept.append(bool((out[2] == last).all()))
-        return all(kept)
+            preserved.append(bool((out[2] == last).all()))
+        return all(preserved)
 
     def _scores(self, score_function: str, topk: int, dtype: torch.dtype) -> Tensor:
         """The scores of two tokens and four experts."""

@@ -61,16 +61,18 @@ class Quantized(Part):
         recipe = settings.get("recipe")
         if reason or function not in _SHARED or not isinstance(recipe, Recipe):
             return reason
-        said = f"{function} under {recipe.scaling}"
+        description = f"{function} under {recipe.scaling}"
         if recipe.scaling not in TOKENS:
-            return f"{said}: {_SHARED[function]}"
+            return f"{description}: {_SHARED[function]}"
         if settings.get("role") == "weight" or not settings.get("rowwise", True):
-            return f"{said}: it moves rows of blocks alone"
+            return f"{description}: it moves rows of blocks alone"
         if function == "permute_and_quantize" and recipe.scaling == "block" and settings.get("align") not in (None, 1):
-            return f"{said} with align: scales of its padding are 0, which no quantiser gives"
+            return f"{description} with align: scales of its padding are 0, which no quantiser gives"
         wanted = ("permute_and_pad", QUANTIZER[recipe.scaling]) if recipe.scaling == "mxfp8" else ()
         lacking = recipes.lacking(self.features, recipe) or next((x for x in wanted if not self.features[x]), None)
-        return f"{said}: Transformer Engine lacks {lacking}" if lacking else self.probes.refused.get(recipe.scaling)
+        return (
+            f"{description}: Transformer Engine lacks {lacking}" if lacking else self.probes.refused.get(recipe.scaling)
+        )
 
     def declares(self, function: str) -> dict[str, Any]:
         """Transformer Engine asserts that gradients are not quantised."""
@@ -87,10 +89,10 @@ class Quantized(Part):
         sizes = [len(x)] if splits is None else splits.tolist()
         check_splits(sizes, len(x), recipe)
         owned = x.detach()[: sum(sizes)]
-        others = len(x) - len(owned) + -len(x) % TOKENS[recipe.scaling]
-        made = self._quantizer(recipe, role)(pad(owned, (0, 0, 0, others)))
+        padding_rows = len(x) - len(owned) + -len(x) % TOKENS[recipe.scaling]
+        te_quantized = self._quantizer(recipe, role)(pad(owned, (0, 0, 0, padding_rows)))
         amax = _amax(owned, BLOCK[recipe.scaling])
-        quantized = QuantisedRows(made, recipe.scaling, (len(x), x.shape[1]), amax)
+        quantized = QuantisedRows(te_quantized, recipe.scaling, (len(x), x.shape[1]), amax)
         return Quantization(quantized, None)  # type: ignore[arg-type]
 
     def permute_and_quantize(
@@ -103,13 +105,13 @@ class Quantized(Part):
             tokens, routing_map, recipe, probs, align, None, None, role, rowwise, False, state
         )  # fmt: skip
         cut = padding.segments_of((routing_map != 0).sum(0), align or 1)
-        more = -len(tokens) % TOKENS[recipe.scaling]
-        quantised = self._quantizer(recipe, role)(pad(tokens.detach(), (0, 0, 0, more)))
-        chosen = pad(routing_map, (0, 0, 0, more))
+        padding_rows = -len(tokens) % TOKENS[recipe.scaling]
+        quantised = self._quantizer(recipe, role)(pad(tokens.detach(), (0, 0, 0, padding_rows)))
+        chosen = pad(routing_map, (0, 0, 0, padding_rows))
         rows, row_id_map, offsets = self._permuted(quantised, chosen, cut)
         narrow = row_id_map.shape == chosen.T.shape  # before 2.6; since, two columns per expert and one more
         row_id_map = row_id_map[:, : len(tokens)].contiguous() if narrow else row_id_map[: len(tokens)]
-        kept = RowMap(
+        row_map = RowMap(
             row_id_map, len(tokens), routing_map.shape[1], cut.num_padded, None if align is None else cut, offsets
         )
         token_R = (routing_map != 0).T.nonzero()[:, 1]
@@ -117,12 +119,12 @@ class Quantized(Part):
         quantized = QuantisedRows(rows, recipe.scaling, (cut.num_padded, tokens.shape[1]), amax)
         offsets = None if align is None else cut.pad_offsets
         moved = self._probs(probs, routing_map, cut)
-        return PermutedQuantization(quantized, None, moved, kept, cut.padded, offsets, None)  # type: ignore[arg-type]
+        return PermutedQuantization(quantized, None, moved, row_map, cut.padded, offsets, None)  # type: ignore[arg-type]
 
     def _quantizer(self, recipe: Recipe, role: str) -> Any:
         """A quantiser by rows."""
-        made = recipes.theirs(self.features, self.trace, recipe)
-        dtype = self.features.get("fp8_dtype")(fp8_recipe=made, fprop_tensor=role != "grad_output")
+        te_recipe = recipes.theirs(self.features, self.trace, recipe)
+        dtype = self.features.get("fp8_dtype")(fp8_recipe=te_recipe, fprop_tensor=role != "grad_output")
         words: dict[str, Any] = {"fp8_dtype": dtype, "rowwise": True, "columnwise": False}
         if recipe.scaling == "block":
             words |= {"amax_epsilon": recipe.amax_epsilon, "force_pow_2_scales": recipe.power_of_two_scales}

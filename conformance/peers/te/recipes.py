@@ -59,15 +59,15 @@ def theirs(features: Features, trace: Trace, recipe: Recipe) -> Any:
     if recipe.backward_override is not None:
         words["backward_override"] = recipe.backward_override
     trace.step(CLASS[recipe.scaling])
-    made = features.get(recipe.scaling)(**words)
+    te_recipe = features.get(recipe.scaling)(**words)
     if recipe.scaling in ("current", "block"):
         trace.step("QParams")
-        each = features.get("quantizer_parameters")(
+        parameters = features.get("quantizer_parameters")(
             power_2_scale=recipe.power_of_two_scales, amax_epsilon=recipe.amax_epsilon
         )
         for name in PARAMETERS:
-            setattr(made, name, each)
-    return made
+            setattr(te_recipe, name, parameters)
+    return te_recipe
 
 
 def _nvfp4(recipe: Recipe) -> dict[str, Any]:
@@ -97,25 +97,28 @@ def check_blocks(recipe: Recipe, weight: Tensor, counts: list[int]) -> None:
     """Whole blocks of MXFP8 and NVFP4, in both directions."""
     if recipe.scaling not in WHOLE_BLOCKS:
         return
-    block, right = BLOCK[recipe.scaling], f"multiples of {BLOCK[recipe.scaling]} for {recipe.scaling}"
-    require(all(n % block == 0 for n in weight.shape[1:]), "weight", f"of shape {tuple(weight.shape)}", right)
-    require(all(n % block == 0 for n in counts), "tokens_per_expert", counts, right)
+    block, expected = BLOCK[recipe.scaling], f"multiples of {BLOCK[recipe.scaling]} for {recipe.scaling}"
+    require(all(n % block == 0 for n in weight.shape[1:]), "weight", f"of shape {tuple(weight.shape)}", expected)
+    require(all(n % block == 0 for n in counts), "tokens_per_expert", counts, expected)
 
 
 def check_states(recipe: Recipe, state: LinearState | None, num_experts: int) -> None:
     """A state of delayed scaling for each of the three tensors, a row per expert."""
-    for part in state or (None,):
-        check_state(recipe, part, num_experts)
+    for quantizer_state in state or (None,):
+        check_state(recipe, quantizer_state, num_experts)
 
 
 def set_scales(module: Any, state: LinearState) -> None:
     """Delayed scaling's scales, where the module's quantisers read them; inside `autocast`."""
     num_experts = len(state.input.scale)
     module.init_fp8_metadata(num_gemms=num_experts)
-    for key, parts in {"scaling_fwd": (state.input, state.weight), "scaling_bwd": (state.grad_output,)}.items():
+    for key, quantizer_states in {
+        "scaling_fwd": (state.input, state.weight),
+        "scaling_bwd": (state.grad_output,),
+    }.items():
         meta = module.fp8_meta[key]
-        for place, part in enumerate(parts):
-            meta.scale.view(num_experts, -1)[:, place].copy_(part.scale)
+        for index, quantizer_state in enumerate(quantizer_states):
+            meta.scale.view(num_experts, -1)[:, index].copy_(quantizer_state.scale)
         if hasattr(meta, "scale_inv"):  # before 2.0 modules read both
             meta.scale_inv.copy_(1 / meta.scale)
 

@@ -42,9 +42,15 @@ class Router(Part):
             return f"{function} of no token"
         if settings.get("score_function") == "sqrtsoftplus" and not self.probes.sqrtsoftplus:
             return f"{function} by sqrtsoftplus"
-        groups, kept = settings.get("num_groups"), settings.get("group_topk")
-        if groups and kept and (settings["topk"] % kept or settings["topk"] // kept > payload.shape[1] // groups):
-            return f"{function} of topk {settings['topk']} in {kept} groups of {payload.shape[1] // groups} experts"
+        groups, group_topk = settings.get("num_groups"), settings.get("group_topk")
+        if (
+            groups
+            and group_topk
+            and (settings["topk"] % group_topk or settings["topk"] // group_topk > payload.shape[1] // groups)
+        ):
+            return (
+                f"{function} of topk {settings['topk']} in {group_topk} groups of {payload.shape[1] // groups} experts"
+            )
         bias = settings.get("expert_bias")
         if bias is not None and bias.dtype != torch.float32:
             return f"expert_bias of {named(bias)}"
@@ -86,15 +92,15 @@ class Router(Part):
         return TopK(probs.gather(1, indices), indices)
 
     def _chosen(
-        self, logits: Tensor, choice: tuple[Any, ...], pre_softmax: bool, **more: Tensor
+        self, logits: Tensor, choice: tuple[Any, ...], pre_softmax: bool, **tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Probs [N,E] in the logits' dtype, and the choice."""
         check_topk_routing(logits, *choice)
         topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, _ = choice
-        wide = self._wide(logits)
+        computed_logits = self._wide(logits)
         self.trace.step("fused_topk_with_score_function")
         probs, chosen = self.features.get("fused_topk")(
-            logits=wide,
+            logits=computed_logits,
             topk=topk,
             use_pre_softmax=pre_softmax,
             num_groups=num_groups,
@@ -102,9 +108,9 @@ class Router(Part):
             scaling_factor=scaling_factor,
             score_function=score_function,
             expert_bias=expert_bias,
-            **more,
+            **tensors,
         )
-        return probs if wide is logits else probs.to(logits.dtype), chosen
+        return probs if computed_logits is logits else probs.to(logits.dtype), chosen
 
     def aux_loss_scores(self, logits: Tensor, *, topk: int, score_function: str = "softmax") -> AuxScores:
         """`moe_ref.aux_loss_scores` without `padding_mask`."""
@@ -113,9 +119,11 @@ class Router(Part):
         check_score_function(score_function)
         if self.complete and topk == 1 and score_function != "softmax" and not self.probes.normalises_one:
             raise Unavailable("scores of topk 1 are not normalised")
-        wide = self._wide(logits)
+        computed_logits = self._wide(logits)
         self.trace.step("fused_compute_score_for_moe_aux_loss")
-        routing_map, scores = self.features.get("fused_scores")(logits=wide, topk=topk, score_function=score_function)
+        routing_map, scores = self.features.get("fused_scores")(
+            logits=computed_logits, topk=topk, score_function=score_function
+        )
         return AuxScores(scores, routing_map)
 
     def load_balancing_loss(
@@ -130,13 +138,13 @@ class Router(Part):
     ) -> Tensor:
         """`moe_ref.load_balancing_loss`; the number of tokens is a positive integer of the host."""
         check_load_balancing_loss(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
-        whole = isinstance(total_num_tokens, int) and 0 < total_num_tokens <= MOST_TOKENS
-        if self.complete and not whole:
+        is_integer = isinstance(total_num_tokens, int) and 0 < total_num_tokens <= MOST_TOKENS
+        if self.complete and not is_integer:
             raise Unavailable("total_num_tokens is no positive C int of the host")
-        wide = scores.float() if self.complete else scores  # the loss has the dtype of its probs
+        computed_scores = scores.float() if self.complete else scores  # the loss has the dtype of its probs
         self.trace.step("fused_moe_aux_loss")
         loss: Tensor = self.features.get("fused_aux_loss")(
-            probs=wide,
+            probs=computed_scores,
             tokens_per_expert=tokens_per_expert,
             total_num_tokens=total_num_tokens,
             num_experts=num_experts,

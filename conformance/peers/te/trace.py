@@ -26,5 +26,5 @@ class Trace:
         """The call is over: its path is its steps, and the variables that concern one of them."""
         steps: list[str] = self._call.steps
         symbols = {step.split()[0] for step in steps}
-        own = [variable for variable, symbol in gates.items() if symbol in symbols]
-        self.path[function] = ", then ".join(steps) + (f" [{', '.join(own)}]" if own else "")
+        concerned = [variable for variable, symbol in gates.items() if symbol in symbols]
+        self.path[function] = ", then ".join(steps) + (f" [{', '.join(concerned)}]" if concerned else "")
