@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 from moe_fast.launch.registry import PUBLIC, RECORDS
 from moe_ref.config import LayerConfig, Recipe, RouterConfig
 
+__reaches__ = ()  # see `operators`
+
 
 class Absent:
     """None on its way into a call of a graph and out: such a call neither takes nor returns it."""
