@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import conformance
+import fast_interpreter
 import moe_ref
 from conformance.catalogue import CONTRACTS, MODULES
 from conformance.engine.child.child import import_implementation
@@ -84,8 +85,8 @@ def serve_footprints(connection: Connection, options: ChildOptions, log_path: st
 
 
 def suite_folders() -> tuple[Path, ...]:
-    """The folders of the suite and of the reference."""
-    return Path(str(conformance.__file__)).parent, Path(str(moe_ref.__file__)).parent
+    """The folders of the suite, of the reference and of the interpreter that the suite uses."""
+    return tuple(Path(str(package.__file__)).parent for package in (conformance, moe_ref, fast_interpreter))
 
 
 def suite_digest(folders: Iterable[Path]) -> str:

@@ -7,8 +7,8 @@ a method here does not expect, and all errors, are left to Triton's method.
 from math import copysign
 from typing import Any
 
-from conformance.engine.child.interpreting.operators import NUMBERS, OPERATIONS, operators
-from conformance.engine.child.interpreting.types import dims_of, scalar_types
+from fast_interpreter.operators import NUMBERS, OPERATIONS, operators
+from fast_interpreter.types import dims_of, scalar_types
 
 MOST_CONSTANTS, LARGEST_CONSTANT = 4096, 4096  # constants kept, elements of one
 

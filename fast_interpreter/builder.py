@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from conformance.engine.child.interpreting.types import scalar_types
+from fast_interpreter.types import scalar_types
 
 RELIES_ON = tuple(
     f"triton.runtime.interpreter:{name}"
