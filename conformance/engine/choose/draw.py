@@ -60,7 +60,7 @@ def drawn(
     """`count` distinct cases, drawn by hypothesis from independent random bytes.
 
     Args:
-        kept: the case to keep for a drawn one; None: another is drawn.
+        accept: gives the case to keep for a drawn one; None: another is drawn.
         most: draws per wanted case.
 
     Hypothesis's search loop is not used: it mutates every fresh example several times, so most of
