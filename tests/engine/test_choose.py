@@ -10,7 +10,7 @@ from torch import Tensor
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
-from conformance.engine.choose.draw import drawn, far_cases, run_seed, strategy
+from conformance.engine.choose.draw import drawn, run_seed, scope_of, strategy
 from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
 from tests.engine.drawn_cases import BATCH, FUNCTIONS, STEPPED, draws, most_draws
@@ -28,7 +28,7 @@ def unreached(function: str, cases) -> list[str]:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_draws_reach_all_that_is_promised(function):
-    missing = unreached(function, far_cases(function, Space()))
+    missing = unreached(function, scope_of(function, Space()).far())
     for batch in range(-(-most_draws(function) // BATCH)):
         if missing:
             missing = [name for name in unreached(function, draws(function, batch, BATCH)) if name in missing]
