@@ -26,6 +26,7 @@ import inspect
 import os
 import sys
 import textwrap
+import weakref
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -126,7 +127,8 @@ class Closure:
         source = self.source(module)
         if source is None or name.startswith("__") or name in source.assigned:
             return not name.startswith("__")
-        return name not in source.bindings and getattr(value, "__name__", "") != f"{module}.{name}"
+        is_submodule = type(value) is ModuleType and value.__name__ == f"{module}.{name}"
+        return name not in source.bindings and not is_submodule
 
     def targets(self, imported: Import, seen: frozenset[Import] = frozenset()) -> set[str]:
         """The modules that an import leads to. For a name that the `__init__` of a package passes
@@ -156,17 +158,18 @@ class Closure:
         """The modules of all code that values hold.
 
         Args:
-            function: the only first argument that functions among the values are called with. Of a
-                table that they read at this argument alone, only this item counts.
+            function: the first argument of functions among the values. Of a table that they read
+                only at this argument, only this item counts.
         """
         modules: set[str] = set()
         seen: set[int] = set()
         waiting = list(values)
         kept = [waiting.copy()]  # so that no id in `seen` is given to another object
+        asked = {id(value) for value in waiting}
         while waiting:
             value = waiting.pop()
             kind = type(value)
-            if issubclass(kind, PLAIN) or id(value) in seen:
+            if kind in PLAIN or id(value) in seen:
                 continue
             seen.add(id(value))
             if len(seen) > MOST:
@@ -182,9 +185,12 @@ class Closure:
                 home = value.__globals__.get("__name__")
                 is_code_of_user = self.packages.is_followed(value.__code__.co_filename)
                 modules.add(ANY if is_code_of_user and not self._is_followed(home) else home)
-                inner = [value.__defaults__, value.__kwdefaults__, vars(value), *_cells(value, function)]
+                cells = _cells(value, function if id(value) in asked else "")
+                inner = [value.__defaults__, value.__kwdefaults__, vars(value), *cells]
             elif kind is dict and "__builtins__" in value:  # all names of a module
                 modules.add(value.get("__name__"))
+            elif issubclass(kind, weakref.ref):
+                inner = [weakref.ref.__call__(value)]
             elif kind is MEMOIZED:  # whoever reads a result from its memory has the arguments that led to it
                 inner = [value.__wrapped__]
             else:
@@ -199,8 +205,8 @@ class Closure:
 
 
 def _cells(function: FunctionType, argument: str) -> Iterator[Any]:
-    """The values of the function's free variables; of a table that it reads at its first argument
-    alone, the item of this argument.
+    """The values of the function's free variables; of a table that it reads only at its first
+    argument, the item of this argument.
     """
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         value = _content(cell)
@@ -225,7 +231,7 @@ def _reads_one_item(code: CodeType, table: str) -> bool:
     names = [node for node in nodes if isinstance(node, ast.Name)]
     items = [node for node in nodes if isinstance(node, ast.Subscript)]
     reads = [node.slice for node in items if isinstance(node.value, ast.Name) and node.value.id == table]
-    first = code.co_varnames[0]
+    first = "".join(code.co_varnames[:1])
     is_changed = any(node.id == first and not isinstance(node.ctx, ast.Load) for node in names)
     keys = [key.id if isinstance(key, ast.Name) else "" for key in reads]
     return not is_changed and keys == [first for node in names if node.id == table]

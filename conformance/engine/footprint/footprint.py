@@ -97,13 +97,16 @@ def footprints(implementation: Implementation) -> Footprints:
     """The footprints of all functions that an imported implementation offers."""
     packages = Packages(implementation.name, suite_folders())
     closure = Closure(packages)
+    offered = [name for name in CONTRACTS if implementation.offers(name)]
+    called = {name: sorted(x for x in companions(name) if implementation.offers(x)) for name in offered}
+    homes = {x: _homes(x, implementation, closure) for name in offered for x in (name, *called[name])}
+    # at last: looking at functions may import more modules
     acting, files = closure.acting(), packages.files()
     functions = {}
-    for name in (name for name in CONTRACTS if implementation.offers(name)):
-        called = sorted(x for x in companions(name) if implementation.offers(x))
-        homes = acting.union(*(_homes(x, implementation, closure) for x in (name, *called)))
-        functions[name] = closure.digests(homes) | files | {f"{name} (calls)": digest(*called)}
-        for x in (name, *called):
+    for name in offered:
+        modules = acting.union(homes[name], *(homes[x] for x in called[name]))
+        functions[name] = closure.digests(modules) | files | {f"{name} (calls)": digest(*called[name])}
+        for x in (name, *called[name]):
             functions[name] |= _declared(x, implementation)
     return Footprints(conditions(packages), functions)
 

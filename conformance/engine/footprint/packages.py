@@ -16,7 +16,7 @@ SYSTEM = (sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), "/usr", "/l
 SKIPPED = ("__pycache__",)
 # of the files beside a package or a single module, those that its code may load
 LOADABLE = {".so", ".pyd", ".cu", ".cuh", ".ptx", ".cubin", ".fatbin", ".hsaco", ".c", ".cc", ".cpp", ".h", ".hpp"}
-REPORT = b'"footprints"'  # stands in a JSON report of this suite, which is no part of an implementation
+REPORT = (b'"footprints"', b'"exit_code"')  # in a JSON report of this suite, which is no part of an implementation
 
 
 def files_digest(files: Path, python: bool = True) -> str:
@@ -113,8 +113,10 @@ def _is_installed(path: str) -> bool:
 
 
 def _is_loadable(path: Path) -> bool:
-    is_json = path.suffix == ".json" and path.is_file() and REPORT not in path.read_bytes()
-    return is_json or (path.suffix in LOADABLE and path.is_file())
+    if path.suffix == ".json" and path.is_file():
+        content = path.read_bytes()
+        return not all(key in content for key in REPORT)
+    return path.suffix in LOADABLE and path.is_file()
 
 
 def _mapped() -> set[str]:

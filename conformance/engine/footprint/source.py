@@ -13,8 +13,9 @@ SCOPES = (*FUNCTIONS, ast.ClassDef, ast.Module)
 CONTAINERS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 # what can run code that no import statement names
 HIDDEN = re.compile(
-    r"(eval|exec|compile|globals|__import__|sys\.modules|sys\._getframe|inspect\.(currentframe|stack)|pkgutil|runpy|gc"
-    r"|importlib(?!\.metadata|\.resources)|pickle|ctypes|cffi|subprocess|os\.(system|popen|exec\w+|p?spawn\w*|posix_\w+)"
+    r"((builtins\.)?(eval|exec|compile|globals|__import__)|.*\.__subclasses__|sys\.(modules|_getframe)"
+    r"|inspect\.(currentframe|stack)|importlib(?!\.metadata|\.resources)|pkgutil|runpy|pydoc|gc|ctypes|cffi"
+    r"|pickle|cloudpickle|dill|marshal|subprocess|os\.(system|popen|exec\w+|p?spawn\w*|posix_\w+)"
     r"|torch\.(ops|_ops|classes|_classes|utils\.cpp_extension))(\.|$)"
 )
 REGISTERING = re.compile(r"torch\._?library(\.|$)")  # gives an operator of torch an implementation
@@ -81,8 +82,7 @@ class Source:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             self._note_import(node)
         elif isinstance(node, ast.Call) and (module := _imported_by(node)):
-            level = len(module) - len(module.lstrip("."))
-            self.imports.add((self._absolute(level, module[level:]), ""))
+            self.imports.add((module, ""))
             return f"import {module}"
         elif isinstance(node, SCOPES):
             self.assigned.add(getattr(node, "name", ""))
@@ -153,8 +153,9 @@ def _dotted(node: ast.AST) -> str:
 def _imported_by(call: ast.Call) -> str:
     """The module that `importlib.import_module("module")` imports; empty for other calls."""
     first = call.args[0] if call.args else None
+    name = first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
     is_import = _dotted(call.func).rpartition(".")[2] == "import_module"
-    return first.value if is_import and isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
+    return name if is_import and not name.startswith(".") else ""
 
 
 def _root(node: ast.AST) -> str:
