@@ -14,7 +14,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from conformance.engine.child import interpreting, poison
+import fast_interpreter
+from conformance.engine.child import poison
 from conformance.engine.child.child import chosen_device
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.run.explain import told
@@ -69,7 +70,7 @@ def main() -> None:
     options = parser.parse_args()
     implementation, device = load(options.impl), chosen_device("auto")
     poison.install()
-    interpreting.install()
+    fast_interpreter.install()
     wrong = [
         finding
         for function, kinds in KINDS.items()

@@ -10,8 +10,9 @@ import time
 
 import torch
 
+import fast_interpreter
 from conformance.core.space import Space
-from conformance.engine.child import interpreting, poison
+from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.choose.draw import covering_cases
 from conformance.interface import load
@@ -29,7 +30,7 @@ def main() -> None:
     poison.install()
     implementation = load("moe_fast")
     if not given.plain:
-        interpreting.install()
+        fast_interpreter.install()
     print("| function | median s | sum s |\n|---|---|---|")
     for function in FUNCTIONS:
         seconds = []

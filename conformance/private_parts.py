@@ -3,7 +3,7 @@
 Code that needs one asks `available` for it, and goes on without it where the answer is None: the
 part is missing, or the version of its package is one that nobody has tried. The head of the report
 then says what is lost. The functions of Triton's interpreter that the suite makes faster have a
-digest of their source as their check: `conformance.engine.child.interpreting`.
+digest of their source as their check: `fast_interpreter`.
 """
 
 import re

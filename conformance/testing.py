@@ -12,8 +12,9 @@ from typing import Any
 
 from hypothesis import given, reject
 
+import fast_interpreter
 from conformance.core.case import Case, case_from
-from conformance.engine.child import interpreting, poison
+from conformance.engine.child import poison
 from conformance.engine.child.child import chosen_device
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.child.outcome import Outcome
@@ -95,7 +96,7 @@ def _offering(implementation: Any, function: str) -> Implementation:
     if not implementation.offers(function):
         raise UsageError(f"{implementation.name} does not offer {function}")
     poison.install()
-    interpreting.install()
+    fast_interpreter.install()
     return implementation
 
 

@@ -63,7 +63,10 @@ class Family:
 
 def combine(*families: ModuleType) -> tuple[Callable[..., dict[str, Any]], Callable[..., str | None], list[str]]:
     """(declares, supports, names) of all families' functions."""
-    home = {name: family for family in families for name in family.__all__}
+    home: dict[str, ModuleType] = {}
+    for family in families:
+        for name in family.__all__:
+            home.setdefault(name, family)  # a reader is answered for by its own family, which comes first
 
     def declares(function: str) -> dict[str, Any]:
         """What this implementation promises about a function, beyond the reference's contract."""

@@ -6,10 +6,10 @@ import os
 import pytest
 import torch
 
+import fast_interpreter
 import moe_fast as moe_fast
-from conformance.engine.child import interpreting
 
-interpreting.install()
+fast_interpreter.install()
 torch.set_num_threads(1)  # small tensors are quicker without threads to wait for
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of commands that tests start
 

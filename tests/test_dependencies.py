@@ -14,7 +14,18 @@ ROOT = Path(__file__).parent.parent
 USES = {  # top-level packages besides the standard library
     "moe_ref": {"moe_ref", "torch"},
     "moe_fast": {"moe_fast", "moe_ref", "torch", "triton", "transformer_engine"},
-    "conformance": {"conformance", "moe_ref", "torch", "numpy", "hypothesis", "pytest", "libcst", "rich"},
+    "fast_interpreter": {"fast_interpreter", "numpy", "torch", "triton"},
+    "conformance": {
+        "conformance",
+        "fast_interpreter",
+        "moe_ref",
+        "torch",
+        "numpy",
+        "hypothesis",
+        "pytest",
+        "libcst",
+        "rich",
+    },
     "conformance/engine/run/cluster.py": {"conformance", "ray"},
     "conformance/report/vectors.py": {"conformance", "moe_ref", "torch", "safetensors"},
     "conformance/peers": {
@@ -49,7 +60,7 @@ def violations(source: str, path: Path) -> list[str]:
     return [module for module in imported if module.split(".")[0] not in known] + named
 
 
-@pytest.mark.parametrize("package", ["moe_ref", "moe_fast", "conformance"])
+@pytest.mark.parametrize("package", ["moe_ref", "moe_fast", "conformance", "fast_interpreter"])
 def test_every_import_obeys_the_law(package):
     files = sorted((ROOT / package).rglob("*.py"))
     found = {str(file): violations(file.read_text(), file.relative_to(ROOT)) for file in files}

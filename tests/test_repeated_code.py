@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("moe_ref", "moe_fast", "conformance", "benchmarks", "evidence", "examples", "tests")
+FOLDERS = ("moe_ref", "moe_fast", "conformance", "fast_interpreter", "benchmarks", "evidence", "examples", "tests")
 REPEATED = 12  # lines in two places
 
 

@@ -355,7 +355,9 @@ class Scope:
     def far(self) -> list[Any]:
         """Each input and cotangent at far addresses, in each of its dimensions, with sizes of 3 and
         narrow dtypes. If few kernels shall be compiled, in one dimension only, which changes in
-        turn.
+        turn. Offsets are beyond 2³¹ elements. The tensors are strided views of a few rows in almost
+        unmapped storage, so they cost no memory on a CPU; outputs, which the implementation
+        allocates, cannot be far without the memory.
         """
         fields: Changes = {}
         for axis in self.axes:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import torch
 
+import fast_interpreter
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
-from conformance.engine.child import interpreting
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.pool import Pool
 from conformance.interface import UsageError
@@ -35,8 +35,8 @@ def checkup() -> Iterator[tuple[bool, str]]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     absence = "no GPU: kernels run in Triton's interpreter where the implementation does so"
     yield True, f"{gpus} × {torch.cuda.get_device_name(0)}" if gpus else absence
-    if interpreting.sentence():
-        yield True, interpreting.sentence()
+    if fast_interpreter.sentence():
+        yield True, fast_interpreter.sentence()
     yield from _children()
 
 

@@ -26,18 +26,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=type[torch.autograd.Function])
+# for the suite's `--since`: outside a compiled graph no call reads the registry of all functions
+__reaches__ = ("moe_fast.launch.registry", "moe_fast.launch.tracing")
 SCHEMA = "(Tensor[] tensors, SymInt[] numbers, str call) -> Tensor[]"
 # attributes of the mode of tensors without memory: an operator runs in it; what the last returned
 INSIDE, RESULT = "_moe_fast_inside", "_moe_fast_result"
 _graph: ContextVar[bool] = ContextVar("in a graph", default=False)
-
-
-def _outside(function: Callable[P, R], *reached: Callable[..., Any]) -> Callable[P, R]:
-    """Tell the suite's footprints which functions this function reaches outside of a compiled
-    graph.
-    """
-    function.__eager__ = reached  # type: ignore[attr-defined]
-    return function
 
 
 def traceable(function: Callable[P, R]) -> Callable[P, R]:
@@ -57,7 +51,7 @@ def traceable(function: Callable[P, R]) -> Callable[P, R]:
             return traced
         return function(*args, **kwargs)
 
-    return _outside(call, function)
+    return call
 
 
 def record(cls: C) -> C:
@@ -148,7 +142,7 @@ def _operator(function: Callable[P, R], name: str) -> Callable[P, R]:
         result: R = _loaded(text, tensors, numbers, dumped_call.tensors)
         return result
 
-    return _outside(call, function, tracing)
+    return call
 
 
 class _Dumped(pickle.Pickler):
@@ -263,13 +257,6 @@ def as_operators(function: F) -> F:
             return recorded(*args)
         return either_forward(_Context((False,) * len(args)), *args)
 
-    _outside(either_forward, forward, tracing)
-    _outside(either_backward, backward, tracing)
-    _outside(apply, either_forward)
     function.forward, function.backward = staticmethod(either_forward), staticmethod(either_backward)  # type: ignore
     function.apply = staticmethod(apply)  # type: ignore[method-assign]
     return function
-
-
-for _decorator in (traceable, operator, _operator, as_operators):
-    _outside(_decorator)

@@ -14,6 +14,8 @@ from moe_fast.launch.registry import PUBLIC, RECORDS
 from moe_fast.launch.torch_parts import nonstrict_trace
 from moe_ref.config import LayerConfig, Recipe, RouterConfig
 
+__reaches__ = ()  # see `operators`
+
 
 class Absent:
     """A stand-in for None among the arguments and results of a graph's call, which can neither take

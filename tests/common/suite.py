@@ -14,7 +14,7 @@ from conformance.core.space import Space
 from conformance.engine.child import poison
 from conformance.engine.child.evaluate import evaluate
 from conformance.engine.child.outcome import Outcome
-from conformance.engine.choose.draw import covering_cases, drawn, shape_cases, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, scope_of, strategy
 from conformance.engine.choose.plan import fixed_cases
 from conformance.interface import Implementation
 
@@ -84,6 +84,6 @@ def gate_cases(
     return [
         *fixed_cases(function, space),
         *covering_cases(function, space).cases[::every],
-        *shape_cases(function, space),
+        *scope_of(function, space).always(),
         *(case for seed in seeds for case in drawn(strategy(function, space), seed, draws)),
     ]

@@ -15,7 +15,7 @@ import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
 from conformance.engine.child.outcome import Outcome
-from conformance.engine.choose.draw import drawn, shape_cases, strategy
+from conformance.engine.choose.draw import drawn, scope_of, strategy
 from conformance.engine.options import ChildOptions
 from conformance.engine.run.corpus import checked
 from conformance.engine.run.pool import Pool
@@ -267,7 +267,9 @@ def test_a_mask_says_which_tokens_count_wherever_ranks_have_unequally_many():
 
 
 def over_ranks(function: str, space: Space) -> list:
-    return [case for case in [*drawn(strategy(function, space), 1, 200), *shape_cases(function, space)] if case.counts]
+    return [
+        case for case in [*drawn(strategy(function, space), 1, 200), *scope_of(function, space).always()] if case.counts
+    ]
 
 
 @pytest.mark.parametrize("function", ["gate", "shared_experts", "route"])

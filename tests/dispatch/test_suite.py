@@ -11,7 +11,7 @@ import torch
 import moe_ref
 from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
-from conformance.engine.choose.draw import covering_cases, drawn, scope_of, shape_cases, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, scope_of, strategy
 from conformance.engine.choose.plan import Section, cases_of, fixed_cases
 from conformance.engine.choose.profiles import PROFILES
 from conformance.engine.options import ChildOptions
@@ -114,7 +114,7 @@ def test_ranks_that_share_a_gpu_get_few_small_cases_of_every_number_of_ranks(fun
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_rows_that_ranks_add_are_of_all_ranks_even_on_one_gpu(function):
     for space, most in ((ONE_GPU, 4), (replace(ONE_GPU, shared_ranks=0), 1)):
-        added = [case for case in shape_cases(function, space) if case.dtype == "bfloat16" and case.hidden == 65]
+        added = [case for case in scope_of(function, space).always() if case.dtype == "bfloat16" and case.hidden == 65]
         assert max(case.topk for case in added if case.local_experts == 1) == most
         assert {len(case.counts) for case in added if case.topk == most and case.local_experts == 1} == {most}
 
@@ -133,7 +133,7 @@ def test_without_cases_for_them_some_laws_are_asked_by_nobody():
     others = [
         *fixed_cases("hybridep_combine", space),
         *covering_cases("hybridep_combine", space).cases,
-        *shape_cases("hybridep_combine", space),
+        *scope_of("hybridep_combine", space).always(),
     ]
     assert {"host_sync", "graph_capture"}.isdisjoint(case.law for case in others)
     assert {"host_sync", "graph_capture"} <= {case.law for case in scope_of("hybridep_combine", space).more(others)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from conformance.catalogue import CONTRACTS
 from conformance.core.space import Space
-from conformance.engine.choose.draw import drawn, far_cases, run_seed, strategy
+from conformance.engine.choose.draw import drawn, run_seed, scope_of, strategy
 from conformance.engine.choose.plan import Section, cases_of
 from conformance.engine.choose.profiles import PROFILES
 from tests.engine.drawn_cases import BATCH, FUNCTIONS, OF_EACH_FAMILY, STEPPED, draws, most_draws
@@ -34,7 +34,7 @@ def unreached(promises: dict[str, Any], cases) -> dict[str, Any]:
 
 @of_every_function
 def test_the_draws_reach_all_that_is_promised(function):
-    missing = unreached(promises_of(function), far_cases(function, Space()))
+    missing = unreached(promises_of(function), scope_of(function, Space()).far())
     for batch in range(-(-most_draws(function) // BATCH)):
         if missing:
             missing = unreached(missing, draws(function, batch))

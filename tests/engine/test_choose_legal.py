@@ -9,7 +9,7 @@ from conformance.catalogue import CONTRACTS
 from conformance.core import covering
 from conformance.core.case import Case, axes_of, case_from
 from conformance.core.space import Space
-from conformance.engine.choose.draw import covering_cases, drawn, far_cases, scope_of, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, scope_of, strategy
 from conformance.engine.choose.plan import fixed_cases
 from conformance.engine.run.corpus import checked
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
@@ -27,7 +27,7 @@ def all_cases(function: str, space: Space) -> list[Case]:
     random = draws(function)[:25] if space == Space() else drawn(strategy(function, space), 3, 10)
     pairs = (covered(function) if space == Space() else rough(function, space)).cases
     more = scope_of(function, space).more(pairs) if function not in COLLECTIVES else []
-    return [*fixed_cases(function, space), *pairs, *more, *far_cases(function, space), *random]
+    return [*fixed_cases(function, space), *pairs, *more, *scope_of(function, space).far(), *random]
 
 
 def rough(function: str, space: Space) -> covering.Covered:

@@ -5,7 +5,7 @@ import pytest
 from conformance.catalogue import CONTRACTS
 from conformance.core.ranks import ranks_of
 from conformance.core.space import Space
-from conformance.engine.choose.draw import drawn, far_cases, shape_cases, strategy
+from conformance.engine.choose.draw import drawn, scope_of, strategy
 from conformance.engine.choose.plan import fixed_cases
 from conformance.families.dispatch.cases import FUNCTIONS as COLLECTIVES
 from conformance.families.fused.cases import PermutedQuantizationCase, QuantizedActivationCase
@@ -65,16 +65,16 @@ def test_every_input_and_cotangent_lies_far_in_each_of_its_dimensions(function):
         for name, count in dimensions(function).items()
         for layout in FAR[name == "gate_weight" : count]  # which has one row
     }
-    assert {(case.layout_of, case.layout) for case in far_cases(function, Space())} == wanted
+    assert {(case.layout_of, case.layout) for case in scope_of(function, Space()).far()} == wanted
 
 
 def test_only_what_is_made_of_others_has_no_far_cases():
-    assert set(NEAR) == {name for name in FUNCTIONS if not far_cases(name, Space())}
+    assert set(NEAR) == {name for name in FUNCTIONS if not scope_of(name, Space()).far()}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_lies_far_is_there(function):
-    for case in far_cases(function, Space()):
+    for case in scope_of(function, Space()).far():
         problem = CONTRACTS[function].problem(case)
         masters = problem.tensors | {f"d_{name}": x for name, x in problem.cotangents.items()}
         dim = FAR.index(case.layout) if masters[case.layout_of].dim() > 1 else 0
@@ -88,8 +88,8 @@ def test_a_world_with_less_room_has_all_kinds_of_cases_and_none_of_more_ranks(fu
     space = Space(device=device, ranks=ranks)
     cases = [
         *fixed_cases(function, space),
-        *shape_cases(function, space),
-        *far_cases(function, space),
+        *scope_of(function, space).always(),
+        *scope_of(function, space).far(),
         *drawn(strategy(function, space), 3, 6),
     ]
     asked = [ranks_of(CONTRACTS[function], case) for case in cases if not case.golden and not case.illegal]

@@ -16,11 +16,11 @@ from conformance.engine.run.verdict import UNCHANGED, Verdict
 from conformance.interface import UsageError
 from conformance.report import report_text
 from conformance.report.terminal import lines
-from tests.engine.footprint.kit import edited
-from tests.engine.footprint.kit import write as write_kit
+from tests.engine.footprint_kit import edited
+from tests.engine.footprint_kit import write as write_kit
 from tests.engine.verdict_helpers import ENOUGH, Book
 
-NOW = Footprints({"the suite": "s"}, {"gate": {"kit:gate": "a", "kit:SHIFT": "b"}, "jitter": {"kit:jitter": "c"}})
+NOW = Footprints({"the suite": "s"}, {"gate": {"kit.gating": "a", "kit.registry": "b"}, "jitter": {"kit.noise": "c"}})
 DESCRIPTION = {"device_name": "CPU", "ranks": 4, "versions": {"torch": "2.0"}}
 
 
@@ -44,14 +44,14 @@ def test_nothing_changed_and_nothing_is_judged():
 
 
 def test_a_function_with_another_part_is_judged():
-    since = since_report(with_part("gate", "kit:SHIFT", "other"), report_of(NOW), "a.json")
-    assert since.reasons == {"gate": "changed kit:SHIFT"}
+    since = since_report(with_part("gate", "kit.registry", "other"), report_of(NOW), "a.json")
+    assert since.reasons == {"gate": "changed kit.registry"}
     assert set(since.unchanged) == {"jitter"}
 
 
 def test_a_function_that_lost_a_part_is_judged():
-    since = since_report(NOW, report_of(with_part("gate", "kit:more", "d")), "a.json")
-    assert since.reasons == {"gate": "changed kit:more"}
+    since = since_report(NOW, report_of(with_part("gate", "kit.plain", "d")), "a.json")
+    assert since.reasons == {"gate": "changed kit.plain"}
 
 
 def test_a_function_that_was_not_conformant_is_judged():
@@ -105,7 +105,7 @@ def test_another_device_changes_every_function():
 
 def verdict_of(folder: Path) -> Verdict:
     unchanged = {"permute": {"status": "conformant", "cases": 7}}
-    since = Since(NOW, "a.json", unchanged, {"unpermute": "changed kit:sums"})
+    since = Since(NOW, "a.json", unchanged, {"unpermute": "changed kit.sums"})
     return Book(folder).all_pass("permute").verdict(since=since)
 
 
@@ -125,7 +125,7 @@ def test_reports_name_what_was_judged_and_why(tmp_path):
     text = "\n".join(lines(verdict))
     assert "functions judged · 1 unchanged since a.json" in text
     assert "unchanged since a.json (conformant there): permute" in text
-    assert f"conformant · {ENOUGH} cases · changed kit:sums" in text
+    assert f"conformant · {ENOUGH} cases · changed kit.sums" in text
     for ending, shown in ((".md", "unchanged since a.json (conformant there)"), (".xml", "unchanged since a.json")):
         (tmp_path / f"out{ending}").write_text(report_text(verdict, f"out{ending}"))
         assert shown in (tmp_path / f"out{ending}").read_text()
@@ -199,12 +199,12 @@ def test_a_chain_of_runs_judges_each_change_once(tmp_path, monkeypatch):
     git(tmp_path, "commit", "-qm", "kit")
     monkeypatch.chdir(tmp_path)
     assert set(judged(run("first.json"))) == {"gate", "jitter", "z_loss"}
-    for name, content in edited("helpers.py", "return eps", "return 1 * eps").items():
+    for name, content in edited("scales.py", "return eps", "return 1 * eps").items():
         (tmp_path / "kit" / name).write_text(content)
     second = run("second.json", since="first.json")
-    assert judged(second) == {"jitter": "changed kit.helpers:noise"}
+    assert judged(second) == {"jitter": "changed kit.scales"}
     third = run("third.json", since="second.json")
     assert (third.verdict, third.exit_code, judged(third)) == ("UNCHANGED", 0, {})
     assert {f.earlier["status"] for f in third.functions.values() if f.status == UNCHANGED} == {"conformant"}
     assert third.functions["jitter"].earlier["cases"] == second.functions["jitter"].cases > 0
-    assert judged(run("fourth.json", since="HEAD")) == {"jitter": "changed kit.helpers:noise"}
+    assert judged(run("fourth.json", since="HEAD")) == {"jitter": "changed kit.scales"}

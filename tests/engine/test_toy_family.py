@@ -22,13 +22,13 @@ import json
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import case_from
 from conformance.core.space import Space
-from conformance.engine.choose.draw import covering_cases, drawn, far_cases, scope_of, strategy
+from conformance.engine.choose.draw import covering_cases, drawn, scope_of, strategy
 from conformance.engine.choose.plan import fixed_cases
 space = Space()
 lists = {
     "drawn": drawn(strategy("reverse", space), 1, 200),
     "covered": covering_cases("reverse", space).cases,
-    "far": far_cases("reverse", space),
+    "far": scope_of("reverse", space).far(),
     "fixed": fixed_cases("reverse", space),
     "neighbours": [scope_of("reverse", space).neighbour(c) for c in drawn(strategy("reverse", space), 2, 20)],
     "without kept": drawn(strategy("reverse", Space(without={"reverse": frozenset({"kept"})})), 1, 40),

@@ -1,5 +1,7 @@
 """What Triton does once is done once for all processes, and never ends one."""
 
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -46,3 +48,13 @@ def test_an_interpreter_needs_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyP
     warm_up(str(tmp_path))
     assert (triton.hashed, triton.launched) == (0, 0)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("gpus", (0, 1))
+def test_children_are_forked_with_torchs_compiler_where_there_is_a_gpu(gpus: int) -> None:
+    """Each child would take a second to load it."""
+    code = f"import torch, sys; torch.cuda._device_count_nvml = lambda: {gpus}; "
+    code += "import conformance.engine.child.compilers; print('torch._dynamo' in sys.modules)"
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split() == [str(bool(gpus))]

@@ -3,7 +3,7 @@
 import pytest
 
 from conformance.core.space import LOGIT_DTYPES, Space
-from conformance.engine.choose.draw import drawn, far_cases, scope_of, shape_cases, strategy
+from conformance.engine.choose.draw import drawn, scope_of, strategy
 from conformance.engine.choose.plan import cases_of, sections
 from conformance.engine.choose.profiles import PROFILES
 from conformance.families.experts.cases import GROUPED_VALUES, counts_of
@@ -23,8 +23,8 @@ def test_implementations_without_recipes_are_asked_for_none(function):
         cases = [
             *scope_of(function, space).more([]),
             *drawn(strategy(function, space), 0, 60),
-            *shape_cases(function, space),
-            *far_cases(function, space),
+            *scope_of(function, space).always(),
+            *scope_of(function, space).far(),
         ]
         low = {case.scaling for case in cases} - {""}
         assert low == {"recipe": set(), "state": set(RECIPES) - {"delayed"}, "noise": set(RECIPES)}[lacking]

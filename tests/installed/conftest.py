@@ -14,7 +14,7 @@ from tests.installed import steps
 from tests.installed.recipes import of_action
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("moe_ref", "moe_fast", "conformance")
+PACKAGES = ("moe_ref", "moe_fast", "conformance", "fast_interpreter")
 # also looks where it runs: in a child of the installed package, with the user's own environment
 DISPATCH = """
 import os

@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
+import fast_interpreter
 from conformance import private_parts
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.contract import Contract
 from conformance.core.known_names import arguments_of, omissible_of
 from conformance.core.ranks import Collective, RankContext
-from conformance.engine.child import changes, configurations, interpreting, poison
+from conformance.engine.child import changes, configurations, poison
 from conformance.engine.child.compiling import Compiler, kernels_of
 from conformance.engine.child.evaluate import device_is_lost, evaluate
 from conformance.engine.child.faults import Planting
@@ -69,8 +70,8 @@ def import_implementation(connection: Connection, options: ChildOptions, log_pat
         implementation = sanitizer.watched(load(options.implementation))
         modes.restore()  # the suite computes in the same process
         sanitizer.check(chosen_device(options.device))
-        interpreting.install()
-        if reason := interpreting.broken():
+        fast_interpreter.install()
+        if reason := fast_interpreter.broken():
             raise UsageError(f"--impl {options.implementation}: {reason}")
         connection.send(("ready", _description(implementation, options)))
     except UsageError as error:
@@ -285,5 +286,5 @@ def _description(implementation: Implementation, options: ChildOptions) -> dict[
         "memory": torch.cuda.get_device_properties().total_memory if device == "cuda" else 0,
         "versions": {k: v for k, v in versions.items() if v},
         "kernels": kernels_of(options.implementation.partition(":")[0]) if device == "cuda" else [],
-        "missing_parts": private_parts.missing() + interpreting.switched_off(),
+        "missing_parts": private_parts.missing() + fast_interpreter.switched_off(),
     }

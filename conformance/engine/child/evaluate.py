@@ -14,7 +14,6 @@ from conformance.core.contract import Contract, Problem
 from conformance.core.law import Trial
 from conformance.core.ranks import AtRank, RankContext
 from conformance.engine.child import configurations, judged, relations
-from conformance.engine.child.interpreting import mended
 from conformance.engine.child.line_coverage import LineCoverage
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.child.runner import Blocked, Misbehaved, Runner
@@ -24,6 +23,7 @@ from conformance.interface import Implementation
 from conformance.judge import Expectation, Finding, Resolved, gives_nan
 from conformance.judge.exact import bits
 from conformance.texts import described, message
+from fast_interpreter import mended
 
 WORDS = 512  # of a digest
 CLEAR_ERRORS = (ValueError, TypeError, AssertionError, IndexError, NotImplementedError)

@@ -32,8 +32,8 @@ class Tuning:
     """The configurations of one case, which tuners use inside the block.
 
     Args:
-        alone: whether one process makes the calls. Ranks must make equally many, so a case of
-            several ranks uses one configuration, by its seed.
+        single_process: whether one process makes the calls. Ranks must make equally many, so a case
+            of several ranks uses one configuration, by its seed.
     """
 
     def __init__(

@@ -31,20 +31,6 @@ def covering_cases(function: str, space: Space) -> Covered:
     return scope_of(function, space).covering()
 
 
-def shape_cases(function: str, space: Space) -> list[Case]:
-    """The cases of the function's shapes, which every run has."""
-    return scope_of(function, space).always()
-
-
-def far_cases(function: str, space: Space) -> list[Case]:
-    """Cases with offsets beyond 2³¹ elements, in each dimension of each input and cotangent.
-
-    The far tensors are strided views of a few rows in almost unmapped storage, so they cost no
-    memory on a CPU. Outputs, which the implementation allocates, cannot be far without the memory.
-    """
-    return scope_of(function, space).far()
-
-
 def run_seed(*components: object) -> int:
     """A seed from its parts alone, independent of the directory, the worker and the test's name."""
     return zlib.crc32("/".join(map(str, components)).encode())
@@ -60,7 +46,7 @@ def drawn(
     """`count` distinct cases, drawn by hypothesis from independent random bytes.
 
     Args:
-        kept: the case to keep for a drawn one; None: another is drawn.
+        accept: gives the case to keep for a drawn one; None: another is drawn.
         most: draws per wanted case.
 
     Hypothesis's search loop is not used: it mutates every fresh example several times, so most of

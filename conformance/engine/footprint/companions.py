@@ -2,19 +2,19 @@
 
 `unpermute` is given the row map of `permute`; a quantised result is read by `codes` and `scales`.
 They are found at the calls in the suite's source. A variable `function` names the judged function
-itself. Where a call computes the name, all functions of the family and every text in the module
-count.
+itself. Where a call computes the name, all functions of the family count, and every function that
+stands as text in the module.
 """
 
 import ast
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from conformance.catalogue import CONTRACTS, FAMILIES, MODULES
-from conformance.engine.footprint.sources import source_of
 
 ASKING = ("call", "offers", "lacks", "supports")  # methods of Implementation
 
@@ -55,13 +55,12 @@ def _imported(module: str) -> set[str]:
 @cache
 def _names_of_calls(module: str) -> set[str]:
     """The functions that a module's code calls of an implementation."""
-    source = source_of(str(sys.modules[module].__file__))
-    assert source is not None
     names: set[str] = set()
-    for node in ast.walk(source.tree):
+    nodes = list(ast.walk(ast.parse(Path(str(sys.modules[module].__file__)).read_bytes())))
+    for node in nodes:
         for argument in _named_function(node):
             name = _name(argument, module)
-            names |= {*_texts(source.tree), *_functions_beside(module)} if name is None else {name}
+            names |= _texts(nodes) & _known() | _functions_beside(module) if name is None else {name}
     return names
 
 
@@ -102,5 +101,11 @@ def _name(node: ast.expr, module: str) -> str | None:
     return None
 
 
-def _texts(tree: ast.AST) -> Iterator[str]:
-    return (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+def _texts(nodes: list[ast.AST]) -> set[str]:
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+@cache
+def _known() -> set[str]:
+    """All functions of the contracts, and the helpers that are offered with them."""
+    return {name for contract in CONTRACTS.values() for name in (contract.function, *contract.companions)}

@@ -1,4 +1,4 @@
-"""Footprints: for each function of an implementation, the parts on which its result depends."""
+"""Footprints: for each function of an implementation, digests of what its result depends on."""
 
 import hashlib
 import importlib.metadata
@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import conformance
+import fast_interpreter
 import moe_ref
 from conformance.catalogue import CONTRACTS, MODULES
 from conformance.engine.child.child import import_implementation
 from conformance.engine.footprint.closure import Closure
 from conformance.engine.footprint.companions import companions
-from conformance.engine.footprint.sources import Packages, digest, files_digest
+from conformance.engine.footprint.packages import Packages, files_digest
+from conformance.engine.footprint.source import digest
 from conformance.engine.options import ChildOptions
 from conformance.interface import Implementation
 
 # variables that compilers and libraries read; folders of caches do not matter
 ENVIRONMENT = ("TRITON", "TORCH", "PYTORCH", "CUDA", "CUBLAS", "NCCL", "NVTE", "MOE_")
+QUESTIONS = ("supports", "declares", "transport", "configurations", "configured")  # about a function by name
 IGNORED = ("DIR", "HOME", "PATH", "VISIBLE_DEVICES")
 
 
@@ -31,7 +34,7 @@ class Footprints:
     """What the results of all functions depend on.
 
     conditions: by name, digests of everything that all functions share: suite, packages, device
-    functions: by function, the digest of each part, by label such as "kernels.permutation:_gather"
+    functions: by function, the digest of each part, by label: "kernels.permutation", a module
     """
 
     conditions: dict[str, str]
@@ -82,8 +85,8 @@ def serve_footprints(connection: Connection, options: ChildOptions, log_path: st
 
 
 def suite_folders() -> tuple[Path, ...]:
-    """The folders of the suite and of the reference."""
-    return Path(str(conformance.__file__)).parent, Path(str(moe_ref.__file__)).parent
+    """The folders of the suite, of the reference and of the interpreter that the suite uses."""
+    return tuple(Path(str(package.__file__)).parent for package in (conformance, moe_ref, fast_interpreter))
 
 
 def suite_digest(folders: Iterable[Path]) -> str:
@@ -95,29 +98,32 @@ def footprints(implementation: Implementation) -> Footprints:
     packages = Packages(implementation.name, suite_folders())
     closure = Closure(packages)
     offered = [name for name in CONTRACTS if implementation.offers(name)]
-    entries_by_function = {name: _own_parts(name, implementation, closure) for name in offered}
+    called = {name: sorted(x for x in companions(name) if implementation.offers(x)) for name in offered}
+    homes = {x: _homes(x, implementation, closure) for name in offered for x in (name, *called[name])}
+    # at last: looking at functions may import more modules
+    acting, files = closure.acting(), packages.files()
     functions = {}
     for name in offered:
-        called = sorted(c for c in companions(name) if implementation.offers(c))
-        entries = {f"{name} (calls)": digest(*called)} | entries_by_function[name]
-        for companion in called:
-            entries |= entries_by_function.get(companion) or _own_parts(companion, implementation, closure)
-        functions[name] = entries
-    # at last: looking at functions may import more modules
-    everywhere = Closure(packages, executing=True).imports()
-    return Footprints(conditions(packages), {name: everywhere | entries for name, entries in functions.items()})
+        modules = acting.union(homes[name], *(homes[x] for x in called[name]))
+        functions[name] = closure.digests(modules) | files | {f"{name} (calls)": digest(*called[name])}
+        for x in (name, *called[name]):
+            functions[name] |= _declared(x, implementation)
+    return Footprints(conditions(packages), functions)
 
 
-def _own_parts(name: str, implementation: Implementation, closure: Closure) -> dict[str, str]:
-    """The parts of one function, and of what it supports and declares."""
+def _homes(name: str, implementation: Implementation, closure: Closure) -> set[str]:
+    """The modules of one function, and of what the suite asks the namespace about it."""
     namespace = implementation.namespace
-    entries = closure.reached(getattr(namespace, name))
-    if hasattr(namespace, "supports"):
-        entries |= {f"{label} for {name}": d for label, d in closure.reached(namespace.supports, first=name).items()}
+    questions = [x for x in QUESTIONS if hasattr(namespace, x)]
+    return closure.homes(namespace, name).union(*(closure.homes(namespace, x, name) for x in questions))
+
+
+def _declared(name: str, implementation: Implementation) -> dict[str, str]:
+    """What the implementation declares about a function of the contracts, and about no helper."""
     if name not in CONTRACTS:
-        return entries  # a helper, such as `codes`
+        return {}
     declared, lacked = implementation.declares(name), implementation.lacks(name, {"group": None})
-    return entries | {f"{name} (declared)": digest(json.dumps([declared, lacked], sort_keys=True, default=repr))}
+    return {f"{name} (declared)": digest(json.dumps([declared, lacked], sort_keys=True, default=repr))}
 
 
 def conditions(packages: Packages) -> dict[str, str]:

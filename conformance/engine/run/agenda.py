@@ -63,7 +63,7 @@ class Agenda:
 
         Args:
             heavy: whether it may be heavy.
-            others: the functions of the other processes that work.
+            functions_of_others: the functions of the other processes that work.
         """
         if heavy and self._heavy and REQUESTS not in self._single:
             return self._heavy.popleft()

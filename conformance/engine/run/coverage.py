@@ -51,7 +51,7 @@ def coverage(
 
     Args:
         outcomes: lines of a ledger that have the settings and scores of their cases.
-        judged, wrong: statuses of a case that was judged, and of one that is wrong.
+        judged, failing: statuses of a case that was judged, and of one that is wrong.
     """
     functions: dict[str, list[dict[str, Any]]] = {}
     for line in outcomes:

@@ -95,7 +95,7 @@ def footprints_at(revision: str, options: ChildOptions, roots: dict[str, str]) -
         if not Path(copied.get(name, "/")).resolve().is_relative_to(copy):
             raise UsageError(f"{flag}: {name} is not imported from the repository {top}, but from {copied.get(name)}")
         suite = [copy / _relative(path, top) for path in suite_folders()]
-        if all(path.is_dir() and path != copy for path in suite):
+        if any(path.is_dir() and path != copy for path in suite):  # the repository holds the suite too
             footprints.conditions["the suite"] = suite_digest(suite)
     return footprints
 

@@ -112,7 +112,8 @@ class Session:
             CaseError: a file of the corpus is no case.
         """
         with interrupt.deferred():
-            self.inquiry = Inquiry(self.options.child) if self._needs_footprints() else None
+            is_asked = bool(self.options.since) or any(Path(path).suffix == ".json" for path in self.options.report)
+            self.inquiry = Inquiry(self.options.child) if is_asked else None
         self.pool.launch()
         self.corpus = corpus.read_folder(corpus.COMMITTED)
         if Path(self.options.corpus).resolve() != corpus.DEFAULT.resolve():
@@ -133,9 +134,6 @@ class Session:
         """
         if self.inquiry:
             self.since, self.inquiry = self._since(self.inquiry), None
-
-    def _needs_footprints(self) -> bool:
-        return bool(self.options.since) or any(Path(path).suffix == ".json" for path in self.options.report)
 
     def _since(self, inquiry: Inquiry) -> Since:
         """The footprints, and the functions that are unchanged since the report or revision.

@@ -10,13 +10,13 @@ from typing import Any
 
 from conformance.core.case import Case
 from conformance.engine.footprint.footprint import Footprints
-from conformance.engine.footprint.sources import digest
+from conformance.engine.footprint.source import digest
 from conformance.engine.options import Options
 from conformance.engine.run.verdict import UNCHANGED, Verdict, effective
 from conformance.engine.run.waivers import Waiver
 
 SHOWN = 3  # changed parts named in a reason
-GENERAL = ("(import)", "(all files)", "(files)", "(all names)")  # labels named last
+GENERAL = ("(all files)", "(files)", "(files beside)")  # labels named last
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,6 @@ def changed(now: Footprints | None, earlier: Footprints, name: str) -> str:
 
 
 def _different(now: dict[str, str], earlier: dict[str, str]) -> list[str]:
-    """The keys that only one of the two has, or that have different values; the most specific ones
-    come first.
-    """
+    """The keys that only one of the two has, or that have different values; general ones last."""
     keys = [key for key in now.keys() | earlier.keys() if now.get(key) != earlier.get(key)]
-    inner = [
-        key for key in keys if not any(longer_key.startswith(f"{key}.") for longer_key in keys)
-    ]  # a class is left out if one of its methods is listed
-    return sorted(inner, key=lambda key: (key.endswith(GENERAL), key))
+    return sorted(keys, key=lambda key: (key.endswith(GENERAL), key))

@@ -140,9 +140,9 @@ def assemble(
     """The verdict of a run whose ledgers are in `folder`.
 
     Args:
-        waivers: names of all waivers; an unused one is stale, if the run is whole.
+        waivers: names of all waivers; an unused one is stale, if the run is complete.
         baseline: the result of `read_baseline`.
-        whole: whether every section was scheduled; only a whole run needs the minimum of cases.
+        is_complete: whether every section was scheduled; only then the minimum of cases is needed.
         interrupted: what ended the run early: missing results are then not lost. A function is
             conformant only with its minimum of cases.
         since: results of an earlier run, and footprints, which the verdict of a complete run keeps.
@@ -161,7 +161,8 @@ def assemble(
         out.functions[name] = _function(name, offer, outcomes_of_function, rules, bool(interrupted) and not rules)
     if since:
         since.mark(out)
-    _leave_out(out, described.get("judged", list(CONTRACTS)))
+    for name in {*CONTRACTS} - {*described.get("judged", CONTRACTS)}:  # whatever else is known about them
+        out.functions[name] = FunctionVerdict(NOT_CHOSEN)
     errors = _errors(lines, outcomes) + ([] if interrupted else _unfinished_sections(lines, outcomes))
     waiving = {line["waiver"] for line in outcomes}
     errors += [
@@ -236,13 +237,6 @@ def _count_what_is_left(
             f"{out.ended_by} ended the run before all fixed and covering cases had run; give it more time, "
             "or accept a verdict on a part with --accept-partial"
         )
-
-
-def _leave_out(out: Verdict, judged: list[str]) -> None:
-    """Mark the functions that were not chosen, whatever else is known about them."""
-    for name in out.functions:
-        if name not in judged:
-            out.functions[name] = FunctionVerdict(NOT_CHOSEN)
 
 
 def _shortfalls_of_run(out: Verdict, shortfalls: list[str], may_be_empty: bool, is_judged: bool) -> list[str]:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+import fast_interpreter
 from conformance.catalogue import CONTRACTS
 from conformance.core.case import Case
 from conformance.core.contract import Problem
 from conformance.core.scope import Scope
 from conformance.core.space import Space
-from conformance.engine.child import interpreting
 from conformance.engine.child.child import chosen_device
 from conformance.engine.child.outcome import Outcome
 from conformance.engine.options import ChildOptions, Options
@@ -76,7 +76,7 @@ class Racers:
         self.sides = {self.own: _loaded(self.own, "--impl")}
         if against:
             self.sides[against] = _loaded(against, "--against")
-        interpreting.install()
+        fast_interpreter.install()
         with ExitStack() as stack:
             child = ChildOptions(self.own, self.device)
             self._judges = {

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
-from conformance.engine.child import interpreting
+import fast_interpreter
 from conformance.engine.child.addresses import Addresses
 from conformance.engine.child.poison import Poison
 from conformance.judge.exact import bits
@@ -339,10 +339,10 @@ def results() -> dict[str, str]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    active = interpreting.install() if sys.argv[1] == "quick" else {}
+    active = fast_interpreter.install() if sys.argv[1] == "quick" else {}
     if not active:  # bfloat16 is that of a GPU in both
-        interpreting.mended.apply(sys.modules["triton.runtime.interpreter"])
+        fast_interpreter.mended.apply(sys.modules["triton.runtime.interpreter"])
     once = results()
     # A second round meets what the first has stored.
     stable = not active or results() == once
-    print(json.dumps({"active": active, "sentence": interpreting.sentence(), "results": once, "stable": stable}))
+    print(json.dumps({"active": active, "sentence": fast_interpreter.sentence(), "results": once, "stable": stable}))

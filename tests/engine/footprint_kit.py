@@ -14,77 +14,29 @@ from conformance.interface import load
 
 FILES = {
     "__init__.py": '''
-"""Three functions of the reference, each by way of others."""
-from kit.parts import gate, jitter, supports, z_loss
+"""Three functions of the reference, each by way of other modules."""
+from kit import gate_checks, noise_checks, patch, plain
+from kit.checks import combined
+from kit.gating import gate
+from kit.losses import z_loss
+from kit.noise import jitter
+
+supports = combined({"gate": gate_checks, "jitter": noise_checks, "z_loss": noise_checks})
 ''',
-    "parts.py": '''
-import functools
-import os
-from dataclasses import dataclass, field
+    "gating.py": """
+from kit.registry import REGISTRY, SHIFT, exactly
 import moe_ref
-from kit import kernels, names
-from kit.bases import Loss
-from kit.helpers import REGISTRY, SHIFT, exactly, noise
-
-try:
-    from kit import quick
-except ImportError:
-    quick = None
-FACTOR = 1.0
-UNUSED = 3
-halves = functools.partial(names.twice, times=1)
-
-
-@dataclass
-class Settings:
-    scales: list = field(default_factory=names.scales)
-
-
-def jitter(x_TH, *, eps):
-    """Noise."""
-    if quick is not None:
-        eps = quick.same(eps)
-    return moe_ref.jitter(x_TH, eps=noise(eps))  # plain
 
 
 @exactly
 def gate(x_TH, weight_EH, *, bias=None, router_dtype=None, _shift=SHIFT):
     return REGISTRY["plain"](moe_ref.gate, x_TH, weight_EH, bias, router_dtype)
-
-
-def z_loss(logits_TE, *, coeff, padding_mask=None):
-    kernels.outer
-    getattr(names, os.environ.get("KIT_NAME", "scales"))
-    return ZLoss(Settings()).value(logits_TE, coeff, padding_mask) * FACTOR * halves(1)
-
-
-class ZLoss(Loss):
-    function = staticmethod(lambda *args, **settings: moe_ref.z_loss(*args, **settings))
-
-
-def no_jitter(x, eps=None):
-    return None
-
-
-def no_gate(*args, **settings):
-    return None
-
-
-CHECKS = {"jitter": no_jitter, "gate": no_gate}
-
-
-def supports(function, *args, **settings):
-    return CHECKS[function](*args, **settings) if function in CHECKS else None
-''',
-    "helpers.py": """
+""",
+    "registry.py": """
 import functools
 
 SHIFT = 0
 REGISTRY = {}
-
-
-def noise(eps):
-    return eps
 
 
 def exactly(function):
@@ -99,60 +51,96 @@ def register(name):
         REGISTRY[name] = function
         return function
     return decorate
+""",
+    "plain.py": """
+from kit.registry import register
 
 
 @register("plain")
 def plain(function, x, weight, bias, dtype):
     return function(x, weight, bias=bias, router_dtype=dtype)
 """,
-    "bases.py": """
-class Loss:
-    def __init__(self, settings):
-        self.settings = settings
+    "noise.py": '''
+import moe_ref
 
-    def value(self, logits, coeff, mask):
-        return self.function(logits, coeff=coeff, padding_mask=mask) * self.settings.scales[0]
-""",
-    "names.py": """
-def scales():
-    return [1]
+try:
+    from kit import quick
+except ImportError:
+    quick = None
 
 
-def twice(x, times):
-    return x * times
-""",
-    "kernels.py": """
-import triton
-import triton.language as tl
-
-STEP: tl.constexpr = tl.constexpr(4)
-
-
-@triton.jit
-def inner(x):
-    return x + STEP
-
-
-@triton.jit
-def outer(x_ptr, BLOCK: tl.constexpr):
-    tl.store(x_ptr, inner(tl.load(x_ptr)))
+def jitter(x_TH, *, eps):
+    """Noise."""
+    from kit.scales import noise
+    if quick is not None:
+        eps = quick.same(eps)
+    return moe_ref.jitter(x_TH, eps=noise(eps))  # plain
+''',
+    "scales.py": """
+def noise(eps):
+    return eps
 """,
     "quick.py": """
 def same(eps):
     return eps
 """,
+    "losses.py": """
+import importlib
+import os
+import moe_ref
+from . import kernels
+
+bases = importlib.import_module("kit.bases")
+
+
+def z_loss(logits_TE, *, coeff, padding_mask=None):
+    kernels.outer
+    os.environ.get("KIT_NAME")
+    return ZLoss().value(logits_TE, coeff, padding_mask)
+
+
+class ZLoss(bases.Loss):
+    function = staticmethod(lambda *args, **settings: moe_ref.z_loss(*args, **settings))
+""",
+    "bases.py": """
+class Loss:
+    def value(self, logits, coeff, mask):
+        return self.function(logits, coeff=coeff, padding_mask=mask)
+""",
+    "kernels.py": """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def outer(x_ptr, BLOCK: tl.constexpr):
+    tl.store(x_ptr, tl.load(x_ptr))
+""",
+    "patch.py": """
+import warnings
+
+warnings.kit = 1
+""",
+    "checks.py": """
+def combined(home):
+    def supports(function, *args, **settings):
+        return home[function].supports(*args, **settings)
+    return supports
+""",
+    "gate_checks.py": "def supports(*args, **settings): return None\n",
+    "noise_checks.py": "def supports(*args, **settings): return None\n",
+    "unused.py": "VALUE = 1\n",
     "table.json": "[1]",
     "fast.so": "machine code",
 }
 
 
-def write(folder: Path, **changes: str) -> Path:
-    """The package `kit` in the folder, with other contents of some files; None: no file."""
+def write(folder: Path, files: dict[str, str] | None = None) -> Path:
+    """The package `kit` in the folder, with other contents of some files; "../x" is beside it."""
     package = folder / "kit"
     package.mkdir(parents=True)
-    for name, content in (FILES | {name.replace("_dot_", "."): text for name, text in changes.items()}).items():
-        if content is not None:
-            (package / name).write_text(content)
+    for name, content in (FILES | (files or {})).items():
+        (package / name).write_text(content)
     return folder
 
 
@@ -162,13 +150,8 @@ def edited(file: str, old: str, new: str) -> dict[str, str]:
     return {file: FILES[file].replace(old, new)}
 
 
-def footprints_in(folder: Path, implementation: str = "kit") -> Footprints:
-    """The footprints in a new process, as in a run: other tests leave objects in this one."""
-    return footprints_in_each([folder], implementation)[0]
-
-
-def footprints_in_each(folders: list[Path], implementation: str = "kit") -> list[Footprints]:
-    """The footprints of the package in every folder, in one new process: most code is read once."""
+def footprints_in(*folders: Path, implementation: str = "kit") -> list[Footprints]:
+    """The footprints of the package in each folder, in a new process without others' objects."""
     context = server.start()
     pipe, child_pipe = context.Pipe()
     with plain_main():
@@ -200,8 +183,8 @@ def footprints_here(folder: Path, implementation: str = "kit") -> Footprints:
 
 def changes(before: Footprints, now: Footprints) -> dict[str, str]:
     """By function, what changed."""
-    found = {name: changed(now, before, name) for name in now.functions}
-    return {name: reason for name, reason in found.items() if reason}
+    reasons = {name: changed(now, before, name) for name in now.functions}
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _forget() -> None:

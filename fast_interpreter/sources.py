@@ -24,5 +24,5 @@ def digest(names: Iterable[str]) -> str:
 
 def _function(name: str) -> Any:
     module, _, path = name.partition(":")
-    found = attrgetter(path)(importlib.import_module(module))
-    return found.fget if isinstance(found, property) else found
+    function = attrgetter(path)(importlib.import_module(module))
+    return function.fget if isinstance(function, property) else function

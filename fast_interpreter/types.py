@@ -85,19 +85,21 @@ def _identity_first(slow: Any) -> Any:
 
 def _quick_unwrap(core: Any) -> None:
     slow, constexpr = core._unwrap_if_constexpr, core.constexpr
-    plain = frozenset((core.tensor, int, float, bool, str, type(None), core.dtype, core.pointer_type, core.block_type))
+    unwrapped_kinds = frozenset(
+        (core.tensor, int, float, bool, str, type(None), core.dtype, core.pointer_type, core.block_type)
+    )
 
     def unwrap(x: Any) -> Any:
         kind = type(x)
         if kind is constexpr:
             return x.value
-        return x if kind in plain else slow(x)
+        return x if kind in unwrapped_kinds else slow(x)
 
     core._unwrap_if_constexpr = unwrap
 
 
 def _one_block_type(core: Any) -> None:
-    known: dict[Any, Any] = {}
+    types: dict[Any, Any] = {}
     block_type, constexpr, tuple_ = core.block_type, core.constexpr, core.tuple
     slow_init, slow_with = block_type.__init__, block_type.with_element_ty
 
@@ -105,9 +107,9 @@ def _one_block_type(core: Any) -> None:
         if cls is block_type:
             sizes = shape.values if type(shape) is tuple_ else shape
             if type(sizes) is list:
-                found = known.get((id(element_ty), *[x.value if type(x) is constexpr else x for x in sizes]))
-                if found is not None:
-                    return found
+                cached_type = types.get((id(element_ty), *[x.value if type(x) is constexpr else x for x in sizes]))
+                if cached_type is not None:
+                    return cached_type
         return object.__new__(cls)
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
@@ -116,29 +118,29 @@ def _one_block_type(core: Any) -> None:
         slow_init(self, element_ty, shape)
         sizes = self.shape.values
         if type(self) is block_type and all(type(size) is int for size in sizes):
-            if len(known) >= MOST_TYPES:
-                known.clear()
+            if len(types) >= MOST_TYPES:
+                types.clear()
             # The type keeps its element type, so that the id stays in use.
-            known[(id(element_ty), *sizes)] = self
+            types[(id(element_ty), *sizes)] = self
 
     def with_element_ty(self: Any, scalar_ty: Any) -> Any:
         if scalar_ty is self.element_ty:
             return self
-        return known.get((id(scalar_ty), *self.shape.values)) or slow_with(self, scalar_ty)
+        return types.get((id(scalar_ty), *self.shape.values)) or slow_with(self, scalar_ty)
 
     block_type.__new__, block_type.__init__, block_type.with_element_ty = new, init, with_element_ty
 
 
 def _one_pointer_type(core: Any) -> None:
-    known: dict[Any, Any] = {}
+    types: dict[Any, Any] = {}
     pointer_type = core.pointer_type
     slow_init = pointer_type.__init__
 
     def new(cls: Any, element_ty: Any = None, address_space: Any = "global", const: Any = False) -> Any:
         if cls is pointer_type:
-            found = known.get((id(element_ty), address_space, const))
-            if found is not None:
-                return found
+            cached_type = types.get((id(element_ty), address_space, const))
+            if cached_type is not None:
+                return cached_type
         return object.__new__(cls)
 
     def init(self: Any, element_ty: Any, address_space: Any = "global", const: Any = False) -> None:
@@ -146,9 +148,9 @@ def _one_pointer_type(core: Any) -> None:
             return
         slow_init(self, element_ty, address_space, const)
         if type(self) is pointer_type and self.element_ty is element_ty and type(const) is bool:
-            if len(known) >= MOST_TYPES:
-                known.clear()
-            known[id(element_ty), address_space, const] = self
+            if len(types) >= MOST_TYPES:
+                types.clear()
+            types[id(element_ty), address_space, const] = self
 
     pointer_type.__new__, pointer_type.__init__ = new, init
 

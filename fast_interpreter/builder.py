@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from conformance.engine.child.interpreting.types import scalar_types
+from fast_interpreter.types import scalar_types
 
 RELIES_ON = tuple(
     f"triton.runtime.interpreter:{name}"
@@ -50,13 +50,13 @@ def _quick_handle(interpreter: Any, bits: dict[int, int]) -> None:
 
 def _quick_numpy_types(interpreter: Any, core: Any, scalars: list[Any]) -> None:
     slow, pointer_type, address = interpreter._get_np_dtype, core.pointer_type, interpreter.np.dtype("uint64")
-    known = {id(x): slow(x) for x in scalars}
+    numpy_types = {id(x): slow(x) for x in scalars}
 
     def np_dtype(dtype: Any) -> Any:
         scalar = dtype.scalar
         if type(scalar) is pointer_type:
             return address
-        return known.get(id(scalar)) or slow(dtype)
+        return numpy_types.get(id(scalar)) or slow(dtype)
 
     interpreter._get_np_dtype = np_dtype
 

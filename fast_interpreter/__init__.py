@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from conformance.engine.child.interpreting import builder, launches, mended, semantics, types
-from conformance.engine.child.interpreting.sources import digest
+from fast_interpreter import builder, launches, mended, semantics, types
+from fast_interpreter.sources import digest
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ a method here does not expect, and all errors, are left to Triton's method.
 from math import copysign
 from typing import Any
 
-from conformance.engine.child.interpreting.operators import NUMBERS, OPERATIONS, operators
-from conformance.engine.child.interpreting.types import dims_of, scalar_types
+from fast_interpreter.operators import NUMBERS, OPERATIONS, operators
+from fast_interpreter.types import dims_of, scalar_types
 
 MOST_CONSTANTS, LARGEST_CONSTANT = 4096, 4096  # constants kept, elements of one
 
@@ -74,7 +74,7 @@ def apply(interpreter: Any) -> None:
     """Make the interpreter use the quicker semantic."""
     core, base = interpreter.tl.core, interpreter.TritonSemantic
     scalars = scalar_types(core)
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "base": base,
         "core": core,
         "scalars": frozenset(map(id, scalars)),
@@ -82,9 +82,9 @@ def apply(interpreter: Any) -> None:
         "handle": interpreter.TensorHandle,
         "casts": _casts(interpreter, scalars),
     }
-    found |= operators(core, base, found["scalars"], frozenset(id(x) for x in scalars if x.is_int_signed()))
+    attributes |= operators(core, base, attributes["scalars"], frozenset(id(x) for x in scalars if x.is_int_signed()))
     methods = {name: x for name, x in vars(Quick).items() if not name.startswith("__")}
-    interpreter.interpreter_semantic.__class__ = type("QuickSemantic", (base,), methods | found)
+    interpreter.interpreter_semantic.__class__ = type("QuickSemantic", (base,), methods | attributes)
 
 
 def _casts(interpreter: Any, scalars: list[Any]) -> dict[tuple[int, int], Any]:
@@ -113,12 +113,12 @@ class Quick:
 
     def computation_type_impl(self, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div: bool) -> Any:
         key = id(a_ty), a_is_scalar, id(b_ty), b_is_scalar, div
-        found = _promoted.get(key)
-        if found is None:
-            found = self.base.computation_type_impl(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div)
+        promotion = _promoted.get(key)
+        if promotion is None:
+            promotion = self.base.computation_type_impl(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div)
             if id(a_ty) in self.scalars and id(b_ty) in self.scalars:
-                _promoted[key] = found
-        return found
+                _promoted[key] = promotion
+        return promotion
 
     def to_tensor(self, x: Any, check_type: bool = True) -> Any:
         kind = type(x)
@@ -133,18 +133,18 @@ class Quick:
     def _constant(self, value: Any, dtype: Any, like: Any) -> Any:
         """A scalar as a tensor, or as a block of the shape of the type `like`."""
         key = type(value), value, copysign(1.0, value), id(dtype), id(like)
-        found = _constants.get(key)
-        if found is not None:
-            return found[0]
-        made = self._cast_to_computation_type(value, dtype)
+        cached_constant = _constants.get(key)
+        if cached_constant is not None:
+            return cached_constant[0]
+        constant = self._cast_to_computation_type(value, dtype)
         if like is not None:
-            made = self.splat(made, like.shape)
-        if made.handle.data.size <= LARGEST_CONSTANT and id(dtype) in self.scalars:
-            made.handle.data.flags.writeable = False
+            constant = self.splat(constant, like.shape)
+        if constant.handle.data.size <= LARGEST_CONSTANT and id(dtype) in self.scalars:
+            constant.handle.data.flags.writeable = False
             if len(_constants) >= MOST_CONSTANTS:
                 _constants.clear()
-            _constants[key] = made, like  # keeps the type, so that the id stays in use
-        return made
+            _constants[key] = constant, like  # keeps the type, so that the id stays in use
+        return constant
 
     def binary_op_type_checking_impl(
         self,
@@ -177,17 +177,17 @@ class Quick:
 
     def of_one_type(self, lhs: Any, rhs: Any, div_or_mod: bool = False, like: Any = None) -> Any:
         """Two operands in their common type; a number gets the shape of `like`."""
-        left, right = type(lhs) in NUMBERS, type(rhs) in NUMBERS
-        a = self.to_tensor_type(lhs) if left else lhs.dtype
-        b = self.to_tensor_type(rhs) if right else rhs.dtype
-        both = self.computation_type_impl(a, left, b, right, div_or_mod)
+        is_lhs_number, is_rhs_number = type(lhs) in NUMBERS, type(rhs) in NUMBERS
+        a = self.to_tensor_type(lhs) if is_lhs_number else lhs.dtype
+        b = self.to_tensor_type(rhs) if is_rhs_number else rhs.dtype
+        both = self.computation_type_impl(a, is_lhs_number, b, is_rhs_number, div_or_mod)
         if like is not None and not like.is_block():
             like = None
-        if left:
+        if is_lhs_number:
             lhs = self._constant(lhs, both, like)
         elif a is not both:
             lhs = self.cast(lhs, both)
-        if right:
+        if is_rhs_number:
             rhs = self._constant(rhs, both, like)
         elif b is not both:
             rhs = self.cast(rhs, both)
@@ -198,16 +198,16 @@ class Quick:
         a, b = lhs.type, rhs.type
         if a is b:
             return lhs, rhs, a
-        left, right = dims_of(a), dims_of(b)
-        if right is None or left == right:
+        lhs_dims, rhs_dims = dims_of(a), dims_of(b)
+        if rhs_dims is None or lhs_dims == rhs_dims:
             return lhs, rhs, a
-        if left is None:
+        if lhs_dims is None:
             return lhs, rhs, b.with_element_ty(lhs.dtype)
-        shape = _shapes.get((left, right))
+        shape = _shapes.get((lhs_dims, rhs_dims))
         if shape is None:
             lhs, rhs = self.broadcast_impl_value(lhs, rhs)  # raises where the shapes do not fit
             return lhs, rhs, lhs.type
-        return lhs, rhs, a if left == shape else self.core.block_type(lhs.dtype, list(shape))
+        return lhs, rhs, a if lhs_dims == shape else self.core.block_type(lhs.dtype, list(shape))
 
     def binary_op_sanitize_overflow_impl(self, *operands: Any) -> None:
         if self.builder.options.debug:  # its only effect is an assertion for debugging
@@ -217,22 +217,22 @@ class Quick:
         a, b = lhs.type, rhs.type
         if a is b:
             return lhs, rhs
-        left, right = dims_of(a), dims_of(b)
-        if left == right:
+        lhs_dims, rhs_dims = dims_of(a), dims_of(b)
+        if lhs_dims == rhs_dims:
             return lhs, rhs
-        if right is None:
+        if rhs_dims is None:
             return lhs, self._splat(rhs, a.with_element_ty(b))
-        if left is None:
+        if lhs_dims is None:
             return self._splat(lhs, b.with_element_ty(a)), rhs
-        shape = _shapes.get((left, right))
+        shape = _shapes.get((lhs_dims, rhs_dims))
         if shape is None:
             lhs, rhs = self.base.broadcast_impl_value(self, lhs, rhs)
-            if len(left) == len(right):
-                _shapes[left, right] = dims_of(lhs.type)
+            if len(lhs_dims) == len(rhs_dims):
+                _shapes[lhs_dims, rhs_dims] = dims_of(lhs.type)
             return lhs, rhs
-        if left != shape:
+        if lhs_dims != shape:
             lhs = self._broadcast(lhs, shape)
-        if right != shape:
+        if rhs_dims != shape:
             rhs = self._broadcast(rhs, shape)
         return lhs, rhs
 

@@ -78,37 +78,37 @@ class Patches:
     def __init__(self, interpreter: Any) -> None:
         self._interpreter = interpreter
         self._core_module = interpreter.tl.core
-        language, core = self._found(interpreter.tl), self._found(self._core_module)
-        known = {(id(holder), name) for holder, name, _, _ in language}
+        language, core = self._patched(interpreter.tl), self._patched(self._core_module)
+        of_language = {(id(holder), name) for holder, name, _, _ in language}
         self._language = Switch(language)
-        self._core = Switch([row for row in core if (id(row[0]), row[1]) not in known])
+        self._core = Switch([row for row in core if (id(row[0]), row[1]) not in of_language])
         self._sees_core: dict[int, tuple[bool, Any]] = {}  # by the id of globals, with them
         self.launches = 0  # that are running, one inside another
         self._core_patched = False
 
-    def _found(self, module: Any) -> list[tuple[Any, str, Any, Any]]:
-        """(holder, attribute, value in a kernel, value outside) of what Triton patches."""
+    def _patched(self, module: Any) -> list[tuple[Any, str, Any, Any]]:
+        """(holder, attribute, value in a kernel, value on the host) of what Triton patches."""
         scope = self._interpreter._patch_lang(SimpleNamespace(__globals__={"language": module}))
-        outside: dict[tuple[int, str], Any] = {}
+        on_host: dict[tuple[int, str], Any] = {}
         for holder, name, value in scope._changes:
-            outside.setdefault((id(holder), name), (holder, value is self._interpreter._MISSING, value))
+            on_host.setdefault((id(holder), name), (holder, value is self._interpreter._MISSING, value))
         rows = []
-        for (_, name), (holder, missing, value) in outside.items():
-            inside = self._quicker(holder, name, value, holder.__dict__[name])
-            rows.append((holder, name, inside, _MISSING if missing else value))
+        for (_, name), (holder, missing, value) in on_host.items():
+            in_kernel = self._quicker(holder, name, value, holder.__dict__[name])
+            rows.append((holder, name, in_kernel, _MISSING if missing else value))
         scope.restore()
         return rows
 
-    def _quicker(self, holder: Any, name: str, outside: Any, inside: Any) -> Any:
-        """The same as `inside`, in fewer calls."""
+    def _quicker(self, holder: Any, name: str, on_host: Any, in_kernel: Any) -> Any:
+        """The same as `in_kernel`, in fewer calls."""
         core, semantic = self._core_module, self._interpreter.interpreter_semantic
         if holder is core.tensor and name in _names_of_operators():
             return _operator(name.strip("_"), core, semantic)
         code = core.builtin(lambda: None).__code__
-        wraps = (getattr(inside, "__kwdefaults__", None) or {}).get("member") is outside
-        if wraps and isinstance(outside, FunctionType) and outside.__code__ is code:
-            return _with_semantic(outside.__wrapped__, semantic)  # type: ignore[attr-defined]
-        return inside
+        wraps = (getattr(in_kernel, "__kwdefaults__", None) or {}).get("member") is on_host
+        if wraps and isinstance(on_host, FunctionType) and on_host.__code__ is code:
+            return _with_semantic(on_host.__wrapped__, semantic)  # type: ignore[attr-defined]
+        return in_kernel
 
     def sees_core(self, function: Any) -> bool:
         """Whether triton.language.core is a global of the function."""
@@ -116,8 +116,8 @@ class Patches:
         if id(names) not in self._sees_core:
             modules = [x for x in names.values() if isinstance(x, ModuleType)]
             core = any(x is self._core_module for x in modules)
-            seen = core or any(x is self._interpreter.tl for x in modules)
-            assert seen, "triton.language must be visible from within jit'd function"
+            is_visible = core or any(x is self._interpreter.tl for x in modules)
+            assert is_visible, "triton.language must be visible from within jit'd function"
             self._sees_core[id(names)] = core, names
         return self._sees_core[id(names)][0]
 
@@ -147,30 +147,30 @@ class Patches:
 
 
 class Switch:
-    """Sets the attributes of rows (holder, attribute, value in a kernel, value outside)."""
+    """Sets the attributes of rows (holder, attribute, value in a kernel, value on the host)."""
 
     def __init__(self, rows: list[tuple[Any, str, Any, Any]]) -> None:
-        self._others: list[tuple[Any, str, Any, Any]] = []
+        self._attributes: list[tuple[Any, str, Any, Any]] = []
         self._modules: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
-        for holder, name, inside, outside in rows:
-            if isinstance(holder, ModuleType) and outside is not _MISSING:
+        for holder, name, in_kernel, on_host in rows:
+            if isinstance(holder, ModuleType) and on_host is not _MISSING:
                 _, kernel, host = self._modules.setdefault(id(holder), (vars(holder), {}, {}))
-                kernel[name], host[name] = inside, outside
+                kernel[name], host[name] = in_kernel, on_host
             else:
-                self._others.append((holder, name, inside, outside))
+                self._attributes.append((holder, name, in_kernel, on_host))
 
     def on(self) -> None:
         """As in a kernel."""
         for names, kernel, _ in self._modules.values():
             names.update(kernel)
-        for holder, name, value, _ in self._others:
+        for holder, name, value, _ in self._attributes:
             setattr(holder, name, value)
 
     def off(self) -> None:
         """As outside of kernels."""
         for names, _, host in self._modules.values():
             names.update(host)
-        for holder, name, _, value in self._others:
+        for holder, name, _, value in self._attributes:
             if value is _MISSING:
                 delattr(holder, name)
             else:
@@ -257,9 +257,9 @@ def _arguments(function: Any, spec: inspect.FullArgSpec, positional: Any, named:
     defaults = spec.defaults or ()
     for name, x in zip(spec.args[len(spec.args) - len(defaults) :], defaults, strict=True):
         values.setdefault(name, x)
-    plain = not (spec.varargs or spec.varkw or spec.kwonlyargs)
+    is_positional = not (spec.varargs or spec.varkw or spec.kwonlyargs)
     if (
-        plain
+        is_positional
         and len(positional) <= len(spec.args) == len(values)
         and named.keys().isdisjoint(spec.args[: len(positional)])
     ):

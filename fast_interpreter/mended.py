@@ -40,12 +40,12 @@ def truncates(interpreter: Any) -> bool:
 
 
 def _round_casts(interpreter: Any, builder: Any, language: Any) -> None:
-    own = builder.cast_impl
+    cast_of_triton = builder.cast_impl
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         if src.dtype.scalar == language.float32 and dst_type.scalar == language.bfloat16:
             return interpreter.TensorHandle(rounded(src.data), dst_type.scalar)
-        return own(self, src, dst_type)
+        return cast_of_triton(self, src, dst_type)
 
     builder.cast_impl = cast_impl
 
@@ -53,17 +53,17 @@ def _round_casts(interpreter: Any, builder: Any, language: Any) -> None:
 def _multiplies_bits(interpreter: Any) -> bool:
     """Whether 1 times 1 is not 1."""
     language = interpreter.tl
-    one = interpreter.TensorHandle(np.full((1, 1), 0x3F80, dtype=np.uint16), language.bfloat16)
+    unit = interpreter.TensorHandle(np.full((1, 1), 0x3F80, dtype=np.uint16), language.bfloat16)
     zero = interpreter.TensorHandle(np.zeros((1, 1), dtype=np.float32), language.float32)
-    return float(interpreter.interpreter_builder.create_dot(one, one, zero, None, 0).data[0, 0]) != 1.0
+    return float(interpreter.interpreter_builder.create_dot(unit, unit, zero, None, 0).data[0, 0]) != 1.0
 
 
 def _widen_products(builder: Any, language: Any) -> None:
-    own = builder.create_dot
+    dot_of_triton = builder.create_dot
 
-    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+    def create_dot(self: Any, a: Any, b: Any, *settings: Any) -> Any:
         a, b = (self.cast_impl(x, language.float32) if x.dtype.scalar == language.bfloat16 else x for x in (a, b))
-        return own(self, a, b, *others)
+        return dot_of_triton(self, a, b, *settings)
 
     builder.create_dot = create_dot
 

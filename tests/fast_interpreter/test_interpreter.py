@@ -11,8 +11,8 @@ import pytest
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-from conformance.engine.child import interpreting
-from conformance.engine.child.interpreting import probe
+import fast_interpreter
+from fast_interpreter import probe
 from tests.common.fast import interpreted
 
 FOLDER = Path(__file__).parent
@@ -22,19 +22,19 @@ ANOTHER_TRITON = """
 import os
 os.environ["TRITON_INTERPRET"] = "1"
 import torch, triton, triton.language as tl
-from conformance.engine.child import interpreting
-from tests.engine.interpreted import arithmetic
+import fast_interpreter
+from tests.fast_interpreter.kernels import arithmetic
 
 unwrap_shape = tl.core._unwrap_shape
 def another(shape):
     return unwrap_shape(shape)
 tl.core._unwrap_shape = another
 before = tl.core.tensor.__init__
-active = interpreting.install()
+active = fast_interpreter.install()
 assert tl.core.tensor.__init__ is before
 print(*(name for name, on in active.items() if on))
 print(arithmetic(torch.float32, torch.int32))
-print(interpreting.sentence())
+print(fast_interpreter.sentence())
 """
 
 needs_its_triton = pytest.mark.skipif(
@@ -53,7 +53,7 @@ def _python(*arguments: str) -> str:
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Any]:
     """The results of the same kernels without and with the patches."""
-    return {kind: json.loads(_python("-m", "tests.engine.interpreted", kind)) for kind in ("plain", "quick")}
+    return {kind: json.loads(_python("-m", "tests.fast_interpreter.kernels", kind)) for kind in ("plain", "quick")}
 
 
 @interpreted
@@ -73,7 +73,7 @@ def test_an_interpreter_that_runs_no_kernel_is_said_where_kernels_need_it(monkey
 
 @needs_its_triton
 def test_every_patch_is_active(runs):
-    assert set(runs["quick"]["active"]) == {patch.name for patch in interpreting.PATCHES}
+    assert set(runs["quick"]["active"]) == {patch.name for patch in fast_interpreter.PATCHES}
     assert all(runs["quick"]["active"].values())
 
 
@@ -110,6 +110,6 @@ def test_another_source_of_triton_runs_without_its_patches(runs):
 
 
 def test_a_missing_function_has_no_digest():
-    assert interpreting.digest(["triton.language.core:tensor.missing"]) == ""
-    assert interpreting.digest(["triton.language.missing:tensor"]) == ""
-    assert interpreting.digest(["triton.language.core:dtype.is_block"]) != ""
+    assert fast_interpreter.digest(["triton.language.core:tensor.missing"]) == ""
+    assert fast_interpreter.digest(["triton.language.missing:tensor"]) == ""
+    assert fast_interpreter.digest(["triton.language.core:dtype.is_block"]) != ""

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from conformance.core.case import case_from
 from conformance.engine.child.evaluate import evaluate
-from conformance.engine.child.interpreting import mended
 from conformance.interface import Implementation
+from fast_interpreter import mended
 from moe_fast.launch.backend import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here")
