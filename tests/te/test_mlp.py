@@ -8,7 +8,7 @@ import moe_ref
 from conformance.peers.te_standin import standin
 from moe_fast.te import Adapter, activations, mlp
 from moe_fast.te.mlp import Mlp
-from tests.te.judging import Checked, judged, wrong
+from tests.te.judging import Checked, judged
 
 COUNTS = torch.tensor([2, 0, 3])
 FUSED = "GroupedLinear of ops, then {}, then GroupedLinear of ops, then Sequential"
@@ -23,14 +23,6 @@ def call(implementation, gated=True, **settings):
     layers = number(3, width, 4, seed=1), number(3, 4, 8, seed=2)
     given = {"probs": number(5, seed=3), "fc1_bias": number(3, width, seed=4), "fc2_bias": number(3, 4, seed=5)}
     return implementation.grouped_mlp(number(5, 4), COUNTS, *layers, **given | settings)
-
-
-@pytest.mark.parametrize("bucket", ["2.12", "2.20"])
-def test_a_release_completed_by_the_reference_is_conformant(bucket):
-    te = standin(bucket)
-    outcomes = judged(Checked(te, Adapter(te, ours=moe_ref)), ["grouped_mlp"], most=8)
-    assert not wrong(outcomes)
-    assert sum(outcome.status == "PASS" for _, outcome in outcomes) > 20
 
 
 def test_alone_only_rows_past_the_last_segment_are_lost():
