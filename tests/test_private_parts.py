@@ -9,7 +9,7 @@ import pytest
 from conformance.private_parts import PARTS
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("moe_ref", "moe_fast", "conformance")
+PACKAGES = ("moe_ref", "moe_fast", "conformance", "fast_interpreter")
 # names with an underscore that the documentation of their package describes
 PUBLISHED = {
     "os._exit",
@@ -29,7 +29,6 @@ PUBLISHED = {
 # places that read private parts under a check of their own, which their docstrings describe
 LISTED_PLACES = {
     "moe_fast/launch/torch_parts.py": "each function says what happens without its part",
-    "conformance/engine/child/interpreting": "each replaced function of Triton's interpreter has a digest",
     "fast_interpreter": "each replaced function of Triton's interpreter has a digest",
     "moe_fast/integrations": "each module checks the version that it was read in",
 }
@@ -39,7 +38,6 @@ TOOLS = {
     "moe_fast/launch/tracing.py": ("torch.utils._pytree",),
     "conformance/peers/reference_layer.py": ("torch.utils._pytree",),
     "conformance/engine/child/saved_memory.py": ("torch.utils._pytree",),
-    "tests/te/standin": ("_rowwise_data",),
     "conformance/engine/world/torchrun.py": ("_socket",),
 }
 

@@ -1,7 +1,6 @@
 """What the draws of the functions on parameters must reach."""
 
-from conformance.families.parameters.cases import KEPT
-from moe_ref.config import GATED, PLAIN
+from moe_ref.config import GATED
 from tests.engine.promises import each
 
 SIZES = {
@@ -9,8 +8,6 @@ SIZES = {
     "more than ten experts": lambda c: c.experts > 10,
 }
 EXPERTS = SIZES | {"parameters without elements": lambda c: c.rows * c.columns == 0}
-STATES = EXPERTS | each("packed", False, True)
-EXTRA = SIZES | each("kept", "whole", "split", "gap", "first", "empty", "empty_first", "listed", "plain")
 CUTS = {
     "a member without elements": lambda c: 0 in c.sizes,
     "no shard": lambda c: not c.given,
@@ -20,31 +17,17 @@ CUTS = {
     "ten members": lambda c: len(c.sizes) > 9,
 }
 PARAMETERS = {
-    "normalize_parameters": STATES
-    | each("weights", "indexed", "packed", "both", "some", "none", "flat", "members")
-    | each("biases", "none", "indexed", "packed", "both", "some", "flat")
-    | each("bias", False, True)
-    | {"flat rows, one per expert": lambda c: c.weights == "flat" and c.rows == 1},
-    "normalize_master_parameters": STATES
-    | each("first", *KEPT)
-    | each("second", "none", "indexed", "packed", "rest")
-    | each("longer", "none", "indexed", "packed"),
-    "convert_experts": EXPERTS
-    | each("layout_to", "sequential", "grouped")
-    | each("fc1", "indexed", "packed", "sequential", "none")
-    | {"layers in different layouts": lambda c: c.fc1 != c.fc2},
-    "shard_parameters": {"one expert of a rank": SIZES["one expert"]}
-    | each("gated", False, True)
-    | each("singleton", False, True)
-    | {
+    "normalize_parameters": EXPERTS | {"flat rows, one per expert": lambda c: c.weights == "flat" and c.rows == 1},
+    "normalize_master_parameters": EXPERTS,
+    "convert_experts": EXPERTS | {"layers in different layouts": lambda c: c.fc1 != c.fc2},
+    "shard_parameters": {
+        "one expert of a rank": SIZES["one expert"],
         "the last of several ranks": lambda c: c.rank == c.ranks - 1 > 0,
         "the last of several tensor ranks": lambda c: c.tensor_rank == c.tensor_ranks - 1 > 0,
         "biases that another tensor rank writes": lambda c: c.has_bias and c.tensor_rank > 0,
     },
     "expand_shard": CUTS,
-    "split_extra_state": EXTRA,
-    "merge_extra_state": EXTRA,
-    "upcycle": each("kind", *GATED, *PLAIN)
-    | each("pre_softmax", False, True)
-    | {"a copy of several slices": lambda c: c.granularity > 1 and c.copies > 1},
+    "split_extra_state": SIZES,
+    "merge_extra_state": SIZES,
+    "upcycle": each("kind", *GATED[1:]) | {"a copy of several slices": lambda c: c.granularity > 1 and c.copies > 1},
 }

@@ -20,6 +20,7 @@ from conformance.interface import Implementation
 from conformance.peers.te import Adapter
 from conformance.peers.te.features import GATES
 from tests.te.judging import Checked, symbols_of, wrong
+from tests.te.judging import judged as every_kind_judged
 from tests.te.standin import BUCKETS, standin
 from tests.te.standin.matrix import parameters_of
 
@@ -98,6 +99,23 @@ def test_every_function_is_judged_through_every_bucket(few, bucket):
     outcomes, _ = judged(te, adapter, [case for cases in few.values() for case in cases])
     assert not wrong(outcomes)
     assert {case.function for case, outcome in outcomes if outcome.status == "PASS"} == {*few}
+
+
+@pytest.mark.parametrize(
+    ("bucket", "functions", "most", "least"),
+    [
+        ("1.11", ("permute", "unpermute", "sort_chunks"), 6, 25),
+        ("2.20", ("permute", "unpermute", "sort_chunks"), 6, 25),
+        ("2.20", ("grouped_linear", "glu", "activation"), 5, 20),
+        ("2.20", ("grouped_dgrad", "grouped_wgrad"), 12, 40),
+        ("2.20", ("grouped_mlp",), 8, 20),
+    ],
+)
+def test_golden_calls_illegal_calls_laws_and_draws_are_right_too(bucket, functions, most, least):
+    outcomes = every_kind_judged(Checked(*completed(bucket)), functions, most)
+    assert not wrong(outcomes)
+    passed = [case.function for case, outcome in outcomes if outcome.status == "PASS"]
+    assert {*passed} == {*functions} and len(passed) > least
 
 
 def test_without_a_symbol_the_calls_whose_path_has_it_take_another_and_are_right(few):

@@ -7,18 +7,10 @@ import moe_ref
 from conformance.peers.te import Adapter
 from conformance.peers.te.experts import Experts
 from moe_ref.config import Recipe
-from tests.te.judging import Checked, judged, wrong
+from tests.te.judging import Checked, judged
 from tests.te.standin import standin
 
 FUNCTIONS = ("grouped_dgrad", "grouped_wgrad")
-
-
-@pytest.mark.parametrize("bucket", ["1.11", "2.20", "rocm"])
-def test_a_release_completed_by_the_reference_is_conformant(bucket):
-    te = standin(bucket)
-    outcomes = judged(Checked(te, Adapter(te, ours=moe_ref)), FUNCTIONS, most=12)
-    assert not wrong(outcomes)
-    assert sum(outcome.status == "PASS" for _, outcome in outcomes) > 40
 
 
 def test_alone_only_rows_past_the_last_segment_and_empty_sides_are_lost():

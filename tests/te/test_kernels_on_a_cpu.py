@@ -26,15 +26,17 @@ def moe_permute_mask_map(inp): ...
 """
 CALL = """
 import torch
-from examples.te_kernels_on_a_cpu import alone, te
+from examples.te_kernels_on_a_cpu import FOLDER, Path, alone, te
 print(sorted(vars(te.pytorch)), alone.offered)
 print(alone.sort_chunks(torch.ones(2, 3), torch.tensor([2]), torch.tensor([0])).rows.shape)
+for name in ("common/triton/permutation.py", "pytorch/permutation.py"):
+    print(Path(FOLDER.name, "transformer_engine", name).read_text())
 """
 
 
-def run(wheel, code=CALL):
+def run(wheel):
     given = {"TE_WHEEL": str(wheel), "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=given)
+    return subprocess.run([sys.executable, "-c", CALL], capture_output=True, text=True, env=given)
 
 
 def test_sources_are_copied_with_a_cpu_for_a_device_and_one_block_size(tmp_path):
@@ -43,14 +45,10 @@ def test_sources_are_copied_with_a_cpu_for_a_device_and_one_block_size(tmp_path)
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "permutation.py").write_text(text)
     done = run(tmp_path)
-    assert done.stdout == "['moe_sort_chunks_by_index'] ['sort_chunks']\ntorch.Size([2, 3])\n", done.stderr
-    code = "from examples.te_kernels_on_a_cpu import FOLDER, Path; " + (
-        "print(*(Path(FOLDER.name, 'transformer_engine', x).read_text() for x in ('common/triton/permutation.py', "
-        "'pytorch/permutation.py')))"
-    )
-    text = run(tmp_path, code).stdout
-    assert "BLOCK_SIZES = (64,)" in text and '"BLOCK_SIZE": 64' in text and "128" not in text
-    assert 'DEVICE = "cpu"' in text and "assert True" in text
+    symbols, shape, sources = done.stdout.split("\n", 2) if not done.returncode else (done.stderr, "", "")
+    assert (symbols, shape) == ("['moe_sort_chunks_by_index'] ['sort_chunks']", "torch.Size([2, 3])")
+    assert "BLOCK_SIZES = (64,)" in sources and '"BLOCK_SIZE": 64' in sources and "128" not in sources
+    assert 'DEVICE = "cpu"' in sources and "assert True" in sources
 
 
 def test_a_missing_wheel_is_one_sentence(tmp_path):

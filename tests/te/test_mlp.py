@@ -7,7 +7,7 @@ from torch.func import functional_call
 import moe_ref
 from conformance.peers.te import Adapter, activations, mlp
 from conformance.peers.te.mlp import Mlp
-from tests.te.judging import Checked, judged, wrong
+from tests.te.judging import Checked, judged
 from tests.te.standin import standin
 
 COUNTS = torch.tensor([2, 0, 3])
@@ -23,14 +23,6 @@ def call(implementation, gated=True, **settings):
     layers = number(3, width, 4, seed=1), number(3, 4, 8, seed=2)
     given = {"probs": number(5, seed=3), "fc1_bias": number(3, width, seed=4), "fc2_bias": number(3, 4, seed=5)}
     return implementation.grouped_mlp(number(5, 4), COUNTS, *layers, **given | settings)
-
-
-@pytest.mark.parametrize("bucket", ["2.12", "2.20"])
-def test_a_release_completed_by_the_reference_is_conformant(bucket):
-    te = standin(bucket)
-    outcomes = judged(Checked(te, Adapter(te, ours=moe_ref)), ["grouped_mlp"], most=8)
-    assert not wrong(outcomes)
-    assert sum(outcome.status == "PASS" for _, outcome in outcomes) > 20
 
 
 def test_alone_only_rows_past_the_last_segment_are_lost():
