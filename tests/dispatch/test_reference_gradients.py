@@ -98,6 +98,21 @@ def test_deepep_adds_ranks_in_float32_behind_the_biases():
     assert moe_ref.deepep_combine(low, fields(sent, "handle"), biases=[bias])[0].tokens.item() == 262
 
 
+def test_deepep_begins_with_the_biases_and_adds_row_after_row():
+    x = [torch.zeros(1, 1), torch.zeros(0, 1)]
+    sent = moe_ref.deepep_dispatch(x, [torch.tensor([[0, 1]]), torch.zeros(0, 2).long()], num_experts=2)
+    biases, rows = [torch.full((len(own), 1), 2.0**24) for own in x], [torch.ones(1, 1)] * 2
+    combined = moe_ref.deepep_combine(rows, fields(sent, "handle"), biases=[biases])
+    assert combined[0].tokens.item() == 2**24  # to which float32 cannot add 1; the rows together are 2
+
+
+def test_low_latency_adds_slot_after_slot():
+    indices, probs = [torch.tensor([[0, 1, 2]])], [torch.tensor([[2.0**24, 1.0, 1.0]])]
+    (sent,) = moe_ref.deepep_low_latency_dispatch([torch.ones(1, 1)], indices, num_experts=3, max_tokens_per_rank=1)
+    (combined,) = moe_ref.deepep_low_latency_combine([sent.rows], indices, probs, [sent.handle])
+    assert combined.item() == 2**24  # as above: the last two slots together are 2
+
+
 def test_hybridep_rounds_once_on_each_rank_and_once_at_home():
     x = [
         torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True),

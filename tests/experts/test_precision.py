@@ -202,7 +202,7 @@ def test_every_mistake_is_found_where_it_is_by_its_value(case, wrong, output):
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
 def test_honest_products_pass_the_cases_that_find_mistakes(case):
     for name in ("ScaledFirst", "ScaledLast"):
-        assert statuses(case, load(f"tests.honest.low_precision:{name}"), 2) == {"PASS"}
+        assert statuses(case, load(f"tests.honest.low_precision:{name}"), 1) == {"PASS"}
 
 
 # ---- what is declared

@@ -316,7 +316,7 @@ def test_every_mistake_is_found_where_it_is(case, wrong, outputs):
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)
 def test_the_reference_passes_the_cases_that_find_mistakes(case):
-    assert statuses(case, moe_ref, 3) == {"PASS"}
+    assert statuses(case, moe_ref, 2) == {"PASS"}
 
 
 # ---- laws

@@ -4,7 +4,6 @@ import math
 from bisect import bisect_left
 from functools import cache
 from itertools import pairwise
-from random import Random
 
 import numpy as np
 import torch
@@ -83,25 +82,3 @@ def code_of(v: float, name: str) -> int:
     if place < len(middles) and middles[place] == abs(v) and place % 2 == 1:
         place += 1
     return place + (0 if math.copysign(1, v) > 0 else {"e2m1": 8}.get(name, 0x80))
-
-
-SHAPES = {
-    "current": [(1, 1), (7, 5), (3, 9)],
-    "block": [(3, 130), (1, 257), (140, 3), (257, 1), (129, 2)],
-    "mxfp8": [(32, 32), (64, 32), (32, 64)],
-    "nvfp4": [(16, 16), (48, 32), (16, 64)],
-}
-
-
-SPECIAL = [0.0, -0.0, 1.0, 448.0, 449.0, 3.5, 1e-3, -1e-8, 1e-38, 1e-45, 3e38, -65504.0]
-
-
-def drawn(dice: Random, scaling: str, dtype: torch.dtype) -> Tensor:
-    """Rows and columns of different size, anywhere in float32's range; at times a special value."""
-    x = random(*dice.choice(SHAPES[scaling]), seed=dice.randrange(2**30), dtype=torch.float64) * 2.0 ** dice.choice(
-        [0, 0, dice.randint(-135, 110)]
-    )
-    x = x * torch.logspace(0, dice.choice([0, 4]), len(x), base=2.0, dtype=torch.float64)[:, None]
-    for _ in range(dice.choice([0, 0, 3])):
-        x[dice.randrange(x.shape[0]), dice.randrange(x.shape[1])] = dice.choice([*SPECIAL, NAN, INF, -INF])
-    return x.to(dtype)

@@ -1,18 +1,15 @@
-"""quantize and dequantize, against values worked by hand and against loops over single numbers that
-share nothing with them.
+"""quantize and dequantize: values worked out by hand, and special values.
+
+`evidence.formulations.quantization` quantises number by number, for the cases that tests/evidence
+draws; test_suite.py judges the reference by many more.
 """
 
-import math
-from random import Random
-
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from moe_ref import amax, codes, dequantize, new_quantizer_state, quantize, scales, update_scales
 from moe_ref.config import Recipe
-from moe_ref.quantization.recipes import nearest32, scheme
+from moe_ref.quantization.recipes import nearest32
 from tests.quantization.reference_helpers import (
     ALL,
     INF,
@@ -20,14 +17,10 @@ from tests.quantization.reference_helpers import (
     NAN,
     STATELESS,
     by_scaling,
-    code_of,
-    drawn,
     f32,
     quantized,
     random,
     row,
-    same,
-    table,
 )
 
 
@@ -121,97 +114,6 @@ def test_each_group_has_its_own_scale_of_earlier_steps():
     q, state = quantize(x, recipe, splits=splits, state=update_scales(state, recipe))
     assert scales(q).tolist() == [1 / 64, 1.0, 1 / 32]  # the empty group has seen nothing
     assert codes(q).flatten().tolist() == [0x7E, 0x6E, 0x7E]  # 448, 112 = 1.75·2^6, 448
-
-
-# ---- the same by loops over numbers
-
-
-def value_of(code: int, name: str) -> np.float32:
-    """What a code that `code_of` gives stands for."""
-    minus, values = (8 if name == "e2m1" else 0x80), table(name)[0]
-    magnitude = values[code % minus] if code % minus < len(values) else NAN
-    return f32(-magnitude if code >= minus else magnitude)
-
-
-def encode_scale(a: np.float32, top: float, infinity: float, power: bool) -> np.float32:
-    if a == 0 or np.isinf(a):
-        return f32(1)
-    s = f32(top) / a
-    s = f32(infinity) if np.isinf(s) else s
-    return f32(math.ldexp(0.5, math.frexp(s)[1])) if power else s
-
-
-def exponent_code(v: np.float32) -> int:
-    if v == 0 or np.isinf(v):
-        return 0 if v == 0 else 254
-    fraction, exponent = math.frexp(v)
-    return min(max(exponent - (fraction == 0.5) + 127, 0), 254)
-
-
-def block_of(i: int, j: int, how, columnwise: bool) -> tuple[int, int]:
-    """Which block of its group an element is in, in logical orientation."""
-    sizes = tuple(reversed(how.block)) if columnwise else how.block
-    return tuple(0 if size is None else place // size for place, size in zip((i, j), sizes, strict=True))
-
-
-@np.errstate(all="ignore")
-def by_loop(
-    x: Tensor, recipe: Recipe, role: str, columnwise: bool
-) -> tuple[list[list[int]], dict[tuple[int, int], float], Tensor]:
-    """(codes, decode scale per block, values) of one group, by the formulas, per element."""
-    how, data = scheme(recipe, role, columnwise=columnwise), x.float().numpy()
-    members: dict[tuple[int, int], list[np.float32]] = {}
-    for i, j in np.ndindex(*data.shape):
-        members.setdefault(block_of(i, j, how, columnwise), []).append(abs(data[i, j]))
-    largest = {key: max([f32(0), *(v for v in values if not np.isnan(v))]) for key, values in members.items()}
-    whole = max([f32(0), *largest.values()])
-    top, infinity = how.format.max, torch.finfo(x.dtype).max if recipe.scaling == "block" else LARGEST
-    multiplier, decoder, factor = {}, {}, {}
-    for key, a in largest.items():
-        if recipe.scaling in ("current", "block"):
-            multiplier[key] = encode_scale(a, top, infinity, recipe.power_of_two_scales)
-            factor[key] = decoder[key] = f32(1) / multiplier[key]
-        elif recipe.scaling == "mxfp8":
-            decoder[key] = exponent_code(a * f32(1 / top))
-            multiplier[key], factor[key] = f32(2.0 ** (127 - decoder[key])), f32(2.0 ** (decoder[key] - 127))
-        else:
-            s = min(f32(2688) / whole, LARGEST)
-            s = f32(1) if whole == 0 or s == 0 else s
-            decoder[key] = code_of(float(min(a * (s * f32(1 / 6)), LARGEST)), "e4m3")
-            d = f32(table("e4m3")[0][decoder[key]])
-            multiplier[key], factor[key] = min(f32(1) / (d * (f32(1) / s)), LARGEST), d * whole * f32(1 / 2688)
-    chosen, decoded = np.zeros(data.shape, int), np.zeros(data.shape, f32)
-    for i, j in np.ndindex(*data.shape):
-        key = block_of(i, j, how, columnwise)
-        chosen[i, j] = code_of(float(data[i, j] * multiplier[key]), how.format.name)
-        decoded[i, j] = value_of(chosen[i, j], how.format.name) * factor[key]
-    return chosen.tolist(), {key: float(value) for key, value in decoder.items()}, torch.from_numpy(decoded)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("scaling", ["current", "block", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("seed", range(12))
-def test_codes_and_scales_are_those_of_the_formulas(scaling, dtype, seed):
-    dice = Random(f"{scaling} {seed}")
-    role, columnwise, other = dice.choice(["input", "weight", "grad_output"]), dice.random() < 0.5, dice.random() < 0.5
-    options = {
-        "current": {"power_of_two_scales": other},
-        "block": {"power_of_two_scales": other, "fp8_format": "hybrid"},
-        "mxfp8": {"two_dimensional_weights": other, "fp8_format": "hybrid"},
-        "nvfp4": {"two_dimensional_weights": other, "hadamard": False, "stochastic_rounding": False},
-    }
-    recipe = Recipe(scaling, **options[scaling])
-    x = drawn(dice, scaling, dtype)
-    q = quantized(x, recipe, role=role, rowwise=not columnwise, columnwise=columnwise)
-    expected_codes, expected_scales, expected_values = by_loop(x, recipe, role, columnwise)
-    assert codes(q, columnwise=columnwise).tolist() == expected_codes
-    assert same([dequantize(q, columnwise=columnwise)], [expected_values.to(dtype)])
-    how, compact = scheme(recipe, role, columnwise=columnwise), scales(q, columnwise=columnwise)
-    stored_by_row = scaling in ("mxfp8", "nvfp4")
-    for i, j in np.ndindex(*x.shape):
-        block = block_of(i, j, how, columnwise)
-        place = (block[0], j) if stored_by_row and columnwise else (i, block[1]) if stored_by_row else block
-        assert (compact.reshape(1, 1) if scaling == "current" else compact)[place].item() == expected_scales[block]
 
 
 def test_the_largest_finite_of_the_input_dtype_bounds_a_block_scale_and_that_of_float32_the_others():
