@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 USES = {  # top-level packages besides the standard library
     "moe_ref": {"moe_ref", "torch"},
     "moe_fast": {"moe_fast", "moe_ref", "torch", "triton", "transformer_engine"},
+    "moe_fast/integrations/transformers.py": {"moe_fast", "torch", "transformers"},
     "conformance": {"conformance", "moe_ref", "torch", "numpy", "hypothesis", "pytest", "libcst", "rich"},
     "conformance/engine/run/cluster.py": {"conformance", "ray"},
     "conformance/report/vectors.py": {"conformance", "moe_ref", "torch", "safetensors"},

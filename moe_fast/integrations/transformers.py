@@ -34,11 +34,11 @@ except ImportError as error:
 NAME = "moe_fast"
 # Private parts of transformers, read in 5.24. The decorator of an experts class sets an attribute
 # for each of its parameters, which are compared with STATED when this module is imported. GATE is
-# the method between the two products: `gate_of` calls it, and compares its result with formulas.
-# An attribute of LIMITS or SLOPES is read only if that result depends on it.
+# the method between the two products: `index_of_gate` calls it, and compares its result with
+# formulas. An attribute of LIMITS or SLOPES is read only if that result depends on it.
 STATED = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 GATE = "_apply_gate"
-LIMITS = {"limit": 1.5, "swiglu_limit": 1.25}  # each with the value that `gate_of` gives it
+LIMITS = {"limit": 1.5, "swiglu_limit": 1.25}  # each with the value that `index_of_gate` gives it
 SLOPES = {"alpha": 1.3, "swiglu_alpha": 0.7}
 
 
@@ -83,26 +83,32 @@ class Gate(NamedTuple):
         return u * torch.sigmoid(slope * u) * (v + self.offset)
 
 
-@torch.compiler.assume_constant_result
-@cache
-def gate_of(method: Callable[[Any, Tensor], Tensor]) -> Gate | None:
-    """The `Gate` that a class's method computes, or None.
+GATES = tuple(map(Gate._make, product(("act_fn", "silu", *SLOPES), (None, *LIMITS), (0.0, 1.0), (None, 1))))
 
-    The method is called once with 60 numbers from -3 to 3, for experts whose attributes are those
-    of LIMITS and SLOPES and whose activation is tanh.
+
+@torch.compiler.assume_constant_result  # a graph is for one class of experts, and has the index as a constant
+def index_of_gate(method: Callable[[Any, Tensor], Tensor]) -> int:
+    """The place in GATES of the one that a class's method computes, or -1."""
+    return _index_by_values(method)
+
+
+@cache
+def _index_by_values(method: Callable[[Any, Tensor], Tensor]) -> int:
+    """`index_of_gate`: the method is called once with 60 numbers from -3 to 3, for experts whose
+    attributes are those of LIMITS and SLOPES and whose activation is tanh.
     """
     experts = SimpleNamespace(act_fn=torch.tanh, **LIMITS, **SLOPES)
     h_PF2 = (torch.arange(60, dtype=torch.float64, device="cpu") * 37 % 61 / 10 - 3).view(2, 30)
     try:
         result = method(experts, h_PF2)
     except (AttributeError, TypeError):  # it reads another attribute, or calls the activation otherwise
-        return None
-    for gate in map(Gate._make, product(("act_fn", "silu", *SLOPES), (None, *LIMITS), (0.0, 1.0), (None, 1))):
+        return -1
+    for index, gate in enumerate(GATES):
         expected = gate(experts, h_PF2)
         # a method may compute in float32, whose unit roundoff is 6e-8
         if result.shape == expected.shape and torch.allclose(result.double(), expected, rtol=1e-5, atol=1e-6):
-            return gate
-    return None
+            return index
+    return -1
 
 
 def settings_of(experts: nn.Module) -> dict[str, Any]:
@@ -119,9 +125,10 @@ def settings_of(experts: nn.Module) -> dict[str, Any]:
         if kind_of not in PLAIN:
             raise _refusal(experts, f"the activation {activation}")
         return {"kind": PLAIN[kind_of]}
-    gate = gate_of(getattr(type(experts), GATE, None))
-    if gate is None:
+    index = index_of_gate(getattr(type(experts), GATE, None))
+    if index < 0:
         raise _refusal(experts, f"the gate that {GATE} computes")
+    gate = GATES[index]
     settings: dict[str, Any] = {"kind": "swiglu", "offset": gate.offset, "interleave": gate.interleave}
     if gate.curve in SLOPES:
         settings["alpha"] = float(getattr(experts, gate.curve))
@@ -138,7 +145,7 @@ def _refusal(experts: nn.Module, lacking: str) -> ValueError:
     return ValueError(f'moe_fast does not run {type(experts).__name__}, which needs {lacking}: use "grouped_mm"')
 
 
-def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts' output for each token, weighted and summed.
 
     A slot of `top_k_index` that holds E = `num_experts` names an expert of another rank, and is
