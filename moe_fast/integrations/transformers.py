@@ -150,7 +150,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
     A slot of `top_k_index` that holds E = `num_experts` names an expert of another rank, and is
     skipped. If a token has the same expert in two slots, the expert's weight is the sum of both.
-    Under autocast the tokens and parameters are cast as torch casts them for a linear layer.
+    Under autocast the tokens and weights are cast as torch casts them for a linear layer.
 
     Args:
         hidden_states: [T,H].
@@ -160,11 +160,10 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     settings = settings_of(self)
     fc1 = "gate_up_proj" if self.has_gate else "up_proj"
     weights = [getattr(self, fc1), self.down_proj]
-    biases = [getattr(self, f"{fc1}_bias"), self.down_proj_bias] if self.has_bias else [None, None]
+    b1, b2 = (getattr(self, f"{fc1}_bias"), self.down_proj_bias) if self.has_bias else (None, None)
     device = hidden_states.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights[0].dtype
     w1, w2 = ((x.mT if self.is_transposed else x).to(dtype) for x in weights)
-    b1, b2 = (None if x is None else x.to(dtype) for x in biases)
 
     columns = (hidden_states.shape[0], self.num_experts + 1)  # the last one is of other ranks' experts
     index = top_k_index.long()
