@@ -11,11 +11,16 @@ models store it that have `is_transposed`. Gates are methods of the package's ow
 """
 
 import importlib
+import os
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if not torch.cuda.is_available():  # before transformers imports Triton, which then decides how it runs kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from transformers.activations import ACT2FN
 from transformers.integrations import moe as registry
 from transformers.models.aria.modeling_aria import AriaExperts
