@@ -31,7 +31,16 @@ import torch
 FOLDER = Path(__file__).parents[1] / "docs" / "results"
 LONGEST = 14  # rows of a table on the page
 SECTIONS = {
-    "Verdicts": ["gate-h200", "gate-cpu", "gate-ranks", "honest", "other-packages-tests", "sanitizers", "machine-code"],
+    "Verdicts": [
+        "gate-h200",
+        "gate-cpu",
+        "gate-ranks",
+        "honest",
+        "transformers",
+        "other-packages-tests",
+        "sanitizers",
+        "machine-code",
+    ],
     "The layer": ["layer-h200", "layer-growth", "layer-h100", "layer-two-gpus", "training"],
     "Stages": ["router", "permutation", "quantization", "fused", "experts", "dispatch"],
     "The suite": ["detection", "mutants", "configurations", "margins", "reach", "oracles"],

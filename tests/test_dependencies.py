@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 USES = {  # top-level packages besides the standard library
     "moe_ref": {"moe_ref", "torch"},
-    "moe_fast": {"moe_fast", "moe_ref", "torch", "triton", "transformer_engine"},
+    "moe_fast": {"moe_fast", "moe_ref", "torch", "triton"},
+    "moe_fast/integrations/transformers.py": {"moe_fast", "torch", "transformers"},
     "fast_interpreter": {"fast_interpreter", "numpy", "torch", "triton"},
     "conformance": {
         "conformance",
@@ -38,7 +39,6 @@ USES = {  # top-level packages besides the standard library
         "torchao",
         "triton_kernels",
     },
-    "conformance/peers/transformer_engine.py": {"moe_fast"},  # an implementation, and not the suite
 }
 FORBIDDEN_NAME = re.compile(r"moe_fast([.:][\w.:]*)?|conformance\.peers\.(?!reference_(?:world|layer)$)[\w.:]+")
 
