@@ -38,6 +38,8 @@ TOOLS = {
     "moe_fast/launch/tracing.py": ("torch.utils._pytree",),
     "conformance/peers/reference_layer.py": ("torch.utils._pytree",),
     "conformance/engine/child/saved_memory.py": ("torch.utils._pytree",),
+    "conformance/peers/te": ("_rowwise_data", "_rowwise_scale_inv"),
+    "conformance/peers/transformers.py": ("_apply_gate",),
     "conformance/engine/world/torchrun.py": ("_socket",),
 }
 
