@@ -123,8 +123,10 @@ def measured(steps: dict[str, Callable[[], Tensor]], tokens: int, blocks: int) -
     first = {mode: rates.get(f"{OURS}, {mode}") for mode in ("eager", "compiled")}
     lines = []
     for name, rate in rates.items():
-        own = first[name.rpartition(", ")[2]]
-        lines.append([name, f"{rate:.0f}", f"{own / rate:.2f}" if own else "", f"{peaks[name] / 2**30:.1f}"])
+        rate_of_ours = first[name.rpartition(", ")[2]]
+        lines.append(
+            [name, f"{rate:.0f}", f"{rate_of_ours / rate:.2f}" if rate_of_ours else "", f"{peaks[name] / 2**30:.1f}"]
+        )
     return lines
 
 

@@ -31,6 +31,7 @@ DECORATOR = "@use_experts_implementation"
 LIMIT = 1e-5
 TOKENS, VOCABULARY = (2, 7), 32
 STD = 0.2  # of random weights: large enough for every nonlinearity to bend
+ENDINGS = ("ForCausalLM", "TextModel", "Model")  # of classes of language models, the first that a family has
 EXPERTS = ".experts."  # in the names of their parameters
 SIZES: dict[str, Any] = {  # of every configuration that has a field of this name
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
@@ -96,24 +97,24 @@ def model_class(family: str) -> Any:
     """A family's language model: with a head, else the text model of a larger one."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     models = [
-        each
-        for each in vars(module).values()
-        if inspect.isclass(each)
-        and issubclass(each, transformers.PreTrainedModel)
-        and each.__module__ == module.__name__
+        candidate
+        for candidate in vars(module).values()
+        if inspect.isclass(candidate)
+        and issubclass(candidate, transformers.PreTrainedModel)
+        and candidate.__module__ == module.__name__
     ]
-    models = [each for each in models if not each.__name__.endswith("PreTrainedModel")]
-    chosen = ([each for each in models if each.__name__.endswith(end)] for end in ("ForCausalLM", "TextModel", "Model"))
-    return next(found for found in chosen if found)[0]
+    models = [model for model in models if not model.__name__.endswith("PreTrainedModel")]
+    by_ending = ([model for model in models if model.__name__.endswith(end)] for end in ENDINGS)
+    return next(some_models for some_models in by_ending if some_models)[0]
 
 
 def tiny_model(family: str) -> nn.Module:
     """A model of a family with small sizes and random parameters."""
-    made = model_class(family)
-    fields = {name for base in made.config_class.__mro__ for name in getattr(base, "__annotations__", {})}
+    language_model = model_class(family)
+    fields = {name for base in language_model.config_class.__mro__ for name in getattr(base, "__annotations__", {})}
     settings = {name: size for name, size in SIZES.items() if name in fields} | SPECIAL.get(family, {})
     torch.manual_seed(0)
-    model: nn.Module = made(made.config_class(**settings)).float()
+    model: nn.Module = language_model(language_model.config_class(**settings)).float()
     for parameter in model.parameters():
         noise = STD * torch.randn(parameter.shape)
         parameter.data = noise if parameter.dim() > 1 else parameter.data + noise
@@ -144,10 +145,8 @@ def differences(result: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[
     of large terms, which "eager" itself rounds by more than LIMIT of it.
     """
     of_model = max(float(gradient.abs().max()) for gradient in expected.values())
-    units = {name: float(each.abs().max()) if EXPERTS in name else of_model for name, each in expected.items()}
-    return {
-        name: float((result[name] - each).abs().max()) / (units[name] or of_model) for name, each in expected.items()
-    }
+    units = {name: float(x.abs().max()) if EXPERTS in name else of_model for name, x in expected.items()}
+    return {name: float((result[name] - x).abs().max()) / (units[name] or of_model) for name, x in expected.items()}
 
 
 def outcome(family: str) -> Outcome:
@@ -158,10 +157,10 @@ def outcome(family: str) -> Outcome:
     """
     model = tiny_model(family)
     experts = experts_of(model)
-    names = ", ".join(sorted({type(each).__name__ for each in experts}))
+    names = ", ".join(sorted({type(module).__name__ for module in experts}))
     try:
-        for each in experts:
-            settings_of(each)
+        for module in experts:
+            settings_of(module)
     except ValueError as error:
         return Outcome(family, names, refused=str(error))
     (expected_loss, expected), (loss, gradients) = (step(model, name) for name in ("eager", "moe_fast"))
@@ -176,11 +175,11 @@ def outcome(family: str) -> Outcome:
 
 def record(outcomes: list[Outcome]) -> dict[str, Any]:
     """The figures of docs/results/transformers.json."""
-    agreeing = [each for each in outcomes if each.verdict == "agrees"]
+    agreeing = [x for x in outcomes if x.verdict == "agrees"]
     rows = [["agrees", "", names_of(agreeing)]] if agreeing else []
-    for reason in sorted({each.refused for each in outcomes if each.refused}):
-        rows.append(["refused", reason, names_of([each for each in outcomes if each.refused == reason])])
-    rows += [["differs", f"{each.worst:.1e}", each.family] for each in outcomes if each.verdict == "differs"]
+    for reason in sorted({x.refused for x in outcomes if x.refused}):
+        rows.append(["refused", reason, names_of([x for x in outcomes if x.refused == reason])])
+    rows += [["differs", f"{x.worst:.1e}", x.family] for x in outcomes if x.verdict == "differs"]
     details = [
         [
             x.family,
@@ -191,7 +190,7 @@ def record(outcomes: list[Outcome]) -> dict[str, Any]:
         for x in outcomes
     ]
     columns = ["family", "experts", "verdict", "loss", "worst gradient", "its parameter"]
-    worst = max(max(each.loss, each.worst) for each in agreeing)
+    worst = max(max(x.loss, x.worst) for x in agreeing)
     return {
         "title": "Families of transformers with experts by moe_fast",
         "meaning": f"{len(outcomes)} families of Hugging Face transformers {transformers.__version__} have experts "
@@ -204,7 +203,7 @@ def record(outcomes: list[Outcome]) -> dict[str, Any]:
 
 
 def names_of(outcomes: list[Outcome]) -> str:
-    return ", ".join(each.family for each in outcomes)
+    return ", ".join(x.family for x in outcomes)
 
 
 def main(arguments: list[str]) -> int:
@@ -214,11 +213,11 @@ def main(arguments: list[str]) -> int:
     outcomes = []
     for family in arguments or families():
         outcomes.append(outcome(family))
-        one = outcomes[-1]
-        print(one.family, one.verdict, one.refused or f"{one.loss:.1e} {one.worst:.1e} {one.parameter}", flush=True)
+        x = outcomes[-1]
+        print(x.family, x.verdict, x.refused or f"{x.loss:.1e} {x.worst:.1e} {x.parameter}", flush=True)
     if not arguments:
         save("transformers", record(outcomes), ["python -m evidence.transformers_families"])
-    return int(any(each.verdict == "differs" for each in outcomes))
+    return int(any(x.verdict == "differs" for x in outcomes))
 
 
 if __name__ == "__main__":

@@ -99,8 +99,10 @@ class Entry:
         """Nothing reads the counts on the host. The package itself rounds after each operation, to
         the dtype of the rows.
         """
-        own = self.name == "eager" or registry.ALL_EXPERTS_FUNCTIONS[self.name].__module__.startswith("transformers.")
-        return {"unchecked": ("tokens_per_expert",), "accumulator": "storage" if own else "float32"}
+        of_package = self.name == "eager" or registry.ALL_EXPERTS_FUNCTIONS[self.name].__module__.startswith(
+            "transformers."
+        )
+        return {"unchecked": ("tokens_per_expert",), "accumulator": "storage" if of_package else "float32"}
 
     def grouped_mlp(
         self, rows: Tensor, tokens_per_expert: Tensor, fc1_weight: Tensor, fc2_weight: Tensor,
@@ -116,14 +118,14 @@ class Entry:
         assert isinstance(form, Form), form
         if self.name == "eager" and form not in FORWARDS:
             form = form._replace(transposed=False)
-        made = experts_class(form)
+        build = experts_class(form)
         first = "gate_up_proj" if form.gated else "up_proj"
         weights = [x.mT if form.transposed else x for x in (fc1_weight, fc2_weight)]
         biases = [  # experts have both or none
             x if x is not None or not form.biased else weight.new_zeros(weight.shape[:2])
             for x, weight in ((fc1_bias, fc1_weight), (fc2_bias, fc2_weight))
         ]
-        experts = made(
+        experts = build(
             num_experts=len(fc1_weight), has_gate=form.gated, has_bias=form.biased, is_transposed=form.transposed,
             is_concatenated=not form.pairs, has_post_expert_norm=False, _is_expert_parallel=True,
             act_fn=ACT2FN[ACTIVATIONS[kind]], down_proj=weights[1], down_proj_bias=biases[1],

@@ -128,8 +128,8 @@ def test_tokens_without_an_expert_of_this_rank_are_zero():
 @pytest.mark.parametrize("activation", sorted(transformers.activations.ACT2FN))
 def test_an_activation_is_the_same_function_or_refused(activation, gated):
     experts = Experts(activation=activation, has_gate=gated)
-    known = integration.GATED if gated else integration.PLAIN
-    if type(experts.act_fn) not in known:
+    kinds = integration.GATED if gated else integration.PLAIN
+    if type(experts.act_fn) not in kinds:
         with pytest.raises(ValueError, match="which needs the activation"):
             experts(*inputs())
         return
@@ -146,12 +146,12 @@ def test_no_silent_change_of_a_gate():
 
     method = registry._default_apply_gate
     assert integration.GATES[integration.index_of_gate(method)] == ("act_fn", None, 0.0, None)
-    assert [integration.index_of_gate(each) for each in (halved, with_attribute)] == [-1, -1]
+    assert [integration.index_of_gate(x) for x in (halved, with_attribute)] == [-1, -1]
 
 
 def test_each_gate_is_told_from_all_others():
     methods = [lambda experts, h, gate=gate: gate(experts, h) for gate in integration.GATES]
-    assert [integration.index_of_gate(each) for each in methods] == list(range(len(methods)))
+    assert [integration.index_of_gate(method) for method in methods] == list(range(len(methods)))
 
 
 def test_the_host_never_waits(monkeypatch):
@@ -194,8 +194,8 @@ def test_a_checkpointed_layer_has_the_same_gradients():
     model = evidence.tiny_model("qwen3_moe")
     loss, expected = evidence.step(model.train(), "moe_fast")
     model.gradient_checkpointing_enable()
-    again, gradients = evidence.step(model, "moe_fast")
-    assert torch.equal(loss, again) and all(torch.equal(gradients[name], x) for name, x in expected.items())
+    recomputed_loss, gradients = evidence.step(model, "moe_fast")
+    assert torch.equal(loss, recomputed_loss) and all(torch.equal(gradients[name], x) for name, x in expected.items())
 
 
 def test_evaluation_is_the_forward_of_training():
