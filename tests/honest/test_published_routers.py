@@ -30,14 +30,14 @@ def fixed_cases(function: str) -> list:
 
 
 def cases_of(function: str, score: str, sizes) -> list:
-    """Every spread in three dtypes."""
-    every = itertools.product(sizes, SPREADS, ("float32", "bfloat16", "float64"))
+    """Every spread with every size, the three dtypes in turn."""
+    dtypes = itertools.cycle(("float32", "bfloat16", "float64"))
     return [
         LogitsCase(
             function=function, tokens=6, experts=experts, topk=topk, spread=spread, dtype=dtype, score=score,
             grads="logits",
         )
-        for (experts, topk), spread, dtype in every
+        for ((experts, topk), spread), dtype in zip(itertools.product(sizes, SPREADS), dtypes, strict=False)
     ]  # fmt: skip
 
 
