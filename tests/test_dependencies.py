@@ -61,6 +61,7 @@ def violations(source: str, path: Path) -> list[str]:
     known = USES[package_of(path)] | set(sys.stdlib_module_names)
     strings = [node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     named = [text for text in strings if path.parts[0] == "conformance" and FORBIDDEN_NAME.fullmatch(text)]
+    named = [text for text in named if text not in known]
     return [module for module in imported if module.split(".")[0] not in known] + named
 
 
