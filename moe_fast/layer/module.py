@@ -13,6 +13,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from moe_fast.experts.delayed import delaying
 from moe_fast.experts.mlp import run_again
 from moe_fast.layer.call import Call
+from moe_fast.layer.configured import arguments_of, check_world
 from moe_fast.layer.layer import after_router, moe_layer, routed_by, sum_over
 from moe_fast.layer.scaling import ScaledGroupedLinear
 from moe_fast.layer.weights import GroupedLinear, KeepsDtypes
@@ -21,6 +22,7 @@ from moe_ref.config import (
     GATED,
     LayerConfig,
     LayerParameters,
+    MoEConfig,
     RankGroup,
     Recipe,
     RouteOutput,
@@ -38,15 +40,17 @@ INIT_STD = 0.02
 
 
 class Router(KeepsDtypes):
-    """The router's weight [E,H] and its state. Only `expert_bias` is saved, as in Megatron.
+    """The router's weight [E,H], its bias [E] or None, and its state, of which only `expert_bias`
+    is saved, as in Megatron.
 
     The state keeps its dtypes when the module is cast: a bfloat16 counter stops at 256.
     """
 
-    def __init__(self, config: RouterConfig, hidden: int, **tensor: Any) -> None:
+    def __init__(self, config: RouterConfig, hidden: int, bias: bool, **tensor: Any) -> None:
         super().__init__()
         self.config, self.captured = config, False
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden, **tensor))
+        self.bias = nn.Parameter(torch.empty(config.num_experts, **tensor)) if bias else None
         names = new_state(config, tensor.get("device"))._asdict()
         for name, x in names.items():
             if isinstance(x, Tensor):
@@ -107,12 +111,13 @@ class MoELayer(nn.Module):
     """`moe_layer` with its parameters and the router's state.
 
     Args:
-        config: the layer's settings; `layer_config` makes them from Megatron's options.
+        config: the layer's settings; `from_config` makes a layer from Megatron's options.
         hidden, width: H and F; every rank holds E/W experts, or by the config a shard of the width
             of E · shards/W.
         latent: the width of tokens on their way to experts, or None for H.
         shared_width, shared_gate: F of the shared experts, None for none; whether they have a gate.
-        bias: whether the routed experts' layers have biases, as by Megatron's `add_bias_linear`.
+        bias, router_bias: whether the routed experts' layers and the router have biases, both as by
+            Megatron's `add_bias_linear`.
         packed: save each grouped weight as one tensor [L,out,in], else as weight0 …; both load.
         group: the process group whose ranks share the experts; None: this rank has all.
         recompute: what is not saved for the backward, which computes it again: "moe_act" the
@@ -136,8 +141,8 @@ class MoELayer(nn.Module):
 
     def __init__(
         self, config: LayerConfig, hidden: int, width: int, *, latent: int | None = None,
-        shared_width: int | None = None, shared_gate: bool = False, bias: bool = False, packed: bool = True,
-        group: Any = None, recompute: str | Sequence[str] | None = None, delay_wgrad: bool = False,
+        shared_width: int | None = None, shared_gate: bool = False, bias: bool = False, router_bias: bool = False,
+        packed: bool = True, group: Any = None, recompute: str | Sequence[str] | None = None, delay_wgrad: bool = False,
         overlap_wgrad: bool = False, overlap_shared: bool = False, shared_memory: bool = False,
         init_std: float = INIT_STD, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
@@ -154,7 +159,7 @@ class MoELayer(nn.Module):
         self.recompute, self.delay_wgrad, self.overlap_wgrad = recompute, delay_wgrad, overlap_wgrad
         self.overlap_shared, self.shared_memory = overlap_shared, shared_memory
         self.register_buffer("over_budget", torch.zeros((), dtype=torch.bool, device=device), persistent=False)
-        self.router = Router(config.router, hidden, **tensor)
+        self.router = Router(config.router, hidden, router_bias, **tensor)
         local, local_width = config.router.num_experts * shards // ranks, width // shards
         options = tensor | {"bias": bias, "packed": packed, "recipe": config.recipe}
         self.experts = Experts(local, halves * local_width, local_width, latent or hidden, **options)
@@ -168,12 +173,40 @@ class MoELayer(nn.Module):
         for name, parameter in self.named_parameters():
             nn.init.normal_(parameter, std=0.0 if name.endswith("bias") else init_std)
 
+    @classmethod
+    def from_config(
+        cls, config: MoEConfig, *, group: Any = None, num_tokens: int | None = None, shared_memory: bool = False,
+        init_std: float = INIT_STD, device: Any = None,
+    ) -> "MoELayer":  # fmt: skip
+        """The layer that Megatron's options describe; each option is used or refused by its name.
+
+        Options of other parts of a training run, such as offloading or CUDA graphs, stay with the
+        trainer (`OF_THE_TRAINER` of `moe_fast.layer.configured`). The parameters have the names of
+        Megatron's state dict.
+
+        Args:
+            config: with `hidden_size`, and the width of the experts.
+            group: of EP · ETP ranks; None for one rank.
+            num_tokens: the most tokens of a rank, which `moe_expert_rank_capacity_factor` needs.
+
+        Raises:
+            ValueError: an option that this layer does not have, or a group of another size.
+
+        Example:
+            >>> sizes = {"hidden_size": 64, "num_moe_experts": 8, "moe_ffn_hidden_size": 32}
+            >>> layer = MoELayer.from_config(MoEConfig(**sizes, add_bias_linear=False))
+        """
+        check_world(config, 1 if group is None else dist.get_world_size(group))
+        arguments = arguments_of(config, num_tokens)
+        return cls(**arguments, group=group, shared_memory=shared_memory, init_std=init_std, device=device)
+
     @property
     def layer_parameters(self) -> LayerParameters:
         """The parameters, as `moe_layer` takes them."""
         down, up, shared = self.fc1_latent_proj, self.fc2_latent_proj, self.shared_experts
         return LayerParameters(
             router_weight=self.router.weight,
+            router_bias=self.router.bias,
             fc1_weight=self.experts.linear_fc1.weight,
             fc2_weight=self.experts.linear_fc2.weight,
             latent_down=None if down is None else down.weight,
