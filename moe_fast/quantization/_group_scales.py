@@ -176,17 +176,9 @@ def cast_groups_kernel(
         splits_ptr, stride_splits, num_rows, num_groups, tile, True, BLOCK_M, BLOCK_G
     )
     scale = scale_of_group(
-        delayed_scale_ptr,
-        stride_delayed_scale,
-        amax_ptr,
-        inverse_ptr,
-        group,
-        num_groups,
-        epsilon,
-        FORMAT,
-        POWER_OF_TWO,
-        BLOCK_G,
-    )
+        delayed_scale_ptr, stride_delayed_scale, amax_ptr, inverse_ptr, group, num_groups, epsilon,
+        FORMAT, POWER_OF_TWO, BLOCK_G,
+    )  # fmt: skip
     row = first + tl.arange(0, BLOCK_M)
     begin = (tl.program_id(0) % column_programs).to(tl.int64) * (steps * BLOCK_N)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

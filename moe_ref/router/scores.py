@@ -12,6 +12,7 @@ from torch.nn.functional import softplus
 from moe_ref.rounding import accumulator_dtype, round_to
 
 EPSILON = 1e-20  # added to a sum that is divided by: moe_utils
+FAR = 40  # of a logit: ln(1 + exp(FAR)) is FAR, and ln(1 + exp(-FAR)) is exp(-FAR), to float64's last bit
 
 
 def softmax(logits: Tensor) -> Tensor:
@@ -31,9 +32,11 @@ def sigmoid(logits: Tensor) -> Tensor:
 
 def sqrtsoftplus(logits: Tensor) -> Tensor:
     """√ln(1 + exp(x)). Above 20, where they agree to float32's last bit, ln(1 + exp(x)) may be
-    taken as x.
+    taken as x. Below -40 the root is exp(x/2) to float64's last bit, which keeps scores whose
+    exp(x) is subnormal.
     """
-    return softplus(round_to(logits, accumulator_dtype(logits.dtype)), threshold=40).sqrt()
+    x = round_to(logits, accumulator_dtype(logits.dtype))
+    return torch.where(x < -FAR, (x.clamp(max=-FAR) / 2).exp(), softplus(x.clamp(min=-FAR), threshold=FAR).sqrt())
 
 
 SCORES = {"softmax": softmax, "sigmoid": sigmoid, "sqrtsoftplus": sqrtsoftplus}

@@ -65,6 +65,16 @@ def test_the_root_of_softplus_is_accurate_on_both_sides(x, dtype):
     )
 
 
+@pytest.mark.parametrize("logits", [(-104.0, -105.0, -106.0, -103.99), (-200.0, -300.0, -90.0, -104.0)])
+def test_roots_of_softplus_are_kept_where_the_exponential_is_subnormal(logits):
+    narrow, wide = (
+        moe_ref.topk_indices(torch.tensor([logits], dtype=dtype), topk=2, score_function="sqrtsoftplus")
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert set(narrow.indices[0].tolist()) == set(wide.indices[0].tolist())
+    assert_close(narrow.probs.sort().values, wide.probs.sort().values.float(), rtol=1e-4, atol=0)
+
+
 # ---- capacity
 
 
