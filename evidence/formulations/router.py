@@ -36,7 +36,11 @@ def scores_of(x_E: Tensor, function: str) -> Tensor:
         inverse = torch.logsumexp(x_E[None, above] - x_E[above, None], 1)
         return torch.zeros_like(x_E).index_copy(0, above, (-inverse).exp())
     zero = torch.zeros_like(x_E)
-    return (-torch.logaddexp(zero, -x_E)).exp() if function == "sigmoid" else torch.logaddexp(zero, x_E).sqrt()
+    if function == "sigmoid":
+        return (-torch.logaddexp(zero, -x_E)).exp()
+    underflows = x_E < -600  # exp(x) would; the root of it does not
+    root_E = torch.logaddexp(zero, torch.where(underflows, zero, x_E)).sqrt()
+    return torch.where(underflows, (torch.where(underflows, x_E, zero) / 2).exp(), root_E)
 
 
 def ranked(keys: Sequence[float]) -> list[int]:
