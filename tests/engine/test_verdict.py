@@ -4,7 +4,10 @@ import pytest
 
 from conformance.catalogue import CONTRACTS
 from conformance.engine.choose.profiles import PROFILES
+from conformance.engine.options import Options
 from conformance.engine.run.interrupt import TIME_LIMIT
+from conformance.engine.run.ledger import Ledger
+from conformance.engine.run.verdict import assemble
 from conformance.report.files import junit, markdown
 from conformance.report.terminal import lines
 from tests.engine.verdict_helpers import ENOUGH, Book
@@ -203,6 +206,13 @@ def test_sections_that_were_not_drawn_are_counted(book):
     verdict = book.verdict(interrupted=TIME_LIMIT)
     assert (verdict.verdict, verdict.not_drawn) == ("CONFORMANT SO FAR", ["covering-permute", "covering-gate"])
     assert "2 sections not drawn" in "\n".join(lines(verdict))
+
+
+def test_a_run_that_ended_before_its_start_blames_no_implementation(tmp_path):
+    Ledger(tmp_path, "main").close()
+    verdict = assemble(tmp_path, Options("my_kernels.moe", profile="smoke"), 1.0, interrupted=TIME_LIMIT)
+    assert (verdict.verdict, verdict.exit_code) == ("INTERRUPTED", 4)
+    assert verdict.problems == ["the time limit ended the run after 0 cases"]
 
 
 def test_offering_nothing_is_too_little(tmp_path):

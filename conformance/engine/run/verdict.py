@@ -179,7 +179,7 @@ def assemble(
     differs = any(f.status in ("differs", "blocked") for f in out.functions.values())
     out.problems = errors + shortfalls + regressions
     out.exit_code = 3 if errors else 1 if differs else 4 if shortfalls else 5 if regressions else 0
-    _count_what_is_left(out, lines, outcomes, options.accept_partial)
+    _count_cases_not_run(out, lines, outcomes, options.accept_partial)
     out.verdict = named(out, interrupted, unchanged)
     if since and is_complete and not interrupted and not errors:
         since.keep(out)
@@ -214,7 +214,7 @@ def _facts(
     return out
 
 
-def _count_what_is_left(
+def _count_cases_not_run(
     out: Verdict, lines: list[dict[str, Any]], outcomes: list[dict[str, Any]], accept_partial: bool
 ) -> None:
     """Count the cases and sections of an ended run that did not run.
@@ -246,7 +246,7 @@ def _shortfalls_of_run(out: Verdict, shortfalls: list[str], may_be_empty: bool, 
         may_be_empty: whether a run without a case lacks nothing.
         is_judged: whether each function's minimum of cases was asked for.
     """
-    if out.ended_by and (shortfalls or not is_judged):
+    if out.ended_by and (shortfalls or not is_judged or not out.cases):  # perhaps before anything was described
         return [f"{out.ended_by} ended the run after {out.cases} cases", *shortfalls]
     if all(function.status == "not offered" for function in out.functions.values()):
         return [*shortfalls, f"{out.implementation} offers none of {', '.join(CONTRACTS)}"]

@@ -132,8 +132,8 @@ class RemoteRanks:
         """
         assert self._listener is not None
         # `accept` has no timeout: without the socket, rank 0 waits forever for a missing rank
-        known = available("multiprocessing.connection.SocketListener") is not None
-        socket = getattr(getattr(self._listener, "_listener", None), "_socket", None) if known else None
+        is_available = available("multiprocessing.connection.SocketListener") is not None
+        socket = getattr(getattr(self._listener, "_listener", None), "_socket", None) if is_available else None
         deadline = time.monotonic() + ARRIVAL_SECONDS
         calls: dict[int, Connection] = {}
         while missing := [rank for rank in range(1, ranks) if rank not in calls]:
