@@ -34,7 +34,7 @@ LISTED_PLACES = {
 }
 # modules on which no verdict depends, or which check the part where they read it
 TOOLS = {
-    "moe_fast/compiled.py": ("torch._dynamo", "torch._functorch"),
+    "conformance/compiled.py": ("torch._dynamo", "torch._functorch"),
     "moe_fast/launch/tracing.py": ("torch.utils._pytree",),
     "conformance/peers/reference_layer.py": ("torch.utils._pytree",),
     "conformance/engine/child/saved_memory.py": ("torch.utils._pytree",),

@@ -7,15 +7,18 @@ from torch import Tensor
 
 from moe_fast.launch.arithmetic import product
 from moe_fast.launch.legal import unless_known
-from moe_fast.launch.operators import traceable
+from moe_fast.launch.operators import as_operators, traceable
 from moe_ref.config import check_gate, check_jitter
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 _check = unless_known(check_gate)
 
 
+@as_operators
 class _Gate(torch.autograd.Function):
-    """`gate`. It saves its inputs as they are passed, not as they are multiplied."""
+    """`gate`. It saves its inputs as they are passed, not as they are multiplied. In a graph it is
+    an operator, because inductor would not round a gradient that it fuses with the product.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

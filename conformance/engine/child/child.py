@@ -47,6 +47,7 @@ from conformance.texts import described, message
 
 MOST_RANKS = 4  # the most ranks of a world on one machine
 KEPT_BYTES = 2**30  # device memory that a child may keep between cases
+RECURSION_LIMIT = 2000  # of a child at least: torch's compiler raises a lower one to it, whenever it compiles
 DECLARE_SECONDS = 20.0  # for `declares` to answer about one function
 
 
@@ -64,6 +65,7 @@ def import_implementation(connection: Connection, options: ChildOptions, log_pat
     sys.path.append(os.getcwd())
     poison.install(guards=options.sanitize != "memcheck")  # the sanitizer would take a guard for a part of the tensor
     torch.set_num_threads(1)
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), RECURSION_LIMIT))
     modes, sanitizer = Modes(), Sanitizer(options.sanitize, log_path)
     try:
         sanitizer.prepare()
