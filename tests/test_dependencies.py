@@ -15,6 +15,8 @@ USES = {  # top-level packages besides the standard library
     "moe_ref": {"moe_ref", "torch"},
     "moe_fast": {"moe_fast", "moe_ref", "torch", "triton"},
     "moe_fast/integrations/transformers.py": {"moe_fast", "torch", "transformers"},
+    "moe_fast/integrations/megatron.py": {"moe_fast", "torch", "megatron"},
+    "moe_fast/integrations/megatron_experts.py": {"moe_fast", "torch", "megatron"},
     "fast_interpreter": {"fast_interpreter", "numpy", "torch", "triton"},
     "conformance": {
         "conformance",

@@ -18,7 +18,7 @@ def test_the_blocks_of_the_page_train_a_saved_model(tmp_path):
 
     tiny_model("mixtral").save_pretrained(tmp_path)
     names = {"folder": tmp_path, "tokens": torch.arange(2, 16).view(2, 7)}
-    loading, switching = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    loading, switching, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(loading, names)
     model = names["model"]
     assert model.get_experts_implementation() == {"": "moe_fast"}
