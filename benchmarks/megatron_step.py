@@ -240,7 +240,15 @@ def compare(name: str, settings: dict[str, Any], tokens: int, blocks: int) -> di
     x, target = (torch.randn(tokens, 1, settings["hidden_size"], generator=generator).to(DEVICE) for _ in range(2))
     x = x.to(next(iter(layer_by_version.values())).config.params_dtype).requires_grad_()
     steps = {version: step_of(layer, x, target) for version, layer in layer_by_version.items()}
-    curves = {version: curve(version, layer_by_version[version], step) for version, step in steps.items()}
+    curves = {}
+    for version, step in list(steps.items()):
+        try:
+            curves[version] = curve(version, layer_by_version[version], step)
+        except (AttributeError, RuntimeError) as error:
+            if version != "grouped_gemm":  # its product depends on the release of torch
+                raise
+            print(f"{version} is left out: {str(error).splitlines()[0]}", flush=True)
+            del steps[version]
     for version, losses in curves.items():
         far = distance(losses, curves["sequential"])
         print(f"{name}, {version}: {' '.join(f'{loss:.6f}' for loss in losses)} (differs by {far:.1e})", flush=True)

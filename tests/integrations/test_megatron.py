@@ -11,7 +11,6 @@ from torch.nn import functional
 
 pytest.importorskip("megatron.core")
 from megatron.core.activations import quick_gelu
-from megatron.core.models import backends
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -257,8 +256,3 @@ def test_checkpoints_are_those_of_sequential_experts(installed):
     shards, expected = (layer.sharded_state_dict() for layer in (ours, theirs))
     assert shards.keys() == expected.keys()
     assert all(x.key == expected[name].key for name, x in shards.items())
-
-
-def test_the_local_spec_has_megatrons_experts_without_grouped_gemm(installed):
-    spec = backends.LocalSpecProvider().grouped_mlp_modules(False, False)
-    assert spec[0] is SequentialMLP
