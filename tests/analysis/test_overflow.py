@@ -18,9 +18,9 @@ def test_what_may_overflow_has_no_bound():
 
 
 def test_what_surely_overflows_16_bits_is_an_infinity():
-    right = (Running.of(torch.tensor([1e5, 65504.0, 65521.0]), torch.float32) * 1.0).bounded(torch.float16)
+    bounded = (Running.of(torch.tensor([1e5, 65504.0, 65521.0]), torch.float32) * 1.0).bounded(torch.float16)
     honest = torch.tensor([torch.inf, 65504.0, torch.inf], dtype=torch.float16)
-    assert judge("x", right, honest) is None and judge("x", right, honest.clamp(max=65504)).index == (0,)
+    assert judge("x", bounded, honest) is None and judge("x", bounded, honest.clamp(max=65504)).index == (0,)
 
 
 def test_a_sum_whose_partial_sums_may_overflow_is_unspecified():

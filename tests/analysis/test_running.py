@@ -15,6 +15,7 @@ from conformance.families.router.balancing import aux_gradient, aux_scores, z_te
 from conformance.families.router.cases import LogitsCase, logits_of
 from conformance.judge import judge
 from conformance.judge.bound import ROUNDOFF
+from tests.honest.routers import ascending, descending, exp_base_two
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 often = settings(max_examples=150, deadline=None, database=None, derandomize=True)
@@ -122,23 +123,11 @@ def test_a_wider_input_is_rounded_on_its_way_in():
 # ---- the router's formulas in kernels
 
 
-def exp2(x: Tensor) -> Tensor:
-    return torch.exp2(x * math.log2(math.e))
-
-
-def ascending(x: Tensor) -> Tensor:
-    return x.sum(-1, keepdim=True)
-
-
-def descending(x: Tensor) -> Tensor:
-    return x.sort(dim=-1, descending=True).values.cumsum(-1)[..., -1:]
-
-
 def in_halves(x: Tensor) -> Tensor:
     return x[..., ::2].cumsum(-1)[..., -1:] + x[..., 1::2].flip(-1).cumsum(-1)[..., -1:]
 
 
-EXPONENTIALS, TOTALS = (torch.exp, exp2), (ascending, descending, in_halves)
+EXPONENTIALS, TOTALS = (torch.exp, exp_base_two), (ascending, descending, in_halves)
 
 
 def softmaxes(x: Tensor):
@@ -335,10 +324,10 @@ def test_an_error_of_a_tenth_is_outside(name, inputs):
     for bound in (w, slope):
         largest = bound.value.abs() == bound.value.abs().amax(1, keepdim=True)
         for t, e in largest.nonzero().tolist():
-            wrong = bound.value.float()
-            wrong[t, e] *= 1.1
-            assert judge("x", bound.bounded(torch.float32), wrong).index == (t, e)
-            assert judge("x", bound.bounded(torch.bfloat16), wrong.bfloat16()).index == (t, e)
+            off_by_a_tenth = bound.value.float()
+            off_by_a_tenth[t, e] *= 1.1
+            assert judge("x", bound.bounded(torch.float32), off_by_a_tenth).index == (t, e)
+            assert judge("x", bound.bounded(torch.bfloat16), off_by_a_tenth.bfloat16()).index == (t, e)
 
 
 @pytest.mark.parametrize("function", FORMULAS)

@@ -107,8 +107,8 @@ def scan_kernel(a, out, N: tl.constexpr):
     at = tl.arange(0, N)
     x = tl.load(a + at)
     tl.store(out + at, tl.cumsum(x, axis=0, reverse=True) + tl.sort(x))
-    best, place = tl.reduce((x, at), 0, first_max)
-    tl.store(out + N + at, best + place + tl.associative_scan((x, at), 0, first_max)[0])
+    best, best_at = tl.reduce((x, at), 0, first_max)
+    tl.store(out + N + at, best + best_at + tl.associative_scan((x, at), 0, first_max)[0])
     y = x.to(tl.float32)
     tl.store(out + 2 * N + at, tl.rand(7, at) + tl.randn(7, at) + tl.flip(x) + tl.softmax(y) + tl.sigmoid(y))
 
@@ -204,19 +204,7 @@ def outside_kernel(a, out):
     tl.store(out + tl.arange(0, 4), tl.load(a + 4096 + tl.arange(0, 4)))
 
 
-BAD = (
-    bad_types_kernel,
-    bad_pointers_kernel,
-    bad_pointer_offset_kernel,
-    bad_sign_kernel,
-    bad_shapes_kernel,
-    bad_block_kernel,
-    bad_assert_kernel,
-    bad_overflow_kernel,
-    bad_assumption_kernel,
-    bad_store_kernel,
-    bad_division_kernel,
-)
+BAD = [kernel for name, kernel in list(globals().items()) if name.startswith("bad_")]
 
 
 def values(dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -310,30 +298,30 @@ def outside_of_a_kernel() -> str:
 
 def results() -> dict[str, str]:
     """A digest, or an error, by the name of what was run."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for a in (*INTEGERS, *FLOATS):
         for b in (*INTEGERS, *FLOATS):
-            attempt(found, f"arithmetic {a} {b}", lambda a=a, b=b: arithmetic(a, b))
+            attempt(digests, f"arithmetic {a} {b}", lambda a=a, b=b: arithmetic(a, b))
             if a in INTEGERS and b in INTEGERS:
-                attempt(found, f"integers {a} {b}", lambda a=a, b=b: integers(integer_kernel, a, b))
-                attempt(found, f"division {a} {b}", lambda a=a, b=b: integers(division_kernel, a, b))
+                attempt(digests, f"integers {a} {b}", lambda a=a, b=b: integers(integer_kernel, a, b))
+                attempt(digests, f"division {a} {b}", lambda a=a, b=b: integers(division_kernel, a, b))
     for a in (*INTEGERS, *FLOATS, *FP8):
         for b in (*INTEGERS, *FLOATS, *FP8):
-            attempt(found, f"cast {a} {b}", lambda a=a, b=b: cast(cast_kernel, a, b))
-            attempt(found, f"bitcast {a} {b}", lambda a=a, b=b: cast(bitcast_kernel, a, b))
-        attempt(found, f"shapes {a}", lambda a=a: shapes(a))
-        attempt(found, f"scans {a}", lambda a=a: scans(a))
+            attempt(digests, f"cast {a} {b}", lambda a=a, b=b: cast(cast_kernel, a, b))
+            attempt(digests, f"bitcast {a} {b}", lambda a=a, b=b: cast(bitcast_kernel, a, b))
+        attempt(digests, f"shapes {a}", lambda a=a: shapes(a))
+        attempt(digests, f"scans {a}", lambda a=a: scans(a))
         for precision in ("ieee", "tf32"):
-            attempt(found, f"dot {a} {precision}", lambda a=a, p=precision: dot(a, p))
-    attempt(found, "atomics", atomics)
+            attempt(digests, f"dot {a} {precision}", lambda a=a, p=precision: dot(a, p))
+    attempt(digests, "atomics", atomics)
     for number in (0, 1, True, 3, -7, 2**31, 2**33, 0.0, -0.0, 1.0, float("inf"), float("nan"), 1e300):
-        attempt(found, f"constants {number}", lambda number=number: constants(number))
+        attempt(digests, f"constants {number}", lambda number=number: constants(number))
     for kernel in BAD:
-        attempt(found, kernel.__name__, lambda kernel=kernel: bad(kernel, False))
-        attempt(found, f"{kernel.__name__} debug", lambda kernel=kernel: bad(kernel, True))
-    attempt(found, "outside", outside)
-    attempt(found, "outside of a kernel", outside_of_a_kernel)
-    return found
+        attempt(digests, kernel.__name__, lambda kernel=kernel: bad(kernel, False))
+        attempt(digests, f"{kernel.__name__} debug", lambda kernel=kernel: bad(kernel, True))
+    attempt(digests, "outside", outside)
+    attempt(digests, "outside of a kernel", outside_of_a_kernel)
+    return digests
 
 
 if __name__ == "__main__":

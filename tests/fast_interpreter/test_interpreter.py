@@ -78,9 +78,9 @@ def test_every_patch_is_active(runs):
 
 
 def test_results_and_errors_are_the_same(runs):
-    plain, quick = runs["plain"]["results"], runs["quick"]["results"]
-    assert plain.keys() == quick.keys()
-    assert {name: (plain[name], quick[name]) for name in plain if plain[name] != quick[name]} == {}
+    unpatched, quick = runs["plain"]["results"], runs["quick"]["results"]
+    assert unpatched.keys() == quick.keys()
+    assert {name: (unpatched[name], quick[name]) for name in unpatched if unpatched[name] != quick[name]} == {}
     assert runs["quick"]["stable"]
 
 

@@ -75,9 +75,9 @@ def wrong(tokens, routing_map):
     raise RuntimeError("no kernel")
 
 
-@pytest.mark.parametrize(("permute", "said"), [(lacking, True), (wrong, False)])
-def test_a_finding_that_only_the_interpreter_can_show_says_so(permute, said):
+@pytest.mark.parametrize(("permute", "is_of_the_interpreter"), [(lacking, True), (wrong, False)])
+def test_a_finding_that_only_the_interpreter_can_show_says_so(permute, is_of_the_interpreter):
     case = case_from({"function": "permute", "tokens": 2, "experts": 2, "hidden": 1})
     finding = evaluate(case, Implementation(SimpleNamespace(permute=permute))).finding
     assert finding["check"].startswith("raises")
-    assert ("Triton's interpreter lacks it, a GPU may not" in finding["message"]) is said, finding
+    assert ("Triton's interpreter lacks it, a GPU may not" in finding["message"]) is is_of_the_interpreter, finding

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ref.config import Quantization, QuantizerState, Recipe, check_quantize, check_splits
+from moe_ref import config
+from tests.honest.experts import Shown
 
 LARGEST = torch.finfo(torch.float32).max
 FORMATS = {"e4m3": (3, 7, 448.0, torch.float8_e4m3fn), "e5m2": (2, 15, 57344.0, torch.float8_e5m2)}
@@ -41,8 +42,8 @@ def largest_of(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def over_blocks(scale: Tensor, rows: int, columns: int, like: Tensor) -> Tensor:
-    wide = scale[:, None, :, None].expand(-1, rows, -1, columns)
-    return wide.reshape(scale.shape[0] * rows, scale.shape[1] * columns)[: like.shape[0], : like.shape[1]]
+    expanded = scale[:, None, :, None].expand(-1, rows, -1, columns)
+    return expanded.reshape(scale.shape[0] * rows, scale.shape[1] * columns)[: like.shape[0], : like.shape[1]]
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -63,20 +64,22 @@ def by_exponent(x: Tensor, square: bool, name: str) -> Group:
     """MXFP8: the least power of two that lets the largest value fit."""
     rows = 32 if square else 1
     amax = largest_of(x, rows, 32).repeat_interleave(rows, 0)
-    part, exponent = torch.frexp((amax * torch.tensor(1 / FORMATS[name][2])).double())
-    code = torch.where(part == 0.5, exponent - 1, exponent).clamp(-127, 127) + 127
-    code = torch.where(part == 0, 0, torch.where(amax == torch.inf, 254, code))
+    fraction, exponent = torch.frexp((amax * torch.tensor(1 / FORMATS[name][2])).double())
+    code = torch.where(fraction == 0.5, exponent - 1, exponent).clamp(-127, 127) + 127
+    code = torch.where(fraction == 0, 0, torch.where(amax == torch.inf, 254, code))
     codes = encoded(x * over_blocks(power_of_two(127 - code), 1, 32, x), name)
     values = codes.view(FORMATS[name][3]).float() * over_blocks(power_of_two(code - 127), 1, 32, x)
     return Group(codes, code.to(torch.uint8), amax, values)
 
 
-def by_amax(x: Tensor, recipe: Recipe, square: bool, name: str, given: Tensor | None, dtype: torch.dtype) -> Group:
-    whole = max(x.shape[0], 1), max(x.shape[1], 1)
-    rows, columns = whole if recipe.scaling != "block" else (128 if square else 1, 128)
+def by_amax(
+    x: Tensor, recipe: config.Recipe, square: bool, name: str, fixed: Tensor | None, dtype: torch.dtype
+) -> Group:
+    full_shape = max(x.shape[0], 1), max(x.shape[1], 1)
+    rows, columns = full_shape if recipe.scaling != "block" else (128 if square else 1, 128)
     amax = torch.zeros(1, 1) if recipe.scaling != "block" and not x.numel() else largest_of(x, rows, columns)
-    if given is not None:
-        scale = given.reshape(1, 1)
+    if fixed is not None:
+        scale = fixed.reshape(1, 1)
     else:
         least = amax.maximum(torch.tensor(recipe.amax_epsilon, dtype=torch.float32))
         infinite = LARGEST if recipe.scaling == "current" or dtype.itemsize > 2 else torch.finfo(dtype).max
@@ -93,50 +96,42 @@ def by_amax(x: Tensor, recipe: Recipe, square: bool, name: str, given: Tensor | 
 class Form:
     """One direction of a tensor: its groups, and the source of its gradient."""
 
-    recipe: Recipe
+    recipe: config.Recipe
     source: Tensor
     groups: list[Group]
     columnwise: bool
 
     def rows_of(self, field: str) -> Tensor:
         """[M,N] of a field with an entry per element, 0 past the last group."""
-        parts = torch.cat([self.turned(getattr(group, field)) for group in self.groups])
-        return F.pad(parts, (0, 0, 0, len(self.source) - len(parts)))
+        elements = torch.cat([self.turned(getattr(group, field)) for group in self.groups])
+        return F.pad(elements, (0, 0, 0, len(self.source) - len(elements)))
 
     def per_block(self, field: str) -> Tensor:
-        parts = torch.cat([self.turned(getattr(group, field)) for group in self.groups])
-        return parts.flatten() if self.recipe.scaling in ("delayed", "current") else parts.contiguous()
+        elements = torch.cat([self.turned(getattr(group, field)) for group in self.groups])
+        return elements.flatten() if self.recipe.scaling in ("delayed", "current") else elements.contiguous()
 
     def turned(self, x: Tensor) -> Tensor:
         return x.T if self.columnwise else x
 
 
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, values: Tensor) -> Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor):
-        return g, None
-
-
 def quantize(
     x, recipe, *, noise=None, state=None, columnwise=False, rowwise=True, splits=None, role="input"
-) -> Quantization:
-    check_quantize(x, recipe, role, splits, rowwise, columnwise, state, noise)
+) -> config.Quantization:
+    config.check_quantize(x, recipe, role, splits, rowwise, columnwise, state, noise)
     sizes = [len(x)] if splits is None else splits.tolist()
-    check_splits(sizes, len(x), recipe)
+    config.check_splits(sizes, len(x), recipe)
     name = "e5m2" if recipe.fp8_format == "hybrid" and role == "grad_output" else "e4m3"
     square = bool(recipe.two_dimensional_weights) and role == "weight"
     used, forms = x[: sum(sizes)], {}
     for direction in [False] * rowwise + [True] * columnwise:
         groups = []
-        for g, part in enumerate(used.detach().float().split(sizes)):
-            own, given = part.T if direction else part, None if state is None else state.scale[g]
+        for g, rows in enumerate(used.detach().float().split(sizes)):
+            oriented, fixed = rows.T if direction else rows, None if state is None else state.scale[g]
             by_block = recipe.scaling == "mxfp8"
             groups.append(
-                by_exponent(own, square, name) if by_block else by_amax(own, recipe, square, name, given, x.dtype)
+                by_exponent(oriented, square, name)
+                if by_block
+                else by_amax(oriented, recipe, square, name, fixed, x.dtype)
             )
         source = torch.cat([used, torch.zeros_like(x[len(used) :])])
         forms[direction] = Form(recipe, source, groups, direction)
@@ -144,8 +139,8 @@ def quantize(
         latest = torch.stack([group.amax.reshape(()) for group in forms[not rowwise].groups])
         history = state.amax_history.clone()
         history[:, 0] = history[:, 0].maximum(latest)
-        state = QuantizerState(history, state.scale.clone())
-    return Quantization(forms, state)
+        state = config.QuantizerState(history, state.scale.clone())
+    return config.Quantization(forms, state)
 
 
 def form_of(quantized: dict[bool, Form], columnwise: bool) -> Form:
@@ -168,10 +163,10 @@ def amax(quantized, *, columnwise=False):
 
 def dequantize(quantized, *, columnwise=False):
     form = form_of(quantized, columnwise)
-    return _StraightThrough.apply(form.source, form.rows_of("values").to(form.source.dtype))
+    return Shown.apply(form.source, form.rows_of("values").to(form.source.dtype))
 
 
-def supports(function: str, *, recipe: Recipe, **others: Any) -> str | None:
+def supports(function: str, *, recipe: config.Recipe, **settings: Any) -> str | None:
     return "no NVFP4" if recipe.scaling == "nvfp4" else None
 
 

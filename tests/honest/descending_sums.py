@@ -16,9 +16,9 @@ def _descending_sum(rows: Tensor, source: Tensor, num_tokens: int) -> Tensor:
     real = (source != PADDING).nonzero().flatten().flip(0)
     halves = [
         rows.new_zeros((num_tokens, *rows.shape[1:]), dtype=torch.float32).index_add(
-            0, source[part], rows[part].float()
+            0, source[half], rows[half].float()
         )
-        for part in (real[::2], real[1::2])
+        for half in (real[::2], real[1::2])
     ]
     return halves[1] + halves[0]
 

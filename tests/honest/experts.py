@@ -17,16 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ref.config import (
-    check_activation,
-    check_count_values,
-    check_glu,
-    check_grouped_dgrad,
-    check_grouped_linear,
-    check_grouped_wgrad,
-    check_input_store,
-    check_precision,
-)
+from moe_ref import config
 
 LOG2E = math.log2(math.e)
 
@@ -81,8 +72,8 @@ class How:
     probs_first: bool = False
     product: Callable[[Tensor, Tensor], Tensor] = in_one
 
-    def wide(self, x: Tensor, *others: Tensor | None) -> Tensor:
-        doubles = any(y is not None and y.dtype == torch.float64 for y in (x, *others))
+    def wide(self, x: Tensor, *operands: Tensor | None) -> Tensor:
+        doubles = any(y is not None and y.dtype == torch.float64 for y in (x, *operands))
         return x.to(torch.float64 if doubles else self.dtype)
 
     def swish(self, x: Tensor, alpha: float) -> Tensor:
@@ -119,15 +110,15 @@ class Curved(torch.autograd.Function):
     """f(x) with a closed-form gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, alpha: float | None, how: How) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: str, alpha: float | None, variant: How) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.settings = kind, alpha, how
-        return how.curve(x, kind, alpha)
+        ctx.settings = kind, alpha, variant
+        return variant.curve(x, kind, alpha)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor):
-        kind, alpha, how = ctx.settings
-        return g * how.slope(ctx.saved_tensors[0], kind, alpha), None, None, None
+        kind, alpha, variant = ctx.settings
+        return g * variant.slope(ctx.saved_tensors[0], kind, alpha), None, None, None
 
 
 class Rounded(torch.autograd.Function):
@@ -182,35 +173,26 @@ class Multiplied(torch.autograd.Function):
         return ctx.product(g, y.T), ctx.product(x.T, g), None
 
 
-def _accumulated_in(how: How, accumulator: str, x: Tensor) -> torch.dtype:
-    return torch.float64 if accumulator == "float64" or x.dtype == torch.float64 else how.dtype
+def _accumulated_in(variant: How, accumulator: str, x: Tensor) -> torch.dtype:
+    return torch.float64 if accumulator == "float64" or x.dtype == torch.float64 else variant.dtype
 
 
 def _segments(counts: Tensor, rows: int) -> list[slice]:
-    check_count_values(counts.tolist(), rows)
+    config.check_count_values(counts.tolist(), rows)
     ends = counts.cumsum(0).tolist()
     return [slice(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]
 
 
-def _curve(how: How, x: Tensor, kind: str, alpha: float | None = None) -> Tensor:
-    return Curved.apply(x, kind, alpha, how) if how.closed else how.curve(x, kind, alpha)
+def _curve(variant: How, x: Tensor, kind: str, alpha: float | None = None) -> Tensor:
+    return Curved.apply(x, kind, alpha, variant) if variant.closed else variant.curve(x, kind, alpha)
 
 
 def glu(
-    how: How,
-    h,
-    *,
-    probs=None,
-    kind="swiglu",
-    offset=0.0,
-    clamp=None,
-    alpha=None,
-    interleave=None,
-    round_before_probs=False,
-    fp8_input_store=False,
-):
-    check_glu(h, probs, kind, offset, clamp, alpha, interleave)
-    check_input_store(fp8_input_store, kind)
+    variant: How, h, *, probs=None, kind="swiglu", offset=0.0, clamp=None, alpha=None, interleave=None,
+    round_before_probs=False, fp8_input_store=False,
+):  # fmt: skip
+    config.check_glu(h, probs, kind, offset, clamp, alpha, interleave)
+    config.check_input_store(fp8_input_store, kind)
     settings = {
         "probs": probs,
         "kind": kind,
@@ -219,95 +201,87 @@ def glu(
         "alpha": alpha,
         "interleave": interleave,
     }
-    out = gated(how, h, **settings, early=round_before_probs)
-    return (
-        Shown.apply(gated(how, KeptInE4m3.apply(h), **settings, early=round_before_probs), out)
-        if fp8_input_store
-        else out
-    )
+    out = gated(variant, h, **settings, rounded=round_before_probs)
+    if not fp8_input_store:
+        return out
+    return Shown.apply(gated(variant, KeptInE4m3.apply(h), **settings, rounded=round_before_probs), out)
 
 
-def gated(how: How, h, *, probs, kind, offset, clamp, alpha, interleave, early):
-    wide, half = how.wide(h, probs), h.shape[1] // 2
+def gated(variant: How, h, *, probs, kind, offset, clamp, alpha, interleave, rounded):
+    h_wide, half = variant.wide(h, probs), h.shape[1] // 2
     u, v = (
-        wide.unflatten(1, (half // interleave, 2, interleave)).transpose(1, 2).flatten(2).unbind(1)
+        h_wide.unflatten(1, (half // interleave, 2, interleave)).transpose(1, 2).flatten(2).unbind(1)
         if interleave and half
-        else wide.chunk(2, 1)
+        else h_wide.chunk(2, 1)
     )
     if clamp is not None:
         u, v = u.clamp(max=clamp), v.clamp(-clamp, clamp)
-    return _weighted(how, _curve(how, u, kind, alpha), v + offset if offset else v, probs, h.dtype, early)
+    return _weighted(variant, _curve(variant, u, kind, alpha), v + offset if offset else v, probs, h.dtype, rounded)
 
 
-def activation(how: How, h, *, probs=None, kind="squared_relu", round_before_probs=False):
-    check_activation(h, probs, kind)
-    return _weighted(how, _curve(how, how.wide(h, probs), kind), None, probs, h.dtype, round_before_probs)
+def activation(variant: How, h, *, probs=None, kind="squared_relu", round_before_probs=False):
+    config.check_activation(h, probs, kind)
+    return _weighted(variant, _curve(variant, variant.wide(h, probs), kind), None, probs, h.dtype, round_before_probs)
 
 
-def grouped_linear(how: How, rows, weight, tokens_per_expert, *, bias=None, accumulator="float32"):
-    check_grouped_linear(rows, weight, tokens_per_expert, bias)
-    check_precision(None, None, None, accumulator)
-    wide = _accumulated_in(how, accumulator, rows)
-    out = rows.new_zeros((len(rows), weight.shape[1]), dtype=wide)
+def grouped_linear(variant: How, rows, weight, tokens_per_expert, *, bias=None, accumulator="float32"):
+    config.check_grouped_linear(rows, weight, tokens_per_expert, bias)
+    config.check_precision(None, None, None, accumulator)
+    dtype = _accumulated_in(variant, accumulator, rows)
+    out = rows.new_zeros((len(rows), weight.shape[1]), dtype=dtype)
     for e, segment in enumerate(_segments(tokens_per_expert, len(rows))):
-        product = Multiplied.apply(rows[segment].to(wide), weight[e].to(wide).T, how.product)
+        product = Multiplied.apply(rows[segment].to(dtype), weight[e].to(dtype).T, variant.product)
         out = out.index_copy(
-            0, torch.arange(segment.start, segment.stop), product if bias is None else product + bias[e].to(wide)
+            0, torch.arange(segment.start, segment.stop), product if bias is None else product + bias[e].to(dtype)
         )
     return out.to(rows.dtype)
 
 
-def grouped_dgrad(how: How, d_out, weight, tokens_per_expert, *, accumulator="float32"):
-    check_grouped_dgrad(d_out, weight, tokens_per_expert)
-    check_precision(None, None, None, accumulator)
-    wide = _accumulated_in(how, accumulator, d_out)
+def grouped_dgrad(variant: How, d_out, weight, tokens_per_expert, *, accumulator="float32"):
+    config.check_grouped_dgrad(d_out, weight, tokens_per_expert)
+    config.check_precision(None, None, None, accumulator)
+    dtype = _accumulated_in(variant, accumulator, d_out)
     out = d_out.new_zeros((len(d_out), weight.shape[2]))
     for e, segment in enumerate(_segments(tokens_per_expert, len(d_out))):
-        out[segment] = how.product(d_out[segment].to(wide), weight[e].to(wide)).to(d_out.dtype)
+        out[segment] = variant.product(d_out[segment].to(dtype), weight[e].to(dtype)).to(d_out.dtype)
     return out
 
 
-def grouped_wgrad(how: How, d_out, rows, tokens_per_expert, *, accumulate_into=None, accumulator="float32"):
-    check_grouped_wgrad(d_out, rows, tokens_per_expert, accumulate_into)
-    check_precision(None, None, None, accumulator)
-    wide = _accumulated_in(how, accumulator, rows)
+def grouped_wgrad(variant: How, d_out, rows, tokens_per_expert, *, accumulate_into=None, accumulator="float32"):
+    config.check_grouped_wgrad(d_out, rows, tokens_per_expert, accumulate_into)
+    config.check_precision(None, None, None, accumulator)
+    dtype = _accumulated_in(variant, accumulator, rows)
     gradients = [
-        how.product(d_out[segment].to(wide).T, rows[segment].to(wide))
+        variant.product(d_out[segment].to(dtype).T, rows[segment].to(dtype))
         for segment in _segments(tokens_per_expert, len(rows))
     ]
-    whole = torch.stack(gradients)
-    return whole.to(rows.dtype) if accumulate_into is None else (whole + accumulate_into).to(accumulate_into.dtype)
+    total = torch.stack(gradients)
+    return total.to(rows.dtype) if accumulate_into is None else (total + accumulate_into).to(accumulate_into.dtype)
 
 
-def make(how: How) -> SimpleNamespace:
+def make(variant: How) -> SimpleNamespace:
     """The namespace of a variant."""
     functions = (glu, activation, grouped_linear, grouped_dgrad, grouped_wgrad)
-    return SimpleNamespace(**{function.__name__: MethodType(function, how) for function in functions})
+    return SimpleNamespace(**{function.__name__: MethodType(function, variant) for function in functions})
 
 
-def _weighted(how: How, f: Tensor, v: Tensor | None, probs: Tensor | None, dtype: torch.dtype, early: bool) -> Tensor:
+def _weighted(
+    variant: How, f: Tensor, v: Tensor | None, probs: Tensor | None, dtype: torch.dtype, rounded: bool
+) -> Tensor:
     """f · v · p, rounded to dtype."""
     if probs is None:
         return (f if v is None else f * v).to(dtype)
     p = probs.to(f.dtype)[:, None]
-    if early:
+    if rounded:
         return (Rounded.apply(f if v is None else f * v, dtype) * p).to(dtype)
-    if how.probs_first and v is not None:
+    if variant.probs_first and v is not None:
         return (f * (v * p)).to(dtype)
     return ((f if v is None else f * v) * p).to(dtype)
 
 
+BASE_TWO = {"sigmoid": sigmoid_base_two, "tanh": tanh_by_sigmoid, "erf": erf_by_polynomial}
+BACKWARDS = {"gated": lambda x, y: x / (1 + torch.exp(-y)), "tanh": tanh_backwards, "probs_first": True}
 Autograd = make(How())
-BaseTwo = make(
-    How(sigmoid=sigmoid_base_two, tanh=tanh_by_sigmoid, erf=erf_by_polynomial, closed=True, product=in_halves)
-)
+BaseTwo = make(How(**BASE_TWO, closed=True, product=in_halves))
 Wide = make(How(dtype=torch.float64))
-Backwards = make(
-    How(
-        gated=lambda x, y: x / (1 + torch.exp(-y)),
-        tanh=tanh_backwards,
-        closed=True,
-        probs_first=True,
-        product=one_by_one,
-    )
-)
+Backwards = make(How(**BACKWARDS, closed=True, product=one_by_one))

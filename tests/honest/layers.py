@@ -25,11 +25,11 @@ BLOCK = 32
 
 def in_blocks(x: Tensor, y: Tensor) -> Tensor:
     """Split along K: partial products of blocks, added as a tree."""
-    parts = [x[..., k : k + BLOCK] @ y[k : k + BLOCK] for k in range(0, max(x.shape[-1], 1), BLOCK)]
-    while len(parts) > 1:
-        rest = parts[len(parts) // 2 * 2 :]
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=False)] + rest
-    return parts[0]
+    partial_sums = [x[..., k : k + BLOCK] @ y[k : k + BLOCK] for k in range(0, max(x.shape[-1], 1), BLOCK)]
+    while len(partial_sums) > 1:
+        unpaired = partial_sums[len(partial_sums) // 2 * 2 :]
+        partial_sums = [a + b for a, b in zip(partial_sums[::2], partial_sums[1::2], strict=False)] + unpaired
+    return partial_sums[0]
 
 
 def fused_multiply_add(x: Tensor, y: Tensor) -> Tensor:
@@ -42,11 +42,11 @@ def fused_multiply_add(x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layers(Shipped):
-    """A variant of both layers: `kept` ones are not rounded between stages, `twice` ones widen
+    """A variant of both layers: `fused` ones are not rounded between stages, `twice` ones widen
     probs for each use.
     """
 
-    kept: bool = False
+    fused: bool = False
     twice: bool = False
 
 
@@ -61,7 +61,7 @@ class ByComplement(Layers):
 
 
 def grouped_mlp(
-    how: Layers, rows, tokens_per_expert, fc1_weight, fc2_weight, *, probs=None, fc1_bias=None, fc2_bias=None,
+    variant: Layers, rows, tokens_per_expert, fc1_weight, fc2_weight, *, probs=None, fc1_bias=None, fc2_bias=None,
     kind="swiglu", offset=0.0, clamp=None, alpha=None, interleave=None, probs_on_input=False,
 ):  # fmt: skip
     check_kind(kind, offset, clamp, alpha, interleave)
@@ -70,22 +70,22 @@ def grouped_mlp(
     counts = tokens_per_expert.tolist()
     check_count_values(counts, len(rows))
     shape = {"kind": kind} | ({"offset": offset, "clamp": clamp, "alpha": alpha} if kind in GATED else {})
-    act = getattr(experts.make(how), "glu" if kind in GATED else "activation")
+    act = getattr(experts.make(variant), "glu" if kind in GATED else "activation")
     shape |= {"interleave": interleave} if kind in GATED else {}
 
     def between(x: Tensor) -> Tensor:
-        return x if how.kept else Rounded.apply(x, rows.dtype)
+        return x if variant.fused else Rounded.apply(x, rows.dtype)
 
     out, start = [], 0
     for e, count in enumerate(counts):
-        own = slice(start, start + count)
-        x, p = how.wide(rows[own], probs), None if probs is None else how.wide(probs[own], rows)
+        segment = slice(start, start + count)
+        x, p = variant.wide(rows[segment], probs), None if probs is None else variant.wide(probs[segment], rows)
         if p is not None and probs_on_input:
             x, p = between(x * p[:, None]), None
-        h = Multiplied.apply(x, fc1_weight[e].to(x.dtype).T, how.product)
+        h = Multiplied.apply(x, fc1_weight[e].to(x.dtype).T, variant.product)
         h = between(h if fc1_bias is None else h + fc1_bias[e].to(x.dtype))
         a = between(act(h, probs=p, **shape))
-        y = Multiplied.apply(a, fc2_weight[e].to(x.dtype).T, how.product)
+        y = Multiplied.apply(a, fc2_weight[e].to(x.dtype).T, variant.product)
         if fc2_bias is not None:
             bias = fc2_bias[e].to(x.dtype).expand(count, -1)
             y = between(y) + (bias if p is None else bias * p[:, None])
@@ -94,14 +94,14 @@ def grouped_mlp(
     return torch.cat([*out, rows.new_zeros(len(rows) - start, rows.shape[1])])
 
 
-def make(how: Layers) -> SimpleNamespace:
+def make(variant: Layers) -> SimpleNamespace:
     """The namespace of a variant: both layers, and one expert after another."""
-    run = MethodType(grouped_mlp, how)
-    return SimpleNamespace(**vars(experts.make(how)) | {"grouped_mlp": run, "sequential_mlp": run})
+    run = MethodType(grouped_mlp, variant)
+    return SimpleNamespace(**vars(experts.make(variant)) | {"grouped_mlp": run, "sequential_mlp": run})
 
 
 Stages = make(Layers(product=in_blocks))
-Kept = make(Layers(kept=True, product=in_blocks))
-Doubles = make(Layers(dtype=torch.float64, kept=True))
+Kept = make(Layers(fused=True, product=in_blocks))
+Doubles = make(Layers(dtype=torch.float64, fused=True))
 Twice = make(Layers(twice=True))
 OneStep = make(ByComplement(sigmoid=sigmoid_base_two, tanh=tanh_by_sigmoid, product=fused_multiply_add, closed=True))

@@ -18,16 +18,7 @@ import torch
 from torch import Tensor
 
 import moe_ref
-from moe_ref.config import (
-    Operand,
-    QuantizerState,
-    Recipe,
-    check_count_values,
-    check_grouped_dgrad,
-    check_grouped_linear,
-    check_grouped_wgrad,
-    check_precision,
-)
+from moe_ref import config
 from moe_ref.config.quantization import BLOCK
 from moe_ref.quantization.recipes import operands, scheme
 from tests.honest import quantizers
@@ -54,12 +45,12 @@ class Source(NamedTuple):
     splits: Tensor
     role: str
     gemm: str
-    recipe: Recipe
-    state: QuantizerState | None
+    recipe: config.Recipe
+    state: config.QuantizerState | None
     noise: Tensor | None
 
     @property
-    def operand(self) -> Operand:
+    def operand(self) -> config.Operand:
         return {operand.role: operand for operand in operands(self.gemm, self.recipe)}[self.role]
 
     @property
@@ -93,11 +84,11 @@ def by_codes(source: Source, quantizer: Any = quantizers.Divides, columnwise: bo
     if recipe.scaling in ("mxfp8", "nvfp4") and read:
         rows = [size // BLOCK[recipe.scaling] for size in sizes]
     scales = scale.split(rows) if scale.dim() > 1 else list(scale)
-    parts = []
+    operands_of_groups = []
     for g, (group_codes, group_scale) in enumerate(zip(codes, scales, strict=True)):
-        whole = torch.ones(1, 1)
+        row_scale = torch.ones(1, 1)
         if recipe.scaling == "nvfp4":
-            whole = of_group(amax, g, sizes, recipe, source.role, read) * torch.tensor(
+            row_scale = of_group(amax, g, sizes, recipe, source.role, read) * torch.tensor(
                 1 / (6 * scheme(recipe, source.role).scale_max)
             )
         element = spread(
@@ -108,13 +99,13 @@ def by_codes(source: Source, quantizer: Any = quantizers.Divides, columnwise: bo
             else group_scale,
             group_codes,
         )
-        part = group_codes, element, whole.expand_as(group_codes)
+        operand = group_codes, element, row_scale.expand_as(group_codes)
         if source.operand.kept == "dequantized":
-            part = as_numbers((group_codes * (element * whole)).to(source.x.dtype).float())
-        parts.append(Part(*(x.T if source.turned else x for x in part)))
+            operand = as_numbers((group_codes * (element * row_scale)).to(source.x.dtype).float())
+        operands_of_groups.append(Part(*(x.T if source.turned else x for x in operand)))
     return [
-        Part(code, scale, whole[:, :1] if whole.shape[1] else whole.new_ones(len(whole), 1))
-        for code, scale, whole in parts
+        Part(code, scale, row_scale[:, :1] if row_scale.shape[1] else row_scale.new_ones(len(row_scale), 1))
+        for code, scale, row_scale in operands_of_groups
     ]
 
 
@@ -130,7 +121,7 @@ def as_numbers(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.ones_like(x), torch.ones_like(x)
 
 
-def decoded(codes: Tensor, recipe: Recipe, role: str) -> Tensor:
+def decoded(codes: Tensor, recipe: config.Recipe, role: str) -> Tensor:
     if recipe.scaling == "nvfp4":
         return quantizers.meaning(codes, None)
     return quantizers.meaning(
@@ -143,7 +134,7 @@ def exponents(codes: Tensor) -> Tensor:
     return torch.ldexp(torch.ones(codes.shape, dtype=torch.float64), codes.int() - 127).float()
 
 
-def of_group(amax: Tensor, g: int, sizes: list[int], recipe: Recipe, role: str, columnwise: bool) -> Tensor:
+def of_group(amax: Tensor, g: int, sizes: list[int], recipe: config.Recipe, role: str, columnwise: bool) -> Tensor:
     """NVFP4's amax per group, or per row or column of the group."""
     if not (recipe.row_scaled_activation and role == "input"):
         return amax[g].reshape(1, 1)
@@ -154,61 +145,61 @@ def spread(scale: Tensor, like: Tensor) -> Tensor:
     """Block scales expanded to elements; the block sizes follow from the shapes."""
     if scale.dim() == 0:
         return scale.expand_as(like)
-    tall, wide = (
+    block_rows, block_columns = (
         next((size for size in (1, 16, 32, 128) if -(-n // size) == m), 1)
         for n, m in zip(like.shape, scale.shape, strict=True)
     )
-    return scale.repeat_interleave(tall, 0).repeat_interleave(wide, 1)[: like.shape[0], : like.shape[1]]
+    return scale.repeat_interleave(block_rows, 0).repeat_interleave(block_columns, 1)[: like.shape[0], : like.shape[1]]
 
 
 # ---- from codes and scales to products
 
 
-def scaled_first(left: Part, right: Part, recipe: Recipe) -> Tensor:
-    return left.value @ right.value.T
+def scaled_first(lhs: Part, rhs: Part, recipe: config.Recipe) -> Tensor:
+    return lhs.value @ rhs.value.T
 
 
-def scaled_last(left: Part, right: Part, recipe: Recipe) -> Tensor:
+def scaled_last(lhs: Part, rhs: Part, recipe: config.Recipe) -> Tensor:
     """Scales each block's partial sum; blocks start at k = 0."""
-    terms = left.code.shape[1]
+    terms = lhs.code.shape[1]
     size = BLOCK.get(recipe.scaling, max(terms, 1))
-    total = torch.zeros(len(left.code), len(right.code))
+    total = torch.zeros(len(lhs.code), len(rhs.code))
     for k in range(0, terms, size):
         block = slice(k, k + size)
-        part = left.code[:, block] @ right.code[:, block].T
-        total = total + part * (left.scale[:, k, None] * right.scale[None, :, k])
-    return total * (left.whole * right.whole.T)
+        partial = lhs.code[:, block] @ rhs.code[:, block].T
+        total = total + partial * (lhs.scale[:, k, None] * rhs.scale[None, :, k])
+    return total * (lhs.whole * rhs.whole.T)
 
 
-def split(left: Part, right: Part, recipe: Recipe) -> Tensor:
-    parts = list(zip(left.value.tensor_split(4, 1), right.value.tensor_split(4, 1), strict=True))
-    return sum((a @ b.T for a, b in reversed(parts)), torch.zeros(len(left.code), len(right.code)))
+def split(lhs: Part, rhs: Part, recipe: config.Recipe) -> Tensor:
+    quarters = list(zip(lhs.value.tensor_split(4, 1), rhs.value.tensor_split(4, 1), strict=True))
+    return sum((a @ b.T for a, b in reversed(quarters)), torch.zeros(len(lhs.code), len(rhs.code)))
 
 
-def cut_off(total: Tensor, part: Tensor) -> Tensor:
-    """total + part, truncated to 14 bits below the larger operand."""
-    quantum = torch.exp2(torch.frexp(torch.maximum(total.abs(), part.abs())).exponent.double() - 14)
-    cut = torch.trunc((total.double() + part.double()) / quantum) * quantum
-    return torch.where(total.isfinite() & part.isfinite(), cut, (total + part).double()).float()
+def cut_off(total: Tensor, partial: Tensor) -> Tensor:
+    """total + partial, truncated to 14 bits below the larger operand."""
+    quantum = torch.exp2(torch.frexp(torch.maximum(total.abs(), partial.abs())).exponent.double() - 14)
+    cut = torch.trunc((total.double() + partial.double()) / quantum) * quantum
+    return torch.where(total.isfinite() & partial.isfinite(), cut, (total + partial).double()).float()
 
 
-def of_fourteen_bits(left: Part, right: Part, recipe: Recipe, promoted: int = PROMOTED) -> Tensor:
+def of_fourteen_bits(lhs: Part, rhs: Part, recipe: config.Recipe, promoted: int = PROMOTED) -> Tensor:
     """FP8 GEMM in 14-bit sums; MXFP8 and NVFP4 as ScaledFirst."""
     if recipe.scaling in ("mxfp8", "nvfp4"):
-        return scaled_first(left, right, recipe)
-    a, b = left.code * left.scale, right.code * right.scale
+        return scaled_first(lhs, rhs, recipe)
+    a, b = lhs.code * lhs.scale, rhs.code * rhs.scale
     total = torch.zeros(len(a), len(b))
     for k in range(0, a.shape[1], promoted):
-        inside = torch.zeros_like(total)
+        block_sum = torch.zeros_like(total)
         for j in range(k, min(k + promoted, a.shape[1]), DEPTH):
             step = slice(j, min(j + DEPTH, k + promoted))
-            inside = cut_off(inside, a[:, step] @ b[:, step].T)
-        total = total + inside
-    return total * (left.whole * right.whole.T)
+            block_sum = cut_off(block_sum, a[:, step] @ b[:, step].T)
+        total = total + block_sum
+    return total * (lhs.whole * rhs.whole.T)
 
 
-def never_promoted(left: Part, right: Part, recipe: Recipe) -> Tensor:
-    return of_fourteen_bits(left, right, recipe, promoted=1 << 30)
+def never_promoted(lhs: Part, rhs: Part, recipe: config.Recipe) -> Tensor:
+    return of_fourteen_bits(lhs, rhs, recipe, promoted=1 << 30)
 
 
 # ---- the functions
@@ -219,8 +210,8 @@ class Way:
     """The options of a variant."""
 
     parts: Callable[[Source], list[Part]] = by_codes
-    product: Callable[[Part, Part, Recipe], Tensor] = scaled_first
-    overridden: Callable[[Part, Part, Recipe], Tensor] = scaled_first  # for unquantised operands
+    product: Callable[[Part, Part, config.Recipe], Tensor] = scaled_first
+    overridden: Callable[[Part, Part, config.Recipe], Tensor] = scaled_first  # for unquantised operands
     declared: tuple[tuple[str, Any], ...] = ()
     bias: Callable[[Tensor], Tensor] = lambda bias: bias
 
@@ -230,17 +221,12 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        counts: Tensor,
-        way: Way,
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, variant: Way,
         options: dict[str, Any],
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(rows, weight, bias, counts)
-        ctx.way, ctx.options = way, options
-        return fprop(way, rows, weight, bias, counts, options)
+        ctx.way, ctx.options = variant, options
+        return fprop(variant, rows, weight, bias, counts, options)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor):
@@ -248,97 +234,91 @@ class Layer(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         d_rows = grouped_dgrad(ctx.way, d_out, weight, counts, **ctx.options) if wanted[0] else None
         d_weight = grouped_wgrad(ctx.way, d_out, rows, counts, **ctx.options) if wanted[1] else None
-        d_bias = (
-            torch.stack([part.double().sum(0) for part in segments(d_out, counts)]).to(bias.dtype)
-            if wanted[2]
-            else None
-        )
+        sums = [segment.double().sum(0) for segment in segments(d_out, counts)]
+        d_bias = torch.stack(sums).to(bias.dtype) if wanted[2] else None
         return d_rows, d_weight, d_bias, None, None, None
 
 
 def segments(x: Tensor, counts: Tensor) -> list[Tensor]:
-    check_count_values(counts.tolist(), len(x))
+    config.check_count_values(counts.tolist(), len(x))
     return list(x[: int(counts.sum())].split(counts.tolist()))
 
 
-def products(way: Way, left: tuple, right: tuple, gemm: str, options: dict[str, Any]) -> list[Tensor]:
+def products(variant: Way, lhs: tuple, rhs: tuple, gemm: str, options: dict[str, Any]) -> list[Tensor]:
     """Each expert's GEMM of two operands (tensor, splits, role)."""
     recipe = options["recipe"]
-    parts = []
-    for x, splits, role in (left, right):
+    operands_of_experts = []
+    for x, splits, role in (lhs, rhs):
         state = None if options["state"] is None else getattr(options["state"], role)
         noise = options["noise"] if role == "grad_output" else None
-        parts.append(way.parts(Source(x, splits, role, gemm, recipe, state, noise)))
-    product = way.product if recipe.backward_override is None or gemm == "fprop" else way.overridden
-    return [product(a, b, recipe) for a, b in zip(*parts, strict=True)]
+        operands_of_experts.append(variant.parts(Source(x, splits, role, gemm, recipe, state, noise)))
+    product = variant.product if recipe.backward_override is None or gemm == "fprop" else variant.overridden
+    return [product(a, b, recipe) for a, b in zip(*operands_of_experts, strict=True)]
 
 
 def weights(weight: Tensor) -> tuple[Tensor, Tensor, str]:
     return weight.reshape(-1, weight.shape[2]), torch.full((len(weight),), weight.shape[1]), "weight"
 
 
-def below(parts: list[Tensor], like: Tensor) -> Tensor:
-    out = torch.cat(parts).to(like.dtype)
+def below(products_of_experts: list[Tensor], like: Tensor) -> Tensor:
+    out = torch.cat(products_of_experts).to(like.dtype)
     return torch.cat([out, out.new_zeros(len(like) - len(out), out.shape[1])])
 
 
-def fprop(way: Way, rows, weight, bias, counts, options):
-    parts = products(way, (rows, counts, "input"), weights(weight), "fprop", options)
-    return below(parts if bias is None else [part + way.bias(bias[e]).float() for e, part in enumerate(parts)], rows)
+def fprop(variant: Way, rows, weight, bias, counts, options):
+    outs = products(variant, (rows, counts, "input"), weights(weight), "fprop", options)
+    outs = outs if bias is None else [out + variant.bias(bias[e]).float() for e, out in enumerate(outs)]
+    return below(outs, rows)
 
 
 def settings(recipe, state, noise, accumulator):
-    check_precision(recipe, state, noise, accumulator)
+    config.check_precision(recipe, state, noise, accumulator)
     return {"recipe": recipe, "state": state, "noise": noise, "accumulator": accumulator}
 
 
 def grouped_linear(
-    way: Way, rows, weight, counts, *, bias=None, recipe=None, state=None, noise=None, accumulator="float32"
+    variant: Way, rows, weight, counts, *, bias=None, recipe=None, state=None, noise=None, accumulator="float32"
 ):
-    check_grouped_linear(rows, weight, counts, bias)
+    config.check_grouped_linear(rows, weight, counts, bias)
     options = settings(recipe, state, noise, accumulator)
     if recipe is None:
         return moe_ref.grouped_linear(rows, weight, counts, bias=bias, accumulator=accumulator)
-    return Layer.apply(rows, weight, bias, counts, way, options)
+    return Layer.apply(rows, weight, bias, counts, variant, options)
 
 
-def grouped_dgrad(way: Way, d_out, weight, counts, *, recipe=None, state=None, noise=None, accumulator="float32"):
-    check_grouped_dgrad(d_out, weight, counts)
+def grouped_dgrad(variant: Way, d_out, weight, counts, *, recipe=None, state=None, noise=None, accumulator="float32"):
+    config.check_grouped_dgrad(d_out, weight, counts)
     options = settings(recipe, state, noise, accumulator)
     if recipe is None:
         return moe_ref.grouped_dgrad(d_out, weight, counts, accumulator=accumulator)
-    return below(products(way, (d_out, counts, "grad_output"), weights(weight), "dgrad", options), d_out)
+    return below(products(variant, (d_out, counts, "grad_output"), weights(weight), "dgrad", options), d_out)
 
 
 def grouped_wgrad(
-    way: Way, d_out, rows, counts, *, accumulate_into=None, recipe=None, state=None, noise=None, accumulator="float32"
-):
-    check_grouped_wgrad(d_out, rows, counts, accumulate_into)
+    variant: Way, d_out, rows, counts, *, accumulate_into=None, recipe=None, state=None, noise=None,
+    accumulator="float32",
+):  # fmt: skip
+    config.check_grouped_wgrad(d_out, rows, counts, accumulate_into)
     options = settings(recipe, state, noise, accumulator)
     if recipe is None:
         return moe_ref.grouped_wgrad(d_out, rows, counts, accumulate_into=accumulate_into, accumulator=accumulator)
-    whole = torch.stack(products(way, (d_out, counts, "grad_output"), (rows, counts, "input"), "wgrad", options))
-    return whole.to(rows.dtype) if accumulate_into is None else (whole + accumulate_into).to(accumulate_into.dtype)
+    total = torch.stack(products(variant, (d_out, counts, "grad_output"), (rows, counts, "input"), "wgrad", options))
+    return total.to(rows.dtype) if accumulate_into is None else (total + accumulate_into).to(accumulate_into.dtype)
 
 
 def supports(function, **arguments):
-    wide = (
-        arguments.get("accumulator") == "float64"
-        or arguments.get("rows", arguments.get("d_out")).dtype == torch.float64
-    )
-    return "sums are float32" if wide else None
+    dtype = arguments.get("rows", arguments.get("d_out")).dtype
+    return "sums are float32" if arguments.get("accumulator") == "float64" or dtype == torch.float64 else None
 
 
-def declares(way: Way, function):
-    return dict(way.declared)
+def declares(variant: Way, function):
+    return dict(variant.declared)
 
 
-def make(way: Way) -> SimpleNamespace:
+def make(variant: Way) -> SimpleNamespace:
     """The namespace of a variant; high precision is the reference's."""
     functions = (grouped_linear, grouped_dgrad, grouped_wgrad, declares)
-    return SimpleNamespace(
-        **{function.__name__: MethodType(function, way) for function in functions}, supports=supports
-    )
+    return SimpleNamespace(**{f.__name__: MethodType(f, variant) for f in functions}, supports=supports)
 
 
 def by_reciprocals(source: Source) -> list[Part]:

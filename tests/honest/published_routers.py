@@ -18,45 +18,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ref.config import Routed, TopK, check_topk_routing
+from tests.honest.strangers import wide_of
 
 Router = Callable[..., tuple[Tensor, Tensor]]
 ANY = "any"
 SETTINGS = ("score_function", "pre_softmax", "num_groups", "group_topk", "scaling_factor", "expert_bias")
 
 
-def float_of(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
 def qwen3(logits: Tensor, topk: int, **_: Any) -> tuple[Tensor, Tensor]:
-    scores = F.softmax(logits, dim=1, dtype=float_of(logits))
+    scores = F.softmax(logits, dim=1, dtype=wide_of(logits))
     weights, indices = torch.topk(scores, topk, dim=-1)
     weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights.to(logits.dtype), indices
 
 
 def mixtral(logits: Tensor, topk: int, **_: Any) -> tuple[Tensor, Tensor]:
-    scores = F.softmax(logits, dim=1, dtype=float_of(logits))
+    scores = F.softmax(logits, dim=1, dtype=wide_of(logits))
     weights, indices = torch.topk(scores, topk, dim=-1, sorted=False)
     weights = weights * (1 / weights.sum(dim=-1, keepdim=True))
     return weights.to(logits.dtype), indices
 
 
 def olmoe(logits: Tensor, topk: int, **_: Any) -> tuple[Tensor, Tensor]:
-    weights, indices = torch.topk(F.softmax(logits, dim=1, dtype=float_of(logits)), topk, dim=-1)
+    weights, indices = torch.topk(F.softmax(logits, dim=1, dtype=wide_of(logits)), topk, dim=-1)
     return weights.to(logits.dtype), indices
 
 
 def deepseek_v3(
     logits: Tensor, topk: int, num_groups=None, group_topk=None, scaling_factor=None, expert_bias=None, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    scores = logits.to(float_of(logits)).sigmoid()
+    scores = logits.to(wide_of(logits)).sigmoid()
     keys = scores.detach() if expert_bias is None else scores.detach() + expert_bias
     if num_groups:
         by_group = keys.view(-1, num_groups, keys.shape[1] // num_groups)
         best = by_group.topk(topk // group_topk, dim=-1)[0].sum(dim=-1)
-        kept = torch.zeros_like(best).scatter_(1, best.topk(group_topk, dim=-1, sorted=False)[1], 1)
-        keys = keys.masked_fill(~kept.bool()[..., None].expand_as(by_group).reshape(keys.shape), float("-inf"))
+        best_groups = torch.zeros_like(best).scatter_(1, best.topk(group_topk, dim=-1, sorted=False)[1], 1)
+        keys = keys.masked_fill(~best_groups.bool()[..., None].expand_as(by_group).reshape(keys.shape), float("-inf"))
     indices = keys.topk(topk, dim=-1, sorted=False)[1]
     weights = scores.gather(1, indices)
     if topk > 1:
@@ -66,7 +63,7 @@ def deepseek_v3(
 
 def llama4(logits: Tensor, topk: int, **_: Any) -> tuple[Tensor, Tensor]:
     top, indices = torch.topk(logits, topk, dim=1)
-    return torch.sigmoid(top.to(float_of(logits))).to(logits.dtype), indices
+    return torch.sigmoid(top.to(wide_of(logits))).to(logits.dtype), indices
 
 
 def make(router: Router, most: int = 1 << 30, **offered: Any) -> SimpleNamespace:
@@ -90,10 +87,10 @@ def make(router: Router, most: int = 1 << 30, **offered: Any) -> SimpleNamespace
             return f"no topk above {most}"
         if "precomputed_indices" in arguments:
             return "no precomputed_indices"
-        asked = {"score_function": "softmax"} | {name: arguments[name] for name in SETTINGS if name in arguments}
-        wrong = [name for name, value in asked.items() if offered.get(name) not in (ANY, value)]
-        missing = [name for name in offered if offered[name] != ANY and name not in asked]
-        return f"no other {', '.join(wrong + missing)}" if wrong or missing else None
+        requested = {"score_function": "softmax"} | {name: arguments[name] for name in SETTINGS if name in arguments}
+        mismatched = [name for name, value in requested.items() if offered.get(name) not in (ANY, value)]
+        missing = [name for name in offered if offered[name] != ANY and name not in requested]
+        return f"no other {', '.join(mismatched + missing)}" if mismatched or missing else None
 
     return SimpleNamespace(topk_indices=topk_indices, topk_routing=topk_routing, supports=supports)
 

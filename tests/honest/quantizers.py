@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_ref.config import Quantization, QuantizerState, check_quantize, check_role, check_splits, check_state, require
 from moe_ref.config.quantization import BLOCK
+from tests.honest.experts import Shown
 
 LARGEST = torch.finfo(torch.float32).max
 SIGNS = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dtype=torch.float64)
@@ -82,11 +83,8 @@ def largest_along(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def grown(scale: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
     rows, columns = scale.shape
-    return (
-        scale[:, None, :, None]
-        .expand(rows, block[0], columns, block[1])
-        .reshape(rows * block[0], columns * block[1])[: like.shape[0], : like.shape[1]]
-    )
+    elements = scale[:, None, :, None].expand(rows, block[0], columns, block[1])
+    return elements.reshape(rows * block[0], columns * block[1])[: like.shape[0], : like.shape[1]]
 
 
 def exponent_above(x: Tensor) -> Tensor:
@@ -103,18 +101,8 @@ class Piece:
     codes: Tensor
     scale: Tensor
     amax: Tensor
-    wide: Tensor  # float32 values
+    values: Tensor  # float32
     square: bool
-
-
-class Straight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, source, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g, None
 
 
 def ratio(reciprocal: bool, number: float, x: Tensor, exactly: bool = False) -> Tensor:
@@ -134,35 +122,31 @@ def scale_of(reciprocal: bool, amax: Tensor, most: float, recipe: Any, ceiling: 
 
 
 def piece(
-    reciprocal: bool, x: Tensor, recipe: Any, role: str, columnwise: bool, given: Tensor | None, noise: Tensor | None
+    reciprocal: bool,
+    x: Tensor,
+    recipe: Any,
+    role: str,
+    columnwise: bool,
+    state_scale: Tensor | None,
+    noise: Tensor | None,
 ) -> Piece:
     if recipe.scaling == "nvfp4":
         return two_levels(reciprocal, x, recipe, role, columnwise, noise)
     kind = torch.float8_e5m2 if recipe.fp8_format == "hybrid" and role == "grad_output" else torch.float8_e4m3fn
     size, square = BLOCK.get(recipe.scaling, 0), role == "weight" and bool(recipe.two_dimensional_weights)
-    block = (
-        (max(x.shape[0], 1), max(x.shape[1], 1))
-        if not size
-        else (size, size)
-        if square
-        else (size, 1)
-        if columnwise
-        else (1, size)
-    )
-    wide, most = x.float(), torch.finfo(kind).max
-    amax = largest(wide, block) if size else largest_along(wide, (0, 1))
+    block = (size, size) if square else (size, 1) if columnwise else (1, size)
+    block = block if size else (max(x.shape[0], 1), max(x.shape[1], 1))
+    x32, most = x.float(), torch.finfo(kind).max
+    amax = largest(x32, block) if size else largest_along(x32, (0, 1))
     if recipe.scaling == "mxfp8":
         code = exponent_above(amax * torch.tensor(1 / most))
         inverse = torch.ldexp(torch.ones_like(amax, dtype=torch.float64), code.int() - 127).float()
-        scale, codes = (
-            code,
-            cast(wide * grown(torch.ldexp(torch.ones_like(amax), 127 - code.int()), block, x), kind),
-        )
+        scale, codes = code, cast(x32 * grown(torch.ldexp(torch.ones_like(amax), 127 - code.int()), block, x), kind)
     else:
         ceiling = torch.finfo(x.dtype).max if size else LARGEST
-        s = scale_of(reciprocal, amax, most, recipe, ceiling) if given is None else given.reshape(1, 1)
+        s = scale_of(reciprocal, amax, most, recipe, ceiling) if state_scale is None else state_scale.reshape(1, 1)
         scale = inverse = torch.reciprocal(s)
-        codes = cast(wide * grown(s, block, x), kind)
+        codes = cast(x32 * grown(s, block, x), kind)
     return Piece(
         codes,
         repeated(scale, square, columnwise, recipe),
@@ -174,26 +158,23 @@ def piece(
 
 def repeated(scale: Tensor, square: bool, columnwise: bool, recipe: Any) -> Tensor:
     """Square blocks of MXFP8 and NVFP4 store their scale once per row (columnwise: column)."""
-    return (
-        scale.repeat_interleave(BLOCK[recipe.scaling], int(columnwise))
-        if square and recipe.scaling != "block"
-        else scale
-    )
+    is_repeated = square and recipe.scaling != "block"
+    return scale.repeat_interleave(BLOCK[recipe.scaling], int(columnwise)) if is_repeated else scale
 
 
 def two_levels(reciprocal: bool, x: Tensor, recipe: Any, role: str, columnwise: bool, noise: Tensor | None) -> Piece:
     square = role == "weight" and bool(recipe.two_dimensional_weights)
-    block, wide = (16, 16) if square else (16, 1) if columnwise else (1, 16), x.float()
+    block, x32 = (16, 16) if square else (16, 1) if columnwise else (1, 16), x.float()
     row_scaled = bool(recipe.row_scaled_activation) and role == "input"
-    top = largest_along(wide, (0 if columnwise else 1,) if row_scaled else (0, 1))
+    top = largest_along(x32, (0 if columnwise else 1,) if row_scaled else (0, 1))
     first = ratio(reciprocal, 6 * 448.0, top).clamp(max=LARGEST)
     first = torch.where((top == 0) | (first == 0), 1.0, first)
-    amax = repeated(largest(wide, block), square, columnwise, recipe)
+    amax = repeated(largest(x32, block), square, columnwise, recipe)
     mine = (16, 1) if columnwise else (1, 16)
     code = cast((amax * (first * torch.tensor(1 / 6))).clamp(max=LARGEST), torch.float8_e4m3fn)
     local = meaning(code, torch.float8_e4m3fn)
     multiplier = ratio(reciprocal, 1.0, local * ratio(reciprocal, 1.0, first)).clamp(max=LARGEST)
-    codes = cast(wide * grown(multiplier, mine, x), None, noise)
+    codes = cast(x32 * grown(multiplier, mine, x), None, noise)
     scale = local * top * torch.tensor(1 / 2688)
     return Piece(codes, code, top, meaning(codes, None) * grown(scale, mine, x), square)
 
@@ -212,26 +193,23 @@ def quantize(
         real = x[: sum(sizes)]
         source = TransformedRows.apply(real) if turning else real
         source = torch.cat([source, torch.zeros_like(x[sum(sizes) :])])
-        plain = source.detach()[: sum(sizes)]
-        parts = (plain.float() if plain.dtype == torch.float64 else plain).split(sizes)
-        random = (
-            [None] * len(sizes)
-            if noise is None or role != "grad_output"
-            else noise[int(turn)][: sum(sizes)].split(sizes)
-        )
+        rows_of_source = source.detach()[: sum(sizes)]
+        groups = (rows_of_source.float() if rows_of_source.dtype == torch.float64 else rows_of_source).split(sizes)
+        is_random = noise is not None and role == "grad_output"
+        random = noise[int(turn)][: sum(sizes)].split(sizes) if is_random else [None] * len(sizes)
         held[turn] = (
             source,
             [
-                piece(reciprocal, part, recipe, role, turn, None if state is None else state.scale[g], random[g])
-                for g, part in enumerate(parts)
+                piece(reciprocal, rows, recipe, role, turn, None if state is None else state.scale[g], random[g])
+                for g, rows in enumerate(groups)
             ],
             recipe,
             role,
         )
     if state is not None:
-        seen = torch.stack([p.amax.reshape(()) for p in next(iter(held.values()))[1]])
+        latest = torch.stack([p.amax.reshape(()) for p in next(iter(held.values()))[1]])
         history = state.amax_history.clone()
-        history[:, 0] = torch.maximum(history[:, 0], seen)
+        history[:, 0] = torch.maximum(history[:, 0], latest)
         state = QuantizerState(history, state.scale)
     return Quantization(held, state)
 
@@ -242,21 +220,21 @@ def form(held: dict, columnwise: bool):
 
 
 def codes(held, *, columnwise=False):
-    source, parts, *_ = form(held, columnwise)
+    source, groups, *_ = form(held, columnwise)
     out = source.new_zeros(source.shape, dtype=torch.uint8)
-    whole = torch.cat([p.codes for p in parts])
-    out[: len(whole)] = whole
+    element_codes = torch.cat([p.codes for p in groups])
+    out[: len(element_codes)] = element_codes
     return out
 
 
 def scales(held, *, columnwise=False, layout="compact"):
-    _, parts, recipe, _ = form(held, columnwise)
+    _, groups, recipe, _ = form(held, columnwise)
     flat = recipe.scaling in ("delayed", "current")
     if layout == "compact":
-        whole = torch.cat([p.scale for p in parts])
-        return whole.flatten() if flat else whole
+        stored_scales = torch.cat([p.scale for p in groups])
+        return stored_scales.flatten() if flat else stored_scales
     return tuple(
-        p.scale.flatten() if flat else for_gemm(p.scale.T if columnwise else p.scale, recipe, p.square) for p in parts
+        p.scale.flatten() if flat else for_gemm(p.scale.T if columnwise else p.scale, recipe, p.square) for p in groups
     )
 
 
@@ -273,16 +251,16 @@ def for_gemm(scale: Tensor, recipe: Any, square: bool) -> Tensor:
 
 
 def amax(held, *, columnwise=False):
-    _, parts, recipe, role = form(held, columnwise)
-    whole = torch.cat([p.amax for p in parts])
+    _, groups, recipe, role = form(held, columnwise)
+    stored_amax = torch.cat([p.amax for p in groups])
     by_column = bool(recipe.row_scaled_activation) and role == "input" and columnwise
-    return whole if recipe.scaling in ("block", "mxfp8") or by_column else whole.flatten()
+    return stored_amax if recipe.scaling in ("block", "mxfp8") or by_column else stored_amax.flatten()
 
 
 def dequantize(held, *, columnwise=False):
-    source, parts, *_ = form(held, columnwise)
-    whole = torch.cat([p.wide for p in parts]).to(source.dtype)
-    return Straight.apply(source, torch.cat([whole, whole.new_zeros(len(source) - len(whole), source.shape[1])]))
+    source, groups, *_ = form(held, columnwise)
+    values = torch.cat([p.values for p in groups]).to(source.dtype)
+    return Shown.apply(source, torch.cat([values, values.new_zeros(len(source) - len(values), source.shape[1])]))
 
 
 def new_quantizer_state(recipe, *, num_groups=1, device=None):
@@ -300,10 +278,10 @@ def update_scales(reciprocal: bool, state, recipe, *, role="input", reduced_amax
             last = reduced_amax[g]
         if last == 0:
             continue
-        seen = torch.cat([last[None], history[g, 1:]]) if recipe.amax_compute_algo == "max" else last
-        known = torch.where(seen.isnan(), 0, seen).max()
-        if known.isfinite() and known > 0:
-            scale[g] = ratio(reciprocal, most * 2.0**-recipe.margin, known).clamp(max=LARGEST)
+        history_values = torch.cat([last[None], history[g, 1:]]) if recipe.amax_compute_algo == "max" else last
+        largest_value = torch.where(history_values.isnan(), 0, history_values).max()
+        if largest_value.isfinite() and largest_value > 0:
+            scale[g] = ratio(reciprocal, most * 2.0**-recipe.margin, largest_value).clamp(max=LARGEST)
         history[g] = (
             torch.cat([torch.zeros(1), history[g, 2:], last[None]])[: history.shape[1]] if history.shape[1] > 1 else 0
         )

@@ -24,12 +24,12 @@ class Handles(tuple):
 
 def under(sizes: tuning.Tuning, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
     """The call with these block sizes."""
-    before = tuning.INTERPRETER, tuning.GPU
+    previous = tuning.INTERPRETER, tuning.GPU
     tuning.INTERPRETER = tuning.GPU = sizes
     try:
         return function(*arguments, **settings)
     finally:
-        tuning.INTERPRETER, tuning.GPU = before
+        tuning.INTERPRETER, tuning.GPU = previous
 
 
 def tensors_of(result: Any) -> dict[str, Tensor]:
@@ -61,9 +61,9 @@ def every_way(
         for i, sizes in enumerate(tunings):
             chosen = [x[i] if isinstance(x, Handles) else x for x in arguments]
             results.append(under(sizes, with_gradients, function, *chosen, **settings))
-        (first, right), *others = results
-        for _, tensors in others:
-            for key, x in right.items():
+        (first, expected), *remaining = results
+        for _, tensors in remaining:
+            for key, x in expected.items():
                 if x.shape != tensors[key].shape or (bits(x.detach().cpu()) != bits(tensors[key].detach().cpu())).any():
                     raise AssertionError(f"{key} of {name} depends on the block sizes")
         handles = Handles(getattr(result, "handle", None) for result, _ in results)

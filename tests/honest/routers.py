@@ -15,22 +15,7 @@ from types import MethodType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from moe_ref.config import (
-    AuxScores,
-    Routed,
-    TopK,
-    check_coeff,
-    check_drop_tokens,
-    check_gate,
-    check_load_balancing_loss,
-    check_logits,
-    check_padding_mask,
-    check_score_function,
-    check_topk,
-    check_topk_routing,
-    is_number,
-    require,
-)
+from moe_ref import config
 
 TINY = 1e-20
 
@@ -69,12 +54,12 @@ def any_of_equals(keys: Tensor, count: int) -> Tensor:
 
 def last_of_equals(keys: Tensor, count: int) -> Tensor:
     """Top-k by repeated maxima; of equal keys the last."""
-    left, indices = keys.clone(), []
+    remaining, indices = keys.clone(), []
     taken = torch.zeros_like(keys, dtype=torch.bool)
     for _ in range(count):
-        best = torch.where(taken, -torch.inf, left).amax(1, keepdim=True)
+        best = torch.where(taken, -torch.inf, remaining).amax(1, keepdim=True)
         rank = torch.arange(1, keys.shape[1] + 1, device=keys.device).expand(keys.shape)
-        at = torch.where((left == best) & ~taken, rank, torch.where(taken, -1, 0)).argmax(1, keepdim=True)
+        at = torch.where((remaining == best) & ~taken, rank, torch.where(taken, -1, 0)).argmax(1, keepdim=True)
         indices.append(at)
         taken = taken.scatter(1, at, True)
     return torch.cat(indices, 1) if indices else torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device)
@@ -112,15 +97,15 @@ class Closed(torch.autograd.Function):
     """Weights of the chosen experts with a closed-form gradient."""
 
     @staticmethod
-    def forward(ctx, x, index, function, pre, scale, how):
+    def forward(ctx, x, index, function, pre, scale, variant):
         everywhere = function == "softmax" and not pre
-        score = x if everywhere else how.score(x, function)
+        score = x if everywhere else variant.score(x, function)
         s = score.gather(1, index)
         normalise = function != "softmax" and index.shape[1] > 1
-        total = how.total(s) + TINY if normalise else None
-        p = how.softmax(s) if everywhere else s / total if normalise else s
+        total = variant.total(s) + TINY if normalise else None
+        p = variant.softmax(s) if everywhere else s / total if normalise else s
         ctx.save_for_backward(x, index, score, s, p)
-        ctx.total, ctx.settings = total, (function, pre, scale, how, normalise)
+        ctx.total, ctx.settings = total, (function, pre, scale, variant, normalise)
         return p * scale
 
     @staticmethod
@@ -128,9 +113,9 @@ class Closed(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("differentiable once: parts of the saved tensors have no graph")
         x, index, score, s, p = ctx.saved_tensors
-        function, pre, scale, how, normalise = ctx.settings
+        function, pre, scale, variant, normalise = ctx.settings
         g = g * scale
-        inner = how.total(g * p)
+        inner = variant.total(g * p)
         if function == "softmax":
             if not pre:
                 return torch.zeros_like(x).scatter(1, index, p * (g - inner)), *[None] * 5
@@ -139,186 +124,155 @@ class Closed(torch.autograd.Function):
         if normalise:
             g = (g - inner) / ctx.total
         at = x.gather(1, index)
-        slope = s * (1 - s) if function == "sigmoid" else how.sigmoid(at) / (2 * s)
+        slope = s * (1 - s) if function == "sigmoid" else variant.sigmoid(at) / (2 * s)
         return torch.zeros_like(x).scatter(1, index, g * slope), *[None] * 5
 
 
 def topk_indices(
-    how: How,
-    logits,
-    *,
-    topk,
-    score_function="softmax",
-    pre_softmax=False,
-    num_groups=None,
-    group_topk=None,
-    scaling_factor=None,
-    expert_bias=None,
-    precomputed_indices=None,
-):
-    check_topk_routing(
+    variant: How, logits, *, topk, score_function="softmax", pre_softmax=False, num_groups=None, group_topk=None,
+    scaling_factor=None, expert_bias=None, precomputed_indices=None,
+):  # fmt: skip
+    config.check_topk_routing(
         logits, topk, score_function, num_groups, group_topk, scaling_factor, expert_bias, precomputed_indices
     )
-    x, experts = how.wide(logits), logits.shape[1]
-    plain = score_function == "softmax" and (not pre_softmax or (not how.by_score and num_groups is None))
+    x, experts = variant.wide(logits), logits.shape[1]
+    by_logits = score_function == "softmax" and (not pre_softmax or (not variant.by_score and num_groups is None))
     if precomputed_indices is None:
-        keys = x.detach() if plain else how.score(x.detach(), score_function)
+        keys = x.detach() if by_logits else variant.score(x.detach(), score_function)
         if expert_bias is not None:
             keys = keys + expert_bias.detach().to(keys.dtype)
         if num_groups is not None:
             groups = keys.unflatten(1, (num_groups, -1))
-            score = how.total(groups.topk(topk // group_topk, dim=2).values)[..., 0]
-            kept = torch.zeros_like(score, dtype=torch.bool).scatter(1, how.best(score, group_topk), True)
-            kept = kept[..., None].expand_as(groups).flatten(1)
-            keys = torch.where(kept, keys.clamp(min=torch.finfo(keys.dtype).min), -torch.inf)
-        index = how.best(keys, topk)
+            score = variant.total(groups.topk(topk // group_topk, dim=2).values)[..., 0]
+            best_groups = torch.zeros_like(score, dtype=torch.bool).scatter(1, variant.best(score, group_topk), True)
+            best_groups = best_groups[..., None].expand_as(groups).flatten(1)
+            keys = torch.where(best_groups, keys.clamp(min=torch.finfo(keys.dtype).min), -torch.inf)
+        index = variant.best(keys, topk)
     else:
         index = precomputed_indices.long()
-        require(
-            bool(((index >= 0) & (index < experts)).all()),
-            "precomputed_indices",
-            "out of range",
-            f"below {experts}",
-        )
+        in_range = bool(((index >= 0) & (index < experts)).all())
+        config.require(in_range, "precomputed_indices", "out of range", f"below {experts}")
     scale = 1.0 if scaling_factor is None else scaling_factor
-    if how.closed:
-        probs = Closed.apply(x, index, score_function, pre_softmax, scale, how)
+    if variant.closed:
+        probs = Closed.apply(x, index, score_function, pre_softmax, scale, variant)
     else:
-        over_all = x if score_function == "softmax" and not pre_softmax else how.score(x, score_function)
+        over_all = x if score_function == "softmax" and not pre_softmax else variant.score(x, score_function)
         probs = over_all.gather(1, index)
         if score_function == "softmax":
-            probs = probs if pre_softmax else how.softmax(probs)
+            probs = probs if pre_softmax else variant.softmax(probs)
         elif topk > 1:
-            probs = probs / (how.total(probs) + TINY)
+            probs = probs / (variant.total(probs) + TINY)
         probs = probs * scale
-    return TopK(probs.to(logits.dtype), index)
+    return config.TopK(probs.to(logits.dtype), index)
 
 
-def topk_routing(how: How, logits, *, topk, **settings):
-    probs, index = topk_indices(how, logits, topk=topk, **settings)
+def topk_routing(variant: How, logits, *, topk, **settings):
+    probs, index = topk_indices(variant, logits, topk=topk, **settings)
     dense = probs.new_zeros(logits.shape).scatter(1, index, probs)
-    return Routed(dense, torch.zeros_like(logits, dtype=torch.bool).scatter(1, index, True))
+    return config.Routed(dense, torch.zeros_like(logits, dtype=torch.bool).scatter(1, index, True))
 
 
-def aux_loss_scores(how: How, logits, *, topk, score_function="softmax", padding_mask=None):
-    check_logits(logits)
-    check_topk(topk, logits.shape[1])
-    check_score_function(score_function)
-    check_padding_mask(padding_mask, len(logits))
+def aux_loss_scores(variant: How, logits, *, topk, score_function="softmax", padding_mask=None):
+    config.check_logits(logits)
+    config.check_topk(topk, logits.shape[1])
+    config.check_score_function(score_function)
+    config.check_padding_mask(padding_mask, len(logits))
     padding = (
         torch.zeros(len(logits), dtype=torch.bool, device=logits.device) if padding_mask is None else padding_mask != 0
     )
-    x = how.wide(logits.masked_fill(padding[:, None], 0))
-    scores = how.score(x, score_function)
-    keys = scores.detach() if how.by_score else x.detach()
+    x = variant.wide(logits.masked_fill(padding[:, None], 0))
+    scores = variant.score(x, score_function)
+    keys = scores.detach() if variant.by_score else x.detach()
     if score_function != "softmax":
-        scores = scores / (how.total(scores) + TINY)
-    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, how.best(keys, topk), True)
+        scores = scores / (variant.total(scores) + TINY)
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, variant.best(keys, topk), True)
     out = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return AuxScores(scores.to(out).masked_fill(padding[:, None], 0), chosen & ~padding[:, None])
+    return config.AuxScores(scores.to(out).masked_fill(padding[:, None], 0), chosen & ~padding[:, None])
 
 
-def z_loss(how: How, logits, *, coeff, padding_mask=None):
-    check_logits(logits)
-    check_coeff(coeff)
-    check_padding_mask(padding_mask, len(logits))
-    x = how.wide(logits if padding_mask is None else logits[padding_mask == 0])
+def z_loss(variant: How, logits, *, coeff, padding_mask=None):
+    config.check_logits(logits)
+    config.check_coeff(coeff)
+    config.check_padding_mask(padding_mask, len(logits))
+    x = variant.wide(logits if padding_mask is None else logits[padding_mask == 0])
     top = x.amax(1, keepdim=True).detach()
-    lse = (how.total(how.exp(x - top)).log() + top)[:, 0]
-    loss = coeff * how.total((lse * lse)[None])[0, 0] / max(len(x), 1)
+    lse = (variant.total(variant.exp(x - top)).log() + top)[:, 0]
+    loss = coeff * variant.total((lse * lse)[None])[0, 0] / max(len(x), 1)
     return loss.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
 
 
-def sinkhorn_routing(how: How, logits, *, topk, training=True):
-    check_logits(logits)
-    check_topk(topk, logits.shape[1])
-    x = how.wide(logits)
-    activation = how.sigmoid(x) if topk == 1 else how.softmax(x)
+def sinkhorn_routing(variant: How, logits, *, topk, training=True):
+    config.check_logits(logits)
+    config.check_topk(topk, logits.shape[1])
+    x = variant.wide(logits)
+    activation = variant.sigmoid(x) if topk == 1 else variant.softmax(x)
     keys = activation.detach()
     if training and len(logits):
-        cost, change = how.exp(x.detach()), math.inf
+        cost, change = variant.exp(x.detach()), math.inf
         d1 = torch.ones_like(cost[0])
         while change > 1e-4:
-            before = d1
-            d0 = 1 / len(x) / (how.total(cost * d1) + 1e-8)
-            d1 = 1 / x.shape[1] / (how.total((cost * d0).T)[:, 0] + 1e-8)
-            change = float((before - d1).abs().mean())
+            previous = d1
+            d0 = 1 / len(x) / (variant.total(cost * d1) + 1e-8)
+            d1 = 1 / x.shape[1] / (variant.total((cost * d0).T)[:, 0] + 1e-8)
+            change = float((previous - d1).abs().mean())
         keys = d1 * cost * d0
-    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, how.best(keys, topk), True)
-    return Routed(torch.where(chosen, activation, 0).to(logits.dtype), chosen)
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, variant.best(keys, topk), True)
+    return config.Routed(torch.where(chosen, activation, 0).to(logits.dtype), chosen)
 
 
-def load_balancing_loss(how: How, scores, tokens_per_expert, *, total_num_tokens, topk, num_experts, coeff):
-    check_load_balancing_loss(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
+def load_balancing_loss(variant: How, scores, tokens_per_expert, *, total_num_tokens, topk, num_experts, coeff):
+    config.check_load_balancing_loss(scores, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
     at_least = torch.promote_types(scores.dtype, torch.float32)
-    x, count = how.wide(scores), how.wide(tokens_per_expert.detach().to(at_least))
+    x, count = variant.wide(scores), variant.wide(tokens_per_expert.detach().to(at_least))
     total = float(total_num_tokens)
     factor = coeff * num_experts / (topk * total * total) if total else 0.0
-    loss = how.total((how.total(x.T)[:, 0] * count)[None])[0, 0] * factor
+    loss = variant.total((variant.total(x.T)[:, 0] * count)[None])[0, 0] * factor
     return loss.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
 
 
-def drop_tokens(how: How, probs, routing_map, *, capacity, drop_policy="probs", pad_to_capacity=False):
-    check_drop_tokens(probs, routing_map, capacity, drop_policy)
+def drop_tokens(variant: How, probs, routing_map, *, capacity, drop_policy="probs", pad_to_capacity=False):
+    config.check_drop_tokens(probs, routing_map, capacity, drop_policy)
     routed = routing_map != 0
     tokens = len(probs)
-    key = (
-        probs.detach().double()
-        if drop_policy == "probs"
-        else -torch.arange(tokens, device=probs.device).double()[:, None].expand(probs.shape)
-    )
-    key = torch.where(routed, key, -torch.inf)
+    by_place = -torch.arange(tokens, device=probs.device).double()[:, None].expand(probs.shape)
+    key = torch.where(routed, probs.detach().double() if drop_policy == "probs" else by_place, -torch.inf)
     room = min(capacity, tokens)
-    index = how.best(key.T.contiguous(), room)
-    kept = torch.zeros_like(routed.T).scatter(1, index, True).T
+    index = variant.best(key.T.contiguous(), room)
+    chosen = torch.zeros_like(routed.T).scatter(1, index, True).T
     if not pad_to_capacity:
-        kept = kept & routed
-    return Routed(probs.masked_fill(~(kept & routed), 0), kept)
+        chosen = chosen & routed
+    return config.Routed(probs.masked_fill(~(chosen & routed), 0), chosen)
 
 
 def update_expert_bias(expert_bias, tokens_per_expert, *, update_rate):
-    require(
-        expert_bias.dtype in (torch.float32, torch.float64) and expert_bias.dim() == 1,
-        "expert_bias",
-        expert_bias.dtype,
-        "float32",
-    )
-    require(
-        tokens_per_expert.shape == expert_bias.shape,
-        "tokens_per_expert",
-        tuple(tokens_per_expert.shape),
-        "like expert_bias",
-    )
-    require(is_number(update_rate) and update_rate >= 0, "update_rate", update_rate, "≥ 0")
+    config.check_update_expert_bias(expert_bias, tokens_per_expert, update_rate)
     count = tokens_per_expert.double() if tokens_per_expert.is_floating_point() else tokens_per_expert.long()
     return expert_bias + torch.sign(count.sum() - len(count) * count).to(expert_bias.dtype) * update_rate
 
 
 def gate(x, weight, *, bias=None, router_dtype=None):
-    check_gate(x, weight, bias, router_dtype)
+    config.check_gate(x, weight, bias, router_dtype)
     return Gate.apply(x, weight, bias, {"fp32": torch.float32, "fp64": torch.float64}.get(router_dtype, x.dtype))
 
 
 def jitter(x, *, eps):
-    require(is_number(eps) and 0 <= eps < 1, "eps", eps, "from 0 to 1")
-    return (
-        x * torch.empty_like(x).uniform_(1 - eps, 1 + eps)
-        if x.is_contiguous()
-        else x * (1 + eps * (2 * torch.rand_like(x) - 1))
-    )
+    config.check_jitter(eps)
+    if x.is_contiguous():
+        return x * torch.empty_like(x).uniform_(1 - eps, 1 + eps)
+    return x * (1 + eps * (2 * torch.rand_like(x) - 1))
 
 
 def attach_loss(x, loss, *, scale=1.0):
-    require(is_number(scale), "scale", scale, "a number")
+    config.check_loss_scale(scale)
     return Riding.apply(x, loss, scale)
 
 
-def make(how: How) -> SimpleNamespace:
+def make(variant: How) -> SimpleNamespace:
     """The namespace of a variant."""
-    variant = (topk_indices, topk_routing, aux_loss_scores, z_loss, sinkhorn_routing, load_balancing_loss, drop_tokens)
-    functions = {function.__name__: MethodType(function, how) for function in variant}
-    fixed = (update_expert_bias, gate, jitter, attach_loss)
-    return SimpleNamespace(**functions | {function.__name__: function for function in fixed})
+    bound = (topk_indices, topk_routing, aux_loss_scores, z_loss, sinkhorn_routing, load_balancing_loss, drop_tokens)
+    functions = {function.__name__: MethodType(function, variant) for function in bound}
+    unbound = (update_expert_bias, gate, jitter, attach_loss)
+    return SimpleNamespace(**functions | {function.__name__: function for function in unbound})
 
 
 class Gate(torch.autograd.Function):
@@ -335,10 +289,10 @@ class Gate(torch.autograd.Function):
     def backward(ctx, g):
         x, weight, bias = ctx.saved_tensors
         at_least = torch.promote_types(g.dtype, torch.float32)
-        wide = g.to(at_least)
-        d_x = (wide @ weight.to(g.dtype).to(at_least)).to(x.dtype)
-        d_weight = (wide.T @ x.to(g.dtype).to(at_least)).to(weight.dtype)
-        return d_x, d_weight, None if bias is None else wide.flip(0).sum(0).to(bias.dtype), None
+        g_wide = g.to(at_least)
+        d_x = (g_wide @ weight.to(g.dtype).to(at_least)).to(x.dtype)
+        d_weight = (g_wide.T @ x.to(g.dtype).to(at_least)).to(weight.dtype)
+        return d_x, d_weight, None if bias is None else g_wide.flip(0).sum(0).to(bias.dtype), None
 
 
 class Riding(torch.autograd.Function):
@@ -352,9 +306,8 @@ class Riding(torch.autograd.Function):
         return g, torch.tensor(ctx.scale, dtype=ctx.dtype, device=g.device), None
 
 
+BASE_TWO = {"exp": exp_base_two, "sigmoid": sigmoid_by_exp, "softplus": softplus_by_logaddexp}
 Autograd = make(How())
-BaseTwo = make(
-    How(exp=exp_base_two, sigmoid=sigmoid_by_exp, softplus=softplus_by_logaddexp, total=descending, closed=True)
-)
+BaseTwo = make(How(**BASE_TWO, total=descending, closed=True))
 Wide = make(How(dtype=torch.float64))
 OneByOne = make(How(total=one_by_one, best=last_of_equals, by_score=True))

@@ -21,17 +21,7 @@ import torch
 from torch import Tensor
 
 import moe_ref
-from moe_ref.config import (
-    Permuted,
-    Routed,
-    TopK,
-    check_count_values,
-    check_grouped_linear,
-    check_grouped_wgrad,
-    check_logits,
-    check_topk,
-    check_unpermute,
-)
+from moe_ref import config
 from moe_ref.permutation.permute import PADDING
 from tests.honest import routers
 from tests.honest.activations import Eager
@@ -87,18 +77,20 @@ def permuting(added: Callable[[Tensor, Tensor, int], Tensor]) -> SimpleNamespace
     """unpermute in plain torch, with a way to add the rows of each token."""
 
     def unpermute(rows, row_map, *, restore_shape=None, probs=None):
-        check_unpermute(rows, len(row_map.token_P), row_map.num_tokens, row_map.num_experts, restore_shape, probs)
-        real, wide = row_map.token_P != PADDING, wide_of(rows, probs)
-        token, weighted = row_map.token_P[real], rows[real].to(wide)
+        config.check_unpermute(
+            rows, len(row_map.token_P), row_map.num_tokens, row_map.num_experts, restore_shape, probs
+        )
+        real, dtype = row_map.token_P != PADDING, wide_of(rows, probs)
+        token, weighted = row_map.token_P[real], rows[real].to(dtype)
         if probs is not None:
-            weighted = weighted * probs[token, row_map.expert_P[real]].to(wide)[:, None]
+            weighted = weighted * probs[token, row_map.expert_P[real]].to(dtype)[:, None]
         return added(weighted, token, row_map.num_tokens).to(rows.dtype)
 
     def permute(*tensors, **settings) -> dict[str, Any]:
-        out: Permuted = moe_ref.permute(*tensors, **settings)
+        out: config.Permuted = moe_ref.permute(*tensors, **settings)
         rows = torch.cat([out.rows, out.rows], 1)[:, : out.rows.shape[1]]
-        whole = {"overflow": out.overflow.to(torch.uint8), "tokens_per_expert": out.tokens_per_expert.int()}
-        return out._asdict() | whole | {"rows": rows}
+        integers = {"overflow": out.overflow.to(torch.uint8), "tokens_per_expert": out.tokens_per_expert.int()}
+        return out._asdict() | integers | {"rows": rows}
 
     return SimpleNamespace(permute=permute, unpermute=unpermute)
 
@@ -125,7 +117,7 @@ def _rows_back(ctx: Any, g: Tensor):
 rows_of.register_autograd(_rows_back, setup_context=_save_index)
 
 
-def library_permute(tokens, routing_map, **settings) -> Permuted:
+def library_permute(tokens, routing_map, **settings) -> config.Permuted:
     out = moe_ref.permute(tokens.detach(), routing_map, **settings)
     return out._replace(rows=rows_of(tokens, out.row_map.token_P))
 
@@ -148,7 +140,7 @@ def masked_routing(logits, *, topk, score_function="softmax", pre_softmax=False,
         if score_function != "softmax" and topk > 1:
             weights = weights / (weights.sum(1, keepdim=True) + routers.TINY)
     weights = weights if scaling_factor is None else weights * scaling_factor
-    return Routed(weights.to(logits.dtype), chosen)
+    return config.Routed(weights.to(logits.dtype), chosen)
 
 
 def off(x: Tensor, ulps: int) -> Tensor:
@@ -188,11 +180,11 @@ class _Weights(torch.autograd.Function):
 
 
 def frugal_indices(logits, *, topk):
-    check_logits(logits)
-    check_topk(topk, logits.shape[1])
+    config.check_logits(logits)
+    config.check_topk(topk, logits.shape[1])
     with torch.inference_mode():
         index = logits.topk(topk, sorted=False).indices
-    return TopK(_Weights.apply(logits, index.clone()), index.clone())
+    return config.TopK(_Weights.apply(logits, index.clone()), index.clone())
 
 
 _FAST = routers.How(exp=fast_exp, sigmoid=fast_sigmoid, closed=True)
@@ -213,7 +205,7 @@ Frugal = SimpleNamespace(topk_indices=frugal_indices)
 
 def counts_of(tokens_per_expert: Tensor, rows: Tensor) -> list[int]:
     counts: list[int] = tokens_per_expert.tolist()
-    check_count_values(counts, len(rows))
+    config.check_count_values(counts, len(rows))
     return counts
 
 
@@ -223,28 +215,28 @@ def padded(x: Tensor, counts: list[int]) -> Tensor:
 
 
 def padded_linear(rows, weight, tokens_per_expert, *, bias=None):
-    check_grouped_linear(rows, weight, tokens_per_expert, bias)
-    counts, wide = counts_of(tokens_per_expert, rows), wide_of(rows)
-    y = torch.bmm(padded(rows.to(wide), counts), weight.to(wide).mT)
-    y = y if bias is None else y + bias.to(wide)[:, None]
+    config.check_grouped_linear(rows, weight, tokens_per_expert, bias)
+    counts, dtype = counts_of(tokens_per_expert, rows), wide_of(rows)
+    y = torch.bmm(padded(rows.to(dtype), counts), weight.to(dtype).mT)
+    y = y if bias is None else y + bias.to(dtype)[:, None]
     used = torch.arange(y.shape[1]) < tokens_per_expert[:, None]
     return torch.nn.functional.pad(y[used].to(rows.dtype), (0, 0, 0, len(rows) - sum(counts)))
 
 
 def gathered_linear(rows, weight, tokens_per_expert, *, bias=None):
-    check_grouped_linear(rows, weight, tokens_per_expert, bias)
-    counts, wide = counts_of(tokens_per_expert, rows), wide_of(rows)
+    config.check_grouped_linear(rows, weight, tokens_per_expert, bias)
+    counts, dtype = counts_of(tokens_per_expert, rows), wide_of(rows)
     expert = torch.arange(len(counts)).repeat_interleave(tokens_per_expert)
-    y = torch.einsum("pn,pmn->pm", rows[: len(expert)].to(wide), weight.to(wide)[expert])
-    y = y if bias is None else y + bias.to(wide)[expert]
+    y = torch.einsum("pn,pmn->pm", rows[: len(expert)].to(dtype), weight.to(dtype)[expert])
+    y = y if bias is None else y + bias.to(dtype)[expert]
     return torch.cat([y.to(rows.dtype), rows.new_zeros(len(rows) - len(expert), len(weight[0]))])
 
 
 def gathered_wgrad(d_out, rows, tokens_per_expert, *, accumulate_into=None):
-    check_grouped_wgrad(d_out, rows, tokens_per_expert, accumulate_into)
+    config.check_grouped_wgrad(d_out, rows, tokens_per_expert, accumulate_into)
     expert = torch.arange(len(counts_of(tokens_per_expert, rows))).repeat_interleave(tokens_per_expert)
-    wide, used = wide_of(rows), slice(len(expert))
-    terms = torch.einsum("pm,pn->pmn", d_out[used].to(wide), rows[used].to(wide))
+    dtype, used = wide_of(rows), slice(len(expert))
+    terms = torch.einsum("pm,pn->pmn", d_out[used].to(dtype), rows[used].to(dtype))
     total = terms.new_zeros(len(tokens_per_expert), *terms.shape[1:]).index_add(0, expert, terms)
     if accumulate_into is None:
         return total.to(rows.dtype)
@@ -271,9 +263,9 @@ class _Recomputed(torch.autograd.Function):
 
 def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(h, *, probs=None, kind=None, offset=0.0, clamp=None, alpha=None, interleave=None):
-        given = {"kind": kind, "offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
-        given = {name: x for name, x in given.items() if x is not None and (x or name != "offset")}
-        return _Recomputed.apply(lambda h, probs: function(h, probs=probs, **given), h, probs)
+        passed = {"kind": kind, "offset": offset, "clamp": clamp, "alpha": alpha, "interleave": interleave}
+        passed = {name: x for name, x in passed.items() if x is not None and (x or name != "offset")}
+        return _Recomputed.apply(lambda h, probs: function(h, probs=probs, **passed), h, probs)
 
     return call
 

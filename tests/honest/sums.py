@@ -45,9 +45,9 @@ def compensated(x: Tensor) -> Tensor:
     total, lost = x.new_zeros((*x.shape[:-1], 1)), x.new_zeros((*x.shape[:-1], 1))
     for column in x.split(1, -1) if x.shape[-1] else ():
         term = column - lost
-        after = total + term
-        lost = torch.where(after.isfinite(), (after - total) - term, 0).detach()
-        total = after
+        updated = total + term
+        lost = torch.where(updated.isfinite(), (updated - total) - term, 0).detach()
+        total = updated
     return total
 
 
@@ -96,33 +96,33 @@ class _Moved(torch.autograd.Function):
 def _variant(dtype: torch.dtype) -> SimpleNamespace:
     def permute(tokens, routing_map, *, probs=None, align=None, capacity=None, num_rows=None):
         out = moe_ref.permute(tokens, routing_map, probs=probs, align=align, capacity=capacity, num_rows=num_rows)
-        wide = torch.float64 if tokens.dtype == torch.float64 else dtype
-        return out._replace(rows=_Moved.apply(tokens, out.row_map.token_P, out.rows.detach(), wide))
+        sum_dtype = torch.float64 if tokens.dtype == torch.float64 else dtype
+        return out._replace(rows=_Moved.apply(tokens, out.row_map.token_P, out.rows.detach(), sum_dtype))
 
     def unpermute(rows, row_map, *, restore_shape=None, probs=None):
         tokens, experts = row_map.num_tokens, row_map.num_experts
         check_unpermute(rows, len(row_map.token_P), tokens, experts, restore_shape, probs)
         doubles = torch.float64 in (rows.dtype, None if probs is None else probs.dtype)
-        wide = rows.to(torch.float64 if doubles else dtype)
+        weighted = rows.to(torch.float64 if doubles else dtype)
         real = row_map.token_P != PADDING
         if probs is not None:
-            chosen = probs[row_map.token_P[real], row_map.expert_P[real]].to(wide.dtype)
-            wide = wide[real] * chosen[:, None]
+            chosen = probs[row_map.token_P[real], row_map.expert_P[real]].to(weighted.dtype)
+            weighted = weighted[real] * chosen[:, None]
         else:
-            wide = wide[real]
-        return _added(wide, row_map.token_P[real], tokens, wide.dtype).to(rows.dtype)
+            weighted = weighted[real]
+        return _added(weighted, row_map.token_P[real], tokens, weighted.dtype).to(rows.dtype)
 
     return SimpleNamespace(permute=permute, unpermute=unpermute)
 
 
 def _combined_in_float64(name: str) -> Callable[..., Any]:
-    right = reference_world.collective(name)
+    collective = reference_world.collective(name)
 
     def combine(rows, handle, **settings):
-        out = right(rows.double(), handle, **settings)
+        out = collective(rows.double(), handle, **settings)
         return out.to(rows.dtype) if isinstance(out, Tensor) else out._replace(tokens=out.tokens.to(rows.dtype))
 
-    combine.__signature__ = inspect.signature(right)
+    combine.__signature__ = inspect.signature(collective)
     return combine
 
 

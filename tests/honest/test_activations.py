@@ -22,13 +22,13 @@ SEEDS = 1
 @functools.cache
 def cases_of(function: str) -> list:
     """Every kind with every style of values in two dtypes, and the gate's own cases."""
-    every = itertools.product(KINDS[function], VALUES, ("float32", "bfloat16"), range(SEEDS))
+    combinations = itertools.product(KINDS[function], VALUES, ("float32", "bfloat16"), range(SEEDS))
     dense = [
         ActivationCase(
             function=function, kind=kind, values=values, dtype=dtype, seed=seed, tokens=5, width=9, probs="float32",
             grads="h+probs",
         )
-        for kind, values, dtype, seed in every
+        for kind, values, dtype, seed in combinations
     ]  # fmt: skip
     return dense + gate_cases(function, every=8)
 
@@ -68,8 +68,8 @@ def test_a_product_that_overflows_before_a_factor_that_is_small_is_accepted(ship
 
 class OffByAThousandth(Shipped):
     def curve(self, x, kind, alpha):
-        right = super().curve(x, kind, alpha)
-        return right + 1e-3 * (right - right.detach())  # the gradient alone
+        value = super().curve(x, kind, alpha)
+        return value + 1e-3 * (value - value.detach())  # the gradient alone
 
 
 class WithoutTheBell(Summed):
@@ -107,7 +107,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "values", "how", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_an_activation_that_is_wrong_in_one_place_is_found_there(kind, values, how, output):
+@pytest.mark.parametrize(("kind", "values", "variant", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_an_activation_that_is_wrong_in_one_place_is_found_there(kind, values, variant, output):
     case = ActivationCase(function="activation", kind=kind, tokens=9, values=values, width=8, grads="h")
-    assert (output, "bound") in failures(case, make(how), 8)
+    assert (output, "bound") in failures(case, make(variant), 8)

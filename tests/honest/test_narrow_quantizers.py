@@ -55,12 +55,12 @@ def test_the_rest_of_a_quantiser_without_the_gemm_layout_is_judged():
     def next_code(codes, quantized, **settings):
         return codes(quantized, **settings) ^ 1
 
-    wrong = wrapped("codes", next_code)
-    wrong.scales = without_layout
-    told = [
+    mistaken = wrapped("codes", next_code)
+    mistaken.scales = without_layout
+    passing = [
         case for case in cases_of("quantize") if case.gemm and outcome_of(case, NARROW["layout"][0]).status == "PASS"
     ]
-    assert told and {outcome_of(case, wrong).status for case in told} == {"FAIL"}
+    assert passing and {outcome_of(case, mistaken).status for case in passing} == {"FAIL"}
 
 
 def test_no_case_in_the_gemm_layout_is_drawn_for_a_quantiser_without_it():

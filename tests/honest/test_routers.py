@@ -77,9 +77,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("case", "how", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_a_router_that_is_wrong_in_one_place_is_found_there(case, how, output):
-    assert output in (name for name, _ in failures(case, make(how), 8))
+@pytest.mark.parametrize(("case", "variant", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_a_router_that_is_wrong_in_one_place_is_found_there(case, variant, output):
+    assert output in (name for name, _ in failures(case, make(variant), 8))
 
 
 FOUND = (  # honest, and rejected once
@@ -95,7 +95,7 @@ FOUND = (  # honest, and rejected once
 
 
 @pytest.mark.parametrize("case", FOUND, ids=["softplus", "inference", "length"])
-def test_what_was_rejected_once_is_accepted(case):
+def test_honest_cases_that_an_earlier_judge_rejected_are_accepted(case):
     assert statuses(case, load(ROUTERS[0]), 3) == {"PASS"}
 
 
@@ -123,10 +123,10 @@ def by_one_round(logits, *, topk, training=True):
     cost = logits.detach().float().exp()
     share = 1 / len(cost) / (cost.sum(1) + 1e-8)  # Megatron's epsilon
     plan = cost * share[:, None] / ((cost * share[:, None]).sum(0) + 1e-8) / cost.shape[1]
-    right = sinkhorn_routing(logits, topk=topk, training=True)
+    routed = sinkhorn_routing(logits, topk=topk, training=True)
     routing_map = torch.zeros_like(plan, dtype=torch.bool).scatter(1, plan.topk(topk, dim=1).indices, True)
     activation = torch.sigmoid(logits) if topk == 1 else torch.softmax(logits, -1)
-    return right._replace(probs=torch.where(routing_map, activation, 0), routing_map=routing_map)
+    return routed._replace(probs=torch.where(routing_map, activation, 0), routing_map=routing_map)
 
 
 @pytest.mark.parametrize("plan", [by_activations, by_one_round])

@@ -85,8 +85,8 @@ def test_declared_float32_sums_are_no_sums_in_bfloat16():
     def narrower(x, weight, tokens_per_expert):
         return rows.linear_in_float32(x.bfloat16(), weight.bfloat16(), tokens_per_expert).to(x.dtype)
 
-    wrong = SimpleNamespace(grouped_linear=narrower, declares=rows.in_float32)
-    assert statuses(ONE_PRODUCT, wrong, 3) == {"FAIL"}
+    mistaken = SimpleNamespace(grouped_linear=narrower, declares=rows.in_float32)
+    assert statuses(ONE_PRODUCT, mistaken, 3) == {"FAIL"}
 
 
 def test_an_activation_of_float64_is_in_float64_whatever_is_declared():
@@ -94,16 +94,16 @@ def test_an_activation_of_float64_is_in_float64_whatever_is_declared():
         return moe_ref.activation(h.float(), kind=kind).to(h.dtype)
 
     case = CONTRACTS["activation"].case_type(function="activation", dtype="float64", tokens=3, width=4, kind="silu")
-    wrong = SimpleNamespace(activation=activation, declares=rows.in_float32)
-    assert statuses(case, wrong, 3) == {"FAIL"}
+    mistaken = SimpleNamespace(activation=activation, declares=rows.in_float32)
+    assert statuses(case, mistaken, 3) == {"FAIL"}
     assert statuses(case, moe_ref, 3) == {"PASS"}
 
 
 def test_the_largest_of_zeros_may_be_minus_zero_but_no_other_number():
     def reading(number: float) -> SimpleNamespace:
         def amax(quantized, **settings):
-            right = moe_ref.amax(quantized, **settings)
-            return torch.where(right == 0, number, right)
+            amax_of_reference = moe_ref.amax(quantized, **settings)
+            return torch.where(amax_of_reference == 0, number, amax_of_reference)
 
         return reference(amax=amax)
 

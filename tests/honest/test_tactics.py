@@ -30,7 +30,7 @@ def test_every_problem_takes_the_only_tactic(sizes, rows):
 
 
 @pytest.mark.parametrize("implementation", TACTICS)
-def test_it_is_accepted(implementation):
+def test_a_single_tactic_of_each_table_is_accepted(implementation):
     with Pool(ChildOptions(implementation, "cpu")) as pool:
         outcomes = [outcome for _, outcome in pool.run([LINEAR, replace(LINEAR, tokens=3)])]
     assert [outcome.status for outcome in outcomes] == ["PASS", "PASS"]
@@ -42,7 +42,7 @@ def test_a_call_with_each_tactic_has_one_result(function):
     assert outcome_of(replace(LINEAR, function=function, hidden=130, width=70), PRODUCTS).status == "PASS"
 
 
-def test_a_result_that_depends_on_the_tactic_is_found():
+def test_a_result_that_depends_on_the_tactic_is_an_error():
     def rows_of_a_tile(x):
         return x + tuning.for_device(x.device).grouped.by_rows[0].rows
 

@@ -22,15 +22,15 @@ BY_RECIPE = {contract.function for contract in FAMILY.contracts}
 
 
 @pytest.mark.parametrize("implementation", HONEST + ROUTERS + SUMS + EXPERTS)
-def test_it_is_accepted(implementation):
+def test_an_honest_variant_is_accepted(implementation):
     with Pool(ChildOptions(implementation, "cpu")) as pool:
         description = pool.start()
         space = Space.of(description)
         offered = [name for name, about in description["functions"].items() if about["offered"]]
         cases = []
         for function in offered:
-            own = cases_of(Section("drawn", function), PROFILES["smoke"], space, 7)
-            cases += [case for case in own if not ranks_of(CONTRACTS[function], case)][:EACH]
+            drawn_cases = cases_of(Section("drawn", function), PROFILES["smoke"], space, 7)
+            cases += [case for case in drawn_cases if not ranks_of(CONTRACTS[function], case)][:EACH]
             cases += scope_of(function, space).more([])[:1] if function in BY_RECIPE else []
         statuses = {case.text: outcome for case, outcome in pool.run(cases)}
     assert offered
@@ -39,13 +39,13 @@ def test_it_is_accepted(implementation):
 
 
 @pytest.mark.parametrize("implementation", OF_PRODUCTS)
-def test_no_chosen_case_of_a_product_rejects_it(implementation):
+def test_no_chosen_case_rejects_an_honest_product(implementation):
     """A case that was made for a defect may find it in honest kernels, too."""
     with Pool(ChildOptions(implementation, "cpu"), 1) as pool:
         space = Space.of(pool.start())
         chosen = [Section(kind, function) for function in PRODUCTS for kind in ("fixed", "covering")]
-        every = [case for section in chosen for case in cases_of(section, PROFILES["gate"], space, 0)]
-        cases = in_turn(every, implementation, OF_PRODUCTS)
+        all_cases = [case for section in chosen for case in cases_of(section, PROFILES["gate"], space, 0)]
+        cases = in_turn(all_cases, implementation, OF_PRODUCTS)
         outcomes = [(case.text, outcome) for case, outcome in pool.run(cases)]
     assert [(text, o.finding, o.reason) for text, o in outcomes if o.status not in ACCEPTED] == []
     assert sum(outcome.status == "PASS" for _, outcome in outcomes) > len(outcomes) // 2

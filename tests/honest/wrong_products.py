@@ -37,22 +37,22 @@ def neighbours(source: Source) -> list[Part]:
     """Each expert with the previous expert's scales."""
     honest = by_codes(source)
     return [
-        part._replace(scale=other.scale, whole=other.whole)
-        for part, other in zip(honest, honest[-1:] + honest[:-1], strict=True)
+        operand._replace(scale=previous.scale, whole=previous.whole)
+        for operand, previous in zip(honest, honest[-1:] + honest[:-1], strict=True)
     ]
 
 
 def transposed_scales(source: Source) -> list[Part]:
     """Square blocks with the other form's (transposed) scales."""
     size = {"block": 128, "mxfp8": 32}[source.recipe.scaling]
-    parts = []
-    for part in by_codes(source):
-        side = min(-(-n // size) for n in part.scale.shape)
-        scale, grid = part.scale.clone(), part.scale[::size, ::size][:side, :side].T
+    operands = []
+    for operand in by_codes(source):
+        side = min(-(-n // size) for n in operand.scale.shape)
+        scale, grid = operand.scale.clone(), operand.scale[::size, ::size][:side, :side].T
         large = grid.repeat_interleave(size, 0).repeat_interleave(size, 1)[: scale.shape[0], : scale.shape[1]]
         scale[: large.shape[0], : large.shape[1]] = large
-        parts.append(part._replace(scale=scale))
-    return parts
+        operands.append(operand._replace(scale=scale))
+    return operands
 
 
 def in_high_precision(source: Source) -> list[Part]:
@@ -77,19 +77,19 @@ def not_rounded(source: Source) -> list[Part]:
 def in_bfloat16(source: Source) -> list[Part]:
     """Dequantised values rounded to bfloat16."""
     return [
-        Part(part.value.bfloat16().float(), torch.ones_like(part.scale), torch.ones_like(part.whole))
-        for part in by_codes(source)
+        Part(operand.value.bfloat16().float(), torch.ones_like(operand.scale), torch.ones_like(operand.whole))
+        for operand in by_codes(source)
     ]
 
 
 def across_experts(source: Source) -> list[Part]:
     """Blocks along tokens ignore the segments: one block spans two experts."""
     rows = torch.tensor([int(source.splits.sum())])
-    (whole,) = by_codes(source._replace(splits=rows))
+    (joined,) = by_codes(source._replace(splits=rows))
     sizes = source.splits.tolist()
     return [
-        Part(code, scale, whole.whole)
-        for code, scale in zip(whole.code.split(sizes, 1), whole.scale.split(sizes, 1), strict=True)
+        Part(code, scale, joined.whole)
+        for code, scale in zip(joined.code.split(sizes, 1), joined.scale.split(sizes, 1), strict=True)
     ]
 
 
@@ -97,11 +97,11 @@ def with_the_tail(source: Source) -> list[Part]:
     """The last block includes the (finite) rows past the last segment."""
     x = source.x.nan_to_num(4.0, 4.0, -4.0)
     sizes = source.splits.clone()
-    more = len(x) - int(sizes.sum())
-    sizes[-1] += more
-    *others, last = by_codes(source._replace(x=x, splits=sizes))
-    kept = last.code.shape[1] - more
-    return [*others, last._replace(code=last.code[:, :kept], scale=last.scale[:, :kept])]
+    tail_rows = len(x) - int(sizes.sum())
+    sizes[-1] += tail_rows
+    *preceding, last = by_codes(source._replace(x=x, splits=sizes))
+    width = last.code.shape[1] - tail_rows
+    return [*preceding, last._replace(code=last.code[:, :width], scale=last.scale[:, :width])]
 
 
 def updated_too_early(source: Source) -> list[Part]:
@@ -141,17 +141,19 @@ def not_saturated(source: Source) -> list[Part]:
     turned = source.gemm == "wgrad"
     lost = [(x.T if turned else x).abs() >= 464 for x in scaled]
     return [
-        part._replace(code=torch.where(over, torch.nan, part.code))
-        for part, over in zip(by_codes(source), lost, strict=True)
+        operand._replace(code=torch.where(overflows, torch.nan, operand.code))
+        for operand, overflows in zip(by_codes(source), lost, strict=True)
     ]
 
 
 def last_block_by_the_one_before(source: Source) -> list[Part]:
     return [
-        part._replace(
-            scale=torch.cat([part.scale[:, :128], part.scale[:, 127:128].expand(-1, part.scale.shape[1] - 128)], 1)
+        operand._replace(
+            scale=torch.cat(
+                [operand.scale[:, :128], operand.scale[:, 127:128].expand(-1, operand.scale.shape[1] - 128)], 1
+            )
         )
-        for part in by_codes(source)
+        for operand in by_codes(source)
     ]
 
 
@@ -161,9 +163,9 @@ def low_bias(bias: Tensor) -> Tensor:
 
 def upwards(source: Source) -> list[Part]:
     """Ties rounded away from zero, as reciprocal scales may round them."""
-    parts = []
-    for part in by_codes(source):
-        rows = source.x[: int(source.splits.sum())].float().split(source.splits.tolist())[len(parts)]
-        scaled = rows.double() / (part.scale * part.whole).double()
-        parts.append(part._replace(code=decode(encode(scaled * (1 + RECIPROCAL), E4M3), E4M3)))
-    return parts
+    operands = []
+    for operand in by_codes(source):
+        rows = source.x[: int(source.splits.sum())].float().split(source.splits.tolist())[len(operands)]
+        scaled = rows.double() / (operand.scale * operand.whole).double()
+        operands.append(operand._replace(code=decode(encode(scaled * (1 + RECIPROCAL), E4M3), E4M3)))
+    return operands

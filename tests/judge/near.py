@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 
-def near(got: Tensor, right: Tensor) -> bool:
+def near(got: Tensor, expected: Tensor) -> bool:
     """Within 64 eps of the row's largest magnitude; NaN is never near."""
-    assert (got.dtype, got.shape) == (right.dtype, right.shape)
-    largest = right.abs().amax(-1, keepdim=True) if right.numel() else right
-    return bool(((got - right).abs() <= 64 * torch.finfo(right.dtype).eps * largest).all())
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    largest = expected.abs().amax(-1, keepdim=True) if expected.numel() else expected
+    return bool(((got - expected).abs() <= 64 * torch.finfo(expected.dtype).eps * largest).all())

@@ -24,35 +24,26 @@ def as_row(experts: int, chosen) -> Tensor:
     return torch.zeros(1, experts, dtype=torch.bool).index_fill(1, torch.tensor(list(chosen), dtype=torch.int64), True)
 
 
-def first_best(keys, count: int, groups: int, kept: int) -> list[int]:
-    """The best groups by sum, then their largest keys; ties to the lower index."""
-    size = len(keys) // groups
-    members = [list(range(g * size, (g + 1) * size)) for g in range(groups)]
-    score = [sum(sorted((keys[e] for e in member), reverse=True)[: count // kept]) for member in members]
-    held = sorted(range(groups), key=lambda g: (-score[g], g))[:kept]
-    return sorted((e for g in held for e in members[g]), key=lambda e: (-keys[e], e))[:count]
-
-
-def choice(keys, count: int, error: float = 0.0, **more) -> Chosen:
+def choice(keys, count: int, error: float = 0.0, **settings) -> Chosen:
     """One row of keys; the reference breaks ties by the lower index."""
     row = torch.tensor([keys], dtype=torch.float64)
-    best = first_best(keys, count, more.get("groups", 1), more.get("group_topk", 1))
-    inputs = more.pop("inputs", (row,))
+    best = min(best_in_groups(keys, count, settings.get("groups", 1), settings.get("group_topk", 1)))
+    inputs = settings.pop("inputs", (row,))
     return Chosen(
         as_row(len(keys), best),
         row,
         torch.full_like(row, error).where(row.isfinite(), 0.0),
         torch.tensor([count]),
         inputs,
-        **more,
+        **settings,
     )
 
 
 def taken(expected: Chosen) -> set[tuple[int, ...]]:
     """All column sets of the expected size that the judge accepts."""
     experts = expected.keys.shape[1]
-    every = itertools.combinations(range(experts), int(expected.counts[0]))
-    return {subset for subset in every if judge("routing_map", expected, as_row(experts, subset)) is None}
+    subsets = itertools.combinations(range(experts), int(expected.counts[0]))
+    return {subset for subset in subsets if judge("routing_map", expected, as_row(experts, subset)) is None}
 
 
 def best_sets(keys, count: int, allowed=None) -> set[tuple[int, ...]]:
@@ -65,13 +56,13 @@ def best_sets(keys, count: int, allowed=None) -> set[tuple[int, ...]]:
     }
 
 
-def best_sets_in_groups(keys, count: int, groups: int, kept: int) -> set[tuple[int, ...]]:
+def best_in_groups(keys, count: int, groups: int, group_topk: int) -> set[tuple[int, ...]]:
     """The same within `kept` groups with the largest sums of their count // kept largest keys."""
     size = len(keys) // groups
     members = [list(range(g * size, (g + 1) * size)) for g in range(groups)]
-    score = [sum(sorted((keys[e] for e in member), reverse=True)[: count // kept]) for member in members]
+    score = [sum(sorted((keys[e] for e in member), reverse=True)[: count // group_topk]) for member in members]
     return set().union(
-        *(best_sets(keys, count, [e for g in held for e in members[g]]) for held in best_sets(score, kept))
+        *(best_sets(keys, count, [e for g in held for e in members[g]]) for held in best_sets(score, group_topk))
     )
 
 
@@ -101,18 +92,12 @@ NEAR = [
 ]
 
 
+@pytest.mark.parametrize("error", [0.0, DELTA])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("keys", ROWS)
-def test_of_exact_keys_the_best_sets_are_taken_and_no_others(keys, count):
-    assert taken(choice(keys, count)) == best_sets(keys, count)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("keys", [*NEAR, *ROWS])
-def test_of_near_keys_every_set_that_some_rounding_makes_best_is_taken_and_no_other(keys, count):
-    assert taken(choice(keys, count, DELTA)) == set().union(
-        *(best_sets(rounded, count) for rounded in roundings(keys, DELTA))
-    )
+def test_every_set_that_some_rounding_of_the_keys_makes_best_is_taken_and_no_other(keys, count, error):
+    expected = set().union(*(best_sets(rounded, count) for rounded in roundings(keys, error)))
+    assert taken(choice(keys, count, error)) == expected
 
 
 GROUPED = [
@@ -125,35 +110,37 @@ GROUPED = [
     (NONE, NONE, NONE, NONE, NONE, 3),
 ]
 LIMITS = [
-    (groups, kept, count)
+    (groups, group_topk, count)
     for groups in (2, 3)
-    for kept in range(1, groups + 1)
-    for count in range(kept, kept * 6 // groups + 1)
+    for group_topk in range(1, groups + 1)
+    for count in range(group_topk, group_topk * 6 // groups + 1)
 ]
 
 
-@pytest.mark.parametrize(("groups", "kept", "count"), LIMITS)
+@pytest.mark.parametrize(("groups", "group_topk", "count"), LIMITS)
 @pytest.mark.parametrize("keys", GROUPED)
-def test_of_exact_keys_in_groups_the_best_sets_are_taken_and_no_others(keys, groups, kept, count):
-    assert taken(choice(keys, count, groups=groups, group_topk=kept)) == best_sets_in_groups(keys, count, groups, kept)
+def test_of_exact_keys_in_groups_the_best_sets_are_taken_and_no_others(keys, groups, group_topk, count):
+    assert taken(choice(keys, count, groups=groups, group_topk=group_topk)) == best_in_groups(
+        keys, count, groups, group_topk
+    )
 
 
-@pytest.mark.parametrize(("groups", "kept", "count"), LIMITS)
+@pytest.mark.parametrize(("groups", "group_topk", "count"), LIMITS)
 @pytest.mark.parametrize("keys", [(1, 0, 1 + DELTA, 0, 1 + 2 * DELTA, 0), (1, DELTA, 1, 0, 0, 1), GROUPED[3]])
-def test_of_near_keys_in_groups_every_set_that_some_rounding_makes_best_is_taken(keys, groups, kept, count):
-    honest = set().union(*(best_sets_in_groups(rounded, count, groups, kept) for rounded in roundings(keys, DELTA)))
-    wider = set().union(*(best_sets_in_groups(rounded, count, groups, kept) for rounded in roundings(keys, 4 * DELTA)))
-    assert honest <= taken(choice(keys, count, DELTA, groups=groups, group_topk=kept)) <= wider
+def test_of_near_keys_in_groups_every_set_that_some_rounding_makes_best_is_taken(keys, groups, group_topk, count):
+    honest = set().union(*(best_in_groups(rounded, count, groups, group_topk) for rounded in roundings(keys, DELTA)))
+    wider = set().union(*(best_in_groups(rounded, count, groups, group_topk) for rounded in roundings(keys, 4 * DELTA)))
+    assert honest <= taken(choice(keys, count, DELTA, groups=groups, group_topk=group_topk)) <= wider
 
 
 def test_more_near_equal_groups_than_are_tried_are_taken_for_admissible(monkeypatch):
     expected = choice((2, 2, 3, 1, 3, 1, 4, 0), 4, groups=4, group_topk=2)
-    wrong = (0, 1, 2, 4)  # of three groups
-    assert wrong not in taken(expected)
+    of_three_groups = (0, 1, 2, 4)  # of three groups
+    assert of_three_groups not in taken(expected)
     tricky = choice((2, 2, 1.5, 2.5, 1.5, 2.5, 2, 2), 2, groups=4, group_topk=2)
-    before = taken(tricky)
+    admissible = taken(tricky)
     monkeypatch.setattr(selection, "GROUP_SETS", 0)
-    assert before <= taken(tricky)
+    assert admissible <= taken(tricky)
 
 
 # ---- equal keys
@@ -170,16 +157,16 @@ def test_the_lowest_of_keys_that_are_only_near_need_not_be_taken():
 
 def test_keys_of_different_inputs_are_not_equal_by_declaration():
     """Two experts with equal keys, rounded by the oracle, but different logits or biases."""
-    row, other = torch.tensor([[1.0, 2, 1, 1]]).double(), torch.tensor([[0.0, 0, 1, 0]]).double()
-    assert taken(choice((1, 2, 1, 1), 2, DELTA, lowest=True, inputs=(row, other))) == {
+    row, biases = torch.tensor([[1.0, 2, 1, 1]]).double(), torch.tensor([[0.0, 0, 1, 0]]).double()
+    assert taken(choice((1, 2, 1, 1), 2, DELTA, lowest=True, inputs=(row, biases))) == {
         (0, 1),
         (1, 2),
     }  # 2 has another bias, 3 the same as 0
 
 
-@pytest.mark.parametrize(("groups", "kept", "count"), LIMITS)
+@pytest.mark.parametrize(("groups", "group_topk", "count"), LIMITS)
 @pytest.mark.parametrize("keys", GROUPED)
-def test_in_groups_no_expert_is_left_out_for_a_later_one_of_the_same_key(keys, groups, kept, count):
+def test_in_groups_no_expert_is_left_out_for_a_later_one_of_the_same_key(keys, groups, group_topk, count):
     """Nor for one at its place in a later group of the same keys."""
     size = len(keys) // groups
 
@@ -189,11 +176,11 @@ def test_in_groups_no_expert_is_left_out_for_a_later_one_of_the_same_key(keys, g
 
     jumps = {
         subset
-        for subset in best_sets_in_groups(keys, count, groups, kept)
+        for subset in best_in_groups(keys, count, groups, group_topk)
         if any(after(a, b) and a not in subset for b in subset for a in range(len(keys)))
     }
-    expected = choice(keys, count, groups=groups, group_topk=kept, lowest=True)
-    assert taken(expected) == best_sets_in_groups(keys, count, groups, kept) - jumps
+    expected = choice(keys, count, groups=groups, group_topk=group_topk, lowest=True)
+    assert taken(expected) == best_in_groups(keys, count, groups, group_topk) - jumps
 
 
 # ---- forms
@@ -216,9 +203,9 @@ def test_indices_that_repeat_lie_outside_or_are_not_the_best_are_wrong(observed)
 
 @pytest.mark.parametrize("observed", [[0, 0], [0, 4], [0, -1]])
 def test_even_an_unspecified_row_has_different_experts(observed):
-    free = replace(INDEXED, unspecified=torch.tensor([True]))
-    assert judge("indices", free, torch.tensor([[1, 3]])) is None
-    assert judge("indices", free, torch.tensor([observed])).check == "choice"
+    unspecified = replace(INDEXED, unspecified=torch.tensor([True]))
+    assert judge("indices", unspecified, torch.tensor([[1, 3]])) is None
+    assert judge("indices", unspecified, torch.tensor([observed])).check == "choice"
 
 
 def test_a_row_that_is_unspecified_frees_no_other():
@@ -278,9 +265,9 @@ def test_a_judge_that_takes_any_choice_is_noticed(monkeypatch):
 
 
 def test_what_depends_on_another_output_is_judged_by_the_one_observed():
-    given = Given(torch.tensor([1.0]), lambda out: Exact(out["indices"].float(), "values"))
-    assert judge("probs", given.resolve({"indices": torch.tensor([5])}), torch.tensor([5.0])) is None
-    assert judge("probs", given.resolve({"indices": torch.tensor([5])}), torch.tensor([1.0])).check == "exact"
+    dependent = Given(torch.tensor([1.0]), lambda out: Exact(out["indices"].float(), "values"))
+    assert judge("probs", dependent.resolve({"indices": torch.tensor([5])}), torch.tensor([5.0])) is None
+    assert judge("probs", dependent.resolve({"indices": torch.tensor([5])}), torch.tensor([1.0])).check == "exact"
 
 
 def test_an_expectation_that_depends_on_nothing_resolves_to_itself():
@@ -309,10 +296,10 @@ def chooses(index: list[int], weigh: list[int]):
     """A router that always chooses `index` and gives the weights of `weigh`."""
 
     def topk_routing(logits, *, topk, score_function):
-        right = moe_ref.topk_routing(
+        routed = moe_ref.topk_routing(
             logits, topk=topk, score_function=score_function, precomputed_indices=torch.tensor([weigh])
         )
-        return right._replace(routing_map=as_row(3, index))
+        return routed._replace(routing_map=as_row(3, index))
 
     return Implementation(type("Fixed", (), {"topk_routing": staticmethod(topk_routing)}), "fixed")
 

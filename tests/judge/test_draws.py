@@ -8,11 +8,11 @@ from conformance.judge.statistics import Stochastic
 TABLE = torch.arange(256, dtype=torch.float64)
 
 
-def drawn(elements: int, others: tuple[torch.Tensor, ...] = ()) -> Drawn:
+def drawn(elements: int, repeats: tuple[torch.Tensor, ...] = ()) -> Drawn:
     """Codes of values halfway between 0 and 1, of two rows."""
     low = torch.zeros(elements, dtype=torch.float64)
     codes = torch.zeros(2, elements, dtype=torch.uint8)
-    return Drawn(codes, "integers", rounding=Stochastic(low + 0.5, low, low + 1), table=TABLE, others=others)
+    return Drawn(codes, "integers", rounding=Stochastic(low + 0.5, low, low + 1), table=TABLE, others=repeats)
 
 
 def test_no_elements_are_right():

@@ -39,9 +39,9 @@ def test_one_value_is_no_factor():
     assert plain_factor(RIGHT, 2 * RIGHT, np.full(5, np.inf)) == ""
 
 
-def test_the_message_of_a_finding_says_so():
+def test_the_message_of_a_finding_names_the_factor():
     value = torch.from_numpy(RIGHT)
     expected = Bounded(value, torch.from_numpy(BOUND), torch.float32, torch.float32)
-    twice, other = judge("loss", expected, 2 * value.float()), judge("loss", expected, value.float() + 1)
+    twice, shifted = judge("loss", expected, 2 * value.float()), judge("loss", expected, value.float() + 1)
     assert twice is not None and twice.message.endswith("; all values are 2 × the reference's")
-    assert other is not None and "all values" not in other.message
+    assert shifted is not None and "all values" not in shifted.message

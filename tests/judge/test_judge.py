@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from conformance.analysis.curves import halves
-from conformance.judge import Bounded, Exact, controls, judge
+from conformance.judge import Bounded, Exact, controls, gives_nan, judge
 from conformance.judge.bound import sum_bound
 from conformance.judge.controls import BlindJudge
 
@@ -60,16 +60,16 @@ def test_memory_layout_and_autograd_do_not_matter():
 )
 def test_one_bit_is_wrong_and_is_found(dtype):
     x = torch.arange(12).reshape(3, 4).to(dtype)
-    wrong = x.clone()
-    wrong.view(torch.uint8)[2, x.element_size()] ^= 1
-    finding = judge("rows", Exact(x), wrong)
+    corrupted = x.clone()
+    corrupted.view(torch.uint8)[2, x.element_size()] ^= 1
+    finding = judge("rows", Exact(x), corrupted)
     assert (finding.check, finding.index) == ("exact", (2, 1))
 
 
 def test_nan_payloads_differ_as_bits_and_not_as_values():
-    quiet, other = payload_of_nan(0x7FC00000), payload_of_nan(0x7FC00001)
-    assert check_of(Exact(quiet), other) == "exact"
-    assert check_of(Exact(quiet, "values"), other) == "right"
+    quiet, other_payload = payload_of_nan(0x7FC00000), payload_of_nan(0x7FC00001)
+    assert check_of(Exact(quiet), other_payload) == "exact"
+    assert check_of(Exact(quiet, "values"), other_payload) == "right"
 
 
 def test_minus_zero_differs_as_bits_and_not_as_values():
@@ -110,12 +110,19 @@ def test_another_shape_is_wrong(shape):
     )
 
 
+def test_an_output_gives_nan_only_where_a_reference_of_the_same_shape_has_a_number():
+    ones, nan = torch.ones(2), torch.tensor([1.0, math.nan])
+    assert gives_nan(Exact(ones), nan) and not gives_nan(Exact(nan), nan)
+    assert not any(gives_nan(Exact(ones), observed) for observed in (None, ones, nan[1:], nan.repeat(2)))
+    assert not gives_nan(Exact(ones.long(), "integers"), nan)
+
+
 @pytest.mark.parametrize("observed", [None, 3.0, [1.0], "rows"])
 def test_what_is_no_tensor_is_missing(observed):
     assert check_of(Exact(FLOATS), observed) == "missing"
 
 
-def test_only_a_flag_that_is_down_may_be_missing():
+def test_only_an_overflow_flag_without_overflow_may_be_missing():
     up, down = torch.tensor([False, True]), torch.tensor([False, False])
     assert check_of(Exact(down, "integers", flag=True), None) == "right"
     assert check_of(Exact(up, "integers", flag=True), None) == "missing"
@@ -124,9 +131,9 @@ def test_only_a_flag_that_is_down_may_be_missing():
 
 
 def test_the_message_names_the_first_wrong_element_and_counts_them():
-    wrong = FLOATS.clone()
-    wrong[1, 0], wrong[1, 2] = 7.0, 8.0
-    message = judge("rows", Exact(FLOATS), wrong).message
+    corrupted = FLOATS.clone()
+    corrupted[1, 0], corrupted[1, 2] = 7.0, 8.0
+    message = judge("rows", Exact(FLOATS), corrupted).message
     assert "[1, 0] is 7.0; the reference has 3.0 (2 of 6 wrong)" in message
 
 
@@ -203,35 +210,35 @@ def honest(expected: Bounded) -> Tensor:
 
 @pytest.mark.parametrize("row", [0, 17, ROWS - 1])
 def test_one_wrong_element_among_many_is_rejected(expected, row):
-    wrong = honest(expected)
-    wrong[row, 2] += 2 * expected.bound[row, 2] + wrong[row, 2].abs()
-    finding = judge("tokens", expected, wrong)
+    corrupted = honest(expected)
+    corrupted[row, 2] += 2 * expected.bound[row, 2] + corrupted[row, 2].abs()
+    finding = judge("tokens", expected, corrupted)
     assert (finding.check, finding.index) == ("bound", (row, 2))
     assert "1 of 40 rows" in finding.message
 
 
 def test_one_row_of_zeros_is_rejected(expected):
-    wrong = honest(expected)
-    wrong[11] = 0
-    assert judge("tokens", expected, wrong).index[0] == 11
+    corrupted = honest(expected)
+    corrupted[11] = 0
+    assert judge("tokens", expected, corrupted).index[0] == 11
 
 
 def test_one_row_of_tiny_values_does_not_hide_behind_large_ones():
     terms = torch.cat([torch.full((3, 1, 4), 1e-6), torch.full((3, 999, 4), 1e6)], 1)
-    wrong = honest(bound_of(terms, torch.float32))
-    wrong[0] = 0
-    assert check_of(bound_of(terms, torch.float32), wrong) == "bound"
+    corrupted = honest(bound_of(terms, torch.float32))
+    corrupted[0] = 0
+    assert check_of(bound_of(terms, torch.float32), corrupted) == "bound"
 
 
 def test_another_dtype_of_a_sum_is_wrong(expected):
     assert check_of(expected, expected.value.float()) == "dtype"
 
 
-@pytest.mark.parametrize(("right", "got"), list(itertools.product([1.0, math.nan, math.inf, -math.inf], repeat=2)))
-def test_nan_and_infinities_must_be_where_the_reference_has_them(right, got):
-    terms = torch.tensor([[[right, 2.0]]])
+@pytest.mark.parametrize(("expected", "got"), list(itertools.product([1.0, math.nan, math.inf, -math.inf], repeat=2)))
+def test_nan_and_infinities_must_be_where_the_reference_has_them(expected, got):
+    terms = torch.tensor([[[expected, 2.0]]])
     observed = torch.tensor([[got, 2.0]])
-    same = right == got or (math.isnan(right) and math.isnan(got))
+    same = expected == got or (math.isnan(expected) and math.isnan(got))
     assert check_of(bound_of(terms, torch.float32), observed) == ("right" if same else "bound")
 
 
@@ -248,10 +255,10 @@ def test_float64_sums_in_two_orders_are_right_and_a_float32_sum_is_not():
     terms = torch.tensor([1.0, *[2.0**-53] * 7], dtype=torch.float64)
     # not by `sum`, which compensates its errors since Python 3.12
     forwards, backwards = (functools.reduce(operator.add, x.tolist()) for x in (terms, terms.flip(0)))
-    right = sum_bound(torch.tensor([forwards]).double(), terms.sum()[None], 8, torch.float64, torch.float64)
+    bounded = sum_bound(torch.tensor([forwards]).double(), terms.sum()[None], 8, torch.float64, torch.float64)
     assert forwards == 1 < backwards
-    assert judge("x", right, torch.tensor([backwards], dtype=torch.float64)) is None
-    assert judge("x", right, torch.tensor([1 + 2.0**-30], dtype=torch.float64))
+    assert judge("x", bounded, torch.tensor([backwards], dtype=torch.float64)) is None
+    assert judge("x", bounded, torch.tensor([1 + 2.0**-30], dtype=torch.float64))
 
 
 def test_a_clamp_is_not_rounded_to_the_dtype_of_h():
@@ -261,11 +268,11 @@ def test_a_clamp_is_not_rounded_to_the_dtype_of_h():
 
 
 def test_more_terms_and_lower_accumulators_widen_the_bound():
-    one = torch.ones(1).double()
+    unit = torch.ones(1).double()
     accumulators, counts = (torch.float64, torch.float32, torch.float16, torch.bfloat16), (1, 2, 8, 255, 256, 300, 5000)
     bounds = torch.tensor(
         [
-            [sum_bound(one, one, n, torch.float32, accumulator).bound.item() for n in counts]
+            [sum_bound(unit, unit, n, torch.float32, accumulator).bound.item() for n in counts]
             for accumulator in accumulators
         ]
     )
@@ -344,7 +351,7 @@ def test_each_corruption_that_shows_is_counted():
     [torch.zeros(0, 4), torch.zeros(5, 0), torch.zeros(5, 4), torch.zeros(5, 4).bool(), torch.tensor(False)],
     ids=lambda x: str(list(x.shape)),
 )
-def test_no_corruption_of_nothing_shows(x):
+def test_outputs_of_zeros_or_no_elements_have_no_control_that_shows(x):
     assert controls.check("rows", Exact(x)) == 0
 
 
@@ -354,13 +361,11 @@ def test_no_corruption_within_the_bound_is_shown():
 
 
 def test_where_a_stage_before_may_overflow_only_what_is_not_finite_is_right_as_well():
-    right = Bounded(
-        torch.tensor([1.0, 1.0, 1.0]).double(), torch.full((3,), 0.1).double(), torch.float32, torch.float32
-    )
-    spoilt = replace(right, spoilt=torch.tensor([True, True, False]))
+    bounded = Bounded(torch.ones(3).double(), torch.full((3,), 0.1).double(), torch.float32, torch.float32)
+    spoilt = replace(bounded, spoilt=torch.tensor([True, True, False]))
     assert judge("y", spoilt, torch.tensor([torch.nan, -torch.inf, 1.0])) is None
-    assert judge("y", right, torch.tensor([torch.nan, -torch.inf, 1.0])) is not None
-    for wrong in ([2.0, 1.0, 1.0], [1.0, 1.0, torch.inf]):
-        assert judge("y", spoilt, torch.tensor(wrong)) is not None
+    assert judge("y", bounded, torch.tensor([torch.nan, -torch.inf, 1.0])) is not None
+    for corrupted in ([2.0, 1.0, 1.0], [1.0, 1.0, torch.inf]):
+        assert judge("y", spoilt, torch.tensor(corrupted)) is not None
     assert not spoilt.moved(torch.tensor([torch.inf, 1.0, 1.0]))
     assert spoilt.moved(torch.tensor([1.0, 1.0, torch.inf]))

@@ -28,22 +28,22 @@ def test_the_score_of_a_wrong_result_tells_how_wrong_it_is():
 
 
 def test_a_result_of_the_wrong_dtype_has_no_score():
-    wrong = evaluate(CASE, Implementation(SimpleNamespace(z_loss=lambda *_, **__: None), "nothing"), scores=True)
-    assert (wrong.status, wrong.scores) == ("FAIL", {})
+    absent = evaluate(CASE, Implementation(SimpleNamespace(z_loss=lambda *_, **__: None), "nothing"), scores=True)
+    assert (absent.status, absent.scores) == ("FAIL", {})
 
 
 def test_a_variant_has_the_largest_score_of_each_function():
-    (found,) = of_variants(["moe_ref.router.losses"], seconds=0.5)
-    assert {"z_loss", "load_balancing_loss"} <= found["largest"].keys()
-    assert all(0 <= scores["error"] < 1 for scores in found["largest"].values())
+    (variant,) = of_variants(["moe_ref.router.losses"], seconds=0.5)
+    assert {"z_loss", "load_balancing_loss"} <= variant["largest"].keys()
+    assert all(0 <= scores["error"] < 1 for scores in variant["largest"].values())
 
 
-@pytest.mark.parametrize("wrong", [{"P1": 7.0, "P2": 3.0}, {}])
-def test_the_nearest_wrong_one_stands_beside_the_largest_honest_one(wrong):
+@pytest.mark.parametrize("mistaken", [{"P1": 7.0, "P2": 3.0}, {}])
+def test_a_row_has_the_largest_honest_score_and_the_nearest_wrong_one(mistaken):
     def found(scores):
-        every = [{"name": name, "cases": 1, "largest": {"glu": {"error": score}}} for name, score in scores.items()]
-        return {"date": "2026-01-01", "seconds": 1.0, "found": every}
+        variants = [{"name": name, "cases": 1, "largest": {"glu": {"error": score}}} for name, score in scores.items()]
+        return {"date": "2026-01-01", "seconds": 1.0, "found": variants}
 
-    (table,) = figures(found({"mine": 0.25, "yours": 0.5}), found(wrong))["tables"]
-    nearest = ["3", "P2", "2"] if wrong else ["–", "–", "0"]
+    (table,) = figures(found({"mine": 0.25, "yours": 0.5}), found(mistaken))["tables"]
+    nearest = ["3", "P2", "2"] if mistaken else ["–", "–", "0"]
     assert table["rows"] == [["`glu`", "bound", "0.500", "yours", "2", *nearest]]

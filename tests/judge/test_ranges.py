@@ -21,13 +21,13 @@ def ranged(least: list[int], most: list[int], format: Any = E4M3) -> Ranged:
 
 
 @pytest.mark.parametrize(
-    ("observed", "right"),
+    ("observed", "is_right"),
     [(0x10, True), (0x11, True), (0x12, False), (0x0F, False), (0x90, False), (0x7F, False)],
 )
-def test_a_code_is_right_between_two(observed, right):
+def test_a_code_between_the_ends_of_its_range_is_right(observed, is_right):
     finding = judge("codes", ranged([0x10], [0x11]), torch.tensor([[observed]], dtype=torch.uint8))
-    assert (finding is None) == right
-    assert right or (finding.check == "code" and finding.index == (0, 0))
+    assert (finding is None) == is_right
+    assert is_right or (finding.check == "code" and finding.index == (0, 0))
 
 
 def test_both_zeros_lie_beside_each_other_and_a_nan_beside_nothing():
@@ -60,20 +60,20 @@ def test_known_numbers_are_rounded_at_both_ends():
         torch.tensor([[2.0**-8, 0, 0]], dtype=torch.float64),
         torch.float32,
     )
-    known = x.interval(torch.bfloat16, torch.zeros(1, 3, dtype=torch.bool))
+    interval = x.interval(torch.bfloat16, torch.zeros(1, 3, dtype=torch.bool))
     assert (
-        known.low.tolist() == [[1 - 2.0**-9 if known.low[0, 0] < 1 else 1.0, 1.5, 0]]
-        and known.high[0, 0] == 1 + 2.0**-7
+        interval.low.tolist() == [[1 - 2.0**-9 if interval.low[0, 0] < 1 else 1.0, 1.5, 0]]
+        and interval.high[0, 0] == 1 + 2.0**-7
     )
-    assert known.low.signbit().tolist() == [[False, False, True]]
-    least, most = known.magnitudes()
-    assert least.tolist() == [[float(known.low[0, 0]), 1.5, 0]] and most[0, 1] == 1.5
+    assert interval.low.signbit().tolist() == [[False, False, True]]
+    least, most = interval.magnitudes()
+    assert least.tolist() == [[float(interval.low[0, 0]), 1.5, 0]] and most[0, 1] == 1.5
 
 
 def test_what_is_transformed_lies_in_the_range_of_its_transform():
     x = CURVES["silu"].value(Running.of(torch.randn(8, 32).bfloat16(), torch.float32))
-    known = x.interval(torch.bfloat16, torch.zeros(8, 32, dtype=torch.bool))
+    interval = x.interval(torch.bfloat16, torch.zeros(8, 32, dtype=torch.bool))
     turned = hadamard(x.value.to(torch.bfloat16)).double()
-    made = transformed(known)
-    assert bool(((made.low <= turned) & (turned <= made.high)).all())
-    assert float((made.high - made.low).mean()) < 0.05  # why: a wider range would forgive anything
+    bounds = transformed(interval)
+    assert bool(((bounds.low <= turned) & (turned <= bounds.high)).all())
+    assert float((bounds.high - bounds.low).mean()) < 0.05  # why: a wider range would forgive anything

@@ -9,28 +9,11 @@ from torch import Tensor
 
 from conformance.analysis.running import Running, contracted
 from conformance.judge import Bounded, RowWise, controls, judge
-from conformance.judge.bound import (
-    FLOAT32,
-    HOPPER_FP8,
-    MATRIX_UNIT,
-    Accumulator,
-    accumulating,
-    contraction_bound,
-    sum_bound,
-)
+from conformance.judge import bound as bounds
 from conformance.judge.ratios import Limits, row_wise
 from tests.judge.ratio_helpers import COLUMNS, TERMS, expected_of, operands, product
 from tests.judge.tolerance_experiment import ORDERS, contraction, rounded, truncated
 from tests.judge.tolerance_fp8 import INSTRUCTION, fourteen_bits
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The products are small, and threads that wait for one another are slow on shared cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def rule_of(expected: RowWise, observed: Tensor) -> str | None:
@@ -65,9 +48,9 @@ def test_short_rows_are_judged_together(columns):
         expected = expected_of(a, b, loosened=1e4)
         assert int(torch.bincount(expected._pools).min()) * columns >= 64
         assert judge("rows", expected, product(a, b, "blocks of 16")) is None
-    wrong = product(a, b)
-    wrong[7] *= 1 + 2.0**-11  # as TF32 would have it
-    assert judge("rows", expected, wrong).check == "ratio"
+    y = product(a, b)
+    y[7] *= 1 + 2.0**-11  # as TF32 would have it
+    assert judge("rows", expected, y).check == "ratio"
 
 
 # ---- what is not, rule by rule
@@ -75,11 +58,11 @@ def test_short_rows_are_judged_together(columns):
 
 def test_one_row_in_a_lower_precision_is_rejected_by_its_row(expected):
     a, b = operands(0)
-    wrong = product(a, b)
-    wrong[17] = contraction(a[17:18].float(), b.float(), "blocks of 16", keep=lambda x: rounded(x) * (1 + 2.0**-8))[
+    y = product(a, b)
+    y[17] = contraction(a[17:18].float(), b.float(), "blocks of 16", keep=lambda x: rounded(x) * (1 + 2.0**-8))[
         0
     ].bfloat16()
-    finding = judge("rows", expected, wrong)
+    finding = judge("rows", expected, y)
     assert (finding.check, finding.index[0]) == ("ratio", 17)
     assert finding.message.startswith("row 17; 1 of 128 rows: error ")
     assert "× what the recipe allows" in finding.message
@@ -89,9 +72,9 @@ def test_one_element_below_the_bound_is_rejected_by_its_size():
     value = torch.from_numpy(np.random.default_rng(0).standard_normal((64, 512)))
     loose = Bounded(value, torch.full_like(value, 1.0), torch.bfloat16, torch.float32)
     expected = row_wise(loose, value.bfloat16(), value.abs(), 1, limits=Limits(row=1e9, element=2.5, rms=1e9, bias=1e9))
-    wrong = value.bfloat16()
-    wrong[5, 300] += 0.1 * max(1, abs(float(wrong[5, 300])))
-    finding = judge("rows", expected, wrong)
+    corrupted = value.bfloat16()
+    corrupted[5, 300] += 0.1 * max(1, abs(float(corrupted[5, 300])))
+    finding = judge("rows", expected, corrupted)
     assert (finding.check, finding.index) == ("ratio", (5, 300))
     assert finding.message.startswith("element [5, 300]: error ")
     assert judge("rows", expected, value.bfloat16()) is None
@@ -99,11 +82,9 @@ def test_one_element_below_the_bound_is_rejected_by_its_size():
 
 def test_a_little_noise_everywhere_is_rejected_by_the_rms_alone(expected):
     noise = torch.from_numpy(np.random.default_rng(1).standard_normal(expected.value.shape))
-    wrong = (expected.value * (1 + 2.0**-9 * noise)).bfloat16()
-    assert rule_of(expected, wrong) == "rms"
-    only = {
-        measure.rule: measure.ratio / getattr(expected.limits, measure.rule) for measure in expected.measures(wrong)
-    }
+    corrupted = (expected.value * (1 + 2.0**-9 * noise)).bfloat16()
+    assert rule_of(expected, corrupted) == "rms"
+    only = {x.rule: x.ratio / getattr(expected.limits, x.rule) for x in expected.measures(corrupted)}
     assert only["row"] < 1
     assert only["bias"] < 1
 
@@ -115,10 +96,10 @@ def test_another_rounding_mode_is_rejected_by_its_bias(expected, mistake, direct
     above = torch.where(exact > cut, cut.bfloat16().view(torch.int16) + 1, cut.bfloat16().view(torch.int16)).view(
         torch.bfloat16
     )
-    wrong = cut.bfloat16() if mistake == "truncate" else torch.where(exact > 0, above, cut.bfloat16())
-    finding = judge("rows", expected, wrong)
+    corrupted = cut.bfloat16() if mistake == "truncate" else torch.where(exact > 0, above, cut.bfloat16())
+    finding = judge("rows", expected, corrupted)
     assert finding.check == "ratio"
-    biased = next(measure for measure in expected.measures(wrong) if measure.rule == "bias")
+    biased = next(measure for measure in expected.measures(corrupted) if measure.rule == "bias")
     assert biased.ratio > 3
     assert direction in biased.place
 
@@ -127,9 +108,9 @@ def test_another_rounding_mode_is_rejected_by_its_bias(expected, mistake, direct
 def test_ties_rounded_one_way_are_no_bias(distance, accepted):
     """A third of the results lie at a midpoint, or so many ulps from one; all are rounded up."""
     source = np.random.default_rng(0)
-    whole = torch.from_numpy(source.integers(128, 256, (64, 256))).double()  # from 2^8 to 2^9 a bfloat16 ulp is 2
+    multiples = torch.from_numpy(source.integers(128, 256, (64, 256))).double()  # from 2^8 to 2^9 a bfloat16 ulp is 2
     side = torch.from_numpy(source.choice((-distance, distance), (64, 256)))
-    steps = whole + (0.5 + side) * (whole.long() % 3 == 0)
+    steps = multiples + (0.5 + side) * (multiples.long() % 3 == 0)
     loose = Bounded(2 * steps, torch.full_like(steps, 4.0), torch.bfloat16, torch.float32)
     limits = Limits(row=1e9, element=1e9, rms=1e9, bias=1.0)
     expected = row_wise(loose, (2 * steps).bfloat16(), 2 * steps, 1, limits=limits)
@@ -139,12 +120,12 @@ def test_ties_rounded_one_way_are_no_bias(distance, accepted):
 def test_a_bias_of_one_group_does_not_hide_among_the_others():
     a, b = operands(0, rows=512)
     groups = torch.arange(512) // 64
-    whole, by_group = expected_of(a, b), expected_of(a, b, groups=groups)
-    exact = whole.value.float()
-    wrong = torch.where((groups == 5)[:, None], truncated(exact).bfloat16(), exact.bfloat16())
+    ungrouped, by_group = expected_of(a, b), expected_of(a, b, groups=groups)
+    exact = ungrouped.value.float()
+    corrupted = torch.where((groups == 5)[:, None], truncated(exact).bfloat16(), exact.bfloat16())
     biased = {
-        name: next(m for m in e.measures(wrong) if m.rule == "bias")
-        for name, e in (("whole", whole), ("group", by_group))
+        name: next(m for m in e.measures(corrupted) if m.rule == "bias")
+        for name, e in (("whole", ungrouped), ("group", by_group))
     }
     assert biased["group"].ratio > 2 * biased["whole"].ratio
     assert biased["group"].place.startswith("group 5: a mean error of -")
@@ -157,12 +138,12 @@ def test_a_matrix_of_weight_gradients_is_judged_by_expert_and_row():
         (a.double() @ b.double().T).reshape(3, 32, 64),
         (a.double().abs() @ b.double().abs().T).reshape(3, 32, 64),
     )
-    bounded = sum_bound(value, 50 * magnitude, TERMS, torch.bfloat16, torch.float32)  # kept loose
+    bounded = bounds.sum_bound(value, 50 * magnitude, TERMS, torch.bfloat16, torch.float32)  # kept loose
     groups = torch.arange(3)[:, None].expand(3, 32)
     expected = row_wise(bounded, product(a, b).reshape(3, 32, 64), magnitude, TERMS, groups=groups)
-    wrong = product(a, b).reshape(3, 32, 64).clone()
-    wrong[2, 5] = value[2, 5].bfloat16() + 2.0**-6
-    finding = judge("d_weight", expected, wrong)
+    corrupted = product(a, b).reshape(3, 32, 64).clone()
+    corrupted[2, 5] = value[2, 5].bfloat16() + 2.0**-6
+    finding = judge("d_weight", expected, corrupted)
     assert finding.index[:2] == (2, 5)
     assert judge("d_weight", expected, product(a, b).reshape(3, 32, 64)) is None
 
@@ -184,9 +165,9 @@ def test_rows_that_cancel_are_left_to_the_bound():
     assert isinstance(expected, RowWise)
     assert not set(expected.judged.tolist()) & set(range(0, 256, 2))
     assert judge("rows", expected, product(a, b, "backwards")) is None
-    wrong = product(a, b)
-    wrong[2] += 2 * expected.bound[2]
-    assert judge("rows", expected, wrong).check == "bound"
+    corrupted = product(a, b)
+    corrupted[2] += 2 * expected.bound[2]
+    assert judge("rows", expected, corrupted).check == "bound"
     assert type(expected_of(a[::2], b)) is Bounded
 
 
@@ -195,10 +176,10 @@ def test_rows_of_zeros_are_exact():
     a[10] = 0
     expected = expected_of(a, b)
     assert 10 not in expected.judged.tolist()
-    wrong = product(a, b)
-    assert judge("rows", expected, wrong) is None
-    wrong[10, 3] = 2.0**-133
-    finding = judge("rows", expected, wrong)
+    corrupted = product(a, b)
+    assert judge("rows", expected, corrupted) is None
+    corrupted[10, 3] = 2.0**-133
+    finding = judge("rows", expected, corrupted)
     assert (finding.check, finding.index) == ("bound", (10, 3))
 
 
@@ -207,10 +188,10 @@ def test_nan_and_infinities_must_be_where_they_belong(strange):
     a, b = operands(0, rows=256)
     a[10, 0] = strange
     expected = expected_of(a, b)
-    right = product(a, b)
+    honest = product(a, b)
     assert 10 not in expected.judged.tolist()
-    assert judge("rows", expected, right) is None
-    lost, spread = right.clone(), right.clone()
+    assert judge("rows", expected, honest) is None
+    lost, spread = honest.clone(), honest.clone()
     lost[10, 3] = 1.0
     spread[11, 3] = strange
     assert judge("rows", expected, lost).index == (10, 3)
@@ -235,22 +216,24 @@ def test_the_controls_see_through_a_contraction():
 
 
 def test_the_bound_of_a_promoted_accumulator_lies_between_those_of_its_parts():
-    wide, low = Accumulator(), Accumulator(unit=2.0**-13)
+    float32, low = bounds.Accumulator(), bounds.Accumulator(unit=2.0**-13)
     for terms in (1, 100, 128, 129, 7168):
         assert (
-            wide.worst(terms) < HOPPER_FP8.worst(terms) <= low.worst(terms) + 1e-4
+            float32.worst(terms) < bounds.HOPPER_FP8.worst(terms) <= low.worst(terms) + 1e-4
         )  # why: what promotion itself rounds
-        assert wide.typical(terms) < HOPPER_FP8.typical(terms)
-    assert HOPPER_FP8.worst(128) < HOPPER_FP8.worst(7168) < HOPPER_FP8.worst(128) * 1.01
-    assert FLOAT32.worst(0) == 0
+        assert float32.typical(terms) < bounds.HOPPER_FP8.typical(terms)
+    assert bounds.HOPPER_FP8.worst(128) < bounds.HOPPER_FP8.worst(7168) < bounds.HOPPER_FP8.worst(128) * 1.01
+    assert bounds.FLOAT32.worst(0) == 0
 
 
-@pytest.mark.parametrize(("declared", "accepted"), [(HOPPER_FP8, True), (FLOAT32, False)], ids=["14 bits", "float32"])
+@pytest.mark.parametrize(
+    ("declared", "accepted"), [(bounds.HOPPER_FP8, True), (bounds.FLOAT32, False)], ids=["14 bits", "float32"]
+)
 def test_products_that_one_outweighs_may_be_cut_off_where_that_is_declared(declared, accepted):
     a, b = (x.to(torch.float8_e4m3fn).double() for x in operands(0, terms=64, columns=64))
     a[:, ::INSTRUCTION] *= 64
     magnitude = a.abs() @ b.abs().T
-    bounded = contraction_bound(a @ b.T, magnitude, 64, torch.float32, declared)
+    bounded = bounds.contraction_bound(a @ b.T, magnitude, 64, torch.float32, declared)
     expected = row_wise(bounded, (a @ b.T).float(), magnitude, 64, accumulator=declared)
     got = torch.zeros(bounded.value.shape)
     for k in range(0, 64, INSTRUCTION):
@@ -267,11 +250,11 @@ LONG = 2048  # terms
 FACTORS_OF_16_BITS = [torch.bfloat16, torch.float16]
 
 
-def long_product(dtype: torch.dtype, accumulator: Accumulator) -> tuple[Tensor, Tensor, RowWise]:
+def long_product(dtype: torch.dtype, accumulator: bounds.Accumulator) -> tuple[Tensor, Tensor, RowWise]:
     """Positive factors of 16 bits, and their float32 product under an accumulator."""
     a, b = (x.abs() for x in operands(0, 64, LONG, 64, dtype))
     value = a.double() @ b.double().T
-    bounded = contraction_bound(value, value, LONG, torch.float32, accumulator)
+    bounded = bounds.contraction_bound(value, value, LONG, torch.float32, accumulator)
     expected = row_wise(bounded, (a.float() @ b.float().T), value, LONG, accumulator=accumulator)
     assert isinstance(expected, RowWise)
     return a, b, expected
@@ -290,7 +273,9 @@ def truncated_sum(a: Tensor, b: Tensor, bits: int = 26) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", FACTORS_OF_16_BITS, ids=str)
-@pytest.mark.parametrize(("accumulator", "accepted"), [(MATRIX_UNIT, True), (FLOAT32, False)], ids=["unit", "float32"])
+@pytest.mark.parametrize(
+    ("accumulator", "accepted"), [(bounds.MATRIX_UNIT, True), (bounds.FLOAT32, False)], ids=["unit", "float32"]
+)
 def test_long_sums_of_one_sign_may_be_truncated_by_a_matrix_unit_alone(dtype, accumulator, accepted):
     a, b, expected = long_product(dtype, accumulator)
     assert (judge("d_weight", expected, truncated_sum(a, b)) is None) == accepted
@@ -299,25 +284,27 @@ def test_long_sums_of_one_sign_may_be_truncated_by_a_matrix_unit_alone(dtype, ac
 @pytest.mark.parametrize("dtype", FACTORS_OF_16_BITS, ids=str)
 @pytest.mark.parametrize("bits", [21, 11], ids=["21 bits", "tf32"])
 def test_sums_of_fewer_bits_than_float32_are_found_under_a_matrix_unit(dtype, bits):
-    a, b, expected = long_product(dtype, MATRIX_UNIT)
+    a, b, expected = long_product(dtype, bounds.MATRIX_UNIT)
     assert judge("d_weight", expected, truncated_sum(a, b, bits)) is not None
 
 
 def test_a_matrix_unit_adds_products_of_16_bits_and_less_in_float32():
-    assert {accumulating(torch.float32, kind) for kind in (*FACTORS_OF_16_BITS, torch.float8_e4m3fn)} == {MATRIX_UNIT}
-    assert accumulating(torch.float32, torch.float32) == FLOAT32
-    assert accumulating(torch.bfloat16, torch.bfloat16) == Accumulator(unit=2.0**-8)
-    assert MATRIX_UNIT.worst(LONG) == FLOAT32.worst(LONG)
+    assert {bounds.accumulating(torch.float32, kind) for kind in (*FACTORS_OF_16_BITS, torch.float8_e4m3fn)} == {
+        bounds.MATRIX_UNIT
+    }
+    assert bounds.accumulating(torch.float32, torch.float32) == bounds.FLOAT32
+    assert bounds.accumulating(torch.bfloat16, torch.bfloat16) == bounds.Accumulator(unit=2.0**-8)
+    assert bounds.MATRIX_UNIT.worst(LONG) == bounds.FLOAT32.worst(LONG)
 
 
 def test_the_bound_of_a_contraction_is_that_of_a_sum():
     a, b = operands(0)
     value, magnitude = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
-    one, other = (
-        contraction_bound(value, magnitude, TERMS, torch.bfloat16),
-        sum_bound(value, magnitude, TERMS, torch.bfloat16, torch.float32),
+    contraction_limit, sum_limit = (
+        bounds.contraction_bound(value, magnitude, TERMS, torch.bfloat16),
+        bounds.sum_bound(value, magnitude, TERMS, torch.bfloat16, torch.float32),
     )
-    assert torch.equal(one.bound, other.bound)
+    assert torch.equal(contraction_limit.bound, sum_limit.bound)
 
 
 def test_two_contractions_with_a_rounding_between_stay_within_their_bound():

@@ -128,12 +128,12 @@ def test_products_of_eight_bits_that_are_never_promoted_are_beyond_it():
     for block in (128, 7168):
         total = torch.zeros(expected.value.shape)
         for start in range(0, 7168, block):
-            inside = torch.zeros_like(total)
+            partial = torch.zeros_like(total)
             for k in range(start, start + block, INSTRUCTION):
-                inside = fourteen_bits(
-                    inside, a[:, k : k + INSTRUCTION, None].float() * b[:, k : k + INSTRUCTION].float().T
+                partial = fourteen_bits(
+                    partial, a[:, k : k + INSTRUCTION, None].float() * b[:, k : k + INSTRUCTION].float().T
                 )
-            total = total + inside
+            total = total + partial
         worst[block] = max(ratio / calibrate.LEAST[rule] for rule, ratio in calibrate.ratios(expected, total).items())
     assert worst[128] < 1 < worst[7168]
 
@@ -143,9 +143,9 @@ def test_each_calibration_says_where_it_comes_from(record):
         assert {"hardware", "versions", "command", "date", "judged_with"} <= calibration.keys()
         for rules in calibration["maxima"].values():
             assert rules.keys() == record["limits"].keys()
-            for seen in rules.values():
-                assert seen["runs"] > 1
-                assert seen["largest"] >= seen["mean"]
+            for maxima in rules.values():
+                assert maxima["runs"] > 1
+                assert maxima["largest"] >= maxima["mean"]
 
 
 def test_the_fit_finds_the_distribution_that_maxima_are_drawn_from():
@@ -157,12 +157,12 @@ def test_the_fit_finds_the_distribution_that_maxima_are_drawn_from():
 
 
 def test_wider_maxima_more_cases_and_a_smaller_chance_ask_for_more():
-    seen = {"mean": 1.0, "deviation": 0.1, "largest": 1.2, "runs": 50}
-    limit = calibrate.limit_of(seen, 1e-6, 1000)
-    assert calibrate.limit_of(seen | {"deviation": 0.2}, 1e-6, 1000) > limit
-    assert calibrate.limit_of(seen, 1e-9, 1000) > limit
-    assert calibrate.limit_of(seen, 1e-6, 100000) > limit
-    assert calibrate.limit_of(seen | {"largest": 9.0}, 1e-6, 1000) == 9.0
+    maxima = {"mean": 1.0, "deviation": 0.1, "largest": 1.2, "runs": 50}
+    limit = calibrate.limit_of(maxima, 1e-6, 1000)
+    assert calibrate.limit_of(maxima | {"deviation": 0.2}, 1e-6, 1000) > limit
+    assert calibrate.limit_of(maxima, 1e-9, 1000) > limit
+    assert calibrate.limit_of(maxima, 1e-6, 100000) > limit
+    assert calibrate.limit_of(maxima | {"largest": 9.0}, 1e-6, 1000) == 9.0
 
 
 # ---- codes
@@ -214,25 +214,25 @@ def test_more_flips_than_rounding_explains_are_wrong():
     honest = carried.float().to(torch.float8_e4m3fn)
     assert (honest.view(torch.uint8) != expected.value.view(torch.uint8)).sum() > 150
     assert judge("codes", expected, honest) is None
-    other = (
+    flipped = (
         torch.where(expected.value.float() == 1.0, 0x39, 0x38).to(torch.uint8).view(torch.float8_e4m3fn)
     )  # each one the other way
-    assert "more than rounding explains" in judge("codes", expected, other).message
+    assert "more than rounding explains" in judge("codes", expected, flipped).message
 
 
 def test_equal_values_are_decided_alike_and_count_once():
     expected = codes_of(torch.full((1, 500), 1.0625 * (1 + 2.0**-23)).double())
-    other = torch.full((1, 500), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    assert judge("codes", expected, other) is None
+    flipped = torch.full((1, 500), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert judge("codes", expected, flipped) is None
 
 
 def test_values_that_are_alike_do_not_make_more_flips_right():
     alike = np.full(1000, 1.0625 * (1 + 2.0**-23))
     apart = 1.0625 * (1 + 2.0**-22 * np.linspace(0.5, 1.8, 40))
     expected = codes_of(torch.from_numpy(np.concatenate([alike, apart]))[None])
-    wrong = expected.value.clone()
-    wrong.view(torch.uint8)[0, 1000:] -= 1
-    assert judge("codes", expected, wrong) is not None
+    corrupted = expected.value.clone()
+    corrupted.view(torch.uint8)[0, 1000:] -= 1
+    assert judge("codes", expected, corrupted) is not None
 
 
 def test_a_tie_without_rounding_before_it_goes_to_the_even_code():
@@ -254,9 +254,9 @@ def test_saturation_nan_and_the_sign_of_zero_have_one_right_code():
         1.0,
     )
     for column, code in ((0, 0x7F), (1, 0x7E), (2, 0x80), (3, 0x00)):
-        wrong = expected.value.clone()
-        wrong.view(torch.uint8)[0, column] = code
-        assert judge("codes", expected, wrong).index == (0, column)
+        corrupted = expected.value.clone()
+        corrupted.view(torch.uint8)[0, column] = code
+        assert judge("codes", expected, corrupted).index == (0, column)
 
 
 def test_codes_of_another_width_are_judged_by_their_own_table():
@@ -284,9 +284,9 @@ REPEATS = 400
 def to_be_rounded(seed: int, count: int = 600) -> Stochastic:
     value = torch.from_numpy(np.random.default_rng(seed).uniform(0.1, 400, count))
     value[::50] = GRID[0x40]  # exact: nothing to decide
-    place = torch.searchsorted(GRID, value, right=True) - 1
-    exact = GRID[place] == value
-    return Stochastic(value, GRID[place], torch.where(exact, value, GRID[place + 1]))
+    index = torch.searchsorted(GRID, value, right=True) - 1
+    exact = GRID[index] == value
+    return Stochastic(value, GRID[index], torch.where(exact, value, GRID[index + 1]))
 
 
 def rounded_at_random(expected: Stochastic, seed: int, noise=None) -> Tensor:

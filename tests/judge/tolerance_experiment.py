@@ -2,7 +2,7 @@
 the policies that others judge by.
 
 Two layers, in emulated precision: the expert MLP in bf16, and a grouped contraction of block-scaled
-FP8. Every stage of a kernel is a method, and every bug overrides one.
+FP8. Every stage of a kernel is a method, and every bug replaces one.
 """
 
 from collections.abc import Callable
@@ -18,27 +18,12 @@ from conformance.judge.bound import ROUNDOFF
 from conformance.judge.ratios import row_wise
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOPK = 256, 512, 256, 8, 2
-
-
-BUGGY_EXPERT = 3  # where a bug hits one expert only
-
-
-BUGGY_TOKEN = 17
+BUGGY_EXPERT, BUGGY_TOKEN = 3, 17  # where a bug hits one expert or token only
 
 # ---- contractions in several honest orders
 
-
-ORDERS = (
-    "one product",
-    "blocks of 16",
-    "blocks of 32",
-    "blocks of 64",
-    "blocks of 128",
-    "split 2",
-    "split 4",
-    "tree",
-    "backwards",
-)
+BLOCKS = tuple(f"blocks of {size}" for size in (16, 32, 64, 128))
+ORDERS = ("one product", *BLOCKS, "split 2", "split 4", "tree", "backwards")
 
 
 def contraction(
@@ -48,15 +33,15 @@ def contraction(
     size = a_MK.shape[1]
     widths = {"one product": size, "split 2": -(-size // 2), "split 4": -(-size // 4), "one by one": 1}
     width = widths.get(order, int(order.split()[-1]) if order.startswith("blocks") else 32)
-    parts = [a_MK[:, k : k + width] @ b_NK[:, k : k + width].T for k in range(0, size, width)]
+    partial_sums = [a_MK[:, k : k + width] @ b_NK[:, k : k + width].T for k in range(0, size, width)]
     if order == "backwards":
-        parts.reverse()
+        partial_sums.reverse()
     if order == "tree":
-        while len(parts) > 1:
-            parts = [sum(parts[i : i + 2], a_MK.new_zeros(())) for i in range(0, len(parts), 2)]
+        while len(partial_sums) > 1:
+            partial_sums = [sum(partial_sums[i : i + 2], a_MK.new_zeros(())) for i in range(0, len(partial_sums), 2)]
     total = a_MK.new_zeros((len(a_MK), len(b_NK)))
-    for part in parts:
-        total = keep(total + part)
+    for partial in partial_sums:
+        total = keep(total + partial)
     return total
 
 
@@ -157,100 +142,56 @@ class Kernel:
         return y_TH
 
 
-class AllZeros(Kernel):
-    def finish(self, y_TH):
-        return torch.zeros_like(y_TH)
-
-
-class OneRowZero(Kernel):
-    def finish(self, y_TH):
-        return y_TH.index_fill(0, torch.tensor([BUGGY_TOKEN]), 0.0)
-
-
-class SmallestRowZero(Kernel):
-    def finish(self, y_TH):
-        return y_TH.index_fill(0, y_TH.norm(dim=1).argmin()[None], 0.0)
-
-
-class TenRowsNegated(Kernel):
-    def finish(self, y_TH):
-        return torch.cat([-y_TH[:10], y_TH[10:]])
-
-
-class OneElementLarger(Kernel):
+def one_element_larger(kernel: Kernel, y_TH: Tensor) -> Tensor:
     """By a fifth: the largest of its row."""
-
-    def finish(self, y_TH):
-        wrong = y_TH.clone()
-        wrong[5, y_TH[5].abs().argmax()] *= 1.2
-        return wrong
+    wrong_TH = y_TH.clone()
+    wrong_TH[5, y_TH[5].abs().argmax()] *= 1.2
+    return wrong_TH
 
 
-class TwoRowsSwapped(Kernel):
-    """Two tokens of one expert."""
-
-    def rows(self, x_RH, expert):
-        return torch.cat([x_RH[[1, 0]], x_RH[2:]]) if expert == BUGGY_EXPERT else x_RH
-
-
-class AnotherExpertsWeight(Kernel):
+def another_experts_weight(kernel: Kernel, a_RF: Tensor, down_EHF: Tensor, expert: int) -> Tensor:
     """For one token's second product."""
-
-    def down(self, a_RF, down_EHF, expert):
-        y_RH = super().down(a_RF, down_EHF, expert)
-        if expert != BUGGY_EXPERT:
-            return y_RH
-        return torch.cat([super().down(a_RF[:1], down_EHF, (expert + 1) % EXPERTS), y_RH[1:]])
+    y_RH = Kernel.down(kernel, a_RF, down_EHF, expert)
+    if expert != BUGGY_EXPERT:
+        return y_RH
+    return torch.cat([Kernel.down(kernel, a_RF[:1], down_EHF, (expert + 1) % EXPERTS), y_RH[1:]])
 
 
-class ProbabilityForgotten(Kernel):
-    """Of one token's slot."""
-
-    def probs(self, p_R, expert):
-        return torch.cat([torch.ones(1), p_R[1:]]) if expert == BUGGY_EXPERT else p_R
+def tail_dropped(x_RH: Tensor) -> Tensor:
+    """Without the last 16 of the first contraction."""
+    return torch.cat([x_RH[:, :-16], torch.zeros(len(x_RH), 16)], 1)
 
 
-class ProbabilitiesShifted(Kernel):
-    """By one row, in one expert."""
-
-    def probs(self, p_R, expert):
-        return p_R.roll(1) if expert == BUGGY_EXPERT else p_R
+def in_one_expert(change: Callable[[Tensor], Tensor]) -> Callable[[Kernel, Tensor, int], Tensor]:
+    return lambda kernel, x, expert: change(x) if expert == BUGGY_EXPERT else x
 
 
-class TailDropped(Kernel):
-    """The last 16 of the first contraction."""
-
-    def rows(self, x_RH, expert):
-        return torch.cat([x_RH[:, :-16], torch.zeros(len(x_RH), 16)], 1)
-
-
-class TailOfOneExpertDropped(TailDropped):
-    def rows(self, x_RH, expert):
-        return super().rows(x_RH, expert) if expert == BUGGY_EXPERT else x_RH
-
-
-class TilesHalved(Kernel):
+def half_of_the_tiles(kernel: Kernel, h_RG: Tensor, p_R: Tensor) -> Tensor:
     """Every other 16 columns of the activation: sonic-moe's issue 63 was of this kind."""
-
-    def activate(self, h_RG, p_R):
-        return super().activate(h_RG, p_R) * torch.where(torch.arange(WIDTH) // 16 % 2 == 1, 0.5, 1.0)
+    return Kernel.activate(kernel, h_RG, p_R) * torch.where(torch.arange(WIDTH) // 16 % 2 == 1, 0.5, 1.0)
 
 
-class LowAccumulator(Kernel):
-    """Every partial sum in bf16."""
-
-    def contract(self, a_MK, b_NK):
-        return contraction(a_MK, b_NK, self.order, keep=rounded)
+def bug(**stage: Callable[..., Tensor]) -> type[Kernel]:
+    """The honest kernel with one stage replaced."""
+    return type("Bug", (Kernel,), stage)
 
 
-class Truncating(Kernel):
-    """Instead of rounding to nearest."""
-
-    def store(self, x):
-        return truncated(x)
-
-
-BUGS = (*Kernel.__subclasses__(), TailOfOneExpertDropped)
+BUGS = {
+    "all zeros": bug(finish=lambda kernel, y: torch.zeros_like(y)),
+    "one row zero": bug(finish=lambda kernel, y: y.index_fill(0, torch.tensor([BUGGY_TOKEN]), 0.0)),
+    "smallest row zero": bug(finish=lambda kernel, y: y.index_fill(0, y.norm(dim=1).argmin()[None], 0.0)),
+    "ten rows negated": bug(finish=lambda kernel, y: torch.cat([-y[:10], y[10:]])),
+    "one element larger": bug(finish=one_element_larger),
+    "two rows of an expert swapped": bug(rows=in_one_expert(lambda x: torch.cat([x[[1, 0]], x[2:]]))),
+    "another expert's weight": bug(down=another_experts_weight),
+    "a probability forgotten": bug(probs=in_one_expert(lambda p: torch.cat([torch.ones(1), p[1:]]))),
+    "probabilities shifted by one row": bug(probs=in_one_expert(lambda p: p.roll(1))),
+    "tail dropped": bug(rows=lambda kernel, x, expert: tail_dropped(x)),
+    "tail of one expert dropped": bug(rows=in_one_expert(tail_dropped)),
+    "half of the tiles": bug(activate=half_of_the_tiles),
+    "low accumulator": bug(contract=lambda kernel, a, b: contraction(a, b, kernel.order, keep=rounded)),
+    "truncating": bug(store=lambda kernel, x: truncated(x)),
+}
 
 
 @dataclass(frozen=True)
@@ -279,7 +220,7 @@ def running_layer(inputs: Layer) -> tuple[Tensor, Tensor, Bounded]:
             for t in (inputs.gate_up_EGH[expert], inputs.down_EHF[expert], inputs.x_TH[tokens])
         )
         h = contracted(x, gate_up).with_rounding(torch.bfloat16)
-        gate, up = (Running(h.value[:, part], h.error[:, part], h.dtype) for part in (slice(WIDTH), slice(WIDTH, None)))
+        gate, up = (Running(h.value[:, half], h.error[:, half], h.dtype) for half in (slice(WIDTH), slice(WIDTH, None)))
         a = silu(gate) * up * Running.of(inputs.probs_TK[tokens, slots, None], torch.float32)
         a = a.with_rounding(torch.bfloat16)
         y = contracted(a, down).with_rounding(torch.bfloat16)
@@ -294,40 +235,40 @@ def running_layer(inputs: Layer) -> tuple[Tensor, Tensor, Bounded]:
 def silu(g: Running) -> Running:
     """g / (1 + exp(-g)): |silu'| < 1.1; its own rounding grows with the exponential's argument."""
     value = torch.nn.functional.silu(g.value)
-    own = (2 * g.value.abs() + 2 * TRANSCENDENTAL) * ROUNDOFF[torch.float32] * value.abs() + torch.finfo(
+    rounding = (2 * g.value.abs() + 2 * TRANSCENDENTAL) * ROUNDOFF[torch.float32] * value.abs() + torch.finfo(
         torch.float32
     ).tiny
-    return Running(value, 1.1 * g.error + own, g.dtype)
+    return Running(value, 1.1 * g.error + rounding, g.dtype)
 
 
 # ---- how others judge; each says whether it accepts y
 
 
-def within(y: Tensor, right: Tensor, absolute: float, relative: float) -> bool:
-    return bool(((y - right).abs() <= absolute + relative * right.abs()).all())
+def within(y: Tensor, exact: Tensor, absolute: float, relative: float) -> bool:
+    return bool(((y - exact).abs() <= absolute + relative * exact.abs()).all())
 
 
-def nineteen_of_twenty(y: Tensor, right: Tensor) -> bool:
+def nineteen_of_twenty(y: Tensor, exact: Tensor) -> bool:
     """flashinfer-bench, MoE: an element is wrong if its absolute and its relative error are, and
     one in twenty may be.
     """
-    d = (y - right).abs()
-    return bool(((d > 1e-2) & (d / (right.abs() + 1e-8) > 1e-2)).double().mean() <= 0.05)
+    d = (y - exact).abs()
+    return bool(((d > 1e-2) & (d / (exact.abs() + 1e-8) > 1e-2)).double().mean() <= 0.05)
 
 
-def calc_diff(y: Tensor, right: Tensor) -> float:
+def calc_diff(y: Tensor, exact: Tensor) -> float:
     """DeepGEMM's: 1 - 2⟨y, y*⟩ / (‖y‖² + ‖y*‖²)."""
-    return float(1 - 2 * (y * right).sum() / (y * y + right * right).sum())
+    return float(1 - 2 * (y * exact).sum() / (y * y + exact * exact).sum())
 
 
-def twice_the_largest(y: Tensor, right: Tensor, reference: Tensor) -> bool:
+def twice_the_largest(y: Tensor, exact: Tensor, reference: Tensor) -> bool:
     """FlashAttention's: the largest error of all is at most twice the reference's."""
-    return bool((y - right).abs().max() <= 2 * (reference - right).abs().max() + 2 * right.abs().max() * 2.0**-24)
+    return bool((y - exact).abs().max() <= 2 * (reference - exact).abs().max() + 2 * exact.abs().max() * 2.0**-24)
 
 
-def relative_to_rms(y: Tensor, right: Tensor) -> bool:
+def relative_to_rms(y: Tensor, exact: Tensor) -> bool:
     """triton_kernels': maximum and RMS of the error over max(rms of all, |y*|)."""
-    error = (y - right).abs() / torch.maximum(right.abs(), right.square().mean().sqrt())
+    error = (y - exact).abs() / torch.maximum(exact.abs(), exact.square().mean().sqrt())
     return bool(error.max() <= 2e-2 and error.square().mean().sqrt() <= 4e-3)
 
 
@@ -335,20 +276,15 @@ Policy = Callable[[Tensor, Tensor, Tensor], bool]  # of y, y* and the reference,
 
 
 POLICIES: dict[str, Policy] = {
-    "allclose 1e-2": lambda y, right, reference: within(
-        y, right, 1e-2, 1e-2
-    ),  # BackendBench, KernelBench in half precision
-    "95 % within 1e-2": lambda y, right, reference: nineteen_of_twenty(y, right),
-    "calc_diff 1e-3": lambda y, right, reference: calc_diff(y, right) < 1e-3,  # DeepGEMM, FP8
-    "calc_diff 1e-5": lambda y, right, reference: calc_diff(y, right) < 1e-5,  # DeepGEMM, bf16
-    "rtol 1.6e-2 atol 1e-5": lambda y, right, reference: within(
-        y, right, 1e-5, 1.6e-2
-    ),  # the table of torch.testing and Transformer Engine
+    # BackendBench, KernelBench in half precision
+    "allclose 1e-2": lambda y, exact, _: within(y, exact, 1e-2, 1e-2),
+    "95 % within 1e-2": lambda y, exact, _: nineteen_of_twenty(y, exact),
+    "calc_diff 1e-3": lambda y, exact, _: calc_diff(y, exact) < 1e-3,  # DeepGEMM, FP8
+    "calc_diff 1e-5": lambda y, exact, _: calc_diff(y, exact) < 1e-5,  # DeepGEMM, bf16
+    # the table of torch.testing and Transformer Engine
+    "rtol 1.6e-2 atol 1e-5": lambda y, exact, _: within(y, exact, 1e-5, 1.6e-2),
     # sonic-moe
-    "atol 1.4e-2 rtol 2e-2": lambda y, right, reference: within(y, right, 1.4e-2, 2e-2),
+    "atol 1.4e-2 rtol 2e-2": lambda y, exact, _: within(y, exact, 1.4e-2, 2e-2),
     "2 × largest error": twice_the_largest,
-    "2e-2 of rms": lambda y, right, reference: relative_to_rms(y, right),
+    "2e-2 of rms": lambda y, exact, _: relative_to_rms(y, exact),
 }
-
-
-# ---- a grouped contraction of block-scaled FP8: activations 1 × 128, weights 128 × 128

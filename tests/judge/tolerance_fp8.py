@@ -1,6 +1,8 @@
 """The tolerance experiment on a grouped contraction of block-scaled FP8."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +14,8 @@ from conformance.judge.ratios import row_wise
 from tests.judge.tolerance_experiment import BUGGY_TOKEN, contraction
 
 BLOCK, FP8_WIDTH, FP8_OUT, FP8_EXPERTS = 128, 480, 256, 4  # the last of four blocks has 96 columns
-
-
 E4M3_MAX = 448.0  # OCP OFP8 1.0
-
-
 INSTRUCTION = 32  # products that a Hopper FP8 instruction adds
-
-
 E4M3_OVERFLOW = 464.0  # from here a cast that does not saturate finds no finite neighbour
 
 
@@ -41,9 +37,9 @@ def spread_out(scale: Tensor, rows: int, shape: tuple[int, ...] | torch.Size) ->
 
 def largest(x: Tensor, rows: int) -> Tensor:
     """The largest magnitude of each block of `rows` × 128."""
-    tall, wide = -(-x.shape[0] // rows), -(-x.shape[1] // BLOCK)
-    padded = torch.nn.functional.pad(x, (0, wide * BLOCK - x.shape[1], 0, tall * rows - x.shape[0]))
-    return padded.abs().reshape(tall, rows, wide, BLOCK).amax((1, 3))
+    tall, column_blocks = -(-x.shape[0] // rows), -(-x.shape[1] // BLOCK)
+    padded = torch.nn.functional.pad(x, (0, column_blocks * BLOCK - x.shape[1], 0, tall * rows - x.shape[0]))
+    return padded.abs().reshape(tall, rows, column_blocks, BLOCK).amax((1, 3))
 
 
 def quantised(
@@ -135,74 +131,68 @@ def fourteen_bits(total_RN: Tensor, terms_RKN: Tensor, bits: int = 14) -> Tensor
     largest_RN = torch.maximum(total_RN.abs(), terms_RKN.abs().amax(1))
     quantum_RN = torch.exp2(torch.frexp(largest_RN).exponent.double() - bits)
     total = ((total_RN / quantum_RN).trunc() + (terms_RKN / quantum_RN[:, None]).trunc().sum(1)).mul(quantum_RN)
-    kept = total.float()
-    return torch.where(kept.abs() > total.abs(), torch.nextafter(kept, torch.zeros(())), kept)  # towards zero
+    rounded = total.float()
+    return torch.where(rounded.abs() > total.abs(), torch.nextafter(rounded, torch.zeros(())), rounded)  # towards zero
 
 
-class NeverPromoted(BlockKernel):
+def never_promoted(kernel: BlockKernel, total_RN: Tensor, a_RK: Tensor, b_NK: Tensor, scale_RN: Tensor) -> Tensor:
     """14 bits through the whole contraction."""
-
-    def add(self, total_RN, a_RK, b_NK, scale_RN):
-        for k in range(0, a_RK.shape[1], INSTRUCTION):
-            total_RN = fourteen_bits(
-                total_RN, a_RK[:, k : k + INSTRUCTION, None] * b_NK[:, k : k + INSTRUCTION].T * scale_RN[:, None]
-            )
-        return total_RN
+    for k in range(0, a_RK.shape[1], INSTRUCTION):
+        terms_RKN = a_RK[:, k : k + INSTRUCTION, None] * b_NK[:, k : k + INSTRUCTION].T * scale_RN[:, None]
+        total_RN = fourteen_bits(total_RN, terms_RKN)
+    return total_RN
 
 
-class NeighboursScale(BlockKernel):
-    """Each row takes the scale of the block to the right."""
-
-    def operands(self, inputs):
-        return replace(inputs, a_scale_RB=inputs.a_scale_RB.roll(-1, 1))
-
-
-class OneRowsScale(BlockKernel):
-    """One row takes those of the row below."""
-
-    def operands(self, inputs):
-        below = torch.arange(len(inputs.a_RK))
-        below[BUGGY_TOKEN] += 1
-        return replace(inputs, a_scale_RB=inputs.a_scale_RB[below])
+def one_rows_scale(inputs: Blocks) -> Blocks:
+    """One row takes the scales of the row below."""
+    below = torch.arange(len(inputs.a_RK))
+    below[BUGGY_TOKEN] += 1
+    return replace(inputs, a_scale_RB=inputs.a_scale_RB[below])
 
 
-class TailsScale(BlockKernel):
-    """The last, shorter block takes the scale of the one before."""
-
-    def operands(self, inputs):
-        return replace(inputs, a_scale_RB=torch.cat([inputs.a_scale_RB[:, :-1], inputs.a_scale_RB[:, -2:-1]], 1))
-
-
-class OneWeightBlocksScale(BlockKernel):
-    """One block of one expert's weight takes that of the block below."""
-
-    def operands(self, inputs):
-        scale = inputs.b_scale_EnB.clone()
-        scale[1, 0, 2] = inputs.b_scale_EnB[1, 1, 2]
-        return replace(inputs, b_scale_EnB=scale)
+def one_weight_blocks_scale(inputs: Blocks) -> Blocks:
+    """One block of one expert's weight takes the scale of the block below."""
+    scale = inputs.b_scale_EnB.clone()
+    scale[1, 0, 2] = inputs.b_scale_EnB[1, 1, 2]
+    return replace(inputs, b_scale_EnB=scale)
 
 
-class AnotherExpertsScale(BlockKernel):
-    """One expert's weight takes the scales of the next."""
-
-    def operands(self, inputs):
-        return replace(inputs, b_scale_EnB=inputs.b_scale_EnB[[0, 2, 2, 3]])
-
-
-class ScaleTwice(BlockKernel):
+def scaled_twice(inputs: Blocks) -> Blocks:
     """In one expert."""
-
-    def operands(self, inputs):
-        scale = inputs.a_scale_RB
-        return replace(inputs, a_scale_RB=torch.where((inputs.expert_R == 1)[:, None], scale * scale, scale))
+    scale = inputs.a_scale_RB
+    return replace(inputs, a_scale_RB=torch.where((inputs.expert_R == 1)[:, None], scale * scale, scale))
 
 
-class Fp8TailDropped(BlockKernel):
-    """The last, shorter block is left out."""
+def without_the_last_block(inputs: Blocks) -> Blocks:
+    """The last block is shorter."""
+    first = inputs.a_RK.shape[1] // BLOCK * BLOCK
+    return replace(inputs, a_RK=torch.where(torch.arange(inputs.a_RK.shape[1]) < first, inputs.a_RK, 0.0))
 
-    def operands(self, inputs):
-        whole = inputs.a_RK.shape[1] // BLOCK * BLOCK
-        return replace(inputs, a_RK=torch.where(torch.arange(inputs.a_RK.shape[1]) < whole, inputs.a_RK, 0.0))
+
+def scales_of(columns: Callable[[Tensor], Tensor]) -> Callable[[Blocks], Blocks]:
+    """Activations with scales of other blocks."""
+    return lambda inputs: replace(inputs, a_scale_RB=columns(inputs.a_scale_RB))
+
+
+def bug(**stage: Callable[..., Any]) -> type[BlockKernel]:
+    """The honest contraction with one stage replaced."""
+    return type("Bug", (BlockKernel,), stage)
+
+
+def of_operands(change: Callable[[Blocks], Blocks]) -> type[BlockKernel]:
+    return bug(operands=lambda kernel, inputs: change(inputs))
+
+
+BLOCK_BUGS = {
+    "never promoted": bug(add=never_promoted),
+    "scale of the next block": of_operands(scales_of(lambda scale: scale.roll(-1, 1))),
+    "scale of the row below": of_operands(one_rows_scale),
+    "last scale of the block before": of_operands(scales_of(lambda x: torch.cat([x[:, :-1], x[:, -2:-1]], 1))),
+    "scale of the weight block below": of_operands(one_weight_blocks_scale),
+    "scales of the next expert": of_operands(lambda x: replace(x, b_scale_EnB=x.b_scale_EnB[[0, 2, 2, 3]])),
+    "scaled twice": of_operands(scaled_twice),
+    "last block dropped": of_operands(without_the_last_block),
+}
 
 
 class StaleAmax(BlockKernel):
@@ -215,18 +205,6 @@ class StaleAmax(BlockKernel):
 
     def operands(self, inputs):
         return replace(inputs, a_RK=self.codes, a_scale_RB=self.scale)
-
-
-BLOCK_BUGS = (
-    NeverPromoted,
-    NeighboursScale,
-    OneRowsScale,
-    TailsScale,
-    OneWeightBlocksScale,
-    AnotherExpertsScale,
-    ScaleTwice,
-    Fp8TailDropped,
-)
 
 
 def block_truth(inputs: Blocks, declared: type[BlockKernel] = BlockKernel) -> Bounded:

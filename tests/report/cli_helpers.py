@@ -1,6 +1,7 @@
 """What several test modules of this folder use: cli."""
 
 import datetime
+from pathlib import Path
 
 NAMESPACES = {
     "two": "from moe_ref import permute, unpermute\n",
@@ -67,11 +68,7 @@ def unpermute(rows, row_map, *, probs=None):
     return moe_ref.unpermute(rows, row_map, probs=probs)
 """,
 }
-
-
 WAIVER = '[[waiver]]\nfunction = "permute"\nowner = "me"\nreason = "known"\nexpires = {}\n'
-
-
 FILES = {
     "text.txt": "hello",
     "text.json": "hello",
@@ -86,5 +83,11 @@ FILES = {
 }
 
 
-def smoke(implementation: str, *more: str) -> tuple[str, ...]:
-    return ("run", "--impl", implementation, "--profile", "smoke", *more)
+def smoke(implementation: str, *options: str) -> tuple[str, ...]:
+    return ("run", "--impl", implementation, "--profile", "smoke", *options)
+
+
+def executable(path: Path, script: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script)
+    path.chmod(0o755)

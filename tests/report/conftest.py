@@ -9,7 +9,7 @@ from tests.report.cli_helpers import FILES, NAMESPACES
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
+def workdir(tmp_path, monkeypatch) -> Path:
     """A working directory with namespaces and files in it."""
     for name, text in NAMESPACES.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -22,7 +22,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def call(place, capfd):
+def call(workdir, capfd):
     """call(*arguments) -> exit code, stdout, stderr"""
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -30,7 +30,7 @@ def call(place, capfd):
             code = main(arguments)
         except SystemExit as left:  # argparse
             code = left.code
-        told = capfd.readouterr()
-        return code, told.out, told.err
+        printed = capfd.readouterr()
+        return code, printed.out, printed.err
 
     return run

@@ -24,7 +24,7 @@ def changed(**us: float) -> dict:
 
 
 def of(report: dict) -> dict:
-    return {place[3:]: ratio for place, ratio in ratios(report, "permutation")}
+    return {key[3:]: ratio for key, ratio in ratios(report, "permutation")}
 
 
 def test_a_ratio_is_of_an_own_version_to_the_floor_or_a_peer():
@@ -134,7 +134,7 @@ def test_without_a_gpu_tiny_shapes_are_checked_and_nothing_is_timed(tmp_path, mo
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_what_bench_needs_is_one_sentence(call, tmp_path):
+def test_bench_refuses_unusable_arguments_in_one_sentence(call, tmp_path):
     for words, sentence in (
         (("--baseline", "old.json"), "--baseline old.json: bench needs a GPU to time anything"),
         (("--report", "new.json"), "--report new.json: bench needs a GPU to time anything"),
@@ -149,8 +149,8 @@ def test_what_bench_needs_is_one_sentence(call, tmp_path):
 def test_a_benchmark_reports_which_versions_are_its_own():
     clock = lambda versions, blocks, reps: dict.fromkeys(versions, 2.0)  # noqa: E731
     operation = Operation("sum", {"moe_fast": None, "own": None, "peer": None}, clock=clock, ours=("own",))
-    found = timed(operation, 1.0, type("Options", (), {"blocks": 1, "reps": 1}))
-    report = {"benchmarks": {"permutation": {"operations": {"tiny": {"sum": found}}}}}
+    timing = timed(operation, 1.0, type("Options", (), {"blocks": 1, "reps": 1}))
+    report = {"benchmarks": {"permutation": {"operations": {"tiny": {"sum": timing}}}}}
     assert of(report) == {("moe_fast", "÷ peer"): 1.0, ("own", "÷ peer"): 1.0}
 
 

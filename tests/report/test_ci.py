@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import time
 import tomllib
@@ -15,6 +14,7 @@ import pytest
 import yaml
 
 from conformance.engine.options import flags
+from tests.report.cli_helpers import executable
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "docs" / "ci"
@@ -28,27 +28,26 @@ for _ in $(seq "${TURNS:-0}"); do [ -e go ] || sleep 0.1; done
 echo CONFORMANT > verdict.md
 exit "${CODE:-0}"
 """
+PYTHON = '#!/usr/bin/env bash\necho "triton ${TRITON:-3.6.0} torch 2.11.0+cu130"\n'
 GPU = '#!/usr/bin/env bash\necho "NVIDIA ${GPU_NAME:-H200}, 9.0"\necho "NVIDIA second, 9.0"\n'
 
 
 @pytest.fixture
 def runner(tmp_path) -> Path:
     """A machine's folder: a command, a driver and Python on PATH."""
-    for name, text in (("moe-conformance", COMMAND), ("nvidia-smi", GPU)):
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    python = tmp_path / "bin" / "python3"
-    python.write_text('#!/usr/bin/env bash\necho "triton ${TRITON:-3.6.0} torch 2.11.0+cu130"\n')
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    for name, text in (("moe-conformance", COMMAND), ("nvidia-smi", GPU), ("python3", PYTHON)):
+        executable(tmp_path / "bin" / name, text)
     return tmp_path
 
 
 def started(runner: Path, *arguments: str, **environment: str) -> subprocess.Popen:
-    own = {"PATH": f"{runner}/bin:{os.environ['PATH']}", "IMPL": "my_kernels.moe", "CACHE": str(runner / "cache")}
+    base = {
+        "PATH": f"{runner}/bin:{os.environ['PATH']}",
+        "IMPL": "my_kernels.moe",
+        "CACHE": str(runner / "cache"),
+    }
     command = [str(RECIPES / "gpu.sh"), *arguments]
-    return subprocess.Popen(command, cwd=runner, env=own | environment, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=runner, env=base | environment, stderr=subprocess.PIPE, text=True)
 
 
 def run(runner: Path, *arguments: str, **environment: str) -> int:
@@ -75,10 +74,10 @@ def test_the_second_run_finds_the_kernels_of_the_first(runner):
     assert read(runner, "arguments")[0].endswith("--report verdict.md --profile gate")
 
 
-@pytest.mark.parametrize("other", [{"TRITON": "3.7.0"}, {"GPU_NAME": "B200"}])
-def test_another_compiler_or_gpu_has_its_own_kernels(runner, other):
+@pytest.mark.parametrize("change", [{"TRITON": "3.7.0"}, {"GPU_NAME": "B200"}])
+def test_another_compiler_or_gpu_has_its_own_kernels(runner, change):
     run(runner)
-    run(runner, **other)
+    run(runner, **change)
     assert read(runner, "found") == ["cold", "cold"]
 
 
@@ -136,10 +135,8 @@ def test_a_missing_setting_is_named(runner, missing):
 def commands(text: str) -> list[list[str]]:
     """Every call of the command in a recipe, or of the script that passes its arguments on."""
     joined = re.sub(r"\\\n\s*", " ", text)
-    found = re.findall(r"(?:moe-conformance|ci/gpu\.sh)( (?:run )?--.*)$", joined, re.MULTILINE)
-    return [
-        shlex.split(re.sub(r"\$\{\{.*?\}\}|\"?\$\{?[A-Z]\w*(?::-[^}]*)?\}?\"?|\"\$@\"", "1/2", one)) for one in found
-    ]
+    calls = re.findall(r"(?:moe-conformance|ci/gpu\.sh)( (?:run )?--.*)$", joined, re.MULTILINE)
+    return [shlex.split(re.sub(r"\$\{\{.*?\}\}|\"?\$\{?[A-Z]\w*(?::-[^}]*)?\}?\"?|\"\$@\"", "1/2", x)) for x in calls]
 
 
 @pytest.mark.parametrize("recipe", sorted(path.name for path in RECIPES.iterdir()))
@@ -172,19 +169,16 @@ def test_the_scripts_have_no_known_mistakes():
 
 
 def test_a_job_of_a_slurm_array_judges_its_shard_and_the_second_job_merges(tmp_path):
-    place = tmp_path / ".venv-conformance/bin/moe-conformance"
-    place.parent.mkdir(parents=True)
-    place.write_text('#!/usr/bin/env bash\necho "$@"\nexit 1\n')
-    place.chmod(0o755)
+    executable(tmp_path / ".venv-conformance/bin/moe-conformance", '#!/usr/bin/env bash\necho "$@"\nexit 1\n')
     (tmp_path / "shard-1.json").touch()
     (tmp_path / "shard-2.json").touch()
     task = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "8"}
-    told = []
+    commands_run = []
     for environment in (task, {}):
         done = subprocess.run(
             [str(RECIPES / "slurm.sh")], cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True
         )
-        told.append(done.stdout.strip())
+        commands_run.append(done.stdout.strip())
         assert done.returncode == 1  # the verdict is not lost
-    assert told[0].endswith("--shard 2/8 --report shard-2.json")
-    assert told[1].startswith("merge shard-1.json shard-2.json --report verdict.json")
+    assert commands_run[0].endswith("--shard 2/8 --report shard-2.json")
+    assert commands_run[1].startswith("merge shard-1.json shard-2.json --report verdict.json")

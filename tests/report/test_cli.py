@@ -30,8 +30,6 @@ BAD = [
     (smoke("two", "--function", "permute,gate"), "--function gate is not offered by two, which offers permute, unperm"),
     (smoke("two", "--function", "gate", "--function", "permute"), "--function gate is not offered by two, which off"),
     (smoke("two", "--where", "colour=1"), "--where: no case has the field 'colour'; the fields are function, golden, "),
-    (smoke("two", "--where", "dtype=float17"), "--where: dtype is 'float17'; it must be one of float32, "),
-    (smoke("two", "--where", "dtype bfloat16"), "is no term; a predicate is field=value, field!=value, "),
     (smoke("moe_ref", "--function", ","), "--function is ','; it must be names of functions"),
     (smoke("moe_ref", "--case-seconds", "0"), "--case-seconds is 0"),
     (smoke("moe_ref", "--seconds", "-1"), "--seconds is -1.0; it must be 0 (no limit) or more"),
@@ -52,13 +50,6 @@ BAD = [
     (("replay", "case_type.json", "--impl", "moe_ref"), "case_type.json: tokens is 'two'; it must be of type int"),
     (("replay", '{"function": ', "--impl", "moe_ref"), "the case text is not JSON"),
     (("replay", '{"function": "permute", "law": "gravity"}', "--impl", "moe_ref"), "law is 'gravity'"),
-    (("replay", '{"function": "permute", "dtype": "float17"}', "--impl", "moe_ref"), "dtype is 'float17'"),
-    (("replay", '{"function": "permute", "layout": "sideways"}', "--impl", "moe_ref"), "layout is 'sideways'"),
-    (("replay", '{"function": "permute", "grads": "nobody"}', "--impl", "moe_ref"), "grads asks for 'nobody'"),
-    (
-        ("replay", '{"function": "permute", "align": 2, "capacity": 2}', "--impl", "moe_ref"),
-        "a capacity excludes align and num_rows",
-    ),
     (("minimize", "0123456789ab", "--impl", "moe_ref"), "there is no case '0123456789ab'"),
 ]
 
@@ -76,7 +67,7 @@ def test_a_bad_input_ends_in_one_clear_sentence(call, arguments, sentence):
     assert "CONFORMANT" not in out
 
 
-def test_a_gpu_that_is_not_there_is_said_so(call, monkeypatch):
+def test_a_missing_gpu_is_reported(call, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for arguments in (
         smoke("moe_ref"),
@@ -97,10 +88,10 @@ def test_a_stale_waiver_is_an_error_of_the_harness(call):
 # ---- run
 
 
-def test_only_chosen_functions_are_judged(call, place):
+def test_only_chosen_functions_are_judged(call, workdir):
     """`two` has a right `unpermute`, which needs the row map of the function that is not chosen."""
     code, out, _ = call(*smoke("two", "--function", "unpermute", "--report", "out.json"))
-    report = json.loads((place / "out.json").read_text())
+    report = json.loads((workdir / "out.json").read_text())
     assert (code, report["chosen"], report["functions"]["permute"]["cases"]) == (0, ["unpermute"], 0)
     assert {name for name, f in report["functions"].items() if f["status"] != "not chosen"} == {"unpermute"}
     assert f"CONFORMANT   1 functions · {report['cases']} cases" in out
@@ -115,32 +106,32 @@ def test_a_baseline_compares_what_both_runs_chose(call):
     assert (code, "unpermute was conformant in the baseline and is not offered any more" in out) == (5, True)
 
 
-def test_only_matching_cases_are_judged(call, place):
+def test_only_matching_cases_are_judged(call, workdir):
     """`wrong` mixes up the rows of the third expert."""
     code, out, _ = call(*smoke("wrong", "--where", "experts<3 and dtype=bfloat16", "--report", "few.json"))
-    report = json.loads((place / "few.json").read_text())
+    report = json.loads((workdir / "few.json").read_text())
     assert (code, report["where"]) == (0, "experts<3 and dtype=bfloat16")
     assert "CONFORMANT (where experts<3 and dtype=bfloat16)" in out
     code, out, err = call(*smoke("wrong", "--baseline", "few.json"))
     assert (code, "was judged with --where 'experts<3 and dtype=bfloat16', this run with ''" in err) == (2, True)
 
 
-def test_the_smallest_case_matches_too(call, place):
+def test_the_reduced_case_matches_the_predicate(call, workdir):
     assert call(*smoke("wrong", "--where", "experts>=7 and dtype=bfloat16", "--report", "out.json"))[0] == 1
-    cases = [failure["case"] for failure in json.loads((place / "out.json").read_text())["failures"]]
+    cases = [failure["case"] for failure in json.loads((workdir / "out.json").read_text())["failures"]]
     assert cases
     assert all(case["experts"] >= 7 and case["dtype"] == "bfloat16" for case in cases)
 
 
-def test_too_few_matching_cases_are_too_little(call):
+def test_a_run_with_too_few_matching_cases_is_too_little_tested(call):
     code, out, _ = call(*smoke("two", "--where", "golden!=''"))
     assert (code, "TOO LITTLE TESTED" in out) == (4, True)
     assert re.search(r"permute: \d informative cases where golden!=''; the profile smoke asks for 9", out)
 
 
-def test_a_specialist_is_conformant_within_its_scope(call, place):
+def test_a_specialist_is_conformant_within_its_scope(call, workdir):
     code, out, _ = call(*smoke("specialist", "--report", "out.json"))
-    functions = json.loads((place / "out.json").read_text())["functions"]
+    functions = json.loads((workdir / "out.json").read_text())["functions"]
     assert (code, functions["quantize"]["counts"].get("DECLARED_UNSUPPORTED")) == (0, None)
     assert {name: functions[name]["scope"] for name in ("quantize", "permute")} == {
         "quantize": "scaling=mxfp8",
@@ -153,14 +144,14 @@ def test_a_specialist_is_conformant_within_its_scope(call, place):
     assert (code, "scope scaling=mxfp8: other cases are left out" in out) == (0, True)
 
 
-def test_a_function_that_differs_within_its_scope_fails(call, place):
-    (place / "wide.py").write_text((place / "specialist.py").read_text().replace("mxfp8", "block", 1))
+def test_a_function_that_differs_within_its_scope_fails(call, workdir):
+    (workdir / "wide.py").write_text((workdir / "specialist.py").read_text().replace("mxfp8", "block", 1))
     assert call(*smoke("wide", "--function", "quantize"))[0] == 1
 
 
-def test_a_scope_that_shrinks_is_a_regression(call, place):
+def test_a_scope_that_shrinks_is_a_regression(call, workdir):
     assert call(*smoke("two", "--function", "permute", "--report", "all.json"))[0] == 0
-    (place / "two.py").write_text("from moe_ref import permute\nscope = {'permute': 'dtype=float32'}\n")
+    (workdir / "two.py").write_text("from moe_ref import permute\nscope = {'permute': 'dtype=float32'}\n")
     code, out, _ = call(*smoke("two", "--baseline", "all.json"))
     assert (code, "permute has the scope 'dtype=float32', '' in the baseline" in out) == (5, True)
 
@@ -170,21 +161,19 @@ def test_a_scope_that_shrinks_is_a_regression(call, place):
     [
         ("3", "has scope = 3; it must be a predicate such as 'dtype=bfloat16', or a dict of them by function"),
         ("'colour=1'", "has scope: no case has the field 'colour'; the fields are"),
-        ("'dtype'", "has scope: 'dtype': 'dtype' is no term"),
         ("{'premute': 'align=3'}", "has scope for premute; known are gate"),
-        ("{'permute': 'dtype=float17'}", "has scope: dtype is 'float17'; it must be one of"),
     ],
 )
-def test_a_scope_that_is_none_ends_in_one_sentence(call, place, scope, sentence):
-    (place / "scoped.py").write_text(f"from moe_ref import permute\nscope = {scope}\n")
+def test_a_scope_that_is_none_ends_in_one_sentence(call, workdir, scope, sentence):
+    (workdir / "scoped.py").write_text(f"from moe_ref import permute\nscope = {scope}\n")
     code, _, err = call("check-adapter", "--impl", "scoped")
     assert (code, f"scoped {sentence}" in err) == (2, True)
 
 
-def test_since_a_report_of_other_functions_judges_what_that_run_left_out(call, place):
+def test_since_a_report_of_other_functions_judges_what_that_run_left_out(call, workdir):
     assert call(*smoke("two", "--function", "permute", "--report", "one.json"))[0] == 0
     code, _, _ = call(*smoke("two", "--since", "one.json", "--report", "all.json"))
-    functions = json.loads((place / "all.json").read_text())["functions"]
+    functions = json.loads((workdir / "all.json").read_text())["functions"]
     assert (code, functions["permute"]["status"]) == (0, "unchanged since")
     assert (functions["unpermute"]["status"], functions["unpermute"]["reason"]) == (
         "conformant",
@@ -193,35 +182,23 @@ def test_since_a_report_of_other_functions_judges_what_that_run_left_out(call, p
     assert call(*smoke("two", "--since", "all.json", "--function", "permute"))[0] == 0
 
 
-def test_the_reference_conforms_and_the_report_says_so(call, place):
+def test_the_reference_conforms_and_the_report_says_so(call, workdir):
     code, out, _ = call(*smoke("moe_ref", "--report", "out.json", "--report", "out.xml", "--report", "out.md"))
     assert code == 0
     assert f"CONFORMANT   {len(CONTRACTS)} functions" in out
-    report = json.loads((place / "out.json").read_text())
-    assert {
-        "verdict",
-        "exit_code",
-        "cases",
-        "seconds",
-        "functions",
-        "failures",
-        "problems",
-        "versions",
-        "suite",
-        "profile",
-        "seed",
-        "device",
-    } <= set(report)
+    report = json.loads((workdir / "out.json").read_text())
+    fields = "verdict exit_code cases seconds functions failures problems versions suite profile seed device"
+    assert {*fields.split()} <= set(report)
     assert (report["verdict"], report["exit_code"], report["implementation"]) == ("CONFORMANT", 0, "moe_ref")
     assert set(report["functions"]) == set(CONTRACTS)
     for function in report["functions"].values():
         assert function["status"] == "conformant"
         assert sum(function["counts"].values()) == function["cases"] > 0
-    assert (place / "out.xml").read_text().startswith("<?xml")
-    assert (place / "out.md").read_text().startswith("# CONFORMANT")
+    assert (workdir / "out.xml").read_text().startswith("<?xml")
+    assert (workdir / "out.md").read_text().startswith("# CONFORMANT")
 
 
-def test_a_wrong_permute_is_found_replayed_and_minimized(call, place, monkeypatch):
+def test_a_wrong_permute_is_found_replayed_and_minimized(call, workdir, monkeypatch):
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     code, out, _ = call(*smoke("wrong"))
     assert [
@@ -234,13 +211,13 @@ def test_a_wrong_permute_is_found_replayed_and_minimized(call, place, monkeypatc
     )
     assert re.search(r"smallest case +T=2 H=1 E=3, float32, routing map 001 001", out)
     identity = re.search(r"replay +moe-conformance replay ([0-9a-f]{12}) --impl wrong", out).group(1)
-    assert (place / ".moe-conformance" / f"{identity}.json").exists()
+    assert (workdir / ".moe-conformance" / f"{identity}.json").exists()
 
     code, out, _ = call("replay", identity, "--impl", "wrong")
     assert (code, "FAIL: rows [exact]" in out) == (1, True)
-    (place / "below").mkdir()
+    (workdir / "below").mkdir()
     with monkeypatch.context() as elsewhere:
-        elsewhere.chdir(place / "below")
+        elsewhere.chdir(workdir / "below")
         code, out, _ = call("replay", identity, "--impl", "moe_ref")
     assert (code, "PASS" in out) == (0, True)
 
@@ -254,7 +231,7 @@ def test_a_wrong_permute_is_found_replayed_and_minimized(call, place, monkeypatc
     assert (code, "there is nothing to minimize" in out) == (0, True)
 
 
-def test_what_raises_on_a_call_fails_and_does_not_end_the_run(call):
+def test_an_implementation_that_raises_fails_and_the_run_goes_on(call):
     code, out, err = call(*smoke("raising"))
     assert code == 1
     assert "raised RuntimeError on a legal call: no kernel for so many columns" in out
@@ -281,12 +258,12 @@ def test_a_signature_without_a_setting_is_judged_without_it(call):
     assert (code, "unpermute           conformant" in out) == (0, True)
 
 
-def test_shards_run_every_case_once_and_an_empty_one_is_no_failure(call, place):
+def test_shards_run_every_case_once_and_an_empty_one_is_no_failure(call, workdir):
     counts = {}
     for shard in ("1/2", "2/2", "4/4", ""):
         code, out, _ = call(*smoke("good", "--shard", shard, "--report", "out.json"))
         assert code == 0, out
-        report = json.loads((place / "out.json").read_text())
+        report = json.loads((workdir / "out.json").read_text())
         counts[shard] = report["cases"]
         assert report["verdict"] == ("EMPTY SHARD" if shard == "4/4" else "CONFORMANT")
         assert report["functions"]["permute"]["status"] == ("not run" if shard == "4/4" else "conformant")
@@ -295,27 +272,21 @@ def test_shards_run_every_case_once_and_an_empty_one_is_no_failure(call, place):
     assert len({section.label for section in sections()}) == 1 + (len(KINDS) - 1) * len(CONTRACTS)
 
 
-def test_cases_in_the_corpus_run_first(call, place):
-    kept = RoutingCase(
+@pytest.mark.parametrize("folder", [".", f"{corpus.REACHED}/permute"])
+def test_cases_of_the_corpus_and_of_a_search_run_first(call, workdir, folder):
+    saved = RoutingCase(
         function="permute", tokens=3, experts=3, hidden=5, routing=(4, 4, 4), dtype="float16", law="split"
     )
-    corpus.save(place / "kept", kept, {})
-    code, _, _ = call(*smoke("wrong", "--corpus", "kept", *only("corpus"), "--report", "out.json"))
+    corpus.save(workdir / "saved" / folder, saved, {})
     assert sections()[0].label == "corpus"
-    assert (code, json.loads((place / "out.json").read_text())["functions"]["permute"]["counts"]) == (1, {"FAIL": 1})
+    for implementation, expected in (("good", (0, {"PASS": 1})), ("wrong", (1, {"FAIL": 1}))):
+        code, _, _ = call(*smoke(implementation, "--corpus", "saved", *only("corpus"), "--report", "out.json"))
+        assert (code, json.loads((workdir / "out.json").read_text())["functions"]["permute"]["counts"]) == expected
 
 
-def test_cases_that_a_search_has_kept_run_with_the_corpus(call, place):
-    reached = RoutingCase(function="permute", tokens=3, experts=3, hidden=5, routing=(4, 4, 4), dtype="float16")
-    corpus.save(place / "kept" / corpus.REACHED / "permute", reached, {})
-    for implementation, counts in (("good", (0, {"PASS": 1})), ("wrong", (1, {"FAIL": 1}))):
-        code, _, _ = call(*smoke(implementation, "--corpus", "kept", *only("corpus"), "--report", "out.json"))
-        assert (code, json.loads((place / "out.json").read_text())["functions"]["permute"]["counts"]) == counts
-
-
-def test_the_committed_corpus_is_part_of_every_run(call, place, monkeypatch):
-    monkeypatch.setattr(corpus, "COMMITTED", place / "committed")
-    corpus.save(place / "committed", RoutingCase(function="permute", tokens=2, experts=3, routing=(4, 4)), {})
+def test_the_committed_corpus_is_part_of_every_run(call, workdir, monkeypatch):
+    monkeypatch.setattr(corpus, "COMMITTED", workdir / "committed")
+    corpus.save(workdir / "committed", RoutingCase(function="permute", tokens=2, experts=3, routing=(4, 4)), {})
     code, _, _ = call(*smoke("wrong", *only("corpus")))
     assert code == 1
     assert corpus.read_folder(corpus.COMMITTED)

@@ -64,7 +64,7 @@ QUICK = [
 ]
 
 
-def test_torch_is_not_imported(place):
+def test_torch_is_not_imported(workdir):
     lines = json.dumps([arguments for arguments, _, _ in QUICK])
     done = subprocess.run([sys.executable, "-c", CALLS], input=lines, capture_output=True, text=True, timeout=600)
     results = [json.loads(line) for line in done.stdout.splitlines()]
@@ -75,9 +75,9 @@ def test_torch_is_not_imported(place):
         assert code == 0 or sum(line.startswith("moe-conformance") for line in text.splitlines()) == 1, text
 
 
-def test_a_module_of_the_working_directory_is_not_called_missing(place):
-    (place / "package").mkdir()
-    (place / "package" / "kernels.py").write_text("x = 1\n")
+def test_a_module_of_the_working_directory_is_not_called_missing(workdir):
+    (workdir / "package").mkdir()
+    (workdir / "package" / "kernels.py").write_text("x = 1\n")
     lines = (
         "from conformance.usage import check_module as c; c('good'); c('good:permute'); c('package.kernels'); c('sys')"
     )

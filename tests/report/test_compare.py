@@ -13,19 +13,11 @@ FINDING = {"output": "rows", "check": "exact", "message": "row 1 holds token 0",
 FAILURE = {"function": "permute", "case": CASE, "finding": FINDING, "status": "FAIL", "reason": "", "id": "x"}
 GOOD = {"status": "conformant", "cases": 100, "counts": {"PASS": 100}, "without": []}
 OLD = {
-    "verdict": "CONFORMANT",
-    "implementation": "mine",
-    "profile": "gate",
-    "seed": 0,
-    "device": "CPU",
-    "versions": {"torch": "2.11"},
-    "cases": 200,
-    "seconds": 10.0,
-    "kernels_compiled": 0,
-    "failures": [],
+    "verdict": "CONFORMANT", "implementation": "mine", "profile": "gate", "seed": 0, "device": "CPU",
+    "versions": {"torch": "2.11"}, "cases": 200, "seconds": 10.0, "kernels_compiled": 0, "failures": [],
     "functions": {"permute": GOOD, "gate": GOOD},
     "coverage": {"permute": {"fields": {"align": {"0": [5, 0], "16": [5, 0]}}, "seconds": 4.0}},
-}
+}  # fmt: skip
 
 
 def changed(**fields) -> dict:
@@ -52,8 +44,8 @@ def test_a_new_failure_is_worse_and_a_fixed_one_is_not():
     assert worse and "new        permute: FAIL rows [exact] row 1 holds token 0 (T=2 H=1 E=1" in text
     text, worse = text_of(broken, OLD)
     assert not worse and "fixed      permute: FAIL" in text
-    other = {**FAILURE, "finding": {**FINDING, "message": "row 0 holds token 1"}}  # of the same kind
-    assert not text_of(broken, changed(failures=[other]))[1]
+    same_kind = {**FAILURE, "finding": {**FINDING, "message": "row 0 holds token 1"}}  # of the same kind
+    assert not text_of(broken, changed(failures=[same_kind]))[1]
     another = {**FAILURE, "finding": {**FINDING, "output": "probs"}}
     assert text_of(broken, changed(failures=[another]))[1]
 

@@ -19,29 +19,29 @@ PAGES = ("README.md", "docs/index.md")
 @pytest.fixture(scope="module")
 def cases() -> dict[str, int]:
     """How many cases of a gate on a CPU each function of the permutation has."""
-    kept = [case.function for case in corpus.read_folder(corpus.COMMITTED)]
-    found = {name: kept.count(name) for name in CONTRACTS if hasattr(moe_ref.permutation, name)}
+    committed = [case.function for case in corpus.read_folder(corpus.COMMITTED)]
+    counts = {name: committed.count(name) for name in CONTRACTS if hasattr(moe_ref.permutation, name)}
     for section in sections():
-        if section.function in found:
-            found[section.function] += len(cases_of(section, PROFILES["gate"], Space(), 0))
-    return found
+        if section.function in counts:
+            counts[section.function] += len(cases_of(section, PROFILES["gate"], Space(), 0))
+    return counts
 
 
 def stale(text: str, cases: dict[str, int]) -> list[str]:
     """What a page says of numbers of cases, and is not so."""
-    every = [(f"all {len(cases)}", n) for n in re.findall(r"of 6 functions differ · (\d+) cases", text)]
-    every += re.findall(r"(\w+) +conformant · (\d+) cases", text)
-    assert len(every) > 2, "the page shows no verdict"
+    shown = [(f"all {len(cases)}", n) for n in re.findall(r"of 6 functions differ · (\d+) cases", text)]
+    shown += re.findall(r"(\w+) +conformant · (\d+) cases", text)
+    assert len(shown) > 2, "the page shows no verdict"
     now = cases | {f"all {len(cases)}": sum(cases.values())}
-    return [f"{name}: {told}, now {now[name]}" for name, told in every if int(told) != now[name]]
+    return [f"{name}: {number}, now {now[name]}" for name, number in shown if int(number) != now[name]]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_has_the_numbers_of_today(cases, page):
+def test_a_page_has_the_numbers_of_cases_that_the_suite_has(cases, page):
     assert stale((ROOT / page).read_text(), cases) == []
 
 
-def test_a_number_of_yesterday_is_found(cases):
+def test_a_stale_number_of_cases_is_found(cases):
     text = (ROOT / "README.md").read_text()
     old = text.replace(f"conformant · {cases['sort_chunks']} cases", "conformant · 1 cases")
     assert stale(old, cases) == [f"sort_chunks: 1, now {cases['sort_chunks']}"]

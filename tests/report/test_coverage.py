@@ -15,7 +15,7 @@ from conformance.core.axes import Choice
 from conformance.interface import Implementation
 
 DOCS = Path(__file__).parents[2] / "docs"
-FEATURES = [one for features in SECTIONS.values() for one in features]
+FEATURES = [feature for features in SECTIONS.values() for feature in features]
 
 
 def record_of(name):
@@ -28,18 +28,18 @@ def test_the_page_is_what_the_catalogue_gives_today():
 
 
 def test_every_feature_is_there_once():
-    assert [one.number for one in FEATURES] == list(range(1, 135))
-    assert len({one.name for one in FEATURES}) == 134
+    assert [feature.number for feature in FEATURES] == list(range(1, 135))
+    assert len({feature.name for feature in FEATURES}) == 134
 
 
-@pytest.mark.parametrize("one", FEATURES, ids=lambda one: str(one.number))
-def test_a_column_that_is_not_yes_has_a_sentence_and_no_other_row_has_one(one):
-    lacking = {coverage.NO, coverage.PARTLY} & set(coverage.state_of(one).values())
-    assert bool(lacking) == bool(one.why)
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: str(feature.number))
+def test_a_column_that_is_not_yes_has_a_sentence_and_no_other_row_has_one(feature):
+    lacking = {coverage.NO, coverage.PARTLY} & set(coverage.state_of(feature).values())
+    assert bool(lacking) == bool(feature.why)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("fields", "message"),
     [
         ({"calls": "permuted"}, "permuted, which no contract judges"),
         ({"calls": "permute alignment=16"}, "permute has no axis alignment"),
@@ -51,23 +51,23 @@ def test_a_column_that_is_not_yes_has_a_sentence_and_no_other_row_has_one(one):
     ],
     ids=str,
 )
-def test_a_feature_that_names_what_does_not_exist_is_an_error(wrong, message):
+def test_a_feature_that_names_what_does_not_exist_is_an_error(fields, message):
     with pytest.raises(LookupError, match=re.escape(message)):
-        coverage.state_of(Feature(0, "a feature", **wrong))
+        coverage.state_of(Feature(0, "a feature", **fields))
 
 
 def test_a_value_that_no_case_has_is_not_judged():
     contract = CONTRACTS["drop_tokens"]
-    right = Feature(0, "a feature", "drop_tokens policy=position")
-    assert coverage.state_of(right)["contract"] == coverage.YES
-    call = coverage.calls_of(right)[0]
+    judged_feature = Feature(0, "a feature", "drop_tokens policy=position")
+    assert coverage.state_of(judged_feature)["contract"] == coverage.YES
+    call = coverage.calls_of(judged_feature)[0]
     policy = next(axis for axis in coverage.scope_of("drop_tokens").axes if axis.name == "policy")
     assert isinstance(policy, Choice)
     assert coverage._occurs(contract.function, policy, coverage.case_of(call).policy)
     assert not coverage._occurs(contract.function, replace(policy, also=("never",)), "never")
 
 
-def test_what_moe_fast_lacks_or_refuses_is_no(monkeypatch):
+def test_a_feature_that_moe_fast_lacks_or_refuses_has_the_state_no(monkeypatch):
     with monkeypatch.context() as without:
         without.setattr(coverage, "FAST", Implementation(SimpleNamespace(), "of nothing"))
         assert coverage.state_of(Feature(0, "lacking", "gate bias=False"))["fast"] == coverage.NO
@@ -86,4 +86,4 @@ def test_the_recorded_gate_judged_the_functions_that_moe_fast_has():
     offered = sum(coverage.FAST.offers(name) for name in functions)
     rows = record_of(GATE_ON_A_GPU)["tables"][0]["rows"]
     assert {row[1] for row in rows} == {str(offered)} and {row[-1] for row in rows} == {"CONFORMANT"}
-    assert all(record_of(one.record) for one in FEATURES if one.record)
+    assert all(record_of(feature.record) for feature in FEATURES if feature.record)

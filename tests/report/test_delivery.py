@@ -49,9 +49,9 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):
 def test_a_failed_write_leaves_the_earlier_file(tmp_path, monkeypatch):
     path = tmp_path / "out.md"
     write_whole(path, "first")
-    for part in (storage.os, "replace"), (Path, "write_text"):
+    for function in (storage.os, "replace"), (Path, "write_text"):
         with monkeypatch.context() as broken:
-            broken.setattr(*part, refuse)
+            broken.setattr(*function, refuse)
             with pytest.raises(OSError, match=FULL):
                 write_whole(path, "second")
         assert path.read_text() == "first"
@@ -80,8 +80,8 @@ UNWRITABLE = [
 
 @pytest.mark.parametrize("verb", [smoke("moe_ref"), ("merge", "text.json"), ("mutants", "--impl", "moe_ref")])
 @pytest.mark.parametrize(("path", "sentence"), UNWRITABLE)
-def test_a_report_that_cannot_be_written_is_an_error_of_usage(call, place, verb, path, sentence):
-    (place / "folder.json").mkdir()
+def test_a_report_that_cannot_be_written_is_an_error_of_usage(call, workdir, verb, path, sentence):
+    (workdir / "folder.json").mkdir()
     code, out, err = call(*verb, "--report", path)
     assert (code, out) == (2, "")
     assert re.fullmatch(f"moe-conformance: --report {path}: {sentence}.*\n", err), err
@@ -126,19 +126,19 @@ def test_only_a_verdict_of_0_becomes_3(code):
 
 
 @pytest.mark.parametrize(("implementation", "expected"), [("good", 3), ("wrong", 1)])
-def test_a_run_prints_its_verdict_and_keeps_its_meaning(call, place, full, implementation, expected):
+def test_a_run_prints_its_verdict_and_keeps_its_meaning(call, workdir, full, implementation, expected):
     code, out, err = call(*smoke(implementation, "--report", full, "--report", "out.md"))
     assert code == expected
     assert ("NOT CONFORMANT" in out) == (expected == 1) and "CONFORMANT" in out
     assert f"--report {full}: not written: {FULL}" in err and "Traceback" not in err
-    assert "CONFORMANT" in (place / "out.md").read_text()
+    assert "CONFORMANT" in (workdir / "out.md").read_text()
 
 
-def test_a_merged_verdict_is_printed_where_its_report_fails(call, place, full):
+def test_a_merged_verdict_is_printed_where_its_report_fails(call, workdir, full):
     assert call(*smoke("good", "--shard", "1/1", "--report", "shard.json"))[0] == 0
     code, out, err = call("merge", "shard.json", "--report", full, "--report", "merged.json")
     assert (code, "CONFORMANT" in out, FULL in err) == (3, True, True)
-    assert json.loads((place / "merged.json").read_text())["verdict"] == "CONFORMANT"
+    assert json.loads((workdir / "merged.json").read_text())["verdict"] == "CONFORMANT"
 
 
 # ---- the output
@@ -178,7 +178,7 @@ def test_every_path_is_tried(tmp_path, full):
 # ---- the corpus
 
 
-def test_a_failure_whose_case_cannot_be_saved_is_printed_with_its_text(call, place):
+def test_a_failure_whose_case_cannot_be_saved_is_printed_with_its_text(call, workdir):
     code, out, _ = call(*smoke("wrong", "--corpus", "text.txt/kept"))
     assert code == 1
     words = shlex.split(next(line for line in out.splitlines() if line.startswith("  replay")))
@@ -187,11 +187,11 @@ def test_a_failure_whose_case_cannot_be_saved_is_printed_with_its_text(call, pla
     assert (code, "FAIL: rows [exact]" in out) == (1, True)
 
 
-def test_a_minimized_case_that_cannot_be_saved_is_printed(call, place):
+def test_a_minimized_case_that_cannot_be_saved_is_printed(call, workdir):
     minimize = ("minimize", SMALL.changed(tokens=3, routing=(4, 4, 4)).text, "--impl", "wrong")
-    for corpus_folder, told in (("kept", "saved as"), ("text.txt/kept", "not saved: [Errno 20]")):
+    for corpus_folder, sentence in (("kept", "saved as"), ("text.txt/kept", "not saved: [Errno 20]")):
         code, out, err = call(*minimize, "--corpus", corpus_folder)
-        assert (code, "smallest case" in out, told in out) == (1, True, True), err
+        assert (code, "smallest case" in out, sentence in out) == (1, True, True), err
 
 
 def test_a_case_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -207,15 +207,15 @@ def test_a_search_whose_folder_cannot_be_written_keeps_its_failures(tmp_path, mo
     search.progress = type("Progress", (), {"end": staticmethod(lambda: None)})
     search.kept = {"permute": interesting_cases.InterestingCases(tmp_path, seeds=[SMALL], judged={SMALL.id})}
     corpus.save(tmp_path, SMALL, {})
-    other = SMALL.changed(hidden=2)
-    search.kept["permute"].reached, search.kept["permute"].seen = {other: frozenset({"a:1"})}, {"a:1"}
+    reached = SMALL.changed(hidden=2)
+    search.kept["permute"].reached, search.kept["permute"].seen = {reached: frozenset({"a:1"})}, {"a:1"}
     with monkeypatch.context() as broken:
         broken.setattr(storage.os, "replace", refuse)
         search.end()
     assert FULL in search.searched.unsaved["permute"]
     assert corpus.read_folder(tmp_path) == [SMALL]
     search.end()
-    assert corpus.read_folder(tmp_path) == [other]
+    assert corpus.read_folder(tmp_path) == [reached]
 
 
 def test_a_cluster_saves_no_case_and_still_has_its_verdict(book, tmp_path):  # noqa: F811

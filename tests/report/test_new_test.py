@@ -19,15 +19,15 @@ def alltoall_dispatch(*arguments, group=None, **settings): ...
 
 
 @pytest.fixture()
-def own(place):
-    (place / "own.py").write_text(OWN)
+def own_kernels(workdir):
+    (workdir / "own.py").write_text(OWN)
 
 
-def test_each_offered_function_has_a_test_that_finds_what_is_wrong(call, place, own, monkeypatch):
+def test_each_offered_function_has_a_test_that_finds_what_is_wrong(call, workdir, own_kernels, monkeypatch):
     code, out, err = call("new-test", "--impl", "own", "--device", "cpu")
     assert (code, out, err) == (0, "wrote test_own.py; run it: pytest test_own.py\n", "")
-    monkeypatch.syspath_prepend(str(place))  # as pytest does
-    written = runpy.run_path(str(place / "test_own.py"))
+    monkeypatch.syspath_prepend(str(workdir))  # as pytest does
+    written = runpy.run_path(str(workdir / "test_own.py"))
     tests = {name: test for name, test in written.items() if name.startswith("test_")}
     assert set(tests) == {"test_pad_routing_map", "test_indices_to_multihot"}
     tests["test_pad_routing_map"]()
@@ -43,14 +43,14 @@ def test_each_offered_function_has_a_test_that_finds_what_is_wrong(call, place, 
         (("--impl", "nobody"), "there is no module 'nobody'"),
     ],
 )
-def test_what_cannot_be_tested_is_said_and_nothing_is_written(call, place, own, words, sentence):
+def test_what_cannot_be_tested_is_said_and_nothing_is_written(call, workdir, own_kernels, words, sentence):
     code, _, err = call("new-test", *words, "--device", "cpu")
     assert (code, sentence in err) == (2, True), err
-    assert not list(place.glob("test_*.py"))
+    assert not list(workdir.glob("test_*.py"))
 
 
-def test_no_file_is_written_over(call, place, own):
-    (place / "test_own.py").write_text("mine")
+def test_no_file_is_written_over(call, workdir, own_kernels):
+    (workdir / "test_own.py").write_text("mine")
     code, _, err = call("new-test", "--impl", "own", "--function", "pad_routing_map", "--device", "cpu")
     assert (code, "test_own.py exists" in err) == (2, True)
-    assert (place / "test_own.py").read_text() == "mine"
+    assert (workdir / "test_own.py").read_text() == "mine"

@@ -53,9 +53,10 @@ def verdict_of(**fields) -> Verdict:
 
 
 def test_numbers_are_grouped_by_powers_of_two_and_sequences_by_length():
-    found = settings_of(CASE)
-    assert (found["tokens"], found["hidden"], found["align"], found["routing"]) == ("3", "4 …", "16", "3 entries")
-    assert found["law"] == "none" and "seed" not in found
+    settings = settings_of(CASE)
+    named = {name: settings[name] for name in ("tokens", "hidden", "align", "routing")}
+    assert named == {"tokens": "3", "hidden": "4 …", "align": "16", "routing": "3 entries"}
+    assert settings["law"] == "none" and "seed" not in settings
 
 
 def test_a_value_is_counted_with_its_wrong_cases_and_uninformative_ones_are_not():
@@ -64,24 +65,24 @@ def test_a_value_is_counted_with_its_wrong_cases_and_uninformative_ones_are_not(
 
 
 def test_pairs_that_never_meet_are_absent():
-    other = replace(CASE, align=0, dtype="bfloat16")
-    found = covered(line(CASE), line(other), line(other, "CRASH"))["pairs"]
-    pair = next(name for name in found if set(name.split(" × ")) == {"dtype", "align"})
-    assert sorted(found[pair].values()) == [[1, 0], [2, 1]]  # of four
-    assert not any("tokens" in name or "hidden" in name for name in found)
+    second = replace(CASE, align=0, dtype="bfloat16")
+    covered_pairs = covered(line(CASE), line(second), line(second, "CRASH"))["pairs"]
+    pair = next(name for name in covered_pairs if set(name.split(" × ")) == {"dtype", "align"})
+    assert sorted(covered_pairs[pair].values()) == [[1, 0], [2, 1]]  # of four
+    assert not any("tokens" in name or "hidden" in name for name in covered_pairs)
 
 
 def test_a_kernel_of_two_cases_is_one():
-    found = covered(line(CASE, kernels=("a", "b")), line(CASE, kernels=("b",)))
-    assert (found["kernels"], found["seconds"]) == (2, 0.5)
+    covered_kernels = covered(line(CASE, kernels=("a", "b")), line(CASE, kernels=("b",)))
+    assert (covered_kernels["kernels"], covered_kernels["seconds"]) == (2, 0.5)
 
 
 def test_passing_cases_are_counted_by_how_near_they_come_to_the_limit():
     near, far, none = (line(CASE) | {"scores": scores} for scores in ({"error": 0.97}, {"error": 0.0}, {}))
     beyond = line(CASE) | {"scores": {"error": 1.0, "ratio": 0.52}}
-    found = covered(near, far, none, beyond)["scores"]
-    assert found == {"error": [1, *[0] * 18, 2], "ratio": [*[0] * 10, 1, *[0] * 9]}
-    text = page(verdict_of(coverage={"permute": {"fields": {}, "pairs": {}, **COSTS, "scores": found}}))
+    scores = covered(near, far, none, beyond)["scores"]
+    assert scores == {"error": [1, *[0] * 18, 2], "ratio": [*[0] * 10, 1, *[0] * 9]}
+    text = page(verdict_of(coverage={"permute": {"fields": {}, "pairs": {}, **COSTS, "scores": scores}}))
     assert "error 0.95 to 1.00 of the limit: 2 cases" in text and text.count("<figcaption>") == 2
 
 
@@ -118,11 +119,11 @@ def test_a_routing_map_is_drawn_token_by_expert():
 
 
 def test_a_run_keeps_settings_for_a_page_alone(tmp_path: Path):
-    for name, kept in (("verdict.html", True), ("verdict.json", False)):
+    for name, has_settings in (("verdict.html", True), ("verdict.json", False)):
         folder = tmp_path / name.replace(".", "_")
         options = Options("moe_ref", function="permute", profile="smoke", jobs=1, device="cpu", report=[name])
         verdict = judge_with(replace(options, corpus=str(tmp_path / "corpus")), folder)
         outcomes = [entry for entry in entries(folder) if entry["kind"] == "outcome"]
-        assert all(("settings" in entry) == kept for entry in outcomes) and len(outcomes) == verdict.cases
-        assert any(entry.get("scores") for entry in outcomes) == kept
-        assert set(verdict.coverage) == ({entry["function"] for entry in outcomes} if kept else set())
+        assert all(("settings" in entry) == has_settings for entry in outcomes) and len(outcomes) == verdict.cases
+        assert any(entry.get("scores") for entry in outcomes) == has_settings
+        assert set(verdict.coverage) == ({entry["function"] for entry in outcomes} if has_settings else set())

@@ -44,9 +44,9 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU interprets 
 
 
 @pytest.fixture
-def late(place):
-    (place / "late.py").write_text(LATE)
-    return place
+def late(workdir):
+    (workdir / "late.py").write_text(LATE)
+    return workdir
 
 
 def taking(**us: float):
@@ -67,7 +67,7 @@ def test_a_slower_implementation_is_a_regression_of_a_quicker_ones_ratios(late, 
     assert us[OWN] > us["moe_ref"] > 0
 
 
-def test_equal_ratios_are_none_and_a_report_of_another_device_or_rival_is_refused(late):
+def test_equal_ratios_are_no_regression_and_another_device_or_rival_is_refused(late):
     first = Options("good", device="cpu", report=["old.json"])
     assert speed(first, "moe_ref", [CASE], taking(own=100.0, rival=100.0)) == 0
     report = json.loads((late / "old.json").read_text())
@@ -76,13 +76,13 @@ def test_equal_ratios_are_none_and_a_report_of_another_device_or_rival_is_refuse
             result["floor_us"] = 0.0  # which each run measures
     baseline = late / "good.json"
     baseline.write_text(json.dumps(report))
-    again = Options("good", device="cpu", baseline=str(baseline))
-    assert speed(again, "moe_ref", [CASE], taking(own=104.0, rival=100.0)) == 0
-    assert speed(again, "moe_ref", [CASE], taking(own=106.0, rival=100.0)) == 5
+    repeated = Options("good", device="cpu", baseline=str(baseline))
+    assert speed(repeated, "moe_ref", [CASE], taking(own=104.0, rival=100.0)) == 0
+    assert speed(repeated, "moe_ref", [CASE], taking(own=106.0, rival=100.0)) == 5
     for name in ("device", "against"):
         baseline.write_text(json.dumps(report | {name: "another"}))
         with pytest.raises(Exception, match=f"the baseline's {name} is 'another'"):
-            speed(again, "moe_ref", [CASE], taking(own=100.0, rival=100.0))
+            speed(repeated, "moe_ref", [CASE], taking(own=100.0, rival=100.0))
 
 
 def test_without_a_rival_the_floor_is_left(call):
@@ -95,7 +95,7 @@ def test_a_wrong_result_has_no_speed(call):
     assert (code, "not timed: FAIL: rows" in out, "µs" in out) == (1, True, False)
 
 
-def test_a_wrong_rival_is_none(call):
+def test_a_rival_with_wrong_results_is_not_timed(call):
     code, out, _ = call("speed", CASE, "--impl", "good", "--against", "wrong")
     assert (code, "no rival: wrong: FAIL: rows" in out, "× its speed" in out) == (0, True, False)
     assert "of the floor's speed" in out
@@ -126,7 +126,7 @@ def test_the_time_of_triton_s_interpreter_is_no_kernel_s(call):
     ],
     ids=lambda x: "",
 )
-def test_what_speed_needs_is_one_sentence(call, words, sentence):
+def test_speed_refuses_unusable_arguments_in_one_sentence(call, words, sentence):
     code, _, err = call("speed", *words)
     assert (code, sentence in err, len(err.splitlines())) == (2, True, 1)
 
@@ -152,9 +152,9 @@ def test_of_several_calls_the_first_is_timed_unless_it_takes_a_state():
     calls = Calls.of(inputs, load("moe_ref"))
     assert [*calls.by_title] == [FORWARD]
     assert calls.forward().quantized is not None
-    for more in ({"scaling": "delayed"}, {"illegal": "recipe"}):
+    for fields in ({"scaling": "delayed"}, {"illegal": "recipe"}):
         with pytest.raises(Untimed):
-            inputs_of(function="quantize", tokens=1, hidden=1, **more)
+            inputs_of(function="quantize", tokens=1, hidden=1, **fields)
 
 
 @no_gpu
@@ -189,8 +189,8 @@ def test_a_clock_shows_the_median_and_pays_for_nothing_else(monkeypatch):
 
     spans = iter([9.0, 1.0, 2.0, 6.0])  # the first warms up
     versions = {"one": lambda: advance(next(spans)), "two": lambda: advance(5.0)}
-    found = clocks.medians(versions, 1, 3, setup=lambda: advance(100.0), device="cpu")
-    assert found == {"one": 2e6, "two": 5e6}
+    medians = clocks.medians(versions, 1, 3, setup=lambda: advance(100.0), device="cpu")
+    assert medians == {"one": 2e6, "two": 5e6}
 
 
 def test_an_implementation_that_omits_outputs_is_timed():
@@ -250,7 +250,7 @@ def test_a_call_that_takes_long_to_launch_waits_behind_more_writes(monkeypatch):
     monkeypatch.setattr(clocks.torch.cuda, "Event", HostEvent)
     monkeypatch.setattr(clocks.torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(clocks, "_flushed", lambda device: SimpleNamespace(zero_=write))
-    found = clocks.queued({"own": own, "rival": lambda: done.append("call")}, 1, 2)
-    assert found == pytest.approx({"own": 2e4, "rival": 0.0})
+    medians = clocks.queued({"own": own, "rival": lambda: done.append("call")}, 1, 2)
+    assert medians == pytest.approx({"own": 2e4, "rival": 0.0})
     writes = "".join("w" if x == "write" else "c" for x in done).split("c")[-2]
     assert 1 < len(writes) <= clocks.MOST_WRITES

@@ -59,8 +59,8 @@ def test_an_output_that_is_absent_or_of_another_dtype_or_shape_is_wrong(folder):
 
 
 def test_the_sums_of_a_loss_are_judged_by_their_bound(folder):
-    def z_loss(logits, coeff, shift=0.0, **others):
-        if others:
+    def z_loss(logits, coeff, shift=0.0, **unknown):
+        if unknown:
             return None
         numbers = logits.numbers
         peak = numbers.max(1, keepdims=True, initial=-np.inf)
@@ -86,35 +86,35 @@ def test_every_function_of_one_process_is_written_and_every_tensor_is_read_back(
 
 
 def test_a_tensor_of_any_dtype_comes_back_as_it_was():
-    given = {str(kind): torch.arange(6).reshape(2, 3).to(kind).T for kind in NAMES}
-    given["scalar"], given["empty"] = torch.tensor(2.5, dtype=torch.bfloat16), torch.zeros(0, 3)
-    given["repeated"] = torch.ones(1, 1).expand(4, 1)
-    given["part"] = given["torch.float32"][1:]  # of the same storage
-    path = SimpleNamespace(read_bytes=lambda: safetensors(given))
+    tensors = {str(kind): torch.arange(6).reshape(2, 3).to(kind).T for kind in NAMES}
+    tensors["scalar"], tensors["empty"] = torch.tensor(2.5, dtype=torch.bfloat16), torch.zeros(0, 3)
+    tensors["repeated"] = torch.ones(1, 1).expand(4, 1)
+    tensors["part"] = tensors["torch.float32"][1:]  # of the same storage
+    path = SimpleNamespace(read_bytes=lambda: safetensors(tensors))
     for name, tensor in load(path).items():
-        assert tensor.words.shape == tuple(given[name].shape)
+        assert tensor.words.shape == tuple(tensors[name].shape)
         if "float8" not in name:
-            assert np.array_equal(tensor.numbers, given[name].double().numpy())
+            assert np.array_equal(tensor.numbers, tensors[name].double().numpy())
 
 
 def test_the_words_for_dtypes_are_those_of_the_library():
-    given = {word: torch.zeros(1, dtype=kind) for kind, word in NAMES.items()}
-    made = load(SimpleNamespace(read_bytes=lambda: safetensors(given)))
-    assert {word: x.dtype for word, x in made.items()} == {word: word for word in given}
+    by_word = {word: torch.zeros(1, dtype=kind) for kind, word in NAMES.items()}
+    loaded = load(SimpleNamespace(read_bytes=lambda: safetensors(by_word)))
+    assert {word: x.dtype for word, x in loaded.items()} == {word: word for word in by_word}
 
 
-def test_without_the_library_one_sentence_says_what_to_install(call, place, monkeypatch):
+def test_without_the_library_one_sentence_says_what_to_install(call, workdir, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     code, _, err = call("export", "vectors", "--function", "permute")
     assert (code, "pip install 'moe-conformance[vectors]'" in err, err.count("\n")) == (2, True, 1)
-    assert not (place / "vectors").exists()
+    assert not (workdir / "vectors").exists()
 
 
 def by_rule(expectation, observed: torch.Tensor) -> bool:
     """Whether the reader of the example finds the output wrong."""
-    found = stated(expectation)
-    made = load(SimpleNamespace(read_bytes=lambda: safetensors({**found.arrays, "y": observed})))
-    return wrong({"rule": found.rule, "dtype": "", **{name: name for name in found.arrays}}, made, made["y"])
+    rule = stated(expectation)
+    loaded = load(SimpleNamespace(read_bytes=lambda: safetensors({**rule.arrays, "y": observed})))
+    return wrong({"rule": rule.rule, "dtype": "", **{name: name for name in rule.arrays}}, loaded, loaded["y"])
 
 
 TABLE = code_values(torch.float8_e4m3fn)
@@ -136,9 +136,9 @@ PAIRS = [  # an expectation, outputs that are right, outputs that are wrong
 ]
 
 
-@pytest.mark.parametrize(("expectation", "right", "mistakes"), PAIRS, ids=lambda x: type(x).__name__)
-def test_a_rule_agrees_with_the_check_that_it_states(expectation, right, mistakes):
-    for outputs, is_wrong in ((right, False), (mistakes, True)):
+@pytest.mark.parametrize(("expectation", "accepted", "mistakes"), PAIRS, ids=lambda x: type(x).__name__)
+def test_a_rule_agrees_with_the_check_that_it_states(expectation, accepted, mistakes):
+    for outputs, is_wrong in ((accepted, False), (mistakes, True)):
         for observed in outputs:
             assert by_rule(expectation, observed) is is_wrong
             if not is_wrong or not isinstance(expectation, Codes):
@@ -149,8 +149,8 @@ def test_what_no_rule_states_says_so():
     keys = torch.tensor([[3.0, 2, 1, 0]]).double()
     chosen = Chosen(keys > 1.5, keys, torch.zeros_like(keys), torch.tensor([2]), groups=2, group_topk=1)
     assert (stated(chosen).rule, stated(chosen).without) == ("", "a choice under group limits")
-    free = stated(Chosen(keys > 1.5, keys, torch.zeros_like(keys), torch.tensor([2])))
-    assert (free.rule, free.axis, free.arrays["counts"].tolist()) == ("choice", 1, [2])
+    ungrouped = stated(Chosen(keys > 1.5, keys, torch.zeros_like(keys), torch.tensor([2])))
+    assert (ungrouped.rule, ungrouped.axis, ungrouped.arrays["counts"].tolist()) == ("choice", 1, [2])
 
 
 def test_the_reader_needs_numpy_alone():
@@ -159,14 +159,14 @@ def test_the_reader_needs_numpy_alone():
     assert names == {"json", "struct", "sys", "numpy"}
 
 
-def test_the_command_says_what_it_wrote_and_what_has_no_vectors(call, place):
+def test_the_command_says_what_it_wrote_and_what_has_no_vectors(call, workdir):
     code, out, _ = call("export", "vectors", "--function", "gate,topk_routing", "--profile", "smoke")
     assert (code, "gate: 10 cases" in out, "outputs without a rule: a choice under group limits" in out) == (
         0,
         True,
         True,
     )
-    assert {path.name for path in (place / "vectors").iterdir()} == {
+    assert {path.name for path in (workdir / "vectors").iterdir()} == {
         f"{name}.{kind}" for name in ("gate", "topk_routing") for kind in ("json", "safetensors")
     }
     several = next(name for name, contract in CONTRACTS.items() if isinstance(contract, Collective))

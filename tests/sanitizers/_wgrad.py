@@ -22,9 +22,9 @@ def wgrad_kernel(
         p_P = first + tl.arange(0, BLOCK_P)
         left_at = p_P[None, :] * num_outs + m_M[:, None]
         right_at = p_P[:, None] * num_ins + n_N[None, :]
-        left = tl.load(d_out_ptr + left_at, (p_P < end)[None, :] & (m_M < num_outs)[:, None], 0.0)  # other rows
-        right = tl.load(rows_ptr + right_at, (p_P < end)[:, None] & (n_N < num_ins)[None, :], 0.0)
-        sums += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+        d_out = tl.load(d_out_ptr + left_at, (p_P < end)[None, :] & (m_M < num_outs)[:, None], 0.0)  # other rows
+        rows = tl.load(rows_ptr + right_at, (p_P < end)[:, None] & (n_N < num_ins)[None, :], 0.0)
+        sums += tl.dot(d_out.to(tl.float32), rows.to(tl.float32), input_precision="ieee")
     out_at = (expert * num_outs + m_M)[:, None] * num_ins + n_N[None, :]
     tl.store(out_ptr + out_at, sums, (m_M < num_outs)[:, None] & (n_N < num_ins)[None, :])  # inside the matrix
     if PAST:
