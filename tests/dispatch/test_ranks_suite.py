@@ -49,24 +49,12 @@ SHARED = SharedCase(
     seed=1,
 )
 CASES = [
-    *(
-        route((2, 2)),
-        route((2, 2), ranks=2, per_token=True),
-        route((4, 2, 0), sequences=2, ranks=3),
-        route((3,)),
-        UNEVEN,
-        replace(UNEVEN, per_token=True),
-    ),
-    *(
-        SPLIT,
-        replace(SPLIT, per_token=True, bias=True, steps="train+train+finish+train"),
-        route((0, 0)),
-        UPDATED,
-        GATE,
-        SHARED,
-    ),
+    *(route((2, 2)), route((2, 2), ranks=2, per_token=True), route((4, 2, 0), sequences=2, ranks=3), route((3,)),
+     UNEVEN, replace(UNEVEN, per_token=True)),
+    *(SPLIT, replace(SPLIT, per_token=True, bias=True, steps="train+train+finish+train"), route((0, 0)), UPDATED, GATE,
+     SHARED),
     *(replace(GATE, dtype="bfloat16", router_dtype="fp32"), replace(SHARED, dtype="bfloat16")),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["moe_ref", "moe_fast"])

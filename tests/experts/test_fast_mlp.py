@@ -33,16 +33,12 @@ def results(function, **more):
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 
-@pytest.mark.parametrize(
-    ("function", "more"),
-    [
-        ("grouped_mlp", {"recompute": "moe_act"}),
-        ("grouped_mlp", {"recompute": "moe"}),
-        ("grouped_mlp", {"align": 16}),
-        ("sequential_mlp", {}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("function", "more"), [
+    ("grouped_mlp", {"recompute": "moe_act"}),
+    ("grouped_mlp", {"recompute": "moe"}),
+    ("grouped_mlp", {"align": 16}),
+    ("sequential_mlp", {}),
+], ids=str)  # fmt: skip
 def test_recomputation_alignment_and_one_expert_at_a_time_change_no_bit(function, more):
     first, second = results(moe_fast.grouped_mlp), results(getattr(moe_fast, function), **more)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -301,16 +301,12 @@ def test_blackwells_matrix_unit_takes_the_scales(scaling, word):
 # Declarations per machine
 
 
-@pytest.mark.parametrize(
-    ("capability", "accumulator", "emulated"),
-    [
-        ((8, 0), "float32", ("delayed", "current", "block", "mxfp8", "nvfp4")),
-        ((8, 9), "float32", ("mxfp8", "nvfp4")),
-        ((9, 0), "hopper_fp8", ("mxfp8", "nvfp4")),
-        ((10, 0), "float32", ()),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("capability", "accumulator", "emulated"), [
+    ((8, 0), "float32", ("delayed", "current", "block", "mxfp8", "nvfp4")),
+    ((8, 9), "float32", ("mxfp8", "nvfp4")),
+    ((9, 0), "hopper_fp8", ("mxfp8", "nvfp4")),
+    ((10, 0), "float32", ()),
+], ids=str)  # fmt: skip
 def test_the_accumulator_and_what_is_emulated_are_those_of_the_gpu(monkeypatch, capability, accumulator, emulated):
     monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)

@@ -169,16 +169,12 @@ WRONG = [
     (GRADED, with_bias(lambda bias, probs: (NoGradient.apply(bias), probs)), "d_fc2_bias"),
     (GRADED, with_bias(lambda bias, probs: (bias.detach(), probs)), "d_fc2_bias"),
     (GRADED, with_bias(lambda bias, probs: (bias, NoGradient.apply(probs))), "d_probs"),
-    (
-        replace(SHARED, grads="gate_weight"),
-        shared(lambda y, z: y * torch.sigmoid(z.detach())),
-        "d_gate_weight",
-    ),
+    (replace(SHARED, grads="gate_weight"), shared(lambda y, z: y * torch.sigmoid(z.detach())), "d_gate_weight"),
     (SHARED, shared(lambda y, z: y * z), "out"),
     (SHARED, shared(lambda y, z: y), "out"),
     (SHARED, shared(lambda y, z: y * torch.sigmoid(z.bfloat16().to(z.dtype))), "out"),
     (replace(SHARED, clamp=4, kind="reglu"), without("clamp", "shared_experts"), "out"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "wrong", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])

@@ -283,29 +283,20 @@ WRONG = [
     (replace(CASE, alpha=1702), changed(without("alpha")), ("amax",)),
     (replace(CASE, interleave=4), changed(without("interleave")), ("amax",)),
     (replace(CASE, scaling="mxfp8", tokens=1, width=1), changed(turned_blocks), ("amax",)),
-    *(
-        (replace(case, probs=""), wrapped(case.function, one_code_off), ("codes",))
-        for case in (CASE, BLOCKS, SQUARE, GRADIENT)
-    ),
+    *((replace(case, probs=""), wrapped(case.function, one_code_off), ("codes",)) for case in (CASE, BLOCKS, SQUARE,
+     GRADIENT)),
     (replace(CASE, tokens=40), changed(cuts_off), ("codes",)),
     (replace(CASE, scaling="delayed"), changed(forgets_the_amax), ("state.amax_history",)),
     (GROUPS, changed(reads_padding), ("amax",)),
     (replace(CASE, grads="h+probs"), changed(stops_gradients), ("d_h",)),
-    (
-        replace(GROUPS, function="glu_backward_and_quantize"),
-        changed_back(probs_not_masked),
-        ("d_probs",),
-    ),
+    (replace(GROUPS, function="glu_backward_and_quantize"), changed_back(probs_not_masked), ("d_probs",)),
     (GRADIENT, changed_back(half_of_d_h), ("codes",)),
     (GRADIENT, changed_back(with_setting(round_before_quantize=True)), ("amax", "codes")),
     (replace(GRADIENT, clamp=4), changed_back(without("clamp")), ("amax", "codes")),
-    (
-        replace(SQUARE, kind="gelu"),
-        wrapped("activation_and_quantize", with_setting(kind="gelu_tanh")),
-        ("amax", "codes"),
-    ),
+    (replace(SQUARE, kind="gelu"), wrapped("activation_and_quantize", with_setting(kind="gelu_tanh")),
+     ("amax", "codes")),
     (CASE, reference(dequantize=wide_values), ("values",)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "wrong", "outputs"), WRONG, ids=[str(i) for i in range(len(WRONG))])

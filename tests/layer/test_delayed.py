@@ -41,17 +41,13 @@ def experts(module: MoELayer) -> list[torch.nn.Parameter]:
     return [module.experts.linear_fc1.weight, module.experts.linear_fc2.weight]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        EVERYTHING,
-        {"recompute": "moe"},
-        {"recipe": Recipe("block"), "recompute": "moe_act"},
-        {"dtype": torch.bfloat16, "overlap_wgrad": True},
-        {"overlap_wgrad": True, "recompute": "moe"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    EVERYTHING,
+    {"recompute": "moe"},
+    {"recipe": Recipe("block"), "recompute": "moe_act"},
+    {"dtype": torch.bfloat16, "overlap_wgrad": True},
+    {"overlap_wgrad": True, "recompute": "moe"},
+], ids=str)  # fmt: skip
 def test_no_bit_of_a_gradient_changes_and_no_parameter_is_left_out(options):
     plain, delayed = layer(False, **{**options, "overlap_wgrad": False}), layer(True, **options)
     inputs = backward(plain)

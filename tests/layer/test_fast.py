@@ -142,14 +142,10 @@ def test_a_missing_expert_is_named():
         layer().load_state_dict(saved)
 
 
-@pytest.mark.parametrize(
-    ("how", "x", "reason"),
-    [
-        (config(), torch.zeros(2, HIDDEN, dtype=torch.complex64), "dtype"),
-        (config(), torch.zeros(2, HIDDEN), None),
-    ],
-    ids=["complex", "supported"],
-)
+@pytest.mark.parametrize(("how", "x", "reason"), [
+    (config(), torch.zeros(2, HIDDEN, dtype=torch.complex64), "dtype"),
+    (config(), torch.zeros(2, HIDDEN), None),
+], ids=["complex", "supported"])  # fmt: skip
 def test_what_has_no_kernel_is_declared(how, x, reason):
     told = moe_fast.supports("moe_layer", x=x, parameters=layer().layer_parameters, config=how)
     assert (reason in told) if reason else told is None

@@ -72,17 +72,13 @@ def in_float64(one: LayerCase) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("counts", [(), (4, 3), (3, 0, 4)], ids=str)
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"latent": 3, "shared": 2, "gate": True, "router_bias": True, "fc1_bias": True, "fc2_bias": True},
-        {"losses": "aux+seq+global+z", "bias": True, "dispatcher": "allgather", "jitter": True},
-        {"capacity": 2, "kind": "geglu", "score": "softmax", "dispatcher": "deepep"},
-        {"padding": 3, "losses": "aux+seq+global+z", "bias": True, "capacity": 2, "pad": True, "shared": 2},
-        {"on_input": True, "groups": 2, "group_topk": 1, "dispatcher": "hybridep", "kind": "squared_relu"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields", [
+    {"latent": 3, "shared": 2, "gate": True, "router_bias": True, "fc1_bias": True, "fc2_bias": True},
+    {"losses": "aux+seq+global+z", "bias": True, "dispatcher": "allgather", "jitter": True},
+    {"capacity": 2, "kind": "geglu", "score": "softmax", "dispatcher": "deepep"},
+    {"padding": 3, "losses": "aux+seq+global+z", "bias": True, "capacity": 2, "pad": True, "shared": 2},
+    {"on_input": True, "groups": 2, "group_topk": 1, "dispatcher": "hybridep", "kind": "squared_relu"},
+], ids=str)  # fmt: skip
 def test_the_expected_values_are_the_references_in_float64(fields, counts):
     assert_expected(with_gradients(case(**fields, counts=counts, experts=6 if len(counts) == 3 else 4)))
 

@@ -21,17 +21,9 @@ STATELESS = [
 
 
 ALL = [*STATELESS, Recipe("delayed")]
-
-
 by_scaling = {"ids": lambda recipe: recipe.scaling}
-
-
 NAN, INF = math.nan, math.inf
-
-
 f32 = np.float32
-
-
 LARGEST = np.finfo(np.float32).max
 
 

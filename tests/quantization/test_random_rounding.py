@@ -101,26 +101,18 @@ def test_honest_noise_is_accepted(name):
 
 
 @pytest.mark.parametrize("case", OWN, ids=lambda case: case.direction)
-@pytest.mark.parametrize(
-    ("noise", "says"),
-    [
-        (lambda shape: torch.full(shape, 0.5), "the same random numbers"),  # to nearest
-        (lambda shape: torch.full(shape, 1 - 2.0**-24), "the same random numbers"),  # truncation
-        (lambda shape: torch.rand(shape).square(), "too high"),
-        (lambda shape: torch.rand(shape) * 0.9, "too high"),
-        (lambda shape: torch.rand(shape) * 0.9 + 0.1, "too low"),
-        (
-            lambda shape: torch.rand(shape[0], 1, shape[2]).expand(shape),
-            "variance over repeats|mean of all",
-        ),  # one number for a whole column
-        (
-            lambda shape: torch.rand(shape[0], shape[1], 1).expand(shape),
-            "variance over repeats|mean of all",
-        ),  # one number for a whole row
-        (always_alike, "the same random numbers as in another call"),
-    ],
-    ids=["nearest", "truncated", "squares", "below 0.9", "above 0.1", "columns", "rows", "repeated"],
-)
+@pytest.mark.parametrize(("noise", "says"), [
+    (lambda shape: torch.full(shape, 0.5), "the same random numbers"),  # to nearest
+    (lambda shape: torch.full(shape, 1 - 2.0**-24), "the same random numbers"),  # truncation
+    (lambda shape: torch.rand(shape).square(), "too high"),
+    (lambda shape: torch.rand(shape) * 0.9, "too high"),
+    (lambda shape: torch.rand(shape) * 0.9 + 0.1, "too low"),
+    # one number for a whole column
+    (lambda shape: torch.rand(shape[0], 1, shape[2]).expand(shape), "variance over repeats|mean of all"),
+    # one number for a whole row
+    (lambda shape: torch.rand(shape[0], shape[1], 1).expand(shape), "variance over repeats|mean of all"),
+    (always_alike, "the same random numbers as in another call"),
+], ids=["nearest", "truncated", "squares", "below 0.9", "above 0.1", "columns", "rows", "repeated"])  # fmt: skip
 def test_noise_that_is_not_random_enough_is_found(case, noise, says):
     finding = outcome_of(case, drawing(noise)).finding
     assert (finding["output"], finding["check"]) == ("codes" + SUFFIX[case.direction], "random")

@@ -14,22 +14,14 @@ from moe_ref.config import Recipe
 from moe_ref.config.quantization import AMAX_ALGORITHMS, ERRORS, FP8_FORMATS, SCOPES
 
 OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "delayed": {
-        "fp8_format": FP8_FORMATS,
-        "margin": (0, 2),
-        "amax_history_len": (1, 3, 1024),
-        "amax_compute_algo": AMAX_ALGORITHMS,
-    },
+    "delayed": {"fp8_format": FP8_FORMATS, "margin": (0, 2), "amax_history_len": (1, 3, 1024),
+     "amax_compute_algo": AMAX_ALGORITHMS},
     "current": {"fp8_format": FP8_FORMATS, "power_of_two_scales": (False, True), "amax_epsilon": (0.0, 1.5)},
     "mxfp8": {"fp8_format": FP8_FORMATS, "two_dimensional_weights": (False, True)},
-    "nvfp4": {
-        **dict.fromkeys(("two_dimensional_weights", "hadamard", "stochastic_rounding"), (False, True)),
-        "row_scaled_activation": (False, True),
-        "four_over_six": SCOPES,
-        "four_over_six_bound_256": SCOPES,
-        "four_over_six_error": ERRORS,
-    },
-}
+    "nvfp4": {**dict.fromkeys(("two_dimensional_weights", "hadamard", "stochastic_rounding"), (False, True)),
+     "row_scaled_activation": (False, True), "four_over_six": SCOPES, "four_over_six_bound_256": SCOPES,
+     "four_over_six_error": ERRORS},
+}  # fmt: skip
 OPTIONS["block"] = OPTIONS["current"] | OPTIONS["mxfp8"]
 
 

@@ -242,17 +242,11 @@ REFUSED = {
     "splits is [8, 8]": (torch.zeros(16, 16), Recipe("nvfp4"), {"splits": torch.tensor([8, 8])}),
     "state is None": (torch.zeros(2, 2), Recipe("delayed"), {"state": None}),
     "state is given": (torch.zeros(2, 2), Recipe("current"), {"state": new_quantizer_state(Recipe("delayed"))}),
-    "state is with amax_history of shape (1, 1024)": (
-        torch.zeros(2, 2),
-        Recipe("delayed"),
-        {"splits": torch.tensor([1, 1]), "state": new_quantizer_state(Recipe("delayed"))},
-    ),
-    "columnwise is True for a row-scaled input with four_over_six": (
-        torch.zeros(16, 16),
-        Recipe("nvfp4", hadamard=False, row_scaled_activation=True, four_over_six="all"),
-        {"columnwise": True},
-    ),
-}
+    "state is with amax_history of shape (1, 1024)": (torch.zeros(2, 2), Recipe("delayed"),
+     {"splits": torch.tensor([1, 1]), "state": new_quantizer_state(Recipe("delayed"))}),
+    "columnwise is True for a row-scaled input with four_over_six": (torch.zeros(16, 16),
+     Recipe("nvfp4", hadamard=False, row_scaled_activation=True, four_over_six="all"), {"columnwise": True}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -8,8 +8,6 @@ from torch import Tensor
 from moe_ref.config import RouterConfig
 
 NONE = -math.inf
-
-
 SCORES = {
     "softmax": lambda x: [math.exp(v - max(x)) / sum(math.exp(w - max(x)) for w in x) for v in x],
     "sigmoid": lambda x: [1 / (1 + math.exp(-v)) if v > NONE else 0.0 for v in x],

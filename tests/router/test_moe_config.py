@@ -74,29 +74,18 @@ def test_the_words_are_those_of_the_router():
 
 
 DEPRECATED = [
-    (
-        {"moe_router_topk_limited_devices": 2, "expert_model_parallel_size": 4},
-        {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
-        {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
-    ),
-    (
-        {"moe_router_padding_for_fp8": True, "fp8": "hybrid", "moe_token_dispatcher_type": "alltoall"},
-        {"moe_router_padding_for_quantization": True},
-        {"moe_router_padding_for_quantization": True},
-    ),
-    (
-        {"moe_enable_deepep": True, "moe_token_dispatcher_type": "flex"},
-        {"moe_flex_dispatcher_backend": "deepep"},
-        {"moe_flex_dispatcher_backend": "hybridep"},
-    ),
+    ({"moe_router_topk_limited_devices": 2, "expert_model_parallel_size": 4},
+     {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+     {"moe_router_num_groups": 4, "moe_router_group_topk": 2}),
+    ({"moe_router_padding_for_fp8": True, "fp8": "hybrid", "moe_token_dispatcher_type": "alltoall"},
+     {"moe_router_padding_for_quantization": True}, {"moe_router_padding_for_quantization": True}),
+    ({"moe_enable_deepep": True, "moe_token_dispatcher_type": "flex"}, {"moe_flex_dispatcher_backend": "deepep"},
+     {"moe_flex_dispatcher_backend": "hybridep"}),
     ({"moe_deepep_num_sms": 24}, {"moe_flex_dispatcher_num_sms": 24}, {"moe_flex_dispatcher_num_sms": 20}),
     ({"moe_hybridep_num_sms": 16}, {"moe_flex_dispatcher_num_sms": 16}, {"moe_flex_dispatcher_num_sms": 16}),
-    (
-        {"moe_layer_recompute": True},
-        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")},
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-    ),
-]
+    ({"moe_layer_recompute": True}, {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")},
+     {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("old", "new", "beside"), DEPRECATED, ids=[next(iter(old)) for old, _, _ in DEPRECATED])
@@ -132,68 +121,38 @@ def test_deepep_by_its_deprecated_name_needs_the_flex_dispatcher():
         config(moe_enable_deepep=True, moe_token_dispatcher_type="alltoall")
 
 
-@pytest.mark.parametrize(
-    ("given", "derived"),
-    [
-        (
-            {"hidden_size": 16, "ffn_hidden_size": None, "moe_ffn_hidden_size": None},
-            {"ffn_hidden_size": 64, "moe_ffn_hidden_size": 64},
-        ),
-        ({"moe_ffn_hidden_size": None, "ffn_hidden_size": 48}, {"moe_ffn_hidden_size": 48}),
-        ({"num_moe_experts": None, "moe_layer_freq": 2}, {"moe_ffn_hidden_size": None}),
-        ({"num_moe_experts": None, "moe_layer_freq": [1, 0]}, {"moe_ffn_hidden_size": None, "moe_layer_freq": (1, 0)}),
-        ({"tensor_model_parallel_size": 2}, {"expert_tensor_parallel_size": 2}),
-        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 1}),
-        ({}, {"recompute_modules": ("core_attn",)}),
-        (
-            {
-                "use_transformer_engine_op_fuser": True,
-                "moe_grouped_gemm": True,
-                "activation_func": "silu",
-                "gated_linear_unit": True,
-            },
-            {"moe_use_grouped_tensor": True},
-        ),
-        (
-            {"cuda_graph_impl": "local", "cuda_graph_modules": ["moe_preprocess"]},
-            {"cuda_graph_modules": ("moe_preprocess", "moe_router")},
-        ),
-        (
-            {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
-            {"cuda_graph_modules": ("attn", "moe_router", "moe_preprocess")},
-        ),
-        (
-            {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe_router"]},
-            {"cuda_graph_modules": ("moe_router",)},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("given", "derived"), [
+    ({"hidden_size": 16, "ffn_hidden_size": None, "moe_ffn_hidden_size": None},
+     {"ffn_hidden_size": 64, "moe_ffn_hidden_size": 64}),
+    ({"moe_ffn_hidden_size": None, "ffn_hidden_size": 48}, {"moe_ffn_hidden_size": 48}),
+    ({"num_moe_experts": None, "moe_layer_freq": 2}, {"moe_ffn_hidden_size": None}),
+    ({"num_moe_experts": None, "moe_layer_freq": [1, 0]}, {"moe_ffn_hidden_size": None, "moe_layer_freq": (1, 0)}),
+    ({"tensor_model_parallel_size": 2}, {"expert_tensor_parallel_size": 2}),
+    ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 1}),
+    ({}, {"recompute_modules": ("core_attn",)}),
+    ({"use_transformer_engine_op_fuser": True, "moe_grouped_gemm": True, "activation_func": "silu",
+     "gated_linear_unit": True}, {"moe_use_grouped_tensor": True}),
+    ({"cuda_graph_impl": "local", "cuda_graph_modules": ["moe_preprocess"]},
+     {"cuda_graph_modules": ("moe_preprocess", "moe_router")}),
+    ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
+     {"cuda_graph_modules": ("attn", "moe_router", "moe_preprocess")}),
+    ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe_router"]},
+     {"cuda_graph_modules": ("moe_router",)}),
+])  # fmt: skip
 def test_what_follows_from_other_options_is_filled_in(given, derived):
     made = config(**given)
     assert {name: getattr(made, name) for name in derived} == derived
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"moe_ffn_hidden_size": None}, "moe_ffn_hidden_size is None; ffn_hidden_size, 32, is taken"),
-        ({"num_moe_experts": None, "moe_layer_freq": 2}, "moe_ffn_hidden_size is 32 without num_moe_experts"),
-        ({"num_moe_experts": 32}, "moe_router_dtype is None with num_moe_experts 32"),
-        (
-            {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
-            "sequence_parallel is False with tensor_model_parallel_size 2",
-        ),
-        (
-            {
-                "moe_mlp_glu_interleave_size": 16,
-                "moe_grouped_gemm": True,
-                "activation_func": "silu",
-                "gated_linear_unit": True,
-            },
-            "moe_mlp_glu_interleave_size is 16 without use_transformer_engine_op_fuser",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"moe_ffn_hidden_size": None}, "moe_ffn_hidden_size is None; ffn_hidden_size, 32, is taken"),
+    ({"num_moe_experts": None, "moe_layer_freq": 2}, "moe_ffn_hidden_size is 32 without num_moe_experts"),
+    ({"num_moe_experts": 32}, "moe_router_dtype is None with num_moe_experts 32"),
+    ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+     "sequence_parallel is False with tensor_model_parallel_size 2"),
+    ({"moe_mlp_glu_interleave_size": 16, "moe_grouped_gemm": True, "activation_func": "silu",
+     "gated_linear_unit": True}, "moe_mlp_glu_interleave_size is 16 without use_transformer_engine_op_fuser"),
+])  # fmt: skip
 def test_what_is_legal_but_seldom_meant_warns_at_the_callers_line(changes, message):
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}") as caught:
         config(**changes)

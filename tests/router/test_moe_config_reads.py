@@ -19,22 +19,16 @@ from tests.router.moe_config_helpers import config, made, refusing_rule
 from tests.router.moe_config_values import CASES, ELSEWHERE, SIZES
 
 
-@pytest.mark.parametrize(
-    ("kinds", "coeffs", "expected"),
-    [
-        ("aux_loss", 0.0, {}),
-        ("aux_loss", 0.5, {"aux_loss": 0.5}),
-        ("none", 0.5, {}),
-        ("sinkhorn", 0, {}),
-        (["seq_aux_loss"], [1], {"seq_aux_loss": 1}),
-        (
-            ["seq_aux_loss", "none", "global_aux_loss", "aux_loss"],
-            [0.1, 3.0, 0.2, 0.0],
-            {"seq_aux_loss": 0.1, "global_aux_loss": 0.2},
-        ),
-        ([], [], {}),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "coeffs", "expected"), [
+    ("aux_loss", 0.0, {}),
+    ("aux_loss", 0.5, {"aux_loss": 0.5}),
+    ("none", 0.5, {}),
+    ("sinkhorn", 0, {}),
+    (["seq_aux_loss"], [1], {"seq_aux_loss": 1}),
+    (["seq_aux_loss", "none", "global_aux_loss", "aux_loss"], [0.1, 3.0, 0.2, 0.0],
+     {"seq_aux_loss": 0.1, "global_aux_loss": 0.2}),
+    ([], [], {}),
+])  # fmt: skip
 def test_balancing_coeffs_are_of_the_losses_that_count(kinds, coeffs, expected):
     router = router_config(config(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coeffs))
     assert router.balancing_coeffs == expected
