@@ -106,11 +106,11 @@ def test_gradients_of_glu_are_its_derivatives(kind):
 def test_activation_and_its_gradients_are_torchs_own(kind):
     assert torch.autograd.gradcheck(lambda h, p: activation(h, probs=p, kind=kind), (numbers(3, 4), numbers(3, seed=1)))
     h, probs = numbers(3, 4), numbers(3, seed=1)
-    out, right = activation(h, probs=probs, kind=kind), PLAIN[kind](h) * probs[:, None]
-    assert near(out, right)
+    out, expected = activation(h, probs=probs, kind=kind), PLAIN[kind](h) * probs[:, None]
+    assert near(out, expected)
     g = numbers(3, 4, seed=2)
     for got, want in zip(
-        torch.autograd.grad(out, [h, probs], g), torch.autograd.grad(right, [h, probs], g), strict=True
+        torch.autograd.grad(out, [h, probs], g), torch.autograd.grad(expected, [h, probs], g), strict=True
     ):
         assert near(got, want)
     assert near(activation(h, kind=kind), PLAIN[kind](h))
@@ -172,9 +172,9 @@ def test_strides_do_not_matter():
 
 def test_inputs_are_left_as_they_were():
     h, probs = numbers(4, 12).detach(), numbers(4, seed=1).detach()
-    before = h.clone(), probs.clone()
+    copies = h.clone(), probs.clone()
     glu_backward(glu(h, probs=probs, clamp=0.75), h, probs=probs, clamp=0.75)
-    assert torch.equal(h, before[0]) and torch.equal(probs, before[1])
+    assert torch.equal(h, copies[0]) and torch.equal(probs, copies[1])
 
 
 def test_chosen_activation_is_the_function_of_that_kind():

@@ -112,9 +112,9 @@ class NoGradient(torch.autograd.Function):
 def with_bias(change):
     """The reference with another second bias."""
 
-    def grouped_mlp(rows, *others, fc2_bias=None, probs=None, **settings):
+    def grouped_mlp(rows, *arguments, fc2_bias=None, probs=None, **settings):
         fc2_bias, probs = (fc2_bias, probs) if fc2_bias is None else change(fc2_bias, probs)
-        return moe_ref.grouped_mlp(rows, *others, fc2_bias=fc2_bias, probs=probs, **settings)
+        return moe_ref.grouped_mlp(rows, *arguments, fc2_bias=fc2_bias, probs=probs, **settings)
 
     return SimpleNamespace(grouped_mlp=grouped_mlp)
 
@@ -177,9 +177,9 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "wrong", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_every_mistake_is_found_where_it_is(case, wrong, output):
-    assert (output, "bound") in failures(case, wrong, 6)
+@pytest.mark.parametrize(("case", "implementation", "output"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_every_mistake_is_found_where_it_is(case, implementation, output):
+    assert (output, "bound") in failures(case, implementation, 6)
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in WRONG), ids=lambda case: case.id)

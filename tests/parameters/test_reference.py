@@ -32,9 +32,9 @@ def same(a, b) -> bool:
 @BOTH
 @pytest.mark.parametrize(("packed", "state"), NOTHING_TO_DO)
 def test_each_early_return_leaves_the_state_as_it_is(package, packed, state):
-    before = dict(state)
-    found = package.normalize_parameters(state, num_experts=E, packed=packed)
-    assert same(found, before) and same(state, before)
+    copy = dict(state)
+    result = package.normalize_parameters(state, num_experts=E, packed=packed)
+    assert same(result, copy) and same(state, copy)
 
 
 @BOTH
@@ -49,18 +49,18 @@ def test_each_layout_becomes_the_other_and_a_flat_weight_is_cut_by_rows(package)
 
 @BOTH
 def test_flat_rows_as_many_as_experts_are_ambiguous_and_become_vectors(package):
-    found = package.normalize_parameters({"weight": WEIGHT[:, 0]}, num_experts=E, packed=False)
-    assert found["weight1"].shape == (N,)
+    result = package.normalize_parameters({"weight": WEIGHT[:, 0]}, num_experts=E, packed=False)
+    assert result["weight1"].shape == (N,)
 
 
 @BOTH
 @pytest.mark.parametrize(
-    ("whole", "reason"),
+    ("weights", "reason"),
     [(WEIGHT[:2], r"weight is of shape \(2, 2, 4\)"), (list(WEIGHT[:2]), "weight is of 2 members")],
 )
-def test_a_packed_weight_that_the_experts_cannot_share_is_named(package, whole, reason):
+def test_a_packed_weight_that_the_experts_cannot_share_is_named(package, weights, reason):
     with pytest.raises(ValueError, match=reason):
-        package.normalize_parameters({"weight": whole}, num_experts=E, packed=False)
+        package.normalize_parameters({"weight": weights}, num_experts=E, packed=False)
 
 
 @BOTH
@@ -85,8 +85,8 @@ def test_masters_are_found_by_their_name_at_a_dot_and_never_by_a_guess(package):
     assert same(loaded(third, False), third)
     mixed = {f"{'ab'[e % 2]}.fc1.weight{e}": WEIGHT[e] for e in range(E)}
     assert same(loaded(mixed, True), mixed)
-    alone = {"fc1.weight": WEIGHT, "shared_fc1.weight": WEIGHT}
-    assert set(loaded(alone, False)) == {"shared_fc1.weight", *(f"fc1.weight{e}" for e in range(E))}
+    two_layers = {"fc1.weight": WEIGHT, "shared_fc1.weight": WEIGHT}
+    assert set(loaded(two_layers, False)) == {"shared_fc1.weight", *(f"fc1.weight{e}" for e in range(E))}
 
 
 @BOTH
@@ -110,9 +110,9 @@ def whole_layer(experts=4, width=6, hidden=5):
     return {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def own(whole, rank, ranks, tensor_rank, tensor_ranks):
+def own(weights, rank, ranks, tensor_rank, tensor_ranks):
     """A rank's part: its experts; of each half of fc1 its rows, of fc2 its columns."""
-    local = {name: x.chunk(ranks)[rank] for name, x in whole.items()}
+    local = {name: x.chunk(ranks)[rank] for name, x in weights.items()}
     for name in ("linear_fc1.weight", "linear_fc1.bias"):
         halves = local[name].chunk(2, 1)
         local[name] = torch.cat([half.chunk(tensor_ranks, 1)[tensor_rank] for half in halves], 1)
@@ -122,16 +122,16 @@ def own(whole, rank, ranks, tensor_rank, tensor_ranks):
 @BOTH
 @pytest.mark.parametrize(("ranks", "tensor_ranks"), [*itertools.product((1, 2, 4), (1, 3))])
 def test_the_shards_of_all_ranks_are_the_whole_layer(package, ranks, tensor_ranks):
-    whole = whole_layer()
-    found = {name: torch.full_like(x, torch.nan) for name, x in whole.items()}
+    weights = whole_layer()
+    result = {name: torch.full_like(x, torch.nan) for name, x in weights.items()}
     for rank, tensor_rank in itertools.product(range(ranks), range(tensor_ranks)):
         settings = {"rank": rank, "ranks": ranks, "tensor_rank": tensor_rank, "tensor_ranks": tensor_ranks}
-        for shard in package.shard_parameters(own(whole, *settings.values()), num_experts=4, gated=True, **settings):
-            assert shard.shape == whole[shard.key].shape
-            place = tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.values.shape, strict=True))
-            assert found[shard.key][place].isnan().all() == shard.writes
-            found[shard.key][place] = shard.values
-    assert same(found, whole)
+        for shard in package.shard_parameters(own(weights, *settings.values()), num_experts=4, gated=True, **settings):
+            assert shard.shape == weights[shard.key].shape
+            region = tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.values.shape, strict=True))
+            assert result[shard.key][region].isnan().all() == shard.writes
+            result[shard.key][region] = shard.values
+    assert same(result, weights)
 
 
 @BOTH
@@ -141,16 +141,16 @@ def test_a_master_cut_over_any_ranks_is_the_whole_again_with_as_many_entries_on_
     members, master = list(torch.zeros(total).split(list(sizes))), torch.arange(1.0, total + 1)
     for cut in itertools.product(range(total + 1), repeat=2):
         ends = (0, *sorted(cut), total)
-        found = [x.clone() for x in members]
+        result = [x.clone() for x in members]
         for first, last in itertools.pairwise(ends):
             entries = package.expand_shard(members, master[first:last], offset=first)
             assert [entry.member is member for entry, member in zip(entries, members, strict=True)] == [True] * len(
                 sizes
             )
-            for entry, out in zip(entries, found, strict=True):
+            for entry, out in zip(entries, result, strict=True):
                 if entry.values is not None:
                     out[entry.start : entry.start + len(entry.values)] = entry.values
-        assert torch.equal(torch.cat(found), master)
+        assert torch.equal(torch.cat(result), master)
 
 
 @BOTH
@@ -168,14 +168,14 @@ def test_an_upcycled_layer_computes_what_the_dense_layer_does(package, kind, gra
     """Where routing weighs all experts alike: a copy's slices are chosen, and sum to the MLP."""
     generator = torch.Generator().manual_seed(3)
     x, fc1, fc2 = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((7, 5), (8, 5), (5, 8)))
-    made = package.upcycle(
+    upcycled = package.upcycle(
         torch.zeros(8, 5, dtype=torch.float64), fc1, fc2, topk=topk, granularity=granularity, kind=kind,
         pre_softmax=pre_softmax,
     )  # fmt: skip
     h = torch.relu(x @ fc1.T)
     dense = (h**2 if kind == "squared_relu" else h) @ fc2.T
     router = RouterConfig(num_experts=8, topk=topk, score_function="softmax", pre_softmax=pre_softmax)
-    parameters = LayerParameters(made.router_weight, made.fc1_weight, made.fc2_weight)
+    parameters = LayerParameters(upcycled.router_weight, upcycled.fc1_weight, upcycled.fc2_weight)
     out = moe_ref.moe_layer(
         [x], [parameters], LayerConfig(router=router, kind=kind), states=[moe_ref.new_state(router)]
     )
@@ -185,5 +185,5 @@ def test_an_upcycled_layer_computes_what_the_dense_layer_does(package, kind, gra
 @BOTH
 def test_experts_of_a_copy_share_their_router_row(package):
     rows = torch.arange(12.0).reshape(6, 2)
-    made = package.upcycle(rows, torch.zeros(12, 2), torch.zeros(2, 6), topk=1, granularity=3)
-    assert torch.equal(made.router_weight, rows[[0, 0, 0, 1, 1, 1]])
+    upcycled = package.upcycle(rows, torch.zeros(12, 2), torch.zeros(2, 6), topk=1, granularity=3)
+    assert torch.equal(upcycled.router_weight, rows[[0, 0, 0, 1, 1, 1]])

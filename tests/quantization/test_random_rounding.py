@@ -123,10 +123,10 @@ SUFFIX = {"rowwise": "", "columnwise": ".columnwise"}
 
 
 def test_codes_that_are_no_neighbours_and_signs_are_found():
-    def far(group, own, scheme):
+    def far(group, values, scheme):
         return group._replace(codes=torch.where(group.codes == 3, 5, group.codes))
 
-    def positive_zero(group, own, scheme):
+    def positive_zero(group, values, scheme):
         return group._replace(codes=torch.where(group.codes == scheme.format.sign_bit, 0, group.codes))
 
     for change in (far, positive_zero):
@@ -137,6 +137,6 @@ def test_codes_that_are_no_neighbours_and_signs_are_found():
 
 def test_repeats_are_for_gradients_that_are_rounded_stochastically():
     fits = CONTRACTS["quantize"].signature.fits
-    for wrong in ({"role": "input"}, {"variant": 1}, {"experts": 1}, {"grads": "x"}):
-        assert "repeats is 128" in fits(replace(OWN[0], **wrong))
+    for fields in ({"role": "input"}, {"variant": 1}, {"experts": 1}, {"grads": "x"}):
+        assert "repeats is 128" in fits(replace(OWN[0], **fields))
     assert "delayed scaling alone has a state" in fits(replace(OWN[0], repeats=0))

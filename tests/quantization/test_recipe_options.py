@@ -40,8 +40,8 @@ def legal_recipes(scaling: str) -> Iterator[Recipe]:
 
 
 def missing_pairs(scaling: str, recipes: tuple[Recipe, ...]) -> set[frozenset[tuple[str, Any]]]:
-    every = set().union(*map(pairs_of_options, legal_recipes(scaling)))
-    return every - set().union(*map(pairs_of_options, recipes))
+    pairs = set().union(*map(pairs_of_options, legal_recipes(scaling)))
+    return pairs - set().union(*map(pairs_of_options, recipes))
 
 
 @pytest.mark.parametrize("scaling", RECIPES)
@@ -52,7 +52,7 @@ def test_every_pair_of_options_is_in_a_recipe(scaling):
 
 def test_every_recipe_runs_in_each_role_that_differs():
     ran = {(case.scaling, case.variant) for case in scope_of("quantize", Space()).always()}
-    assert {(one, i) for one, known in RECIPES.items() for i in range(VARIANTS, len(known))} <= ran
+    assert {(scaling, i) for scaling, recipes in RECIPES.items() for i in range(VARIANTS, len(recipes))} <= ran
 
 
 def test_a_variant_without_a_recipe_is_refused():
